@@ -1,0 +1,1 @@
+"""Adapters for serving frameworks; nothing in the package imports them."""

@@ -1,0 +1,1 @@
+"""The kernel sources (.cu, .h), read as package data by moe_nvlink_plugin.jit; no Python here."""
