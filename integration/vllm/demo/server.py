@@ -1,0 +1,268 @@
+"""Run a vLLM OpenAI server as a child process: start, wait, ask, stop, and leave nothing behind.
+
+The demonstration and the end-to-end tests share this harness. Prompts and answers are token ids, so
+no tokenizer is needed.
+
+    with VllmServer(model=checkpoint, name="one rank", folder=scratch) as server:
+        server.wait_until_ready()
+        completions = server.complete([[1, 2, 3], [4, 5]], max_tokens=16)
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from .processes import die_with_parent, end_session, processes_of_session
+
+#: Called while waiting with the seconds since the start and the newest line of the server's log.
+Progress = Callable[[float, str], None]
+
+#: Two servers of several processes share a few cores, so nobody binds cores or starts many threads.
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+#: float32, because two rounded partial sums of bf16 are not one sum, and greedy tokens show it.
+CPU_ARGUMENTS: Sequence[str] = (
+    "--dtype=float32",
+    "--skip-tokenizer-init",
+    "--max-model-len=512",
+    "--max-num-seqs=16",
+    "--no-enable-prefix-caching",
+)
+SERVED_NAME = "tiny"
+
+
+class ServerError(RuntimeError):
+    """The server did not start, died, answered with an error, or could not be ended."""
+
+
+class Completion(NamedTuple):
+    """One answer: its token ids, and the seconds it took from request to reply."""
+
+    token_ids: list[int]
+    seconds: float
+
+
+class VllmServer:
+    """One vLLM OpenAI server process tree on a free port of this machine; a context manager.
+
+    model: checkpoint folder. name: for messages and the log file. folder: where the log goes.
+    arguments: vLLM flags after ours. environment: variables over ours. with_plugins: False starts
+    vLLM with no plugin at all, ours included. Creating one starts the process; nothing is waited for.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Path,
+        name: str,
+        folder: Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        with_plugins: bool = True,
+    ) -> None:
+        self.name = name
+        self.port = _free_port()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log_path = folder / f"{name.replace(' ', '-')}.log"
+        self.command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--served-model-name", SERVED_NAME),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *CPU_ARGUMENTS,
+            *arguments,
+        ]
+        variables = {**os.environ, **CPU_ENVIRONMENT, **(environment or {})}
+        if not with_plugins:
+            variables["VLLM_PLUGINS"] = ""
+        self._started = time.monotonic()
+        self._process: subprocess.Popen[bytes] | None = None
+        # A Ctrl-C between fork and assignment would leave a server that nobody knows.
+        with _interrupts_deferred(), self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        self._session = self._process.pid
+
+    def __enter__(self) -> VllmServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        """The living processes of this server."""
+        return processes_of_session(self._session)
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the process was started."""
+        return time.monotonic() - self._started
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of what the server printed."""
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def wait_until_ready(self, *, timeout_s: float = 300.0, progress: Progress | None = None) -> float:
+        """Wait until the server answers /health, and return its start-up time in seconds.
+
+        Raises ServerError with the log's tail as soon as the process ends, or after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._healthy():
+            self._check_alive("before it was ready")
+            if time.monotonic() > deadline:
+                raise self._error(f"was not ready within {timeout_s:.0f} s")
+            if progress is not None:
+                progress(self.uptime_s, self.log_tail(1))
+            time.sleep(0.5)
+        return self.uptime_s
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int | Sequence[int],
+        concurrency: int | None = None,
+        timeout_s: float = 120.0,
+    ) -> list[Completion]:
+        """Greedy completions of token-id prompts, `concurrency` requests at a time (None: all).
+
+        max_tokens: one length for all, or one for each prompt; each answer is exactly that long.
+        Raises ServerError when the server refuses, dies, or stays silent for `timeout_s`.
+        """
+        lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+        with ThreadPoolExecutor(max_workers=concurrency or len(prompts)) as pool:
+            ask = [
+                pool.submit(self._complete_one, prompt, length, timeout_s)
+                for prompt, length in zip(prompts, lengths, strict=True)
+            ]
+            return [answer.result() for answer in ask]
+
+    def stop(self) -> None:
+        """End every process of the server and remove the shared memory they leave; idempotent.
+
+        Ctrl-C waits until this is done, about 30 s at most. Raises ServerError if one stays.
+        """
+        if self._process is None:
+            return
+        with _interrupts_deferred():
+            reaper = threading.Thread(target=self._process.wait, daemon=True)
+            reaper.start()
+            stay = end_session(self._session)
+            reaper.join(timeout=5.0)
+            self._process = None
+        if stay:
+            raise ServerError(f"processes {stay} of the {self.name} server survived SIGKILL")
+
+    def _complete_one(self, prompt: Sequence[int], length: int, timeout_s: float) -> Completion:
+        body = {
+            "model": SERVED_NAME,
+            "prompt": list(prompt),
+            "max_tokens": length,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "return_token_ids": True,
+        }
+        started = time.monotonic()
+        reply = self._post("/v1/completions", body, timeout_s)
+        token_ids = reply["choices"][0]["token_ids"]
+        if len(token_ids) != length:
+            raise self._error(f"answered {len(token_ids)} tokens instead of {length}")
+        return Completion(token_ids, time.monotonic() - started)
+
+    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            status, text = self._request("POST", path, json.dumps(body), timeout_s)
+        except OSError as error:
+            self._check_alive("while it was answering")
+            raise self._error(f"gave no answer within {timeout_s:.0f} s ({error})") from error
+        if status != http.client.OK:
+            raise self._error(f"answered HTTP {status}: {text[:500]}")
+        reply: dict[str, Any] = json.loads(text)
+        return reply
+
+    def _healthy(self) -> bool:
+        try:
+            return self._request("GET", "/health", None, 5.0)[0] == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def _request(
+        self, method: str, path: str, body: str | None, timeout_s: float
+    ) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            return reply.status, reply.read().decode("utf-8", errors="replace")
+        finally:
+            connection.close()
+
+    def _check_alive(self, when: str) -> None:
+        if self._process is None or self._process.poll() is not None:
+            code = None if self._process is None else self._process.returncode
+            raise self._error(f"ended with exit code {code} {when}")
+
+    def _error(self, what: str) -> ServerError:
+        return ServerError(
+            f"the {self.name} server {what}; the last lines of {self.log_path}:\n{self.log_tail()}"
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM until the end of the block (main thread only; elsewhere no-op)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {n: signal.signal(n, lambda number, _frame: arrived.append(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in dict.fromkeys(arrived):
+        signal.raise_signal(number)

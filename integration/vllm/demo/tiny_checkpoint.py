@@ -1,0 +1,224 @@
+"""Tiny random checkpoints that vLLM loads like real ones: `config.json` beside `model.safetensors`.
+
+vLLM's own dummy weights are not enough here. They reseed every parameter alike, so all experts of a
+shape are equal, and an exchange that mixes experts up would still give the right tokens. These files
+draw every tensor from one seeded stream, at a scale where the experts decide which token comes next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+#: Routed experts add about as much to the residual stream as it already holds (see `_Weights.mlp`).
+EXPERT_GAIN = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """The sizes of one tiny model; every count is small enough for a laptop, none is trivial."""
+
+    architecture: str
+    num_layers: int
+    num_experts: int
+    top_k: int
+    num_dense_layers: int = 0
+    num_shared_experts: int = 0
+    hidden_size: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 256
+    moe_intermediate_size: int = 64
+    vocab_size: int = 512
+    max_position_embeddings: int = 1024
+
+    def config(self) -> dict[str, Any]:
+        """`config.json` in the words of the architecture."""
+        return CONFIGS[self.architecture](self)
+
+
+def _common_config(model: TinyModel) -> dict[str, Any]:
+    return {
+        "model_type": model.architecture,
+        "torch_dtype": "float32",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "moe_intermediate_size": model.moe_intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "num_experts_per_tok": model.top_k,
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen3_moe_config(model: TinyModel) -> dict[str, Any]:
+    return _common_config(model) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": model.num_experts,
+        "mlp_only_layers": list(range(model.num_dense_layers)),
+        "decoder_sparse_step": 1,
+    }
+
+
+def _glm4_moe_config(model: TinyModel) -> dict[str, Any]:
+    return _common_config(model) | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": model.num_experts,
+        "n_shared_experts": model.num_shared_experts,
+        "first_k_dense_replace": model.num_dense_layers,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+CONFIGS: dict[str, Callable[[TinyModel], dict[str, Any]]] = {
+    "qwen3_moe": _qwen3_moe_config,
+    "glm4_moe": _glm4_moe_config,
+}
+
+#: Expert counts divide by 2 and 4, because vLLM wants equal shards; 12 and top_k 3 are no powers of 2.
+MODELS: dict[str, TinyModel] = {
+    "qwen3_moe": TinyModel(architecture="qwen3_moe", num_layers=3, num_experts=16, top_k=4),
+    "glm4_moe": TinyModel(
+        architecture="glm4_moe",
+        num_layers=3,
+        num_experts=12,
+        top_k=3,
+        num_dense_layers=1,
+        num_shared_experts=1,
+    ),
+}
+
+
+class _Weights:
+    """Collects named tensors, all drawn in order from one seeded stream."""
+
+    def __init__(self, model: TinyModel, seed: int) -> None:
+        self._model = model
+        self._generator = torch.Generator().manual_seed(seed)
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def normal(self, name: str, *shape: int, std: float) -> None:
+        """A tensor of independent normal values."""
+        self.tensors[name] = torch.randn(*shape, generator=self._generator) * std
+
+    def linear(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
+        """A `[rows, columns]` projection that keeps the variance of its input, times gain squared."""
+        self.normal(f"{name}.weight", rows, columns, std=gain * columns**-0.5)
+
+    def norm(self, name: str, size: int) -> None:
+        """An RMS norm whose weights lie around one, not all alike."""
+        noise = torch.randn(size, generator=self._generator)
+        self.tensors[f"{name}.weight"] = 1.0 + 0.1 * noise
+
+    def attention(self, name: str) -> None:
+        """Projections and the per-head norms of query and key."""
+        model = self._model
+        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        # Sharp attention: the past has to reach the next token for outputs to depend on all of it.
+        self.linear(f"{name}.q_proj", queries, model.hidden_size)
+        self.linear(f"{name}.k_proj", keys, model.hidden_size)
+        self.linear(f"{name}.v_proj", keys, model.hidden_size, gain=2.0)
+        self.linear(f"{name}.o_proj", model.hidden_size, queries, gain=2.0)
+        self.norm(f"{name}.q_norm", model.head_dim)
+        self.norm(f"{name}.k_norm", model.head_dim)
+
+    def mlp(self, name: str, intermediate_size: int, gain: float = 1.0) -> None:
+        """One gated MLP: a dense layer, a shared expert or a routed expert."""
+        hidden_size = self._model.hidden_size
+        self.linear(f"{name}.gate_proj", intermediate_size, hidden_size)
+        self.linear(f"{name}.up_proj", intermediate_size, hidden_size)
+        self.linear(f"{name}.down_proj", hidden_size, intermediate_size, gain=gain)
+
+    def moe(self, name: str) -> None:
+        """Router, routed experts, and the shared expert where the architecture has one."""
+        model = self._model
+        self.linear(f"{name}.gate", model.num_experts, model.hidden_size, gain=2.0)
+        for expert in range(model.num_experts):
+            self.mlp(f"{name}.experts.{expert}", model.moe_intermediate_size, gain=EXPERT_GAIN)
+        if model.architecture == "glm4_moe":
+            self.normal(f"{name}.gate.e_score_correction_bias", model.num_experts, std=0.1)
+        if model.num_shared_experts:
+            size = model.moe_intermediate_size * model.num_shared_experts
+            self.mlp(f"{name}.shared_experts", size)
+
+    def whole_model(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the model under its Hugging Face name."""
+        model = self._model
+        self.normal("model.embed_tokens.weight", model.vocab_size, model.hidden_size, std=1.0)
+        for layer in range(model.num_layers):
+            name = f"model.layers.{layer}"
+            self.norm(f"{name}.input_layernorm", model.hidden_size)
+            self.attention(f"{name}.self_attn")
+            self.norm(f"{name}.post_attention_layernorm", model.hidden_size)
+            if layer < model.num_dense_layers:
+                self.mlp(f"{name}.mlp", model.intermediate_size)
+            else:
+                self.moe(f"{name}.mlp")
+        self.norm("model.norm", model.hidden_size)
+        self.linear("lm_head", model.vocab_size, model.hidden_size, gain=4.0)
+        return self.tensors
+
+
+def write_checkpoint(folder: Path, architecture: str = "qwen3_moe", *, seed: int = 0) -> Path:
+    """Write the tiny checkpoint of `architecture` (a key of MODELS) into `folder` and return it.
+
+    The same seed gives the same bytes. Each file is replaced in one step, so that a process reading
+    the folder meanwhile never sees half a file. Local; raises ValueError for an unknown architecture.
+    """
+    if architecture not in MODELS:
+        raise ValueError(f"no tiny model {architecture!r}; choose one of {sorted(MODELS)}")
+    model = MODELS[architecture]
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = _Weights(model, seed).whole_model()
+    _replace(
+        folder / "model.safetensors",
+        lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+    )
+    text = json.dumps(model.config(), indent=2) + "\n"
+    _replace(folder / "config.json", lambda path: Path(path).write_text(text, encoding="utf-8"))
+    return folder
+
+
+def _replace(target: Path, write: Callable[[str], object]) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        path = os.path.join(scratch, target.name)
+        write(path)
+        os.replace(path, target)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: write one checkpoint."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--architecture", choices=sorted(MODELS), default="qwen3_moe")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    print(write_checkpoint(options.folder, options.architecture, seed=options.seed))
+
+
+if __name__ == "__main__":
+    main()
