@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 
 #: Routed experts add about as much to the residual stream as it already holds (see `_Weights.mlp`).
 EXPERT_GAIN = 3.0
+#: Scale of the query and key norms.
+ATTENTION_SHARPNESS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,22 +131,22 @@ class _Weights:
         """A `[rows, columns]` projection that keeps the variance of its input, times gain squared."""
         self.normal(f"{name}.weight", rows, columns, std=gain * columns**-0.5)
 
-    def norm(self, name: str, size: int) -> None:
-        """An RMS norm whose weights lie around one, not all alike."""
+    def norm(self, name: str, size: int, scale: float = 1.0) -> None:
+        """An RMS norm whose weights lie around `scale`, not all alike."""
         noise = torch.randn(size, generator=self._generator)
-        self.tensors[f"{name}.weight"] = 1.0 + 0.1 * noise
+        self.tensors[f"{name}.weight"] = scale * (1.0 + 0.1 * noise)
 
     def attention(self, name: str) -> None:
         """Projections and the per-head norms of query and key."""
         model = self._model
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        # Sharp attention: the past has to reach the next token for outputs to depend on all of it.
         self.linear(f"{name}.q_proj", queries, model.hidden_size)
         self.linear(f"{name}.k_proj", keys, model.hidden_size)
         self.linear(f"{name}.v_proj", keys, model.hidden_size, gain=2.0)
         self.linear(f"{name}.o_proj", model.hidden_size, queries, gain=2.0)
-        self.norm(f"{name}.q_norm", model.head_dim)
-        self.norm(f"{name}.k_norm", model.head_dim)
+        # Sharp attention: diffuse heads average the past away, and outputs fall into short cycles.
+        self.norm(f"{name}.q_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
+        self.norm(f"{name}.k_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
 
     def mlp(self, name: str, intermediate_size: int, gain: float = 1.0) -> None:
         """One gated MLP: a dense layer, a shared expert or a routed expert."""
