@@ -25,13 +25,11 @@ def die_with_parent() -> None:
 
 def processes_of_session(session: int) -> list[int]:
     """The living processes of a session; a zombie holds nothing and counts as gone."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and _state_and_session(int(entry)) not in (None, ("Z", session)):
-            state_and_session = _state_and_session(int(entry))
-            if state_and_session is not None and state_and_session[1] == session:
-                found.append(int(entry))
-    return found
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    states = {pid: _state_and_session(pid) for pid in pids}
+    return [
+        pid for pid, found in states.items() if found and found[1] == session and found[0] != "Z"
+    ]
 
 
 def _state_and_session(pid: int) -> tuple[str, int] | None:

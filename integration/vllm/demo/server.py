@@ -135,7 +135,9 @@ class VllmServer:
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
-    def wait_until_ready(self, *, timeout_s: float = 300.0, progress: Progress | None = None) -> float:
+    def wait_until_ready(
+        self, *, timeout_s: float = 300.0, progress: Progress | None = None
+    ) -> float:
         """Wait until the server answers /health, and return its start-up time in seconds.
 
         Raises ServerError with the log's tail as soon as the process ends, or after `timeout_s`.
@@ -252,17 +254,17 @@ def _free_port() -> int:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM until the end of the block (main thread only; elsewhere no-op)."""
+    """Hold back SIGINT, SIGTERM and SIGHUP until the end of the block (main thread only; elsewhere no-op)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {n: signal.signal(n, lambda number, _frame: arrived.append(number)) for n in numbers}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(n, lambda number, _frame: arrived.append(number)) for n in numbers]
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-    for number in dict.fromkeys(arrived):
-        signal.raise_signal(number)
+        for arrival in dict.fromkeys(arrived):
+            signal.raise_signal(arrival)

