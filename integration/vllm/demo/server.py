@@ -67,7 +67,7 @@ class VllmServer:
 
     model: checkpoint folder. name: for messages and the log file. folder: where the log goes.
     arguments: vLLM flags after ours. environment: variables over ours. with_plugins: False starts
-    vLLM with no plugin at all, ours included. Creating one starts the process; nothing is waited for.
+    vLLM with no plugin at all, ours included. Creating one starts the process and waits for nothing.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ def _free_port() -> int:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Hold back SIGINT, SIGTERM and SIGHUP until the end of the block (main thread only; elsewhere no-op)."""
+    """Hold back SIGINT, SIGTERM and SIGHUP until the block ends; a no-op off the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
 """Tiny random checkpoints that vLLM loads like real ones: `config.json` beside `model.safetensors`.
 
-vLLM's own dummy weights are not enough here. They reseed every parameter alike, so all experts of a
-shape are equal, and an exchange that mixes experts up would still give the right tokens. These files
-draw every tensor from one seeded stream, at a scale where the experts decide which token comes next.
+vLLM's own dummy weights are not enough here. They reseed every parameter alike, so the shards of
+all ranks hold equal experts, and an exchange that mixes them up would still give the right tokens.
+These files draw every tensor from one seeded stream, at a scale where experts decide the next token.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ CONFIGS: dict[str, Callable[[TinyModel], dict[str, Any]]] = {
     "glm4_moe": _glm4_moe_config,
 }
 
-#: Expert counts divide by 2 and 4, because vLLM wants equal shards; 12 and top_k 3 are no powers of 2.
+#: Expert counts divide by 2 and 4, because vLLM wants equal shards. 12 experts and top_k 3 are there
+#: to be no powers of two.
 MODELS: dict[str, TinyModel] = {
     "qwen3_moe": TinyModel(architecture="qwen3_moe", num_layers=3, num_experts=16, top_k=4),
     "glm4_moe": TinyModel(
@@ -128,7 +129,7 @@ class _Weights:
         self.tensors[name] = torch.randn(*shape, generator=self._generator) * std
 
     def linear(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
-        """A `[rows, columns]` projection that keeps the variance of its input, times gain squared."""
+        """A `[rows, columns]` projection: the variance of its input goes out times gain squared."""
         self.normal(f"{name}.weight", rows, columns, std=gain * columns**-0.5)
 
     def norm(self, name: str, size: int, scale: float = 1.0) -> None:
@@ -189,7 +190,7 @@ def write_checkpoint(folder: Path, architecture: str = "qwen3_moe", *, seed: int
     """Write the tiny checkpoint of `architecture` (a key of MODELS) into `folder` and return it.
 
     The same seed gives the same bytes. Each file is replaced in one step, so that a process reading
-    the folder meanwhile never sees half a file. Local; raises ValueError for an unknown architecture.
+    the folder meanwhile never sees half a file. Raises ValueError for an unknown architecture.
     """
     if architecture not in MODELS:
         raise ValueError(f"no tiny model {architecture!r}; choose one of {sorted(MODELS)}")
