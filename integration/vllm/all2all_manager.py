@@ -1,0 +1,116 @@
+"""The exchanges of one worker: one per layer geometry, all on one workspace."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
+from moe_nvlink_plugin.errors import UnsupportedError
+
+from .flag import BACKEND
+from .stats import StatsWriter
+
+logger = logging.getLogger("vllm.plugins.moe_nvlink")
+
+
+class Geometry(NamedTuple):
+    """What makes two MoE layers able to share one exchange."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype
+
+
+class MoeNvlinkAll2AllManager(All2AllManagerBase):
+    """Owns the `MoeAllToAll` objects of the EP group; every rank creates them in layer order."""
+
+    def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        super().__init__(cpu_group, tcp_store_group)
+        if self.internode:
+            raise UnsupportedError(
+                f"--all2all-backend {BACKEND}: the {self.world_size} ranks of the expert-parallel "
+                "group are not on one host, and the host transport is shared memory. Start all "
+                "ranks on one host, or drop the flag."
+            )
+        self._exchanges: dict[Geometry, MoeAllToAll] = {}
+        self._stats_writer: StatsWriter | None = None
+        _show_core_logs()
+
+    def exchange(self, geometry: Geometry) -> MoeAllToAll:
+        """The exchange for a geometry, created on first use. Collective when it creates.
+
+        All exchanges share one workspace, which grows with a new geometry. Raises what
+        `MoeAllToAll.create` raises, ConfigError and DisagreementError among it.
+        """
+        found = self._exchanges.get(geometry)
+        if found is not None:
+            return found
+        first = next(iter(self._exchanges.values()), None)
+        config = AllToAllConfig(
+            ep_size=self.world_size,
+            ep_rank=self.rank,
+            **geometry._asdict(),
+        )
+        created = MoeAllToAll.create(config, self.cpu_group, "cpu", share_with=first)
+        self._exchanges[geometry] = created
+        logger.info("moe_nvlink exchange of rank %d of %d: %s", self.rank, self.world_size, config)
+        if first is None:
+            self._start_stats(created)
+        return created
+
+    def get_handle(self, kwargs: dict[str, Any]) -> MoeAllToAll:
+        """vLLM's name for `exchange`; kwargs are the fields of `Geometry`."""
+        return self.exchange(Geometry(**kwargs))
+
+    def _start_stats(self, exchange: MoeAllToAll) -> None:
+        directory = env.stats_dir()
+        if directory is not None:
+            about = {"ep_rank": self.rank, "ep_size": self.world_size}
+            # One workspace serves all geometries, so the first exchange counts for all of them.
+            self._stats_writer = StatsWriter(directory, about, exchange.stats)
+
+    # The three verbs of vLLM's managers without a modular kernel. Layers reach them only when our
+    # prepare/finalize was not put in place, which must not pass in silence.
+
+    def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not served: experts that route inside their kernel cannot take our exchange."""
+        raise self._not_modular()
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not served: our dispatch is called from our prepare/finalize."""
+        raise self._not_modular()
+
+    def combine(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not served: our combine is called from our prepare/finalize."""
+        raise self._not_modular()
+
+    @staticmethod
+    def _not_modular() -> UnsupportedError:
+        return UnsupportedError(
+            f"--all2all-backend {BACKEND}: this MoE layer does not go through vLLM's modular "
+            "kernel, so our exchange was not placed in it. Use another backend for this model."
+        )
+
+    def destroy(self) -> None:
+        """Writes the last counters and releases the workspace. Local, idempotent."""
+        if self._stats_writer is not None:
+            self._stats_writer.close()
+            self._stats_writer = None
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges.clear()
+
+
+def _show_core_logs() -> None:
+    """Lets the core's messages (the workspace's size among them) appear in vLLM's log."""
+    core, vllm = logging.getLogger("moe_nvlink_plugin"), logging.getLogger("vllm")
+    if not core.handlers:
+        for handler in vllm.handlers:
+            core.addHandler(handler)
+        core.setLevel(vllm.level)

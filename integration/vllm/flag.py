@@ -1,0 +1,153 @@
+"""How a user asks for us: from ``--all2all-backend moe_nvlink`` to ``additional_config``.
+
+``ParallelConfig.all2all_backend`` takes a closed list of names. Our choice therefore travels in
+``additional_config["all2all_backend"]``, which vLLM hands to every process and hashes into its
+compile cache, while ``parallel_config`` keeps ``allgather_reducescatter``: the value under which
+vLLM picks the experts classes and the sequence-parallel MoE that we can serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+
+BACKEND = "moe_nvlink"
+CARRIER = "allgather_reducescatter"
+KEY = "all2all_backend"
+
+_OPTION = "--all2all-backend"
+_ADDITIONAL_OPTION = "--additional-config"
+_HELP = (
+    f'\n\n- "{BACKEND}": dispatch and combine of the moe_nvlink_plugin package'
+    " (needs --enable-expert-parallel and --data-parallel-size of 2 or more)."
+)
+
+logger = logging.getLogger("vllm.plugins.moe_nvlink")
+
+
+def is_selected(vllm_config: Any) -> bool:
+    """Whether this configuration asks for our backend. Local; any object, None included."""
+    additional = getattr(vllm_config, "additional_config", None)
+    return isinstance(additional, dict) and additional.get(KEY) == BACKEND
+
+
+def selected_here() -> bool:
+    """Whether vLLM's current configuration (the one set around worker start-up) asks for us."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return is_selected(get_current_vllm_config_or_none())
+
+
+class _BackendAction(argparse._StoreAction):
+    """Stores vLLM's own names as before; turns ours into the carrier and an additional key."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        additional = getattr(namespace, "additional_config", None) or {}
+        if values == BACKEND:
+            namespace.additional_config = {**additional, KEY: BACKEND}
+            values = CARRIER
+        elif additional.get(KEY) == BACKEND:  # the last flag wins
+            namespace.additional_config = {k: v for k, v in additional.items() if k != KEY}
+        super().__call__(parser, namespace, values, option_string)
+
+
+class _AdditionalConfigAction(argparse._StoreAction):
+    """Keeps our key when ``--additional-config`` comes after the flag."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, "additional_config", None) or {}
+        if isinstance(values, dict) and before.get(KEY) == BACKEND:
+            values = {KEY: BACKEND, **values}
+        super().__call__(parser, namespace, values, option_string)
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Adds our name to the choices of ``--all2all-backend``. Local, idempotent.
+
+    A parser without that option (some of vLLM's tools build one) is left alone.
+    """
+    options = parser._option_string_actions
+    action, additional = options.get(_OPTION), options.get(_ADDITIONAL_OPTION)
+    if action is None or additional is None or isinstance(action, _BackendAction):
+        return
+    action.choices = [*(action.choices or ()), BACKEND]
+    action.help = (action.help or "") + _HELP
+    # The actions stay in the groups and the order that vLLM gave them; only what they do on a
+    # value changes.
+    action.__class__ = _BackendAction
+    additional.__class__ = _AdditionalConfigAction
+
+
+def map_engine_args(engine_args: Any) -> None:
+    """Rewrites ``EngineArgs(all2all_backend="moe_nvlink")`` in place to what vLLM accepts.
+
+    Local. Raises UnsupportedError when vLLM runs on a platform that is not ours, ConfigError when
+    ``additional_config`` is not a dict.
+    """
+    if engine_args.all2all_backend != BACKEND:
+        return
+    from vllm.platforms import current_platform
+
+    from .platform import MoeNvlinkPlatform
+
+    if not isinstance(current_platform, MoeNvlinkPlatform):
+        raise UnsupportedError(
+            f'all2all_backend="{BACKEND}" needs the platform plugin of this package, but vLLM runs '
+            f"on {type(current_platform).__name__}. Unset VLLM_TARGET_DEVICE, list moe_nvlink in "
+            "VLLM_PLUGINS if that is set, and uninstall or disable other platform plugins."
+        )
+    additional = engine_args.additional_config or {}
+    if not isinstance(additional, dict):
+        raise ConfigError(
+            f"additional_config is a {type(additional).__name__}; with "
+            f'all2all_backend="{BACKEND}" it must be a dict, to which the key "{KEY}" is added.'
+        )
+    engine_args.additional_config = {**additional, KEY: BACKEND}
+    engine_args.all2all_backend = CARRIER
+
+
+def patch_engine_args() -> None:
+    """Wraps ``EngineArgs.create_engine_config``: the one patch of vLLM in this package.
+
+    Local, idempotent. When a later vLLM has moved the method, the command line still works and a
+    warning says what to write in Python instead.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = getattr(EngineArgs, "create_engine_config", None)
+    if original is None or KEY not in getattr(EngineArgs, "__dataclass_fields__", {}):
+        logger.warning(
+            'This vLLM has no EngineArgs.create_engine_config: LLM(all2all_backend="%s") will be '
+            'refused. Use LLM(additional_config={"%s": "%s"}) instead.',
+            BACKEND,
+            KEY,
+            BACKEND,
+        )
+        return
+    if hasattr(original, "moe_nvlink_original"):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        map_engine_args(self)
+        return original(self, *args, **kwargs)
+
+    create_engine_config.moe_nvlink_original = original  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config

@@ -1,0 +1,127 @@
+"""Our classes in the place of vLLM's ``RoutedExperts`` and ``MoERunner``, and what they change.
+
+Both go in through ``register_oot``, vLLM's hook for replacing a layer class at instantiation. The
+quant methods stay vLLM's own objects: weight loaders test their class names.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_ep_group
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from moe_nvlink_plugin.errors import UnsupportedError
+
+from .all2all_manager import Geometry, MoeNvlinkAll2AllManager
+from .flag import BACKEND, selected_here
+from .prepare_finalize import MoeNvlinkPrepareAndFinalize
+
+logger = logging.getLogger("vllm.plugins.moe_nvlink")
+
+
+def put_in_place() -> None:
+    """Registers both classes with vLLM. Local, idempotent.
+
+    Raises UnsupportedError when another plugin has replaced one of them: the last to register
+    would win in silence, and one of the two plugins would not work.
+    """
+    for original, ours in ((RoutedExperts, MoeNvlinkRoutedExperts), (MoERunner, MoeNvlinkMoERunner)):
+        name = original.__name__
+        present = op_registry_oot.get(name)
+        if present is ours:
+            continue
+        if present is not None:
+            raise UnsupportedError(
+                f"--all2all-backend {BACKEND}: another plugin has already replaced vLLM's {name} "
+                f"by {present.__module__}.{present.__qualname__}. Disable that plugin (VLLM_PLUGINS "
+                "lists those to load), or drop the flag."
+            )
+        original.register_oot(ours)
+
+
+class MoeNvlinkRoutedExperts(RoutedExperts):
+    """vLLM's routed experts, with our prepare/finalize in their modular kernel."""
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        ours = selected_here() and moe_config.moe_parallel_config.use_all2all_kernels
+        if ours and hasattr(moe_config, "require_decomposed_backend"):
+            moe_config.require_decomposed_backend = True  # vLLM 0.33: no monolithic experts
+        quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
+        if ours:
+            _rebuild_after_loading(quant_method)
+        return quant_method
+
+
+class MoeNvlinkMoERunner(MoERunner):
+    """vLLM's runner, with the MoE layer behind one opaque op on every platform."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if selected_here() and not isinstance(self.routed_experts, MoeNvlinkRoutedExperts):
+            raise UnsupportedError(
+                f"--all2all-backend {BACKEND}: layer {self.layer_name} brings its own experts "
+                f"class {type(self.routed_experts).__name__}, which our exchange cannot enter. "
+                "Use another backend for this model."
+            )
+
+    def _select_forward(self) -> Callable[..., Any]:
+        """The custom op also on CPU, where vLLM would let Dynamo trace into the exchange."""
+        ops = torch.ops.vllm
+        forward = ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
+        return forward  # type: ignore[no-any-return]
+
+
+def _rebuild_after_loading(quant_method: Any) -> None:
+    """Wraps this instance's process_weights_after_loading: the kernel exists only after it."""
+    original = quant_method.process_weights_after_loading
+
+    @functools.wraps(original)
+    def process_weights_after_loading(layer: Any) -> None:
+        original(layer)
+        _rebuild_kernel(quant_method, layer)
+
+    quant_method.process_weights_after_loading = process_weights_after_loading
+
+
+def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
+    """Puts our prepare/finalize in front of the experts vLLM chose. Collective over the EP group.
+
+    Raises UnsupportedError for experts outside the modular kernel and for an expert placement
+    that is not contiguous.
+    """
+    kernel = quant_method.moe_kernel
+    if kernel is None or kernel.is_monolithic:
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: {layer.layer_name} is served by "
+            f"{type(quant_method).__name__} without vLLM's modular kernel. Use weights in "
+            "bfloat16, float16 or float32, or another backend."
+        )
+    if isinstance(kernel.prepare_finalize, MoeNvlinkPrepareAndFinalize):
+        return  # weights were updated in place; the kernel is still ours
+    moe = layer.moe_config
+    manager = get_ep_group().device_communicator.all2all_manager
+    if not isinstance(manager, MoeNvlinkAll2AllManager):
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: the expert-parallel group has "
+            f"{type(manager).__name__} instead of our manager. Please report this with the "
+            "command that started vLLM."
+        )
+    geometry = Geometry(
+        num_experts=moe.num_experts,
+        top_k=moe.experts_per_token,
+        hidden_size=moe.hidden_dim,
+        # A sequence-parallel slice is at most the batch divided by the slices, rounded up.
+        max_tokens_per_rank=-(-moe.max_num_tokens // moe.sp_size),
+        dtype=moe.in_dtype,
+    )
+    prepare_finalize = MoeNvlinkPrepareAndFinalize(manager.exchange(geometry), layer.expert_map)
+    quant_method.moe_kernel = mk.FusedMoEKernel(prepare_finalize, kernel.fused_experts)
+    logger.debug("moe_nvlink serves %s: %s", layer.layer_name, geometry)

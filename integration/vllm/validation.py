@@ -1,0 +1,111 @@
+"""What we refuse at start-up, with the flag to change. Run in every process that builds a config.
+
+A rule here is a combination nobody has run through our exchange, or one that vLLM would accept in
+silence because it believes to be talking to ``allgather_reducescatter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moe_nvlink_plugin.errors import UnsupportedError
+
+from . import compat
+from .flag import BACKEND, CARRIER
+
+# vLLM's CPU experts kernel works on columns of 32; it is checked here because vLLM's own refusal
+# names neither the size nor the model.
+CPU_HIDDEN_MULTIPLE = 32
+
+
+def check(vllm_config: Any, device_type: str) -> None:
+    """Raises UnsupportedError listing everything in the configuration that we cannot serve.
+
+    Local. vllm_config: vLLM's VllmConfig with our backend selected; device_type: "cpu" or "cuda".
+    """
+    problems = [*_device(device_type), *_parallel(vllm_config.parallel_config)]
+    problems += _features(vllm_config)
+    if vllm_config.model_config is not None and not problems:
+        problems += _model(vllm_config, device_type)
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND} cannot serve this configuration "
+            f"(vLLM {compat.vllm_version()}):{listed}\n"
+            "Change what is listed, or drop the flag to let vLLM use its own backend."
+        )
+    compat.warn_if_untried()
+
+
+def _device(device_type: str) -> Iterator[str]:
+    if device_type != "cpu":
+        yield (
+            f"device {device_type}: the nvlink transport is not in this release, only CPU ranks "
+            "are. Use a CPU build of vLLM, or drop the flag."
+        )
+
+
+def _parallel(parallel: Any) -> Iterator[str]:
+    if not parallel.enable_expert_parallel:
+        yield "expert parallelism is off: add --enable-expert-parallel."
+    if parallel.data_parallel_size < 2:
+        yield (
+            f"--data-parallel-size is {parallel.data_parallel_size}: with one data-parallel rank "
+            "vLLM's MoE layers exchange no tokens. Use 2 or more, or drop the flag."
+        )
+    if parallel.all2all_backend != CARRIER:
+        yield (
+            f"--all2all-backend {parallel.all2all_backend} is set beside additional_config: "
+            f"name one backend, {parallel.all2all_backend} or {BACKEND}."
+        )
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        yield (
+            f"dual batch overlap (--enable-dbo, --ubatch-size {parallel.ubatch_size}): "
+            "remove these flags."
+        )
+    if parallel.enable_elastic_ep:
+        yield "elastic expert parallelism: remove --enable-elastic-ep."
+    if parallel.enable_eplb:
+        yield "expert load balancing: remove --enable-eplb."
+    yield from _untried_sizes(parallel)
+
+
+def _untried_sizes(parallel: Any) -> Iterator[str]:
+    for size, option, what in (
+        (parallel.prefill_context_parallel_size, "--prefill-context-parallel-size", "PCP"),
+        (parallel.pipeline_parallel_size, "--pipeline-parallel-size", "pipeline parallelism"),
+        (parallel.nnodes, "--nnodes", "ranks outside one memory domain"),
+    ):
+        if size > 1:
+            yield f"{what}: {option} is {size}, set it to 1."
+
+
+def _features(vllm_config: Any) -> Iterator[str]:
+    if vllm_config.lora_config is not None:
+        yield "LoRA: remove --enable-lora (adapters would not follow their tokens)."
+
+
+def _model(vllm_config: Any, device_type: str) -> Iterator[str]:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_experts = model.get_num_experts()
+    if num_experts <= 0:
+        yield f"model {model.model} has no MoE layers: drop the flag."
+        return
+    ep_size = parallel.data_parallel_size * parallel.tensor_parallel_size
+    if num_experts < ep_size:
+        yield (
+            f"{num_experts} experts on {ep_size} ranks (--data-parallel-size times "
+            "--tensor-parallel-size): every rank needs at least one expert."
+        )
+    if model.quantization is not None:
+        yield (
+            f"--quantization {model.quantization}: experts with bfloat16, float16 or float32 "
+            "weights only, in this release."
+        )
+    hidden_size = model.get_hidden_size()
+    if device_type == "cpu" and hidden_size % CPU_HIDDEN_MULTIPLE:
+        yield (
+            f"hidden_size {hidden_size} of {model.model}: vLLM's CPU experts need a multiple of "
+            f"{CPU_HIDDEN_MULTIPLE}."
+        )
