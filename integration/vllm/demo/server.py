@@ -13,6 +13,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -49,6 +50,8 @@ CPU_ARGUMENTS: Sequence[str] = (
     "--no-enable-prefix-caching",
 )
 SERVED_NAME = "tiny"
+#: How a traceback ends: a class name and its message, behind vLLM's prefix or not.
+_EXCEPTION_LINE = re.compile(r"(^|\] )[\w.]*(Error|Exception|Refused|Exit)\b.*: ")
 
 
 class ServerError(RuntimeError):
@@ -67,7 +70,7 @@ class VllmServer:
 
     model: checkpoint folder. name: for messages and the log file. folder: where the log goes.
     arguments: vLLM flags after ours. environment: variables over ours. with_plugins: False starts
-    vLLM with no plugin at all, ours included. Creating one starts the process and waits for nothing.
+    vLLM with no plugin at all, ours included. Creating one starts the process, without waiting.
     """
 
     def __init__(
@@ -241,8 +244,17 @@ class VllmServer:
 
     def _error(self, what: str) -> ServerError:
         return ServerError(
-            f"the {self.name} server {what}; the last lines of {self.log_path}:\n{self.log_tail()}"
+            f"the {self.name} server {what}.\n"
+            f"The last lines of {self.log_path}:\n{self.log_tail()}\n"
+            f"Its first error:\n{self._first_error()}"
         )
+
+    def _first_error(self) -> str:
+        """The line that started it: vLLM reports a worker's death again from every parent."""
+        for line in self.log_path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if _EXCEPTION_LINE.search(line):
+                return line
+        return "(no exception in the log)"
 
 
 def _free_port() -> int:

@@ -2,7 +2,7 @@
 
 vLLM's own dummy weights are not enough here. They reseed every parameter alike, so the shards of
 all ranks hold equal experts, and an exchange that mixes them up would still give the right tokens.
-These files draw every tensor from one seeded stream, at a scale where experts decide the next token.
+These files draw every tensor from one seeded stream, and their experts decide the next token.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ CONFIGS: dict[str, Callable[[TinyModel], dict[str, Any]]] = {
     "glm4_moe": _glm4_moe_config,
 }
 
-#: Expert counts divide by 2 and 4, because vLLM wants equal shards. 12 experts and top_k 3 are there
-#: to be no powers of two.
+#: Expert counts divide by 2 and 4, because vLLM wants equal shards; the second model's counts are
+#: no powers of two.
 MODELS: dict[str, TinyModel] = {
     "qwen3_moe": TinyModel(architecture="qwen3_moe", num_layers=3, num_experts=16, top_k=4),
     "glm4_moe": TinyModel(

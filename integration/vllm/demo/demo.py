@@ -1,0 +1,169 @@
+"""The demonstration: expert parallelism over two ranks through our exchange, against one rank.
+
+It starts a real vLLM server with `--all2all-backend moe_nvlink`, sends it requests, does the same
+with an ordinary one-rank server, and shows the answers side by side with what our exchange moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from . import report
+from .server import ServerError, VllmServer
+from .tiny_checkpoint import MODELS, write_checkpoint
+
+EP_SIZE = 2
+SERVE_FLAGS: Sequence[str] = (
+    *("--data-parallel-size", str(EP_SIZE), "--enable-expert-parallel"),
+    *("--all2all-backend", "moe_nvlink"),
+)
+#: Skips torch.compile: the demonstration is about the exchange, and start-up is what one waits for.
+EAGER = "--enforce-eager"
+EXIT_INTERRUPTED = 130
+
+
+class Requests(NamedTuple):
+    """Prompts and the length of each answer, all ragged."""
+
+    prompts: list[list[int]]
+    max_tokens: list[int]
+
+
+def make_requests(count: int, vocab_size: int, seed: int = 0) -> Requests:
+    """`count` random requests: prompts of 1..24 tokens, answers of 16..48."""
+    draw = random.Random(seed)
+    prompts = [draw.choices(range(vocab_size), k=draw.randint(1, 24)) for _ in range(count)]
+    return Requests(prompts, [draw.randint(16, 48) for _ in prompts])
+
+
+class ProgressLine:
+    """Shows that a wait goes on: one line rewritten on a terminal, a line every 10 s elsewhere."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._terminal = sys.stdout.isatty()
+        self._shown_s = -1e9
+
+    def __call__(self, elapsed_s: float, log_line: str) -> None:
+        """Show the seconds and what the server said last."""
+        text = f"  {self._what}: {elapsed_s:3.0f} s  {_message(log_line)}"
+        if self._terminal:
+            columns = shutil.get_terminal_size().columns
+            sys.stdout.write(f"\r\033[K{text[: columns - 1]}")
+            sys.stdout.flush()
+        elif elapsed_s - self._shown_s >= 10:
+            self._shown_s = elapsed_s
+            print(text, flush=True)
+
+    def close(self, text: str) -> None:
+        """Replace the line by its result."""
+        print(f"\r\033[K  {text}" if self._terminal else f"  {text}", flush=True)
+
+
+def _message(log_line: str) -> str:
+    """A line of vLLM's log without process, time and source line."""
+    head, found, message = log_line.partition("] ")
+    return message.strip() if found and "[" in head else log_line.strip()
+
+
+def serve_and_ask(server: VllmServer, requests: Requests) -> report.Answers:
+    """Wait for the server, then send every request at once."""
+    progress = ProgressLine(f"starting the {server.name} server")
+    ready_s = server.wait_until_ready(progress=progress)
+    progress.close(f"the {server.name} server is ready after {ready_s:.0f} s")
+    # The first request of a server pays for what later ones do not; keep it out of the timing.
+    server.complete([[1]], max_tokens=2)
+    started = time.monotonic()
+    completions = server.complete(requests.prompts, max_tokens=requests.max_tokens)
+    seconds = time.monotonic() - started
+    answers = report.Answers([completion.token_ids for completion in completions], seconds)
+    print(f"  answered {len(completions)} concurrent requests, {answers.tokens_per_s:.0f} tokens/s")
+    return answers
+
+
+def run(folder: Path, architecture: str, num_requests: int) -> int:
+    """Run the demonstration in `folder` and return the exit code: 0 if all is as it should be."""
+    checkpoint = write_checkpoint(folder / architecture, architecture)
+    model = MODELS[architecture]
+    requests = make_requests(num_requests, model.vocab_size)
+    stats_folder = folder / "stats"
+    shutil.rmtree(stats_folder, ignore_errors=True)
+    stats_folder.mkdir(parents=True)
+
+    print(f"1. vLLM over {EP_SIZE} ranks: {' '.join(SERVE_FLAGS)}", flush=True)
+    with VllmServer(
+        model=checkpoint,
+        name="moe_nvlink",
+        folder=folder,
+        arguments=(*SERVE_FLAGS, EAGER),
+        environment={"MOE_NVLINK_STATS_DIR": str(stats_folder.resolve())},
+    ) as server:
+        ours = serve_and_ask(server, requests)
+    ranks = report.read_stats(stats_folder)
+
+    print("2. vLLM on one rank, without any plugin", flush=True)
+    with VllmServer(
+        model=checkpoint, name="one-rank", folder=folder, arguments=(EAGER,), with_plugins=False
+    ) as server:
+        theirs = serve_and_ask(server, requests)
+
+    print(f"\nTokens of {architecture} (random weights, greedy, float32)\n")
+    print(report.answers_table(requests.prompts, ours, theirs))
+    print("\nWhat the exchange moved between ranks, and what collectives would have moved\n")
+    print(report.exchange_table(ranks))
+    return conclude(
+        report.failures(
+            requests.prompts,
+            ours,
+            theirs,
+            ranks,
+            ep_size=EP_SIZE,
+            num_moe_layers=model.num_layers - model.num_dense_layers,
+        ),
+        folder,
+    )
+
+
+def conclude(failures: Sequence[str], folder: Path) -> int:
+    """Print the verdict and return the exit code."""
+    if failures:
+        print("\nFAILED: " + " ".join(failures))
+        print(f"The servers' logs are in {folder}.")
+        return 1
+    print("\nOK: every answer equals the one-rank server's, and every MoE layer used our exchange.")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="make demo", description=main.__doc__)
+    parser.add_argument("--architecture", choices=sorted(MODELS), default="qwen3_moe")
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="logs and checkpoint")
+    options = parser.parse_args(arguments)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    started = time.monotonic()
+    try:
+        code = run(options.folder, options.architecture, options.requests)
+    except ServerError as error:
+        print(f"\nFAILED: {error}")
+        code = 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the servers are stopped and left nothing behind")
+        code = EXIT_INTERRUPTED
+    print(f"({time.monotonic() - started:.0f} s)")
+    return code
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
