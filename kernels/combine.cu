@@ -1,0 +1,203 @@
+// Combine: get the experts' partial rows back from the ranks dispatch put them to, and add them up.
+//
+//   P3          CTA 0 signals every rank "my experts have written" (release); every CTA waits once
+//               for all ranks (acquire), then works through its share of the tokens
+//   per token   load the partial row of each k from (target_rank, slot), add in fp32 as a pairwise
+//               tree over k, round once to the activation's type, store once
+//
+// The tree is over the positions k: ((0+1)+(2+3))+((4+5)+(6+7)). A k without a row of its own (its
+// rank already has the token, or the id is no expert) stands in it as -0.0, which changes no sum.
+// So the result depends on routing and rows only, not on slots, CTAs or arrival.
+// The partial rows carry the router weights already; combine adds them as they are.
+#include "include/moe_nvlink/args.h"
+#include "include/moe_nvlink/copy.h"
+#include "include/moe_nvlink/epoch_flags.h"
+#include "include/moe_nvlink/numeric.h"
+#include "include/moe_nvlink/platform.h"
+#include "include/moe_nvlink/routing.h"
+#include "include/moe_nvlink/workspace.h"
+
+namespace moe_nvlink {
+
+struct CombineShared {
+  int32_t faulted;
+};
+
+// Width elements of one row, as loaded.
+template <class Element, int Width>
+using Lanes = Vector<Width * static_cast<int>(sizeof(typename Element::Storage))>;
+
+template <class Element, int Width>
+HD void fill_minus_zero(Lanes<Element, Width>& lanes) {
+  auto* words = reinterpret_cast<typename Element::Storage*>(&lanes);
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < Width; ++i) {
+    words[i] = static_cast<typename Element::Storage>(Element::kMinusZero);
+  }
+}
+
+// sums[j] += rows of k = 2j and 2j+1, then the upper levels of the tree; the result is in sums[0].
+template <class Config, class Element, int Width>
+HD void add_tree(const Lanes<Element, Width>* rows, int top_k, float (*sums)[Width]) {
+  MOE_NVLINK_UNROLL
+  for (int k = 0; k < top_k; ++k) {
+    const auto* words = reinterpret_cast<const typename Element::Storage*>(&rows[k]);
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < Width; ++i) {
+      const float value = Element::to_float(words[i]);
+      sums[k / 2][i] = k % 2 == 0 ? value : sums[k / 2][i] + value;
+    }
+  }
+  const int num_pairs = (top_k + 1) / 2;
+  MOE_NVLINK_UNROLL
+  for (int step = 1; step < num_pairs; step *= 2) {
+    MOE_NVLINK_UNROLL
+    for (int left = 0; left + step < num_pairs; left += 2 * step) {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < Width; ++i) sums[left][i] += sums[left + step][i];
+    }
+  }
+}
+
+// Elements [first, last) of one token, a multiple of Width; `threads` of them work side by side.
+template <class Config, class Element, int Width>
+HD void combine_range(const char* const* rows, int top_k, char* output, int thread, int threads,
+                      int first, int last) {
+  constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
+  for (int element = first + thread * Width; element < last; element += threads * Width) {
+    // All loads first: top_k of them are in flight together, which is what hides a peer's latency.
+    Lanes<Element, Width> loaded[Config::kTopKBound];
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k; ++k) {
+      fill_minus_zero<Element, Width>(loaded[k]);
+      if (rows[k] != nullptr) load_vector(loaded[k], rows[k] + element * kBytes);
+    }
+    float sums[(Config::kTopKBound + 1) / 2][Width];
+    add_tree<Config, Element, Width>(loaded, top_k, sums);
+    Lanes<Element, Width> result;
+    auto* words = reinterpret_cast<typename Element::Storage*>(&result);
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < Width; ++i) words[i] = Element::from_float(sums[0][i]);
+    store_vector(output + element * kBytes, result);
+  }
+}
+
+// Where token's partial rows lie; false when it has none. A slot outside the buffers counts as none.
+template <class Config>
+HD bool find_rows(const CombineArgs& args, int token, uint64_t row_bytes, const char** rows) {
+  const Geometry& geometry = args.geometry;
+  const int top_k = top_k_of<Config>(geometry);
+  const int32_t* slots = reinterpret_cast<const int32_t*>(args.send_slots) +
+                         static_cast<int64_t>(token) * top_k;
+  bool any = false;
+  MOE_NVLINK_UNROLL
+  for (int k = 0; k < top_k; ++k) {
+    const int slot = slots[k];
+    const bool valid = slot >= 0 && slot < geometry.ep_size * geometry.max_tokens_per_rank;
+    const int target = valid ? slot / geometry.max_tokens_per_rank : 0;
+    const int row = slot - (target - geometry.ep_rank) * geometry.max_tokens_per_rank;
+    rows[k] = valid ? region_of(args, target, args.region) + static_cast<uint64_t>(row) * row_bytes
+                    : nullptr;
+    any = any || valid;
+  }
+  return any;
+}
+
+// One token, or the share of it that belongs to split `split` of args.hidden_splits.
+template <class Config, class Element, int Width>
+HD void combine_token(const CombineArgs& args, const Cta& cta, int token, int split, bool faulted) {
+  constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
+  const int hidden_size = args.geometry.hidden_size;
+  const uint64_t row_bytes = static_cast<uint64_t>(hidden_size) * kBytes;
+  char* output = reinterpret_cast<char*>(args.output) + static_cast<uint64_t>(token) * row_bytes;
+  const char* rows[Config::kTopKBound];
+  const int thread = split * cta.num_threads + cta.thread;
+  const int threads = static_cast<int>(args.hidden_splits) * cta.num_threads;
+  const bool any = find_rows<Config>(args, token, row_bytes, rows);
+  if (faulted || !any) {
+    // No row: zero. After a fault: NaN, so that nobody takes the output for a result.
+    const float value = faulted ? float_of_bits(0x7fc00000u) : 0.0f;
+    auto* words = reinterpret_cast<typename Element::Storage*>(output);
+    for (int i = thread; i < hidden_size; i += threads) words[i] = Element::from_float(value);
+    return;
+  }
+  const int top_k = top_k_of<Config>(args.geometry);
+  const int whole = hidden_size - hidden_size % Width;
+  combine_range<Config, Element, Width>(rows, top_k, output, thread, threads, 0, whole);
+  combine_range<Config, Element, 1>(rows, top_k, output, thread, threads, whole, hidden_size);
+}
+
+// Every CTA comes back from here knowing that every rank's experts have written.
+HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
+  const Geometry& geometry = args.geometry;
+  const uint32_t epoch = local_control(args)->epoch;
+  if (cta.thread == 0) shared.faulted = 0;
+  if (cta.block == 0) {
+    for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
+      // P3 release: the experts' rows (kernels before this one, ordered by pdl_wait) before the
+      // signal. Without it a peer may read rows the experts had not written yet. It also puts the
+      // experts' reads of the receive buffers before the peer's next dispatch.
+      store_release_sys(cell_of(args, peer, args.control.combine_cells, geometry.ep_rank),
+                        pack_cell(epoch, 0));
+    }
+  }
+  cta.sync();  // faulted is cleared before a thread may set it
+  for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
+    uint64_t cell = 0;
+    if (!wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.combine_cells, peer), epoch,
+                        args.timeout_ns, &cell)) {
+      report_fault(args, kFaultTimeout, kPhaseCombine, peer, epoch);
+      MOE_NVLINK_DEVICE_ONLY(atomicExch(&shared.faulted, 1);)
+      MOE_NVLINK_HOST_ONLY(std::atomic_ref<int32_t>(shared.faulted).store(1);)
+    }
+  }
+  // P4: thread t acquired rank t's rows; the barrier hands them to the CTA's other threads, which
+  // polled other ranks. Without it they may read rows from before the signal.
+  cta.sync();
+  return shared.faulted != 0;
+}
+
+template <class Config, class Element>
+HD void combine_tokens(const CombineArgs& args, const Cta& cta, bool faulted) {
+  constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
+  const int splits = static_cast<int>(args.hidden_splits);
+  const int num_items = args.geometry.num_tokens * splits;
+  const int vector_bytes = vector_bytes_for(
+      args.output, static_cast<uint64_t>(args.geometry.hidden_size) * kBytes);
+  for (int item = cta.block; item < num_items; item += cta.num_blocks) {
+    const int token = item / splits;
+    const int split = item % splits;
+    if (vector_bytes == kVectorBytes) {
+      combine_token<Config, Element, kVectorBytes / kBytes>(args, cta, token, split, faulted);
+    } else {
+      combine_token<Config, Element, 1>(args, cta, token, split, faulted);
+    }
+  }
+}
+
+template <class Config>
+HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
+  pdl_wait();
+  pdl_launch_dependents();
+  const bool faulted = combine_barrier(args, cta, shared);
+  const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
+  if (element == kElementBf16) {
+    combine_tokens<Config, Bf16>(args, cta, faulted);
+  } else if (element == kElementFp16) {
+    combine_tokens<Config, Fp16>(args, cta, faulted);
+  } else {
+    combine_tokens<Config, Fp32>(args, cta, faulted);
+  }
+  if (cta.block == 0 && cta.thread == 0) {
+    ExchangeCounters* totals = exchange_counters(args);
+    const LocalControl* local = local_control(args);
+    const uint64_t row_bytes = static_cast<uint64_t>(args.geometry.hidden_size) *
+                               static_cast<uint64_t>(element_bytes(element));
+    totals->bytes_combined += local->rows_put * row_bytes;
+    totals->bytes_combined_remote += local->remote_rows_put * row_bytes;
+  }
+}
+
+}  // namespace moe_nvlink
+
+MOE_NVLINK_KERNEL(moe_nvlink_combine, CombineArgs, CombineShared, combine_body)

@@ -1,0 +1,51 @@
+// Limits and codes that kernels and Python share. Python reads the constants from this file
+// (moe_nvlink_plugin/jit/header.py), so each number stands here and nowhere else.
+#pragma once
+
+namespace moe_nvlink {
+
+constexpr int kMaxRanks = 128;         // ranks of one exchange; an NVL72 domain has 72 GPUs
+constexpr int kMaxTopK = 32;           // experts a token may be routed to
+constexpr int kMaxPayloads = 10;       // expert ids, router weights and up to 8 rows of the caller
+constexpr int kRegionAlignment = 256;  // bytes; every region of the workspace starts on such a multiple
+
+// Order of the payloads in DispatchArgs.payloads.
+constexpr int kTopkIdsPayload = 0;
+constexpr int kTopkWeightsPayload = 1;
+constexpr int kFirstCallerPayload = 2;
+
+// Element types that combine reduces. Sums are always fp32.
+constexpr int kElementBf16 = 0;
+constexpr int kElementFp16 = 1;
+constexpr int kElementFp32 = 2;
+
+// Phases that a fault word names.
+constexpr int kPhaseDispatch = 1;
+constexpr int kPhaseCombine = 2;
+
+// Why a wait ended without what it waited for.
+constexpr int kFaultTimeout = 1;   // the peer's cell did not reach the epoch in time
+constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slice has slots
+
+// A slot that says "this expert of the token has no row of its own": its rank already holds the
+// token because of an earlier expert, or the expert id is no expert.
+constexpr int kNoSlot = -1;
+
+// What a kernel is compiled for. RuntimeConfig takes every value from the arguments (host: one
+// shared object serves every geometry); StaticConfig fixes those that shape the code (GPU: the row
+// loops unroll into registers).
+struct RuntimeConfig {
+  static constexpr int kTopK = 0;
+  static constexpr int kElement = -1;
+  static constexpr int kTopKBound = kMaxTopK;
+};
+
+template <int TopK, int Element>
+struct StaticConfig {
+  static_assert(TopK >= 1 && TopK <= kMaxTopK);
+  static constexpr int kTopK = TopK;
+  static constexpr int kElement = Element;
+  static constexpr int kTopKBound = TopK;
+};
+
+}  // namespace moe_nvlink

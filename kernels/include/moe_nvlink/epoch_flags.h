@@ -1,0 +1,51 @@
+// The cells ranks signal each other with, and the bounded wait for them.
+// A cell is one 8-byte word {count, epoch} with a single writer, so count and epoch arrive together.
+// Epochs only go up and wrap after 2^32 rounds; they are compared by signed difference.
+#pragma once
+
+#include "config.h"
+#include "memory_order.h"
+#include "platform.h"
+#include "workspace.h"
+
+namespace moe_nvlink {
+
+HD uint64_t pack_cell(uint32_t epoch, uint32_t count) {
+  return static_cast<uint64_t>(count) << 32 | epoch;
+}
+HD uint32_t cell_epoch(uint64_t cell) { return static_cast<uint32_t>(cell); }
+HD uint32_t cell_count(uint64_t cell) { return static_cast<uint32_t>(cell >> 32); }
+
+HD bool has_reached(uint64_t cell, uint32_t epoch) {
+  return static_cast<int32_t>(cell_epoch(cell) - epoch) >= 0;
+}
+
+// {code:8, phase:8, peer:16, epoch:32}
+HD uint64_t pack_fault(int code, int phase, int peer, uint32_t epoch) {
+  return static_cast<uint64_t>(code) << 56 | static_cast<uint64_t>(phase) << 48 |
+         static_cast<uint64_t>(peer) << 32 | epoch;
+}
+
+// Waits until the cell has reached the epoch; false when timeout_ns passed first. On true, all that
+// the cell's writer did before releasing it is visible to this thread.
+HD bool wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t timeout_ns, uint64_t* seen) {
+  Backoff backoff;
+  const uint64_t start = now_ns();
+  while (!has_reached(load_relaxed_sys(cell), epoch)) {
+    const uint64_t waited = now_ns() - start;
+    if (waited > timeout_ns) return false;
+    backoff.pause(waited);
+  }
+  // The acquire half of P1 (dispatch) and P3 (combine). With a relaxed load here the rows read
+  // afterwards may be older than the cell.
+  *seen = load_acquire_sys(cell);
+  return true;
+}
+
+// The fault word is for the host: it turns it into an error that names phase, peer and epoch.
+template <class Args>
+HD void report_fault(const Args& args, int code, int phase, int peer, uint32_t epoch) {
+  store_relaxed_sys(&local_control(args)->fault, pack_fault(code, phase, peer, epoch));
+}
+
+}  // namespace moe_nvlink

@@ -1,0 +1,35 @@
+// Where things are: addresses of regions in this rank's and in the peers' workspaces.
+#pragma once
+
+#include "args.h"
+#include "platform.h"
+
+namespace moe_nvlink {
+
+// The region's first byte in `rank`'s workspace. Args is DispatchArgs or CombineArgs.
+template <class Args>
+HD char* region_of(const Args& args, int rank, uint32_t region) {
+  return reinterpret_cast<char*>(args.window_base +
+                                 static_cast<uint64_t>(rank) * args.rank_stride +
+                                 static_cast<uint64_t>(region) * kRegionAlignment);
+}
+
+template <class Args>
+HD LocalControl* local_control(const Args& args) {
+  return reinterpret_cast<LocalControl*>(
+      region_of(args, args.geometry.ep_rank, args.control.local));
+}
+
+template <class Args>
+HD ExchangeCounters* exchange_counters(const Args& args) {
+  return reinterpret_cast<ExchangeCounters*>(
+      region_of(args, args.geometry.ep_rank, args.control.counters));
+}
+
+// Cell that `source` writes in `owner`'s workspace.
+template <class Args>
+HD uint64_t* cell_of(const Args& args, int owner, uint32_t cells_region, int source) {
+  return reinterpret_cast<uint64_t*>(region_of(args, owner, cells_region)) + source;
+}
+
+}  // namespace moe_nvlink

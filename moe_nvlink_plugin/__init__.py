@@ -1,0 +1,56 @@
+"""Dispatch and combine of mixture-of-experts layers over symmetric memory.
+
+The path of a token, in order, and where it is written:
+
+    integration/          the porch: vLLM's hooks, in terms of the public names below
+    all_to_all.py         MoeAllToAll: create, dispatch, combine
+    ops.py                torch.ops.moe_nvlink.*, with their fakes
+    exchange.py           one layer on one workspace: checks.py, arguments, launch
+    workspace.py          a layout.py in symmetric memory from a transport/
+    jit/                  kernels/ as one text, compiled for the host or by NVRTC
+    kernels/dispatch.cu   put: route, store rows to the peers, signal, wait
+    kernels/combine.cu    get: wait, load the partial rows, add, store
+
+Beside the path: config.py (AllToAllConfig), recipes/ (what travels), plugins.py with hookspecs.py
+and builtin_plugins.py (how recipes and transports are found), groups.py (collective steps of
+start-up), errors.py, env.py, reference.py (the same verbs in plain torch, the tests' oracle).
+
+Knowledge goes one way: errors, env <- config, groups <- recipes, transport <- layout, hookspecs <-
+plugins, jit <- workspace <- exchange (with checks) <- ops <- all_to_all <- integration. A test reads
+these arrows off the source.
+
+Importing this package does no work and needs neither CUDA nor vLLM nor torch: the names below are
+imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .all_to_all import Dispatched, DispatchMetadata, MoeAllToAll
+    from .config import AllToAllConfig
+    from .workspace import ExchangeStats
+
+_HOMES = {
+    "AllToAllConfig": "config",
+    "DispatchMetadata": "all_to_all",
+    "Dispatched": "all_to_all",
+    "ExchangeStats": "workspace",
+    "MoeAllToAll": "all_to_all",
+}
+
+__all__ = [
+    "AllToAllConfig",
+    "DispatchMetadata",
+    "Dispatched",
+    "ExchangeStats",
+    "MoeAllToAll",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

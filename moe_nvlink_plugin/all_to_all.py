@@ -1,0 +1,283 @@
+"""MoeAllToAll: the two verbs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import exchange, ops, plugins
+from .config import AllToAllConfig
+from .errors import ConfigError, DisagreementError, InputError
+from .groups import Group, all_or_none, as_group
+from .recipes import Recipe
+from .workspace import ExchangeStats, Workspace
+
+logger = logging.getLogger(__name__)
+
+#: Config fields that may differ from rank to rank.
+_OWN_FIELDS = ("ep_rank", "num_threads")
+
+
+class DispatchMetadata(NamedTuple):
+    """What combine needs to know of a dispatch. Opaque to the caller; valid for one combine.
+
+    Attributes:
+        send_slots: `[num_tokens, top_k] int32`, where each token's rows went.
+        channel: the channel they went through.
+        handle: the layer that sent them.
+    """
+
+    send_slots: torch.Tensor
+    channel: int
+    handle: int
+
+
+class Dispatched(NamedTuple):
+    """What this rank received: views into the workspace, valid until the matching combine.
+
+    Rank-major: rows `s * max_tokens_per_rank ... + recv_counts[s]` came from rank s, in its own
+    order; the rows behind them are empty, hold expert id -1 in all of `topk_ids` and anything
+    elsewhere. Do not write into `topk_ids`: dispatch relies on the -1 it left there.
+
+    Attributes:
+        hidden_states: `[ep_size * max_tokens_per_rank, elements of the recipe's row]`.
+        scales: `[ep_size * max_tokens_per_rank, scales per row]`, or None.
+        topk_ids: `[ep_size * max_tokens_per_rank, top_k] int32`, global ids; -1 is no expert.
+        topk_weights: `[ep_size * max_tokens_per_rank, top_k] float32`.
+        extra_payloads: each `[ep_size * max_tokens_per_rank, ...]` in the dtype this rank sent.
+        recv_counts: `[ep_size] int32`, rows received from each rank.
+        metadata: for combine.
+    """
+
+    hidden_states: torch.Tensor
+    scales: torch.Tensor | None
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    extra_payloads: tuple[torch.Tensor, ...]
+    recv_counts: torch.Tensor
+    metadata: DispatchMetadata
+
+
+class MoeAllToAll:
+    """Exchange of one MoE layer among the ranks of an expert-parallel group.
+
+    Who weights, who adds: the experts multiply by the router weights and add up their LOCAL experts
+    for each received row; combine adds those partial rows as they are, in fp32, as a fixed pairwise
+    tree over k. Nothing is weighted or reduced twice.
+    """
+
+    def __init__(self, layer: exchange.LayerExchange) -> None:
+        self._layer = layer
+        self._handle = layer.handle
+        self._has_scales = "recv_scales" in layer.rows
+        self.config = layer.config
+
+    @classmethod
+    def create(
+        cls,
+        config: AllToAllConfig,
+        group: Any,
+        device: torch.device | str = "cpu",
+        *,
+        share_with: MoeAllToAll | None = None,
+    ) -> MoeAllToAll:
+        """Makes the exchange of one layer. Collective; not capturable.
+
+        Args:
+            config: equal on every rank, `ep_rank` and `num_threads` apart.
+            group: a torch ProcessGroup (with a CPU backend), or an object with rank, size and
+                all_gather_object.
+            device: where the tensors live.
+            share_with: another layer of the same group, whose workspace serves this one too. It
+                grows where it must, to the union of both needs.
+
+        Raises:
+            ConfigError: the configuration does not fit the group, or names unknown parts.
+            DisagreementError: on every rank, when the ranks' configurations differ.
+            UnsupportedError: no transport serves the device.
+            TransportError, CompileError: this rank could not get its memory or its kernels.
+            PeerError: another rank could not, or never came; nothing is left behind.
+        """
+        ranks = as_group(group, float(config.timeout_s or 0))
+        device = torch.device(device)
+        recipe, workspace = all_or_none(
+            ranks, "preparing the exchange", lambda: _prepare(config, ranks, device, share_with)
+        )
+        _check_agreement(config, ranks, share_with is not None)
+        workspace.ensure(config, recipe)
+        try:
+            layer = all_or_none(
+                ranks,
+                "loading the kernels",
+                lambda: exchange.LayerExchange(config, recipe, workspace),
+            )
+        except Exception:
+            workspace.release()
+            raise
+        return cls(layer)
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        extra_payloads: Sequence[torch.Tensor] = (),
+        *,
+        scales: torch.Tensor | None = None,
+        channel: int = 0,
+    ) -> Dispatched:
+        """Sends each token once to every rank that owns one of its experts. Collective.
+
+        Args:
+            hidden_states: `[num_tokens, elements]` in the recipe's dtype; num_tokens may be 0 and
+                differ from rank to rank, up to max_tokens_per_rank.
+            topk_ids: `[num_tokens, top_k]` int32 or int64, global expert ids; an id outside
+                0..num_experts-1 (as -1, for padding) goes nowhere.
+            topk_weights: `[num_tokens, top_k]` float32; travels, is not applied here.
+            extra_payloads: each `[num_tokens, ...]`, any dtype; rows of extra_payload_bytes bytes.
+            scales: `[num_tokens, scales per row]`, for recipes that have them.
+            channel: which of the num_channels independent exchanges.
+
+        Raises:
+            InputError: a tensor is not as above; nothing was sent.
+            ExchangeStateError: closed, or the channel's last dispatch has not been combined.
+            ExchangeTimeoutError: a rank did not come within timeout_s.
+        """
+        received = ops.dispatch(
+            self._layer.workspace.pending,
+            hidden_states,
+            scales,
+            topk_ids,
+            topk_weights,
+            list(extra_payloads),
+            self._handle,
+            channel,
+        )
+        first_extra = 4 if self._has_scales else 3
+        return Dispatched(
+            hidden_states=received[2],
+            scales=received[3] if self._has_scales else None,
+            topk_ids=received[0],
+            topk_weights=received[1],
+            extra_payloads=tuple(received[first_extra:-2]),
+            recv_counts=received[-2],
+            metadata=DispatchMetadata(received[-1], channel, self._handle),
+        )
+
+    def combine_input(
+        self, dtype: torch.dtype | None = None, *, channel: int = 0
+    ) -> torch.Tensor:
+        """Where the experts may write their output: combine then copies nothing. Local.
+
+        Returns:
+            `[ep_size * max_tokens_per_rank, hidden_size]`, same slots as the received rows. Write
+            to it between dispatch and combine only; rows of empty slots are never read.
+
+        Raises:
+            InputError: `dtype` is not config.dtype, the only type combine reduces.
+        """
+        if dtype not in (None, self.config.dtype):
+            raise InputError(
+                f"combine_input of {dtype} was asked for, combine reduces {self.config.dtype}; "
+                "create the exchange with that dtype or convert the experts' output"
+            )
+        return exchange.find(self._handle).channel(channel).combine_region
+
+    def combine(
+        self,
+        expert_output: torch.Tensor,
+        metadata: DispatchMetadata,
+        *,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Fetches the partial rows of this rank's tokens and adds them up. Collective.
+
+        Args:
+            expert_output: `[ep_size * max_tokens_per_rank, hidden_size]` config.dtype, weighted
+                sums over this rank's experts in the slots of the received rows; best the tensor of
+                combine_input(), otherwise it is copied there.
+            metadata: of the dispatch.
+            output: `[num_tokens, hidden_size]` to write to; None allocates it.
+
+        Returns:
+            `[num_tokens, hidden_size]` config.dtype; zero for a token without a valid expert. The
+            same bits for the same rows and routing, whatever the timing.
+
+        Raises:
+            InputError, ExchangeStateError, ExchangeTimeoutError: as dispatch.
+        """
+        if metadata.handle != self._handle:
+            raise InputError(
+                f"metadata belongs to exchange {metadata.handle}, this is {self._handle}; pass "
+                "what this layer's dispatch returned"
+            )
+        pending = self._layer.workspace.pending
+        if output is None:
+            return ops.combine(
+                pending, expert_output, metadata.send_slots, self._handle, metadata.channel
+            )
+        ops.combine_out(
+            pending, expert_output, metadata.send_slots, output, self._handle, metadata.channel
+        )
+        return output
+
+    def stats(self) -> ExchangeStats:
+        """This rank's totals over all layers that share the workspace. Local."""
+        return self._layer.workspace.stats()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of this rank's workspace, shared by all layers on it."""
+        return self._layer.workspace.layout.total_bytes
+
+    def close(self) -> None:
+        """Ends this layer's exchange; the last layer of a workspace gives it up. Local.
+
+        Tensors that dispatch handed out stay readable.
+        """
+        self._layer.close()
+
+    def __enter__(self) -> MoeAllToAll:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+def _prepare(
+    config: AllToAllConfig, group: Group, device: torch.device, share_with: MoeAllToAll | None
+) -> tuple[Recipe, Workspace]:
+    """All that can fail on this rank alone."""
+    if (group.size, group.rank) != (config.ep_size, config.ep_rank):
+        raise ConfigError(
+            f"the group has {group.size} ranks and this is rank {group.rank}, but ep_size="
+            f"{config.ep_size} and ep_rank={config.ep_rank}; pass the expert-parallel group"
+        )
+    recipe = plugins.find_recipe(config)
+    if share_with is not None:
+        return recipe, exchange.find(share_with._handle).workspace
+    transport = plugins.find_transport(config.transport, device)
+    return recipe, Workspace(group, transport, device)
+
+
+def _check_agreement(config: AllToAllConfig, group: Group, shares: bool) -> None:
+    values = {
+        field.name: str(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.name not in _OWN_FIELDS
+    }
+    values["share_with given"] = str(shares)
+    all_values = group.all_gather_object(values)
+    differences = [
+        f"{name}: " + ", ".join(f"rank {r} has {v[name]}" for r, v in enumerate(all_values))
+        for name in values
+        if len({v[name] for v in all_values}) > 1
+    ]
+    if differences:
+        raise DisagreementError(
+            "the ranks were given different configurations; " + "; ".join(differences)
+        )

@@ -1,0 +1,107 @@
+"""AllToAllConfig: what one MoE layer's exchange looks like, validated once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from . import env
+from .errors import ConfigError
+
+#: Limits; the kernels' own constants are compared with these in tests/unit/test_header.py.
+MAX_RANKS = 128
+MAX_TOP_K = 32
+MAX_CALLER_PAYLOADS = 8
+
+#: Activation types combine can reduce and write.
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def local_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
+    """Experts `[first, end)` that `ep_rank` owns.
+
+    Ranks own contiguous ranges; where ep_size does not divide num_experts, the first
+    `num_experts % ep_size` ranks own one expert more than the rest. Local.
+    """
+    fewest, num_larger = divmod(num_experts, ep_size)
+    first = ep_rank * fewest + min(ep_rank, num_larger)
+    return first, first + fewest + (1 if ep_rank < num_larger else 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllToAllConfig:
+    """Geometry and options of one layer's dispatch and combine.
+
+    All ranks must be given equal values, `ep_rank` apart; `MoeAllToAll.create` checks it.
+
+    Attributes:
+        ep_size: ranks of the expert-parallel group, 1..128.
+        ep_rank: this rank, 0..ep_size-1.
+        num_experts: routed experts of the layer, over all ranks.
+        top_k: expert ids per token, 1..32.
+        hidden_size: elements of an activation row.
+        max_tokens_per_rank: capacity; the most tokens one rank dispatches in one call.
+        dtype: activation type that combine reduces (in fp32) and writes.
+        recipe: name of the format that travels; None takes the unquantised one of `dtype`.
+        timeout_s: seconds to wait for the other ranks; None takes MOE_NVLINK_TIMEOUT_S.
+        num_channels: independent control and buffer sets, one for each micro-batch in flight.
+        num_threads: host threads per rank; None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
+        extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
+        transport: how peers reach memory; None chooses by device ("host" for cpu).
+
+    Raises:
+        ConfigError: naming the field, its value and the limit.
+    """
+
+    ep_size: int
+    ep_rank: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype = torch.bfloat16
+    recipe: str | None = None
+    timeout_s: float | None = None
+    num_channels: int = 1
+    num_threads: int | None = None
+    extra_payload_bytes: tuple[int, ...] = ()
+    transport: str | None = None
+
+    def __post_init__(self) -> None:
+        # Frozen: resolved defaults are written once here and read everywhere as plain values.
+        if self.timeout_s is None:
+            object.__setattr__(self, "timeout_s", env.timeout_s())
+        if self.num_threads is None:
+            object.__setattr__(self, "num_threads", env.host_threads())
+        object.__setattr__(self, "extra_payload_bytes", tuple(self.extra_payload_bytes))
+        self._check_ints()
+        self._check_rest()
+
+    def _check_ints(self) -> None:
+        _check_int("ep_size", self.ep_size, 1, MAX_RANKS)
+        _check_int("ep_rank", self.ep_rank, 0, self.ep_size - 1)
+        _check_int("num_experts", self.num_experts, 1, 2**24)
+        _check_int("top_k", self.top_k, 1, MAX_TOP_K)
+        _check_int("hidden_size", self.hidden_size, 1, 2**20)
+        # Slots are numbered in int32 over all sources.
+        _check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, (2**31 - 1) // self.ep_size)
+        _check_int("num_channels", self.num_channels, 1, 64)
+        _check_int("num_threads", self.num_threads, 1, 1024)
+        for row_bytes in self.extra_payload_bytes:
+            _check_int("extra_payload_bytes", row_bytes, 1, 2**24)
+
+    def _check_rest(self) -> None:
+        if self.dtype not in ACTIVATION_DTYPES:
+            raise ConfigError(
+                f"dtype={self.dtype} cannot be combined; use one of "
+                + ", ".join(str(dtype) for dtype in ACTIVATION_DTYPES)
+            )
+        timeout_s = self.timeout_s
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
+            raise ConfigError(f"timeout_s={timeout_s!r} must be between 0 and 1e6 seconds")
+
+
+def _check_int(name: str, value: object, lowest: int, highest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+        raise ConfigError(f"{name}={value!r} must be an integer from {lowest} to {highest}")

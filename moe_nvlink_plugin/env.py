@@ -1,0 +1,66 @@
+"""Every environment variable of the package: name, default, meaning. Read here and nowhere else.
+
+Each function reads the environment when called, so a test or a launcher may set the variable late.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import ConfigError
+
+#: name -> (default as text, meaning); `moe-nvlink doctor` and the README print this table.
+VARIABLES: dict[str, tuple[str, str]] = {
+    "MOE_NVLINK_CACHE_DIR": ("the user's cache directory", "where compiled kernels are kept"),
+    "MOE_NVLINK_CXX": ("g++", "host compiler for the CPU ranks' kernels"),
+    "MOE_NVLINK_HOST_THREADS": ("1", "threads per CPU rank that dispatch and combine use"),
+    "MOE_NVLINK_TIMEOUT_S": ("300", "seconds a rank waits for the others before it reports them"),
+    "MOE_NVLINK_STATS_DIR": ("unset", "vLLM workers write rank<N>.json with their counters here"),
+}
+
+
+def _text(name: str) -> str | None:
+    assert name in VARIABLES, name
+    value = os.environ.get(name, "").strip()
+    return value or None
+
+
+def _positive(name: str, kind: type[int] | type[float], default: float) -> float:
+    text = _text(name)
+    if text is None:
+        return default
+    try:
+        value = kind(text)
+    except ValueError:
+        value = kind(0)
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={text!r} is not a positive number; unset it for {default:g}")
+    return value
+
+
+def cache_dir() -> Path | None:
+    """Directory for compiled kernels, or None for the user's cache directory."""
+    text = _text("MOE_NVLINK_CACHE_DIR")
+    return Path(text).expanduser() if text else None
+
+
+def cxx() -> str:
+    """Host compiler command."""
+    return _text("MOE_NVLINK_CXX") or "g++"
+
+
+def host_threads() -> int:
+    """Threads per CPU rank."""
+    return int(_positive("MOE_NVLINK_HOST_THREADS", int, 1))
+
+
+def timeout_s() -> float:
+    """Default of AllToAllConfig.timeout_s, in seconds."""
+    return _positive("MOE_NVLINK_TIMEOUT_S", float, 300.0)
+
+
+def stats_dir() -> Path | None:
+    """Directory for the counters' JSON files, or None when they are not wanted."""
+    text = _text("MOE_NVLINK_STATS_DIR")
+    return Path(text) if text else None

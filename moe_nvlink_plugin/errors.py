@@ -1,0 +1,55 @@
+"""Every exception a caller can meet. Each message names the value, the limit and the next step."""
+
+from __future__ import annotations
+
+
+class MoeNvlinkError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(MoeNvlinkError, ValueError):
+    """A configuration value is out of range; nothing was allocated."""
+
+
+class InputError(MoeNvlinkError, ValueError):
+    """A tensor handed to dispatch or combine has a wrong shape, dtype, device or layout.
+
+    Raised before any memory is touched; the exchange stays usable once all ranks agree again.
+    """
+
+
+class DisagreementError(MoeNvlinkError):
+    """The ranks were given different configurations; raised on every rank, naming both values."""
+
+
+class PeerError(MoeNvlinkError):
+    """Another rank failed during a collective step; names that rank and its cause."""
+
+
+class TransportError(MoeNvlinkError):
+    """Symmetric memory could not be created or mapped; what was built has been rolled back."""
+
+
+class CompileError(MoeNvlinkError):
+    """A kernel did not compile; carries the compiler's log."""
+
+
+class UnsupportedError(MoeNvlinkError):
+    """The request is valid but not available here; the message says what to use instead."""
+
+
+class ExchangeStateError(MoeNvlinkError, RuntimeError):
+    """A verb was called out of order: after close, combine without dispatch, dispatch twice."""
+
+
+class ExchangeTimeoutError(MoeNvlinkError, TimeoutError):
+    """A rank did not arrive in time. The exchange is unusable afterwards on this rank.
+
+    Attributes: phase ("dispatch" or "combine"), ranks (all that are late), epoch.
+    """
+
+    def __init__(self, message: str, *, phase: str, ranks: tuple[int, ...], epoch: int) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.ranks = ranks
+        self.epoch = epoch

@@ -1,0 +1,269 @@
+"""One layer's exchange on one workspace: checks a call's tensors, fills the arguments, launches.
+
+This is what the torch ops run. It is found by an integer handle, because that is what an op in a
+compiled graph can carry.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from . import checks
+from .config import AllToAllConfig
+from .errors import ExchangeStateError, ExchangeTimeoutError
+from .jit import host as host_executor
+from .jit.header import constants, structs
+from .layout import combine_row, payload_rows
+from .recipes import Recipe
+from .workspace import Workspace
+
+_handles = itertools.count(1)
+_live: weakref.WeakValueDictionary[int, LayerExchange] = weakref.WeakValueDictionary()
+
+_ELEMENTS = {
+    torch.bfloat16: "kElementBf16",
+    torch.float16: "kElementFp16",
+    torch.float32: "kElementFp32",
+}
+
+
+def find(handle: int) -> LayerExchange:
+    """The layer a handle stands for.
+
+    Raises:
+        ExchangeStateError: it has been closed.
+    """
+    layer = _live.get(handle)
+    if layer is None:
+        raise ExchangeStateError(
+            f"exchange {handle} is closed; create a new MoeAllToAll before dispatching"
+        )
+    return layer
+
+
+class LayerExchange:
+    """Dispatch and combine of one geometry. Not thread-safe by itself; the workspace's lock is."""
+
+    def __init__(self, config: AllToAllConfig, recipe: Recipe, workspace: Workspace) -> None:
+        self.config = config
+        self.rows = payload_rows(config, recipe)
+        self.combine_row = combine_row(config)
+        self.num_slots = config.ep_size * config.max_tokens_per_rank
+        self.workspace = workspace
+        self._library = host_executor.load()
+        assert config.num_threads is not None
+        self._grid = self._library.create_grid(config.num_threads)
+        self._free_grid = weakref.finalize(self, self._library.destroy_grid, self._grid)
+        self._generation = -1
+        self._channels: list[_Channel] = []
+        self._broken: ExchangeTimeoutError | None = None
+        self.handle = next(_handles)
+        _live[self.handle] = self
+
+    def close(self) -> None:
+        """Forgets the handle, ends the threads, gives the workspace back. Local."""
+        if _live.pop(self.handle, None) is not None:
+            self._free_grid()
+            self._channels = []
+            self.workspace.release()
+
+    def channel(self, index: int) -> _Channel:
+        """Views and arguments of one channel, made again after the workspace has moved."""
+        checks.channel(index, self.config.num_channels)
+        if self._generation != self.workspace.generation:
+            self._channels = [_Channel(self, c) for c in range(self.config.num_channels)]
+            self._generation = self.workspace.generation
+        return self._channels[index]
+
+    def dispatch(
+        self,
+        pending: torch.Tensor,
+        hidden_states: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        extra_payloads: list[torch.Tensor],
+        channel_index: int,
+    ) -> list[torch.Tensor]:
+        """See ops.py. Collective."""
+        checks.dispatch_inputs(self, hidden_states, scales, topk_ids, topk_weights, extra_payloads)
+        ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
+        scales_list = [] if scales is None else [scales]
+        payloads = [ids, topk_weights, hidden_states, *scales_list, *extra_payloads]
+        with self.workspace.lock:
+            self._check_usable()
+            channel = self.channel(channel_index)
+            if int(pending[channel_index]) != 0:
+                raise ExchangeStateError(
+                    f"dispatch twice on channel {channel_index}: the dispatch before has not been "
+                    "combined; call combine first, or use another channel"
+                )
+            slots = channel.dispatch(payloads, hidden_states.shape[0])
+            self._raise_fault(channel)
+            pending[channel_index] = self.handle
+        return [*channel.received(extra_payloads), slots]
+
+    def combine(
+        self,
+        pending: torch.Tensor,
+        expert_output: torch.Tensor,
+        send_slots: torch.Tensor,
+        output: torch.Tensor | None,
+        channel_index: int,
+    ) -> torch.Tensor:
+        """See ops.py. Collective."""
+        checks.combine_inputs(self, expert_output, send_slots, output)
+        if output is None:
+            shape = (send_slots.shape[0], self.config.hidden_size)
+            output = torch.empty(shape, dtype=self.config.dtype, device=expert_output.device)
+        with self.workspace.lock:
+            self._check_usable()
+            channel = self.channel(channel_index)
+            if int(pending[channel_index]) != self.handle:
+                raise ExchangeStateError(
+                    f"combine without dispatch on channel {channel_index}: this layer has no "
+                    "dispatch waiting there; call dispatch first"
+                )
+            channel.combine(expert_output, send_slots, output)
+            self._raise_fault(channel)
+            pending[channel_index] = 0
+        return output
+
+    def _check_usable(self) -> None:
+        find(self.handle)
+        if self._broken is not None:
+            raise ExchangeStateError(
+                f"the exchange is unusable since: {self._broken}; close it and create a new one"
+            ) from self._broken
+
+    def _raise_fault(self, channel: _Channel) -> None:
+        word = int(channel.local_control.fault)
+        if word:
+            self._broken = channel.fault_error(word)
+            raise self._broken
+
+
+class _Channel:
+    """Prebuilt arguments and views of one layer on one channel."""
+
+    def __init__(self, layer: LayerExchange, index: int) -> None:
+        config, workspace = layer.config, layer.workspace
+        self._layer = weakref.proxy(layer)
+        self._regions = workspace.layout.channel_regions(index)
+        self._library, self._grid = layer._library, layer._grid
+        self._workspace = workspace
+        self._views = {
+            name: self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
+        }
+        self.combine_region = self._view("combine", config.dtype, config.hidden_size)
+        ep_size = config.ep_size
+        self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
+        local = workspace.region_bytes(self._regions["local"])
+        self._local = local
+        self.local_control: Any = structs()["LocalControl"].from_address(local.data_ptr())
+        self._dispatch_args = self._make_args("DispatchArgs", config)
+        self._fill_payloads(layer)
+        self._combine_args = self._make_args("CombineArgs", config)
+        self._combine_args.region = self._regions["combine"].block
+        self._combine_args.hidden_splits = 1
+
+    def _view(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        num_slots = self._layer.num_slots
+        size = num_slots * elements * dtype.itemsize
+        return (
+            self._workspace.region_bytes(self._regions[name], size)
+            .view(dtype)
+            .view(num_slots, elements)
+        )
+
+    def _make_args(self, struct: str, config: AllToAllConfig) -> Any:
+        args: Any = structs()[struct]()
+        memory = self._workspace.memory
+        args.window_base, args.rank_stride = memory.base_ptr, memory.rank_stride
+        assert config.timeout_s is not None
+        args.timeout_ns = int(config.timeout_s * 1e9)
+        geometry = args.geometry
+        for name in ("ep_size", "ep_rank", "num_experts", "top_k", "hidden_size"):
+            setattr(geometry, name, getattr(config, name))
+        geometry.max_tokens_per_rank = config.max_tokens_per_rank
+        geometry.element = constants()[_ELEMENTS[config.dtype]]
+        for name, _type in structs()["ControlRegions"]._fields_:  # type: ignore[misc]
+            setattr(args.control, name, self._regions[name].block)
+        return args
+
+    def _fill_payloads(self, layer: LayerExchange) -> None:
+        args = self._dispatch_args
+        args.num_payloads = len(layer.rows)
+        args.combine_row_bytes = layer.combine_row.row_bytes
+        for payload, (name, row) in zip(args.payloads, layer.rows.items(), strict=False):
+            payload.region, payload.row_bytes = self._regions[name].block, row.row_bytes
+
+    def dispatch(self, payloads: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """Launches dispatch; returns send_slots `[num_tokens, top_k] int32`."""
+        args = self._dispatch_args
+        top_k = args.geometry.top_k
+        slots = torch.empty((num_tokens, top_k), dtype=torch.int32, device=payloads[0].device)
+        args.geometry.num_tokens = num_tokens
+        args.send_slots = slots.data_ptr()
+        for entry, tensor in zip(args.payloads, payloads, strict=False):
+            entry.source = tensor.data_ptr()
+        self._library.dispatch(args, self._grid)
+        return slots
+
+    def combine(
+        self, expert_output: torch.Tensor, send_slots: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Launches combine; copies expert_output into the region first where it lies elsewhere."""
+        if expert_output.data_ptr() != self.combine_region.data_ptr():
+            self.combine_region.copy_(expert_output)
+        args = self._combine_args
+        args.geometry.num_tokens = send_slots.shape[0]
+        args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
+        self._library.combine(args, self._grid)
+
+    def received(self, extra_payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Fresh views of what arrived: payloads in order of the regions, then recv_counts.
+
+        Extra payloads take the dtype and the row shape of what this rank dispatched.
+        """
+        views = []
+        extras = iter(extra_payloads)
+        for name, view in self._views.items():
+            if name.startswith("recv_extra"):
+                like = next(extras)
+                views.append(view.view(like.dtype).view(view.shape[0], *like.shape[1:]))
+            else:
+                views.append(view.view(view.shape))
+        return [*views, self.recv_counts.view(-1)]
+
+    def fault_error(self, word: int) -> ExchangeTimeoutError:
+        """The error for a fault word: names phase, late ranks and epoch."""
+        code, phase_code = word >> 56, word >> 48 & 0xFF
+        peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
+        phase = "dispatch" if phase_code == constants()["kPhaseDispatch"] else "combine"
+        me = self._dispatch_args.geometry.ep_rank
+        if code != constants()["kFaultTimeout"]:
+            text = f"rank {peer} announced more rows than its slice holds in {phase}, epoch {epoch}"
+            return ExchangeTimeoutError(text, phase=phase, ranks=(peer,), epoch=epoch)
+        late = self._late_ranks(phase, epoch) or (peer,)
+        seconds = self._dispatch_args.timeout_ns / 1e9
+        return ExchangeTimeoutError(
+            f"rank {me} waited {seconds:g} s in {phase} of epoch {epoch} for rank(s) "
+            f"{', '.join(map(str, late))}; look at those ranks' logs, and raise timeout_s "
+            "(MOE_NVLINK_TIMEOUT_S) if they were only slow",
+            phase=phase,
+            ranks=late,
+            epoch=epoch,
+        )
+
+    def _late_ranks(self, phase: str, epoch: int) -> tuple[int, ...]:
+        ep_size = self._dispatch_args.geometry.ep_size
+        cells = self._workspace.words(self._regions[f"{phase}_cells"], ep_size, torch.int64)
+        epochs = [cell & 0xFFFFFFFF for cell in cells.tolist()]
+        behind = [ctypes.c_int32(seen - epoch).value < 0 for seen in epochs]
+        return tuple(rank for rank, is_behind in enumerate(behind) if is_behind)

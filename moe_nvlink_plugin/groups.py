@@ -1,0 +1,108 @@
+"""The few collective steps of start-up, over a torch ProcessGroup or anything alike.
+
+Nothing here runs between dispatch and combine: it serves `create` and workspace growth only.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed
+
+from .errors import InputError, PeerError
+
+T = TypeVar("T")
+
+
+class Group(Protocol):
+    """What start-up needs of a group of ranks."""
+
+    rank: int
+    size: int
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Collective."""
+        ...
+
+
+class _TorchGroup:
+    """A torch.distributed.ProcessGroup as a Group."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup, timeout_s: float) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self._group = group
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._wait_for_all_ranks()
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _wait_for_all_ranks(self) -> None:
+        # gloo's own collectives time out without saying who is missing; this barrier says it.
+        if torch.distributed.get_backend(self._group) != "gloo" or self.size == 1:
+            return
+        try:
+            torch.distributed.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise PeerError(f"not all ranks of the group arrived: {error}") from error
+
+
+class _ObjectGroup:
+    """An object with rank, size (values or methods) and all_gather_object as a Group."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank = int(_value(group.rank))
+        self.size = int(_value(group.size))
+        self._gather: Callable[[Any], list[Any]] = group.all_gather_object
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return list(self._gather(value))
+
+
+def _value(member: Any) -> Any:
+    return member() if callable(member) else member
+
+
+def as_group(group: Any, timeout_s: float) -> Group:
+    """Adapts what the caller has. Local.
+
+    Raises:
+        InputError: `group` is neither a ProcessGroup nor has rank, size and all_gather_object.
+    """
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return _TorchGroup(group, timeout_s)
+    missing = [n for n in ("rank", "size", "all_gather_object") if not hasattr(group, n)]
+    if missing:
+        raise InputError(
+            f"group {type(group).__name__} lacks {', '.join(missing)}; pass a torch ProcessGroup "
+            "or an object with rank, size and all_gather_object"
+        )
+    return _ObjectGroup(group)
+
+
+def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
+    """Runs `step` on every rank; where it fails on one, raises on all. Collective.
+
+    The failing rank raises its own error, the others a PeerError naming that rank and the cause,
+    so nobody waits for a rank that has given up. The caller rolls back on any exception.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = step()
+    except Exception as caught:  # noqa: BLE001 - carried to every rank below, never swallowed
+        error = caught
+    causes = group.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause is not None]
+    if failed:
+        raise PeerError(f"{what} failed on another rank; {'; '.join(failed)}")
+    return result  # type: ignore[return-value]
+
+

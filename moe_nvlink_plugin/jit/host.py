@@ -1,0 +1,132 @@
+"""The host executor: kernels/ compiled by the host compiler and loaded through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .. import env
+from ..errors import CompileError
+from . import cache
+from .header import structs
+from .source import host_source
+
+# -ffp-contract=off: a fused multiply-add would round differently from machine to machine.
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+)
+
+_COMPILE_TIMEOUT_S = 280.0
+
+
+def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> None:
+    """Compiles one translation unit with the host compiler into `target`.
+
+    Raises:
+        CompileError: no compiler, or it failed; its log is in the message.
+    """
+    command = [*shlex.split(env.cxx()), *flags, "-x", "c++", "-", "-o", str(target)]
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
+        )
+    except FileNotFoundError as error:
+        raise CompileError(
+            f"no host compiler: {command[0]!r} not found; install g++ 10 or newer (apt-get install "
+            "g++) or set MOE_NVLINK_CXX"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"{command[0]} took over {_COMPILE_TIMEOUT_S:g} s; stopped") from error
+    if done.returncode != 0:
+        raise CompileError(f"{shlex.join(command)} failed:\n{done.stderr}")
+
+
+@functools.cache
+def _machine() -> str:
+    # -march=native: a cache on a shared home directory must not serve another CPU's code.
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "features", "cpu part")
+    return "\n".join(line for line in lines if line.lower().startswith(wanted))
+
+
+def build(text: str, flags: tuple[str, ...] = FLAGS) -> Path:
+    """The shared object of a translation unit, from the cache or freshly compiled."""
+    key = "\0".join((text, *flags, env.cxx(), _machine()))
+    return cache.get_or_build(key, ".so", lambda target: compile_text(text, target, flags))
+
+
+class HostLibrary:
+    """Launches the kernels of one shared object on CPU threads.
+
+    Raises:
+        CompileError: the library's argument structs differ from the headers'.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.moe_nvlink_grid_create.restype = ctypes.c_void_p
+        self._library.moe_nvlink_grid_create.argtypes = [ctypes.c_int]
+        self._library.moe_nvlink_grid_destroy.argtypes = [ctypes.c_void_p]
+        for verb in ("dispatch", "combine"):
+            function = getattr(self._library, f"moe_nvlink_{verb}")
+            function.restype = None
+            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        names = {
+            "dispatch_args": "DispatchArgs",
+            "combine_args": "CombineArgs",
+            "local_control": "LocalControl",
+            "exchange_counters": "ExchangeCounters",
+        }
+        for suffix, struct in names.items():
+            here = ctypes.sizeof(structs()[struct])
+            there = getattr(self._library, f"moe_nvlink_sizeof_{suffix}")()
+            if here != there:
+                raise CompileError(f"{struct} has {there} bytes in the library, {here} in Python")
+
+    def create_grid(self, num_threads: int) -> int:
+        """Threads to launch on; destroy_grid gives them back."""
+        grid = self._library.moe_nvlink_grid_create(num_threads)
+        if not grid:
+            raise CompileError(f"cannot start {num_threads} threads; lower num_threads")
+        return int(grid)
+
+    def destroy_grid(self, grid: int) -> None:
+        """Ends the grid's threads; no launch may be running on it."""
+        self._library.moe_nvlink_grid_destroy(grid)
+
+    def dispatch(self, args: Any, grid: int) -> None:
+        """Runs dispatch; returns when it has finished (ctypes lets other Python threads run)."""
+        self._library.moe_nvlink_dispatch(ctypes.byref(args), grid)
+
+    def combine(self, args: Any, grid: int) -> None:
+        """Runs combine; returns when it has finished."""
+        self._library.moe_nvlink_combine(ctypes.byref(args), grid)
+
+    def convert(self, name: str, element: int, source: int, target: int, count: int) -> None:
+        """`name` is to_float or from_float; for the tests of numeric.h."""
+        function = getattr(self._library, f"moe_nvlink_{name}")
+        function(element, ctypes.c_void_p(source), ctypes.c_void_p(target), ctypes.c_int64(count))
+
+
+@functools.cache
+def load() -> HostLibrary:
+    """The process's host library; compiled on first use (about 3 s), then from the cache."""
+    return HostLibrary(build(host_source()))

@@ -1,0 +1,61 @@
+"""Amalgamates kernels/ into one translation unit without includes of ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import posixpath
+import re
+from importlib.resources.abc import Traversable
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
+_PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
+
+KERNEL_FILES = ("dispatch.cu", "combine.cu")
+HOST_FILES = ("host/grid.h", "host/library.cpp")
+
+
+def _root() -> Traversable:
+    return importlib.resources.files("moe_nvlink_plugin.kernels")
+
+
+@functools.cache
+def read_kernel_file(path: str) -> str:
+    """Text of a file below kernels/, by its path there."""
+    return _root().joinpath(*path.split("/")).read_text(encoding="utf-8")
+
+
+def amalgamate(paths: tuple[str, ...]) -> str:
+    """The files' text with every `#include "..."` replaced, once each, by what it names."""
+    seen: set[str] = set()
+
+    def inline(path: str) -> str:
+        if path in seen:
+            return ""
+        seen.add(path)
+
+        def replace(match: re.Match[str]) -> str:
+            return inline(posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1])))
+
+        text = _PRAGMA_ONCE.sub("", read_kernel_file(path))
+        return f"// ---- kernels/{path}\n" + _INCLUDE.sub(replace, text)
+
+    return "".join(inline(path) for path in paths)
+
+
+def host_source() -> str:
+    """The host library: every geometry, every element type, chosen by the arguments."""
+    return _translation_unit("moe_nvlink::RuntimeConfig", HOST_FILES)
+
+
+def specialised_source(top_k: int, element: int, *, host: bool = False) -> str:
+    """Both kernels for one top_k and element type: what a GPU gets, or the same on the host."""
+    config = f"moe_nvlink::StaticConfig<{top_k}, {element}>"
+    return _translation_unit(config, HOST_FILES if host else ())
+
+
+def _translation_unit(config: str, host_files: tuple[str, ...]) -> str:
+    text = amalgamate(("include/moe_nvlink/config.h", *host_files, *KERNEL_FILES))
+    # The kernels' entry points name Config: it stands behind config.h and before the first of them.
+    marker = f"// ---- kernels/{KERNEL_FILES[0]}\n"
+    return text.replace(marker, f"using Config = {config};\n{marker}")

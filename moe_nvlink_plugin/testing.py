@@ -1,0 +1,100 @@
+"""Helpers for tests and benchmarks: ranks as threads, routing generators. Not used by the product."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from .config import AllToAllConfig
+
+T = TypeVar("T")
+
+
+class ThreadGroup:
+    """A group whose ranks are threads of this process; `ranks(n)` makes one object per rank."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.size = len(slots)
+        self._slots = slots
+        self._barrier = barrier
+
+    @classmethod
+    def ranks(cls, size: int) -> list[ThreadGroup]:
+        """One group object per rank."""
+        slots: list[Any] = [None] * size
+        barrier = threading.Barrier(size, timeout=120)
+        return [cls(rank, slots, barrier) for rank in range(size)]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Collective."""
+        self._slots[self.rank] = value
+        self._barrier.wait()
+        values = list(self._slots)
+        self._barrier.wait()
+        return values
+
+
+def run_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T]:
+    """Runs `body(group)` as every rank at once; returns the results in rank order.
+
+    Raises:
+        Exception: the first rank's error, after all ranks have ended.
+    """
+    outcomes = try_ranks(size, body)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes  # type: ignore[return-value]
+
+
+def try_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T | BaseException]:
+    """As run_ranks, with an exception in the place of a failed rank's result."""
+    outcomes: list[T | BaseException] = [RuntimeError("did not run")] * size
+
+    def rank_main(group: ThreadGroup) -> None:
+        try:
+            outcomes[group.rank] = body(group)
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            outcomes[group.rank] = error
+
+    groups = ThreadGroup.ranks(size)
+    threads = [threading.Thread(target=rank_main, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def random_inputs(
+    config: AllToAllConfig,
+    num_tokens: int,
+    generator: torch.Generator,
+    *,
+    invalid_fraction: float = 0.0,
+    duplicate_fraction: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(hidden_states, topk_ids int32, topk_weights) of one rank: distinct random experts a token.
+
+    A fraction of the ids is replaced by ids that are no experts, another by the token's first id.
+    """
+    shape = (num_tokens, config.top_k)
+    hidden = torch.randn((num_tokens, config.hidden_size), generator=generator).to(config.dtype)
+    weights = torch.rand(shape, generator=generator)
+    scores = torch.rand((num_tokens, max(config.num_experts, config.top_k)), generator=generator)
+    ids = scores.topk(config.top_k, dim=1).indices.to(torch.int32) % config.num_experts
+    duplicate = torch.rand(shape, generator=generator) < duplicate_fraction
+    ids = torch.where(duplicate, ids[:, :1], ids)
+    invalid = torch.rand(shape, generator=generator) < invalid_fraction
+    bad = torch.tensor([-1, config.num_experts, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    picks = torch.randint(0, len(bad), shape, generator=generator)
+    return hidden, torch.where(invalid, bad[picks], ids).contiguous(), weights
+
+
+def generators(size: int, seed: int) -> Sequence[torch.Generator]:
+    """One independent generator per rank."""
+    return [torch.Generator().manual_seed(seed * 1000 + rank) for rank in range(size)]

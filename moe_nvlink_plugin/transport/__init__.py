@@ -1,0 +1,7 @@
+"""How peers reach each other's memory. A transport makes one window over all ranks' workspaces."""
+
+from __future__ import annotations
+
+from .base import SymmetricMemory, Transport
+
+__all__ = ["SymmetricMemory", "Transport"]
