@@ -1,0 +1,105 @@
+"""Rules for every file: free imports, one reader of the environment, no path of one machine."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Who may touch the environment, and why.
+READERS = {
+    "moe_nvlink_plugin/env.py": "the one place where our variables are read",
+    "integration/vllm/demo/server.py": "hands its own environment on to the server it starts",
+}
+MACHINE_PATH = re.compile(r"/(work|tmp|home|root|Users|opt)/[A-Za-z0-9_.-]+")
+#: Paths of the operating system that mean the same everywhere.
+EVERYWHERE = re.compile(r"/opt/cuda\b")
+
+
+def product_files() -> list[Path]:
+    folders = ("moe_nvlink_plugin", "integration", "kernels")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def touches_environment(tree: ast.AST) -> list[int]:
+    """Lines that read or change the environment, however the name was imported."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} & names)
+    ]
+
+
+@pytest.mark.parametrize("path", product_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_environment_is_read_in_one_place(path: Path) -> None:
+    if path.relative_to(ROOT).as_posix() not in READERS:
+        lines = touches_environment(ast.parse(path.read_text(encoding="utf-8")))
+        assert not lines, f"{path}:{lines[0]}: read variables in moe_nvlink_plugin/env.py"
+
+
+def test_readers_of_the_environment_are_no_leftovers() -> None:
+    for name in READERS:
+        assert touches_environment(ast.parse((ROOT / name).read_text(encoding="utf-8"))), name
+
+
+def imported_by(statement: str) -> set[str]:
+    code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_is_free() -> None:
+    loaded = imported_by("import moe_nvlink_plugin")
+    assert not loaded & {"torch", "vllm", "cuda", "numpy", "pluggy"}
+
+
+def test_using_the_public_names_needs_no_cuda_and_no_vllm() -> None:
+    loaded = imported_by("from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, errors, env")
+    assert "torch" in loaded
+    assert not {name for name in loaded if name.split(".")[0] in {"vllm", "cuda"}}
+    code = (
+        "from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll; import torch;"
+        "raise SystemExit(torch.cuda.is_initialized())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_importing_the_vllm_entry_points_needs_no_vllm() -> None:
+    """vLLM loads plugins in every process, before it knows its platform."""
+    loaded = imported_by("from moe_nvlink_plugin.integration.vllm import platform_plugin, register")
+    assert not {name for name in loaded if name.split(".")[0] in {"vllm", "cuda", "torch"}}
+
+
+def tracked_files() -> list[Path]:
+    done = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip("not a git checkout: no list of the repository's files")
+    return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    found = []
+    for path in tracked_files():
+        if path == Path(__file__):
+            continue
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(lines, start=1):
+            if MACHINE_PATH.search(EVERYWHERE.sub("", line)):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)

@@ -1,0 +1,57 @@
+"""Every kernel header stands on its own, and one of them alone knows CUDA from the host."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moe_nvlink_plugin import env
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+INCLUDE = KERNELS / "include"
+HEADERS = sorted(INCLUDE.rglob("*.h"))
+SOURCES = [path for path in KERNELS.rglob("*") if path.suffix in {".h", ".cu", ".cpp"}]
+COMPILER_MACROS = re.compile(r"__CUDACC__|__CUDA_ARCH__|__CUDACC_RTC__|__NVCC__")
+
+
+def compile_alone(header: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        *(*shlex.split(env.cxx()), "-fsyntax-only", "-std=c++20", "-Wall", "-Wextra", "-Werror"),
+        *("-I", str(KERNELS), "-I", str(INCLUDE), "-x", "c++", "-"),
+    ]
+    # Twice, so that a header without a guard fails too.
+    text = f'#include "{header}"\n' * 2
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+
+
+def test_there_are_headers() -> None:
+    assert INCLUDE / "moe_nvlink" / "platform.h" in HEADERS
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: str(path.relative_to(INCLUDE)))
+def test_header_compiles_alone_on_the_host(header: Path) -> None:
+    done = compile_alone(header)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_header_that_forgets_an_include_is_caught(tmp_path: Path) -> None:
+    header = tmp_path / "forgetful.h"
+    header.write_text("#pragma once\ninline uint32_t f(uint32_t x) { return x; }\n")
+    assert compile_alone(header).returncode != 0
+    header.write_text(
+        "#pragma once\n#include <cstdint>\ninline uint32_t f(uint32_t x) { return x; }\n"
+    )
+    assert compile_alone(header).returncode == 0
+
+
+def test_one_header_knows_cuda_from_host() -> None:
+    knowing = {
+        path.relative_to(KERNELS).as_posix()
+        for path in SOURCES
+        if COMPILER_MACROS.search(path.read_text(encoding="utf-8"))
+    }
+    assert knowing == {"include/moe_nvlink/platform.h"}

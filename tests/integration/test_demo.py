@@ -1,0 +1,139 @@
+"""`make demo` as a user meets it: it succeeds, and however it ends, nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moe_nvlink_plugin.integration.vllm.demo import processes
+from moe_nvlink_plugin.integration.vllm.demo.demo import EXIT_INTERRUPTED
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+
+class RunningDemo:
+    """The demonstration as a child process, and a record of what it started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.output = folder / "output.txt"
+        self.sessions: set[int] = set()
+        self.shared_memory: set[Path] = set()
+        command = [sys.executable, "-u", "-m", "moe_nvlink_plugin.integration.vllm.demo"]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "--folder", str(folder / "demo")],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def look(self) -> list[int]:
+        """Note the sessions and the shared memory of its servers; return their processes."""
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            children = []
+        for child in children:
+            try:
+                self.sessions.add(os.getsid(child.pid))
+            except ProcessLookupError:
+                continue
+        alive = [pid for one in self.sessions for pid in processes.processes_of_session(one)]
+        self.shared_memory |= processes.shared_memory_of(alive)
+        return alive
+
+    def wait_for(self, stage: str, timeout_s: float = 200.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._reached(stage):
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, f"{stage!r} not reached:\n{self.text()}"
+            time.sleep(0.1)
+
+    def _reached(self, stage: str) -> bool:
+        alive = self.look()
+        if stage == "workers start":
+            return sum("Worker" in command_line(pid) for pid in alive) >= 2
+        return stage in self.text()
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def assert_nothing_stays(self, within_s: float) -> None:
+        assert self.sessions, "the demo started no server, so there was nothing to leave behind"
+        assert self.shared_memory, "its servers held no shared memory, so this shows nothing"
+        deadline = time.monotonic() + within_s
+        while (stay := self.stays()) != ([], []) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert stay == ([], [])
+
+    def stays(self) -> tuple[list[int], list[Path]]:
+        pids = [pid for one in self.sessions for pid in processes.processes_of_session(one)]
+        return pids, sorted(path for path in self.shared_memory if path.exists())
+
+
+def command_line(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[RunningDemo]:
+    demo = RunningDemo(tmp_path)
+    try:
+        yield demo
+    finally:
+        demo.look()
+        demo.process.kill()
+        demo.process.wait()
+        for session in demo.sessions - {os.getsid(0)}:
+            processes.end_session(session, grace_s=0.0)
+
+
+def test_demo_succeeds_and_leaves_nothing(demo: RunningDemo) -> None:
+    demo.wait_for("the moe_nvlink server is ready")
+    while demo.process.poll() is None:
+        demo.look()
+        time.sleep(0.2)
+    assert demo.process.returncode == 0, demo.text()
+    assert "every answer equals the one-rank server's" in demo.text()
+    demo.assert_nothing_stays(within_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("number", "stage"),
+    [
+        pytest.param(signal.SIGINT, "workers start", id="ctrl-c-while-starting"),
+        pytest.param(signal.SIGINT, "the moe_nvlink server is ready", id="ctrl-c-while-serving"),
+        pytest.param(signal.SIGTERM, "workers start", id="sigterm-while-starting"),
+    ],
+)
+def test_interrupted_demo_leaves_nothing(
+    demo: RunningDemo, number: signal.Signals, stage: str
+) -> None:
+    demo.wait_for(stage)
+    time.sleep(1.0)
+    demo.look()
+    demo.process.send_signal(number)
+    assert demo.process.wait(timeout=60) == EXIT_INTERRUPTED, demo.text()
+    demo.assert_nothing_stays(within_s=1.0)
+
+
+def test_killed_demo_leaves_no_process(demo: RunningDemo) -> None:
+    """kill -9 gives the demo no chance: the kernel tells its server, which ends on its own."""
+    demo.wait_for("workers start")
+    demo.process.kill()
+    demo.process.wait()
+    deadline = time.monotonic() + 60.0
+    while demo.stays()[0] and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert demo.stays()[0] == []
