@@ -25,7 +25,7 @@ struct CombineShared {
 
 // Width elements of one row, as loaded.
 template <class Element, int Width>
-using Lanes = Vector<Width * static_cast<int>(sizeof(typename Element::Storage))>;
+using Lanes = Vector<Width* static_cast<int>(sizeof(typename Element::Storage))>;
 
 template <class Element, int Width>
 HD void fill_minus_zero(Lanes<Element, Width>& lanes) {
@@ -87,8 +87,8 @@ template <class Config>
 HD bool find_rows(const CombineArgs& args, int token, uint64_t row_bytes, const char** rows) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
-  const int32_t* slots = reinterpret_cast<const int32_t*>(args.send_slots) +
-                         static_cast<int64_t>(token) * top_k;
+  const int32_t* slots =
+      reinterpret_cast<const int32_t*>(args.send_slots) + static_cast<int64_t>(token) * top_k;
   bool any = false;
   MOE_NVLINK_UNROLL
   for (int k = 0; k < top_k; ++k) {
@@ -162,8 +162,8 @@ HD void combine_tokens(const CombineArgs& args, const Cta& cta, bool faulted) {
   constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
   const int splits = static_cast<int>(args.hidden_splits);
   const int num_items = args.geometry.num_tokens * splits;
-  const int vector_bytes = vector_bytes_for(
-      args.output, static_cast<uint64_t>(args.geometry.hidden_size) * kBytes);
+  const int vector_bytes =
+      vector_bytes_for(args.output, static_cast<uint64_t>(args.geometry.hidden_size) * kBytes);
   for (int item = cta.block; item < num_items; item += cta.num_blocks) {
     const int token = item / splits;
     const int split = item % splits;

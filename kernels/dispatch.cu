@@ -23,42 +23,54 @@ namespace moe_nvlink {
 struct DispatchShared {
   TokenRoute route;
   int32_t is_last_cta;
-  uint32_t filled_shape;         // LocalControl.filled_shape as the previous dispatch left it
-  int32_t counts[kMaxRanks];     // rows received now
-  int32_t previous[kMaxRanks];   // rows received by the previous dispatch
+  uint32_t filled_shape;        // LocalControl.filled_shape as the previous dispatch left it
+  int32_t counts[kMaxRanks];    // rows received now
+  int32_t previous[kMaxRanks];  // rows received by the previous dispatch
 };
 
-// Stores one payload row of the token to each of its targets.
+// Where the token's row of a payload goes because of each k; null for a k without a row of its own.
 template <class Config>
-HD void put_payload(const DispatchArgs& args, const Cta& cta, const TokenRoute& route, int index,
-                    const char* source, int vector_bytes) {
+HD void find_targets(const DispatchArgs& args, const TokenRoute& route, const Payload& payload,
+                     char** targets) {
   const Geometry& geometry = args.geometry;
-  const Payload& payload = args.payloads[index];
-  const int top_k = top_k_of<Config>(geometry);
-  char* targets[Config::kTopKBound];
   MOE_NVLINK_UNROLL
-  for (int k = 0; k < top_k; ++k) {
+  for (int k = 0; k < top_k_of<Config>(geometry); ++k) {
     const int target = route.target_ranks[k];
     const int row = route.slots[k] - (target - geometry.ep_rank) * geometry.max_tokens_per_rank;
-    targets[k] = route.slots[k] == kNoSlot
-                     ? nullptr
-                     : region_of(args, target, payload.region) +
-                           static_cast<uint64_t>(row) * payload.row_bytes;
+    targets[k] = route.slots[k] == kNoSlot ? nullptr
+                                           : region_of(args, target, payload.region) +
+                                                 static_cast<uint64_t>(row) * payload.row_bytes;
   }
-  put_row(cta, source, targets, top_k, static_cast<int>(payload.row_bytes), vector_bytes);
+}
+
+// The ids travel as routing left them (in shared memory, where put_row cannot load from), so that
+// no receiver meets an id that is no expert.
+template <class Config>
+HD void put_ids(const DispatchArgs& args, const Cta& cta, const TokenRoute& route) {
+  const int top_k = top_k_of<Config>(args.geometry);
+  char* targets[Config::kTopKBound];
+  find_targets<Config>(args, route, args.payloads[kTopkIdsPayload], targets);
+  for (int i = cta.thread; i < top_k; i += cta.num_threads) {
+    Vector<4> id;
+    *reinterpret_cast<int32_t*>(&id) = route.ids[i];
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k; ++k) {
+      if (targets[k] != nullptr) store_vector(targets[k] + 4 * i, id);
+    }
+  }
 }
 
 template <class Config>
 HD void put_token(const DispatchArgs& args, const Cta& cta, const TokenRoute& route, int token) {
-  // The ids travel as routing saw them, so that no receiver meets an id that is no expert.
-  put_payload<Config>(args, cta, route, kTopkIdsPayload,
-                      reinterpret_cast<const char*>(route.ids), 4);
+  put_ids<Config>(args, cta, route);
+  char* targets[Config::kTopKBound];
   for (int i = kTopkWeightsPayload; i < static_cast<int>(args.num_payloads); ++i) {
     const Payload& payload = args.payloads[i];
     const char* row = reinterpret_cast<const char*>(payload.source) +
                       static_cast<uint64_t>(token) * payload.row_bytes;
-    put_payload<Config>(args, cta, route, i, row,
-                        vector_bytes_for(payload.source, payload.row_bytes));
+    find_targets<Config>(args, route, payload, targets);
+    put_row(cta, row, targets, top_k_of<Config>(args.geometry), static_cast<int>(payload.row_bytes),
+            vector_bytes_for(payload.source, payload.row_bytes));
   }
 }
 
@@ -77,11 +89,11 @@ HD bool arrive(const DispatchArgs& args, const Cta& cta, DispatchShared& shared)
   return shared.is_last_cta != 0;
 }
 
-// Tells every rank how many rows lie in its buffer; returns through counters what was put.
+// Tells every rank how many of this rank's rows lie in its buffer.
 HD void publish_counts(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
   const Geometry& geometry = args.geometry;
-  uint32_t* send_counters = reinterpret_cast<uint32_t*>(
-      region_of(args, geometry.ep_rank, args.control.send_counters));
+  uint32_t* send_counters =
+      reinterpret_cast<uint32_t*>(region_of(args, geometry.ep_rank, args.control.send_counters));
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     const uint32_t count = load_relaxed_gpu(&send_counters[peer]);
     // P1 release: rows before cell. Without it the peer may see the new epoch and the old rows.
@@ -123,10 +135,10 @@ HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const Dispatc
   for (int source = 0; source < geometry.ep_size; ++source) {
     const int end =
         shared.filled_shape == shape ? shared.previous[source] : geometry.max_tokens_per_rank;
-    int32_t* slice = ids + static_cast<int64_t>(source) * geometry.max_tokens_per_rank *
-                               geometry.top_k;
-    for (int word = shared.counts[source] * geometry.top_k + cta.thread;
-         word < end * geometry.top_k; word += cta.num_threads) {
+    const int64_t top_k = geometry.top_k;
+    int32_t* slice = ids + source * top_k * geometry.max_tokens_per_rank;
+    for (int64_t word = shared.counts[source] * top_k + cta.thread; word < end * top_k;
+         word += cta.num_threads) {
       slice[word] = -1;
     }
   }
@@ -137,8 +149,8 @@ HD void count_round(const DispatchArgs& args) {
   const Geometry& geometry = args.geometry;
   LocalControl* local = local_control(args);
   ExchangeCounters* totals = exchange_counters(args);
-  uint32_t* send_counters = reinterpret_cast<uint32_t*>(
-      region_of(args, geometry.ep_rank, args.control.send_counters));
+  uint32_t* send_counters =
+      reinterpret_cast<uint32_t*>(region_of(args, geometry.ep_rank, args.control.send_counters));
   uint32_t rows = 0;
   for (int peer = 0; peer < geometry.ep_size; ++peer) {
     rows += load_relaxed_gpu(&send_counters[peer]);

@@ -16,8 +16,8 @@ and builtin_plugins.py (how recipes and transports are found), groups.py (collec
 start-up), errors.py, env.py, reference.py (the same verbs in plain torch, the tests' oracle).
 
 Knowledge goes one way: errors, env <- config, groups <- recipes, transport <- layout, hookspecs <-
-plugins, jit <- workspace <- exchange (with checks) <- ops <- all_to_all <- integration. A test reads
-these arrows off the source.
+plugins, jit <- workspace <- exchange (with checks) <- ops <- all_to_all <- integration. A test
+reads these arrows off the source.
 
 Importing this package does no work and needs neither CUDA nor vLLM nor torch: the names below are
 imported when they are first used.

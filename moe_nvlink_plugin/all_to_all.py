@@ -168,9 +168,7 @@ class MoeAllToAll:
             metadata=DispatchMetadata(received[-1], channel, self._handle),
         )
 
-    def combine_input(
-        self, dtype: torch.dtype | None = None, *, channel: int = 0
-    ) -> torch.Tensor:
+    def combine_input(self, dtype: torch.dtype | None = None, *, channel: int = 0) -> torch.Tensor:
         """Where the experts may write their output: combine then copies nothing. Local.
 
         Returns:
@@ -217,9 +215,10 @@ class MoeAllToAll:
             )
         pending = self._layer.workspace.pending
         if output is None:
-            return ops.combine(
+            result: torch.Tensor = ops.combine(
                 pending, expert_output, metadata.send_slots, self._handle, metadata.channel
             )
+            return result
         ops.combine_out(
             pending, expert_output, metadata.send_slots, output, self._handle, metadata.channel
         )

@@ -95,7 +95,7 @@ def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
     error: Exception | None = None
     try:
         result = step()
-    except Exception as caught:  # noqa: BLE001 - carried to every rank below, never swallowed
+    except Exception as caught:
         error = caught
     causes = group.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
@@ -104,5 +104,3 @@ def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
     if failed:
         raise PeerError(f"{what} failed on another rank; {'; '.join(failed)}")
     return result  # type: ignore[return-value]
-
-

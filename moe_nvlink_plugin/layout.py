@@ -86,16 +86,14 @@ def _region_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class WorkspaceLayout:
-    """Regions that serve every one of a set of geometries: each as large as the largest needs it."""
+    """Regions that serve every one of a set of geometries: each as large as any needs it."""
 
     ep_size: int
     num_channels: int
     sizes: dict[str, int]
 
     @classmethod
-    def for_geometries(
-        cls, geometries: Iterable[tuple[AllToAllConfig, Recipe]]
-    ) -> WorkspaceLayout:
+    def for_geometries(cls, geometries: Iterable[tuple[AllToAllConfig, Recipe]]) -> WorkspaceLayout:
         """The union of the geometries' needs, which must share one ep_size."""
         sizes: dict[str, int] = {}
         num_channels = 1

@@ -7,11 +7,14 @@ costs 6-9 us a call where torch.library.custom_op costs 42-69 (TOOLCHAIN notes o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import exchange
 
-_library = torch.library.Library("moe_nvlink", "DEF")  # noqa: TOR901 - lives as long as the process
+# Lives as long as the process. torch ships no types for Library.
+_library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-untyped-call]
 
 _library.define(
     "dispatch(Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
@@ -63,9 +66,7 @@ def _dispatch_fake(
             shape = (layer.num_slots, row.elements)
             received.append(hidden_states.new_empty(shape, dtype=row.dtype))
     counts = hidden_states.new_empty((layer.config.ep_size,), dtype=torch.int32)
-    slots = hidden_states.new_empty(
-        (hidden_states.shape[0], layer.config.top_k), dtype=torch.int32
-    )
+    slots = hidden_states.new_empty((hidden_states.shape[0], layer.config.top_k), dtype=torch.int32)
     return [*received, counts, slots]
 
 

@@ -1,4 +1,4 @@
-"""Helpers for tests and benchmarks: ranks as threads, routing generators. Not used by the product."""
+"""For tests and benchmarks only: ranks as threads, routing generators."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def try_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T | BaseExcep
     def rank_main(group: ThreadGroup) -> None:
         try:
             outcomes[group.rank] = body(group)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller
+        except BaseException as error:
             outcomes[group.rank] = error
 
     groups = ThreadGroup.ranks(size)

@@ -17,13 +17,23 @@ moe_nvlink::host::Grid* moe_nvlink_grid_create(int num_blocks) {
   }
 }
 
-void moe_nvlink_grid_destroy(moe_nvlink::host::Grid* grid) { delete grid; }
+void moe_nvlink_grid_destroy(moe_nvlink::host::Grid* grid) {
+  delete grid;
+}
 
 // Sizes, compared with the Python mirrors when the library is loaded.
-int moe_nvlink_sizeof_dispatch_args() { return sizeof(moe_nvlink::DispatchArgs); }
-int moe_nvlink_sizeof_combine_args() { return sizeof(moe_nvlink::CombineArgs); }
-int moe_nvlink_sizeof_local_control() { return sizeof(moe_nvlink::LocalControl); }
-int moe_nvlink_sizeof_exchange_counters() { return sizeof(moe_nvlink::ExchangeCounters); }
+int moe_nvlink_sizeof_dispatch_args() {
+  return sizeof(moe_nvlink::DispatchArgs);
+}
+int moe_nvlink_sizeof_combine_args() {
+  return sizeof(moe_nvlink::CombineArgs);
+}
+int moe_nvlink_sizeof_local_control() {
+  return sizeof(moe_nvlink::LocalControl);
+}
+int moe_nvlink_sizeof_exchange_counters() {
+  return sizeof(moe_nvlink::ExchangeCounters);
+}
 
 // Element conversions over arrays, so that the tests can compare them with torch's.
 void moe_nvlink_to_float(int element, const void* source, float* target, int64_t count) {

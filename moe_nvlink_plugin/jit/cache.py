@@ -17,8 +17,8 @@ from pathlib import Path
 import filelock
 import platformdirs
 
-from .. import env
-from ..errors import CompileError
+from moe_nvlink_plugin import env
+from moe_nvlink_plugin.errors import CompileError
 
 #: A compilation takes seconds; a lock held longer belongs to a process in trouble.
 _LOCK_TIMEOUT_S = 300.0

@@ -10,8 +10,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from .. import env
-from ..errors import CompileError
+from moe_nvlink_plugin import env
+from moe_nvlink_plugin.errors import CompileError
+
 from . import cache
 from .header import structs
 from .source import host_source

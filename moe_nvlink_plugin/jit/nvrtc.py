@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import CompileError, UnsupportedError
+from moe_nvlink_plugin.errors import CompileError, UnsupportedError
 
 #: Architectures the kernels are kept compiling for. The `a` forms: FP4 conversions need them.
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
@@ -25,7 +25,7 @@ def compile_cubin(text: str, architecture: str) -> bytes:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise UnsupportedError(
-            "compiling for GPUs needs cuda-bindings and NVRTC; pip install 'moe-nvlink-plugin[cuda]'"
+            "compiling for GPUs needs NVRTC: pip install 'moe-nvlink-plugin[cuda]'"
         ) from error
     options = [
         f"--gpu-architecture={architecture}",
@@ -48,7 +48,7 @@ def compile_cubin(text: str, architecture: str) -> bytes:
                 + log.decode(errors="replace").rstrip("\0 ")
             )
         size = _check(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
-        cubin = b" " * size
+        cubin = bytes(size)
         _check(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
         return cubin
     finally:

@@ -6,7 +6,6 @@ import functools
 import importlib.resources
 import posixpath
 import re
-from importlib.resources.abc import Traversable
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
@@ -15,14 +14,11 @@ KERNEL_FILES = ("dispatch.cu", "combine.cu")
 HOST_FILES = ("host/grid.h", "host/library.cpp")
 
 
-def _root() -> Traversable:
-    return importlib.resources.files("moe_nvlink_plugin.kernels")
-
-
 @functools.cache
 def read_kernel_file(path: str) -> str:
     """Text of a file below kernels/, by its path there."""
-    return _root().joinpath(*path.split("/")).read_text(encoding="utf-8")
+    root = importlib.resources.files("moe_nvlink_plugin.kernels")
+    return root.joinpath(*path.split("/")).read_text(encoding="utf-8")
 
 
 def amalgamate(paths: tuple[str, ...]) -> str:

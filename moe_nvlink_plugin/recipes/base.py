@@ -37,7 +37,7 @@ class Recipe(Protocol):
         ...
 
     def hidden_row(self, hidden_size: int) -> PayloadRow:
-        """The row `dispatch(hidden_states=...)` takes; raises ConfigError for a size it can't do."""
+        """The row `dispatch(hidden_states=...)` takes; ConfigError for a size it can't do."""
         ...
 
     def scales_row(self, hidden_size: int) -> PayloadRow | None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ..groups import Group
+from moe_nvlink_plugin.groups import Group
 
 
 class SymmetricMemory(Protocol):

@@ -1,9 +1,9 @@
 """Transport `host`: ranks are processes (or threads) of one machine, memory is POSIX shared memory.
 
-Every rank creates one object, readable and writable by its owner only, opens everybody's, and takes
-its own name away as soon as all ranks have mapped it; from then on no file exists that a crash could
-leave behind. Before that, the creator holds a lock on the file: a file in the directory whose
-lock is free belongs to a rank that died in between, and the next rank of the same user removes it.
+Every rank creates one object, readable and writable by its owner only, opens everybody's, and
+takes its own name away as soon as all ranks have mapped it; from then on no file exists that a
+crash could leave behind. Before that, the creator holds a lock on the file: a file whose lock is
+free belongs to a rank that died in between, and the next rank of the same user removes it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from ..errors import TransportError
-from ..groups import Group, all_or_none
+from moe_nvlink_plugin.errors import TransportError
+from moe_nvlink_plugin.groups import Group, all_or_none
 
 _DIRECTORY = Path("/dev/shm")  # where Linux keeps POSIX shared memory objects
 _PREFIX = "moe_nvlink-"
@@ -143,8 +143,6 @@ def _open_peer(name: str, size_bytes: int, peer: int) -> int:
             f"{size_bytes}; the ranks' configurations differ"
         )
     return fd
-
-
 
 
 class HostMemory:

@@ -22,9 +22,9 @@ struct Geometry {
 };
 
 struct Payload {
-  uint64_t source;    // [num_tokens, row_bytes], this rank's own memory
-  uint32_t region;    // [ep_size, max_tokens_per_rank, row_bytes] in every rank's workspace
-  uint32_t row_bytes; // bytes of one token's row; any number
+  uint64_t source;     // [num_tokens, row_bytes], this rank's own memory
+  uint32_t region;     // [ep_size, max_tokens_per_rank, row_bytes] in every rank's workspace
+  uint32_t row_bytes;  // bytes of one token's row; any number
 };
 
 struct ControlRegions {
@@ -37,51 +37,52 @@ struct ControlRegions {
 };
 
 struct DispatchArgs {
-  uint64_t window_base;               // address of rank 0's workspace
-  uint64_t rank_stride;               // bytes from one rank's workspace to the next
-  uint64_t send_slots;                // [num_tokens, top_k] i32, written: target_rank * capacity + slot, or kNoSlot
-  uint64_t timeout_ns;                // how long the wait for the peers may take
-  Geometry geometry;                  // by value
-  ControlRegions control;             // of this call's channel
-  uint32_t num_payloads;              // used entries below
-  uint32_t combine_row_bytes;         // only counted: what a reduce-scatter would have moved
-  Payload payloads[kMaxPayloads];     // ids, weights, then the caller's rows
+  uint64_t window_base;  // address of rank 0's workspace
+  uint64_t rank_stride;  // bytes from one rank's workspace to the next
+  uint64_t
+      send_slots;  // [num_tokens, top_k] i32, written: target_rank * capacity + slot, or kNoSlot
+  uint64_t timeout_ns;             // how long the wait for the peers may take
+  Geometry geometry;               // by value
+  ControlRegions control;          // of this call's channel
+  uint32_t num_payloads;           // used entries below
+  uint32_t combine_row_bytes;      // only counted: what a reduce-scatter would have moved
+  Payload payloads[kMaxPayloads];  // ids, weights, then the caller's rows
 };
 
 struct CombineArgs {
-  uint64_t window_base;     // address of rank 0's workspace
-  uint64_t rank_stride;     // bytes from one rank's workspace to the next
-  uint64_t send_slots;      // [num_tokens, top_k] i32 as dispatch wrote it
-  uint64_t timeout_ns;      // how long the wait for the peers may take
-  uint64_t output;          // [num_tokens, hidden_size] elements, written
-  Geometry geometry;        // by value
-  ControlRegions control;   // of this call's channel
-  uint32_t region;          // [ep_size, max_tokens_per_rank, hidden_size] elements: the experts' output
-  uint32_t hidden_splits;   // CTAs that share one token's row
+  uint64_t window_base;    // address of rank 0's workspace
+  uint64_t rank_stride;    // bytes from one rank's workspace to the next
+  uint64_t send_slots;     // [num_tokens, top_k] i32 as dispatch wrote it
+  uint64_t timeout_ns;     // how long the wait for the peers may take
+  uint64_t output;         // [num_tokens, hidden_size] elements, written
+  Geometry geometry;       // by value
+  ControlRegions control;  // of this call's channel
+  uint32_t region;  // [ep_size, max_tokens_per_rank, hidden_size] elements: the experts' output
+  uint32_t hidden_splits;  // CTAs that share one token's row
 };
 
 // Words of this rank that live from launch to launch, so that a replayed launch needs no new values.
 struct LocalControl {
-  uint64_t fault;          // 0, or {code, phase, peer, epoch}: see epoch_flags.h; the host reads it
-  uint32_t epoch;          // of the last finished dispatch; combine uses it as it stands
-  uint32_t arrivals;       // CTAs of the running dispatch that have put their tokens
-  uint32_t filled_shape;   // {capacity, top_k} for which the empty slots hold -1; 0: none
-  uint32_t rows_put;       // by the last dispatch, for combine's counters
-  uint32_t remote_rows_put; // the part of them that went to other ranks
+  uint64_t fault;         // 0, or {code, phase, peer, epoch}: see epoch_flags.h; the host reads it
+  uint32_t epoch;         // of the last finished dispatch; combine uses it as it stands
+  uint32_t arrivals;      // CTAs of the running dispatch that have put their tokens
+  uint32_t filled_shape;  // {capacity, top_k} for which the empty slots hold -1; 0: none
+  uint32_t rows_put;      // by the last dispatch, for combine's counters
+  uint32_t remote_rows_put;  // the part of them that went to other ranks
 };
 
 // Totals since the workspace was made.
 struct ExchangeCounters {
-  uint64_t rounds;                  // dispatches
-  uint64_t tokens;                  // dispatched from this rank
-  uint64_t destinations;            // rows put: unique (token, rank) pairs
-  uint64_t remote_destinations;     // of them to other ranks
-  uint64_t bytes_dispatched;        // rows put, all payloads
-  uint64_t bytes_dispatched_remote; // of them to other ranks
-  uint64_t bytes_combined;          // partial rows read
-  uint64_t bytes_combined_remote;   // of them from other ranks
-  uint64_t bytes_allgather;         // what an all-gather would have sent from here to the other ranks
-  uint64_t bytes_reducescatter;     // what a reduce-scatter would have sent back
+  uint64_t rounds;                   // dispatches
+  uint64_t tokens;                   // dispatched from this rank
+  uint64_t destinations;             // rows put: unique (token, rank) pairs
+  uint64_t remote_destinations;      // of them to other ranks
+  uint64_t bytes_dispatched;         // rows put, all payloads
+  uint64_t bytes_dispatched_remote;  // of them to other ranks
+  uint64_t bytes_combined;           // partial rows read
+  uint64_t bytes_combined_remote;    // of them from other ranks
+  uint64_t bytes_allgather;      // what an all-gather would have sent from here to the other ranks
+  uint64_t bytes_reducescatter;  // what a reduce-scatter would have sent back
 };
 
 }  // namespace moe_nvlink

@@ -20,21 +20,21 @@ HD int vector_bytes_for(uint64_t address, uint64_t row_bytes) {
 
 // Global-space forms (LDG/STG rather than the generic LD/ST), volatile so that they stay behind the
 // wait or the barrier they are written behind.
-#define MOE_NVLINK_DEVICE_VECTOR(BYTES, TYPE, PTX, CONSTRAINT)                                \
-  HD void load_vector(Vector<BYTES>& vector, const char* source) {                            \
-    TYPE value;                                                                               \
-    asm volatile("ld.global." PTX " %0, [%1];"                                                \
-                 : "=" CONSTRAINT(value)                                                      \
-                 : "l"(__cvta_generic_to_global(source))                                      \
-                 : "memory");                                                                 \
-    *reinterpret_cast<TYPE*>(&vector) = value;                                                \
-  }                                                                                           \
-  HD void store_vector(char* target, const Vector<BYTES>& vector) {                           \
-    asm volatile("st.global." PTX " [%0], %1;"                                                \
-                 :                                                                            \
-                 : "l"(__cvta_generic_to_global(target)),                                     \
-                   CONSTRAINT(*reinterpret_cast<const TYPE*>(&vector))                        \
-                 : "memory");                                                                 \
+#define MOE_NVLINK_DEVICE_VECTOR(BYTES, TYPE, PTX, CONSTRAINT)         \
+  HD void load_vector(Vector<BYTES>& vector, const char* source) {     \
+    TYPE value;                                                        \
+    asm volatile("ld.global." PTX " %0, [%1];"                         \
+                 : "=" CONSTRAINT(value)                               \
+                 : "l"(__cvta_generic_to_global(source))               \
+                 : "memory");                                          \
+    *reinterpret_cast<TYPE*>(&vector) = value;                         \
+  }                                                                    \
+  HD void store_vector(char* target, const Vector<BYTES>& vector) {    \
+    asm volatile("st.global." PTX " [%0], %1;"                         \
+                 :                                                     \
+                 : "l"(__cvta_generic_to_global(target)),              \
+                   CONSTRAINT(*reinterpret_cast<const TYPE*>(&vector)) \
+                 : "memory");                                          \
   }
 
 MOE_NVLINK_DEVICE_ONLY(
@@ -56,8 +56,8 @@ MOE_NVLINK_DEVICE_ONLY(
     }
 
     MOE_NVLINK_DEVICE_VECTOR(8, uint64_t, "u64", "l")
-    MOE_NVLINK_DEVICE_VECTOR(4, uint32_t, "u32", "r")
-    MOE_NVLINK_DEVICE_VECTOR(2, uint16_t, "u16", "h")
+        MOE_NVLINK_DEVICE_VECTOR(4, uint32_t, "u32", "r")
+            MOE_NVLINK_DEVICE_VECTOR(2, uint16_t, "u16", "h")
 
     // PTX has no 8-bit register class: a byte travels in a 32-bit one.
     HD void load_vector(Vector<1>& vector, const char* source) {
@@ -78,8 +78,7 @@ MOE_NVLINK_DEVICE_ONLY(
     })
 
 MOE_NVLINK_HOST_ONLY(
-    template <int Bytes>
-    HD void load_vector(Vector<Bytes>& vector, const char* source) {
+    template <int Bytes> HD void load_vector(Vector<Bytes>& vector, const char* source) {
       std::memcpy(&vector, source, Bytes);
     }
 

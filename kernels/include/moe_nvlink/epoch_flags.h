@@ -13,8 +13,12 @@ namespace moe_nvlink {
 HD uint64_t pack_cell(uint32_t epoch, uint32_t count) {
   return static_cast<uint64_t>(count) << 32 | epoch;
 }
-HD uint32_t cell_epoch(uint64_t cell) { return static_cast<uint32_t>(cell); }
-HD uint32_t cell_count(uint64_t cell) { return static_cast<uint32_t>(cell >> 32); }
+HD uint32_t cell_epoch(uint64_t cell) {
+  return static_cast<uint32_t>(cell);
+}
+HD uint32_t cell_count(uint64_t cell) {
+  return static_cast<uint32_t>(cell >> 32);
+}
 
 HD bool has_reached(uint64_t cell, uint32_t epoch) {
   return static_cast<int32_t>(cell_epoch(cell) - epoch) >= 0;

@@ -12,11 +12,8 @@ namespace moe_nvlink {
 
 // Looks, orders nothing. For polling: an acquire in the loop would empty L1 at every turn.
 HD uint64_t load_relaxed_sys(const uint64_t* address) {
-  MOE_NVLINK_DEVICE_ONLY(uint64_t value;
-                         asm volatile("ld.relaxed.sys.global.u64 %0, [%1];"
-                                      : "=l"(value)
-                                      : "l"(__cvta_generic_to_global(address))
-                                      : "memory");
+  MOE_NVLINK_DEVICE_ONLY(uint64_t value; asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(
+      value) : "l"(__cvta_generic_to_global(address)) : "memory");
                          return value;)
   MOE_NVLINK_HOST_ONLY(return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(address))
                            .load(std::memory_order_relaxed);)
@@ -24,11 +21,8 @@ HD uint64_t load_relaxed_sys(const uint64_t* address) {
 
 // What the writer did before its release of this word is visible to what follows this load.
 HD uint64_t load_acquire_sys(const uint64_t* address) {
-  MOE_NVLINK_DEVICE_ONLY(uint64_t value;
-                         asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
-                                      : "=l"(value)
-                                      : "l"(__cvta_generic_to_global(address))
-                                      : "memory");
+  MOE_NVLINK_DEVICE_ONLY(uint64_t value; asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(
+      value) : "l"(__cvta_generic_to_global(address)) : "memory");
                          return value;)
   MOE_NVLINK_HOST_ONLY(return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(address))
                            .load(std::memory_order_acquire);)
@@ -36,67 +30,56 @@ HD uint64_t load_acquire_sys(const uint64_t* address) {
 
 // Whoever acquires this word sees what was done before this store.
 HD void store_release_sys(uint64_t* address, uint64_t value) {
-  MOE_NVLINK_DEVICE_ONLY(asm volatile("st.release.sys.global.u64 [%0], %1;"
-                                      :
-                                      : "l"(__cvta_generic_to_global(address)), "l"(value)
-                                      : "memory");)
-  MOE_NVLINK_HOST_ONLY(
-      std::atomic_ref<uint64_t>(*address).store(value, std::memory_order_release);)
+  MOE_NVLINK_DEVICE_ONLY(
+      asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(__cvta_generic_to_global(address)),
+                   "l"(value) : "memory");)
+  MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint64_t>(*address).store(value, std::memory_order_release);)
 }
 
 // A whole word that only the host reads, after the launch.
 HD void store_relaxed_sys(uint64_t* address, uint64_t value) {
-  MOE_NVLINK_DEVICE_ONLY(asm volatile("st.relaxed.sys.global.u64 [%0], %1;"
-                                      :
-                                      : "l"(__cvta_generic_to_global(address)), "l"(value)
-                                      : "memory");)
-  MOE_NVLINK_HOST_ONLY(
-      std::atomic_ref<uint64_t>(*address).store(value, std::memory_order_relaxed);)
+  MOE_NVLINK_DEVICE_ONLY(
+      asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(__cvta_generic_to_global(address)),
+                   "l"(value) : "memory");)
+  MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint64_t>(*address).store(value, std::memory_order_relaxed);)
 }
 
 // Takes a number, orders nothing.
 HD uint32_t fetch_add_relaxed_gpu(uint32_t* address, uint32_t value) {
   MOE_NVLINK_DEVICE_ONLY(uint32_t before;
-                         asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
-                                      : "=r"(before)
-                                      : "l"(__cvta_generic_to_global(address)), "r"(value)
-                                      : "memory");
+                         asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(
+                                          before) : "l"(__cvta_generic_to_global(address)),
+                                      "r"(value) : "memory");
                          return before;)
-  MOE_NVLINK_HOST_ONLY(return std::atomic_ref<uint32_t>(*address).fetch_add(
-                           value, std::memory_order_relaxed);)
+  MOE_NVLINK_HOST_ONLY(
+      return std::atomic_ref<uint32_t>(*address).fetch_add(value, std::memory_order_relaxed);)
 }
 
 // Releases what this CTA did, acquires what the CTAs that added before it did.
 HD uint32_t fetch_add_acq_rel_gpu(uint32_t* address, uint32_t value) {
   MOE_NVLINK_DEVICE_ONLY(uint32_t before;
-                         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-                                      : "=r"(before)
-                                      : "l"(__cvta_generic_to_global(address)), "r"(value)
-                                      : "memory");
+                         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(
+                                          before) : "l"(__cvta_generic_to_global(address)),
+                                      "r"(value) : "memory");
                          return before;)
-  MOE_NVLINK_HOST_ONLY(return std::atomic_ref<uint32_t>(*address).fetch_add(
-                           value, std::memory_order_acq_rel);)
+  MOE_NVLINK_HOST_ONLY(
+      return std::atomic_ref<uint32_t>(*address).fetch_add(value, std::memory_order_acq_rel);)
 }
 
 // Reads a counter that other CTAs of this rank add to; the caller is ordered by another word.
 HD uint32_t load_relaxed_gpu(const uint32_t* address) {
-  MOE_NVLINK_DEVICE_ONLY(uint32_t value;
-                         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
-                                      : "=r"(value)
-                                      : "l"(__cvta_generic_to_global(address))
-                                      : "memory");
+  MOE_NVLINK_DEVICE_ONLY(uint32_t value; asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(
+      value) : "l"(__cvta_generic_to_global(address)) : "memory");
                          return value;)
   MOE_NVLINK_HOST_ONLY(return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(address))
                            .load(std::memory_order_relaxed);)
 }
 
 HD void store_relaxed_gpu(uint32_t* address, uint32_t value) {
-  MOE_NVLINK_DEVICE_ONLY(asm volatile("st.relaxed.gpu.global.u32 [%0], %1;"
-                                      :
-                                      : "l"(__cvta_generic_to_global(address)), "r"(value)
-                                      : "memory");)
-  MOE_NVLINK_HOST_ONLY(
-      std::atomic_ref<uint32_t>(*address).store(value, std::memory_order_relaxed);)
+  MOE_NVLINK_DEVICE_ONLY(
+      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(__cvta_generic_to_global(address)),
+                   "r"(value) : "memory");)
+  MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint32_t>(*address).store(value, std::memory_order_relaxed);)
 }
 
 }  // namespace moe_nvlink

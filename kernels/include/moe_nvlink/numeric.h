@@ -17,7 +17,9 @@ HD uint32_t bits_of_float(float value) {
   MOE_NVLINK_HOST_ONLY(uint32_t bits; std::memcpy(&bits, &value, sizeof(bits)); return bits;)
 }
 
-HD int element_bytes(int element) { return element == kElementFp32 ? 4 : 2; }
+HD int element_bytes(int element) {
+  return element == kElementFp32 ? 4 : 2;
+}
 
 struct Bf16 {
   using Storage = uint16_t;
@@ -59,7 +61,8 @@ struct Fp16 {
     const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     const uint32_t subnormal = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u;
     uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
-    half = magnitude >= 0x47800000u ? 0x7c00u : half;  // 65536 and above; 65520.. rounds there itself
+    half =
+        magnitude >= 0x47800000u ? 0x7c00u : half;  // 65536 and above; 65520.. rounds there itself
     half = magnitude > 0x7f800000u ? 0x7e00u : half;
     return static_cast<uint16_t>(sign | half);
   }

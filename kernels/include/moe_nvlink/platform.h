@@ -57,16 +57,20 @@ struct Backoff {
 
 // Programmatic dependent launch. After wait() everything the previous kernel of the stream wrote is
 // visible; launch_dependents() lets the next kernel start the part before its own wait().
-HD void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-HD void pdl_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+HD void pdl_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+HD void pdl_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 }  // namespace moe_nvlink
 
 // The kernel `name`: body<Config>(args, cta, shared). Config is set by the translation unit.
-#define MOE_NVLINK_KERNEL(name, Args, Shared, body)                                  \
-  extern "C" __global__ void name(const __grid_constant__ moe_nvlink::Args args) {   \
-    __shared__ moe_nvlink::Shared shared;                                            \
-    moe_nvlink::body<Config>(args, moe_nvlink::this_cta(), shared);                  \
+#define MOE_NVLINK_KERNEL(name, Args, Shared, body)                                \
+  extern "C" __global__ void name(const __grid_constant__ moe_nvlink::Args args) { \
+    __shared__ moe_nvlink::Shared shared;                                          \
+    moe_nvlink::body<Config>(args, moe_nvlink::this_cta(), shared);                \
   }
 
 #else  // ---------------------------------------------------------------------------------- host
@@ -146,11 +150,11 @@ inline void pdl_launch_dependents() {}
 
 // The kernel `name` as a function: runs the grid on the threads of `grid` (kernels/host/grid.h, which
 // the host's translation unit includes first) and returns when all its CTAs have finished.
-#define MOE_NVLINK_KERNEL(name, Args, Shared, body)                                               \
-  extern "C" void name(const moe_nvlink::Args* args, moe_nvlink::host::Grid* grid) {              \
+#define MOE_NVLINK_KERNEL(name, Args, Shared, body)                                                \
+  extern "C" void name(const moe_nvlink::Args* args, moe_nvlink::host::Grid* grid) {               \
     grid->run<moe_nvlink::Shared>([args](const moe_nvlink::Cta& cta, moe_nvlink::Shared& shared) { \
-      moe_nvlink::body<Config>(*args, cta, shared);                                               \
-    });                                                                                           \
+      moe_nvlink::body<Config>(*args, cta, shared);                                                \
+    });                                                                                            \
   }
 
 #endif

@@ -20,9 +20,9 @@ HD int target_rank_of(int expert, const Geometry& geometry) {
 
 // Routing of the token a CTA works on; in shared memory on the GPU.
 struct TokenRoute {
-  int32_t ids[kMaxTopK];          // as they travel: what is no expert has become -1
-  int32_t target_ranks[kMaxTopK]; // owner of each id, or kNoSlot
-  int32_t slots[kMaxTopK];        // row in the targets' buffers [ep_size * capacity], or kNoSlot
+  int32_t ids[kMaxTopK];           // as they travel: what is no expert has become -1
+  int32_t target_ranks[kMaxTopK];  // owner of each id, or kNoSlot
+  int32_t slots[kMaxTopK];         // row in the targets' buffers [ep_size * capacity], or kNoSlot
 };
 
 template <class Config>

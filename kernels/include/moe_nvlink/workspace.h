@@ -9,8 +9,7 @@ namespace moe_nvlink {
 // The region's first byte in `rank`'s workspace. Args is DispatchArgs or CombineArgs.
 template <class Args>
 HD char* region_of(const Args& args, int rank, uint32_t region) {
-  return reinterpret_cast<char*>(args.window_base +
-                                 static_cast<uint64_t>(rank) * args.rank_stride +
+  return reinterpret_cast<char*>(args.window_base + static_cast<uint64_t>(rank) * args.rank_stride +
                                  static_cast<uint64_t>(region) * kRegionAlignment);
 }
 

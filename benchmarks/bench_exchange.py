@@ -1,0 +1,256 @@
+"""Dispatch + combine between CPU ranks, beside what gloo offers, in one run.
+
+    python benchmarks/bench_exchange.py                   # the table of README.md
+    python benchmarks/bench_exchange.py --ep-size 2 --tokens 1 16 128 --output results.json
+
+Peers, each given the most favourable reading:
+    allgather   gloo all_gather of hidden states, ids and weights, then reduce_scatter of the
+                partial rows of all tokens: what vLLM's allgather_reducescatter does
+    all_to_all  gloo all_to_all_single of exactly the rows our dispatch puts, both ways; rows are
+                packed, split sizes known and indices in place before the clock starts
+Ours is timed whole, through MoeAllToAll.dispatch and .combine, experts writing to combine_input().
+benchmarks/README.md says how times are taken and what is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, reference
+from moe_nvlink_plugin.testing import random_inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    ep_size: int
+    hidden_size: int
+    top_k: int
+    num_experts: int
+    dtype: str
+    iterations: int
+    warmup: int
+    threads: int
+
+
+class Layer:
+    """One rank's tokens of one configuration, and what the peers' transfers of them need."""
+
+    def __init__(self, options: Options, num_tokens: int, rank: int) -> None:
+        self.config = AllToAllConfig(
+            ep_size=options.ep_size,
+            ep_rank=rank,
+            num_experts=options.num_experts,
+            top_k=options.top_k,
+            hidden_size=options.hidden_size,
+            max_tokens_per_rank=num_tokens,
+            dtype=getattr(torch, options.dtype),
+            num_threads=options.threads,
+            timeout_s=120,
+        )
+        generator = torch.Generator().manual_seed(rank)
+        self.hidden, self.ids, self.weights = random_inputs(self.config, num_tokens, generator)
+        table = reference.target_ranks(self.ids, options.num_experts, options.ep_size)
+        self.sent = [
+            [t for t, row in enumerate(table) if peer in row] for peer in range(options.ep_size)
+        ]
+
+
+def ours(layer: Layer) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    exchange = MoeAllToAll.create(layer.config, dist.group.WORLD)
+    state: dict[str, Any] = {}
+
+    def dispatch() -> None:
+        state["received"] = exchange.dispatch(layer.hidden, layer.ids, layer.weights)
+
+    def combine() -> None:
+        received = state["received"]
+        state["output"] = exchange.combine(exchange.combine_input(), received.metadata)
+
+    def check() -> None:
+        # Experts that return their input: each token comes back once per rank it went to.
+        dispatch()
+        exchange.combine_input().copy_(state["received"].hidden_states)
+        combine()
+        table = reference.target_ranks(layer.ids, layer.config.num_experts, layer.config.ep_size)
+        times = torch.tensor([[sum(t is not None for t in row)] for row in table])
+        expected = (layer.hidden.float() * times).to(layer.config.dtype)
+        if not torch.allclose(state["output"].float(), expected.float(), rtol=1e-2):
+            raise SystemExit("wrong result: no time is reported")
+
+    return dispatch, combine, check
+
+
+def allgather(layer: Layer) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    ep_size = layer.config.ep_size
+    sources = (layer.hidden, layer.ids, layer.weights)
+    gathered = [[torch.empty_like(t) for _ in range(ep_size)] for t in sources]
+    partial = [torch.randn_like(layer.hidden) for _ in range(ep_size)]
+    reduced = torch.empty_like(layer.hidden)
+
+    def dispatch() -> None:
+        for target, source in zip(gathered, sources, strict=True):
+            dist.all_gather(target, source)
+
+    def combine() -> None:
+        dist.reduce_scatter(reduced, partial)
+
+    def check() -> None:
+        dispatch()
+        if not torch.equal(gathered[0][layer.config.ep_rank], layer.hidden):
+            raise SystemExit("gloo's all_gather returned something else")
+
+    return dispatch, combine, check
+
+
+def all_to_all(layer: Layer) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    ep_size, rank = layer.config.ep_size, layer.config.ep_rank
+    counts: list[Any] = [None] * ep_size
+    dist.all_gather_object(counts, [len(tokens) for tokens in layer.sent])
+    send = [len(tokens) for tokens in layer.sent]
+    receive = [counts[source][rank] for source in range(ep_size)]
+    order = [token for tokens in layer.sent for token in tokens]
+    packed = [t[order].contiguous() for t in (layer.hidden, layer.ids, layer.weights)]
+    arrived = [t.new_empty((sum(receive), t.shape[1])) for t in packed]
+    returned = torch.empty_like(packed[0])
+
+    def dispatch() -> None:
+        for target, source in zip(arrived, packed, strict=True):
+            dist.all_to_all_single(target, source, receive, send)
+
+    def combine() -> None:
+        dist.all_to_all_single(returned, arrived[0], send, receive)
+
+    def check() -> None:
+        dispatch()
+        combine()
+        if not torch.equal(returned, packed[0]):
+            raise SystemExit("gloo's all_to_all_single returned something else")
+
+    return dispatch, combine, check
+
+
+BACKENDS = {"moe_nvlink": ours, "allgather": allgather, "all_to_all": all_to_all}
+
+
+def measure(layer: Layer, name: str, options: Options) -> dict[str, float]:
+    """Microseconds of the slowest rank, median over the iterations; both phases and their sum."""
+    dispatch, combine, check = BACKENDS[name](layer)
+    check()
+    samples = []
+    for iteration in range(options.warmup + options.iterations):
+        dist.barrier()
+        start = time.perf_counter()
+        dispatch()
+        middle = time.perf_counter()
+        combine()
+        end = time.perf_counter()
+        if iteration >= options.warmup:
+            samples.append([middle - start, end - middle, end - start])
+    times = torch.tensor(samples, dtype=torch.float64)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    dispatch_us, combine_us, both_us = (times * 1e6).T.tolist()
+    return {
+        "dispatch_us": statistics.median(dispatch_us),
+        "combine_us": statistics.median(combine_us),
+        "both_us": statistics.median(both_us),
+        "both_p95_us": sorted(both_us)[int(0.95 * (len(both_us) - 1))],
+    }
+
+
+def rank_main(rank: int, options: Options, tokens: list[int], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ep_size
+    )
+    rows = []
+    for num_tokens in tokens:
+        layer = Layer(options, num_tokens, rank)
+        for name in BACKENDS:
+            rows.append({"tokens": num_tokens, "backend": name, **measure(layer, name, options)})
+            if rank == 0:
+                print_row(rows[-1], rows)
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def print_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    ours_us = next(r["both_us"] for r in rows if r["tokens"] == row["tokens"])
+    times = " | ".join(
+        f"{row[name]:.0f}" for name in ("dispatch_us", "combine_us", "both_us", "both_p95_us")
+    )
+    ratio = row["both_us"] / ours_us
+    print(f"| {row['tokens']} | {row['backend']} | {times} | {ratio:.1f}x |", flush=True)
+
+
+def describe_machine() -> dict[str, Any]:
+    model = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": model[0].split(":")[1].strip() if model else platform.processor(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+        "command": "python benchmarks/bench_exchange.py " + " ".join(sys.argv[1:]),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ep-size", type=int, default=4)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128], help="per rank")
+    parser.add_argument("--hidden-size", type=int, default=7168)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--num-experts", type=int, default=256)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="our host threads per rank")
+    parser.add_argument("--output", type=Path, help="write rows and machine as JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    fields = {field.name for field in dataclasses.fields(Options)}
+    options = Options(**{k: v for k, v in vars(arguments).items() if k in fields})
+    print("| tokens/rank | backend | dispatch us | combine us | both us | p95 us | times ours |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (options, arguments.tokens, folder), nprocs=options.ep_size)
+        rows = json.loads(Path(folder, "rows.json").read_text())
+    if arguments.output:
+        result = {
+            "machine": describe_machine(),
+            "options": dataclasses.asdict(options),
+            "rows": rows,
+        }
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
