@@ -30,17 +30,17 @@ struct Payload {
 struct ControlRegions {
   uint32_t dispatch_cells;  // [ep_size] u64 {count, epoch}; entry s is written by rank s
   uint32_t combine_cells;   // [ep_size] u64 {0, epoch}; entry s is written by rank s
-  uint32_t recv_counts;     // [ep_size] i32 rows received from each rank; written by dispatch here
-  uint32_t send_counters;   // [ep_size] u32 rows put to each rank so far; zero between dispatches
+  uint32_t recv_counts;     // [ep_size] i32 rows received from each rank; written by dispatch
+  uint32_t send_counters;   // [ep_size] u32 rows put to each rank; zero between dispatches
   uint32_t local;           // LocalControl; this rank only
   uint32_t counters;        // ExchangeCounters; this rank only
 };
 
+// send_slots holds target_rank * max_tokens_per_rank + slot, or kNoSlot.
 struct DispatchArgs {
-  uint64_t window_base;  // address of rank 0's workspace
-  uint64_t rank_stride;  // bytes from one rank's workspace to the next
-  uint64_t
-      send_slots;  // [num_tokens, top_k] i32, written: target_rank * capacity + slot, or kNoSlot
+  uint64_t window_base;            // address of rank 0's workspace
+  uint64_t rank_stride;            // bytes from one rank's workspace to the next
+  uint64_t send_slots;             // [num_tokens, top_k] i32, written
   uint64_t timeout_ns;             // how long the wait for the peers may take
   Geometry geometry;               // by value
   ControlRegions control;          // of this call's channel
@@ -57,17 +57,17 @@ struct CombineArgs {
   uint64_t output;         // [num_tokens, hidden_size] elements, written
   Geometry geometry;       // by value
   ControlRegions control;  // of this call's channel
-  uint32_t region;  // [ep_size, max_tokens_per_rank, hidden_size] elements: the experts' output
+  uint32_t region;         // [ep_size, max_tokens_per_rank, hidden_size]: the experts' output
   uint32_t hidden_splits;  // CTAs that share one token's row
 };
 
-// Words of this rank that live from launch to launch, so that a replayed launch needs no new values.
+// Words of this rank that live from launch to launch, so that a replay needs no new values.
 struct LocalControl {
-  uint64_t fault;         // 0, or {code, phase, peer, epoch}: see epoch_flags.h; the host reads it
-  uint32_t epoch;         // of the last finished dispatch; combine uses it as it stands
-  uint32_t arrivals;      // CTAs of the running dispatch that have put their tokens
-  uint32_t filled_shape;  // {capacity, top_k} for which the empty slots hold -1; 0: none
-  uint32_t rows_put;      // by the last dispatch, for combine's counters
+  uint64_t fault;            // 0, or {code, phase, peer, epoch} (epoch_flags.h); the host reads it
+  uint32_t epoch;            // of the last finished dispatch; combine uses it as it stands
+  uint32_t arrivals;         // CTAs of the running dispatch that have put their tokens
+  uint32_t filled_shape;     // {capacity, top_k} for which the empty slots hold -1; 0: none
+  uint32_t rows_put;         // by the last dispatch, for combine's counters
   uint32_t remote_rows_put;  // the part of them that went to other ranks
 };
 
@@ -81,8 +81,8 @@ struct ExchangeCounters {
   uint64_t bytes_dispatched_remote;  // of them to other ranks
   uint64_t bytes_combined;           // partial rows read
   uint64_t bytes_combined_remote;    // of them from other ranks
-  uint64_t bytes_allgather;      // what an all-gather would have sent from here to the other ranks
-  uint64_t bytes_reducescatter;  // what a reduce-scatter would have sent back
+  uint64_t bytes_allgather;          // what an all-gather would have sent to the other ranks
+  uint64_t bytes_reducescatter;      // what a reduce-scatter would have sent back
 };
 
 }  // namespace moe_nvlink
