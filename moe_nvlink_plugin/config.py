@@ -84,8 +84,10 @@ class AllToAllConfig:
         _check_int("num_experts", self.num_experts, 1, 2**24)
         _check_int("top_k", self.top_k, 1, MAX_TOP_K)
         _check_int("hidden_size", self.hidden_size, 1, 2**20)
-        # Slots are numbered in int32 over all sources.
-        _check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, (2**31 - 1) // self.ep_size)
+        # Slots are numbered in int32 over all sources; 2^24 tokens of one row are 16 MiB times its
+        # bytes, beyond any batch.
+        most_tokens = min(2**24, (2**31 - 1) // self.ep_size)
+        _check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, most_tokens)
         _check_int("num_channels", self.num_channels, 1, 64)
         _check_int("num_threads", self.num_threads, 1, 1024)
         for row_bytes in self.extra_payload_bytes:

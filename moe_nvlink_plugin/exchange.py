@@ -218,13 +218,20 @@ class _Channel:
     def combine(
         self, expert_output: torch.Tensor, send_slots: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """Launches combine; copies expert_output into the region first where it lies elsewhere."""
+        """Launches combine; copies expert_output's rows first where they lie elsewhere."""
         if expert_output.data_ptr() != self.combine_region.data_ptr():
-            self.combine_region.copy_(expert_output)
+            self._copy_filled_rows(expert_output)
         args = self._combine_args
         args.geometry.num_tokens = send_slots.shape[0]
         args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
         self._library.combine(args, self._grid)
+
+    def _copy_filled_rows(self, expert_output: torch.Tensor) -> None:
+        # Empty slots, mostly the many, are read by nobody.
+        capacity = self._dispatch_args.geometry.max_tokens_per_rank
+        for source, count in enumerate(self.recv_counts.tolist()):
+            rows = slice(source * capacity, source * capacity + count)
+            self.combine_region[rows].copy_(expert_output[rows])
 
     def received(self, extra_payloads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Fresh views of what arrived: payloads in order of the regions, then recv_counts.
