@@ -114,3 +114,4 @@ def _show_core_logs() -> None:
         for handler in vllm.handlers:
             core.addHandler(handler)
         core.setLevel(vllm.level)
+        core.propagate = False  # the root logger would print each message a second time

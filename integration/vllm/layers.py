@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +32,10 @@ def put_in_place() -> None:
     Raises UnsupportedError when another plugin has replaced one of them: the last to register
     would win in silence, and one of the two plugins would not work.
     """
-    for original, ours in ((RoutedExperts, MoeNvlinkRoutedExperts), (MoERunner, MoeNvlinkMoERunner)):
+    for original, ours in (
+        (RoutedExperts, MoeNvlinkRoutedExperts),
+        (MoERunner, MoeNvlinkMoERunner),
+    ):
         name = original.__name__
         present = op_registry_oot.get(name)
         if present is ours:
@@ -41,8 +43,8 @@ def put_in_place() -> None:
         if present is not None:
             raise UnsupportedError(
                 f"--all2all-backend {BACKEND}: another plugin has already replaced vLLM's {name} "
-                f"by {present.__module__}.{present.__qualname__}. Disable that plugin (VLLM_PLUGINS "
-                "lists those to load), or drop the flag."
+                f"by {present.__module__}.{present.__qualname__}. Disable that plugin "
+                "(VLLM_PLUGINS lists those to load), or drop the flag."
             )
         original.register_oot(ours)
 
@@ -72,11 +74,10 @@ class MoeNvlinkMoERunner(MoERunner):
                 "Use another backend for this model."
             )
 
-    def _select_forward(self) -> Callable[..., Any]:
+    def _select_forward(self) -> Any:
         """The custom op also on CPU, where vLLM would let Dynamo trace into the exchange."""
         ops = torch.ops.vllm
-        forward = ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
-        return forward  # type: ignore[no-any-return]
+        return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
 
 
 def _rebuild_after_loading(quant_method: Any) -> None:

@@ -1,7 +1,7 @@
 """Dispatch and combine as vLLM's prepare and finalize, for experts on CPU ranks.
 
 Who weights and who reduces: the experts apply the router weights and sum over their local experts
-(TopKWeightAndReduceNoOP, or applied here for experts that leave it open); our combine sums the
+(vLLM calls that TopKWeightAndReduceNoOP, and all its CPU experts do it); our combine sums the
 partial rows of the ranks, unweighted.
 
 The receive buffer is rank-major with room for every rank's capacity, mostly empty. vLLM's CPU
@@ -16,11 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNoOP,
-)
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from moe_nvlink_plugin import DispatchMetadata, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
@@ -46,6 +42,15 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         )
         _check_placement(expert_map, self._first, self._end)
         self._round: _Round | None = None
+
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """Refuses experts that would leave weighting or summing over their top_k to us."""
+        left_open = fused_experts.finalize_weight_and_reduce_impl()
+        if not isinstance(left_open, TopKWeightAndReduceNoOP):
+            raise UnsupportedError(
+                f"{type(fused_experts).__name__} leaves {type(left_open).__name__} to finalize; on "
+                "CPU ranks only experts that weight and sum their rows themselves are served."
+            )
 
     # What vLLM asks about us.
 
@@ -129,15 +134,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         if self._round is None:
             raise ExchangeStateError("finalize without a prepare: call prepare first, once each.")
         (metadata, slices), self._round = self._round, None
-        rows = _reduced(
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )
-        region = self._exchange.combine_input(rows.dtype)
-        _scatter(rows, region, slices)
+        region = self._exchange.combine_input(fused_expert_output.dtype)
+        _scatter(fused_expert_output, region, slices)
         self._exchange.combine(region, metadata, output=output)
 
     def _localise(
@@ -179,25 +177,3 @@ def _scatter(rows: torch.Tensor, region: torch.Tensor, slices: list[slice]) -> N
         count = filled.stop - filled.start
         region[filled].copy_(rows[start : start + count])
         start += count
-
-
-def _reduced(
-    expert_output: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    apply_router_weight_on_input: bool,
-    impl: mk.TopKWeightAndReduce,
-) -> torch.Tensor:
-    """One weighted row per received token, whatever the experts left to do."""
-    if isinstance(impl, TopKWeightAndReduceNoOP):
-        return expert_output
-    if isinstance(impl, TopKWeightAndReduceDelegate):
-        impl = TopKWeightAndReduceContiguous()
-    reduced: torch.Tensor = impl.apply(
-        output=None,
-        fused_expert_output=expert_output,
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-    )
-    return reduced

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 
 from . import compat
 from .flag import BACKEND, CARRIER
@@ -104,6 +105,18 @@ def _model(vllm_config: Any, device_type: str) -> Iterator[str]:
             "weights only, in this release."
         )
     hidden_size = model.get_hidden_size()
+    try:  # the limits of the exchange itself, before any worker has started
+        AllToAllConfig(
+            ep_size=ep_size,
+            ep_rank=0,
+            num_experts=num_experts,
+            top_k=model.get_num_experts_per_tok(),
+            hidden_size=hidden_size,
+            max_tokens_per_rank=vllm_config.scheduler_config.max_num_batched_tokens,
+            dtype=model.dtype,
+        )
+    except ConfigError as error:
+        yield f"the exchange cannot serve {model.model}: {error}."
     if device_type == "cpu" and hidden_size % CPU_HIDDEN_MULTIPLE:
         yield (
             f"hidden_size {hidden_size} of {model.model}: vLLM's CPU experts need a multiple of "

@@ -1,0 +1,142 @@
+"""Our classes in the place of vLLM's; in one process of its own, since a replacement stays."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+_SCRIPT = """
+import json
+from types import SimpleNamespace
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.vllm import communicator, layers
+from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
+
+results = {}
+
+
+def scenario(function):
+    op_registry_oot.clear()
+    results[function.__name__] = function()
+
+
+def refusal(call):
+    try:
+        call()
+    except UnsupportedError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@scenario
+def not_asked():
+    given = SimpleNamespace(use_all2all=True, all2all_manager="theirs")
+    communicator.attach(given)
+    with set_current_vllm_config(VllmConfig()):
+        communicator.attach(given)
+    return [given.all2all_manager, sorted(op_registry_oot)]
+
+
+@scenario
+def replaced():
+    layers.put_in_place()
+    layers.put_in_place()
+    made = RoutedExperts.__new__(RoutedExperts), MoERunner.__new__(MoERunner)
+    return [sorted(op_registry_oot), *(type(m).__name__ for m in made)]
+
+
+@scenario
+def taken():
+    class Theirs(RoutedExperts):
+        pass
+
+    RoutedExperts.register_oot(Theirs)
+    return [refusal(layers.put_in_place), op_registry_oot["RoutedExperts"] is Theirs]
+
+
+@scenario
+def not_modular():
+    told = []
+    for kernel in (None, SimpleNamespace(is_monolithic=True)):
+        method = SimpleNamespace(moe_kernel=kernel)
+        method.process_weights_after_loading = lambda layer: None
+        layers._rebuild_after_loading(method)
+        layer = SimpleNamespace(layer_name="layer 7")
+        told.append(refusal(lambda: method.process_weights_after_loading(layer)))
+    return told
+
+
+@scenario
+def naive_path():
+    manager = object.__new__(MoeNvlinkAll2AllManager)
+    verbs = "dispatch", "dispatch_router_logits", "combine"
+    return [refusal(lambda: getattr(manager, verb)(None)) for verb in verbs]
+
+
+@scenario
+def two_hosts():
+    def init(self, cpu_group, tcp_store_group=None):
+        self.internode, self.world_size, self.rank = True, 4, 0
+
+    All2AllManagerBase.__init__ = init
+    return refusal(lambda: MoeNvlinkAll2AllManager(None))
+
+
+print("RESULTS" + json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[str]]:
+    shown = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = [line for line in shown.stdout.splitlines() if line.startswith("RESULTS")]
+    assert lines, shown.stderr[-3000:]
+    found: dict[str, list[str]] = json.loads(lines[0].removeprefix("RESULTS"))
+    return found
+
+
+def test_a_communicator_that_was_not_asked_keeps_its_manager(results: dict[str, list[str]]) -> None:
+    assert results["not_asked"] == ["theirs", []]
+
+
+def test_both_classes_are_replaced_once(results: dict[str, list[str]]) -> None:
+    assert results["replaced"] == [
+        ["MoERunner", "RoutedExperts"],
+        "MoeNvlinkRoutedExperts",
+        "MoeNvlinkMoERunner",
+    ]
+
+
+def test_another_plugins_class_is_not_overwritten(results: dict[str, list[str]]) -> None:
+    message, still_theirs = results["taken"]
+    assert "Theirs" in message
+    assert "VLLM_PLUGINS" in message
+    assert still_theirs
+
+
+def test_experts_outside_the_modular_kernel_are_refused(results: dict[str, list[str]]) -> None:
+    for message in results["not_modular"]:
+        assert "layer 7" in message
+        assert "without vLLM's modular kernel" in message
+
+
+def test_the_naive_path_of_the_manager_is_an_error(results: dict[str, list[str]]) -> None:
+    assert len(results["naive_path"]) == 3
+    assert all("modular kernel" in message for message in results["naive_path"])
+
+
+def test_ranks_on_two_hosts_are_refused(results: dict[str, list[str]]) -> None:
+    assert "the 4 ranks" in results["two_hosts"]
+    assert "not on one host" in results["two_hosts"]

@@ -1,0 +1,366 @@
+"""What vLLM's experts get from prepare, and what finalize makes of their output."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.errors import ExchangeStateError, ExchangeTimeoutError, UnsupportedError
+
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 5
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class OneRank:
+    """A group of one, as the core takes it."""
+
+    rank, size = 0, 1
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Work(NamedTuple):
+    """One rank's input of one call."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+def _config(ep_size: int, ep_rank: int, **values: Any) -> AllToAllConfig:
+    defaults: dict[str, Any] = {
+        "num_experts": NUM_EXPERTS,
+        "top_k": TOP_K,
+        "hidden_size": HIDDEN_SIZE,
+        "max_tokens_per_rank": CAPACITY,
+        "dtype": torch.float32,
+        "timeout_s": 30.0,
+    }
+    return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**defaults, **values})
+
+
+def _work(num_tokens: int, seed: int, top_k: int = TOP_K) -> Work:
+    random = torch.Generator().manual_seed(seed)
+    choices = [torch.randperm(NUM_EXPERTS, generator=random)[:top_k] for _ in range(num_tokens)]
+    ids = torch.stack(choices) if choices else torch.empty(0, top_k, dtype=torch.long)
+    return Work(
+        torch.randn(num_tokens, HIDDEN_SIZE, generator=random),
+        ids.to(torch.int32),
+        torch.rand(num_tokens, top_k, generator=random),
+    )
+
+
+def _expert(expert: int, rows: torch.Tensor) -> torch.Tensor:
+    """Any function that tells experts apart; the weights come from the expert's global id."""
+    random = torch.Generator().manual_seed(1000 + expert)
+    return torch.tanh(rows @ torch.randn(HIDDEN_SIZE, HIDDEN_SIZE, generator=random))
+
+
+def _expected(work: Work) -> torch.Tensor:
+    """The layer on one process, without any exchange."""
+    out = torch.zeros_like(work.hidden)
+    for token, (ids, weights) in enumerate(zip(work.ids, work.weights, strict=True)):
+        for expert, weight in zip(ids.tolist(), weights, strict=True):
+            out[token] += weight * _expert(expert, work.hidden[token : token + 1])[0]
+    return out
+
+
+def _local_experts(first: int, num_local: int, rows: Any, ids: Any, weights: Any) -> torch.Tensor:
+    """Like vLLM's CPU experts: local ids only, no bounds check to save a wrong one."""
+    assert ids.dtype == torch.int32
+    assert weights.dtype == torch.float32
+    assert ids.is_contiguous()
+    assert weights.is_contiguous()
+    assert rows.is_contiguous()
+    assert rows.shape[0] == ids.shape[0] == weights.shape[0]
+    assert bool(((ids >= 0) & (ids < num_local)).all())
+    out = torch.zeros_like(rows)
+    for row in range(rows.shape[0]):
+        for local, weight in zip(ids[row].tolist(), weights[row], strict=True):
+            if weight != 0:
+                out[row] += weight * _expert(first + local, rows[row : row + 1])[0]
+    return out
+
+
+def _expert_map(config: AllToAllConfig) -> torch.Tensor:
+    """As vLLM places experts: contiguous, the first ranks one more."""
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+    return determine_expert_map(config.ep_size, config.ep_rank, config.num_experts)[1]
+
+
+def _prepare_finalize(exchange: MoeAllToAll, expert_map: torch.Tensor | None = None) -> Any:
+    from moe_nvlink_plugin.integration.vllm.prepare_finalize import MoeNvlinkPrepareAndFinalize
+
+    return MoeNvlinkPrepareAndFinalize(exchange, expert_map)
+
+
+def _prepare(subject: Any, work: Work, **values: Any) -> Any:
+    arguments = {
+        "a1": work.hidden,
+        "topk_weights": work.weights,
+        "topk_ids": work.ids,
+        "num_experts": NUM_EXPERTS,
+        "expert_map": None,
+        "apply_router_weight_on_input": False,
+        "quant_config": SimpleNamespace(quant_dtype=None),
+        "defer_input_quant": True,
+        **values,
+    }
+    return subject.prepare(**arguments)
+
+
+def _no_op() -> Any:
+    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
+
+    return topk_weight_and_reduce.TopKWeightAndReduceNoOP()
+
+
+def _layer(
+    subject: Any, config: AllToAllConfig, work: Work, *, alias: bool = False
+) -> torch.Tensor:
+    """One MoE layer as vLLM's modular kernel runs it."""
+    rows, scales, tokens_meta, ids, weights = _prepare(subject, work)
+    assert scales is None
+    assert tokens_meta is None
+    first, num_local = subject._first, subject._end - subject._first
+    experts_output = _local_experts(first, num_local, rows, ids, weights)
+    output = torch.full_like(work.hidden, float("nan"))
+    if alias:  # the kernel may let the experts write straight into output
+        assert experts_output.shape == output.shape
+        output.copy_(experts_output)
+        experts_output = output
+    subject.finalize(output, experts_output, weights, ids, False, _no_op())
+    return output
+
+
+@pytest.fixture
+def one_rank() -> Iterator[MoeAllToAll]:
+    with MoeAllToAll.create(_config(1, 0), OneRank()) as exchange:
+        yield exchange
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, CAPACITY])
+@pytest.mark.parametrize("alias", [False, True])
+def test_one_rank(one_rank: MoeAllToAll, num_tokens: int, alias: bool) -> None:
+    subject = _prepare_finalize(one_rank)
+    for seed in range(3):
+        work = _work(num_tokens, seed)
+        got = _layer(subject, one_rank.config, work, alias=alias)
+        torch.testing.assert_close(got, _expected(work), rtol=1e-6, atol=1e-6)
+
+
+def test_rows_do_not_change_under_the_experts(one_rank: MoeAllToAll) -> None:
+    """The workspace belongs to the peers again at the next dispatch."""
+    subject = _prepare_finalize(one_rank)
+    rows, _, _, ids, weights = _prepare(subject, _work(CAPACITY, 0))
+    kept = rows.clone(), ids.clone(), weights.clone()
+    subject.finalize(torch.empty_like(rows), rows, weights, ids, False, _no_op())
+    _prepare(subject, _work(CAPACITY, 1))
+    for now, before in zip((rows, ids, weights), kept, strict=True):
+        assert torch.equal(now, before)
+
+
+def test_router_weights_on_the_input() -> None:
+    work = _work(4, 0, top_k=1)
+    with MoeAllToAll.create(_config(1, 0, top_k=1), OneRank()) as exchange:
+        rows, *_ = _prepare(_prepare_finalize(exchange), work, apply_router_weight_on_input=True)
+    torch.testing.assert_close(rows, work.hidden * work.weights)
+
+
+def test_router_weights_on_the_input_need_top_k_1(one_rank: MoeAllToAll) -> None:
+    with pytest.raises(UnsupportedError, match="top_k 1, this layer has 3"):
+        _prepare(_prepare_finalize(one_rank), _work(4, 0), apply_router_weight_on_input=True)
+
+
+def test_quantised_input_is_refused(one_rank: MoeAllToAll) -> None:
+    quantised = SimpleNamespace(quant_dtype=torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match="float8_e4m3fn"):
+        _prepare(
+            _prepare_finalize(one_rank),
+            _work(4, 0),
+            quant_config=quantised,
+            defer_input_quant=False,
+        )
+
+
+def test_experts_that_leave_the_reduction_open_are_refused(one_rank: MoeAllToAll) -> None:
+    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
+
+    subject = _prepare_finalize(one_rank)
+    delegate = topk_weight_and_reduce.TopKWeightAndReduceDelegate()
+    for left_open in (_no_op(), delegate):
+        experts: Any = SimpleNamespace(finalize_weight_and_reduce_impl=lambda impl=left_open: impl)
+        if left_open is delegate:
+            with pytest.raises(UnsupportedError, match="TopKWeightAndReduceDelegate"):
+                subject.post_init_setup(experts)
+        else:
+            subject.post_init_setup(experts)
+
+
+def test_finalize_without_prepare(one_rank: MoeAllToAll) -> None:
+    rows = torch.zeros(1, HIDDEN_SIZE)
+    with pytest.raises(ExchangeStateError, match="without a prepare"):
+        _prepare_finalize(one_rank).finalize(rows, rows, None, None, False, _no_op())
+
+
+def test_what_vllm_asks(one_rank: MoeAllToAll) -> None:
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+
+    subject = _prepare_finalize(one_rank)
+    assert subject.activation_format is mk.FusedMoEActivationFormat.Standard
+    assert subject.topk_indices_dtype() is torch.int32
+    assert subject.max_num_tokens_per_rank() is None
+    assert subject.num_dispatchers() == 1
+    assert subject.output_is_reduced()
+    assert not subject.supports_async()
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 3, 4, 7])
+def test_placement_is_vllms_own(ep_size: int) -> None:
+    for ep_rank in range(ep_size):
+        exchange: Any = SimpleNamespace(config=_config(ep_size, ep_rank))
+        subject = _prepare_finalize(exchange, _expert_map(exchange.config))
+        assert 0 <= subject._first < subject._end <= NUM_EXPERTS
+
+
+def test_another_placement_is_refused() -> None:
+    round_robin = torch.tensor([0, -1, 1, -1, 2, -1, 3], dtype=torch.int32)
+    exchange: Any = SimpleNamespace(config=_config(2, 0))
+    with pytest.raises(UnsupportedError, match="--expert-placement-strategy"):
+        _prepare_finalize(exchange, round_robin)
+
+
+# Two processes.
+
+Scenario = Callable[[int, int], Any]
+
+
+def _process(ep_rank: int, ep_size: int, folder: str, scenario: Scenario) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size
+    )
+    result = scenario(ep_rank, ep_size)
+    Path(folder, f"result{ep_rank}").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(scenario: Scenario, tmp_path: Path, ep_size: int = 2) -> list[Any]:
+    folder = tmp_path / uuid.uuid4().hex
+    folder.mkdir()
+    mp.spawn(_process, (ep_size, str(folder), scenario), nprocs=ep_size)
+    return [pickle.loads((folder / f"result{r}").read_bytes()) for r in range(ep_size)]
+
+
+def _ragged_rounds(ep_rank: int, ep_size: int) -> list[float]:
+    """Largest error per round; two layers of one geometry, a third with another hidden size."""
+    config = _config(ep_size, ep_rank)
+    errors = []
+    with MoeAllToAll.create(config, dist.group.WORLD) as exchange:
+        layers = [_prepare_finalize(exchange, _expert_map(config)) for _ in range(2)]
+        for number in range(20):
+            # Each rank its own size, none and full included.
+            num_tokens = (number * (ep_rank + 2) + 3 * ep_rank) % (CAPACITY + 1)
+            work = _work(num_tokens, 100 * number + ep_rank)
+            for layer in layers:
+                got = _layer(layer, config, work)
+                error = (got - _expected(work)).abs().max() if num_tokens else torch.tensor(0.0)
+                errors.append(float(error))
+    return errors
+
+
+def test_two_processes_with_ragged_and_empty_batches(tmp_path: Path) -> None:
+    for errors in _run(_ragged_rounds, tmp_path):
+        assert len(errors) == 40
+        assert max(errors) < 1e-5
+
+
+def _manager(cpu_group: Any) -> Any:
+    """Our manager without vLLM's parallel state behind it."""
+    from moe_nvlink_plugin.integration.vllm import all2all_manager
+
+    manager = object.__new__(all2all_manager.MoeNvlinkAll2AllManager)
+    manager.cpu_group, manager.rank = cpu_group, cpu_group.rank()
+    manager.world_size = cpu_group.size()
+    manager._exchanges, manager._stats_writer = {}, None
+    return manager
+
+
+def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
+    from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry
+
+    manager = _manager(dist.group.WORLD)
+    small = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32)
+    large = Geometry(11, 2, 64, 2 * CAPACITY, torch.float32)
+    first = manager.exchange(small)
+    assert manager.exchange(small) is first
+    assert manager.exchange(large) is not first
+    assert manager.get_handle(small._asdict()) is first
+    layer = _prepare_finalize(first)
+    for number in range(3):
+        _layer(layer, first.config, _work(CAPACITY, number + 10 * ep_rank))
+    manager.destroy()
+    manager.destroy()
+    path = Path(os.environ["MOE_NVLINK_STATS_DIR"], f"rank{ep_rank}.json")
+    written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return written
+
+
+def test_manager_shares_a_workspace_and_writes_stats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_STATS_DIR", str(tmp_path / "stats"))
+    for rank, stats in enumerate(_run(_geometries_and_stats, tmp_path)):
+        assert (stats["ep_rank"], stats["ep_size"], stats["rounds"]) == (rank, 2, 3)
+        assert stats["tokens"] == 3 * CAPACITY
+        assert 0 < stats["bytes_dispatched_remote"] < stats["bytes_dispatched"]
+        assert 0 < stats["bytes_combined_remote"] < stats["bytes_combined"]
+    assert sorted(p.name for p in (tmp_path / "stats").iterdir()) == ["rank0.json", "rank1.json"]
+
+
+def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
+    config = _config(ep_size, ep_rank, timeout_s=2.0)
+    exchange = MoeAllToAll.create(config, dist.group.WORLD)
+    layer = _prepare_finalize(exchange)
+    _layer(layer, config, _work(2, ep_rank))
+    message, started = "", time.monotonic()
+    if ep_rank == 0:
+        try:
+            _layer(layer, config, _work(2, 7))
+        except ExchangeTimeoutError as error:
+            message = str(error)
+    waited = time.monotonic() - started
+    dist.barrier()
+    exchange.close()
+    return message, waited
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    (message, waited), _ = _run(_absent_peer, tmp_path)
+    assert "for rank(s) 1;" in message
+    assert 1.5 < waited < 10

@@ -1,0 +1,205 @@
+"""What is refused at start-up, each time naming the flag to change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.vllm import compat, flag, validation
+from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import write_checkpoint
+
+README = Path(__file__).parents[2] / "integration" / "README.md"
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """vLLM's CPU platform edits os.environ, LD_PRELOAD included; other tests must not see it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3_moe"))
+
+
+def _create(checkpoint: Path, **values: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    asked = {
+        "all2all_backend": flag.BACKEND,
+        "enable_expert_parallel": True,
+        "data_parallel_size": 2,
+        **values,
+    }
+    return EngineArgs(
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=512,
+        **asked,
+    ).create_engine_config()
+
+
+def _parallel(**values: Any) -> SimpleNamespace:
+    good = {
+        "enable_expert_parallel": True,
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 1,
+        "all2all_backend": flag.CARRIER,
+        "enable_dbo": False,
+        "ubatch_size": 0,
+        "enable_elastic_ep": False,
+        "enable_eplb": False,
+        "prefill_context_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "nnodes": 1,
+    }
+    return SimpleNamespace(**{**good, **values})
+
+
+def _model(**values: Any) -> SimpleNamespace:
+    good = {
+        "model": "tiny",
+        "quantization": None,
+        "dtype": torch.float32,
+        "get_num_experts": lambda: 16,
+        "get_num_experts_per_tok": lambda: 4,
+        "get_hidden_size": lambda: 128,
+    }
+    return SimpleNamespace(**{**good, **values})
+
+
+def _config(parallel: Any = None, model: Any = None, lora: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        parallel_config=parallel or _parallel(),
+        model_config=model or _model(),
+        lora_config=lora,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        additional_config={flag.KEY: flag.BACKEND},
+    )
+
+
+def test_the_good_configuration_passes(checkpoint: Path) -> None:
+    validation.check(_config(), "cpu")
+    assert flag.is_selected(_create(checkpoint))
+    assert flag.is_selected(_create(checkpoint, tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"enable_expert_parallel": False}, ["--enable-expert-parallel", "off"]),
+        ({"data_parallel_size": 1}, ["--data-parallel-size is 1"]),
+        ({"enable_lora": True}, ["--enable-lora"]),
+        ({"enable_dbo": True}, ["--enable-dbo"]),
+        ({"ubatch_size": 3}, ["--ubatch-size 3"]),
+        ({"prefill_context_parallel_size": 2}, ["--prefill-context-parallel-size is 2"]),
+        ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size is 2"]),
+        ({"hf_overrides": {"hidden_size": 100}}, ["hidden_size 100", "multiple of 32"]),
+        ({"data_parallel_size": 32}, ["16 experts on 32 ranks"]),
+    ],
+)
+def test_vllm_itself_is_refused(checkpoint: Path, values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedError, match="--all2all-backend moe_nvlink") as caught:
+        _create(checkpoint, **values)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(UnsupportedError, match="name one backend, deepep_v2 or moe_nvlink"):
+        _create(
+            checkpoint,
+            all2all_backend="deepep_v2",
+            additional_config={flag.KEY: flag.BACKEND},
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "words"),
+    [
+        (_config(_parallel(enable_elastic_ep=True)), "cpu", "--enable-elastic-ep"),
+        (_config(_parallel(enable_eplb=True)), "cpu", "--enable-eplb"),
+        (_config(_parallel(nnodes=2)), "cpu", "--nnodes is 2"),
+        (_config(model=_model(quantization="fp8")), "cpu", "--quantization fp8"),
+        (_config(model=_model(get_num_experts=lambda: 0)), "cpu", "no MoE layers"),
+        (_config(model=_model(get_num_experts_per_tok=lambda: 40)), "cpu", "top_k=40"),
+        (_config(lora=object()), "cpu", "--enable-lora"),
+        (_config(), "cuda", "nvlink transport is not in this release"),
+    ],
+)
+def test_rules_that_vllm_or_this_machine_would_hide(config: Any, device: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match="cannot serve") as caught:
+        validation.check(config, device)
+    assert words in str(caught.value)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    config = _config(_parallel(enable_expert_parallel=False, enable_dbo=True), lora=object())
+    with pytest.raises(UnsupportedError) as caught:
+        validation.check(config, "cpu")
+    assert str(caught.value).count("\n  - ") == 3
+
+
+def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:
+    config = _create(
+        checkpoint,
+        all2all_backend=flag.CARRIER,
+        enable_expert_parallel=False,
+        data_parallel_size=1,
+        hf_overrides={"hidden_size": 100},
+    )
+    assert not flag.is_selected(config)
+
+
+# The names we touch.
+
+
+def test_every_name_we_touch_exists_here() -> None:
+    compat.check_names()
+
+
+def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = (
+        compat.Touched("vllm.no_such_module", "Name", "use"),
+        compat.Touched("vllm.platforms.interface", "Platform.no_such_hook", "hook"),
+    )
+    monkeypatch.setattr(compat, "TOUCHED", (*compat.TOUCHED, *gone))
+    with pytest.raises(UnsupportedError) as caught:
+        compat.check_names()
+    assert "vllm.no_such_module.Name" in str(caught.value)
+    assert "vllm.platforms.interface.Platform.no_such_hook" in str(caught.value)
+    assert "RoutedExperts" not in str(caught.value)
+
+
+def test_the_readme_lists_every_name_we_touch() -> None:
+    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
+    for touched in compat.TOUCHED:
+        module = touched.module.removeprefix("vllm.")
+        assert any(
+            f"`{touched.name}`" in row and f"`{module}`" in row and touched.kind in row
+            for row in rows
+        ), f"{touched} is not in {README.name}"
+
+
+@pytest.mark.parametrize(("version", "warns"), [("0.32.1", False), ("0.34.0", True)])
+def test_an_untried_vllm_is_warned_about(
+    version: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat.logger, "propagate", True)
+    monkeypatch.setattr(compat.logger.parent, "propagate", True)
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    compat.warn_if_untried()
+    assert (version in caplog.text) == warns
