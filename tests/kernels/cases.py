@@ -1,0 +1,382 @@
+"""One list of cases for every device, and the run of a case against moe_nvlink_plugin.reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, reference
+from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
+
+#: An extra payload: its dtype and the shape of one token's row.
+Extra = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A geometry with the tokens of each rank. `routing` names an entry of ROUTINGS."""
+
+    name: str = "drawn"
+    tokens: tuple[int, ...]
+    num_experts: int = 16
+    top_k: int = 4
+    hidden_size: int = 24
+    capacity: int = 8
+    dtype: torch.dtype = torch.float32
+    routing: str = "distinct"
+    ids_dtype: torch.dtype = torch.int32
+    extras: tuple[Extra, ...] = ()
+    num_channels: int = 1
+    num_threads: int = 1
+    seed: int = 1
+
+    @property
+    def ep_size(self) -> int:
+        return len(self.tokens)
+
+    def config(self, ep_rank: int) -> AllToAllConfig:
+        return AllToAllConfig(
+            ep_size=self.ep_size,
+            ep_rank=ep_rank,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            max_tokens_per_rank=self.capacity,
+            dtype=self.dtype,
+            timeout_s=60.0,
+            num_channels=self.num_channels,
+            num_threads=self.num_threads,
+            extra_payload_bytes=tuple(row_bytes(extra) for extra in self.extras),
+        )
+
+
+class Inputs(NamedTuple):
+    """What one rank dispatches."""
+
+    hidden_states: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    extras: tuple[torch.Tensor, ...]
+
+    def to(self, device: torch.device | str) -> Inputs:
+        moved = (self.hidden_states, self.topk_ids, self.topk_weights)
+        return Inputs(*(t.to(device) for t in moved), tuple(t.to(device) for t in self.extras))
+
+
+class Seen(NamedTuple):
+    """What one rank got from one round, copied out of the workspace to the CPU."""
+
+    recv_counts: torch.Tensor
+    topk_ids: torch.Tensor
+    payloads: tuple[torch.Tensor, ...]  # weights, hidden states, extras
+    send_slots: torch.Tensor
+    combined: torch.Tensor
+
+
+def row_bytes(extra: Extra) -> int:
+    dtype, shape = extra
+    return int(torch.empty(shape, dtype=dtype).nbytes)
+
+
+# Routings: from distinct random experts to what a case is about.
+
+Routing = Callable[[Case, torch.Tensor, torch.Generator], torch.Tensor]
+
+
+def _pick(case: Case, like: torch.Tensor, allowed: list[int], g: torch.Generator) -> torch.Tensor:
+    picks = torch.randint(0, len(allowed), like.shape, generator=g)
+    return torch.tensor(allowed, dtype=like.dtype)[picks]
+
+
+def _to_one_rank(case: Case, ids: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    # The last rank that owns an expert at all.
+    target = min(case.ep_size, case.num_experts) - 1
+    return _pick(
+        case, ids, list(range(*local_expert_range(case.num_experts, case.ep_size, target))), g
+    )
+
+
+def _none_to_a_rank(case: Case, ids: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    first, end = local_expert_range(case.num_experts, case.ep_size, 1)
+    others = [expert for expert in range(case.num_experts) if not first <= expert < end]
+    return _pick(case, ids, others, g)
+
+
+def _duplicates(case: Case, ids: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return torch.where(torch.rand(ids.shape, generator=g) < 0.5, ids[:, :1], ids)
+
+
+def _invalid(case: Case, ids: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    bad = [-1, case.num_experts, case.num_experts + 7, 2**31 - 1, -(2**31)]
+    wrong = _pick(case, ids, bad, g)
+    return torch.where(torch.rand(ids.shape, generator=g) < 0.4, wrong, ids)
+
+
+def _wrapping(case: Case, ids: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    # As int32 every one of these would be a good expert id.
+    wrong = ids.long() + _pick(case, ids.long(), [2**32, -(2**32), 2**40], g)
+    return torch.where(torch.rand(ids.shape, generator=g) < 0.4, wrong, ids.long())
+
+
+ROUTINGS: dict[str, Routing] = {
+    "distinct": lambda case, ids, g: ids,
+    "to one rank": _to_one_rank,
+    "none to rank 1": _none_to_a_rank,
+    "duplicates": _duplicates,
+    "invalid": _invalid,
+    "all invalid": lambda case, ids, g: torch.full_like(ids, -1),
+    "wrapping": _wrapping,
+}
+
+
+def _random_bytes(extra: Extra, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
+    dtype, shape = extra
+    size = (num_tokens, row_bytes(extra))
+    words = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+    if dtype is torch.bool:
+        words = words % 2
+    return (
+        words.view(dtype).reshape(num_tokens, *shape)
+        if num_tokens
+        else torch.empty((0, *shape), dtype=dtype)
+    )
+
+
+def make_inputs(case: Case, tokens: tuple[int, ...] | None = None, seed: int = 0) -> list[Inputs]:
+    """Inputs of every rank. Rows hold ordinary values, both zeros, infinities and subnormals."""
+    inputs = []
+    counts = case.tokens if tokens is None else tokens
+    for rank, generator in enumerate(generators(case.ep_size, case.seed + 7919 * seed)):
+        count = counts[rank]
+        hidden, ids, weights = random_inputs(case.config(rank), count, generator)
+        odd = torch.tensor([0.0, -0.0, float("inf"), 1e-41, -6e-8, 3e4], dtype=case.dtype)
+        picks = torch.randint(0, len(odd), hidden.shape, generator=generator)
+        rare = torch.rand(hidden.shape, generator=generator) < 0.02
+        hidden = torch.where(rare, odd[picks], hidden)
+        ids = ROUTINGS[case.routing](case, ids, generator).to(case.ids_dtype)
+        extras = tuple(_random_bytes(extra, count, generator) for extra in case.extras)
+        inputs.append(Inputs(hidden, ids, weights, extras))
+    return inputs
+
+
+def expert_rows(
+    config: AllToAllConfig,
+    target: int,
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> torch.Tensor:
+    """What `target`'s experts make of rows. Row by row the same bits, however the rows lie."""
+    first, end = local_expert_range(config.num_experts, config.ep_size, target)
+    factor = torch.full((hidden.shape[0],), 0.5)
+    for k in range(config.top_k):
+        ids = topk_ids[:, k]
+        term = topk_weights[:, k] * (1.0 + ids.float() * 0.125)
+        factor = torch.where((ids >= first) & (ids < end), factor + term, factor)
+    shifted = hidden.float() + 0.0625 * (target + 1)
+    return (shifted * factor[:, None]).to(config.dtype)
+
+
+def run_round(
+    exchange: MoeAllToAll, inputs: Inputs, *, channel: int = 0, zero_copy: bool = True
+) -> Seen:
+    """One dispatch and combine on this rank."""
+    received = exchange.dispatch(*inputs, channel=channel)
+    config = exchange.config
+    rows = expert_rows(
+        config, config.ep_rank, received.hidden_states, received.topk_ids, received.topk_weights
+    )
+    payloads = (received.topk_weights, received.hidden_states, *received.extra_payloads)
+    seen = (_copied(received.recv_counts), _copied(received.topk_ids))
+    copies = tuple(_copied(payload) for payload in payloads)
+    if zero_copy:
+        rows = exchange.combine_input(channel=channel).copy_(rows)
+    combined = exchange.combine(rows, received.metadata)
+    return Seen(*seen, copies, _copied(received.metadata.send_slots), _copied(combined))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def run_case(case: Case, rounds: int = 2, device: str = "host") -> list[list[Seen]]:
+    """`result[round][rank]`: the same inputs in every round."""
+    torch_device = {"host": "cpu", "cuda": "cuda"}[device]
+    inputs = make_inputs(case)
+
+    def rank_main(group: ThreadGroup) -> list[Seen]:
+        with MoeAllToAll.create(case.config(group.rank), group, torch_device) as exchange:
+            return [
+                run_round(
+                    exchange,
+                    inputs[group.rank].to(torch_device),
+                    channel=number % case.num_channels,
+                    zero_copy=number % 2 == 0,
+                )
+                for number in range(rounds)
+            ]
+
+    by_rank = run_ranks(case.ep_size, rank_main)
+    return [[seen[number] for seen in by_rank] for number in range(rounds)]
+
+
+# Comparison with the reference.
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} instead of {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} instead of {expected.dtype}"
+    differs = bits(actual) != bits(expected)
+    if bool(differs.any()):
+        index = int(differs.nonzero()[0]) // actual.dtype.itemsize
+        place = torch.unravel_index(torch.tensor(index), actual.shape)
+        raise AssertionError(
+            f"{what}: first difference at {[int(i) for i in place]}: "
+            f"{actual.reshape(-1)[index]} instead of {expected.reshape(-1)[index]}"
+        )
+
+
+def check_received(case: Case, inputs: list[Inputs], seen: list[Seen]) -> None:
+    """Every source's rows, each in the slot that the source recorded, and -1 behind them."""
+    ids = [rank.topk_ids for rank in inputs]
+    payloads = [[rank.topk_weights, rank.hidden_states, *rank.extras] for rank in inputs]
+    expected = reference.dispatch(case.config(0), ids, payloads)
+    for target, sources in enumerate(expected):
+        for source, rows in enumerate(sources):
+            what = f"{case.name}: rank {source} to rank {target}"
+            _check_slice(case, seen, target, source, rows, what)
+
+
+def _check_slice(
+    case: Case,
+    seen: list[Seen],
+    target: int,
+    source: int,
+    rows: reference.ReceivedRows,
+    what: str,
+) -> None:
+    count = len(rows.tokens)
+    assert int(seen[target].recv_counts[source]) == count, what
+    slots = seen[source].send_slots[rows.tokens]
+    here = (slots >= target * case.capacity) & (slots < (target + 1) * case.capacity)
+    assert here.sum(1).tolist() == [1] * count, f"{what}: one slot per token"
+    row_of_token = (slots[here] - target * case.capacity).tolist()
+    # Filled from the front without gaps; with one CTA also in the source's order.
+    assert sorted(row_of_token) == list(range(count)), f"{what}: slots {row_of_token}"
+    if case.num_threads == 1:
+        assert row_of_token == sorted(row_of_token), f"{what}: order {row_of_token}"
+    first = source * case.capacity
+    places = [first + row for row in row_of_token]
+    assert_same_bits(seen[target].topk_ids[places], rows.topk_ids.int(), f"{what}: ids")
+    for index, payload in enumerate(seen[target].payloads):
+        assert_same_bits(payload[places], rows.payloads[index], f"{what}: payload {index}")
+    empty = seen[target].topk_ids[first + count : first + case.capacity]
+    assert bool((empty == -1).all()), f"{what}: empty slots"
+
+
+def expected_combined(case: Case, inputs: Inputs, ep_rank: int) -> torch.Tensor:
+    config = case.config(ep_rank)
+    ids = inputs.topk_ids
+    ids = torch.where((ids >= 0) & (ids < case.num_experts), ids, -1)
+    partial_rows = [
+        expert_rows(config, target, inputs.hidden_states, ids, inputs.topk_weights)
+        for target in range(case.ep_size)
+    ]
+    return reference.combine(config, inputs.topk_ids, partial_rows)
+
+
+def check_combined(case: Case, inputs: list[Inputs], seen: list[Seen]) -> None:
+    for rank, mine in enumerate(inputs):
+        expected = expected_combined(case, mine, rank)
+        assert_same_bits(seen[rank].combined, expected, f"{case.name}: combined on rank {rank}")
+
+
+def check_slots(case: Case, inputs: list[Inputs], seen: list[Seen]) -> None:
+    """A slot exactly where the reference has a target, at that target."""
+    for rank, mine in enumerate(inputs):
+        table = reference.target_ranks(mine.topk_ids, case.num_experts, case.ep_size)
+        targets = seen[rank].send_slots.div(case.capacity, rounding_mode="floor").tolist()
+        wanted = [[-1 if target is None else target for target in row] for row in table]
+        assert targets == wanted, f"{case.name}: targets of rank {rank}"
+
+
+def check_case(case: Case, rounds: int = 2, device: str = "host") -> None:
+    inputs = make_inputs(case)
+    results = run_case(case, rounds, device)
+    for seen in results:
+        check_slots(case, inputs, seen)
+        check_received(case, inputs, seen)
+        check_combined(case, inputs, seen)
+    for rank, first in enumerate(results[0]):
+        for later in results[1:]:
+            assert_same_bits(later[rank].combined, first.combined, f"{case.name}: a second run")
+
+
+_SEVEN_EXTRAS: tuple[Extra, ...] = (
+    (torch.uint8, (1,)),
+    (torch.uint8, (3, 5)),
+    (torch.int64, (2,)),
+    (torch.bfloat16, (7,)),
+    (torch.float64, (1,)),
+    (torch.bool, (11,)),
+    (torch.uint8, (259,)),
+)
+
+CASES: tuple[Case, ...] = (
+    Case(name="one rank", tokens=(5,)),
+    Case(name="two ranks, full", tokens=(8, 8)),
+    Case(name="three ranks, all counts different", tokens=(0, 3, 8), num_experts=10, top_k=3),
+    Case(name="five ranks, top_k 1", tokens=(1, 2, 3, 4, 5), top_k=1),
+    Case(name="eight ranks, top_k 22", tokens=(0, 1, 2, 3, 5, 6, 7, 8), num_experts=64, top_k=22),
+    Case(name="top_k 32 of 33 experts", tokens=(4, 2, 7), num_experts=33, top_k=32),
+    Case(name="nobody has a token", tokens=(0, 0, 0, 0)),
+    Case(name="one token in all", tokens=(0, 1, 0, 0)),
+    Case(name="experts not divisible", tokens=(8, 4, 2, 6), num_experts=11, top_k=5),
+    Case(name="fewer experts than ranks", tokens=(3, 1, 4, 1, 5), num_experts=3, top_k=3),
+    Case(name="one expert", tokens=(2, 4, 8), num_experts=1, top_k=1),
+    Case(name="all to one rank", tokens=(8, 8, 8, 8), routing="to one rank"),
+    Case(name="none to a rank", tokens=(8, 7, 6, 5), routing="none to rank 1"),
+    Case(name="duplicate experts", tokens=(6, 8, 3), top_k=6, routing="duplicates"),
+    Case(name="invalid ids", tokens=(8, 5, 8), top_k=6, routing="invalid"),
+    Case(name="no id is an expert", tokens=(8, 5), routing="all invalid"),
+    Case(name="int64 ids", tokens=(8, 5, 2), ids_dtype=torch.int64),
+    Case(name="int64 invalid", tokens=(8, 5), routing="invalid", ids_dtype=torch.int64),
+    Case(name="ids that would wrap", tokens=(8, 8), routing="wrapping", ids_dtype=torch.int64),
+    Case(name="rows of one element", tokens=(3, 8), hidden_size=1),
+    Case(name="rows of odd bytes", tokens=(7, 8, 1), hidden_size=101, dtype=torch.bfloat16),
+    Case(name="rows beyond one vector", tokens=(4, 4), hidden_size=1031),
+    Case(name="eight payloads", tokens=(4, 8, 0), extras=_SEVEN_EXTRAS),
+    Case(name="large extra payload", tokens=(8, 2), extras=((torch.uint8, (4099,)),)),
+    Case(name="three channels", tokens=(5, 8), num_channels=3),
+    Case(name="capacity 1", tokens=(1, 0, 1), capacity=1),
+    Case(name="capacity 37", tokens=(37, 36, 1), capacity=37, num_experts=7, top_k=2),
+    Case(name="three threads", tokens=(37, 20, 0), capacity=37, num_threads=3),
+    Case(
+        name="three threads, eight payloads",
+        tokens=(8, 5, 7),
+        num_threads=3,
+        extras=_SEVEN_EXTRAS,
+        routing="invalid",
+        top_k=7,
+    ),
+    *(
+        Case(
+            name=f"{dtype} {hidden_size}",
+            tokens=(8, 3, 5, 0),
+            dtype=dtype,
+            hidden_size=hidden_size,
+            top_k=8,
+            num_threads=num_threads,
+        )
+        for dtype in (torch.bfloat16, torch.float16)
+        for hidden_size, num_threads in ((64, 1), (77, 3))
+    ),
+)

@@ -1,0 +1,209 @@
+"""Dispatch and combine against the oracle, bit for bit: named cases, then drawn ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
+from tests.kernels import cases
+from tests.kernels.cases import CASES, Case, Inputs
+
+pytestmark = pytest.mark.timeout(180)
+
+ON_EACH_DEVICE = pytest.mark.parametrize(
+    "device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_named_case(case: Case, device: str) -> None:
+    cases.check_case(case, device=device)
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> Case:
+    capacity = draw(st.integers(1, 9))
+    ep_size = draw(st.integers(1, 8))
+    num_experts = draw(st.integers(1, 40))
+    routing = draw(st.sampled_from(sorted(cases.ROUTINGS)))
+    if routing == "none to rank 1" and (ep_size == 1 or num_experts == 1):
+        routing = "distinct"
+    int64 = routing == "wrapping" or draw(st.booleans())
+    extra = st.tuples(
+        st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.int64]),
+        st.tuples(st.integers(1, 70)),
+    )
+    return Case(
+        tokens=tuple(draw(st.lists(st.integers(0, capacity), min_size=ep_size, max_size=ep_size))),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, 22)),
+        hidden_size=draw(st.integers(1, 140)),
+        capacity=capacity,
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        routing=routing,
+        ids_dtype=torch.int64 if int64 else torch.int32,
+        extras=tuple(draw(st.lists(extra, max_size=7))),
+        num_channels=draw(st.integers(1, 2)),
+        num_threads=draw(st.sampled_from([1, 1, 1, 3])),
+        seed=draw(st.integers(0, 2**20)),
+    )
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(drawn_cases())
+def test_drawn_case(case: Case) -> None:
+    cases.check_case(case)
+
+
+def test_same_bits_though_the_slots_differ() -> None:
+    """Three CTAs race for slots: some run orders them differently, and no output bit moves."""
+    case = Case(name="race", tokens=(64, 64), capacity=64, num_threads=3, top_k=6, hidden_size=96)
+    orders = set()
+    first: list[cases.Seen] = []
+    for _attempt in range(10):
+        for seen in cases.run_case(case, rounds=10):
+            first = first or seen
+            orders.add(str([rank.send_slots.tolist() for rank in seen]))
+            for rank in range(case.ep_size):
+                cases.assert_same_bits(
+                    seen[rank].combined, first[rank].combined, f"race on rank {rank}"
+                )
+        if len(orders) > 1:
+            return
+    pytest.skip(f"{len(orders)} slot order in 100 rounds: this machine ran the CTAs one by one")
+
+
+def test_two_channels_in_flight() -> None:
+    """Dispatch on both, then combine in the other order."""
+    case = Case(name="in flight", tokens=(8, 3, 6), num_channels=2)
+    inputs = [cases.make_inputs(case, seed=channel) for channel in range(2)]
+
+    def rank_main(group: ThreadGroup) -> list[torch.Tensor]:
+        config = case.config(group.rank)
+        with MoeAllToAll.create(config, group) as exchange:
+            received = [
+                exchange.dispatch(*inputs[channel][group.rank], channel=channel)
+                for channel in range(2)
+            ]
+            for channel in range(2):
+                mine = received[channel]
+                exchange.combine_input(channel=channel).copy_(
+                    cases.expert_rows(
+                        config, group.rank, mine.hidden_states, mine.topk_ids, mine.topk_weights
+                    )
+                )
+            combined = {}
+            for channel in (1, 0):
+                region = exchange.combine_input(channel=channel)
+                combined[channel] = exchange.combine(region, received[channel].metadata)
+            return [combined[0], combined[1]]
+
+    for rank, both in enumerate(run_ranks(case.ep_size, rank_main)):
+        for channel, combined in enumerate(both):
+            expected = cases.expected_combined(case, inputs[channel][rank], rank)
+            cases.assert_same_bits(combined, expected, f"channel {channel} on rank {rank}")
+
+
+def test_output_is_written_in_place() -> None:
+    case = Case(name="in place", tokens=(8, 3))
+    inputs = cases.make_inputs(case)
+
+    def rank_main(group: ThreadGroup) -> tuple[bool, torch.Tensor]:
+        config = case.config(group.rank)
+        with MoeAllToAll.create(config, group) as exchange:
+            received = exchange.dispatch(*inputs[group.rank])
+            rows = cases.expert_rows(
+                config, group.rank, received.hidden_states, received.topk_ids, received.topk_weights
+            )
+            output = torch.full((case.tokens[group.rank], case.hidden_size), float("nan"))
+            returned = exchange.combine(rows, received.metadata, output=output)
+            return returned is output, output
+
+    for rank, (same, output) in enumerate(run_ranks(case.ep_size, rank_main)):
+        assert same
+        expected = cases.expected_combined(case, inputs[rank], rank)
+        cases.assert_same_bits(output, expected, f"rank {rank}")
+
+
+# Who weights, who adds.
+
+
+def dense_moe(config: AllToAllConfig, inputs: Inputs, experts: torch.Tensor) -> torch.Tensor:
+    """The layer on one rank: every expert of every token, weighted once, added once."""
+    result = torch.zeros_like(inputs.hidden_states)
+    for token, row in enumerate(inputs.hidden_states):
+        for expert, weight in zip(
+            inputs.topk_ids[token].tolist(), inputs.topk_weights[token], strict=True
+        ):
+            result[token] += weight * (experts[expert] @ row)
+    return result
+
+
+def test_nothing_is_weighted_or_reduced_twice() -> None:
+    """Several experts of a token on one rank, weights that do not add up to one."""
+    ep_size, hidden_size = 3, 16
+    experts = torch.randn(
+        (12, hidden_size, hidden_size), generator=torch.Generator().manual_seed(3)
+    )
+
+    def rank_main(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        config = AllToAllConfig(
+            ep_size=ep_size,
+            ep_rank=group.rank,
+            num_experts=12,
+            top_k=6,
+            hidden_size=hidden_size,
+            max_tokens_per_rank=8,
+            dtype=torch.float32,
+            timeout_s=60,
+        )
+        generator = generators(ep_size, 5)[group.rank]
+        inputs = Inputs(*random_inputs(config, 8, generator), ())
+        with MoeAllToAll.create(config, group) as exchange:
+            received = exchange.dispatch(*inputs)
+            first, end = local_expert_range(12, ep_size, group.rank)
+            partial_rows = torch.zeros_like(received.hidden_states)
+            for expert in range(first, end):
+                weight = (received.topk_weights * (received.topk_ids == expert)).sum(1)
+                rows = received.hidden_states @ experts[expert].T
+                partial_rows += torch.where(weight[:, None] != 0, weight[:, None] * rows, 0)
+            combined = exchange.combine(partial_rows, received.metadata)
+        return combined, dense_moe(config, inputs, experts)
+
+    for combined, dense in run_ranks(ep_size, rank_main):
+        torch.testing.assert_close(combined, dense, rtol=1e-5, atol=1e-5)
+
+
+# The comparison itself can fail.
+
+
+@pytest.mark.parametrize("damage", ["payload", "id", "count", "combined", "empty slot"])
+def test_the_checks_notice(damage: str) -> None:
+    case = Case(name="damaged", tokens=(5, 5))
+    inputs = cases.make_inputs(case)
+    (seen,) = cases.run_case(case, rounds=1)
+    rank = seen[1]
+    if damage == "payload":
+        rank.payloads[1][0, 3] += 1
+    elif damage == "id":
+        rank.topk_ids[0, 0] = 15 - rank.topk_ids[0, 0]
+    elif damage == "count":
+        rank.recv_counts[0] += 1
+    elif damage == "empty slot":
+        rank.topk_ids[case.capacity - 1, 0] = 0
+    else:
+        rank.combined[0, 0] = torch.nextafter(rank.combined[0, 0], torch.tensor(9e9))
+    check = cases.check_combined if damage == "combined" else cases.check_received
+    with pytest.raises(AssertionError, match="damaged"):
+        check(case, inputs, seen)

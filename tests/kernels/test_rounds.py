@@ -1,0 +1,248 @@
+"""Many rounds: poisoned buffers, delays, layers that alternate and grow, ranks as processes."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from moe_nvlink_plugin import Dispatched, MoeAllToAll, exchange
+from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.kernels import cases, delays
+from tests.kernels.cases import Case, Inputs, Seen
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def poison_received(received: Dispatched) -> None:
+    """Spoils all a round received but the -1 of the empty slots, which dispatch builds on.
+
+    Allowed until this rank's combine: only then may its peers put the next round's rows.
+    """
+    scales = () if received.scales is None else (received.scales,)
+    payloads = (received.hidden_states, received.topk_weights, *scales, *received.extra_payloads)
+    for payload in payloads:
+        payload.view(torch.uint8).fill_(0xFF)
+    filled = (received.topk_ids != -1).any(1)
+    received.topk_ids[filled] = 0x5A5A5A5A
+
+
+def poisoned_round(layer: MoeAllToAll, inputs: Inputs, delay: Callable[[], None]) -> Seen:
+    """As cases.run_round, with every buffer spoilt as soon as nobody may read it any more."""
+    config = layer.config
+    delay()
+    received = layer.dispatch(*inputs)
+    # All ranks have dispatched, so all have finished reading the round before.
+    region = layer.combine_input()
+    region.view(torch.uint8).fill_(0xFF)
+    delay()
+    ids, weights = received.topk_ids, received.topk_weights
+    rows = cases.expert_rows(config, config.ep_rank, received.hidden_states, ids, weights)
+    slices = range(0, layer.combine_input().shape[0], config.max_tokens_per_rank)
+    for first, count in zip(slices, received.recv_counts.tolist(), strict=True):
+        region[first : first + count] = rows[first : first + count]
+    payloads = (weights, received.hidden_states, *received.extra_payloads)
+    copies = tuple(payload.clone() for payload in payloads)
+    counts, ids = received.recv_counts.clone(), ids.clone()
+    poison_received(received)
+    delay()
+    combined = layer.combine(region, received.metadata)
+    return Seen(counts, ids, copies, received.metadata.send_slots, combined)
+
+
+def varying_inputs(case: Case, rounds: int) -> list[list[Inputs]]:
+    """Other tokens and other token counts, 0 and capacity among them, in every round."""
+    choose = random.Random(case.seed)
+    return [
+        cases.make_inputs(
+            case, tuple(choose.randint(0, case.capacity) for _ in case.tokens), seed=number
+        )
+        for number in range(rounds)
+    ]
+
+
+def check_rounds(case: Case, inputs: list[list[Inputs]], seen: list[list[Seen]]) -> None:
+    """`inputs[round][rank]` against `seen[rank][round]`."""
+    for number, of_round in enumerate(inputs):
+        in_round = [by_round[number] for by_round in seen]
+        try:
+            cases.check_slots(case, of_round, in_round)
+            cases.check_received(case, of_round, in_round)
+            cases.check_combined(case, of_round, in_round)
+        except AssertionError as error:
+            raise AssertionError(f"round {number}: {error}") from error
+
+
+def sometimes(rank: int) -> Callable[[], None]:
+    """A delay of up to 2 ms in one call of 16."""
+    choose = random.Random(rank)
+
+    def delay() -> None:
+        if choose.randrange(16) == 0:
+            time.sleep(choose.random() * 0.002)
+
+    return delay
+
+
+def test_thousand_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = delays.randomly_delayed()
+    monkeypatch.setattr(host, "load", lambda: library)
+    case = Case(
+        name="thousand",
+        tokens=(0, 0, 0, 0),
+        num_experts=10,
+        top_k=3,
+        hidden_size=19,
+        capacity=6,
+        routing="invalid",
+        extras=((torch.uint8, (5,)),),
+        num_threads=2,
+    )
+    inputs = varying_inputs(case, 1000)
+
+    def rank_main(group: ThreadGroup) -> list[Seen]:
+        delay = sometimes(group.rank)
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            return [poisoned_round(layer, of_round[group.rank], delay) for of_round in inputs]
+
+    check_rounds(case, inputs, run_ranks(case.ep_size, rank_main))
+
+
+SMALL = Case(name="small", tokens=(0, 0, 0), num_experts=7, top_k=2, hidden_size=33, capacity=5)
+LARGE = Case(name="large", tokens=(0, 0, 0), num_experts=12, top_k=5, hidden_size=70, capacity=9)
+
+
+def alternate(
+    rounds: int, damage: Callable[[MoeAllToAll, MoeAllToAll], None] | None = None
+) -> None:
+    """Rounds of two layers in turn on one workspace, verified."""
+    inputs = {case: varying_inputs(case, rounds) for case in (SMALL, LARGE)}
+
+    def rank_main(group: ThreadGroup) -> list[list[Seen]]:
+        small = MoeAllToAll.create(SMALL.config(group.rank), group)
+        large = MoeAllToAll.create(LARGE.config(group.rank), group, share_with=small)
+        with small, large:
+            assert small.workspace_bytes == large.workspace_bytes
+            if damage is not None:
+                damage(small, large)
+            seen: list[list[Seen]] = [[], []]
+            for number in range(rounds):
+                for index, (layer, case) in enumerate(((small, SMALL), (large, LARGE))):
+                    mine = inputs[case][number][group.rank]
+                    seen[index].append(poisoned_round(layer, mine, lambda: None))
+            return seen
+
+    by_rank = run_ranks(3, rank_main)
+    for index, case in enumerate((SMALL, LARGE)):
+        check_rounds(case, inputs[case], [seen[index] for seen in by_rank])
+
+
+@pytest.fixture
+def slow_rank_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = delays.slow_reader(ep_rank=1, milliseconds=4)
+    monkeypatch.setattr(host, "load", lambda: library)
+
+
+@pytest.mark.usefixtures("slow_rank_one")
+def test_alternating_geometries_with_a_slow_rank() -> None:
+    """While rank 1 still reads combine rows of one layer, the others dispatch for the next."""
+    alternate(rounds=30)
+
+
+@pytest.mark.usefixtures("slow_rank_one")
+def test_a_combine_region_that_moves_is_caught() -> None:
+    """The bug the fixed layout rules out, put back: one layer receives where the other combines."""
+
+    def overlap(small: MoeAllToAll, large: MoeAllToAll) -> None:
+        rows = exchange.find(large._handle).channel(0)
+        other = exchange.find(small._handle).channel(0)
+        rows._dispatch_args.payloads[2].region = other._regions["combine"].block
+        rows._views["recv_hidden_states"] = rows.combine_region
+
+    with pytest.raises(AssertionError, match=r"round .* small: combined on rank 1"):
+        alternate(rounds=10, damage=overlap)
+
+
+def test_the_workspace_grows_between_rounds() -> None:
+    """A third, larger layer comes when two have already run; all three go on, none loses a row."""
+    larger = Case(
+        name="larger",
+        tokens=(0, 0, 0),
+        num_experts=30,
+        top_k=9,
+        hidden_size=301,
+        capacity=17,
+        extras=((torch.int32, (3,)),),
+        num_channels=2,
+    )
+    order = (SMALL, LARGE, SMALL, larger, SMALL, LARGE, larger)
+    inputs = {case: varying_inputs(case, len(order)) for case in order}
+
+    def rank_main(group: ThreadGroup) -> tuple[list[Seen], list[int], int]:
+        layers: dict[Case, MoeAllToAll] = {}
+        seen, sizes = [], []
+        for number, case in enumerate(order):
+            if case not in layers:
+                first = layers.get(SMALL)
+                config = case.config(group.rank)
+                layers[case] = MoeAllToAll.create(config, group, share_with=first)
+            mine = inputs[case][number][group.rank]
+            seen.append(poisoned_round(layers[case], mine, lambda: None))
+            sizes.append(layers[SMALL].workspace_bytes)
+        rounds = layers[SMALL].stats().rounds
+        for layer in layers.values():
+            layer.close()
+        return seen, sizes, rounds
+
+    by_rank = run_ranks(3, rank_main)
+    for number, case in enumerate(order):
+        of_round = [inputs[case][number]]
+        check_rounds(case, of_round, [[seen[number]] for seen, _sizes, _rounds in by_rank])
+    for _seen, sizes, rounds in by_rank:
+        assert sizes[0] < sizes[1] == sizes[2] < sizes[3] == sizes[6]
+        assert rounds == len(order), "growth must not lose what the old workspace had counted"
+
+
+# Ranks as processes.
+
+
+def _process(ep_rank: int, case: Case, rounds: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=case.ep_size
+    )
+    inputs = varying_inputs(case, rounds)
+    with MoeAllToAll.create(case.config(ep_rank), dist.group.WORLD) as layer:
+        delay = sometimes(ep_rank)
+        seen = [poisoned_round(layer, of_round[ep_rank], delay) for of_round in inputs]
+    Path(folder, f"seen{ep_rank}").write_bytes(pickle.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("ep_size", "rounds"), [(4, 200), (8, 100)])
+def test_processes(ep_size: int, rounds: int, tmp_path: Path) -> None:
+    case = Case(
+        name=f"{ep_size} processes",
+        tokens=(0,) * ep_size,
+        num_experts=3 * ep_size + 1,
+        top_k=6,
+        hidden_size=50,
+        dtype=torch.bfloat16,
+        extras=((torch.uint8, (9,)),),
+    )
+    host.load()  # compiled once, here, rather than by ep_size processes that wait for each other
+    mp.spawn(_process, (case, rounds, str(tmp_path)), nprocs=ep_size)
+    seen: list[Any] = [
+        pickle.loads((tmp_path / f"seen{rank}").read_bytes()) for rank in range(ep_size)
+    ]
+    check_rounds(case, varying_inputs(case, rounds), seen)
