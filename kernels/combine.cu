@@ -36,19 +36,28 @@ HD void fill_minus_zero(Lanes<Element, Width>& lanes) {
   }
 }
 
-// sums[j] += rows of k = 2j and 2j+1, then the upper levels of the tree; the result is in sums[0].
-template <class Config, class Element, int Width>
-HD void add_tree(const Lanes<Element, Width>* rows, int top_k, float (*sums)[Width]) {
+// True for a k that takes no part in the sum; never on the GPU, where its row is loaded as -0.0.
+HD bool is_skipped(const char* row) {
+  return kSkipAbsentRows && row == nullptr;
+}
+
+// sums[j] = rows of k = 2j and 2j+1, then the upper levels of the tree; the result is in sums[0].
+template <class Element, int Width>
+HD void add_tree(const Lanes<Element, Width>* loaded, const char* const* rows, int top_k,
+                 float (*sums)[Width]) {
+  const int num_pairs = (top_k + 1) / 2;
+  MOE_NVLINK_UNROLL
+  for (int pair = 0; pair < num_pairs; ++pair) {
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < Width; ++i) sums[pair][i] = -0.0f;
+  }
   MOE_NVLINK_UNROLL
   for (int k = 0; k < top_k; ++k) {
-    const auto* words = reinterpret_cast<const typename Element::Storage*>(&rows[k]);
+    if (is_skipped(rows[k])) continue;
+    const auto* words = reinterpret_cast<const typename Element::Storage*>(&loaded[k]);
     MOE_NVLINK_UNROLL
-    for (int i = 0; i < Width; ++i) {
-      const float value = Element::to_float(words[i]);
-      sums[k / 2][i] = k % 2 == 0 ? value : sums[k / 2][i] + value;
-    }
+    for (int i = 0; i < Width; ++i) sums[k / 2][i] += Element::to_float(words[i]);
   }
-  const int num_pairs = (top_k + 1) / 2;
   MOE_NVLINK_UNROLL
   for (int step = 1; step < num_pairs; step *= 2) {
     MOE_NVLINK_UNROLL
@@ -69,11 +78,12 @@ HD void combine_range(const char* const* rows, int top_k, char* output, int thre
     Lanes<Element, Width> loaded[Config::kTopKBound];
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
+      if (is_skipped(rows[k])) continue;
       fill_minus_zero<Element, Width>(loaded[k]);
       if (rows[k] != nullptr) load_vector(loaded[k], rows[k] + element * kBytes);
     }
     float sums[(Config::kTopKBound + 1) / 2][Width];
-    add_tree<Config, Element, Width>(loaded, top_k, sums);
+    add_tree<Element, Width>(loaded, rows, top_k, sums);
     Lanes<Element, Width> result;
     auto* words = reinterpret_cast<typename Element::Storage*>(&result);
     MOE_NVLINK_UNROLL

@@ -27,6 +27,8 @@ namespace moe_nvlink {
 // Bytes one thread moves at a time: the widest load it has. A load must be aligned to its width.
 constexpr int kVectorBytes = 16;
 constexpr bool kAlignedVectorsOnly = true;
+// Combine adds -0.0 for an absent row: a branch would keep its loads from flying together.
+constexpr bool kSkipAbsentRows = false;
 
 // One cooperative thread array: who I am in it, and its barrier.
 struct Cta {
@@ -99,6 +101,8 @@ namespace moe_nvlink {
 // memcpy, so nothing needs to be aligned.
 constexpr int kVectorBytes = 128;
 constexpr bool kAlignedVectorsOnly = false;
+// The arithmetic is what combine's time goes into here, so absent rows take no part in it.
+constexpr bool kSkipAbsentRows = true;
 
 struct Cta {
   int block;
