@@ -24,52 +24,34 @@ class Touched(NamedTuple):
     kind: str  # "hook": made for plugins; "subclass"; "use": called or read; "patch": replaced
 
 
+_MOE = "vllm.model_executor.layers.fused_moe"
+_COMMUNICATORS = "vllm.distributed.device_communicators"
+
 TOUCHED = (
     Touched("vllm.platforms.interface", "Platform.pre_register_and_update", "hook"),
     Touched("vllm.platforms.interface", "Platform.check_and_update_config", "hook"),
     Touched("vllm.platforms.interface", "Platform.get_device_communicator_cls", "hook"),
     Touched("vllm.platforms", "builtin_platform_plugins", "use"),
+    Touched("vllm.platforms", "current_platform", "use"),
+    Touched("vllm.utils.import_utils", "resolve_obj_by_qualname", "use"),
+    Touched("vllm", "envs.VLLM_PLUGINS", "use"),
+    Touched("vllm", "version", "use"),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "patch"),
     Touched("vllm.config", "get_current_vllm_config_or_none", "use"),
-    Touched("vllm.config", "ParallelConfig", "use"),
-    Touched(
-        "vllm.distributed.device_communicators.cpu_communicator", "CpuCommunicator", "subclass"
-    ),
-    Touched(
-        "vllm.distributed.device_communicators.base_device_communicator",
-        "All2AllManagerBase",
-        "subclass",
-    ),
-    Touched(
-        "vllm.model_executor.layers.fused_moe.routed_experts",
-        "RoutedExperts.register_oot",
-        "hook",
-    ),
-    Touched(
-        "vllm.model_executor.layers.fused_moe.routed_experts",
-        "RoutedExperts._get_quant_method",
-        "subclass",
-    ),
-    Touched(
-        "vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner.register_oot", "hook"
-    ),
-    Touched(
-        "vllm.model_executor.layers.fused_moe.runner.moe_runner",
-        "MoERunner._select_forward",
-        "subclass",
-    ),
-    Touched(
-        "vllm.model_executor.layers.fused_moe.fused_moe_method_base",
-        "FusedMoEMethodBase.process_weights_after_loading",
-        "use",
-    ),
-    Touched(
-        "vllm.model_executor.layers.fused_moe.modular_kernel",
-        "FusedMoEPrepareAndFinalizeModular",
-        "subclass",
-    ),
-    Touched("vllm.model_executor.layers.fused_moe.modular_kernel", "FusedMoEKernel", "use"),
     Touched("vllm.distributed", "get_ep_group", "use"),
+    Touched(f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator", "subclass"),
+    Touched(f"{_COMMUNICATORS}.base_device_communicator", "All2AllManagerBase", "subclass"),
+    Touched("vllm.model_executor.custom_op", "op_registry_oot", "use"),
+    Touched(f"{_MOE}.routed_experts", "RoutedExperts.register_oot", "hook"),
+    Touched(f"{_MOE}.routed_experts", "RoutedExperts._get_quant_method", "subclass"),
+    Touched(f"{_MOE}.runner.moe_runner", "MoERunner.register_oot", "hook"),
+    Touched(f"{_MOE}.runner.moe_runner", "MoERunner._select_forward", "subclass"),
+    Touched(
+        f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.process_weights_after_loading", "use"
+    ),
+    Touched(f"{_MOE}.modular_kernel", "FusedMoEPrepareAndFinalizeModular", "subclass"),
+    Touched(f"{_MOE}.modular_kernel", "FusedMoEKernel", "use"),
+    Touched(f"{_MOE}.topk_weight_and_reduce", "TopKWeightAndReduceNoOP", "use"),
 )
 
 

@@ -12,11 +12,12 @@ logger = logging.getLogger("vllm.plugins.moe_nvlink")
 
 _GROUP = "vllm.platform_plugins"
 _PREFIX = "MoeNvlink"
-# The platforms of vLLM that we stand on, and the communicator each gets from us.
+# The platforms of vLLM that we stand on, and the communicator each gets from us. On CUDA the flag
+# exists to be refused with the reason, so it needs none.
 _COMMUNICATORS = {
     "vllm.platforms.cpu.CpuPlatform": "MoeNvlinkCpuCommunicator",
     "vllm.platforms.zen_cpu.ZenCpuPlatform": "MoeNvlinkCpuCommunicator",
-    "vllm.platforms.cuda.CudaPlatform": "MoeNvlinkCudaCommunicator",
+    "vllm.platforms.cuda.CudaPlatform": "",
 }
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class MoeNvlinkPlatform(_Base):
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         """Our communicator in a worker that was asked for it, vLLM's own everywhere else."""
-        if flag.selected_here():
+        if cls._communicator and flag.selected_here():
             return f"{__package__}.communicator.{cls._communicator}"
         return str(super().get_device_communicator_cls())
 

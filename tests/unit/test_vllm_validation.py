@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,11 +188,26 @@ def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_readme_lists_every_name_we_touch() -> None:
     rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
     for touched in compat.TOUCHED:
-        module = touched.module.removeprefix("vllm.")
+        module = touched.module.removeprefix("vllm.")  # the package itself stays "vllm"
         assert any(
             f"`{touched.name}`" in row and f"`{module}`" in row and touched.kind in row
             for row in rows
         ), f"{touched} is not in {README.name}"
+
+
+def _imported_names() -> set[tuple[str, str]]:
+    """Every (module, name) our adapter imports from vLLM, read off its source."""
+    found = set()
+    for path in Path(compat.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                found |= {(str(node.module), alias.name) for alias in node.names}
+    return {(module, name) for module, name in found if module.split(".")[0] == "vllm"}
+
+
+def test_the_list_has_every_name_we_import() -> None:
+    listed = {(t.module, t.name.partition(".")[0]) for t in compat.TOUCHED}
+    assert _imported_names() - listed == set()
 
 
 @pytest.mark.parametrize(("version", "warns"), [("0.32.1", False), ("0.34.0", True)])

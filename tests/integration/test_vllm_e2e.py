@@ -1,0 +1,370 @@
+"""Real vLLM servers, expert parallel through our exchange, against the one-rank server.
+
+Greedy tokens in float32 must be equal sequence by sequence, and the workers' counters must show
+that the MoE layers' rows went through the exchange: a backend that is silently not used fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from moe_nvlink_plugin.integration.vllm.demo import processes
+from moe_nvlink_plugin.integration.vllm.demo.server import CPU_ENVIRONMENT, ServerError, VllmServer
+from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MODELS, write_checkpoint
+
+# A server of four workers on two cores needs its time to start.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+NUM_SEQUENCES = 40
+#: Long enough for a slow machine between two MoE layers, short enough to wait for in a test.
+TIMEOUT_S = 20
+
+
+class Requests(NamedTuple):
+    """Ragged prompts, ragged answers, and the tokens of the one-rank server."""
+
+    checkpoint: Path
+    prompts: list[list[int]]
+    lengths: list[int]
+    expected: list[list[int]]
+
+    def num_tokens(self, count: int) -> int:
+        """Tokens that pass every layer in the first `count` requests: all but the last answered."""
+        return sum(map(len, self.prompts[:count])) + sum(self.lengths[:count]) - count
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("e2e")
+
+
+@pytest.fixture(scope="module")
+def requests_of(folder: Path) -> Callable[[str], Requests]:
+    """Requests and expected tokens by architecture; one server each, without any plugin."""
+    made: dict[str, Requests] = {}
+
+    def get(architecture: str) -> Requests:
+        if architecture not in made:
+            made[architecture] = _ask_one_rank(architecture, folder)
+        return made[architecture]
+
+    return get
+
+
+def _ask_one_rank(architecture: str, folder: Path) -> Requests:
+    checkpoint = write_checkpoint(folder / architecture, architecture)
+    draw = random.Random(7)
+    vocab = range(MODELS[architecture].vocab_size)
+    prompts = [draw.choices(vocab, k=draw.randint(1, 60)) for _ in range(NUM_SEQUENCES)]
+    lengths = [draw.randint(4, 48) for _ in prompts]
+    server = VllmServer(
+        model=checkpoint,
+        name=f"one rank {architecture}",
+        folder=folder,
+        arguments=["--enforce-eager"],
+        with_plugins=False,
+    )
+    with server:
+        server.wait_until_ready()
+        answers = server.complete(prompts, max_tokens=lengths, concurrency=8)
+    return Requests(checkpoint, prompts, lengths, [answer.token_ids for answer in answers])
+
+
+class EpServer:
+    """A server with our backend, its workers' counters, and comparisons with the one-rank one."""
+
+    def __init__(self, requests: Requests, folder: Path, name: str, *arguments: str) -> None:
+        self.requests = requests
+        self.stats_folder = folder / f"stats {name}"
+        self.server = VllmServer(
+            model=requests.checkpoint,
+            name=name,
+            folder=folder,
+            arguments=["--enable-expert-parallel", "--all2all-backend=moe_nvlink", *arguments],
+            environment={
+                "MOE_NVLINK_STATS_DIR": str(self.stats_folder),
+                "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
+            },
+        )
+
+    def __enter__(self) -> EpServer:
+        try:
+            self.server.wait_until_ready()
+        except BaseException:
+            self.server.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.stop()
+
+    def differing(self, numbers: range, concurrency: int) -> list[int]:
+        """The requests among `numbers` whose tokens are not the one-rank server's."""
+        answers = self.server.complete(
+            [self.requests.prompts[n] for n in numbers],
+            max_tokens=[self.requests.lengths[n] for n in numbers],
+            concurrency=concurrency,
+        )
+        expected = [self.requests.expected[n] for n in numbers]
+        pairs = zip(numbers, answers, expected, strict=True)
+        return [number for number, answer, tokens in pairs if answer.token_ids != tokens]
+
+    def stats(self, ep_size: int) -> list[dict[str, int]]:
+        """The counters of all workers, once they have come to rest."""
+        paths = [self.stats_folder / f"rank{rank}.json" for rank in range(ep_size)]
+        deadline, before = time.monotonic() + 60, []
+        while time.monotonic() < deadline:
+            now = [json.loads(p.read_text("utf-8")) if p.exists() else None for p in paths]
+            if None not in now and now == before and len({s["rounds"] for s in now}) == 1:
+                return now
+            before = now
+            time.sleep(1.5)
+        raise AssertionError(f"the counters of {ep_size} workers did not settle: {before}")
+
+    def check_traffic(self, ep_size: int, num_sequences: int, num_moe_layers: int) -> None:
+        """Every token of the requests went through the exchange, in every MoE layer."""
+        stats = self.stats(ep_size)
+        assert [s["ep_rank"] for s in stats] == list(range(ep_size))
+        assert stats[0]["rounds"] % num_moe_layers == 0
+        tokens = sum(s["tokens"] for s in stats)
+        assert tokens >= num_moe_layers * self.requests.num_tokens(num_sequences)
+        for counters in stats:
+            assert counters["rounds"] > 0
+            assert 0 < counters["bytes_dispatched_remote"] < counters["bytes_dispatched"]
+            assert 0 < counters["bytes_combined_remote"] < counters["bytes_combined"]
+
+
+def _num_moe_layers(architecture: str) -> int:
+    model = MODELS[architecture]
+    return model.num_layers - model.num_dense_layers
+
+
+def _our_mappings(pids: list[int]) -> list[str]:
+    """The lines of our shared memory in the processes' maps."""
+    lines = []
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text("utf-8")
+        except OSError:
+            continue
+        lines += [
+            line for line in maps.splitlines() if "moe_nvlink" in line and "/dev/shm/" in line
+        ]
+    return lines
+
+
+def _our_files() -> list[Path]:
+    return list(processes.SHARED_MEMORY.glob("*moe_nvlink*"))
+
+
+class TestTwoDataParallelRanks:
+    """One eager DP2 server for several questions; the last one breaks it."""
+
+    @pytest.fixture(scope="class")
+    def server(self, requests_of: Callable[[str], Requests], folder: Path) -> Iterator[EpServer]:
+        arguments = ("--data-parallel-size=2", "--enforce-eager")
+        with EpServer(requests_of("qwen3_moe"), folder, "qwen3 dp2", *arguments) as server:
+            yield server
+
+    def test_one_request_at_a_time_leaves_a_rank_idle(self, server: EpServer) -> None:
+        assert server.differing(range(8), concurrency=1) == []
+
+    @pytest.mark.parametrize("concurrency", range(2, 9))
+    def test_concurrent_requests(self, server: EpServer, concurrency: int) -> None:
+        first = 4 * concurrency
+        assert server.differing(range(first, first + 8), concurrency=concurrency) == []
+
+    def test_the_rows_went_through_our_exchange(self, server: EpServer) -> None:
+        server.check_traffic(2, NUM_SEQUENCES, _num_moe_layers("qwen3_moe"))
+
+    def test_shared_memory_has_no_name_any_more(self, server: EpServer) -> None:
+        mapped = _our_mappings(server.server.pids)
+        assert mapped
+        assert all(line.endswith("(deleted)") for line in mapped)
+        assert _our_files() == []
+
+    def test_a_rank_that_hangs_is_named_and_nothing_waits_for_ever(self, server: EpServer) -> None:
+        pid = server.stats(2)[1]["pid"]
+        requests = server.requests
+        outcome: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                server.server.complete(requests.prompts[:4], max_tokens=400, timeout_s=180)
+            except ServerError as error:
+                outcome.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        # The stopped rank may stand in vLLM's own collective instead of ours: then try again.
+        for _ in range(6):
+            time.sleep(0.5)
+            os.kill(pid, signal.SIGSTOP)
+            told = _wait_for_text(server.server.log_path, "rank(s) 1;", TIMEOUT_S + 10)
+            os.kill(pid, signal.SIGCONT)
+            if told or not asking.is_alive():
+                break
+        log = server.server.log_path.read_text("utf-8", errors="replace")
+        assert "ExchangeTimeoutError" in log
+        assert "rank 0 waited 20 s in" in log
+        asking.join(timeout=60)
+        assert not asking.is_alive()
+        assert len(outcome) == 1
+        assert _our_files() == []
+
+
+def _wait_for_text(path: Path, text: str, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if text in path.read_text("utf-8", errors="replace"):
+            return True
+        time.sleep(0.5)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "ep_size", "arguments"),
+    [
+        ("qwen3 dp2 compiled", "qwen3_moe", 2, ["--data-parallel-size=2"]),
+        ("glm4 dp2", "glm4_moe", 2, ["--data-parallel-size=2", "--enforce-eager"]),
+        (
+            "qwen3 dp2 tp2",
+            "qwen3_moe",
+            4,
+            ["--data-parallel-size=2", "--tensor-parallel-size=2", "--enforce-eager"],
+        ),
+    ],
+)
+def test_tokens_equal_those_of_one_rank(
+    name: str,
+    architecture: str,
+    ep_size: int,
+    arguments: list[str],
+    requests_of: Callable[[str], Requests],
+    folder: Path,
+) -> None:
+    with EpServer(requests_of(architecture), folder, name, *arguments) as server:
+        assert server.differing(range(4), concurrency=1) == []
+        assert server.differing(range(4, 24), concurrency=5) == []
+        server.check_traffic(ep_size, 24, _num_moe_layers(architecture))
+
+
+def test_four_data_parallel_ranks_then_kill_9(
+    requests_of: Callable[[str], Requests], folder: Path
+) -> None:
+    requests = requests_of("qwen3_moe")
+    arguments = ("--data-parallel-size=4", "--enforce-eager")
+    with EpServer(requests, folder, "qwen3 dp4", *arguments) as server:
+        assert server.differing(range(4), concurrency=1) == []
+        assert server.differing(range(4, 24), concurrency=8) == []
+        server.check_traffic(4, 24, _num_moe_layers("qwen3_moe"))
+
+        victim = server.stats(4)[2]["pid"]
+        killer = threading.Timer(1.0, os.kill, (victim, signal.SIGKILL))
+        killer.start()
+        with pytest.raises(ServerError):
+            server.server.complete(requests.prompts[:8], max_tokens=400, timeout_s=90)
+        killer.join()
+        assert victim not in server.server.pids
+        # Nobody gets to clean up: what is left in memory then was never going to be removed.
+        for pid in server.server.pids:
+            os.kill(pid, signal.SIGKILL)
+        assert _our_files() == []
+
+
+_PYTHON = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    checkpoint, requests, answers = sys.argv[1:]
+    llm = LLM(
+        model=checkpoint,
+        all2all_backend="moe_nvlink",
+        enable_expert_parallel=True,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=16,
+        enable_prefix_caching=False,
+    )
+    prompts, lengths = json.load(open(requests))
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
+        for n in lengths
+    ]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    json.dump([list(o.outputs[0].token_ids) for o in outputs], open(answers, "w"))
+"""
+
+
+def test_python_llm_on_two_ranks(requests_of: Callable[[str], Requests], folder: Path) -> None:
+    """`LLM(all2all_backend="moe_nvlink")`, the way vLLM runs data parallel without a server."""
+    requests, work = requests_of("qwen3_moe"), folder / "python"
+    work.mkdir()
+    script = work / "generate.py"
+    script.write_text(_PYTHON, "utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shares = [range(6), range(6, 9)]  # one rank is done long before the other
+    running = [
+        _start_python(script, rank, port, requests, share, work)
+        for rank, share in enumerate(shares)
+    ]
+    try:
+        for process in running:
+            assert process.wait(timeout=240) == 0, (work / "log").read_text("utf-8")[-3000:]
+    finally:
+        for process in running:
+            processes.end_session(process.pid)
+    for rank, share in enumerate(shares):
+        answers = json.loads((work / f"answers{rank}.json").read_text("utf-8"))
+        assert answers == [requests.expected[number] for number in share]
+        stats = json.loads((work / "stats" / f"rank{rank}.json").read_text("utf-8"))
+        assert stats["rounds"] > 0
+        assert stats["bytes_combined_remote"] > 0
+
+
+def _start_python(
+    script: Path, rank: int, port: int, requests: Requests, share: range, work: Path
+) -> subprocess.Popen[Any]:
+    asked = work / f"requests{rank}.json"
+    asked.write_text(
+        json.dumps([[requests.prompts[n] for n in share], [requests.lengths[n] for n in share]])
+    )
+    answers = work / f"answers{rank}.json"
+    environment = {
+        **os.environ,
+        **CPU_ENVIRONMENT,
+        "MOE_NVLINK_STATS_DIR": str(work / "stats"),
+        "VLLM_DP_RANK": str(rank),
+        "VLLM_DP_RANK_LOCAL": str(rank),
+        "VLLM_DP_SIZE": "2",
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+    }
+    with (work / "log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, str(script), str(requests.checkpoint), str(asked), str(answers)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
