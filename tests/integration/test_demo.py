@@ -110,30 +110,24 @@ def test_demo_succeeds_and_leaves_nothing(demo: RunningDemo) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "stage"),
+    "stage",
     [
-        pytest.param(signal.SIGINT, "workers start", id="ctrl-c-while-starting"),
-        pytest.param(signal.SIGINT, "the moe_nvlink server is ready", id="ctrl-c-while-serving"),
-        pytest.param(signal.SIGTERM, "workers start", id="sigterm-while-starting"),
+        pytest.param("workers start", id="while-starting"),
+        pytest.param("the moe_nvlink server is ready", id="while-serving"),
     ],
 )
-def test_interrupted_demo_leaves_nothing(
-    demo: RunningDemo, number: signal.Signals, stage: str
-) -> None:
+def test_ctrl_c_leaves_nothing(demo: RunningDemo, stage: str) -> None:
     demo.wait_for(stage)
     time.sleep(1.0)
     demo.look()
-    demo.process.send_signal(number)
-    assert demo.process.wait(timeout=60) == EXIT_INTERRUPTED, demo.text()
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.process.wait(timeout=40) == EXIT_INTERRUPTED, demo.text()
     demo.assert_nothing_stays(within_s=1.0)
 
 
-def test_killed_demo_leaves_no_process(demo: RunningDemo) -> None:
-    """kill -9 gives the demo no chance: the kernel tells its server, which ends on its own."""
+def test_killed_demo_leaves_nothing(demo: RunningDemo) -> None:
+    """kill -9 gives the demo no chance to clean up; the servers' watchdogs do it."""
     demo.wait_for("workers start")
     demo.process.kill()
     demo.process.wait()
-    deadline = time.monotonic() + 60.0
-    while demo.stays()[0] and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert demo.stays()[0] == []
+    demo.assert_nothing_stays(within_s=40.0)

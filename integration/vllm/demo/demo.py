@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from . import report
-from .server import ServerError, VllmServer
+from .server import ServerError, VllmServer, stop_all
 from .tiny_checkpoint import MODELS, write_checkpoint
 
 EP_SIZE = 2
@@ -159,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nFAILED: {error}")
         code = 1
     except KeyboardInterrupt:
+        # It may have hit between a server's start and the block that stops it.
+        stop_all()
         print("\ninterrupted; the servers are stopped and left nothing behind")
         code = EXIT_INTERRUPTED
     print(f"({time.monotonic() - started:.0f} s)")

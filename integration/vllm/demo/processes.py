@@ -2,25 +2,42 @@
 
 A vLLM server is a tree of processes, and its branches outlive a killed trunk. All of them stay in
 the session the server was started in, so the session id finds them even when they are orphans.
+
+Run as a program with a session id, it is that session's watchdog: it ends the session when its
+standard input closes, which happens when whoever started it goes away, however that comes about.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
+import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent() -> None:
-    """Run in a fresh child: the kernel sends it SIGTERM when the parent's starting thread ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def start_watchdog(session: int) -> subprocess.Popen[bytes]:
+    """A process that ends the session when this process dies, even by kill -9.
+
+    Close its standard input to let it go; it also goes when the session has ended by itself.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(session)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def _watch(session: int) -> None:
+    # Ending with the session matters: much later its number may belong to somebody else.
+    while processes_of_session(session):
+        if select.select([sys.stdin], [], [], 1.0)[0]:
+            end_session(session, grace_s=3.0)
 
 
 def processes_of_session(session: int) -> list[int]:
@@ -57,21 +74,21 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     return found
 
 
-def end_session(session: int, *, grace_s: float = 20.0, kill_s: float = 10.0) -> list[int]:
+def end_session(session: int, *, grace_s: float = 15.0, kill_s: float = 10.0) -> list[int]:
     """End every process of a session and return those that stay, which should be none.
 
-    They get SIGTERM and `grace_s` seconds to clean up after themselves, then SIGKILL. Shared memory
-    that they held and that nobody removed is removed at the end. Takes at most about
+    The leader gets SIGTERM and `grace_s` seconds to end its tree in order, then all get SIGKILL.
+    Shared memory that they held and that nobody removed is removed at the end. Takes at most about
     `grace_s + kill_s` seconds.
     """
     held = shared_memory_of(processes_of_session(session))
-    _signal_all(processes_of_session(session)[:1], signal.SIGTERM)
-    if not _wait_until_gone(session, grace_s / 2):
-        _signal_all(processes_of_session(session), signal.SIGTERM)
-        _wait_until_gone(session, grace_s / 2)
-    held |= shared_memory_of(processes_of_session(session))
-    _signal_all(processes_of_session(session), signal.SIGKILL)
-    _wait_until_gone(session, kill_s)
+    _signal_all({session} & set(processes_of_session(session)), signal.SIGTERM)
+    if not _wait_until_gone(session, grace_s):
+        # Stopped processes cannot create another segment between the last look and their end.
+        _signal_all(processes_of_session(session), signal.SIGSTOP)
+        held |= shared_memory_of(processes_of_session(session))
+        _signal_all(processes_of_session(session), signal.SIGKILL)
+        _wait_until_gone(session, kill_s)
     stay = processes_of_session(session)
     if not stay:
         for path in held:
@@ -94,3 +111,7 @@ def _wait_until_gone(session: int, limit_s: float) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]))

@@ -10,6 +10,7 @@ no tokenizer is needed.
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import json
 import os
@@ -27,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from .processes import die_with_parent, end_session, processes_of_session
+from .processes import end_session, processes_of_session, start_watchdog
 
 #: Called while waiting with the seconds since the start and the newest line of the server's log.
 Progress = Callable[[float, str], None]
@@ -52,6 +53,9 @@ CPU_ARGUMENTS: Sequence[str] = (
 SERVED_NAME = "tiny"
 #: How a traceback ends: a class name and its message, behind vLLM's prefix or not.
 _EXCEPTION_LINE = re.compile(r"(^|\] )[\w.]*(Error|Exception|Refused|Exit)\b.*: ")
+
+
+_RUNNING: list[VllmServer] = []
 
 
 class ServerError(RuntimeError):
@@ -98,6 +102,7 @@ class VllmServer:
         if not with_plugins:
             variables["VLLM_PLUGINS"] = ""
         self._started = time.monotonic()
+        self._ready = False
         self._process: subprocess.Popen[bytes] | None = None
         # A Ctrl-C between fork and assignment would leave a server that nobody knows.
         with _interrupts_deferred(), self.log_path.open("wb") as log:
@@ -108,9 +113,10 @@ class VllmServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
-        self._session = self._process.pid
+            self._session = self._process.pid
+            self._watchdog = start_watchdog(self._session)
+            _RUNNING.append(self)
 
     def __enter__(self) -> VllmServer:
         return self
@@ -153,6 +159,7 @@ class VllmServer:
             if progress is not None:
                 progress(self.uptime_s, self.log_tail(1))
             time.sleep(0.5)
+        self._ready = True
         return self.uptime_s
 
     def complete(
@@ -169,26 +176,34 @@ class VllmServer:
         Raises ServerError when the server refuses, dies, or stays silent for `timeout_s`.
         """
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-        with ThreadPoolExecutor(max_workers=concurrency or len(prompts)) as pool:
+        pool = ThreadPoolExecutor(max_workers=concurrency or len(prompts))
+        try:
             ask = [
                 pool.submit(self._complete_one, prompt, length, timeout_s)
                 for prompt, length in zip(prompts, lengths, strict=True)
             ]
             return [answer.result() for answer in ask]
+        finally:
+            # No waiting: a Ctrl-C must not hang on requests that a stuck server never answers.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
         """End every process of the server and remove the shared memory they leave; idempotent.
 
-        Ctrl-C waits until this is done, about 30 s at most. Raises ServerError if one stays.
+        Ctrl-C waits until this is done: usually a second, at most about half a minute. Raises
+        ServerError if a process stays.
         """
         if self._process is None:
             return
         with _interrupts_deferred():
             reaper = threading.Thread(target=self._process.wait, daemon=True)
             reaper.start()
-            stay = end_session(self._session)
+            # While it starts, vLLM does not act on SIGTERM; there is nothing to wait for.
+            stay = end_session(self._session, grace_s=15.0 if self._ready else 2.0)
             reaper.join(timeout=5.0)
+            self._watchdog.communicate(timeout=30.0)
             self._process = None
+            _RUNNING.remove(self)
         if stay:
             raise ServerError(f"processes {stay} of the {self.name} server survived SIGKILL")
 
@@ -255,6 +270,15 @@ class VllmServer:
             if _EXCEPTION_LINE.search(line):
                 return line
         return "(no exception in the log)"
+
+
+def stop_all() -> None:
+    """Stop every server of this process; for the end of a program, however it was reached."""
+    while _RUNNING:
+        _RUNNING[-1].stop()
+
+
+atexit.register(stop_all)
 
 
 def _free_port() -> int:

@@ -1,0 +1,212 @@
+"""The parts of the demonstration that need no server: checkpoints, verdicts, clean-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_nvlink_plugin.integration.vllm.demo import demo, processes, report, server
+from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MODELS, write_checkpoint
+
+PROMPTS = [[1, 2, 3], [4]]
+ANSWERS = report.Answers([[10, 11, 12, 13], [20, 21]], 0.5)
+#: 2 ranks and 3 MoE layers, which read (3 + 4 - 1) + (1 + 2 - 1) = 8 tokens each.
+RANKS = [
+    report.RankStats(0, 9, 14, 20, 8, 4096, 2048, 9000, 8000),
+    report.RankStats(1, 9, 10, 15, 5, 2560, 1280, 9000, 8000),
+]
+
+
+def failures(
+    ours: report.Answers = ANSWERS, ranks: list[report.RankStats] | None = None
+) -> list[str]:
+    return report.failures(
+        PROMPTS, ours, ANSWERS, RANKS if ranks is None else ranks, ep_size=2, num_moe_layers=3
+    )
+
+
+@pytest.mark.parametrize("architecture", sorted(MODELS))
+def test_checkpoint_has_distinct_experts_and_repeats(tmp_path: Path, architecture: str) -> None:
+    model = MODELS[architecture]
+    tensors = load_file(write_checkpoint(tmp_path / "a", architecture) / "model.safetensors")
+    moe_layer = model.num_layers - 1
+    experts = [
+        tensors[f"model.layers.{moe_layer}.mlp.experts.{expert}.down_proj.weight"]
+        for expert in range(model.num_experts)
+    ]
+    for number, expert in enumerate(experts):
+        assert expert.shape == (model.hidden_size, model.moe_intermediate_size)
+        assert not any(torch.equal(expert, other) for other in experts[:number])
+    write_checkpoint(tmp_path / "b", architecture)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    other = write_checkpoint(tmp_path / "c", architecture, seed=1) / "model.safetensors"
+    assert other.read_bytes() != (tmp_path / "a" / "model.safetensors").read_bytes()
+
+
+def test_checkpoint_of_an_unknown_architecture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'gpt2'.*glm4_moe.*qwen3_moe"):
+        write_checkpoint(tmp_path, "gpt2")
+
+
+def test_requests_are_ragged_and_repeat() -> None:
+    one = demo.make_requests(8, 512)
+    assert one == demo.make_requests(8, 512)
+    assert len({len(prompt) for prompt in one.prompts}) > 3
+    assert len(set(one.max_tokens)) > 3
+
+
+def test_verdict_is_good_when_all_is_equal_and_counted() -> None:
+    assert failures() == []
+    assert demo.conclude([], Path()) == 0
+
+
+def test_verdict_names_a_wrong_token() -> None:
+    wrong = ANSWERS._replace(token_ids=[[10, 11, 99, 13], [20, 21]])
+    (text,) = failures(wrong)
+    assert "1 of 2 answers differ" in text
+    assert demo.conclude([text], Path()) == 1
+    table = report.answers_table(PROMPTS, wrong, ANSWERS)
+    assert "DIFFERENT from token 3" in table
+    assert "99" in table
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "at"),
+    [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1], 1), ([1], [1, 2], 1), ([3], [4], 0)],
+)
+def test_first_difference(one: list[int], other: list[int], at: int | None) -> None:
+    assert report.first_difference(one, other) == at
+
+
+def test_verdict_notices_layers_that_took_another_way() -> None:
+    (text,) = failures(ranks=[RANKS[0], RANKS[1]._replace(tokens=9)])
+    assert "saw 23 tokens, fewer than the 24" in text
+
+
+def test_verdict_notices_that_nothing_moved() -> None:
+    assert len(failures(ranks=[])) == 3
+    still = [rank._replace(bytes_dispatched_remote=0) for rank in RANKS]
+    assert failures(ranks=still) == ["Nothing moved from one rank to another."]
+
+
+def test_stats_are_read_by_rank(tmp_path: Path) -> None:
+    for rank in reversed(RANKS):
+        path = tmp_path / f"rank{rank.ep_rank}.json"
+        path.write_text(json.dumps(rank._asdict() | {"pid": 1, "ep_size": 2}))
+    assert report.read_stats(tmp_path) == RANKS
+    table = report.exchange_table(RANKS)
+    assert table.splitlines()[-1].split()[:5] == ["all", "9", "24", "35", "13"]
+    assert "6.5 KiB" in table
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("(Worker pid=7) INFO 11-21 01:31:39 [loader.py:501] Loading took 1 s", "Loading took 1 s"),
+        ("no prefix at all", "no prefix at all"),
+        ("", ""),
+    ],
+)
+def test_log_lines_are_shown_without_prefix(line: str, message: str) -> None:
+    assert demo._message(line) == message
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_the_demo_in_order(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(demo, "run", lambda *_: signal.raise_signal(number))
+    try:
+        assert demo.main([]) == demo.EXIT_INTERRUPTED
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+# A stand-in for a server: a leader that ignores SIGTERM, a child, and shared memory of the child.
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = "from multiprocessing import resource_tracker, shared_memory; import os, time;"
+child += "resource_tracker.register = lambda *a: None;"
+child += "m = shared_memory.SharedMemory(create=True, size=4096); print(m.name, flush=True);"
+child += "time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child])
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def stubborn() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-c", STUBBORN]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert started.stdout is not None
+    yield started, started.stdout.readline().strip()
+    for pid in processes.processes_of_session(started.pid):
+        os.kill(pid, signal.SIGKILL)
+    started.wait()
+
+
+def test_a_stubborn_session_ends_with_its_shared_memory(
+    stubborn: tuple[subprocess.Popen[str], str],
+) -> None:
+    leader, segment = stubborn
+    assert len(processes.processes_of_session(leader.pid)) == 2
+    assert (processes.SHARED_MEMORY / segment).exists()
+    assert processes.end_session(leader.pid, grace_s=0.3) == []
+    assert processes.processes_of_session(leader.pid) == []
+    assert not (processes.SHARED_MEMORY / segment).exists()
+
+
+def test_the_watchdog_ends_the_session_when_its_owner_is_gone(
+    stubborn: tuple[subprocess.Popen[str], str],
+) -> None:
+    leader, segment = stubborn
+    owner_code = (
+        "import time; from moe_nvlink_plugin.integration.vllm.demo import processes;"
+        f"w = processes.start_watchdog({leader.pid}); print(w.pid, flush=True); time.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", owner_code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    owner.kill()
+    owner.wait()
+    deadline = time.monotonic() + 40.0
+    while (processes.SHARED_MEMORY / segment).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes.processes_of_session(leader.pid) == []
+    assert not (processes.SHARED_MEMORY / segment).exists()
+
+
+def test_shared_memory_of_sees_only_what_has_a_name() -> None:
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    path = processes.SHARED_MEMORY / segment.name
+    try:
+        assert path in processes.shared_memory_of([os.getpid()])
+    finally:
+        segment.unlink()
+    assert path not in processes.shared_memory_of([os.getpid()])
+    segment.close()
+
+
+def test_a_server_that_dies_is_reported_with_its_first_error(tmp_path: Path) -> None:
+    one = server.VllmServer(
+        model=tmp_path / "missing", name="doomed", folder=tmp_path, arguments=["--no-such-flag"]
+    )
+    with one, pytest.raises(server.ServerError, match="(?s)doomed server ended.*no-such-flag"):
+        one.wait_until_ready(timeout_s=120.0)
+    assert one.pids == []
+    one.stop()
