@@ -63,8 +63,9 @@ class Inputs(NamedTuple):
     extras: tuple[torch.Tensor, ...]
 
     def to(self, device: torch.device | str) -> Inputs:
-        moved = (self.hidden_states, self.topk_ids, self.topk_weights)
-        return Inputs(*(t.to(device) for t in moved), tuple(t.to(device) for t in self.extras))
+        hidden, ids, weights, extras = self
+        extras = tuple(extra.to(device) for extra in extras)
+        return Inputs(hidden.to(device), ids.to(device), weights.to(device), extras)
 
 
 class Seen(NamedTuple):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll, exchange
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import cases, delays
+from tests.kernels import cases, delays, processes
 from tests.kernels.cases import Case, Inputs, Seen
 
 pytestmark = pytest.mark.timeout(240)
@@ -215,18 +212,11 @@ def test_the_workspace_grows_between_rounds() -> None:
 # Ranks as processes.
 
 
-def _process(ep_rank: int, case: Case, rounds: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=case.ep_size
-    )
+def _process(ep_rank: int, _ep_size: int, case: Case, rounds: int) -> list[Seen]:
     inputs = varying_inputs(case, rounds)
     with MoeAllToAll.create(case.config(ep_rank), dist.group.WORLD) as layer:
         delay = sometimes(ep_rank)
-        seen = [poisoned_round(layer, of_round[ep_rank], delay) for of_round in inputs]
-    Path(folder, f"seen{ep_rank}").write_bytes(pickle.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
+        return [poisoned_round(layer, of_round[ep_rank], delay) for of_round in inputs]
 
 
 @pytest.mark.parametrize(("ep_size", "rounds"), [(4, 200), (8, 100)])
@@ -241,8 +231,5 @@ def test_processes(ep_size: int, rounds: int, tmp_path: Path) -> None:
         extras=((torch.uint8, (9,)),),
     )
     host.load()  # compiled once, here, rather than by ep_size processes that wait for each other
-    mp.spawn(_process, (case, rounds, str(tmp_path)), nprocs=ep_size)
-    seen: list[Any] = [
-        pickle.loads((tmp_path / f"seen{rank}").read_bytes()) for rank in range(ep_size)
-    ]
+    seen = processes.run_processes(ep_size, _process, tmp_path, case, rounds)
     check_rounds(case, varying_inputs(case, rounds), seen)

@@ -1,0 +1,52 @@
+"""Ranks as processes that meet over gloo; what each returns comes back through a file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_processes(
+    ep_size: int, body: Callable[..., Any], folder: Path, *args: Any, timeout_s: float = 200.0
+) -> list[Any]:
+    """`[body(rank, ep_size, *args) for rank in ...]`, each in its own process, all at once.
+
+    `body` must stand at the top of an importable module. torch.distributed is initialised there.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_rank_main, args=(rank, ep_size, body, str(folder), args))
+        for rank in range(ep_size)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout_s)
+        codes = [process.exitcode for process in processes]
+        assert codes == [0] * ep_size, f"exit codes of the ranks: {codes}"
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(ep_size)]
+
+
+def _rank_main(
+    ep_rank: int, ep_size: int, body: Callable[..., Any], folder: str, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size
+    )
+    result = body(ep_rank, ep_size, *args)
+    Path(folder, f"result{ep_rank}").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()

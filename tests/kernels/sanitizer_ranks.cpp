@@ -1,0 +1,274 @@
+// Dispatch and combine of several ranks as threads of one program, for the sanitizers to look at.
+// The build puts the amalgamated kernel text (moe_nvlink_plugin.jit.source) beside this file's
+// include path as kernel_text.h, and sets MOE_NVLINK_CTA_THREADS.
+//
+// Between the ranks nothing orders anything but the protocol itself: no barrier, no join, no lock.
+// Every rank checks what it received and what it combined by the rows' content alone. Exit status 1
+// says that a value was wrong; a sanitizer has a status of its own.
+#include "kernel_text.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#endif
+
+namespace {
+
+using moe_nvlink::kRegionAlignment;
+
+constexpr int kRanks = 3;
+constexpr int kBlocks = 2;
+constexpr int kExperts = 7;
+constexpr int kTopK = 4;
+constexpr int kHidden = 37;  // fp32: 148 bytes, one wide vector and a rest
+constexpr int kCapacity = 6;
+constexpr int kRounds = 40;
+constexpr int kExtraBytes = 131;
+constexpr int kSlots = kRanks * kCapacity;
+
+std::atomic<int> mistakes{0};
+
+void expect(bool good, const char* what, int rank, int round) {
+  if (!good && mistakes.fetch_add(1) < 5) {
+    std::fprintf(stderr, "WRONG VALUE: %s on rank %d in round %d\n", what, rank, round);
+  }
+}
+
+// Regions in the order they are asked for, each followed by bytes that nobody may touch.
+class Layout {
+ public:
+  uint32_t add(size_t bytes) {
+    const size_t offset = end_;
+    end_ = align(offset + bytes) + kRegionAlignment;
+    gaps_.push_back({offset + bytes, end_});
+    return static_cast<uint32_t>(offset / kRegionAlignment);
+  }
+  size_t bytes() const { return end_; }
+  void poison_gaps(char* base) const {
+    for (const Gap& gap : gaps_) ASAN_POISON_MEMORY_REGION(base + gap.from, gap.to - gap.from);
+  }
+
+ private:
+  struct Gap {
+    size_t from;
+    size_t to;
+  };
+  static size_t align(size_t size) {
+    return (size + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+  }
+  size_t end_ = 0;
+  std::vector<Gap> gaps_;
+};
+
+struct Regions {
+  Layout layout;
+  moe_nvlink::ControlRegions control{};
+  uint32_t ids = 0;
+  uint32_t weights = 0;
+  uint32_t hidden = 0;
+  uint32_t extra = 0;
+  uint32_t combine = 0;
+
+  Regions() {
+    control.dispatch_cells = layout.add(kRanks * 8);
+    control.combine_cells = layout.add(kRanks * 8);
+    control.recv_counts = layout.add(kRanks * 4);
+    control.send_counters = layout.add(kRanks * 4);
+    control.local = layout.add(sizeof(moe_nvlink::LocalControl));
+    control.counters = layout.add(sizeof(moe_nvlink::ExchangeCounters));
+    ids = layout.add(kSlots * kTopK * 4);
+    weights = layout.add(kSlots * kTopK * 4);
+    hidden = layout.add(kSlots * kHidden * 4);
+    extra = layout.add(kSlots * kExtraBytes);
+    combine = layout.add(kSlots * kHidden * 4);
+  }
+};
+
+struct Random {
+  uint32_t state;
+  uint32_t below(uint32_t limit) {
+    state ^= state << 13;
+    state ^= state >> 17;
+    state ^= state << 5;
+    return state % limit;
+  }
+};
+
+// What one token's rows hold, so that a receiver can check them without asking the sender.
+float hidden_value(int stamp, int element) {
+  return static_cast<float>(stamp % 4096 + element);
+}
+unsigned char extra_value(int stamp, int byte) {
+  return static_cast<unsigned char>(stamp + byte);
+}
+float partial_value(int target, float hidden) {
+  return hidden * static_cast<float>(target + 1);
+}
+
+int owner_of(int expert) {
+  if (expert < 0) return -1;
+  for (int rank = 0, first = 0; rank < kRanks; ++rank) {
+    first += kExperts / kRanks + (rank < kExperts % kRanks ? 1 : 0);
+    if (expert < first) return rank;
+  }
+  return -1;
+}
+
+struct Rank {
+  int rank;
+  const Regions& regions;
+  char* window;
+  moe_nvlink::host::Grid grid{kBlocks};
+  // Of this round; sized exactly, so that the address sanitizer sees one step too far.
+  std::vector<int32_t> ids{}, slots{};
+  std::vector<float> weights{}, hidden{}, output{};
+  std::vector<unsigned char> extra{};
+
+  char* mine(uint32_t region) const {
+    return window + rank * regions.layout.bytes() + static_cast<size_t>(region) * kRegionAlignment;
+  }
+
+  void make_tokens(Random& random, int round, int count) {
+    ids.assign(count * kTopK, 0);
+    slots.assign(count * kTopK, 0);
+    weights.assign(count * kTopK, 0.0f);
+    hidden.assign(count * kHidden, 0.0f);
+    output.assign(count * kHidden, 0.0f);
+    extra.assign(count * kExtraBytes, 0);
+    for (int token = 0; token < count; ++token) {
+      const int stamp = round * 64 + rank * 16 + token;
+      for (int k = 0; k < kTopK; ++k) {
+        ids[token * kTopK + k] = static_cast<int>(random.below(kExperts + 2)) - 1;
+        weights[token * kTopK + k] = static_cast<float>(stamp);
+      }
+      for (int i = 0; i < kHidden; ++i) hidden[token * kHidden + i] = hidden_value(stamp, i);
+      for (int i = 0; i < kExtraBytes; ++i) extra[token * kExtraBytes + i] = extra_value(stamp, i);
+    }
+  }
+
+  template <class Args>
+  Args common(int count) const {
+    Args args{};
+    args.window_base = reinterpret_cast<uint64_t>(window);
+    args.rank_stride = regions.layout.bytes();
+    args.send_slots = reinterpret_cast<uint64_t>(slots.data());
+    args.timeout_ns = 100ull * 1000000000ull;
+    args.geometry = {kRanks, rank, kExperts, kTopK, kHidden, kCapacity, moe_nvlink::kElementFp32,
+                     count};
+    args.control = regions.control;
+    return args;
+  }
+
+  void dispatch(int count) {
+    auto args = common<moe_nvlink::DispatchArgs>(count);
+    args.num_payloads = 4;
+    args.combine_row_bytes = kHidden * 4;
+    args.payloads[0] = {reinterpret_cast<uint64_t>(ids.data()), regions.ids, kTopK * 4};
+    args.payloads[1] = {reinterpret_cast<uint64_t>(weights.data()), regions.weights, kTopK * 4};
+    args.payloads[2] = {reinterpret_cast<uint64_t>(hidden.data()), regions.hidden, kHidden * 4};
+    args.payloads[3] = {reinterpret_cast<uint64_t>(extra.data()), regions.extra, kExtraBytes};
+    moe_nvlink_dispatch(&args, &grid);
+  }
+
+  // Checks the received rows, writes the partial rows.
+  void run_experts(int round) {
+    const auto* counts = reinterpret_cast<const int32_t*>(mine(regions.control.recv_counts));
+    auto* partial_rows = reinterpret_cast<float*>(mine(regions.combine));
+    for (int slot = 0; slot < kSlots; ++slot) {
+      const auto* slot_ids = reinterpret_cast<const int32_t*>(mine(regions.ids)) + slot * kTopK;
+      const bool filled = slot % kCapacity < counts[slot / kCapacity];
+      bool has_expert = false;
+      for (int k = 0; k < kTopK; ++k) {
+        has_expert = has_expert || owner_of(slot_ids[k]) == rank;
+        expect(filled || slot_ids[k] == -1, "id of an empty slot", rank, round);
+      }
+      expect(filled == has_expert, "a row without a local expert", rank, round);
+      const auto* row = reinterpret_cast<const float*>(mine(regions.hidden)) + slot * kHidden;
+      if (filled) check_row(slot, row, round);
+      // Written in empty slots too, over and over: nobody may read those.
+      for (int i = 0; i < kHidden; ++i) {
+        partial_rows[slot * kHidden + i] = filled ? partial_value(rank, row[i]) : -1e30f;
+      }
+    }
+  }
+
+  void check_row(int slot, const float* row, int round) const {
+    const auto* weight = reinterpret_cast<const float*>(mine(regions.weights)) + slot * kTopK;
+    const auto* bytes =
+        reinterpret_cast<const unsigned char*>(mine(regions.extra)) + slot * kExtraBytes;
+    const int stamp = static_cast<int>(weight[0]);
+    expect(stamp / 64 == round && stamp / 16 % 4 == slot / kCapacity, "origin", rank, round);
+    for (int i = 0; i < kHidden; ++i) {
+      expect(row[i] == hidden_value(stamp, i), "hidden state", rank, round);
+    }
+    for (int i = 0; i < kExtraBytes; ++i) {
+      expect(bytes[i] == extra_value(stamp, i), "extra payload", rank, round);
+    }
+  }
+
+  void combine(int count) {
+    auto args = common<moe_nvlink::CombineArgs>(count);
+    args.output = reinterpret_cast<uint64_t>(output.data());
+    args.region = regions.combine;
+    args.hidden_splits = 1;
+    moe_nvlink_combine(&args, &grid);
+  }
+
+  // Small whole numbers: their sums are exact in any order.
+  void check_output(int count, int round) const {
+    for (int token = 0; token < count; ++token) {
+      bool goes_to[kRanks] = {};
+      for (int k = 0; k < kTopK; ++k) {
+        const int expert = ids[token * kTopK + k];
+        if (expert >= 0 && expert < kExperts) goes_to[owner_of(expert)] = true;
+      }
+      for (int i = 0; i < kHidden; ++i) {
+        float sum = 0;
+        for (int target = 0; target < kRanks; ++target) {
+          if (goes_to[target]) sum += partial_value(target, hidden[token * kHidden + i]);
+        }
+        expect(output[token * kHidden + i] == sum, "combined row", rank, round);
+      }
+    }
+  }
+
+  void main() {
+    Random random{static_cast<uint32_t>(rank) * 2654435761u + 17u};
+    for (int round = 0; round < kRounds; ++round) {
+      const int count = static_cast<int>(random.below(kCapacity + 1));
+      make_tokens(random, round, count);
+      dispatch(count);
+      run_experts(round);
+      combine(count);
+      check_output(count, round);
+    }
+    const auto* local =
+        reinterpret_cast<const moe_nvlink::LocalControl*>(mine(regions.control.local));
+    expect(local->fault == 0, "fault word", rank, kRounds);
+    expect(local->epoch == kRounds, "epoch", rank, kRounds);
+  }
+};
+
+}  // namespace
+
+int main() {
+  const Regions regions;
+  const size_t stride = regions.layout.bytes();
+  char* window = static_cast<char*>(std::aligned_alloc(kRegionAlignment, stride * kRanks));
+  std::memset(window, 0, stride * kRanks);
+  for (int rank = 0; rank < kRanks; ++rank) regions.layout.poison_gaps(window + rank * stride);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] { Rank{rank, regions, window}.main(); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::free(window);
+  if (mistakes == 0) std::puts("all rounds verified");
+  return mistakes == 0 ? 0 : 1;
+}

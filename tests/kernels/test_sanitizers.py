@@ -1,0 +1,157 @@
+"""The kernel text under the thread, address and undefined-behaviour sanitizers.
+
+And proof that the thread sanitizer looks: every release, acquire and barrier the protocol needs is
+taken out once, and it must report a data race each time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moe_nvlink_plugin import env
+from moe_nvlink_plugin.jit import source
+from tests.kernels.delays import replace_once
+
+pytestmark = pytest.mark.timeout(280)
+
+PROGRAM = Path(__file__).with_name("sanitizer_ranks.cpp")
+TSAN_STATUS = 66
+
+Edit = tuple[str, str]
+
+#: name -> edits: what stands in the kernel text, what stands there instead. Spaces match any space.
+SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
+    "P1 release": (
+        (
+            "store_release_sys(cell_of(args, peer, args.control.dispatch_cells",
+            "store_relaxed_sys(cell_of(args, peer, args.control.dispatch_cells",
+        ),
+    ),
+    "P1 and P3 acquire": (("*seen = load_acquire_sys(cell);", "*seen = load_relaxed_sys(cell);"),),
+    "P2 release and acquire": (
+        (
+            "fetch_add_acq_rel_gpu(&local_control(args)->arrivals",
+            "fetch_add_relaxed_gpu(&local_control(args)->arrivals",
+        ),
+    ),
+    # The barrier behind a CTA's last token does the same work as the one before its arrival.
+    "P2 barriers before the arrival": (
+        (
+            "cta.sync(); if (cta.thread == 0) { // P2: release",
+            "if (cta.thread == 0) { // P2: release",
+        ),
+        (
+            "cta.sync(); // the route is read until here",
+            "if (token + cta.num_blocks < args.geometry.num_tokens) cta.sync(); //",
+        ),
+    ),
+    "barrier between two tokens": (("cta.sync(); // the route is read until here", "//"),),
+    "P3 release": (
+        (
+            "store_release_sys(cell_of(args, peer, args.control.combine_cells",
+            "store_relaxed_sys(cell_of(args, peer, args.control.combine_cells",
+        ),
+    ),
+    "P4 barrier": (("cta.sync(); return shared.faulted != 0;", "return shared.faulted != 0;"),),
+}
+
+
+def seed_bug(text: str, name: str) -> str:
+    for old, new in SEEDED_BUGS[name]:
+        found = re.findall(r"\s+".join(re.escape(word) for word in old.split()), text)
+        assert len(found) == 1, f"{name}: {len(found)} occurrences of {old!r} in the kernel text"
+        text = replace_once(text, found[0], new)
+    return text
+
+
+def build(text: str, folder: Path, *flags: str) -> Path:
+    (folder / "kernel_text.h").write_text(text, encoding="utf-8")
+    program = folder / "ranks"
+    command = [
+        *(*shlex.split(env.cxx()), "-std=c++20", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"),
+        *(*flags, "-I", str(folder), str(PROGRAM), "-o", str(program)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def run(program: Path, **options: str) -> subprocess.CompletedProcess[str]:
+    # Without address randomisation: older sanitizer runtimes do not find their shadow memory where
+    # vm.mmap_rnd_bits is large.
+    setarch = shutil.which("setarch")
+    command = [*([setarch, "-R"] if setarch else []), str(program)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=200, env=os.environ | options
+    )
+
+
+def build_for_tsan(text: str, folder: Path) -> Path:
+    return build(text, folder, "-O1", "-fsanitize=thread", "-DMOE_NVLINK_CTA_THREADS=4")
+
+
+def run_under_tsan(program: Path) -> subprocess.CompletedProcess[str]:
+    return run(program, TSAN_OPTIONS=f"halt_on_error=1:exitcode={TSAN_STATUS}")
+
+
+def test_no_data_race(tmp_path: Path) -> None:
+    done = run_under_tsan(build_for_tsan(source.host_source(), tmp_path))
+    assert done.returncode == 0, done.stderr[:4000]
+    assert "all rounds verified" in done.stdout
+
+
+@pytest.mark.parametrize("bug", SEEDED_BUGS)
+def test_the_thread_sanitizer_catches(bug: str, tmp_path: Path) -> None:
+    program = build_for_tsan(seed_bug(source.host_source(), bug), tmp_path)
+    # Whether two accesses meet depends on the schedule: a few tries, where one is enough.
+    for _attempt in range(5):
+        done = run_under_tsan(program)
+        if done.returncode == TSAN_STATUS:
+            assert "WARNING: ThreadSanitizer: data race" in done.stderr
+            return
+    pytest.fail(f"without {bug} the sanitizer saw nothing: {done.returncode}, {done.stdout}")
+
+
+@pytest.mark.parametrize("cta_threads", [1, 4])
+def test_no_bad_address_and_no_undefined_behaviour(cta_threads: int, tmp_path: Path) -> None:
+    """-O3 as in the product, so that the vectorised loops are the ones that are watched."""
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    threads = f"-DMOE_NVLINK_CTA_THREADS={cta_threads}"
+    done = run(build(source.host_source(), tmp_path, "-O3", *flags, threads))
+    assert done.returncode == 0, done.stderr[:4000]
+    assert "all rounds verified" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("what", "old", "new", "report"),
+    [
+        (
+            "a row one element too long",
+            "for (int element = first + thread * Width; element < last;",
+            "for (int element = first + thread * Width; element <= last;",
+            "AddressSanitizer",
+        ),
+        (
+            "an id that is not checked",
+            "if (expert < 0 || expert >= geometry.num_experts) return kNoSlot;",
+            "",
+            "AddressSanitizer|runtime error|WRONG VALUE",
+        ),
+    ],
+    ids=["address", "unchecked-id"],
+)
+def test_the_other_sanitizers_look(
+    what: str, old: str, new: str, report: str, tmp_path: Path
+) -> None:
+    text = replace_once(source.host_source(), old, new)
+    flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    done = run(build(text, tmp_path, *flags))
+    assert done.returncode != 0, what
+    assert re.search(report, done.stderr), done.stderr[:2000]
