@@ -120,6 +120,9 @@ def run(folder: Path, architecture: str, num_requests: int) -> int:
     print(report.answers_table(requests.prompts, ours, theirs))
     print("\nWhat the exchange moved between ranks, and what collectives would have moved\n")
     print(report.exchange_table(ranks))
+    print(
+        "\n  A unique destination is one token put to one rank, however many experts it has there."
+    )
     return conclude(
         report.failures(
             requests.prompts,

@@ -80,7 +80,7 @@ def _excerpt(token_ids: Sequence[int], start: int) -> str:
 def exchange_table(ranks: Sequence[RankStats]) -> str:
     """What each rank's exchange moved to its peers, and what the collectives would have moved."""
     rows = [
-        ["rank", "rounds", "tokens", "unique destinations", "of them to peers"]
+        ["rank", "rounds", "tokens", "unique dest.", "to peers"]
         + ["dispatched", "combined", "all-gather", "reduce-scatter"]
     ]
     rows.extend(_stats_row(str(rank.ep_rank), rank) for rank in ranks)
