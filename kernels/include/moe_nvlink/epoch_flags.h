@@ -43,7 +43,9 @@ HD bool wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t timeout_ns
   // The acquire half of P1 (dispatch) and P3 (combine). With a relaxed load here the rows read
   // afterwards may be older than the cell.
   *seen = load_acquire_sys(cell);
-  return true;
+  // Looked at again, although a cell never goes back: what is not used is not loaded, and ptxas then
+  // drops this load (combine) or halves it (dispatch), so that count and epoch come from two loads.
+  return has_reached(*seen, epoch);
 }
 
 // The fault word is for the host: it turns it into an error that names phase, peer and epoch.
