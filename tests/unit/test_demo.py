@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import shared_memory
@@ -109,6 +110,21 @@ def test_stats_are_read_by_rank(tmp_path: Path) -> None:
     table = report.exchange_table(RANKS)
     assert table.splitlines()[-1].split()[:5] == ["all", "9", "24", "35", "13"]
     assert "6.5 KiB" in table
+
+
+def test_stats_are_waited_for_until_they_are_quiet(tmp_path: Path) -> None:
+    def write(tokens: int) -> None:
+        scratch = tmp_path / "scratch"
+        scratch.write_text(json.dumps(RANKS[0]._replace(tokens=tokens)._asdict()))
+        scratch.replace(tmp_path / "rank0.json")
+
+    write(1)
+    late = [threading.Timer(0.1 * turn, write, [turn]) for turn in range(2, 8)]
+    for timer in late:
+        timer.start()
+    (rank,) = report.wait_for_stats(tmp_path, quiet_s=0.6, limit_s=10.0)
+    assert rank.tokens == 7
+    assert report.wait_for_stats(tmp_path / "empty", quiet_s=0.2, limit_s=0.4) == []
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def run(folder: Path, architecture: str, num_requests: int) -> int:
         environment={"MOE_NVLINK_STATS_DIR": str(stats_folder.resolve())},
     ) as server:
         ours = serve_and_ask(server, requests)
-    ranks = report.read_stats(stats_folder)
+        ranks = report.wait_for_stats(stats_folder)
 
     print("2. vLLM on one rank, without any plugin", flush=True)
     with VllmServer(

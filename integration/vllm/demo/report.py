@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +48,23 @@ def read_stats(folder: Path) -> list[RankStats]:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
     ranks = [RankStats(**{name: rank[name] for name in RankStats._fields}) for rank in found]
     return sorted(ranks)
+
+
+def wait_for_stats(folder: Path, *, quiet_s: float = 2.0, limit_s: float = 15.0) -> list[RankStats]:
+    """The counters once they have not changed for `quiet_s`, or after `limit_s`.
+
+    A running server writes them twice a second from a thread, and one that is told to stop may not
+    get to write its last ones.
+    """
+    newest = read_stats(folder)
+    end = time.monotonic() + limit_s
+    quiet_since = time.monotonic()
+    while time.monotonic() < min(end, quiet_since + quiet_s):
+        time.sleep(0.1)
+        before, newest = newest, read_stats(folder)
+        if newest != before or not newest:
+            quiet_since = time.monotonic()
+    return newest
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
