@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
+from moe_nvlink_plugin import AllToAllConfig, ExchangeStats, MoeAllToAll, env
 from moe_nvlink_plugin.errors import UnsupportedError
 
 from .flag import BACKEND
@@ -40,6 +41,8 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             )
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         self._stats_writer: StatsWriter | None = None
+        # The counters lie in the workspace, and a new geometry may move that.
+        self._no_growth = threading.Lock()
         _show_core_logs()
 
     def exchange(self, geometry: Geometry) -> MoeAllToAll:
@@ -57,7 +60,8 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             ep_rank=self.rank,
             **geometry._asdict(),
         )
-        created = MoeAllToAll.create(config, self.cpu_group, "cpu", share_with=first)
+        with self._no_growth:
+            created = MoeAllToAll.create(config, self.cpu_group, "cpu", share_with=first)
         self._exchanges[geometry] = created
         logger.info("moe_nvlink exchange of rank %d of %d: %s", self.rank, self.world_size, config)
         if first is None:
@@ -70,10 +74,15 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
 
     def _start_stats(self, exchange: MoeAllToAll) -> None:
         directory = env.stats_dir()
-        if directory is not None:
-            about = {"ep_rank": self.rank, "ep_size": self.world_size}
-            # One workspace serves all geometries, so the first exchange counts for all of them.
-            self._stats_writer = StatsWriter(directory, about, exchange.stats)
+        if directory is None:
+            return
+
+        def read() -> ExchangeStats:
+            with self._no_growth:
+                return exchange.stats()  # of the whole workspace, so of all exchanges
+
+        about = {"ep_rank": self.rank, "ep_size": self.world_size}
+        self._stats_writer = StatsWriter(directory, about, read)
 
     # The three verbs of vLLM's managers without a modular kernel. Layers reach them only when our
     # prepare/finalize was not put in place, which must not pass in silence.

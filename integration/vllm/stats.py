@@ -8,7 +8,10 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_nvlink_plugin import ExchangeStats
 
 _PERIOD_S = 0.5
 
@@ -22,7 +25,7 @@ class StatsWriter:
     """
 
     def __init__(
-        self, directory: str | Path, about: Mapping[str, int], read: Callable[[], Any]
+        self, directory: str | Path, about: Mapping[str, int], read: Callable[[], ExchangeStats]
     ) -> None:
         self.path = Path(directory) / f"rank{about['ep_rank']}.json"
         self._about = {**about, "pid": os.getpid()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -308,6 +309,7 @@ def _manager(cpu_group: Any) -> Any:
     manager.cpu_group, manager.rank = cpu_group, cpu_group.rank()
     manager.world_size = cpu_group.size()
     manager._exchanges, manager._stats_writer = {}, None
+    manager._no_growth = threading.Lock()
     return manager
 
 

@@ -1,0 +1,81 @@
+"""The counters' file of a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from moe_nvlink_plugin import ExchangeStats
+from moe_nvlink_plugin.integration.vllm.stats import StatsWriter
+
+ABOUT = {"ep_rank": 3, "ep_size": 4}
+
+
+class Counters:
+    """Counters a test can move."""
+
+    def __init__(self) -> None:
+        self.now = ExchangeStats()
+
+    def count(self, rounds: int) -> None:
+        self.now = self.now._replace(rounds=rounds, bytes_combined=10 * rounds)
+
+    def read(self) -> ExchangeStats:
+        return self.now
+
+
+def _until_rounds(path: Path, rounds: int) -> dict[str, int]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if path.exists():
+            content: dict[str, int] = json.loads(path.read_text("utf-8"))
+            if content["rounds"] == rounds:
+                return content
+        time.sleep(0.05)
+    raise AssertionError(f"{path} never reached {rounds} rounds")
+
+
+def test_the_file_follows_the_counters_without_being_asked(tmp_path: Path) -> None:
+    counters = Counters()
+    writer = StatsWriter(tmp_path / "new" / "folder", ABOUT, counters.read)
+    counters.count(5)
+    content = _until_rounds(writer.path, 5)
+    assert content == {**ABOUT, "pid": os.getpid(), **counters.now._asdict()}
+    counters.count(9)
+    _until_rounds(writer.path, 9)
+    writer.close()
+
+
+def test_close_writes_the_last_state_and_leaves_one_file(tmp_path: Path) -> None:
+    counters = Counters()
+    writer = StatsWriter(tmp_path, ABOUT, counters.read)
+    counters.count(7)
+    writer.close()
+    writer.close()
+    assert json.loads(writer.path.read_text("utf-8"))["rounds"] == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["rank3.json"]
+    assert not writer._thread.is_alive()
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    counters = Counters()
+    writer = StatsWriter(tmp_path, ABOUT, counters.read)
+    writer.close()
+    for rounds in range(200):
+        counters.count(rounds)
+        writer._write()
+        assert json.loads(writer.path.read_text("utf-8"))["rounds"] == rounds
+
+
+def test_unchanged_counters_are_not_written_again(tmp_path: Path) -> None:
+    counters = Counters()
+    writer = StatsWriter(tmp_path, ABOUT, counters.read)
+    writer.close()
+    written = writer.path.stat().st_mtime_ns, writer.path.stat().st_ino
+    writer._write()
+    assert (writer.path.stat().st_mtime_ns, writer.path.stat().st_ino) == written
+    counters.count(1)
+    writer._write()
+    assert writer.path.stat().st_ino != written[1]
