@@ -1,0 +1,85 @@
+"""The host build moves rows and adds them with vector instructions (x86-64)."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from moe_nvlink_plugin.jit import host, source
+from tests.kernels.delays import replace_once
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in {"x86_64", "AMD64"},
+    reason=f"reads x86-64 assembly, this is {platform.machine()}",
+)
+
+#: A move of a whole vector register: of 16, 32 or 64 bytes, whatever this CPU has.
+VECTOR_MOVE = re.compile(r"v?mov(?:dq[au]|[au]p[sd])(?:8|16|32|64)?\s")
+VECTOR_ADD = re.compile(r"v?addps\s")
+
+
+def disassembly(text: str, flags: tuple[str, ...] = host.FLAGS) -> dict[str, str]:
+    """Symbol -> code; with the default flags, of the library the CPU ranks load."""
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not installed (apt-get install binutils)")
+    path = host.build(text, flags)
+    command = ["objdump", "-d", "--no-show-raw-insn", "--demangle", str(path)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^[0-9a-f]+ <(.*)>:\n((?:.+\n)+)", listing, re.MULTILINE)
+    assert found
+    return dict(found)
+
+
+def code_of(symbols: dict[str, str], verb: str) -> str:
+    """All code of a verb: the entry point and whatever the compiler did not inline into it."""
+    parts = [code for name, code in symbols.items() if re.search(rf"{verb}|put_|Grid::", name)]
+    assert parts, f"no symbol of {verb} among {len(symbols)}"
+    return "".join(parts)
+
+
+def runs_of_moves(code: str) -> list[int]:
+    """Lengths of the runs of consecutive vector moves that touch memory."""
+    runs, length = [], 0
+    for line in code.splitlines():
+        if VECTOR_MOVE.search(line) and "(" in line and "rsp" not in line:
+            length += 1
+        elif length:
+            runs.append(length)
+            length = 0
+    return runs
+
+
+def copies_with_vectors(code: str) -> bool:
+    # 128 bytes per target: two registers of 64 bytes, or more of the narrower ones.
+    moves = runs_of_moves(code)
+    return max(moves, default=0) >= 2 and sum(moves) >= 8
+
+
+def adds_with_vectors(code: str) -> bool:
+    return len(VECTOR_ADD.findall(code)) >= 4
+
+
+def test_dispatch_copies_with_vectors() -> None:
+    code = code_of(disassembly(source.host_source()), "dispatch")
+    assert copies_with_vectors(code), f"runs of vector moves: {runs_of_moves(code)}"
+
+
+def test_combine_adds_with_vectors() -> None:
+    code = code_of(disassembly(source.host_source()), "combine")
+    assert adds_with_vectors(code), f"{len(VECTOR_ADD.findall(code))} vector additions"
+
+
+def test_scalar_code_is_noticed() -> None:
+    """Rows moved byte by byte, loops left as they are written."""
+    text = replace_once(
+        source.host_source(), "constexpr int kVectorBytes = 128;", "constexpr int kVectorBytes = 3;"
+    )
+    symbols = disassembly(
+        text, (*host.FLAGS, "-O1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")
+    )
+    assert not copies_with_vectors(code_of(symbols, "dispatch"))
+    assert not adds_with_vectors(code_of(symbols, "combine"))
