@@ -288,6 +288,18 @@ def test_four_data_parallel_ranks_then_kill_9(
         assert _our_files() == []
 
 
+def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
+    checkpoint = write_checkpoint(folder / "refused", "qwen3_moe")
+    arguments = ["--data-parallel-size=2", "--all2all-backend=moe_nvlink", "--enable-lora"]
+    server = VllmServer(model=checkpoint, name="refused", folder=folder, arguments=arguments)
+    with server, pytest.raises(ServerError, match="exit code 1"):
+        server.wait_until_ready()
+    told = server.log_tail(5)
+    assert "--all2all-backend moe_nvlink cannot serve this configuration" in told
+    assert "add --enable-expert-parallel" in told
+    assert "remove --enable-lora" in told
+
+
 _PYTHON = """
 import json, sys
 from vllm import LLM, SamplingParams

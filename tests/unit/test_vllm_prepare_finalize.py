@@ -7,8 +7,7 @@ import os
 import pickle
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -255,31 +254,11 @@ def test_another_placement_is_refused() -> None:
         _prepare_finalize(exchange, round_robin)
 
 
-# Two processes.
-
-Scenario = Callable[[int, int], Any]
-
-
-def _process(ep_rank: int, ep_size: int, folder: str, scenario: Scenario) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size
-    )
-    result = scenario(ep_rank, ep_size)
-    Path(folder, f"result{ep_rank}").write_bytes(pickle.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _run(scenario: Scenario, tmp_path: Path, ep_size: int = 2) -> list[Any]:
-    folder = tmp_path / uuid.uuid4().hex
-    folder.mkdir()
-    mp.spawn(_process, (ep_size, str(folder), scenario), nprocs=ep_size)
-    return [pickle.loads((folder / f"result{r}").read_bytes()) for r in range(ep_size)]
+# Two processes, started once: importing vLLM takes longer than all they do.
 
 
 def _ragged_rounds(ep_rank: int, ep_size: int) -> list[float]:
-    """Largest error per round; two layers of one geometry, a third with another hidden size."""
+    """Largest error per round, of two layers of one geometry in turn."""
     config = _config(ep_size, ep_rank)
     errors = []
     with MoeAllToAll.create(config, dist.group.WORLD) as exchange:
@@ -295,12 +274,6 @@ def _ragged_rounds(ep_rank: int, ep_size: int) -> list[float]:
     return errors
 
 
-def test_two_processes_with_ragged_and_empty_batches(tmp_path: Path) -> None:
-    for errors in _run(_ragged_rounds, tmp_path):
-        assert len(errors) == 40
-        assert max(errors) < 1e-5
-
-
 def _manager(cpu_group: Any) -> Any:
     """Our manager without vLLM's parallel state behind it."""
     from moe_nvlink_plugin.integration.vllm import all2all_manager
@@ -314,6 +287,7 @@ def _manager(cpu_group: Any) -> Any:
 
 
 def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
+    """What the manager's counters say after rounds of one of its two geometries."""
     from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry
 
     manager = _manager(dist.group.WORLD)
@@ -321,7 +295,9 @@ def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
     large = Geometry(11, 2, 64, 2 * CAPACITY, torch.float32)
     first = manager.exchange(small)
     assert manager.exchange(small) is first
-    assert manager.exchange(large) is not first
+    second = manager.exchange(large)
+    assert second is not first
+    assert second.workspace_bytes == first.workspace_bytes
     assert manager.get_handle(small._asdict()) is first
     layer = _prepare_finalize(first)
     for number in range(3):
@@ -333,19 +309,8 @@ def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
     return written
 
 
-def test_manager_shares_a_workspace_and_writes_stats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOE_NVLINK_STATS_DIR", str(tmp_path / "stats"))
-    for rank, stats in enumerate(_run(_geometries_and_stats, tmp_path)):
-        assert (stats["ep_rank"], stats["ep_size"], stats["rounds"]) == (rank, 2, 3)
-        assert stats["tokens"] == 3 * CAPACITY
-        assert 0 < stats["bytes_dispatched_remote"] < stats["bytes_dispatched"]
-        assert 0 < stats["bytes_combined_remote"] < stats["bytes_combined"]
-    assert sorted(p.name for p in (tmp_path / "stats").iterdir()) == ["rank0.json", "rank1.json"]
-
-
 def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
+    """What rank 0 is told when rank 1 skips a round, and after how long."""
     config = _config(ep_size, ep_rank, timeout_s=2.0)
     exchange = MoeAllToAll.create(config, dist.group.WORLD)
     layer = _prepare_finalize(exchange)
@@ -362,7 +327,52 @@ def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
     return message, waited
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    (message, waited), _ = _run(_absent_peer, tmp_path)
+SCENARIOS = (_ragged_rounds, _geometries_and_stats, _absent_peer)
+
+
+def _process(ep_rank: int, ep_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["MOE_NVLINK_STATS_DIR"] = f"{folder}/stats"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size
+    )
+    results = {scenario.__name__: scenario(ep_rank, ep_size) for scenario in SCENARIOS}
+    Path(folder, f"results{ep_rank}").write_bytes(pickle.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two_processes")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    """By rank and scenario."""
+    mp.spawn(_process, (2, str(folder)), nprocs=2)
+    return [pickle.loads((folder / f"results{rank}").read_bytes()) for rank in range(2)]
+
+
+def test_two_processes_with_ragged_and_empty_batches(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert len(result["_ragged_rounds"]) == 40
+        assert max(result["_ragged_rounds"]) < 1e-5
+
+
+def test_manager_shares_a_workspace_and_writes_stats(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
+    for rank, result in enumerate(results):
+        stats = result["_geometries_and_stats"]
+        assert (stats["ep_rank"], stats["ep_size"], stats["rounds"]) == (rank, 2, 3)
+        assert stats["tokens"] == 3 * CAPACITY
+        assert 0 < stats["bytes_dispatched_remote"] < stats["bytes_dispatched"]
+        assert 0 < stats["bytes_combined_remote"] < stats["bytes_combined"]
+    assert sorted(p.name for p in (folder / "stats").iterdir()) == ["rank0.json", "rank1.json"]
+
+
+def test_a_rank_that_does_not_come_is_named(results: list[dict[str, Any]]) -> None:
+    message, waited = results[0]["_absent_peer"]
     assert "for rank(s) 1;" in message
     assert 1.5 < waited < 10
