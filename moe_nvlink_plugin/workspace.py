@@ -61,7 +61,6 @@ class Workspace:
         self._transport = transport
         self._layout: WorkspaceLayout | None = None
         self._memory: SymmetricMemory | None = None
-        self._local: torch.Tensor | None = None
         self._earlier = ExchangeStats()
         self._users = 0
 
@@ -97,7 +96,7 @@ class Workspace:
         if self._memory is not None:
             self._earlier = self.stats()
             self._memory.close()
-        self._memory, self._layout, self._local = memory, layout, memory.local()
+        self._memory, self._layout = memory, layout
         self.generation += 1
         self.pending = torch.zeros(layout.num_channels, dtype=torch.int64)
         # The transport hands out zeros, which is what every control word starts with. No rank may
@@ -120,10 +119,8 @@ class Workspace:
 
     def region_bytes(self, region: Region, size_bytes: int | None = None) -> torch.Tensor:
         """The region in this rank's memory, `[size_bytes] uint8`; a view that keeps it mapped."""
-        if self._local is None:
-            raise ExchangeStateError("the workspace is closed; create a new MoeAllToAll")
         size = region.size_bytes if size_bytes is None else size_bytes
-        return self._local.narrow(0, region.offset, size)
+        return self.memory.local(region.offset, size)
 
     def words(self, region: Region, count: int, dtype: torch.dtype) -> torch.Tensor:
         """The first `count` elements of a control region."""
@@ -147,4 +144,4 @@ class Workspace:
             return
         self._earlier = self.stats()
         self._memory.close()
-        self._memory = self._local = None
+        self._memory = None

@@ -22,8 +22,11 @@ class SymmetricMemory(Protocol):
         """Bytes from one rank's workspace to the next."""
         ...
 
-    def local(self) -> torch.Tensor:
-        """This rank's workspace, `[size_bytes] uint8`; tensors made from it keep it mapped."""
+    def local(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """Bytes of this rank's workspace, `[size_bytes] uint8`; tensors made from it keep it mapped.
+
+        Each call gives a storage of its own: outputs of a torch op must not share one.
+        """
         ...
 
     def close(self) -> None:

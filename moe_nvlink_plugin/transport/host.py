@@ -169,11 +169,11 @@ class HostMemory:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         _mmap(address, self._size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
 
-    def local(self) -> torch.Tensor:
-        """This rank's workspace, `[size_bytes] uint8`."""
+    def local(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """Bytes of this rank's workspace, `[size_bytes] uint8`, in a storage of their own."""
         if self._buffer is None:
             raise TransportError("the shared memory has been closed")
-        return torch.frombuffer(self._buffer, dtype=torch.uint8)
+        return torch.frombuffer(self._buffer, dtype=torch.uint8, offset=offset, count=size_bytes)
 
     def close(self) -> None:
         """Drops this object's hold on the window; tensors over it keep it. Local."""
