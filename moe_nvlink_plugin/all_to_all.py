@@ -73,7 +73,6 @@ class MoeAllToAll:
     def __init__(self, layer: exchange.LayerExchange) -> None:
         self._layer = layer
         self._handle = layer.handle
-        self._has_scales = "recv_scales" in layer.rows
         self.config = layer.config
 
     @classmethod
@@ -147,7 +146,7 @@ class MoeAllToAll:
             ExchangeStateError: closed, or the channel's last dispatch has not been combined.
             ExchangeTimeoutError: a rank did not come within timeout_s.
         """
-        received = ops.dispatch(
+        ids, weights, hidden, counts, slots = ops.dispatch(
             self._layer.workspace.pending,
             hidden_states,
             scales,
@@ -157,15 +156,19 @@ class MoeAllToAll:
             self._handle,
             channel,
         )
-        first_extra = 4 if self._has_scales else 3
+        sent = [*([] if scales is None else [scales]), *extra_payloads]
+        more = [
+            ops.received(counts, like, index, self._handle, channel)
+            for index, like in enumerate(sent)
+        ]
         return Dispatched(
-            hidden_states=received[2],
-            scales=received[3] if self._has_scales else None,
-            topk_ids=received[0],
-            topk_weights=received[1],
-            extra_payloads=tuple(received[first_extra:-2]),
-            recv_counts=received[-2],
-            metadata=DispatchMetadata(received[-1], channel, self._handle),
+            hidden_states=hidden,
+            scales=None if scales is None else more[0],
+            topk_ids=ids,
+            topk_weights=weights,
+            extra_payloads=tuple(more if scales is None else more[1:]),
+            recv_counts=counts,
+            metadata=DispatchMetadata(slots, channel, self._handle),
         )
 
     def combine_input(self, dtype: torch.dtype | None = None, *, channel: int = 0) -> torch.Tensor:

@@ -89,7 +89,7 @@ class LayerExchange:
         topk_weights: torch.Tensor,
         extra_payloads: list[torch.Tensor],
         channel_index: int,
-    ) -> list[torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ops.py. Collective."""
         checks.dispatch_inputs(self, hidden_states, scales, topk_ids, topk_weights, extra_payloads)
         ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
@@ -106,7 +106,8 @@ class LayerExchange:
             slots = channel.dispatch(payloads, hidden_states.shape[0])
             self._raise_fault(channel)
             pending[channel_index] = self.handle
-        return [*channel.received(extra_payloads), slots]
+        ids, weights, hidden = (channel.view(index) for index in range(3))
+        return ids, weights, hidden, channel.recv_counts.view(-1), slots
 
     def combine(
         self,
@@ -157,9 +158,9 @@ class _Channel:
         self._regions = workspace.layout.channel_regions(index)
         self._library, self._grid = layer._library, layer._grid
         self._workspace = workspace
-        self._views = {
-            name: self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
-        }
+        self._views = [
+            self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
+        ]
         self.combine_region = self._view("combine", config.dtype, config.hidden_size)
         ep_size = config.ep_size
         self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
@@ -233,20 +234,14 @@ class _Channel:
             rows = slice(source * capacity, source * capacity + count)
             self.combine_region[rows].copy_(expert_output[rows])
 
-    def received(self, extra_payloads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Fresh views of what arrived: payloads in order of the regions, then recv_counts.
+    def view(self, index: int) -> torch.Tensor:
+        """A fresh view of what arrived of a payload, counted in order of the regions."""
+        return self._views[index].view(self._layer.num_slots, -1)
 
-        Extra payloads take the dtype and the row shape of what this rank dispatched.
-        """
-        views = []
-        extras = iter(extra_payloads)
-        for name, view in self._views.items():
-            if name.startswith("recv_extra"):
-                like = next(extras)
-                views.append(view.view(like.dtype).view(view.shape[0], *like.shape[1:]))
-            else:
-                views.append(view.view(view.shape))
-        return [*views, self.recv_counts.view(-1)]
+    def received(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """What arrived of a payload behind the hidden states, in `like`'s dtype and row shape."""
+        rows = self.view(index + 3).view(like.dtype)
+        return rows.view(rows.shape[0], *like.shape[1:])
 
     def fault_error(self, word: int) -> ExchangeTimeoutError:
         """The error for a fault word: names phase, late ranks and epoch."""

@@ -18,7 +18,14 @@ _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-un
 
 _library.define(
     "dispatch(Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
-    "Tensor topk_weights, Tensor[] extra_payloads, int handle, int channel) -> Tensor[]"
+    "Tensor topk_weights, Tensor[] extra_payloads, int handle, int channel)"
+    " -> (Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, Tensor recv_counts, "
+    "Tensor send_slots)"
+)
+# What else travelled, one payload a call: an op that writes an argument, as dispatch does, cannot
+# be compiled when it returns a list.
+_library.define(
+    "received(Tensor recv_counts, Tensor like, int index, int handle, int channel) -> Tensor"
 )
 _library.define(
     "combine(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, int channel)"
@@ -30,6 +37,9 @@ _library.define(
 )
 
 
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 def _dispatch(
     pending: torch.Tensor,
     hidden_states: torch.Tensor,
@@ -39,7 +49,7 @@ def _dispatch(
     extra_payloads: list[torch.Tensor],
     handle: int,
     channel: int,
-) -> list[torch.Tensor]:
+) -> Five:
     return exchange.find(handle).dispatch(
         pending, hidden_states, scales, topk_ids, topk_weights, extra_payloads, channel
     )
@@ -54,20 +64,31 @@ def _dispatch_fake(
     extra_payloads: list[torch.Tensor],
     handle: int,
     channel: int,
-) -> list[torch.Tensor]:
+) -> Five:
     layer = exchange.find(handle)
-    received = []
-    extras = iter(extra_payloads)
-    for name, row in layer.rows.items():
-        if name.startswith("recv_extra"):
-            like = next(extras)
-            received.append(like.new_empty((layer.num_slots, *like.shape[1:])))
-        else:
-            shape = (layer.num_slots, row.elements)
-            received.append(hidden_states.new_empty(shape, dtype=row.dtype))
+    ids, weights, hidden = (
+        hidden_states.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
+        for row in list(layer.rows.values())[:3]
+    )
     counts = hidden_states.new_empty((layer.config.ep_size,), dtype=torch.int32)
     slots = hidden_states.new_empty((hidden_states.shape[0], layer.config.top_k), dtype=torch.int32)
-    return [*received, counts, slots]
+    return ids, weights, hidden, counts, slots
+
+
+def _received(
+    recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
+) -> torch.Tensor:
+    """Payload `index` behind the hidden states, in the dtype and row shape of `like`.
+
+    recv_counts, of the dispatch, is here for the order of the two only.
+    """
+    return exchange.find(handle).channel(channel).received(index, like)
+
+
+def _received_fake(
+    recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
+) -> torch.Tensor:
+    return like.new_empty((exchange.find(handle).num_slots, *like.shape[1:]))
 
 
 def _combine(
@@ -115,6 +136,7 @@ def _combine_out_fake(
 
 for _name, _implementation, _fake in (
     ("dispatch", _dispatch, _dispatch_fake),
+    ("received", _received, _received_fake),
     ("combine", _combine, _combine_fake),
     ("combine_out", _combine_out, _combine_out_fake),
 ):
@@ -123,5 +145,6 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"moe_nvlink::{_name}", _fake, lib=_library)
 
 dispatch = torch.ops.moe_nvlink.dispatch.default
+received = torch.ops.moe_nvlink.received.default
 combine = torch.ops.moe_nvlink.combine.default
 combine_out = torch.ops.moe_nvlink.combine_out.default

@@ -23,7 +23,7 @@ class SymmetricMemory(Protocol):
         ...
 
     def local(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Bytes of this rank's workspace, `[size_bytes] uint8`; tensors made from it keep it mapped.
+        """Bytes of this rank's workspace, `[size_bytes] uint8`; the tensor keeps them mapped.
 
         Each call gives a storage of its own: outputs of a torch op must not share one.
         """

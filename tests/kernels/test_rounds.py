@@ -163,7 +163,7 @@ def test_a_combine_region_that_moves_is_caught() -> None:
         rows = exchange.find(large._handle).channel(0)
         other = exchange.find(small._handle).channel(0)
         rows._dispatch_args.payloads[2].region = other._regions["combine"].block
-        rows._views["recv_hidden_states"] = rows.combine_region
+        rows._views[2] = rows.combine_region
 
     with pytest.raises(AssertionError, match=r"round .* small: combined on rank 1"):
         alternate(rounds=10, damage=overlap)
