@@ -24,7 +24,8 @@ def local_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[in
     Ranks own contiguous ranges; where ep_size does not divide num_experts, the first
     `num_experts % ep_size` ranks own one expert more than the rest. Local.
     """
-    fewest, num_larger = divmod(num_experts, ep_size)
+    # Not divmod: torch.compile cannot trace that, and experts ask this inside their layer.
+    fewest, num_larger = num_experts // ep_size, num_experts % ep_size
     first = ep_rank * fewest + min(ep_rank, num_larger)
     return first, first + fewest + (1 if ep_rank < num_larger else 0)
 
