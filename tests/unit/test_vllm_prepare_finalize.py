@@ -227,6 +227,14 @@ def test_finalize_without_prepare(one_rank: MoeAllToAll) -> None:
         _prepare_finalize(one_rank).finalize(rows, rows, None, None, False, _no_op())
 
 
+def test_one_prepare_serves_one_finalize(one_rank: MoeAllToAll) -> None:
+    subject = _prepare_finalize(one_rank)
+    rows, _, _, ids, weights = _prepare(subject, _work(2, 0))
+    subject.finalize(torch.empty_like(rows), rows, weights, ids, False, _no_op())
+    with pytest.raises(ExchangeStateError, match="finalize without a prepare"):
+        subject.finalize(torch.empty_like(rows), rows, weights, ids, False, _no_op())
+
+
 def test_what_vllm_asks(one_rank: MoeAllToAll) -> None:
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
