@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels"
 #: What pip needs of the repository to build; build/ and environments stay out of the copy.
-BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "moe_nvlink_plugin", "kernels")
-BUILD_INPUTS += ("integration",)
+BUILD_INPUTS = ["pyproject.toml", "README.md", "LICENSE"]
+BUILD_INPUTS += ["moe_nvlink_plugin", "kernels", "integration"]
 KERNEL_SUFFIXES = {".cu", ".h", ".cpp"}
 
 
