@@ -74,8 +74,11 @@ def warn_if_untried() -> None:
 
 
 def check_names() -> None:
-    """Raises UnsupportedError naming what this vLLM lacks of `TOUCHED`. Local, worker start-up."""
-    missing = [f"{t.module}.{t.name}" for t in TOUCHED if not _exists(t)]
+    """Raises UnsupportedError naming what this vLLM lacks of `TOUCHED`. Local, worker start-up.
+
+    What we patch may be missing: `flag.patch_engine_args` has said so, and the flag works without.
+    """
+    missing = [f"{t.module}.{t.name}" for t in TOUCHED if t.kind != "patch" and not _exists(t)]
     if missing:
         raise UnsupportedError(
             f"vLLM {vllm_version()} lacks what the moe_nvlink adapter stands on: "

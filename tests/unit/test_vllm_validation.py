@@ -169,6 +169,7 @@ def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:
 
 
 def test_every_name_we_touch_exists_here() -> None:
+    assert [touched for touched in compat.TOUCHED if not compat._exists(touched)] == []
     compat.check_names()
 
 
@@ -176,6 +177,7 @@ def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = (
         compat.Touched("vllm.no_such_module", "Name", "use"),
         compat.Touched("vllm.platforms.interface", "Platform.no_such_hook", "hook"),
+        compat.Touched("vllm.platforms.interface", "Platform.no_such_patch", "patch"),
     )
     monkeypatch.setattr(compat, "TOUCHED", (*compat.TOUCHED, *gone))
     with pytest.raises(UnsupportedError) as caught:
@@ -183,6 +185,7 @@ def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "vllm.no_such_module.Name" in str(caught.value)
     assert "vllm.platforms.interface.Platform.no_such_hook" in str(caught.value)
     assert "RoutedExperts" not in str(caught.value)
+    assert "no_such_patch" not in str(caught.value)
 
 
 def test_the_readme_lists_every_name_we_touch() -> None:
