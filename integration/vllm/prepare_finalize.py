@@ -165,7 +165,7 @@ def _filled(recv_counts: torch.Tensor, capacity: int) -> list[slice]:
 
 
 def _gather(buffer: torch.Tensor, slices: list[slice]) -> torch.Tensor:
-    """The filled rows, contiguous and owned: the experts may run over the next dispatch."""
+    """The filled rows as a contiguous copy; a view would change at the peers' next dispatch."""
     if not slices:
         return buffer[:0].clone()
     return torch.cat([buffer[filled] for filled in slices])
