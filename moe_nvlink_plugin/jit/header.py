@@ -13,7 +13,7 @@ from typing import Any
 
 from .source import read_kernel_file
 
-_CONSTANT = re.compile(r"^constexpr int (k\w+) = (-?\d+);", re.MULTILINE)
+_CONSTANT = re.compile(r"^constexpr int (k\w+) =\s*(-?\d+);", re.MULTILINE)
 _STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"^\s*(\w+) (\w+)(?:\[(\w+)\])?;")
 
