@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ def _rank_main(
         "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size
     )
     result = body(ep_rank, ep_size, *args)
-    Path(folder, f"result{ep_rank}").write_bytes(pickle.dumps(result))
-    dist.barrier()
+    unfinished = Path(folder, f"unfinished{ep_rank}")
+    unfinished.write_bytes(pickle.dumps(result))
+    unfinished.rename(Path(folder, f"result{ep_rank}"))
+    # Not by a barrier: a test may have left the group's collectives out of step.
+    give_up = time.monotonic() + 60
+    while len(list(Path(folder).glob("result*"))) < ep_size and time.monotonic() < give_up:
+        time.sleep(0.01)
     dist.destroy_process_group()

@@ -1,0 +1,127 @@
+"""AllToAllConfig and the environment: what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_nvlink_plugin import AllToAllConfig, env
+from moe_nvlink_plugin.config import MAX_RANKS, MAX_TOP_K, local_expert_range
+from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
+
+
+def config(**values: Any) -> AllToAllConfig:
+    usual: dict[str, Any] = {
+        "ep_size": 4,
+        "ep_rank": 3,
+        "num_experts": 16,
+        "top_k": 2,
+        "hidden_size": 64,
+        "max_tokens_per_rank": 8,
+    }
+    return AllToAllConfig(**{**usual, **values})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("ep_size", 0, "ep_size=0"),
+        ("ep_size", MAX_RANKS + 1, str(MAX_RANKS)),
+        ("ep_size", 2.0, "ep_size=2.0"),
+        ("ep_rank", 4, "ep_rank=4 must be an integer from 0 to 3"),
+        ("ep_rank", -1, "ep_rank=-1"),
+        ("num_experts", 0, "num_experts=0"),
+        ("num_experts", True, "num_experts=True"),
+        ("top_k", 0, "top_k=0"),
+        ("top_k", MAX_TOP_K + 1, f"from 1 to {MAX_TOP_K}"),
+        ("hidden_size", 0, "hidden_size=0"),
+        ("hidden_size", "64", "hidden_size='64'"),
+        ("max_tokens_per_rank", 0, "max_tokens_per_rank=0"),
+        ("max_tokens_per_rank", 2**24 + 1, "from 1 to 16777216"),
+        ("num_channels", 0, "num_channels=0"),
+        ("num_threads", 0, "num_threads=0"),
+        ("extra_payload_bytes", (4, 0), "extra_payload_bytes=0"),
+        ("dtype", torch.float64, "dtype=torch.float64 cannot be combined"),
+        ("timeout_s", 0, "timeout_s=0"),
+        ("timeout_s", -3.0, "timeout_s=-3.0"),
+        ("timeout_s", float("nan"), "timeout_s=nan"),
+        ("timeout_s", float("inf"), "timeout_s=inf"),
+        ("timeout_s", "5", "timeout_s='5'"),
+    ],
+)
+def test_refused(field: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**{field: value})
+    assert words in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, MoeNvlinkError)
+
+
+def test_limits_themselves_are_allowed() -> None:
+    config(ep_size=MAX_RANKS, ep_rank=MAX_RANKS - 1, top_k=MAX_TOP_K)
+    config(max_tokens_per_rank=2**24)
+
+
+def test_slots_are_numbered_in_int32() -> None:
+    config(ep_size=128, max_tokens_per_rank=(2**31 - 1) // 128)
+    with pytest.raises(ConfigError, match="max_tokens_per_rank=16777216 .* to 16777215"):
+        config(ep_size=128, max_tokens_per_rank=2**24)
+
+
+def test_frozen_and_comparable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().top_k = 3  # type: ignore[misc]
+    assert config() == config()
+    assert hash(config()) == hash(config())
+    assert config(extra_payload_bytes=[1, 2]).extra_payload_bytes == (1, 2)
+
+
+def test_defaults_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "12.5")
+    monkeypatch.setenv("MOE_NVLINK_HOST_THREADS", "3")
+    assert (config().timeout_s, config().num_threads) == (12.5, 3)
+    assert (config(timeout_s=1).timeout_s, config(num_threads=2).num_threads) == (1, 2)
+    monkeypatch.delenv("MOE_NVLINK_TIMEOUT_S")
+    monkeypatch.setenv("MOE_NVLINK_HOST_THREADS", "  ")
+    assert (config().timeout_s, config().num_threads) == (300.0, 1)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "inf", "nan"])
+@pytest.mark.parametrize("name", ["MOE_NVLINK_TIMEOUT_S", "MOE_NVLINK_HOST_THREADS"])
+def test_bad_environment_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"{name}='{text}'"):
+        config()
+
+
+def test_environment_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in env.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert env.cxx() == "g++"
+    assert env.cache_dir() is None
+    assert env.stats_dir() is None
+    monkeypatch.setenv("MOE_NVLINK_CXX", "ccache g++-12")
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", "~/somewhere")
+    assert env.cxx() == "ccache g++-12"
+    cache = env.cache_dir()
+    assert cache is not None
+    assert cache.is_absolute()
+    assert all(meaning and default for default, meaning in env.VARIABLES.values())
+
+
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_expert_ranges(num_experts: int, ep_size: int) -> None:
+    """Contiguous, complete, larger ones first, sizes differ by one at most."""
+    ranges = [local_expert_range(num_experts, ep_size, rank) for rank in range(ep_size)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == num_experts
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(ranges))
+    sizes = [end - first for first, end in ranges]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1

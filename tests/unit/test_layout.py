@@ -1,0 +1,101 @@
+"""Regions: aligned, apart from each other, large enough, and at the same place for every layer."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.layout import (
+    REGION_ALIGNMENT,
+    Region,
+    WorkspaceLayout,
+    combine_row,
+    payload_rows,
+)
+from moe_nvlink_plugin.recipes import unquantised_recipe_of
+
+configs = st.builds(
+    AllToAllConfig,
+    ep_size=st.just(5),
+    ep_rank=st.just(0),
+    num_experts=st.integers(1, 300),
+    top_k=st.integers(1, 32),
+    hidden_size=st.integers(1, 9000),
+    max_tokens_per_rank=st.integers(1, 5000),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    num_channels=st.integers(1, 3),
+    extra_payload_bytes=st.lists(st.integers(1, 999), max_size=7).map(tuple),
+)
+
+
+def layout_of(*members: AllToAllConfig) -> WorkspaceLayout:
+    return WorkspaceLayout.for_geometries((c, unquantised_recipe_of(c.dtype)) for c in members)
+
+
+def all_regions(layout: WorkspaceLayout) -> list[Region]:
+    return [r for c in range(layout.num_channels) for r in layout.channel_regions(c).values()]
+
+
+@given(configs)
+def test_regions_are_aligned_and_apart(config: AllToAllConfig) -> None:
+    layout = layout_of(config)
+    regions = all_regions(layout)
+    assert all(region.offset % REGION_ALIGNMENT == 0 for region in regions)
+    assert all(region.block * REGION_ALIGNMENT == region.offset for region in regions)
+    for left, right in itertools.pairwise(regions):
+        assert left.offset + left.size_bytes <= right.offset
+    assert regions[-1].offset + regions[-1].size_bytes <= layout.total_bytes
+    assert layout.total_bytes % REGION_ALIGNMENT == 0
+
+
+@given(configs)
+def test_every_slot_has_its_bytes(config: AllToAllConfig) -> None:
+    slots = config.ep_size * config.max_tokens_per_rank
+    rows = payload_rows(config, unquantised_recipe_of(config.dtype))
+    regions = layout_of(config).channel_regions(0)
+    for name, row in {**rows, "combine": combine_row(config)}.items():
+        assert regions[name].size_bytes == slots * row.row_bytes
+    assert rows["recv_hidden_states"].row_bytes == config.hidden_size * config.dtype.itemsize
+
+
+@given(configs, configs)
+def test_union_serves_both_and_says_the_same_either_way(
+    first: AllToAllConfig, second: AllToAllConfig
+) -> None:
+    layout = layout_of(first, second)
+    for mine in (layout_of(first), layout_of(second)):
+        assert layout.num_channels >= mine.num_channels
+        assert all(layout.sizes[name] >= size for name, size in mine.sizes.items())
+        assert layout.union(mine) == layout, "a layer that fits moves nothing"
+    assert layout_of(first).union(layout_of(second)).sizes == layout.sizes
+    names = set(layout_of(first).sizes) | set(layout_of(second).sizes)
+    assert set(layout.sizes) == names
+
+
+def small(**values: object) -> AllToAllConfig:
+    usual = {"ep_size": 2, "ep_rank": 0, "num_experts": 4, "top_k": 2, "hidden_size": 8}
+    return AllToAllConfig(**{**usual, "max_tokens_per_rank": 4, **values})  # type: ignore[arg-type]
+
+
+def test_offsets_do_not_depend_on_the_layer() -> None:
+    """Two layers on one workspace: the same region, wherever one of them is the smaller."""
+    layout = layout_of(small(), small(hidden_size=100, top_k=1), small(max_tokens_per_rank=9))
+    again = layout.union(layout_of(small(hidden_size=3)))
+    assert layout.channel_regions(0) == again.channel_regions(0)
+
+
+def test_groups_of_different_size_share_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"ep_size \[2, 3\]"):
+        layout_of(small(), small(ep_size=3))
+
+
+def test_more_than_eight_payloads() -> None:
+    payload_rows(small(extra_payload_bytes=(1,) * 7), unquantised_recipe_of(torch.bfloat16))
+    with pytest.raises(ConfigError, match="9 payloads .* limit of 8"):
+        payload_rows(small(extra_payload_bytes=(1,) * 8), unquantised_recipe_of(torch.bfloat16))

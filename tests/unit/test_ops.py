@@ -1,0 +1,212 @@
+"""torch.ops.moe_nvlink.*: their registration, and layers compiled around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, ops
+from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
+from tests.kernels.processes import run_processes
+
+pytestmark = pytest.mark.timeout(240)
+
+CAPACITY = 16
+
+
+def config(**values: Any) -> AllToAllConfig:
+    usual: dict[str, Any] = {
+        "ep_size": 1,
+        "ep_rank": 0,
+        "num_experts": 6,
+        "top_k": 3,
+        "hidden_size": 24,
+        "max_tokens_per_rank": CAPACITY,
+        "dtype": torch.float32,
+        "timeout_s": 20,
+    }
+    return AllToAllConfig(**{**usual, **values})
+
+
+@pytest.fixture
+def layer() -> Iterator[MoeAllToAll]:
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(extra_payload_bytes=(5,)), group) as exchange:
+        yield exchange
+
+
+def inputs(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return random_inputs(config(), num_tokens, torch.Generator().manual_seed(seed))
+
+
+def dispatch_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
+    hidden, ids, weights = inputs(7)
+    extra = torch.arange(35, dtype=torch.uint8).view(7, 5)
+    pending = torch.zeros_like(layer._layer.workspace.pending)
+    return (pending, hidden, None, ids, weights, [extra], layer._handle, 0)
+
+
+def combine_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
+    received = ops.dispatch(*dispatch_arguments(layer))
+    pending = torch.full_like(layer._layer.workspace.pending, layer._handle)
+    rows = torch.randn(CAPACITY, 24)
+    return (pending, rows, received[-1])
+
+
+def test_opcheck_dispatch(layer: MoeAllToAll) -> None:
+    torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, dispatch_arguments(layer))
+
+
+def test_opcheck_received(layer: MoeAllToAll) -> None:
+    arguments = dispatch_arguments(layer)
+    counts = ops.dispatch(*arguments)[3]
+    like = arguments[5][0]
+    torch.library.opcheck(
+        torch.ops.moe_nvlink.received.default, (counts, like, 0, layer._handle, 0)
+    )
+
+
+def test_opcheck_combine(layer: MoeAllToAll) -> None:
+    arguments = (*combine_arguments(layer), layer._handle, 0)
+    torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
+
+
+def test_opcheck_combine_out(layer: MoeAllToAll) -> None:
+    arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._handle, 0)
+    torch.library.opcheck(torch.ops.moe_nvlink.combine_out.default, arguments)
+
+
+# Compiled layers.
+
+
+def moe_layer(
+    exchange: MoeAllToAll,
+    experts: torch.Tensor,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    region: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Router weights times expert matrices, over this rank's experts."""
+    received = exchange.dispatch(torch.relu(hidden), ids, weights)
+    first, end = local_expert_range(
+        exchange.config.num_experts, exchange.config.ep_size, exchange.config.ep_rank
+    )
+    rows = torch.zeros_like(received.hidden_states)
+    for expert in range(first, end):
+        weight = (received.topk_weights * (received.topk_ids == expert)).sum(1)
+        partial = received.hidden_states @ experts[expert]
+        rows = rows + torch.where(weight[:, None] != 0, weight[:, None] * partial, 0.0)
+    if region is not None:
+        rows = region.copy_(rows)
+    return exchange.combine(rows, received.metadata) * 2.0
+
+
+@pytest.fixture
+def plain_layer() -> Iterator[MoeAllToAll]:
+    torch._dynamo.reset()
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), group) as exchange:
+        yield exchange
+
+
+EXPERTS = torch.randn(6, 24, 24, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_compiled_whole_with_any_number_of_tokens(
+    plain_layer: MoeAllToAll, zero_copy: bool
+) -> None:
+    """One graph without breaks serves every token count; recompiling per value would fail here."""
+    counter = CompileCounterWithBackend("aot_eager")
+    region = plain_layer.combine_input() if zero_copy else None
+
+    def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe_layer(plain_layer, EXPERTS, hidden, ids, weights, region=region)
+
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for number, num_tokens in enumerate((7, 16, 2, 9, 3, 15, 8)):
+        arguments = inputs(num_tokens, number)
+        expected = layer(*arguments)
+        torch.testing.assert_close(compiled(*arguments), expected, rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_compiled_with_automatic_dynamic_shapes(plain_layer: MoeAllToAll) -> None:
+    """Without dynamic=True: the first graph is for one size, the second for all the others."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda *tensors: moe_layer(plain_layer, EXPERTS, *tensors), backend=counter, fullgraph=True
+    )
+    for number, num_tokens in enumerate((7, 16, 2, 9, 3)):
+        arguments = inputs(num_tokens, number)
+        expected = moe_layer(plain_layer, EXPERTS, *arguments)
+        torch.testing.assert_close(compiled(*arguments), expected, rtol=0, atol=0)
+    assert counter.frame_count == 2
+
+
+def test_two_layers_in_one_graph_keep_their_order(plain_layer: MoeAllToAll) -> None:
+    """Nothing but the op's own arguments tells the compiler that the second comes second."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def both(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        middle = moe_layer(plain_layer, EXPERTS, hidden, ids, weights)
+        # Independent of the first, but for the exchange they share.
+        return moe_layer(plain_layer, EXPERTS, hidden + 1.0, ids, weights) + middle
+
+    compiled = torch.compile(both, backend=counter, fullgraph=True, dynamic=True)
+    for num_tokens in (5, 11):
+        arguments = inputs(num_tokens)
+        torch.testing.assert_close(compiled(*arguments), both(*arguments), rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_compiled_by_inductor(plain_layer: MoeAllToAll) -> None:
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        return moe_layer(plain_layer, EXPERTS, *tensors)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for number, num_tokens in enumerate((6, 13)):
+        arguments = inputs(num_tokens, number)
+        expected = layer(*arguments)
+        torch.testing.assert_close(compiled(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+# Two ranks.
+
+
+def _compiled_rank(ep_rank: int, ep_size: int) -> list[bool]:
+    """opcheck of both verbs, then the compiled layer against the eager one, with ragged counts."""
+    mine = config(ep_size=ep_size, ep_rank=ep_rank)
+    equal = []
+    with MoeAllToAll.create(mine, dist.group.WORLD) as exchange:
+        hidden, ids, weights = inputs(4 + ep_rank, ep_rank)
+        pending = torch.zeros(1, dtype=torch.int64)
+        arguments: tuple[Any, ...]
+        arguments = (pending, hidden, None, ids, weights, [], exchange._handle, 0)
+        torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, arguments)
+        rows = torch.randn(ep_size * CAPACITY, 24)
+        slots = exchange.dispatch(hidden, ids, weights).metadata.send_slots
+        arguments = (torch.full_like(pending, exchange._handle), rows, slots, exchange._handle, 0)
+        torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
+        exchange._layer.workspace.pending.zero_()
+
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            return moe_layer(exchange, EXPERTS, *tensors)
+
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+        for number in range(4):
+            tensors = inputs((5 * number + 3 * ep_rank) % CAPACITY + 1, 10 * number + ep_rank)
+            equal.append(torch.equal(compiled(*tensors), layer(*tensors)))
+    return equal
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    assert run_processes(2, _compiled_rank, tmp_path) == [[True] * 4] * 2
