@@ -143,12 +143,27 @@ def test_log_lines_are_shown_without_prefix(line: str, message: str) -> None:
 def test_signals_end_the_demo_in_order(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.getsignal(one) for one in numbers}
     monkeypatch.setattr(demo, "run", lambda *_: signal.raise_signal(number))
     try:
+        # As a script's background job has it; and no nohup.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         assert demo.main([]) == demo.EXIT_INTERRUPTED
     finally:
         for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def test_the_demo_outlives_a_hangup_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(demo, "run", lambda *_: signal.raise_signal(signal.SIGHUP) or 0)
+    try:
+        assert demo.main([]) == 0
+    finally:
+        for one, handler in {**before, signal.SIGHUP: hangup}.items():
             signal.signal(one, handler)
 
 

@@ -153,8 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="logs and checkpoint")
     options = parser.parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    _interrupt_on_signals()
     started = time.monotonic()
     try:
         code = run(options.folder, options.architecture, options.requests)
@@ -168,6 +167,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = EXIT_INTERRUPTED
     print(f"({time.monotonic() - started:.0f} s)")
     return code
+
+
+def _interrupt_on_signals() -> None:
+    # SIGINT too: a program started in a script's background inherits it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    # nohup means what it says.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _interrupt)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
