@@ -20,6 +20,12 @@ def channel(index: int, num_channels: int) -> None:
         )
 
 
+def on_device(name: str, tensor: torch.Tensor, expected: torch.device) -> None:
+    """A tensor where the exchange works."""
+    if tensor.device.type != expected.type:
+        raise InputError(f"{name} is on {tensor.device}, this exchange works on {expected}")
+
+
 def _tensor(
     name: str,
     tensor: torch.Tensor,
@@ -32,8 +38,7 @@ def _tensor(
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise InputError(f"{name} has dtype {tensor.dtype}, expected {wanted}; convert it first")
-    if tensor.device.type != device.type:
-        raise InputError(f"{name} is on {tensor.device}, this exchange works on {device}")
+    on_device(name, tensor, device)
     if not tensor.is_contiguous():
         raise InputError(
             f"{name} is not contiguous (strides {list(tensor.stride())}); call .contiguous() first"

@@ -80,6 +80,15 @@ class LayerExchange:
             self._generation = self.workspace.generation
         return self._channels[index]
 
+    def check_device(self, *tensors: torch.Tensor) -> None:
+        """For the ops' fakes, which torch also runs, without a word, for tensors on `meta`.
+
+        Raises:
+            InputError: a tensor is not where this exchange works.
+        """
+        for tensor in tensors:
+            checks.on_device("a tensor", tensor, self.workspace.device)
+
     def dispatch(
         self,
         pending: torch.Tensor,

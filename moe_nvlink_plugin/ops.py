@@ -66,6 +66,7 @@ def _dispatch_fake(
     channel: int,
 ) -> Five:
     layer = exchange.find(handle)
+    layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads)
     ids, weights, hidden = (
         hidden_states.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
         for row in list(layer.rows.values())[:3]
@@ -108,8 +109,10 @@ def _combine_fake(
     handle: int,
     channel: int,
 ) -> torch.Tensor:
-    config = exchange.find(handle).config
-    return expert_output.new_empty((send_slots.shape[0], config.hidden_size), dtype=config.dtype)
+    layer = exchange.find(handle)
+    layer.check_device(expert_output, send_slots)
+    shape = (send_slots.shape[0], layer.config.hidden_size)
+    return expert_output.new_empty(shape, dtype=layer.config.dtype)
 
 
 def _combine_out(
@@ -131,7 +134,7 @@ def _combine_out_fake(
     handle: int,
     channel: int,
 ) -> None:
-    return None
+    exchange.find(handle).check_device(expert_output, send_slots, output)
 
 
 for _name, _implementation, _fake in (
