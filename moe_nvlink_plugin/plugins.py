@@ -33,6 +33,7 @@ def manager() -> pluggy.PluginManager:
     plugins.add_hookspecs(hookspecs)
     plugins.register(builtin_plugins, name="builtin")
     plugins.load_setuptools_entrypoints(ENTRY_POINT_GROUP)
+    plugins.check_pending()  # a hook by a name we do not have would never be called: refused
     return plugins
 
 
