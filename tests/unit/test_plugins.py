@@ -1,0 +1,174 @@
+"""A package that knows only our hooks adds a recipe and a transport; a taken name is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pluggy
+import pytest
+import torch
+
+from moe_nvlink_plugin import AllToAllConfig, builtin_plugins, hookspecs, plugins
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.transport.host import HostTransport
+
+pytestmark = pytest.mark.timeout(90)
+
+#: What a stranger ships: a recipe that sends int8 with one fp32 scale per 32, a transport that
+#: notes what it allocates.
+STRANGER = """
+import torch
+import pluggy
+from moe_nvlink_plugin.recipes import PayloadRow
+from moe_nvlink_plugin.transport.host import HostTransport
+
+hookimpl = pluggy.HookimplMarker("moe_nvlink")
+
+
+class Int8:
+    name = "int8x32"
+    activation_dtypes = (torch.float32,)
+
+    def hidden_row(self, hidden_size):
+        return PayloadRow(torch.int8, hidden_size)
+
+    def scales_row(self, hidden_size):
+        return PayloadRow(torch.float32, hidden_size // 32)
+
+
+class Noting(HostTransport):
+    name = "noting"
+    allocated = []
+
+    def serves(self, device):
+        return device.type in ("cpu", "xla")
+
+    def allocate(self, group, size_bytes, device):
+        self.allocated.append(size_bytes)
+        return super().allocate(group, size_bytes, device)
+
+
+@hookimpl
+def moe_nvlink_recipes():
+    return [Int8()]
+
+
+@hookimpl
+def moe_nvlink_transports():
+    return [Noting()]
+"""
+
+USES_IT = """
+import torch
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, plugins
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+import stranger
+
+def rank_main(group):
+    config = AllToAllConfig(ep_size=2, ep_rank=group.rank, num_experts=4, top_k=2, hidden_size=64,
+                            max_tokens_per_rank=8, dtype=torch.float32, timeout_s=30,
+                            recipe="int8x32", transport="noting", extra_payload_bytes=(6,))
+    rows = torch.arange(5 * 64).reshape(5, 64).to(torch.int8) + group.rank
+    scales = torch.full((5, 2), 0.5 + group.rank)
+    ids = torch.tensor([[0, 3]] * 5, dtype=torch.int32)
+    extra = torch.full((5, 3), 7 + group.rank, dtype=torch.int16)
+    with MoeAllToAll.create(config, group) as layer:
+        got = layer.dispatch(rows, ids, torch.ones(5, 2), [extra], scales=scales)
+        assert got.hidden_states.dtype is torch.int8 and got.scales.shape == (16, 2)
+        for source in range(2):
+            here = slice(8 * source, 8 * source + 5)
+            assert torch.equal(got.hidden_states[here] - source, rows - group.rank)
+            assert bool((got.scales[here] == 0.5 + source).all())
+            assert bool((got.extra_payloads[0][here] == 7 + source).all())
+        partial = got.hidden_states.float() * got.scales.repeat_interleave(32, dim=1)
+        combined = layer.combine(partial, got.metadata)
+        # Both ranks own one of the two experts: two equal partial rows each.
+        assert torch.equal(combined, 2 * rows.float() * (0.5 + group.rank))
+        return layer.workspace_bytes
+
+first, second = run_ranks(2, rank_main)
+assert stranger.Noting.allocated == [first, second], stranger.Noting.allocated
+# Ours stay the default for the devices they serve; a stranger's serves the others.
+assert plugins.find_transport(None, torch.device("cpu")).name == "host"
+assert plugins.find_transport(None, torch.device("xla")).name == "noting"
+print("used")
+"""
+
+
+def install(folder: Path, name: str, code: str) -> None:
+    """As pip would leave it: a module and a dist-info with an entry point."""
+    (folder / f"{name}.py").write_text(code)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{plugins.ENTRY_POINT_GROUP}]\n{name} = {name}\n")
+
+
+def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    # The folder goes to the front of sys.path before anything of ours is imported.
+    start = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+    command = [sys.executable, "-c", start + code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=80)
+
+
+def test_a_third_party_package(tmp_path: Path) -> None:
+    install(tmp_path, "stranger", STRANGER)
+    done = run(tmp_path, USES_IT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "used"
+
+
+def test_a_name_that_is_taken(tmp_path: Path) -> None:
+    clash = STRANGER.replace('"int8x32"', '"bf16"').replace('"noting"', '"host"')
+    install(tmp_path, "stranger", clash)
+    code = """
+import torch
+from moe_nvlink_plugin import AllToAllConfig, plugins
+from moe_nvlink_plugin.errors import ConfigError
+config = AllToAllConfig(ep_size=1, ep_rank=0, num_experts=1, top_k=1, hidden_size=32,
+                        max_tokens_per_rank=1)
+for find in (lambda: plugins.find_recipe(config),
+             lambda: plugins.find_transport(None, torch.device("cpu"))):
+    try:
+        find()
+    except ConfigError as error:
+        print(error)
+"""
+    done = run(tmp_path, code)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "two plugins provide the recipe 'bf16'" in first
+    assert "two plugins provide the transport 'host'" in second
+
+
+def test_a_hook_we_do_not_have_is_refused(tmp_path: Path) -> None:
+    """Rather than never called."""
+    install(tmp_path, "stranger", STRANGER.replace("moe_nvlink_recipes", "moe_nvlink_recipies"))
+    done = run(tmp_path, "from moe_nvlink_plugin import plugins; plugins.manager()")
+    assert done.returncode != 0
+    assert "moe_nvlink_recipies" in done.stderr
+
+
+def test_ours_come_through_the_same_hooks() -> None:
+    assert plugins.manager().get_plugin("builtin") is builtin_plugins
+    hook = plugins.manager().hook
+    recipes = [recipe.name for members in hook.moe_nvlink_recipes() for recipe in members]
+    assert set(recipes) >= {"bf16", "fp16", "fp32"}
+    transports = [each for members in hook.moe_nvlink_transports() for each in members]
+    assert any(isinstance(each, HostTransport) for each in transports)
+
+
+def test_without_ours_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core knows no recipe and no transport by name."""
+    empty = pluggy.PluginManager(hookspecs.PROJECT)
+    empty.add_hookspecs(hookspecs)
+    monkeypatch.setattr(plugins, "manager", lambda: empty)
+    config = AllToAllConfig(
+        ep_size=1, ep_rank=0, num_experts=1, top_k=1, hidden_size=8, max_tokens_per_rank=1
+    )
+    with pytest.raises(ConfigError, match="recipe='bf16' is unknown"):
+        plugins.find_recipe(config)
+    with pytest.raises(ConfigError, match="transport='host' is unknown"):
+        plugins.find_transport("host", torch.device("cpu"))
