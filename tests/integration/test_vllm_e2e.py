@@ -6,6 +6,7 @@ that the MoE layers' rows went through the exchange: a backend that is silently 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -168,8 +169,10 @@ def _our_mappings(pids: list[int]) -> list[str]:
     return lines
 
 
-def _our_files() -> list[Path]:
-    return list(processes.SHARED_MEMORY.glob("*moe_nvlink*"))
+def _our_files(stats: list[dict[str, int]]) -> list[Path]:
+    """Shared memory of these workers that still has a name; other tests may run beside this one."""
+    patterns = [f"moe_nvlink-*-{counters['pid']}-*" for counters in stats]
+    return [path for pattern in patterns for path in processes.SHARED_MEMORY.glob(pattern)]
 
 
 @pytest.fixture(scope="class")
@@ -194,13 +197,17 @@ class TestTwoDataParallelRanks:
         server.check_traffic(2, NUM_SEQUENCES, _num_moe_layers("qwen3_moe"))
 
     def test_shared_memory_has_no_name_any_more(self, server: EpServer) -> None:
-        mapped = _our_mappings(server.server.pids)
-        assert mapped
+        stats = server.stats(2)
+        mapped = _our_mappings([counters["pid"] for counters in stats])
+        assert len(mapped) >= 2 * 2  # each worker has its own workspace and its peer's
         assert all(line.endswith("(deleted)") for line in mapped)
-        assert _our_files() == []
+        # The name is what the next tests look for, so it must be the one that was mapped.
+        assert all(any(f"-{c['pid']}-" in line for line in mapped) for c in stats)
+        assert _our_files(stats) == []
 
     def test_a_rank_that_hangs_is_named_and_nothing_waits_for_ever(self, server: EpServer) -> None:
-        pid = server.stats(2)[1]["pid"]
+        stats = server.stats(2)
+        pid = stats[1]["pid"]
         requests = server.requests
         outcome: list[Exception] = []
 
@@ -215,9 +222,9 @@ class TestTwoDataParallelRanks:
         # The stopped rank may stand in vLLM's own collective instead of ours: then try again.
         for _ in range(6):
             time.sleep(0.5)
-            os.kill(pid, signal.SIGSTOP)
+            _signal(pid, signal.SIGSTOP)
             told = _wait_for_text(server.server.log_path, "rank(s) 1;", TIMEOUT_S + 10)
-            os.kill(pid, signal.SIGCONT)
+            _signal(pid, signal.SIGCONT)
             if told or not asking.is_alive():
                 break
         log = server.server.log_path.read_text("utf-8", errors="replace")
@@ -226,7 +233,13 @@ class TestTwoDataParallelRanks:
         asking.join(timeout=60)
         assert not asking.is_alive()
         assert len(outcome) == 1
-        assert _our_files() == []
+        assert _our_files(stats) == []
+
+
+def _signal(pid: int, number: int) -> None:
+    """Sends a signal to a process that may be gone: vLLM ends workers when one of them fails."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _wait_for_text(path: Path, text: str, timeout_s: float) -> bool:
@@ -275,7 +288,8 @@ def test_four_data_parallel_ranks_then_kill_9(
         assert server.differing(range(4, 24), concurrency=8) == []
         server.check_traffic(4, 24, _num_moe_layers("qwen3_moe"))
 
-        victim = server.stats(4)[2]["pid"]
+        stats = server.stats(4)
+        victim = stats[2]["pid"]
         killer = threading.Timer(1.0, os.kill, (victim, signal.SIGKILL))
         killer.start()
         with pytest.raises(ServerError):
@@ -284,8 +298,8 @@ def test_four_data_parallel_ranks_then_kill_9(
         assert victim not in server.server.pids
         # Nobody gets to clean up: what is left in memory then was never going to be removed.
         for pid in server.server.pids:
-            os.kill(pid, signal.SIGKILL)
-        assert _our_files() == []
+            _signal(pid, signal.SIGKILL)
+        assert _our_files(stats) == []
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
