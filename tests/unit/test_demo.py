@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -231,6 +232,30 @@ def test_shared_memory_of_sees_only_what_has_a_name() -> None:
         segment.unlink()
     assert path not in processes.shared_memory_of([os.getpid()])
     segment.close()
+
+
+def test_shared_memory_of_sees_semaphores() -> None:
+    """glibc maps a new semaphore under a scratch name; vLLM's processes start with such ones."""
+    before = set(os.listdir(processes.SHARED_MEMORY))
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    found = {path.name for path in processes.shared_memory_of([os.getpid()])}
+    assert [name for name in found - before if name.startswith("sem.mp-")]
+    del semaphore
+
+
+def test_what_a_killed_process_held_is_removed(
+    stubborn: tuple[subprocess.Popen[str], str],
+) -> None:
+    leader, segment = stubborn
+    path = processes.SHARED_MEMORY / segment
+    held = processes.shared_memory_of(processes.processes_of_session(leader.pid))
+    assert path in held
+    for pid in processes.processes_of_session(leader.pid):
+        os.kill(pid, signal.SIGKILL)
+    leader.wait()
+    assert path.exists()
+    assert processes.end_session(leader.pid, also_held=held) == []
+    assert not path.exists()
 
 
 def test_a_server_that_dies_is_reported_with_its_first_error(tmp_path: Path) -> None:

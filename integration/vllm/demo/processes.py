@@ -60,28 +60,34 @@ def _state_and_session(pid: int) -> tuple[str, int] | None:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """The files of /dev/shm that these processes map and that still have a name."""
-    found = set()
+    """The files of /dev/shm that these processes map and that still have a name.
+
+    Found by inode: a POSIX semaphore is made under a scratch name and linked to its own afterwards,
+    so that its creator maps a path which is gone.
+    """
+    mapped = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
+        except OSError:  # it ended while we looked
             continue
         for line in maps.splitlines():
-            path = line.split(maxsplit=5)[-1]
-            if path.startswith(f"{SHARED_MEMORY}/") and not path.endswith(" (deleted)"):
-                found.add(Path(path))
-    return found
+            _range, _rights, _offset, _device, inode, *path = line.split(maxsplit=5)
+            if path and path[0].startswith(f"{SHARED_MEMORY}/"):
+                mapped.add(int(inode))
+    return {Path(entry.path) for entry in os.scandir(SHARED_MEMORY) if entry.inode() in mapped}
 
 
-def end_session(session: int, *, grace_s: float = 15.0, kill_s: float = 10.0) -> list[int]:
+def end_session(
+    session: int, *, grace_s: float = 15.0, kill_s: float = 10.0, also_held: Iterable[Path] = ()
+) -> list[int]:
     """End every process of a session and return those that stay, which should be none.
 
     The leader gets SIGTERM and `grace_s` seconds to end its tree in order, then all get SIGKILL.
-    Shared memory that they held and that nobody removed is removed at the end. Takes at most about
-    `grace_s + kill_s` seconds.
+    Shared memory that they held and that nobody removed is removed at the end, `also_held` with it:
+    what was seen of processes that are gone by now. Takes at most about `grace_s + kill_s` seconds.
     """
-    held = shared_memory_of(processes_of_session(session))
+    held = shared_memory_of(processes_of_session(session)) | set(also_held)
     _signal_all({session} & set(processes_of_session(session)), signal.SIGTERM)
     if not _wait_until_gone(session, grace_s):
         # Stopped processes cannot create another segment between the last look and their end.

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from .processes import end_session, processes_of_session, start_watchdog
+from .processes import end_session, processes_of_session, shared_memory_of, start_watchdog
 
 #: Called while waiting with the seconds since the start and the newest line of the server's log.
 Progress = Callable[[float, str], None]
@@ -103,6 +103,7 @@ class VllmServer:
             variables["VLLM_PLUGINS"] = ""
         self._started = time.monotonic()
         self._ready = False
+        self._held: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
         # A Ctrl-C between fork and assignment would leave a server that nobody knows.
         with _interrupts_deferred(), self.log_path.open("wb") as log:
@@ -160,6 +161,8 @@ class VllmServer:
                 progress(self.uptime_s, self.log_tail(1))
             time.sleep(0.5)
         self._ready = True
+        # Whoever kills a worker later takes away the trace of what it held.
+        self._held = shared_memory_of(self.pids)
         return self.uptime_s
 
     def complete(
@@ -199,7 +202,9 @@ class VllmServer:
             reaper = threading.Thread(target=self._process.wait, daemon=True)
             reaper.start()
             # While it starts, vLLM does not act on SIGTERM; there is nothing to wait for.
-            stay = end_session(self._session, grace_s=15.0 if self._ready else 2.0)
+            stay = end_session(
+                self._session, grace_s=15.0 if self._ready else 2.0, also_held=self._held
+            )
             reaper.join(timeout=5.0)
             self._watchdog.communicate(timeout=30.0)
             self._process = None
