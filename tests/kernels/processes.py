@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +15,23 @@ import torch.distributed as dist
 
 
 def run_processes(
-    ep_size: int, body: Callable[..., Any], folder: Path, *args: Any, timeout_s: float = 200.0
+    ep_size: int,
+    body: Callable[..., Any],
+    folder: Path,
+    *args: Any,
+    killed: tuple[int, ...] = (),
+    timeout_s: float = 200.0,
 ) -> list[Any]:
     """`[body(rank, ep_size, *args) for rank in ...]`, each in its own process, all at once.
 
     `body` must stand at the top of an importable module. torch.distributed is initialised there.
+    Ranks in `killed` are expected to die by SIGKILL; None stands in the place of their result.
     """
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_rank_main, args=(rank, ep_size, body, str(folder), args))
+        context.Process(
+            target=_rank_main, args=(rank, ep_size, body, str(folder), args, len(killed))
+        )
         for rank in range(ep_size)
     ]
     try:
@@ -31,17 +40,27 @@ def run_processes(
         for process in processes:
             process.join(timeout_s)
         codes = [process.exitcode for process in processes]
-        assert codes == [0] * ep_size, f"exit codes of the ranks: {codes}"
+        expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(ep_size)]
+        assert codes == expected, f"exit codes of the ranks: {codes}"
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
                 process.join()
-    return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(ep_size)]
+    files = [folder / f"result{rank}" for rank in range(ep_size)]
+    return [
+        None if rank in killed else pickle.loads(file.read_bytes())
+        for rank, file in enumerate(files)
+    ]
 
 
 def _rank_main(
-    ep_rank: int, ep_size: int, body: Callable[..., Any], folder: str, args: tuple[Any, ...]
+    ep_rank: int,
+    ep_size: int,
+    body: Callable[..., Any],
+    folder: str,
+    args: tuple[Any, ...],
+    num_killed: int,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -53,6 +72,9 @@ def _rank_main(
     unfinished.rename(Path(folder, f"result{ep_rank}"))
     # Not by a barrier: a test may have left the group's collectives out of step.
     give_up = time.monotonic() + 60
-    while len(list(Path(folder).glob("result*"))) < ep_size and time.monotonic() < give_up:
+    while (
+        len(list(Path(folder).glob("result*"))) < ep_size - num_killed
+        and time.monotonic() < give_up
+    ):
         time.sleep(0.01)
     dist.destroy_process_group()

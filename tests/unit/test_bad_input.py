@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -459,3 +461,26 @@ def test_a_rank_that_never_creates(tmp_path: Path) -> None:
     assert name == "PeerError", (name, message)
     assert "1" in message.split("arrived", 1)[1]
     assert 1.5 < waited < 15
+
+
+def _killed_between_rounds(ep_rank: int, ep_size: int) -> tuple[str, tuple[int, ...], list[str]]:
+    """Rank 1 dies by SIGKILL after a round; rank 0 is to say who is missing."""
+    inputs = {**good(), "extra_payloads": ()}
+    layer = MoeAllToAll.create(config(ep_size, ep_rank, timeout_s=1.5), dist.group.WORLD)
+    received = layer.dispatch(**inputs)
+    layer.combine(received.hidden_states.clone(), received.metadata)
+    if ep_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        layer.dispatch(**inputs)
+    except ExchangeTimeoutError as error:
+        left = [path.name for path in Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-*")]
+        return error.phase, error.ranks, left
+    return "nothing raised", (), []
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    before = {path.name for path in Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-*")}
+    (phase, ranks, left), _ = run_processes(2, _killed_between_rounds, tmp_path, killed=(1,))
+    assert (phase, ranks) == ("dispatch", (1,))
+    assert set(left) <= before, "shared memory outlived its rank"
