@@ -53,6 +53,21 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "barrier between two tokens": (("cta.sync(); // the route is read until here", "//"),),
+    "barrier behind the arrival": (
+        ("cta.sync(); return shared.is_last_cta != 0;", "return shared.is_last_cta != 0;"),
+    ),
+    "barrier behind the counts": (("cta.sync(); // counts of all peers", "//"),),
+    "barrier behind the target ranks": (
+        (
+            "cta.sync(); for (int k = cta.thread; k < top_k; k += cta.num_threads) {"
+            " const int target = route.target_ranks[k];",
+            "for (int k = cta.thread; k < top_k; k += cta.num_threads) {"
+            " const int target = route.target_ranks[k];",
+        ),
+    ),
+    "barrier behind the slots": (
+        ("send_slots[k] = slot; } cta.sync();", "send_slots[k] = slot; }"),
+    ),
     "P3 release": (
         (
             "store_release_sys(cell_of(args, peer, args.control.combine_cells",
