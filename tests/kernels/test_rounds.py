@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def poison_received(received: Dispatched) -> None:
-    """Spoils all a round received but the -1 of the empty slots, which dispatch builds on.
+    """Spoils all a round received, the ids of the empty slots included.
 
     Allowed until this rank's combine: only then may its peers put the next round's rows.
     """
@@ -29,8 +29,7 @@ def poison_received(received: Dispatched) -> None:
     payloads = (received.hidden_states, received.topk_weights, *scales, *received.extra_payloads)
     for payload in payloads:
         payload.view(torch.uint8).fill_(0xFF)
-    filled = (received.topk_ids != -1).any(1)
-    received.topk_ids[filled] = 0x5A5A5A5A
+    received.topk_ids.fill_(1)  # an expert everywhere
 
 
 def poisoned_round(layer: MoeAllToAll, inputs: Inputs, delay: Callable[[], None]) -> Seen:
