@@ -23,9 +23,7 @@ namespace moe_nvlink {
 struct DispatchShared {
   TokenRoute route;
   int32_t is_last_cta;
-  uint32_t filled_shape;        // LocalControl.filled_shape as the previous dispatch left it
-  int32_t counts[kMaxRanks];    // rows received now
-  int32_t previous[kMaxRanks];  // rows received by the previous dispatch
+  int32_t counts[kMaxRanks];  // rows received from each rank
 };
 
 // Where the token's row of a payload goes because of each k; null for a k without a row of its own.
@@ -119,26 +117,23 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, uint32_t epoch,
     } else {
       count = static_cast<int32_t>(cell_count(cell));
     }
-    shared.previous[peer] = recv_counts[peer];
     shared.counts[peer] = count;
     recv_counts[peer] = count;
   }
 }
 
-// Writes expert id -1 into the slots behind each source's rows. Slots beyond what the previous
-// dispatch of the same shape received still hold -1, so only the difference is written.
-HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared,
-                         uint32_t shape) {
+// Writes expert id -1 into all slots behind each source's rows. Writing only the difference to the
+// previous round would do, if nobody wrote to the ids in between; but a compiler may put an
+// expression of the ids where they lay (Inductor does), and a stale id would then be an expert.
+HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
+  const int64_t slice_words = static_cast<int64_t>(geometry.max_tokens_per_rank) * geometry.top_k;
   int32_t* ids = reinterpret_cast<int32_t*>(
       region_of(args, geometry.ep_rank, args.payloads[kTopkIdsPayload].region));
   for (int source = 0; source < geometry.ep_size; ++source) {
-    const int end =
-        shared.filled_shape == shape ? shared.previous[source] : geometry.max_tokens_per_rank;
-    const int64_t top_k = geometry.top_k;
-    int32_t* slice = ids + source * top_k * geometry.max_tokens_per_rank;
-    for (int64_t word = shared.counts[source] * top_k + cta.thread; word < end * top_k;
-         word += cta.num_threads) {
+    int32_t* slice = ids + source * slice_words;
+    const int64_t filled = static_cast<int64_t>(shared.counts[source]) * geometry.top_k;
+    for (int64_t word = filled + cta.thread; word < slice_words; word += cta.num_threads) {
       slice[word] = -1;
     }
   }
@@ -177,17 +172,13 @@ HD void count_round(const DispatchArgs& args) {
 HD void finish_dispatch(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   LocalControl* local = local_control(args);
   const uint32_t epoch = local->epoch + 1;
-  const uint32_t shape = static_cast<uint32_t>(args.geometry.max_tokens_per_rank) * kMaxTopK +
-                         static_cast<uint32_t>(args.geometry.top_k);
   publish_counts(args, cta, epoch);
-  if (cta.thread == 0) shared.filled_shape = local->filled_shape;
   collect_counts(args, cta, epoch, shared);
   cta.sync();  // counts of all peers in shared memory; every thread has read epoch
-  mark_empty_slots(args, cta, shared, shape);
+  mark_empty_slots(args, cta, shared);
   if (cta.thread == 0) {
     count_round(args);
     local->arrivals = 0;
-    local->filled_shape = shape;
     local->epoch = epoch;
   }
 }

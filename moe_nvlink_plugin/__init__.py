@@ -4,7 +4,7 @@ The path of a token, in order, and where it is written:
 
     integration/          the porch: vLLM's hooks, in terms of the public names below
     all_to_all.py         MoeAllToAll: create, dispatch, combine
-    ops.py                torch.ops.moe_nvlink.*, with their fakes
+    ops.py                torch.ops.moe_nvlink.*, with their fakes (inductor.py: compiled by it)
     exchange.py           one layer on one workspace: checks.py, arguments, launch
     workspace.py          a layout.py in symmetric memory from a transport/
     jit/                  kernels/ as one text, compiled for the host or by NVRTC

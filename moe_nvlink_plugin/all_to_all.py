@@ -41,7 +41,7 @@ class Dispatched(NamedTuple):
 
     Rank-major: rows `s * max_tokens_per_rank ... + recv_counts[s]` came from rank s, in its own
     order; the rows behind them are empty, hold expert id -1 in all of `topk_ids` and anything
-    elsewhere. Do not write into `topk_ids`: dispatch relies on the -1 it left there.
+    elsewhere.
 
     Attributes:
         hidden_states: `[ep_size * max_tokens_per_rank, elements of the recipe's row]`.

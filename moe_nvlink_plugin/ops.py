@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import exchange
+from . import exchange, inductor
 
 # Lives as long as the process. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-untyped-call]
@@ -65,6 +65,7 @@ def _dispatch_fake(
     handle: int,
     channel: int,
 ) -> Five:
+    inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
     layer = exchange.find(handle)
     layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads)
     ids, weights, hidden = (
@@ -89,6 +90,7 @@ def _received(
 def _received_fake(
     recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
 ) -> torch.Tensor:
+    inductor.keep_outputs(torch.ops.moe_nvlink.received.default)
     return like.new_empty((exchange.find(handle).num_slots, *like.shape[1:]))
 
 

@@ -66,7 +66,6 @@ struct LocalControl {
   uint64_t fault;            // 0, or {code, phase, peer, epoch} (epoch_flags.h); the host reads it
   uint32_t epoch;            // of the last finished dispatch; combine uses it as it stands
   uint32_t arrivals;         // CTAs of the running dispatch that have put their tokens
-  uint32_t filled_shape;     // {capacity, top_k} for which the empty slots hold -1; 0: none
   uint32_t rows_put;         // by the last dispatch, for combine's counters
   uint32_t remote_rows_put;  // the part of them that went to other ranks
 };
