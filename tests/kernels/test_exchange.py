@@ -11,7 +11,7 @@ from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
-from tests.kernels import cases, delays
+from tests.kernels import cases, compare, delays
 from tests.kernels.cases import CASES, Case, Inputs
 
 pytestmark = pytest.mark.timeout(180)
@@ -24,7 +24,7 @@ ON_EACH_DEVICE = pytest.mark.parametrize(
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_named_case(case: Case, device: str) -> None:
-    cases.check_case(case, device=device)
+    compare.check_case(case, device=device)
 
 
 @st.composite
@@ -64,7 +64,7 @@ def drawn_cases(draw: st.DrawFn) -> Case:
 )
 @given(drawn_cases())
 def test_drawn_case(case: Case) -> None:
-    cases.check_case(case)
+    compare.check_case(case)
 
 
 def test_same_bits_though_the_slots_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_same_bits_though_the_slots_differ(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(orders) > 1, "the CTAs never raced"
     for seen in rounds:
         for mine, first in zip(seen, rounds[0], strict=True):
-            cases.assert_same_bits(mine.combined, first.combined, "race")
+            compare.assert_same_bits(mine.combined, first.combined, "race")
 
 
 def test_two_channels_in_flight() -> None:
@@ -109,8 +109,8 @@ def test_two_channels_in_flight() -> None:
 
     for rank, both in enumerate(run_ranks(case.ep_size, rank_main)):
         for channel, combined in enumerate(both):
-            expected = cases.expected_combined(case, inputs[channel][rank], rank)
-            cases.assert_same_bits(combined, expected, f"channel {channel} on rank {rank}")
+            expected = compare.expected_combined(case, inputs[channel][rank], rank)
+            compare.assert_same_bits(combined, expected, f"channel {channel} on rank {rank}")
 
 
 def test_output_is_written_in_place() -> None:
@@ -130,8 +130,8 @@ def test_output_is_written_in_place() -> None:
 
     for rank, (same, output) in enumerate(run_ranks(case.ep_size, rank_main)):
         assert same
-        expected = cases.expected_combined(case, inputs[rank], rank)
-        cases.assert_same_bits(output, expected, f"rank {rank}")
+        expected = compare.expected_combined(case, inputs[rank], rank)
+        compare.assert_same_bits(output, expected, f"rank {rank}")
 
 
 # Who weights, who adds.
@@ -202,6 +202,6 @@ def test_the_checks_notice(damage: str) -> None:
         rank.topk_ids[case.capacity - 1, 0] = 0
     else:
         rank.combined[0, 0] = torch.nextafter(rank.combined[0, 0], torch.tensor(9e9))
-    check = cases.check_combined if damage == "combined" else cases.check_received
+    check = compare.check_combined if damage == "combined" else compare.check_received
     with pytest.raises(AssertionError, match="damaged"):
         check(case, inputs, seen)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_nvlink_plugin import Dispatched, MoeAllToAll, exchange
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import cases, delays, processes
+from tests.kernels import cases, compare, delays, processes
 from tests.kernels.cases import Case, Inputs, Seen
 
 pytestmark = pytest.mark.timeout(240)
@@ -71,9 +71,9 @@ def check_rounds(case: Case, inputs: list[list[Inputs]], seen: list[list[Seen]])
     for number, of_round in enumerate(inputs):
         in_round = [by_round[number] for by_round in seen]
         try:
-            cases.check_slots(case, of_round, in_round)
-            cases.check_received(case, of_round, in_round)
-            cases.check_combined(case, of_round, in_round)
+            compare.check_slots(case, of_round, in_round)
+            compare.check_received(case, of_round, in_round)
+            compare.check_combined(case, of_round, in_round)
         except AssertionError as error:
             raise AssertionError(f"round {number}: {error}") from error
 

@@ -7,7 +7,7 @@ import torch
 
 from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.jit.header import constants
-from tests.kernels import cases
+from tests.kernels import compare
 from tests.kernels.cases import Case
 
 pytestmark = pytest.mark.timeout(180)
@@ -41,7 +41,7 @@ def test_specialised_build(
         routing="invalid",
         num_threads=2,
     )
-    cases.check_case(case)
+    compare.check_case(case)
 
 
 def test_a_specialised_build_ignores_run_time_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,4 +50,4 @@ def test_a_specialised_build_ignores_run_time_top_k(monkeypatch: pytest.MonkeyPa
     library = host.HostLibrary(host.build(text))
     monkeypatch.setattr(host, "load", lambda: library)
     with pytest.raises(AssertionError, match="wrong library"):
-        cases.check_case(Case(name="wrong library", tokens=(3, 3), top_k=4))
+        compare.check_case(Case(name="wrong library", tokens=(3, 3), top_k=4))
