@@ -57,6 +57,7 @@ typecheck: env
 	@ln -s $(CURDIR)/moe_nvlink_plugin/* $(CURDIR)/kernels $(CURDIR)/integration \
 		$(PACKAGE_VIEW)/moe_nvlink_plugin
 	@MYPYPATH=$(PACKAGE_VIEW) $(PY) -m mypy -p moe_nvlink_plugin
+	@MYPYPATH=$(PACKAGE_VIEW) $(PY) -m mypy --explicit-package-bases tests benchmarks
 
 bench: env
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(PY) $$file || exit 1; done

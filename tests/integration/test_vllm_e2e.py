@@ -128,10 +128,11 @@ class EpServer:
     def stats(self, ep_size: int) -> list[dict[str, int]]:
         """The counters of all workers, once they have come to rest."""
         paths = [self.stats_folder / f"rank{rank}.json" for rank in range(ep_size)]
-        deadline, before = time.monotonic() + 60, []
+        deadline = time.monotonic() + 60
+        before: list[dict[str, int]] = []
         while time.monotonic() < deadline:
-            now = [json.loads(p.read_text("utf-8")) if p.exists() else None for p in paths]
-            if None not in now and now == before and len({s["rounds"] for s in now}) == 1:
+            now = [json.loads(p.read_text("utf-8")) for p in paths if p.exists()]
+            if len(now) == ep_size and now == before and len({s["rounds"] for s in now}) == 1:
                 return now
             before = now
             time.sleep(1.5)

@@ -160,7 +160,12 @@ def test_signals_end_the_demo_in_order(
 def test_the_demo_outlives_a_hangup_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    monkeypatch.setattr(demo, "run", lambda *_: signal.raise_signal(signal.SIGHUP) or 0)
+
+    def run(*_arguments: object) -> int:
+        signal.raise_signal(signal.SIGHUP)
+        return 0
+
+    monkeypatch.setattr(demo, "run", run)
     try:
         assert demo.main([]) == 0
     finally:

@@ -109,7 +109,10 @@ def _expert_map(config: AllToAllConfig) -> torch.Tensor:
     """As vLLM places experts: contiguous, the first ranks one more."""
     from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
-    return determine_expert_map(config.ep_size, config.ep_rank, config.num_experts)[1]
+    placed: torch.Tensor = determine_expert_map(config.ep_size, config.ep_rank, config.num_experts)[
+        1
+    ]
+    return placed
 
 
 def _prepare_finalize(exchange: MoeAllToAll, expert_map: torch.Tensor | None = None) -> Any:
@@ -358,7 +361,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
     """By rank and scenario."""
-    mp.spawn(_process, (2, str(folder)), nprocs=2)
+    mp.spawn(_process, (2, str(folder)), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
     return [pickle.loads((folder / f"results{rank}").read_bytes()) for rank in range(2)]
 
 
