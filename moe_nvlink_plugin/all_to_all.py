@@ -29,11 +29,14 @@ class DispatchMetadata(NamedTuple):
         send_slots: `[num_tokens, top_k] int32`, where each token's rows went.
         channel: the channel they went through.
         handle: the layer that sent them.
+        round: which of the layer's dispatches through that channel; -1 from compiled code, where
+            the graph itself ties a combine to its dispatch.
     """
 
     send_slots: torch.Tensor
     channel: int
     handle: int
+    round: int
 
 
 class Dispatched(NamedTuple):
@@ -168,7 +171,7 @@ class MoeAllToAll:
             topk_weights=weights,
             extra_payloads=tuple(more if scales is None else more[1:]),
             recv_counts=counts,
-            metadata=DispatchMetadata(slots, channel, self._handle),
+            metadata=DispatchMetadata(slots, channel, self._handle, self._round(channel)),
         )
 
     def combine_input(self, dtype: torch.dtype | None = None, *, channel: int = 0) -> torch.Tensor:
@@ -216,6 +219,8 @@ class MoeAllToAll:
                 f"metadata belongs to exchange {metadata.handle}, this is {self._handle}; pass "
                 "what this layer's dispatch returned"
             )
+        if metadata.round >= 0 and not torch.compiler.is_compiling():
+            self._layer.check_round(metadata.round, metadata.channel)
         pending = self._layer.workspace.pending
         if output is None:
             result: torch.Tensor = ops.combine(
@@ -226,6 +231,10 @@ class MoeAllToAll:
             pending, expert_output, metadata.send_slots, output, self._handle, metadata.channel
         )
         return output
+
+    def _round(self, channel: int) -> int:
+        # A number that grows would have compiled code made anew at every call.
+        return -1 if torch.compiler.is_compiling() else self._layer.rounds[channel]
 
     def stats(self) -> ExchangeStats:
         """This rank's totals over all layers that share the workspace. Local."""

@@ -62,6 +62,7 @@ class LayerExchange:
         self._generation = -1
         self._channels: list[_Channel] = []
         self._broken: ExchangeTimeoutError | None = None
+        self.rounds = [0] * config.num_channels  # dispatches so far, by channel
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -79,6 +80,19 @@ class LayerExchange:
             self._channels = [_Channel(self, c) for c in range(self.config.num_channels)]
             self._generation = self.workspace.generation
         return self._channels[index]
+
+    def check_round(self, number: int, channel_index: int) -> None:
+        """For metadata kept from an earlier dispatch, whose slots would name the wrong rows.
+
+        Raises:
+            ExchangeStateError: there has been another dispatch since.
+        """
+        checks.channel(channel_index, self.config.num_channels)
+        if number != self.rounds[channel_index]:
+            raise ExchangeStateError(
+                f"metadata of dispatch {number} on channel {channel_index}, but the last one was "
+                f"{self.rounds[channel_index]}; pass what the last dispatch returned"
+            )
 
     def check_device(self, *tensors: torch.Tensor) -> None:
         """For the ops' fakes, which torch also runs, without a word, for tensors on `meta`.
@@ -115,6 +129,7 @@ class LayerExchange:
             slots = channel.dispatch(payloads, hidden_states.shape[0])
             self._raise_fault(channel)
             pending[channel_index] = self.handle
+            self.rounds[channel_index] += 1
         ids, weights, hidden = (channel.view(index) for index in range(3))
         return ids, weights, hidden, channel.recv_counts.view(-1), slots
 

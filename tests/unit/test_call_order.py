@@ -40,6 +40,16 @@ def test_combine_without_dispatch(layer: MoeAllToAll) -> None:
     assert_still_works(layer)
 
 
+def test_metadata_of_an_earlier_dispatch(layer: MoeAllToAll) -> None:
+    earlier = layer.dispatch(**good())
+    layer.combine(earlier.hidden_states, earlier.metadata)
+    received = layer.dispatch(**good())
+    with pytest.raises(ExchangeStateError, match="of dispatch 1 on channel 0.* last one was 2"):
+        layer.combine(received.hidden_states, earlier.metadata)
+    layer.combine(received.hidden_states, received.metadata)
+    assert_still_works(layer)
+
+
 def test_dispatch_twice(layer: MoeAllToAll) -> None:
     received = layer.dispatch(**good())
     with pytest.raises(ExchangeStateError, match="dispatch twice on channel 0.*another channel"):
