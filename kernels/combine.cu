@@ -12,6 +12,7 @@
 #include "include/moe_nvlink/args.h"
 #include "include/moe_nvlink/copy.h"
 #include "include/moe_nvlink/epoch_flags.h"
+#include "include/moe_nvlink/memory_order.h"
 #include "include/moe_nvlink/numeric.h"
 #include "include/moe_nvlink/platform.h"
 #include "include/moe_nvlink/routing.h"
@@ -20,7 +21,7 @@
 namespace moe_nvlink {
 
 struct CombineShared {
-  int32_t faulted;
+  uint32_t faulted;
 };
 
 // Width elements of one row, as loaded.
@@ -152,13 +153,13 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
     }
   }
   cta.sync();  // faulted is cleared before a thread may set it
+  const uint64_t start = now_ns();
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     uint64_t cell = 0;
     if (!wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.combine_cells, peer), epoch,
-                        args.timeout_ns, &cell)) {
+                        start, args.timeout_ns, &cell)) {
       report_fault(args, kFaultTimeout, kPhaseCombine, peer, epoch);
-      MOE_NVLINK_DEVICE_ONLY(atomicExch(&shared.faulted, 1);)
-      MOE_NVLINK_HOST_ONLY(std::atomic_ref<int32_t>(shared.faulted).store(1);)
+      store_relaxed_cta(&shared.faulted, 1);
     }
   }
   // P4: thread t acquired rank t's rows; the barrier hands them to the CTA's other threads, which

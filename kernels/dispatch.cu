@@ -106,11 +106,12 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, uint32_t epoch,
   const Geometry& geometry = args.geometry;
   int32_t* recv_counts =
       reinterpret_cast<int32_t*>(region_of(args, geometry.ep_rank, args.control.recv_counts));
+  const uint64_t start = now_ns();
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     uint64_t cell = 0;
     int32_t count = 0;
     if (!wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer), epoch,
-                        args.timeout_ns, &cell)) {
+                        start, args.timeout_ns, &cell)) {
       report_fault(args, kFaultTimeout, kPhaseDispatch, peer, epoch);
     } else if (cell_count(cell) > static_cast<uint32_t>(geometry.max_tokens_per_rank)) {
       report_fault(args, kFaultBadCount, kPhaseDispatch, peer, epoch);

@@ -13,14 +13,14 @@ The path of a token, in order, and where it is written:
 
 Beside the path: config.py (AllToAllConfig), recipes/ (what travels), plugins.py with hookspecs.py
 and builtin_plugins.py (how recipes and transports are found), groups.py (collective steps of
-start-up), errors.py, env.py, reference.py (the same verbs in plain torch, the tests' oracle).
+start-up), errors.py, env.py, reference.py (the same verbs in plain torch, for the tests).
 
 Knowledge goes one way: errors, env <- config, groups <- recipes, transport <- layout, hookspecs <-
 plugins, jit <- workspace <- exchange (with checks) <- ops <- all_to_all <- integration. A test
 reads these arrows off the source.
 
-Importing this package does no work and needs neither CUDA nor vLLM nor torch: the names below are
-imported when they are first used.
+`import moe_nvlink_plugin` is cheap, also where torch is missing: the names below are fetched when
+they are first used.
 """
 
 from __future__ import annotations

@@ -270,7 +270,15 @@ def _prepare(
         )
     recipe = plugins.find_recipe(config)
     if share_with is not None:
-        return recipe, exchange.find(share_with._handle).workspace
+        workspace = exchange.find(share_with._handle).workspace
+        theirs = (workspace.group.size, workspace.group.rank, workspace.device)
+        if theirs != (group.size, group.rank, device):
+            raise ConfigError(
+                f"share_with belongs to (group size, rank, device) {theirs}, this layer to "
+                f"{(group.size, group.rank, device)}; layers share a workspace within one "
+                "expert-parallel group only"
+            )
+        return recipe, workspace
     transport = plugins.find_transport(config.transport, device)
     return recipe, Workspace(group, transport, device)
 

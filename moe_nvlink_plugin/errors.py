@@ -1,4 +1,4 @@
-"""Every exception a caller can meet. Each message names the value, the limit and the next step."""
+"""The exceptions of this package. A message says what was wrong, what is allowed and what to do."""
 
 from __future__ import annotations
 

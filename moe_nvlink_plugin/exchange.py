@@ -6,6 +6,7 @@ compiled graph can carry.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import weakref
@@ -15,7 +16,7 @@ import torch
 
 from . import checks
 from .config import AllToAllConfig
-from .errors import ExchangeStateError, ExchangeTimeoutError
+from .errors import ExchangeStateError, ExchangeTimeoutError, MoeNvlinkError, PeerError
 from .jit import host as host_executor
 from .jit.header import constants, structs
 from .layout import combine_row, payload_rows
@@ -47,7 +48,7 @@ def find(handle: int) -> LayerExchange:
 
 
 class LayerExchange:
-    """Dispatch and combine of one geometry. Not thread-safe by itself; the workspace's lock is."""
+    """Dispatch and combine of one geometry. A lock per channel lets one thread at a time use it."""
 
     def __init__(self, config: AllToAllConfig, recipe: Recipe, workspace: Workspace) -> None:
         self.config = config
@@ -55,31 +56,32 @@ class LayerExchange:
         self.combine_row = combine_row(config)
         self.num_slots = config.ep_size * config.max_tokens_per_rank
         self.workspace = workspace
-        self._library = host_executor.load()
-        assert config.num_threads is not None
-        self._grid = self._library.create_grid(config.num_threads)
-        self._free_grid = weakref.finalize(self, self._library.destroy_grid, self._grid)
-        self._generation = -1
-        self._channels: list[_Channel] = []
-        self._broken: ExchangeTimeoutError | None = None
+        self.library = host_executor.load()
+        self._channels: dict[int, _Channel] = {}
         self.rounds = [0] * config.num_channels  # dispatches so far, by channel
         self.handle = next(_handles)
         _live[self.handle] = self
 
     def close(self) -> None:
-        """Forgets the handle, ends the threads, gives the workspace back. Local."""
-        if _live.pop(self.handle, None) is not None:
-            self._free_grid()
-            self._channels = []
+        """Forgets the handle, gives the workspace back once no verb is running. Local."""
+        if _live.pop(self.handle, None) is None:
+            return
+        with contextlib.ExitStack() as locks:
+            for index in range(self.config.num_channels):
+                locks.enter_context(self.workspace.channel_lock(index))
+            self._channels = {}
+            self.workspace.abandon(self.handle)
             self.workspace.release()
 
     def channel(self, index: int) -> _Channel:
         """Views and arguments of one channel, made again after the workspace has moved."""
         checks.channel(index, self.config.num_channels)
-        if self._generation != self.workspace.generation:
-            self._channels = [_Channel(self, c) for c in range(self.config.num_channels)]
-            self._generation = self.workspace.generation
-        return self._channels[index]
+        found = self._channels.get(index)
+        if found is None or found.generation != self.workspace.generation:
+            # Not inference tensors, whatever the caller is in: they are written to in either mode.
+            with torch.inference_mode(False):
+                found = self._channels[index] = _Channel(self, index)
+        return found
 
     def check_round(self, number: int, channel_index: int) -> None:
         """For metadata kept from an earlier dispatch, whose slots would name the wrong rows.
@@ -118,7 +120,8 @@ class LayerExchange:
         ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
         scales_list = [] if scales is None else [scales]
         payloads = [ids, topk_weights, hidden_states, *scales_list, *extra_payloads]
-        with self.workspace.lock:
+        checks.channel(channel_index, self.config.num_channels)
+        with self.workspace.channel_lock(channel_index):
             self._check_usable()
             channel = self.channel(channel_index)
             if int(pending[channel_index]) != 0:
@@ -146,7 +149,8 @@ class LayerExchange:
         if output is None:
             shape = (send_slots.shape[0], self.config.hidden_size)
             output = torch.empty(shape, dtype=self.config.dtype, device=expert_output.device)
-        with self.workspace.lock:
+        checks.channel(channel_index, self.config.num_channels)
+        with self.workspace.channel_lock(channel_index):
             self._check_usable()
             channel = self.channel(channel_index)
             if int(pending[channel_index]) != self.handle:
@@ -161,16 +165,13 @@ class LayerExchange:
 
     def _check_usable(self) -> None:
         find(self.handle)
-        if self._broken is not None:
-            raise ExchangeStateError(
-                f"the exchange is unusable since: {self._broken}; close it and create a new one"
-            ) from self._broken
+        self.workspace.check_usable()
 
     def _raise_fault(self, channel: _Channel) -> None:
         word = int(channel.local_control.fault)
         if word:
-            self._broken = channel.fault_error(word)
-            raise self._broken
+            self.workspace.broken = channel.fault_error(word)
+            raise self.workspace.broken
 
 
 class _Channel:
@@ -180,8 +181,12 @@ class _Channel:
         config, workspace = layer.config, layer.workspace
         self._layer = weakref.proxy(layer)
         self._regions = workspace.layout.channel_regions(index)
-        self._library, self._grid = layer._library, layer._grid
-        self._workspace = workspace
+        self.generation = workspace.generation
+        self._library, self._workspace = layer.library, workspace
+        assert config.num_threads is not None
+        # Threads of its own: two channels may be in flight at the same time.
+        self._grid = self._library.create_grid(config.num_threads)
+        weakref.finalize(self, self._library.destroy_grid, self._grid)
         self._views = [
             self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
         ]
@@ -267,15 +272,17 @@ class _Channel:
         rows = self.view(index + 3).view(like.dtype)
         return rows.view(rows.shape[0], *like.shape[1:])
 
-    def fault_error(self, word: int) -> ExchangeTimeoutError:
-        """The error for a fault word: names phase, late ranks and epoch."""
+    def fault_error(self, word: int) -> MoeNvlinkError:
+        """The error for a fault word: names phase, ranks and epoch."""
         code, phase_code = word >> 56, word >> 48 & 0xFF
         peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
         phase = "dispatch" if phase_code == constants()["kPhaseDispatch"] else "combine"
         me = self._dispatch_args.geometry.ep_rank
         if code != constants()["kFaultTimeout"]:
-            text = f"rank {peer} announced more rows than its slice holds in {phase}, epoch {epoch}"
-            return ExchangeTimeoutError(text, phase=phase, ranks=(peer,), epoch=epoch)
+            return PeerError(
+                f"rank {peer} announced more rows than its slice holds in {phase} of epoch "
+                f"{epoch}: somebody wrote into the exchange's memory; end all ranks"
+            )
         late = self._late_ranks(phase, epoch) or (peer,)
         seconds = self._dispatch_args.timeout_ns / 1e9
         return ExchangeTimeoutError(

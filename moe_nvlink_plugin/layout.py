@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 import torch
 
@@ -93,25 +92,21 @@ class WorkspaceLayout:
     sizes: dict[str, int]
 
     @classmethod
-    def for_geometries(cls, geometries: Iterable[tuple[AllToAllConfig, Recipe]]) -> WorkspaceLayout:
-        """The union of the geometries' needs, which must share one ep_size."""
-        sizes: dict[str, int] = {}
-        num_channels = 1
-        ep_sizes = set()
-        for config, recipe in geometries:
-            ep_sizes.add(config.ep_size)
-            num_channels = max(num_channels, config.num_channels)
-            for name, size in _region_sizes(config, recipe).items():
-                sizes[name] = max(sizes.get(name, 0), size)
-        if len(ep_sizes) != 1:
-            raise ConfigError(
-                f"layers of ep_size {sorted(ep_sizes)} cannot share one workspace; "
-                "create one for each expert-parallel group"
-            )
-        return cls(ep_sizes.pop(), num_channels, sizes)
+    def for_geometry(cls, config: AllToAllConfig, recipe: Recipe) -> WorkspaceLayout:
+        """What one layer needs."""
+        return cls(config.ep_size, config.num_channels, _region_sizes(config, recipe))
 
     def union(self, other: WorkspaceLayout) -> WorkspaceLayout:
-        """A layout that serves both."""
+        """A layout that serves both.
+
+        Raises:
+            ConfigError: they are for groups of different size.
+        """
+        if self.ep_size != other.ep_size:
+            raise ConfigError(
+                f"layers of ep_size {self.ep_size} and {other.ep_size} cannot share one workspace; "
+                "create one for each expert-parallel group"
+            )
         names = [*self.sizes, *(name for name in other.sizes if name not in self.sizes)]
         sizes = {name: max(self.sizes.get(name, 0), other.sizes.get(name, 0)) for name in names}
         return WorkspaceLayout(self.ep_size, max(self.num_channels, other.num_channels), sizes)

@@ -1,4 +1,4 @@
-"""Dispatch and combine in plain torch, all ranks in one process: the oracle of every test.
+"""Dispatch and combine in plain torch, all ranks in one process: what the kernels are held to.
 
 Written from the contract, not from the kernels: loops over tokens and ids where the kernels have
 slots and cells. Slow on purpose.
@@ -39,7 +39,7 @@ def owner_of(expert: int, num_experts: int, ep_size: int) -> int | None:
 def target_ranks(topk_ids: torch.Tensor, num_experts: int, ep_size: int) -> list[list[int | None]]:
     """Per token and k: the rank that gets a row because of this k; None for all others.
 
-    Of several experts on one rank only the first counts.
+    A rank that owns more than one of them gets its row for the first k.
     """
     table: list[list[int | None]] = []
     for ids in topk_ids.tolist():

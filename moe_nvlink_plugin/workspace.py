@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .config import AllToAllConfig
-from .errors import ExchangeStateError
+from .errors import ExchangeStateError, MoeNvlinkError
 from .groups import Group, all_or_none
 from .layout import Region, WorkspaceLayout
 from .recipes import Recipe
@@ -42,6 +42,12 @@ class ExchangeStats(NamedTuple):
         return ExchangeStats(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
+def _zeros(count: int) -> torch.Tensor:
+    # Not an inference tensor, whatever the caller is in: verbs outside that mode write to it too.
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=torch.int64)
+
+
 class Workspace:
     """Symmetric memory of one group, the layout in it, and which verb each channel is at.
 
@@ -49,15 +55,17 @@ class Workspace:
         pending: `[num_channels] int64` on the CPU: 0, or the handle of the layer whose dispatch
             waits for its combine. It is an argument of both ops, so that a compiled graph keeps
             their order.
-        lock: held by a verb while it runs; one workspace serves one thread at a time.
+        broken: why no rank may use the workspace any more, once there is such a reason. It is
+            the workspace's, not a layer's: all layers' rounds share its cells and its epochs.
     """
 
     def __init__(self, group: Group, transport: Transport, device: torch.device) -> None:
         self.group = group
         self.device = device
-        self.lock = threading.Lock()
-        self.pending = torch.zeros(1, dtype=torch.int64)
+        self.broken: MoeNvlinkError | None = None
+        self.pending = _zeros(1)
         self.generation = 0  # counts moves: layers make their views again after one
+        self._locks: list[threading.Lock] = []
         self._transport = transport
         self._layout: WorkspaceLayout | None = None
         self._memory: SymmetricMemory | None = None
@@ -68,20 +76,50 @@ class Workspace:
         """Makes the workspace serve one more geometry, growing it where it must. Collective.
 
         Raises:
-            ExchangeStateError: it must grow while a dispatch waits for its combine.
+            ExchangeStateError: it must grow while a dispatch waits for its combine, or is broken.
             TransportError, PeerError: the memory could not be had; the old one stays as it was.
         """
-        wanted = WorkspaceLayout.for_geometries([(config, recipe)])
-        if self._layout is not None:
-            wanted = self._layout.union(wanted)
+        wanted = all_or_none(
+            self.group, "fitting the workspace", lambda: self._wanted(config, recipe)
+        )
         if wanted != self._layout:
-            if bool(self.pending.any()):
-                raise ExchangeStateError(
-                    "the workspace cannot grow between a dispatch and its combine; create all "
-                    "layers before the first dispatch, or combine first"
-                )
             self._place(wanted)
         self._users += 1
+
+    def _wanted(self, config: AllToAllConfig, recipe: Recipe) -> WorkspaceLayout:
+        self.check_usable()
+        wanted = WorkspaceLayout.for_geometry(config, recipe)
+        if self._layout is not None:
+            wanted = self._layout.union(wanted)
+        if wanted != self._layout and bool(self.pending.any()):
+            raise ExchangeStateError(
+                "the workspace cannot grow between a dispatch and its combine; create all layers "
+                "before the first dispatch, or combine first"
+            )
+        return wanted
+
+    def check_usable(self) -> None:
+        """Before a launch or a change.
+
+        Raises:
+            ExchangeStateError: a rank has failed here before; the reason is in the message.
+        """
+        if self.broken is not None:
+            raise ExchangeStateError(
+                f"the exchange is unusable since: {self.broken}; close all layers that share its "
+                "workspace and create them anew"
+            ) from self.broken
+
+    def channel_lock(self, channel: int) -> threading.Lock:
+        """Held by a verb while it runs: one thread at a time uses a channel."""
+        return self._locks[channel]
+
+    def abandon(self, handle: int) -> None:
+        """For a layer that closes: its unfinished dispatch can never be combined. Local."""
+        if self.broken is None and bool((self.pending == handle).any()):
+            self.broken = ExchangeStateError(
+                f"exchange {handle} was closed between its dispatch and its combine"
+            )
 
     def _place(self, layout: WorkspaceLayout) -> None:
         logger.info(
@@ -98,7 +136,9 @@ class Workspace:
             self._memory.close()
         self._memory, self._layout = memory, layout
         self.generation += 1
-        self.pending = torch.zeros(layout.num_channels, dtype=torch.int64)
+        self.pending = _zeros(layout.num_channels)
+        new_channels = layout.num_channels - len(self._locks)
+        self._locks += [threading.Lock() for _ in range(new_channels)]
         # The transport hands out zeros, which is what every control word starts with. No rank may
         # put into a workspace that its owner has not finished with: hence the barrier.
         all_or_none(self.group, "initialising the workspace", lambda: None)

@@ -45,7 +45,7 @@ def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> Non
         )
     except FileNotFoundError as error:
         raise CompileError(
-            f"no host compiler: {command[0]!r} not found; install g++ 10 or newer (apt-get install "
+            f"no host compiler: {command[0]!r} not found; install g++ 11 or newer (apt-get install "
             "g++) or set MOE_NVLINK_CXX"
         ) from error
     except subprocess.TimeoutExpired as error:

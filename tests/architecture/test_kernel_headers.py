@@ -55,3 +55,17 @@ def test_one_header_knows_cuda_from_host() -> None:
         if COMPILER_MACROS.search(path.read_text(encoding="utf-8"))
     }
     assert knowing == {"include/moe_nvlink/platform.h"}
+
+
+def test_ordered_accesses_stand_in_one_header() -> None:
+    """Everywhere else they are called by the names it gives them."""
+    spelled = {
+        path.relative_to(KERNELS).as_posix()
+        for path in SOURCES
+        if path.parent.name != "host"  # the executor's threads, not the protocol
+        if re.search(
+            r"\batomic\w*\s*[(<]|std::atomic_ref|__threadfence|[.](?:acquire|release|relaxed)[.]",
+            re.sub(r"//.*", "", path.read_text(encoding="utf-8")),
+        )
+    }
+    assert spelled == {"include/moe_nvlink/memory_order.h"}

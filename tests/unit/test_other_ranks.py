@@ -152,7 +152,7 @@ def test_a_rank_that_never_arrives_is_named(phase: str) -> None:
         if rank in (1, 3):
             continue
         check_timeout(first, phase, 3, (1, 3))
-        assert 0.5 < waited < 5
+        assert 0.5 < waited < 1.1, "one timeout for all the late ranks, not one for each"
         assert second is not None, "the exchange went on as if nothing had happened"
         assert "unusable since" in str(second)
 

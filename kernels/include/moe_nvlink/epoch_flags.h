@@ -30,11 +30,12 @@ HD uint64_t pack_fault(int code, int phase, int peer, uint32_t epoch) {
          static_cast<uint64_t>(peer) << 32 | epoch;
 }
 
-// Waits until the cell has reached the epoch; false when timeout_ns passed first. On true, all that
-// the cell's writer did before releasing it is visible to this thread.
-HD bool wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t timeout_ns, uint64_t* seen) {
+// Waits until the cell has reached the epoch; false when timeout_ns have passed since `start`, which
+// is one for all the cells a thread waits for. On true, all that the cell's writer did before
+// releasing it is visible to this thread.
+HD bool wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t start, uint64_t timeout_ns,
+                       uint64_t* seen) {
   Backoff backoff;
-  const uint64_t start = now_ns();
   while (!has_reached(load_relaxed_sys(cell), epoch)) {
     const uint64_t waited = now_ns() - start;
     if (waited > timeout_ns) return false;

@@ -1,9 +1,10 @@
 // Every ordered access of the project, named by operation, order and scope. "sys" reaches the other
-// ranks (other GPUs, other processes); "gpu" reaches the CTAs of this rank. Release and acquire are
-// properties of the operation itself, never of a fence beside a relaxed access: that is what the PTX
-// model is easiest to reason about in, and the only form the thread sanitizer understands.
-// On the device each is one PTX instruction with its memory clobber, so that the compiler moves
-// nothing across it; on the host each is the std::atomic_ref operation of the same order.
+// ranks (other GPUs, other processes), "gpu" the CTAs of this rank, "cta" the threads of one.
+// Release and acquire are properties of the operation itself, never of a fence beside a relaxed
+// access: that is what the PTX model is easiest to reason about in, and the only form the thread
+// sanitizer understands. On the device each is one PTX instruction with its memory clobber, so that
+// the compiler moves nothing across it; on the host each is the std::atomic_ref operation of the
+// same order.
 #pragma once
 
 #include "platform.h"
@@ -79,6 +80,14 @@ HD void store_relaxed_gpu(uint32_t* address, uint32_t value) {
   MOE_NVLINK_DEVICE_ONLY(
       asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(__cvta_generic_to_global(address)),
                    "r"(value) : "memory");)
+  MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint32_t>(*address).store(value, std::memory_order_relaxed);)
+}
+
+// A word in the CTA's shared memory that several threads may write; readers wait for the barrier.
+HD void store_relaxed_cta(uint32_t* address, uint32_t value) {
+  MOE_NVLINK_DEVICE_ONLY(asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" : : "r"(
+                                          static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+                                      "r"(value) : "memory");)
   MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint32_t>(*address).store(value, std::memory_order_relaxed);)
 }
 

@@ -1,0 +1,156 @@
+"""What layers, channels and threads that share a workspace may and may not do to each other."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import (
+    ConfigError,
+    ExchangeStateError,
+    ExchangeTimeoutError,
+    PeerError,
+)
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from tests.unit.small_exchange import HIDDEN, assert_still_works, config, good
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def plain() -> dict[str, Any]:
+    return {**good(), "extra_payloads": ()}
+
+
+def test_a_workspace_of_another_group_is_refused() -> None:
+    """Its window has no place for the second rank: the kernel would write beyond it."""
+    (alone,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), alone) as single:
+
+        def rank_main(group: ThreadGroup) -> None:
+            MoeAllToAll.create(config(2, group.rank), group, share_with=single)
+
+        outcomes = try_ranks(2, rank_main)
+        assert isinstance(outcomes[0], ConfigError)
+        assert "share_with belongs to" in str(outcomes[0])
+        assert isinstance(outcomes[1], ConfigError)
+
+
+def test_after_a_timeout_no_layer_of_the_workspace_goes_on() -> None:
+    """Another layer's rows would arrive in the round that the late rank still waits to join."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank, timeout_s=0.4)
+        with (
+            MoeAllToAll.create(mine, group) as first,
+            MoeAllToAll.create(mine, group, share_with=first) as second,
+        ):
+            if group.rank == 0:
+                with pytest.raises(ExchangeTimeoutError):
+                    first.dispatch(**plain())
+                with pytest.raises(ExchangeStateError, match="unusable since.*close all layers"):
+                    second.dispatch(**plain())
+            group.all_gather_object(None)
+            error = ExchangeStateError if group.rank == 0 else PeerError
+            with pytest.raises(error, match="unusable since"):
+                MoeAllToAll.create(mine, group, share_with=first)
+
+    run_ranks(2, rank_main)
+
+
+def test_closing_between_dispatch_and_combine_ends_the_workspace() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    first = MoeAllToAll.create(config(), group)
+    with MoeAllToAll.create(config(), group, share_with=first) as second:
+        first.dispatch(**plain())
+        first.close()
+        with pytest.raises(ExchangeStateError, match="closed between its dispatch and its combine"):
+            second.dispatch(**plain())
+
+
+def test_growth_refused_on_one_rank_is_refused_on_all() -> None:
+    """Only rank 0 has a dispatch without combine; rank 1 must not wait for it to grow."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        layer = MoeAllToAll.create(config(2, group.rank), group)
+        if group.rank == 0:  # as after a dispatch of its own; a real one would wait for rank 1
+            layer._layer.workspace.pending[0] = layer._handle
+        MoeAllToAll.create(config(2, group.rank, hidden_size=999), group, share_with=layer)
+
+    first, second = try_ranks(2, rank_main)
+    assert isinstance(first, ExchangeStateError)
+    assert "cannot grow between" in str(first)
+    assert isinstance(second, PeerError)
+    assert "rank 0: ExchangeStateError" in str(second)
+
+
+def test_channels_of_two_threads_do_not_wait_for_each_other() -> None:
+    """Each rank's threads use the channels in the opposite order of the other rank's."""
+
+    def rank_main(group: ThreadGroup) -> list[bool]:
+        mine = config(2, group.rank, num_channels=2, timeout_s=20)
+        results: list[bool] = []
+        with MoeAllToAll.create(mine, group) as layer:
+
+            def use(channel: int, started: threading.Event, other: threading.Event) -> None:
+                started.set()
+                other.wait(5)
+                for _ in range(20):
+                    inputs = plain()
+                    received = layer.dispatch(**inputs, channel=channel)
+                    rows = received.hidden_states.clone()
+                    results.append(
+                        torch.equal(layer.combine(rows, received.metadata), inputs["hidden_states"])
+                    )
+
+            events = [threading.Event(), threading.Event()]
+            order = (0, 1) if group.rank == 0 else (1, 0)
+            threads = [
+                threading.Thread(target=use, args=(channel, events[channel], events[1 - channel]))
+                for channel in order
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return results
+
+    assert run_ranks(2, rank_main) == [[True] * 40] * 2
+
+
+def test_made_in_inference_mode_used_outside_and_the_other_way_round() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    inputs = plain()
+
+    def use(layer: MoeAllToAll) -> None:
+        received = layer.dispatch(**inputs)
+        rows = layer.combine_input()
+        rows.copy_(received.hidden_states)
+        assert torch.equal(layer.combine(rows, received.metadata), inputs["hidden_states"])
+
+    with torch.inference_mode():
+        inside = MoeAllToAll.create(config(), group)
+        use(inside)
+    use(inside)
+    inside.close()
+    with MoeAllToAll.create(config(extra_payload_bytes=(6,)), group) as outside:
+        with torch.inference_mode():
+            assert_still_works(outside)
+        assert_still_works(outside)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_row_split_over_several_ctas_gives_the_same_bits(num_threads: int) -> None:
+    """hidden_splits is 1 on the host and more at small batch on a GPU; the text is the same."""
+    (group,) = ThreadGroup.ranks(1)
+    size = 1000 + HIDDEN  # several vectors and a rest
+    with MoeAllToAll.create(config(hidden_size=size, num_threads=num_threads), group) as layer:
+        inputs = {**plain(), "hidden_states": torch.randn(3, size)}
+        layer._layer.channel(0)._combine_args.hidden_splits = 3
+        received = layer.dispatch(**inputs)
+        output = torch.full((3, size), torch.nan)
+        layer.combine(received.hidden_states, received.metadata, output=output)
+        assert torch.equal(output, inputs["hidden_states"])
