@@ -46,6 +46,10 @@ class Dispatched(NamedTuple):
     order; the rows behind them are empty, hold expert id -1 in all of `topk_ids` and anything
     elsewhere.
 
+    In a function under torch.compile, let only the experts' output that combine takes depend on
+    these tensors. A compiler orders the other readers as it likes, also behind the combine, where
+    the peers' next dispatch may have overwritten the rows; nothing in torch can forbid it that.
+
     Attributes:
         hidden_states: `[ep_size * max_tokens_per_rank, elements of the recipe's row]`.
         scales: `[ep_size * max_tokens_per_rank, scales per row]`, or None.
