@@ -1,8 +1,8 @@
 """torch.ops.moe_nvlink.dispatch and .combine with their fakes, side by side.
 
 `pending` is the workspace's state tensor: both ops write it, so a compiled graph neither reorders
-nor drops them. `handle` is the layer (exchange.find). Registered with Library.define/impl, which
-costs a call several times less than torch.library.custom_op.
+nor drops them. `handle` is the layer (exchange.find). Registered with Library.define/impl: a call
+through torch.library.custom_op costs several times as much.
 """
 
 from __future__ import annotations

@@ -263,6 +263,12 @@ def _wait_for_text(path: Path, text: str, timeout_s: float) -> bool:
             4,
             ["--data-parallel-size=2", "--tensor-parallel-size=2", "--enforce-eager"],
         ),
+        (
+            "glm4 dp2 tp2 compiled",
+            "glm4_moe",
+            4,
+            ["--data-parallel-size=2", "--tensor-parallel-size=2"],
+        ),
     ],
 )
 def test_tokens_equal_those_of_one_rank(
