@@ -61,6 +61,8 @@ class LayerExchange:
         self.rounds = [0] * config.num_channels  # dispatches so far, by channel
         self.handle = next(_handles)
         _live[self.handle] = self
+        for index in range(config.num_channels):
+            self.channel(index)  # threads that cannot be had are an error of create, not of a round
 
     def close(self) -> None:
         """Forgets the handle, gives the workspace back once no verb is running. Local."""

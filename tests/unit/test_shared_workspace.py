@@ -10,11 +10,13 @@ import torch
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import (
+    CompileError,
     ConfigError,
     ExchangeStateError,
     ExchangeTimeoutError,
     PeerError,
 )
+from moe_nvlink_plugin.jit.host import HostLibrary
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.unit.small_exchange import HIDDEN, assert_still_works, config, good
 
@@ -154,3 +156,20 @@ def test_a_row_split_over_several_ctas_gives_the_same_bits(num_threads: int) -> 
         output = torch.full((3, size), torch.nan)
         layer.combine(received.hidden_states, received.metadata, output=output)
         assert torch.equal(output, inputs["hidden_states"])
+
+
+def test_threads_that_cannot_be_had_are_an_error_of_create_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found at the first dispatch instead, one rank would raise and the others wait for it."""
+
+    def refuse(_library: HostLibrary, num_threads: int) -> int:
+        raise CompileError(f"cannot start {num_threads} threads; lower num_threads")
+
+    monkeypatch.setattr(HostLibrary, "create_grid", refuse)
+    first, second = try_ranks(
+        2, lambda group: MoeAllToAll.create(config(2, group.rank, num_threads=5), group)
+    )
+    for outcome in (first, second):
+        assert isinstance(outcome, CompileError)
+        assert "cannot start 5 threads" in str(outcome)
