@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,25 +12,16 @@ from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import (
     InputError,
 )
-from moe_nvlink_plugin.testing import ThreadGroup
 from tests.unit.small_exchange import (
     CAPACITY,
     HIDDEN,
     TOP_K,
     assert_still_works,
-    config,
     good,
     other_metadata,
 )
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def layer() -> Iterator[MoeAllToAll]:
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(extra_payload_bytes=(6,), num_channels=2), group) as exchange:
-        yield exchange
 
 
 BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {

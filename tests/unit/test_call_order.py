@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -21,13 +19,6 @@ from tests.unit.small_exchange import (
 )
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def layer() -> Iterator[MoeAllToAll]:
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(extra_payload_bytes=(6,), num_channels=2), group) as exchange:
-        yield exchange
 
 
 def test_combine_without_dispatch(layer: MoeAllToAll) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration import vllm as adapter
 from moe_nvlink_plugin.integration.vllm import flag, platform
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import write_checkpoint
 
 ASKED = {flag.KEY: flag.BACKEND}
 
 
-@pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    """vLLM's CPU platform edits os.environ, LD_PRELOAD included; other tests must not see it."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3_moe"))
+pytestmark = pytest.mark.usefixtures("environment")
 
 
 def _parser() -> Any:

@@ -25,12 +25,7 @@ from moe_nvlink_plugin.errors import ExchangeStateError, ExchangeTimeoutError, U
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 5
 
 
-@pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("environment")
 
 
 class OneRank:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,23 +14,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import compat, flag, validation
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import write_checkpoint
 
 README = Path(__file__).parents[2] / "integration" / "README.md"
 
 
-@pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    """vLLM's CPU platform edits os.environ, LD_PRELOAD included; other tests must not see it."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3_moe"))
+pytestmark = pytest.mark.usefixtures("environment")
 
 
 def _create(checkpoint: Path, **values: Any) -> Any:
