@@ -54,8 +54,6 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         ours = selected_here() and moe_config.moe_parallel_config.use_all2all_kernels
-        if ours and hasattr(moe_config, "require_decomposed_backend"):
-            moe_config.require_decomposed_backend = True  # vLLM 0.33: no monolithic experts
         quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
         if ours:
             _rebuild_after_loading(quant_method)

@@ -1,5 +1,6 @@
 // Limits and codes that kernels and Python share. Python reads the constants from this file
-// (moe_nvlink_plugin/jit/header.py), so each number stands here and nowhere else.
+// (moe_nvlink_plugin/jit/header.py); the limits that config.py and layout.py repeat, because they check
+// before anything is compiled, are compared with these by a test.
 #pragma once
 
 namespace moe_nvlink {
