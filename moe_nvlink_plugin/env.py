@@ -16,6 +16,9 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_CXX": ("g++", "host compiler for the CPU ranks' kernels"),
     "MOE_NVLINK_HOST_THREADS": ("1", "threads per CPU rank that dispatch and combine use"),
     "MOE_NVLINK_TIMEOUT_S": ("300", "seconds a rank waits for the others before it reports them"),
+    "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
+    "MOE_NVLINK_MAX_SMS": ("unset", "SMs that a kernel of ours may fill; unset: all of them"),
+    "MOE_NVLINK_ALLOW_SHARED_GPU": ("0", "1: let several ranks share one GPU (slow; for tests)"),
     "MOE_NVLINK_STATS_DIR": ("unset", "vLLM workers write rank<N>.json with their counters here"),
 }
 
@@ -48,6 +51,32 @@ def cache_dir() -> Path | None:
 def cxx() -> str:
     """Host compiler command."""
     return _text("MOE_NVLINK_CXX") or "g++"
+
+
+def _switch(name: str, default: bool) -> bool:
+    text = _text(name)
+    if text is None:
+        return default
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name}={text!r} must be 0 or 1; unset it for {int(default)}")
+    return text == "1"
+
+
+def pdl() -> bool:
+    """Whether kernels are launched with programmatic dependent launch."""
+    return _switch("MOE_NVLINK_PDL", True)
+
+
+def allow_shared_gpu() -> bool:
+    """Whether ranks of one group may be on the same GPU."""
+    return _switch("MOE_NVLINK_ALLOW_SHARED_GPU", False)
+
+
+def max_sms() -> int | None:
+    """Default of AllToAllConfig.max_sms; None is all of the GPU's."""
+    if _text("MOE_NVLINK_MAX_SMS") is None:
+        return None
+    return int(_positive("MOE_NVLINK_MAX_SMS", int, 0))
 
 
 def host_threads() -> int:

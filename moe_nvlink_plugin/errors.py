@@ -30,6 +30,15 @@ class TransportError(MoeNvlinkError):
     """Symmetric memory could not be created or mapped; what was built has been rolled back."""
 
 
+class DriverError(MoeNvlinkError):
+    """A call of the CUDA driver failed. Attributes: call, status (the driver's name for it)."""
+
+    def __init__(self, message: str, *, call: str, status: str) -> None:
+        super().__init__(message)
+        self.call = call
+        self.status = status
+
+
 class CompileError(MoeNvlinkError):
     """A kernel did not compile; carries the compiler's log."""
 
