@@ -19,7 +19,7 @@ from .workspace import ExchangeStats, Workspace
 logger = logging.getLogger(__name__)
 
 #: Config fields that may differ from rank to rank.
-_OWN_FIELDS = ("ep_rank", "num_threads")
+_OWN_FIELDS = ("ep_rank", "num_threads", "max_sms")
 
 
 class DispatchMetadata(NamedTuple):
@@ -94,7 +94,7 @@ class MoeAllToAll:
         """Makes the exchange of one layer. Collective; not capturable.
 
         Args:
-            config: equal on every rank, `ep_rank` and `num_threads` apart.
+            config: equal on every rank, `ep_rank`, `num_threads` and `max_sms` apart.
             group: a torch ProcessGroup (with a CPU backend), or an object with rank, size and
                 all_gather_object.
             device: where the tensors live.

@@ -48,8 +48,11 @@ class AllToAllConfig:
         timeout_s: seconds to wait for the other ranks; None takes MOE_NVLINK_TIMEOUT_S.
         num_channels: independent control and buffer sets, one for each micro-batch in flight.
         num_threads: host threads per rank; None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
+        max_sms: SMs of a GPU that dispatch or combine may fill; None takes MOE_NVLINK_MAX_SMS, and
+            all of them where that is unset. May differ by rank.
         extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
-        transport: how peers reach memory; None chooses by device ("host" for cpu).
+        transport: how peers reach memory; None chooses by device ("host" for cpu, "nvlink" for
+            cuda).
 
     Raises:
         ConfigError: naming the field, its value and the limit.
@@ -66,6 +69,7 @@ class AllToAllConfig:
     timeout_s: float | None = None
     num_channels: int = 1
     num_threads: int | None = None
+    max_sms: int | None = None
     extra_payload_bytes: tuple[int, ...] = ()
     transport: str | None = None
 
@@ -75,6 +79,8 @@ class AllToAllConfig:
             object.__setattr__(self, "timeout_s", env.timeout_s())
         if self.num_threads is None:
             object.__setattr__(self, "num_threads", env.host_threads())
+        if self.max_sms is None:
+            object.__setattr__(self, "max_sms", env.max_sms())
         object.__setattr__(self, "extra_payload_bytes", tuple(self.extra_payload_bytes))
         self._check_ints()
         self._check_rest()
@@ -91,6 +97,8 @@ class AllToAllConfig:
         _check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, most_tokens)
         _check_int("num_channels", self.num_channels, 1, 64)
         _check_int("num_threads", self.num_threads, 1, 1024)
+        if self.max_sms is not None:
+            _check_int("max_sms", self.max_sms, 1, 1024)
         for row_bytes in self.extra_payload_bytes:
             _check_int("extra_payload_bytes", row_bytes, 1, 2**24)
 

@@ -28,10 +28,11 @@ ALLOWED: dict[str, set[str] | None] = {
     "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
     "workspace": {"errors", "env", "config", "recipes", "layout", "transport", "groups"},
     "checks": {"errors", "config"},
+    "arguments": {"config", "recipes", "layout", "jit"},
     # How a kernel is launched: on CPU threads, or by the CUDA driver.
     "executors": {"errors", "env", "config", "jit", "driver"},
     "exchange": {"errors", "env", "config", "recipes", "layout", "jit", "workspace", "checks"}
-    | {"executors"},
+    | {"executors", "arguments"},
     "inductor": set(),
     "ops": {"errors", "exchange", "inductor"},
     "hookspecs": {"errors", "config", "recipes", "transport"},

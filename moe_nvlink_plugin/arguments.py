@@ -1,0 +1,82 @@
+"""Fills the kernels' argument structs (kernels/include/moe_nvlink/args.h) for one layer and channel.
+
+What does not change from call to call is set here, once; the caller adds num_tokens, the addresses
+of the call's tensors and, for combine, hidden_splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .config import AllToAllConfig
+from .jit.header import constants, structs
+from .layout import Region, combine_row
+from .recipes import PayloadRow
+
+_ELEMENTS = {
+    torch.bfloat16: "kElementBf16",
+    torch.float16: "kElementFp16",
+    torch.float32: "kElementFp32",
+}
+
+
+def element_code(dtype: torch.dtype) -> int:
+    """kElement* of config.h for an activation type that combine reduces."""
+    return constants()[_ELEMENTS[dtype]]
+
+
+def dispatch_arguments(
+    config: AllToAllConfig,
+    rows: Mapping[str, PayloadRow],
+    regions: Mapping[str, Region],
+    base_ptr: int,
+    rank_stride: int,
+) -> Any:
+    """DispatchArgs of the rank `config.ep_rank`.
+
+    Args:
+        rows: layout.payload_rows(config, recipe).
+        regions: of the channel, by name.
+        base_ptr: address of rank 0's workspace.
+        rank_stride: bytes from one rank's workspace to the next.
+    """
+    args = _common("DispatchArgs", config, regions, base_ptr, rank_stride)
+    args.num_payloads = len(rows)
+    args.combine_row_bytes = combine_row(config).row_bytes
+    for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
+        payload.region, payload.row_bytes = regions[name].block, row.row_bytes
+    return args
+
+
+def combine_arguments(
+    config: AllToAllConfig, regions: Mapping[str, Region], base_ptr: int, rank_stride: int
+) -> Any:
+    """CombineArgs of the rank `config.ep_rank`; arguments as for dispatch."""
+    args = _common("CombineArgs", config, regions, base_ptr, rank_stride)
+    args.region = regions["combine"].block
+    args.hidden_splits = 1
+    return args
+
+
+def _common(
+    struct: str,
+    config: AllToAllConfig,
+    regions: Mapping[str, Region],
+    base_ptr: int,
+    rank_stride: int,
+) -> Any:
+    args: Any = structs()[struct]()
+    args.window_base, args.rank_stride = base_ptr, rank_stride
+    assert config.timeout_s is not None
+    args.timeout_ns = int(config.timeout_s * 1e9)
+    geometry = args.geometry
+    for name in ("ep_size", "ep_rank", "num_experts", "top_k", "hidden_size"):
+        setattr(geometry, name, getattr(config, name))
+    geometry.max_tokens_per_rank = config.max_tokens_per_rank
+    geometry.element = element_code(config.dtype)
+    for name, _type in structs()["ControlRegions"]._fields_:  # type: ignore[misc]
+        setattr(args.control, name, regions[name].block)
+    return args
