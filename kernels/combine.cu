@@ -188,8 +188,8 @@ HD void combine_tokens(const CombineArgs& args, const Cta& cta, bool faulted) {
 
 template <class Config>
 HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
-  pdl_wait();
-  pdl_launch_dependents();
+  if constexpr (Config::kPdl) pdl_wait();
+  if constexpr (Config::kPdl) pdl_launch_dependents();
   const bool faulted = combine_barrier(args, cta, shared);
   const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
   if (element == kElementBf16) {

@@ -192,9 +192,9 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchShared& 
   uint32_t* send_counters = reinterpret_cast<uint32_t*>(
       region_of(args, args.geometry.ep_rank, args.control.send_counters));
   // Tokens, ids and the words the previous dispatch left all come from kernels before this one.
-  pdl_wait();
+  if constexpr (Config::kPdl) pdl_wait();
   // The next kernel waits for the whole of this one before it reads anything, so it may be set up now.
-  pdl_launch_dependents();
+  if constexpr (Config::kPdl) pdl_launch_dependents();
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
     route_token<Config>(cta, args.geometry, topk_ids + static_cast<int64_t>(token) * top_k,
                         send_slots + static_cast<int64_t>(token) * top_k, send_counters,

@@ -44,9 +44,13 @@ def host_source() -> str:
     return _translation_unit("moe_nvlink::RuntimeConfig", HOST_FILES)
 
 
-def specialised_source(top_k: int, element: int, *, host: bool = False) -> str:
-    """Both kernels for one top_k and element type: what a GPU gets, or the same on the host."""
-    config = f"moe_nvlink::StaticConfig<{top_k}, {element}>"
+def specialised_source(top_k: int, element: int, *, pdl: bool = True, host: bool = False) -> str:
+    """Both kernels for one top_k and element type: what a GPU gets, or the same on the host.
+
+    `pdl`: with the instructions of programmatic dependent launch. A launch with its attribute needs
+    them; without the attribute they do nothing. The host build has none either way.
+    """
+    config = f"moe_nvlink::StaticConfig<{top_k}, {element}, {str(pdl).lower()}>"
     return _translation_unit(config, HOST_FILES if host else ())
 
 

@@ -39,14 +39,17 @@ struct RuntimeConfig {
   static constexpr int kTopK = 0;
   static constexpr int kElement = -1;
   static constexpr int kTopKBound = kMaxTopK;
+  static constexpr bool kPdl = false;
 };
 
-template <int TopK, int Element>
+// Pdl: compiled to be launched with programmatic dependent launch (dispatch.cu says what moves).
+template <int TopK, int Element, bool Pdl = true>
 struct StaticConfig {
   static_assert(TopK >= 1 && TopK <= kMaxTopK);
   static constexpr int kTopK = TopK;
   static constexpr int kElement = Element;
   static constexpr int kTopKBound = TopK;
+  static constexpr bool kPdl = Pdl;
 };
 
 }  // namespace moe_nvlink

@@ -49,10 +49,16 @@ HD bool wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t start, uin
   return has_reached(*seen, epoch);
 }
 
-// The fault word is for the host: it turns it into an error that names phase, peer and epoch.
+// The fault word is for the host: it turns it into an error that names phase, peer and epoch. Where
+// the host cannot read this rank's workspace without waiting for the device, it has named a word of
+// its own memory (on the GPU pinned and mapped, so in global space too).
 template <class Args>
 HD void report_fault(const Args& args, int code, int phase, int peer, uint32_t epoch) {
-  store_relaxed_sys(&local_control(args)->fault, pack_fault(code, phase, peer, epoch));
+  LocalControl* local = local_control(args);
+  const uint64_t fault = pack_fault(code, phase, peer, epoch);
+  store_relaxed_sys(&local->fault, fault);
+  const uint64_t host_fault = local->host_fault;
+  if (host_fault != 0) store_relaxed_sys(reinterpret_cast<uint64_t*>(host_fault), fault);
 }
 
 }  // namespace moe_nvlink
