@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .base import SymmetricMemory, Transport
+from .base import Extent, SymmetricMemory, Transport
 
-__all__ = ["SymmetricMemory", "Transport"]
+__all__ = ["Extent", "SymmetricMemory", "Transport"]

@@ -1,9 +1,10 @@
 """Transport `host`: ranks are processes (or threads) of one machine, memory is POSIX shared memory.
 
-Every rank creates one object, readable and writable by its owner only, opens everybody's, and
-takes its own name away as soon as all ranks have mapped it; from then on no file exists that a
-crash could leave behind. Before that, the creator holds a lock on the file: a file whose lock is
-free belongs to a rank that died in between, and the next rank of the same user removes it.
+For every `extend` each rank creates one object, readable and writable by its owner only, that holds
+all extents one behind the other; it opens everybody's, and takes its own name away as soon as all
+ranks have mapped it; from then on no file exists that a crash could leave behind. Before that, the
+creator holds a lock on the file: a file whose lock is free belongs to a rank that died in between,
+and the next rank of the same user removes it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import os
 import secrets
 import stat
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from moe_nvlink_plugin.errors import TransportError
 from moe_nvlink_plugin.groups import Group, all_or_none
+
+from .base import Extent
+from .window import MappedRanges, check_same_extents, round_up
 
 _DIRECTORY = Path("/dev/shm")  # where Linux keeps POSIX shared memory objects
 _PREFIX = "moe_nvlink-"
@@ -42,8 +48,8 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def _mmap(address: int, size: int, protection: int, flags: int, fd: int) -> int:
-    result = _libc.mmap(address or None, size, protection, flags, fd, 0)
+def _mmap(address: int, size: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    result = _libc.mmap(address or None, size, protection, flags, fd, offset)
     if result is None or result == _MAP_FAILED:
         code = ctypes.get_errno()
         raise TransportError(
@@ -51,6 +57,12 @@ def _mmap(address: int, size: int, protection: int, flags: int, fd: int) -> int:
             "(ulimit -v) or lower max_tokens_per_rank"
         )
     return int(result)
+
+
+def _map_nothing(address: int, size: int) -> int:
+    """Addresses that are taken and that nobody may touch; whatever was mapped there is gone."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return _mmap(address, size, 0, flags | (_MAP_FIXED if address else 0), -1, 0)
 
 
 class _Segment:
@@ -146,87 +158,149 @@ def _open_peer(name: str, size_bytes: int, peer: int) -> int:
 
 
 class HostMemory:
-    """One address window: rank r's object mapped at base_ptr + r * rank_stride."""
+    """One address window: rank r's objects mapped at base_ptr + r * rank_stride + offset."""
 
-    def __init__(self, num_ranks: int, rank: int, size_bytes: int) -> None:
-        self._rank = rank
-        self._size_bytes = size_bytes
-        self.rank_stride = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        window_bytes = self.rank_stride * num_ranks
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self.base_ptr = _mmap(0, window_bytes, 0, flags, -1)
+    def __init__(self, group: Group, reserve_bytes: int) -> None:
+        self._group = group
+        self.rank_stride = round_up(max(reserve_bytes, 1), mmap.PAGESIZE)
+        self.base_ptr = _map_nothing(0, self.rank_stride * group.size)
+        self._mapped = MappedRanges(self.rank_stride, mmap.PAGESIZE)
         # The ctypes array is what tensors hold on to; the window goes when the last of them does.
-        array = ctypes.c_char * size_bytes
-        self._buffer: ctypes.Array[ctypes.c_char] | None = array.from_address(
-            self.base_ptr + rank * self.rank_stride
+        array = ctypes.c_char * self.rank_stride
+        mine = self.base_ptr + group.rank * self.rank_stride
+        self._buffer: ctypes.Array[ctypes.c_char] | None = array.from_address(mine)
+        self._unmap = weakref.finalize(
+            self._buffer, _libc.munmap, self.base_ptr, self.rank_stride * group.size
         )
-        finalizer = weakref.finalize(self._buffer, _libc.munmap, self.base_ptr, window_bytes)
-        finalizer.atexit = False  # the process's end unmaps it anyway, after the last access
+        self._unmap.atexit = False  # the process's end does it anyway, after the last access
 
-    def map_rank(self, peer: int, fd: int) -> None:
-        """Maps a rank's object into its place in the window."""
-        address = self.base_ptr + peer * self.rank_stride
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        _mmap(address, self._size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
-
-    def local(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Bytes of this rank's workspace, `[size_bytes] uint8`, in a storage of their own."""
-        if self._buffer is None:
-            raise TransportError("the shared memory has been closed")
-        return torch.frombuffer(self._buffer, dtype=torch.uint8, offset=offset, count=size_bytes)
-
-    def close(self) -> None:
-        """Drops this object's hold on the window; tensors over it keep it. Local."""
-        self._buffer = None
-
-
-class HostTransport:
-    """POSIX shared memory among the ranks of one machine."""
-
-    name = "host"
-
-    def serves(self, device: torch.device) -> bool:
-        """CPU ranks."""
-        return device.type == "cpu"
-
-    def allocate(self, group: Group, size_bytes: int, device: torch.device) -> HostMemory:
-        """Zeroed shared memory of `size_bytes` per rank. Collective.
+    def extend(self, extents: Sequence[Extent]) -> None:
+        """Zeroed shared memory of every rank behind these ranges. Collective.
 
         Raises:
             TransportError: this rank could not create, open or map an object.
             PeerError: another rank could not; everything made here has been rolled back.
         """
         remove_abandoned_segments()
+        group = self._group
         segment: _Segment | None = None
+        pieces: list[_Piece] = []
 
         def create() -> _Segment:
-            nonlocal segment
-            segment = _Segment(size_bytes)
+            nonlocal segment, pieces
+            self._check_open()
+            self._mapped.check(extents)
+            pieces = _pieces(extents)
+            segment = _Segment(sum(piece.size_bytes for piece in pieces))
             return segment
 
         try:
             mine = all_or_none(group, "creating shared memory", create)
-            names = group.all_gather_object(mine.path.name)
-            return all_or_none(
-                group,
-                "mapping shared memory",
-                lambda: _map_all(mine, names, size_bytes, group.rank),
-            )
+            told = group.all_gather_object((mine.path.name, tuple(extents)))
+            names = [name for name, _extents in told]
+            theirs = [asked for _name, asked in told]
+
+            def map_all() -> None:
+                check_same_extents(group.rank, extents, theirs)
+                self._map_all(mine, names, pieces)
+
+            all_or_none(group, "mapping shared memory", map_all)
+        except BaseException:
+            self._take_back(pieces)
+            raise
         finally:
             # All ranks have mapped it, or the set-up failed: either way the name has served.
             if segment is not None:
                 segment.close()
+        self._mapped.add(extents)
+
+    def _map_all(self, mine: _Segment, names: list[str], pieces: list[_Piece]) -> None:
+        size_bytes = sum(piece.size_bytes for piece in pieces)
+        for peer, name in enumerate(names):
+            if peer == self._group.rank:
+                self._map_rank(peer, mine.fd, pieces)
+                continue
+            fd = _open_peer(name, size_bytes, peer)
+            try:
+                self._map_rank(peer, fd, pieces)
+            finally:
+                os.close(fd)
+
+    def _map_rank(self, peer: int, fd: int, pieces: list[_Piece]) -> None:
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        for piece in pieces:
+            address = self.base_ptr + peer * self.rank_stride + piece.offset
+            _mmap(address, piece.size_bytes, protection, flags, fd, piece.file_offset)
+
+    def _take_back(self, pieces: list[_Piece]) -> None:
+        for peer in range(self._group.size):
+            for piece in pieces:
+                address = self.base_ptr + peer * self.rank_stride + piece.offset
+                _map_nothing(address, piece.size_bytes)
+
+    def _check_open(self) -> ctypes.Array[ctypes.c_char]:
+        if self._buffer is None:
+            raise TransportError("the shared memory has been closed")
+        return self._buffer
+
+    def local(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """Bytes of this rank's workspace, `[size_bytes] uint8`, in a storage of their own. Local.
+
+        Raises:
+            TransportError: the range is not mapped, or the memory is closed.
+        """
+        buffer = self._check_open()
+        self._mapped.require(offset, size_bytes)
+        return torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=size_bytes)
+
+    def close(self) -> None:
+        """Drops this object's hold on the window; tensors over it keep it. Local."""
+        self._buffer = None
+
+    def leak(self) -> None:
+        """The window stays mapped until the process ends. Local."""
+        self._unmap.detach()
 
 
-def _map_all(mine: _Segment, names: list[str], size_bytes: int, rank: int) -> HostMemory:
-    memory = HostMemory(len(names), rank, size_bytes)
-    for peer, name in enumerate(names):
-        if peer == rank:
-            memory.map_rank(peer, mine.fd)
-            continue
-        fd = _open_peer(name, size_bytes, peer)
-        try:
-            memory.map_rank(peer, fd)
-        finally:
-            os.close(fd)
-    return memory
+class _Piece(NamedTuple):
+    """A mapped range of every rank's workspace, and where it lies in the shared object."""
+
+    offset: int
+    size_bytes: int
+    file_offset: int
+
+
+def _pieces(extents: Sequence[Extent]) -> list[_Piece]:
+    pieces, file_offset = [], 0
+    for extent in extents:
+        size_bytes = round_up(extent.size_bytes, mmap.PAGESIZE)
+        pieces.append(_Piece(extent.offset, size_bytes, file_offset))
+        file_offset += size_bytes
+    return pieces
+
+
+class HostTransport:
+    """POSIX shared memory among the ranks of one machine."""
+
+    name = "host"
+    executor = "host"
+    extent_alignment = mmap.PAGESIZE
+
+    def serves(self, device: torch.device) -> bool:
+        """CPU ranks."""
+        return device.type == "cpu"
+
+    def reserve(self, group: Group, reserve_bytes: int, device: torch.device) -> HostMemory:
+        """Addresses for every rank's workspace. Collective.
+
+        Raises:
+            TransportError: this rank's address space is too small.
+            PeerError: another rank's is.
+        """
+        return all_or_none(group, "reserving addresses", lambda: HostMemory(group, reserve_bytes))
+
+    def allocate(self, group: Group, size_bytes: int, device: torch.device) -> HostMemory:
+        """`reserve` and one `extend` from offset 0. Collective."""
+        memory = self.reserve(group, size_bytes, device)
+        memory.extend([Extent(0, size_bytes)])
+        return memory

@@ -7,12 +7,13 @@ import ctypes
 import errno
 import gc
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ import torch
 
 from moe_nvlink_plugin.errors import PeerError, TransportError
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from moe_nvlink_plugin.transport import host
+from moe_nvlink_plugin.transport import Extent, host
 from moe_nvlink_plugin.transport.host import HostMemory, HostTransport
 
 pytestmark = pytest.mark.timeout(60)
 
 SHM = Path("/dev/shm")
 CPU = torch.device("cpu")
+MIB = 2**20
 
 
 def names_of(pid: int) -> list[str]:
@@ -55,14 +57,14 @@ def test_every_rank_sees_every_rank() -> None:
 
 def test_nothing_remains_and_only_the_owner_could_open_it(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[int] = []
-    inner = host._map_all
+    inner = HostMemory._map_all
 
-    def looking(mine: Any, names: list[str], size_bytes: int, rank: int) -> HostMemory:
+    def looking(memory: HostMemory, mine: Any, names: list[str], pieces: Any) -> None:
         modes.extend(stat.S_IMODE((SHM / name).stat().st_mode) for name in names)
         assert set(names) <= set(names_of(os.getpid()))
-        return inner(mine, names, size_bytes, rank)
+        inner(memory, mine, names, pieces)
 
-    monkeypatch.setattr(host, "_map_all", looking)
+    monkeypatch.setattr(HostMemory, "_map_all", looking)
     mask = os.umask(0)
     try:
         run_ranks(3, allocate(4096))
@@ -72,15 +74,29 @@ def test_nothing_remains_and_only_the_owner_could_open_it(monkeypatch: pytest.Mo
     assert names_of(os.getpid()) == []
 
 
-@pytest.mark.parametrize("step", ["_Segment", "_map_all"])
+@pytest.mark.parametrize(
+    ("owner", "step"), [(host, "_Segment"), (HostMemory, "_map_all"), (HostMemory, "_map_rank")]
+)
 def test_a_rank_that_fails_takes_everything_back(
-    step: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On that rank its own error, on the others one that names it, and no file, no mapping."""
-    inner = getattr(host, step)
+    before = window_mappings()
+    failing(owner, step, monkeypatch)
+    outcomes = try_ranks(3, allocate(4096))
+    check_one_failed(outcomes)
+    del outcomes
+    gc.collect()
+    assert names_of(os.getpid()) == []
+    assert window_mappings() == before
+
+
+def failing(owner: Any, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call of this step does its work and then fails."""
+    inner = getattr(owner, step)
     calls: list[int] = []
 
-    def failing(*arguments: Any) -> Any:
+    def wrapper(*arguments: Any) -> Any:
         result = inner(*arguments)
         calls.append(1)
         if len(calls) == 2:
@@ -89,8 +105,10 @@ def test_a_rank_that_fails_takes_everything_back(
             raise TransportError("made to fail")
         return result
 
-    monkeypatch.setattr(host, step, failing)
-    outcomes = try_ranks(3, allocate(4096))
+    monkeypatch.setattr(owner, step, wrapper)
+
+
+def check_one_failed(outcomes: Sequence[Any]) -> None:
     assert sorted(type(outcome).__name__ for outcome in outcomes) == [
         "PeerError",
         "PeerError",
@@ -100,19 +118,141 @@ def test_a_rank_that_fails_takes_everything_back(
     for outcome in outcomes:
         if isinstance(outcome, PeerError):
             assert f"rank {failed}: TransportError: made to fail" in str(outcome)
-    assert names_of(os.getpid()) == []
 
 
-def test_sizes_are_compared_by_both() -> None:
-    def rank_main(group: ThreadGroup) -> HostMemory:
-        return HostTransport().allocate(group, 4096 * (1 + group.rank), CPU)
+def window_mappings() -> list[str]:
+    """What this process has mapped of our shared objects."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/dev/shm/moe_nvlink-" in line]
+
+
+@pytest.mark.parametrize("step", ["_map_all", "_map_rank"])
+def test_growth_that_fails_leaves_what_was_there(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old extents keep their content, the new ones are unmapped again, and a retry works."""
+    memories: list[Any] = [None] * 3
+    gc.collect()
+    others = len(window_mappings())
+
+    def first(group: ThreadGroup) -> None:
+        memory = memories[group.rank] = HostTransport().reserve(group, 16 * MIB, CPU)
+        memory.extend([Extent(0, 5000)])
+        memory.local(0, 5000).fill_(group.rank + 1)
+
+    run_ranks(3, first)
+    before = window_mappings()
+    assert len(before) == others + 9
+    with monkeypatch.context() as patch:
+        failing(HostMemory, step, patch)
+        check_one_failed(try_ranks(3, grow_again(memories)))
+    assert window_mappings() == before
+    for memory in memories:
+        with pytest.raises(TransportError, match="not mapped"):
+            memory.local(8192, 1)
+    run_ranks(3, grow_again(memories))
+    for memory in memories:
+        for rank in range(3):
+            address = memory.base_ptr + rank * memory.rank_stride
+            old = ctypes.string_at(address, 5000)
+            assert set(old) == {rank + 1}
+            assert set(ctypes.string_at(address + 5000, 8192 - 5000 + 3 * MIB)) == {0}
+            assert ctypes.string_at(address + 8 * MIB, 1) == b"\0"
+
+
+def grow_again(memories: list[Any]) -> Callable[[ThreadGroup], None]:
+    """Each rank extends the memory it has by a continuation of its first extent, and by more."""
+
+    def body(group: ThreadGroup) -> None:
+        memory = memories[group.rank]
+        memory._group = group  # the threads of a second run_ranks meet at another barrier
+        memory.extend([Extent(8192, 3 * MIB), Extent(8 * MIB, 1)])
+
+    return body
+
+
+def test_a_continued_extent_leaves_no_hole_and_moves_nothing() -> None:
+    def rank_main(group: ThreadGroup) -> int:
+        memory = HostTransport().reserve(group, 4 * MIB, CPU)
+        memory.extend([Extent(0, 5000)])
+        row = memory.local(0, 5000)
+        address = row.data_ptr()
+        row.fill_(7)
+        memory.extend([Extent(8192, 100)])
+        whole = memory.local(0, 8292)
+        assert whole.data_ptr() == address
+        assert bool((whole[:5000] == 7).all())
+        whole[5000:].fill_(group.rank + 1)
+        group.all_gather_object(None)
+        peer = memory.base_ptr + (1 - group.rank) * memory.rank_stride
+        theirs = ctypes.c_uint8.from_address(peer + 8191).value
+        group.all_gather_object(None)
+        return theirs
+
+    assert run_ranks(2, rank_main) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("extents", "words"),
+    [
+        ([], "no extents"),
+        ([Extent(2**22 + 100, 10)], "multiple of 4096"),
+        ([Extent(-(2**21), 10)], "multiple of"),
+        ([Extent(2**22, 0)], "size above 0"),
+        ([Extent(0, 10)], "overlaps mapped bytes"),
+        ([Extent(2**22, 2**21 + 1), Extent(2**22 + 2**21, 10)], "overlaps"),
+        ([Extent(2**40, 10)], "bytes per rank this window was made with"),
+    ],
+)
+def test_extents_that_cannot_be(extents: list[Extent], words: str) -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        memory = HostTransport().reserve(group, 16 * MIB, CPU)
+        memory.extend([Extent(0, 2 * MIB)])
+        memory.local(0, 10).fill_(3)
+        try:
+            memory.extend(extents)
+        finally:
+            assert memory.local(0, 10).tolist() == [3] * 10
+
+    for outcome in try_ranks(2, rank_main):
+        assert isinstance(outcome, TransportError)
+        assert words in str(outcome)
+
+
+def test_ranks_that_want_different_extents() -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        HostTransport().reserve(group, 2 * MIB, CPU).extend([Extent(0, 4096 * (1 + group.rank))])
 
     outcomes = try_ranks(2, rank_main)
     for rank, (theirs, mine) in enumerate(((8192, 4096), (4096, 8192))):
         assert isinstance(outcomes[rank], TransportError)
-        assert f"rank {1 - rank}'s shared memory has {theirs} bytes" in str(outcomes[rank])
-        assert f"expects {mine}" in str(outcomes[rank])
+        assert f"rank {1 - rank} was asked to map" in str(outcomes[rank])
+        assert re.search(f"size_bytes={theirs}.*size_bytes={mine}", str(outcomes[rank]))
     assert names_of(os.getpid()) == []
+
+
+def test_an_object_of_another_size_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_DIRECTORY", tmp_path)
+    (tmp_path / "object").write_bytes(b"x" * 4096)
+    with pytest.raises(TransportError, match="rank 1's shared memory has 4096 bytes"):
+        host._open_peer("object", 8192, 1)
+
+
+def test_an_address_space_limit() -> None:
+    code = (
+        "import resource, torch\n"
+        "from moe_nvlink_plugin.testing import ThreadGroup\n"
+        "from moe_nvlink_plugin.errors import TransportError\n"
+        "from moe_nvlink_plugin.transport.host import HostTransport\n"
+        "(group,) = ThreadGroup.ranks(1)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\n"
+        "try:\n    HostTransport().reserve(group, 2**37, torch.device('cpu'))\n"
+        "except TransportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert "ulimit -v" in done.stdout, done.stderr
 
 
 def test_more_than_there_is() -> None:
@@ -209,3 +349,15 @@ def test_closed_memory_hands_out_nothing() -> None:
     memory.close()
     with pytest.raises(TransportError, match="closed"):
         memory.local(0, 1)
+
+
+def test_leaked_memory_stays_mapped() -> None:
+    (memory,) = run_ranks(1, allocate(2**20))
+    address, stride = memory.base_ptr, memory.rank_stride
+    memory.local(0, 1).fill_(5)
+    memory.leak()
+    memory.close()
+    del memory
+    gc.collect()
+    assert ctypes.c_uint8.from_address(address).value == 5
+    host._libc.munmap(address, stride)

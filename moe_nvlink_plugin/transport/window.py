@@ -1,0 +1,87 @@
+"""Bookkeeping that both transports share: which part of every rank's workspace is mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_nvlink_plugin.errors import TransportError
+
+from .base import Extent
+
+
+def round_up(number: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is not below `number`."""
+    return -(-number // unit) * unit
+
+
+class MappedRanges:
+    """The mapped part of one rank's workspace: the same on all ranks. Local."""
+
+    def __init__(self, stride: int, alignment: int) -> None:
+        self._stride = stride
+        self._alignment = alignment
+        self._ranges: list[tuple[int, int]] = []  # [start, end), sorted, apart from each other
+
+    def check(self, extents: Sequence[Extent]) -> None:
+        """That `extents` can be mapped.
+
+        Raises:
+            TransportError: there is none; one is misaligned, empty, behind the window's end, or
+                overlaps another.
+        """
+        if not extents:
+            raise TransportError("no extents to map")
+        taken = list(self._ranges)
+        for extent in extents:
+            end = round_up(extent.offset + extent.size_bytes, self._alignment)
+            if extent.offset < 0 or extent.offset % self._alignment or extent.size_bytes <= 0:
+                raise TransportError(
+                    f"{extent}: offset must be a multiple of {self._alignment}, size above 0"
+                )
+            if end > self._stride:
+                raise TransportError(
+                    f"{extent} ends behind the {self._stride} bytes per rank this window was made "
+                    "with, and a window cannot move; create the layers with the largest "
+                    "max_tokens_per_rank and rows first, or close all layers and create them anew"
+                )
+            for first, last in taken:
+                if extent.offset < last and first < end:
+                    raise TransportError(f"{extent} overlaps mapped bytes [{first}, {last})")
+            taken.append((extent.offset, end))
+
+    def add(self, extents: Sequence[Extent]) -> None:
+        """These are mapped now, up to the next multiple of the alignment."""
+        added = [(e.offset, round_up(e.offset + e.size_bytes, self._alignment)) for e in extents]
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted([*self._ranges, *added]):
+            if merged and merged[-1][1] == first:
+                merged[-1] = (merged[-1][0], last)
+            else:
+                merged.append((first, last))
+        self._ranges = merged
+
+    def require(self, offset: int, size_bytes: int) -> None:
+        """That all of it is mapped.
+
+        Raises:
+            TransportError: it is not.
+        """
+        end = offset + size_bytes
+        inside = (first <= offset and end <= last for first, last in self._ranges)
+        if size_bytes < 0 or not any(inside):
+            raise TransportError(f"bytes [{offset}, {end}) are not mapped; mapped: {self._ranges}")
+
+
+def check_same_extents(rank: int, extents: Sequence[Extent], everyones: Sequence[object]) -> None:
+    """That all ranks were asked for the same.
+
+    Raises:
+        TransportError: naming a rank that was asked for something else.
+    """
+    mine = tuple(extents)
+    for peer, theirs in enumerate(everyones):
+        if theirs != mine:
+            raise TransportError(
+                f"rank {peer} was asked to map {theirs}, rank {rank} {mine}; the ranks' "
+                "configurations differ"
+            )
