@@ -1,39 +1,61 @@
-"""The GPU compiler: kernels/ to a cubin by NVRTC. Needs no GPU and no driver.
+"""The GPU compiler: kernels/ to a cubin by NVRTC, through the cache. Needs no GPU and no driver.
 
-The cubins are compiled and inspected by the tests; nothing launches them in this release.
+A cubin in the cache needs neither NVRTC nor cuda-bindings: its key is the text, the architecture
+and the options, whichever NVRTC has compiled it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import re
+from pathlib import Path
 from typing import Any
 
-from moe_nvlink_plugin.errors import CompileError, UnsupportedError
+from moe_nvlink_plugin.errors import CompileError, MoeNvlinkError, UnsupportedError
+
+from . import cache
+from .header import constants
+from .source import specialised_source
+
+logger = logging.getLogger(__name__)
 
 #: Architectures the kernels are kept compiling for. The `a` forms: FP4 conversions need them.
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
+#: What shapes the code. fmad: a fused multiply-add would round differently from the CPU ranks.
+OPTIONS = ("--std=c++20", "--fmad=false", "--ptxas-options=--warn-on-spills")
+#: What ptxas warns of is a mistake of ours; the tests compile with it.
+STRICT = ("--ptxas-options=--warning-as-error",)
 
-def compile_cubin(text: str, architecture: str) -> bytes:
-    """Machine code of one translation unit for one architecture. Local.
+_INSTALL = "pip install 'moe-nvlink-plugin[cuda]'"
+_CUDA_MACHINE = 190  # e_machine of an ELF file for NVIDIA GPUs
+_SEAL_BYTES = hashlib.sha256().digest_size
+
+
+def version() -> str:
+    """NVRTC's, as "13.0". Local.
 
     Raises:
-        UnsupportedError: cuda-bindings is not installed.
-        CompileError: NVRTC refused the text; its log is in the message. A register spill is an
-            error too.
+        UnsupportedError: cuda-bindings or NVRTC is not installed.
     """
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise UnsupportedError(
-            "compiling for GPUs needs NVRTC: pip install 'moe-nvlink-plugin[cuda]'"
-        ) from error
-    options = [
-        f"--gpu-architecture={architecture}",
-        "--std=c++20",
-        "--fmad=false",
-        "--ptxas-options=--warn-on-spills",
-        "--ptxas-options=--warning-as-error",
-    ]
+    return _version(_nvrtc())
+
+
+def compile_cubin(text: str, architecture: str, *, strict: bool = True) -> bytes:
+    """Machine code of one translation unit for one architecture. Local.
+
+    Args:
+        strict: a warning of ptxas, such as a register spill, is an error.
+
+    Raises:
+        UnsupportedError: cuda-bindings or NVRTC is not installed, or this NVRTC does not know the
+            architecture.
+        CompileError: NVRTC refused the text; its log is in the message.
+    """
+    nvrtc = _nvrtc()
+    _check_architecture(nvrtc, architecture)
+    options = [f"--gpu-architecture={architecture}", *OPTIONS, *(STRICT if strict else ())]
     program = _check(nvrtc, nvrtc.nvrtcCreateProgram(text.encode(), b"moe_nvlink.cu", 0, [], []))
     try:
         status = nvrtc.nvrtcCompileProgram(
@@ -45,7 +67,7 @@ def compile_cubin(text: str, architecture: str) -> bytes:
             _check(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
             raise CompileError(
                 f"NVRTC {_version(nvrtc)} failed for {architecture}:\n"
-                + log.decode(errors="replace").rstrip("\0 ")
+                + log.decode(errors="replace").rstrip("\0 \n")
             )
         size = _check(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
         cubin = bytes(size)
@@ -53,6 +75,147 @@ def compile_cubin(text: str, architecture: str) -> bytes:
         return cubin
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def load_or_compile(text: str, architecture: str) -> bytes:
+    """`compile_cubin` through the cache. A damaged file there is compiled anew. Local.
+
+    A text that compiles with warnings only is compiled for the user all the same: a kernel that
+    spills registers is slow and right, and a server that does not start serves nobody. The log
+    says it once; our tests refuse such a text.
+
+    Raises:
+        UnsupportedError: it is not in the cache, and NVRTC is missing or too old.
+        CompileError: NVRTC refused the text, or the cache directory cannot be used.
+    """
+
+    def build(target: Path) -> None:
+        target.write_bytes(_sealed(_compile_for_user(text, architecture)))
+
+    return cache.load_or_build(_key(text, architecture), ".cubin", build, _unsealed)
+
+
+def kernels_for(top_k: int, element: int, architecture: str, pdl: bool) -> bytes:
+    """The cubin with both kernels that a GPU of `architecture` is given. Local.
+
+    Args:
+        element: activation type, one of the kElement constants of config.h.
+        pdl: for launches with programmatic dependent launch.
+
+    Raises:
+        UnsupportedError: it is not in the cache and cannot be compiled here; the message has the
+            line that fills a cache elsewhere.
+        CompileError: NVRTC refused it, or the cache directory cannot be used.
+    """
+    try:
+        return load_or_compile(specialised_source(top_k, element, pdl=pdl), architecture)
+    except UnsupportedError as error:
+        line = precompile_line(top_k, element, architecture, pdl)
+        raise UnsupportedError(
+            f"no compiled kernels for {_words(top_k, element)} on {architecture} in "
+            f"{_searched()}: {error}; or run, where NVRTC is,\n  {line} --cache-dir DIR\n"
+            "and set MOE_NVLINK_CACHE_DIR=DIR here"
+        ) from error
+
+
+def is_cached(top_k: int, element: int, architecture: str, pdl: bool) -> bool:
+    """Whether kernels_for would find them compiled. Local; compiles nothing.
+
+    Raises:
+        CompileError: the cache directory cannot be used.
+    """
+    key = _key(specialised_source(top_k, element, pdl=pdl), architecture)
+    return cache.load(key, ".cubin", _unsealed) is not None
+
+
+def precompile_line(top_k: int, element: int, architecture: str, pdl: bool) -> str:
+    """The command that puts them into a cache."""
+    geometry = _words(top_k, element).replace(" ", "")
+    line = f"moe-nvlink precompile --arch {architecture} --geometry {geometry}"
+    return line if pdl else f"{line} --no-pdl"
+
+
+def elements() -> dict[str, int]:
+    """Activation types by the name a user writes: bf16, fp16, fp32."""
+    prefix = "kElement"
+    return {
+        name.removeprefix(prefix).lower(): value
+        for name, value in constants().items()
+        if name.startswith(prefix)
+    }
+
+
+def _words(top_k: int, element: int) -> str:
+    names = {value: name for name, value in elements().items()}
+    return f"top_k={top_k}, dtype={names[element]}"
+
+
+def _searched() -> str:
+    try:
+        found = {cache.shipped_directory(), cache.directory()} - {None}
+    except MoeNvlinkError as error:
+        return f"the cache ({error})"
+    return " or ".join(sorted(map(str, found)))
+
+
+def _key(text: str, architecture: str) -> str:
+    return "\0".join(("cubin", architecture, *OPTIONS, text))
+
+
+def _compile_for_user(text: str, architecture: str) -> bytes:
+    try:
+        return compile_cubin(text, architecture)
+    except CompileError as strict_error:
+        try:
+            cubin = compile_cubin(text, architecture, strict=False)
+        except CompileError as error:
+            raise CompileError(
+                f"{error}\nPlease report this log. Meanwhile: another NVRTC may take the text (the "
+                "tests run with 13.0.88: pip install nvidia-cuda-nvrtc==13.0.88), or fill a cache "
+                "with `moe-nvlink precompile` on another machine and set MOE_NVLINK_CACHE_DIR"
+            ) from error
+        logger.warning("the kernels work but are slower than they should be: %s", strict_error)
+        return cubin
+
+
+def _sealed(cubin: bytes) -> bytes:
+    """With a checksum behind it, where tools that read ELF files do not look."""
+    return cubin + hashlib.sha256(cubin).digest()
+
+
+def _unsealed(path: Path) -> bytes | None:
+    data = path.read_bytes()
+    cubin, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    is_gpu_code = cubin[:4] == b"\x7fELF" and cubin[18:20] == _CUDA_MACHINE.to_bytes(2, "little")
+    return cubin if is_gpu_code and hashlib.sha256(cubin).digest() == seal else None
+
+
+def _nvrtc() -> Any:
+    """cuda.bindings.nvrtc, with the library behind it found."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise UnsupportedError(f"compiling for GPUs needs NVRTC: {_INSTALL}") from error
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:  # cuda.bindings looks for the library at its first call
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedError(
+            f"cuda-bindings finds no NVRTC library ({reason}): {_INSTALL}"
+        ) from error
+    return nvrtc
+
+
+def _check_architecture(nvrtc: Any, architecture: str) -> None:
+    """What NVRTC says of one it does not know is "invalid value for --gpu-architecture"."""
+    known = {int(number) for number in _check(nvrtc, nvrtc.nvrtcGetSupportedArchs())}
+    match = re.fullmatch(r"sm_(\d+)[af]?", architecture)
+    if match is None or int(match[1]) not in known:
+        raise UnsupportedError(
+            f"NVRTC {_version(nvrtc)} does not know {architecture} (it knows "
+            f"{', '.join(f'sm_{number}' for number in sorted(known))}); install another: "
+            "pip install -U 'nvidia-cuda-nvrtc>=13.0.48,<14'"
+        )
 
 
 def _version(nvrtc: Any) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import stat
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import filelock
+import platformdirs
 import pytest
 
 from moe_nvlink_plugin.errors import CompileError
@@ -70,16 +75,197 @@ def test_a_folder_others_may_write_to_is_refused(folder: Path, mode: int) -> Non
 
 
 def test_somebody_elses_folder_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.mkdir(mode=0o700)
-    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    with pytest.raises(CompileError, match=f"owner {folder.stat().st_uid}"):
+    """Neither this user's nor root's: whoever owns it chooses what this process runs."""
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    owner = give_to_a_stranger(folder, monkeypatch)
+    with pytest.raises(CompileError, match=f"owner {owner}"):
         cache.directory()
+    with pytest.raises(CompileError, match=f"owner {owner}"):
+        cache.load("key", ".txt", Path.read_text)
+
+
+def give_to_a_stranger(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Makes path, for what cache.py sees, the property of neither this user nor root."""
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+        return 12345
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    return owner
 
 
 def test_a_folder_that_cannot_be_made(folder: Path) -> None:
     folder.write_text("a file")
     with pytest.raises(CompileError, match="MOE_NVLINK_CACHE_DIR"):
         cache.directory()
+
+
+def test_no_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in passwd."""
+    monkeypatch.delenv("MOE_NVLINK_CACHE_DIR", raising=False)
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: f"~/.cache/{name}")
+    with pytest.raises(CompileError, match="no home directory .*MOE_NVLINK_CACHE_DIR"):
+        cache.directory()
+
+
+def test_a_full_disk(folder: Path) -> None:
+    def build(target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CompileError, match="No space left.*make room"):
+        cache.get_or_build("key", ".txt", build)
+    assert cache.load("key", ".txt", Path.read_text) is None
+
+
+def test_a_file_that_is_not_accepted_is_built_anew(folder: Path) -> None:
+    path = cache.get_or_build("key", ".txt", lambda target: write("half", target))
+
+    def read(path: Path) -> str | None:
+        return path.read_text() if path.read_text() == "whole" else None
+
+    assert cache.load("key", ".txt", read) is None
+    assert cache.load_or_build("key", ".txt", lambda t: write("whole", t), read) == "whole"
+    assert path.read_text() == "whole"
+    path.unlink()
+    with pytest.raises(CompileError, match="just compiled"):
+        cache.load_or_build("key", ".txt", lambda target: write("half again", target), read)
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
+def test_a_file_others_may_write_to_is_built_anew(
+    folder: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
+    path.chmod(mode)
+    again = cache.get_or_build("key", ".txt", lambda target: write("two", target))
+    assert (again.read_text(), stat.S_IMODE(again.stat().st_mode)) == ("two", 0o644)
+    assert f"mode {mode:o}" in caplog.text
+
+
+def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("not what was compiled")
+    path.unlink()
+    path.symlink_to(elsewhere)
+    again = cache.get_or_build("key", ".txt", lambda target: write("two", target))
+    assert (again.read_text(), again.is_symlink()) == ("two", False)
+    assert elsewhere.read_text() == "not what was compiled"
+
+
+def test_a_loose_umask_makes_no_file_that_is_refused_later(folder: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        cache.get_or_build("key", ".txt", lambda target: write("one", target))
+    finally:
+        os.umask(before)
+    assert cache.load("key", ".txt", Path.read_text) == "one"
+
+
+# A directory that came with an image: filled by one user (root), read by another.
+
+
+@pytest.fixture
+def shipped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`folder`, holding "key" and only readable from now on; the user's own directory is apart."""
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / "home" / name))
+    cache.get_or_build("key", ".txt", lambda target: write("shipped", target))
+    folder.chmod(0o555)
+    # Root may write everywhere; that a file system is read-only it learns from access() as well.
+    really = os.access
+
+    def access(path: Path, mode: int) -> bool:
+        return really(path, mode) and not (path == folder and mode & os.W_OK)
+
+    monkeypatch.setattr(os, "access", access)
+    return folder
+
+
+def test_a_shipped_file_is_found(shipped: Path, tmp_path: Path) -> None:
+    path = cache.get_or_build("key", ".txt", lambda target: pytest.fail("built"))
+    assert path.parent == shipped
+    assert not list((tmp_path / "home").rglob("*.txt"))
+
+
+def test_what_the_image_lacks_goes_to_the_user(shipped: Path, tmp_path: Path) -> None:
+    before = set(shipped.iterdir())
+    path = cache.get_or_build("another", ".txt", lambda target: write("mine", target))
+    assert path.parent == tmp_path / "home" / "moe_nvlink"
+    assert cache.load("another", ".txt", Path.read_text) == "mine"
+    assert set(shipped.iterdir()) == before
+
+
+def test_nowhere_to_build_what_the_image_lacks(shipped: Path, tmp_path: Path) -> None:
+    """A read-only container: what was shipped is used, the rest is an error that names both."""
+    (tmp_path / "home").write_text("no directory can be made here")
+    assert cache.load("key", ".txt", Path.read_text) == "shipped"
+    assert cache.load("another", ".txt", Path.read_text) is None
+    with pytest.raises(CompileError, match=f"{shipped} lacks .*precompile.*{tmp_path / 'home'}"):
+        cache.get_or_build("another", ".txt", lambda target: pytest.fail("built"))
+
+
+@pytest.mark.parametrize("mode", [0o575, 0o557])
+def test_a_shipped_directory_others_may_write_to(shipped: Path, mode: int) -> None:
+    shipped.chmod(mode)
+    with pytest.raises(CompileError, match=f"mode {mode:o}"):
+        cache.load("key", ".txt", Path.read_text)
+
+
+def test_a_shipped_file_others_may_write_to(shipped: Path) -> None:
+    (path,) = shipped.glob("*.txt")
+    path.chmod(0o666)
+    again = cache.get_or_build("key", ".txt", lambda target: write("mine", target))
+    assert again.parent != shipped
+
+
+_NOBODY = 65534
+
+
+def _as_nobody(given: Path, home: Path) -> None:
+    os.setgroups([])
+    os.setgid(_NOBODY)
+    os.setuid(_NOBODY)
+    # The interpreter's own directory may be closed to this user: what follows imports nothing.
+    shipped = cache.get_or_build("key", ".txt", lambda target: pytest.fail("built"))
+    mine = cache.get_or_build("another", ".txt", lambda target: write("mine", target))
+    assert (shipped.parent, mine.parent) == (given, home / "moe_nvlink")
+    assert (shipped.read_text(), mine.read_text()) == ("shipped", "mine")
+    with pytest.raises(PermissionError):
+        (given / "planted.txt").write_text("x")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_filled_by_root_and_used_by_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pretence: directory of root, process of another user."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to other users
+        base = Path(folder)
+        base.chmod(0o755)
+        given, home = base / "shipped", base / "home"
+        home.mkdir()
+        os.chown(home, _NOBODY, _NOBODY)
+        monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(given))
+        monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(home / name))
+        cache.get_or_build("key", ".txt", lambda target: write("shipped", target))
+        given.chmod(0o700)
+        assert _outcome(_not_readable, given) == 0
+        given.chmod(0o755)
+        assert _outcome(_as_nobody, given, home) == 0
+
+
+def _not_readable(given: Path) -> None:
+    os.setgroups([])
+    os.setgid(_NOBODY)
+    os.setuid(_NOBODY)
+    with pytest.raises(CompileError, match=f"{given} is not readable by user {_NOBODY}.*chmod 755"):
+        cache.load("key", ".txt", Path.read_text)
+
+
+def _outcome(target: Callable[..., None], *arguments: Path) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    process.join(60)
+    return process.exitcode
 
 
 def test_a_lock_that_is_never_given_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,234 @@
+"""GPU kernels through the cache: with a compiler, without one, and with one that says no."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_nvlink_plugin import driver
+from moe_nvlink_plugin.errors import CompileError, UnsupportedError
+from moe_nvlink_plugin.jit import nvrtc, source
+
+pytestmark = pytest.mark.timeout(120)
+
+SMALL = 'extern "C" __global__ void f(int* p) { *p = 1; }'
+#: 256 values live at once in a kernel that may use 32 registers.
+SPILLING = (
+    'extern "C" __global__ void __launch_bounds__(1024, 2) f(float* p) { float v[256]; '
+    "for (int i = 0; i < 256; ++i) v[i] = p[i * 1024]; "
+    "for (int i = 255; i >= 0; --i) p[i] = v[i] * v[255 - i]; }"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiler() -> Any:
+    """The real one."""
+    return pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+
+
+@pytest.fixture
+def no_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where cuda-bindings is not installed."""
+    really = builtins.__import__
+
+    def refuse(name: str, *arguments: Any, **named: Any) -> Any:
+        if name.startswith("cuda"):
+            raise ImportError(f"No module named {name!r}")
+        return really(name, *arguments, **named)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **named: Any) -> bytes:
+        pytest.fail("compiled")
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", fail)
+
+
+def test_architectures_are_those_of_the_driver_table() -> None:
+    assert tuple(driver.ARCHITECTURES.values()) == nvrtc.ARCHITECTURES
+
+
+def test_compiled_once(compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = nvrtc.load_or_compile(SMALL, "sm_90a")
+    assert first == nvrtc.compile_cubin(SMALL, "sm_90a")
+    forbid_compiling(monkeypatch)
+    assert nvrtc.load_or_compile(SMALL, "sm_90a") == first
+
+
+def test_what_the_key_is_made_of(
+    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvrtc.load_or_compile(SMALL, "sm_90a")
+    nvrtc.load_or_compile(SMALL, "sm_100a")
+    nvrtc.load_or_compile(SMALL + "\n", "sm_90a")
+    monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, "--fmad=true"))
+    nvrtc.load_or_compile(SMALL, "sm_90a")
+    assert len(list(folder.glob("*.cubin"))) == 4
+    # Another NVRTC finds what this one has made.
+    monkeypatch.setattr(compiler, "nvrtcVersion", lambda: (compiler.nvrtcResult(0), 99, 9))
+    assert nvrtc.version() == "99.9"
+    forbid_compiling(monkeypatch)
+    nvrtc.load_or_compile(SMALL, "sm_90a")
+
+
+def test_geometries_have_kernels_of_their_own(compiler: Any, folder: Path) -> None:
+    cubins = {
+        nvrtc.kernels_for(2, element, "sm_90a", pdl)
+        for element in nvrtc.elements().values()
+        for pdl in (False, True)
+    }
+    assert len(cubins) == len(list(folder.glob("*.cubin"))) == 6
+    assert nvrtc.is_cached(2, 0, "sm_90a", True)
+    assert not nvrtc.is_cached(3, 0, "sm_90a", True)
+
+
+# What lies in the cache may be damaged: by a full disk, a bad copy into an image, a bad disk.
+
+
+def flip_a_bit(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def of_another_machine(data: bytes) -> bytes:
+    """A whole file with its checksum, but for x86-64: e_machine 62."""
+    cubin = data[:18] + (62).to_bytes(2, "little") + data[20:-32]
+    return nvrtc._sealed(cubin)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: b"not ELF",
+        lambda data: nvrtc._sealed(b"not ELF"),
+        lambda data: data[:100],
+        lambda data: data[:-1],
+        lambda data: data[:-32],
+        flip_a_bit,
+        of_another_machine,
+    ],
+    ids=["empty", "text", "sealed text", "short", "one byte", "no seal", "a bit", "x86"],
+)
+def test_a_damaged_file_is_compiled_anew(
+    compiler: Any, folder: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    cubin = nvrtc.load_or_compile(SMALL, "sm_90a")
+    (path,) = folder.glob("*.cubin")
+    whole = path.read_bytes()
+    assert damage(whole) != whole
+    path.write_bytes(damage(whole))
+    assert nvrtc.load_or_compile(SMALL, "sm_90a") == cubin
+    assert path.read_bytes() == whole
+    assert f"{path} is damaged" in caplog.text
+
+
+# No compiler.
+
+
+def test_a_hit_needs_no_compiler(
+    compiler: Any, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    cubin = nvrtc.kernels_for(2, 0, "sm_90a", True)
+    request.getfixturevalue("no_bindings")
+    assert nvrtc.kernels_for(2, 0, "sm_90a", True) == cubin
+    with pytest.raises(UnsupportedError, match=r"pip install 'moe-nvlink-plugin\[cuda\]'"):
+        nvrtc.load_or_compile(SMALL, "sm_90a")
+
+
+def test_a_hit_loads_no_compiler(compiler: Any, folder: Path) -> None:
+    nvrtc.kernels_for(2, 0, "sm_90a", True)
+    code = (
+        "import sys; from moe_nvlink_plugin.jit import nvrtc;"
+        "nvrtc.kernels_for(2, 0, 'sm_90a', True);"
+        "raise SystemExit('cuda.bindings.nvrtc' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_miss_without_a_compiler_says_what_to_run(folder: Path, no_bindings: None) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        nvrtc.kernels_for(6, 1, "sm_103a", False)
+    text = str(caught.value)
+    assert text.startswith(f"no compiled kernels for top_k=6, dtype=fp16 on sm_103a in {folder}")
+    line = "moe-nvlink precompile --arch sm_103a --geometry top_k=6,dtype=fp16 --no-pdl"
+    assert f"\n  {line} --cache-dir DIR\n" in text
+    assert "MOE_NVLINK_CACHE_DIR=DIR" in text
+    assert not list(folder.glob("*.cubin"))
+
+
+def test_bindings_without_the_library(
+    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise RuntimeError('Failure finding "libnvrtc.so.13": No such file\nand more')
+
+    monkeypatch.setattr(compiler, "nvrtcVersion", missing)
+    with pytest.raises(UnsupportedError, match=r"no NVRTC library \(.*libnvrtc.so.13.*pip install"):
+        nvrtc.load_or_compile(SMALL, "sm_90a")
+
+
+# A compiler that says no.
+
+
+@pytest.mark.parametrize("architecture", ["sm_99a", "sm_30", "hopper"])
+def test_an_architecture_this_nvrtc_does_not_know(
+    compiler: Any, folder: Path, architecture: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"does not know {architecture} .*sm_90.*install"):
+        nvrtc.load_or_compile(SMALL, architecture)
+
+
+def test_an_nvrtc_older_than_the_architecture(
+    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    success = compiler.nvrtcResult(0)
+    monkeypatch.setattr(compiler, "nvrtcGetSupportedArchs", lambda: (success, [80, 90, 100]))
+    with pytest.raises(
+        UnsupportedError, match=r"does not know sm_103a \(it knows sm_80, sm_90, sm_100\)"
+    ):
+        nvrtc.kernels_for(2, 0, "sm_103a", True)
+    assert nvrtc.kernels_for(2, 0, "sm_90a", True)
+
+
+def test_a_failure_shows_the_log_and_what_to_do(compiler: Any, folder: Path) -> None:
+    with pytest.raises(CompileError) as caught:
+        nvrtc.load_or_compile("no_such_type f();", "sm_90a")
+    text = str(caught.value)
+    for part in ("failed for sm_90a:\n", "no_such_type", "report", "MOE_NVLINK_CACHE_DIR"):
+        assert part in text
+    assert not list(folder.glob("*.cubin"))
+
+
+def test_a_spill_is_compiled_for_the_user_and_logged(
+    compiler: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CompileError, match="spill"):
+        nvrtc.compile_cubin(SPILLING, "sm_90a")
+    caplog.set_level(logging.WARNING)
+    cubin = nvrtc.load_or_compile(SPILLING, "sm_90a")
+    assert cubin == nvrtc.compile_cubin(SPILLING, "sm_90a", strict=False)
+    assert "slower than they should be" in caplog.text
+    assert "spill" in caplog.text
+
+
+def test_the_checksum_stands_behind_the_elf_file(compiler: Any, folder: Path) -> None:
+    """So that cuobjdump reads the file as it lies in the cache."""
+    cubin = nvrtc.load_or_compile(source.specialised_source(2, 0), "sm_90a")
+    (path,) = folder.glob("*.cubin")
+    assert path.read_bytes()[: len(cubin)] == cubin
