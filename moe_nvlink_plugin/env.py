@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import ConfigError
 
@@ -46,6 +47,42 @@ def cache_dir() -> Path | None:
     """Directory for compiled kernels, or None for the user's cache directory."""
     text = _text("MOE_NVLINK_CACHE_DIR")
     return Path(text).expanduser() if text else None
+
+
+def use_cache_dir(path: Path) -> None:
+    """Sets MOE_NVLINK_CACHE_DIR for this process and those it starts."""
+    os.environ["MOE_NVLINK_CACHE_DIR"] = str(path)
+
+
+def current() -> dict[str, str | None]:
+    """The text of every variable of ours, None where it is not set."""
+    return {name: _text(name) for name in VARIABLES}
+
+
+class Launched(NamedTuple):
+    """What a launcher such as torchrun tells a process of its rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+
+
+def launched() -> Launched | None:
+    """This process's rank, or None where no launcher has set RANK, WORLD_SIZE and a master.
+
+    Raises:
+        ConfigError: RANK, WORLD_SIZE or LOCAL_RANK is no such number.
+    """
+    if not all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        return None
+    texts = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    try:
+        rank, size, local = (None if text is None else int(text) for text in texts.values())
+    except ValueError as error:
+        raise ConfigError(f"{texts} must be numbers; unset them to run alone") from error
+    if rank is None or size is None or not 0 <= rank < size or (local is not None and local < 0):
+        raise ConfigError(f"{texts} name no rank; unset them to run alone")
+    return Launched(rank, size, local)
 
 
 def cxx() -> str:
