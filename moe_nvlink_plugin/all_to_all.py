@@ -11,7 +11,8 @@ import torch
 
 from . import exchange, ops, plugins
 from .config import AllToAllConfig
-from .errors import ConfigError, DisagreementError, InputError
+from .errors import ConfigError, DisagreementError, InputError, UnsupportedError
+from .executors import executor_for
 from .groups import Group, all_or_none, as_group
 from .recipes import Recipe
 from .workspace import ExchangeStats, Workspace
@@ -109,9 +110,10 @@ class MoeAllToAll:
             PeerError: another rank could not, or never came; nothing is left behind.
         """
         ranks = as_group(group, float(config.timeout_s or 0))
-        device = torch.device(device)
         recipe, workspace = all_or_none(
-            ranks, "preparing the exchange", lambda: _prepare(config, ranks, device, share_with)
+            ranks,
+            "preparing the exchange",
+            lambda: _prepare(config, ranks, torch.device(device), share_with),
         )
         _check_agreement(config, ranks, share_with is not None)
         workspace.ensure(config, recipe)
@@ -240,8 +242,19 @@ class MoeAllToAll:
         # A number that grows would have compiled code made anew at every call.
         return -1 if torch.compiler.is_compiling() else self._layer.rounds[channel]
 
+    def synchronize(self) -> None:
+        """Waits for the launched verbs and reports what went wrong in them. Local; not capturable.
+
+        On CPU ranks a verb has run when it returns. On GPUs it runs later, and a failure is raised
+        by the next verb, or here.
+
+        Raises:
+            ExchangeTimeoutError, PeerError: as dispatch.
+        """
+        self._layer.synchronize()
+
     def stats(self) -> ExchangeStats:
-        """This rank's totals over all layers that share the workspace. Local."""
+        """This rank's totals over all layers that share the workspace. Local; not capturable."""
         return self._layer.workspace.stats()
 
     @property
@@ -252,7 +265,8 @@ class MoeAllToAll:
     def close(self) -> None:
         """Ends this layer's exchange; the last layer of a workspace gives it up. Local.
 
-        Tensors that dispatch handed out stay readable.
+        Tensors that dispatch handed out stay readable. Memory that was captured into a CUDA graph
+        stays mapped until the process ends, with a warning: a replay would still write to it.
         """
         self._layer.close()
 
@@ -261,6 +275,22 @@ class MoeAllToAll:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as tensors name it: "cuda" is the current GPU.
+
+    Raises:
+        UnsupportedError: torch sees no GPU.
+    """
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"device {device}: torch {torch.__version__} sees no GPU; install its CUDA build "
+            "(moe-nvlink doctor tells what else is missing), or use device 'cpu'"
+        )
+    return torch.empty(0, device=device).device
 
 
 def _prepare(
@@ -272,6 +302,7 @@ def _prepare(
             f"the group has {group.size} ranks and this is rank {group.rank}, but ep_size="
             f"{config.ep_size} and ep_rank={config.ep_rank}; pass the expert-parallel group"
         )
+    device = _with_index(device)
     recipe = plugins.find_recipe(config)
     if share_with is not None:
         workspace = exchange.find(share_with._handle).workspace
@@ -284,7 +315,8 @@ def _prepare(
             )
         return recipe, workspace
     transport = plugins.find_transport(config.transport, device)
-    return recipe, Workspace(group, transport, device)
+    executor = executor_for(transport.executor, device)
+    return recipe, Workspace(group, transport, executor, device)
 
 
 def _check_agreement(config: AllToAllConfig, group: Group, shares: bool) -> None:

@@ -1,4 +1,4 @@
-"""Fills the kernels' argument structs (kernels/include/moe_nvlink/args.h) for one layer and channel.
+"""Fills the kernels' argument structs (kernels/include/moe_nvlink/args.h) of a layer and channel.
 
 What does not change from call to call is set here, once; the caller adds num_tokens, the addresses
 of the call's tensors and, for combine, hidden_splits.

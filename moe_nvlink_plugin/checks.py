@@ -22,8 +22,10 @@ def channel(index: int, num_channels: int) -> None:
 
 def on_device(name: str, tensor: torch.Tensor, expected: torch.device) -> None:
     """A tensor where the exchange works."""
-    if tensor.device.type != expected.type:
-        raise InputError(f"{name} is on {tensor.device}, this exchange works on {expected}")
+    if tensor.device != expected:
+        raise InputError(
+            f"{name} is on {tensor.device}, this exchange works on {expected}; move it there"
+        )
 
 
 def _tensor(

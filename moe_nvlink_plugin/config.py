@@ -13,6 +13,7 @@ from .errors import ConfigError
 MAX_RANKS = 128
 MAX_TOP_K = 32
 MAX_CALLER_PAYLOADS = 8
+MAX_CHANNELS = 64
 
 #: Activation types combine can reduce and write.
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -95,7 +96,7 @@ class AllToAllConfig:
         # bytes, beyond any batch.
         most_tokens = min(2**24, (2**31 - 1) // self.ep_size)
         _check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, most_tokens)
-        _check_int("num_channels", self.num_channels, 1, 64)
+        _check_int("num_channels", self.num_channels, 1, MAX_CHANNELS)
         _check_int("num_threads", self.num_threads, 1, 1024)
         if self.max_sms is not None:
             _check_int("max_sms", self.max_sms, 1, 1024)

@@ -1,22 +1,31 @@
 """WorkspaceLayout: the ordered regions of a workspace. The only place where offsets exist.
 
-A region keeps its offset for the life of the workspace, whatever the layer, batch or dtype: only so
-does one barrier per verb protect the rows of the previous round (kernels/dispatch.cu says how).
+A layer's regions keep their offsets for the life of the workspace, whatever the batch or dtype and
+whichever layers join later: only so does one barrier per verb protect the rows of the round before
+(kernels/dispatch.cu says how), and only so may a CUDA graph hold their addresses. So every region
+gets address space for several times its size, and grows into it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Iterator
 
 import torch
 
 from .config import MAX_CALLER_PAYLOADS, AllToAllConfig
 from .errors import ConfigError
 from .recipes import PayloadRow, Recipe
+from .transport import Extent
 
 #: Bytes; compared with kRegionAlignment of kernels/include/moe_nvlink/config.h in the tests.
 REGION_ALIGNMENT = 256
+
+#: Address space of a region, in multiples of what it needs at first. Costs no memory.
+ROOM = 4
+
+#: Offsets travel as 32-bit counts of REGION_ALIGNMENT.
+MAX_WINDOW_BYTES = REGION_ALIGNMENT << 32
 
 #: Bytes reserved for the structs LocalControl and ExchangeCounters of args.h (checked on load).
 STRUCT_BYTES = 256
@@ -66,41 +75,85 @@ def combine_row(config: AllToAllConfig) -> PayloadRow:
     return PayloadRow(config.dtype, config.hidden_size)
 
 
-def _region_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
-    """Bytes of each region of one channel that this geometry needs."""
-    slots = config.ep_size * config.max_tokens_per_rank
-    sizes = {
-        "dispatch_cells": config.ep_size * 8,  # written by the peers
-        "combine_cells": config.ep_size * 8,  # written by the peers
-        "recv_counts": config.ep_size * 4,
-        "send_counters": config.ep_size * 4,
+def _control_sizes(ep_size: int) -> dict[str, int]:
+    """Bytes of the regions that steer a channel. They depend on the group only, so never grow."""
+    return {
+        "dispatch_cells": ep_size * 8,  # written by the peers
+        "combine_cells": ep_size * 8,  # written by the peers
+        "recv_counts": ep_size * 4,
+        "send_counters": ep_size * 4,
         "local": STRUCT_BYTES,
         "counters": STRUCT_BYTES,
     }
-    for name, row in payload_rows(config, recipe).items():
-        sizes[name] = slots * row.row_bytes  # slice s is written by rank s
+
+
+def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
+    """Bytes of the regions that hold one channel's rows in this geometry."""
+    slots = config.ep_size * config.max_tokens_per_rank
+    rows = payload_rows(config, recipe)
+    sizes = {name: slots * row.row_bytes for name, row in rows.items()}  # slice s: by rank s
     sizes["combine"] = slots * combine_row(config).row_bytes  # written by this rank's experts
     return sizes
 
 
+#: The control regions lie together in a place of this name; each data region has one of its own.
+_CONTROL = "control"
+
+#: (channel, name of the place).
+_Key = tuple[int, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Address space of a region in every rank's workspace, and the room it has to grow."""
+
+    offset: int
+    room: int
+
+
 @dataclasses.dataclass(frozen=True)
 class WorkspaceLayout:
-    """Regions that serve every one of a set of geometries: each as large as any needs it."""
+    """Regions that serve every one of a set of geometries: each as large as any needs it.
+
+    Attributes:
+        sizes: bytes of each data region of one channel.
+        places: where they are.
+        end: bytes of address space in use.
+        outgrown_bytes: memory of places that became too small; layers made before still use it.
+        alignment: bytes that places are aligned to: what the transport maps at a time.
+        room: see ROOM.
+    """
 
     ep_size: int
     num_channels: int
     sizes: dict[str, int]
+    places: dict[_Key, _Place]
+    end: int
+    alignment: int
+    room: int
+    outgrown_bytes: int = 0
 
     @classmethod
-    def for_geometry(cls, config: AllToAllConfig, recipe: Recipe) -> WorkspaceLayout:
-        """What one layer needs."""
-        return cls(config.ep_size, config.num_channels, _region_sizes(config, recipe))
-
-    def union(self, other: WorkspaceLayout) -> WorkspaceLayout:
-        """A layout that serves both.
+    def for_geometry(
+        cls,
+        config: AllToAllConfig,
+        recipe: Recipe,
+        alignment: int = REGION_ALIGNMENT,
+        room: int = ROOM,
+    ) -> WorkspaceLayout:
+        """What one layer needs.
 
         Raises:
-            ConfigError: they are for groups of different size.
+            ConfigError: more than 8 payloads, or more bytes than a window holds.
+        """
+        empty = cls(config.ep_size, 0, {}, {}, 0, alignment, room)
+        return empty._with(config.num_channels, _data_sizes(config, recipe))
+
+    def union(self, other: WorkspaceLayout) -> WorkspaceLayout:
+        """A layout that serves both; what has a place here keeps it while its room suffices.
+
+        Raises:
+            ConfigError: they are for groups of different size, or too large together.
         """
         if self.ep_size != other.ep_size:
             raise ConfigError(
@@ -109,26 +162,67 @@ class WorkspaceLayout:
             )
         names = [*self.sizes, *(name for name in other.sizes if name not in self.sizes)]
         sizes = {name: max(self.sizes.get(name, 0), other.sizes.get(name, 0)) for name in names}
-        return WorkspaceLayout(self.ep_size, max(self.num_channels, other.num_channels), sizes)
+        return self._with(max(self.num_channels, other.num_channels), sizes)
+
+    def _with(self, num_channels: int, sizes: dict[str, int]) -> WorkspaceLayout:
+        places, end, outgrown = dict(self.places), self.end, self.outgrown_bytes
+        needs = {_CONTROL: self._control_bytes, **sizes}
+        for channel in range(num_channels):
+            for name, size in needs.items():
+                place = places.get((channel, name))
+                if place is not None and place.room < size:
+                    outgrown += _rounded(self.sizes[name], self.alignment)
+                if place is None or place.room < size:
+                    room = size if name == _CONTROL else size * self.room
+                    place = _Place(end, _rounded(room, self.alignment))
+                    places[channel, name] = place
+                    end += place.room
+        if end > MAX_WINDOW_BYTES:
+            raise ConfigError(
+                f"a workspace of {end} bytes of address space exceeds the limit of "
+                f"{MAX_WINDOW_BYTES}; lower max_tokens_per_rank or num_channels"
+            )
+        return WorkspaceLayout(
+            self.ep_size, num_channels, sizes, places, end, self.alignment, self.room, outgrown
+        )
+
+    @property
+    def _control_bytes(self) -> int:
+        sizes = _control_sizes(self.ep_size).values()
+        return sum(_rounded(size, REGION_ALIGNMENT) for size in sizes)
 
     def channel_regions(self, channel: int) -> dict[str, Region]:
         """The regions of one channel, by name."""
-        offset = channel * self._channel_bytes
         regions = {}
-        for name, size in self.sizes.items():
+        offset = self.places[channel, _CONTROL].offset
+        for name, size in _control_sizes(self.ep_size).items():
             regions[name] = Region(name, offset, size)
-            offset += _aligned(size)
+            offset += _rounded(size, REGION_ALIGNMENT)
+        for name, size in self.sizes.items():
+            regions[name] = Region(name, self.places[channel, name].offset, size)
         return regions
 
-    @property
-    def _channel_bytes(self) -> int:
-        return sum(_aligned(size) for size in self.sizes.values())
+    def extents(self, before: WorkspaceLayout | None = None) -> list[Extent]:
+        """The memory that must be put behind this layout where `before` has its own already."""
+        mapped = {} if before is None else dict(before._mapped())
+        extents = []
+        for offset, end in self._mapped():
+            start = mapped.get(offset, offset)
+            if start < end:
+                extents.append(Extent(start, end - start))
+        return extents
+
+    def _mapped(self) -> Iterator[tuple[int, int]]:
+        """(offset, end) of the memory behind every place."""
+        for (_channel, name), place in self.places.items():
+            size = self._control_bytes if name == _CONTROL else self.sizes[name]
+            yield place.offset, place.offset + _rounded(size, self.alignment)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of one rank's workspace."""
-        return self.num_channels * self._channel_bytes
+        """Memory of one rank's workspace."""
+        return self.outgrown_bytes + sum(end - offset for offset, end in self._mapped())
 
 
-def _aligned(size: int) -> int:
-    return math.ceil(size / REGION_ALIGNMENT) * REGION_ALIGNMENT
+def _rounded(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment

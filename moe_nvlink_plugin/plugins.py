@@ -83,6 +83,6 @@ def find_transport(name: str | None, device: torch.device) -> Transport:
     raise UnsupportedError(
         f"no installed transport serves {device} ranks"
         + (f" under the name {name!r}" if name else "")
-        + "; this release exchanges between CPU ranks of one host (transport 'host'), the NVLink "
-        "transport is not in it yet"
+        + f"; installed are {', '.join(sorted(transports))}: 'host' serves CPU ranks of one host, "
+        "'nvlink' GPUs of one NVLink domain"
     )

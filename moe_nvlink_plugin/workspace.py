@@ -8,14 +8,20 @@ from typing import NamedTuple
 
 import torch
 
-from .config import AllToAllConfig
+from .config import MAX_CHANNELS, AllToAllConfig
 from .errors import ExchangeStateError, MoeNvlinkError
+from .executors import Executor, FaultWords
 from .groups import Group, all_or_none
-from .layout import Region, WorkspaceLayout
+from .layout import MAX_WINDOW_BYTES, Region, WorkspaceLayout
 from .recipes import Recipe
 from .transport import SymmetricMemory, Transport
 
 logger = logging.getLogger(__name__)
+
+#: Address space of a rank's window, in multiples of the first layout's and at least in bytes: room
+#: for layers to come. It costs no memory.
+WINDOW_FACTOR = 4
+LEAST_WINDOW_BYTES = 4 * 2**30
 
 
 class ExchangeStats(NamedTuple):
@@ -42,41 +48,44 @@ class ExchangeStats(NamedTuple):
         return ExchangeStats(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def _zeros(count: int) -> torch.Tensor:
-    # Not an inference tensor, whatever the caller is in: verbs outside that mode write to it too.
-    with torch.inference_mode(False):
-        return torch.zeros(count, dtype=torch.int64)
-
-
 class Workspace:
     """Symmetric memory of one group, the layout in it, and which verb each channel is at.
 
     Attributes:
-        pending: `[num_channels] int64` on the CPU: 0, or the handle of the layer whose dispatch
+        executor: launches kernels on this memory.
+        pending: `[MAX_CHANNELS] int64` on the CPU: 0, or the handle of the layer whose dispatch
             waits for its combine. It is an argument of both ops, so that a compiled graph keeps
             their order.
         broken: why no rank may use the workspace any more, once there is such a reason. It is
             the workspace's, not a layer's: all layers' rounds share its cells and its epochs.
     """
 
-    def __init__(self, group: Group, transport: Transport, device: torch.device) -> None:
+    def __init__(
+        self, group: Group, transport: Transport, executor: Executor, device: torch.device
+    ) -> None:
         self.group = group
         self.device = device
+        self.executor = executor
         self.broken: MoeNvlinkError | None = None
-        self.pending = _zeros(1)
-        self.generation = 0  # counts moves: layers make their views again after one
-        self._locks: list[threading.Lock] = []
+        # Not an inference tensor, whatever the caller is in: verbs outside that mode write to it.
+        with torch.inference_mode(False):
+            self.pending = torch.zeros(MAX_CHANNELS, dtype=torch.int64)
+        self._locks = [threading.Lock() for _ in range(MAX_CHANNELS)]
         self._transport = transport
         self._layout: WorkspaceLayout | None = None
         self._memory: SymmetricMemory | None = None
-        self._earlier = ExchangeStats()
+        self._faults: FaultWords | None = None
+        self._last_stats = ExchangeStats()
         self._users = 0
 
     def ensure(self, config: AllToAllConfig, recipe: Recipe) -> None:
         """Makes the workspace serve one more geometry, growing it where it must. Collective.
 
+        What earlier layers use stays where it is, with its content, so they may be in the middle
+        of a round, and CUDA graphs with their addresses stay valid.
+
         Raises:
-            ExchangeStateError: it must grow while a dispatch waits for its combine, or is broken.
+            ExchangeStateError: it is broken, or the stream is capturing a CUDA graph.
             TransportError, PeerError: the memory could not be had; the old one stays as it was.
         """
         wanted = all_or_none(
@@ -88,15 +97,13 @@ class Workspace:
 
     def _wanted(self, config: AllToAllConfig, recipe: Recipe) -> WorkspaceLayout:
         self.check_usable()
-        wanted = WorkspaceLayout.for_geometry(config, recipe)
-        if self._layout is not None:
-            wanted = self._layout.union(wanted)
-        if wanted != self._layout and bool(self.pending.any()):
+        if self.executor.is_capturing():
             raise ExchangeStateError(
-                "the workspace cannot grow between a dispatch and its combine; create all layers "
-                "before the first dispatch, or combine first"
+                "the stream is capturing a CUDA graph, and a new layer may need memory, which "
+                "cannot be had then; create all layers before the capture"
             )
-        return wanted
+        wanted = WorkspaceLayout.for_geometry(config, recipe, self._transport.extent_alignment)
+        return wanted if self._layout is None else self._layout.union(wanted)
 
     def check_usable(self) -> None:
         """Before a launch or a change.
@@ -122,26 +129,46 @@ class Workspace:
             )
 
     def _place(self, layout: WorkspaceLayout) -> None:
+        before = self._layout
         logger.info(
-            "moe_nvlink: rank %d of %d allocates a workspace of %.1f MiB (%d channel(s); %s)",
+            "moe_nvlink: rank %d of %d %s a workspace of %.1f MiB (%d channel(s); %s)",
             self.group.rank,
             self.group.size,
+            "allocates" if before is None else "grows to",
             layout.total_bytes / 2**20,
             layout.num_channels,
             ", ".join(f"{name} {size}" for name, size in layout.sizes.items() if size > 65536),
         )
-        memory = self._transport.allocate(self.group, layout.total_bytes, self.device)
-        if self._memory is not None:
-            self._earlier = self.stats()
-            self._memory.close()
+        memory = self._memory
+        if memory is None:
+            reserved = max(min(WINDOW_FACTOR * layout.end, MAX_WINDOW_BYTES), LEAST_WINDOW_BYTES)
+            memory = self._transport.reserve(self.group, reserved, self.device)
+        try:
+            memory.extend(layout.extents(before))
+            all_or_none(
+                self.group,
+                "initialising the workspace",
+                lambda: self._connect_faults(memory, layout, before),
+            )
+        except Exception:
+            if before is None:
+                memory.close()
+            raise
         self._memory, self._layout = memory, layout
-        self.generation += 1
-        self.pending = _zeros(layout.num_channels)
-        new_channels = layout.num_channels - len(self._locks)
-        self._locks += [threading.Lock() for _ in range(new_channels)]
-        # The transport hands out zeros, which is what every control word starts with. No rank may
-        # put into a workspace that its owner has not finished with: hence the barrier.
-        all_or_none(self.group, "initialising the workspace", lambda: None)
+
+    def _connect_faults(
+        self, memory: SymmetricMemory, layout: WorkspaceLayout, before: WorkspaceLayout | None
+    ) -> None:
+        # The transport hands out zeros, which is what every other control word starts with.
+        if self._faults is None:
+            self._faults = self.executor.fault_words(MAX_CHANNELS)
+        for channel in range(0 if before is None else before.num_channels, layout.num_channels):
+            region = layout.channel_regions(channel)["local"]
+            self._faults.connect(channel, memory.local(region.offset, region.size_bytes))
+
+    def fault(self, channel: int) -> int:
+        """The channel's fault word as far as it has reached the host; waits for nothing. Local."""
+        return 0 if self._faults is None else self._faults.read(channel)
 
     @property
     def layout(self) -> WorkspaceLayout:
@@ -167,10 +194,10 @@ class Workspace:
         return self.region_bytes(region, count * dtype.itemsize).view(dtype)
 
     def stats(self) -> ExchangeStats:
-        """Totals over all channels and over memory that growth has replaced. Local."""
-        total = self._earlier
+        """Totals over all channels. Local; waits for launched work; not capturable."""
         if self._memory is None:
-            return total
+            return self._last_stats
+        total = ExchangeStats()
         for channel in range(self.layout.num_channels):
             region = self.layout.channel_regions(channel)["counters"]
             values = self.words(region, len(ExchangeStats._fields), torch.int64).tolist()
@@ -178,10 +205,20 @@ class Workspace:
         return total
 
     def release(self) -> None:
-        """One layer less uses the workspace; the last one closes it. Local."""
+        """One layer less uses the workspace; the last one closes it. Local; not capturable."""
         self._users -= 1
         if self._users > 0 or self._memory is None:
             return
-        self._earlier = self.stats()
+        self._last_stats = self.stats()
+        if self.executor.captured:
+            logger.warning(
+                "moe_nvlink: rank %d: the workspace (%.1f MiB) stays mapped until the process "
+                "ends, because CUDA graphs were captured with it and may still be replayed",
+                self.group.rank,
+                self.layout.total_bytes / 2**20,
+            )
+            self._memory.leak()
+            assert self._faults is not None
+            self._faults.leak()
         self._memory.close()
-        self._memory = None
+        self._memory = self._faults = None

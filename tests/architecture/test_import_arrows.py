@@ -22,30 +22,31 @@ ALLOWED: dict[str, set[str] | None] = {
     "driver": {"errors"},
     "groups": {"errors"},
     "recipes": {"errors", "env", "config"},
-    "layout": {"errors", "env", "config", "recipes"},
+    "layout": {"errors", "env", "config", "recipes", "transport"},
     "transport": {"errors", "env", "groups", "driver"},
     "kernels": set(),
     "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
-    "workspace": {"errors", "env", "config", "recipes", "layout", "transport", "groups"},
+    "workspace": {"errors", "env", "config", "recipes", "layout", "transport", "groups"}
+    | {"executors"},
     "checks": {"errors", "config"},
     "arguments": {"config", "recipes", "layout", "jit"},
     # How a kernel is launched: on CPU threads, or by the CUDA driver.
-    "executors": {"errors", "env", "config", "jit", "driver"},
-    "exchange": {"errors", "env", "config", "recipes", "layout", "jit", "workspace", "checks"}
-    | {"executors", "arguments"},
+    "executors": {"errors", "env", "config", "jit", "driver", "arguments"},
+    "channel": {"errors", "jit", "arguments"},
+    "exchange": {"errors", "env", "config", "recipes", "layout", "workspace", "checks", "channel"},
     "inductor": set(),
     "ops": {"errors", "exchange", "inductor"},
     "hookspecs": {"errors", "config", "recipes", "transport"},
     "builtin_plugins": {"errors", "config", "recipes", "transport", "hookspecs"},
     "plugins": {"errors", "config", "recipes", "transport", "hookspecs", "builtin_plugins"},
     "all_to_all": {"errors", "env", "config", "groups", "recipes", "layout", "transport", "jit"}
-    | {"workspace", "exchange", "ops", "hookspecs", "plugins"},
+    | {"workspace", "executors", "exchange", "ops", "hookspecs", "plugins"},
     "reference": {"errors", "config", "recipes"},
     "testing": {"errors", "config", "recipes"},
     "cli": None,
 }
 #: Arrows that exist for the type checker alone, under `if TYPE_CHECKING:`.
-ALLOWED_FOR_TYPES = {("checks", "exchange")}
+ALLOWED_FOR_TYPES = {("checks", "exchange"), ("channel", "exchange")}
 #: Public names: what an adapter, like any other user, may import. `""` is the package itself.
 PUBLIC = {"", "errors", "env", "config"}
 

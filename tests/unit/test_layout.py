@@ -52,8 +52,8 @@ def test_regions_are_aligned_and_apart(config: AllToAllConfig) -> None:
     assert all(region.block * REGION_ALIGNMENT == region.offset for region in regions)
     for left, right in itertools.pairwise(regions):
         assert left.offset + left.size_bytes <= right.offset
-    assert regions[-1].offset + regions[-1].size_bytes <= layout.total_bytes
-    assert layout.total_bytes % REGION_ALIGNMENT == 0
+    assert regions[-1].offset + regions[-1].size_bytes <= layout.end
+    assert sum(region.size_bytes for region in regions) <= layout.total_bytes <= layout.end
 
 
 @given(configs)
@@ -90,6 +90,70 @@ def test_offsets_do_not_depend_on_the_layer() -> None:
     layout = layout_of(small(), small(hidden_size=100, top_k=1), small(max_tokens_per_rank=9))
     again = layout.union(layout_of(small(hidden_size=3)))
     assert layout.channel_regions(0) == again.channel_regions(0)
+
+
+def grown(
+    first: AllToAllConfig, second: AllToAllConfig, alignment: int
+) -> tuple[WorkspaceLayout, WorkspaceLayout]:
+    """A workspace's layout for one layer, then for two."""
+    before, alone = (
+        WorkspaceLayout.for_geometry(c, unquantised_recipe_of(c.dtype), alignment)
+        for c in (first, second)
+    )
+    return before, before.union(alone)
+
+
+@given(configs, configs, st.sampled_from([REGION_ALIGNMENT, 4096, 2 * 2**20]))
+def test_growth_moves_nothing_that_fits_and_maps_what_is_missing(
+    first: AllToAllConfig, second: AllToAllConfig, alignment: int
+) -> None:
+    before, after = grown(first, second, alignment)
+    mapped: list[tuple[int, int]] = []
+    for extent in [*before.extents(), *after.extents(before)]:
+        assert extent.offset % alignment == extent.size_bytes % alignment == 0
+        mapped.append((extent.offset, extent.offset + extent.size_bytes))
+    mapped.sort()
+    for (_start, end), (next_start, _end) in itertools.pairwise(mapped):
+        assert end <= next_start, "a byte is mapped twice"
+    # As the transport sees it: adjacent extents are one range.
+    ranges: list[tuple[int, int]] = []
+    for start, end in mapped:
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((start, end))
+    for region in [*all_regions(before), *all_regions(after)]:
+        assert any(
+            start <= region.offset and region.offset + region.size_bytes <= end
+            for start, end in ranges
+        )
+    assert sum(end - start for start, end in ranges) == after.total_bytes
+    for channel in range(before.num_channels):
+        old, new = before.channel_regions(channel), after.channel_regions(channel)
+        for name, region in old.items():
+            outgrown = (
+                new[name].size_bytes > before.places[channel, name].room
+                if ((channel, name) in before.places)
+                else False
+            )
+            assert outgrown or new[name].offset == region.offset, name
+
+
+def test_a_region_grows_within_its_room_and_moves_beyond_it() -> None:
+    before, after = grown(small(), small(max_tokens_per_rank=16), 256)
+    assert before.channel_regions(0)["combine"].offset == after.channel_regions(0)["combine"].offset
+    assert after.outgrown_bytes == 0
+    before, after = grown(small(), small(max_tokens_per_rank=999), 256)
+    moved = after.channel_regions(0)["combine"].offset
+    assert moved >= before.end, "beside what the first layer uses"
+    assert after.outgrown_bytes > 0
+    for name in ("dispatch_cells", "local", "counters"):  # all layers meet in these
+        assert before.channel_regions(0)[name] == after.channel_regions(0)[name]
+
+
+def test_a_workspace_beyond_32_bit_offsets_is_refused() -> None:
+    with pytest.raises(ConfigError, match="address space exceeds the limit"):
+        layout_of(small(max_tokens_per_rank=2**24, hidden_size=2**20))
 
 
 def test_groups_of_different_size_share_nothing() -> None:

@@ -40,14 +40,21 @@ class Int8:
 
 class Noting(HostTransport):
     name = "noting"
-    allocated = []
+    mapped = []
 
     def serves(self, device):
         return device.type in ("cpu", "xla")
 
-    def allocate(self, group, size_bytes, device):
-        self.allocated.append(size_bytes)
-        return super().allocate(group, size_bytes, device)
+    def reserve(self, group, reserve_bytes, device):
+        memory = super().reserve(group, reserve_bytes, device)
+        inner = memory.extend
+
+        def extend(extents):
+            self.mapped.append(sum(extent.size_bytes for extent in extents))
+            inner(extents)
+
+        memory.extend = extend
+        return memory
 
 
 @hookimpl
@@ -89,7 +96,7 @@ def rank_main(group):
         return layer.workspace_bytes
 
 first, second = run_ranks(2, rank_main)
-assert stranger.Noting.allocated == [first, second], stranger.Noting.allocated
+assert stranger.Noting.mapped == [first, second], stranger.Noting.mapped
 # Ours stay the default for the devices they serve; a stranger's serves the others.
 assert plugins.find_transport(None, torch.device("cpu")).name == "host"
 assert plugins.find_transport(None, torch.device("xla")).name == "noting"

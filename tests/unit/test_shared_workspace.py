@@ -15,9 +15,11 @@ from moe_nvlink_plugin.errors import (
     ExchangeStateError,
     ExchangeTimeoutError,
     PeerError,
+    TransportError,
 )
 from moe_nvlink_plugin.jit.host import HostLibrary
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from moe_nvlink_plugin.transport.host import HostMemory
 from tests.unit.small_exchange import HIDDEN, assert_still_works, config, good
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,20 +75,70 @@ def test_closing_between_dispatch_and_combine_ends_the_workspace() -> None:
             second.dispatch(**plain())
 
 
-def test_growth_refused_on_one_rank_is_refused_on_all() -> None:
-    """Only rank 0 has a dispatch without combine; rank 1 must not wait for it to grow."""
+def test_growth_in_the_middle_of_a_round_disturbs_nobody() -> None:
+    """Another layer joins between a dispatch and its combine: rows and addresses stay."""
+
+    def rank_main(group: ThreadGroup) -> bool:
+        with MoeAllToAll.create(config(2, group.rank), group) as small:
+            inputs = plain()
+            received = small.dispatch(**inputs)
+            copies = [tensor.clone() for tensor in received[:1]]
+            before, bytes_before = received.hidden_states.data_ptr(), small.workspace_bytes
+            large = MoeAllToAll.create(
+                config(2, group.rank, hidden_size=5000, num_channels=2), group, share_with=small
+            )
+            with large:
+                assert small.workspace_bytes > bytes_before
+                assert torch.equal(received.hidden_states, copies[0])
+                rows = received.hidden_states.clone()
+                # Both ranks' first expert: the token's row comes back from one rank.
+                same = torch.equal(small.combine(rows, received.metadata), inputs["hidden_states"])
+                again = small.dispatch(**inputs)
+                same = same and again.hidden_states.data_ptr() == before
+                small.combine(again.hidden_states.clone(), again.metadata)
+                wide = {**inputs, "hidden_states": torch.randn(3, 5000)}
+                for channel in range(2):
+                    theirs = large.dispatch(**wide, channel=channel)
+                    output = large.combine(theirs.hidden_states.clone(), theirs.metadata)
+                    same = same and torch.equal(output, wide["hidden_states"])
+            return same
+
+    assert run_ranks(2, rank_main) == [True, True]
+
+
+def test_growth_that_fails_on_one_rank_leaves_both_ranks_working(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 cannot map what the second layer needs."""
+    inner = HostMemory._map_all
+
+    def failing(memory: HostMemory, *arguments: Any) -> None:
+        if memory._group.rank == 1 and armed.is_set():
+            raise TransportError("no room")
+        inner(memory, *arguments)
+
+    armed = threading.Event()
+    monkeypatch.setattr(HostMemory, "_map_all", failing)
 
     def rank_main(group: ThreadGroup) -> None:
-        layer = MoeAllToAll.create(config(2, group.rank), group)
-        if group.rank == 0:  # as after a dispatch of its own; a real one would wait for rank 1
-            layer._layer.workspace.pending[0] = layer._handle
-        MoeAllToAll.create(config(2, group.rank, hidden_size=999), group, share_with=layer)
+        with MoeAllToAll.create(config(2, group.rank), group) as small:
+            group.all_gather_object(None)
+            armed.set()
+            error = TransportError if group.rank == 1 else PeerError
+            wide = config(2, group.rank, hidden_size=999)
+            with pytest.raises(error, match="no room"):
+                MoeAllToAll.create(wide, group, share_with=small)
+            group.all_gather_object(None)
+            armed.clear()
+            group.all_gather_object(None)
+            for _ in range(3):
+                inputs = plain()
+                received = small.dispatch(**inputs)
+                rows = received.hidden_states.clone()
+                assert torch.equal(small.combine(rows, received.metadata), inputs["hidden_states"])
+            MoeAllToAll.create(wide, group, share_with=small).close()
 
-    first, second = try_ranks(2, rank_main)
-    assert isinstance(first, ExchangeStateError)
-    assert "cannot grow between" in str(first)
-    assert isinstance(second, PeerError)
-    assert "rank 0: ExchangeStateError" in str(second)
+    run_ranks(2, rank_main)
 
 
 def test_channels_of_two_threads_do_not_wait_for_each_other() -> None:

@@ -1,0 +1,126 @@
+"""One layer on one channel of the workspace: its views, its arguments, its launches."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from .arguments import combine_arguments, dispatch_arguments
+from .errors import ExchangeTimeoutError, MoeNvlinkError, PeerError
+from .jit.header import constants
+
+if TYPE_CHECKING:
+    from .exchange import LayerExchange
+
+
+class Channel:
+    """Prebuilt arguments and views. A lock of the workspace lets one thread at a time use it."""
+
+    def __init__(self, layer: LayerExchange, index: int) -> None:
+        config, workspace = layer.config, layer.workspace
+        self._layer = weakref.proxy(layer)
+        self._index = index
+        self._regions = workspace.layout.channel_regions(index)
+        self._workspace = workspace
+        row_bytes = {name: row.row_bytes for name, row in layer.rows.items()}
+        self._launcher = workspace.executor.launcher(config, row_bytes)
+        self._views = [
+            self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
+        ]
+        self.combine_region = self._view("combine", config.dtype, config.hidden_size)
+        ep_size = config.ep_size
+        self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
+        window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
+        self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
+        self._combine_args = combine_arguments(config, self._regions, *window)
+
+    def _view(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        num_slots = self._layer.num_slots
+        size = num_slots * elements * dtype.itemsize
+        return (
+            self._workspace.region_bytes(self._regions[name], size)
+            .view(dtype)
+            .view(num_slots, elements)
+        )
+
+    def dispatch(self, payloads: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """Launches dispatch; returns send_slots `[num_tokens, top_k] int32`."""
+        args = self._dispatch_args
+        top_k = args.geometry.top_k
+        slots = torch.empty((num_tokens, top_k), dtype=torch.int32, device=payloads[0].device)
+        args.geometry.num_tokens = num_tokens
+        args.send_slots = slots.data_ptr()
+        for entry, tensor in zip(args.payloads, payloads, strict=False):
+            entry.source = tensor.data_ptr()
+        self._launcher.dispatch(args)
+        return slots
+
+    def combine(
+        self, expert_output: torch.Tensor, send_slots: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Launches combine; copies expert_output's rows first where they lie elsewhere."""
+        if expert_output.data_ptr() != self.combine_region.data_ptr():
+            self._copy_rows(expert_output)
+        args = self._combine_args
+        args.geometry.num_tokens = send_slots.shape[0]
+        args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
+        self._launcher.combine(args)
+
+    def _copy_rows(self, expert_output: torch.Tensor) -> None:
+        if self._workspace.executor.asynchronous:
+            # How many rows are filled is known on the GPU only, and asking would wait for it.
+            self.combine_region.copy_(expert_output)
+            return
+        # Empty slots, mostly the many, are read by nobody.
+        capacity = self._dispatch_args.geometry.max_tokens_per_rank
+        for source, count in enumerate(self.recv_counts.tolist()):
+            rows = slice(source * capacity, source * capacity + count)
+            self.combine_region[rows].copy_(expert_output[rows])
+
+    def view(self, index: int) -> torch.Tensor:
+        """A fresh view of what arrived of a payload, counted in order of the regions."""
+        return self._views[index].view(self._layer.num_slots, -1)
+
+    def received(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """What arrived of a payload behind the hidden states, in `like`'s dtype and row shape."""
+        rows = self.view(index + 3).view(like.dtype)
+        return rows.view(rows.shape[0], *like.shape[1:])
+
+    def fault(self) -> MoeNvlinkError | None:
+        """What went wrong in a verb, as far as the host knows; waits for nothing. Names phase,
+        ranks and epoch.
+        """
+        word = self._workspace.fault(self._index)
+        if not word:
+            return None
+        code, phase_code = word >> 56, word >> 48 & 0xFF
+        peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
+        phase = "dispatch" if phase_code == constants()["kPhaseDispatch"] else "combine"
+        me = self._dispatch_args.geometry.ep_rank
+        if code != constants()["kFaultTimeout"]:
+            return PeerError(
+                f"rank {peer} announced more rows than its slice holds in {phase} of epoch "
+                f"{epoch}: somebody wrote into the exchange's memory; end all ranks"
+            )
+        late = self._late_ranks(phase, epoch) or (peer,)
+        seconds = self._dispatch_args.timeout_ns / 1e9
+        return ExchangeTimeoutError(
+            f"rank {me} waited {seconds:g} s in {phase} of epoch {epoch} for rank(s) "
+            f"{', '.join(map(str, late))}; look at those ranks' logs, and raise timeout_s "
+            "(MOE_NVLINK_TIMEOUT_S) if they were only slow",
+            phase=phase,
+            ranks=late,
+            epoch=epoch,
+        )
+
+    def _late_ranks(self, phase: str, epoch: int) -> tuple[int, ...]:
+        if self._workspace.executor.is_capturing():
+            return ()  # reading the cells would wait for the GPU, which a capture forbids
+        ep_size = self._dispatch_args.geometry.ep_size
+        cells = self._workspace.words(self._regions[f"{phase}_cells"], ep_size, torch.int64)
+        epochs = [cell & 0xFFFFFFFF for cell in cells.tolist()]
+        behind = [ctypes.c_int32(seen - epoch).value < 0 for seen in epochs]
+        return tuple(rank for rank, is_behind in enumerate(behind) if is_behind)

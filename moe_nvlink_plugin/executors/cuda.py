@@ -1,0 +1,244 @@
+"""GPU ranks: a launch puts the kernel on the current stream and returns.
+
+A launch allocates nothing and waits for nothing, so it may be captured into a CUDA graph from the
+first one on. The arguments are one packed struct, which the driver copies at the launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from moe_nvlink_plugin import driver, env
+from moe_nvlink_plugin.arguments import element_code
+from moe_nvlink_plugin.config import AllToAllConfig
+from moe_nvlink_plugin.errors import CompileError, DriverError
+from moe_nvlink_plugin.jit import nvrtc
+from moe_nvlink_plugin.jit.header import structs
+
+from . import shape
+from .shape import Limits, Shape
+
+#: Prepared launches that a launcher keeps; serving uses a few dozen token counts and streams.
+_MOST_PREPARED = 4096
+
+
+class _Kernel:
+    """One function of a loaded module."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.function = driver.call("cuModuleGetFunction", module, name.encode())
+        # Now, not at the first launch, which may be inside a capture.
+        driver.call("cuFuncLoad", self.function)
+        attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+        self.max_threads = int(driver.call("cuFuncGetAttribute", attribute, self.function))
+
+    @functools.cache  # noqa: B019 - kernels live as long as the process
+    def blocks_per_sm(self, threads: int) -> int:
+        """CTAs of so many threads that one SM holds."""
+        query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return int(driver.call(query, self.function, threads, 0))
+
+    def limits(self, num_sms: int) -> Limits:
+        return Limits(num_sms, self.max_threads, self.blocks_per_sm)
+
+
+@functools.cache
+def _kernels(index: int, top_k: int, element: int, pdl: bool) -> tuple[_Kernel, _Kernel]:
+    """(dispatch, combine) on a device. The module stays loaded: a CUDA graph may hold it."""
+    architecture = driver.device(index).architecture
+    cubin = nvrtc.kernels_for(top_k, element, architecture, pdl)
+    with driver.on_device(index):
+        try:
+            module = driver.call("cuModuleLoadData", cubin)
+            return _Kernel(module, "moe_nvlink_dispatch"), _Kernel(module, "moe_nvlink_combine")
+        except DriverError as error:
+            major, minor = driver.driver_version()
+            raise CompileError(
+                f"the driver (CUDA {major}.{minor}) does not load the kernels built for "
+                f"{architecture}: {error}; they are built by CUDA 13 and need driver 580 or newer"
+            ) from error
+
+
+class _Prepared:
+    """A launch configuration, made once per shape and stream."""
+
+    def __init__(self, kernel: _Kernel, launch_shape: Shape, stream: int, pdl: bool) -> None:
+        api = driver.api()
+        config = api.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch_shape.blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch_shape.threads, 1, 1
+        config.sharedMemBytes = 0
+        config.hStream = api.CUstream(stream)
+        if pdl:
+            attribute = api.CUlaunchAttribute()
+            attribute.id = (
+                api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        self.config = config
+        self.hidden_splits = launch_shape.hidden_splits
+
+
+class _Launch:
+    """One kernel of one layer: from a token count to a launch."""
+
+    def __init__(
+        self, kernel: _Kernel, choose: Callable[[int], Shape], executor: CudaExecutor
+    ) -> None:
+        self._kernel, self._choose, self._executor = kernel, choose, executor
+        self._prepared: dict[tuple[int, int], _Prepared] = {}
+        self._launch = driver.api().cuLaunchKernelEx
+        self._success = driver.api().CUresult.CUDA_SUCCESS
+
+    def prepare(self, num_tokens: int) -> _Prepared:
+        """The configuration for so many tokens on the current stream."""
+        stream = self._executor.stream()
+        key = (num_tokens, stream)
+        found = self._prepared.get(key)
+        if found is None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            found = _Prepared(self._kernel, self._choose(num_tokens), stream, self._executor.pdl)
+            self._prepared[key] = found
+        return found
+
+    def __call__(self, prepared: _Prepared, args: Any) -> None:
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        with self._executor.context():
+            (status,) = self._launch(
+                prepared.config, self._kernel.function, ctypes.addressof(pointers), 0
+            )
+        if status != self._success:
+            raise DriverError(
+                f"cuLaunchKernelEx of {type(args).__name__}: {status.name}; if an earlier kernel "
+                "failed, its error shows here: run with CUDA_LAUNCH_BLOCKING=1 to find it",
+                call="cuLaunchKernelEx",
+                status=status.name,
+            )
+
+
+class _CudaLauncher:
+    def __init__(
+        self, executor: CudaExecutor, config: AllToAllConfig, row_bytes: Mapping[str, int]
+    ) -> None:
+        device = executor.device_facts
+        num_sms = min(config.max_sms or device.num_sms, device.num_sms)
+        element = element_code(config.dtype)
+        dispatch, combine = _kernels(device.index, config.top_k, element, executor.pdl)
+        widest = max(row_bytes.values())
+        ids_bytes = config.ep_size * config.max_tokens_per_rank * row_bytes["recv_topk_ids"]
+        element_bytes = config.dtype.itemsize
+        self._executor = executor
+        self._dispatch = _Launch(
+            dispatch,
+            lambda n: shape.dispatch_shape(n, widest, ids_bytes, dispatch.limits(num_sms)),
+            executor,
+        )
+        self._combine = _Launch(
+            combine,
+            lambda n: shape.combine_shape(
+                n, config.hidden_size, element_bytes, combine.limits(num_sms)
+            ),
+            executor,
+        )
+
+    def dispatch(self, args: Any) -> None:
+        self._executor.note_capture()
+        self._dispatch(self._dispatch.prepare(args.geometry.num_tokens), args)
+
+    def combine(self, args: Any) -> None:
+        self._executor.note_capture()
+        prepared = self._combine.prepare(args.geometry.num_tokens)
+        args.hidden_splits = prepared.hidden_splits
+        self._combine(prepared, args)
+
+
+class _MappedFaultWords:
+    """Words in the host's memory that the GPU writes to directly."""
+
+    def __init__(self, index: int, count: int) -> None:
+        flags = driver.api().CU_MEMHOSTALLOC_PORTABLE | driver.api().CU_MEMHOSTALLOC_DEVICEMAP
+        with driver.on_device(index):
+            address = int(driver.call("cuMemHostAlloc", 8 * count, flags))
+            self._device_address = int(driver.call("cuMemHostGetDevicePointer", address, 0))
+        self._words = (ctypes.c_uint64 * count).from_address(address)
+        for channel in range(count):
+            self._words[channel] = 0
+        self._free = weakref.finalize(self, _free_host_memory, index, address)
+        self._free.atexit = False
+
+    def connect(self, channel: int, local_control: torch.Tensor) -> None:
+        field: Any = structs()["LocalControl"].host_fault
+        word = torch.tensor([self._device_address + 8 * channel], dtype=torch.int64)
+        local_control[field.offset : field.offset + 8].copy_(word.view(torch.uint8))
+
+    def read(self, channel: int) -> int:
+        return self._words[channel]
+
+    def leak(self) -> None:
+        self._free.detach()
+
+
+def _free_host_memory(index: int, address: int) -> None:
+    with driver.on_device(index):
+        driver.call("cuMemFreeHost", address)
+
+
+class CudaExecutor:
+    """Launches on the current stream of one GPU.
+
+    Raises:
+        UnsupportedError: there is no driver, or the kernels are not built for this GPU.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.captured = False
+        self.pdl = env.pdl()
+        self._torch_device = device
+        self.device_facts = driver.device(device.index or 0)
+        _ = self.device_facts.architecture  # refuses what is not supported, before any memory
+
+    def stream(self) -> int:
+        """Handle of the stream torch would launch on in this thread."""
+        if self._torch_device.type != "cuda":
+            return 0
+        return int(torch.cuda.current_stream(self._torch_device).cuda_stream)
+
+    def context(self) -> Any:
+        """The device's context, current in this thread."""
+        return driver.on_device(self.device_facts.index)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream captures a CUDA graph."""
+        api = driver.api()
+        with self.context():
+            status = driver.call("cuStreamIsCapturing", api.CUstream(self.stream()))
+        return bool(status != api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def note_capture(self) -> None:
+        """Before a launch: remembers whether a graph will hold the workspace's addresses."""
+        if not self.captured and self.is_capturing():
+            self.captured = True
+
+    def synchronize(self) -> None:
+        """Waits for the current stream."""
+        with self.context():
+            driver.call("cuStreamSynchronize", driver.api().CUstream(self.stream()))
+
+    def fault_words(self, count: int) -> _MappedFaultWords:
+        """Pinned host memory, mapped into the GPU."""
+        return _MappedFaultWords(self.device_facts.index, count)
+
+    def launcher(self, config: AllToAllConfig, row_bytes: Mapping[str, int]) -> _CudaLauncher:
+        """See Executor. Compiles the kernels on first use, or takes them from the cache."""
+        return _CudaLauncher(self, config, row_bytes)

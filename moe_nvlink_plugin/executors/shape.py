@@ -1,0 +1,99 @@
+"""Launch geometry of the kernels on a GPU: CTAs, threads, and how many CTAs share a token's row.
+
+Plain arithmetic on counts, so that it can be tested without a GPU. The rules come from how the
+kernels hide latency (PROTOCOL in kernels/README.md); their constants are estimates until they have
+been measured on a GPU.
+
+A grid never exceeds what is resident at once. Combine's CTAs all wait for the peers before they
+work, and some of dispatch's wait while others may not have started: with more CTAs than fit, the
+waiting ones could keep out those that the peers wait for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+#: Bytes one thread moves at a time (kVectorBytes of platform.h on the GPU).
+VECTOR_BYTES = 16
+WARP = 32
+#: Threads of a CTA when there are tokens enough to fill the GPU: several CTAs then share an SM, and
+#: one's barriers hide behind another's copies.
+FEW_THREADS = 256
+MOST_THREADS = 1024
+#: Bytes of empty slots that one CTA of dispatch marks before another one is worth launching, and
+#: the most CTAs that mark (kMaxFinishers of config.h).
+MARKED_BYTES_PER_CTA = 64 * 1024
+MOST_MARKING_CTAS = 32
+
+
+class Shape(NamedTuple):
+    """One launch: CTAs, threads each, and (combine) CTAs that share a token's row."""
+
+    blocks: int
+    threads: int
+    hidden_splits: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a kernel may use of a GPU.
+
+    Attributes:
+        num_sms: SMs it may fill: the GPU's, or fewer by configuration.
+        max_threads: threads of a CTA that its registers allow.
+        blocks_per_sm: CTAs of so many threads that one SM holds at once; 0 where none fits.
+    """
+
+    num_sms: int
+    max_threads: int
+    blocks_per_sm: Callable[[int], int]
+
+    def resident(self, threads: int) -> int:
+        """CTAs of so many threads that run at the same time."""
+        return self.num_sms * self.blocks_per_sm(threads)
+
+
+def dispatch_shape(num_tokens: int, row_bytes: int, empty_bytes: int, limits: Limits) -> Shape:
+    """Dispatch: one token per CTA at a time.
+
+    Args:
+        num_tokens: of this call on this rank.
+        row_bytes: of the widest payload.
+        empty_bytes: of expert ids that may have to be marked as empty.
+        limits: of the kernel on this GPU.
+    """
+    threads = min(FEW_THREADS, limits.max_threads)
+    if num_tokens <= limits.num_sms:
+        # A CTA has its SM to itself: as many threads as the row has vectors, so that all of it is
+        # in flight at once.
+        threads = _whole_warps(_ceil_div(row_bytes, VECTOR_BYTES), limits.max_threads)
+    marking = min(_ceil_div(empty_bytes, MARKED_BYTES_PER_CTA), MOST_MARKING_CTAS)
+    blocks = max(num_tokens, marking, 1)
+    return Shape(min(blocks, max(limits.resident(threads), 1)), threads)
+
+
+def combine_shape(num_tokens: int, hidden_size: int, element_bytes: int, limits: Limits) -> Shape:
+    """Combine: the row of a token is split over CTAs as long as they all fit at once.
+
+    With few tokens every thread then has one vector of each of the top_k rows to load, all in
+    flight together, and the call costs one trip to the peers instead of one per vector. With many
+    tokens a CTA takes whole rows, and the CTAs an SM holds hide each other's trips.
+    """
+    vectors = _ceil_div(hidden_size * element_bytes, VECTOR_BYTES)
+    most = min(FEW_THREADS, limits.max_threads)
+    parts = _ceil_div(vectors, most)
+    # Even parts: 896 vectors are four times 224, not three times 256 and a CTA half idle.
+    threads = _whole_warps(_ceil_div(vectors, parts), most)
+    resident = max(limits.resident(threads), 1)
+    splits = max(min(parts, resident // max(num_tokens, 1)), 1)
+    return Shape(min(max(num_tokens * splits, 1), resident), threads, splits)
+
+
+def _whole_warps(threads: int, most: int) -> int:
+    return max(min(_ceil_div(threads, WARP) * WARP, most // WARP * WARP, MOST_THREADS), WARP)
+
+
+def _ceil_div(count: int, size: int) -> int:
+    return -(-count // size)
