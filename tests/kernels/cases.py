@@ -173,7 +173,7 @@ def expert_rows(
 ) -> torch.Tensor:
     """What `target`'s experts make of rows. Row by row the same bits, however the rows lie."""
     first, end = local_expert_range(config.num_experts, config.ep_size, target)
-    factor = torch.full((hidden.shape[0],), 0.5)
+    factor = torch.full((hidden.shape[0],), 0.5, device=hidden.device)
     for k in range(config.top_k):
         ids = topk_ids[:, k]
         term = topk_weights[:, k] * (1.0 + ids.float() * 0.125)

@@ -1,0 +1,175 @@
+"""tests/kernels/emulated.py on the CPU: what tests/gpu runs on a GPU, run here as far as it goes.
+
+The kernels' GPU entry points are compiled, for every architecture, and counted against an H100.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+
+import pytest
+import torch
+
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.jit import nvrtc
+from moe_nvlink_plugin.jit.header import constants
+from tests.kernels import delays, emulated, emulated_text
+from tests.kernels.cases import CASES, Case
+from tests.kernels.test_nvrtc import cuobjdump
+
+pytestmark = pytest.mark.timeout(280)
+
+H100_SMS = 132
+REGISTERS_OF_AN_SM = 65536
+THREADS_OF_AN_SM = 2048
+
+FUSED = Case(
+    name="fused",
+    tokens=(0, 0, 0, 0),
+    num_experts=10,
+    top_k=3,
+    hidden_size=19,
+    capacity=6,
+    routing="invalid",
+)
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name.replace(" ", "-"))
+def test_named_case(case: Case) -> None:
+    emulated.check_case("cpu", case, ctas=case.num_threads)
+
+
+@pytest.mark.parametrize("hidden_splits", [2, 5])
+def test_split_rows(hidden_splits: int) -> None:
+    case = Case(name="split", tokens=(8, 3, 0), hidden_size=301, dtype=torch.bfloat16)
+    emulated.check_case("cpu", case, ctas=3, hidden_splits=hidden_splits)
+
+
+def test_many_ranks() -> None:
+    case = Case(name="32 ranks", tokens=tuple(range(8)) * 4, num_experts=70, top_k=8)
+    emulated.check_case("cpu", case, rounds=1)
+
+
+def test_rounds() -> None:
+    emulated.check_rounds("cpu", FUSED, rounds=200, ctas=2, delays=True)
+
+
+def test_fused_rounds() -> None:
+    """The ranks run apart, with sleeps in between: 400 rounds in one launch."""
+    emulated.check_fused("cpu", FUSED, rounds=400, ctas=2)
+
+
+@pytest.mark.parametrize(("dtype", "top_k"), [(torch.bfloat16, 8), (torch.float16, 2)])
+def test_fused_rounds_of_other_types(dtype: torch.dtype, top_k: int) -> None:
+    case = Case(name=f"fused {dtype}", tokens=(0, 0), dtype=dtype, top_k=top_k, hidden_size=70)
+    emulated.check_fused("cpu", case, rounds=40)
+
+
+def test_static_buffers() -> None:
+    """What a replayed graph does: fixed addresses and counts, other tokens, padded with -1."""
+    emulated.check_static_rounds("cpu", FUSED, rounds=100)
+
+
+def test_a_missing_rank_is_named() -> None:
+    emulated.check_missing_rank("cpu")
+
+
+# These checks can fail.
+
+
+def test_rounds_notice_a_row_of_the_wrong_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = emulated_text.host_source().replace(
+        "shared.dispatch_args.payloads[2].source = args.hidden_states + first * row_bytes;",
+        "shared.dispatch_args.payloads[2].source = args.hidden_states;",
+    )
+    monkeypatch.setattr(emulated_text, "host_source", lambda *, delays: broken)
+    with pytest.raises(AssertionError, match="round 1"):
+        emulated.check_fused("cpu", FUSED, rounds=3)
+
+
+def test_fused_rounds_notice_a_combine_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without combine's barrier a rank reads rows that their experts have not written yet."""
+    broken = delays.replace_once(
+        emulated_text.host_source(delays=True),
+        "const bool faulted = combine_barrier(args, cta, shared);",
+        "const bool faulted = false;",
+    )
+    monkeypatch.setattr(emulated_text, "host_source", lambda *, delays: broken)
+    with pytest.raises(AssertionError, match="round|fault"):
+        emulated.check_fused("cpu", FUSED, rounds=400, timeout_s=2.0)
+
+
+def test_delays_are_sown() -> None:
+    for text, on_host in (
+        (emulated_text.host_source(), True),
+        (emulated_text.device_source(2, 0, 8), False),
+    ):
+        sown = emulated_text.with_delays(text, host=on_host)
+        assert sown.count("test_delay();") - text.count("test_delay();") >= 5
+
+
+# The GPU's part, without a GPU.
+
+
+@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
+@pytest.mark.parametrize(("top_k", "count"), [(8, 8), (8, 64), (22, 64)])
+def test_entry_points_compile_and_64_ranks_fit(top_k: int, count: int, architecture: str) -> None:
+    """Without spills (an error of compile_cubin) and resident together on 132 SMs."""
+    element = constants()["kElementBf16"]
+    code = emulated.cubin(top_k, element, count, False, False, architecture)
+    usage = cuobjdump(code, "-res-usage")
+    for verb in emulated_text.VERBS:
+        line = re.search(rf"Function emulated_{verb}:\n\s*(REG:.*)", usage)
+        assert line is not None, usage
+        numbers = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line[1])}
+        assert numbers["STACK"] == numbers["LOCAL"] == 0, line[1]
+        per_sm = REGISTERS_OF_AN_SM // (-(-numbers["REG"] // 8) * 8 * emulated.THREADS)
+        per_sm = min(per_sm, THREADS_OF_AN_SM // emulated.THREADS)
+        assert emulated.ctas_per_rank(64, H100_SMS, per_sm, 16) >= 2, line[1]
+
+
+@pytest.mark.parametrize(("pdl", "sown"), [(True, False), (False, True), (True, True)])
+def test_variants_compile(pdl: bool, sown: bool) -> None:
+    code = emulated.cubin(3, constants()["kElementFp32"], 8, pdl, sown, "sm_90a")
+    sass = cuobjdump(code, "-sass", "-fun", "emulated_dispatch")
+    assert ("ACQBULK" in sass) == pdl
+    assert ("NANOSLEEP" in sass) == sown
+
+
+def test_grid_arithmetic() -> None:
+    assert emulated.ctas_per_rank(64, H100_SMS, 8, 100) == 16
+    assert emulated.ctas_per_rank(64, H100_SMS, 1, 100) == 2
+    assert emulated.ctas_per_rank(8, H100_SMS, 3, 4) == 4
+    with pytest.raises(UnsupportedError, match="133 emulated ranks need 133 resident CTAs"):
+        emulated.ctas_per_rank(133, H100_SMS, 1, 1)
+
+
+def test_arguments_of_all_ranks_fit_into_one_launch() -> None:
+    assert emulated.most_ranks_for(1) == emulated.most_ranks_for(8) == 8
+    assert emulated.most_ranks_for(9) == emulated.most_ranks_for(64) == 64
+    assert emulated.most_ranks_for(72) >= 72, "an NVL72 domain"
+    with pytest.raises(UnsupportedError, match="1000 emulated ranks"):
+        emulated.most_ranks_for(1000)
+
+
+def test_the_mirror_of_rounds_args_is_the_struct() -> None:
+    """Field by field, as the host compiler lays the struct out."""
+    names = [name for name, _type in emulated_text.RoundsArgs._fields_]
+    struct = emulated_text._ROUNDS.split("struct RoundsArgs {")[1].split("};")[0]
+    assert re.findall(r"(\w+);", struct) == names
+
+
+def test_the_real_layout_is_packed() -> None:
+    """No region of a rank overlaps another; channels neither."""
+    case = Case(name="packed", tokens=(1, 1), num_channels=2, extras=((torch.uint8, (3,)),))
+    with contextlib.closing(emulated.make_backend("cpu", case)) as backend:
+        ranks = emulated.EmulatedRanks.of_case(case, backend)
+    regions = sorted(
+        (region.offset, region.size_bytes) for of in ranks.regions for region in of.values()
+    )
+    for (offset, size), (following, _size) in itertools.pairwise(regions):
+        assert offset % constants()["kRegionAlignment"] == 0
+        assert offset + size <= following
+    assert ranks.memory.shape[1] >= regions[-1][0] + regions[-1][1]
