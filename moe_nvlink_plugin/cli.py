@@ -3,82 +3,115 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import os
-import shutil
 import sys
 from pathlib import Path
 
-from . import env
-from .errors import MoeNvlinkError
-from .jit import cache, host, nvrtc
-from .jit.source import specialised_source
+from . import precompile
+from .errors import ConfigError, MoeNvlinkError
+from .jit import nvrtc
+
+_PRECOMPILE = """
+Compiles the GPU kernels into a cache directory, for images that have neither a compiler nor a
+network, and the kernels for CPU ranks where there is a host compiler.
+
+  moe-nvlink precompile --arch sm_90a --geometry deepseek-v3 --cache-dir DIR
+
+Processes find them with MOE_NVLINK_CACHE_DIR=DIR. DIR may belong to root and be read-only there;
+it must not be writable by group or others."""
+
+_DOCTOR = """
+Looks at this machine and says, in the last two lines, whether GPU ranks and CPU ranks will work
+and what to do where they will not. Under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) every
+rank looks at its own GPU and rank 0 prints all of it. The exit code is 0 when GPU ranks or CPU
+ranks will work, on all ranks."""
 
 
-def doctor() -> int:
-    """Prints what this machine offers the plugin, and what is missing with the remedy."""
-    print(f"moe-nvlink-plugin {importlib.metadata.version('moe-nvlink-plugin')}")
-    healthy = _report("host compiler", lambda: shutil.which(env.cxx().split()[0]) or _missing_cxx())
-    healthy &= _report("kernel cache", lambda: str(cache.directory()))
-    healthy &= _report("host kernels", lambda: str(host.load() and "compiled and loaded"))
-    healthy &= _report("shared memory", _shared_memory)
-    for name, (default, meaning) in env.VARIABLES.items():
-        print(f"  {name} (default: {default}): {meaning}")
-    return 0 if healthy else 1
-
-
-def _missing_cxx() -> str:
-    raise MoeNvlinkError(f"{env.cxx()} not found; apt-get install g++ or set MOE_NVLINK_CXX")
-
-
-def _shared_memory() -> str:
-    folder = Path("/dev/shm")
-    if not os.access(folder, os.W_OK):
-        raise MoeNvlinkError(f"{folder} is not writable; CPU ranks exchange through it")
-    status = os.statvfs(folder)
-    return f"{status.f_bavail * status.f_frsize / 2**30:.1f} GiB free in {folder}"
-
-
-def _report(what: str, check: object) -> bool:
-    assert callable(check)
+def _geometry(text: str) -> precompile.Geometry:
     try:
-        print(f"  ok       {what}: {check()}")
-    except MoeNvlinkError as error:
-        print(f"  MISSING  {what}: {error}")
-        return False
-    return True
+        return precompile.parse_geometry(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def precompile(architectures: list[str], top_k: int, element: int, folder: Path) -> int:
-    """Compiles the host library into the cache, and cubins for the architectures into a folder."""
-    host.load()
-    print(f"host kernels are in {cache.directory()}")
-    for architecture in architectures:
-        folder.mkdir(parents=True, exist_ok=True)
-        cubin = nvrtc.compile_cubin(specialised_source(top_k, element), architecture)
-        path = folder / f"moe_nvlink-top{top_k}-element{element}-{architecture}.cubin"
-        path.write_bytes(cubin)
-        print(f"{path}: {len(cubin)} bytes (compiled, not run: this release launches on CPU only)")
-    return 0
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _presets() -> str:
+    return "\n".join(f"  {name:12} {value}" for name, value in precompile.PRESETS.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moe-nvlink", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say whether this machine will work, and what to do where not",
+        description=_DOCTOR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+    compiling = commands.add_parser(
+        "precompile",
+        help="compile kernels ahead of time",
+        description=_PRECOMPILE,
+        epilog="geometries by model:\n" + _presets(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    compiling.add_argument(
+        "--arch",
+        nargs="+",
+        action="extend",
+        choices=nvrtc.ARCHITECTURES,
+        metavar="ARCH",
+        help=f"of the GPUs to compile for, among {', '.join(nvrtc.ARCHITECTURES)} "
+        "(default: this machine's GPUs, all of these where there is none)",
+    )
+    compiling.add_argument(
+        "--geometry",
+        nargs="+",
+        action="extend",
+        type=_geometry,
+        metavar="MODEL|top_k=N,dtype=TYPE",
+        help="layers to compile for (default: all models below); "
+        f"TYPE is one of {', '.join(nvrtc.elements())}",
+    )
+    compiling.add_argument(
+        "--no-pdl", action="store_true", help="for processes that run with MOE_NVLINK_PDL=0"
+    )
+    compiling.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="where to (default: MOE_NVLINK_CACHE_DIR, else the user's cache directory)",
+    )
+    compiling.add_argument(
+        "--jobs", type=_count, metavar="N", help="processes that compile (default: one per CPU)"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "doctor":
+        from . import doctor
+
+        return doctor.main(as_json=options.json)
+    return precompile.precompile(
+        options.arch or precompile.default_architectures(),
+        options.geometry or list(precompile.PRESETS.values()),
+        pdl=not options.no_pdl,
+        folder=options.cache_dir,
+        jobs=options.jobs,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the console script."""
-    parser = argparse.ArgumentParser(prog="moe-nvlink", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="check this machine")
-    compiling = commands.add_parser("precompile", help="compile kernels ahead of time")
-    compiling.add_argument("--arch", nargs="*", default=[], choices=nvrtc.ARCHITECTURES)
-    compiling.add_argument("--top-k", type=int, default=8)
-    compiling.add_argument(
-        "--element", type=int, default=0, choices=[0, 1, 2], help="bf16 fp16 fp32"
-    )
-    compiling.add_argument("--output", type=Path, default=Path("cubins"))
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        if options.command == "doctor":
-            return doctor()
-        return precompile(options.arch, options.top_k, options.element, options.output)
+        return _run(options)
     except MoeNvlinkError as error:
         print(error, file=sys.stderr)
         return 1

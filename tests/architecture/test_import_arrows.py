@@ -43,7 +43,9 @@ ALLOWED: dict[str, set[str] | None] = {
     | {"workspace", "executors", "exchange", "ops", "hookspecs", "plugins"},
     "reference": {"errors", "config", "recipes"},
     "testing": {"errors", "config", "recipes"},
-    "cli": None,
+    "precompile": {"errors", "env", "driver", "jit"},
+    "doctor": None,
+    "cli": {"errors", "precompile", "doctor", "jit"},
 }
 #: Arrows that exist for the type checker alone, under `if TYPE_CHECKING:`.
 ALLOWED_FOR_TYPES = {("checks", "exchange"), ("channel", "exchange")}

@@ -1,0 +1,223 @@
+"""moe-nvlink precompile: what it puts where, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moe_nvlink_plugin import cli, driver, precompile
+from moe_nvlink_plugin.errors import CompileError, ConfigError, MoeNvlinkError, UnsupportedError
+from moe_nvlink_plugin.jit import host, nvrtc
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Not yet there; the command makes it. What the command sets is undone afterwards."""
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "not this one"))
+    monkeypatch.setattr(host, "load", lambda: None)  # seconds of g++ in every test
+    return tmp_path / "kernels"
+
+
+@pytest.fixture
+def compiler() -> None:
+    """The real one."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+
+
+def run(folder: Path, *arguments: str) -> int:
+    return cli.main(["precompile", "--cache-dir", str(folder), "--jobs", "1", *arguments])
+
+
+def test_geometries() -> None:
+    assert precompile.parse_geometry("deepseek-v3") == precompile.Geometry(8, "bf16")
+    assert precompile.parse_geometry("gpt-oss").top_k == 4
+    assert precompile.parse_geometry("top_k=6,dtype=fp16") == precompile.Geometry(6, "fp16")
+    assert precompile.parse_geometry("top_k=6") == precompile.Geometry(6, "bf16")
+    for geometry in precompile.PRESETS.values():
+        assert precompile.parse_geometry(str(geometry)) == geometry
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "deepseek", "top_k=0", "top_k=33", "top_k=8,dtype=fp8", "dtype=bf16", "top_k=x", "top_k"]
+    + ["top_k=8,top_k=6", "top_k=8,hidden=7168", "top_k=-1", "8"],
+)
+def test_malformed_geometries(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"neither a model \(deepseek-v3.*from 1 to 32.*bf16"):
+        precompile.parse_geometry(text)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["precompile", "--geometry", text])
+    assert caught.value.code == 2
+    assert f"geometry {text!r} is neither" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--arch", "sm_80"], ["--jobs", "0"], ["--jobs", "many"]])
+def test_bad_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["precompile", *arguments])
+    assert caught.value.code == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_help_has_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["precompile", "--help"])
+    assert re.search(r"deepseek-v3 +top_k=8,dtype=bf16\n", capsys.readouterr().out)
+
+
+def test_what_it_makes_is_what_ranks_ask_for(
+    compiler: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--arch", "sm_90a", "sm_100a", "--geometry", "top_k=2", "top_k=1,dtype=fp32"]
+    assert run(folder, *arguments) == 0
+    assert len(list(folder.glob("*.cubin"))) == 4
+    lines = capsys.readouterr().out.splitlines()
+    pattern = re.compile(r"  sm_\d+a +top_k=\d,dtype=\w+ +(\d+) bytes, compiled in \d+\.\d s")
+    sizes = {int(match[1]) for match in map(pattern.fullmatch, lines) if match}
+    # On disk each has a checksum of 32 bytes behind it.
+    assert sizes == {path.stat().st_size - 32 for path in folder.glob("*.cubin")}
+    assert lines[-1].startswith(f"set MOE_NVLINK_CACHE_DIR={folder} ")
+    assert "any user may read it" in lines[-1]
+    assert folder.stat().st_mode & 0o777 == 0o755
+    # A rank of another process, which could not compile.
+    code = (
+        "from moe_nvlink_plugin.jit import nvrtc; nvrtc.compile_cubin = None;"
+        "nvrtc.kernels_for(1, nvrtc.elements()['fp32'], 'sm_100a', True)"
+    )
+    environment = {**os.environ, "MOE_NVLINK_CACHE_DIR": str(folder)}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
+    # Without PDL it is other code.
+    assert run(folder, *arguments, "--geometry", "top_k=2", "--no-pdl") == 0
+    assert len(list(folder.glob("*.cubin"))) == 8
+    assert "was there" not in capsys.readouterr().out
+    assert run(folder, *arguments) == 0
+    assert capsys.readouterr().out.count("was there") == 4
+
+
+def test_several_processes(
+    compiler: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "top_k=2", "--jobs", "2") == 0
+    assert len(list(folder.glob("*.cubin"))) == 2
+    assert "2 of 2" in capsys.readouterr().out
+
+
+def _end(task: object) -> None:
+    os._exit(9)
+
+
+def test_a_process_that_is_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(precompile, "_work", _end)
+    assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "top_k=2", "--jobs", "2") == 1
+    assert "ended from outside" in capsys.readouterr().err
+
+
+def test_compiling_processes_import_no_torch() -> None:
+    code = "import sys, moe_nvlink_plugin.precompile; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_default_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "unavailable", lambda: "no driver")
+    assert precompile.default_architectures() == list(nvrtc.ARCHITECTURES)
+    found = ["sm_90a", "sm_100a", "sm_90a"]
+    monkeypatch.setattr(driver, "unavailable", lambda: None)
+    monkeypatch.setattr(driver, "num_devices", lambda: len(found))
+    monkeypatch.setattr(driver, "device", lambda index: SimpleNamespace(architecture=found[index]))
+    assert precompile.default_architectures() == ["sm_100a", "sm_90a"]
+
+
+def test_no_host_compiler_is_no_failure(
+    compiler: None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail() -> None:
+        raise CompileError("no host compiler: 'g++' not found; install g++\nsecond line")
+
+    monkeypatch.setattr(host, "load", fail)
+    assert run(folder, "--arch", "sm_90a", "--geometry", "top_k=2") == 0
+    out = capsys.readouterr().out
+    assert "not compiled, GPU ranks do without (no host compiler: 'g++' not found" in out
+    assert "second line" not in out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [CompileError("NVRTC 13.0 failed for sm_90a:\nits log"), UnsupportedError("no NVRTC library")],
+)
+def test_one_failure_leaves_the_others(
+    compiler: None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: MoeNvlinkError,
+) -> None:
+    really = nvrtc.compile_cubin
+
+    def compile_cubin(text: str, architecture: str, *, strict: bool = True) -> bytes:
+        if architecture == "sm_90a":
+            raise error
+        return really(text, architecture, strict=strict)
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    assert run(folder, "--arch", "sm_90a", "sm_100a", "--geometry", "top_k=2") == 1
+    out = capsys.readouterr().out
+    assert re.search(r"FAILED sm_90a +top_k=2,dtype=bf16: ", out)
+    assert str(error) in out
+    assert "1 of 2" in out
+    assert len(list(folder.glob("*.cubin"))) == 1
+
+
+def test_a_directory_that_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.write_text("a file")
+    assert run(folder / "below") == 1
+    assert f"cannot make {folder / 'below'}" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_only_readable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels must not silently go to the user's own directory instead."""
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o555)
+    really = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: really(path, mode) and not mode & os.W_OK)
+    assert run(folder, "--arch", "sm_90a") == 1
+    assert f"{folder} is only readable for user" in capsys.readouterr().err
+
+
+def test_a_directory_others_may_write_to(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert run(folder, "--arch", "sm_90a") == 1
+    assert "others may write to it (mode 777" in capsys.readouterr().err
+
+
+def test_without_a_directory_it_is_the_users(
+    compiler: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import platformdirs
+
+    monkeypatch.delenv("MOE_NVLINK_CACHE_DIR", raising=False)
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(host, "load", lambda: None)
+    arguments = ["--arch", "sm_90a", "--geometry", "top_k=1", "--jobs", "1"]
+    assert cli.main(["precompile", *arguments]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"in {tmp_path / 'moe_nvlink'}, which is where")
+    assert "MOE_NVLINK_CACHE_DIR" not in last
