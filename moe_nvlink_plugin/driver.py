@@ -6,11 +6,9 @@ answers a call with an exception of its own kind, and some of its neighbours wit
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from .errors import DriverError, UnsupportedError
@@ -166,11 +164,23 @@ def _primary_context(index: int) -> Any:
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
 
 
-@contextlib.contextmanager
-def on_device(index: int) -> Iterator[None]:
-    """The device's primary context, which is also torch's, current in this thread for a while."""
-    call("cuCtxPushCurrent", _primary_context(index))
-    try:
-        yield
-    finally:
-        call("cuCtxPopCurrent")
+class on_device:  # noqa: N801 - used as a statement: `with driver.on_device(0):`
+    """The device's primary context, which is also torch's, current in this thread for a while.
+
+    A class of its own rather than a generator: every launch passes here, mostly with nothing to do.
+    """
+
+    __slots__ = ("_context", "_pushed")
+
+    def __init__(self, index: int) -> None:
+        self._context = _primary_context(index)
+        self._pushed = False
+
+    def __enter__(self) -> None:
+        if int(call("cuCtxGetCurrent")) != int(self._context):
+            call("cuCtxPushCurrent", self._context)
+            self._pushed = True
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._pushed:
+            call("cuCtxPopCurrent")

@@ -1,0 +1,109 @@
+"""Launch geometry on a GPU, from counts alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_nvlink_plugin.executors.shape import (
+    MARKED_BYTES_PER_CTA,
+    MOST_MARKING_CTAS,
+    VECTOR_BYTES,
+    WARP,
+    Limits,
+    combine_shape,
+    dispatch_shape,
+)
+from moe_nvlink_plugin.jit.header import constants
+
+H200_SMS = 132
+THREADS_PER_SM = 2048
+
+
+def limits(num_sms: int = H200_SMS, registers: int = 64) -> Limits:
+    """As an SM with 65536 registers gives them."""
+    most = min(65536 // registers // WARP * WARP, 1024)
+
+    def blocks_per_sm(threads: int) -> int:
+        return min(65536 // (registers * threads), THREADS_PER_SM // threads, 32)
+
+    return Limits(num_sms, most, blocks_per_sm)
+
+
+def test_one_token_is_dispatched_by_a_thread_per_vector() -> None:
+    assert dispatch_shape(1, 14336, 0, limits()) == (1, 896, 1)
+    # 80 registers a thread: 1024 threads of them are more than an SM has.
+    assert dispatch_shape(1, 14336, 0, limits(registers=80)) == (1, 800, 1)
+    assert dispatch_shape(1, 40, 0, limits()) == (1, 32, 1)
+
+
+def test_many_tokens_are_dispatched_by_several_ctas_an_sm() -> None:
+    assert dispatch_shape(8192, 14336, 0, limits()) == (H200_SMS * 4, 256, 1)
+    assert dispatch_shape(200, 14336, 0, limits()) == (200, 256, 1)
+
+
+def test_empty_slots_are_marked_by_more_than_the_tokens_need() -> None:
+    assert dispatch_shape(0, 14336, 0, limits()).blocks == 1
+    assert dispatch_shape(0, 14336, 3 * MARKED_BYTES_PER_CTA, limits()).blocks == 3
+    assert dispatch_shape(1, 14336, 64 * 8192 * 32, limits()).blocks == MOST_MARKING_CTAS
+    assert dispatch_shape(100, 14336, 64 * 8192 * 32, limits()).blocks == 100
+
+
+def test_a_row_is_split_while_all_ctas_fit() -> None:
+    # One vector of each of the top_k rows per thread: 4 x 224 = 896 = 7168 * 2 / 16.
+    assert combine_shape(1, 7168, 2, limits()) == (4, 224, 4)
+    assert combine_shape(64, 7168, 2, limits()) == (256, 224, 4)
+    assert combine_shape(300, 7168, 2, limits()) == (300, 224, 1)
+    assert combine_shape(8192, 7168, 2, limits()) == (H200_SMS * 4, 224, 1)
+    assert combine_shape(0, 7168, 2, limits()) == (1, 224, 4)
+    assert combine_shape(1, 1, 4, limits()) == (1, 32, 1)
+
+
+def test_an_sm_budget_bounds_both() -> None:
+    few = limits(num_sms=8)
+    assert dispatch_shape(8192, 14336, 2**24, few).blocks == 32
+    assert combine_shape(8192, 7168, 2, few).blocks == 32
+    assert combine_shape(4, 7168, 2, few) == (16, 224, 4)
+
+
+def test_marking_ctas_are_those_of_the_kernel() -> None:
+    assert constants()["kMaxFinishers"] == MOST_MARKING_CTAS
+
+
+@given(
+    num_tokens=st.integers(0, 20000),
+    hidden_size=st.integers(1, 20000),
+    element_bytes=st.sampled_from([2, 4]),
+    empty_bytes=st.integers(0, 2**28),
+    num_sms=st.integers(1, 160),
+    registers=st.sampled_from([32, 64, 96, 128, 168, 255]),
+)
+def test_every_grid_is_resident_and_covers_its_rows(
+    num_tokens: int,
+    hidden_size: int,
+    element_bytes: int,
+    empty_bytes: int,
+    num_sms: int,
+    registers: int,
+) -> None:
+    mine = limits(num_sms, registers)
+    row_bytes = hidden_size * element_bytes
+    for shape in (
+        dispatch_shape(num_tokens, row_bytes, empty_bytes, mine),
+        combine_shape(num_tokens, hidden_size, element_bytes, mine),
+    ):
+        assert WARP <= shape.threads <= mine.max_threads
+        assert shape.threads % WARP == 0
+        assert 1 <= shape.blocks <= mine.resident(shape.threads)
+        assert 1 <= shape.hidden_splits
+    # Split for one vector a thread, or less far where not all CTAs would fit; never further.
+    assert (shape.hidden_splits - 1) * shape.threads * VECTOR_BYTES < row_bytes
+    assert num_tokens * shape.hidden_splits <= mine.resident(shape.threads) or (
+        shape.hidden_splits == 1
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 31])
+def test_a_kernel_that_allows_less_than_a_warp_still_gets_one(threads: int) -> None:
+    assert dispatch_shape(1, 64, 0, Limits(1, threads, lambda _threads: 1)).threads == WARP
