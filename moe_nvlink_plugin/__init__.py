@@ -5,19 +5,24 @@ The path of a token, in order, and where it is written:
     integration/          the porch: vLLM's hooks, in terms of the public names below
     all_to_all.py         MoeAllToAll: create, dispatch, combine
     ops.py                torch.ops.moe_nvlink.*, with their fakes (inductor.py: compiled by it)
-    exchange.py           one layer on one workspace: checks.py, arguments, launch
-    workspace.py          a layout.py in symmetric memory from a transport/
-    jit/                  kernels/ as one text, compiled for the host or by NVRTC
+    exchange.py           one layer on one workspace: checks.py, the order of calls
+    channel.py            its views and arguments.py on one channel
+    executors/            the launch: on CPU threads (host.py) or a CUDA stream (cuda.py, shape.py)
     kernels/dispatch.cu   put: route, store rows to the peers, signal, wait
     kernels/combine.cu    get: wait, load the partial rows, add, store
 
+Under it: workspace.py places a layout.py in the symmetric memory of a transport/ (host.py: POSIX
+shared memory; nvlink.py: CUDA virtual memory), jit/ makes machine code of kernels/ (g++ or NVRTC)
+and keeps it in a cache, driver.py calls the CUDA driver.
+
 Beside the path: config.py (AllToAllConfig), recipes/ (what travels), plugins.py with hookspecs.py
 and builtin_plugins.py (how recipes and transports are found), groups.py (collective steps of
-start-up), errors.py, env.py, reference.py (the same verbs in plain torch, for the tests).
+start-up), errors.py, env.py, reference.py (the same verbs in plain torch, for the tests), cli.py
+(doctor and precompile, for a shell).
 
-Knowledge goes one way: errors, env <- config, groups <- recipes, transport <- layout, hookspecs <-
-plugins, jit <- workspace <- exchange (with checks) <- ops <- all_to_all <- integration. A test
-reads these arrows off the source.
+Knowledge goes one way: errors, env, driver <- config, groups <- recipes, transport <- layout,
+hookspecs <- plugins, jit <- arguments <- executors <- workspace <- channel <- exchange (with checks)
+<- ops <- all_to_all <- integration. A test reads these arrows off the source.
 
 `import moe_nvlink_plugin` is cheap, also where torch is missing: the names below are fetched when
 they are first used.
