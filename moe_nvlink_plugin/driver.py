@@ -150,7 +150,7 @@ def device(index: int) -> Device:
         index=index,
         handle=handle,
         name=name,
-        uuid=bytes(call("cuDeviceGetUuid_v2", handle).bytes).hex(),
+        uuid=bytes(call("cuDeviceGetUuid", handle).bytes).hex(),
         capability=(major, minor),
         num_sms=num_sms,
         total_bytes=int(call("cuDeviceTotalMem", handle)),
