@@ -1,0 +1,161 @@
+"""A CUDA driver for machines without a GPU: tests only, never in the wheel. See libcuda.cpp.
+
+    directory = build(tmp_path)                       # holds libcuda.so.1
+    env = environment(directory, kernels, devices=2)  # for a process that is yet to start
+
+A process with that environment imports cuda.bindings as it is and finds the fake. In it,
+`control()` counts what is still allocated, makes calls fail and shows the last launch. FAKE_CUDA_*
+(the keywords of `environment`) are read at every call, so os.environ changes them late:
+
+    devices (4), sms (4 each), memory (bytes of each, 8 GiB), capability ("9.0"), driver (13000),
+    max_threads (of a CTA, 1024), mig (0), p2p (1), atomics (1: NVLink), vmm (1),
+    fabric ("0", "1" or "broken": promised, but no IMEX channel), domain (0; of FABRIC handles),
+    host (0; makes the uuids differ), shared_uuid (0), capturing (0; launches are kept for replay),
+    most_ctas (4; threads of a launch), kernels (path of the host library),
+    fail ("cuMemMap:2:CUDA_ERROR_OUT_OF_MEMORY", several with commas; KILL as error: kill -9)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_nvlink_plugin.jit import cache, host
+
+SOURCE = Path(__file__).with_name("libcuda.cpp")
+_FLAGS = (
+    *("-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    "-Wl,-soname,libcuda.so.1",  # so that whoever opens libcuda.so.1 later gets this one
+)
+
+
+def _constants() -> Iterator[str]:
+    from cuda.bindings import driver
+
+    results: dict[str, int] = {m.name: int(m) for m in driver.CUresult}
+    yield "enum {"
+    for name in (
+        "CUresult",
+        "CUdevice_attribute",
+        "CUdevice_P2PAttribute",
+        "CUfunction_attribute",
+        "CUlaunchAttributeID",
+        "CUmemAccess_flags",
+        "CUmemAllocationHandleType",
+        "CUmemAllocationType",
+        "CUmemLocationType",
+        "CUstreamCaptureStatus",
+    ):
+        members = getattr(driver, name)
+        for member in dir(members):  # aliases too
+            if member.startswith("CU"):
+                yield f"  {member} = {int(getattr(members, member))},"
+    yield "};"
+    yield "constexpr struct { const char* name; int value; } kResults[] = {"
+    for result, value in results.items():
+        yield f'  {{"{result}", {value}}},'
+    yield "};"
+
+
+def build(folder: Path) -> Path:
+    """A directory with libcuda.so.1 in it; compiled on first use, then from the cache."""
+    text = SOURCE.read_text().replace(
+        '#include "driver_constants.h"', "\n".join(_constants()) + "\n//"
+    )
+    made = cache.get_or_build(
+        "\0".join((text, *_FLAGS)), ".so", lambda target: host.compile_text(text, target, _FLAGS)
+    )
+    link = folder / "libcuda.so.1"
+    link.unlink(missing_ok=True)
+    link.symlink_to(made)
+    return folder
+
+
+def environment(library_dir: Path, kernels: Path | None = None, **options: Any) -> dict[str, str]:
+    """Variables that make a new process use the fake; the options are listed above."""
+    paths = [str(library_dir), os.environ.get("LD_LIBRARY_PATH", "")]
+    variables = {"LD_LIBRARY_PATH": ":".join(path for path in paths if path)}
+    if kernels is not None:
+        options["kernels"] = kernels
+    for name, value in options.items():
+        text = str(int(value)) if isinstance(value, bool) else str(value)
+        variables[f"FAKE_CUDA_{name.upper()}"] = text
+    return variables
+
+
+class LastLaunch(ctypes.Structure):
+    """struct Launch of libcuda.cpp."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("num_attributes", ctypes.c_uint32),
+        ("pdl", ctypes.c_uint32),
+        ("args_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("args", ctypes.c_uint8 * 4096),
+    )
+
+
+class Control:
+    """What a test asks of the fake driver in its own process."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._library.fake_cuda_live.restype = ctypes.c_long
+        self._library.fake_cuda_captured.restype = ctypes.c_long
+        self._library.fake_cuda_last_launch.restype = ctypes.POINTER(LastLaunch)
+
+    def live(self) -> dict[str, int]:
+        """What has not been given back, by kind."""
+        kinds = ("handles", "mappings", "reservations", "host_allocations", "allocations")
+        return {kind: self._library.fake_cuda_live(kind.encode()) for kind in kinds}
+
+    def modules(self) -> int:
+        """Loaded and not unloaded."""
+        return int(self._library.fake_cuda_live(b"modules"))
+
+    def fail(self, spec: str = "") -> None:
+        """Makes calls fail from now on, counted from now; "" ends it."""
+        self._library.fake_cuda_fail(spec.encode())
+
+    def calls(self) -> dict[str, int]:
+        """How often each function was called since the last `fail`."""
+        buffer = ctypes.create_string_buffer(1 << 14)
+        self._library.fake_cuda_calls(buffer, ctypes.c_size_t(len(buffer)))
+        pairs = (pair.split(":") for pair in buffer.value.decode().split(",") if pair)
+        return {name: int(count) for name, count in pairs}
+
+    def last_launch(self) -> LastLaunch:
+        """A copy of the record."""
+        return LastLaunch.from_buffer_copy(self._library.fake_cuda_last_launch().contents)
+
+    def replay(self) -> None:
+        """Runs what was launched while FAKE_CUDA_CAPTURING was 1."""
+        status = self._library.fake_cuda_replay()
+        assert status == 0, status
+
+    def captured(self) -> int:
+        """Launches kept for replay."""
+        return int(self._library.fake_cuda_captured())
+
+    def forget_capture(self) -> None:
+        """No launches are kept any more."""
+        self._library.fake_cuda_forget_capture()
+
+
+@functools.cache
+def control() -> Control:
+    """The process's fake driver.
+
+    Raises:
+        OSError, AttributeError: this process has none, or the real one.
+    """
+    return Control()
