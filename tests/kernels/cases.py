@@ -204,17 +204,20 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def run_case(case: Case, rounds: int = 2, device: str = "host") -> list[list[Seen]]:
+def run_case(
+    case: Case, rounds: int = 2, device: str = "host", transport: str | None = None
+) -> list[list[Seen]]:
     """`result[round][rank]`: the same inputs in every round."""
     torch_device = {"host": "cpu", "cuda": "cuda"}[device]
     inputs = make_inputs(case)
 
     def rank_main(group: ThreadGroup) -> list[Seen]:
-        with MoeAllToAll.create(case.config(group.rank), group, torch_device) as exchange:
+        config = dataclasses.replace(case.config(group.rank), transport=transport)
+        with MoeAllToAll.create(config, group, torch_device) as exchange:
             return [
                 run_round(
                     exchange,
-                    inputs[group.rank].to(torch_device),
+                    inputs[group.rank],
                     channel=number % case.num_channels,
                     zero_copy=number % 2 == 0,
                 )

@@ -89,9 +89,9 @@ def check_slots(case: Case, inputs: list[Inputs], seen: list[Seen]) -> None:
         assert targets == wanted, f"{case.name}: targets of rank {rank}"
 
 
-def check_case(case: Case, rounds: int = 2, device: str = "host") -> None:
+def check_case(case: Case, rounds: int = 2) -> None:
     inputs = make_inputs(case)
-    results = run_case(case, rounds, device)
+    results = run_case(case, rounds)
     for seen in results:
         check_slots(case, inputs, seen)
         check_received(case, inputs, seen)

@@ -1,4 +1,7 @@
-"""Dispatch and combine against the oracle, bit for bit: named cases, then drawn ones."""
+"""Dispatch and combine against the oracle, bit for bit: named cases, then drawn ones.
+
+tests/gpu/test_cases.py runs the same list on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,10 @@ from tests.kernels.cases import CASES, Case, Inputs
 
 pytestmark = pytest.mark.timeout(180)
 
-ON_EACH_DEVICE = pytest.mark.parametrize(
-    "device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
-)
 
-
-@ON_EACH_DEVICE
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_named_case(case: Case, device: str) -> None:
-    compare.check_case(case, device=device)
+def test_named_case(case: Case) -> None:
+    compare.check_case(case)
 
 
 @st.composite

@@ -1,0 +1,272 @@
+"""What the tests of the real path do, device by name: MoeAllToAll through its own transport.
+
+tests/gpu runs these on "cuda", tests/kernels/test_real_path.py on "cpu", so that they themselves
+have been run before a GPU is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import ExchangeTimeoutError, InputError, MoeNvlinkError
+from moe_nvlink_plugin.testing import ThreadGroup
+from tests.kernels import cases, compare, emulated
+from tests.kernels.cases import Case, Inputs, Seen
+
+ONE_RANK = Case(
+    name="one rank",
+    tokens=(0,),
+    num_experts=12,
+    top_k=4,
+    hidden_size=72,
+    capacity=16,
+    dtype=torch.bfloat16,
+    routing="invalid",
+)
+
+
+def of_processes(ep_size: int) -> Case:
+    """The case that so many processes on one device run."""
+    return Case(
+        name=f"{ep_size} processes",
+        tokens=(0,) * ep_size,
+        num_experts=3 * ep_size + 1,
+        top_k=6,
+        hidden_size=50,
+        dtype=torch.bfloat16,
+        routing="invalid",
+    )
+
+
+def create(case: Case, device: str, group: Any = None, **changes: Any) -> MoeAllToAll:
+    """The layer of this rank; without a group the only one."""
+    group = ThreadGroup.ranks(1)[0] if group is None else group
+    ep_rank = group.rank if isinstance(group, ThreadGroup) else dist.get_rank(group)
+    config = dataclasses.replace(case.config(ep_rank), **changes)
+    return MoeAllToAll.create(config, group, device)
+
+
+def poisoned_round(layer: MoeAllToAll, inputs: Inputs) -> Seen:
+    """A round whose buffers are spoilt as soon as nobody may read them any more."""
+    config = layer.config
+    received = layer.dispatch(*inputs)
+    region = layer.combine_input()
+    region.view(torch.uint8).fill_(0xFF)
+    rows = cases.expert_rows(
+        config, config.ep_rank, received.hidden_states, received.topk_ids, received.topk_weights
+    )
+    region.copy_(rows)
+    payloads = (received.topk_weights, received.hidden_states, *received.extra_payloads)
+    counts, ids = received.recv_counts.cpu().clone(), received.topk_ids.cpu().clone()
+    copies = tuple(payload.cpu().clone() for payload in payloads)
+    for payload in payloads:
+        payload.view(torch.uint8).fill_(0xFF)
+    received.topk_ids.fill_(1)  # an expert everywhere
+    combined = layer.combine(region, received.metadata)
+    return Seen(counts, ids, copies, received.metadata.send_slots.cpu(), combined.cpu())
+
+
+class StaticLayer:
+    """A round on fixed addresses with a fixed token count, as a CUDA graph can hold it.
+
+    The rows behind a round's tokens have the id -1 and go nowhere.
+    """
+
+    def __init__(self, layer: MoeAllToAll, device: str) -> None:
+        self._layer, config = layer, layer.config
+        tokens = config.max_tokens_per_rank
+        self.hidden = torch.zeros((tokens, config.hidden_size), dtype=config.dtype, device=device)
+        self.ids = torch.full((tokens, config.top_k), -1, dtype=torch.int32, device=device)
+        self.weights = torch.zeros((tokens, config.top_k), device=device)
+        self.output = torch.empty_like(self.hidden)
+
+    def fill(self, inputs: Inputs) -> None:
+        """This round's tokens, of any number."""
+        count = len(inputs.topk_ids)
+        self.ids.fill_(-1)
+        self.hidden[:count].copy_(inputs.hidden_states)
+        self.ids[:count].copy_(inputs.topk_ids)
+        self.weights[:count].copy_(inputs.topk_weights)
+
+    def warm_up(self) -> None:
+        """torch's own kernels once, so that none is loaded during a capture; ours not."""
+        config = self._layer.config
+        region = self._layer.combine_input()
+        rows = cases.expert_rows(config, config.ep_rank, self.hidden, self.ids, self.weights)
+        region[: len(rows)].copy_(rows)
+        region.view(torch.uint8).fill_(0xFF)
+
+    def run(self) -> None:
+        """Dispatch, experts, combine: no host value changes from run to run."""
+        config = self._layer.config
+        received = self._layer.dispatch(self.hidden, self.ids, self.weights)
+        region = self._layer.combine_input()
+        region.view(torch.uint8).fill_(0xFF)
+        rows = cases.expert_rows(
+            config, config.ep_rank, received.hidden_states, received.topk_ids, received.topk_weights
+        )
+        region.copy_(rows)
+        received.hidden_states.view(torch.uint8).fill_(0xFF)
+        received.topk_ids.fill_(1)
+        self._layer.combine(region, received.metadata, output=self.output)
+
+
+def replayable(static: StaticLayer, device: str) -> Callable[[], None]:
+    """On a GPU the round captured before it ever ran, and its replay; elsewhere the round."""
+    static.warm_up()
+    return static.run if device == "cpu" else emulated.captured(static.run)
+
+
+def check_output(case: Case, inputs: Inputs, ep_rank: int, output: torch.Tensor) -> None:
+    """The tokens' rows against the oracle; the padding's are zero."""
+    count = len(inputs.topk_ids)
+    expected = torch.zeros_like(output)
+    expected[:count] = compare.expected_combined(case, inputs, ep_rank)
+    compare.assert_same_bits(output, expected, f"{case.name}: rank {ep_rank}, {count} tokens")
+
+
+# One rank.
+
+
+def check_rounds(device: str, rounds: int) -> None:
+    """Poisoned rounds of one rank."""
+    case = emulated.with_ctas(ONE_RANK, 1 if device == "cpu" else 2)
+    with create(ONE_RANK, device) as layer:
+        for number, (inputs,) in enumerate(emulated.varying_inputs(ONE_RANK, rounds)):
+            with emulated.naming(f"round {number}"):
+                seen = poisoned_round(layer, inputs.to(device))
+                emulated.check_round(case, [inputs], [seen])
+
+
+def check_replays(device: str, rounds: int) -> None:
+    """The first call after create is captured; replays with other tokens and other counts."""
+    with create(ONE_RANK, device) as layer:
+        static = StaticLayer(layer, device)
+        replay = replayable(static, device)
+        for number, (inputs,) in enumerate(emulated.varying_inputs(ONE_RANK, rounds)):
+            static.fill(inputs.to(device))
+            replay()
+            with emulated.naming(f"replay {number}"):
+                check_output(ONE_RANK, inputs, 0, static.output.cpu())
+        assert layer.stats().rounds == rounds
+
+
+def check_bad_input(device: str, elsewhere: str) -> None:
+    """Refused before anything is launched; the layer goes on."""
+    (inputs,) = cases.make_inputs(ONE_RANK, (5,))
+    here = inputs.to(device)
+    with create(ONE_RANK, device) as layer:
+        there = inputs.to(elsewhere)
+        with pytest.raises(InputError, match=f"is on {elsewhere}"):
+            layer.dispatch(*there)
+        with pytest.raises(InputError, match=f"is on {elsewhere}"):
+            layer.dispatch(here.hidden_states, here.topk_ids, there.topk_weights)
+        strided = torch.empty((5, 2 * ONE_RANK.hidden_size), dtype=ONE_RANK.dtype, device=device)
+        with pytest.raises(InputError, match=r"hidden_states is not contiguous \(strides"):
+            layer.dispatch(strided[:, ::2], here.topk_ids, here.topk_weights)
+        seen = poisoned_round(layer, here)
+        compare.check_combined(ONE_RANK, [inputs], [seen])
+
+
+# Ranks as processes; every function below is one rank's.
+
+
+def process_rounds(ep_rank: int, ep_size: int, device: str, rounds: int) -> list[Seen]:
+    """Poisoned rounds, ranks out of step at random."""
+    case = of_processes(ep_size)
+    with create(case, device, dist.group.WORLD) as layer:
+        seen = []
+        for number, of_round in enumerate(emulated.varying_inputs(case, rounds)):
+            if (number + ep_rank) % 16 == 0:
+                time.sleep(0.002)
+            seen.append(poisoned_round(layer, of_round[ep_rank].to(device)))
+        return seen
+
+
+def process_replays(ep_rank: int, ep_size: int, device: str, rounds: int) -> list[torch.Tensor]:
+    """Each rank captures when it gets there, before any verb has run; then replays."""
+    case = of_processes(ep_size)
+    with create(case, device, dist.group.WORLD) as layer:
+        static = StaticLayer(layer, device)
+        time.sleep(0.3 * ep_rank)
+        replay = replayable(static, device)
+        outputs = []
+        for of_round in emulated.varying_inputs(case, rounds):
+            static.fill(of_round[ep_rank].to(device))
+            replay()
+            outputs.append(static.output.cpu().clone())
+        layer.synchronize()
+        return outputs
+
+
+def process_missing(ep_rank: int, ep_size: int, device: str) -> tuple[Any, ...]:
+    """The last rank never dispatches."""
+    case = of_processes(ep_size)
+    layer = create(case, device, dist.group.WORLD, timeout_s=1.5)
+    if ep_rank == ep_size - 1:
+        return ()
+    inputs = cases.make_inputs(case, (3,) * ep_size)[ep_rank]
+    try:
+        layer.dispatch(*inputs.to(device))
+        layer.synchronize()
+    except ExchangeTimeoutError as error:
+        works = float(torch.ones(8, device=device).sum())
+        return error.phase, error.ranks, works
+    return ("no error",)
+
+
+def process_grows(ep_rank: int, ep_size: int, device: str, rounds: int) -> list[Seen]:
+    """A larger layer comes in the middle; the first one goes on."""
+    case = of_processes(ep_size)
+    larger = dataclasses.replace(case, capacity=64, hidden_size=301)
+    with create(case, device, dist.group.WORLD) as layer:
+        seen = []
+        for number, of_round in enumerate(emulated.varying_inputs(case, rounds)):
+            if number == rounds // 2:
+                grown = MoeAllToAll.create(
+                    larger.config(ep_rank), dist.group.WORLD, device, share_with=layer
+                )
+                mine = cases.make_inputs(larger, (64,) * ep_size)[ep_rank]
+                compare.assert_same_bits(
+                    poisoned_round(grown, mine.to(device)).combined,
+                    compare.expected_combined(larger, mine, ep_rank),
+                    "the larger layer",
+                )
+            seen.append(poisoned_round(layer, of_round[ep_rank].to(device)))
+        grown.close()
+        return seen
+
+
+def check_process_rounds(seen: list[list[Seen]], device: str, rounds: int) -> None:
+    """`seen[rank][round]` of process_rounds or process_grows."""
+    case = of_processes(len(seen))
+    compared = emulated.with_ctas(case, 1 if device == "cpu" else 2)
+    for number, of_round in enumerate(emulated.varying_inputs(case, rounds)):
+        with emulated.naming(f"round {number}"):
+            emulated.check_round(compared, of_round, [of_rank[number] for of_rank in seen])
+
+
+def check_process_replays(outputs: list[list[torch.Tensor]], rounds: int) -> None:
+    """`outputs[rank][round]` of process_replays."""
+    case = of_processes(len(outputs))
+    for number, of_round in enumerate(emulated.varying_inputs(case, rounds)):
+        for rank, mine in enumerate(of_round):
+            with emulated.naming(f"replay {number}"):
+                check_output(case, mine, rank, outputs[rank][number])
+
+
+def process_refused(ep_rank: int, ep_size: int, device: str) -> str:
+    """The message with which create refuses, or nothing."""
+    try:
+        create(of_processes(ep_size), device, dist.group.WORLD).close()
+    except MoeNvlinkError as error:
+        return str(error)
+    return ""

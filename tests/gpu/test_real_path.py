@@ -1,0 +1,127 @@
+"""The product's own path on a GPU: MoeAllToAll, the nvlink transport, the CUDA executor.
+
+Several processes share the one device, which serves them in turns (a spinning kernel is preempted
+after its time slice), so every round takes milliseconds and nothing here is a measurement.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import ExchangeStateError
+from moe_nvlink_plugin.testing import ThreadGroup
+from tests.gpu import real_path
+from tests.kernels import emulated, processes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+with_and_without_pdl = pytest.mark.parametrize("pdl", ["0", "1"], ids=["plain", "pdl"])
+
+
+@pytest.fixture(autouse=True)
+def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
+
+
+# One rank.
+
+
+@with_and_without_pdl
+def test_rounds(pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
+    real_path.check_rounds("cuda", rounds=200)
+
+
+@with_and_without_pdl
+def test_capture_from_the_first_call(pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
+    real_path.check_replays("cuda", rounds=1000)
+
+
+def test_bad_input() -> None:
+    real_path.check_bad_input("cuda", elsewhere="cpu")
+
+
+def test_growth_is_refused_during_capture() -> None:
+    larger = real_path.of_processes(1).config(0)
+    with real_path.create(real_path.ONE_RANK, "cuda") as layer:
+        static = real_path.StaticLayer(layer, "cuda")
+        static.warm_up()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            static.run()
+            with pytest.raises(ExchangeStateError, match="capturing a CUDA graph"):
+                MoeAllToAll.create(larger, ThreadGroup.ranks(1)[0], "cuda", share_with=layer)
+        (inputs,) = emulated.varying_inputs(real_path.ONE_RANK, 1)[0]
+        static.fill(inputs.to("cuda"))
+        graph.replay()
+        real_path.check_output(real_path.ONE_RANK, inputs, 0, static.output.cpu())
+
+
+def test_a_graph_outlives_its_workspace() -> None:
+    """Closed while a graph still holds its addresses: a replay writes to no stranger's memory."""
+    layer = real_path.create(real_path.ONE_RANK, "cuda")
+    static = real_path.StaticLayer(layer, "cuda")
+    replay = real_path.replayable(static, "cuda")
+    layer.close()
+    for (inputs,) in emulated.varying_inputs(real_path.ONE_RANK, 3):
+        static.fill(inputs.to("cuda"))
+        replay()
+        real_path.check_output(real_path.ONE_RANK, inputs, 0, static.output.cpu())
+
+
+def test_another_stream() -> None:
+    """A launch goes to torch's current stream: behind work of that stream, not beside it."""
+    stream = torch.cuda.Stream()
+    (inputs,) = emulated.varying_inputs(real_path.ONE_RANK, 2)[1]
+    with real_path.create(real_path.ONE_RANK, "cuda") as layer:
+        static = real_path.StaticLayer(layer, "cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # about 10 ms of the GPU's clock
+            static.fill(inputs.to("cuda"))
+            static.run()
+        stream.synchronize()
+        real_path.check_output(real_path.ONE_RANK, inputs, 0, static.output.cpu())
+
+
+# Processes over CUDA VMM and file descriptors.
+
+
+@with_and_without_pdl
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_processes(ep_size: int, pdl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
+    seen = processes.run_processes(ep_size, real_path.process_rounds, tmp_path, "cuda", 100)
+    real_path.check_process_rounds(seen, "cuda", 100)
+
+
+def test_processes_that_enter_capture_at_different_times(tmp_path: Path) -> None:
+    outputs = processes.run_processes(3, real_path.process_replays, tmp_path, "cuda", 100)
+    real_path.check_process_replays(outputs, 100)
+
+
+def test_a_missing_process(tmp_path: Path) -> None:
+    """The one that waits names the one that is missing, and its context lives."""
+    first, last = processes.run_processes(2, real_path.process_missing, tmp_path, "cuda")
+    assert first == ("dispatch", (1,), 8.0)
+    assert last == ()
+
+
+def test_growth(tmp_path: Path) -> None:
+    seen = processes.run_processes(2, real_path.process_grows, tmp_path, "cuda", 20)
+    real_path.check_process_rounds(seen, "cuda", 20)
+
+
+def test_two_ranks_on_one_gpu_are_refused_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOE_NVLINK_ALLOW_SHARED_GPU")
+    assert "MOE_NVLINK_ALLOW_SHARED_GPU" not in os.environ
+    messages = processes.run_processes(2, real_path.process_refused, tmp_path, "cuda")
+    assert all("MOE_NVLINK_ALLOW_SHARED_GPU" in message for message in messages), messages

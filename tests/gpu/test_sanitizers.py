@@ -1,0 +1,56 @@
+"""compute-sanitizer over a small emulated exchange, and over one with a bug that it must find."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = 99
+# Where the toolkit puts it when it is not on the PATH.
+PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+
+
+def sanitizer() -> str:
+    found = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *PLACES]))
+    if found is None:
+        pytest.skip("compute-sanitizer is not installed")
+    return found
+
+
+def watch(tool: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sanitizer(), "--tool", tool, "--error-exitcode", str(FOUND)]
+    # Every tensor an allocation of its own: inside torch's pool nothing is out of bounds.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "tests.gpu.sanitized", *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    if "Device not supported" in done.stdout + done.stderr:
+        pytest.skip("compute-sanitizer does not support this machine's runtime")
+    return done
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_clean(tool: str) -> None:
+    done = watch(tool)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "all rounds verified" in done.stdout
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_tool_looks(tool: str) -> None:
+    done = watch(tool, "--break", tool)
+    assert done.returncode == FOUND, done.stdout[-4000:] + done.stderr[-2000:]

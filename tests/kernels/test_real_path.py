@@ -1,0 +1,50 @@
+"""tests/gpu/real_path.py on CPU ranks: the GPU tests' own code, run before there is a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_nvlink_plugin.jit import host
+from tests.gpu import real_path
+from tests.kernels import processes
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_rounds_of_one_rank() -> None:
+    real_path.check_rounds("cpu", rounds=30)
+
+
+def test_replays_of_one_rank() -> None:
+    real_path.check_replays("cpu", rounds=30)
+
+
+def test_bad_input() -> None:
+    real_path.check_bad_input("cpu", elsewhere="meta")
+
+
+def test_processes(tmp_path: Path) -> None:
+    host.load()
+    seen = processes.run_processes(2, real_path.process_rounds, tmp_path, "cpu", 20)
+    real_path.check_process_rounds(seen, "cpu", 20)
+
+
+def test_processes_that_enter_capture_at_different_times(tmp_path: Path) -> None:
+    outputs = processes.run_processes(2, real_path.process_replays, tmp_path, "cpu", 10)
+    real_path.check_process_replays(outputs, 10)
+    outputs[1][3][0, 0] += 1
+    with pytest.raises(AssertionError, match="replay 3: 2 processes: rank 1"):
+        real_path.check_process_replays(outputs, 10)
+
+
+def test_a_missing_process(tmp_path: Path) -> None:
+    first, last = processes.run_processes(2, real_path.process_missing, tmp_path, "cpu")
+    assert first == ("dispatch", (1,), 8.0)
+    assert last == ()
+
+
+def test_growth(tmp_path: Path) -> None:
+    seen = processes.run_processes(2, real_path.process_grows, tmp_path, "cpu", 6)
+    real_path.check_process_rounds(seen, "cpu", 6)
