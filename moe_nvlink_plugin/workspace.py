@@ -152,6 +152,7 @@ class Workspace:
             )
         except Exception:
             if before is None:
+                self._faults = None
                 memory.close()
             raise
         self._memory, self._layout = memory, layout

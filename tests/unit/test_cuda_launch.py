@@ -1,0 +1,373 @@
+"""Launches through unmodified cuda-python on the tests' own driver (tests/fake_cuda): what is asked
+of the driver, and that the kernels, run by it from the host build, give the right rows.
+
+Here the ranks' memory is the host transport's; test_nvlink_exchange.py puts both together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, plugins
+from moe_nvlink_plugin.errors import (
+    CompileError,
+    DriverError,
+    ExchangeStateError,
+    ExchangeTimeoutError,
+    UnsupportedError,
+)
+from moe_nvlink_plugin.hookspecs import hookimpl
+from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
+from moe_nvlink_plugin.transport import Transport
+from moe_nvlink_plugin.transport.host import HostTransport
+from tests import fake_cuda
+from tests.kernels import cases, compare
+from tests.kernels.processes import run_processes
+
+pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+pytestmark = pytest.mark.timeout(200)
+
+
+class LaunchedByDriver(HostTransport):
+    """Shared memory of CPU ranks, kernels through the CUDA executor."""
+
+    name = "launched_by_driver"
+    executor = "cuda"
+
+
+class Plugin:
+    @hookimpl
+    def moe_nvlink_transports(self) -> list[Transport]:
+        return [LaunchedByDriver()]
+
+
+def in_driver(
+    body: Callable[..., Any],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """`body(*args)` in a process whose CUDA driver is the fake one."""
+    kernels = host.build(source.host_source())
+    library = fake_cuda.build(folder)
+    for name, value in fake_cuda.environment(library, kernels, **options).items():
+        monkeypatch.setenv(name, value)
+    (result,) = run_processes(1, _process_main, folder, body, args)
+    return result
+
+
+def _process_main(_rank: int, _size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    plugins.manager().register(Plugin())
+    return body(*args)
+
+
+def config(group: ThreadGroup, **values: Any) -> AllToAllConfig:
+    usual: dict[str, Any] = {
+        "num_experts": 8,
+        "top_k": 4,
+        "hidden_size": 7168,
+        "max_tokens_per_rank": 8,
+        "timeout_s": 60,
+        "transport": "launched_by_driver",
+    }
+    return AllToAllConfig(ep_size=group.size, ep_rank=group.rank, **{**usual, **values})
+
+
+def alone(**values: Any) -> MoeAllToAll:
+    (group,) = ThreadGroup.ranks(1)
+    return MoeAllToAll.create(config(group, **values), group)
+
+
+def inputs(layer: MoeAllToAll, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return random_inputs(layer.config, num_tokens, torch.Generator().manual_seed(num_tokens))
+
+
+def round_trip(layer: MoeAllToAll, num_tokens: int = 3) -> torch.Tensor:
+    received = layer.dispatch(*inputs(layer, num_tokens))
+    rows = layer.combine_input().copy_(received.hidden_states)
+    return layer.combine(rows, received.metadata)
+
+
+# What the driver is asked.
+
+
+def launches() -> dict[str, Any]:
+    with alone() as layer:
+        hidden, ids, weights = inputs(layer, 3)
+        received = layer.dispatch(hidden, ids, weights)
+        dispatch = fake_cuda.control().last_launch()
+        seen = {"dispatch": described(dispatch)}
+        struct: Any = structs()["DispatchArgs"]
+        args = struct.from_buffer_copy(bytes(dispatch.args)[: ctypes.sizeof(struct)])
+        seen["dispatch args"] = {
+            "num_tokens": args.geometry.num_tokens == 3,
+            "hidden_size": args.geometry.hidden_size == 7168,
+            "slots": args.send_slots == received.metadata.send_slots.data_ptr(),
+            "source": args.payloads[2].source == hidden.data_ptr(),
+            "row_bytes": args.payloads[2].row_bytes == 14336,
+        }
+        rows = layer.combine_input().copy_(received.hidden_states)
+        output = layer.combine(rows, received.metadata)
+        combine = fake_cuda.control().last_launch()
+        seen["combine"] = described(combine)
+        struct = structs()["CombineArgs"]
+        args = struct.from_buffer_copy(bytes(combine.args)[: ctypes.sizeof(struct)])
+        seen["combine args"] = {
+            "output": args.output == output.data_ptr(),
+            "hidden_splits": args.hidden_splits == 4,
+        }
+        same = torch.equal(output, hidden)
+    return {**seen, "same": same}
+
+
+def described(launch: fake_cuda.LastLaunch) -> tuple[Any, ...]:
+    grid, block = tuple(launch.grid), tuple(launch.block)
+    return launch.name.decode(), grid, block, launch.pdl, launch.shared_bytes, launch.args_bytes
+
+
+def test_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = in_driver(launches, tmp_path, monkeypatch, sms=132)
+    sizes = {name: ctypes.sizeof(structs()[name]) for name in ("DispatchArgs", "CombineArgs")}
+    assert all(size <= 256 for size in sizes.values())
+    dispatch = ("moe_nvlink_dispatch", (3, 1, 1), (896, 1, 1), 1, 0, sizes["DispatchArgs"])
+    assert seen["dispatch"] == dispatch
+    combine = ("moe_nvlink_combine", (12, 1, 1), (224, 1, 1), 1, 0, sizes["CombineArgs"])
+    assert seen["combine"] == combine
+    assert set(seen["dispatch args"].values()) == set(seen["combine args"].values()) == {True}
+    assert seen["same"]
+
+
+def test_without_pdl_and_with_few_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_PDL", "0")
+    monkeypatch.setenv("MOE_NVLINK_MAX_SMS", "1")
+    seen = in_driver(launches_of_many_tokens, tmp_path, monkeypatch, sms=132)
+    name, grid, _block, pdl, *_rest = seen
+    assert (name, pdl) == ("moe_nvlink_dispatch", 0)
+    assert 1 <= grid[0] <= 8, "one SM holds no more CTAs"
+
+
+def launches_of_many_tokens() -> tuple[Any, ...]:
+    with alone(max_tokens_per_rank=400) as layer:
+        layer.dispatch(*inputs(layer, 400))
+        return described(fake_cuda.control().last_launch())
+
+
+# The product's cases, launched by the driver.
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_cases(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = cases.CASES[number::4]
+    names = [case.name for case in some]
+    for case, rounds in zip(some, in_driver(run, tmp_path, monkeypatch, names), strict=True):
+        several_ctas = dataclasses.replace(case, num_threads=4)  # slots in any order
+        for seen in rounds:
+            compare.check_received(several_ctas, cases.make_inputs(case), seen)
+            compare.check_combined(several_ctas, cases.make_inputs(case), seen)
+
+
+def run(names: list[str]) -> list[list[list[cases.Seen]]]:
+    by_name = {case.name: case for case in cases.CASES}
+    return [cases.run_case(by_name[name], transport="launched_by_driver") for name in names]
+
+
+# CUDA graphs.
+
+
+#: Calls that neither wait, nor allocate, nor are part of the graph (the launch is).
+ALLOWED_IN_CAPTURE = {
+    "cuLaunchKernelEx",
+    "cuStreamIsCapturing",
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent",
+    "cuCtxPopCurrent",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+}
+
+
+def capture_and_replay() -> list[bool]:
+    control = fake_cuda.control()
+    outcome = []
+    with alone() as layer:
+        hidden, ids, weights = inputs(layer, 8)
+        os.environ["FAKE_CUDA_CAPTURING"] = "1"
+        allocations = control.live()
+        control.fail()  # starts counting the calls
+        received = layer.dispatch(hidden, ids, weights)  # the first call after create
+        output = torch.empty_like(hidden)
+        # What experts would be in the graph: they write where combine reads.
+        layer.combine(layer.combine_input(), received.metadata, output=output)
+        calls = set(control.calls())
+        os.environ["FAKE_CUDA_CAPTURING"] = "0"
+        outcome.append(calls <= ALLOWED_IN_CAPTURE)
+        outcome.append(control.live() == allocations)
+        outcome.append(control.captured() == 2)
+        generator = torch.Generator().manual_seed(1)
+        region, counts = layer.combine_input(), layer._layer.channel(0).recv_counts
+        for number in range(1000):
+            filled = number % 9
+            hidden.copy_(torch.randn(hidden.shape, generator=generator))
+            region.fill_(number % 100)
+            scores = torch.rand((8, 8), generator=generator)
+            ids.copy_(scores.topk(4, dim=1).indices)
+            ids[filled:] = -1  # padding of a smaller batch
+            control.replay()
+            expected = torch.where(torch.arange(8)[:, None] < filled, number % 100, 0)
+            same = torch.equal(output, expected.to(output.dtype).expand_as(output))
+            # The CTAs race for slots: the rows are all there, in some order.
+            slots = received.metadata.send_slots.max(dim=1).values[:filled].long()
+            same = same and torch.equal(received.hidden_states[slots], hidden[:filled])
+            if not same or counts.tolist() != [filled]:
+                outcome.append(False)
+                break
+        outcome.append(layer.stats().rounds == 1000)
+    control.replay()  # the graph outlives its exchange: memory stays mapped
+    outcome.append(control.live()["host_allocations"] == 1)
+    return outcome
+
+
+def test_capture_from_the_first_call_and_a_thousand_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_driver(capture_and_replay, tmp_path, monkeypatch) == [True] * 5
+
+
+def grow_during_capture() -> tuple[str, str]:
+    messages = []
+    with alone() as layer:
+        os.environ["FAKE_CUDA_CAPTURING"] = "1"
+        (group,) = ThreadGroup.ranks(1)
+        for share_with in (layer, None):
+            try:
+                larger = config(group, hidden_size=8192)
+                MoeAllToAll.create(larger, group, share_with=share_with)
+            except ExchangeStateError as error:
+                messages.append(str(error))
+        os.environ["FAKE_CUDA_CAPTURING"] = "0"
+        round_trip(layer)
+        MoeAllToAll.create(config(group, hidden_size=8192), group, share_with=layer).close()
+    first, second = messages
+    return first, second
+
+
+def test_growth_during_capture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for message in in_driver(grow_during_capture, tmp_path, monkeypatch):
+        assert "capturing a CUDA graph" in message
+        assert "create all layers before the capture" in message
+
+
+# Bad days.
+
+
+def late_rank() -> list[Any]:
+    def rank_main(group: ThreadGroup) -> Any:
+        with MoeAllToAll.create(config(group, timeout_s=0.3), group) as layer:
+            if group.rank == 1:
+                group.all_gather_object(None)
+                return None
+            hidden, ids, weights = inputs(layer, 3)
+            # On a GPU the launch returns before the fault; this driver runs it at once, and the
+            # word in the host's memory is all there is to hear of it.
+            with pytest.raises(ExchangeTimeoutError, match=r"rank 0 waited 0.3 s .* rank\(s\) 1"):
+                layer.dispatch(hidden, ids, weights)
+            with pytest.raises(ExchangeTimeoutError):
+                layer.synchronize()
+            with pytest.raises(ExchangeStateError, match="unusable since"):
+                layer.dispatch(hidden, ids, weights)
+            group.all_gather_object(None)
+            return layer._layer.workspace.fault(0) != 0
+
+    return run_ranks(2, rank_main)
+
+
+def test_a_late_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_driver(late_rank, tmp_path, monkeypatch) == [True, None]
+
+
+def failing(spec: str) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    control = fake_cuda.control()
+    alone().close()  # context and module stay for the process
+    before = control.live()
+
+    def rank_main(group: ThreadGroup) -> None:
+        layer = MoeAllToAll.create(config(group, top_k=5), group)
+        with layer:
+            round_trip(layer)
+
+    control.fail(spec)
+    outcomes = try_ranks(2, rank_main)
+    control.fail()
+    kinds = [f"{type(outcome).__name__}: {outcome}" for outcome in outcomes]
+    del outcomes  # their tracebacks hold on to what the failed calls had
+    gc.collect()
+    run_ranks(2, rank_main)
+    return kinds, before, control.live()
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "message"),
+    [
+        ("cuModuleLoadData", "CUDA_ERROR_NO_BINARY_FOR_GPU", "need driver 580 or newer"),
+        ("cuModuleLoadData", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "need driver 580 or newer"),
+        ("cuModuleGetFunction", "CUDA_ERROR_NOT_FOUND", "need driver 580 or newer"),
+        ("cuMemHostAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "cuMemHostAlloc"),
+    ],
+)
+def test_a_rank_that_cannot_start(
+    call: str, status: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error on both ranks, nothing left behind, and the next attempt works."""
+    outcomes, before, after = in_driver(failing, tmp_path, monkeypatch, f"{call}:1:{status}")
+    assert any(message in outcome and status in outcome for outcome in outcomes), outcomes
+    assert all(not outcome.startswith("NoneType") for outcome in outcomes), outcomes
+    assert before == after
+
+
+def failed_launch() -> list[str]:
+    messages = []
+    with alone() as layer:
+        fake_cuda.control().fail("cuLaunchKernelEx:1:CUDA_ERROR_ILLEGAL_ADDRESS")
+        try:
+            layer.dispatch(*inputs(layer, 3))
+        except DriverError as error:
+            messages.append(f"{error.status} {error}")
+    return messages
+
+
+def test_a_launch_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (message,) = in_driver(failed_launch, tmp_path, monkeypatch)
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in message
+    assert "CUDA_LAUNCH_BLOCKING=1" in message
+
+
+def refused() -> str:
+    try:
+        alone().close()
+    except (UnsupportedError, CompileError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capability": "8.0"}, "compute capability 8.0, the kernels are built for 9.0, 10.0"),
+        ({"devices": 0}, "GPU"),
+    ],
+)
+def test_refused_gpus(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert message in in_driver(refused, tmp_path, monkeypatch, **options)
