@@ -17,6 +17,9 @@ from .stats import StatsWriter
 
 logger = logging.getLogger("vllm.plugins.moe_nvlink")
 
+#: The smallest capacity that gets an exchange of its own; below it, slots cost next to nothing.
+SMALLEST_CAPACITY = 8
+
 
 class Geometry(NamedTuple):
     """What makes two MoE layers able to share one exchange."""
@@ -31,14 +34,18 @@ class Geometry(NamedTuple):
 class MoeNvlinkAll2AllManager(All2AllManagerBase):
     """Owns the `MoeAllToAll` objects of the EP group; every rank creates them in layer order."""
 
-    def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
+    def __init__(
+        self, cpu_group: Any, tcp_store_group: Any = None, *, device: torch.device
+    ) -> None:
+        """device: where this rank's layers work. cpu_group: a gloo group, for start-up only."""
         super().__init__(cpu_group, tcp_store_group)
-        if self.internode:
+        if self.internode and device.type == "cpu":
             raise UnsupportedError(
                 f"--all2all-backend {BACKEND}: the {self.world_size} ranks of the expert-parallel "
                 "group are not on one host, and the host transport is shared memory. Start all "
                 "ranks on one host, or drop the flag."
             )
+        self.device = device
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         self._stats_writer: StatsWriter | None = None
         # The counters lie in the workspace, and a new geometry may move that.
@@ -61,12 +68,34 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             **geometry._asdict(),
         )
         with self._no_growth:
-            created = MoeAllToAll.create(config, self.cpu_group, "cpu", share_with=first)
+            created = MoeAllToAll.create(config, self.cpu_group, self.device, share_with=first)
         self._exchanges[geometry] = created
         logger.info("moe_nvlink exchange of rank %d of %d: %s", self.rank, self.world_size, config)
         if first is None:
             self._start_stats(created)
         return created
+
+    def exchanges_by_capacity(self, geometry: Geometry) -> list[MoeAllToAll]:
+        """Exchanges that differ in capacity alone, ascending. Collective when it creates.
+
+        Powers of two, and geometry's own as the last. They lie over each other in the workspace,
+        which therefore is no larger for them.
+        """
+        capacities = [geometry.max_tokens_per_rank]
+        power = SMALLEST_CAPACITY
+        while power < geometry.max_tokens_per_rank:
+            capacities.append(power)
+            power *= 2
+        # The largest first: the workspace is placed once and never moves again.
+        made = [
+            self.exchange(geometry._replace(max_tokens_per_rank=capacity))
+            for capacity in sorted(capacities, reverse=True)
+        ]
+        return made[::-1]
+
+    def max_sms_used(self) -> int | None:
+        """SMs that a kernel of ours may fill (MOE_NVLINK_MAX_SMS); None: all of them. Local."""
+        return env.max_sms()
 
     def get_handle(self, kwargs: dict[str, Any]) -> MoeAllToAll:
         """vLLM's name for `exchange`; kwargs are the fields of `Geometry`."""

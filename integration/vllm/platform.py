@@ -12,12 +12,11 @@ logger = logging.getLogger("vllm.plugins.moe_nvlink")
 
 _GROUP = "vllm.platform_plugins"
 _PREFIX = "MoeNvlink"
-# The platforms of vLLM that we stand on, and the communicator each gets from us. On CUDA the flag
-# exists to be refused with the reason, so it needs none.
+# The platforms of vLLM that we stand on, and the communicator each gets from us.
 _COMMUNICATORS = {
-    "vllm.platforms.cpu.CpuPlatform": "MoeNvlinkCpuCommunicator",
-    "vllm.platforms.zen_cpu.ZenCpuPlatform": "MoeNvlinkCpuCommunicator",
-    "vllm.platforms.cuda.CudaPlatform": "",
+    "vllm.platforms.cpu.CpuPlatform": "cpu_communicator.MoeNvlinkCpuCommunicator",
+    "vllm.platforms.zen_cpu.ZenCpuPlatform": "cpu_communicator.MoeNvlinkCpuCommunicator",
+    "vllm.platforms.cuda.CudaPlatform": "cuda_communicator.MoeNvlinkCudaCommunicator",
 }
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ class MoeNvlinkPlatform(_Base):
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         """Our communicator in a worker that was asked for it, vLLM's own everywhere else."""
-        if cls._communicator and flag.selected_here():
-            return f"{__package__}.communicator.{cls._communicator}"
+        if flag.selected_here():
+            return f"{__package__}.{cls._communicator}"
         return str(super().get_device_communicator_cls())
 
 

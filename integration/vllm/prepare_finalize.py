@@ -1,36 +1,34 @@
-"""Dispatch and combine as vLLM's prepare and finalize, for experts on CPU ranks.
+"""Dispatch and combine as vLLM's prepare and finalize: what CPU and CUDA ranks have in common.
 
 Who weights and who reduces: the experts apply the router weights and sum over their local experts
-(vLLM calls that TopKWeightAndReduceNoOP, and all its CPU experts do it); our combine sums the
-partial rows of the ranks, unweighted.
+(vLLM calls that TopKWeightAndReduceNoOP); our combine sums the partial rows of the ranks,
+unweighted.
 
-The receive buffer is rank-major with room for every rank's capacity, mostly empty. vLLM's CPU
-experts compute every row they are given, ignore expert_map and do not check ids, so they get the
-filled rows alone, with local ids; a choice that belongs to another rank becomes local expert 0 with
-weight 0.
+What the experts of a device can be handed differs: `cpu_prepare_finalize` gathers the filled rows,
+`cuda_prepare_finalize` leaves them where the peers put them.
 """
 
 from __future__ import annotations
 
+import abc
 from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from moe_nvlink_plugin import DispatchMetadata, MoeAllToAll
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 
 
-class _Round(NamedTuple):
-    """What finalize needs of the prepare before it."""
+class Round(NamedTuple):
+    """A dispatch that waits for its combine, and the exchange it went through."""
 
-    metadata: DispatchMetadata
-    slices: list[slice]  # the filled rows of the workspace, one slice per source rank
+    exchange: MoeAllToAll
+    received: Dispatched
 
 
-class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
+class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC):
     """One per MoE layer; layers of one geometry share the exchange behind it."""
 
     def __init__(self, exchange: MoeAllToAll, expert_map: torch.Tensor | None) -> None:
@@ -41,16 +39,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             config.num_experts, config.ep_size, config.ep_rank
         )
         _check_placement(expert_map, self._first, self._end)
-        self._round: _Round | None = None
-
-    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """Refuses experts that would leave weighting or summing over their top_k to us."""
-        left_open = fused_experts.finalize_weight_and_reduce_impl()
-        if not isinstance(left_open, TopKWeightAndReduceNoOP):
-            raise UnsupportedError(
-                f"{type(fused_experts).__name__} leaves {type(left_open).__name__} to finalize; on "
-                "CPU ranks only experts that weight and sum their rows themselves are served."
-            )
+        self._round: Round | None = None
 
     # What vLLM asks about us.
 
@@ -60,7 +49,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return mk.FusedMoEActivationFormat.Standard
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """int32, what both the exchange and the CPU experts read."""
+        """int32, what both the exchange and the experts read."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
@@ -88,10 +77,11 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: Any,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
-        """Dispatches, and hands out the filled rows. Collective.
+        """Dispatches, and hands out the rows that arrived. Collective.
 
         a1 [num_tokens, hidden_size], topk_weights and topk_ids [num_tokens, top_k]; returns rows
-        [num_rows, hidden_size], local ids int32 and weights fp32 [num_rows, top_k]. Raises
+        [num_rows, hidden_size], no scales, no counts, ids int32 and weights fp32
+        [num_rows, top_k]; which rows and which ids is the subclass's to say. Raises
         UnsupportedError for a quantised input, ExchangeTimeoutError when a rank does not arrive.
         """
         if quant_config.quant_dtype is not None and not defer_input_quant:
@@ -100,20 +90,15 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 "release. Use experts with bfloat16, float16 or float32 weights."
             )
         if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
-                raise UnsupportedError(
-                    f"router weights on the input need top_k 1, this layer has {topk_ids.shape[1]}."
-                )
-            a1 = a1 * topk_weights.to(a1.dtype)
-        received = self._exchange.dispatch(
-            a1.contiguous(), topk_ids.contiguous(), topk_weights.contiguous().to(torch.float32)
+            a1 = _weighted(a1, topk_weights)
+        exchange = self._exchange_of_this_step()
+        received = exchange.dispatch(
+            a1.contiguous(),
+            self._destinations(topk_ids).contiguous(),
+            topk_weights.contiguous().to(torch.float32),
         )
-        slices = _filled(received.recv_counts, self._exchange.config.max_tokens_per_rank)
-        self._round = _Round(received.metadata, slices)
-        rows = _gather(received.hidden_states, slices)
-        ids, weights = self._localise(
-            _gather(received.topk_ids, slices), _gather(received.topk_weights, slices)
-        )
+        self._round = Round(exchange, received)
+        rows, ids, weights = self._hand_out(received)
         return rows, None, None, ids, weights
 
     def finalize(
@@ -125,25 +110,68 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> None:
-        """Puts the experts' rows into their slots and combines into output. Collective.
+        """Takes the experts' rows and combines into output. Collective.
 
-        output [num_tokens, hidden_size] may share memory with fused_expert_output: its rows are in
-        the workspace before output is written. Raises ExchangeStateError without a prepare,
-        ExchangeTimeoutError when a rank does not arrive.
+        output [num_tokens, hidden_size] may share memory with fused_expert_output, whose rows are
+        in the workspace before output is written. topk_weights and topk_ids are those that prepare
+        handed out. Raises ExchangeStateError without a prepare, ExchangeTimeoutError when a rank
+        does not arrive.
         """
         if self._round is None:
             raise ExchangeStateError("finalize without a prepare: call prepare first, once each.")
-        (metadata, slices), self._round = self._round, None
-        region = self._exchange.combine_input(fused_expert_output.dtype)
-        _scatter(fused_expert_output, region, slices)
-        self._exchange.combine(region, metadata, output=output)
+        current, self._round = self._round, None
+        region = current.exchange.combine_input(fused_expert_output.dtype)
+        if fused_expert_output is not region:
+            done = ExpertsOutput(
+                fused_expert_output,
+                topk_weights,
+                topk_ids,
+                apply_router_weight_on_input,
+                weight_and_reduce_impl,
+            )
+            self._fill(region, current.received, done)
+        current.exchange.combine(region, current.received.metadata, output=output)
 
-    def _localise(
-        self, ids: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Global ids -> ids of this rank's experts; choices of other ranks weigh nothing."""
-        local = (ids >= self._first) & (ids < self._end)
-        return torch.where(local, ids - self._first, 0), torch.where(local, weights, 0.0)
+    # Where the devices differ.
+
+    def _exchange_of_this_step(self) -> MoeAllToAll:
+        """The exchange for this step's dispatch; every rank must choose the same. Local."""
+        return self._exchange
+
+    def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """The ids to dispatch by; -1 sends nothing. Local."""
+        return topk_ids
+
+    @abc.abstractmethod
+    def _hand_out(self, received: Dispatched) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, ids and weights as this device's experts take them. Local."""
+
+    @abc.abstractmethod
+    def _fill(self, region: torch.Tensor, received: Dispatched, done: ExpertsOutput) -> None:
+        """Puts the experts' rows, weighted and reduced, into the combine region. Local."""
+
+
+class ExpertsOutput(NamedTuple):
+    """What finalize is told about the experts' rows.
+
+    rows: as the experts left them; topk_weights, topk_ids: those that prepare handed out;
+    weights_on_input: router weights are in the rows already; impl: what is left to be done.
+    """
+
+    rows: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    weights_on_input: bool
+    impl: mk.TopKWeightAndReduce
+
+
+def _weighted(a1: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Router weights on the experts' input, as models with one expert a token have them."""
+    if topk_weights.shape[1] != 1:
+        raise UnsupportedError(
+            f"router weights on the input need top_k 1, this layer has {topk_weights.shape[1]}."
+        )
+    return a1 * topk_weights.to(a1.dtype)
 
 
 def _check_placement(expert_map: torch.Tensor | None, first: int, end: int) -> None:
@@ -156,24 +184,3 @@ def _check_placement(expert_map: torch.Tensor | None, first: int, end: int) -> N
             f"vLLM placed experts {placed} on this rank, the exchange expects {first}..{end - 1}. "
             "Remove --expert-placement-strategy."
         )
-
-
-def _filled(recv_counts: torch.Tensor, capacity: int) -> list[slice]:
-    """Where the rows of each source rank lie in the rank-major buffers."""
-    counts = recv_counts.tolist()
-    return [slice(rank * capacity, rank * capacity + n) for rank, n in enumerate(counts) if n]
-
-
-def _gather(buffer: torch.Tensor, slices: list[slice]) -> torch.Tensor:
-    """The filled rows as a contiguous copy; a view would change at the peers' next dispatch."""
-    if not slices:
-        return buffer[:0].clone()
-    return torch.cat([buffer[filled] for filled in slices])
-
-
-def _scatter(rows: torch.Tensor, region: torch.Tensor, slices: list[slice]) -> None:
-    start = 0
-    for filled in slices:
-        count = filled.stop - filled.start
-        region[filled].copy_(rows[start : start + count])
-        start += count

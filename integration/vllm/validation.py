@@ -15,6 +15,9 @@ from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from . import compat
 from .flag import BACKEND, CARRIER
 
+#: Devices whose ranks a transport of ours serves.
+DEVICES = ("cpu", "cuda")
+
 # vLLM's CPU experts kernel works on columns of 32; it is checked here because vLLM's own refusal
 # names neither the size nor the model.
 CPU_HIDDEN_MULTIPLE = 32
@@ -25,7 +28,11 @@ def check(vllm_config: Any, device_type: str) -> None:
 
     Local. vllm_config: vLLM's VllmConfig with our backend selected; device_type: "cpu" or "cuda".
     """
-    problems = [*_device(device_type), *_parallel(vllm_config.parallel_config)]
+    problems = [
+        *_device(device_type),
+        *_parallel(vllm_config.parallel_config),
+        *_untried_sizes(vllm_config.parallel_config, device_type),
+    ]
     problems += _features(vllm_config)
     if vllm_config.model_config is not None and not problems:
         problems += _model(vllm_config, device_type)
@@ -36,14 +43,14 @@ def check(vllm_config: Any, device_type: str) -> None:
             f"(vLLM {compat.vllm_version()}):{listed}\n"
             "Change what is listed, or drop the flag to let vLLM use its own backend."
         )
-    compat.warn_if_untried()
+    compat.warn_if_untried(device_type)
 
 
 def _device(device_type: str) -> Iterator[str]:
-    if device_type != "cpu":
+    if device_type not in DEVICES:
         yield (
-            f"device {device_type}: the nvlink transport is not in this release, only CPU ranks "
-            "are. Use a CPU build of vLLM, or drop the flag."
+            f"device {device_type}: the exchange has transports for {' and '.join(DEVICES)} ranks. "
+            "Drop the flag."
         )
 
 
@@ -69,17 +76,21 @@ def _parallel(parallel: Any) -> Iterator[str]:
         yield "elastic expert parallelism: remove --enable-elastic-ep."
     if parallel.enable_eplb:
         yield "expert load balancing: remove --enable-eplb."
-    yield from _untried_sizes(parallel)
 
 
-def _untried_sizes(parallel: Any) -> Iterator[str]:
+def _untried_sizes(parallel: Any, device_type: str) -> Iterator[str]:
     for size, option, what in (
         (parallel.prefill_context_parallel_size, "--prefill-context-parallel-size", "PCP"),
         (parallel.pipeline_parallel_size, "--pipeline-parallel-size", "pipeline parallelism"),
-        (parallel.nnodes, "--nnodes", "ranks outside one memory domain"),
     ):
         if size > 1:
             yield f"{what}: {option} is {size}, set it to 1."
+    # GPUs of several hosts may be in one NVLink domain; the transport looks and refuses others.
+    if device_type == "cpu" and parallel.nnodes > 1:
+        yield (
+            f"CPU ranks on several hosts: --nnodes is {parallel.nnodes}, set it to 1; the host "
+            "transport is shared memory."
+        )
 
 
 def _features(vllm_config: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 _SCRIPT = """
 import json
+import torch
 from types import SimpleNamespace
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
@@ -41,9 +43,9 @@ def refusal(call):
 @scenario
 def not_asked():
     given = SimpleNamespace(use_all2all=True, all2all_manager="theirs")
-    communicator.attach(given)
+    communicator.attach(given, torch.device("cpu"))
     with set_current_vllm_config(VllmConfig()):
-        communicator.attach(given)
+        communicator.attach(given, torch.device("cpu"))
     return [given.all2all_manager, sorted(op_registry_oot)]
 
 
@@ -89,7 +91,40 @@ def two_hosts():
         self.internode, self.world_size, self.rank = True, 4, 0
 
     All2AllManagerBase.__init__ = init
-    return refusal(lambda: MoeNvlinkAll2AllManager(None))
+    devices = torch.device("cpu"), torch.device("cuda", 3)
+    return [refusal(lambda: MoeNvlinkAll2AllManager(None, device=d)) for d in devices]
+
+
+@scenario
+def decomposed():
+    # What our class does to the layer's configuration before vLLM chooses experts by it.
+    seen = []
+    RoutedExperts._get_quant_method = lambda self, prefix, quant, moe: seen.append(vars(moe)) or (
+        SimpleNamespace(process_weights_after_loading=None)
+    )
+    ep = SimpleNamespace(use_all2all_kernels=True)
+    layer = object.__new__(layers.MoeNvlinkRoutedExperts)
+    for asked in (True, False):
+        layers.selected_here = lambda: asked
+        for known in ({}, {"require_decomposed_backend": False}):
+            moe = SimpleNamespace(moe_parallel_config=ep, **known)
+            layer._get_quant_method("prefix", None, moe)
+    return [moe.get("require_decomposed_backend", "absent") for moe in seen]
+
+
+@scenario
+def classes_by_device():
+    made = []
+    layers.CudaPrepareAndFinalize = lambda exchanges, expert_map: made.append(["cuda", exchanges])
+    layers.CpuPrepareAndFinalize = lambda exchange, expert_map: made.append(["cpu", exchange])
+    for device in ("cpu", "cuda"):
+        manager = SimpleNamespace(
+            device=torch.device(device),
+            exchange=lambda geometry: "one",
+            exchanges_by_capacity=lambda geometry: ["small", "large"],
+        )
+        layers._prepare_finalize(manager, None, None)
+    return made
 
 
 print("RESULTS" + json.dumps(results))
@@ -97,13 +132,13 @@ print("RESULTS" + json.dumps(results))
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[str]]:
+def results() -> dict[str, list[Any]]:
     shown = subprocess.run(
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120, check=False
     )
     lines = [line for line in shown.stdout.splitlines() if line.startswith("RESULTS")]
     assert lines, shown.stderr[-3000:]
-    found: dict[str, list[str]] = json.loads(lines[0].removeprefix("RESULTS"))
+    found: dict[str, list[Any]] = json.loads(lines[0].removeprefix("RESULTS"))
     return found
 
 
@@ -137,6 +172,18 @@ def test_the_naive_path_of_the_manager_is_an_error(results: dict[str, list[str]]
     assert all("modular kernel" in message for message in results["naive_path"])
 
 
-def test_ranks_on_two_hosts_are_refused(results: dict[str, list[str]]) -> None:
-    assert "the 4 ranks" in results["two_hosts"]
-    assert "not on one host" in results["two_hosts"]
+def test_cpu_ranks_on_two_hosts_are_refused(results: dict[str, list[str]]) -> None:
+    cpu, cuda = results["two_hosts"]
+    assert "the 4 ranks" in cpu
+    assert "not on one host" in cpu
+    assert cuda == "nothing was refused"  # one NVLink domain may span hosts; the transport looks
+
+
+def test_experts_that_route_themselves_are_left_out_where_vllm_can(
+    results: dict[str, list[Any]],
+) -> None:
+    assert results["decomposed"] == ["absent", True, "absent", False]
+
+
+def test_the_device_chooses_the_class(results: dict[str, list[Any]]) -> None:
+    assert results["classes_by_device"] == [["cpu", "one"], ["cuda", ["small", "large"]]]

@@ -1,4 +1,4 @@
-"""What vLLM's experts get from prepare, and what finalize makes of their output."""
+"""On CPU ranks: what vLLM's experts get from prepare, and what finalize makes of their output."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def _expert_map(config: AllToAllConfig) -> torch.Tensor:
 
 
 def _prepare_finalize(exchange: MoeAllToAll, expert_map: torch.Tensor | None = None) -> Any:
-    from moe_nvlink_plugin.integration.vllm.prepare_finalize import MoeNvlinkPrepareAndFinalize
+    from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAndFinalize
 
-    return MoeNvlinkPrepareAndFinalize(exchange, expert_map)
+    return CpuPrepareAndFinalize(exchange, expert_map)
 
 
 def _prepare(subject: Any, work: Work, **values: Any) -> Any:
@@ -289,6 +289,7 @@ def _manager(cpu_group: Any) -> Any:
     manager.world_size = cpu_group.size()
     manager._exchanges, manager._stats_writer = {}, None
     manager._no_growth = threading.Lock()
+    manager.device = torch.device("cpu")
     return manager
 
 
@@ -315,6 +316,25 @@ def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
     return written
 
 
+def _capacities(ep_rank: int, ep_size: int) -> tuple[list[int], list[bool], int]:
+    """Of exchanges by capacity: their capacities, if they lie where the largest does, its size."""
+    from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry
+
+    manager = _manager(dist.group.WORLD)
+    exchanges = manager.exchanges_by_capacity(
+        Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, 40, torch.float32)
+    )
+    largest = exchanges[-1]
+    same_place = [
+        e.combine_input().data_ptr() == largest.combine_input().data_ptr() for e in exchanges
+    ]
+    alone = MoeAllToAll.create(largest.config, dist.group.WORLD)
+    grown_by = largest.workspace_bytes - alone.workspace_bytes
+    alone.close()
+    manager.destroy()
+    return [e.config.max_tokens_per_rank for e in exchanges], same_place, grown_by
+
+
 def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
     """What rank 0 is told when rank 1 skips a round, and after how long."""
     config = _config(ep_size, ep_rank, timeout_s=2.0)
@@ -333,7 +353,7 @@ def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
     return message, waited
 
 
-SCENARIOS = (_ragged_rounds, _geometries_and_stats, _absent_peer)
+SCENARIOS = (_ragged_rounds, _geometries_and_stats, _capacities, _absent_peer)
 
 
 def _process(ep_rank: int, ep_size: int, folder: str) -> None:
@@ -376,6 +396,11 @@ def test_manager_shares_a_workspace_and_writes_stats(
         assert 0 < stats["bytes_dispatched_remote"] < stats["bytes_dispatched"]
         assert 0 < stats["bytes_combined_remote"] < stats["bytes_combined"]
     assert sorted(p.name for p in (folder / "stats").iterdir()) == ["rank0.json", "rank1.json"]
+
+
+def test_smaller_capacities_lie_over_the_largest(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["_capacities"] == ([8, 16, 32, 40], [True] * 4, 0)
 
 
 def test_a_rank_that_does_not_come_is_named(results: list[dict[str, Any]]) -> None:

@@ -124,13 +124,24 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         (_config(model=_model(get_num_experts=lambda: 0)), "cpu", "no MoE layers"),
         (_config(model=_model(get_num_experts_per_tok=lambda: 40)), "cpu", "top_k=40"),
         (_config(lora=object()), "cpu", "--enable-lora"),
-        (_config(), "cuda", "nvlink transport is not in this release"),
+        (_config(), "xpu", "transports for cpu and cuda ranks"),
+        (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
+        (_config(_parallel(enable_eplb=True)), "cuda", "--enable-eplb"),
+        (_config(_parallel(pipeline_parallel_size=2)), "cuda", "--pipeline-parallel-size is 2"),
+        (_config(model=_model(quantization="fp8")), "cuda", "--quantization fp8"),
+        (_config(lora=object()), "cuda", "--enable-lora"),
     ],
 )
 def test_rules_that_vllm_or_this_machine_would_hide(config: Any, device: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match="cannot serve") as caught:
         validation.check(config, device)
     assert words in str(caught.value)
+
+
+def test_gpus_of_several_hosts_and_any_hidden_size_are_left_to_those_who_know() -> None:
+    """The transport refuses GPUs outside one NVLink domain; columns of 32 are a CPU kernel's."""
+    model = _model(get_hidden_size=lambda: 100, dtype=torch.bfloat16)
+    validation.check(_config(_parallel(nnodes=2), model), "cuda")
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -155,8 +166,9 @@ def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:
 
 
 def test_every_name_we_touch_exists_here() -> None:
-    assert [touched for touched in compat.TOUCHED if not compat._exists(touched)] == []
-    compat.check_names()
+    here = [t for t in compat.TOUCHED if t.device != "cuda" and not t.since]
+    assert [touched for touched in here if not compat.exists(touched)] == []
+    compat.check_names("cpu")  # the CPU build's modules for CUDA do not import
 
 
 def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,14 +176,20 @@ def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         compat.Touched("vllm.no_such_module", "Name", "use"),
         compat.Touched("vllm.platforms.interface", "Platform.no_such_hook", "hook"),
         compat.Touched("vllm.platforms.interface", "Platform.no_such_patch", "patch"),
+        compat.Touched("vllm.platforms.interface", "Platform.of_tomorrow", "use", since="9.0"),
+        compat.Touched("vllm.platforms.interface", "Platform.of_gpus", "use", device="cuda"),
     )
-    monkeypatch.setattr(compat, "TOUCHED", (*compat.TOUCHED, *gone))
+    here = [touched for touched in compat.TOUCHED if touched.device != "cuda"]
+    monkeypatch.setattr(compat, "TOUCHED", (*here, *gone))
     with pytest.raises(UnsupportedError) as caught:
-        compat.check_names()
+        compat.check_names("cpu")
     assert "vllm.no_such_module.Name" in str(caught.value)
     assert "vllm.platforms.interface.Platform.no_such_hook" in str(caught.value)
     assert "RoutedExperts" not in str(caught.value)
-    assert "no_such_patch" not in str(caught.value)
+    for not_needed in ("no_such_patch", "of_tomorrow", "of_gpus"):
+        assert not_needed not in str(caught.value)
+    with pytest.raises(UnsupportedError, match="of_gpus"):
+        compat.check_names("cuda")
 
 
 def test_the_readme_lists_every_name_we_touch() -> None:
@@ -199,12 +217,19 @@ def test_the_list_has_every_name_we_import() -> None:
     assert _imported_names() - listed == set()
 
 
-@pytest.mark.parametrize(("version", "warns"), [("0.32.1", False), ("0.34.0", True)])
+@pytest.mark.parametrize(
+    ("version", "device", "warns"),
+    [("0.32.1", "cpu", False), ("0.34.0", "cpu", True), ("0.32.1+cu130", "cuda", True)],
+)
 def test_an_untried_vllm_is_warned_about(
-    version: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    version: str,
+    device: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(compat.logger, "propagate", True)
     monkeypatch.setattr(compat.logger.parent, "propagate", True)
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
-    compat.warn_if_untried()
+    compat.warn_if_untried(device)
     assert (version in caplog.text) == warns

@@ -1,0 +1,24 @@
+"""The communicator of every group of a CPU worker; only the expert-parallel group's differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+from .communicator import attach
+
+
+class MoeNvlinkCpuCommunicator(CpuCommunicator):
+    """vLLM's, with our manager where the flag asks for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        attach(self, torch.device("cpu"))
+
+    def destroy(self) -> None:
+        """Releases the workspace with the group. Local."""
+        if self.all2all_manager is not None:
+            self.all2all_manager.destroy()
+        super().destroy()

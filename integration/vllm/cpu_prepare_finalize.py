@@ -1,0 +1,68 @@
+"""Prepare and finalize for experts on CPU ranks: the filled rows alone, with local ids.
+
+The receive buffer is rank-major with room for every rank's capacity, mostly empty. vLLM's CPU
+experts compute every row they are given, ignore expert_map and do not check ids, so they get the
+filled rows alone, with local ids; a choice that belongs to another rank becomes local expert 0 with
+weight 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
+from moe_nvlink_plugin.errors import UnsupportedError
+
+from .prepare_finalize import ExpertsOutput, MoeNvlinkPrepareAndFinalize
+
+
+class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
+    """Copies the filled rows out of the workspace, and the experts' rows back into their slots."""
+
+    def __init__(self, exchange: MoeAllToAll, expert_map: torch.Tensor | None) -> None:
+        super().__init__(exchange, expert_map)
+        self._slices: list[slice] = []  # the filled rows, one slice per source rank
+
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """Refuses experts that would leave weighting or summing over their top_k to us."""
+        left_open = fused_experts.finalize_weight_and_reduce_impl()
+        if not isinstance(left_open, TopKWeightAndReduceNoOP):
+            raise UnsupportedError(
+                f"{type(fused_experts).__name__} leaves {type(left_open).__name__} to finalize; on "
+                "CPU ranks only experts that weight and sum their rows themselves are served."
+            )
+
+    def _hand_out(self, received: Dispatched) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        slices = self._slices = _filled(
+            received.recv_counts, self._exchange.config.max_tokens_per_rank
+        )
+        ids = _gather(received.topk_ids, slices)
+        weights = _gather(received.topk_weights, slices)
+        local = (ids >= self._first) & (ids < self._end)
+        return (
+            _gather(received.hidden_states, slices),
+            torch.where(local, ids - self._first, 0),
+            torch.where(local, weights, 0.0),
+        )
+
+    def _fill(self, region: torch.Tensor, received: Dispatched, done: ExpertsOutput) -> None:
+        start = 0
+        for filled in self._slices:
+            count = filled.stop - filled.start
+            region[filled].copy_(done.rows[start : start + count])
+            start += count
+
+
+def _filled(recv_counts: torch.Tensor, capacity: int) -> list[slice]:
+    """Where the rows of each source rank lie in the rank-major buffers."""
+    counts = recv_counts.tolist()
+    return [slice(rank * capacity, rank * capacity + n) for rank, n in enumerate(counts) if n]
+
+
+def _gather(buffer: torch.Tensor, slices: list[slice]) -> torch.Tensor:
+    """The filled rows as a contiguous copy; a view would change at the peers' next dispatch."""
+    if not slices:
+        return buffer[:0].clone()
+    return torch.cat([buffer[filled] for filled in slices])

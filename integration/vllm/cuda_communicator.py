@@ -1,0 +1,19 @@
+"""The communicator of every group of a CUDA worker; only the expert-parallel group's differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+from .communicator import attach
+
+
+class MoeNvlinkCudaCommunicator(CudaCommunicator):
+    """vLLM's, with our manager where the flag asks for it; vLLM's destroy ends that too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The worker has chosen its GPU before it builds any group.
+        attach(self, torch.device("cuda", torch.cuda.current_device()))

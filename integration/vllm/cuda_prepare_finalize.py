@@ -1,0 +1,156 @@
+"""Prepare and finalize for experts on CUDA ranks: in place, and fit for a CUDA graph.
+
+The experts read the receive buffer where the peers wrote it, all its slots, and write into the
+combine region; nothing is copied and the host learns nothing of the data: shapes depend on the
+chosen capacity alone. No call here waits for the device, and all of them can be captured.
+
+vLLM's CUDA experts take global ids and an expert_map that turns those of other ranks into -1; they
+do not take -1 itself. So a choice of another rank, and every choice of an empty slot, becomes the
+id of an expert that lives elsewhere, with weight 0. To the experts this looks like the output of an
+all-gather with some rows in disorder, which is what they are chosen for. Rows of empty slots
+hold old bytes; what experts make of them is read by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
+from moe_nvlink_plugin.errors import UnsupportedError
+
+from .prepare_finalize import ExpertsOutput, MoeNvlinkPrepareAndFinalize
+
+_SERVED = (TopKWeightAndReduceNoOP, TopKWeightAndReduceContiguous, TopKWeightAndReduceDelegate)
+
+
+class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
+    """Hands out views of the workspace, and takes the experts' rows in it.
+
+    exchanges: of one geometry and one workspace, ascending in capacity. A step goes through the
+    smallest that holds the batch of every rank, so that the experts of a small batch are not handed
+    the slots of the largest one. vLLM has agreed the batch sizes among the ranks by then.
+    """
+
+    def __init__(self, exchanges: Sequence[MoeAllToAll], expert_map: torch.Tensor | None) -> None:
+        super().__init__(exchanges[-1], expert_map)
+        config = exchanges[-1].config
+        if expert_map is None and config.ep_size > 1:
+            raise UnsupportedError(
+                f"vLLM gave this layer no expert_map although {config.ep_size} ranks share its "
+                f"{config.num_experts} experts; its kernels would take global ids for local ones. "
+                "Please report this with the command that started vLLM."
+            )
+        self._exchanges = tuple(exchanges)
+        device = exchanges[-1].combine_input().device
+        # Scalars live on the device: one made during a capture would have to be copied there.
+        # The expert behind our last is another rank's, unless one rank has them all: then it is
+        # expert 0, which spends some work on rows of empty slots.
+        self._elsewhere = torch.tensor(
+            self._end % config.num_experts, dtype=torch.int32, device=device
+        )
+        self._weightless = torch.zeros((), dtype=torch.float32, device=device)
+        self._nowhere = torch.tensor(-1, dtype=torch.int32, device=device)
+
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """Refuses experts whose output combine cannot take. Local."""
+        name = type(fused_experts).__name__
+        left_open = fused_experts.finalize_weight_and_reduce_impl()
+        if not isinstance(left_open, _SERVED):
+            raise UnsupportedError(
+                f"{name} leaves {type(left_open).__name__} to finalize; served are experts that "
+                "weight and sum their rows themselves or leave it to "
+                f"{TopKWeightAndReduceContiguous.__name__}. Choose others with --moe-backend."
+            )
+        hidden_size = self._exchange.config.hidden_size
+        narrowed = getattr(fused_experts, "output_hidden_dim", lambda size: size)(hidden_size)
+        if narrowed != hidden_size:
+            raise UnsupportedError(
+                f"{name} makes rows of {narrowed} out of rows of {hidden_size} elements; combine "
+                "needs them equally wide. Choose other experts with --moe-backend."
+            )
+
+    def allocate_fused_expert_output(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> torch.Tensor | None:
+        """The combine region for experts that finish their rows themselves, None for others. Local.
+
+        Between prepare and finalize only; then finalize has nothing to copy. shape, dtype, device:
+        of the experts' output.
+        """
+        if self._round is None or not isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP):
+            return None
+        exchange = self._round.exchange
+        if dtype != exchange.config.dtype:
+            return None
+        region = exchange.combine_input()
+        fits = tuple(region.shape) == tuple(shape) and region.device == device
+        return region if fits else None
+
+    def _exchange_of_this_step(self) -> MoeAllToAll:
+        most = _most_tokens_of_a_rank()
+        if most is None:
+            return self._exchange
+        fitting = (e for e in self._exchanges if e.config.max_tokens_per_rank >= most)
+        return next(fitting, self._exchange)
+
+    def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        is_padding = _padding_mask(topk_ids.shape[0])
+        if is_padding is None:
+            return topk_ids
+        return torch.where(is_padding.unsqueeze(1), self._nowhere, topk_ids)
+
+    def _hand_out(self, received: Dispatched) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids = received.topk_ids
+        foreign = ids.clamp(self._first, self._end - 1) != ids
+        # Fresh tensors: the receive buffer is the peers' to write, and combine's to rely on.
+        return (
+            received.hidden_states,
+            torch.where(foreign, self._elsewhere, ids),
+            torch.where(foreign, self._weightless, received.topk_weights),
+        )
+
+    def _fill(self, region: torch.Tensor, received: Dispatched, done: ExpertsOutput) -> None:
+        impl = done.impl
+        if isinstance(impl, TopKWeightAndReduceDelegate):
+            impl = TopKWeightAndReduceContiguous()
+        impl.apply(
+            output=region,
+            fused_expert_output=done.rows,
+            topk_weights=done.topk_weights,
+            topk_ids=done.topk_ids,
+            apply_router_weight_on_input=done.weights_on_input,
+        )
+
+
+def _most_tokens_of_a_rank() -> int | None:
+    """The largest batch of this step over all ranks, where vLLM says; the same on every rank."""
+    if not is_forward_context_available():
+        return None
+    metadata = get_forward_context().dp_metadata
+    if metadata is None or metadata.local_sizes is None:
+        return None
+    return int(max(metadata.local_sizes))
+
+
+def _padding_mask(num_tokens: int) -> torch.Tensor | None:
+    """`[num_tokens] bool`, the rows that a CUDA graph's fixed size added; None where unknown.
+
+    A mask of another length belongs to the whole sequence, of which this rank has a slice.
+    """
+    if not is_forward_context_available():
+        return None
+    mask: torch.Tensor | None = get_forward_context().is_padding
+    return mask if mask is not None and mask.shape[0] == num_tokens else None

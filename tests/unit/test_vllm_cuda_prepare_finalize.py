@@ -1,0 +1,579 @@
+"""The CUDA ranks' prepare and finalize, on CPU tensors, inside vLLM's own modular kernel.
+
+vLLM's kernel takes the CUDA branch of its buffer allocation here, so that the zero-copy hook is
+called as it is on GPUs. The experts are this file's: they honour expert_map, stand for whatever
+vLLM chooses, and check what they are handed. The exchange between the threads is the real one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import forward_context
+from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepareAndFinalize
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 6
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+#: One weight matrix per expert; any function that tells experts apart.
+EXPERTS = torch.randn(
+    NUM_EXPERTS, HIDDEN_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(11)
+)
+
+
+def _config(ep_size: int, ep_rank: int, **values: Any) -> AllToAllConfig:
+    usual: dict[str, Any] = {
+        "num_experts": NUM_EXPERTS,
+        "top_k": TOP_K,
+        "hidden_size": HIDDEN_SIZE,
+        "max_tokens_per_rank": CAPACITY,
+        "dtype": torch.float32,
+        "timeout_s": 60.0,
+    }
+    return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
+
+
+def _expert_map(config: AllToAllConfig) -> torch.Tensor | None:
+    placed: torch.Tensor | None = determine_expert_map(
+        config.ep_size, config.ep_rank, config.num_experts
+    )[1]
+    return placed
+
+
+def _work(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden states, int32 ids (some of them -1, as vLLM's routers mark padding), weights."""
+    random = torch.Generator().manual_seed(seed)
+    scores = torch.rand(num_tokens, NUM_EXPERTS, generator=random)
+    ids = scores.topk(TOP_K, dim=1).indices.to(torch.int32)
+    ids = torch.where(torch.rand(ids.shape, generator=random) < 0.1, -1, ids)
+    return (
+        torch.randn(num_tokens, HIDDEN_SIZE, generator=random),
+        ids,
+        torch.rand(num_tokens, TOP_K, generator=random),
+    )
+
+
+def _dense(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The layer on one process, without any exchange."""
+    every = torch.tanh(torch.einsum("nh,ehj->nej", hidden, EXPERTS))
+    chosen = torch.gather(
+        every, 1, ids.clamp(min=0).long().unsqueeze(-1).expand(-1, -1, HIDDEN_SIZE)
+    )
+    return (chosen * torch.where(ids < 0, 0.0, weights).unsqueeze(-1)).sum(1)
+
+
+class Experts(mk.FusedMoEExpertsModular):
+    """Experts of one rank as vLLM's for CUDA are: global ids, expert_map, all rows of the buffer.
+
+    left_open: what they leave to finalize; with NoOP they weight and sum themselves. Rows without a
+    local choice get NaN, which is what a GPU's uninitialised memory may be.
+    """
+
+    def __init__(self, left_open: mk.TopKWeightAndReduce) -> None:
+        self.moe_config = SimpleNamespace(moe_parallel_config=None)
+        self.quant_config = SimpleNamespace(quant_dtype=None, a2_scale=None)
+        self.left_open = left_open
+        self.calls: list[SimpleNamespace] = []
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return self.left_open
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+    @property
+    def sums(self) -> bool:
+        return isinstance(self.left_open, topk_weight_and_reduce.TopKWeightAndReduceNoOP)
+
+    def workspace_shapes(
+        self, num_rows: int, width: int, hidden_size: int, top_k: int, *_: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        unreduced = (num_rows, top_k, hidden_size)
+        output = (num_rows, hidden_size) if self.sums else unreduced
+        return unreduced, (num_rows, width), output
+
+    def apply(self, **given: Any) -> None:
+        rows, ids, weights = given["hidden_states"], given["topk_ids"], given["topk_weights"]
+        self.calls.append(
+            SimpleNamespace(**given, ids_then=ids.clone(), weights_then=weights.clone())
+        )
+        assert ids.dtype == torch.int32
+        assert weights.dtype == torch.float32
+        assert ids.is_contiguous()
+        assert weights.is_contiguous()
+        assert rows.is_contiguous()
+        assert bool(((ids >= 0) & (ids < NUM_EXPERTS)).all()), "ids that the kernels do not accept"
+        expert_map = given["expert_map"]
+        local = ids if expert_map is None else expert_map[ids.long()]
+        chosen = torch.einsum("nh,nkhj->nkj", rows, EXPERTS[ids.long()])
+        unreduced = torch.where((local < 0).unsqueeze(-1), 0.0, torch.tanh(chosen))
+        if not self.sums:
+            given["output"].copy_(unreduced)
+            return
+        # Their own weights, of local choices only.
+        summed = (unreduced * torch.where(local < 0, 0.0, weights).unsqueeze(-1)).sum(1)
+        summed[(local < 0).all(1)] = float("nan")
+        given["output"].copy_(summed)
+
+
+LEFT_OPEN = {
+    "NoOP": topk_weight_and_reduce.TopKWeightAndReduceNoOP,
+    "Delegate": topk_weight_and_reduce.TopKWeightAndReduceDelegate,
+    "Contiguous": topk_weight_and_reduce.TopKWeightAndReduceContiguous,
+}
+
+
+@pytest.fixture(autouse=True)
+def cuda_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's modular kernel as it goes on CUDA, without the ops that need one."""
+
+    class Scratch:
+        def get_simultaneous(self, *asked: Any) -> list[torch.Tensor]:
+            return [torch.full(shape, float("nan"), dtype=dtype) for shape, dtype in asked]
+
+    no = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: False, is_cuda=lambda: True)
+    monkeypatch.setattr(mk, "current_platform", no)
+    monkeypatch.setattr(mk, "current_workspace_manager", Scratch)
+
+    def moe_sum(rows: torch.Tensor, output: torch.Tensor) -> None:
+        output.copy_(rows.sum(1))
+
+    ops = SimpleNamespace(moe_sum=moe_sum)
+    monkeypatch.setattr(topk_weight_and_reduce, "ops", ops)
+
+
+class Layer:
+    """One rank's MoE layer: our prepare/finalize and the experts in vLLM's kernel."""
+
+    def __init__(
+        self,
+        group: Any,
+        left_open: str = "NoOP",
+        capacities: tuple[int, ...] = (CAPACITY,),
+        subject_class: type[CudaPrepareAndFinalize] = CudaPrepareAndFinalize,
+    ) -> None:
+        self.group = group
+        largest_first = sorted(capacities, reverse=True)
+        self.exchanges: list[MoeAllToAll] = []
+        for capacity in largest_first:
+            config = _config(group.size, group.rank, max_tokens_per_rank=capacity)
+            first = self.exchanges[0] if self.exchanges else None
+            self.exchanges.append(MoeAllToAll.create(config, group, share_with=first))
+        self.exchanges.reverse()
+        self.expert_map = _expert_map(self.exchanges[-1].config)
+        self.subject = subject_class(self.exchanges, self.expert_map)
+        self.experts = Experts(LEFT_OPEN[left_open]())
+        self.kernel = mk.FusedMoEKernel(self.subject, self.experts)
+
+    def __call__(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        local = NUM_EXPERTS if self.expert_map is None else int((self.expert_map >= 0).sum())
+        shaped = torch.empty(local, HIDDEN_SIZE, HIDDEN_SIZE)  # vLLM reads its shape only
+        result: torch.Tensor = self.kernel.impl.apply(
+            hidden_states=hidden,
+            w1=shaped,
+            w2=shaped,
+            topk_ids=ids,
+            topk_weights=weights,
+            global_num_experts=NUM_EXPERTS,
+            expert_map=self.expert_map,
+        )
+        return result
+
+    def poison(self) -> None:
+        """Fills what peers and experts will write with NaN, while no rank is in a round."""
+        self.group.all_gather_object(None)
+        self.exchanges[-1].combine_input().fill_(float("nan"))
+        for call in self.experts.calls[-1:]:
+            call.hidden_states.fill_(float("nan"))
+        self.group.all_gather_object(None)
+
+    def close(self) -> None:
+        for exchange in self.exchanges:
+            exchange.close()
+
+
+def _on_one_rank(**values: Any) -> Layer:
+    (group,) = ThreadGroup.ranks(1)
+    return Layer(group, **values)
+
+
+@pytest.fixture
+def layer() -> Iterator[Layer]:
+    made = _on_one_rank()
+    yield made
+    made.close()
+
+
+# Against the dense layer.
+
+
+def _rounds(group: Any, left_open: str, **values: Any) -> float:
+    """Largest error of one rank over ragged rounds, empty and full ones among them."""
+    layer = Layer(group, left_open, **values)
+    worst = 0.0
+    for number in range(8):
+        num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
+        work = _work(num_tokens, 100 * number + group.rank)
+        got, expected = layer(*work), _dense(*work)
+        assert got.shape == expected.shape
+        # Told, not asserted: a rank that stops here would leave the others waiting.
+        error = (got - expected).abs().nan_to_num(nan=float("inf"))
+        worst = max([worst, *error.flatten().tolist()])
+        layer.poison()
+    layer.close()
+    return worst
+
+
+@pytest.mark.parametrize("left_open", LEFT_OPEN)
+@pytest.mark.parametrize("ep_size", [1, 2, 3, 4])
+def test_the_layer_is_the_dense_one(ep_size: int, left_open: str) -> None:
+    assert max(run_ranks(ep_size, lambda group: _rounds(group, left_open))) < 1e-5
+
+
+class _LeavesEmptySlots(CudaPrepareAndFinalize):
+    """Hands the -1 of empty slots on."""
+
+    def _hand_out(self, received: Dispatched) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, _, weights = super()._hand_out(received)
+        return rows, received.topk_ids.clone(), weights
+
+
+class _WrongSlots(CudaPrepareAndFinalize):
+    """Puts the experts' rows one slot too far."""
+
+    def allocate_fused_expert_output(self, *_: Any) -> torch.Tensor | None:
+        return None
+
+    def _fill(self, region: torch.Tensor, received: Dispatched, done: Any) -> None:
+        region.copy_(done.rows.roll(1, 0))
+
+
+@pytest.mark.parametrize("broken", [_LeavesEmptySlots, _WrongSlots])
+def test_a_broken_class_is_noticed(broken: type[CudaPrepareAndFinalize]) -> None:
+    with pytest.raises(AssertionError):
+        assert max(run_ranks(1, lambda group: _rounds(group, "NoOP", subject_class=broken))) < 1e-5
+
+
+# In place.
+
+
+def test_nothing_is_copied(layer: Layer) -> None:
+    hidden, ids, weights = _work(4, 0)
+    layer(hidden, ids, weights)
+    (call,) = layer.experts.calls
+    region = layer.exchanges[-1].combine_input()
+    assert call.output is region
+    assert call.hidden_states.shape == (CAPACITY, HIDDEN_SIZE)
+    # The same memory as the views of another dispatch of this exchange.
+    received = layer.exchanges[-1].dispatch(hidden, ids, weights)
+    assert call.hidden_states.data_ptr() == received.hidden_states.data_ptr()
+    layer.exchanges[-1].combine(region, received.metadata)
+
+
+def _handed_out(group: Any) -> None:
+    layer = Layer(group)
+    received = Dispatched(*[None] * 7)
+    taken: list[Dispatched] = [received]
+
+    def spied(*arguments: Any) -> Dispatched:
+        taken[0] = layer.exchanges[-1].__class__.dispatch(layer.exchanges[-1], *arguments)
+        return taken[0]
+
+    layer.exchanges[-1].dispatch = spied  # type: ignore[method-assign,assignment]
+    layer(*_work(3 + group.rank, group.rank))
+    (call,) = layer.experts.calls
+    received = taken[0]
+    first, end = layer.subject._first, layer.subject._end
+    mine = (received.topk_ids >= first) & (received.topk_ids < end)
+    assert bool(mine.any())
+    assert not bool(mine.all())
+    assert torch.equal(call.ids_then[mine], received.topk_ids[mine])
+    assert torch.equal(call.weights_then[mine], received.topk_weights[mine])
+    assert layer.expert_map is not None
+    assert bool((layer.expert_map[call.ids_then[~mine].long()] == -1).all())
+    assert not call.weights_then[~mine].any()
+    # The receive buffer keeps its own: fresh tensors were written.
+    for handed, buffer in (
+        (call.topk_ids, received.topk_ids),
+        (call.topk_weights, received.topk_weights),
+    ):
+        assert handed.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+    empty = CAPACITY * group.size - int(received.recv_counts.sum())
+    assert int((received.topk_ids == -1).all(1).sum()) >= empty > 0
+    layer.close()
+
+
+def test_ids_of_other_ranks_and_of_empty_slots_weigh_nothing() -> None:
+    run_ranks(3, _handed_out)
+
+
+def test_one_rank_with_all_experts(layer: Layer) -> None:
+    """There is no expert elsewhere: the empty slots' ids are an expert's here, with weight 0."""
+    assert layer.expert_map is None
+    layer(*_work(2, 0))
+    (call,) = layer.experts.calls
+    assert not call.ids_then[2:].any()
+    assert not call.weights_then[2:].any()
+
+
+def test_no_expert_map_although_there_are_other_ranks() -> None:
+    exchange: Any = SimpleNamespace(config=_config(2, 0))
+    with pytest.raises(UnsupportedError, match="2 ranks share its 7 experts"):
+        CudaPrepareAndFinalize([exchange], None)
+
+
+def test_the_region_is_handed_out_only_where_it_fits(layer: Layer) -> None:
+    no_op, subject = topk_weight_and_reduce.TopKWeightAndReduceNoOP(), layer.subject
+    hidden, ids, weights = _work(2, 0)
+    here, shape = torch.device("cpu"), (CAPACITY, HIDDEN_SIZE)
+    ask = subject.allocate_fused_expert_output
+    assert ask(shape, torch.float32, here, no_op) is None  # outside a round
+    layer.kernel.impl._prepare(hidden, weights, ids, NUM_EXPERTS, None, False)
+    assert ask(shape, torch.float32, here, no_op) is layer.exchanges[-1].combine_input()
+    assert ask((*shape, 1), torch.float32, here, no_op) is None
+    assert ask(shape, torch.bfloat16, here, no_op) is None
+    assert ask(shape, torch.float32, torch.device("meta"), no_op) is None
+    for other in ("Delegate", "Contiguous"):
+        assert ask(shape, torch.float32, here, LEFT_OPEN[other]()) is None
+
+
+def test_output_may_be_the_experts_output(layer: Layer) -> None:
+    hidden, ids, weights = work = _work(CAPACITY, 3)
+    rows, _, _, sent_ids, sent_weights = layer.subject.prepare(
+        hidden, weights, ids, NUM_EXPERTS, None, False, layer.experts.quant_config, True
+    )
+    output = torch.empty(CAPACITY, HIDDEN_SIZE)
+    layer.experts.apply(
+        output=output,
+        hidden_states=rows,
+        topk_ids=sent_ids,
+        topk_weights=sent_weights,
+        expert_map=None,
+    )
+    no_op = topk_weight_and_reduce.TopKWeightAndReduceNoOP()
+    layer.subject.finalize(output, output, sent_weights, sent_ids, False, no_op)
+    torch.testing.assert_close(output, _dense(*work), rtol=1e-5, atol=1e-5)
+
+
+# What a step's forward context says.
+
+
+@pytest.fixture
+def in_context() -> Iterator[Callable[..., None]]:
+    """Sets vLLM's forward context: sizes of all ranks, a mask of padding rows."""
+    before = forward_context._forward_context
+
+    def enter(sizes: list[int] | None = None, is_padding: torch.Tensor | None = None) -> None:
+        metadata = None
+        if sizes is not None:
+            metadata = forward_context.DPMetadata(torch.tensor(sizes), local_sizes=sizes)
+        forward_context._forward_context = forward_context.ForwardContext(
+            no_compile_layers={},
+            attn_metadata={},
+            slot_mapping={},
+            dp_metadata=metadata,
+            is_padding=is_padding,
+        )
+
+    yield enter
+    forward_context._forward_context = before
+
+
+def test_a_small_batch_takes_a_small_part_of_the_buffer(in_context: Callable[..., None]) -> None:
+    capacities, sizes = (2, 4, CAPACITY), [(0, 1), (2, 1), (3, 4), (5, 0), (6, 6), (1, 2)]
+
+    def rank_main(group: Any) -> list[int]:
+        layer, slots = Layer(group, capacities=capacities), []
+        for number, both in enumerate(sizes):
+            if group.rank == 0:
+                in_context(list(both))
+            group.all_gather_object(None)
+            work = _work(both[group.rank], 10 * number + group.rank)
+            torch.testing.assert_close(layer(*work), _dense(*work), rtol=1e-5, atol=1e-5)
+            slots.append(layer.experts.calls[-1].hidden_states.shape[0])
+            group.all_gather_object(None)
+        layer.close()
+        return slots
+
+    for slots in run_ranks(2, rank_main):
+        assert slots == [4, 4, 8, 12, 12, 4]
+
+
+def test_without_sizes_the_whole_buffer_is_handed_out(in_context: Callable[..., None]) -> None:
+    layer = _on_one_rank(capacities=(2, CAPACITY))
+    for enter in (lambda: None, in_context):
+        enter()
+        layer(*_work(1, 0))
+        assert layer.experts.calls[-1].hidden_states.shape[0] == CAPACITY
+    layer.close()
+
+
+def test_padding_rows_are_not_sent(layer: Layer, in_context: Callable[..., None]) -> None:
+    hidden, _, weights = _work(4, 0)
+    ids = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
+    in_context(is_padding=torch.tensor([False, False, True, True]))
+    got = layer(hidden, ids, weights)
+    torch.testing.assert_close(got[:2], _dense(hidden, ids, weights)[:2], rtol=1e-5, atol=1e-5)
+    assert not got[2:].any()
+    assert layer.exchanges[-1].stats().destinations == 2
+    assert ids.min() == 0  # the router's own tensor is left alone
+    # The mask of a whole sequence, of which this rank has a slice.
+    in_context(is_padding=torch.ones(8, dtype=torch.bool))
+    torch.testing.assert_close(
+        layer(hidden, ids, weights), _dense(hidden, ids, weights), rtol=1e-5, atol=1e-5
+    )
+
+
+# Fit for a CUDA graph.
+
+
+class WithoutData:
+    """An exchange whose tensors have shapes and no data: whoever reads a value is an error."""
+
+    def __init__(self) -> None:
+        self.config = _config(2, 1)
+        self.slots = 2 * CAPACITY
+        self.region = self._empty(HIDDEN_SIZE, dtype=torch.float32)
+        self.combined: list[torch.Tensor] = []
+
+    def _empty(self, *row: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((self.slots, *row), dtype=dtype, device="meta")
+
+    def dispatch(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> Dispatched:
+        return Dispatched(
+            hidden_states=self._empty(HIDDEN_SIZE, dtype=hidden.dtype),
+            scales=None,
+            topk_ids=self._empty(TOP_K, dtype=torch.int32),
+            topk_weights=self._empty(TOP_K, dtype=torch.float32),
+            extra_payloads=(),
+            recv_counts=torch.empty(2, dtype=torch.int32, device="meta"),
+            metadata=None,  # type: ignore[arg-type]
+        )
+
+    def combine_input(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.region
+
+    def combine(self, rows: torch.Tensor, metadata: Any, *, output: torch.Tensor) -> None:
+        self.combined.append(rows)
+
+
+def _without_data(subject: Any, exchange: WithoutData, left_open: str) -> None:
+    meta: dict[str, Any] = {"device": "meta"}
+    hidden = torch.empty(4, HIDDEN_SIZE, **meta)
+    ids, weights = torch.empty(4, TOP_K, dtype=torch.int32, **meta), torch.empty(4, TOP_K, **meta)
+    no_quant, impl = SimpleNamespace(quant_dtype=None), LEFT_OPEN[left_open]()
+    rows, _, _, ids, weights = subject.prepare(
+        hidden, weights, ids, NUM_EXPERTS, None, False, no_quant, True
+    )
+    assert ids.shape == weights.shape == (exchange.slots, TOP_K)
+    shape = (exchange.slots, HIDDEN_SIZE) if left_open == "NoOP" else (*ids.shape, HIDDEN_SIZE)
+    experts_output = subject.allocate_fused_expert_output(shape, rows.dtype, rows.device, impl)
+    if experts_output is None:
+        experts_output = torch.empty(shape, **meta)
+    subject.finalize(torch.empty_like(hidden), experts_output, weights, ids, False, impl)
+    assert exchange.combined == [exchange.region]
+
+
+@pytest.mark.parametrize("left_open", LEFT_OPEN)
+def test_no_value_is_read_and_no_shape_depends_on_one(
+    left_open: str, in_context: Callable[..., None]
+) -> None:
+    exchange: Any = WithoutData()
+    in_context([4, 4], is_padding=torch.empty(4, dtype=torch.bool, device="meta"))
+    subject = CudaPrepareAndFinalize([exchange], _expert_map(exchange.config))
+    _without_data(subject, exchange, left_open)
+
+
+def test_reading_a_value_would_be_noticed() -> None:
+    """The CPU class waits for the counts."""
+    exchange: Any = WithoutData()
+    subject = CpuPrepareAndFinalize(exchange, _expert_map(exchange.config))
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"[Mm]eta"):
+        _without_data(subject, exchange, "NoOP")
+
+
+# Which experts are served.
+
+
+@pytest.mark.parametrize("left_open", LEFT_OPEN)
+def test_experts_that_are_served(layer: Layer, left_open: str) -> None:
+    layer.subject.post_init_setup(Experts(LEFT_OPEN[left_open]()))
+
+
+def test_experts_that_leave_batched_rows_are_refused(layer: Layer) -> None:
+    batched = Experts(topk_weight_and_reduce.TopKWeightAndReduceNaiveBatched(0))
+    with pytest.raises(UnsupportedError, match="TopKWeightAndReduceNaiveBatched.*--moe-backend"):
+        layer.subject.post_init_setup(batched)
+
+
+def test_experts_that_narrow_their_rows_are_refused(layer: Layer) -> None:
+    class Narrow(Experts):
+        def output_hidden_dim(self, hidden_dim: int) -> int:
+            return hidden_dim - 8
+
+    with pytest.raises(UnsupportedError, match="rows of 24 out of rows of 32"):
+        layer.subject.post_init_setup(Narrow(LEFT_OPEN["NoOP"]()))
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(str(node.module).split(".")[0])
+    return found
+
+
+def test_nothing_of_ours_imports_flashinfer() -> None:
+    """Its kernels are reached through vLLM's choice of experts, or not at all."""
+    files = [
+        p for folder in ("moe_nvlink_plugin", "integration") for p in (ROOT / folder).rglob("*.py")
+    ]
+    imported = {path: _imports(path) for path in files}
+    assert any("vllm" in names for names in imported.values())
+    assert [path for path, names in imported.items() if "flashinfer" in names] == []
