@@ -22,8 +22,12 @@ it must not be writable by group or others."""
 _DOCTOR = """
 Looks at this machine and says, in the last two lines, whether GPU ranks and CPU ranks will work
 and what to do where they will not. Under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) every
-rank looks at its own GPU and rank 0 prints all of it. The exit code is 0 when GPU ranks or CPU
-ranks will work, on all ranks."""
+rank looks at its own GPU and rank 0 prints what all of them found:
+
+  torchrun --nproc-per-node 8 -m moe_nvlink_plugin doctor
+
+The exit code is 0 when GPU ranks or CPU ranks will work, 1 when neither will or a rank is missing.
+Kernels that are not in the cache are compiled into it."""
 
 
 def _geometry(text: str) -> precompile.Geometry:

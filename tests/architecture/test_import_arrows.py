@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "precompile": {"errors", "env", "driver", "jit"},
     "doctor": None,
     "cli": {"errors", "precompile", "doctor", "jit"},
+    "__main__": {"cli"},
 }
 #: Arrows that exist for the type checker alone, under `if TYPE_CHECKING:`.
 ALLOWED_FOR_TYPES = {("checks", "exchange"), ("channel", "exchange")}

@@ -1,0 +1,13 @@
+"""moe-nvlink doctor: what a machine has, and whether the plugin will work on it.
+
+inquiry.py asks, gpu.py asks the driver in a child process, verdict.py judges, report.py prints, and
+together.py brings the ranks of a launcher into one report.
+"""
+
+from __future__ import annotations
+
+from .inquiry import Facts, facts
+from .together import main
+from .verdict import Verdict, judge_cpu_ranks, judge_gpu_ranks
+
+__all__ = ["Facts", "Verdict", "facts", "judge_cpu_ranks", "judge_gpu_ranks", "main"]

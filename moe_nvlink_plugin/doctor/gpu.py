@@ -1,0 +1,385 @@
+"""What the CUDA driver and the GPUs offer, asked in a process of its own.
+
+A driver that hangs, crashes or leaves a context behind does it there, not in the process that wants
+to know. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from moe_nvlink_plugin import driver
+from moe_nvlink_plugin.errors import DriverError, MoeNvlinkError, UnsupportedError
+
+#: Contexts on eight GPUs take seconds, a GPU that recovers from an error takes longer.
+TIME_LIMIT_S = 120.0
+
+_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
+_IMEX_CAPABILITY = Path("/proc/driver/nvidia/capabilities/fabric-imex-mgmt")
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+_TRIAL_BYTES = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """What one GPU may do with the memory of another that this process sees.
+
+    Attributes:
+        access: loads and stores.
+        native_atomics: what NVLink has and PCIe has not, as a rule.
+        performance_rank: the driver's, 0 is best.
+    """
+
+    index: int
+    access: bool
+    native_atomics: bool
+    performance_rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Memory created, exported, imported, mapped and given access to, and all of it undone.
+
+    Attributes:
+        supported: what the device's attribute says.
+        error: the call that failed and how; "" when all did what they should.
+    """
+
+    supported: bool
+    tried: bool = False
+    error: str = ""
+
+    @property
+    def works(self) -> bool:
+        """It was tried, and no call failed."""
+        return self.tried and not self.error
+
+
+@dataclasses.dataclass(frozen=True)
+class Fabric:
+    """What NVML says of the NVLink fabric that spans hosts.
+
+    Attributes:
+        state: "completed" where the GPU has joined it; "" where NVML could not be asked.
+        cluster: 32 hexadecimal digits, all 0 outside of a fabric of several hosts.
+        clique: GPUs of one cluster and clique reach each other.
+        error: why NVML could not be asked.
+    """
+
+    state: str = ""
+    cluster: str = ""
+    clique: int = 0
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuDevice:
+    """One GPU.
+
+    Attributes:
+        index: the driver's ordinal in this process.
+        uuid: 32 hexadecimal digits.
+        capability: as "9.0".
+        architecture: what its kernels are compiled for, "" when there are none for it.
+        tried: whether the handles below were; by a rank only on its own GPU.
+        error: a question the driver failed to answer; what follows it is not known.
+    """
+
+    index: int
+    name: str = ""
+    uuid: str = ""
+    capability: str = ""
+    architecture: str = ""
+    num_sms: int = 0
+    total_bytes: int = 0
+    is_mig: bool = False
+    virtual_memory: bool = False
+    peers: tuple[Peer, ...] = ()
+    posix_fd: Trial = Trial(False)
+    fabric_handle: Trial = Trial(False)
+    fabric: Fabric = Fabric()
+    tried: bool = False
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpus:
+    """The driver and every GPU this process sees.
+
+    Attributes:
+        unavailable: why the driver cannot be used, "" when it can.
+        cuda_version: the newest CUDA the driver serves, as "13.0"; "" when there is none.
+        driver_release: of the kernel module, as "580.65.06"; "" when unknown.
+        imex_channels: names in /dev/nvidia-caps-imex-channels.
+        imex_capability: the kernel module knows IMEX.
+    """
+
+    unavailable: str = ""
+    cuda_version: str = ""
+    driver_release: str = ""
+    imex_channels: tuple[str, ...] = ()
+    imex_capability: bool = False
+    devices: tuple[GpuDevice, ...] = ()
+
+
+def probe(local_rank: int | None = None, time_limit_s: float = TIME_LIMIT_S) -> Gpus:
+    """Asks in a child process; what keeps it from an answer is `unavailable`. Local, seconds.
+
+    Args:
+        local_rank: of a rank among others on this host, which tries its own GPU only.
+    """
+    code = f"from {__name__} import print_answer; print_answer({local_rank!r})"
+    command = [sys.executable, "-c", code]
+    # Files, not pipes: a child that cannot be killed must not keep this process at the other end.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
+        status = _run(command, time_limit_s, out, log)
+        out.seek(0)
+        log.seek(0)
+        answer, said = (file.read().decode(errors="replace").splitlines() for file in (out, log))
+    if status is None:
+        reason = (
+            f"the CUDA driver did not answer within {time_limit_s:g} s; see whether nvidia-smi "
+            "answers and what dmesg says of NVRM and Xid"
+        )
+    elif status != 0 or not answer:
+        last = (said or ["no message"])[-1]
+        reason = f"asking the CUDA driver ended with status {status}: {last}"
+    else:
+        return from_json(json.loads(answer[-1]))
+    return dataclasses.replace(_surroundings(), unavailable=reason)
+
+
+def _run(command: list[str], time_limit_s: float, out: IO[bytes], log: IO[bytes]) -> int | None:
+    """The exit status, None when it had to be killed."""
+    # A session of its own: it is ended with whatever the driver may have started.
+    child = subprocess.Popen(command, stdout=out, stderr=log, start_new_session=True)
+    try:
+        return child.wait(time_limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # asleep in the kernel, for ever
+            child.wait(5)
+        return None
+
+
+def from_json(values: dict[str, Any]) -> Gpus:
+    """The inverse of dataclasses.asdict and JSON."""
+    devices = [
+        GpuDevice(
+            **{
+                **device,
+                "peers": tuple(Peer(**peer) for peer in device["peers"]),
+                "posix_fd": Trial(**device["posix_fd"]),
+                "fabric_handle": Trial(**device["fabric_handle"]),
+                "fabric": Fabric(**device["fabric"]),
+            }
+        )
+        for device in values["devices"]
+    ]
+    channels = tuple(values["imex_channels"])
+    return Gpus(**{**values, "imex_channels": channels, "devices": tuple(devices)})
+
+
+def own_index(local_rank: int | None, num_devices: int) -> int | None:
+    """The GPU of a rank: the one that is visible, else the one with its number; None: all."""
+    if local_rank is None:
+        return None
+    return 0 if num_devices == 1 else local_rank
+
+
+# ---- in the child
+
+
+def print_answer(local_rank: int | None) -> None:
+    """The child's whole work: Gpus as one line of JSON."""
+    print(json.dumps(dataclasses.asdict(_gather(local_rank))))
+
+
+def _surroundings() -> Gpus:
+    """What the file system tells without the driver."""
+    release = ""
+    try:
+        match = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", _KERNEL_MODULE.read_text())
+        release = match[0] if match else ""
+    except OSError:
+        pass
+    try:
+        channels = tuple(sorted(path.name for path in _CHANNELS.iterdir()))
+    except OSError:
+        channels = ()
+    return Gpus(
+        driver_release=release, imex_channels=channels, imex_capability=_IMEX_CAPABILITY.exists()
+    )
+
+
+def _gather(local_rank: int | None) -> Gpus:
+    found = _surroundings()
+    reason = driver.unavailable()
+    if reason is not None:
+        return dataclasses.replace(found, unavailable=reason)
+    try:
+        version = ".".join(map(str, driver.driver_version()))
+        count = driver.num_devices()
+    except MoeNvlinkError as error:
+        return dataclasses.replace(found, unavailable=str(error))
+    own = own_index(local_rank, count)
+    devices = tuple(_device(index, count, own in (None, index)) for index in range(count))
+    return dataclasses.replace(found, cuda_version=version, devices=devices)
+
+
+def _device(index: int, count: int, try_handles: bool) -> GpuDevice:
+    found = GpuDevice(index)
+    try:
+        device = driver.device(index)
+        found = dataclasses.replace(
+            found,
+            name=device.name,
+            uuid=device.uuid,
+            capability="{}.{}".format(*device.capability),
+            architecture=driver.ARCHITECTURES.get(device.capability, ""),
+            num_sms=device.num_sms,
+            total_bytes=device.total_bytes,
+            is_mig=device.is_mig,
+            virtual_memory=_attribute(device, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"),
+            posix_fd=Trial(_attribute(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
+            fabric_handle=Trial(_attribute(device, "HANDLE_TYPE_FABRIC_SUPPORTED")),
+            fabric=Fabric(error="a MIG slice") if device.is_mig else _fabric(device.uuid),
+        )
+        peers = tuple(_peer(device, other) for other in range(count) if other != index)
+        found = dataclasses.replace(found, peers=peers)
+        return _with_trials(found) if try_handles else found
+    except MoeNvlinkError as error:
+        return dataclasses.replace(found, error=str(error))
+
+
+def _attribute(device: driver.Device, name: str) -> bool:
+    attribute = getattr(driver.api().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return bool(driver.call("cuDeviceGetAttribute", attribute, device.handle))
+
+
+def _peer(device: driver.Device, index: int) -> Peer:
+    other = driver.call("cuDeviceGet", index)
+    kind = driver.api().CUdevice_P2PAttribute
+
+    def attribute(name: str) -> int:
+        which = getattr(kind, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
+        return int(driver.call("cuDeviceGetP2PAttribute", which, device.handle, other))
+
+    return Peer(
+        index=index,
+        access=bool(driver.call("cuDeviceCanAccessPeer", device.handle, other)),
+        native_atomics=bool(attribute("NATIVE_ATOMIC_SUPPORTED")),
+        performance_rank=attribute("PERFORMANCE_RANK"),
+    )
+
+
+def _fabric(uuid: str) -> Fabric:
+    """NVML through cuda.bindings, where it is new enough to have it. Any failure is an answer."""
+    try:
+        from cuda.bindings import nvml
+
+        nvml.init_v2()
+        parts = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])
+        info = nvml.device_get_gpu_fabric_info_v(
+            nvml.device_get_handle_by_uuid("GPU-" + "-".join(parts))
+        )
+        return Fabric(
+            state=nvml.GpuFabricState(int(info.state)).name.lower(),
+            cluster=bytes(info.cluster_uuid).hex(),
+            clique=int(info.clique_id),
+        )
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else ""
+        return Fabric(error=f"{type(error).__name__}: {first}")
+
+
+def _with_trials(device: GpuDevice) -> GpuDevice:
+    types = driver.api().CUmemAllocationHandleType
+    by_fd, by_fabric = (
+        types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        types.CU_MEM_HANDLE_TYPE_FABRIC,
+    )
+    return dataclasses.replace(
+        device,
+        tried=True,
+        posix_fd=_trial(device, device.posix_fd, by_fd, lambda fd: int(fd), os.close),
+        # cuda.bindings takes the 64 bytes of a fabric handle as bytes.
+        fabric_handle=_trial(
+            device, device.fabric_handle, by_fabric, lambda shared: bytes(shared.data), None
+        ),
+    )
+
+
+def _trial(
+    device: GpuDevice,
+    known: Trial,
+    handle_type: Any,
+    to_import: Callable[[Any], Any],
+    close: Callable[[int], None] | None,
+) -> Trial:
+    if not known.supported:
+        return known
+    undo: list[Callable[[], object]] = []
+    error = ""
+    try:
+        with driver.on_device(device.index):
+            try:
+                _share(device, handle_type, to_import, close, undo)
+            finally:
+                for step in reversed(undo):
+                    step()
+    except (DriverError, UnsupportedError, OSError) as caught:
+        error = str(caught)
+    return Trial(known.supported, True, error)
+
+
+def _share(
+    device: GpuDevice,
+    handle_type: Any,
+    to_import: Callable[[Any], Any],
+    close: Callable[[int], None] | None,
+    undo: list[Callable[[], object]],
+) -> None:
+    """What a transport does with one workspace, in one process; `undo` gets the way back."""
+    api, call = driver.api(), driver.call
+    prop = api.CUmemAllocationProp()
+    prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = device.index
+    prop.requestedHandleTypes = handle_type
+    minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    unit = int(call("cuMemGetAllocationGranularity", prop, minimum))
+    size = -(-_TRIAL_BYTES // unit) * unit
+    memory = call("cuMemCreate", size, prop, 0)
+    undo.append(lambda: call("cuMemRelease", memory))
+    shared = to_import(call("cuMemExportToShareableHandle", memory, handle_type, 0))
+    if close is not None:
+        undo.append(lambda: close(shared))
+    imported = call("cuMemImportFromShareableHandle", shared, handle_type)
+    undo.append(lambda: call("cuMemRelease", imported))
+    address = call("cuMemAddressReserve", size, 0, 0, 0)
+    undo.append(lambda: call("cuMemAddressFree", address, size))
+    call("cuMemMap", address, size, 0, imported, 0)
+    undo.append(lambda: call("cuMemUnmap", address, size))
+    readers = [device.index, *(peer.index for peer in device.peers if peer.access)]
+    access = [_access(api, index) for index in readers]
+    call("cuMemSetAccess", address, size, access, len(access))
+
+
+def _access(api: Any, index: int) -> Any:
+    access = api.CUmemAccessDesc()
+    access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = index
+    access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access

@@ -1,0 +1,68 @@
+"""moe-nvlink doctor, alone or as one of several ranks that a launcher has started."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+
+from moe_nvlink_plugin import env
+from moe_nvlink_plugin.errors import ConfigError, PeerError
+
+from . import report
+from .inquiry import Facts, facts, from_json, to_json
+from .verdict import judge_cpu_ranks, judge_gpu_ranks
+
+
+def main(*, as_json: bool = False) -> int:
+    """Asks, judges and prints; among several ranks rank 0 prints for all. Collective then.
+
+    Returns:
+        0 when GPU ranks or CPU ranks will work (the same on every rank), else 1.
+    """
+    mine = facts()
+    lost = ""
+    try:
+        ranks = gather(mine)
+    except PeerError as error:
+        ranks, lost = [mine], str(error)
+    verdicts = (judge_gpu_ranks(ranks), judge_cpu_ranks(ranks))
+    if lost or not mine.rank:
+        print((report.as_json if as_json else report.as_text)(ranks, verdicts), flush=True)
+    if lost:
+        print(f"rank {mine.rank} speaks for itself only: {lost}", file=sys.stderr)
+        return 1
+    return 0 if any(verdict.works for verdict in verdicts) else 1
+
+
+def gather(mine: Facts) -> list[Facts]:
+    """Every rank's facts, in rank order; outside of a launcher this process's. Collective.
+
+    Raises:
+        PeerError: not all ranks were there in time, or they cannot reach each other.
+    """
+    if mine.rank is None or mine.world_size in (None, 1):
+        return [mine]
+    if mine.software.torch_error:
+        raise PeerError("ranks meet through torch.distributed, and torch cannot be imported")
+    import torch.distributed
+
+    from moe_nvlink_plugin.groups import as_group
+
+    try:
+        timeout_s = env.timeout_s()
+    except ConfigError:  # among the bad variables that are reported
+        timeout_s = 60.0
+    try:
+        torch.distributed.init_process_group(
+            "gloo",
+            rank=mine.rank,
+            world_size=mine.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        group = as_group(torch.distributed.group.WORLD, timeout_s)
+        return [from_json(text) for text in group.all_gather_object(to_json(mine))]
+    except (RuntimeError, ValueError) as error:  # torch raises these for whatever went wrong
+        raise PeerError(f"the ranks did not meet: {error}") from error
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,349 @@
+"""From facts to an answer: will it work, and what to do where it will not. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from moe_nvlink_plugin import driver
+
+from .gpu import GpuDevice, Peer
+from .inquiry import Facts
+
+#: Cubins of NVRTC 13 load on drivers of the same major version and on newer ones.
+OLDEST_CUDA = (13, 0)
+_ELSEWHERE = "use another all-to-all backend"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """On the GPU ranks or the CPU ranks of one machine, or of all that were asked together.
+
+    Attributes:
+        reasons: why it will not work, each with what to do; empty where it will.
+        notes: what is worth knowing all the same.
+    """
+
+    who: str
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def works(self) -> bool:
+        """Nothing known speaks against it."""
+        return not self.reasons
+
+    def __str__(self) -> str:
+        """One line."""
+        told = self.notes if self.works else self.reasons
+        texts = told if len(told) < 2 else [f"({n}) {text}" for n, text in enumerate(told, 1)]
+        line = f"{self.who}: {'will work' if self.works else 'will not work'}"
+        # A compiler's log may be among the reasons: it stands above, in full.
+        return ": ".join([line, *([" ".join(" ".join(texts).split())] if texts else [])])
+
+
+def judge_gpu_ranks(ranks: Sequence[Facts]) -> Verdict:
+    """On facts of one process, or of every rank in rank order."""
+    reasons = _by_rank(ranks, _gpu_reasons)
+    if len(ranks) > 1:
+        reasons += [*_disagreements(ranks), *_shared_gpus(ranks)]
+        reasons += [*_unreachable(ranks), *_across_hosts(ranks)]
+    notes = [*_by_rank(ranks, _gpu_notes), *_differences(ranks)]
+    return Verdict("GPU ranks", tuple(reasons), tuple(notes))
+
+
+def judge_cpu_ranks(ranks: Sequence[Facts]) -> Verdict:
+    """On facts of one process, or of every rank in rank order."""
+    reasons = _by_rank(ranks, _cpu_reasons)
+    if len(ranks) > 1:
+        reasons += _disagreements(ranks)
+        hosts = _hosts(ranks)
+        if len(hosts) > 1:
+            reasons.append(
+                f"CPU ranks exchange inside one host, these are on {_listed(hosts.values())}; "
+                "start them on one"
+            )
+        elif len({found.cpu.shared_memory_id for found in ranks}) > 1:
+            reasons.append(
+                "the ranks see different /dev/shm; start them in one container, or give the "
+                "containers one shared memory (docker: --ipc)"
+            )
+    return Verdict("CPU ranks", tuple(reasons))
+
+
+def _by_rank(ranks: Sequence[Facts], judge: Callable[[Facts], list[str]]) -> list[str]:
+    """What each rank has against it, once; with the ranks it holds for where there are several."""
+    holders: dict[str, list[int]] = {}
+    for number, found in enumerate(ranks):
+        for text in judge(found):
+            holders.setdefault(text, []).append(number)
+    if len(ranks) == 1:
+        return list(holders)
+    return [f"{numbered('rank', numbers)}: {text}" for text, numbers in holders.items()]
+
+
+def numbered(what: str, numbers: Sequence[int]) -> str:
+    """ "rank 3" or "ranks 0-2, 5", for numbers in ascending order."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"
+
+
+# ---- one process
+
+
+def _cpu_reasons(found: Facts) -> list[str]:
+    reasons = list(found.bad_variables)
+    if found.software.torch_error:
+        reasons.append(f"torch cannot be imported ({found.software.torch_error}); install it anew")
+    reasons += [
+        question.error
+        for question in (found.cpu.kernels, found.cpu.shared_memory)
+        if question.error
+    ]
+    return reasons
+
+
+def _gpu_reasons(found: Facts) -> list[str]:
+    if found.gpus.unavailable:
+        return [found.gpus.unavailable]
+    reasons = [*found.bad_variables, *_software_reasons(found)]
+    own = found.own_devices()
+    if not own:
+        reasons.append(
+            f"LOCAL_RANK={found.local_rank} and this process sees {len(found.gpus.devices)} GPUs; "
+            "start no more ranks than GPUs, and see CUDA_VISIBLE_DEVICES"
+        )
+    usable = usable_devices(found)
+    if not usable:
+        reasons += _by_gpu(own)
+    reasons += [
+        found.kernels.architectures[name].error
+        for name in sorted({device.architecture for device in usable})
+        if found.kernels.architectures[name].error
+    ]
+    pairs = [
+        f"{device.index}-{peer.index}"
+        for device, peer in _pairs(usable)
+        if device.index < peer.index and not peer.access
+    ]
+    if pairs:
+        reasons.append(_no_access(f"GPUs {_listed(pairs)}"))
+    return reasons
+
+
+def _software_reasons(found: Facts) -> Iterator[str]:
+    version = tuple(int(part) for part in found.gpus.cuda_version.split("."))
+    if version < OLDEST_CUDA:
+        yield (
+            f"the driver serves CUDA {found.gpus.cuda_version}, the kernels need "
+            f"{OLDEST_CUDA[0]}.{OLDEST_CUDA[1]}; install driver 580 or newer"
+        )
+    if found.software.torch_error:
+        yield f"torch cannot be imported ({found.software.torch_error}); install it anew"
+    elif not found.software.torch_cuda:
+        torch = found.software.distributions.get("torch", "here")
+        yield f"torch {torch} is a build without CUDA; install torch's CUDA build"
+    elif found.software.plugin_error:
+        yield found.software.plugin_error
+    elif not any(found.software.transports.values()):
+        yield "this installation has no transport that serves GPUs; install a newer one"
+
+
+def device_reasons(device: GpuDevice) -> list[str]:
+    """What keeps a rank from working on this GPU."""
+    if device.error:
+        return [f"{device.error}; nvidia-smi and dmesg (Xid) may tell why"]
+    reasons = []
+    if not device.architecture:
+        known = ", ".join(f"{major}.{minor}" for major, minor in driver.ARCHITECTURES)
+        reasons.append(
+            f"{device.name} has compute capability {device.capability}, the kernels are built for "
+            f"{known}; {_ELSEWHERE}"
+        )
+    if device.is_mig:
+        reasons.append(
+            f"{device.name} is a MIG slice, which NVLink does not reach; turn MIG off (nvidia-smi "
+            f"-mig 0) or {_ELSEWHERE}"
+        )
+    if not device.virtual_memory:
+        reasons.append(f"no virtual memory management, as under some vGPU; {_ELSEWHERE}")
+    elif device.tried and not (device.posix_fd.works or device.fabric_handle.works):
+        cause = device.posix_fd.error or "the driver offers no handle that could be shared"
+        reasons.append(f"its memory cannot be shared ({cause}); {_ELSEWHERE}")
+    return reasons
+
+
+def _by_gpu(devices: Sequence[GpuDevice]) -> list[str]:
+    """What each GPU has against it, once, with the GPUs it holds for."""
+    holders: dict[str, list[int]] = {}
+    for device in devices:
+        for text in device_reasons(device):
+            holders.setdefault(text, []).append(device.index)
+    return [f"{numbered('GPU', indices)}: {text}" for text, indices in holders.items()]
+
+
+def usable_devices(found: Facts) -> list[GpuDevice]:
+    """Those of this process that a rank can work on."""
+    return [device for device in found.own_devices() if not device_reasons(device)]
+
+
+def _pairs(devices: Sequence[GpuDevice]) -> Iterator[tuple[GpuDevice, Peer]]:
+    indices = {device.index for device in devices}
+    for device in devices:
+        for peer in device.peers:
+            if peer.index in indices:
+                yield device, peer
+
+
+def _no_access(between: str) -> str:
+    return (
+        f"no peer access between {between}; they are in no common NVLink domain, or a container, "
+        "a virtual machine or the IOMMU keeps them apart (nvidia-smi topo -p2p r); keep the ranks "
+        f"on GPUs that reach each other or {_ELSEWHERE}"
+    )
+
+
+def _gpu_notes(found: Facts) -> list[str]:
+    usable = usable_devices(found)
+    notes = []
+    if found.world_size not in (None, 1) and found.local_rank is None:
+        notes.append("LOCAL_RANK is not set: which GPU a rank will use is not known here")
+    if usable:
+        kinds = sorted({f"{device.name}, {device.architecture}" for device in usable})
+        notes.append(f"{len(usable)} GPU{'s' * (len(usable) > 1)} ({'; '.join(kinds)})")
+        unusable = [device for device in found.own_devices() if device not in usable]
+        notes += [f"{text} (CUDA_VISIBLE_DEVICES hides a GPU)" for text in _by_gpu(unusable)]
+    slow = [
+        f"{device.index}-{peer.index}"
+        for device, peer in _pairs(usable)
+        if device.index < peer.index and peer.access and not peer.native_atomics
+    ]
+    if slow:
+        notes.append(f"GPUs {_listed(slow)} have peer access without NVLink, which is slow")
+    return notes
+
+
+# ---- all ranks together
+
+
+def _hosts(ranks: Sequence[Facts]) -> dict[str, str]:
+    """host_id -> name, in rank order."""
+    return {found.host_id: found.host for found in ranks}
+
+
+def _listed(texts: Iterable[str], most: int = 8) -> str:
+    items = list(texts)
+    rest = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + rest
+
+
+def _differing(ranks: Sequence[Facts], what: str, value: Callable[[Facts], str]) -> str:
+    """ "torch differs (2.13.0 on rank 0, 2.14.0 on rank 1)", or ""."""
+    holders: dict[str, list[int]] = {}
+    for number, found in enumerate(ranks):
+        holders.setdefault(value(found) or "none", []).append(number)
+    if len(holders) == 1:
+        return ""
+    told = ", ".join(f"{text} on {numbered('rank', numbers)}" for text, numbers in holders.items())
+    return f"{what} differs ({told})"
+
+
+def _disagreements(ranks: Sequence[Facts]) -> list[str]:
+    """What must be equal."""
+    found = [
+        _differing(ranks, "moe-nvlink-plugin", lambda found: found.software.plugin),
+        _differing(ranks, "the kernels' source", lambda found: found.software.kernel_text),
+    ]
+    return [f"{text}; install the same everywhere" for text in found if text]
+
+
+def _differences(ranks: Sequence[Facts]) -> list[str]:
+    """What may differ, and is seldom meant to."""
+    values: dict[str, Callable[[Facts], str]] = {
+        "torch": lambda found: found.software.distributions.get("torch", ""),
+        "the driver's CUDA": lambda found: found.gpus.cuda_version,
+        "the architecture": lambda found: ", ".join(
+            sorted({device.architecture for device in found.own_devices()})
+        ),
+        "MOE_NVLINK_PDL": lambda found: found.variables.get("MOE_NVLINK_PDL") or "1",
+    }
+    told = [_differing(ranks, what, value) for what, value in values.items()]
+    return [text for text in told if text]
+
+
+def _owners(ranks: Sequence[Facts]) -> list[tuple[int, Facts, GpuDevice]]:
+    """Each rank that has one GPU, with it."""
+    return [
+        (number, found, found.own_devices()[0])
+        for number, found in enumerate(ranks)
+        if len(found.own_devices()) == 1
+    ]
+
+
+def _shared_gpus(ranks: Sequence[Facts]) -> list[str]:
+    holders: dict[str, list[int]] = {}
+    for number, found, device in _owners(ranks):
+        if device.uuid and found.variables.get("MOE_NVLINK_ALLOW_SHARED_GPU") != "1":
+            holders.setdefault(device.uuid, []).append(number)
+    return [
+        f"{numbered('rank', numbers)} are on one GPU ({uuid}); give every rank its own "
+        "(LOCAL_RANK and CUDA_VISIBLE_DEVICES decide)"
+        for uuid, numbers in holders.items()
+        if len(numbers) > 1
+    ]
+
+
+def _unreachable(ranks: Sequence[Facts]) -> list[str]:
+    """Pairs of ranks of one host whose GPUs have no peer access, where one of them sees both."""
+    pairs = []
+    for (a, here, mine), (b, there, theirs) in itertools.combinations(_owners(ranks), 2):
+        if here.host_id != there.host_id or not mine.uuid or mine.uuid == theirs.uuid:
+            continue
+        seen = {device.index for device in here.gpus.devices if device.uuid == theirs.uuid}
+        if any(peer.index in seen and not peer.access for peer in mine.peers):
+            pairs.append(f"{a}-{b}")
+    return [_no_access(f"the GPUs of ranks {_listed(pairs)}")] if pairs else []
+
+
+def _across_hosts(ranks: Sequence[Facts]) -> list[str]:
+    hosts = _hosts(ranks)
+    if len(hosts) == 1:
+        return []
+    needed = (
+        f"ranks on several hosts ({_listed(hosts.values())}) need one NVLink domain with IMEX "
+        f"running on all of them; start the ranks on one host or {_ELSEWHERE}"
+    )
+    told: dict[str, list[int]] = {}
+    domains: dict[tuple[str, int], list[int]] = {}
+    for number, found, device in _owners(ranks):
+        if not device.fabric_handle.works:
+            told.setdefault(_why_no_fabric(found, device), []).append(number)
+        elif device.fabric.state == "completed":
+            domains.setdefault((device.fabric.cluster, device.fabric.clique), []).append(number)
+    if told:
+        causes = "; ".join(
+            f"{numbered('rank', numbers)}: {cause}" for cause, numbers in told.items()
+        )
+        return [f"{needed} ({causes})"]
+    if len(domains) > 1:
+        sides = ", ".join(numbered("rank", numbers) for numbers in domains.values())
+        return [f"{needed} (NVML names {len(domains)} domains: {sides})"]
+    return []
+
+
+def _why_no_fabric(found: Facts, device: GpuDevice) -> str:
+    if not device.fabric_handle.supported:
+        return "this GPU is in no NVLink fabric of several hosts"
+    if not found.gpus.imex_channels:
+        return (
+            f"{device.fabric_handle.error}, and there is no channel in "
+            "/dev/nvidia-caps-imex-channels: start nvidia-imex and give the container the channel"
+        )
+    return device.fabric_handle.error or "not tried"
