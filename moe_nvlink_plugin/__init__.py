@@ -21,7 +21,7 @@ start-up), errors.py, env.py, reference.py (the same verbs in plain torch, for t
 (doctor and precompile, for a shell).
 
 Knowledge goes one way: errors, env, driver <- config, groups <- recipes, transport <- layout,
-hookspecs <- plugins, jit <- arguments <- executors <- workspace <- channel <- exchange (with checks)
+hookspecs <- plugins, jit <- arguments <- executors <- workspace <- channel <- exchange (and checks)
 <- ops <- all_to_all <- integration. A test reads these arrows off the source.
 
 `import moe_nvlink_plugin` is cheap, also where torch is missing: the names below are fetched when

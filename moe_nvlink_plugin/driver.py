@@ -177,7 +177,8 @@ class on_device:  # noqa: N801 - used as a statement: `with driver.on_device(0):
         self._pushed = False
 
     def __enter__(self) -> None:
-        if int(call("cuCtxGetCurrent")) != int(self._context):
+        status, current = api().cuCtxGetCurrent()
+        if status != 0 or int(current) != int(self._context):
             call("cuCtxPushCurrent", self._context)
             self._pushed = True
 

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,57 +65,61 @@ def _kernels(index: int, top_k: int, element: int, pdl: bool) -> tuple[_Kernel, 
             ) from error
 
 
-class _Prepared:
+class _Prepared(NamedTuple):
     """A launch configuration, made once per shape and stream."""
 
-    def __init__(self, kernel: _Kernel, launch_shape: Shape, stream: int, pdl: bool) -> None:
-        api = driver.api()
-        config = api.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = launch_shape.blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch_shape.threads, 1, 1
-        config.sharedMemBytes = 0
-        config.hStream = api.CUstream(stream)
-        if pdl:
-            attribute = api.CUlaunchAttribute()
-            attribute.id = (
-                api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            )
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        self.config = config
-        self.hidden_splits = launch_shape.hidden_splits
+    config: Any
+    stream: Any
+    hidden_splits: int
+
+
+def _prepared(launch_shape: Shape, stream: int, pdl: bool) -> _Prepared:
+    api = driver.api()
+    config = api.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch_shape.blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch_shape.threads, 1, 1
+    config.sharedMemBytes = 0
+    config.hStream = api.CUstream(stream)
+    if pdl:
+        attribute = api.CUlaunchAttribute()
+        attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    return _Prepared(config, config.hStream, launch_shape.hidden_splits)
 
 
 class _Launch:
-    """One kernel of one layer: from a token count to a launch."""
+    """One kernel of one layer: from a token count to a launch. On the host's hot path: what can be
+    looked up once is.
+    """
 
     def __init__(
         self, kernel: _Kernel, choose: Callable[[int], Shape], executor: CudaExecutor
     ) -> None:
-        self._kernel, self._choose, self._executor = kernel, choose, executor
+        self._function, self._choose, self._executor = kernel.function, choose, executor
         self._prepared: dict[tuple[int, int], _Prepared] = {}
         self._launch = driver.api().cuLaunchKernelEx
         self._success = driver.api().CUresult.CUDA_SUCCESS
+        self._pointers = (ctypes.c_void_p * 1)()
+        self._pointers_address = ctypes.addressof(self._pointers)
 
     def prepare(self, num_tokens: int) -> _Prepared:
         """The configuration for so many tokens on the current stream."""
-        stream = self._executor.stream()
-        key = (num_tokens, stream)
+        key = (num_tokens, self._executor.stream())
         found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            found = _Prepared(self._kernel, self._choose(num_tokens), stream, self._executor.pdl)
+            found = _prepared(self._choose(num_tokens), key[1], self._executor.pdl)
             self._prepared[key] = found
         return found
 
     def __call__(self, prepared: _Prepared, args: Any) -> None:
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        self._pointers[0] = ctypes.addressof(args)
         with self._executor.context():
-            (status,) = self._launch(
-                prepared.config, self._kernel.function, ctypes.addressof(pointers), 0
-            )
+            self._executor.note_capture(prepared.stream)
+            (status,) = self._launch(prepared.config, self._function, self._pointers_address, 0)
         if status != self._success:
             raise DriverError(
                 f"cuLaunchKernelEx of {type(args).__name__}: {status.name}; if an earlier kernel "
@@ -136,7 +140,6 @@ class _CudaLauncher:
         widest = max(row_bytes.values())
         ids_bytes = config.ep_size * config.max_tokens_per_rank * row_bytes["recv_topk_ids"]
         element_bytes = config.dtype.itemsize
-        self._executor = executor
         self._dispatch = _Launch(
             dispatch,
             lambda n: shape.dispatch_shape(n, widest, ids_bytes, dispatch.limits(num_sms)),
@@ -151,11 +154,9 @@ class _CudaLauncher:
         )
 
     def dispatch(self, args: Any) -> None:
-        self._executor.note_capture()
         self._dispatch(self._dispatch.prepare(args.geometry.num_tokens), args)
 
     def combine(self, args: Any) -> None:
-        self._executor.note_capture()
         prepared = self._combine.prepare(args.geometry.num_tokens)
         args.hidden_splits = prepared.hidden_splits
         self._combine(prepared, args)
@@ -202,8 +203,12 @@ class CudaExecutor:
     asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
+        api = driver.api()
         self.captured = False
         self.pdl = env.pdl()
+        self._is_capturing = api.cuStreamIsCapturing
+        self._success = api.CUresult.CUDA_SUCCESS
+        self._no_capture = api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         self._torch_device = device
         self.device_facts = driver.device(device.index or 0)
         _ = self.device_facts.architecture  # refuses what is not supported, before any memory
@@ -220,15 +225,24 @@ class CudaExecutor:
 
     def is_capturing(self) -> bool:
         """Whether the current stream captures a CUDA graph."""
-        api = driver.api()
         with self.context():
-            status = driver.call("cuStreamIsCapturing", api.CUstream(self.stream()))
-        return bool(status != api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+            return self._captures(driver.api().CUstream(self.stream()))
 
-    def note_capture(self) -> None:
+    def note_capture(self, stream: Any) -> None:
         """Before a launch: remembers whether a graph will hold the workspace's addresses."""
-        if not self.captured and self.is_capturing():
-            self.captured = True
+        if not self.captured:
+            self.captured = self._captures(stream)
+
+    def _captures(self, stream: Any) -> bool:
+        status, capture = self._is_capturing(stream)
+        if status != self._success:
+            raise DriverError(
+                f"cuStreamIsCapturing: {status.name}; while another stream captures a CUDA graph, "
+                "the default stream may not be used",
+                call="cuStreamIsCapturing",
+                status=status.name,
+            )
+        return bool(capture != self._no_capture)
 
     def synchronize(self) -> None:
         """Waits for the current stream."""
