@@ -1,9 +1,13 @@
 // Combine: get the experts' partial rows back from the ranks dispatch put them to, and add them up.
 //
 //   P3          CTA 0 signals every rank "my experts have written" (release); every CTA waits once
-//               for all ranks (acquire), then works through its share of the tokens
-//   per token   load the partial row of each k from (target_rank, slot), add in fp32 as a pairwise
-//               tree over k, round once to the activation's type, store once
+//               for all ranks (acquire), then works through its share of the items
+//   per item    a token, or one of hidden_splits shares of its row: load the partial row of each k
+//               from (target_rank, slot), add in fp32 as a pairwise tree over k, round once to the
+//               activation's type, store once
+//
+// hidden_splits: with few tokens a peer's latency is all there is, and a row is better spread over
+// so many CTAs that each thread has one vector of each k to load, all of them in flight at once.
 //
 // The tree is over the positions k: ((0+1)+(2+3))+((4+5)+(6+7)). A k without a row of its own (its
 // rank already has the token, or the id is no expert) stands in it as -0.0, which changes no sum.
@@ -22,6 +26,7 @@ namespace moe_nvlink {
 
 struct CombineShared {
   uint32_t faulted;
+  uint64_t rows[2][kMaxTopK];  // addresses of the partial rows, or 0: of this item, of the next
 };
 
 // Width elements of one row, as loaded.
@@ -93,65 +98,74 @@ HD void combine_range(const char* const* rows, int top_k, char* output, int thre
   }
 }
 
-// Where token's partial rows lie; false when it has none. A slot outside the buffers counts as none.
+// Where the token's partial rows lie, one k per thread. A slot outside the buffers counts as none.
 template <class Config>
-HD bool find_rows(const CombineArgs& args, int token, uint64_t row_bytes, const char** rows) {
+HD void find_rows(const CombineArgs& args, const Cta& cta, int token, uint64_t row_bytes,
+                  uint64_t* rows) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
   const int32_t* slots =
       reinterpret_cast<const int32_t*>(args.send_slots) + static_cast<int64_t>(token) * top_k;
-  bool any = false;
-  MOE_NVLINK_UNROLL
-  for (int k = 0; k < top_k; ++k) {
-    const int slot = slots[k];
+  for (int k = cta.thread; k < top_k; k += cta.num_threads) {
+    const int slot = load_word(slots + k);
     const bool valid = slot >= 0 && slot < geometry.ep_size * geometry.max_tokens_per_rank;
     const int target = valid ? slot / geometry.max_tokens_per_rank : 0;
     const int row = slot - (target - geometry.ep_rank) * geometry.max_tokens_per_rank;
-    rows[k] = valid ? region_of(args, target, args.region) + static_cast<uint64_t>(row) * row_bytes
-                    : nullptr;
-    any = any || valid;
+    rows[k] = valid ? reinterpret_cast<uint64_t>(region_of(args, target, args.region)) +
+                          static_cast<uint64_t>(row) * row_bytes
+                    : 0;
   }
-  return any;
 }
 
 // One token, or the share of it that belongs to split `split` of args.hidden_splits.
 template <class Config, class Element, int Width>
-HD void combine_token(const CombineArgs& args, const Cta& cta, int token, int split, bool faulted) {
-  constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
+HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int split, bool faulted,
+                     const uint64_t* addresses) {
+  using Word = typename Element::Storage;
+  constexpr int kBytes = static_cast<int>(sizeof(Word));
   const int hidden_size = args.geometry.hidden_size;
-  const uint64_t row_bytes = static_cast<uint64_t>(hidden_size) * kBytes;
-  char* output = reinterpret_cast<char*>(args.output) + static_cast<uint64_t>(token) * row_bytes;
-  const char* rows[Config::kTopKBound];
+  const int top_k = top_k_of<Config>(args.geometry);
+  char* output = reinterpret_cast<char*>(args.output) +
+                 static_cast<uint64_t>(token) * static_cast<uint64_t>(hidden_size) * kBytes;
   const int thread = split * cta.num_threads + cta.thread;
   const int threads = static_cast<int>(args.hidden_splits) * cta.num_threads;
-  const bool any = find_rows<Config>(args, token, row_bytes, rows);
+  const char* rows[Config::kTopKBound];
+  bool any = false;
+  MOE_NVLINK_UNROLL
+  for (int k = 0; k < top_k; ++k) {
+    rows[k] = reinterpret_cast<const char*>(addresses[k]);
+    any = any || addresses[k] != 0;
+  }
   if (faulted || !any) {
     // No row: zero. After a fault: NaN, so that nobody takes the output for a result.
-    const float value = faulted ? float_of_bits(0x7fc00000u) : 0.0f;
-    auto* words = reinterpret_cast<typename Element::Storage*>(output);
-    for (int i = thread; i < hidden_size; i += threads) words[i] = Element::from_float(value);
+    const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
+    auto* words = reinterpret_cast<Word*>(output);
+    for (int i = thread; i < hidden_size; i += threads) store_word(words + i, word);
     return;
   }
-  const int top_k = top_k_of<Config>(args.geometry);
   const int whole = hidden_size - hidden_size % Width;
   combine_range<Config, Element, Width>(rows, top_k, output, thread, threads, 0, whole);
   combine_range<Config, Element, 1>(rows, top_k, output, thread, threads, whole, hidden_size);
 }
 
-// Every CTA comes back from here knowing that every rank's experts have written.
+// Tells every rank that this one's experts have written. One CTA.
+HD void signal_peers(const CombineArgs& args, const Cta& cta) {
+  const Geometry& geometry = args.geometry;
+  const uint32_t epoch = load_word(&local_control(args)->epoch);
+  for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
+    // P3 release: the experts' rows (kernels before this one, ordered by pdl_wait) before the
+    // signal. Without it a peer may read rows the experts had not written yet. It also puts the
+    // experts' reads of the receive buffers before the peer's next dispatch.
+    store_release_sys(cell_of(args, peer, args.control.combine_cells, geometry.ep_rank),
+                      pack_cell(epoch, 0));
+  }
+}
+
+// Every CTA comes back from here knowing that every rank's experts have written. Once per CTA,
+// however many tokens it goes on to combine.
 HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
   const Geometry& geometry = args.geometry;
-  const uint32_t epoch = local_control(args)->epoch;
-  if (cta.thread == 0) shared.faulted = 0;
-  if (cta.block == 0) {
-    for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
-      // P3 release: the experts' rows (kernels before this one, ordered by pdl_wait) before the
-      // signal. Without it a peer may read rows the experts had not written yet. It also puts the
-      // experts' reads of the receive buffers before the peer's next dispatch.
-      store_release_sys(cell_of(args, peer, args.control.combine_cells, geometry.ep_rank),
-                        pack_cell(epoch, 0));
-    }
-  }
+  const uint32_t epoch = load_word(&local_control(args)->epoch);
   cta.sync();  // faulted is cleared before a thread may set it
   const uint64_t start = now_ns();
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
@@ -168,44 +182,67 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
   return shared.faulted != 0;
 }
 
+// Adds what this rank is about to read to the totals. One thread of the launch.
+HD void count_rows(const CombineArgs& args, int element) {
+  ExchangeCounters* totals = exchange_counters(args);
+  const LocalControl* local = local_control(args);
+  const uint64_t row_bytes = static_cast<uint64_t>(args.geometry.hidden_size) *
+                             static_cast<uint64_t>(element_bytes(element));
+  add_to_total(&totals->bytes_combined, load_word(&local->rows_put) * row_bytes);
+  add_to_total(&totals->bytes_combined_remote, load_word(&local->remote_rows_put) * row_bytes);
+}
+
+// The CTA's share of the items: item = token * hidden_splits + split, from its own number on.
 template <class Config, class Element>
-HD void combine_tokens(const CombineArgs& args, const Cta& cta, bool faulted) {
+HD void combine_items(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
   constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
+  const uint64_t row_bytes = static_cast<uint64_t>(args.geometry.hidden_size) * kBytes;
+  const int vector_bytes = vector_bytes_for(args.output, row_bytes);
   const int splits = static_cast<int>(args.hidden_splits);
   const int num_items = args.geometry.num_tokens * splits;
-  const int vector_bytes =
-      vector_bytes_for(args.output, static_cast<uint64_t>(args.geometry.hidden_size) * kBytes);
+  // The first item's rows while the peers' signals are on their way.
+  if (cta.block < num_items) {
+    find_rows<Config>(args, cta, cta.block / splits, row_bytes, shared.rows[0]);
+  }
+  const bool faulted = combine_barrier(args, cta, shared);
+  int turn = 0;
   for (int item = cta.block; item < num_items; item += cta.num_blocks) {
-    const int token = item / splits;
-    const int split = item % splits;
-    if (vector_bytes == kVectorBytes) {
-      combine_token<Config, Element, kVectorBytes / kBytes>(args, cta, token, split, faulted);
-    } else {
-      combine_token<Config, Element, 1>(args, cta, token, split, faulted);
+    const int next = item + cta.num_blocks;
+    if (next < num_items) {
+      find_rows<Config>(args, cta, next / splits, row_bytes, shared.rows[1 - turn]);
     }
+    const int token = item / splits;
+    const int split = item - token * splits;
+    if (vector_bytes == kVectorBytes) {
+      combine_item<Config, Element, kVectorBytes / kBytes>(args, cta, token, split, faulted,
+                                                           shared.rows[turn]);
+    } else {
+      combine_item<Config, Element, 1>(args, cta, token, split, faulted, shared.rows[turn]);
+    }
+    // The next item's rows are written, and nobody reads this one's any more: the next turn
+    // overwrites them.
+    cta.sync();
+    turn = 1 - turn;
   }
 }
 
 template <class Config>
 HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
+  if (cta.thread == 0) shared.faulted = 0;
+  const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
+  // Slots, rows and the epoch come from kernels before this one; see dispatch.cu for both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  const bool faulted = combine_barrier(args, cta, shared);
-  const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
-  if (element == kElementBf16) {
-    combine_tokens<Config, Bf16>(args, cta, faulted);
-  } else if (element == kElementFp16) {
-    combine_tokens<Config, Fp16>(args, cta, faulted);
-  } else {
-    combine_tokens<Config, Fp32>(args, cta, faulted);
+  if (cta.block == 0) {
+    signal_peers(args, cta);
+    if (cta.thread == cta.num_threads - 1) count_rows(args, element);
   }
-  if (cta.block == 0 && cta.thread == 0) {
-    ExchangeCounters* totals = exchange_counters(args);
-    const LocalControl* local = local_control(args);
-    const uint64_t row_bytes = static_cast<uint64_t>(args.geometry.hidden_size) *
-                               static_cast<uint64_t>(element_bytes(element));
-    totals->bytes_combined += local->rows_put * row_bytes;
-    totals->bytes_combined_remote += local->remote_rows_put * row_bytes;
+  if (element == kElementBf16) {
+    combine_items<Config, Bf16>(args, cta, shared);
+  } else if (element == kElementFp16) {
+    combine_items<Config, Fp16>(args, cta, shared);
+  } else {
+    combine_items<Config, Fp32>(args, cta, shared);
   }
 }
 

@@ -2,14 +2,28 @@
 // experts, tell each rank how many rows it got, wait for everybody, leave the empty slots marked.
 //
 //   all CTAs    for each token: route, then load each payload row once and store it to each target
-//   P2          each CTA arrives; the last one goes on alone
-//   P1          last CTA: one cell {count, epoch} to each rank (release), wait for theirs (acquire)
-//   last CTA    expert id -1 into the slots nobody filled, counts out, counters reset, epoch bumped
+//   P2          each CTA arrives; the last kMaxFinishers to arrive are finishers, the others are done
+//   P1          the very last CTA: one cell {count, epoch} to each rank (release); it also counts
+//               the round, clears the counters and bumps the epoch
+//   finishers   each waits for every rank's cell (acquire), then marks its share of the slots nobody
+//               filled with expert id -1
 //
 // Why one barrier per verb is enough: a rank starts dispatch n+1 only after its combine n, which
 // waited for every rank's combine signal n, which each rank sends after its experts have read the
 // receive buffers; so nobody overwrites rows still being read. Regions never move with batch or
 // dtype, so the same argument covers layers of different geometry on one workspace.
+//
+// Why several finishers: at 64 ranks x 8192 tokens there are 16 MiB of ids to mark, and one SM
+// stores some 100 GB/s. Why the last ones: a finisher waits, for its own rank's cell too, which
+// needs all CTAs of this grid to have arrived. Those still missing when the first finisher waits are
+// fewer than kMaxFinishers, and so are the waiting CTAs: where the GPU holds kMaxFinishers CTAs at
+// a time, or the whole grid, one place is always left for the missing ones to run in. The launcher
+// sees to that. Before its arrival no CTA waits for anybody.
+//
+// Programmatic dependent launch: this kernel may start while the one before it still runs. What
+// stands before the wait reads arguments and writes shared memory only; every word of global memory,
+// the epoch too, may still change: the kernel before may be the combine of this workspace, and
+// if it signalled its own dependents early, the dispatch before that one may be running as well.
 #include "include/moe_nvlink/args.h"
 #include "include/moe_nvlink/copy.h"
 #include "include/moe_nvlink/epoch_flags.h"
@@ -20,75 +34,132 @@
 
 namespace moe_nvlink {
 
-struct DispatchShared {
-  TokenRoute route;
-  int32_t is_last_cta;
-  int32_t counts[kMaxRanks];  // rows received from each rank
+// CTAs that share the work at the end; a GPU holds at least as many.
+constexpr int kMaxFinishers = 32;
+// Slots are marked in pieces of so many vectors per thread.
+constexpr int kVectorsPerPiece = 4;
+
+// How the CTA's threads share one payload's row.
+struct RowPlan {
+  int32_t vector_bytes;
+  int32_t num_lanes;     // threads that have a part of it
+  int32_t first_thread;  // lane 0
 };
+
+struct DispatchShared {
+  TokenRoute routes[2];  // of this token and of the next
+  RowPlan plans[kMaxPayloads];
+  uint32_t epoch;             // of this round
+  int32_t finisher;           // number among the finishers; negative in the other CTAs
+  uint32_t sent[kMaxRanks];   // rows put to each rank; in the last CTA
+  int32_t counts[kMaxRanks];  // rows received from each rank; in finishers
+};
+
+HD RowPlan plan_row(const Payload& payload, bool is_ids) {
+  // The ids come out of shared memory, one word at a time.
+  const int bytes = is_ids ? 4 : vector_bytes_for(payload.source, payload.row_bytes);
+  return RowPlan{bytes, lanes_for(static_cast<int>(payload.row_bytes), bytes), 0};
+}
+
+// Rows follow one another around the CTA: payload i begins at the thread behind the last one of
+// payload i - 1. So a short row is moved while the long one is, by threads that have less of that to
+// do, and a warp without a part of a row skips it. Nothing here comes from an earlier kernel.
+HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
+  const int num_payloads = static_cast<int>(args.num_payloads);
+  for (int i = cta.thread; i < num_payloads; i += cta.num_threads) {
+    int before = 0;
+    for (int j = 0; j < i; ++j) {
+      before += plan_row(args.payloads[j], j == kTopkIdsPayload).num_lanes;
+    }
+    RowPlan plan = plan_row(args.payloads[i], i == kTopkIdsPayload);
+    plan.first_thread = before % cta.num_threads;
+    shared.plans[i] = plan;
+  }
+}
 
 // Where the token's row of a payload goes because of each k; null for a k without a row of its own.
 template <class Config>
 HD void find_targets(const DispatchArgs& args, const TokenRoute& route, const Payload& payload,
                      char** targets) {
-  const Geometry& geometry = args.geometry;
+  const uint64_t region = static_cast<uint64_t>(payload.region) * kRegionAlignment;
   MOE_NVLINK_UNROLL
-  for (int k = 0; k < top_k_of<Config>(geometry); ++k) {
-    const int target = route.target_ranks[k];
-    const int row = route.slots[k] - (target - geometry.ep_rank) * geometry.max_tokens_per_rank;
-    targets[k] = route.slots[k] == kNoSlot ? nullptr
-                                           : region_of(args, target, payload.region) +
-                                                 static_cast<uint64_t>(row) * payload.row_bytes;
+  for (int k = 0; k < top_k_of<Config>(args.geometry); ++k) {
+    const int row = route.rows[k];
+    targets[k] = row == kNoSlot
+                     ? nullptr
+                     : reinterpret_cast<char*>(route.windows[k] + region +
+                                               static_cast<uint64_t>(row) * payload.row_bytes);
   }
 }
 
 // The ids travel as routing left them (in shared memory, where put_row cannot load from), so that
 // no receiver meets an id that is no expert.
 template <class Config>
-HD void put_ids(const DispatchArgs& args, const Cta& cta, const TokenRoute& route) {
+HD void put_ids(const DispatchArgs& args, const Cta& cta, int lane, const TokenRoute& route,
+                char* const* targets) {
   const int top_k = top_k_of<Config>(args.geometry);
-  char* targets[Config::kTopKBound];
-  find_targets<Config>(args, route, args.payloads[kTopkIdsPayload], targets);
-  for (int i = cta.thread; i < top_k; i += cta.num_threads) {
-    Vector<4> id;
-    *reinterpret_cast<int32_t*>(&id) = route.ids[i];
+  for (int i = lane; i < top_k; i += cta.num_threads) {
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
-      if (targets[k] != nullptr) store_vector(targets[k] + 4 * i, id);
+      if (targets[k] != nullptr) {
+        store_word(reinterpret_cast<int32_t*>(targets[k]) + i, route.ids[i]);
+      }
     }
   }
 }
 
+// The order of a token's targets is its router's, another one for every token and rank, and each
+// vector goes to all of them before the next: no rank is everybody's first target, so the order is
+// not turned by rank as well.
 template <class Config>
-HD void put_token(const DispatchArgs& args, const Cta& cta, const TokenRoute& route, int token) {
-  put_ids<Config>(args, cta, route);
-  char* targets[Config::kTopKBound];
-  for (int i = kTopkWeightsPayload; i < static_cast<int>(args.num_payloads); ++i) {
+HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared,
+                  const TokenRoute& route, int token) {
+  const int top_k = top_k_of<Config>(args.geometry);
+  // A token without a target, padding, is not even read.
+  bool any = false;
+  for (int k = 0; k < top_k; ++k) any = any || route.rows[k] != kNoSlot;
+  if (!any) return;
+  for (int i = 0; i < static_cast<int>(args.num_payloads); ++i) {
+    const RowPlan plan = shared.plans[i];
+    const int turned = cta.thread - plan.first_thread;
+    const int lane = turned < 0 ? turned + cta.num_threads : turned;
+    if (lane >= plan.num_lanes) continue;
     const Payload& payload = args.payloads[i];
-    const char* row = reinterpret_cast<const char*>(payload.source) +
-                      static_cast<uint64_t>(token) * payload.row_bytes;
+    char* targets[Config::kTopKBound];
     find_targets<Config>(args, route, payload, targets);
-    put_row(cta, row, targets, top_k_of<Config>(args.geometry), static_cast<int>(payload.row_bytes),
-            vector_bytes_for(payload.source, payload.row_bytes));
+    if (i == kTopkIdsPayload) {
+      put_ids<Config>(args, cta, lane, route, targets);
+    } else {
+      const char* row = reinterpret_cast<const char*>(payload.source) +
+                        static_cast<uint64_t>(token) * payload.row_bytes;
+      put_row(cta, lane, row, targets, top_k, static_cast<int>(payload.row_bytes),
+              plan.vector_bytes);
+    }
   }
 }
 
-// True in the CTA that arrives last; it then sees all that the other CTAs did.
-HD bool arrive(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
+HD int num_finishers(const Cta& cta) {
+  return cta.num_blocks < kMaxFinishers ? cta.num_blocks : kMaxFinishers;
+}
+
+// This CTA's number among the finishers, negative when it is none. The last one sees all that the
+// other CTAs did.
+HD int arrive(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   // P2 release half, per CTA: the barrier puts this CTA's stores before the arrival of its thread 0.
   cta.sync();
   if (cta.thread == 0) {
-    // P2: release what this CTA stored, acquire what the CTAs before it released. Relaxed instead,
-    // the cells of P1 would cover the last CTA's own rows only, and a peer could read stale rows
-    // of every other CTA.
+    // P2: release what this CTA stored and read, acquire what the CTAs before it released. Relaxed
+    // instead, the cells of P1 would cover the last CTA's own rows only, and a peer could read stale
+    // rows of every other CTA; and the last CTA could bump the epoch before this one has read it.
     const uint32_t before = fetch_add_acq_rel_gpu(&local_control(args)->arrivals, 1);
-    shared.is_last_cta = before == static_cast<uint32_t>(cta.num_blocks - 1);
+    shared.finisher = static_cast<int>(before) - (cta.num_blocks - num_finishers(cta));
   }
   cta.sync();
-  return shared.is_last_cta != 0;
+  return shared.finisher;
 }
 
-// Tells every rank how many of this rank's rows lie in its buffer.
-HD void publish_counts(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
+// Tells every rank how many of this rank's rows lie in its buffer. The last CTA to arrive.
+HD void publish_counts(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
   uint32_t* send_counters =
       reinterpret_cast<uint32_t*>(region_of(args, geometry.ep_rank, args.control.send_counters));
@@ -96,14 +167,55 @@ HD void publish_counts(const DispatchArgs& args, const Cta& cta, uint32_t epoch)
     const uint32_t count = load_relaxed_gpu(&send_counters[peer]);
     // P1 release: rows before cell. Without it the peer may see the new epoch and the old rows.
     store_release_sys(cell_of(args, peer, args.control.dispatch_cells, geometry.ep_rank),
-                      pack_cell(epoch, count));
+                      pack_cell(shared.epoch, count));
+    shared.sent[peer] = count;
+    store_relaxed_gpu(&send_counters[peer], 0);
   }
 }
 
-// Waits for every rank's cell. A rank that does not come leaves a fault word and counts as zero rows.
-HD void collect_counts(const DispatchArgs& args, const Cta& cta, uint32_t epoch,
+// Adds this round to the totals. One thread, while the peers' cells are on their way.
+HD void count_round(const DispatchArgs& args, const DispatchShared& shared) {
+  const Geometry& geometry = args.geometry;
+  uint32_t rows = 0;
+  for (int peer = 0; peer < geometry.ep_size; ++peer) rows += shared.sent[peer];
+  const uint32_t remote = rows - shared.sent[geometry.ep_rank];
+  uint64_t token_bytes = 0;
+  for (uint32_t i = 0; i < args.num_payloads; ++i) token_bytes += args.payloads[i].row_bytes;
+  const uint64_t tokens = static_cast<uint64_t>(geometry.num_tokens);
+  const uint64_t peers = static_cast<uint64_t>(geometry.ep_size - 1);
+  LocalControl* local = local_control(args);
+  store_word(&local->rows_put, rows);
+  store_word(&local->remote_rows_put, remote);
+  ExchangeCounters* totals = exchange_counters(args);
+  add_to_total(&totals->rounds, 1);
+  add_to_total(&totals->tokens, tokens);
+  add_to_total(&totals->destinations, rows);
+  add_to_total(&totals->remote_destinations, remote);
+  add_to_total(&totals->bytes_dispatched, rows * token_bytes);
+  add_to_total(&totals->bytes_dispatched_remote, remote * token_bytes);
+  add_to_total(&totals->bytes_allgather, tokens * peers * token_bytes);
+  add_to_total(&totals->bytes_reducescatter, tokens * peers * args.combine_row_bytes);
+}
+
+// What one CTA does for this rank once all rows are on their way: the last to arrive, which is the
+// only one that may write what the others have read until then.
+HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
+  publish_counts(args, cta, shared);
+  cta.sync();  // sent is whole
+  // The last thread, which has no peer of its own to wait for where threads outnumber the ranks.
+  if (cta.thread != cta.num_threads - 1) return;
+  LocalControl* local = local_control(args);
+  store_word(&local->arrivals, 0u);
+  store_word(&local->epoch, shared.epoch);
+  count_round(args, shared);
+}
+
+// Waits for every rank's cell. A rank that does not come leaves a fault word and counts as zero
+// rows. The timer starts here: what came before, a kernel waited for included, is not the peers'.
+HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
                        DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
+  const uint32_t epoch = shared.epoch;
   int32_t* recv_counts =
       reinterpret_cast<int32_t*>(region_of(args, geometry.ep_rank, args.control.recv_counts));
   const uint64_t start = now_ns();
@@ -119,90 +231,65 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, uint32_t epoch,
       count = static_cast<int32_t>(cell_count(cell));
     }
     shared.counts[peer] = count;
-    recv_counts[peer] = count;
+    if (is_last) store_word(&recv_counts[peer], count);
   }
 }
 
-// Writes expert id -1 into all slots behind each source's rows. Writing only the difference to the
-// previous round would do, if nobody wrote to the ids in between; but a compiler may put an
-// expression of the ids where they lay (Inductor does), and a stale id would then be an expert.
+// Writes expert id -1 into this finisher's share of the slots behind each source's rows. Writing
+// only the difference to the previous round would do, if nobody wrote to the ids in between; but a
+// compiler may put an expression of the ids where they lay (Inductor does), and a stale id would
+// then be an expert.
 HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
-  const int64_t slice_words = static_cast<int64_t>(geometry.max_tokens_per_rank) * geometry.top_k;
   int32_t* ids = reinterpret_cast<int32_t*>(
       region_of(args, geometry.ep_rank, args.payloads[kTopkIdsPayload].region));
-  for (int source = 0; source < geometry.ep_size; ++source) {
-    int32_t* slice = ids + source * slice_words;
-    const int64_t filled = static_cast<int64_t>(shared.counts[source]) * geometry.top_k;
-    for (int64_t word = filled + cta.thread; word < slice_words; word += cta.num_threads) {
-      slice[word] = -1;
-    }
-  }
-}
-
-// Adds this round to the totals, clears the send counters for the next one. One thread.
-HD void count_round(const DispatchArgs& args) {
-  const Geometry& geometry = args.geometry;
-  LocalControl* local = local_control(args);
-  ExchangeCounters* totals = exchange_counters(args);
-  uint32_t* send_counters =
-      reinterpret_cast<uint32_t*>(region_of(args, geometry.ep_rank, args.control.send_counters));
-  uint32_t rows = 0;
-  for (int peer = 0; peer < geometry.ep_size; ++peer) {
-    rows += load_relaxed_gpu(&send_counters[peer]);
-  }
-  const uint32_t remote = rows - load_relaxed_gpu(&send_counters[geometry.ep_rank]);
-  for (int peer = 0; peer < geometry.ep_size; ++peer) store_relaxed_gpu(&send_counters[peer], 0);
-  uint64_t token_bytes = 0;
-  for (uint32_t i = 0; i < args.num_payloads; ++i) token_bytes += args.payloads[i].row_bytes;
-  const uint64_t tokens = static_cast<uint64_t>(geometry.num_tokens);
-  const uint64_t peers = static_cast<uint64_t>(geometry.ep_size - 1);
-  local->rows_put = rows;
-  local->remote_rows_put = remote;
-  totals->rounds += 1;
-  totals->tokens += tokens;
-  totals->destinations += rows;
-  totals->remote_destinations += remote;
-  totals->bytes_dispatched += rows * token_bytes;
-  totals->bytes_dispatched_remote += remote * token_bytes;
-  totals->bytes_allgather += tokens * peers * token_bytes;
-  totals->bytes_reducescatter += tokens * peers * args.combine_row_bytes;
-}
-
-// What the last CTA does once all rows of this rank are on their way.
-HD void finish_dispatch(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
-  LocalControl* local = local_control(args);
-  const uint32_t epoch = local->epoch + 1;
-  publish_counts(args, cta, epoch);
-  collect_counts(args, cta, epoch, shared);
-  cta.sync();  // counts of all peers in shared memory; every thread has read epoch
-  mark_empty_slots(args, cta, shared);
-  if (cta.thread == 0) {
-    count_round(args);
-    local->arrivals = 0;
-    local->epoch = epoch;
+  const int slice_words = geometry.max_tokens_per_rank * geometry.top_k;
+  const int piece_words = kVectorsPerPiece * (kVectorBytes / 4) * cta.num_threads;
+  const int num_pieces = geometry.ep_size * ((slice_words + piece_words - 1) / piece_words);
+  for (int piece = shared.finisher; piece < num_pieces; piece += num_finishers(cta)) {
+    const int source = piece % geometry.ep_size;
+    const int filled = shared.counts[source] * geometry.top_k;
+    const int start = piece / geometry.ep_size * piece_words;
+    const int end = start + piece_words < slice_words ? start + piece_words : slice_words;
+    const int64_t slice = static_cast<int64_t>(source) * slice_words;
+    if (filled < end)
+      fill_minus_one(cta, ids, slice + (start < filled ? filled : start), slice + end);
   }
 }
 
 template <class Config>
 HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
-  const int top_k = top_k_of<Config>(args.geometry);
-  const int32_t* topk_ids = reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source);
-  int32_t* send_slots = reinterpret_cast<int32_t*>(args.send_slots);
+  plan_rows(args, cta, shared);
   uint32_t* send_counters = reinterpret_cast<uint32_t*>(
       region_of(args, args.geometry.ep_rank, args.control.send_counters));
   // Tokens, ids and the words the previous dispatch left all come from kernels before this one.
   if constexpr (Config::kPdl) pdl_wait();
-  // The next kernel waits for the whole of this one before it reads anything, so it may be set up now.
+  // Legal here: what the next kernel does before its own wait touches no memory of ours, and its
+  // wait is for the whole of this one. Legal even before our wait, as far as this project's kernels
+  // go; but a kernel of somebody else's behind this one may count on its predecessor's predecessor
+  // to be finished when it starts, and that holds only for a signal behind the wait. The next
+  // kernel's CTAs take no place from this one's: it starts when all CTAs of this one have run to
+  // here, so none is left to be placed, and those that spin below already have their places.
   if constexpr (Config::kPdl) pdl_launch_dependents();
+  // Read here and not at the end, where the last CTA has already written it (P2 orders the two).
+  if (cta.thread == 0) shared.epoch = load_word(&local_control(args)->epoch) + 1;
+  int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
-    route_token<Config>(cta, args.geometry, topk_ids + static_cast<int64_t>(token) * top_k,
-                        send_slots + static_cast<int64_t>(token) * top_k, send_counters,
-                        shared.route);
-    put_token<Config>(args, cta, shared.route, token);
-    cta.sync();  // the route is read until here; the next token overwrites it
+    // No barrier behind a token. A thread that is ahead writes the other route; to come back to this
+    // one it must pass the barrier inside the next token's route_token, and so must every thread
+    // that still reads this one.
+    TokenRoute& route = shared.routes[turn];
+    route_token<Config>(args, cta, token, send_counters, route);
+    put_token<Config>(args, cta, shared, route, token);
+    turn = 1 - turn;
   }
-  if (arrive(args, cta, shared)) finish_dispatch(args, cta, shared);
+  const int finisher = arrive(args, cta, shared);
+  if (finisher < 0) return;
+  const bool is_last = finisher == num_finishers(cta) - 1;
+  if (is_last) publish_round(args, cta, shared);
+  collect_counts(args, cta, is_last, shared);
+  cta.sync();  // counts of all peers in shared memory
+  mark_empty_slots(args, cta, shared);
 }
 
 }  // namespace moe_nvlink

@@ -7,13 +7,13 @@
 #pragma once
 
 #include <atomic>
-#include <barrier>
 #include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include "../include/moe_nvlink/platform.h"
+#include "barrier.h"
 
 namespace moe_nvlink::host {
 
@@ -21,7 +21,10 @@ class Grid {
  public:
   explicit Grid(int num_blocks) : num_blocks_(num_blocks < 1 ? 1 : num_blocks) {
     for (int block = 0; block < num_blocks_; ++block) {
-      barriers_.push_back(std::make_unique<std::barrier<>>(Cta::num_threads));
+      barriers_.push_back(std::make_unique<Barrier>(Cta::num_threads));
+    }
+    for (int warp = 0; warp * Cta::kWarpThreads < num_workers(); ++warp) {
+      warp_barriers_.push_back(std::make_unique<Barrier>(Cta::kWarpThreads));
     }
     for (int worker = 1; worker < num_workers(); ++worker) {
       workers_.emplace_back([this, worker] { work(worker); });
@@ -45,7 +48,8 @@ class Grid {
     std::vector<Shared> shared(static_cast<size_t>(num_blocks_));
     launch([&](int worker) {
       const int block = worker / Cta::num_threads;
-      body(Cta{block, num_blocks_, worker % Cta::num_threads, barriers_[block].get()},
+      body(Cta{block, num_blocks_, worker % Cta::num_threads, barriers_[block].get(),
+               warp_barriers_[worker / Cta::kWarpThreads].get()},
            shared[block]);
     });
   }
@@ -76,7 +80,8 @@ class Grid {
   }
 
   const int num_blocks_;
-  std::vector<std::unique_ptr<std::barrier<>>> barriers_;
+  std::vector<std::unique_ptr<Barrier>> barriers_;
+  std::vector<std::unique_ptr<Barrier>> warp_barriers_;
   std::vector<std::thread> workers_;
   std::atomic<unsigned> start_{0};
   std::atomic<int> running_{0};

@@ -27,7 +27,7 @@ constexpr int kBlocks = 2;
 constexpr int kExperts = 7;
 constexpr int kTopK = 4;
 constexpr int kHidden = 37;  // fp32: 148 bytes, one wide vector and a rest
-constexpr int kCapacity = 6;
+constexpr int kCapacity = 8;
 constexpr int kRounds = 40;
 constexpr int kExtraBytes = 131;
 constexpr int kSlots = kRanks * kCapacity;
@@ -212,11 +212,11 @@ struct Rank {
     }
   }
 
-  void combine(int count) {
+  void combine(int round, int count) {
     auto args = common<moe_nvlink::CombineArgs>(count);
     args.output = reinterpret_cast<uint64_t>(output.data());
     args.region = regions.combine;
-    args.hidden_splits = 1;
+    args.hidden_splits = 1 + static_cast<uint32_t>(round) % 3;
     moe_nvlink_combine(&args, &grid);
   }
 
@@ -245,7 +245,7 @@ struct Rank {
       make_tokens(random, round, count);
       dispatch(count);
       run_experts(round);
-      combine(count);
+      combine(round, count);
       check_output(count, round);
     }
     const auto* local =

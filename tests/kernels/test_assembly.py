@@ -10,7 +10,6 @@ import subprocess
 import pytest
 
 from moe_nvlink_plugin.jit import host, source
-from tests.kernels.delays import replace_once
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in {"x86_64", "AMD64"},
@@ -80,7 +79,8 @@ def test_combine_adds_with_vectors() -> None:
 
 def test_scalar_code_is_noticed() -> None:
     """Rows moved byte by byte, loops left as they are written."""
-    text = replace_once(source.host_source(), "put_range<kVectorBytes>(cta", "put_range<1>(cta")
+    text = source.host_source().replace("put_range<kVectorBytes, ", "put_range<1, ")
+    assert text != source.host_source()
     symbols = disassembly(
         text, (*host.FLAGS, "-O1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")
     )

@@ -41,30 +41,57 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
             "fetch_add_relaxed_gpu(&local_control(args)->arrivals",
         ),
     ),
-    # The barrier behind a CTA's last token does the same work as the one before its arrival.
-    "P2 barriers before the arrival": (
+    "P2 barrier before the arrival": (
         (
             "cta.sync(); if (cta.thread == 0) { // P2: release",
             "if (cta.thread == 0) { // P2: release",
         ),
-        (
-            "cta.sync(); // the route is read until here",
-            "if (token + cta.num_blocks < args.geometry.num_tokens) cta.sync(); //",
-        ),
     ),
-    "barrier between two tokens": (("cta.sync(); // the route is read until here", "//"),),
     "barrier behind the arrival": (
-        ("cta.sync(); return shared.is_last_cta != 0;", "return shared.is_last_cta != 0;"),
+        ("cta.sync(); return shared.finisher;", "return shared.finisher;"),
     ),
-    "barrier behind the counts": (("cta.sync(); // counts of all peers", "//"),),
-    "barrier behind the target ranks": (
+    "the epoch's reading before the arrival": (
         (
-            "cta.sync(); for (int k = cta.thread; k < top_k; k += cta.num_threads) {"
-            " const int target = route.target_ranks[k];",
-            "for (int k = cta.thread; k < top_k; k += cta.num_threads) {"
-            " const int target = route.target_ranks[k];",
+            "if (cta.thread == 0) shared.epoch = load_word(&local_control(args)->epoch) + 1;",
+            "",
+        ),
+        (
+            "const bool is_last = finisher == num_finishers(cta) - 1;",
+            "const bool is_last = finisher == num_finishers(cta) - 1;"
+            " if (cta.thread == 0) shared.epoch = load_word(&local_control(args)->epoch) + 1;"
+            " cta.sync();",
         ),
     ),
+    "waiting for the last CTA before publishing": (
+        (
+            "const bool is_last = finisher == num_finishers(cta) - 1;",
+            "const bool is_last = finisher == 0;",
+        ),
+    ),
+    "a finisher's own wait": (
+        (
+            "collect_counts(args, cta, is_last, shared);",
+            "if (is_last) collect_counts(args, cta, is_last, shared); else"
+            " for (int i = cta.thread; i < args.geometry.ep_size; i += cta.num_threads)"
+            " shared.counts[i] = load_word(reinterpret_cast<const int32_t*>(region_of(args,"
+            " args.geometry.ep_rank, args.control.recv_counts)) + i);",
+        ),
+    ),
+    "one writer of recv_counts": (
+        (
+            "if (is_last) store_word(&recv_counts",
+            "if (is_last || peer == 0) store_word(&recv_counts",
+        ),
+    ),
+    "barrier behind the sent rows": (("cta.sync(); // sent is whole", "//"),),
+    "barrier behind the counts": (("cta.sync(); // counts of all peers", "//"),),
+    "barrier behind the target ranks": (("cta.sync_warp(); // the targets", "//"),),
+    # Left in at a CTA's first token: addresses never written would crash the program before it is
+    # known for a race.
+    "barrier behind the route": (
+        ("cta.sync(); // the route is whole", "if (token < cta.num_blocks) cta.sync();"),
+    ),
+    "second route": (("shared.routes[turn]", "shared.routes[0]"),),
     "P3 release": (
         (
             "store_release_sys(cell_of(args, peer, args.control.combine_cells",
@@ -72,6 +99,8 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "P4 barrier": (("cta.sync(); return shared.faulted != 0;", "return shared.faulted != 0;"),),
+    "barrier between two items": (("cta.sync(); turn = 1 - turn;", "turn = 1 - turn;"),),
+    "second rows": (("row_bytes, shared.rows[1 - turn]);", "row_bytes, shared.rows[turn]);"),),
 }
 
 

@@ -67,7 +67,6 @@ struct LocalControl {
   uint64_t host_fault;       // address of a word the host reads without waiting, or 0; set once
   uint32_t epoch;            // of the last finished dispatch; combine uses it as it stands
   uint32_t arrivals;         // CTAs of the running dispatch that have put their tokens
-  uint32_t departures;       // finishers of the running dispatch that are done (dispatch.cu)
   uint32_t rows_put;         // by the last dispatch, for combine's counters
   uint32_t remote_rows_put;  // the part of them that went to other ranks
 };

@@ -87,43 +87,106 @@ MOE_NVLINK_HOST_ONLY(
       std::memcpy(target, &vector, Bytes);
     })
 
-// Moves [first, last) of one row, a multiple of Bytes long, to each target that is not null.
-template <int Bytes>
-HD void put_range(const Cta& cta, const char* source, char* const* targets, int num_targets,
-                  int first, int last) {
-  for (int offset = first + cta.thread * Bytes; offset < last; offset += cta.num_threads * Bytes) {
-    Vector<Bytes> vector;
-    load_vector(vector, source + offset);
+// One word of global memory. A plain `*address` of a computed address would be a generic access on
+// the GPU, which finds out at run time which memory it means.
+template <class Word>
+HD Word load_word(const Word* address) {
+  Vector<sizeof(Word)> vector;
+  load_vector(vector, reinterpret_cast<const char*>(address));
+  return *reinterpret_cast<const Word*>(&vector);
+}
+
+template <class Word>
+HD void store_word(Word* address, Word value) {
+  store_vector(reinterpret_cast<char*>(address),
+               *reinterpret_cast<const Vector<sizeof(Word)>*>(&value));
+}
+
+// Threads that have a part of a row to move: one per vector, or per byte of the rest where that is
+// more (host only: a device width divides the row). Shifts, for the GPU has no division.
+HD int lanes_for(int row_bytes, int vector_bytes) {
+  int whole = row_bytes;
+  for (int width = vector_bytes; width > 1; width >>= 1) whole >>= 1;
+  const int rest = row_bytes & (vector_bytes - 1);
+  return whole > rest ? whole : rest;
+}
+
+// Moves [first, last) of one row, a multiple of Bytes long, to each target that is not null. This
+// thread takes the vectors lane, lane + num_threads, ...
+template <int Bytes, int InFlight>
+HD void put_range(const Cta& cta, int lane, const char* source, char* const* targets,
+                  int num_targets, int first, int last) {
+  const int step = cta.num_threads * Bytes;
+  for (int offset = first + lane * Bytes; offset < last; offset += InFlight * step) {
+    // All loads before the first store. Behind the end of the row the first of them is repeated: a
+    // branch would make the loads wait for one another.
+    Vector<Bytes> vectors[InFlight];
     MOE_NVLINK_UNROLL
-    for (int i = 0; i < num_targets; ++i) {
-      if (targets[i] != nullptr) store_vector(targets[i] + offset, vector);
+    for (int i = 0; i < InFlight; ++i) {
+      const int place = offset + i * step;
+      load_vector(vectors[i], source + (place < last ? place : offset));
+    }
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < InFlight; ++i) {
+      const int place = offset + i * step;
+      if (place >= last) break;
+      MOE_NVLINK_UNROLL
+      for (int target = 0; target < num_targets; ++target) {
+        if (targets[target] != nullptr) store_vector(targets[target] + place, vectors[i]);
+      }
     }
   }
 }
 
-// All threads of the CTA move one row of any size to each target that is not null. `vector_bytes`
-// is what vector_bytes_for() said for source and targets.
-HD void put_row(const Cta& cta, const char* source, char* const* targets, int num_targets,
+// The CTA's threads move one row of any size to each target that is not null; `lane` numbers them
+// from 0 to num_threads - 1 in any order. `vector_bytes` is what vector_bytes_for() said.
+HD void put_row(const Cta& cta, int lane, const char* source, char* const* targets, int num_targets,
                 int row_bytes, int vector_bytes) {
-  const int whole = row_bytes - row_bytes % vector_bytes;
+  const int whole = row_bytes & ~(vector_bytes - 1);
   switch (vector_bytes) {
     case kVectorBytes:
-      put_range<kVectorBytes>(cta, source, targets, num_targets, 0, whole);
+      if (whole > cta.num_threads * kVectorBytes) {
+        put_range<kVectorBytes, kVectorsInFlight>(cta, lane, source, targets, num_targets, 0,
+                                                  whole);
+      } else {
+        put_range<kVectorBytes, 1>(cta, lane, source, targets, num_targets, 0, whole);
+      }
       break;
     case 8:
-      put_range<8>(cta, source, targets, num_targets, 0, whole);
+      put_range<8, 1>(cta, lane, source, targets, num_targets, 0, whole);
       break;
     case 4:
-      put_range<4>(cta, source, targets, num_targets, 0, whole);
+      put_range<4, 1>(cta, lane, source, targets, num_targets, 0, whole);
       break;
     case 2:
-      put_range<2>(cta, source, targets, num_targets, 0, whole);
+      put_range<2, 1>(cta, lane, source, targets, num_targets, 0, whole);
       break;
     default:
-      put_range<1>(cta, source, targets, num_targets, 0, whole);
+      put_range<1, 1>(cta, lane, source, targets, num_targets, 0, whole);
   }
-  // Only on the host is there a rest: a device width divides the row.
-  put_range<1>(cta, source, targets, num_targets, whole, row_bytes);
+  // Only on the host is there a rest.
+  put_range<1, 1>(cta, lane, source, targets, num_targets, whole, row_bytes);
+}
+
+// The CTA's threads write -1 into words [first, last); words[0] lies on a vector's boundary.
+HD void fill_minus_one(const Cta& cta, int32_t* words, int64_t first, int64_t last) {
+  constexpr int64_t kWide = kVectorBytes / 4;
+  const int64_t first_vector = (first + kWide - 1) / kWide;
+  const int64_t last_vector = last / kWide;
+  Vector<kVectorBytes> ones;
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < kWide; ++i) reinterpret_cast<int32_t*>(&ones)[i] = -1;
+  for (int64_t i = first_vector + cta.thread; i < last_vector; i += cta.num_threads) {
+    store_vector(reinterpret_cast<char*>(words + i * kWide), ones);
+  }
+  // What lies before the first whole vector and behind the last one; all of a short range.
+  const int64_t head_end = first_vector * kWide < last ? first_vector * kWide : last;
+  const int64_t tail_start = last_vector * kWide > head_end ? last_vector * kWide : head_end;
+  for (int64_t i = first + cta.thread; i < head_end; i += cta.num_threads)
+    store_word(words + i, -1);
+  for (int64_t i = tail_start + cta.thread; i < last; i += cta.num_threads) {
+    store_word(words + i, -1);
+  }
 }
 
 }  // namespace moe_nvlink

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "config.h"
+#include "copy.h"
 #include "memory_order.h"
 #include "platform.h"
 #include "workspace.h"
@@ -57,7 +58,7 @@ HD void report_fault(const Args& args, int code, int phase, int peer, uint32_t e
   LocalControl* local = local_control(args);
   const uint64_t fault = pack_fault(code, phase, peer, epoch);
   store_relaxed_sys(&local->fault, fault);
-  const uint64_t host_fault = local->host_fault;
+  const uint64_t host_fault = load_word(&local->host_fault);
   if (host_fault != 0) store_relaxed_sys(reinterpret_cast<uint64_t*>(host_fault), fault);
 }
 

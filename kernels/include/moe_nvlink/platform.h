@@ -27,6 +27,8 @@ namespace moe_nvlink {
 // Bytes one thread moves at a time: the widest load it has. A load must be aligned to its width.
 constexpr int kVectorBytes = 16;
 constexpr bool kAlignedVectorsOnly = true;
+// Loads a thread has in flight while it copies a long row.
+constexpr int kVectorsInFlight = 4;
 // Combine adds -0.0 for an absent row: a branch would keep its loads from flying together.
 constexpr bool kSkipAbsentRows = false;
 
@@ -38,6 +40,9 @@ struct Cta {
   int num_threads;
   // Every access of this CTA's threads before it happens before every access after it.
   HD void sync() const { __syncthreads(); }
+  // The same among the threads of a warp, of which the first kWarpThreads of a CTA are one.
+  static constexpr int kWarpThreads = 32;
+  HD void sync_warp() const { __syncwarp(); }
 };
 
 HD Cta this_cta() {
@@ -81,9 +86,10 @@ HD void pdl_launch_dependents() {
 #include <time.h>
 
 #include <atomic>
-#include <barrier>
 #include <cstdint>
 #include <cstring>
+
+#include "../../host/barrier.h"
 
 #define HD inline
 #define MOE_NVLINK_DEVICE_ONLY(...)
@@ -101,6 +107,8 @@ namespace moe_nvlink {
 // memcpy, so nothing needs to be aligned.
 constexpr int kVectorBytes = 128;
 constexpr bool kAlignedVectorsOnly = false;
+// The processor looks ahead by itself.
+constexpr int kVectorsInFlight = 1;
 // The arithmetic is what combine's time goes into here, so absent rows take no part in it.
 constexpr bool kSkipAbsentRows = true;
 
@@ -108,10 +116,16 @@ struct Cta {
   int block;
   int num_blocks;
   int thread;
-  std::barrier<>* barrier;
+  host::Barrier* barrier;
+  host::Barrier* warp_barrier;  // of this thread's warp
   static constexpr int num_threads = MOE_NVLINK_CTA_THREADS;
   void sync() const {
     if constexpr (num_threads > 1) barrier->arrive_and_wait();
+  }
+  // Two warps, so that threads outside the first one exist for the thread sanitizer.
+  static constexpr int kWarpThreads = num_threads > 1 ? num_threads / 2 : 1;
+  void sync_warp() const {
+    if constexpr (kWarpThreads > 1) warp_barrier->arrive_and_wait();
   }
 };
 

@@ -2,8 +2,10 @@
 #pragma once
 
 #include "args.h"
+#include "copy.h"
 #include "memory_order.h"
 #include "platform.h"
+#include "workspace.h"
 
 namespace moe_nvlink {
 
@@ -18,11 +20,12 @@ HD int target_rank_of(int expert, const Geometry& geometry) {
   return num_larger + (expert - first_of_smaller) / fewest;
 }
 
-// Routing of the token a CTA works on; in shared memory on the GPU.
+// Where the rows of the token a CTA works on go; in shared memory on the GPU.
 struct TokenRoute {
   int32_t ids[kMaxTopK];           // as they travel: what is no expert has become -1
   int32_t target_ranks[kMaxTopK];  // owner of each id, or kNoSlot
-  int32_t slots[kMaxTopK];         // row in the targets' buffers [ep_size * capacity], or kNoSlot
+  int32_t rows[kMaxTopK];          // row in the target's buffers, or kNoSlot
+  uint64_t windows[kMaxTopK];      // address of the target's workspace; where there is a row
 };
 
 template <class Config>
@@ -30,35 +33,54 @@ HD int top_k_of(const Geometry& geometry) {
   return Config::kTopK > 0 ? Config::kTopK : geometry.top_k;
 }
 
-// Fills `route` and writes the token's row of send_slots. Collective over the CTA; `route` may be
-// read by all threads afterwards. A slot is a position in my own slice at the target, so no other
-// rank takes part in choosing it.
-template <class Config>
-HD void route_token(const Cta& cta, const Geometry& geometry, const int32_t* topk_ids,
-                    int32_t* send_slots, uint32_t* send_counters, TokenRoute& route) {
+// The first warp's part of route_token: it has a thread for every k, so that only its 32 threads
+// need to wait for one another.
+template <class Config, class Args>
+HD void route_in_warp(const Args& args, const Cta& cta, int token, uint32_t* send_counters,
+                      TokenRoute& route) {
+  const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
-  for (int k = cta.thread; k < top_k; k += cta.num_threads) {
-    const int target = target_rank_of(topk_ids[k], geometry);
+  const int64_t first = static_cast<int64_t>(token) * top_k;
+  const int32_t* topk_ids =
+      reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source) + first;
+  int32_t* send_slots = reinterpret_cast<int32_t*>(args.send_slots) + first;
+  for (int k = cta.thread; k < top_k; k += Cta::kWarpThreads) {
+    const int32_t id = load_word(topk_ids + k);
+    const int target = target_rank_of(id, geometry);
     route.target_ranks[k] = target;
-    route.ids[k] = target == kNoSlot ? -1 : topk_ids[k];
+    route.ids[k] = target == kNoSlot ? -1 : id;
   }
-  cta.sync();
-  for (int k = cta.thread; k < top_k; k += cta.num_threads) {
+  cta.sync_warp();  // the targets of all k
+  for (int k = cta.thread; k < top_k; k += Cta::kWarpThreads) {
     const int target = route.target_ranks[k];
     bool takes_slot = target != kNoSlot;
     for (int earlier = 0; earlier < k; ++earlier) {
       takes_slot = takes_slot && route.target_ranks[earlier] != target;
     }
+    int row = kNoSlot;
     int slot = kNoSlot;
     if (takes_slot) {
       // Relaxed: it only hands out numbers. The last CTA reads the total after P2.
-      const uint32_t row = fetch_add_relaxed_gpu(&send_counters[target], 1);
-      slot = target * geometry.max_tokens_per_rank + static_cast<int>(row);
+      const int place = static_cast<int>(fetch_add_relaxed_gpu(&send_counters[target], 1));
+      row = geometry.ep_rank * geometry.max_tokens_per_rank + place;
+      slot = target * geometry.max_tokens_per_rank + place;
+      route.windows[k] = window_of(args, target);
     }
-    route.slots[k] = slot;
-    send_slots[k] = slot;
+    route.rows[k] = row;
+    store_word(send_slots + k, slot);
   }
-  cta.sync();
+}
+
+// Fills `route` and writes the token's row of send_slots. Collective over the CTA; `route` may be
+// read by all threads afterwards. A slot is a position in my own slice at the target, so no other
+// rank takes part in choosing it.
+template <class Config, class Args>
+HD void route_token(const Args& args, const Cta& cta, int token, uint32_t* send_counters,
+                    TokenRoute& route) {
+  if (cta.thread < Cta::kWarpThreads) {
+    route_in_warp<Config>(args, cta, token, send_counters, route);
+  }
+  cta.sync();  // the route is whole
 }
 
 }  // namespace moe_nvlink

@@ -2,14 +2,21 @@
 #pragma once
 
 #include "args.h"
+#include "copy.h"
 #include "platform.h"
 
 namespace moe_nvlink {
 
-// The region's first byte in `rank`'s workspace. Args is DispatchArgs or CombineArgs.
+// Address of `rank`'s workspace. Args is DispatchArgs or CombineArgs.
+template <class Args>
+HD uint64_t window_of(const Args& args, int rank) {
+  return args.window_base + static_cast<uint64_t>(rank) * args.rank_stride;
+}
+
+// The region's first byte in `rank`'s workspace.
 template <class Args>
 HD char* region_of(const Args& args, int rank, uint32_t region) {
-  return reinterpret_cast<char*>(args.window_base + static_cast<uint64_t>(rank) * args.rank_stride +
+  return reinterpret_cast<char*>(window_of(args, rank) +
                                  static_cast<uint64_t>(region) * kRegionAlignment);
 }
 
@@ -23,6 +30,11 @@ template <class Args>
 HD ExchangeCounters* exchange_counters(const Args& args) {
   return reinterpret_cast<ExchangeCounters*>(
       region_of(args, args.geometry.ep_rank, args.control.counters));
+}
+
+// One thread of a launch.
+HD void add_to_total(uint64_t* total, uint64_t value) {
+  store_word(total, load_word(total) + value);
 }
 
 // Cell that `source` writes in `owner`'s workspace.
