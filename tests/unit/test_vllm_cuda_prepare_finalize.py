@@ -81,7 +81,7 @@ def _dense(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> to
     return (chosen * torch.where(ids < 0, 0.0, weights).unsqueeze(-1)).sum(1)
 
 
-class Experts(mk.FusedMoEExpertsModular):
+class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     """Experts of one rank as vLLM's for CUDA are: global ids, expert_map, all rows of the buffer.
 
     left_open: what they leave to finalize; with NoOP they weight and sum themselves. Rows without a
@@ -314,17 +314,15 @@ def test_nothing_is_copied(layer: Layer) -> None:
 
 def _handed_out(group: Any) -> None:
     layer = Layer(group)
-    received = Dispatched(*[None] * 7)
-    taken: list[Dispatched] = [received]
+    exchange, taken = layer.exchanges[-1], list[Dispatched]()
 
     def spied(*arguments: Any) -> Dispatched:
-        taken[0] = layer.exchanges[-1].__class__.dispatch(layer.exchanges[-1], *arguments)
+        taken.append(MoeAllToAll.dispatch(exchange, *arguments))
         return taken[0]
 
-    layer.exchanges[-1].dispatch = spied  # type: ignore[method-assign,assignment]
+    exchange.dispatch = spied  # type: ignore[method-assign,assignment]
     layer(*_work(3 + group.rank, group.rank))
-    (call,) = layer.experts.calls
-    received = taken[0]
+    (call,), (received,) = layer.experts.calls, taken
     first, end = layer.subject._first, layer.subject._end
     mine = (received.topk_ids >= first) & (received.topk_ids < end)
     assert bool(mine.any())
@@ -443,10 +441,10 @@ def test_a_small_batch_takes_a_small_part_of_the_buffer(in_context: Callable[...
 
 def test_without_sizes_the_whole_buffer_is_handed_out(in_context: Callable[..., None]) -> None:
     layer = _on_one_rank(capacities=(2, CAPACITY))
-    for enter in (lambda: None, in_context):
-        enter()
-        layer(*_work(1, 0))
-        assert layer.experts.calls[-1].hidden_states.shape[0] == CAPACITY
+    layer(*_work(1, 0))
+    in_context()
+    layer(*_work(1, 0))
+    assert [call.hidden_states.shape[0] for call in layer.experts.calls] == [CAPACITY] * 2
     layer.close()
 
 

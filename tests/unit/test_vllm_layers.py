@@ -50,6 +50,26 @@ def not_asked():
 
 
 @scenario
+def communicators():
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from moe_nvlink_plugin.integration.vllm import cuda_communicator, platform
+
+    def init(self, *args, **kwargs):
+        self.given = [*args, *kwargs]
+
+    CudaCommunicator.__init__ = init
+    torch.cuda.current_device = lambda: 3
+    cuda_communicator.attach = lambda self, device: self.given.append(str(device))
+    ours = [
+        resolve_obj_by_qualname(f"{platform.__package__}.{name}")
+        for name in platform._COMMUNICATORS.values()
+    ]
+    made = ours[-1]("group", unique_name="ep")
+    return [[cls.__mro__[1].__name__ for cls in ours], made.given]
+
+
+@scenario
 def replaced():
     layers.put_in_place()
     layers.put_in_place()
@@ -144,6 +164,12 @@ def results() -> dict[str, list[Any]]:
 
 def test_a_communicator_that_was_not_asked_keeps_its_manager(results: dict[str, list[str]]) -> None:
     assert results["not_asked"] == ["theirs", []]
+
+
+def test_each_platform_has_its_communicator(results: dict[str, list[Any]]) -> None:
+    bases, given = results["communicators"]
+    assert bases == ["CpuCommunicator", "CpuCommunicator", "CudaCommunicator"]
+    assert given == ["group", "unique_name", "cuda:3"]
 
 
 def test_both_classes_are_replaced_once(results: dict[str, list[str]]) -> None:

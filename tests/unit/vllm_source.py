@@ -1,0 +1,227 @@
+"""Reads vLLM's source, of an installed copy or of a downloaded wheel, without importing it.
+
+A name is looked for where vLLM's own `import` would find it: in the module, through its imports
+from other modules of vLLM, under `if TYPE_CHECKING:`, `try:` and the like, and in base classes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_nvlink_plugin.integration.vllm.compat import Fields, Touched, minor
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Found(NamedTuple):
+    """A definition, and the module it stands in."""
+
+    module: str
+    node: ast.AST
+
+
+class Source:
+    """The package `vllm` under a folder that would be on sys.path, and the version it states."""
+
+    def __init__(self, folder: Path, version: str) -> None:
+        self.folder = folder
+        self.version = version
+        self._parse = functools.cache(self._parse_uncached)
+
+    # Modules and names.
+
+    def path(self, module: str) -> Path | None:
+        base = self.folder.joinpath(*module.split("."))
+        for path in (base / "__init__.py", base.with_suffix(".py")):
+            if path.is_file():
+                return path
+        return None
+
+    def _parse_uncached(self, module: str) -> ast.Module | None:
+        path = self.path(module)
+        return None if path is None else ast.parse(path.read_text(encoding="utf-8"))
+
+    def find(self, module: str, name: str) -> Found | None:
+        """A dotted name in a module: a function, class, assignment, or a module itself."""
+        first, _, rest = name.partition(".")
+        found = self._in_module(module, first)
+        if found is None or not rest:
+            return found
+        if isinstance(found.node, ast.Module):
+            return self.find(found.module, rest)
+        return self._in_class(found, rest)
+
+    def _in_module(self, module: str, name: str) -> Found | None:
+        tree = self._parse(module)
+        if tree is None:
+            return None
+        for node in _statements(tree.body):
+            if isinstance(node, ast.ImportFrom):
+                found = self._imported(module, node, name)
+                if found is not None:
+                    return found
+            elif name in _names_bound_by(node):
+                return Found(module, node)
+        inner = self._parse(f"{module}.{name}")
+        return None if inner is None else Found(f"{module}.{name}", inner)
+
+    def _imported(self, module: str, node: ast.ImportFrom, name: str) -> Found | None:
+        for alias in node.names:
+            if alias.name == "*" or (alias.asname or alias.name) == name:
+                origin = self._origin(module, node)
+                wanted = name if alias.name == "*" else alias.name
+                # A package that imports its own submodules by name: those are found as files.
+                if origin != module and origin.split(".")[0] == "vllm":
+                    found = self.find(origin, wanted)
+                    if found is not None:
+                        return found
+        return None
+
+    def _origin(self, module: str, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        path = self.path(module)
+        is_package = path is not None and path.name == "__init__.py"
+        parts = module.split(".")
+        kept = parts[: len(parts) - node.level + is_package]
+        return ".".join([*kept, *([node.module] if node.module else [])])
+
+    # Classes.
+
+    def _in_class(self, owner: Found, name: str) -> Found | None:
+        """A member of a class or of one of its bases inside vLLM."""
+        for cls in self._line_of(owner):
+            assert isinstance(cls.node, ast.ClassDef)
+            for node in _statements(cls.node.body):
+                if name in _names_bound_by(node):
+                    return Found(cls.module, node)
+        return None
+
+    def _line_of(self, owner: Found) -> Iterator[Found]:
+        if not isinstance(owner.node, ast.ClassDef):
+            return
+        yield owner
+        for base in owner.node.bases:
+            found = self._resolve(owner.module, ast.unparse(base).partition("[")[0])
+            if found is not None:
+                yield from self._line_of(found)
+
+    def _resolve(self, module: str, dotted: str) -> Found | None:
+        """A base class as it is written: `Name`, or `mk.Name` behind `import ... as mk`."""
+        first, _, rest = dotted.partition(".")
+        for node in ast.walk(self._parse(module) or ast.Module([], [])):
+            if isinstance(node, ast.Import) and rest:
+                for alias in node.names:
+                    if alias.asname == first:
+                        return self.find(alias.name, rest)
+        return self.find(module, dotted)
+
+    def has_attribute(self, module: str, owner: str, name: str) -> bool:
+        """Whether a class defines an attribute: in its body, or on self in one of its methods."""
+        cls = self.find(module, owner)
+        if cls is None:
+            return False
+        if self._in_class(cls, name) is not None:
+            return True
+        return any(name in _set_on_self(line.node) for line in self._line_of(cls))
+
+    # What we touch.
+
+    def complaints(self, touched: Touched) -> str:
+        """Why this vLLM does not have the name as we touch it; empty where it does."""
+        if touched.since and _number(self.version) < _number(touched.since):
+            return ""
+        where = f"{touched.module}.{touched.name}"
+        found = self.find(touched.module, touched.name)
+        if found is None:
+            return f"{where} is gone"
+        if touched.parameters is None:
+            return ""
+        if not isinstance(found.node, Function):
+            return f"{where} is no function any more"
+        names, optional, takes_more = _parameters(found.node)
+        if touched.kind in ("hook", "subclass"):
+            fits = tuple(names) == touched.parameters and not takes_more
+        else:
+            others = [name for name in names if name not in touched.parameters]
+            known = takes_more or set(touched.parameters) <= set(names)
+            fits = known and set(others) <= optional
+        return "" if fits else f"{where} takes {names}, we know {list(touched.parameters)}"
+
+    def missing_fields(self, fields: Fields) -> list[str]:
+        """The attributes among `fields` that the class does not have."""
+        if fields.since and _number(self.version) < _number(fields.since):
+            return []
+        return [
+            f"{fields.module}.{fields.owner}.{name}"
+            for name in fields.names
+            if not self.has_attribute(fields.module, fields.owner, name)
+        ]
+
+    def registers_op(self, module: str, name: str) -> bool:
+        """Whether the module registers a torch op of that name."""
+        return any(
+            isinstance(node, ast.keyword)
+            and node.arg == "op_name"
+            and isinstance(node.value, ast.Constant)
+            and node.value.value == name
+            for node in ast.walk(self._parse(module) or ast.Module([], []))
+        )
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in minor(version).split("."))
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module or class, those inside if, try and with included."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _statements(handler.body)
+
+
+def _names_bound_by(node: ast.AST) -> set[str]:
+    if isinstance(node, Function | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import):
+        return {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _set_on_self(cls: ast.AST) -> set[str]:
+    """Attributes that methods of a class assign to self."""
+    return {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def _parameters(function: Function) -> tuple[list[str], set[str], bool]:
+    """Names without self and cls; those with a default; whether *args and **kwargs take more."""
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    names = [argument.arg for argument in [*positional, *arguments.kwonlyargs]]
+    with_default = positional[len(positional) - len(arguments.defaults) :]
+    optional = {argument.arg for argument in with_default}
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if default is not None:
+            optional.add(argument.arg)
+    takes_more = arguments.vararg is not None and arguments.kwarg is not None
+    return [name for name in names if name not in ("self", "cls")], optional, takes_more
