@@ -58,6 +58,10 @@ def _software(found: Facts) -> list[str]:
         f"{_PLAIN}{entry.group}: {entry.name} of {entry.distribution}"
         for entry in software.entry_points
     ]
+    if sum(entry.group == "vllm.platform_plugins" for entry in software.entry_points) > 1:
+        lines.append(f"{_PLAIN}vLLM takes one platform plugin: VLLM_PLUGINS chooses")
+    if software.plugin_error:
+        lines.append(f"{_NO}{software.plugin_error}")
     transports = [
         f"{name} ({'GPU' if gpu else 'CPU'})" for name, gpu in software.transports.items()
     ]
@@ -73,15 +77,18 @@ def _cpu(found: Facts) -> list[str]:
     ]
 
 
-def _gpu(found: Facts) -> list[str]:
+def _driver(found: Facts) -> list[str]:
     gpus = found.gpus
     if gpus.unavailable:
-        return [f"{_NO}driver: {gpus.unavailable}", *_imex(found)]
+        return [f"{_NO}{gpus.unavailable}", *_imex(found)]
     release = f", release {gpus.driver_release}" if gpus.driver_release else ""
-    lines = [f"{_OK}driver: serves CUDA {gpus.cuda_version}{release}"]
-    for device in gpus.devices:
-        lines += _device(device)
-    return [*lines, *_matrix(gpus.devices), *_imex(found)]
+    line = f"{_OK}serves CUDA {gpus.cuda_version}{release}, {len(gpus.devices)} GPUs visible"
+    return [line, *_matrix(gpus.devices), *_imex(found)]
+
+
+def _gpus(found: Facts) -> list[str]:
+    lines = [line for device in found.own_devices() for line in _device(device)]
+    return lines or [f"{_PLAIN}none"]
 
 
 def _device(device: GpuDevice) -> list[str]:
@@ -159,7 +166,8 @@ def _environment(found: Facts) -> list[str]:
 _SECTIONS: dict[str, Callable[[Facts], list[str]]] = {
     "software": _software,
     "CPU": _cpu,
-    "GPU": _gpu,
+    "CUDA driver": _driver,
+    "GPU": _gpus,
     "kernels for GPUs": _kernels,
     "environment": _environment,
 }

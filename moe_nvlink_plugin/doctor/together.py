@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import sys
 
@@ -24,13 +25,14 @@ def main(*, as_json: bool = False) -> int:
     try:
         ranks = gather(mine)
     except PeerError as error:
-        ranks, lost = [mine], str(error)
-    verdicts = (judge_gpu_ranks(ranks), judge_cpu_ranks(ranks))
-    if lost or not mine.rank:
-        print((report.as_json if as_json else report.as_text)(ranks, verdicts), flush=True)
+        ranks, lost = [mine], f"rank {mine.rank} speaks for itself only: {error}"
+    verdicts = [judge_gpu_ranks(ranks), judge_cpu_ranks(ranks)]
     if lost:
-        print(f"rank {mine.rank} speaks for itself only: {lost}", file=sys.stderr)
-        return 1
+        verdicts = [dataclasses.replace(v, reasons=(lost, *v.reasons)) for v in verdicts]
+    if not mine.rank:
+        print((report.as_json if as_json else report.as_text)(ranks, verdicts), flush=True)
+    elif lost:  # rank 0 may be the one that is missing
+        print("\n".join(map(str, verdicts)), file=sys.stderr, flush=True)
     return 0 if any(verdict.works for verdict in verdicts) else 1
 
 

@@ -13,6 +13,8 @@ from .inquiry import Facts
 
 #: Cubins of NVRTC 13 load on drivers of the same major version and on newer ones.
 OLDEST_CUDA = (13, 0)
+#: What cuInit says on a machine with NVSwitch until its fabric manager runs.
+_NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY"
 _ELSEWHERE = "use another all-to-all backend"
 
 
@@ -112,7 +114,8 @@ def _cpu_reasons(found: Facts) -> list[str]:
 
 def _gpu_reasons(found: Facts) -> list[str]:
     if found.gpus.unavailable:
-        return [found.gpus.unavailable]
+        hint = "; start nvidia-fabricmanager" if _NOT_READY in found.gpus.unavailable else ""
+        return [found.gpus.unavailable + hint]
     reasons = [*found.bad_variables, *_software_reasons(found)]
     own = found.own_devices()
     if not own:

@@ -1,0 +1,600 @@
+"""moe-nvlink doctor: the truth on a machine without a GPU, and against the fake driver.
+
+What a driver answers comes from tests/fake_cuda in a child process, as in real use; software is
+written down here, for no test environment has torch's CUDA build.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_nvlink_plugin import cli, doctor, driver, env
+from moe_nvlink_plugin.doctor import gpu, inquiry, report, together
+from moe_nvlink_plugin.doctor.gpu import Fabric, Gpus, Peer, Trial
+from moe_nvlink_plugin.doctor.inquiry import EntryPoint, Facts, Found
+from moe_nvlink_plugin.doctor.verdict import Verdict, numbered
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.jit import host
+from tests import fake_cuda
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).resolve().parents[2]
+Fake = Callable[..., Gpus]
+_answers: dict[object, Gpus] = {}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    return fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
+
+
+@pytest.fixture
+def fake(library: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """probe() on a machine with the fake driver, set up by keywords of fake_cuda.environment."""
+
+    def ask(local_rank: int | None = None, **options: Any) -> Gpus:
+        variables = fake_cuda.environment(library, **options)
+        key = (local_rank, *sorted(variables.items()))
+        if key not in _answers:
+            with monkeypatch.context() as patch:
+                for name, value in variables.items():
+                    patch.setenv(name, value)
+                _answers[key] = gpu.probe(local_rank, time_limit_s=60)
+        return _answers[key]
+
+    return ask
+
+
+def good(gpus: Gpus, **changes: Any) -> Facts:
+    """A machine where all but the GPUs is as it should be."""
+    names = {device.architecture for device in gpus.devices if device.architecture}
+    found = Facts(
+        rank=None,
+        world_size=None,
+        local_rank=None,
+        host="alpha",
+        host_id="1",
+        software=inquiry.Software(
+            plugin="1.0",
+            python="3.12.0",
+            kernel_text="abc",
+            torch_cuda="13.0",
+            torch_error="",
+            distributions={"torch": "2.13.0"},
+            entry_points=(),
+            transports={"host": False, "nvlink": True},
+            plugin_error="",
+        ),
+        cache=Found("/cache"),
+        cpu=inquiry.Cpu(Found("g++"), Found("loaded"), Found("1 GiB"), "1:1"),
+        gpus=gpus,
+        kernels=inquiry.Kernels(Found("13.0"), {name: Found("in the cache") for name in names}),
+        variables=dict.fromkeys(env.VARIABLES),
+        bad_variables=(),
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def judge(gpus: Gpus, **changes: Any) -> Verdict:
+    return doctor.judge_gpu_ranks([good(gpus, **changes)])
+
+
+# ---- what a driver may answer
+
+
+def test_two_good_gpus(fake: Fake) -> None:
+    gpus = fake(devices=2)
+    assert (gpus.unavailable, gpus.cuda_version, len(gpus.devices)) == ("", "13.0", 2)
+    first, second = gpus.devices
+    assert (first.architecture, first.capability, first.uuid != second.uuid) == (
+        "sm_90a",
+        "9.0",
+        True,
+    )
+    assert first.peers == (Peer(index=1, access=True, native_atomics=True, performance_rank=1),)
+    assert first.posix_fd == second.posix_fd == Trial(True, True, "")
+    assert first.fabric_handle == Trial(False)
+    verdict = judge(gpus)
+    assert str(verdict) == "GPU ranks: will work: 2 GPUs (Fake GPU, sm_90a)"
+
+
+def test_one_gpu(fake: Fake) -> None:
+    assert str(judge(fake(devices=1))) == "GPU ranks: will work: 1 GPU (Fake GPU, sm_90a)"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"mig": 1}, r"GPUs 0-1: Fake GPU MIG 1g.10gb is a MIG slice.*nvidia-smi -mig 0"),
+        ({"p2p": 0}, r"no peer access between GPUs 0-1; .*nvidia-smi topo -p2p r.*another all-to"),
+        ({"driver": 12040}, r"the driver serves CUDA 12\.4, .* need 13\.0; install driver 580"),
+        ({"capability": "8.0"}, r"GPUs 0-1: .*capability 8\.0, .*9\.0, 10\.0.*use another"),
+        ({"vmm": 0}, r"no virtual memory management.*use another"),
+        ({"devices": 0}, r"does not start \(CUDA_ERROR_NO_DEVICE\).*CUDA_VISIBLE_DEVICES"),
+        ({"fail": "cuInit:1:CUDA_ERROR_SYSTEM_NOT_READY"}, r"start nvidia-fabricmanager"),
+    ],
+)
+def test_what_will_not_work(fake: Fake, options: dict[str, Any], expected: str) -> None:
+    verdict = judge(fake(**{"devices": 2, **options}))
+    assert not verdict.works
+    line = str(verdict)
+    assert line.startswith("GPU ranks: will not work: ")
+    assert "\n" not in line
+    assert re.search(expected, line), line
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cuMemGetAllocationGranularity", "cuMemCreate", "cuMemExportToShareableHandle"]
+    + ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+    + ["cuDevicePrimaryCtxRetain"],
+)
+def test_a_handle_that_fails_at_any_step(fake: Fake, call: str) -> None:
+    gpus = fake(devices=1, fail=f"{call}:1:CUDA_ERROR_NOT_PERMITTED")
+    trial = gpus.devices[0].posix_fd
+    assert (trial.tried, trial.works) == (True, False)
+    assert trial.error == f"{call}: CUDA_ERROR_NOT_PERMITTED"
+    assert f"GPU 0: its memory cannot be shared ({trial.error})" in str(judge(gpus))
+
+
+@pytest.mark.parametrize("call", ["", "cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess"])
+def test_nothing_stays_behind(library: Path, call: str) -> None:
+    """All that a trial has made is given back, also when it fails in the middle."""
+    options: dict[str, Any] = {"fail": f"{call}:1:CUDA_ERROR_UNKNOWN"} if call else {}
+    code = (
+        "from moe_nvlink_plugin.doctor import gpu; from tests.fake_cuda import control;"
+        "import os; before = len(os.listdir('/proc/self/fd'));"
+        "device, = gpu._gather(None).devices; print(device.posix_fd, device.fabric_handle);"
+        "assert device.posix_fd.tried and device.fabric_handle.tried;"
+        "assert not any(control().live().values()), control().live();"
+        "assert len(os.listdir('/proc/self/fd')) == before"
+    )
+    variables = fake_cuda.environment(library, devices=1, fabric=1, **options)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **variables},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("CUDA_ERROR_UNKNOWN" in done.stdout) == bool(call)
+
+
+def test_fabric(fake: Fake) -> None:
+    assert fake(devices=1, fabric=1).devices[0].fabric_handle == Trial(True, True, "")
+    # Promised by the attribute, refused without an IMEX channel: still fine inside one host.
+    gpus = fake(devices=1, fabric="broken")
+    trial = gpus.devices[0].fabric_handle
+    assert (trial.supported, trial.works) == (True, False)
+    assert trial.error.endswith("CUDA_ERROR_NOT_PERMITTED")
+    assert judge(gpus).works
+
+
+def test_pcie_peers_are_named_as_slow(fake: Fake) -> None:
+    verdict = judge(fake(devices=2, atomics=0))
+    assert verdict.works
+    assert "GPUs 0-1 have peer access without NVLink, which is slow" in str(verdict)
+
+
+def test_a_question_that_fails(fake: Fake) -> None:
+    gpus = fake(devices=2, fail="cuDeviceTotalMem:2:CUDA_ERROR_ECC_UNCORRECTABLE")
+    assert not gpus.devices[0].error
+    assert gpus.devices[1].error == "cuDeviceTotalMem: CUDA_ERROR_ECC_UNCORRECTABLE"
+    verdict = judge(gpus)
+    assert verdict.works  # on the other one
+    assert "GPU 1: cuDeviceTotalMem" in str(verdict)
+    assert "CUDA_VISIBLE_DEVICES hides" in str(verdict)
+
+
+def test_a_rank_tries_its_own_gpu_only(fake: Fake) -> None:
+    gpus = fake(local_rank=1, devices=3)
+    assert [device.tried for device in gpus.devices] == [False, True, False]
+    found = good(gpus, rank=1, world_size=3, local_rank=1)
+    assert [device.index for device in found.own_devices()] == [1]
+    # Where a launcher shows each rank one GPU it is that one.
+    gpus = fake(local_rank=1, devices=1)
+    assert [device.tried for device in gpus.devices] == [True]
+    assert len(good(gpus, rank=1, world_size=3, local_rank=1).own_devices()) == 1
+
+
+def test_more_ranks_than_gpus(fake: Fake) -> None:
+    gpus = fake(local_rank=2, devices=2)
+    verdict = judge(gpus, rank=2, world_size=3, local_rank=2)
+    assert "LOCAL_RANK=2 and this process sees 2 GPUs; start no more ranks" in str(verdict)
+
+
+# ---- drivers that are not there, hang or crash
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    if driver.unavailable() is None:
+        pytest.skip("this machine has a driver")
+    verdict = judge(gpu.probe())
+    assert "no CUDA driver" in str(verdict) or "cuda-bindings" in str(verdict)
+
+
+def test_a_file_that_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libcuda.so.1").write_text("not ELF")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert "no CUDA driver (" in gpu.probe().unavailable
+
+
+def test_a_driver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "pid"
+    text = (
+        "#include <cstdio>\n#include <unistd.h>\n"
+        f'extern "C" int cuInit(unsigned) {{ FILE* f = fopen("{mark}", "w");'
+        ' fprintf(f, "%d", getpid()); fclose(f); for (;;) sleep(1000); }'
+        'extern "C" int cuGetProcAddress_v2(const char* name, void** out, int, unsigned long long,'
+        " int*) { *out = (void*)cuInit; return 0; }"
+    )
+    host.compile_text(text, tmp_path / "libcuda.so.1", ("-shared", "-fPIC"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    start = time.monotonic()
+    verdict = judge(gpu.probe(time_limit_s=3))
+    assert time.monotonic() - start < 60
+    assert "did not answer within 3 s; see whether nvidia-smi answers" in str(verdict)
+    assert mark.exists(), "the child never got as far as the driver"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), signal.SIGKILL)
+
+
+def test_a_driver_that_crashes(fake: Fake) -> None:
+    gpus = fake(devices=1, fail="cuMemCreate:1:KILL")
+    assert gpus.unavailable == "asking the CUDA driver ended with status -9: no message"
+
+
+def test_this_process_stays_free_of_the_driver(library: Path) -> None:
+    code = (
+        "from moe_nvlink_plugin.doctor import gpu; assert gpu.probe().devices;"
+        "raise SystemExit('libcuda.so' in open('/proc/self/maps').read())"
+    )
+    variables = {**os.environ, **fake_cuda.environment(library, devices=1)}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, check=False, timeout=60)
+    assert done.returncode == 0
+
+
+# ---- software and kernels
+
+
+def change(found: Facts, **changes: Any) -> Facts:
+    return dataclasses.replace(found, software=dataclasses.replace(found.software, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"torch_cuda": ""}, "torch 2.13.0 is a build without CUDA; install torch's CUDA build"),
+        ({"torch_error": "OSError: libfoo"}, "torch cannot be imported (OSError: libfoo)"),
+        ({"transports": {"host": False}}, "no transport that serves GPUs"),
+        ({"plugin_error": "a plugin fails"}, "a plugin fails"),
+    ],
+)
+def test_software(fake: Fake, changes: dict[str, Any], expected: str) -> None:
+    verdict = doctor.judge_gpu_ranks([change(good(fake(devices=1)), **changes)])
+    assert expected in str(verdict)
+    assert not verdict.works
+
+
+def test_kernels_that_cannot_be_had(fake: Fake) -> None:
+    log = "NVRTC 13.0 failed for sm_90a:\nits log\nmore"
+    kernels = inquiry.Kernels(Found("13.0"), {"sm_90a": Found(error=log)})
+    found = good(fake(devices=1), kernels=kernels)
+    line = str(doctor.judge_gpu_ranks([found]))
+    assert line == "GPU ranks: will not work: NVRTC 13.0 failed for sm_90a: its log more"
+    assert log in report.as_text([found], [])
+
+
+def test_needed_architectures_are_compiled(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
+    gpus = fake(devices=1, capability="10.0")
+    assert inquiry._kernels(gpus).architectures.keys() == {"sm_100a"}
+    found = inquiry._kernels(gpus).architectures["sm_100a"]
+    assert found == Found("top_k=8, bf16: in the cache"), found.error
+    # A machine without a compiler and with an empty cache.
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "another"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    error = inquiry._kernels(gpus).architectures["sm_100a"].error
+    assert "moe-nvlink precompile --arch sm_100a --geometry top_k=8,dtype=bf16" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MOE_NVLINK_PDL", "maybe"), ("MOE_NVLINK_TIMEOUT_S", "-1"), ("MOE_NVLINK_MAX_SMS", "x")],
+)
+def test_bad_variables(fake: Fake, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    variables, bad = inquiry._environment()
+    assert variables[name] == value
+    found = good(fake(devices=1), variables=variables, bad_variables=bad)
+    for verdict in (doctor.judge_gpu_ranks([found]), doctor.judge_cpu_ranks([found])):
+        assert f"{name}={value!r}" in str(verdict)
+        assert not verdict.works
+
+
+def test_cpu_ranks_need_no_gpu() -> None:
+    found = good(Gpus(unavailable="no driver"))
+    assert str(doctor.judge_cpu_ranks([found])) == "CPU ranks: will work"
+    assert str(doctor.judge_gpu_ranks([found])) == "GPU ranks: will not work: no driver"
+    cpu = dataclasses.replace(found.cpu, kernels=Found(error="no host compiler"))
+    found = dataclasses.replace(found, cpu=cpu)
+    assert str(doctor.judge_cpu_ranks([found])) == "CPU ranks: will not work: no host compiler"
+
+
+# ---- several ranks
+
+
+def ranks(count: int, gpus: Callable[[int], Gpus], **changes: Any) -> list[Facts]:
+    return [
+        good(gpus(rank), **{"rank": rank, "world_size": count, "local_rank": rank, **changes})
+        for rank in range(count)
+    ]
+
+
+@pytest.fixture
+def two(fake: Fake) -> list[Facts]:
+    """Two ranks on two GPUs of one host."""
+    return ranks(2, lambda rank: fake(local_rank=rank, devices=2))
+
+
+def test_ranks_that_agree(two: list[Facts]) -> None:
+    assert str(doctor.judge_gpu_ranks(two)) == (
+        "GPU ranks: will work: ranks 0-1: 1 GPU (Fake GPU, sm_90a)"
+    )
+    assert doctor.judge_cpu_ranks(two).works
+
+
+def test_two_ranks_on_one_gpu(fake: Fake) -> None:
+    both = ranks(2, lambda rank: fake(local_rank=rank, devices=2, shared_uuid=1))
+    assert "ranks 0-1 are on one GPU (" in str(doctor.judge_gpu_ranks(both))
+    assert doctor.judge_cpu_ranks(both).works
+    allowed = [
+        dataclasses.replace(found, variables={"MOE_NVLINK_ALLOW_SHARED_GPU": "1"}) for found in both
+    ]
+    assert doctor.judge_gpu_ranks(allowed).works
+
+
+def test_ranks_without_peer_access(fake: Fake) -> None:
+    both = ranks(2, lambda rank: fake(local_rank=rank, devices=2, p2p=0))
+    assert "no peer access between the GPUs of ranks 0-1" in str(doctor.judge_gpu_ranks(both))
+
+
+def test_a_reason_names_its_rank(two: list[Facts]) -> None:
+    two[1] = change(two[1], torch_cuda="")
+    assert "will not work: rank 1: torch 2.13.0 is a build" in str(doctor.judge_gpu_ranks(two))
+
+
+def test_ranks_with_other_kernels(two: list[Facts]) -> None:
+    two[1] = change(two[1], kernel_text="def")
+    expected = "the kernels' source differs (abc on rank 0, def on rank 1); install the same"
+    for verdict in (doctor.judge_gpu_ranks(two), doctor.judge_cpu_ranks(two)):
+        assert expected in str(verdict)
+        assert not verdict.works
+
+
+def test_ranks_with_another_torch_and_driver(fake: Fake, two: list[Facts]) -> None:
+    two[1] = change(two[1], distributions={"torch": "2.14.0"})
+    newer = dataclasses.replace(two[1].gpus, cuda_version="13.2")
+    two[1] = dataclasses.replace(two[1], gpus=newer)
+    verdict = doctor.judge_gpu_ranks(two)
+    assert verdict.works
+    assert "torch differs (2.13.0 on rank 0, 2.14.0 on rank 1)" in str(verdict)
+    assert "the driver's CUDA differs (13.0 on rank 0, 13.2 on rank 1)" in str(verdict)
+
+
+def hosts_apart(fake: Fake, fabrics: list[Fabric] | None = None, **options: Any) -> list[Facts]:
+    """One rank on each of two hosts."""
+    found = []
+    for rank in range(2):
+        gpus = fake(local_rank=0, devices=1, host=rank, **options)
+        if fabrics is not None:
+            device = dataclasses.replace(gpus.devices[0], fabric=fabrics[rank])
+            gpus = dataclasses.replace(gpus, devices=(device,))
+        place = {"rank": rank, "local_rank": 0, "host": f"host{rank}", "host_id": str(rank)}
+        found.append(good(gpus, world_size=2, **place))
+    return found
+
+
+def test_hosts_without_a_fabric(fake: Fake) -> None:
+    both = hosts_apart(fake)
+    line = str(doctor.judge_gpu_ranks(both))
+    assert "ranks on several hosts (host0, host1) need one NVLink domain with IMEX" in line
+    assert "ranks 0-1: this GPU is in no NVLink fabric" in line
+    line = str(doctor.judge_cpu_ranks(both))
+    assert "CPU ranks exchange inside one host, these are on host0, host1" in line
+
+
+def test_hosts_without_an_imex_channel(fake: Fake) -> None:
+    line = str(doctor.judge_gpu_ranks(hosts_apart(fake, fabric="broken")))
+    assert "CUDA_ERROR_NOT_PERMITTED, and there is no channel in" in line
+    assert "start nvidia-imex" in line
+
+
+def test_hosts_of_one_domain_and_of_two(fake: Fake) -> None:
+    one, other = Fabric("completed", "ab" * 16, 7), Fabric("completed", "ab" * 16, 8)
+    assert doctor.judge_gpu_ranks(hosts_apart(fake, [one, one], fabric=1)).works
+    line = str(doctor.judge_gpu_ranks(hosts_apart(fake, [one, other], fabric=1)))
+    assert "NVML names 2 domains: rank 0, rank 1" in line
+
+
+def test_containers_with_a_shm_each(two: list[Facts]) -> None:
+    cpu = dataclasses.replace(two[1].cpu, shared_memory_id="2:1")
+    two[1] = dataclasses.replace(two[1], cpu=cpu)
+    assert "the ranks see different /dev/shm" in str(doctor.judge_cpu_ranks(two))
+    assert doctor.judge_gpu_ranks(two).works
+
+
+def test_no_local_rank(fake: Fake) -> None:
+    both = ranks(2, lambda rank: fake(devices=2), local_rank=None)
+    assert "LOCAL_RANK is not set" in str(doctor.judge_gpu_ranks(both))
+
+
+def test_numbers() -> None:
+    assert numbered("rank", [3]) == "rank 3"
+    assert numbered("rank", [0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+
+
+# ---- what is printed
+
+
+def test_the_report(fake: Fake) -> None:
+    found = good(fake(devices=2, fabric=1))
+    entries = tuple(
+        EntryPoint("vllm.platform_plugins", name, f"{name}-dist")
+        for name in ("moe_nvlink", "other")
+    )
+    found = change(found, entry_points=entries)
+    lines = report.as_text([found], [doctor.judge_gpu_ranks([found])]).splitlines()
+    assert lines[-1].startswith("GPU ranks: will work")
+    text = "\n".join(lines)
+    assert "torch 2.13.0, for CUDA 13.0" in text
+    assert "vllm.platform_plugins: other of other-dist" in text
+    assert "vLLM takes one platform plugin: VLLM_PLUGINS chooses" in text
+    assert "shared by POSIX file descriptor: exported, imported and mapped" in text
+    assert "shared by FABRIC handle: exported, imported and mapped" in text
+    assert any(line.split() == ["0", ".", "NVL"] for line in lines)
+    for name in env.VARIABLES:
+        assert f"{name} unset" in text
+
+
+def test_the_matrix_tells_links_apart(fake: Fake) -> None:
+    rows = {}
+    for options in ({"p2p": 0}, {"atomics": 0}):
+        found = good(fake(devices=2, **options))
+        lines = report.as_text([found], []).splitlines()
+        rows[str(options)] = [line.split() for line in lines if line.split()[:1] == ["1"]]
+    assert list(rows.values()) == [[["1", "no", "."]], [["1", "P2P", "."]]]
+
+
+def test_ranks_share_what_is_equal(two: list[Facts]) -> None:
+    text = report.as_text(two, [])
+    assert text.count("Python 3.12.0") == 1
+    assert "CPU (ranks 0-1)" in text
+    assert "GPU (rank 0)" in text
+    assert "GPU (rank 1)" in text
+
+
+def test_json_and_back(two: list[Facts]) -> None:
+    for found in two:
+        assert inquiry.from_json(inquiry.to_json(found)) == found
+    answer = json.loads(report.as_json(two, [doctor.judge_gpu_ranks(two)]))
+    assert answer["ranks"][1]["gpus"]["devices"][1]["posix_fd"]["tried"] is True
+    assert answer["verdicts"][0]["works"] is True
+
+
+# ---- the command
+
+
+def test_the_command_tells_the_truth_here(capfd: pytest.CaptureFixture[str]) -> None:
+    """On the machine that runs the tests, whatever it has: these tests exchange between CPUs."""
+    assert cli.main(["doctor"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[-1] == "CPU ranks: will work"
+    if driver.unavailable() is not None:
+        assert lines[-2].startswith("GPU ranks: will not work: ")
+
+
+def test_the_command_as_json(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {**os.environ, **fake_cuda.environment(library, devices=1)}
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_nvlink_plugin", "doctor", "--json"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    found = inquiry.from_json(json.dumps(answer["ranks"][0]))
+    assert [device.name for device in found.gpus.devices] == ["Fake GPU"]
+    assert found.kernels.architectures.keys() == {"sm_90a"}
+    assert [verdict["who"] for verdict in answer["verdicts"]] == ["GPU ranks", "CPU ranks"]
+
+
+def test_neither_works(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code says it: no driver, no host compiler."""
+    found = good(Gpus(unavailable="no driver"))
+    cpu = dataclasses.replace(found.cpu, kernels=Found(error="no compiler"))
+    monkeypatch.setattr(together, "facts", lambda: dataclasses.replace(found, cpu=cpu))
+    assert cli.main(["doctor"]) == 1
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last == ["GPU ranks: will not work: no driver", "CPU ranks: will not work: no compiler"]
+    monkeypatch.setattr(
+        together, "facts", lambda: dataclasses.replace(good(fake(devices=1)), cpu=cpu)
+    )
+    assert cli.main(["doctor"]) == 0
+
+
+@pytest.mark.parametrize("rank", ["x", "2", "-1"])
+def test_a_launcher_that_says_nonsense(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str
+) -> None:
+    variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="unset them to run alone"):
+        env.launched()
+    assert cli.main(["doctor"]) == 1
+    assert "unset them to run alone" in capsys.readouterr().err
+
+
+def start_rank(rank: int, size: int, port: int, **variables: str) -> subprocess.Popen[str]:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "moe_nvlink_plugin", "doctor"],
+        env={**os.environ, **place, **meeting, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def test_ranks_of_a_launcher_report_together(library: Path) -> None:
+    variables = fake_cuda.environment(library, devices=2, shared_uuid=1)
+    port = free_port()
+    processes = [start_rank(rank, 2, port, **variables) for rank in range(2)]
+    outputs = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[1][0] == ""
+    lines = outputs[0][0].splitlines()
+    assert lines[-1] == "CPU ranks: will work"
+    assert "ranks 0-1 are on one GPU (" in lines[-2]
+
+
+def test_a_rank_that_never_comes() -> None:
+    process = start_rank(0, 2, free_port(), MOE_NVLINK_TIMEOUT_S="3")
+    out, _log = process.communicate(timeout=100)
+    assert process.returncode == 1
+    for line in out.splitlines()[-2:]:
+        assert "will not work: " in line
+        assert "rank 0 speaks for itself only: the ranks did not meet" in line
