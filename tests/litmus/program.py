@@ -14,6 +14,7 @@ one thread. Kernels of a GPU run in one stream, in the order of K. Everything st
     atom.ORDER.SCOPE.add register, place, number
     fence.ORDER.SCOPE
     bar.sync                             all threads of the CTA named here take part
+    bar.warp.sync                        those of the warp: threads 0-31, 32-63, ...
     griddepcontrol.wait                  what follows comes after the whole kernel K-1 of this GPU
 
 `register=3` in a load or atom is a branch: only executions that go this way are looked at. A thread
@@ -50,6 +51,7 @@ ACCESS = re.compile(
     r"(?:\.(?P<scope>cta|gpu|sys))?(?:\.add)?\s+(?P<operands>.+)"
 )
 FENCE = re.compile(r"fence\.(acquire|release|acq_rel|sc)\.(cta|gpu|sys)")
+WARP = 32
 HALVES: tuple[Kind, Kind] = ("arrive", "wait")
 SCOPES: dict[str, Scope] = {"cta": "cta", "gpu": "gpu", "sys": "sys"}
 KINDS: dict[str, Kind] = {"ld": "load", "st": "store", "atom": "add"}
@@ -246,9 +248,10 @@ def _split_line(line: str) -> tuple[Place, str]:
 
 
 def _parse(instruction: str, place: Place, before: list[Step]) -> list[Step]:
-    if instruction == "bar.sync":
-        turn = sum(step.event.kind == "arrive" for step in before)
-        return [Step(Event(kind, place, round=turn)) for kind in HALVES]
+    if instruction in ("bar.sync", "bar.warp.sync"):
+        barrier = "cta" if instruction == "bar.sync" else f"warp {place.thread // WARP}"
+        turn = sum((s.event.kind, s.event.barrier) == ("arrive", barrier) for s in before)
+        return [Step(Event(kind, place, barrier=barrier, turn=turn)) for kind in HALVES]
     if instruction == "griddepcontrol.wait":
         return [Step(Event("start", place))]
     fence = FENCE.fullmatch(instruction)
@@ -295,13 +298,16 @@ def _close_kernels(threads: dict[Place, list[Step]]) -> None:
 
 
 def _check_barriers(threads: dict[Place, list[Step]]) -> None:
-    turns: dict[tuple[int, int, int], set[int]] = {}
+    """All threads of a CTA, and of a warp, come to its barrier equally often."""
+    turns: dict[tuple[object, ...], set[int]] = {}
     for place, steps in threads.items():
-        count = sum(step.event.kind == "arrive" for step in steps)
-        turns.setdefault((place.gpu, place.kernel, place.cta), set()).add(count)
-    for cta, counts in turns.items():
+        for barrier in ("cta", f"warp {place.thread // WARP}"):
+            count = sum((s.event.kind, s.event.barrier) == ("arrive", barrier) for s in steps)
+            key = (place.gpu, place.kernel, place.cta, barrier)
+            turns.setdefault(key, set()).add(count)
+    for where, counts in turns.items():
         if len(counts) > 1:
-            raise ProgramError(f"threads of CTA {cta} meet at different barriers: {counts}")
+            raise ProgramError(f"threads of {where} meet at different barriers: {counts}")
 
 
 def _initial_writes(threads: dict[Place, list[Step]]) -> list[Step]:

@@ -21,8 +21,9 @@ Not modelled, and which way that errs:
 
 * Proxies: every access here is generic and every location has one address. The data path uses no
   bulk copies; a second address of one piece of memory would need fence.proxy.alias (8.7).
-* A CTA barrier orders the threads that meet in it (8.9.4). That it is also a fence of CTA scope to
-  release and acquire patterns (ptx.als) is left out: more executions are allowed here than there.
+* A CTA barrier orders the threads that meet in it (8.9.4), one of a warp (bar.warp.sync) those of
+  the warp. That it is also a fence of CTA scope to release and acquire patterns (ptx.als) is left
+  out: more executions are allowed here than there.
 * Kernel order in a stream and griddepcontrol.wait are edges from each thread's end in the kernel
   before to the waiting thread (8.9.4 "API synchronization"; griddepcontrol).
 * Clusters, red, volatile, mmio, and the host's own memory.
@@ -79,6 +80,7 @@ class Event:
 
     order: weak, relaxed, acquire, release, acq_rel or sc. scope: None for what is not strong.
     units: the parts of memory it touches; two operations overlap completely if these are equal.
+    barrier, turn: which barrier of its CTA the two halves of a bar.sync belong to.
     """
 
     kind: Kind
@@ -86,7 +88,8 @@ class Event:
     order: str = "weak"
     scope: Scope | None = None
     units: tuple[str, ...] = ()
-    round: int = 0
+    barrier: str = ""
+    turn: int = 0
 
     @property
     def writes(self) -> bool:
@@ -278,12 +281,13 @@ def _strong_write(event: Event) -> bool:
 
 
 def _meets(left: Event, right: Event) -> bool:
-    """Arrival and wait of one round of one CTA's barrier; end of a kernel and start of the next."""
+    """Arrival and wait of one turn of one CTA's barrier; end of a kernel and start of the next."""
     if left.place is None or right.place is None:
         return False
     a, b = left.place, right.place
     if (left.kind, right.kind) == ("arrive", "wait"):
-        return (a.gpu, a.kernel, a.cta, left.round) == (b.gpu, b.kernel, b.cta, right.round)
+        same_cta = (a.gpu, a.kernel, a.cta) == (b.gpu, b.kernel, b.cta)
+        return same_cta and (left.barrier, left.turn) == (right.barrier, right.turn)
     if (left.kind, right.kind) == ("end", "start"):
         return (a.gpu, a.kernel + 1) == (b.gpu, b.kernel)
     return False

@@ -250,6 +250,24 @@ CASES = {
         {"r0": 0},
         allowed=False,
     ),
+    "MP over the barrier of a warp": Case(
+        ISA + "bar.warp.sync: orders memory among the threads that take part",
+        """
+        gpu0.cta0.t0: st.weak x, 1; bar.warp.sync
+        gpu0.cta0.t1: bar.warp.sync; ld.weak r0, x
+        """,
+        {"r0": 0},
+        allowed=False,
+    ),
+    "MP over the barriers of two warps": Case(
+        ISA + "bar.warp.sync: orders memory among the threads that take part",
+        """
+        gpu0.cta0.t0: st.weak x, 1; bar.warp.sync
+        gpu0.cta0.t32: bar.warp.sync; ld.weak r0, x
+        """,
+        {"r0": 0},
+        allowed=True,
+    ),
     "a store behind a CTA barrier": Case(
         DAT3M + "PC-bar-sync-sync-1.litmus",
         """

@@ -1,0 +1,588 @@
+"""What the protocol promises, as litmus programs of the kernels' own text, each with broken twins.
+
+A scenario is a program and outcomes that must be impossible. Its threads come out of
+kernel_source: order, operation and scope of each access as they stand in kernels/. Ranks are GPUs;
+the kernels of a rank are numbered along its stream. Experts are kernels that read or write plainly;
+a kernel without the launch attribute waits for the one before it by being started, so theirs begin
+with the wait.
+
+A twin is the same scenario with something taken out of the kernels' text; then an outcome must have
+become possible. A twin that stays impossible would mean that the scenario does not look at what it
+says it looks at.
+
+Few threads, rows and ranks stand for many: an access that is left out takes part in no order that
+is claimed here, and what orders one row, peer or CTA orders each of them, by the same instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.litmus.kernel_source import Edit, Kernels, Operands
+
+
+class Scenario(NamedTuple):
+    """pairs: release/acquire pairs of kernels/README.md it stands for. stale: what must not be."""
+
+    pairs: tuple[str, ...]
+    program: Callable[[Kernels], str]
+    stale: tuple[dict[str, int | str], ...]
+    twins: dict[str, tuple[Edit, ...]]
+
+
+# ---- Statements and conditions of the kernels, by their text.
+
+ROW_PUT = r"\bput_token<"
+EPOCH_READ = r"load_word\(&local_control\(args\)->epoch\)"
+EPOCH_BUMP = r"store_word\(&local->epoch"
+ARRIVALS_RESET = r"store_word\(&local->arrivals"
+COUNTS_WRITTEN = r"shared\.counts\[peer\] = count"
+MARKED = r"\bmark_empty_slots\("
+ROUTE_WRITTEN = r"route\.rows\[k\] = row"
+
+SLOT_TAKEN = r"&send_counters\[target\]"
+
+PUTS_TOKENS = r"^int token = cta\.block"
+FIRST_WARP = r"^cta\.thread < Cta::kWarpThreads$"
+THREAD_0 = r"^cta\.thread == 0$"
+IS_FINISHER = r"^!\(finisher < 0\)"
+IS_LAST = r"^is_last$"
+FAILED_WAIT = r"^!wait_for_epoch"
+BAD_COUNT = r"cell_count\(cell\) >"
+NOT_THE_LAST_THREAD = r"^!\(cta\.thread != cta\.num_threads - 1\)$"
+
+ROW_READ = r"\bcombine_item<Config, Element, kVectorBytes / kBytes>"
+ADDRESSES_FOUND = r"\bfind_rows<Config>"
+FAULT_CLEARED = r"shared\.faulted = 0"
+FAULT_READ = r"return shared\.faulted"
+SIGNALS = r"^cta\.block == 0$"
+OTHER_ELEMENTS = r"^!\(element == kElementBf16\)"
+HAS_ITEMS = r"^int item = cta\.block"
+
+# ---- What breaks an ordered access.
+
+ARRIVAL_RELAXED = Edit("arrive", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu")
+ARRIVAL_RELEASES_ONLY = Edit("fetch_add_acq_rel_gpu", r"atom\.acq_rel", "atom.release")
+ARRIVAL_ACQUIRES_ONLY = Edit("fetch_add_acq_rel_gpu", r"atom\.acq_rel", "atom.acquire")
+ARRIVAL_OF_CTA_SCOPE = Edit("fetch_add_acq_rel_gpu", r"acq_rel\.gpu", "acq_rel.cta")
+NO_BARRIER_BEFORE_ARRIVAL = Edit("arrive", r"cta\.sync\(\);", turn=0)
+NO_BARRIER_BEHIND_ARRIVAL = Edit("arrive", r"cta\.sync\(\);", turn=1)
+CELL_RELAXED = Edit("publish_counts", "store_release_sys", "store_relaxed_sys")
+SIGNAL_RELAXED = Edit("signal_peers", "store_release_sys", "store_relaxed_sys")
+RELEASE_OF_GPU_SCOPE = Edit("store_release_sys", r"release\.sys", "release.gpu")
+ACQUIRE_RELAXED = Edit("wait_for_epoch", "load_acquire_sys", "load_relaxed_sys")
+ACQUIRE_OF_GPU_SCOPE = Edit("load_acquire_sys", r"acquire\.sys", "acquire.gpu")
+NO_BARRIER_BEHIND_COUNTS = Edit("dispatch_body", r"cta\.sync\(\);")
+NO_P4_BARRIER = Edit("combine_barrier", r"cta\.sync\(\);", turn=1)
+NO_BARRIER_BEHIND_CLEARING = Edit("combine_barrier", r"cta\.sync\(\);", turn=0)
+NO_BARRIER_BEHIND_ROUTE = Edit("route_token", r"cta\.sync\(\);")
+NO_BARRIER_OF_WARP = Edit("route_in_warp", r"cta\.sync_warp\(\);")
+ONE_ROUTE = Edit("dispatch_body", r"turn = 1 - turn;")
+ONE_BUFFER = Edit("combine_items", r"turn = 1 - turn;")
+NO_BARRIER_BEHIND_ITEM = Edit("combine_items", r"cta\.sync\(\);")
+DISPATCH_DOES_NOT_WAIT = Edit("dispatch_body", r"if constexpr \(Config::kPdl\) pdl_wait\(\);")
+COMBINE_DOES_NOT_WAIT = Edit("combine_body", r"if constexpr \(Config::kPdl\) pdl_wait\(\);")
+
+ANY_RELEASE_OR_ACQUIRE = {
+    "release of GPU scope": (RELEASE_OF_GPU_SCOPE,),
+    "acquire relaxed": (ACQUIRE_RELAXED,),
+    "acquire of GPU scope": (ACQUIRE_OF_GPU_SCOPE,),
+}
+
+
+# ---- One thread of each kernel. An access without operands is left out.
+
+
+def arriving(
+    kernels: Kernels,
+    *,
+    token: bool = False,
+    put: str = "",
+    count: str = "",
+    arrival: str = "",
+    epoch_read: str = "",
+) -> str:
+    """Dispatch, a thread of a CTA that is no finisher; thread 0 of it has `arrival`'s operands.
+
+    token: whether the CTA has one, whose row is `put` and whose slot is taken by `count`.
+    """
+    operands: dict[str, Operands] = {}
+    plain: dict[str, Operands] = {}
+    untaken = [IS_FINISHER]
+    if arrival:
+        operands[r"->arrivals"] = arrival
+        plain[EPOCH_READ] = epoch_read
+    else:
+        untaken.append(THREAD_0)
+    if token:
+        plain[ROW_PUT] = put
+        operands[SLOT_TAKEN] = count
+    else:
+        untaken.append(PUTS_TOKENS)
+    return kernels.thread("dispatch_body", operands, plain, untaken)
+
+
+def finishing(
+    kernels: Kernels,
+    *,
+    arrival: str = "",
+    last: bool = True,
+    count: str = "",
+    cell: str = "",
+    reset: str = "",
+    words: tuple[str, str] | None = None,
+    wait: Operands = "",
+    counts_written: str = "",
+    mark: str = "",
+) -> str:
+    """Dispatch, a thread of a finisher without tokens; thread 0 of it has `arrival`'s operands.
+
+    last: whether its CTA arrived last; then it loads `count`, stores `cell`, and clears the counter
+    by `reset`, for the peer of this thread. words: what the last thread of the last CTA writes to
+    arrivals and epoch. wait: operands of the look at a cell and of its acquire. counts_written,
+    mark: instructions.
+    """
+    operands: dict[str, Operands] = {r"wait_for_epoch: ": wait}
+    plain: dict[str, Operands] = {COUNTS_WRITTEN: counts_written, MARKED: mark}
+    untaken = [PUTS_TOKENS, FAILED_WAIT, BAD_COUNT]
+    if arrival:
+        operands[r"->arrivals"] = arrival
+    else:
+        untaken.append(THREAD_0)
+    if last:
+        operands[r"publish_counts: load"] = count
+        operands[r"publish_counts: .*dispatch_cells"] = cell
+        operands[r"publish_counts: .*\], 0\)"] = reset
+    else:
+        untaken.append(IS_LAST)
+    if last and words:
+        plain[ARRIVALS_RESET], plain[EPOCH_BUMP] = words
+    elif last:
+        untaken.append(NOT_THE_LAST_THREAD)
+    return kernels.thread("dispatch_body", operands, plain, untaken)
+
+
+def combining(
+    kernels: Kernels,
+    *,
+    signal: str | None = None,
+    wait: Operands = "",
+    items: int = 0,
+    row_read: Operands = "",
+    addresses: Operands = "",
+    epoch_read: Operands = "",
+) -> str:
+    """Combine, a thread; of CTA 0 if it has operands for a signal ("": that of another thread).
+
+    items: how many the CTA has; row_read and addresses are instructions of each.
+    """
+    operands: dict[str, Operands] = {r"wait_for_epoch: ": wait}
+    plain: dict[str, Operands] = {EPOCH_READ: epoch_read, ADDRESSES_FOUND: addresses}
+    untaken = [OTHER_ELEMENTS, FAILED_WAIT]
+    if signal is None:
+        untaken.append(SIGNALS)
+    else:
+        operands[r"signal_peers: .*combine_cells"] = signal
+    if items:
+        plain[ROW_READ] = row_read
+    else:
+        untaken.append(HAS_ITEMS)
+    return kernels.thread("combine_body", operands, plain, untaken, {HAS_ITEMS: items or 1})
+
+
+def text(threads: dict[str, str]) -> str:
+    return "\n".join(f"{place}: {instructions}" for place, instructions in threads.items())
+
+
+# ---- Programs. `row`, `out` and the cells lie in the memory of the rank that is named beside them.
+
+CELL = "count|epoch"
+SEEN = (f"look=-|1, {CELL}", f"seen=-|1, {CELL}")  # of a waiter that leaves with epoch 1
+SIGNAL = "zero|signalled"
+SIGNALLED = (f"glance=-|1, {SIGNAL}", f"caught=-|1, {SIGNAL}")
+WAIT = "griddepcontrol.wait"
+
+
+def rows_before_cells(kernels: Kernels) -> str:
+    """A row put by a CTA of rank 0 that is not the last, read by rank 1's experts."""
+    return text(
+        {
+            "gpu0.k0.cta0.t1": arriving(kernels, token=True, put="st.weak row, 1"),
+            "gpu0.k0.cta0.t0": arriving(kernels, token=True, arrival="first=0, arrivals, 1"),
+            "gpu0.k0.cta1.t0": finishing(kernels, arrival="second=1, arrivals, 1"),
+            "gpu0.k0.cta1.t1": finishing(kernels, cell=f"{CELL}, 1|1"),
+            "gpu1.k0.cta0.t0": finishing(kernels, last=False, wait=SEEN),
+            "gpu1.k1.cta0.t0": f"{WAIT}; ld.weak got, row",
+        }
+    )
+
+
+def whole_count(kernels: Kernels) -> str:
+    """Slots taken by two CTAs of rank 0; the count that arrives at rank 1 with the cell."""
+    return text(
+        {
+            "gpu0.k0.cta0.t1": arriving(kernels, token=True, count="a, counter, 1"),
+            "gpu0.k0.cta0.t0": arriving(kernels, token=True, arrival="first=0, arrivals, 1"),
+            "gpu0.k0.cta1.t0": finishing(kernels, arrival="second=1, arrivals, 1"),
+            "gpu0.k0.cta1.t1": finishing(
+                kernels, count="sent, counter", cell=f"{CELL}, sent|1", reset="counter, 0"
+            ),
+            "gpu1.k0.cta0.t0": finishing(
+                kernels, last=False, wait=SEEN, counts_written="st.weak counts, seen"
+            ),
+            "gpu1.k0.cta0.t1": finishing(kernels, last=False, mark="ld.weak got, counts"),
+        }
+    )
+
+
+def epoch_read_before_bump(kernels: Kernels) -> str:
+    """A CTA of dispatch reads the epoch; the last one's last thread writes the next."""
+    return text(
+        {
+            "gpu0.k0.cta0.t0": arriving(
+                kernels, arrival="first=0, arrivals, 1", epoch_read="ld.weak old, epoch"
+            ),
+            "gpu0.k0.cta1.t0": finishing(kernels, arrival="second=1, arrivals, 1"),
+            "gpu0.k0.cta1.t1": finishing(
+                kernels, words=("st.weak arrivals, 0", "st.weak epoch, 1")
+            ),
+        }
+    )
+
+
+def next_round_starts_clean(kernels: Kernels) -> str:
+    """What dispatch leaves for the next one and for combine: epoch, arrivals, a counter."""
+    return text(
+        {
+            "gpu0.k0.cta0.t0": arriving(
+                kernels, token=True, count="place, counter, 1", arrival="first=0, arrivals, 1"
+            ),
+            "gpu0.k0.cta1.t0": finishing(kernels, arrival="second=1, arrivals, 1"),
+            "gpu0.k0.cta1.t1": finishing(
+                kernels,
+                count="sent, counter",
+                reset="counter, 0",
+                words=("st.weak arrivals, 0", "st.weak epoch, 1"),
+            ),
+            "gpu0.k1.cta0.t0": combining(kernels, epoch_read="ld.weak ours, epoch"),
+            "gpu0.k2.cta0.t0": arriving(
+                kernels,
+                token=True,
+                count="next_place, counter, 1",
+                arrival="next_first, arrivals, 1",
+                epoch_read="ld.weak base, epoch",
+            ),
+        }
+    )
+
+
+def experts_before_signal(kernels: Kernels) -> str:
+    """Rank 0's experts write a row; in rank 1's combine one thread waits, another gets the row."""
+    return text(
+        {
+            "gpu0.k0.cta0.t0": f"{WAIT}; st.weak out, 1",
+            "gpu0.k1.cta0.t0": combining(kernels, signal=f"{SIGNAL}, 0|1"),
+            "gpu1.k0.cta1.t0": combining(kernels, wait=SIGNALLED, items=1),
+            "gpu1.k0.cta1.t1": combining(kernels, items=1, row_read="ld.weak got, out"),
+        }
+    )
+
+
+def experts_read_before_next_put(kernels: Kernels) -> str:
+    """Rank 0's experts read a row of round n; rank 1 puts one of round n+1 into the same slot."""
+    return text(
+        {
+            "gpu0.k0.cta0.t0": f"{WAIT}; ld.weak got, row",
+            "gpu0.k1.cta0.t0": combining(kernels, signal=f"{SIGNAL}, 0|1"),
+            "gpu1.k0.cta1.t0": combining(kernels, wait=SIGNALLED),
+            "gpu1.k1.cta0.t1": arriving(kernels, token=True, put="st.weak row, 2"),
+        }
+    )
+
+
+def combine_read_before_next_experts(kernels: Kernels) -> str:
+    """Rank 1's combine n gets a row of rank 0; rank 0's experts of round n+1 write the next."""
+    return text(
+        {
+            "gpu1.k0.cta1.t0": combining(kernels, items=1, row_read="ld.weak got, out"),
+            "gpu1.k1.cta0.t0": finishing(kernels, cell=f"{CELL}, 1|1"),
+            "gpu0.k0.cta0.t0": finishing(kernels, last=False, wait=SEEN),
+            "gpu0.k1.cta0.t0": f"{WAIT}; st.weak out, 2",
+        }
+    )
+
+
+def mark_before_next_put(kernels: Kernels) -> str:
+    """Rank 0 marks an empty slot, rank 1 fills it in the next round, rank 0's experts look."""
+    return text(
+        {
+            "gpu0.k0.cta1.t0": finishing(kernels, last=False, mark="st.weak slot, -1"),
+            "gpu0.k1.cta0.t0": WAIT,
+            "gpu0.k2.cta0.t0": combining(kernels, signal=f"{SIGNAL}, 0|1"),
+            "gpu1.k0.cta1.t0": combining(kernels, wait=SIGNALLED),
+            "gpu1.k1.cta0.t0": arriving(
+                kernels, token=True, put="st.weak slot, 7", arrival="first=0, arrivals, 1"
+            ),
+            "gpu1.k1.cta1.t0": finishing(
+                kernels, arrival="second=1, arrivals, 1", cell=f"{CELL}, 1|1"
+            ),
+            "gpu0.k3.cta0.t0": finishing(kernels, last=False, wait=SEEN),
+            "gpu0.k4.cta0.t0": f"{WAIT}; ld.weak got, slot",
+        }
+    )
+
+
+def cell_read_before_next_cell(kernels: Kernels) -> str:
+    """A late finisher of rank 0 reads the cell of round n; rank 1 sends the one of round n+1."""
+    return text(
+        {
+            "gpu0.k0.cta1.t0": finishing(
+                kernels, last=False, wait=(f"look, {CELL}", f"seen, {CELL}")
+            ),
+            "gpu0.k1.cta0.t0": combining(kernels, signal=f"{SIGNAL}, 0|1"),
+            "gpu1.k0.cta1.t0": combining(kernels, wait=SIGNALLED),
+            "gpu1.k1.cta0.t0": finishing(kernels, cell=f"{CELL}, 9|2"),
+        }
+    )
+
+
+def signal_read_before_next_signal(kernels: Kernels) -> str:
+    """A late CTA of rank 0 reads the signal of round n; rank 1 sends the one of round n+1."""
+    return text(
+        {
+            "gpu0.k0.cta1.t0": combining(kernels, wait=(f"glance, {SIGNAL}", f"caught, {SIGNAL}")),
+            "gpu0.k1.cta0.t0": finishing(kernels, cell=f"{CELL}, 1|1"),
+            "gpu1.k0.cta0.t0": finishing(kernels, last=False, wait=SEEN),
+            "gpu1.k1.cta0.t0": combining(kernels, signal=f"{SIGNAL}, 0|2"),
+        }
+    )
+
+
+def fault_is_seen(kernels: Kernels) -> str:
+    """Thread 0 clears the CTA's fault flag, thread 1 sets it, thread 0 looks."""
+    fails = {
+        r"wait_for_epoch: |report_fault: ": "",
+        r"combine_barrier: store_relaxed_cta": "faulted, 1",
+    }
+    untaken = [SIGNALS, OTHER_ELEMENTS, HAS_ITEMS]
+    clears = {FAULT_CLEARED: "st.weak faulted, 0", FAULT_READ: "ld.weak got, faulted"}
+    return text(
+        {
+            "gpu0.k0.cta0.t0": kernels.thread(
+                "combine_body", {r"wait_for_epoch: ": ""}, clears, [*untaken, FAILED_WAIT]
+            ),
+            "gpu0.k0.cta0.t1": kernels.thread("combine_body", fails, {}, [*untaken, THREAD_0]),
+        }
+    )
+
+
+def buffers(kernels: Kernels, function: str, used: str, turned: str) -> tuple[str, str, str]:
+    """Which of two buffers three turns of a loop use, by its text: one and the other, or one."""
+    body = kernels.bodies[function]
+    return ("a", "b", "a") if used in body and turned in body else ("a", "a", "a")
+
+
+def route_of_three_tokens(kernels: Kernels) -> str:
+    """A fast warp routes tokens 1, 2, 3 of a CTA; a slow one reads the route of each."""
+    route = buffers(kernels, "dispatch_body", "shared.routes[turn]", "turn = 1 - turn;")
+    operands = {r"->arrivals": ""}
+    writes = tuple(f"st.weak route_{where}, {token}" for token, where in enumerate(route, 1))
+    reads = tuple(f"ld.weak token{token}, route_{where}" for token, where in enumerate(route, 1))
+    turns = {PUTS_TOKENS: 3}
+    return text(
+        {
+            "gpu0.k0.cta0.t0": kernels.thread(
+                "dispatch_body",
+                operands | {SLOT_TAKEN: ""},
+                {ROUTE_WRITTEN: writes},
+                [IS_FINISHER],
+                turns,
+            ),
+            "gpu0.k0.cta0.t32": kernels.thread(
+                "dispatch_body", {}, {ROW_PUT: reads}, [IS_FINISHER, THREAD_0, FIRST_WARP], turns
+            ),
+        }
+    )
+
+
+def targets_within_a_warp(kernels: Kernels) -> str:
+    """A lane finds the target rank of its k; another looks whether an earlier k has the same."""
+
+    def lane(plain: dict[str, Operands]) -> str:
+        return kernels.thread("route_token", {SLOT_TAKEN: ""}, plain)
+
+    return text(
+        {
+            "gpu0.k0.cta0.t0": lane({r"route\.target_ranks\[k\] = target": "st.weak target, 1"}),
+            "gpu0.k0.cta0.t1": lane({r"route\.target_ranks\[earlier\]": "ld.weak got, target"}),
+        }
+    )
+
+
+def addresses_of_three_items(kernels: Kernels) -> str:
+    """A fast warp finds the rows of items 1, 2, 3 of a CTA of combine; a slow one reads them."""
+    used = "shared.rows[1 - turn]"
+    where = buffers(kernels, "combine_items", used, "turn = 1 - turn;")
+    writes = tuple(f"st.weak rows_{place}, {item}" for item, place in enumerate(where, 1))
+    reads = tuple(f"ld.weak item{item}, rows_{place}" for item, place in enumerate(where, 1))
+    return text(
+        {
+            # The last turn looks one item ahead as well.
+            "gpu0.k0.cta1.t0": combining(kernels, items=3, addresses=(*writes, "")),
+            "gpu0.k0.cta1.t32": combining(kernels, items=3, row_read=reads),
+        }
+    )
+
+
+SCENARIOS = {
+    "rows before cells": Scenario(
+        ("P1", "P2"),
+        rows_before_cells,
+        ({"got": 0},),
+        {
+            "arrival relaxed, the references' way": (ARRIVAL_RELAXED,),
+            "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
+            "arrival only releases": (ARRIVAL_RELEASES_ONLY,),
+            "arrival of CTA scope": (ARRIVAL_OF_CTA_SCOPE,),
+            "no barrier before the arrival": (NO_BARRIER_BEFORE_ARRIVAL,),
+            "no barrier behind the arrival": (NO_BARRIER_BEHIND_ARRIVAL,),
+            "cell relaxed": (CELL_RELAXED,),
+            **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    "the count is whole": Scenario(
+        ("P2",),
+        whole_count,
+        ({"got": 0}, {"seen": "0|-"}),
+        {
+            "arrival relaxed": (ARRIVAL_RELAXED,),
+            "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
+            "arrival only releases": (ARRIVAL_RELEASES_ONLY,),
+            "arrival of CTA scope": (ARRIVAL_OF_CTA_SCOPE,),
+            # Each of the two does for the slots, which are taken before the route is whole.
+            "no barrier before the arrival": (NO_BARRIER_BEFORE_ARRIVAL, NO_BARRIER_BEHIND_ROUTE),
+            "no barrier behind the arrival": (NO_BARRIER_BEHIND_ARRIVAL,),
+            "no barrier behind the counts": (NO_BARRIER_BEHIND_COUNTS,),
+        },
+    ),
+    "the epoch is read before it is bumped": Scenario(
+        ("P2",),
+        epoch_read_before_bump,
+        ({"old": 1},),
+        {
+            "arrival relaxed": (ARRIVAL_RELAXED,),
+            "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
+            "arrival only releases": (ARRIVAL_RELEASES_ONLY,),
+        },
+    ),
+    "the next round starts clean": Scenario(
+        ("P2",),
+        next_round_starts_clean,
+        ({"ours": 0}, {"base": 0}, {"next_first": 2}, {"next_place": 1}, {"next_first": 1}),
+        {
+            "dispatch does not wait for the kernel before": (DISPATCH_DOES_NOT_WAIT,),
+            "combine does not wait for the kernel before": (COMBINE_DOES_NOT_WAIT,),
+        },
+    ),
+    "experts' rows before the signal": Scenario(
+        ("P3", "P4"),
+        experts_before_signal,
+        ({"got": 0},),
+        {
+            "signal relaxed": (SIGNAL_RELAXED,),
+            "no barrier behind the acquire": (NO_P4_BARRIER,),
+            "combine does not wait for the experts": (COMBINE_DOES_NOT_WAIT,),
+            **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    "experts have read before the next put": Scenario(
+        ("P3",),
+        experts_read_before_next_put,
+        ({"got": 2},),
+        {
+            "signal relaxed": (SIGNAL_RELAXED,),
+            "combine does not wait for the experts": (COMBINE_DOES_NOT_WAIT,),
+            "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
+            **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    "combine has read before the next experts write": Scenario(
+        ("P1",),
+        combine_read_before_next_experts,
+        ({"got": 2},),
+        {
+            "cell relaxed": (CELL_RELAXED,),
+            "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
+            **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    "a slot's mark before the next put": Scenario(
+        ("P1", "P2", "P3"),
+        mark_before_next_put,
+        ({"got": -1}, {"slot": -1}),
+        {
+            "signal relaxed": (SIGNAL_RELAXED,),
+            "cell relaxed": (CELL_RELAXED,),
+            "arrival relaxed": (ARRIVAL_RELAXED,),
+            "combine does not wait for the kernel before": (COMBINE_DOES_NOT_WAIT,),
+            "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
+            **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    # Without the release of the word in between these hold as well: who reads the later word
+    # acquires it, which puts its own later release behind what that is said to have caused.
+    "a cell is read before the next one": Scenario(
+        ("P3",),
+        cell_read_before_next_cell,
+        ({"look": "9|2"}, {"seen": "9|2"}),
+        {
+            "combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,),
+            "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
+            **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    "a signal is read before the next one": Scenario(
+        ("P1",),
+        signal_read_before_next_signal,
+        ({"glance": "0|2"}, {"caught": "0|2"}),
+        {
+            "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
+            "combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,),
+            **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    "a fault is seen by all threads of a CTA": Scenario(
+        (),
+        fault_is_seen,
+        ({"got": 0},),
+        {
+            "no barrier behind the clearing": (NO_BARRIER_BEHIND_CLEARING,),
+            "no barrier behind the wait": (NO_P4_BARRIER,),
+        },
+    ),
+    "targets of a token's experts": Scenario(
+        (),
+        targets_within_a_warp,
+        ({"got": 0},),
+        {"no barrier of the warp": (NO_BARRIER_OF_WARP,)},
+    ),
+    "routes of three tokens": Scenario(
+        (),
+        route_of_three_tokens,
+        tuple({f"token{a}": b} for a in (1, 2, 3) for b in (0, 1, 2, 3) if a != b),
+        {
+            "no barrier behind a route": (NO_BARRIER_BEHIND_ROUTE,),
+            "one buffer": (ONE_ROUTE,),
+        },
+    ),
+    "addresses of three items": Scenario(
+        (),
+        addresses_of_three_items,
+        tuple({f"item{a}": b} for a in (1, 2, 3) for b in (0, 1, 2, 3) if a != b),
+        {
+            "no barrier behind an item": (NO_BARRIER_BEHIND_ITEM,),
+            "one buffer": (ONE_BUFFER,),
+        },
+    ),
+}
