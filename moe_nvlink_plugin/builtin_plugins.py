@@ -6,6 +6,7 @@ from .hookspecs import hookimpl
 from .recipes import BF16, FP16, FP32, Recipe
 from .transport import Transport
 from .transport.host import HostTransport
+from .transport.nvlink import NvlinkTransport
 
 
 @hookimpl
@@ -16,5 +17,5 @@ def moe_nvlink_recipes() -> list[Recipe]:
 
 @hookimpl
 def moe_nvlink_transports() -> list[Transport]:
-    """host."""
-    return [HostTransport()]
+    """host, nvlink."""
+    return [HostTransport(), NvlinkTransport()]

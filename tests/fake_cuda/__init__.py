@@ -48,6 +48,7 @@ def _constants() -> Iterator[str]:
         "CUmemAllocationHandleType",
         "CUmemAllocationType",
         "CUmemLocationType",
+        "CUstreamCaptureMode",
         "CUstreamCaptureStatus",
     ):
         members = getattr(driver, name)

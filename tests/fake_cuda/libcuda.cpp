@@ -549,6 +549,13 @@ Status cuStreamIsCapturing(void*, int* status) {
   return 0;
 }
 
+Status cuThreadExchangeStreamCaptureMode(int* mode) {
+  ENTER(cuThreadExchangeStreamCaptureMode);
+  thread_local int mine = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  std::swap(mine, *mode);
+  return 0;
+}
+
 // ---- virtual memory
 
 Status cuMemGetAllocationGranularity(size_t* bytes, const AllocationProp* prop, int) {

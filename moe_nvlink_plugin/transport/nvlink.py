@@ -1,0 +1,375 @@
+"""Transport `nvlink`: ranks are GPUs of one NVLink domain, each its own process (or thread).
+
+One window of addresses covers all ranks' workspaces. An `extend` creates memory on the own GPU,
+one handle per extent, hands it to every other rank (as a file descriptor inside a host, as FABRIC
+bytes between hosts), maps everybody's into the window, and gives the handles back at once: the
+mappings keep the memory alive. Which of the two ways is used, and whether all pairs can reach each
+other, is agreed in `reserve`, before anything is exported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_nvlink_plugin import driver, env
+from moe_nvlink_plugin.errors import DriverError, MoeNvlinkError, TransportError, UnsupportedError
+from moe_nvlink_plugin.groups import Group, all_or_none
+
+from . import topology, vmm
+from .base import Extent
+from .descriptors import Address, Listener
+from .window import MappedRanges, check_same_extents, round_up
+
+#: (owner, address, bytes) -> `[bytes] uint8` that keeps `owner` alive.
+View = Callable[[object, int, int], torch.Tensor]
+
+
+class _Window:
+    """Reserved addresses, and what is mapped there. Views hold it; the last one frees it."""
+
+    def __init__(self, index: int, size_bytes: int) -> None:
+        self.base_ptr = int(driver.call("cuMemAddressReserve", size_bytes, 0, 0, 0))
+        self.mappings: list[tuple[int, int]] = []
+        self._free = weakref.finalize(
+            self, _free_window, index, self.base_ptr, size_bytes, self.mappings
+        )
+        self._free.atexit = False  # the driver may be gone by then, and the process's end does it
+
+    def leak(self) -> None:
+        self._free.detach()
+
+
+def _free_window(index: int, base: int, size_bytes: int, mappings: list[tuple[int, int]]) -> None:
+    """Unmaps everything, when the GPU has finished what was launched."""
+    try:
+        with driver.on_device(index), _other_threads_may_capture():
+            _refuse_in_capture(index)
+            driver.call("cuCtxSynchronize")
+            for address, size in mappings:
+                vmm.quietly("cuMemUnmap", address, size)
+            vmm.quietly("cuMemAddressFree", base, size_bytes)
+    except MoeNvlinkError as error:
+        # Better to keep memory until the process ends than to take it from a running kernel.
+        vmm.logger.warning("moe_nvlink: a window of GPU %d stays mapped: %s", index, error)
+
+
+@contextlib.contextmanager
+def _other_threads_may_capture() -> Iterator[None]:
+    """Without this, waiting for the GPU would spoil a capture that has nothing to do with us."""
+    relaxed = driver.api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = driver.call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        driver.call("cuThreadExchangeStreamCaptureMode", before)
+
+
+def _refuse_in_capture(index: int) -> None:
+    """The garbage collector may let the last tensor go while this very thread captures a graph."""
+    api = driver.api()
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream(index).cuda_stream if in_use else 0
+    status = driver.call("cuStreamIsCapturing", api.CUstream(stream))
+    if status != api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+        raise TransportError("its last tensor went while a CUDA graph was being captured")
+
+
+class NvlinkMemory:
+    """One address window over the memory of all ranks' GPUs."""
+
+    def __init__(
+        self, group: Group, index: int, sharing: vmm.Sharing, reserve_bytes: int, view: View
+    ) -> None:
+        self._group, self._index, self._sharing, self._view = group, index, sharing, view
+        unit = vmm.granularity(index, sharing)
+        if vmm.GRANULARITY % unit != 0:
+            raise UnsupportedError(
+                f"GPU {index} maps {unit} bytes at a time, this release knows {vmm.GRANULARITY}"
+            )
+        self.rank_stride = round_up(max(reserve_bytes, 1), vmm.GRANULARITY)
+        try:
+            self._window: _Window | None = _Window(index, self.rank_stride * group.size)
+        except DriverError as error:
+            raise TransportError(
+                f"cannot reserve {group.size} x {self.rank_stride} bytes of addresses: {error}; "
+                "lower max_tokens_per_rank or num_channels"
+            ) from error
+        self.base_ptr = self._window.base_ptr
+        self._mapped = MappedRanges(self.rank_stride, vmm.GRANULARITY)
+
+    def extend(self, extents: Sequence[Extent]) -> None:
+        """Zeroed GPU memory of every rank behind these ranges. Collective, not capturable.
+
+        Raises:
+            TransportError: this rank could not create, share or map memory; says what to do.
+            PeerError: another rank could not; everything made here has been rolled back.
+        """
+        group = self._group
+        with driver.on_device(self._index), contextlib.ExitStack() as on_failure:
+            building = _Building(self, tuple(extents))
+            on_failure.callback(building.take_back)
+            offer = all_or_none(group, "creating GPU memory", building.create)
+            offers = group.all_gather_object(offer)
+            all_or_none(group, "mapping the peers' memory", lambda: building.connect(offers))
+            # From here on the mappings alone hold the memory, on every rank.
+            all_or_none(group, "clearing GPU memory", building.finish)
+            on_failure.pop_all()
+        self.window.mappings.extend(building.mappings)
+        self._mapped.add(extents)
+
+    @property
+    def window(self) -> _Window:
+        """The addresses.
+
+        Raises:
+            TransportError: after `close`.
+        """
+        if self._window is None:
+            raise TransportError("the GPU memory has been closed")
+        return self._window
+
+    def local(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """Bytes of this rank's workspace, `[size_bytes] uint8`, in a storage of their own. Local.
+
+        Raises:
+            TransportError: the range is not mapped, or the memory is closed.
+        """
+        window = self.window
+        self._mapped.require(offset, size_bytes)
+        address = self.base_ptr + self._group.rank * self.rank_stride + offset
+        made = self._view(window, address, size_bytes)
+        if size_bytes and made.data_ptr() != address:
+            raise TransportError(
+                f"torch made a copy of GPU memory instead of a view ({made.device}); is the "
+                f"group's device the one this process uses (GPU {self._index})?"
+            )
+        return made
+
+    def close(self) -> None:
+        """Drops this object's hold on the window; tensors over it keep it. Local, not capturable.
+
+        The last one to let go waits for the GPU before it unmaps.
+        """
+        self._window = None
+
+    def leak(self) -> None:
+        """The window stays mapped until the process ends. Local; before `close`."""
+        self.window.leak()
+
+
+class _Offer(NamedTuple):
+    """What a rank tells the others in an `extend`."""
+
+    extents: tuple[Extent, ...]
+    fabric: list[bytes]  # one FABRIC handle an extent, or none
+    address: Address | None  # where descriptors are exchanged, or None
+
+
+class _Building:
+    """What one `extend` has made so far on this rank."""
+
+    def __init__(self, memory: NvlinkMemory, extents: tuple[Extent, ...]) -> None:
+        self._memory, self._extents = memory, extents
+        self._handles: list[Any] = []
+        self._shared: list[Any] = []
+        self._listener: Listener | None = None
+        self.mappings: list[tuple[int, int]] = []
+
+    def create(self) -> _Offer:
+        """Memory on this rank's GPU, ready to be handed out."""
+        memory = self._memory
+        _ = memory.window  # not closed
+        memory._mapped.check(self._extents)
+        is_posix = memory._sharing is vmm.Sharing.POSIX
+        prop = vmm.properties(memory._index, memory._sharing)
+        for extent in self._extents:
+            self._handles.append(self._create_one(prop, _rounded(extent)))
+        with _explained("exporting GPU memory", "`moe-nvlink doctor` tries it step by step"):
+            for handle in self._handles:
+                self._shared.append(vmm.export_handle(memory._sharing, handle))
+        if is_posix:
+            self._listener = Listener(memory._group.size)
+            return _Offer(self._extents, [], self._listener.address)
+        return _Offer(self._extents, self._shared, None)
+
+    def _create_one(self, prop: Any, size_bytes: int) -> Any:
+        try:
+            return driver.call("cuMemCreate", size_bytes, prop, 0)
+        except DriverError as error:
+            if error.status != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise TransportError(f"creating GPU memory: {error}") from error
+            free, total = driver.call("cuMemGetInfo")
+            wanted = sum(map(_rounded, self._extents))
+            raise TransportError(
+                f"GPU {self._memory._index} has no room for {wanted} more bytes of workspace; "
+                f"{free} of its {total} bytes are free. A workspace takes ep_size "
+                f"({self._memory._group.size}) x max_tokens_per_rank x (bytes of a token's payload "
+                "rows + of its combined row) x num_channels. Lower max_tokens_per_rank (vLLM: "
+                "--max-num-batched-tokens), choose a recipe or dtype with fewer bytes per token, "
+                "or lower num_channels; or leave more room on the GPU (vLLM: lower "
+                "--gpu-memory-utilization)"
+            ) from error
+
+    def connect(self, offers: Sequence[_Offer]) -> None:
+        """Maps this rank's memory and everybody else's."""
+        memory = self._memory
+        rank = memory._group.rank
+        check_same_extents(rank, self._extents, [offer.extents for offer in offers])
+        for extent, handle in zip(self._extents, self._handles, strict=True):
+            self._map(rank, extent, handle)
+        if self._listener is None:
+            for peer, offer in enumerate(offers):
+                if peer != rank:
+                    self._receive(peer, offer.fabric)
+            return
+        addresses = [offer.address for offer in offers if offer.address is not None]
+        self._listener.exchange(rank, addresses, self._shared, self._receive, env.timeout_s())
+
+    def _receive(self, peer: int, shared: Sequence[Any]) -> None:
+        for extent, one in zip(self._extents, shared, strict=True):
+            what, hint = f"importing rank {peer}'s memory", "`moe-nvlink doctor` tries it alone"
+            with _explained(what, hint):
+                handle = vmm.import_handle(self._memory._sharing, one)
+            self._handles.append(handle)
+            self._map(peer, extent, handle)
+            self._release(handle)
+
+    def _map(self, peer: int, extent: Extent, handle: Any) -> None:
+        memory, size_bytes = self._memory, _rounded(extent)
+        address = memory.base_ptr + peer * memory.rank_stride + extent.offset
+        hint = "`nvidia-smi topo -p2p n` shows whether the two GPUs may reach each other"
+        with _explained(f"mapping rank {peer}'s memory", hint):
+            driver.call("cuMemMap", address, size_bytes, 0, handle, 0)
+            self.mappings.append((address, size_bytes))
+            vmm.allow(memory._index, address, size_bytes)
+
+    def _release(self, handle: Any) -> None:
+        driver.call("cuMemRelease", handle)
+        self._handles.remove(handle)
+
+    def finish(self) -> None:
+        """Gives up all but the mappings, and clears this rank's memory."""
+        self._close_exchange()
+        for handle in list(self._handles):
+            self._release(handle)
+        memory = self._memory
+        for extent in self._extents:
+            mine = memory.base_ptr + memory._group.rank * memory.rank_stride + extent.offset
+            vmm.clear(mine, _rounded(extent))
+
+    def _close_exchange(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            while self._shared:
+                os.close(self._shared.pop())
+
+    def take_back(self) -> None:
+        """Undoes everything, in the opposite order."""
+        while self.mappings:
+            vmm.quietly("cuMemUnmap", *self.mappings.pop())
+        while self._handles:
+            vmm.quietly("cuMemRelease", self._handles.pop())
+        if self._memory._sharing is vmm.Sharing.POSIX:
+            while self._shared:
+                os.close(self._shared.pop())
+        self._close_exchange()
+
+
+def _rounded(extent: Extent) -> int:
+    return round_up(extent.size_bytes, vmm.GRANULARITY)
+
+
+@contextlib.contextmanager
+def _explained(what: str, hint: str) -> Iterator[None]:
+    try:
+        yield
+    except DriverError as error:
+        raise TransportError(f"{what}: {error}; {hint}") from error
+
+
+class _CudaArray:
+    """GPU memory as torch takes it (numba's protocol); the tensor keeps this object."""
+
+    def __init__(self, owner: object, address: int, size_bytes: int) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class NvlinkTransport:
+    """CUDA virtual memory shared among the GPUs of one NVLink domain."""
+
+    name = "nvlink"
+    executor = "cuda"
+    extent_alignment = vmm.GRANULARITY
+
+    def serves(self, device: torch.device) -> bool:
+        """CUDA ranks."""
+        return device.type == "cuda"
+
+    def reserve(self, group: Group, reserve_bytes: int, device: torch.device) -> NvlinkMemory:
+        """Addresses for every rank's workspace, once all ranks know how to share. Collective.
+
+        Raises:
+            UnsupportedError: no driver or no such GPU here; or, on every rank: a MIG slice, several
+                ranks on one GPU, no NVLink between two of them, or no way to share memory.
+            TransportError: this rank's addresses could not be reserved.
+            PeerError: another rank failed.
+        """
+        index = all_or_none(group, "finding the GPU", lambda: self._device_index(device, group))
+        with driver.on_device(index):
+            sharing = _agree(group, index)
+            return all_or_none(
+                group,
+                "reserving addresses",
+                lambda: NvlinkMemory(group, index, sharing, reserve_bytes, self._view(device)),
+            )
+
+    def _device_index(self, device: torch.device, group: Group) -> int:
+        driver.api()  # says what is missing, where torch would only fail
+        return torch.cuda.current_device() if device.index is None else device.index
+
+    def _view(self, device: torch.device) -> View:
+        def view(owner: object, address: int, size_bytes: int) -> torch.Tensor:
+            if size_bytes == 0:
+                return torch.empty(0, dtype=torch.uint8, device=device)
+            return torch.as_tensor(_CudaArray(owner, address, size_bytes), device=device)
+
+        return view
+
+    def allocate(self, group: Group, size_bytes: int, device: torch.device) -> NvlinkMemory:
+        """`reserve` and one `extend` from offset 0. Collective."""
+        memory = self.reserve(group, size_bytes, device)
+        memory.extend([Extent(0, size_bytes)])
+        return memory
+
+
+def _agree(group: Group, index: int) -> vmm.Sharing:
+    """How all ranks of the group share memory. Collective."""
+    with contextlib.ExitStack() as stack:
+
+        def look() -> topology.Facts:
+            trial = stack.enter_context(contextlib.closing(vmm.FabricTrial(index)))
+            return topology.look(index, trial)
+
+        mine = all_or_none(group, "looking at the GPU", look)
+        ranks: list[topology.Facts] = group.all_gather_object(mine)
+        sharing = topology.decide(ranks)
+        if sharing is vmm.Sharing.FABRIC:
+            failed = all_or_none(
+                group, "trying FABRIC handles", lambda: topology.try_peers(group.rank, ranks)
+            )
+            topology.check_trials(ranks, group.all_gather_object(failed))
+        return sharing

@@ -1,0 +1,231 @@
+"""Which GPUs the ranks are on, and how they can reach each other: gathered, compared, decided."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_nvlink_plugin import driver, env
+from moe_nvlink_plugin.errors import DriverError, UnsupportedError
+
+from . import vmm
+
+_INSTEAD = (
+    "or let vLLM exchange over NCCL (--all2all-backend allgather_reducescatter), or across NVLink "
+    "domains with DeepEP"
+)
+
+
+class Link(enum.Enum):
+    """How one GPU reaches another that this process can see."""
+
+    NVLINK = "NVLink"
+    PCIE = "PCIe"  # peer to peer, but without atomics
+    NONE = "no peer-to-peer access"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the other ranks must know of this one. Sent to all of them.
+
+    Attributes:
+        host: what must be equal for descriptors to be passed: the kernel's boot, and the network
+            namespace, which abstract socket names belong to.
+        host_name: for people.
+        index: of the GPU in its process.
+        posix: whether memory can be shared through file descriptors.
+        fabric_error: why memory cannot be shared through FABRIC handles; "" where it can.
+        fabric_trial: a FABRIC handle of this rank, for the others to try; None where there is none.
+        links: uuid -> how this rank's GPU reaches the others that its process sees.
+        allow_shared_gpu: MOE_NVLINK_ALLOW_SHARED_GPU.
+    """
+
+    host: str
+    host_name: str
+    index: int
+    name: str
+    uuid: str
+    capability: tuple[int, int]
+    is_mig: bool
+    posix: bool
+    fabric_error: str
+    fabric_trial: bytes | None
+    links: dict[str, Link]
+    allow_shared_gpu: bool
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} of {self.host_name}"
+
+
+def host_id() -> str:
+    """Equal for two processes that can pass descriptors to each other. Local."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+def look(index: int, trial: vmm.FabricTrial) -> Facts:
+    """The facts about this rank on GPU `index`. Local.
+
+    Raises:
+        UnsupportedError: no driver, a GPU the kernels are not built for, or one without virtual
+            memory management.
+        DriverError: there is no such GPU.
+    """
+    device = driver.device(index)
+    _ = device.architecture
+    if not vmm.attribute(index, "VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED"):
+        raise UnsupportedError(
+            f"GPU {index} ({device.name}) has no virtual memory management (a vGPU profile or WSL "
+            f"may lack it); use another machine, {_INSTEAD}"
+        )
+    return Facts(
+        host=host_id(),
+        host_name=socket.gethostname(),
+        index=index,
+        name=device.name,
+        uuid=device.uuid,
+        capability=device.capability,
+        is_mig=device.is_mig,
+        posix=vmm.attribute(index, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
+        fabric_error=trial.error,
+        fabric_trial=trial.blob,
+        links={} if device.is_mig else _links(index),
+        allow_shared_gpu=env.allow_shared_gpu(),
+    )
+
+
+def _links(index: int) -> dict[str, Link]:
+    return {
+        driver.device(peer).uuid: _link(index, peer)
+        for peer in range(driver.num_devices())
+        if peer != index
+    }
+
+
+def _link(index: int, peer: int) -> Link:
+    mine, theirs = (driver.call("cuDeviceGet", one) for one in (index, peer))
+    if not driver.call("cuDeviceCanAccessPeer", mine, theirs):
+        return Link.NONE
+    attribute = driver.api().CUdevice_P2PAttribute
+    atomics = attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return (
+        Link.NVLINK if driver.call("cuDeviceGetP2PAttribute", atomics, mine, theirs) else Link.PCIE
+    )
+
+
+def decide(ranks: Sequence[Facts]) -> vmm.Sharing:
+    """How these ranks share memory. A function of its argument: every rank comes to the same.
+
+    Raises:
+        UnsupportedError: they cannot; names the ranks, the cause, and what to use instead.
+    """
+    _check_devices(ranks)
+    _check_one_gpu_each(ranks)
+    _check_links(ranks)
+    if len({facts.host for facts in ranks}) == 1 and all(facts.posix for facts in ranks):
+        return vmm.Sharing.POSIX
+    lacking = [
+        f"rank {rank} ({facts}): {facts.fabric_error}"
+        for rank, facts in enumerate(ranks)
+        if facts.fabric_trial is None
+    ]
+    if lacking:
+        raise UnsupportedError(
+            f"{_hosts(ranks)}, and memory is shared between hosts only inside one NVLink domain, "
+            f"through FABRIC handles, which are missing on {'; '.join(lacking)}. On a "
+            "multi-node NVLink system start the IMEX service on every host and give the container "
+            "/dev/nvidia-caps-imex-channels (containers of one host: a common network namespace "
+            f"is enough, docker: --network host); {_INSTEAD}"
+        )
+    return vmm.Sharing.FABRIC
+
+
+def _check_devices(ranks: Sequence[Facts]) -> None:
+    slices = [f"rank {rank} ({facts})" for rank, facts in enumerate(ranks) if facts.is_mig]
+    if slices and len(ranks) > 1:
+        raise UnsupportedError(
+            f"{', '.join(slices)}: NVLink does not reach a MIG slice; turn MIG off (nvidia-smi "
+            f"-mig 0), {_INSTEAD}"
+        )
+    first = ranks[0]
+    for rank, facts in enumerate(ranks):
+        if facts.capability != first.capability:
+            raise UnsupportedError(
+                f"rank {rank} runs on {facts} ({facts.name}, compute capability "
+                f"{_dotted(facts.capability)}), rank 0 on {first} ({first.name}, "
+                f"{_dotted(first.capability)}); use one kind of GPU for a group, {_INSTEAD}"
+            )
+
+
+def _check_one_gpu_each(ranks: Sequence[Facts]) -> None:
+    owner: dict[str, int] = {}
+    for rank, facts in enumerate(ranks):
+        other = owner.setdefault(facts.uuid, rank)
+        if other != rank and not all(one.allow_shared_gpu for one in ranks):
+            raise UnsupportedError(
+                f"ranks {other} and {rank} are both on {facts}; give each rank a GPU of its own "
+                "(torch.cuda.set_device(local_rank) before the first CUDA call), or, to try things "
+                "out slowly, set MOE_NVLINK_ALLOW_SHARED_GPU=1 on all ranks"
+            )
+
+
+def _check_links(ranks: Sequence[Facts]) -> None:
+    for rank, facts in enumerate(ranks):
+        for peer, theirs in enumerate(ranks):
+            link = facts.links.get(theirs.uuid)
+            if link in (Link.NONE, Link.PCIE):
+                raise UnsupportedError(
+                    f"rank {rank} ({facts}) reaches rank {peer} ({theirs}) by {link.value}, not by "
+                    "NVLink; look at `nvidia-smi topo -p2p n` (IOMMU, ACS or a hypervisor may turn "
+                    f"it off), choose GPUs of one NVLink domain, {_INSTEAD}"
+                )
+
+
+def check_trials(ranks: Sequence[Facts], unreachable: Sequence[dict[int, str]]) -> None:
+    """That every rank could import every other's FABRIC handle.
+
+    Args:
+        unreachable: of each rank, peer -> why it could not.
+
+    Raises:
+        UnsupportedError: naming a pair that cannot; the same on every rank.
+    """
+    for rank, failed in enumerate(unreachable):
+        for peer, cause in failed.items():
+            raise UnsupportedError(
+                f"rank {rank} ({ranks[rank]}) cannot import the memory of rank {peer} "
+                f"({ranks[peer]}): {cause}; they are not in one NVLink domain, or not in one IMEX "
+                f"domain (nvidia-imex-ctl -N shows it): choose hosts of one domain, {_INSTEAD}"
+            )
+
+
+def try_peers(rank: int, ranks: Sequence[Facts]) -> dict[int, str]:
+    """Peer -> why its FABRIC handle cannot be imported here. Local."""
+    failed = {}
+    for peer, facts in enumerate(ranks):
+        if peer == rank or facts.fabric_trial is None:
+            continue
+        try:
+            handle = vmm.import_handle(vmm.Sharing.FABRIC, facts.fabric_trial)
+            driver.call("cuMemRelease", handle)
+        except DriverError as error:
+            failed[peer] = str(error)
+    return failed
+
+
+def _hosts(ranks: Sequence[Facts]) -> str:
+    where: dict[tuple[str, str], list[str]] = {}
+    for rank, facts in enumerate(ranks):
+        where.setdefault((facts.host_name, facts.host), []).append(str(rank))
+    if len(where) == 1:
+        return "this host's GPUs share no memory through file descriptors"
+    parts = [f"{name}: ranks {', '.join(on_it)}" for (name, _id), on_it in where.items()]
+    return f"the ranks are on {len(where)} hosts or network namespaces ({'; '.join(parts)})"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
