@@ -57,7 +57,7 @@ def write_behind_the_output(ranks: emulated.EmulatedRanks) -> None:
         output = torch.empty((1, CASE.hidden_size), dtype=CASE.dtype, device=device)
         args.output = output.data_ptr()
         arguments.append((args, output))
-    ranks.backend.launch("combine", [args for args, _output in arguments])
+    ranks.backend.prepare("combine", [args for args, _output in arguments])()
     torch.cuda.synchronize()
 
 

@@ -24,6 +24,7 @@ import torch
 from moe_nvlink_plugin import arguments, checks, driver, reference
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.executors.shape import Limits, Shape
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.layout import Region, WorkspaceLayout, payload_rows
@@ -32,7 +33,7 @@ from tests.kernels import cases, compare, emulated_text
 from tests.kernels.cases import Case, Inputs, Seen
 
 BACKENDS = ("cpu", "cuda")
-THREADS = 256  # of a CTA on the GPU
+THREADS = 256  # of a CTA on the GPU, where a test does not say otherwise
 
 
 class Backend(Protocol):
@@ -41,8 +42,13 @@ class Backend(Protocol):
     device: torch.device
     ctas: int  # per rank, of dispatch
 
-    def launch(self, verb: str, rank_arguments: Sequence[Any]) -> None:
-        """Runs `verb` on as many ranks as there are arguments; on a GPU returns before its end."""
+    def prepare(
+        self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
+    ) -> Callable[[], None]:
+        """A launch of `verb` on as many ranks as there are arguments, which it copies.
+
+        On a GPU the launch returns before the kernel has ended; `shape` is one rank's.
+        """
         ...
 
     def close(self) -> None:
@@ -65,13 +71,20 @@ class CpuBackend:
         self._grids = [self._library.create_grid(ctas) for _ in range(ranks)]
         self._threads = concurrent.futures.ThreadPoolExecutor(ranks)
 
-    def launch(self, verb: str, rank_arguments: Sequence[Any]) -> None:
-        running = [
-            self._threads.submit(self._run, verb, args, grid)
-            for args, grid in zip(rank_arguments, self._grids, strict=False)
-        ]
-        for future in running:
-            future.result()
+    def prepare(
+        self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
+    ) -> Callable[[], None]:
+        copies = [type(args).from_buffer_copy(args) for args in rank_arguments]
+
+        def launch() -> None:
+            running = [
+                self._threads.submit(self._run, verb, args, grid)
+                for args, grid in zip(copies, self._grids, strict=False)
+            ]
+            for future in running:
+                future.result()
+
+        return launch
 
     def _run(self, verb: str, args: Any, grid: int) -> None:
         if verb == "rounds":
@@ -134,26 +147,45 @@ class CudaBackend:
         gpu = driver.device(index)
         element = arguments.element_code(config.dtype)
         code = cubin(config.top_k, element, self._count, pdl, delays, gpu.architecture)
-        self._functions: dict[str, Any] = {}
-        self._ctas: dict[str, int] = {}
+        self._num_sms = gpu.num_sms
         with driver.on_device(index):
             self._module = driver.call("cuModuleLoadData", code)
-            for verb in emulated_text.VERBS:
-                self._functions[verb], per_sm = _load_function(self._module, f"emulated_{verb}")
-                self._ctas[verb] = ctas_per_rank(ranks, gpu.num_sms, per_sm, ctas)
+            self._kernels = {
+                verb: _Kernel(index, self._module, f"emulated_{verb}")
+                for verb in emulated_text.VERBS
+            }
+        self._ctas = {
+            verb: ctas_per_rank(ranks, gpu.num_sms, kernel.blocks_per_sm(THREADS), ctas)
+            for verb, kernel in self._kernels.items()
+        }
         self.ctas = self._ctas["dispatch"]
 
-    def launch(self, verb: str, rank_arguments: Sequence[Any]) -> None:
+    def limits(self, verb: str, ranks: int) -> Limits:
+        """What one of so many ranks may fill: its share of the SMs."""
+        kernel = self._kernels[verb]
+        return Limits(self._num_sms // ranks, kernel.max_threads, kernel.blocks_per_sm)
+
+    def prepare(
+        self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
+    ) -> Callable[[], None]:
         packed = (emulated_text.struct_of(verb) * self._count)(*rank_arguments)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
-        grid = (self._ctas[verb], len(rank_arguments))
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        config = launch_config(grid, stream, pdl=self._pdl and verb != "rounds")
-        with driver.on_device(_index_of(self.device)):
-            # The driver copies the parameters before it returns.
-            driver.call(
-                "cuLaunchKernelEx", config, self._functions[verb], ctypes.addressof(parameters), 0
-            )
+        ranks = len(rank_arguments)
+        blocks, threads = (self._ctas[verb], THREADS) if shape is None else shape[:2]
+        pdl = self._pdl and verb != "rounds"
+
+        @functools.cache
+        def config_on(stream: int) -> Any:
+            return launch_config((blocks, ranks), threads, stream, pdl=pdl)
+
+        def launch(keep: Any = packed) -> None:
+            config = config_on(torch.cuda.current_stream(self.device).cuda_stream)
+            function, pointers = self._kernels[verb].function, ctypes.addressof(parameters)
+            with driver.on_device(_index_of(self.device)):
+                # The driver copies the parameters before it returns.
+                driver.call("cuLaunchKernelEx", config, function, pointers, 0)
+
+        return launch
 
     def close(self) -> None:
         if self._module is None:
@@ -173,13 +205,21 @@ def most_ranks_for(ranks: int) -> int:
     return found
 
 
-def _load_function(module: Any, name: str) -> tuple[Any, int]:
-    """A kernel, loaded now rather than while a rank spins, and its CTAs that fit on one SM."""
-    function = driver.call("cuModuleGetFunction", module, name.encode())
-    with contextlib.suppress(UnsupportedError):  # drivers before CUDA 12.4 load at the first launch
-        driver.call("cuFuncLoad", function)
-    per_sm = driver.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, THREADS, 0)
-    return function, int(per_sm)
+class _Kernel:
+    """A function, loaded now rather than while a rank spins."""
+
+    def __init__(self, index: int, module: Any, name: str) -> None:
+        self._index = index
+        self.function = driver.call("cuModuleGetFunction", module, name.encode())
+        driver.call("cuFuncLoad", self.function)
+        attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+        self.max_threads = int(driver.call("cuFuncGetAttribute", attribute, self.function))
+
+    def blocks_per_sm(self, threads: int) -> int:
+        """CTAs of so many threads that one SM holds."""
+        query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        with driver.on_device(self._index):
+            return int(driver.call(query, self.function, threads, 0))
 
 
 def _index_of(device: torch.device) -> int:
@@ -187,7 +227,7 @@ def _index_of(device: torch.device) -> int:
     return device.index
 
 
-def launch_config(grid: tuple[int, int], stream: int, *, pdl: bool) -> Any:
+def launch_config(grid: tuple[int, int], threads: int, stream: int, *, pdl: bool) -> Any:
     """CUlaunchConfig of one launch: cooperative, or with programmatic dependent launch."""
     api = driver.api()
     attribute = api.CUlaunchAttribute()
@@ -200,7 +240,7 @@ def launch_config(grid: tuple[int, int], stream: int, *, pdl: bool) -> Any:
         attribute.value.cooperative = 1
     config = api.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = 0
     config.hStream = api.CUstream(stream)
     config.attrs, config.numAttrs = [attribute], 1
@@ -324,7 +364,7 @@ class EmulatedRanks:
             for entry, tensor in zip(args.payloads, sources[-1], strict=False):
                 entry.source = tensor.data_ptr()
             launched.append(args)
-        self.backend.launch("dispatch", launched)
+        self.backend.prepare("dispatch", launched)()
         return [
             self.received(rank, mine.extras, slots[rank], channel)
             for rank, mine in enumerate(inputs)
@@ -357,7 +397,7 @@ class EmulatedRanks:
             args.geometry.num_tokens = output.shape[0]
             args.send_slots, args.output = slots.data_ptr(), output.data_ptr()
             launched.append(args)
-        self.backend.launch("combine", launched)
+        self.backend.prepare("combine", launched)()
 
     def experts(self, rank: int, received: Received, channel: int = 0) -> None:
         """cases.expert_rows of all slots, into the combine region; nothing is read on the host."""
@@ -413,7 +453,7 @@ class EmulatedRanks:
             `combined[round][rank]`, and recv_counts `[ranks, rounds, ep_size]`, on the CPU.
         """
         arrays = [FusedArrays(self, rank, rounds) for rank in range(self.config.ep_size)]
-        self.backend.launch("rounds", [of_rank.arguments() for of_rank in arrays])
+        self.backend.prepare("rounds", [of_rank.arguments() for of_rank in arrays])()
         counts = torch.stack([of_rank.recv_counts.cpu() for of_rank in arrays])
         self.check_faults()
         outputs = [of_rank.outputs.cpu() for of_rank in arrays]

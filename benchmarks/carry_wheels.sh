@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Wheels that a machine without a package registry needs for benchmarks/on_gpu.sh.
+#
+#   benchmarks/carry_wheels.sh                 # the pip command for the packages below
+#   benchmarks/carry_wheels.sh --download DIR  # runs it; then: on_gpu.sh --wheels DIR
+#   benchmarks/carry_wheels.sh --missing       # run THERE: which of the needed packages it lacks
+#
+# Needed: torch, numpy, cuda-bindings and nvidia-cuda-nvrtc, which an image for CUDA work has, and
+# the pure Python packages listed here. PYTHON_VERSION (3.12) is the other machine's.
+set -euo pipefail
+
+# "distribution:module". What an image lacks most often stands first.
+PURE=(platformdirs:platformdirs filelock:filelock pluggy:pluggy pytest:pytest iniconfig:iniconfig
+  pytest-timeout:pytest_timeout hypothesis:hypothesis sortedcontainers:sortedcontainers
+  packaging:packaging pygments:pygments)
+HEAVY=(torch:torch numpy:numpy cuda-bindings:cuda.bindings nvidia-cuda-nvrtc:nvidia)
+PYTHON_VERSION=${PYTHON_VERSION:-3.12}
+PYTHON=${PYTHON:-python3}
+
+command=("$PYTHON" -m pip download --no-deps --only-binary=:all:
+  --python-version "$PYTHON_VERSION" --implementation cp --platform manylinux2014_x86_64)
+
+missing() {
+  local found=0 package
+  for package in "${PURE[@]}" "${HEAVY[@]}"; do
+    if ! "$PYTHON" -c "import importlib.util, sys
+sys.exit(importlib.util.find_spec('${package#*:}') is None)" 2>/dev/null; then
+      echo "${package%%:*}"
+      found=1
+    fi
+  done
+  return "$found"
+}
+
+case "${1:-}" in
+  "") echo "${command[@]}" -d .whl "${PURE[@]%%:*}" ;;
+  --download) "${command[@]}" -q -d "${2:?a folder}" "${PURE[@]%%:*}" ;;
+  --missing) missing ;;
+  *)
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
+    exit 2
+    ;;
+esac

@@ -1,0 +1,101 @@
+"""What every benchmark says beside its numbers: when, where, of which commit, by which command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_nvlink_plugin import driver
+
+
+def describe_run() -> dict[str, Any]:
+    """Date, machine, versions, commit and command of this process."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "command": " ".join(["python", *(Path(sys.argv[0]).name, *sys.argv[1:])]),
+    }
+
+
+def describe_gpu(index: int = 0) -> dict[str, Any]:
+    """The GPU and what runs on it.
+
+    Raises:
+        UnsupportedError: there is no driver.
+    """
+    gpu = driver.device(index)
+    return {
+        "gpu": gpu.name,
+        "architecture": gpu.architecture,
+        "sms": gpu.num_sms,
+        "memory_bytes": gpu.total_bytes,
+        "driver": _nvidia_smi("driver_version"),
+        "driver_cuda": "{}.{}".format(*driver.driver_version()),
+        "nvrtc": _nvrtc(),
+        "sm_clock_now": _nvidia_smi("clocks.sm"),
+    }
+
+
+def commit() -> str:
+    """Short hash of the checkout, or BENCH_COMMIT where it came without its history."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    return done.stdout.strip() or os.environ.get("BENCH_COMMIT", "unknown")
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """One benchmark's result, readable and diffable."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def is_installed(module: str) -> bool:
+    """Whether `import module` would find something; imports nothing."""
+    return importlib.util.find_spec(module) is not None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _nvidia_smi(field: str) -> str:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.splitlines()[0].strip() if done.stdout else "unknown"
+
+
+def _nvrtc() -> str:
+    from cuda.bindings import nvrtc
+
+    _status, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"

@@ -1,0 +1,141 @@
+#!/usr/bin/env bash
+# One command for a machine with a GPU: the GPU tests, then the benchmarks, within 8 minutes.
+#
+#   benchmarks/on_gpu.sh [--wheels DIR] [--rehearse]
+#
+# Leaves <date>-gpu.txt (everything, for people) and one JSON file a benchmark in $OUT, or in
+# benchmarks/results/ where OUT is not set. Benchmarks run also when tests fail; the file says so.
+#   --wheels DIR   wheels that this machine lacks (benchmarks/carry_wheels.sh)
+#   --rehearse     the same steps on CPU ranks, small: for a machine without a GPU
+# BENCH_COMMIT names the commit where the checkout came without its history; PYTHON the interpreter.
+# Needs no installation: the package is put together in a temporary folder. Exit status: 0 all well,
+# 1 a test or a benchmark failed, 2 nothing could be run.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 2
+command_line="benchmarks/on_gpu.sh $*"
+
+wheels="" rehearse=0
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --wheels)
+      wheels=$(cd "${2:?a folder}" && pwd) || exit 2
+      shift
+      ;;
+    --rehearse) rehearse=1 ;;
+    *)
+      awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' benchmarks/on_gpu.sh
+      exit 2
+      ;;
+  esac
+  shift
+done
+
+PYTHON=${PYTHON:-python3}
+results=${OUT:-benchmarks/results}
+mkdir -p "$results" && results=$(cd "$results" && pwd) || exit 2
+BENCH_COMMIT=${BENCH_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
+export BENCH_COMMIT PYTHONUNBUFFERED=1
+
+scratch=$(mktemp -d) || exit 2
+trap 'rm -rf "$scratch"' EXIT
+export MOE_NVLINK_CACHE_DIR="$scratch/cache"
+if [ -n "$wheels" ]; then
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+    --target "$scratch/site" "$wheels"/*.whl || exit 2
+fi
+
+# The package in the shape it has once installed: kernels/ and integration/ inside it.
+view="$scratch/view"
+mkdir "$view" && cp -r moe_nvlink_plugin tests benchmarks pyproject.toml "$view" || exit 2
+cp -r kernels integration "$view/moe_nvlink_plugin" || exit 2
+cd "$view" || exit 2
+export PYTHONPATH="$view:$scratch/site"
+
+date=$(date -u +%Y-%m-%d)
+kind=gpu
+if [ "$rehearse" = 1 ]; then kind=rehearsal; fi
+report="$results/$date-$kind.txt"
+started=$SECONDS
+failures="$scratch/failures" # a file: what runs in a pipe has no other way to tell
+: >"$failures"
+
+# step NAME SECONDS COMMAND...: runs, records, goes on. The limit also bounds what is left of all.
+step() {
+  local name=$1 limit=$2 before=$SECONDS status
+  shift 2
+  local left=$((470 - (SECONDS - started)))
+  if [ "$left" -lt 10 ]; then
+    printf '\n== %s: not run, the 8 minutes are over\n' "$name"
+    echo "$name (not run)" >>"$failures"
+    return
+  fi
+  if [ "$limit" -gt "$left" ]; then limit=$left; fi
+  printf '\n== %s\n%s\n' "$name" "$*"
+  timeout --signal=INT --kill-after=15 "$limit" "$@"
+  status=$?
+  printf '== %s: exit status %d after %d s\n' "$name" "$status" "$((SECONDS - before))"
+  if [ "$status" -ne 0 ]; then echo "$name (exit status $status)" >>"$failures"; fi
+}
+
+heading() {
+  echo "date     $date"
+  echo "commit   $BENCH_COMMIT"
+  echo "command  $command_line"
+  if [ "$rehearse" = 1 ]; then
+    echo "gpu      none: a rehearsal on CPU ranks; none of its times means anything"
+  else
+    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm --format=csv,noheader 2>&1 |
+      sed 's/^/gpu      /'
+  fi
+  "$PYTHON" -c "import torch; print('torch   ', torch.__version__)"
+  uname -sr | sed 's/^/kernel   /'
+  echo "One GPU: nothing here shows NVLink's latency, bandwidth or ordering."
+}
+
+run_all() {
+  heading
+  local lacking
+  if ! lacking=$(PYTHON=$PYTHON bash benchmarks/carry_wheels.sh --missing); then
+    echo "missing packages: $(echo "$lacking" | tr '\n' ' ')"
+    echo "get them with benchmarks/carry_wheels.sh --download DIR, then pass --wheels DIR"
+    echo "missing packages" >>"$failures"
+    return
+  fi
+  if [ "$rehearse" = 1 ]; then
+    step "tests" 200 "$PYTHON" -m pytest -q -p no:cacheprovider \
+      tests/kernels/test_real_path.py tests/gpu -k "one_rank or gpu"
+    step "benchmark: emulated ranks" 60 "$PYTHON" benchmarks/bench_gpu.py --device cpu --ep-size 2 \
+      --tokens 1 4 --hidden-size 64 --iterations 10 --output "$results/$date-$kind-emulated.json"
+    step "benchmark: launch" 60 "$PYTHON" benchmarks/bench_launch.py --batches 5 \
+      --output "$results/$date-$kind-launch.json"
+    return
+  fi
+  if ! "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "no CUDA device: nothing was run"
+    echo "no CUDA device" >>"$failures"
+    return
+  fi
+  # The benchmarks' minutes are kept back.
+  step "tests" 330 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/gpu --maxfail=30 \
+    --durations=10
+  step "benchmark: emulated ranks" 100 "$PYTHON" benchmarks/bench_gpu.py \
+    --output "$results/$date-$kind-emulated.json"
+  step "benchmark: launch" 40 "$PYTHON" benchmarks/bench_launch.py --driver real \
+    --output "$results/$date-$kind-launch.json"
+}
+
+verdict() {
+  local seconds=$((SECONDS - started))
+  printf '\n'
+  if [ -s "$failures" ]; then
+    echo "FAILED after $seconds s: $(paste -sd ',' "$failures" | sed 's/,/, /g')"
+  else
+    echo "all steps passed in $seconds s"
+  fi
+}
+
+{
+  run_all
+  verdict
+} 2>&1 | tee "$report"
+[ ! -s "$failures" ]
