@@ -111,7 +111,10 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
                 return exchange.stats()  # of the whole workspace, so of all exchanges
 
         about = {"ep_rank": self.rank, "ep_size": self.world_size}
-        self._stats_writer = StatsWriter(directory, about, read)
+        # A GPU's counters are copied from it, which from another thread would spoil the capture of
+        # a CUDA graph: there they are written once, when the worker ends.
+        watch = self.device.type == "cpu"
+        self._stats_writer = StatsWriter(directory, about, read, watch=watch)
 
     # The three verbs of vLLM's managers without a modular kernel. Layers reach them only when our
     # prepare/finalize was not put in place, which must not pass in silence.

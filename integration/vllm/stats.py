@@ -22,10 +22,17 @@ class StatsWriter:
     A thread, so that a worker that idles after its last request still publishes its last rounds,
     and the exchange itself never waits for a disk. The file is replaced as a whole: a reader sees
     one state or the next. Its keys: those of `about` and the fields of ExchangeStats.
+
+    watch: False has no thread, and `close` alone writes.
     """
 
     def __init__(
-        self, directory: str | Path, about: Mapping[str, int], read: Callable[[], ExchangeStats]
+        self,
+        directory: str | Path,
+        about: Mapping[str, int],
+        read: Callable[[], ExchangeStats],
+        *,
+        watch: bool = True,
     ) -> None:
         self.path = Path(directory) / f"rank{about['ep_rank']}.json"
         self._about = {**about, "pid": os.getpid()}
@@ -34,7 +41,8 @@ class StatsWriter:
         self._stop = threading.Event()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._run, name="moe-nvlink-stats", daemon=True)
-        self._thread.start()
+        if watch:
+            self._thread.start()
         atexit.register(self.close)
 
     def _run(self) -> None:
@@ -56,6 +64,7 @@ class StatsWriter:
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._write()
         atexit.unregister(self.close)

@@ -59,6 +59,16 @@ def test_close_writes_the_last_state_and_leaves_one_file(tmp_path: Path) -> None
     assert not writer._thread.is_alive()
 
 
+def test_without_a_thread_the_last_state_alone_is_written(tmp_path: Path) -> None:
+    counters = Counters()
+    writer = StatsWriter(tmp_path, ABOUT, counters.read, watch=False)
+    counters.count(7)
+    time.sleep(1.2)  # a thread would have written by now, at least twice
+    assert not writer.path.exists()
+    writer.close()
+    assert json.loads(writer.path.read_text("utf-8"))["rounds"] == 7
+
+
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     counters = Counters()
     writer = StatsWriter(tmp_path, ABOUT, counters.read)
