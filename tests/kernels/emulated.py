@@ -2,8 +2,8 @@
 
 The same rounds on two back ends. "cpu": every rank is a thread with a grid of its own, running the
 host build. "cuda": all ranks are one cooperative launch with blockIdx.y = rank, so that they are
-resident together or the launch is refused. Cases, inputs and comparison are cases.py's and
-compare.py's.
+resident together or the launch is refused. "stand-in": the latter's code on tests/fake_cuda, with
+tensors of the CPU. Cases, inputs and comparison are cases.py's and compare.py's.
 
 One device shows neither NVLink ordering nor remote latency nor bandwidth.
 """
@@ -32,7 +32,6 @@ from moe_nvlink_plugin.plugins import find_recipe
 from tests.kernels import cases, compare, emulated_text
 from tests.kernels.cases import Case, Inputs, Seen
 
-BACKENDS = ("cpu", "cuda")
 THREADS = 256  # of a CTA on the GPU, where a test does not say otherwise
 
 
@@ -138,10 +137,10 @@ class CudaBackend:
         *,
         pdl: bool = False,
         delays: bool = False,
-        device: torch.device | None = None,
+        device: str = "cuda:0",
     ) -> None:
-        index = 0 if device is None or device.index is None else device.index
-        self.device = torch.device("cuda", index)
+        self.device = torch.device(device)
+        self._index = index = self.device.index or 0
         self._pdl = pdl
         self._count = most_ranks_for(ranks)
         gpu = driver.device(index)
@@ -151,7 +150,7 @@ class CudaBackend:
         with driver.on_device(index):
             self._module = driver.call("cuModuleLoadData", code)
             self._kernels = {
-                verb: _Kernel(index, self._module, f"emulated_{verb}")
+                verb: _Kernel(index, self._module, f"moe_nvlink_emulated_{verb}")
                 for verb in emulated_text.VERBS
             }
         self._ctas = {
@@ -179,19 +178,25 @@ class CudaBackend:
             return launch_config((blocks, ranks), threads, stream, pdl=pdl)
 
         def launch(keep: Any = packed) -> None:
-            config = config_on(torch.cuda.current_stream(self.device).cuda_stream)
+            config = config_on(self._stream())
             function, pointers = self._kernels[verb].function, ctypes.addressof(parameters)
-            with driver.on_device(_index_of(self.device)):
+            with driver.on_device(self._index):
                 # The driver copies the parameters before it returns.
                 driver.call("cuLaunchKernelEx", config, function, pointers, 0)
 
         return launch
 
+    def _stream(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
     def close(self) -> None:
         if self._module is None:
             return
-        torch.cuda.synchronize(self.device)
-        with driver.on_device(_index_of(self.device)):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with driver.on_device(self._index):
             driver.call("cuModuleUnload", self._module)
         self._module = None
 
@@ -220,11 +225,6 @@ class _Kernel:
         query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         with driver.on_device(self._index):
             return int(driver.call(query, self.function, threads, 0))
-
-
-def _index_of(device: torch.device) -> int:
-    assert device.index is not None
-    return device.index
 
 
 def launch_config(grid: tuple[int, int], threads: int, stream: int, *, pdl: bool) -> Any:
@@ -258,7 +258,8 @@ def make_backend(
     """A back end for a case's ranks. On the GPU each rank gets `ctas` CTAs, or what fits."""
     if name == "cpu":
         return CpuBackend(case.ep_size, ctas, delays=delays)
-    return CudaBackend(case.ep_size, ctas, case.config(0), pdl=pdl, delays=delays)
+    device = {"cuda": "cuda:0", "stand-in": "cpu"}[name]
+    return CudaBackend(case.ep_size, ctas, case.config(0), pdl=pdl, delays=delays, device=device)
 
 
 class Received(NamedTuple):
@@ -681,7 +682,7 @@ def check_static_rounds(name: str, case: Case, rounds: int, *, pdl: bool = False
         ranks = EmulatedRanks.of_case(case, backend)
         static = StaticRounds(ranks)
         static.warm_up()
-        run = static.run if name == "cpu" else captured(static.run)
+        run = captured(static.run) if backend.device.type == "cuda" else static.run
         for number, of_round in enumerate(inputs):
             static.fill([mine.to(backend.device) for mine in of_round])
             run()

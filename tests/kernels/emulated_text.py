@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from moe_nvlink_plugin.jit import source
-from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.jit.header import structs
 
 #: Kernel parameters of one launch may take so many bytes (CUDA 12.1 and newer, sm_70 and newer).
 MAX_PARAMETER_BYTES = 32764
@@ -221,7 +221,7 @@ struct Emulated{args} {{
 }};
 }}  // namespace moe_nvlink
 
-extern "C" __global__ void emulated_{verb}(
+extern "C" __global__ void moe_nvlink_emulated_{verb}(
     const __grid_constant__ moe_nvlink::Emulated{args} args) {{
   __shared__ moe_nvlink::{shared} shared;
   moe_nvlink::{body}<Config>(args.of[blockIdx.y], moe_nvlink::this_cta(), shared);
@@ -229,6 +229,24 @@ extern "C" __global__ void emulated_{verb}(
 """
 
 _HOST_ROUNDS = "MOE_NVLINK_KERNEL(emulated_rounds, RoundsArgs, RoundsShared, rounds_body)\n"
+
+#: Per verb, for tests/fake_cuda: what it runs in the place of the GPU's entry point. As many ranks
+#: as have arguments, each a thread with a grid of two CTAs.
+_STAND_IN_ENTRY = """
+extern "C" int moe_nvlink_sizeof_emulated_{verb}_args() {{
+  return {count} * static_cast<int>(sizeof(moe_nvlink::{args}));
+}}
+extern "C" void moe_nvlink_emulated_{verb}(const moe_nvlink::{args}* of, void*) {{
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < {count} && of[rank]{window} != 0; ++rank) {{
+    ranks.emplace_back([=] {{
+      moe_nvlink::host::Grid grid(2);
+      {function}(&of[rank], &grid);
+    }});
+  }}
+  for (std::thread& rank : ranks) rank.join();
+}}
+"""
 
 #: A sleep of up to 50 us for a warp, one time in 16. %clock differs between CTAs and moments.
 _DEVICE_DELAY = """
@@ -316,6 +334,12 @@ def host_source(*, delays: bool = False) -> str:
     return with_delays(text, host=True) if delays else text
 
 
-def max_ranks() -> int:
-    """kMaxRanks of the kernels."""
-    return constants()["kMaxRanks"]
+def stand_in_source(count: int) -> str:
+    """The host library that tests/fake_cuda runs when emulated kernels are launched."""
+    text = host_source(delays=True)
+    for verb, (args, _shared, _body) in VERBS.items():
+        function = "emulated_rounds" if verb == "rounds" else f"moe_nvlink_{verb}"
+        window = ".dispatch.window_base" if verb == "rounds" else ".window_base"
+        fields = {"args": args, "function": function, "window": window}
+        text += _STAND_IN_ENTRY.format(verb=verb, count=count, **fields)
+    return text

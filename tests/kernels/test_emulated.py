@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.jit import nvrtc
+from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
-from tests.kernels import delays, emulated, emulated_text
+from tests import fake_cuda
+from tests.kernels import delays, emulated, emulated_text, processes
 from tests.kernels.cases import CASES, Case
 from tests.kernels.test_nvrtc import cuobjdump
 
@@ -121,7 +124,7 @@ def test_entry_points_compile_and_64_ranks_fit(top_k: int, count: int, architect
     code = emulated.cubin(top_k, element, count, False, False, architecture)
     usage = cuobjdump(code, "-res-usage")
     for verb in emulated_text.VERBS:
-        line = re.search(rf"Function emulated_{verb}:\n\s*(REG:.*)", usage)
+        line = re.search(rf"Function moe_nvlink_emulated_{verb}:\n\s*(REG:.*)", usage)
         assert line is not None, usage
         numbers = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line[1])}
         assert numbers["STACK"] == numbers["LOCAL"] == 0, line[1]
@@ -133,9 +136,38 @@ def test_entry_points_compile_and_64_ranks_fit(top_k: int, count: int, architect
 @pytest.mark.parametrize(("pdl", "sown"), [(True, False), (False, True), (True, True)])
 def test_variants_compile(pdl: bool, sown: bool) -> None:
     code = emulated.cubin(3, constants()["kElementFp32"], 8, pdl, sown, "sm_90a")
-    sass = cuobjdump(code, "-sass", "-fun", "emulated_dispatch")
+    sass = cuobjdump(code, "-sass", "-fun", "moe_nvlink_emulated_dispatch")
     assert ("ACQBULK" in sass) == pdl
     assert ("NANOSLEEP" in sass) == sown
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_gpu_code_on_a_stand_in_driver(
+    pdl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The "cuda" back end: compiled, loaded, packed and launched by unmodified cuda-python."""
+    kernels = host.build(emulated_text.stand_in_source(count=8))
+    library = fake_cuda.build(tmp_path)
+    for name, value in fake_cuda.environment(library, kernels, sms=132).items():
+        monkeypatch.setenv(name, value)
+    (result,) = processes.run_processes(1, _on_stand_in, tmp_path, pdl)
+    name, grid, block, attributes, has_pdl, modules = result
+    assert name == b"moe_nvlink_emulated_combine"
+    assert grid == [3, 4, 1], "CTAs of a rank, ranks"
+    assert block == [emulated.THREADS, 1, 1]
+    assert (attributes, bool(has_pdl)) == (1, pdl), "one attribute: cooperative, or PDL"
+    assert modules == 0, "a module is still loaded"
+
+
+def _on_stand_in(_rank: int, _size: int, pdl: bool) -> tuple[Any, ...]:
+    emulated.check_rounds("stand-in", FUSED, rounds=3, ctas=3, pdl=pdl)
+    last = fake_cuda.control().last_launch()
+    if not pdl:  # each of them compiles
+        emulated.check_fused("stand-in", FUSED, rounds=20, ctas=3)
+        emulated.check_static_rounds("stand-in", FUSED, rounds=3)
+        emulated.check_missing_rank("stand-in")
+    modules = fake_cuda.control().modules()
+    return last.name, list(last.grid), list(last.block), last.num_attributes, last.pdl, modules
 
 
 def test_grid_arithmetic() -> None:
