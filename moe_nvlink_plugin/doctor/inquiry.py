@@ -112,6 +112,7 @@ class Facts:
     Attributes:
         rank, world_size, local_rank: what a launcher said; None outside of one.
         host_id: equal for the processes of one running kernel.
+        descriptor_domain: equal for processes that can pass file descriptors to each other.
         variables: our environment variables and their text, None where not set.
         bad_variables: what is wrong with some of them.
     """
@@ -121,6 +122,7 @@ class Facts:
     local_rank: int | None
     host: str
     host_id: str
+    descriptor_domain: str
     software: Software
     cache: Found
     cpu: Cpu
@@ -154,6 +156,7 @@ def facts() -> Facts:
         local_rank=local_rank,
         host=platform.node(),
         host_id=_host_id(),
+        descriptor_domain=_descriptor_domain(),
         software=_software(),
         cache=_ask(_cache),
         cpu=_cpu(),
@@ -200,6 +203,15 @@ def _host_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return platform.node()
+
+
+def _descriptor_domain() -> str:
+    try:
+        from moe_nvlink_plugin.transport import topology
+
+        return topology.host_id()
+    except Exception:  # without torch, or without /proc: one process cannot tell
+        return _host_id()
 
 
 def _environment() -> tuple[dict[str, str | None], tuple[str, ...]]:

@@ -125,7 +125,7 @@ def _matrix(devices: Sequence[GpuDevice]) -> list[str]:
     """Rows load from and store to columns. NVL: access and native atomics; P2P: access only."""
     if len(devices) < 2:
         return []
-    lines = [f"{_PLAIN}peers (NVL: NVLink; P2P: access without it; no: no access)"]
+    lines = [f"{_PLAIN}peers (NVL: NVLink; P2P: access without it, not used; no: no access)"]
     lines.append(_PLAIN + "".join(f"{text:>5}" for text in ["", *(d.index for d in devices)]))
     for device in devices:
         by_index = {peer.index: peer for peer in device.peers}

@@ -1,4 +1,8 @@
-"""From facts to an answer: will it work, and what to do where it will not. Pure functions."""
+"""From facts to an answer: will it work, and what to do where it will not. Pure functions.
+
+What ranks of a group must have in common is decided in transport/topology.py when a group starts;
+here the same is foretold, for ranks that may not exist yet: one on each GPU that is seen.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moe_nvlink_plugin import driver
 
-from .gpu import GpuDevice, Peer
+from .gpu import GpuDevice, Peer, Trial
 from .inquiry import Facts
 
 #: Cubins of NVRTC 13 load on drivers of the same major version and on newer ones.
 OLDEST_CUDA = (13, 0)
 #: What cuInit says on a machine with NVSwitch until its fabric manager runs.
 _NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY"
-_ELSEWHERE = "use another all-to-all backend"
+_ELSEWHERE = "use another all-to-all backend (vLLM: --all2all-backend allgather_reducescatter)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +53,8 @@ def judge_gpu_ranks(ranks: Sequence[Facts]) -> Verdict:
     """On facts of one process, or of every rank in rank order."""
     reasons = _by_rank(ranks, _gpu_reasons)
     if len(ranks) > 1:
-        reasons += [*_disagreements(ranks), *_shared_gpus(ranks)]
-        reasons += [*_unreachable(ranks), *_across_hosts(ranks)]
+        reasons += [*_disagreements(ranks), *_kinds(ranks), *_shared_gpus(ranks)]
+        reasons += [*_unlinked(ranks), *_across_hosts(ranks)]
     notes = [*_by_rank(ranks, _gpu_notes), *_differences(ranks)]
     return Verdict("GPU ranks", tuple(reasons), tuple(notes))
 
@@ -131,14 +135,26 @@ def _gpu_reasons(found: Facts) -> list[str]:
         for name in sorted({device.architecture for device in usable})
         if found.kernels.architectures[name].error
     ]
+    kinds = sorted({device.capability for device in usable})
+    if len(kinds) > 1:
+        reasons.append(
+            f"GPUs of different kinds (compute capabilities {', '.join(kinds)}); show the ranks "
+            "one kind (CUDA_VISIBLE_DEVICES)"
+        )
+    indices = {device.index for device in usable}
     pairs = [
         f"{device.index}-{peer.index}"
-        for device, peer in _pairs(usable)
-        if device.index < peer.index and not peer.access
+        for device in usable
+        for peer in device.peers
+        if device.index < peer.index and peer.index in indices and not _is_nvlink(peer)
     ]
     if pairs:
-        reasons.append(_no_access(f"GPUs {_listed(pairs)}"))
+        reasons.append(_no_nvlink(f"GPUs {_listed(pairs)}"))
     return reasons
+
+
+def _is_nvlink(peer: Peer) -> bool:
+    return peer.access and peer.native_atomics
 
 
 def _software_reasons(found: Facts) -> Iterator[str]:
@@ -177,10 +193,15 @@ def device_reasons(device: GpuDevice) -> list[str]:
         )
     if not device.virtual_memory:
         reasons.append(f"no virtual memory management, as under some vGPU; {_ELSEWHERE}")
-    elif device.tried and not (device.posix_fd.works or device.fabric_handle.works):
-        cause = device.posix_fd.error or "the driver offers no handle that could be shared"
+    elif device.tried and not _preferred(device).works:
+        cause = _preferred(device).error or "the driver offers no handle that could be shared"
         reasons.append(f"its memory cannot be shared ({cause}); {_ELSEWHERE}")
     return reasons
+
+
+def _preferred(device: GpuDevice) -> Trial:
+    """The way its memory is shared inside a host."""
+    return device.posix_fd if device.posix_fd.supported else device.fabric_handle
 
 
 def _by_gpu(devices: Sequence[GpuDevice]) -> list[str]:
@@ -197,19 +218,11 @@ def usable_devices(found: Facts) -> list[GpuDevice]:
     return [device for device in found.own_devices() if not device_reasons(device)]
 
 
-def _pairs(devices: Sequence[GpuDevice]) -> Iterator[tuple[GpuDevice, Peer]]:
-    indices = {device.index for device in devices}
-    for device in devices:
-        for peer in device.peers:
-            if peer.index in indices:
-                yield device, peer
-
-
-def _no_access(between: str) -> str:
+def _no_nvlink(between: str) -> str:
     return (
-        f"no peer access between {between}; they are in no common NVLink domain, or a container, "
-        "a virtual machine or the IOMMU keeps them apart (nvidia-smi topo -p2p r); keep the ranks "
-        f"on GPUs that reach each other or {_ELSEWHERE}"
+        f"no NVLink between {between}: other GPUs than these are linked, or a container, a virtual "
+        "machine or the IOMMU keeps them apart (nvidia-smi topo -p2p n); keep the ranks on GPUs of "
+        f"one NVLink domain (CUDA_VISIBLE_DEVICES) or {_ELSEWHERE}"
     )
 
 
@@ -223,13 +236,6 @@ def _gpu_notes(found: Facts) -> list[str]:
         notes.append(f"{len(usable)} GPU{'s' * (len(usable) > 1)} ({'; '.join(kinds)})")
         unusable = [device for device in found.own_devices() if device not in usable]
         notes += [f"{text} (CUDA_VISIBLE_DEVICES hides a GPU)" for text in _by_gpu(unusable)]
-    slow = [
-        f"{device.index}-{peer.index}"
-        for device, peer in _pairs(usable)
-        if device.index < peer.index and peer.access and not peer.native_atomics
-    ]
-    if slow:
-        notes.append(f"GPUs {_listed(slow)} have peer access without NVLink, which is slow")
     return notes
 
 
@@ -267,14 +273,20 @@ def _disagreements(ranks: Sequence[Facts]) -> list[str]:
     return [f"{text}; install the same everywhere" for text in found if text]
 
 
+def _kinds(ranks: Sequence[Facts]) -> list[str]:
+    text = _differing(ranks, "the GPUs' compute capability", _capability)
+    return [f"{text}; use one kind of GPU for a group"] if text else []
+
+
+def _capability(found: Facts) -> str:
+    return ", ".join(sorted({device.capability for device in found.own_devices()}))
+
+
 def _differences(ranks: Sequence[Facts]) -> list[str]:
     """What may differ, and is seldom meant to."""
     values: dict[str, Callable[[Facts], str]] = {
         "torch": lambda found: found.software.distributions.get("torch", ""),
         "the driver's CUDA": lambda found: found.gpus.cuda_version,
-        "the architecture": lambda found: ", ".join(
-            sorted({device.architecture for device in found.own_devices()})
-        ),
         "MOE_NVLINK_PDL": lambda found: found.variables.get("MOE_NVLINK_PDL") or "1",
     }
     told = [_differing(ranks, what, value) for what, value in values.items()]
@@ -291,37 +303,42 @@ def _owners(ranks: Sequence[Facts]) -> list[tuple[int, Facts, GpuDevice]]:
 
 
 def _shared_gpus(ranks: Sequence[Facts]) -> list[str]:
+    if all(found.variables.get("MOE_NVLINK_ALLOW_SHARED_GPU") == "1" for found in ranks):
+        return []
     holders: dict[str, list[int]] = {}
-    for number, found, device in _owners(ranks):
-        if device.uuid and found.variables.get("MOE_NVLINK_ALLOW_SHARED_GPU") != "1":
-            holders.setdefault(device.uuid, []).append(number)
+    for number, _found, device in _owners(ranks):
+        holders.setdefault(device.uuid, []).append(number)
     return [
         f"{numbered('rank', numbers)} are on one GPU ({uuid}); give every rank its own "
         "(LOCAL_RANK and CUDA_VISIBLE_DEVICES decide)"
         for uuid, numbers in holders.items()
-        if len(numbers) > 1
+        if len(numbers) > 1 and uuid
     ]
 
 
-def _unreachable(ranks: Sequence[Facts]) -> list[str]:
-    """Pairs of ranks of one host whose GPUs have no peer access, where one of them sees both."""
-    pairs = []
-    for (a, here, mine), (b, there, theirs) in itertools.combinations(_owners(ranks), 2):
-        if here.host_id != there.host_id or not mine.uuid or mine.uuid == theirs.uuid:
-            continue
+def _unlinked(ranks: Sequence[Facts]) -> list[str]:
+    """Pairs of ranks without NVLink between their GPUs, where one of them sees both."""
+    pairs = set()
+    for (a, here, mine), (b, _there, theirs) in itertools.permutations(_owners(ranks), 2):
+        # A GPU of another host is not seen, nor is one that the launcher hides.
         seen = {device.index for device in here.gpus.devices if device.uuid == theirs.uuid}
-        if any(peer.index in seen and not peer.access for peer in mine.peers):
-            pairs.append(f"{a}-{b}")
-    return [_no_access(f"the GPUs of ranks {_listed(pairs)}")] if pairs else []
+        if any(peer.index in seen and not _is_nvlink(peer) for peer in mine.peers):
+            pairs.add((min(a, b), max(a, b)))
+    between = _listed(f"{a}-{b}" for a, b in sorted(pairs))
+    return [_no_nvlink(f"the GPUs of ranks {between}")] if pairs else []
 
 
 def _across_hosts(ranks: Sequence[Facts]) -> list[str]:
-    hosts = _hosts(ranks)
-    if len(hosts) == 1:
+    if len({found.descriptor_domain for found in ranks}) == 1:
         return []
+    hosts = _hosts(ranks)
+    if len(hosts) > 1:
+        where = f"ranks on several hosts ({_listed(hosts.values())})"
+    else:
+        where = "ranks in several network namespaces (docker: --network host gives them one)"
     needed = (
-        f"ranks on several hosts ({_listed(hosts.values())}) need one NVLink domain with IMEX "
-        f"running on all of them; start the ranks on one host or {_ELSEWHERE}"
+        f"{where} need one NVLink domain with IMEX running on all of its hosts; start the ranks on "
+        f"one host or {_ELSEWHERE}"
     )
     told: dict[str, list[int]] = {}
     domains: dict[tuple[str, int], list[int]] = {}

@@ -25,7 +25,7 @@ from moe_nvlink_plugin import cli, doctor, driver, env
 from moe_nvlink_plugin.doctor import gpu, inquiry, report, together
 from moe_nvlink_plugin.doctor.gpu import Fabric, Gpus, Peer, Trial
 from moe_nvlink_plugin.doctor.inquiry import EntryPoint, Facts, Found
-from moe_nvlink_plugin.doctor.verdict import Verdict, numbered
+from moe_nvlink_plugin.doctor.verdict import Verdict, device_reasons, numbered
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.jit import host
 from tests import fake_cuda
@@ -69,6 +69,7 @@ def good(gpus: Gpus, **changes: Any) -> Facts:
         local_rank=None,
         host="alpha",
         host_id="1",
+        descriptor_domain="1 net:[1]",
         software=inquiry.Software(
             plugin="1.0",
             python="3.12.0",
@@ -121,7 +122,8 @@ def test_one_gpu(fake: Fake) -> None:
     ("options", "expected"),
     [
         ({"mig": 1}, r"GPUs 0-1: Fake GPU MIG 1g.10gb is a MIG slice.*nvidia-smi -mig 0"),
-        ({"p2p": 0}, r"no peer access between GPUs 0-1; .*nvidia-smi topo -p2p r.*another all-to"),
+        ({"p2p": 0}, r"no NVLink between GPUs 0-1: .*nvidia-smi topo -p2p n.*another all-to"),
+        ({"atomics": 0}, r"no NVLink between GPUs 0-1: "),
         ({"driver": 12040}, r"the driver serves CUDA 12\.4, .* need 13\.0; install driver 580"),
         ({"capability": "8.0"}, r"GPUs 0-1: .*capability 8\.0, .*9\.0, 10\.0.*use another"),
         ({"vmm": 0}, r"no virtual memory management.*use another"),
@@ -178,6 +180,17 @@ def test_nothing_stays_behind(library: Path, call: str) -> None:
     assert ("CUDA_ERROR_UNKNOWN" in done.stdout) == bool(call)
 
 
+def test_the_handle_that_would_be_used(fake: Fake) -> None:
+    """Inside a host that is the descriptor, unless the device has none."""
+    (device,) = fake(devices=1, fabric=1).devices
+    failed = Trial(True, True, "cuMemMap: CUDA_ERROR_UNKNOWN")
+    assert device_reasons(dataclasses.replace(device, posix_fd=failed))
+    assert not device_reasons(dataclasses.replace(device, posix_fd=Trial(False)))
+    assert not device_reasons(dataclasses.replace(device, fabric_handle=failed))
+    neither = dataclasses.replace(device, posix_fd=Trial(False), fabric_handle=Trial(False))
+    assert "offers no handle" in device_reasons(neither)[0]
+
+
 def test_fabric(fake: Fake) -> None:
     assert fake(devices=1, fabric=1).devices[0].fabric_handle == Trial(True, True, "")
     # Promised by the attribute, refused without an IMEX channel: still fine inside one host.
@@ -188,10 +201,11 @@ def test_fabric(fake: Fake) -> None:
     assert judge(gpus).works
 
 
-def test_pcie_peers_are_named_as_slow(fake: Fake) -> None:
-    verdict = judge(fake(devices=2, atomics=0))
-    assert verdict.works
-    assert "GPUs 0-1 have peer access without NVLink, which is slow" in str(verdict)
+def test_gpus_of_different_kinds(fake: Fake) -> None:
+    gpus = fake(devices=2)
+    other = dataclasses.replace(gpus.devices[1], capability="12.0", architecture="sm_120a")
+    mixed = dataclasses.replace(gpus, devices=(gpus.devices[0], other))
+    assert "GPUs of different kinds (compute capabilities 12.0, 9.0)" in str(judge(mixed))
 
 
 def test_a_question_that_fails(fake: Fake) -> None:
@@ -372,11 +386,20 @@ def test_two_ranks_on_one_gpu(fake: Fake) -> None:
         dataclasses.replace(found, variables={"MOE_NVLINK_ALLOW_SHARED_GPU": "1"}) for found in both
     ]
     assert doctor.judge_gpu_ranks(allowed).works
+    assert not doctor.judge_gpu_ranks([allowed[0], both[1]]).works
 
 
-def test_ranks_without_peer_access(fake: Fake) -> None:
-    both = ranks(2, lambda rank: fake(local_rank=rank, devices=2, p2p=0))
-    assert "no peer access between the GPUs of ranks 0-1" in str(doctor.judge_gpu_ranks(both))
+@pytest.mark.parametrize("options", [{"p2p": 0}, {"atomics": 0}])
+def test_ranks_without_nvlink(fake: Fake, options: dict[str, int]) -> None:
+    both = ranks(2, lambda rank: fake(local_rank=rank, devices=2, **options))
+    assert "no NVLink between the GPUs of ranks 0-1" in str(doctor.judge_gpu_ranks(both))
+
+
+def test_ranks_on_gpus_of_different_kinds(fake: Fake) -> None:
+    both = ranks(2, lambda rank: fake(local_rank=rank, devices=2, capability=("9.0", "10.0")[rank]))
+    assert "compute capability differs (9.0 on rank 0, 10.0 on rank 1); use one kind" in str(
+        doctor.judge_gpu_ranks(both)
+    )
 
 
 def test_a_reason_names_its_rank(two: list[Facts]) -> None:
@@ -402,6 +425,46 @@ def test_ranks_with_another_torch_and_driver(fake: Fake, two: list[Facts]) -> No
     assert "the driver's CUDA differs (13.0 on rank 0, 13.2 on rank 1)" in str(verdict)
 
 
+#: What the transport says when two ranks of one host meet, each on a GPU of its own; one line for
+#: each environment in argv. Forks before the driver is started: torch is imported once.
+_TRANSPORT = """
+import json, os, sys
+from moe_nvlink_plugin.errors import MoeNvlinkError
+from moe_nvlink_plugin.transport import topology, vmm
+for variables in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update(variables)
+        try:
+            topology.decide([topology.look(index, vmm.FabricTrial(index)) for index in range(2)])
+            print("agreed", flush=True)
+        except MoeNvlinkError as error:
+            print(" ".join(str(error).split()), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_the_verdict_is_the_transports(library: Path, fake: Fake) -> None:
+    cases: list[dict[str, Any]] = [{}, {"fabric": 1}, {"fabric": "broken"}]  # these work
+    cases += [{"p2p": 0}, {"atomics": 0}, {"mig": 1}, {"shared_uuid": 1}, {"vmm": 0}]
+    cases += [{"capability": "8.0"}]
+    environments = [fake_cuda.environment(library, devices=2, **options) for options in cases]
+    done = subprocess.run(
+        [sys.executable, "-c", _TRANSPORT, json.dumps(environments)],
+        env={**os.environ, **environments[0]},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    answers = done.stdout.splitlines()
+    assert [answer == "agreed" for answer in answers] == [True] * 3 + [False] * 6, answers
+    for options, answer in zip(cases, answers, strict=True):
+        both = ranks(2, lambda rank, options=options: fake(rank, devices=2, **options))  # type: ignore[misc]
+        verdict = doctor.judge_gpu_ranks(both)
+        assert verdict.works == (answer == "agreed"), (options, str(verdict), answer)
+
+
 def hosts_apart(fake: Fake, fabrics: list[Fabric] | None = None, **options: Any) -> list[Facts]:
     """One rank on each of two hosts."""
     found = []
@@ -411,6 +474,7 @@ def hosts_apart(fake: Fake, fabrics: list[Fabric] | None = None, **options: Any)
             device = dataclasses.replace(gpus.devices[0], fabric=fabrics[rank])
             gpus = dataclasses.replace(gpus, devices=(device,))
         place = {"rank": rank, "local_rank": 0, "host": f"host{rank}", "host_id": str(rank)}
+        place["descriptor_domain"] = f"{rank} net:[1]"
         found.append(good(gpus, world_size=2, **place))
     return found
 
@@ -435,6 +499,13 @@ def test_hosts_of_one_domain_and_of_two(fake: Fake) -> None:
     assert doctor.judge_gpu_ranks(hosts_apart(fake, [one, one], fabric=1)).works
     line = str(doctor.judge_gpu_ranks(hosts_apart(fake, [one, other], fabric=1)))
     assert "NVML names 2 domains: rank 0, rank 1" in line
+
+
+def test_containers_with_a_network_namespace_each(two: list[Facts]) -> None:
+    two[1] = dataclasses.replace(two[1], descriptor_domain="1 net:[2]")
+    line = str(doctor.judge_gpu_ranks(two))
+    assert "ranks in several network namespaces (docker: --network host gives them one)" in line
+    assert doctor.judge_cpu_ranks(two).works
 
 
 def test_containers_with_a_shm_each(two: list[Facts]) -> None:
