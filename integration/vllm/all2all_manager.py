@@ -58,10 +58,22 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         All exchanges share one workspace, which grows with a new geometry. Raises what
         `MoeAllToAll.create` raises, ConfigError and DisagreementError among it.
         """
-        found = self._exchanges.get(geometry)
-        if found is not None:
-            return found
+        known = geometry in self._exchanges
+        found = self._find_or_create(geometry)
+        if not known:
+            logger.info(
+                "moe_nvlink exchange of rank %d of %d: %s", self.rank, self.world_size, found.config
+            )
+        return found
+
+    def _find_or_create(self, geometry: Geometry) -> MoeAllToAll:
+        if geometry in self._exchanges:
+            return self._exchanges[geometry]
         first = next(iter(self._exchanges.values()), None)
+        if first is None:
+            # Ranks load weights at different speeds, for longer than an exchange would wait: the
+            # first to arrive waits by vLLM's own patience.
+            torch.distributed.barrier(self.cpu_group)
         config = AllToAllConfig(
             ep_size=self.world_size,
             ep_rank=self.rank,
@@ -70,7 +82,6 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         with self._no_growth:
             created = MoeAllToAll.create(config, self.cpu_group, self.device, share_with=first)
         self._exchanges[geometry] = created
-        logger.info("moe_nvlink exchange of rank %d of %d: %s", self.rank, self.world_size, config)
         if first is None:
             self._start_stats(created)
         return created
@@ -81,17 +92,13 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         Powers of two, and geometry's own as the last. They lie over each other in the workspace,
         which therefore is no larger for them.
         """
-        capacities = [geometry.max_tokens_per_rank]
-        power = SMALLEST_CAPACITY
-        while power < geometry.max_tokens_per_rank:
-            capacities.append(power)
-            power *= 2
         # The largest first: the workspace is placed once and never moves again.
-        made = [
-            self.exchange(geometry._replace(max_tokens_per_rank=capacity))
-            for capacity in sorted(capacities, reverse=True)
-        ]
-        return made[::-1]
+        largest, smaller = self.exchange(geometry), []
+        capacity = SMALLEST_CAPACITY
+        while capacity < geometry.max_tokens_per_rank:
+            smaller.append(self._find_or_create(geometry._replace(max_tokens_per_rank=capacity)))
+            capacity *= 2
+        return [*smaller, largest]
 
     def max_sms_used(self) -> int | None:
         """SMs that a kernel of ours may fill (MOE_NVLINK_MAX_SMS); None: all of them. Local."""
