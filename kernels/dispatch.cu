@@ -34,8 +34,6 @@
 
 namespace moe_nvlink {
 
-// CTAs that share the work at the end; a GPU holds at least as many.
-constexpr int kMaxFinishers = 32;
 // Slots are marked in pieces of so many vectors per thread.
 constexpr int kVectorsPerPiece = 4;
 

@@ -9,6 +9,7 @@ constexpr int kMaxRanks = 128;         // ranks of one exchange; an NVL72 domain
 constexpr int kMaxTopK = 32;           // experts a token may be routed to
 constexpr int kMaxPayloads = 10;       // expert ids, router weights and up to 8 rows of the caller
 constexpr int kRegionAlignment = 256;  // bytes; regions of the workspace start on multiples of it
+constexpr int kMaxFinishers = 32;      // CTAs of dispatch that share the work at its end
 
 // Order of the payloads in DispatchArgs.payloads.
 constexpr int kTopkIdsPayload = 0;
