@@ -107,9 +107,15 @@ class Program:
 
     def mixed_size_race(self) -> bool:
         """True if some execution has one; the model then promises nothing at all."""
-        return any(
-            run.mixed_size_race(base) for run, base in self._executions(self._wanted({}), {})
-        )
+        runs = self._executions(self._wanted({}), {})
+        return any(run.mixed_size_race(base) for run, base, _ in runs)
+
+    def outcomes(self) -> set[tuple[Value, ...]]:
+        """What the registers may hold, in the order of the text."""
+        return {
+            tuple(values.of_register(name) for name in self.registers)
+            for _, _, values in self._executions(self._wanted({}), {})
+        }
 
     def _wanted(self, outcome: dict[str, int | str]) -> dict[int, Value]:
         """Per event: what it must have read for the branches and for the outcome."""
@@ -130,8 +136,8 @@ class Program:
 
     def _executions(
         self, wanted: dict[int, Value], outcome: dict[str, int | str]
-    ) -> Iterator[tuple[Execution, Relation]]:
-        """Executions with that outcome, each with its base causality."""
+    ) -> Iterator[tuple[Execution, Relation, _Values]]:
+        """Executions with that outcome, each with its base causality and its values."""
         memory = {n: int(v) for n, v in outcome.items() if n not in self.registers}
         slots = [
             (i, unit) for i, s in enumerate(self.steps) if s.event.reads for unit in s.event.units
@@ -145,7 +151,7 @@ class Program:
             run = Execution(self.skeleton, sources)
             for coherence, base in run.consistent():
                 if all(self._may_end_as(u, v, coherence, values) for u, v in memory.items()):
-                    yield run, base
+                    yield run, base, values
 
     def _candidates(self, event: int, unit: str, wanted: dict[int, Value]) -> list[int]:
         """Writes this read may have taken the unit from, less those whose constant says no."""
@@ -203,6 +209,10 @@ class _Values:
                 if number is not None and self.read(event, unit) != number:
                     return False
         return True
+
+    def of_register(self, name: str) -> Value:
+        event = self.program.registers[name]
+        return tuple(self.read(event, unit) for unit in self.program.steps[event].event.units)
 
     def read(self, event: int, unit: str) -> int | None:
         return self.written(self.sources[event, unit], unit)

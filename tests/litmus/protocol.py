@@ -205,7 +205,10 @@ WAIT = "griddepcontrol.wait"
 
 
 def rows_before_cells(kernels: Kernels) -> str:
-    """A row put by a CTA of rank 0 that is not the last, read by rank 1's experts."""
+    """A row put by a CTA of rank 0 that is not the last, read by rank 1's experts.
+
+    And by another thread of the CTA that waited, which stands for all a finisher does afterwards.
+    """
     return text(
         {
             "gpu0.k0.cta0.t1": arriving(kernels, token=True, put="st.weak row, 1"),
@@ -213,7 +216,18 @@ def rows_before_cells(kernels: Kernels) -> str:
             "gpu0.k0.cta1.t0": finishing(kernels, arrival="second=1, arrivals, 1"),
             "gpu0.k0.cta1.t1": finishing(kernels, cell=f"{CELL}, 1|1"),
             "gpu1.k0.cta0.t0": finishing(kernels, last=False, wait=SEEN),
+            "gpu1.k0.cta0.t1": finishing(kernels, last=False, mark="ld.weak inside, row"),
             "gpu1.k1.cta0.t0": f"{WAIT}; ld.weak got, row",
+        }
+    )
+
+
+def slots_of_two_ctas(kernels: Kernels) -> str:
+    """Two CTAs of a rank put a row to the same peer."""
+    return text(
+        {
+            "gpu0.k0.cta0.t1": arriving(kernels, token=True, count="a, counter, 1"),
+            "gpu0.k0.cta1.t1": arriving(kernels, token=True, count="b, counter, 1"),
         }
     )
 
@@ -439,7 +453,7 @@ SCENARIOS = {
     "rows before cells": Scenario(
         ("P1", "P2"),
         rows_before_cells,
-        ({"got": 0},),
+        ({"got": 0}, {"inside": 0}),
         {
             "arrival relaxed, the references' way": (ARRIVAL_RELAXED,),
             "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
@@ -448,8 +462,15 @@ SCENARIOS = {
             "no barrier before the arrival": (NO_BARRIER_BEFORE_ARRIVAL,),
             "no barrier behind the arrival": (NO_BARRIER_BEHIND_ARRIVAL,),
             "cell relaxed": (CELL_RELAXED,),
+            "no barrier behind the wait": (NO_BARRIER_BEHIND_COUNTS,),
             **ANY_RELEASE_OR_ACQUIRE,
         },
+    ),
+    "each row has its own slot": Scenario(
+        (),
+        slots_of_two_ctas,
+        ({"a": 0, "b": 0}, {"a": 1, "b": 1}, {"counter": 1}),
+        {"slots taken in CTA scope": (Edit("fetch_add_relaxed_gpu", r"\.gpu", ".cta"),)},
     ),
     "the count is whole": Scenario(
         ("P2",),

@@ -131,12 +131,59 @@ CASES = {
         allowed=False,
     ),
     "MP, a release of another word": Case(
-        ISA + "8.8: both operations of the pattern are on M",
+        ISA + "8.8: both operations of a release pattern are on M",
         """
         gpu0.cta0.t0: st.weak y, 1; st.release.sys z, 1; st.relaxed.sys x, 2
+        gpu1.cta0.t0: ld.relaxed.sys r1, x; fence.acq_rel.sys; ld.weak r3, y
+        """,
+        {"r1": 2, "r3": 0},
+        allowed=True,
+    ),
+    "MP, an acquire of another word": Case(
+        ISA + "8.8: both operations of an acquire pattern are on M",
+        """
+        gpu0.cta0.t0: st.weak y, 1; fence.acq_rel.sys; st.relaxed.sys x, 2
+        gpu1.cta0.t0: ld.relaxed.sys r1, x; ld.acquire.sys r2, z; ld.weak r3, y
+        """,
+        {"r1": 2, "r3": 0},
+        allowed=True,
+    ),
+    "MP, the acquire sees a later relaxed store": Case(
+        ISA + "8.8: the strong read before an acquire of the same word is part of the pattern",
+        """
+        gpu0.cta0.t0: st.weak data, 1; st.release.sys flag, 1
+        gpu0.cta1.t0: ld.relaxed.sys r0=1, flag; st.relaxed.sys flag, 2
+        gpu1.cta0.t0: ld.relaxed.sys r1=1, flag; ld.acquire.sys r2=2, flag; ld.weak r3, data
+        """,
+        {"r3": 0},
+        allowed=False,
+    ),
+    "MP, the acquire sees only a later relaxed store": Case(
+        ISA + "8.9.2: a plain store does not extend an observation",
+        """
+        gpu0.cta0.t0: st.weak data, 1; st.release.sys flag, 1
+        gpu0.cta1.t0: ld.relaxed.sys r0=1, flag; st.relaxed.sys flag, 2
+        gpu1.cta0.t0: ld.acquire.sys r2=2, flag; ld.weak r3, data
+        """,
+        {"r3": 0},
+        allowed=True,
+    ),
+    "MP, a narrow release before a wide store": Case(
+        ISA + "8.9.4: the first operation of one pattern and the last of the other",
+        """
+        gpu0.cta0.t0: st.weak y, 1; st.release.cta x, 1; st.relaxed.sys x, 2
         gpu1.cta0.t0: ld.acquire.sys r1, x; ld.weak r3, y
         """,
         {"r1": 2, "r3": 0},
+        allowed=True,
+    ),
+    "MP over a part of the flag": Case(
+        ISA + "8.7: morally strong accesses overlap completely",
+        """
+        gpu0.cta0.t0: st.weak data, 1; st.release.sys a|b, 1|1
+        gpu1.cta0.t0: ld.acquire.sys r0=1, a; ld.weak r1, data
+        """,
+        {"r1": 0},
         allowed=True,
     ),
     # Chains through atomics
@@ -317,6 +364,15 @@ CASES = {
         {"r1": 0},
         allowed=True,
     ),
+    "MP over the wrong turn of a barrier": Case(
+        ISA + "8.9.4: the same barrier; its next turn is another",
+        """
+        gpu0.cta0.t0: bar.sync; st.weak x, 1; bar.sync
+        gpu0.cta0.t1: bar.sync; ld.weak r0, x; bar.sync
+        """,
+        {"r0": 0},
+        allowed=True,
+    ),
     # Kernels of one stream
     "MP over the end of a kernel": Case(
         ISA + "8.9.4 API synchronization",
@@ -332,6 +388,26 @@ CASES = {
         """
         gpu0.k0.cta0.t0: st.weak x, 1
         gpu0.k1.cta0.t0: ld.weak r0, x; griddepcontrol.wait
+        """,
+        {"r0": 0},
+        allowed=True,
+    ),
+    "MP over a kernel that waits": Case(
+        ISA + "8.9.4 API synchronization, twice",
+        """
+        gpu0.k0.cta0.t0: st.weak x, 1
+        gpu0.k1.cta0.t0: griddepcontrol.wait
+        gpu0.k2.cta0.t0: griddepcontrol.wait; ld.weak r0, x
+        """,
+        {"r0": 0},
+        allowed=False,
+    ),
+    "MP over a kernel that does not wait": Case(
+        ISA + "griddepcontrol: .wait is for the prerequisite grids, here the kernel before",
+        """
+        gpu0.k0.cta0.t0: st.weak x, 1
+        gpu0.k1.cta0.t0: st.weak y, 1
+        gpu0.k2.cta0.t0: griddepcontrol.wait; ld.weak r0, x
         """,
         {"r0": 0},
         allowed=True,
