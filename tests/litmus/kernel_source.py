@@ -27,9 +27,12 @@ from typing import NamedTuple
 from moe_nvlink_plugin.jit import source
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+#: A macro that tells the compiler how to unroll the loop behind it.
+LOOP_MACRO = re.compile(r"\b[A-Z_]+(?=\s+(?:for|while)\b)")
 DEFINITION = re.compile(r"\bHD\s+[\w:<>,*&\s]+?\b(\w+)\s*\(")
 ASSEMBLY = re.compile(r'asm\s+volatile\s*\(\s*"([^"]+)"')
 CONTROL = re.compile(r"(if|for|while|switch)\b(?:\s*constexpr\b)?\s*\(")
+CONTROL_WITHIN = re.compile(r"\b(if|for|while|switch|do|case)\b")
 CALL = re.compile(r"\b(\w+)\s*(?:<[\w:,\s]*>)?\s*\(")
 #: Ordered accesses. Of other instructions (mov, cvt) there is nothing to say.
 ACCESS = re.compile(r"(ld|st|atom)\.(weak|relaxed|acquire|release|acq_rel)\.(cta|gpu|sys)\b")
@@ -71,7 +74,7 @@ class Kernels:
 
     def __init__(self, *edits: Edit) -> None:
         text = source.specialised_source(8, 0)
-        self.bodies = _definitions(COMMENT.sub("", text))
+        self.bodies = _definitions(LOOP_MACRO.sub("", COMMENT.sub("", text)))
         for edit in edits:
             self._make(edit)
         self.primitives = {
@@ -164,6 +167,8 @@ class Kernels:
         for pattern in plain:
             matches = re.finditer(pattern, text)
             found += [(match.start(), Call(function, pattern, match[0], ())) for match in matches]
+        if found and CONTROL_WITHIN.search(text):
+            raise SourceError(f"can not tell what {text!r} in {function} depends on")
         taken = {place for place, call in found if call.name in plain}
         for place, call in sorted(found, key=lambda item: item[0]):
             if call.name in plain or place not in taken:

@@ -170,3 +170,9 @@ def test_branches_and_loops_are_followed(name: str) -> None:
 
 def test_nothing_stands_behind_an_early_return() -> None:
     assert Kernels(GROWN).thread("arrive", {}, {}, [r"^!\(early\)$"]) == ""
+
+
+def test_what_the_reader_can_not_follow_is_an_error() -> None:
+    odd = Edit("arrive", r"cta\.sync\(\);", "likely(1) if (left) cta.sync();")
+    with pytest.raises(SourceError, match="can not tell what"):
+        Kernels(odd).thread("arrive", {r"->arrivals": ""})
