@@ -100,7 +100,8 @@ class Timer:
             start_s = time.perf_counter()
             body()
             return start_s, time.perf_counter()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = torch.cuda.Event  # torch ships no types for it
+        start, end = event(enable_timing=True), event(enable_timing=True)
         start.record()
         body()
         end.record()
@@ -110,9 +111,14 @@ class Timer:
         """One body's share of a graph of many, L2 as they leave it; a GPU's alone."""
         if not self._on_gpu:
             return None
-        replay = emulated.captured(lambda: [body() for _ in range(ROUNDS_PER_GRAPH)] and None)
+
+        def rounds() -> None:
+            for _ in range(ROUNDS_PER_GRAPH):
+                body()
+
+        replay = emulated.captured(rounds)
         replay()
-        samples = []
+        samples: list[float] = []
         for _ in range(max(self._options.iterations // ROUNDS_PER_GRAPH, 5)):
             start, end = self._time_once(replay)
             torch.cuda.synchronize()
@@ -182,6 +188,11 @@ class Layer:
             launched.append(args)
         return launched
 
+    def round(self) -> None:
+        """Dispatch and combine, no experts."""
+        self.dispatch()
+        self.combine()
+
     def check(self) -> None:
         """Experts that return their input: every token comes back once per rank it went to.
 
@@ -234,7 +245,8 @@ def target_table(ids: torch.Tensor, options: Options) -> torch.Tensor:
         for rank in range(options.ep_size)
     ]
     first, end = torch.tensor(ranges, device=ids.device).T
-    return ((ids[:, :, None] >= first) & (ids[:, :, None] < end)).any(dim=1)
+    inside: torch.Tensor = (ids[:, :, None] >= first) & (ids[:, :, None] < end)
+    return inside.any(dim=1)
 
 
 def unique_targets(ids: torch.Tensor, options: Options) -> torch.Tensor:
@@ -246,7 +258,11 @@ def copy_body(num_bytes: int, device: str) -> Body:
     """A device-to-device copy: num_bytes read, num_bytes written."""
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return lambda: (target.copy_(source), None)[1]
+
+    def body() -> None:
+        target.copy_(source)
+
+    return body
 
 
 def measure(
@@ -267,7 +283,7 @@ def measure(
         ordered = sorted(samples)
         row[f"{name}_us"] = statistics.median(ordered)
         row[f"{name}_p95_us"] = ordered[int(0.95 * (len(ordered) - 1))]
-    row["round_replayed_us"] = timer.replayed(lambda: (layer.dispatch(), layer.combine(), None)[2])
+    row["round_replayed_us"] = timer.replayed(layer.round)
     row["shapes"] = {verb: of_verb._asdict() for verb, of_verb in layer.shapes.items()}
     for verb in ("dispatch", "combine"):
         row[f"{verb}_logical_gb_s"] = moved[f"{verb}_logical_bytes"] / row[f"{verb}_us"] / 1e3

@@ -137,8 +137,9 @@ class Levels:
             transport=transport,
         )
         inputs = random_inputs(config, arguments.tokens, torch.Generator().manual_seed(1))
-        self.inputs = [tensor.to(device) for tensor in inputs]
-        self.output = torch.empty_like(self.inputs[0])
+        hidden, ids, weights = (tensor.to(device) for tensor in inputs)
+        self.inputs = (hidden, ids, weights)
+        self.output = torch.empty_like(hidden)
         self.layer = MoeAllToAll.create(config, ThreadGroup.ranks(1)[0], device)
         self.inner = exchange.find(self.layer._handle)
         executor = self.inner.workspace.executor

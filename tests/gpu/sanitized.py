@@ -1,7 +1,7 @@
 """A small exchange for compute-sanitizer to watch: python -m tests.gpu.sanitized [--break TOOL]
 
 `--break` puts a bug in that the tool must find: memcheck a combine that writes behind its output,
-racecheck CTA barriers that do nothing.
+racecheck a barrier of dispatch that is not there.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ CASE = Case(
     dtype=torch.bfloat16,
     routing="invalid",
 )
-BARRIER = "HD void sync() const { __syncthreads(); }"
+#: Behind it threads read what other warps wrote; without it they are only late or early, they touch
+#: nothing they should not.
+BARRIER = "  cta.sync();  // counts of all peers in shared memory\n"
 
 
-def without_barriers(text: str) -> str:
-    """The kernel text with a CTA barrier that does nothing."""
-    return replace_once(text, BARRIER, "HD void sync() const {}")
+def without_barrier(text: str) -> str:
+    """The kernel text without one CTA barrier of dispatch."""
+    return replace_once(text, BARRIER, "")
 
 
 def run(ranks: emulated.EmulatedRanks, *, check: bool) -> None:
+    """Two rounds held to the oracle, or one dispatch that is not."""
     inputs = cases.make_inputs(CASE)
+    if not check:
+        ranks.dispatch([mine.to(ranks.backend.device) for mine in inputs])
+        ranks.check_faults()
+        return
+    case = emulated.with_ctas(CASE, ranks.backend.ctas)
     for _ in range(2):
-        if not check:
-            ranks.dispatch([mine.to(ranks.backend.device) for mine in inputs])
-            torch.cuda.synchronize()
-            return
-        emulated.check_round(
-            emulated.with_ctas(CASE, ranks.backend.ctas), inputs, ranks.run_round(inputs)
-        )
+        emulated.check_round(case, inputs, ranks.run_round(inputs))
 
 
 def write_behind_the_output(ranks: emulated.EmulatedRanks) -> None:
@@ -61,21 +63,29 @@ def write_behind_the_output(ranks: emulated.EmulatedRanks) -> None:
     torch.cuda.synchronize()
 
 
+def break_barrier() -> None:
+    """From now on what is compiled lacks BARRIER."""
+    intact = emulated_text.device_source
+
+    def broken(top_k: int, element: int, count: int, **options: bool) -> str:
+        return without_barrier(intact(top_k, element, count, **options))
+
+    emulated_text.device_source = broken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--break", dest="broken", choices=["memcheck", "racecheck"])
-    broken = parser.parse_args().broken
-    if broken == "racecheck":
-        intact = emulated_text.device_source
-        emulated_text.device_source = (  # type: ignore[assignment]
-            lambda *args, **kwargs: without_barriers(intact(*args, **kwargs))
-        )
-    with contextlib.closing(emulated.make_backend("cuda", CASE, ctas=2)) as backend:
+    parser.add_argument("--backend", default="cuda", choices=["cuda", "stand-in"])
+    arguments = parser.parse_args()
+    if arguments.broken == "racecheck":
+        break_barrier()
+    with contextlib.closing(emulated.make_backend(arguments.backend, CASE, ctas=2)) as backend:
         ranks = emulated.EmulatedRanks.of_case(CASE, backend, hidden_splits=2)
-        if broken == "memcheck":
+        if arguments.broken == "memcheck":
             write_behind_the_output(ranks)
         else:
-            run(ranks, check=broken is None)
+            run(ranks, check=arguments.broken is None)
     print("all rounds verified")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,13 +78,14 @@ def test_a_graph_outlives_its_workspace() -> None:
 
 def test_another_stream() -> None:
     """A launch goes to torch's current stream: behind work of that stream, not beside it."""
-    stream = torch.cuda.Stream()
+    cuda: Any = torch.cuda  # torch ships no types for what is used here
+    stream = cuda.Stream()
     (inputs,) = emulated.varying_inputs(real_path.ONE_RANK, 2)[1]
     with real_path.create(real_path.ONE_RANK, "cuda") as layer:
         static = real_path.StaticLayer(layer, "cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(20_000_000)  # about 10 ms of the GPU's clock
+            cuda._sleep(20_000_000)  # about 10 ms of the GPU's clock
             static.fill(inputs.to("cuda"))
             static.run()
         stream.synchronize()

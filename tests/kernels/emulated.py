@@ -708,7 +708,7 @@ def check_missing_rank(name: str) -> None:
         return dataclasses.replace(case.config(rank), timeout_s=0.3)
 
     inputs = cases.make_inputs(case)
-    with contextlib.closing(make_backend(name, case)) as backend:
+    with contextlib.closing(make_backend(name, case, ctas=2)) as backend:
         ranks = EmulatedRanks(config_of, backend)
         ranks.dispatch([mine.to(backend.device) for mine in inputs[:2]])
         words = [int(ranks.control(rank).fault) for rank in range(3)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
 from tests import fake_cuda
+from tests.gpu import sanitized
 from tests.kernels import delays, emulated, emulated_text, processes
 from tests.kernels.cases import CASES, Case
 from tests.kernels.test_nvrtc import cuobjdump
 
 pytestmark = pytest.mark.timeout(280)
 
+ENTRY = "moe_nvlink_emulated_dispatch"
 H100_SMS = 132
 REGISTERS_OF_AN_SM = 65536
 THREADS_OF_AN_SM = 2048
@@ -116,8 +119,10 @@ def test_delays_are_sown() -> None:
 # The GPU's part, without a GPU.
 
 
-@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
-@pytest.mark.parametrize(("top_k", "count"), [(8, 8), (8, 64), (22, 64)])
+@pytest.mark.parametrize(
+    ("top_k", "count", "architecture"),
+    [*((8, 64, architecture) for architecture in nvrtc.ARCHITECTURES), (32, 8, "sm_90a")],
+)
 def test_entry_points_compile_and_64_ranks_fit(top_k: int, count: int, architecture: str) -> None:
     """Without spills (an error of compile_cubin) and resident together on 132 SMs."""
     element = constants()["kElementBf16"]
@@ -133,10 +138,21 @@ def test_entry_points_compile_and_64_ranks_fit(top_k: int, count: int, architect
         assert emulated.ctas_per_rank(64, H100_SMS, per_sm, 16) >= 2, line[1]
 
 
+def test_the_bug_for_racecheck_compiles() -> None:
+    """tests/gpu/test_sanitizers.py takes a barrier out of this text."""
+    intact = emulated_text.device_source(2, constants()["kElementBf16"], 8)
+    broken = sanitized.without_barrier(intact)
+    barriers = [
+        cuobjdump(nvrtc.compile_cubin(text, "sm_90a"), "-sass", "-fun", ENTRY).count("BAR.SYNC")
+        for text in (intact, broken)
+    ]
+    assert barriers[1] < barriers[0], barriers
+
+
 @pytest.mark.parametrize(("pdl", "sown"), [(True, False), (False, True), (True, True)])
 def test_variants_compile(pdl: bool, sown: bool) -> None:
     code = emulated.cubin(3, constants()["kElementFp32"], 8, pdl, sown, "sm_90a")
-    sass = cuobjdump(code, "-sass", "-fun", "moe_nvlink_emulated_dispatch")
+    sass = cuobjdump(code, "-sass", "-fun", ENTRY)
     assert ("ACQBULK" in sass) == pdl
     assert ("NANOSLEEP" in sass) == sown
 
@@ -166,8 +182,17 @@ def _on_stand_in(_rank: int, _size: int, pdl: bool) -> tuple[Any, ...]:
         emulated.check_fused("stand-in", FUSED, rounds=20, ctas=3)
         emulated.check_static_rounds("stand-in", FUSED, rounds=3)
         emulated.check_missing_rank("stand-in")
+        _sanitized_programs()
     modules = fake_cuda.control().modules()
     return last.name, list(last.grid), list(last.block), last.num_attributes, last.pdl, modules
+
+
+def _sanitized_programs() -> None:
+    for options in ([], ["--break", "racecheck"]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["sanitized", "--backend", "stand-in", *options])
+            patch.setattr(emulated_text, "device_source", emulated_text.device_source)
+            sanitized.main()
 
 
 def test_grid_arithmetic() -> None:
@@ -188,7 +213,7 @@ def test_arguments_of_all_ranks_fit_into_one_launch() -> None:
 
 def test_the_mirror_of_rounds_args_is_the_struct() -> None:
     """Field by field, as the host compiler lays the struct out."""
-    names = [name for name, _type in emulated_text.RoundsArgs._fields_]
+    names = [field[0] for field in emulated_text.RoundsArgs._fields_]
     struct = emulated_text._ROUNDS.split("struct RoundsArgs {")[1].split("};")[0]
     assert re.findall(r"(\w+);", struct) == names
 
