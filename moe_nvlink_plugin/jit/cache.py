@@ -94,13 +94,20 @@ def _user_directory() -> Path:
 
 
 def _check(path: Path, status: os.stat_result, owners: set[int]) -> None:
-    if status.st_uid not in owners or status.st_mode & _OTHERS_WRITE:
-        mode = 0o700 if status.st_uid == os.getuid() else 0o755
-        raise CompileError(
-            f"{path} holds code this process would run, but others may write to it "
-            f"(mode {stat.S_IMODE(status.st_mode):o}, owner {status.st_uid}); chmod {mode:o} it or "
-            "set MOE_NVLINK_CACHE_DIR to a directory that only you, or only root, may write to"
-        )
+    """Raises CompileError where somebody else than `owners` may write into the directory."""
+    if status.st_uid in owners and not status.st_mode & _OTHERS_WRITE:
+        return
+    if status.st_uid == os.getuid():
+        remedy = "chmod 700 it"
+    elif status.st_uid in owners:
+        remedy = "chmod 755 it"
+    else:
+        remedy = "give it and its files to root (chown -R 0, chmod 755)"
+    raise CompileError(
+        f"{path} holds code this process would run, but others may write to it (mode "
+        f"{stat.S_IMODE(status.st_mode):o}, owner {status.st_uid}); {remedy}, or set "
+        "MOE_NVLINK_CACHE_DIR to a directory that only you, or only root, may write to"
+    )
 
 
 def load(key: str, suffix: str, read: Callable[[Path], T | None]) -> T | None:

@@ -79,7 +79,7 @@ def test_somebody_elses_folder_is_refused(folder: Path, monkeypatch: pytest.Monk
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
     owner = give_to_a_stranger(folder, monkeypatch)
-    with pytest.raises(CompileError, match=f"owner {owner}"):
+    with pytest.raises(CompileError, match=rf"owner {owner}\); give it .* to root .chown -R 0"):
         cache.directory()
     with pytest.raises(CompileError, match=f"owner {owner}"):
         cache.load("key", ".txt", Path.read_text)
