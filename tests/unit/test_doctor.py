@@ -237,12 +237,17 @@ def test_more_ranks_than_gpus(fake: Fake) -> None:
 
 def test_what_nvml_says(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = pytest.importorskip("cuda.bindings.nvml", reason="these cuda-bindings have no NVML")
-    asked = []
+    asked: list[str] = []
+
+    def by_uuid(uuid: str) -> int:
+        asked.append(uuid)
+        return 1
+
     info = nvml.GpuFabricInfo_v3()
     info.state, info.clique_id = nvml.GpuFabricState.COMPLETED, 32766
     info.cluster_uuid = list(range(240, 256))
     monkeypatch.setattr(nvml, "init_v2", lambda: None)
-    monkeypatch.setattr(nvml, "device_get_handle_by_uuid", lambda uuid: asked.append(uuid) or 1)
+    monkeypatch.setattr(nvml, "device_get_handle_by_uuid", by_uuid)
     monkeypatch.setattr(nvml, "device_get_gpu_fabric_info_v", lambda handle: info)
     uuid = "00112233445566778899aabbccddeeff"
     assert gpu._fabric(uuid) == Fabric("completed", bytes(range(240, 256)).hex(), 32766)
