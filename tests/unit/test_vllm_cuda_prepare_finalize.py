@@ -1,8 +1,8 @@
 """The CUDA ranks' prepare and finalize, on CPU tensors, inside vLLM's own modular kernel.
 
 vLLM's kernel takes the CUDA branch of its buffer allocation here, so that the zero-copy hook is
-called as it is on GPUs. The experts are this file's: they honour expert_map, stand for whatever
-vLLM chooses, and check what they are handed. The exchange between the threads is the real one.
+called as it is on GPUs. The exchange between the ranks is the real one: threads that share memory
+here, processes on the stand-in driver in test_vllm_on_fake_driver.py.
 """
 
 from __future__ import annotations
@@ -18,220 +18,37 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm import forward_context
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
-from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
-from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.unit.vllm_layer import (
+    CAPACITY,
+    HIDDEN_SIZE,
+    LEFT_OPEN,
+    NUM_EXPERTS,
+    TOP_K,
+    Experts,
+    Layer,
+    config_of,
+    dense,
+    expert_map_of,
+    take_cuda_branches,
+    work_of,
+)
 
-NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 6
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.usefixtures("environment")
 
-#: One weight matrix per expert; any function that tells experts apart.
-EXPERTS = torch.randn(
-    NUM_EXPERTS, HIDDEN_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(11)
-)
-
-
-def _config(ep_size: int, ep_rank: int, **values: Any) -> AllToAllConfig:
-    usual: dict[str, Any] = {
-        "num_experts": NUM_EXPERTS,
-        "top_k": TOP_K,
-        "hidden_size": HIDDEN_SIZE,
-        "max_tokens_per_rank": CAPACITY,
-        "dtype": torch.float32,
-        "timeout_s": 60.0,
-    }
-    return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
-
-
-def _expert_map(config: AllToAllConfig) -> torch.Tensor | None:
-    placed: torch.Tensor | None = determine_expert_map(
-        config.ep_size, config.ep_rank, config.num_experts
-    )[1]
-    return placed
-
-
-def _work(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """hidden states, int32 ids (some of them -1, as vLLM's routers mark padding), weights."""
-    random = torch.Generator().manual_seed(seed)
-    scores = torch.rand(num_tokens, NUM_EXPERTS, generator=random)
-    ids = scores.topk(TOP_K, dim=1).indices.to(torch.int32)
-    ids = torch.where(torch.rand(ids.shape, generator=random) < 0.1, -1, ids)
-    return (
-        torch.randn(num_tokens, HIDDEN_SIZE, generator=random),
-        ids,
-        torch.rand(num_tokens, TOP_K, generator=random),
-    )
-
-
-def _dense(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The layer on one process, without any exchange."""
-    every = torch.tanh(torch.einsum("nh,ehj->nej", hidden, EXPERTS))
-    chosen = torch.gather(
-        every, 1, ids.clamp(min=0).long().unsqueeze(-1).expand(-1, -1, HIDDEN_SIZE)
-    )
-    return (chosen * torch.where(ids < 0, 0.0, weights).unsqueeze(-1)).sum(1)
-
-
-class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """Experts of one rank as vLLM's for CUDA are: global ids, expert_map, all rows of the buffer.
-
-    left_open: what they leave to finalize; with NoOP they weight and sum themselves. Rows without a
-    local choice get NaN, which is what a GPU's uninitialised memory may be.
-    """
-
-    def __init__(self, left_open: mk.TopKWeightAndReduce) -> None:
-        self.moe_config = SimpleNamespace(moe_parallel_config=None)
-        self.quant_config = SimpleNamespace(quant_dtype=None, a2_scale=None)
-        self.left_open = left_open
-        self.calls: list[SimpleNamespace] = []
-
-    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-        return self.left_open
-
-    @staticmethod
-    def activation_format() -> mk.FusedMoEActivationFormat:
-        return mk.FusedMoEActivationFormat.Standard
-
-    @staticmethod
-    def _supports_current_device() -> bool:
-        return True
-
-    @staticmethod
-    def _supports_no_act_and_mul() -> bool:
-        return True
-
-    @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return True
-
-    @staticmethod
-    def _supports_activation(activation: Any) -> bool:
-        return True
-
-    @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        return True
-
-    @property
-    def sums(self) -> bool:
-        return isinstance(self.left_open, topk_weight_and_reduce.TopKWeightAndReduceNoOP)
-
-    def workspace_shapes(
-        self, num_rows: int, width: int, hidden_size: int, top_k: int, *_: Any
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        unreduced = (num_rows, top_k, hidden_size)
-        output = (num_rows, hidden_size) if self.sums else unreduced
-        return unreduced, (num_rows, width), output
-
-    def apply(self, **given: Any) -> None:
-        rows, ids, weights = given["hidden_states"], given["topk_ids"], given["topk_weights"]
-        self.calls.append(
-            SimpleNamespace(**given, ids_then=ids.clone(), weights_then=weights.clone())
-        )
-        assert ids.dtype == torch.int32
-        assert weights.dtype == torch.float32
-        assert ids.is_contiguous()
-        assert weights.is_contiguous()
-        assert rows.is_contiguous()
-        assert bool(((ids >= 0) & (ids < NUM_EXPERTS)).all()), "ids that the kernels do not accept"
-        expert_map = given["expert_map"]
-        local = ids if expert_map is None else expert_map[ids.long()]
-        chosen = torch.einsum("nh,nkhj->nkj", rows, EXPERTS[ids.long()])
-        unreduced = torch.where((local < 0).unsqueeze(-1), 0.0, torch.tanh(chosen))
-        if not self.sums:
-            given["output"].copy_(unreduced)
-            return
-        # Their own weights, of local choices only.
-        summed = (unreduced * torch.where(local < 0, 0.0, weights).unsqueeze(-1)).sum(1)
-        summed[(local < 0).all(1)] = float("nan")
-        given["output"].copy_(summed)
-
-
-LEFT_OPEN = {
-    "NoOP": topk_weight_and_reduce.TopKWeightAndReduceNoOP,
-    "Delegate": topk_weight_and_reduce.TopKWeightAndReduceDelegate,
-    "Contiguous": topk_weight_and_reduce.TopKWeightAndReduceContiguous,
-}
-
 
 @pytest.fixture(autouse=True)
 def cuda_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's modular kernel as it goes on CUDA, without the ops that need one."""
-
-    class Scratch:
-        def get_simultaneous(self, *asked: Any) -> list[torch.Tensor]:
-            return [torch.full(shape, float("nan"), dtype=dtype) for shape, dtype in asked]
-
-    no = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: False, is_cuda=lambda: True)
-    monkeypatch.setattr(mk, "current_platform", no)
-    monkeypatch.setattr(mk, "current_workspace_manager", Scratch)
-
-    def moe_sum(rows: torch.Tensor, output: torch.Tensor) -> None:
-        output.copy_(rows.sum(1))
-
-    ops = SimpleNamespace(moe_sum=moe_sum)
-    monkeypatch.setattr(topk_weight_and_reduce, "ops", ops)
-
-
-class Layer:
-    """One rank's MoE layer: our prepare/finalize and the experts in vLLM's kernel."""
-
-    def __init__(
-        self,
-        group: Any,
-        left_open: str = "NoOP",
-        capacities: tuple[int, ...] = (CAPACITY,),
-        subject_class: type[CudaPrepareAndFinalize] = CudaPrepareAndFinalize,
-    ) -> None:
-        self.group = group
-        largest_first = sorted(capacities, reverse=True)
-        self.exchanges: list[MoeAllToAll] = []
-        for capacity in largest_first:
-            config = _config(group.size, group.rank, max_tokens_per_rank=capacity)
-            first = self.exchanges[0] if self.exchanges else None
-            self.exchanges.append(MoeAllToAll.create(config, group, share_with=first))
-        self.exchanges.reverse()
-        self.expert_map = _expert_map(self.exchanges[-1].config)
-        self.subject = subject_class(self.exchanges, self.expert_map)
-        self.experts = Experts(LEFT_OPEN[left_open]())
-        self.kernel = mk.FusedMoEKernel(self.subject, self.experts)
-
-    def __call__(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        local = NUM_EXPERTS if self.expert_map is None else int((self.expert_map >= 0).sum())
-        shaped = torch.empty(local, HIDDEN_SIZE, HIDDEN_SIZE)  # vLLM reads its shape only
-        result: torch.Tensor = self.kernel.impl.apply(
-            hidden_states=hidden,
-            w1=shaped,
-            w2=shaped,
-            topk_ids=ids,
-            topk_weights=weights,
-            global_num_experts=NUM_EXPERTS,
-            expert_map=self.expert_map,
-        )
-        return result
-
-    def poison(self) -> None:
-        """Fills what peers and experts will write with NaN, while no rank is in a round."""
-        self.group.all_gather_object(None)
-        self.exchanges[-1].combine_input().fill_(float("nan"))
-        for call in self.experts.calls[-1:]:
-            call.hidden_states.fill_(float("nan"))
-        self.group.all_gather_object(None)
-
-    def close(self) -> None:
-        for exchange in self.exchanges:
-            exchange.close()
+    take_cuda_branches(monkeypatch.setattr)
 
 
 def _on_one_rank(**values: Any) -> Layer:
@@ -255,8 +72,8 @@ def _rounds(group: Any, left_open: str, **values: Any) -> float:
     worst = 0.0
     for number in range(8):
         num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
-        work = _work(num_tokens, 100 * number + group.rank)
-        got, expected = layer(*work), _dense(*work)
+        work = work_of(num_tokens, 100 * number + group.rank)
+        got, expected = layer(*work), dense(*work)
         assert got.shape == expected.shape
         # Told, not asserted: a rank that stops here would leave the others waiting.
         error = (got - expected).abs().nan_to_num(nan=float("inf"))
@@ -300,7 +117,7 @@ def test_a_broken_class_is_noticed(broken: type[CudaPrepareAndFinalize]) -> None
 
 
 def test_nothing_is_copied(layer: Layer) -> None:
-    hidden, ids, weights = _work(4, 0)
+    hidden, ids, weights = work_of(4, 0)
     layer(hidden, ids, weights)
     (call,) = layer.experts.calls
     region = layer.exchanges[-1].combine_input()
@@ -321,7 +138,7 @@ def _handed_out(group: Any) -> None:
         return taken[0]
 
     exchange.dispatch = spied  # type: ignore[method-assign,assignment]
-    layer(*_work(3 + group.rank, group.rank))
+    layer(*work_of(3 + group.rank, group.rank))
     (call,), (received,) = layer.experts.calls, taken
     first, end = layer.subject._first, layer.subject._end
     mine = (received.topk_ids >= first) & (received.topk_ids < end)
@@ -350,21 +167,21 @@ def test_ids_of_other_ranks_and_of_empty_slots_weigh_nothing() -> None:
 def test_one_rank_with_all_experts(layer: Layer) -> None:
     """There is no expert elsewhere: the empty slots' ids are an expert's here, with weight 0."""
     assert layer.expert_map is None
-    layer(*_work(2, 0))
+    layer(*work_of(2, 0))
     (call,) = layer.experts.calls
     assert not call.ids_then[2:].any()
     assert not call.weights_then[2:].any()
 
 
 def test_no_expert_map_although_there_are_other_ranks() -> None:
-    exchange: Any = SimpleNamespace(config=_config(2, 0))
+    exchange: Any = SimpleNamespace(config=config_of(2, 0))
     with pytest.raises(UnsupportedError, match="2 ranks share its 7 experts"):
         CudaPrepareAndFinalize([exchange], None)
 
 
 def test_the_region_is_handed_out_only_where_it_fits(layer: Layer) -> None:
     no_op, subject = topk_weight_and_reduce.TopKWeightAndReduceNoOP(), layer.subject
-    hidden, ids, weights = _work(2, 0)
+    hidden, ids, weights = work_of(2, 0)
     here, shape = torch.device("cpu"), (CAPACITY, HIDDEN_SIZE)
     ask = subject.allocate_fused_expert_output
     assert ask(shape, torch.float32, here, no_op) is None  # outside a round
@@ -378,7 +195,7 @@ def test_the_region_is_handed_out_only_where_it_fits(layer: Layer) -> None:
 
 
 def test_output_may_be_the_experts_output(layer: Layer) -> None:
-    hidden, ids, weights = work = _work(CAPACITY, 3)
+    hidden, ids, weights = work = work_of(CAPACITY, 3)
     rows, _, _, sent_ids, sent_weights = layer.subject.prepare(
         hidden, weights, ids, NUM_EXPERTS, None, False, layer.experts.quant_config, True
     )
@@ -392,7 +209,7 @@ def test_output_may_be_the_experts_output(layer: Layer) -> None:
     )
     no_op = topk_weight_and_reduce.TopKWeightAndReduceNoOP()
     layer.subject.finalize(output, output, sent_weights, sent_ids, False, no_op)
-    torch.testing.assert_close(output, _dense(*work), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output, dense(*work), rtol=1e-5, atol=1e-5)
 
 
 # What a step's forward context says.
@@ -428,8 +245,8 @@ def test_a_small_batch_takes_a_small_part_of_the_buffer(in_context: Callable[...
             if group.rank == 0:
                 in_context(list(both))
             group.all_gather_object(None)
-            work = _work(both[group.rank], 10 * number + group.rank)
-            torch.testing.assert_close(layer(*work), _dense(*work), rtol=1e-5, atol=1e-5)
+            work = work_of(both[group.rank], 10 * number + group.rank)
+            torch.testing.assert_close(layer(*work), dense(*work), rtol=1e-5, atol=1e-5)
             slots.append(layer.experts.calls[-1].hidden_states.shape[0])
             group.all_gather_object(None)
         layer.close()
@@ -441,26 +258,26 @@ def test_a_small_batch_takes_a_small_part_of_the_buffer(in_context: Callable[...
 
 def test_without_sizes_the_whole_buffer_is_handed_out(in_context: Callable[..., None]) -> None:
     layer = _on_one_rank(capacities=(2, CAPACITY))
-    layer(*_work(1, 0))
+    layer(*work_of(1, 0))
     in_context()
-    layer(*_work(1, 0))
+    layer(*work_of(1, 0))
     assert [call.hidden_states.shape[0] for call in layer.experts.calls] == [CAPACITY] * 2
     layer.close()
 
 
 def test_padding_rows_are_not_sent(layer: Layer, in_context: Callable[..., None]) -> None:
-    hidden, _, weights = _work(4, 0)
+    hidden, _, weights = work_of(4, 0)
     ids = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
     in_context(is_padding=torch.tensor([False, False, True, True]))
     got = layer(hidden, ids, weights)
-    torch.testing.assert_close(got[:2], _dense(hidden, ids, weights)[:2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[:2], dense(hidden, ids, weights)[:2], rtol=1e-5, atol=1e-5)
     assert not got[2:].any()
     assert layer.exchanges[-1].stats().destinations == 2
     assert ids.min() == 0  # the router's own tensor is left alone
     # The mask of a whole sequence, of which this rank has a slice.
     in_context(is_padding=torch.ones(8, dtype=torch.bool))
     torch.testing.assert_close(
-        layer(hidden, ids, weights), _dense(hidden, ids, weights), rtol=1e-5, atol=1e-5
+        layer(hidden, ids, weights), dense(hidden, ids, weights), rtol=1e-5, atol=1e-5
     )
 
 
@@ -471,7 +288,7 @@ class WithoutData:
     """An exchange whose tensors have shapes and no data: whoever reads a value is an error."""
 
     def __init__(self) -> None:
-        self.config = _config(2, 1)
+        self.config = config_of(2, 1)
         self.slots = 2 * CAPACITY
         self.region = self._empty(HIDDEN_SIZE, dtype=torch.float32)
         self.combined: list[torch.Tensor] = []
@@ -522,14 +339,14 @@ def test_no_value_is_read_and_no_shape_depends_on_one(
 ) -> None:
     exchange: Any = WithoutData()
     in_context([4, 4], is_padding=torch.empty(4, dtype=torch.bool, device="meta"))
-    subject = CudaPrepareAndFinalize([exchange], _expert_map(exchange.config))
+    subject = CudaPrepareAndFinalize([exchange], expert_map_of(exchange.config))
     _without_data(subject, exchange, left_open)
 
 
 def test_reading_a_value_would_be_noticed() -> None:
     """The CPU class waits for the counts."""
     exchange: Any = WithoutData()
-    subject = CpuPrepareAndFinalize(exchange, _expert_map(exchange.config))
+    subject = CpuPrepareAndFinalize(exchange, expert_map_of(exchange.config))
     with pytest.raises((NotImplementedError, RuntimeError), match=r"[Mm]eta"):
         _without_data(subject, exchange, "NoOP")
 

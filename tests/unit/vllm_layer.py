@@ -1,0 +1,220 @@
+"""One MoE layer as vLLM runs it on CUDA ranks: our prepare/finalize in vLLM's own modular kernel.
+
+The experts are ours: they honour expert_map, stand for whatever vLLM chooses, and check what they
+are handed. Needs vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepareAndFinalize
+
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 6
+
+#: One weight matrix per expert; any function that tells experts apart.
+EXPERTS = torch.randn(
+    NUM_EXPERTS, HIDDEN_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(11)
+)
+
+
+def config_of(ep_size: int, ep_rank: int, **values: Any) -> AllToAllConfig:
+    usual: dict[str, Any] = {
+        "num_experts": NUM_EXPERTS,
+        "top_k": TOP_K,
+        "hidden_size": HIDDEN_SIZE,
+        "max_tokens_per_rank": CAPACITY,
+        "dtype": torch.float32,
+        "timeout_s": 60.0,
+    }
+    return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
+
+
+def expert_map_of(config: AllToAllConfig) -> torch.Tensor | None:
+    placed: torch.Tensor | None = determine_expert_map(
+        config.ep_size, config.ep_rank, config.num_experts
+    )[1]
+    return placed
+
+
+def work_of(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden states, int32 ids (some of them -1, as vLLM's routers mark padding), weights."""
+    random = torch.Generator().manual_seed(seed)
+    scores = torch.rand(num_tokens, NUM_EXPERTS, generator=random)
+    ids = scores.topk(TOP_K, dim=1).indices.to(torch.int32)
+    ids = torch.where(torch.rand(ids.shape, generator=random) < 0.1, -1, ids)
+    return (
+        torch.randn(num_tokens, HIDDEN_SIZE, generator=random),
+        ids,
+        torch.rand(num_tokens, TOP_K, generator=random),
+    )
+
+
+def dense(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The layer on one process, without any exchange."""
+    every = torch.tanh(torch.einsum("nh,ehj->nej", hidden, EXPERTS))
+    chosen = torch.gather(
+        every, 1, ids.clamp(min=0).long().unsqueeze(-1).expand(-1, -1, HIDDEN_SIZE)
+    )
+    return (chosen * torch.where(ids < 0, 0.0, weights).unsqueeze(-1)).sum(1)
+
+
+class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
+    """Experts of one rank as vLLM's for CUDA are: global ids, expert_map, all rows of the buffer.
+
+    left_open: what they leave to finalize; with NoOP they weight and sum themselves. Rows without a
+    local choice get NaN, which is what a GPU's uninitialised memory may be.
+    """
+
+    def __init__(self, left_open: mk.TopKWeightAndReduce) -> None:
+        self.moe_config = SimpleNamespace(moe_parallel_config=None)
+        self.quant_config = SimpleNamespace(quant_dtype=None, a2_scale=None)
+        self.left_open = left_open
+        self.calls: list[SimpleNamespace] = []
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return self.left_open
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+    @property
+    def sums(self) -> bool:
+        return isinstance(self.left_open, topk_weight_and_reduce.TopKWeightAndReduceNoOP)
+
+    def workspace_shapes(
+        self, num_rows: int, width: int, hidden_size: int, top_k: int, *_: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        unreduced = (num_rows, top_k, hidden_size)
+        output = (num_rows, hidden_size) if self.sums else unreduced
+        return unreduced, (num_rows, width), output
+
+    def apply(self, **given: Any) -> None:
+        rows, ids, weights = given["hidden_states"], given["topk_ids"], given["topk_weights"]
+        self.calls.append(
+            SimpleNamespace(**given, ids_then=ids.clone(), weights_then=weights.clone())
+        )
+        assert ids.dtype == torch.int32
+        assert weights.dtype == torch.float32
+        assert ids.is_contiguous()
+        assert weights.is_contiguous()
+        assert rows.is_contiguous()
+        assert bool(((ids >= 0) & (ids < NUM_EXPERTS)).all()), "ids that the kernels do not accept"
+        expert_map = given["expert_map"]
+        local = ids if expert_map is None else expert_map[ids.long()]
+        chosen = torch.einsum("nh,nkhj->nkj", rows, EXPERTS[ids.long()])
+        unreduced = torch.where((local < 0).unsqueeze(-1), 0.0, torch.tanh(chosen))
+        if not self.sums:
+            given["output"].copy_(unreduced)
+            return
+        # Their own weights, of local choices only.
+        summed = (unreduced * torch.where(local < 0, 0.0, weights).unsqueeze(-1)).sum(1)
+        summed[(local < 0).all(1)] = float("nan")
+        given["output"].copy_(summed)
+
+
+LEFT_OPEN = {
+    "NoOP": topk_weight_and_reduce.TopKWeightAndReduceNoOP,
+    "Delegate": topk_weight_and_reduce.TopKWeightAndReduceDelegate,
+    "Contiguous": topk_weight_and_reduce.TopKWeightAndReduceContiguous,
+}
+
+
+class _Scratch:
+    def get_simultaneous(self, *asked: Any) -> list[torch.Tensor]:
+        return [torch.full(shape, float("nan"), dtype=dtype) for shape, dtype in asked]
+
+
+def _moe_sum(rows: torch.Tensor, output: torch.Tensor) -> None:
+    output.copy_(rows.sum(1))
+
+
+def take_cuda_branches(replace: Callable[[Any, str, Any], None]) -> None:
+    """vLLM's modular kernel as it goes on CUDA, without the ops that need one. replace: setattr."""
+    cuda = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: False, is_cuda=lambda: True)
+    replace(mk, "current_platform", cuda)
+    replace(mk, "current_workspace_manager", _Scratch)
+    replace(topk_weight_and_reduce, "ops", SimpleNamespace(moe_sum=_moe_sum))
+
+
+class Layer:
+    """One rank's MoE layer: our prepare/finalize and the experts in vLLM's kernel."""
+
+    def __init__(
+        self,
+        group: Any,
+        left_open: str = "NoOP",
+        capacities: tuple[int, ...] = (CAPACITY,),
+        subject_class: type[CudaPrepareAndFinalize] = CudaPrepareAndFinalize,
+        **values: Any,
+    ) -> None:
+        self.group = group
+        largest_first = sorted(capacities, reverse=True)
+        self.exchanges: list[MoeAllToAll] = []
+        for capacity in largest_first:
+            values["max_tokens_per_rank"] = capacity
+            config = config_of(group.size, group.rank, **values)
+            first = self.exchanges[0] if self.exchanges else None
+            self.exchanges.append(MoeAllToAll.create(config, group, share_with=first))
+        self.exchanges.reverse()
+        self.expert_map = expert_map_of(self.exchanges[-1].config)
+        self.subject = subject_class(self.exchanges, self.expert_map)
+        self.experts = Experts(LEFT_OPEN[left_open]())
+        self.kernel = mk.FusedMoEKernel(self.subject, self.experts)
+
+    def __call__(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        local = NUM_EXPERTS if self.expert_map is None else int((self.expert_map >= 0).sum())
+        shaped = torch.empty(local, HIDDEN_SIZE, HIDDEN_SIZE)  # vLLM reads its shape only
+        result: torch.Tensor = self.kernel.impl.apply(
+            hidden_states=hidden,
+            w1=shaped,
+            w2=shaped,
+            topk_ids=ids,
+            topk_weights=weights,
+            global_num_experts=NUM_EXPERTS,
+            expert_map=self.expert_map,
+        )
+        return result
+
+    def poison(self) -> None:
+        """Fills what peers and experts will write with NaN, while no rank is in a round."""
+        self.group.all_gather_object(None)
+        self.exchanges[-1].combine_input().fill_(float("nan"))
+        for call in self.experts.calls[-1:]:
+            call.hidden_states.fill_(float("nan"))
+        self.group.all_gather_object(None)
+
+    def close(self) -> None:
+        for exchange in self.exchanges:
+            exchange.close()
