@@ -6,9 +6,10 @@
 * ``register`` (group ``vllm.general_plugins``) makes ``LLM(all2all_backend="moe_nvlink")`` work.
 
 The way a flag goes: ``flag`` (command line or Python -> ``additional_config``) -> ``platform`` ->
-``validation`` -> ``communicator`` (one per worker) -> ``all2all_manager`` (owns the exchanges) and
-``layers`` (our classes in the place of two of vLLM's) -> ``prepare_finalize`` (one per MoE layer).
-Without the flag only ``flag`` and ``platform`` are ever loaded.
+``validation`` -> ``communicator`` (one per worker; ``cpu_communicator``, ``cuda_communicator``) ->
+``all2all_manager`` (owns the exchanges) and ``layers`` (our classes in the place of two of vLLM's)
+-> ``prepare_finalize`` (one per MoE layer; ``cpu_prepare_finalize``, ``cuda_prepare_finalize``).
+Without the flag only ``flag`` and ``platform`` are ever loaded. ``compat`` lists what we touch.
 """
 
 from __future__ import annotations
