@@ -239,6 +239,8 @@ FIELDS = (
         "All2AllManagerBase",
         ("cpu_group", "internode", "rank", "world_size"),
     ),
+    Fields(f"{_MOE}.experts.flashinfer_cutlass_moe", "FlashInferExperts", ("ep_rank",)),
+    Fields(f"{_MOE}.experts.trtllm_bf16_moe", "TrtLlmBf16ExpertsModular", ("ep_rank",)),
     Fields(_CONTEXT, "ForwardContext", ("dp_metadata", "is_padding")),
     Fields(_CONTEXT, "DPMetadata", ("local_sizes",)),
 )

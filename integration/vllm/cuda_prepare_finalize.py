@@ -70,7 +70,15 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 "weight and sum their rows themselves or leave it to "
                 f"{TopKWeightAndReduceContiguous.__name__}. Choose others with --moe-backend."
             )
-        hidden_size = self._exchange.config.hidden_size
+        config = self._exchange.config
+        # Experts that keep ep_rank (FlashInfer's) find their first expert by it, not expert_map.
+        if config.num_experts % config.ep_size and hasattr(fused_experts, "ep_rank"):
+            raise UnsupportedError(
+                f"{name} takes all ranks to own equally many experts, which {config.num_experts} "
+                f"experts on {config.ep_size} ranks do not allow; vLLM would compute wrong "
+                "results. Choose other experts with --moe-backend (triton is one)."
+            )
+        hidden_size = config.hidden_size
         narrowed = getattr(fused_experts, "output_hidden_dim", lambda size: size)(hidden_size)
         if narrowed != hidden_size:
             raise UnsupportedError(

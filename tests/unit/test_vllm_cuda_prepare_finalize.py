@@ -374,6 +374,22 @@ def test_experts_that_narrow_their_rows_are_refused(layer: Layer) -> None:
         layer.subject.post_init_setup(Narrow(LEFT_OPEN["NoOP"]()))
 
 
+def test_experts_that_count_by_rank_need_equal_shares() -> None:
+    class ByRank(Experts):
+        ep_rank = 1
+
+    for num_experts, refused in ((6, False), (7, True)):
+        exchange: Any = WithoutData()
+        exchange.config = config_of(2, 1, num_experts=num_experts)
+        subject = CudaPrepareAndFinalize([exchange], expert_map_of(exchange.config))
+        subject.post_init_setup(Experts(LEFT_OPEN["NoOP"]()))
+        if refused:
+            with pytest.raises(UnsupportedError, match="7 experts on 2 ranks"):
+                subject.post_init_setup(ByRank(LEFT_OPEN["NoOP"]()))
+        else:
+            subject.post_init_setup(ByRank(LEFT_OPEN["NoOP"]()))
+
+
 def _imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -202,6 +202,13 @@ def test_the_readme_lists_every_name_we_touch() -> None:
         ), f"{touched} is not in {README.name}"
 
 
+def test_the_readme_lists_every_field_we_read() -> None:
+    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
+    for fields in compat.FIELDS:
+        words = [fields.owner, fields.module.removeprefix("vllm."), *fields.names]
+        assert any(all(f"`{word}`" in row for word in words) for row in rows), fields
+
+
 def _imported_names() -> set[tuple[str, str]]:
     """Every (module, name) our adapter imports from vLLM, read off its source."""
     found = set()
