@@ -17,8 +17,8 @@ and keeps it in a cache, driver.py calls the CUDA driver.
 
 Beside the path: config.py (AllToAllConfig), recipes/ (what travels), plugins.py with hookspecs.py
 and builtin_plugins.py (how recipes and transports are found), groups.py (collective steps of
-start-up), errors.py, env.py, reference.py (the same verbs in plain torch, for the tests), cli.py
-(doctor and precompile, for a shell).
+start-up), errors.py, env.py, reference.py (the same verbs in plain torch, for the tests), and for a
+shell cli.py with doctor/ (what works on this machine) and precompile.py (fills the kernel cache).
 
 Knowledge goes one way: errors, env, driver <- config, groups <- recipes, transport <- layout,
 hookspecs <- plugins, jit <- arguments <- executors <- workspace <- channel <- exchange (and checks)
