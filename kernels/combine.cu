@@ -88,6 +88,7 @@ HD void combine_range(const char* const* rows, int top_k, char* output, int thre
       fill_minus_zero<Element, Width>(loaded[k]);
       if (rows[k] != nullptr) load_vector(loaded[k], rows[k] + element * kBytes);
     }
+    loads_end();
     float sums[(Config::kTopKBound + 1) / 2][Width];
     add_tree<Element, Width>(loaded, rows, top_k, sums);
     Lanes<Element, Width> result;
@@ -106,6 +107,7 @@ HD void find_rows(const CombineArgs& args, const Cta& cta, int token, uint64_t r
   const int top_k = top_k_of<Config>(geometry);
   const int32_t* slots =
       reinterpret_cast<const int32_t*>(args.send_slots) + static_cast<int64_t>(token) * top_k;
+  MOE_NVLINK_ROLLED
   for (int k = cta.thread; k < top_k; k += cta.num_threads) {
     const int slot = load_word(slots + k);
     const bool valid = slot >= 0 && slot < geometry.ep_size * geometry.max_tokens_per_rank;
@@ -140,6 +142,7 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
     // No row: zero. After a fault: NaN, so that nobody takes the output for a result.
     const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
     auto* words = reinterpret_cast<Word*>(output);
+    MOE_NVLINK_ROLLED
     for (int i = thread; i < hidden_size; i += threads) store_word(words + i, word);
     return;
   }
@@ -152,6 +155,7 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
 HD void signal_peers(const CombineArgs& args, const Cta& cta) {
   const Geometry& geometry = args.geometry;
   const uint32_t epoch = load_word(&local_control(args)->epoch);
+  MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     // P3 release: the experts' rows (kernels before this one, ordered by pdl_wait) before the
     // signal. Without it a peer may read rows the experts had not written yet. It also puts the
@@ -168,6 +172,7 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
   const uint32_t epoch = load_word(&local_control(args)->epoch);
   cta.sync();  // faulted is cleared before a thread may set it
   const uint64_t start = now_ns();
+  MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     uint64_t cell = 0;
     if (!wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.combine_cells, peer), epoch,

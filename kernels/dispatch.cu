@@ -64,8 +64,10 @@ HD RowPlan plan_row(const Payload& payload, bool is_ids) {
 // do, and a warp without a part of a row skips it. Nothing here comes from an earlier kernel.
 HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   const int num_payloads = static_cast<int>(args.num_payloads);
+  MOE_NVLINK_ROLLED
   for (int i = cta.thread; i < num_payloads; i += cta.num_threads) {
     int before = 0;
+    MOE_NVLINK_ROLLED
     for (int j = 0; j < i; ++j) {
       before += plan_row(args.payloads[j], j == kTopkIdsPayload).num_lanes;
     }
@@ -96,6 +98,7 @@ template <class Config>
 HD void put_ids(const DispatchArgs& args, const Cta& cta, int lane, const TokenRoute& route,
                 char* const* targets) {
   const int top_k = top_k_of<Config>(args.geometry);
+  MOE_NVLINK_ROLLED
   for (int i = lane; i < top_k; i += cta.num_threads) {
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
@@ -117,6 +120,7 @@ HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared
   bool any = false;
   for (int k = 0; k < top_k; ++k) any = any || route.rows[k] != kNoSlot;
   if (!any) return;
+  MOE_NVLINK_ROLLED
   for (int i = 0; i < static_cast<int>(args.num_payloads); ++i) {
     const RowPlan plan = shared.plans[i];
     const int turned = cta.thread - plan.first_thread;
@@ -161,6 +165,7 @@ HD void publish_counts(const DispatchArgs& args, const Cta& cta, DispatchShared&
   const Geometry& geometry = args.geometry;
   uint32_t* send_counters =
       reinterpret_cast<uint32_t*>(region_of(args, geometry.ep_rank, args.control.send_counters));
+  MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     const uint32_t count = load_relaxed_gpu(&send_counters[peer]);
     // P1 release: rows before cell. Without it the peer may see the new epoch and the old rows.
@@ -178,6 +183,7 @@ HD void count_round(const DispatchArgs& args, const DispatchShared& shared) {
   for (int peer = 0; peer < geometry.ep_size; ++peer) rows += shared.sent[peer];
   const uint32_t remote = rows - shared.sent[geometry.ep_rank];
   uint64_t token_bytes = 0;
+  MOE_NVLINK_ROLLED
   for (uint32_t i = 0; i < args.num_payloads; ++i) token_bytes += args.payloads[i].row_bytes;
   const uint64_t tokens = static_cast<uint64_t>(geometry.num_tokens);
   const uint64_t peers = static_cast<uint64_t>(geometry.ep_size - 1);
@@ -217,6 +223,7 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   int32_t* recv_counts =
       reinterpret_cast<int32_t*>(region_of(args, geometry.ep_rank, args.control.recv_counts));
   const uint64_t start = now_ns();
+  MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     uint64_t cell = 0;
     int32_t count = 0;
@@ -244,6 +251,7 @@ HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const Dispatc
   const int slice_words = geometry.max_tokens_per_rank * geometry.top_k;
   const int piece_words = kVectorsPerPiece * (kVectorBytes / 4) * cta.num_threads;
   const int num_pieces = geometry.ep_size * ((slice_words + piece_words - 1) / piece_words);
+  MOE_NVLINK_ROLLED
   for (int piece = shared.finisher; piece < num_pieces; piece += num_finishers(cta)) {
     const int source = piece % geometry.ep_size;
     const int filled = shared.counts[source] * geometry.top_k;

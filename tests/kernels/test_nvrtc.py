@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from moe_nvlink_plugin.errors import CompileError
 from moe_nvlink_plugin.jit import nvrtc, source
 from moe_nvlink_plugin.jit.header import constants
+from tests.kernels.delays import replace_once
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 pytestmark = pytest.mark.timeout(280)
@@ -28,9 +30,34 @@ BF16, FP16, FP32 = (constants()[f"kElement{name}"] for name in ("Bf16", "Fp16", 
 GEOMETRIES = ((1, BF16), (6, FP16), (8, BF16), (22, BF16), (22, FP32), (32, FP32))
 KERNELS = ("moe_nvlink_dispatch", "moe_nvlink_combine")
 
-#: So many registers leave room for two CTAs of 256 threads on an SM; asked of common top_k only.
-MAX_REGISTERS = 128
+#: Asked of common top_k only. 64: dispatch may run in CTAs of 1024 threads, one for each vector of
+#: a row. 128: two CTAs of 256 threads on an SM.
+MAX_REGISTERS = {"moe_nvlink_dispatch": 64, "moe_nvlink_combine": 128}
 COMMON_TOP_K = 8
+
+#: Ordered accesses of a kernel. Every release is a barrier and then the access, every acquire the
+#: access and then the emptying of L1.
+SYSTEM_RELEASES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}  # P1; P3
+SYSTEM_ACQUIRES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}
+GPU_ARRIVALS = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 0}  # P2
+#: Fault words: stored relaxed, in the workspace and in the host's memory.
+FAULT_STORES = {"moe_nvlink_dispatch": 4, "moe_nvlink_combine": 2}
+
+
+class Instruction(NamedTuple):
+    """One line of a disassembly."""
+
+    name: str  # with its modifiers
+    operands: str
+
+    def registers(self) -> set[int]:
+        return {int(number) for number in re.findall(r"\bR(\d+)\b", self.operands)}
+
+    def loaded(self) -> set[int]:
+        """Registers a 128-bit load fills."""
+        first = re.match(r"R(\d+)", self.operands)
+        assert first is not None, self
+        return set(range(int(first[1]), int(first[1]) + 4))
 
 
 @functools.cache
@@ -68,18 +95,55 @@ def _tools() -> Path:
     return Path(installed).parent
 
 
+def disassemble(code: bytes, kernel: str) -> tuple[Instruction, ...]:
+    """The kernel's instructions in the order of the code."""
+    sass = cuobjdump(code, "-sass", "-fun", kernel)
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)([^;]*);", sass)
+    assert len(found) > 100, f"{kernel}: the disassembly has {len(found)} instructions"
+    return tuple(Instruction(name, operands.strip()) for name, operands in found)
+
+
 @functools.cache
+def listing(top_k: int, element: int, architecture: str, kernel: str) -> tuple[Instruction, ...]:
+    return disassemble(cubin(top_k, element, architecture), kernel)
+
+
 def instructions(top_k: int, element: int, architecture: str, kernel: str) -> tuple[str, ...]:
     """Names of the instructions, with their modifiers, in the order of the code."""
-    sass = cuobjdump(cubin(top_k, element, architecture), "-sass", "-fun", kernel)
-    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", sass)
-    assert len(found) > 100, f"{kernel}: the disassembly has {len(found)} instructions"
-    return tuple(found)
+    return tuple(one.name for one in listing(top_k, element, architecture, kernel))
 
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 each_architecture = pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
 each_geometry = pytest.mark.parametrize(("top_k", "element"), GEOMETRIES)
+
+
+def loads_before_first_use(code: tuple[Instruction, ...]) -> int:
+    """128-bit loads that are issued before anything touches what one of them loads."""
+    wide = [i for i, one in enumerate(code) if one.name.startswith("LDG.E.128")]
+    assert wide, "no 128-bit load"
+    loaded = code[wide[0]].loaded()
+    count = 1
+    for one in code[wide[0] + 1 : wide[-1] + 1]:
+        if one.registers() & loaded:
+            break
+        if one.name.startswith("LDG.E.128"):
+            loaded |= one.loaded()
+            count += 1
+    return count
+
+
+def longest_run_of_loads(code: tuple[Instruction, ...]) -> int:
+    """128-bit loads without a 128-bit store between them."""
+    order = "".join(
+        one.name[0] for one in code if re.match(r"(LDG|STG)\.E\.128", one.name)
+    )  # "L" and "S"
+    return max(len(run) for run in order.split("S"))
+
+
+def generic_accesses(names: tuple[str, ...]) -> list[str]:
+    """They find out at run time which memory they mean."""
+    return [name for name in names if re.match(r"(LD|ST|ATOM|RED|CCTL)\.E\b", name)]
 
 
 @each_architecture
@@ -92,7 +156,7 @@ def test_compiles_without_spills(top_k: int, element: int, architecture: str) ->
         numbers = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line[1])}
         assert numbers["STACK"] == numbers["LOCAL"] == 0, f"{kernel}: {line[1]}"
         if top_k <= COMMON_TOP_K:
-            assert numbers["REG"] <= MAX_REGISTERS, f"{kernel}: {line[1]}"
+            assert numbers["REG"] <= MAX_REGISTERS[kernel], f"{kernel}: {line[1]}"
         # Local memory would be a spilled register or an array that did not unroll.
         local = re.compile(r"(LDL|STL)\b")
         names = instructions(top_k, element, architecture, kernel)
@@ -115,30 +179,54 @@ def test_wide_accesses(top_k: int, element: int, architecture: str, kernel: str)
     else:
         assert wide_loads >= top_k
         assert wide_stores >= 1
-    # Generic accesses (LD, ST) find out at run time where they point.
-    assert not [name for name in names if re.match(r"(LD|ST)\.E.*\.128", name)]
+    assert not generic_accesses(names)
+
+
+@each_architecture
+@each_geometry
+def test_all_loads_fly_together(top_k: int, element: int, architecture: str) -> None:
+    """Combine has top_k loads on their way before it waits for the first one."""
+    code = listing(top_k, element, architecture, "moe_nvlink_combine")
+    assert loads_before_first_use(code) == top_k
+
+
+@each_architecture
+def test_a_long_row_has_several_loads_in_flight(architecture: str) -> None:
+    text = source.read_kernel_file("include/moe_nvlink/platform.h")
+    in_flight, on_host = map(int, re.findall(r"int kVectorsInFlight = (\d+);", text))
+    assert in_flight > on_host
+    assert longest_run_of_loads(listing(8, BF16, architecture, KERNELS[0])) == in_flight
 
 
 @each_kernel
 @each_architecture
 def test_ordered_accesses(architecture: str, kernel: str) -> None:
+    """Each numbered pair, and nothing ordered beside them."""
     names = instructions(8, BF16, architecture, kernel)
-    release = [i for i, name in enumerate(names) if name == "STG.E.64.STRONG.SYS"]
-    assert release, "no system-scope store of a cell"
-    barriers = [i for i, name in enumerate(names) if name.startswith("MEMBAR") and "SYS" in name]
-    # P1 / P3 release: what came before is put in order for the whole system, then the cell.
-    assert any(0 < i - barrier < 8 for i in release for barrier in barriers)
-    # The poll and, as an instruction of its own, the acquiring load behind it; then L1 is emptied.
-    loads = [i for i, name in enumerate(names) if re.match(r"LDG\.E(\.64)?\.STRONG\.SYS", name)]
-    assert len(loads) >= 2, f"the acquiring load is missing: {[names[i] for i in loads]}"
+    barriers = [i for i, name in enumerate(names) if name.startswith("MEMBAR")]
     empties = [i for i, name in enumerate(names) if name == "CCTL.IVALL"]
-    assert any(0 < empty - loads[-1] < 8 for empty in empties)
-    # Nothing ordered through a generic address.
-    assert not [
-        name
-        for name in names
-        if "STRONG" in name and name[:3] in {"LD.", "ST.", "ATO"} and not name.startswith("ATOMG")
-    ]
+    stores = [i for i, name in enumerate(names) if name == "STG.E.64.STRONG.SYS"]
+    loads = [i for i, name in enumerate(names) if re.match(r"LDG\.E(\.64)?\.STRONG\.SYS", name)]
+    # P1 / P3 release: what came before is put in order for the whole system, then the cell.
+    releases = [i for i in stores if any(0 < i - barrier < 8 for barrier in barriers)]
+    assert len(releases) == SYSTEM_RELEASES[kernel]
+    assert len(stores) - len(releases) == FAULT_STORES[kernel]
+    assert sum("SYS" in names[i] for i in barriers) == SYSTEM_RELEASES[kernel]
+    # The poll and, as an instruction of its own, the acquiring load behind it; then L1 is emptied.
+    acquires = [i for i in loads if names[i + 1] == "CCTL.IVALL"]
+    assert len(acquires) == SYSTEM_ACQUIRES[kernel]
+    assert len(loads) > len(acquires), "no relaxed poll"
+    # P2: a GPU-scope atomic behind this CTA's rows and before what reads the others'.
+    atomics = [i for i, name in enumerate(names) if re.match(r"ATOMG\.E\.ADD.*STRONG\.GPU", name)]
+    arrivals = [i for i in atomics if any(0 < i - barrier < 8 for barrier in barriers)]
+    assert len(arrivals) == GPU_ARRIVALS[kernel]
+    assert all("GPU" in names[i] for i in barriers if "SYS" not in names[i])
+    assert all(names[i + 1] == "CCTL.IVALL" for i in arrivals)
+    # No barrier and no emptied L1 that does not belong to one of them.
+    assert len(barriers) == len(releases) + len(arrivals)
+    assert len(empties) == len(acquires) + len(arrivals)
+    if kernel == "moe_nvlink_dispatch":
+        assert len(atomics) == 2, "one takes a slot (relaxed), one arrives (acq_rel)"
 
 
 @each_architecture
@@ -147,25 +235,43 @@ def test_cell_is_loaded_whole(architecture: str) -> None:
     assert "LDG.E.64.STRONG.SYS" in instructions(8, BF16, architecture, "moe_nvlink_dispatch")
 
 
+@each_kernel
 @each_architecture
-def test_arrival(architecture: str) -> None:
-    """P2: a GPU-scope atomic behind this CTA's rows and before what reads the others'."""
-    names = instructions(8, BF16, architecture, "moe_nvlink_dispatch")
-    atomics = [i for i, name in enumerate(names) if re.match(r"ATOMG\.E\.ADD.*STRONG\.GPU", name)]
-    assert len(atomics) >= 2, "one takes a slot (relaxed), one arrives (acq_rel)"
-    arrival = atomics[-1]
-    before, after = names[max(arrival - 10, 0) : arrival], names[arrival : arrival + 10]
-    assert any(name.startswith("MEMBAR") and "GPU" in name for name in before), before
-    assert "CCTL.IVALL" in after, after
+def test_programmatic_dependent_launch(architecture: str, kernel: str) -> None:
+    """Nothing of global memory is touched before the wait; shared memory is."""
+    names = instructions(8, BF16, architecture, kernel)
+    assert names.count("ACQBULK") == names.count("PREEXIT") == 1
+    wait, signal = names.index("ACQBULK"), names.index("PREEXIT")
+    touches = [i for i, name in enumerate(names) if re.match(r"(LDG|STG|ATOMG|REDG)\.", name)]
+    assert wait < signal < min(touches)
+    assert any(name.startswith("STS") for name in names[:wait])
 
 
 @each_kernel
 @each_architecture
-def test_programmatic_dependent_launch(architecture: str, kernel: str) -> None:
-    names = instructions(8, BF16, architecture, kernel)
-    assert names.count("ACQBULK") == names.count("PREEXIT") == 1
-    touches = [i for i, name in enumerate(names) if re.match(r"(LDG|STG|ATOMG|LD|ST)\.", name)]
-    assert names.index("ACQBULK") < min(touches), "memory is touched before the wait"
+def test_without_programmatic_dependent_launch(architecture: str, kernel: str) -> None:
+    code = nvrtc.compile_cubin(source.specialised_source(8, BF16, pdl=False), architecture)
+    names = {one.name for one in disassemble(code, kernel)}
+    assert not names & {"ACQBULK", "PREEXIT"}
+
+
+# These checks can fail.
+
+
+@each_architecture
+def test_loads_that_wait_for_sums_are_noticed(architecture: str) -> None:
+    text = replace_once(source.specialised_source(8, BF16), "    loads_end();\n", "")
+    code = disassemble(nvrtc.compile_cubin(text, architecture), "moe_nvlink_combine")
+    assert loads_before_first_use(code) < 8
+
+
+def test_a_generic_access_is_noticed() -> None:
+    text = source.specialised_source(8, BF16)
+    plain = text.replace("load_word(&local_control(args)->epoch)", "local_control(args)->epoch")
+    assert plain != text
+    for kernel in KERNELS:
+        code = disassemble(nvrtc.compile_cubin(plain, "sm_90a"), kernel)
+        assert generic_accesses(tuple(one.name for one in code))
 
 
 def test_relaxed_text_is_told_apart() -> None:

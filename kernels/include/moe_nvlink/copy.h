@@ -106,6 +106,7 @@ HD void store_word(Word* address, Word value) {
 // more (host only: a device width divides the row). Shifts, for the GPU has no division.
 HD int lanes_for(int row_bytes, int vector_bytes) {
   int whole = row_bytes;
+  MOE_NVLINK_ROLLED
   for (int width = vector_bytes; width > 1; width >>= 1) whole >>= 1;
   const int rest = row_bytes & (vector_bytes - 1);
   return whole > rest ? whole : rest;
@@ -164,8 +165,9 @@ HD void put_row(const Cta& cta, int lane, const char* source, char* const* targe
     default:
       put_range<1, 1>(cta, lane, source, targets, num_targets, 0, whole);
   }
-  // Only on the host is there a rest.
-  put_range<1, 1>(cta, lane, source, targets, num_targets, whole, row_bytes);
+  if constexpr (!kAlignedVectorsOnly) {
+    put_range<1, 1>(cta, lane, source, targets, num_targets, whole, row_bytes);
+  }
 }
 
 // The CTA's threads write -1 into words [first, last); words[0] lies on a vector's boundary.
@@ -182,8 +184,10 @@ HD void fill_minus_one(const Cta& cta, int32_t* words, int64_t first, int64_t la
   // What lies before the first whole vector and behind the last one; all of a short range.
   const int64_t head_end = first_vector * kWide < last ? first_vector * kWide : last;
   const int64_t tail_start = last_vector * kWide > head_end ? last_vector * kWide : head_end;
+  MOE_NVLINK_ROLLED
   for (int64_t i = first + cta.thread; i < head_end; i += cta.num_threads)
     store_word(words + i, -1);
+  MOE_NVLINK_ROLLED
   for (int64_t i = tail_start + cta.thread; i < last; i += cta.num_threads) {
     store_word(words + i, -1);
   }

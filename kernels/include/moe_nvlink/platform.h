@@ -9,6 +9,9 @@
 #define MOE_NVLINK_DEVICE_ONLY(...) __VA_ARGS__
 #define MOE_NVLINK_HOST_ONLY(...)
 #define MOE_NVLINK_UNROLL _Pragma("unroll")
+// For loops with few turns, outside the rows: code that is not there need not be fetched, and a
+// launch with one token a CTA fetches all of its code cold.
+#define MOE_NVLINK_ROLLED _Pragma("unroll 1")
 
 #if defined(__CUDACC_RTC__)
 // NVRTC has no standard headers; these widths are fixed by the CUDA ABI.
@@ -27,8 +30,9 @@ namespace moe_nvlink {
 // Bytes one thread moves at a time: the widest load it has. A load must be aligned to its width.
 constexpr int kVectorBytes = 16;
 constexpr bool kAlignedVectorsOnly = true;
-// Loads a thread has in flight while it copies a long row.
-constexpr int kVectorsInFlight = 4;
+// Loads a thread has in flight while it copies a long row. More would cost dispatch the 64 registers
+// with which 1024 threads, one per vector of a common row, can be launched.
+constexpr int kVectorsInFlight = 2;
 // Combine adds -0.0 for an absent row: a branch would keep its loads from flying together.
 constexpr bool kSkipAbsentRows = false;
 
@@ -44,6 +48,14 @@ struct Cta {
   static constexpr int kWarpThreads = 32;
   HD void sync_warp() const { __syncwarp(); }
 };
+
+// Loads written before this are issued before what is computed from them behind it. ptxas otherwise
+// puts the last of many loads behind the first sums, to save registers, and so behind the wait for
+// the first load. It moves nothing across a warp barrier; this one is for the threads that are here
+// together, so it waits for nobody, and it orders no memory that anyone relies on.
+HD void loads_end() {
+  __syncwarp(__activemask());
+}
 
 HD Cta this_cta() {
   return Cta{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x),
@@ -95,6 +107,7 @@ HD void pdl_launch_dependents() {
 #define MOE_NVLINK_DEVICE_ONLY(...)
 #define MOE_NVLINK_HOST_ONLY(...) __VA_ARGS__
 #define MOE_NVLINK_UNROLL
+#define MOE_NVLINK_ROLLED
 
 // Threads of a host CTA: 1 in the product, 4 in the build that the thread sanitizer runs.
 #ifndef MOE_NVLINK_CTA_THREADS
@@ -128,6 +141,9 @@ struct Cta {
     if constexpr (kWarpThreads > 1) warp_barrier->arrive_and_wait();
   }
 };
+
+// The processor issues what it can.
+inline void loads_end() {}
 
 inline uint64_t now_ns() {
   timespec time;

@@ -44,6 +44,7 @@ HD void route_in_warp(const Args& args, const Cta& cta, int token, uint32_t* sen
   const int32_t* topk_ids =
       reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source) + first;
   int32_t* send_slots = reinterpret_cast<int32_t*>(args.send_slots) + first;
+  MOE_NVLINK_ROLLED
   for (int k = cta.thread; k < top_k; k += Cta::kWarpThreads) {
     const int32_t id = load_word(topk_ids + k);
     const int target = target_rank_of(id, geometry);
@@ -51,9 +52,11 @@ HD void route_in_warp(const Args& args, const Cta& cta, int token, uint32_t* sen
     route.ids[k] = target == kNoSlot ? -1 : id;
   }
   cta.sync_warp();  // the targets of all k
+  MOE_NVLINK_ROLLED
   for (int k = cta.thread; k < top_k; k += Cta::kWarpThreads) {
     const int target = route.target_ranks[k];
     bool takes_slot = target != kNoSlot;
+    MOE_NVLINK_ROLLED
     for (int earlier = 0; earlier < k; ++earlier) {
       takes_slot = takes_slot && route.target_ranks[earlier] != target;
     }
