@@ -369,7 +369,7 @@ def main() -> None:
 def make_backend(options: Options) -> emulated.Backend:
     if options.device == "cpu":
         return emulated.CpuBackend(options.ep_size, ctas=1)
-    return emulated.CudaBackend(options.ep_size, 1, options.config(0, 1))
+    return emulated.CudaBackend(options.ep_size, 1, options.config(0, 1), as_product=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ PYTHON=${PYTHON:-python3}
 results=${OUT:-benchmarks/results}
 mkdir -p "$results" && results=$(cd "$results" && pwd) || exit 2
 BENCH_COMMIT=${BENCH_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
-export BENCH_COMMIT PYTHONUNBUFFERED=1
+# Processes meet over gloo on this machine alone, which may have no other network.
+export BENCH_COMMIT PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 
 scratch=$(mktemp -d) || exit 2
 trap 'rm -rf "$scratch"' EXIT

@@ -32,7 +32,7 @@ from moe_nvlink_plugin.plugins import find_recipe
 from tests.kernels import cases, compare, emulated_text
 from tests.kernels.cases import Case, Inputs, Seen
 
-THREADS = 256  # of a CTA on the GPU, where a test does not say otherwise
+THREADS = emulated_text.THREADS  # of a CTA on the GPU, where a test does not say otherwise
 
 
 class Backend(Protocol):
@@ -114,12 +114,13 @@ def ctas_per_rank(ranks: int, num_sms: int, ctas_per_sm: int, wanted: int) -> in
 
 
 @functools.cache
-def cubin(
-    top_k: int, element: int, count: int, pdl: bool, delays: bool, architecture: str
-) -> bytes:
-    """Machine code of the emulated kernels."""
-    text = emulated_text.device_source(top_k, element, count, pdl=pdl, delays=delays)
-    return nvrtc.compile_cubin(text, architecture)
+def cubin(top_k: int, element: int, count: int, architecture: str, **options: bool) -> bytes:
+    """Machine code of the emulated kernels; options of emulated_text.device_source.
+
+    Those for tests, with sleeps and whole rounds in them, may spill; those for timing may not.
+    """
+    text = emulated_text.device_source(top_k, element, count, **options)
+    return nvrtc.compile_cubin(text, architecture, strict=options.get("as_product", False))
 
 
 class CudaBackend:
@@ -136,8 +137,8 @@ class CudaBackend:
         config: AllToAllConfig,
         *,
         pdl: bool = False,
-        delays: bool = False,
         device: str = "cuda:0",
+        **options: bool,
     ) -> None:
         self.device = torch.device(device)
         self._index = index = self.device.index or 0
@@ -145,13 +146,13 @@ class CudaBackend:
         self._count = most_ranks_for(ranks)
         gpu = driver.device(index)
         element = arguments.element_code(config.dtype)
-        code = cubin(config.top_k, element, self._count, pdl, delays, gpu.architecture)
+        code = cubin(config.top_k, element, self._count, gpu.architecture, pdl=pdl, **options)
         self._num_sms = gpu.num_sms
+        verbs = emulated_text.verbs(self._count, **options)
         with driver.on_device(index):
             self._module = driver.call("cuModuleLoadData", code)
             self._kernels = {
-                verb: _Kernel(index, self._module, f"moe_nvlink_emulated_{verb}")
-                for verb in emulated_text.VERBS
+                verb: _Kernel(index, self._module, f"moe_nvlink_emulated_{verb}") for verb in verbs
             }
         self._ctas = {
             verb: ctas_per_rank(ranks, gpu.num_sms, kernel.blocks_per_sm(THREADS), ctas)
@@ -273,6 +274,11 @@ class Received(NamedTuple):
     send_slots: torch.Tensor
 
 
+def config_of(case: Case, timeout_s: float = 10.0) -> Callable[[int], AllToAllConfig]:
+    """rank -> configuration. A wait that hangs must not use up the minutes of a lent GPU."""
+    return lambda rank: dataclasses.replace(case.config(rank), timeout_s=timeout_s)
+
+
 class EmulatedRanks:
     """All ranks of one exchange: their workspaces, arguments and views.
 
@@ -280,20 +286,20 @@ class EmulatedRanks:
     GPU's memory out again in the stream's order.
 
     Args:
-        config_of: rank -> its configuration.
+        config_by_rank: rank -> its configuration.
         hidden_splits: CTAs that share one token's row in combine.
     """
 
     def __init__(
         self,
-        config_of: Callable[[int], AllToAllConfig],
+        config_by_rank: Callable[[int], AllToAllConfig],
         backend: Backend,
         *,
         hidden_splits: int = 1,
     ) -> None:
         self.backend = backend
-        self.config = config_of(0)
-        self.configs = [config_of(rank) for rank in range(self.config.ep_size)]
+        self.config = config_by_rank(0)
+        self.configs = [config_by_rank(rank) for rank in range(self.config.ep_size)]
         self.recipe = find_recipe(self.config)
         self.rows = payload_rows(self.config, self.recipe)
         self.regions = _packed_regions(WorkspaceLayout.for_geometry(self.config, self.recipe))
@@ -306,7 +312,7 @@ class EmulatedRanks:
 
     @classmethod
     def of_case(cls, case: Case, backend: Backend, *, hidden_splits: int = 1) -> EmulatedRanks:
-        return cls(case.config, backend, hidden_splits=hidden_splits)
+        return cls(config_of(case), backend, hidden_splits=hidden_splits)
 
     def view(self, rank: int, name: str, channel: int = 0) -> torch.Tensor:
         """A payload's or the combine region's rows, `[slots, elements]`, in its dtype."""
@@ -602,12 +608,8 @@ def check_fused(
 ) -> None:
     """Many rounds in one launch, ranks running apart, sleeps in the kernels."""
     inputs = varying_inputs(case, rounds)
-
-    def config_of(rank: int) -> AllToAllConfig:
-        return dataclasses.replace(case.config(rank), timeout_s=timeout_s)
-
     with contextlib.closing(make_backend(name, case, ctas=ctas, delays=True)) as backend:
-        ranks = EmulatedRanks(config_of, backend, hidden_splits=2)
+        ranks = EmulatedRanks(config_of(case, timeout_s), backend, hidden_splits=2)
         combined, counts = ranks.run_fused(inputs)
     for number, of_round in enumerate(inputs):
         for rank, mine in enumerate(of_round):
@@ -703,13 +705,9 @@ def captured(body: Callable[[], None]) -> Callable[[], None]:
 def check_missing_rank(name: str) -> None:
     """Rank 2 of 3 never comes: the others' fault words name it, and the device goes on."""
     case = Case(name="missing", tokens=(3, 2, 1))
-
-    def config_of(rank: int) -> AllToAllConfig:
-        return dataclasses.replace(case.config(rank), timeout_s=0.3)
-
     inputs = cases.make_inputs(case)
     with contextlib.closing(make_backend(name, case, ctas=2)) as backend:
-        ranks = EmulatedRanks(config_of, backend)
+        ranks = EmulatedRanks(config_of(case, timeout_s=0.3), backend)
         ranks.dispatch([mine.to(backend.device) for mine in inputs[:2]])
         words = [int(ranks.control(rank).fault) for rank in range(3)]
         codes = constants()

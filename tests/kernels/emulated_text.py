@@ -213,6 +213,9 @@ HD void rounds_body(const RoundsArgs& args, const Cta& cta, RoundsShared& shared
 }  // namespace moe_nvlink
 """
 
+#: Threads of a CTA that the tests' entry points are compiled for; room for the delays' registers.
+THREADS = 256
+
 #: Per verb, on the GPU. `{count}` ranks at most; gridDim.y of them run.
 _DEVICE_ENTRY = """
 namespace moe_nvlink {{
@@ -221,7 +224,7 @@ struct Emulated{args} {{
 }};
 }}  // namespace moe_nvlink
 
-extern "C" __global__ void moe_nvlink_emulated_{verb}(
+extern "C" __global__ void __launch_bounds__({threads}) moe_nvlink_emulated_{verb}(
     const __grid_constant__ moe_nvlink::Emulated{args} args) {{
   __shared__ moe_nvlink::{shared} shared;
   moe_nvlink::{body}<Config>(args.of[blockIdx.y], moe_nvlink::this_cta(), shared);
@@ -311,20 +314,41 @@ def struct_of(verb: str) -> type[ctypes.Structure]:
     return RoundsArgs if name == "RoundsArgs" else structs()[name]
 
 
-def device_source(
-    top_k: int, element: int, count: int, *, pdl: bool = False, delays: bool = False
-) -> str:
-    """emulated_dispatch, emulated_combine and emulated_rounds for up to `count` ranks.
+def verbs(count: int, *, as_product: bool = False, **_options: bool) -> tuple[str, ...]:
+    """Verbs that device_source makes: arguments of `count` ranks must fit into one launch."""
+    names = ("dispatch", "combine") if as_product else tuple(VERBS)
+    return tuple(verb for verb in names if count <= most_ranks(struct_of(verb)))
 
-    A verb whose arguments for so many ranks do not fit into one launch is left out.
+
+def device_source(
+    top_k: int,
+    element: int,
+    count: int,
+    *,
+    pdl: bool = False,
+    delays: bool = False,
+    as_product: bool = False,
+) -> str:
+    """moe_nvlink_emulated_dispatch, _combine and _rounds for up to `count` ranks, nothing else.
+
+    `as_product`: without _rounds, for as large a CTA as the product's kernels have, and so with no
+    more registers.
     """
-    text = source.specialised_source(top_k, element, pdl=pdl) + _ROUNDS
+    text, entries = re.subn(
+        r"^MOE_NVLINK_KERNEL\(.*\)\n",
+        "",
+        source.specialised_source(top_k, element, pdl=pdl),
+        flags=re.MULTILINE,
+    )
+    assert entries == 2, f"{entries} entry points of the product"
+    text += _ROUNDS
     if delays:
         text = with_delays(text, host=False)
-    for verb, (args, shared, body) in VERBS.items():
-        if count <= most_ranks(struct_of(verb)):
-            fields: dict[str, Any] = {"args": args, "shared": shared, "body": body}
-            text += _DEVICE_ENTRY.format(verb=verb, count=count, **fields)
+    for verb in verbs(count, as_product=as_product):
+        args, shared, body = VERBS[verb]
+        fields: dict[str, Any] = {"args": args, "shared": shared, "body": body}
+        fields["threads"] = "Config::kMaxThreads" if as_product else THREADS
+        text += _DEVICE_ENTRY.format(verb=verb, count=count, **fields)
     return text
 
 

@@ -1,0 +1,92 @@
+"""benchmarks/on_gpu.sh without a GPU: rehearsed, and told that there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def run(folder: Path, *options: str, **variables: str) -> tuple[int, str]:
+    """Exit status and the report."""
+    done = subprocess.run(
+        ["bash", str(ROOT / "benchmarks/on_gpu.sh"), *options],
+        env=os.environ | {"OUT": str(folder), "PYTHON": sys.executable} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=270,
+    )
+    (report,) = folder.glob("*.txt")
+    assert done.stdout == report.read_text(), "the report is what was printed"
+    return done.returncode, done.stdout
+
+
+def test_rehearsal(tmp_path: Path) -> None:
+    status, report = run(tmp_path, "--rehearse", BENCH_COMMIT="0123abc")
+    assert status == 0, report
+    assert re.search(r"^date     \d{4}-\d\d-\d\d$", report, re.MULTILINE)
+    assert "commit   0123abc\n" in report
+    assert "command  benchmarks/on_gpu.sh --rehearse\n" in report
+    assert re.search(r"\d+ passed", report)
+    (emulated,) = tmp_path.glob("*-rehearsal-emulated.json")
+    (launch,) = tmp_path.glob("*-rehearsal-launch.json")
+    first = json.loads(emulated.read_text())["rows"][0]
+    assert first["dispatch_us"] > 0
+    assert first["dispatch_logical_bytes"] == first["tokens"] * 2 * (64 * 2 + 8 * 8)
+    rows = json.loads(launch.read_text())["rows"]
+    by_hand, by_op = (
+        rows[name]["median_us"]
+        for name in ("driver: cuLaunchKernelEx by cuda.bindings", "dispatch: MoeAllToAll, torch op")
+    )
+    assert 0 < by_hand < by_op
+
+
+def test_a_failed_step_is_named_and_the_others_run(tmp_path: Path) -> None:
+    """A benchmark's compiler that is not there; the other steps do not need it."""
+    status, report = run(tmp_path, "--rehearse", MOE_NVLINK_CXX="no-such-compiler")
+    assert status == 1, report
+    assert re.search(r"FAILED after \d+ s: .*benchmark: launch \(exit status 1\)", report)
+    assert "== benchmark: launch: exit status 1" in report
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu(tmp_path: Path) -> None:
+    status, report = run(tmp_path)
+    assert status == 1
+    assert "no CUDA device: nothing was run" in report
+
+
+def wheels(*options: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "benchmarks/carry_wheels.sh"), *options],
+        env=os.environ | {"PYTHON": python},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_wheels_to_carry(tmp_path: Path) -> None:
+    command = wheels().stdout
+    assert "pip download" in command
+    assert "platformdirs" in command
+    assert "://" not in command, "a host is the caller's choice"
+    here = wheels("--missing")
+    assert (here.returncode, here.stdout) == (0, "")
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o700)
+    there = wheels("--missing", python=str(bare))
+    assert there.returncode == 1
+    assert {"platformdirs", "torch", "cuda-bindings"} <= set(there.stdout.split())
