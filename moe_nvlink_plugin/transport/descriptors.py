@@ -10,6 +10,7 @@ refuses more than the limit of open files.
 
 from __future__ import annotations
 
+import array
 import hmac
 import os
 import secrets
@@ -27,6 +28,7 @@ from moe_nvlink_plugin.errors import TransportError
 _MOST_IN_PACKET = 64
 _HELLO = struct.Struct("=16sii")  # the listener's secret, the sender's rank, descriptors to come
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+_INTS = array.array("i")  # as SCM_RIGHTS packs descriptors
 _POLL_S = 0.1
 
 
@@ -160,12 +162,16 @@ def _take(connection: socket.socket, peer: int, count: int, descriptors: list[in
     """Appends what `peer` sends to `descriptors`, which the caller closes in any case."""
     while len(descriptors) < count:
         try:
-            data, received, flags, _address = socket.recv_fds(
-                connection, 1, _MOST_IN_PACKET, socket.MSG_CMSG_CLOEXEC
+            # Not socket.recv_fds: it forgets its flags (CPython 3.11), and with them close-on-exec.
+            data, messages, flags, _address = connection.recvmsg(
+                1, socket.CMSG_SPACE(_MOST_IN_PACKET * _INTS.itemsize), socket.MSG_CMSG_CLOEXEC
             )
         except TimeoutError as error:
             raise TransportError(f"rank {peer} stopped in the middle of its descriptors") from error
-        descriptors.extend(received)
+        for level, kind, packed in messages:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(packed) // _INTS.itemsize * _INTS.itemsize
+                descriptors.extend(array.array(_INTS.typecode, packed[:whole]))
         if flags & socket.MSG_CTRUNC:
             raise TransportError(
                 f"cannot take rank {peer}'s descriptors: too many open files; raise `ulimit -n`"

@@ -13,7 +13,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,8 +26,15 @@ from .base import Extent
 from .descriptors import Address, Listener
 from .window import MappedRanges, check_same_extents, round_up
 
+T = TypeVar("T")
+
 #: (owner, address, bytes) -> `[bytes] uint8` that keeps `owner` alive.
 View = Callable[[object, int, int], torch.Tensor]
+
+
+def _on_device(index: int, body: Callable[[], T]) -> T:
+    with driver.on_device(index):
+        return body()
 
 
 class _Window:
@@ -87,6 +94,7 @@ class NvlinkMemory:
         self, group: Group, index: int, sharing: vmm.Sharing, reserve_bytes: int, view: View
     ) -> None:
         self._group, self._index, self._sharing, self._view = group, index, sharing, view
+        self._timeout_s = env.timeout_s()
         unit = vmm.granularity(index, sharing)
         if vmm.GRANULARITY % unit != 0:
             raise UnsupportedError(
@@ -110,18 +118,20 @@ class NvlinkMemory:
             TransportError: this rank could not create, share or map memory; says what to do.
             PeerError: another rank could not; everything made here has been rolled back.
         """
-        group = self._group
-        with driver.on_device(self._index), contextlib.ExitStack() as on_failure:
-            building = _Building(self, tuple(extents))
+        building = _Building(self, tuple(extents))
+        with contextlib.ExitStack() as on_failure:
             on_failure.callback(building.take_back)
-            offer = all_or_none(group, "creating GPU memory", building.create)
-            offers = group.all_gather_object(offer)
-            all_or_none(group, "mapping the peers' memory", lambda: building.connect(offers))
+            offer = self._step("creating GPU memory", building.create)
+            offers = self._group.all_gather_object(offer)
+            self._step("mapping the ranks' memory", lambda: building.connect(offers))
             # From here on the mappings alone hold the memory, on every rank.
-            all_or_none(group, "clearing GPU memory", building.finish)
+            self._step("clearing GPU memory", building.finish)
             on_failure.pop_all()
         self.window.mappings.extend(building.mappings)
         self._mapped.add(extents)
+
+    def _step(self, what: str, body: Callable[[], T]) -> T:
+        return all_or_none(self._group, what, lambda: _on_device(self._index, body))
 
     @property
     def window(self) -> _Window:
@@ -182,7 +192,7 @@ class _Building:
         self.mappings: list[tuple[int, int]] = []
 
     def create(self) -> _Offer:
-        """Memory on this rank's GPU, ready to be handed out."""
+        """Memory on this rank's GPU, mapped here and ready to be handed out."""
         memory = self._memory
         _ = memory.window  # not closed
         memory._mapped.check(self._extents)
@@ -190,6 +200,7 @@ class _Building:
         prop = vmm.properties(memory._index, memory._sharing)
         for extent in self._extents:
             self._handles.append(self._create_one(prop, _rounded(extent)))
+            self._map(memory._group.rank, extent, self._handles[-1])
         with _explained("exporting GPU memory", "`moe-nvlink doctor` tries it step by step"):
             for handle in self._handles:
                 self._shared.append(vmm.export_handle(memory._sharing, handle))
@@ -217,19 +228,20 @@ class _Building:
             ) from error
 
     def connect(self, offers: Sequence[_Offer]) -> None:
-        """Maps this rank's memory and everybody else's."""
+        """Maps the other ranks' memory.
+
+        With descriptors nothing may fail here before `exchange`: the others wait for this rank.
+        """
         memory = self._memory
         rank = memory._group.rank
         check_same_extents(rank, self._extents, [offer.extents for offer in offers])
-        for extent, handle in zip(self._extents, self._handles, strict=True):
-            self._map(rank, extent, handle)
         if self._listener is None:
             for peer, offer in enumerate(offers):
                 if peer != rank:
                     self._receive(peer, offer.fabric)
             return
         addresses = [offer.address for offer in offers if offer.address is not None]
-        self._listener.exchange(rank, addresses, self._shared, self._receive, env.timeout_s())
+        self._listener.exchange(rank, addresses, self._shared, self._receive, memory._timeout_s)
 
     def _receive(self, peer: int, shared: Sequence[Any]) -> None:
         for extent, one in zip(self._extents, shared, strict=True):
@@ -329,13 +341,12 @@ class NvlinkTransport:
             PeerError: another rank failed.
         """
         index = all_or_none(group, "finding the GPU", lambda: self._device_index(device, group))
-        with driver.on_device(index):
-            sharing = _agree(group, index)
-            return all_or_none(
-                group,
-                "reserving addresses",
-                lambda: NvlinkMemory(group, index, sharing, reserve_bytes, self._view(device)),
-            )
+        sharing = _agree(group, index)
+
+        def make() -> NvlinkMemory:
+            return NvlinkMemory(group, index, sharing, reserve_bytes, self._view(device))
+
+        return all_or_none(group, "reserving addresses", make)
 
     def _device_index(self, device: torch.device, group: Group) -> int:
         driver.api()  # says what is missing, where torch would only fail
@@ -364,7 +375,7 @@ def _agree(group: Group, index: int) -> vmm.Sharing:
             trial = stack.enter_context(contextlib.closing(vmm.FabricTrial(index)))
             return topology.look(index, trial)
 
-        mine = all_or_none(group, "looking at the GPU", look)
+        mine = all_or_none(group, "looking at the GPU", lambda: _on_device(index, look))
         ranks: list[topology.Facts] = group.all_gather_object(mine)
         sharing = topology.decide(ranks)
         if sharing is vmm.Sharing.FABRIC:

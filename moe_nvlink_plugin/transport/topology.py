@@ -211,9 +211,10 @@ def try_peers(rank: int, ranks: Sequence[Facts]) -> dict[int, str]:
             continue
         try:
             handle = vmm.import_handle(vmm.Sharing.FABRIC, facts.fabric_trial)
-            driver.call("cuMemRelease", handle)
         except DriverError as error:
             failed[peer] = str(error)
+        else:
+            vmm.quietly("cuMemRelease", handle)
     return failed
 
 

@@ -1,0 +1,548 @@
+"""GPU ranks' shared memory on the fake driver: grows in place, fails as one, leaks nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import gc
+import itertools
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_nvlink_plugin import driver
+from moe_nvlink_plugin.errors import (
+    DriverError,
+    MoeNvlinkError,
+    PeerError,
+    TransportError,
+    UnsupportedError,
+)
+from moe_nvlink_plugin.groups import Group, as_group
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from moe_nvlink_plugin.transport import Extent, nvlink, topology, vmm
+from moe_nvlink_plugin.transport.nvlink import NvlinkMemory, NvlinkTransport
+from tests.fake_cuda import build, control, environment
+from tests.fake_cuda.transport import FakeNvlinkTransport
+from tests.kernels.processes import run_processes
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a function of this module in processes that have the fake driver; their results."""
+
+    def run(num_ranks: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        killed = options.pop("killed", ())
+        for name, value in environment(build(tmp_path), **options).items():
+            monkeypatch.setenv(name, value)
+        return run_processes(num_ranks, body, tmp_path, *args, killed=killed, timeout_s=100)
+
+    return run
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def state() -> tuple[dict[str, int], int]:
+    """What the driver has handed out, and how many descriptors are open."""
+    gc.collect()
+    return control().live(), num_open()
+
+
+def world() -> Group:
+    return as_group(dist.group.WORLD, 60)
+
+
+def pretend_host(rank: int) -> None:
+    """Ranks 0 and 1 on one host, 2 and 3 on the next, and so on."""
+    topology.host_id = lambda: f"host {rank // 2}"
+    os.environ["FAKE_CUDA_HOST"] = str(rank // 2)
+
+
+def peers_bytes(memory: NvlinkMemory, size: int, offset: int) -> list[int]:
+    """The byte at `offset` of every rank's workspace, as this rank sees it."""
+    bases = (memory.base_ptr + rank * memory.rank_stride for rank in range(size))
+    return [ctypes.c_uint8.from_address(base + offset).value for base in bases]
+
+
+# ---- what it is for
+
+
+@pytest.mark.parametrize("kind", ["POSIX", "FABRIC"])
+def test_everybody_sees_everybody_and_growth_moves_nothing(
+    kind: str, fake: Callable[..., Any]
+) -> None:
+    """One host and descriptors; or, pretended, two hosts of one NVLink domain."""
+    results = fake(3, growth_body, kind, fabric=int(kind == "FABRIC"))
+    assert results == [kind] * 3
+
+
+def growth_body(rank: int, size: int, kind: str) -> str:
+    if kind == "FABRIC":
+        pretend_host(rank)
+    group, before = world(), state()
+    memory = FakeNvlinkTransport().reserve(group, 16 * MIB, CPU)
+    memory.extend([Extent(0, 5000), Extent(4 * MIB, 3 * MIB)])
+    rows = memory.local(0, 5000)
+    address = rows.data_ptr()
+    assert not rows.any(), "not zeroed"
+    rows.fill_(rank + 1)
+    memory.local(4 * MIB, 3 * MIB)[-1] = rank + 11
+    group.all_gather_object(None)
+    assert peers_bytes(memory, size, 4999) == [1, 2, 3]
+    assert peers_bytes(memory, size, 7 * MIB - 1) == [11, 12, 13]
+    # Right behind the first extent, so that both are one range from now on.
+    memory.extend([Extent(2 * MIB, 2 * MIB)])
+    whole = memory.local(0, 8 * MIB)
+    assert whole.data_ptr() == address == memory.base_ptr + rank * memory.rank_stride
+    assert bool((whole[:5000] == rank + 1).all())
+    assert not whole[2 * MIB : 4 * MIB].any()
+    assert int(whole[7 * MIB - 1]) == rank + 11
+    whole[3 * MIB] = rank + 21
+    group.all_gather_object(None)
+    assert peers_bytes(memory, size, 3 * MIB) == [21, 22, 23]
+    group.all_gather_object(None)
+    assert control().live() == {
+        **before[0],
+        "mappings": 3 * size,  # no handle is left
+        "reservations": 1,
+    }
+    assert num_open() == before[1]
+    found = memory._sharing.name
+    closing_body(memory, rows, whole)
+    del memory, whole, rows
+    assert state() == before
+    return found
+
+
+def closing_body(memory: NvlinkMemory, rows: torch.Tensor, whole: torch.Tensor) -> None:
+    """Mapped as long as one tensor lives, whatever has become of the object."""
+    memory.close()
+    with pytest.raises(TransportError, match="closed"):
+        memory.local(0, 1)
+    with pytest.raises(TransportError, match="closed"):
+        memory.leak()
+    with pytest.raises((TransportError, PeerError), match="closed"):
+        memory.extend([Extent(8 * MIB, 1)])
+    del whole
+    gc.collect()
+    assert bool((rows == rows[0]).all())
+    assert control().live()["mappings"] > 0
+
+
+def test_many_ranks(fake: Callable[..., Any]) -> None:
+    """Threads of one process as 20 ranks: nobody waits for somebody who waits for him."""
+    fake(1, many_body, devices=20)
+
+
+def many_body(_rank: int, _size: int) -> None:
+    before = state()
+
+    def rank_main(group: ThreadGroup) -> list[int]:
+        memory = FakeNvlinkTransport().allocate(group, 100, CPU)
+        memory.local(0, 100).fill_(group.rank)
+        group.all_gather_object(None)
+        seen = peers_bytes(memory, group.size, 99)
+        group.all_gather_object(None)
+        memory.close()
+        return seen
+
+    assert run_ranks(20, rank_main) == [list(range(20))] * 20
+    assert state() == before
+
+
+# ---- a rank that fails
+
+#: Failing, these say nothing about what is being built; contexts are the caller's.
+_NOT_TRIED = {"cuCtxGetCurrent", "cuCtxPopCurrent"}
+
+
+def calls_of(body: Callable[[], object]) -> dict[str, int]:
+    """How often each function is called; without what giving the result up takes."""
+    control().fail()
+    result = body()
+    calls = control().calls()
+    del result
+    return {name: count for name, count in calls.items() if name not in _NOT_TRIED}
+
+
+@pytest.mark.parametrize("kind", ["POSIX", "FABRIC"])
+def test_a_rank_that_fails_at_any_call_takes_everything_back_everywhere(
+    kind: str, fake: Callable[..., Any]
+) -> None:
+    """Every driver call of `extend` and of `reserve`, the first and the last time it is made."""
+    results = fake(3, failing_body, kind, fabric=int(kind == "FABRIC"))
+    tried = results[0]
+    assert tried == results[1] == results[2]
+    wanted = {
+        "cuMemCreate",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemRelease",
+        "cuMemsetD8",
+        "cuCtxSynchronize",
+    }
+    assert wanted <= set(tried["extend"])
+    assert {"cuMemAddressReserve", "cuMemGetAllocationGranularity"} <= set(tried["reserve"])
+
+
+def failing_body(rank: int, size: int, kind: str) -> dict[str, list[str]]:
+    if kind == "FABRIC":
+        pretend_host(rank)
+    group, transport = world(), FakeNvlinkTransport()
+    memory = transport.reserve(group, 64 * MIB, CPU)
+    memory.extend([Extent(0, 2 * MIB)])
+    memory.local(0, 2 * MIB).fill_(rank + 1)
+
+    def more(at: int = 4) -> None:
+        memory.extend([Extent(at * MIB, 3 * MIB), Extent((at + 6) * MIB, 1)])
+
+    def another() -> object:
+        return transport.reserve(group, 2 * MIB, CPU)
+
+    extending, reserving = calls_of(lambda: more(32)), calls_of(another)
+    reserving.pop("cuMemRelease", None)  # of the trial, whose result is known by then
+    before, failing_rank = state(), itertools.cycle(range(size))
+    for calls, body in ((extending, more), (reserving, another)):
+        for name, count in sorted(calls.items()):
+            for ordinal in {1, count}:
+                fails_at(body, f"{name}:{ordinal}", next(failing_rank), group)
+                after = (control().live(), num_open())
+                assert after == before, f"{name}:{ordinal} left something behind"
+                assert peers_bytes(memory, size, 2 * MIB - 1) == [1, 2, 3]
+    with pytest.raises(TransportError, match="not mapped"):
+        memory.local(4 * MIB, 1)
+    more()
+    assert not memory.local(4 * MIB, 3 * MIB).any()
+    return {"extend": sorted(extending), "reserve": sorted(reserving)}
+
+
+def fails_at(body: Callable[[], object], call: str, failing: int, group: Group) -> None:
+    """On that rank its own error, on the others one that names it and the cause."""
+    name = call.split(":")[0]
+    control().fail(f"{call}:CUDA_ERROR_UNKNOWN" if group.rank == failing else "")
+    kind: type[Exception] | None = None
+    try:
+        body()
+    except MoeNvlinkError as error:
+        kind, text = type(error), str(error)
+    finally:
+        control().fail()
+    assert kind is not None, f"{call} did not raise"
+    if kind is UnsupportedError:
+        # What a trial is for: the ranks agree that it cannot be, and say where it failed.
+        named = f"rank {failing} "
+    elif group.rank == failing:
+        assert kind in (DriverError, TransportError), f"{call}: {kind}: {text}"
+        named = ""
+    else:
+        assert kind is PeerError, f"{call}: {kind}: {text}"
+        named = f"rank {failing}: "
+    assert named in text, f"{call}: {text}"
+    assert f"{name}: CUDA_ERROR_UNKNOWN" in text, f"{call}: {text}"
+    group.all_gather_object(None)
+
+
+class StoreGroup:
+    """A group that says at once, on every rank, who did not come."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self._round = rank, size, 0
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._round += 1
+        keys = [f"{self._round}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], pickle.dumps(value))
+        for rank, key in enumerate(keys):
+            try:
+                self._store.wait([key], datetime.timedelta(seconds=3))
+            except RuntimeError as error:
+                raise PeerError(f"rank {rank} did not come") from error
+        return [pickle.loads(self._store.get(key)) for key in keys]
+
+
+def test_a_rank_that_is_killed_in_the_middle(
+    fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 while it takes the others' descriptors: an error that names it, and soon."""
+    monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "20")
+    results = fake(3, killed_body, killed=(1,))
+    for rank in (0, 2):
+        kind, message, seconds, left = results[rank]
+        assert kind in ("TransportError", "PeerError")
+        assert "rank 1 " in message or "rank(s) 1 " in message
+        assert seconds < 15
+        assert left["handles"] == left["mappings"] == 0
+
+
+def killed_body(rank: int, size: int) -> tuple[str, str, float, dict[str, int]]:
+    memory = FakeNvlinkTransport().reserve(StoreGroup(rank, size), 4 * MIB, CPU)
+    if rank == 1:
+        control().fail("cuMemImportFromShareableHandle:1:KILL")
+    start = time.monotonic()
+    with pytest.raises((PeerError, TransportError)) as caught:
+        memory.extend([Extent(0, 100)])
+    seconds = time.monotonic() - start
+    return type(caught.value).__name__, str(caught.value), seconds, control().live()
+
+
+# ---- what is refused, and what the message says
+
+
+def test_refusals(fake: Callable[..., Any]) -> None:
+    fake(1, refusals_body)
+
+
+@contextlib.contextmanager
+def variables(**values: object) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    yield
+    for name, value in before.items():
+        os.environ.pop(name)
+        if value is not None:
+            os.environ[name] = value
+
+
+def refusals_body(_rank: int, _size: int) -> None:
+    """Every rank says the same: names, cause, next step."""
+    before = state()
+    instead = ("allgather_reducescatter", "DeepEP")
+    with variables(FAKE_CUDA_MIG=1):
+        refused(("rank 0", "rank 1", "MIG", "nvidia-smi -mig 0", *instead))
+    with variables(FAKE_CUDA_P2P=0):
+        refused(("rank 0", "rank 1", "no peer-to-peer access", "nvidia-smi topo", *instead))
+    with variables(FAKE_CUDA_ATOMICS=0):
+        refused(("rank 0", "rank 1", "by PCIe, not by NVLink", *instead))
+    with variables(FAKE_CUDA_SHARED_UUID=1):
+        refused(("ranks 0 and 1 are both on GPU", "set_device", "MOE_NVLINK_ALLOW_SHARED_GPU=1"))
+        with variables(MOE_NVLINK_ALLOW_SHARED_GPU=1):
+            run_ranks(2, reserve)
+    with variables(FAKE_CUDA_VMM=0):
+        refused(("no virtual memory management", *instead))
+    with variables(FAKE_CUDA_CAPABILITY="8.0"):
+        refused(("compute capability 8.0", "9.0"))
+    with hosts_apart():
+        refused(("2 hosts", "no FABRIC", "rank 0", "rank 1", "IMEX", "--network host", *instead))
+        with variables(FAKE_CUDA_FABRIC="broken"):
+            refused(("FABRIC", "cuMemCreate: CUDA_ERROR_NOT_PERMITTED", "imex-channels"))
+        with variables(FAKE_CUDA_FABRIC=1):
+            memories = run_ranks(2, reserve)
+            assert [memory._sharing for memory in memories] == [vmm.Sharing.FABRIC] * 2
+            control().fail("cuMemImportFromShareableHandle:1:CUDA_ERROR_NOT_PERMITTED")
+            refused(("cannot import the memory of rank", "one NVLink domain", "imex", *instead))
+            control().fail()
+            del memories
+    refused(("4096 x ", "cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY"), reserve_too_much)
+    assert state() == before
+
+
+def reserve(group: ThreadGroup) -> NvlinkMemory:
+    return FakeNvlinkTransport().reserve(group, 100, CPU)
+
+
+def reserve_too_much(group: ThreadGroup) -> NvlinkMemory:
+    return FakeNvlinkTransport().reserve(group, 2**60, CPU)
+
+
+@contextlib.contextmanager
+def hosts_apart() -> Iterator[None]:
+    number, before = itertools.count(), topology.host_id
+    topology.host_id = lambda: f"host {next(number)}"
+    yield
+    topology.host_id = before
+
+
+def refused(words: tuple[str, ...], body: Callable[..., Any] = reserve) -> None:
+    for outcome in try_ranks(2, body):
+        assert isinstance(outcome, UnsupportedError | TransportError), outcome
+        for word in words:
+            assert word in str(outcome).replace("2 x", "4096 x"), f"{word!r} is not in: {outcome}"
+
+
+def facts(**values: Any) -> topology.Facts:
+    usual = topology.Facts(
+        host="host",
+        host_name="box",
+        index=0,
+        name="GPU",
+        uuid="u",
+        capability=(9, 0),
+        is_mig=False,
+        posix=True,
+        fabric_error="none here",
+        fabric_trial=None,
+        links={},
+        allow_shared_gpu=False,
+    )
+    return dataclasses.replace(usual, **values)
+
+
+def test_ranks_with_different_gpus() -> None:
+    ranks = [facts(uuid="a"), facts(uuid="b", capability=(10, 0), name="Other", index=1)]
+    with pytest.raises(UnsupportedError, match="rank 1 runs on GPU 1 of box .Other.*10.0.*rank 0"):
+        topology.decide(ranks)
+
+
+def test_one_link_among_many_is_enough_to_refuse() -> None:
+    """What rank 2 knows of its link to rank 1 is an error on all."""
+    ranks = [facts(uuid=name) for name in "abc"]
+    assert topology.decide(ranks) is vmm.Sharing.POSIX
+    ranks[2] = facts(uuid="c", links={"a": topology.Link.NVLINK, "b": topology.Link.NONE})
+    with pytest.raises(UnsupportedError, match="rank 2 .* reaches rank 1 "):
+        topology.decide(ranks)
+
+
+def test_who_shares_how() -> None:
+    apart = [
+        facts(uuid="a", host="1", fabric_trial=b"x"),
+        facts(uuid="b", host="2", fabric_trial=b"y"),
+    ]
+    assert topology.decide(apart) is vmm.Sharing.FABRIC
+    no_descriptors = [dataclasses.replace(one, host="1", posix=False) for one in apart]
+    assert topology.decide(no_descriptors) is vmm.Sharing.FABRIC
+    apart[0] = facts(uuid="a", host="1")
+    with pytest.raises(UnsupportedError, match=r"box: ranks 0; box: ranks 1.*rank 0.*none here"):
+        topology.decide(apart)
+    # A shared GPU must be allowed by all; a single rank may be on anything.
+    shared = [facts(allow_shared_gpu=True), facts()]
+    with pytest.raises(UnsupportedError, match="ranks 0 and 1 are both on GPU 0"):
+        topology.decide(shared)
+    assert topology.decide([facts(is_mig=True)]) is vmm.Sharing.POSIX
+
+
+def test_without_a_driver() -> None:
+    if driver.unavailable() is None:
+        pytest.skip("there is a driver")
+    for outcome in try_ranks(
+        2, lambda group: NvlinkTransport().reserve(group, 1, torch.device("cuda"))
+    ):
+        assert isinstance(outcome, UnsupportedError)
+        assert "no CUDA driver" in str(outcome)
+
+
+# ---- small things
+
+
+def test_single_rank(fake: Callable[..., Any]) -> None:
+    """What needs a driver but no peer, in one process."""
+    fake(1, single_body, memory=16 * MIB)
+
+
+def single_body(_rank: int, _size: int) -> None:
+    (group,) = ThreadGroup.ranks(1)
+    before = state()
+    for body in (out_of_memory_body, wrong_extents_body, copying_body, capturing_body):
+        body(group)
+        assert state() == before, body.__name__
+    leaking_body(group)
+
+
+def out_of_memory_body(group: ThreadGroup) -> None:
+    """With the formula, the sizes, and the three ways to make it fit."""
+    memory = FakeNvlinkTransport().reserve(group, 64 * MIB, CPU)
+    memory.extend([Extent(0, 2 * MIB)])
+    with pytest.raises(TransportError) as caught:
+        memory.extend([Extent(2 * MIB, 8 * MIB), Extent(12 * MIB, 20 * MIB)])
+    for word in (
+        *(str(28 * MIB), str(14 * MIB - 8 * MIB), str(16 * MIB), "ep_size (1) x"),
+        *("max_tokens_per_rank", "payload rows", "recipe or dtype", "num_channels"),
+        "--gpu-memory-utilization",
+    ):
+        assert word in str(caught.value), word
+    with pytest.raises(TransportError, match="not mapped"):
+        memory.local(2 * MIB, 1)
+    memory.extend([Extent(2 * MIB, 14 * MIB)])
+
+
+def wrong_extents_body(group: ThreadGroup) -> None:
+    memory = FakeNvlinkTransport().reserve(group, 5 * MIB, CPU)
+    assert memory.rank_stride == 6 * MIB
+    memory.extend([Extent(0, 1)])
+    for extents, words in (
+        ([Extent(4096, 1)], "multiple of 2097152"),
+        ([Extent(0, 1)], "overlaps"),
+        ([Extent(4 * MIB, 3 * MIB)], "behind the 6291456 bytes"),
+        ([], "no extents"),
+    ):
+        with pytest.raises(TransportError, match=words):
+            memory.extend(extents)
+    assert memory.local(100, 0).numel() == 0
+    assert memory.local(0, 2 * MIB).untyped_storage().data_ptr() == memory.base_ptr
+
+
+class CopyingTransport(FakeNvlinkTransport):
+    def _view(self, device: torch.device) -> nvlink.View:
+        inner = super()._view(device)
+        return lambda owner, address, size: inner(owner, address, size).clone()
+
+
+def copying_body(group: ThreadGroup) -> None:
+    """torch.as_tensor copies, without a word, when it is asked for another device."""
+    memory = CopyingTransport().allocate(group, 10, CPU)
+    with pytest.raises(TransportError, match="copy of GPU memory instead of a view"):
+        memory.local(0, 10)
+
+
+def capturing_body(group: ThreadGroup) -> None:
+    """Collected in the middle of a capture: waiting for the GPU would spoil it."""
+    memory = FakeNvlinkTransport().allocate(group, 10, CPU)
+    window, mappings = memory.window, list(memory.window.mappings)
+    base, size = memory.base_ptr, memory.rank_stride
+    memory.close()
+    control().fail()
+    with variables(FAKE_CUDA_CAPTURING=1):
+        del memory, window
+        gc.collect()
+    assert "cuCtxSynchronize" not in control().calls()
+    assert control().live()["mappings"] == 1
+    for address, length in mappings:
+        driver.call("cuMemUnmap", address, length)
+    driver.call("cuMemAddressFree", base, size)
+
+
+def leaking_body(group: ThreadGroup) -> None:
+    memory = FakeNvlinkTransport().allocate(group, 10, CPU)
+    assert not memory.window._free.atexit, "the driver may be gone before Python ends"
+    memory.local(0, 10).fill_(5)
+    address = memory.base_ptr
+    memory.leak()
+    memory.close()
+    del memory
+    assert state()[0]["mappings"] == 1
+    assert ctypes.c_uint8.from_address(address).value == 5
+
+
+def test_what_torch_is_given() -> None:
+    """numba's protocol, with the owner inside: torch keeps the object as long as the tensor."""
+    owner = object()
+    array = nvlink._CudaArray(owner, 0x1000, 77)
+    assert array._owner is owner
+    interface = array.__cuda_array_interface__
+    assert interface["data"] == (0x1000, False)
+    assert (interface["shape"], interface["typestr"]) == ((77,), "|u1")
+
+
+def test_it_serves_gpus() -> None:
+    transport = NvlinkTransport()
+    assert (transport.name, transport.executor) == ("nvlink", "cuda")
+    assert transport.serves(torch.device("cuda", 3))
+    assert not transport.serves(CPU)

@@ -1,0 +1,231 @@
+"""Descriptors between the ranks of a host: all arrive, strangers get none, no wait is endless."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_nvlink_plugin.errors import TransportError
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from moe_nvlink_plugin.transport import descriptors
+from moe_nvlink_plugin.transport.descriptors import Address, Listener
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_open() -> Iterator[None]:
+    before = num_open()
+    yield
+    assert num_open() == before
+
+
+def files_of(rank: int, count: int, folder: Path) -> list[int]:
+    """Descriptors of files that say whose and which they are."""
+    opened = []
+    for index in range(count):
+        path = folder / f"{rank}-{index}"
+        path.write_text(path.name)
+        opened.append(os.open(path, os.O_RDONLY))
+    return opened
+
+
+def exchange(
+    group: ThreadGroup,
+    folder: Path,
+    count: int = 2,
+    *,
+    receive: Callable[[int, list[int]], None] | None = None,
+    timeout_s: float = 20.0,
+    before: Callable[[list[Address]], None] = lambda addresses: None,
+) -> dict[int, list[str]]:
+    """What each peer's descriptors say, after one exchange."""
+    said: dict[int, list[str]] = {}
+
+    def read(peer: int, received: list[int]) -> None:
+        assert all(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for fd in received)
+        said[peer] = [os.pread(fd, 100, 0).decode() for fd in received]
+
+    listener = Listener(group.size)
+    mine = files_of(group.rank, count, folder)
+    try:
+        addresses = group.all_gather_object(listener.address)
+        before(addresses)
+        listener.exchange(group.rank, addresses, mine, receive or read, timeout_s)
+    finally:
+        listener.close()
+        for fd in mine:
+            os.close(fd)
+    return said
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 2), (2, 1), (5, 64), (3, 65), (24, 13)])
+def test_everybody_gets_everything(num_ranks: int, count: int, tmp_path: Path) -> None:
+    """One packet, several packets, many ranks."""
+    results = run_ranks(num_ranks, lambda group: exchange(group, tmp_path, count))
+    for rank, said in enumerate(results):
+        peers = set(range(num_ranks)) - {rank}
+        assert said == {peer: [f"{peer}-{i}" for i in range(count)] for peer in peers}
+
+
+def test_a_receiver_that_fails_serves_the_others_all_the_same(tmp_path: Path) -> None:
+    def rank_main(group: ThreadGroup) -> dict[int, list[str]]:
+        def failing(peer: int, _received: list[int]) -> None:
+            raise ValueError(f"cannot use those of {peer}")
+
+        return exchange(group, tmp_path, receive=failing if group.rank == 1 else None)
+
+    outcomes = try_ranks(4, rank_main)
+    assert isinstance(outcomes[1], ValueError)
+    for rank in (0, 2, 3):
+        assert isinstance(outcomes[rank], dict)
+        assert len(outcomes[rank]) == 3
+
+
+def connecting(hello: Callable[[Address], bytes | None]) -> Callable[[list[Address]], None]:
+    """Somebody who connects to rank 0 before its peers do, and says `hello`."""
+
+    def before(addresses: list[Address]) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(addresses[0].name)
+            packet = hello(addresses[0])
+            if packet is not None:
+                stranger.send(packet)
+
+    return before
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        lambda address: None,
+        lambda address: b"x",
+        lambda address: b"",
+        lambda address: descriptors._HELLO.pack(bytes(16), 1, 1),
+        lambda address: descriptors._HELLO.pack(address.secret, 0, 1),
+        lambda address: descriptors._HELLO.pack(address.secret, 7, 1),
+    ],
+    ids=["silent", "short", "empty", "wrong secret", "own rank", "no rank"],
+)
+def test_strangers_are_ignored(hello: Callable[[Address], bytes | None], tmp_path: Path) -> None:
+    results = run_ranks(2, lambda group: exchange(group, tmp_path, before=connecting(hello)))
+    assert results == [{1: ["1-0", "1-1"]}, {0: ["0-0", "0-1"]}]
+
+
+def test_another_user_gets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides: what it sends is not looked at, and nothing is sent to it."""
+    taken: list[int] = []
+    monkeypatch.setattr(descriptors, "_peer_uid", lambda connection: os.getuid() + 1)
+    outcomes = try_ranks(
+        2,
+        lambda group: exchange(
+            group, tmp_path, receive=lambda peer, _fds: taken.append(peer), timeout_s=0.5
+        ),
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome, TransportError)
+        assert "another user answers in the place of rank" in str(outcome)
+    assert taken == []
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    def rank_main(group: ThreadGroup) -> Any:
+        if group.rank != 2:
+            return exchange(group, tmp_path, timeout_s=1.0)
+        listener = Listener(group.size)  # it listens, and that is all
+        group.all_gather_object(listener.address)
+        time.sleep(1.5)
+        listener.close()
+        return None
+
+    start = time.monotonic()
+    outcomes = try_ranks(3, rank_main)
+    assert time.monotonic() - start < 10
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome, TransportError)
+        assert "rank 2 did not take the descriptors in time" in str(outcome)
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    def rank_main(group: ThreadGroup) -> Any:
+        if group.rank != 2:
+            return exchange(group, tmp_path, timeout_s=50.0)
+        listener = Listener(group.size)
+        group.all_gather_object(listener.address)
+        listener.close()
+        return None
+
+    start = time.monotonic()
+    outcomes = try_ranks(3, rank_main)
+    assert time.monotonic() - start < 10
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome, TransportError)
+        assert "rank 2 went away" in str(outcome)
+
+
+def test_a_rank_that_takes_and_then_goes(tmp_path: Path) -> None:
+    """The sender has nothing to complain about; the one who waits asks whether it still listens."""
+
+    def rank_main(group: ThreadGroup) -> Any:
+        if group.rank == 0:
+            return exchange(group, tmp_path, timeout_s=50.0)
+        listener = Listener(group.size)
+        group.all_gather_object(listener.address)
+        taker = descriptors._Taker(
+            listener._socket, listener.address.secret, lambda peer, fds: None, time.monotonic() + 9
+        )
+        idle: Any = threading.Thread()
+        idle.gone, idle.probe = set(), lambda peers: None
+        assert taker.run({0}, idle) == set()
+        listener.close()
+        return None
+
+    start = time.monotonic()
+    outcome, nothing = try_ranks(2, rank_main)
+    assert nothing is None
+    assert time.monotonic() - start < 10
+    assert isinstance(outcome, TransportError)
+    assert "rank(s) 1 did not send" in str(outcome)
+
+
+_TOO_MANY = """
+import os, resource, sys
+from pathlib import Path
+from moe_nvlink_plugin.testing import try_ranks
+from tests.unit.test_nvlink_transport_descriptors import exchange, num_open
+def rank_main(group):
+    return exchange(group, Path(sys.argv[1]), 20)
+before = num_open()
+resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, 4096))
+for outcome in try_ranks(2, rank_main):
+    print(outcome)
+print("left open:", num_open() - before)
+"""
+
+
+def test_too_many_open_files(tmp_path: Path) -> None:
+    """Twenty on each side and the sockets are within the limit; those that arrive are not."""
+    done = subprocess.run(
+        [sys.executable, "-c", _TOO_MANY, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert "ulimit -n" in done.stdout, done.stdout + done.stderr
+    assert "left open: 0" in done.stdout
