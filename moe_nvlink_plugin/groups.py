@@ -97,7 +97,13 @@ def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
         result = step()
     except Exception as caught:
         error = caught
-    causes = group.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    cause = None if error is None else f"{type(error).__name__}: {error}"
+    try:
+        causes = group.all_gather_object(cause)
+    except Exception as lost:
+        if error is not None:  # the likelier reason for what went wrong after it
+            raise error from lost
+        raise
     if error is not None:
         raise error
     failed = [f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause is not None]
