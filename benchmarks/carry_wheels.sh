@@ -11,8 +11,7 @@ set -euo pipefail
 
 # "distribution:module". What an image lacks most often stands first.
 PURE=(platformdirs:platformdirs filelock:filelock pluggy:pluggy pytest:pytest iniconfig:iniconfig
-  pytest-timeout:pytest_timeout hypothesis:hypothesis sortedcontainers:sortedcontainers
-  packaging:packaging pygments:pygments)
+  pytest-timeout:pytest_timeout packaging:packaging pygments:pygments)
 HEAVY=(torch:torch numpy:numpy cuda-bindings:cuda.bindings nvidia-cuda-nvrtc:nvidia)
 PYTHON_VERSION=${PYTHON_VERSION:-3.12}
 PYTHON=${PYTHON:-python3}

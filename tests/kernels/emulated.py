@@ -148,7 +148,7 @@ class CudaBackend:
         element = arguments.element_code(config.dtype)
         code = cubin(config.top_k, element, self._count, gpu.architecture, pdl=pdl, **options)
         self._num_sms = gpu.num_sms
-        verbs = emulated_text.verbs(self._count, **options)
+        verbs = emulated_text.verbs(**options)
         with driver.on_device(index):
             self._module = driver.call("cuModuleLoadData", code)
             self._kernels = {
@@ -158,7 +158,7 @@ class CudaBackend:
             verb: ctas_per_rank(ranks, gpu.num_sms, kernel.blocks_per_sm(THREADS), ctas)
             for verb, kernel in self._kernels.items()
         }
-        self.ctas = self._ctas["dispatch"]
+        self.ctas = self._ctas[verbs[0]]
 
     def limits(self, verb: str, ranks: int) -> Limits:
         """What one of so many ranks may fill: its share of the SMs."""
@@ -253,14 +253,17 @@ def make_backend(
     case: Case,
     *,
     ctas: int = 1,
-    pdl: bool = False,
     delays: bool = False,
+    **options: bool,
 ) -> Backend:
-    """A back end for a case's ranks. On the GPU each rank gets `ctas` CTAs, or what fits."""
+    """A back end for a case's ranks. On the GPU each rank gets `ctas` CTAs, or what fits.
+
+    `fused`, `pdl`: as in emulated_text.device_source; the CPU's has both verbs and rounds.
+    """
     if name == "cpu":
         return CpuBackend(case.ep_size, ctas, delays=delays)
     device = {"cuda": "cuda:0", "stand-in": "cpu"}[name]
-    return CudaBackend(case.ep_size, ctas, case.config(0), pdl=pdl, delays=delays, device=device)
+    return CudaBackend(case.ep_size, ctas, case.config(0), device=device, delays=delays, **options)
 
 
 class Received(NamedTuple):
@@ -608,7 +611,9 @@ def check_fused(
 ) -> None:
     """Many rounds in one launch, ranks running apart, sleeps in the kernels."""
     inputs = varying_inputs(case, rounds)
-    with contextlib.closing(make_backend(name, case, ctas=ctas, delays=True)) as backend:
+    with contextlib.closing(
+        make_backend(name, case, ctas=ctas, delays=True, fused=True)
+    ) as backend:
         ranks = EmulatedRanks(config_of(case, timeout_s), backend, hidden_splits=2)
         combined, counts = ranks.run_fused(inputs)
     for number, of_round in enumerate(inputs):

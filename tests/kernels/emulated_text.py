@@ -213,7 +213,7 @@ HD void rounds_body(const RoundsArgs& args, const Cta& cta, RoundsShared& shared
 }  // namespace moe_nvlink
 """
 
-#: Threads of a CTA that the tests' entry points are compiled for; room for the delays' registers.
+#: Threads of a CTA that the tests' entry points are compiled for; room for what the delays need.
 THREADS = 256
 
 #: Per verb, on the GPU. `{count}` ranks at most; gridDim.y of them run.
@@ -224,7 +224,7 @@ struct Emulated{args} {{
 }};
 }}  // namespace moe_nvlink
 
-extern "C" __global__ void __launch_bounds__({threads}) moe_nvlink_emulated_{verb}(
+extern "C" __global__ void {bounds} moe_nvlink_emulated_{verb}(
     const __grid_constant__ moe_nvlink::Emulated{args} args) {{
   __shared__ moe_nvlink::{shared} shared;
   moe_nvlink::{body}<Config>(args.of[blockIdx.y], moe_nvlink::this_cta(), shared);
@@ -314,10 +314,9 @@ def struct_of(verb: str) -> type[ctypes.Structure]:
     return RoundsArgs if name == "RoundsArgs" else structs()[name]
 
 
-def verbs(count: int, *, as_product: bool = False, **_options: bool) -> tuple[str, ...]:
-    """Verbs that device_source makes: arguments of `count` ranks must fit into one launch."""
-    names = ("dispatch", "combine") if as_product else tuple(VERBS)
-    return tuple(verb for verb in names if count <= most_ranks(struct_of(verb)))
+def verbs(*, fused: bool = False, **_options: bool) -> tuple[str, ...]:
+    """Verbs that device_source makes with these options."""
+    return ("rounds",) if fused else ("dispatch", "combine")
 
 
 def device_source(
@@ -327,12 +326,15 @@ def device_source(
     *,
     pdl: bool = False,
     delays: bool = False,
+    fused: bool = False,
     as_product: bool = False,
 ) -> str:
-    """moe_nvlink_emulated_dispatch, _combine and _rounds for up to `count` ranks, nothing else.
+    """moe_nvlink_emulated_dispatch and _combine for up to `count` ranks, nothing else.
 
-    `as_product`: without _rounds, for as large a CTA as the product's kernels have, and so with no
-    more registers.
+    Args:
+        delays: sleeps sown in.
+        fused: moe_nvlink_emulated_rounds instead.
+        as_product: for CTAs of any size, as the product's kernels are.
     """
     text, entries = re.subn(
         r"^MOE_NVLINK_KERNEL\(.*\)\n",
@@ -341,13 +343,14 @@ def device_source(
         flags=re.MULTILINE,
     )
     assert entries == 2, f"{entries} entry points of the product"
-    text += _ROUNDS
+    if fused:
+        text += _ROUNDS
     if delays:
         text = with_delays(text, host=False)
-    for verb in verbs(count, as_product=as_product):
+    for verb in verbs(fused=fused):
         args, shared, body = VERBS[verb]
         fields: dict[str, Any] = {"args": args, "shared": shared, "body": body}
-        fields["threads"] = "Config::kMaxThreads" if as_product else THREADS
+        fields["bounds"] = "" if as_product else f"__launch_bounds__({THREADS})"
         text += _DEVICE_ENTRY.format(verb=verb, count=count, **fields)
     return text
 
