@@ -108,7 +108,7 @@ def launches() -> dict[str, Any]:
         hidden, ids, weights = inputs(layer, 3)
         received = layer.dispatch(hidden, ids, weights)
         dispatch = fake_cuda.control().last_launch()
-        seen = {"dispatch": described(dispatch)}
+        seen: dict[str, Any] = {"dispatch": described(dispatch)}
         struct: Any = structs()["DispatchArgs"]
         args = struct.from_buffer_copy(bytes(dispatch.args)[: ctypes.sizeof(struct)])
         seen["dispatch args"] = {
@@ -162,6 +162,26 @@ def launches_of_many_tokens() -> tuple[Any, ...]:
     with alone(max_tokens_per_rank=400) as layer:
         layer.dispatch(*inputs(layer, 400))
         return described(fake_cuda.control().last_launch())
+
+
+def launches_beside_another_channel() -> list[tuple[Any, ...]]:
+    with alone(max_tokens_per_rank=400, num_channels=2) as layer:
+        received = layer.dispatch(*inputs(layer, 400), channel=1)
+        seen = [described(fake_cuda.control().last_launch())]
+        layer.combine(layer.combine_input(channel=1), received.metadata)
+        return [*seen, described(fake_cuda.control().last_launch())]
+
+
+def test_a_channel_leaves_room_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that wait for the peers must not keep each other off the GPU."""
+    monkeypatch.setenv("FAKE_CUDA_SMS", "20")
+    for name, grid, block, pdl, *_rest in in_driver(
+        launches_beside_another_channel, tmp_path, monkeypatch
+    ):
+        assert grid[0] == 10 * (2048 // block[0]), f"{name}: half of what 20 SMs hold"
+        assert pdl == 0, "a kernel that starts early behind this one would take the other half"
 
 
 # The product's cases, launched by the driver.
@@ -322,6 +342,7 @@ def failing(spec: str) -> tuple[list[str], dict[str, int], dict[str, int]]:
         ("cuModuleLoadData", "CUDA_ERROR_NO_BINARY_FOR_GPU", "need driver 580 or newer"),
         ("cuModuleLoadData", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "need driver 580 or newer"),
         ("cuModuleGetFunction", "CUDA_ERROR_NOT_FOUND", "need driver 580 or newer"),
+        ("cuModuleLoadData", "CUDA_ERROR_OUT_OF_MEMORY", "leave more room on the GPU"),
         ("cuMemHostAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "cuMemHostAlloc"),
     ],
 )
