@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_nvlink_plugin import ExchangeStats, layout
 from moe_nvlink_plugin.config import MAX_CALLER_PAYLOADS, MAX_RANKS, MAX_TOP_K
 from moe_nvlink_plugin.errors import CompileError
-from moe_nvlink_plugin.jit import header, host, source
+from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
 
 
@@ -56,6 +59,55 @@ def test_arguments_fit_a_kernel_launch() -> None:
         assert ctypes.sizeof(structs()[name]) <= 4096
     payloads = dict(field[:2] for field in structs()["DispatchArgs"]._fields_)["payloads"]
     assert ctypes.sizeof(payloads) == 16 * constants()["kMaxPayloads"]
+
+
+def layout_assertions(mirrors: Mapping[str, type[ctypes.Structure]]) -> str:
+    """args.h, and that every field of every struct in it lies where the mirror says."""
+    lines = [source.amalgamate(("include/moe_nvlink/args.h",)), "using namespace moe_nvlink;"]
+    for struct, mirror in mirrors.items():
+        lines.append(f'static_assert(sizeof({struct}) == {ctypes.sizeof(mirror)}, "{struct}");')
+        for name, *_type in mirror._fields_:
+            field = getattr(mirror, name)
+            lines += [
+                f"static_assert(__builtin_offsetof({struct}, {name}) == {field.offset}, "
+                f'"offset of {struct}::{name}");',
+                f"static_assert(sizeof({struct}::{name}) == {field.size}, "
+                f'"size of {struct}::{name}");',
+            ]
+    return "\n".join(lines)
+
+
+def compile_for_the_host(text: str, folder: Path) -> None:
+    host.compile_text(text, folder / "layout.o", ("-std=c++20", "-c"))
+
+
+def compile_for_a_gpu(text: str, _folder: Path) -> None:
+    nvrtc.compile_cubin(text + '\nextern "C" __global__ void kernel() {}\n', "sm_90a")
+
+
+COMPILERS = [compile_for_the_host, compile_for_a_gpu]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_every_field_lies_where_the_compilers_put_it(
+    compiler: Callable[[str, Path], None], tmp_path: Path
+) -> None:
+    text = layout_assertions(structs())
+    assert text.count("static_assert") > 2 * 50
+    assert 'offset of LocalControl::fault"' in text
+    compiler(text, tmp_path)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_two_fields_in_the_other_order_are_found(
+    compiler: Callable[[str, Path], None], tmp_path: Path
+) -> None:
+    fields = list(structs()["CombineArgs"]._fields_)
+    fields[0], fields[1] = fields[1], fields[0]
+    swapped: Any = type("CombineArgs", (ctypes.Structure,), {"_fields_": fields})
+    assert ctypes.sizeof(swapped) == ctypes.sizeof(structs()["CombineArgs"])
+    with pytest.raises(CompileError, match=f"offset of CombineArgs::{fields[0][0]}"):
+        compiler(layout_assertions({**structs(), "CombineArgs": swapped}), tmp_path)
 
 
 def test_the_library_agrees_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
