@@ -74,8 +74,18 @@ def access(index: int = 0) -> list[Any]:
     return [made]
 
 
-def test_facts(fake: Callable[..., Any]) -> None:
-    fake(facts_body, devices=3, capability="10.3", driver=13010, sms=7, memory=5 * MIB, mig=1)
+def test_what_needs_no_launch(fake: Callable[..., Any]) -> None:
+    """Facts, failures on demand, memory: one process after another would take its time."""
+    fail = "cuDeviceTotalMem:1:CUDA_ERROR_UNKNOWN"
+    fake(all_bodies, devices=3, capability="10.3", driver=13010, sms=7, fail=fail)
+
+
+def all_bodies(rank: int, size: int) -> None:
+    failures_body(rank, size)
+    os.environ.update(FAKE_CUDA_MEMORY=str(5 * MIB), FAKE_CUDA_MIG="1")
+    facts_body(rank, size)
+    os.environ.update(FAKE_CUDA_MEMORY=str(8 * MIB))
+    memory_body(rank, size)
 
 
 def facts_body(_rank: int, _size: int) -> None:
@@ -102,10 +112,6 @@ def test_no_device(fake: Callable[..., Any]) -> None:
 
 def reason_body(_rank: int, _size: int) -> str | None:
     return driver.unavailable()
-
-
-def test_memory(fake: Callable[..., Any]) -> None:
-    fake(memory_body, memory=8 * MIB)
 
 
 def memory_body(_rank: int, _size: int) -> None:
@@ -206,17 +212,14 @@ def test_memory_without_access_cannot_be_touched(allowed: bool, tmp_path: Path) 
     assert done.returncode == (0 if allowed else -signal.SIGSEGV)
 
 
-def test_failures_on_demand(fake: Callable[..., Any]) -> None:
-    fake(failures_body, fail="cuDeviceTotalMem:1:CUDA_ERROR_UNKNOWN")
-
-
 def failures_body(_rank: int, _size: int) -> None:
     refused("CUDA_ERROR_UNKNOWN", "cuDeviceTotalMem", driver.call("cuDeviceGet", 0))
     control().fail("cuDeviceGetCount:2:CUDA_ERROR_NOT_READY,cuDeviceGet:1:CUDA_ERROR_UNKNOWN")
-    assert driver.call("cuDeviceGetCount") == 4
+    assert driver.call("cuDeviceGetCount") == 3
     refused("CUDA_ERROR_NOT_READY", "cuDeviceGetCount")
-    assert driver.call("cuDeviceGetCount") == 4
+    assert driver.call("cuDeviceGetCount") == 3
     assert control().calls() == {"cuDeviceGetCount": 3}
+    os.environ.pop("FAKE_CUDA_FAIL")
     control().fail()
     driver.call("cuDeviceGet", 0)
 

@@ -92,8 +92,9 @@ def test_a_receiver_that_fails_serves_the_others_all_the_same(tmp_path: Path) ->
     outcomes = try_ranks(4, rank_main)
     assert isinstance(outcomes[1], ValueError)
     for rank in (0, 2, 3):
-        assert isinstance(outcomes[rank], dict)
-        assert len(outcomes[rank]) == 3
+        outcome = outcomes[rank]
+        assert isinstance(outcome, dict)
+        assert len(outcome) == 3
 
 
 def connecting(hello: Callable[[Address], bytes | None]) -> Callable[[list[Address]], None]:
