@@ -372,5 +372,11 @@ def make_backend(options: Options) -> emulated.Backend:
     return emulated.CudaBackend(options.ep_size, 1, options.config(0, 1), as_product=True)
 
 
+def stand_in_backend(options: Options) -> emulated.Backend:
+    """What a GPU would be given, on the driver of tests/fake_cuda: for the tests."""
+    config = options.config(0, 1)
+    return emulated.CudaBackend(options.ep_size, 1, config, device="cpu", as_product=True)
+
+
 if __name__ == "__main__":
     main()

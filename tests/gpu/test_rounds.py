@@ -23,6 +23,21 @@ SMALL = Case(
 )
 BF16 = dataclasses.replace(SMALL, name="bf16", dtype=torch.bfloat16, hidden_size=264, top_k=8)
 
+#: A verb that does not wait for its peers: what stands in the kernels, and what instead.
+LEFT_OUT = {
+    "combine": (
+        "const bool faulted = combine_barrier(args, cta, shared);",
+        "const bool faulted = false;",
+    ),
+    "dispatch": (
+        "if (!wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer), "
+        "epoch,\n                        start, args.timeout_ns, &cell)) {",
+        "cell = load_acquire_sys(cell_of(args, geometry.ep_rank, "
+        "args.control.dispatch_cells, peer));"
+        "\n    if (false) {",
+    ),
+}
+
 
 def test_thousand_rounds() -> None:
     """One launch a verb; sleeps before every release and arrival, after every wait."""
@@ -40,6 +55,15 @@ def test_64_ranks_run_apart() -> None:
         SMALL, name="64 ranks", tokens=(0,) * 64, num_experts=130, capacity=2, top_k=8
     )
     emulated.check_fused("cuda", case, rounds=15, ctas=2)
+
+
+@pytest.mark.parametrize(("line", "instead"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_a_wait_that_is_left_out_is_noticed(
+    line: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated, "cubin", emulated.broken_cubin(line, instead))
+    with pytest.raises(AssertionError):
+        emulated.check_fused("cuda", SMALL, rounds=300, ctas=3, timeout_s=2.0)
 
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])

@@ -31,6 +31,7 @@ from moe_nvlink_plugin.layout import Region, WorkspaceLayout, payload_rows
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.kernels import cases, compare, emulated_text
 from tests.kernels.cases import Case, Inputs, Seen
+from tests.kernels.delays import replace_once
 
 THREADS = emulated_text.THREADS  # of a CTA on the GPU, where a test does not say otherwise
 
@@ -117,10 +118,22 @@ def ctas_per_rank(ranks: int, num_sms: int, ctas_per_sm: int, wanted: int) -> in
 def cubin(top_k: int, element: int, count: int, architecture: str, **options: bool) -> bytes:
     """Machine code of the emulated kernels; options of emulated_text.device_source.
 
-    Those for tests, with sleeps and whole rounds in them, may spill; those for timing may not.
+    With sleeps and whole rounds in them they may spill registers, which is no mistake here.
     """
     text = emulated_text.device_source(top_k, element, count, **options)
-    return nvrtc.compile_cubin(text, architecture, strict=options.get("as_product", False))
+    return nvrtc.compile_cubin(text, architecture, strict=False)
+
+
+def broken_cubin(line: str, instead: str) -> Callable[..., bytes]:
+    """As cubin, of a text in which something stands in the place of one line."""
+
+    def compile_broken(
+        top_k: int, element: int, count: int, architecture: str, **options: bool
+    ) -> bytes:
+        text = emulated_text.device_source(top_k, element, count, **options)
+        return nvrtc.compile_cubin(replace_once(text, line, instead), architecture, strict=False)
+
+    return compile_broken
 
 
 class CudaBackend:

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import bench_gpu
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
 from tests import fake_cuda
 from tests.gpu import sanitized
+from tests.gpu import test_rounds as test_gpu_rounds
 from tests.kernels import delays, emulated, emulated_text, processes
 from tests.kernels.cases import CASES, Case
 from tests.kernels.test_nvrtc import cuobjdump
@@ -95,16 +97,20 @@ def test_rounds_notice_a_row_of_the_wrong_round(monkeypatch: pytest.MonkeyPatch)
         emulated.check_fused("cpu", FUSED, rounds=3)
 
 
-def test_fused_rounds_notice_a_combine_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without combine's barrier a rank reads rows that their experts have not written yet."""
-    broken = delays.replace_once(
-        emulated_text.host_source(delays=True),
-        "const bool faulted = combine_barrier(args, cta, shared);",
-        "const bool faulted = false;",
-    )
+@pytest.mark.parametrize(
+    ("line", "instead"), test_gpu_rounds.LEFT_OUT.values(), ids=test_gpu_rounds.LEFT_OUT
+)
+def test_fused_rounds_notice_a_wait_that_is_left_out(
+    line: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read that have not been written, or a fault is reported. And the GPU's compiler
+    takes the broken text, which tests/gpu runs.
+    """
+    broken = delays.replace_once(emulated_text.host_source(delays=True), line, instead)
     monkeypatch.setattr(emulated_text, "host_source", lambda *, delays: broken)
     with pytest.raises(AssertionError, match="round|fault"):
         emulated.check_fused("cpu", FUSED, rounds=400, timeout_s=2.0)
+    emulated.broken_cubin(line, instead)(2, 0, 8, "sm_90a", fused=True, delays=True)
 
 
 def test_delays_are_sown() -> None:
@@ -142,8 +148,10 @@ def test_entry_points_compile_and_64_ranks_fit(
 
 @pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
 def test_the_benchmarks_kernels_compile(architecture: str) -> None:
-    """And spill nothing: that would be an error."""
-    emulated.cubin(8, constants()["kElementBf16"], 8, architecture, as_product=True)
+    """And spill nothing: a strict compilation would fail."""
+    element = constants()["kElementBf16"]
+    text = emulated_text.device_source(8, element, 8, as_product=True)
+    nvrtc.compile_cubin(text, architecture, strict=True)
 
 
 def test_the_bug_for_racecheck_compiles() -> None:
@@ -191,8 +199,29 @@ def _on_stand_in(_rank: int, _size: int, pdl: bool) -> tuple[Any, ...]:
         emulated.check_static_rounds("stand-in", FUSED, rounds=3)
         emulated.check_missing_rank("stand-in")
         _sanitized_programs()
+        _benchmark()
     modules = fake_cuda.control().modules()
     return last.name, list(last.grid), list(last.block), last.num_attributes, last.pdl, modules
+
+
+def _benchmark() -> None:
+    """bench_gpu.py with the launch shapes of a GPU with 132 SMs; the times mean nothing."""
+    options = bench_gpu.Options(
+        device="cpu",
+        ep_size=4,
+        hidden_size=1024,
+        top_k=2,
+        num_experts=9,
+        dtype="bfloat16",
+        iterations=2,
+        warmup=0,
+    )
+    timer = bench_gpu.Timer(options)
+    with contextlib.closing(bench_gpu.stand_in_backend(options)) as backend:
+        row = bench_gpu.measure(options, 3, timer, backend)
+        last = fake_cuda.control().last_launch()
+    shape = row["shapes"]["combine"]
+    assert (last.grid[0], last.grid[1], last.block[0]) == (shape["blocks"], 4, shape["threads"])
 
 
 def _sanitized_programs() -> None:
