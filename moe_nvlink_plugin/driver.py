@@ -6,9 +6,11 @@ answers a call with an exception of its own kind, and some of its neighbours wit
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from .errors import DriverError, UnsupportedError
@@ -185,3 +187,18 @@ class on_device:  # noqa: N801 - used as a statement: `with driver.on_device(0):
     def __exit__(self, *_exception: object) -> None:
         if self._pushed:
             call("cuCtxPopCurrent")
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Calls in it that allocate or free do not spoil a capture that has nothing to do with them.
+
+    Without it the driver takes them for a mistake of whoever captures a CUDA graph meanwhile, in
+    this thread or another, and ends the capture.
+    """
+    relaxed = api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)

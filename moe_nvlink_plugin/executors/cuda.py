@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,15 +18,24 @@ import torch
 from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.arguments import element_code
 from moe_nvlink_plugin.config import AllToAllConfig
-from moe_nvlink_plugin.errors import CompileError, DriverError
+from moe_nvlink_plugin.errors import CompileError, DriverError, MoeNvlinkError
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.jit.header import structs
 
 from . import shape
 from .shape import Limits, Shape
 
+logger = logging.getLogger(__name__)
+
 #: Prepared launches that a launcher keeps; serving uses a few dozen token counts and streams.
 _MOST_PREPARED = 4096
+
+_NO_ROOM = "leave more room on the GPU (vLLM: lower --gpu-memory-utilization)"
+_EARLIER = (
+    "if an earlier kernel failed, its error shows here: run with CUDA_LAUNCH_BLOCKING=1 to find it"
+)
+_DEFAULT_STREAM = "while another stream captures a CUDA graph, the default stream may not be used"
+_TOO_OLD = "they are built by CUDA 13 and need driver 580 or newer"
 
 
 class _Kernel:
@@ -59,9 +69,10 @@ def _kernels(index: int, top_k: int, element: int, pdl: bool) -> tuple[_Kernel, 
             return _Kernel(module, "moe_nvlink_dispatch"), _Kernel(module, "moe_nvlink_combine")
         except DriverError as error:
             major, minor = driver.driver_version()
+            no_room = error.status == "CUDA_ERROR_OUT_OF_MEMORY"
             raise CompileError(
                 f"the driver (CUDA {major}.{minor}) does not load the kernels built for "
-                f"{architecture}: {error}; they are built by CUDA 13 and need driver 580 or newer"
+                f"{architecture}: {error}; {_NO_ROOM if no_room else _TOO_OLD}"
             ) from error
 
 
@@ -95,9 +106,14 @@ class _Launch:
     """
 
     def __init__(
-        self, kernel: _Kernel, choose: Callable[[int], Shape], executor: CudaExecutor
+        self,
+        kernel: _Kernel,
+        choose: Callable[[int], Shape],
+        executor: CudaExecutor,
+        pdl: bool,
     ) -> None:
-        self._function, self._choose, self._executor = kernel.function, choose, executor
+        self._function, self._choose = kernel.function, choose
+        self._executor, self._pdl = executor, pdl
         self._prepared: dict[tuple[int, int], _Prepared] = {}
         self._launch = driver.api().cuLaunchKernelEx
         self._success = driver.api().CUresult.CUDA_SUCCESS
@@ -105,25 +121,26 @@ class _Launch:
         self._pointers_address = ctypes.addressof(self._pointers)
 
     def prepare(self, num_tokens: int) -> _Prepared:
-        """The configuration for so many tokens on the current stream."""
+        """The configuration for so many tokens on the current stream; in the device's context,
+        which a thread of the caller's need not have.
+        """
         key = (num_tokens, self._executor.stream())
         found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            found = _prepared(self._choose(num_tokens), key[1], self._executor.pdl)
+            found = _prepared(self._choose(num_tokens), key[1], self._pdl)
             self._prepared[key] = found
         return found
 
     def __call__(self, prepared: _Prepared, args: Any) -> None:
+        """The launch; in the device's context."""
         self._pointers[0] = ctypes.addressof(args)
-        with self._executor.context():
-            self._executor.note_capture(prepared.stream)
-            (status,) = self._launch(prepared.config, self._function, self._pointers_address, 0)
+        self._executor.note_capture(prepared.stream)
+        (status,) = self._launch(prepared.config, self._function, self._pointers_address, 0)
         if status != self._success:
             raise DriverError(
-                f"cuLaunchKernelEx of {type(args).__name__}: {status.name}; if an earlier kernel "
-                "failed, its error shows here: run with CUDA_LAUNCH_BLOCKING=1 to find it",
+                f"cuLaunchKernelEx of {type(args).__name__}: {status.name}; {_EARLIER}",
                 call="cuLaunchKernelEx",
                 status=status.name,
             )
@@ -133,10 +150,16 @@ class _CudaLauncher:
     def __init__(
         self, executor: CudaExecutor, config: AllToAllConfig, row_bytes: Mapping[str, int]
     ) -> None:
+        self._executor = executor
         device = executor.device_facts
-        num_sms = min(config.max_sms or device.num_sms, device.num_sms)
+        num_sms = min(
+            config.max_sms or device.num_sms, shape.share(device.num_sms, config.num_channels)
+        )
+        # What is launched behind a kernel that signals early takes the places left on the GPU and
+        # waits there: other channels' kernels could find none, and the peers wait for those.
+        pdl = executor.pdl and config.num_channels == 1
         element = element_code(config.dtype)
-        dispatch, combine = _kernels(device.index, config.top_k, element, executor.pdl)
+        dispatch, combine = _kernels(device.index, config.top_k, element, pdl)
         widest = max(row_bytes.values())
         ids_bytes = config.ep_size * config.max_tokens_per_rank * row_bytes["recv_topk_ids"]
         element_bytes = config.dtype.itemsize
@@ -144,6 +167,7 @@ class _CudaLauncher:
             dispatch,
             lambda n: shape.dispatch_shape(n, widest, ids_bytes, dispatch.limits(num_sms)),
             executor,
+            pdl,
         )
         self._combine = _Launch(
             combine,
@@ -151,15 +175,18 @@ class _CudaLauncher:
                 n, config.hidden_size, element_bytes, combine.limits(num_sms)
             ),
             executor,
+            pdl,
         )
 
     def dispatch(self, args: Any) -> None:
-        self._dispatch(self._dispatch.prepare(args.geometry.num_tokens), args)
+        with self._executor.context():
+            self._dispatch(self._dispatch.prepare(args.geometry.num_tokens), args)
 
     def combine(self, args: Any) -> None:
-        prepared = self._combine.prepare(args.geometry.num_tokens)
-        args.hidden_splits = prepared.hidden_splits
-        self._combine(prepared, args)
+        with self._executor.context():
+            prepared = self._combine.prepare(args.geometry.num_tokens)
+            args.hidden_splits = prepared.hidden_splits
+            self._combine(prepared, args)
 
 
 class _MappedFaultWords:
@@ -189,8 +216,14 @@ class _MappedFaultWords:
 
 
 def _free_host_memory(index: int, address: int) -> None:
-    with driver.on_device(index):
-        driver.call("cuMemFreeHost", address)
+    """Runs when the words' last user goes: perhaps in the garbage collector, while this or another
+    thread captures a CUDA graph that has nothing to do with them.
+    """
+    try:
+        with driver.on_device(index), driver.relaxed_capture():
+            driver.call("cuMemFreeHost", address)
+    except MoeNvlinkError as error:  # nobody would see it, and a few words are no loss
+        logger.warning("moe_nvlink: fault words of GPU %d stay allocated: %s", index, error)
 
 
 class CudaExecutor:
@@ -236,9 +269,10 @@ class CudaExecutor:
     def _captures(self, stream: Any) -> bool:
         status, capture = self._is_capturing(stream)
         if status != self._success:
+            implicit = status.name == "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"
+            hint = _DEFAULT_STREAM if implicit else _EARLIER
             raise DriverError(
-                f"cuStreamIsCapturing: {status.name}; while another stream captures a CUDA graph, "
-                "the default stream may not be used",
+                f"cuStreamIsCapturing: {status.name}; {hint}",
                 call="cuStreamIsCapturing",
                 status=status.name,
             )

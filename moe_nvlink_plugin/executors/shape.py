@@ -28,6 +28,16 @@ MARKED_BYTES_PER_CTA = 64 * 1024
 MOST_MARKING_CTAS = 32
 
 
+def share(num_sms: int, num_channels: int) -> int:
+    """SMs a kernel may fill where each channel may have one on the GPU at the same time.
+
+    Two streams may bring the channels to two ranks in different order. Were one channel's combine
+    to fill a GPU, the other's would wait for a place there while the peer's, which fills the
+    peer's GPU, waits for it, and the other way round.
+    """
+    return max(num_sms // num_channels, 1)
+
+
 class Shape(NamedTuple):
     """One launch: CTAs, threads each, and (combine) CTAs that share a token's row."""
 

@@ -757,6 +757,7 @@ Status cuMemHostAlloc(void** out, size_t size, unsigned) {
 }
 Status cuMemFreeHost(void* address) {
   ENTER(cuMemFreeHost);
+  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
   const std::lock_guard guard(lock);
   CHECK(host_memory.erase(address_of(address)) == 1, CUDA_ERROR_INVALID_VALUE);
   free(address);
@@ -874,6 +875,7 @@ Status cuFuncGetAttribute(int* value, int attribute, Function* function) {
 Status cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function* function, int threads,
                                                    size_t) {
   ENTER(cuOccupancyMaxActiveBlocksPerMultiprocessor);
+  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
   const std::lock_guard guard(lock);
   CHECK(functions.count(function) == 1, CUDA_ERROR_INVALID_HANDLE);
   CHECK(threads > 0 && threads <= 1024, CUDA_ERROR_INVALID_VALUE);

@@ -14,6 +14,7 @@ from moe_nvlink_plugin.executors.shape import (
     Limits,
     combine_shape,
     dispatch_shape,
+    share,
 )
 from moe_nvlink_plugin.jit.header import constants
 
@@ -67,6 +68,15 @@ def test_an_sm_budget_bounds_both() -> None:
     assert combine_shape(4, 7168, 2, few) == (16, 224, 4)
 
 
+def test_channels_share_the_gpu() -> None:
+    assert share(H200_SMS, 1) == H200_SMS
+    assert share(H200_SMS, 2) == H200_SMS // 2
+    assert share(16, 64) == 1
+    halves = [limits(num_sms=share(H200_SMS, 2))] * 2
+    both = sum(combine_shape(8192, 7168, 2, half).blocks for half in halves)
+    assert both <= limits().resident(224)
+
+
 def test_marking_ctas_are_those_of_the_kernel() -> None:
     assert constants()["kMaxFinishers"] == MOST_MARKING_CTAS
 
@@ -96,7 +106,7 @@ def test_every_grid_is_resident_and_covers_its_rows(
         assert WARP <= shape.threads <= mine.max_threads
         assert shape.threads % WARP == 0
         assert 1 <= shape.blocks <= mine.resident(shape.threads)
-        assert 1 <= shape.hidden_splits
+        assert shape.hidden_splits >= 1
     # Split for one vector a thread, or less far where not all CTAs would fit; never further.
     assert (shape.hidden_splits - 1) * shape.threads * VECTOR_BYTES < row_bytes
     assert num_tokens * shape.hidden_splits <= mine.resident(shape.threads) or (
