@@ -95,8 +95,7 @@ def test_another_stream() -> None:
 # Processes over CUDA VMM and file descriptors.
 
 
-@with_and_without_pdl
-@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize(("ep_size", "pdl"), [(2, "1"), (4, "0")])
 def test_processes(ep_size: int, pdl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
     seen = processes.run_processes(ep_size, real_path.process_rounds, tmp_path, "cuda", 100)

@@ -26,7 +26,9 @@ def sanitizer() -> str:
 
 
 def watch(tool: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sanitizer(), "--tool", tool, "--error-exitcode", str(FOUND)]
+    # Failed calls of the driver are torch's way to find out what it has.
+    quiet = ("--report-api-errors", "no")
+    command = [sanitizer(), "--tool", tool, "--error-exitcode", str(FOUND), *quiet]
     # Every tensor an allocation of its own: inside torch's pool nothing is out of bounds.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(
