@@ -161,7 +161,7 @@ HD void signal_peers(const CombineArgs& args, const Cta& cta) {
     // signal. Without it a peer may read rows the experts had not written yet. It also puts the
     // experts' reads of the receive buffers before the peer's next dispatch.
     store_release_sys(cell_of(args, peer, args.control.combine_cells, geometry.ep_rank),
-                      pack_cell(epoch, 0));
+                      pack_cell(epoch, 0, 0));
   }
 }
 

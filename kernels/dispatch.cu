@@ -3,7 +3,7 @@
 //
 //   all CTAs    for each token: route, then load each payload row once and store it to each target
 //   P2          each CTA arrives; the last kMaxFinishers to arrive are finishers, the others are done
-//   P1          the very last CTA: one cell {count, epoch} to each rank (release); it also counts
+//   P1          the very last CTA: one cell {tag, count, epoch} to each rank (release); it also counts
 //               the round, clears the counters and bumps the epoch
 //   finishers   each waits for every rank's cell (acquire), then marks its share of the slots nobody
 //               filled with expert id -1
@@ -170,7 +170,7 @@ HD void publish_counts(const DispatchArgs& args, const Cta& cta, DispatchShared&
     const uint32_t count = load_relaxed_gpu(&send_counters[peer]);
     // P1 release: rows before cell. Without it the peer may see the new epoch and the old rows.
     store_release_sys(cell_of(args, peer, args.control.dispatch_cells, geometry.ep_rank),
-                      pack_cell(shared.epoch, count));
+                      pack_cell(shared.epoch, count, geometry_tag(geometry)));
     shared.sent[peer] = count;
     store_relaxed_gpu(&send_counters[peer], 0);
   }
@@ -214,8 +214,8 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
   count_round(args, shared);
 }
 
-// Waits for every rank's cell. A rank that does not come leaves a fault word and counts as zero
-// rows. The timer starts here: what came before, a kernel waited for included, is not the peers'.
+// Waits for every rank's cell. A rank that does not come, or comes with another layer's geometry,
+// leaves a fault word and counts as zero rows. The timer starts here: what came before, a kernel waited for included, is not the peers'.
 HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
                        DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
@@ -226,15 +226,17 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     uint64_t cell = 0;
-    int32_t count = 0;
+    int fault = 0;
     if (!wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer), epoch,
                         start, args.timeout_ns, &cell)) {
-      report_fault(args, kFaultTimeout, kPhaseDispatch, peer, epoch);
+      fault = kFaultTimeout;
+    } else if (cell_tag(cell) != geometry_tag(geometry)) {
+      fault = kFaultGeometry;
     } else if (cell_count(cell) > static_cast<uint32_t>(geometry.max_tokens_per_rank)) {
-      report_fault(args, kFaultBadCount, kPhaseDispatch, peer, epoch);
-    } else {
-      count = static_cast<int32_t>(cell_count(cell));
+      fault = kFaultBadCount;
     }
+    if (fault != 0) report_fault(args, fault, kPhaseDispatch, peer, epoch);
+    const int32_t count = fault != 0 ? 0 : static_cast<int32_t>(cell_count(cell));
     shared.counts[peer] = count;
     if (is_last) store_word(&recv_counts[peer], count);
   }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .arguments import combine_arguments, dispatch_arguments
-from .errors import ExchangeTimeoutError, MoeNvlinkError, PeerError
+from .errors import DisagreementError, ExchangeTimeoutError, MoeNvlinkError, PeerError
 from .jit.header import constants
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class Channel:
         peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
         phase = "dispatch" if phase_code == constants()["kPhaseDispatch"] else "combine"
         me = self._dispatch_args.geometry.ep_rank
+        if code == constants()["kFaultGeometry"]:
+            return self._disagreement(peer, epoch)
         if code != constants()["kFaultTimeout"]:
             return PeerError(
                 f"rank {peer} announced more rows than its slice holds in {phase} of epoch "
@@ -114,6 +116,15 @@ class Channel:
             phase=phase,
             ranks=late,
             epoch=epoch,
+        )
+
+    def _disagreement(self, peer: int, epoch: int) -> DisagreementError:
+        mine = self._dispatch_args.geometry
+        names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
+        return DisagreementError(
+            f"in dispatch of epoch {epoch} rank {peer} used a layer of another geometry than rank "
+            f"{mine.ep_rank} ({', '.join(f'{name}={getattr(mine, name)}' for name in names)}); all "
+            "ranks must call the same layers in the same order"
         )
 
     def _late_ranks(self, phase: str, epoch: int) -> tuple[int, ...]:

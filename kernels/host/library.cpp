@@ -3,6 +3,7 @@
 #include <system_error>
 
 #include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/epoch_flags.h"
 #include "../include/moe_nvlink/numeric.h"
 #include "grid.h"
 
@@ -33,6 +34,11 @@ int moe_nvlink_sizeof_local_control() {
 }
 int moe_nvlink_sizeof_exchange_counters() {
   return sizeof(moe_nvlink::ExchangeCounters);
+}
+
+// The tag of a geometry in a cell, so that the tests can count what shares one.
+uint32_t moe_nvlink_geometry_tag(const moe_nvlink::Geometry* geometry) {
+  return moe_nvlink::geometry_tag(*geometry);
 }
 
 // Element conversions over arrays, so that the tests can compare them with torch's.

@@ -49,7 +49,7 @@ THREAD_0 = r"^cta\.thread == 0$"
 IS_FINISHER = r"^!\(finisher < 0\)"
 IS_LAST = r"^is_last$"
 FAILED_WAIT = r"^!wait_for_epoch"
-BAD_COUNT = r"cell_count\(cell\) >"
+A_FAULT = r"^fault != 0$"
 NOT_THE_LAST_THREAD = r"^!\(cta\.thread != cta\.num_threads - 1\)$"
 
 ROW_READ = r"\bcombine_item<Config, Element, kVectorBytes / kBytes>"
@@ -145,7 +145,7 @@ def finishing(
     """
     operands: dict[str, Operands] = {r"wait_for_epoch: ": wait}
     plain: dict[str, Operands] = {COUNTS_WRITTEN: counts_written, MARKED: mark}
-    untaken = [PUTS_TOKENS, FAILED_WAIT, BAD_COUNT]
+    untaken = [PUTS_TOKENS, FAILED_WAIT, A_FAULT]
     if arrival:
         operands[r"->arrivals"] = arrival
     else:

@@ -123,3 +123,26 @@ def test_the_library_agrees_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_line_that_is_not_a_field_is_refused() -> None:
     with pytest.raises(ValueError, match="not one field"):
         header._field("  int32_t a, b;", {})
+
+
+def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
+    """Capacities that are powers of two always; of others, about one pair in 128 shares a tag."""
+    library = ctypes.CDLL(str(host.build(source.host_source())))
+    library.moe_nvlink_geometry_tag.restype = ctypes.c_uint32
+
+    def tag(capacity: int, top_k: int = 8, hidden_size: int = 7168, num_experts: int = 256) -> int:
+        geometry: Any = structs()["Geometry"]()
+        geometry.max_tokens_per_rank, geometry.top_k = capacity, top_k
+        geometry.hidden_size, geometry.num_experts = hidden_size, num_experts
+        return int(library.moe_nvlink_geometry_tag(ctypes.byref(geometry)))
+
+    for layer in ((8, 7168, 256), (4, 2880, 128), (1, 8, 4), (22, 5120, 384)):
+        tags = [tag(2**power, *layer) for power in range(25)]
+        assert len(set(tags)) == len(tags)
+        assert max(tags) < 2**7
+    drawn = [
+        tag(capacity, 8, hidden) for capacity in range(1, 100) for hidden in range(64, 6464, 64)
+    ]
+    most = max(drawn.count(value) for value in set(drawn))
+    assert len(set(drawn)) == 128
+    assert most < 3 * len(drawn) / 128

@@ -75,7 +75,7 @@ def test_sharing_on_one_rank_only() -> None:
 
     for outcome in try_ranks(2, rank_main):
         assert isinstance(outcome, DisagreementError)
-        assert "share_with given: rank 0 has False, rank 1 has True" in str(outcome)
+        assert "share_with: rank 0 has None, rank 1 has a layer of workspace" in str(outcome)
 
 
 def test_a_configuration_that_does_not_fit_the_group() -> None:
@@ -223,3 +223,30 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     (phase, ranks, left), _ = run_processes(2, _killed_between_rounds, tmp_path, killed=(1,))
     assert (phase, ranks) == ("dispatch", (1,))
     assert set(left) <= before, "shared memory outlived its rank"
+
+
+# Ranks that do different things.
+
+
+def test_ranks_that_take_different_layers_for_a_round() -> None:
+    """Both layers lie in one workspace, so the rows arrive, and not where they are looked for."""
+
+    def rank_main(group: ThreadGroup) -> str:
+        small = config(2, group.rank, timeout_s=20)
+        large = config(2, group.rank, timeout_s=20, max_tokens_per_rank=8)
+        with (
+            MoeAllToAll.create(large, group) as first,
+            MoeAllToAll.create(small, group, share_with=first) as second,
+        ):
+            layer = first if group.rank == 0 else second
+            with pytest.raises(DisagreementError) as caught:
+                layer.dispatch(**{**good(), "extra_payloads": ()})
+            with pytest.raises(ExchangeStateError, match="unusable since"):
+                first.dispatch(**{**good(), "extra_payloads": ()})
+            group.all_gather_object(None)
+        return str(caught.value)
+
+    first, second = run_ranks(2, rank_main)
+    assert "epoch 1 rank 1 used a layer of another geometry than rank 0 (max_tok" in first
+    assert "max_tokens_per_rank=8, hidden_size=8" in first
+    assert "rank 0 used a layer of another geometry than rank 1 (max_tokens_per_rank=4" in second

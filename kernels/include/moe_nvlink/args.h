@@ -28,8 +28,8 @@ struct Payload {
 };
 
 struct ControlRegions {
-  uint32_t dispatch_cells;  // [ep_size] u64 {count, epoch}; entry s is written by rank s
-  uint32_t combine_cells;   // [ep_size] u64 {0, epoch}; entry s is written by rank s
+  uint32_t dispatch_cells;  // [ep_size] u64 {tag, count, epoch}; entry s is written by rank s
+  uint32_t combine_cells;   // [ep_size] u64 {0, 0, epoch}; entry s is written by rank s
   uint32_t recv_counts;     // [ep_size] i32 rows received from each rank; written by dispatch
   uint32_t send_counters;   // [ep_size] u32 rows put to each rank; zero between dispatches
   uint32_t local;           // LocalControl; this rank only

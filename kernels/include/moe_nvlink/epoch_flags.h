@@ -1,5 +1,7 @@
 // The cells ranks signal each other with, and the bounded wait for them.
-// A cell is one 8-byte word {count, epoch} with a single writer, so count and epoch arrive together.
+// A cell is one 8-byte word {tag:7, count:25, epoch:32} with a single writer, so all of it arrives
+// together. The tag stands for the sender's geometry: ranks that take different layers for the same
+// round would put rows where the others do not look, and nobody would notice.
 // Epochs only go up and wrap after 2^32 rounds; they are compared by signed difference.
 #pragma once
 
@@ -11,14 +13,30 @@
 
 namespace moe_nvlink {
 
-HD uint64_t pack_cell(uint32_t epoch, uint32_t count) {
-  return static_cast<uint64_t>(count) << 32 | epoch;
+constexpr int kCountBits = 25;  // a count is at most 2^24
+
+HD uint64_t pack_cell(uint32_t epoch, uint32_t count, uint32_t tag) {
+  return static_cast<uint64_t>(tag << kCountBits | count) << 32 | epoch;
 }
 HD uint32_t cell_epoch(uint64_t cell) {
   return static_cast<uint32_t>(cell);
 }
 HD uint32_t cell_count(uint64_t cell) {
-  return static_cast<uint32_t>(cell >> 32);
+  return static_cast<uint32_t>(cell >> 32) & ((1u << kCountBits) - 1);
+}
+HD uint32_t cell_tag(uint64_t cell) {
+  return static_cast<uint32_t>(cell >> (32 + kCountBits));
+}
+
+// What all ranks of a round must agree on, in 7 bits: two geometries share a tag once in 128 times.
+// Capacities that are powers of two never do: the factor is a de Bruijn sequence, whose bits read
+// differently from every place (a test counts both).
+HD uint32_t geometry_tag(const Geometry& geometry) {
+  uint32_t mixed = static_cast<uint32_t>(geometry.top_k) * 0x85ebca6bu;
+  mixed = (mixed ^ static_cast<uint32_t>(geometry.hidden_size)) * 0xc2b2ae35u;
+  mixed = (mixed ^ mixed >> 15 ^ static_cast<uint32_t>(geometry.num_experts)) * 0x27d4eb2fu;
+  mixed ^= static_cast<uint32_t>(geometry.max_tokens_per_rank) * 0x077cb531u;
+  return mixed >> kCountBits;
 }
 
 HD bool has_reached(uint64_t cell, uint32_t epoch) {
