@@ -115,7 +115,7 @@ class MoeAllToAll:
             "preparing the exchange",
             lambda: _prepare(config, ranks, torch.device(device), share_with),
         )
-        _check_agreement(config, ranks, share_with is not None)
+        _check_agreement(config, ranks, workspace, shares=share_with is not None)
         workspace.ensure(config, recipe)
         try:
             layer = all_or_none(
@@ -319,14 +319,18 @@ def _prepare(
     return recipe, Workspace(group, transport, executor, device)
 
 
-def _check_agreement(config: AllToAllConfig, group: Group, shares: bool) -> None:
+def _check_agreement(
+    config: AllToAllConfig, group: Group, workspace: Workspace, *, shares: bool
+) -> None:
+    """Also that all ranks mean the same workspace: else some would grow theirs, and wait."""
     values = {
         field.name: str(getattr(config, field.name))
         for field in dataclasses.fields(config)
         if field.name not in _OWN_FIELDS
     }
-    values["share_with given"] = str(shares)
-    all_values = group.all_gather_object(values)
+    values["share_with"] = f"a layer of workspace {workspace.name}" if shares else "None"
+    everyones = group.all_gather_object((values, workspace.name))
+    all_values = [theirs for theirs, _name in everyones]
     differences = [
         f"{name}: " + ", ".join(f"rank {r} has {v[name]}" for r, v in enumerate(all_values))
         for name in values
@@ -336,3 +340,5 @@ def _check_agreement(config: AllToAllConfig, group: Group, shares: bool) -> None
         raise DisagreementError(
             "the ranks were given different configurations; " + "; ".join(differences)
         )
+    if not shares:
+        workspace.name = everyones[0][1]

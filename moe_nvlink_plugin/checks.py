@@ -102,11 +102,13 @@ def _extra_payloads(
 
 
 def ids_as_int32(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int64 ids as int32; what no expert can have becomes -1 before a cast could wrap it."""
+    """int64 ids as int32; what no expert can have still is none, which a plain cast would not keep.
+
+    Two launches on a GPU, and nothing to copy there: it may be captured.
+    """
     if topk_ids.dtype == torch.int32:
         return topk_ids
-    is_expert = (topk_ids >= 0) & (topk_ids < num_experts)
-    return torch.where(is_expert, topk_ids, -1).to(torch.int32)
+    return topk_ids.clamp(-1, num_experts).to(torch.int32)
 
 
 def combine_inputs(

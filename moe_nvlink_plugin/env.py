@@ -39,7 +39,8 @@ def _positive(name: str, kind: type[int] | type[float], default: float) -> float
     except ValueError:
         value = kind(0)
     if not 0 < value < float("inf"):
-        raise ConfigError(f"{name}={text!r} is not a positive number; unset it for {default:g}")
+        unset = f"{default:g}" if default else "all of them"
+        raise ConfigError(f"{name}={text!r} is not a positive number; unset it for {unset}")
     return value
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -58,6 +60,7 @@ class Workspace:
             their order.
         broken: why no rank may use the workspace any more, once there is such a reason. It is
             the workspace's, not a layer's: all layers' rounds share its cells and its epochs.
+        name: the same on every rank once all have agreed, and no other workspace's.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Workspace:
         self.device = device
         self.executor = executor
         self.broken: MoeNvlinkError | None = None
+        self.name = secrets.token_hex(8)
         # Not an inference tensor, whatever the caller is in: verbs outside that mode write to it.
         with torch.inference_mode(False):
             self.pending = torch.zeros(MAX_CHANNELS, dtype=torch.int64)
@@ -156,6 +160,13 @@ class Workspace:
                 memory.close()
             raise
         self._memory, self._layout = memory, layout
+        if before is None:
+            assert self._faults is not None
+            # Also for layers that are dropped without close.
+            self._keep = weakref.finalize(
+                self, _keep_for_graphs, self.group.rank, self.executor, memory, self._faults
+            )
+            self._keep.atexit = False
 
     def _connect_faults(
         self, memory: SymmetricMemory, layout: WorkspaceLayout, before: WorkspaceLayout | None
@@ -210,16 +221,26 @@ class Workspace:
         self._users -= 1
         if self._users > 0 or self._memory is None:
             return
-        self._last_stats = self.stats()
-        if self.executor.captured:
+        try:
+            self._last_stats = self.stats()
+        except RuntimeError as error:  # torch's, of a GPU that can do nothing any more
             logger.warning(
-                "moe_nvlink: rank %d: the workspace (%.1f MiB) stays mapped until the process "
-                "ends, because CUDA graphs were captured with it and may still be replayed",
-                self.group.rank,
-                self.layout.total_bytes / 2**20,
+                "moe_nvlink: rank %d: the last counters are lost: %s", self.group.rank, error
             )
-            self._memory.leak()
-            assert self._faults is not None
-            self._faults.leak()
+        self._keep()
         self._memory.close()
         self._memory = self._faults = None
+
+
+def _keep_for_graphs(
+    rank: int, executor: Executor, memory: SymmetricMemory, faults: FaultWords
+) -> None:
+    """Before a workspace goes: leaves its memory to the CUDA graphs that hold its addresses."""
+    if executor.captured:
+        logger.warning(
+            "moe_nvlink: rank %d: the workspace stays mapped until the process ends, because CUDA "
+            "graphs were captured with it and may still be replayed",
+            rank,
+        )
+        memory.leak()
+        faults.leak()

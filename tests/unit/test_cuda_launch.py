@@ -264,6 +264,32 @@ def test_capture_from_the_first_call_and_a_thousand_replays(
     assert in_driver(capture_and_replay, tmp_path, monkeypatch) == [True] * 5
 
 
+def drop_after_capture() -> list[bool]:
+    control = fake_cuda.control()
+    alone().close()
+    before = control.live()["host_allocations"]
+    outcome = []
+    for captures in (False, True):
+        layer = alone()
+        hidden, ids, weights = inputs(layer, 8)
+        output = torch.empty_like(hidden)
+        os.environ["FAKE_CUDA_CAPTURING"] = str(int(captures))
+        received = layer.dispatch(hidden, ids, weights)
+        layer.combine(layer.combine_input(), received.metadata, output=output)
+        os.environ["FAKE_CUDA_CAPTURING"] = "0"
+        del layer, received  # nobody calls close
+        gc.collect()
+        outcome.append(control.live()["host_allocations"] == before + captures)
+    control.replay()
+    return outcome
+
+
+def test_layers_dropped_after_a_capture_leave_the_graph_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_driver(drop_after_capture, tmp_path, monkeypatch) == [True, True]
+
+
 def grow_during_capture() -> tuple[str, str]:
     messages = []
     with alone() as layer:
@@ -371,6 +397,35 @@ def test_a_launch_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (message,) = in_driver(failed_launch, tmp_path, monkeypatch)
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in message
     assert "CUDA_LAUNCH_BLOCKING=1" in message
+
+
+def drop_during_capture() -> tuple[int, int, set[str]]:
+    control = fake_cuda.control()
+    layer = alone()
+    round_trip(layer)
+    control.fail()
+    os.environ["FAKE_CUDA_CAPTURING"] = "1"  # by somebody else
+    del layer
+    gc.collect()
+    os.environ["FAKE_CUDA_CAPTURING"] = "0"
+    calls = control.calls()
+    second = alone()
+    control.fail("cuMemFreeHost:1:CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
+    second.close()  # not an error: a few words stay
+    return (
+        control.live()["host_allocations"],
+        calls["cuThreadExchangeStreamCaptureMode"],
+        set(calls),
+    )
+
+
+def test_layers_dropped_while_somebody_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, exchanged, calls = in_driver(drop_during_capture, tmp_path, monkeypatch)
+    assert left == 1, "the words whose release failed"
+    assert exchanged == 2, "relaxed, and back"
+    assert not calls & {"cuCtxSynchronize", "cuStreamSynchronize"}
 
 
 def refused() -> str:

@@ -12,6 +12,7 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import (
     CompileError,
     ConfigError,
+    DisagreementError,
     ExchangeStateError,
     ExchangeTimeoutError,
     PeerError,
@@ -20,6 +21,7 @@ from moe_nvlink_plugin.errors import (
 from moe_nvlink_plugin.jit.host import HostLibrary
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport.host import HostMemory
+from moe_nvlink_plugin.workspace import Workspace
 from tests.unit.small_exchange import HIDDEN, assert_still_works, config, good
 
 pytestmark = pytest.mark.timeout(120)
@@ -41,6 +43,40 @@ def test_a_workspace_of_another_group_is_refused() -> None:
         assert isinstance(outcomes[0], ConfigError)
         assert "share_with belongs to" in str(outcomes[0])
         assert isinstance(outcomes[1], ConfigError)
+
+
+def test_ranks_that_mean_different_workspaces_are_told() -> None:
+    """Rank 0's would have to grow, rank 1's would not: one of them would wait for the other."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank)
+        wide = config(2, group.rank, hidden_size=999)
+        with MoeAllToAll.create(mine, group) as small, MoeAllToAll.create(wide, group) as large:
+            mixed = small if group.rank == 0 else large
+            with pytest.raises(DisagreementError, match="share_with: rank 0 has a layer of"):
+                MoeAllToAll.create(wide, group, share_with=mixed)
+            MoeAllToAll.create(wide, group, share_with=small).close()
+
+    run_ranks(2, rank_main)
+
+
+def test_counters_that_cannot_be_read_do_not_keep_a_workspace_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU after an illegal access: every copy from it fails."""
+    (group,) = ThreadGroup.ranks(1)
+    layer = MoeAllToAll.create(config(), group)
+    workspace = layer._layer.workspace
+
+    def broken(_self: Workspace) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "stats", broken)
+        layer.close()
+    assert "illegal memory access" in caplog.text
+    with pytest.raises(ExchangeStateError, match="closed"):
+        _ = workspace.memory
 
 
 def test_after_a_timeout_no_layer_of_the_workspace_goes_on() -> None:
