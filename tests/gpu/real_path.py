@@ -6,6 +6,7 @@ have been run before a GPU is there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -80,8 +81,8 @@ class StaticLayer:
     The rows behind a round's tokens have the id -1 and go nowhere.
     """
 
-    def __init__(self, layer: MoeAllToAll, device: str) -> None:
-        self._layer, config = layer, layer.config
+    def __init__(self, layer: MoeAllToAll, device: str, *, zero_copy: bool = True) -> None:
+        self._layer, self._zero_copy, config = layer, zero_copy, layer.config
         tokens = config.max_tokens_per_rank
         self.hidden = torch.zeros((tokens, config.hidden_size), dtype=config.dtype, device=device)
         self.ids = torch.full((tokens, config.top_k), -1, dtype=torch.int32, device=device)
@@ -113,10 +114,11 @@ class StaticLayer:
         rows = cases.expert_rows(
             config, config.ep_rank, received.hidden_states, received.topk_ids, received.topk_weights
         )
-        region.copy_(rows)
+        if self._zero_copy:
+            rows = region.copy_(rows)
         received.hidden_states.view(torch.uint8).fill_(0xFF)
         received.topk_ids.fill_(1)
-        self._layer.combine(region, received.metadata, output=self.output)
+        self._layer.combine(rows, received.metadata, output=self.output)
 
 
 def replayable(static: StaticLayer, device: str) -> Callable[[], None]:
@@ -146,10 +148,10 @@ def check_rounds(device: str, rounds: int) -> None:
                 emulated.check_round(case, [inputs], [seen])
 
 
-def check_replays(device: str, rounds: int) -> None:
+def check_replays(device: str, rounds: int, *, zero_copy: bool = True) -> None:
     """The first call after create is captured; replays with other tokens and other counts."""
     with create(ONE_RANK, device) as layer:
-        static = StaticLayer(layer, device)
+        static = StaticLayer(layer, device, zero_copy=zero_copy)
         replay = replayable(static, device)
         for number, (inputs,) in enumerate(emulated.varying_inputs(ONE_RANK, rounds)):
             static.fill(inputs.to(device))
@@ -157,6 +159,48 @@ def check_replays(device: str, rounds: int) -> None:
             with emulated.naming(f"replay {number}"):
                 check_output(ONE_RANK, inputs, 0, static.output.cpu())
         assert layer.stats().rounds == rounds
+
+
+def check_sm_budget(device: str, tokens: int, max_sms: int | None) -> None:
+    """Many more tokens than CTAs fit: each CTA has many, and the result is the same."""
+    case = dataclasses.replace(ONE_RANK, capacity=tokens + 5, tokens=(tokens,))
+    (inputs,) = cases.make_inputs(case)
+    with create(case, device, max_sms=max_sms) as layer:
+        for _ in range(2):
+            seen = poisoned_round(layer, inputs.to(device))
+            emulated.check_round(emulated.with_ctas(case, 2), [inputs], [seen])
+
+
+def check_two_channels(device: str, rounds: int) -> None:
+    """Both are dispatched before either is combined; on a GPU each on a stream of its own."""
+    case = dataclasses.replace(ONE_RANK, num_channels=2)
+    cuda: Any = torch.cuda  # torch ships no types for what is used here
+    on_gpu = device == "cuda"
+    streams = [cuda.stream(cuda.Stream()) if on_gpu else contextlib.nullcontext() for _ in range(2)]
+    with create(case, device) as layer:
+        for number, of_round in enumerate(zip(*[iter(varying(case, 2 * rounds))] * 2, strict=True)):
+            received: list[Any] = [None, None]
+            combined: list[Any] = [None, None]
+            for channel in (0, 1):
+                with streams[channel]:
+                    inputs = of_round[channel].to(device)
+                    received[channel] = layer.dispatch(*inputs, channel=channel)
+            for channel in (1, 0):
+                with streams[channel]:
+                    mine = received[channel]
+                    ids, weights = mine.topk_ids, mine.topk_weights
+                    rows = cases.expert_rows(layer.config, 0, mine.hidden_states, ids, weights)
+                    region = layer.combine_input(channel=channel).copy_(rows)
+                    combined[channel] = layer.combine(region, mine.metadata).cpu()
+            for channel in (0, 1):
+                expected = compare.expected_combined(case, of_round[channel], 0)
+                what = f"round {number} channel {channel}"
+                compare.assert_same_bits(combined[channel], expected, what)
+
+
+def varying(case: Case, rounds: int) -> list[Inputs]:
+    """Rank 0's inputs of so many rounds."""
+    return [of_round[0] for of_round in emulated.varying_inputs(case, rounds)]
 
 
 def check_bad_input(device: str, elsewhere: str) -> None:

@@ -44,6 +44,19 @@ def test_capture_from_the_first_call(pdl: str, monkeypatch: pytest.MonkeyPatch) 
     real_path.check_replays("cuda", rounds=1000)
 
 
+def test_capture_of_rows_that_must_be_copied() -> None:
+    real_path.check_replays("cuda", rounds=100, zero_copy=False)
+
+
+@pytest.mark.parametrize("max_sms", [1, 5, None])
+def test_more_tokens_than_fit(max_sms: int | None) -> None:
+    real_path.check_sm_budget("cuda", tokens=3000, max_sms=max_sms)
+
+
+def test_two_channels_on_two_streams() -> None:
+    real_path.check_two_channels("cuda", rounds=100)
+
+
 def test_bad_input() -> None:
     real_path.check_bad_input("cuda", elsewhere="cpu")
 

@@ -17,8 +17,17 @@ def test_rounds_of_one_rank() -> None:
     real_path.check_rounds("cpu", rounds=30)
 
 
-def test_replays_of_one_rank() -> None:
-    real_path.check_replays("cpu", rounds=30)
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_replays_of_one_rank(zero_copy: bool) -> None:
+    real_path.check_replays("cpu", rounds=30, zero_copy=zero_copy)
+
+
+def test_sm_budget() -> None:
+    real_path.check_sm_budget("cpu", tokens=200, max_sms=3)
+
+
+def test_two_channels() -> None:
+    real_path.check_two_channels("cpu", rounds=20)
 
 
 def test_bad_input() -> None:
