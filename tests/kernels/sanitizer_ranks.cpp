@@ -16,6 +16,7 @@
 #include <sanitizer/asan_interface.h>
 #else
 #define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
 #endif
 
 namespace {
@@ -23,7 +24,7 @@ namespace {
 using moe_nvlink::kRegionAlignment;
 
 constexpr int kRanks = 3;
-constexpr int kBlocks = 2;
+constexpr int kBlocks = 3;
 constexpr int kExperts = 7;
 constexpr int kTopK = 4;
 constexpr int kHidden = 37;  // fp32: 148 bytes, one wide vector and a rest
@@ -143,13 +144,38 @@ struct Rank {
     extra.assign(count * kExtraBytes, 0);
     for (int token = 0; token < count; ++token) {
       const int stamp = round * 64 + rank * 16 + token;
+      const bool padded = random.below(4) == 0;
       for (int k = 0; k < kTopK; ++k) {
-        ids[token * kTopK + k] = static_cast<int>(random.below(kExperts + 2)) - 1;
+        const int id = static_cast<int>(random.below(kExperts + 2)) - 1;
+        ids[token * kTopK + k] = padded ? -1 : id;
         weights[token * kTopK + k] = static_cast<float>(stamp);
       }
       for (int i = 0; i < kHidden; ++i) hidden[token * kHidden + i] = hidden_value(stamp, i);
       for (int i = 0; i < kExtraBytes; ++i) extra[token * kExtraBytes + i] = extra_value(stamp, i);
     }
+  }
+
+  bool is_padded(int token) const {
+    for (int k = 0; k < kTopK; ++k) {
+      if (owner_of(ids[token * kTopK + k]) >= 0) return false;
+    }
+    return true;
+  }
+
+  // Rows of tokens that go nowhere may not even be read.
+  void forbid_padded_rows(int count) {
+    for (int token = 0; token < count; ++token) {
+      if (!is_padded(token)) continue;
+      ASAN_POISON_MEMORY_REGION(&weights[token * kTopK], kTopK * 4);
+      ASAN_POISON_MEMORY_REGION(&hidden[token * kHidden], kHidden * 4);
+      ASAN_POISON_MEMORY_REGION(&extra[token * kExtraBytes], kExtraBytes);
+    }
+  }
+
+  void allow_all_rows() {
+    ASAN_UNPOISON_MEMORY_REGION(weights.data(), weights.size() * 4);
+    ASAN_UNPOISON_MEMORY_REGION(hidden.data(), hidden.size() * 4);
+    ASAN_UNPOISON_MEMORY_REGION(extra.data(), extra.size());
   }
 
   template <class Args>
@@ -173,7 +199,9 @@ struct Rank {
     args.payloads[1] = {reinterpret_cast<uint64_t>(weights.data()), regions.weights, kTopK * 4};
     args.payloads[2] = {reinterpret_cast<uint64_t>(hidden.data()), regions.hidden, kHidden * 4};
     args.payloads[3] = {reinterpret_cast<uint64_t>(extra.data()), regions.extra, kExtraBytes};
+    forbid_padded_rows(count);
     moe_nvlink_dispatch(&args, &grid);
+    allow_all_rows();
   }
 
   // Checks the received rows, writes the partial rows.
