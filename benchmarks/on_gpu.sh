@@ -11,7 +11,7 @@
 # Needs no installation: the package is put together in a temporary folder. Exit status: 0 all well,
 # 1 a test or a benchmark failed, 2 nothing could be run.
 set -uo pipefail
-cd "$(dirname "$0")/.." || exit 2
+repository=$(cd "$(dirname "$0")/.." && pwd) || exit 2
 command_line="benchmarks/on_gpu.sh $*"
 
 wheels="" rehearse=0
@@ -23,7 +23,7 @@ while [ $# -gt 0 ]; do
       ;;
     --rehearse) rehearse=1 ;;
     *)
-      awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' benchmarks/on_gpu.sh
+      awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$repository/benchmarks/on_gpu.sh"
       exit 2
       ;;
   esac
@@ -31,8 +31,9 @@ while [ $# -gt 0 ]; do
 done
 
 PYTHON=${PYTHON:-python3}
-results=${OUT:-benchmarks/results}
+results=${OUT:-$repository/benchmarks/results}
 mkdir -p "$results" && results=$(cd "$results" && pwd) || exit 2
+cd "$repository" || exit 2
 BENCH_COMMIT=${BENCH_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
 # Processes meet over gloo on this machine alone, which may have no other network.
 export BENCH_COMMIT PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
