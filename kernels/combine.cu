@@ -197,7 +197,20 @@ HD void count_rows(const CombineArgs& args, int element) {
   add_to_total(&totals->bytes_combined_remote, load_word(&local->remote_rows_put) * row_bytes);
 }
 
-// The CTA's share of the items: item = token * hidden_splits + split, from its own number on.
+// Item number token * hidden_splits + split.
+struct Item {
+  int token;
+  int split;
+};
+
+// item + step, without a division in the loop over the items.
+HD Item advance(Item item, Item step, int splits) {
+  const int split = item.split + step.split;
+  const int carry = split >= splits ? 1 : 0;
+  return Item{item.token + step.token + carry, split - carry * splits};
+}
+
+// The CTA's share of the items: every num_blocks-th from its own number on.
 template <class Config, class Element>
 HD void combine_items(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
   constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
@@ -205,28 +218,28 @@ HD void combine_items(const CombineArgs& args, const Cta& cta, CombineShared& sh
   const int vector_bytes = vector_bytes_for(args.output, row_bytes);
   const int splits = static_cast<int>(args.hidden_splits);
   const int num_items = args.geometry.num_tokens * splits;
+  const Item step{cta.num_blocks / splits, cta.num_blocks % splits};
+  Item here{cta.block / splits, cta.block % splits};
   // The first item's rows while the peers' signals are on their way.
-  if (cta.block < num_items) {
-    find_rows<Config>(args, cta, cta.block / splits, row_bytes, shared.rows[0]);
-  }
+  if (cta.block < num_items) find_rows<Config>(args, cta, here.token, row_bytes, shared.rows[0]);
   const bool faulted = combine_barrier(args, cta, shared);
   int turn = 0;
   for (int item = cta.block; item < num_items; item += cta.num_blocks) {
-    const int next = item + cta.num_blocks;
-    if (next < num_items) {
-      find_rows<Config>(args, cta, next / splits, row_bytes, shared.rows[1 - turn]);
+    const Item next = advance(here, step, splits);
+    if (next.token < args.geometry.num_tokens) {
+      find_rows<Config>(args, cta, next.token, row_bytes, shared.rows[1 - turn]);
     }
-    const int token = item / splits;
-    const int split = item - token * splits;
     if (vector_bytes == kVectorBytes) {
-      combine_item<Config, Element, kVectorBytes / kBytes>(args, cta, token, split, faulted,
-                                                           shared.rows[turn]);
+      combine_item<Config, Element, kVectorBytes / kBytes>(args, cta, here.token, here.split,
+                                                           faulted, shared.rows[turn]);
     } else {
-      combine_item<Config, Element, 1>(args, cta, token, split, faulted, shared.rows[turn]);
+      combine_item<Config, Element, 1>(args, cta, here.token, here.split, faulted,
+                                       shared.rows[turn]);
     }
     // The next item's rows are written, and nobody reads this one's any more: the next turn
     // overwrites them.
     cta.sync();
+    here = next;
     turn = 1 - turn;
   }
 }

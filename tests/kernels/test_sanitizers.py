@@ -99,7 +99,7 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "P4 barrier": (("cta.sync(); return shared.faulted != 0;", "return shared.faulted != 0;"),),
-    "barrier between two items": (("cta.sync(); turn = 1 - turn;", "turn = 1 - turn;"),),
+    "barrier between two items": (("cta.sync(); here = next;", "here = next;"),),
     "second rows": (("row_bytes, shared.rows[1 - turn]);", "row_bytes, shared.rows[turn]);"),),
 }
 
