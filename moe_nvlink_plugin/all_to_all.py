@@ -243,7 +243,7 @@ class MoeAllToAll:
         return -1 if torch.compiler.is_compiling() else self._layer.rounds[channel]
 
     def synchronize(self) -> None:
-        """Waits for the launched verbs and reports what went wrong in them. Local; not capturable.
+        """Waits for this thread's stream, reports what went wrong in verbs. Local; not capturable.
 
         On CPU ranks a verb has run when it returns. On GPUs it runs later, and a failure is raised
         by the next verb, or here.
@@ -254,7 +254,10 @@ class MoeAllToAll:
         self._layer.synchronize()
 
     def stats(self) -> ExchangeStats:
-        """This rank's totals over all layers that share the workspace. Local; not capturable."""
+        """This rank's totals over all layers that share the workspace. Local; not capturable.
+
+        Waits for this thread's stream: verbs launched on others may be missing.
+        """
         return self._layer.workspace.stats()
 
     @property
@@ -265,6 +268,7 @@ class MoeAllToAll:
     def close(self) -> None:
         """Ends this layer's exchange; the last layer of a workspace gives it up. Local.
 
+        Verbs launched on other streams than this thread's must have ended.
         Tensors that dispatch handed out stay readable. Memory that was captured into a CUDA graph
         stays mapped until the process ends, with a warning: a replay would still write to it.
         """

@@ -206,7 +206,7 @@ class Workspace:
         return self.region_bytes(region, count * dtype.itemsize).view(dtype)
 
     def stats(self) -> ExchangeStats:
-        """Totals over all channels. Local; waits for launched work; not capturable."""
+        """Totals over all channels. Local; waits for this thread's stream; not capturable."""
         if self._memory is None:
             return self._last_stats
         total = ExchangeStats()
@@ -217,19 +217,25 @@ class Workspace:
         return total
 
     def release(self) -> None:
-        """One layer less uses the workspace; the last one closes it. Local; not capturable."""
+        """One layer less uses the workspace; the last one closes it. Local; waits for this thread's
+        stream. Other streams' verbs must have ended.
+        """
         self._users -= 1
         if self._users > 0 or self._memory is None:
             return
-        try:
-            self._last_stats = self.stats()
-        except RuntimeError as error:  # torch's, of a GPU that can do nothing any more
-            logger.warning(
-                "moe_nvlink: rank %d: the last counters are lost: %s", self.group.rank, error
-            )
+        self._keep_last_stats()
         self._keep()
         self._memory.close()
         self._memory = self._faults = None
+
+    def _keep_last_stats(self) -> None:
+        try:
+            if not self.executor.is_capturing():  # the copy would end the capture
+                self._last_stats = self.stats()
+        except (RuntimeError, MoeNvlinkError) as error:  # of a GPU that can do nothing any more
+            logger.warning(
+                "moe_nvlink: rank %d: the last counters are lost: %s", self.group.rank, error
+            )
 
 
 def _keep_for_graphs(

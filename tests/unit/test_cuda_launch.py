@@ -401,6 +401,25 @@ def test_a_launch_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "CUDA_LAUNCH_BLOCKING=1" in message
 
 
+def close_during_capture() -> list[int]:
+    rounds = []
+    for capturing in ("0", "1"):
+        layer = alone()
+        round_trip(layer)
+        os.environ["FAKE_CUDA_CAPTURING"] = capturing
+        layer.close()
+        os.environ["FAKE_CUDA_CAPTURING"] = "0"
+        rounds.append(layer.stats().rounds)
+    return rounds
+
+
+def test_close_during_a_capture_reads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from the GPU would end the capture; the counters are lost instead."""
+    assert in_driver(close_during_capture, tmp_path, monkeypatch) == [1, 0]
+
+
 def drop_during_capture() -> tuple[int, int, set[str]]:
     control = fake_cuda.control()
     layer = alone()
