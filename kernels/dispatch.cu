@@ -215,7 +215,8 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
 }
 
 // Waits for every rank's cell. A rank that does not come, or comes with another layer's geometry,
-// leaves a fault word and counts as zero rows. The timer starts here: what came before, a kernel waited for included, is not the peers'.
+// leaves a fault word and counts as zero rows. The timer starts here: what came before, a kernel
+// waited for included, is not the peers'.
 HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
                        DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
