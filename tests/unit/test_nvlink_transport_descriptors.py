@@ -127,35 +127,49 @@ def test_strangers_are_ignored(hello: Callable[[Address], bytes | None], tmp_pat
     assert results == [{1: ["1-0", "1-1"]}, {0: ["0-0", "0-1"]}]
 
 
-def test_another_user_gets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On both sides: what it sends is not looked at, and nothing is sent to it."""
+@pytest.mark.parametrize("who", ["sender", "taker", "both"])
+def test_another_user_gets_nothing(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another user sends is not looked at, and nothing is sent to him."""
     taken: list[int] = []
-    monkeypatch.setattr(descriptors, "_peer_uid", lambda connection: os.getuid() + 1)
+
+    def peer_uid(_connection: socket.socket) -> int:
+        side = "sender" if isinstance(threading.current_thread(), descriptors._Sender) else "taker"
+        return os.getuid() + (who in (side, "both"))
+
+    monkeypatch.setattr(descriptors, "_peer_uid", peer_uid)
     outcomes = try_ranks(
         2,
         lambda group: exchange(
             group, tmp_path, receive=lambda peer, _fds: taken.append(peer), timeout_s=0.5
         ),
     )
+    words = "went away" if who == "taker" else "another user answers in the place of rank"
     for outcome in outcomes:
         assert isinstance(outcome, TransportError)
-        assert "another user answers in the place of rank" in str(outcome)
+        assert words in str(outcome)
     assert taken == []
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    others_are_done = threading.Semaphore(0)
+
     def rank_main(group: ThreadGroup) -> Any:
         if group.rank != 2:
-            return exchange(group, tmp_path, timeout_s=1.0)
+            try:
+                return exchange(group, tmp_path, timeout_s=1.0)
+            finally:
+                others_are_done.release()
         listener = Listener(group.size)  # it listens, and that is all
         group.all_gather_object(listener.address)
-        time.sleep(1.5)
+        for _other in range(2):
+            assert others_are_done.acquire(timeout=20), "they wait for ever"
         listener.close()
-        return None
+        return "it waited for them"
 
-    start = time.monotonic()
     outcomes = try_ranks(3, rank_main)
-    assert time.monotonic() - start < 10
+    assert outcomes[2] == "it waited for them"
     for outcome in outcomes[:2]:
         assert isinstance(outcome, TransportError)
         assert "rank 2 did not take the descriptors in time" in str(outcome)
