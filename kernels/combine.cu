@@ -148,7 +148,9 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
   }
   const int whole = hidden_size - hidden_size % Width;
   combine_range<Config, Element, Width>(rows, top_k, output, thread, threads, 0, whole);
-  combine_range<Config, Element, 1>(rows, top_k, output, thread, threads, whole, hidden_size);
+  if constexpr (!kAlignedVectorsOnly) {
+    combine_range<Config, Element, 1>(rows, top_k, output, thread, threads, whole, hidden_size);
+  }
 }
 
 // Tells every rank that this one's experts have written. One CTA.
@@ -210,22 +212,33 @@ HD Item advance(Item item, Item step, int splits) {
   return Item{item.token + step.token + carry, split - carry * splits};
 }
 
-// The CTA's share of the items: every num_blocks-th from its own number on.
+// Every num_blocks-th item, from the CTA's own number on. Arguments only, so before the pdl_wait.
+struct Share {
+  Item first;
+  Item step;
+};
+
+HD Share share_of(const CombineArgs& args, const Cta& cta) {
+  const int splits = static_cast<int>(args.hidden_splits);
+  return Share{{cta.block / splits, cta.block % splits},
+               {cta.num_blocks / splits, cta.num_blocks % splits}};
+}
+
 template <class Config, class Element>
-HD void combine_items(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
+HD void combine_items(const CombineArgs& args, const Cta& cta, const Share& share,
+                      CombineShared& shared) {
   constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
   const uint64_t row_bytes = static_cast<uint64_t>(args.geometry.hidden_size) * kBytes;
   const int vector_bytes = vector_bytes_for(args.output, row_bytes);
   const int splits = static_cast<int>(args.hidden_splits);
   const int num_items = args.geometry.num_tokens * splits;
-  const Item step{cta.num_blocks / splits, cta.num_blocks % splits};
-  Item here{cta.block / splits, cta.block % splits};
+  Item here = share.first;
   // The first item's rows while the peers' signals are on their way.
   if (cta.block < num_items) find_rows<Config>(args, cta, here.token, row_bytes, shared.rows[0]);
   const bool faulted = combine_barrier(args, cta, shared);
   int turn = 0;
   for (int item = cta.block; item < num_items; item += cta.num_blocks) {
-    const Item next = advance(here, step, splits);
+    const Item next = advance(here, share.step, splits);
     if (next.token < args.geometry.num_tokens) {
       find_rows<Config>(args, cta, next.token, row_bytes, shared.rows[1 - turn]);
     }
@@ -248,6 +261,7 @@ template <class Config>
 HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
   if (cta.thread == 0) shared.faulted = 0;
   const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
+  const Share share = share_of(args, cta);
   // Slots, rows and the epoch come from kernels before this one; see dispatch.cu for both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
@@ -256,11 +270,11 @@ HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& sha
     if (cta.thread == cta.num_threads - 1) count_rows(args, element);
   }
   if (element == kElementBf16) {
-    combine_items<Config, Bf16>(args, cta, shared);
+    combine_items<Config, Bf16>(args, cta, share, shared);
   } else if (element == kElementFp16) {
-    combine_items<Config, Fp16>(args, cta, shared);
+    combine_items<Config, Fp16>(args, cta, share, shared);
   } else {
-    combine_items<Config, Fp32>(args, cta, shared);
+    combine_items<Config, Fp32>(args, cta, share, shared);
   }
 }
 

@@ -2,11 +2,11 @@
 // experts, tell each rank how many rows it got, wait for everybody, leave the empty slots marked.
 //
 //   all CTAs    for each token: route, then load each payload row once and store it to each target
-//   P2          each CTA arrives; the last kMaxFinishers to arrive are finishers, the others are done
-//   P1          the very last CTA: one cell {tag, count, epoch} to each rank (release); it also counts
-//               the round, clears the counters and bumps the epoch
-//   finishers   each waits for every rank's cell (acquire), then marks its share of the slots nobody
-//               filled with expert id -1
+//   P2          each CTA arrives; the last kMaxFinishers to arrive are finishers, the others end
+//   P1          the very last CTA: one cell {tag, count, epoch} to each rank (release); it also
+//               counts the round, clears the counters and bumps the epoch
+//   finishers   each waits for every rank's cell (acquire), then marks its share of the slots
+//               nobody filled with expert id -1
 //
 // Why one barrier per verb is enough: a rank starts dispatch n+1 only after its combine n, which
 // waited for every rank's combine signal n, which each rank sends after its experts have read the

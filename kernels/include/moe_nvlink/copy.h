@@ -165,7 +165,7 @@ HD void put_row(const Cta& cta, int lane, const char* source, char* const* targe
     default:
       put_range<1, 1>(cta, lane, source, targets, num_targets, 0, whole);
   }
-  if constexpr (!kAlignedVectorsOnly) {
+  if constexpr (!kAlignedVectorsOnly) {  // a device width divides the row
     put_range<1, 1>(cta, lane, source, targets, num_targets, whole, row_bytes);
   }
 }
