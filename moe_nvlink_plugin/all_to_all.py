@@ -11,7 +11,7 @@ import torch
 
 from . import exchange, ops, plugins
 from .config import AllToAllConfig
-from .errors import ConfigError, DisagreementError, InputError, UnsupportedError
+from .errors import ConfigError, DisagreementError, InputError, MoeNvlinkError, UnsupportedError
 from .executors import executor_for
 from .groups import Group, all_or_none, as_group
 from .recipes import Recipe
@@ -252,6 +252,14 @@ class MoeAllToAll:
             ExchangeTimeoutError, PeerError: as dispatch.
         """
         self._layer.synchronize()
+
+    def failure(self) -> MoeNvlinkError | None:
+        """What went wrong in a verb so far, or None. Local; waits for nothing; for any thread.
+
+        For programs that only replay CUDA graphs: no verb of theirs is there to raise it. After a
+        failure the verbs of this rank exchange nothing, and combine writes NaN.
+        """
+        return self._layer.failure()
 
     def stats(self) -> ExchangeStats:
         """This rank's totals over all layers that share the workspace. Local; not capturable.

@@ -89,9 +89,11 @@ class Channel:
         rows = self.view(index + 3).view(like.dtype)
         return rows.view(rows.shape[0], *like.shape[1:])
 
-    def fault(self) -> MoeNvlinkError | None:
-        """What went wrong in a verb, as far as the host knows; waits for nothing. Names phase,
-        ranks and epoch.
+    def fault(self, *, ask_device: bool = True) -> MoeNvlinkError | None:
+        """What went wrong in a verb, as far as the host knows. Names phase, ranks and epoch.
+
+        ask_device: find out which ranks are late besides the one that was waited for longest. On a
+        GPU that waits for the device; without it, nothing here does, and any thread may ask.
         """
         word = self._workspace.fault(self._index)
         if not word:
@@ -107,7 +109,7 @@ class Channel:
                 f"rank {peer} announced more rows than its slice holds in {phase} of epoch "
                 f"{epoch}: somebody wrote into the exchange's memory; end all ranks"
             )
-        late = self._late_ranks(phase, epoch) or (peer,)
+        late = (self._late_ranks(phase, epoch) if ask_device else ()) or (peer,)
         seconds = self._dispatch_args.timeout_ns / 1e9
         return ExchangeTimeoutError(
             f"rank {me} waited {seconds:g} s in {phase} of epoch {epoch} for rank(s) "

@@ -15,7 +15,7 @@ import torch
 from . import checks
 from .channel import Channel
 from .config import AllToAllConfig
-from .errors import ExchangeStateError
+from .errors import ExchangeStateError, MoeNvlinkError
 from .layout import payload_rows
 from .recipes import Recipe
 from .workspace import Workspace
@@ -170,6 +170,13 @@ class LayerExchange:
         self.workspace.executor.synchronize()
         for channel in self._channels:
             self._raise_fault(channel)
+
+    def failure(self) -> MoeNvlinkError | None:
+        """What went wrong in a verb. Local; waits for nothing, changes nothing; for any thread."""
+        if self.workspace.broken is not None:
+            return self.workspace.broken
+        faults = (channel.fault(ask_device=False) for channel in list(self._channels))
+        return next((fault for fault in faults if fault is not None), None)
 
     def _raise_fault(self, channel: Channel) -> None:
         fault = channel.fault()

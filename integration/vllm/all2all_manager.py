@@ -14,6 +14,7 @@ from moe_nvlink_plugin.errors import UnsupportedError
 
 from .flag import BACKEND
 from .stats import StatsWriter
+from .watch import FailureWatch
 
 logger = logging.getLogger("vllm.plugins.moe_nvlink")
 
@@ -48,6 +49,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         self.device = device
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         self._stats_writer: StatsWriter | None = None
+        self._watch: FailureWatch | None = None
         # The counters lie in the workspace, and a new geometry may move that.
         self._no_growth = threading.Lock()
         _show_core_logs()
@@ -84,6 +86,9 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         self._exchanges[geometry] = created
         if first is None:
             self._start_stats(created)
+            if self.device.type == "cuda":
+                # One layer answers for all: they share the workspace and its fault words.
+                self._watch = FailureWatch(created.failure)
         return created
 
     def exchanges_by_capacity(self, geometry: Geometry) -> list[MoeAllToAll]:
@@ -147,6 +152,9 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
 
     def destroy(self) -> None:
         """Writes the last counters and releases the workspace. Local, idempotent."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self._stats_writer is not None:
             self._stats_writer.close()
             self._stats_writer = None

@@ -326,6 +326,7 @@ def late_rank() -> list[Any]:
                 group.all_gather_object(None)
                 return None
             hidden, ids, weights = inputs(layer, 3)
+            assert layer.failure() is None
             # On a GPU the launch returns before the fault; this driver runs it at once, and the
             # word in the host's memory is all there is to hear of it.
             with pytest.raises(ExchangeTimeoutError, match=r"rank 0 waited 0.3 s .* rank\(s\) 1"):
@@ -335,7 +336,9 @@ def late_rank() -> list[Any]:
             with pytest.raises(ExchangeStateError, match="unusable since"):
                 layer.dispatch(hidden, ids, weights)
             group.all_gather_object(None)
-            return layer._layer.workspace.fault(0) != 0
+            failure = layer.failure()
+            assert isinstance(failure, ExchangeTimeoutError)
+            return failure.ranks == (1,)
 
     return run_ranks(2, rank_main)
 

@@ -1,0 +1,36 @@
+"""A worker that only replays graphs hears of a failed exchange."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError
+from moe_nvlink_plugin.integration.vllm.watch import FailureWatch
+
+
+def test_a_failure_ends_the_worker_once(caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+    times: list[int] = []
+    answers: list[MoeNvlinkError | None] = [None, None, PeerError("rank 3 is gone")]
+
+    def end() -> None:
+        times.append(len(answers))
+        ended.set()
+
+    with caplog.at_level(logging.CRITICAL, logger="vllm.plugins.moe_nvlink"):
+        watch = FailureWatch(lambda: answers.pop(0), end, period_s=0.001)
+        assert ended.wait(30)
+        watch.close()
+    assert times == [0]
+    assert "this worker ends: rank 3 is gone" in caplog.text
+
+
+def test_closing_ends_the_thread_and_nothing_else() -> None:
+    before = threading.active_count()
+    watch = FailureWatch(lambda: None, lambda: pytest.fail("nothing has failed"), period_s=0.001)
+    watch.close()
+    watch.close()
+    assert threading.active_count() == before
