@@ -87,7 +87,7 @@ def peers_bytes(memory: NvlinkMemory, size: int, offset: int) -> list[int]:
 @pytest.fixture(scope="module", params=["POSIX", "FABRIC"])
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[dict[str, Any]]]:
+) -> list[dict[str, Any]]:
     """What three ranks found out about one kind of sharing; the processes start only once.
 
     One host and descriptors; or, pretended, two hosts of one NVLink domain.
@@ -97,7 +97,7 @@ def results(
         options = environment(build(folder), fabric=int(request.param == "FABRIC"))
         for name, value in options.items():
             patch.setenv(name, value)
-        yield run_processes(3, both_bodies, folder, request.param, timeout_s=100)
+        return run_processes(3, both_bodies, folder, request.param, timeout_s=100)
 
 
 def both_bodies(rank: int, size: int, kind: str) -> dict[str, Any]:
