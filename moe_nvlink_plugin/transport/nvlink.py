@@ -216,7 +216,8 @@ class _Building:
             if error.status != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise TransportError(f"creating GPU memory: {error}") from error
             free, total = driver.call("cuMemGetInfo")
-            wanted = sum(map(_rounded, self._extents))
+            sizes = [_rounded(one) for one in self._extents]
+            wanted, free = sum(sizes), free + sum(sizes[: len(self._handles)])
             raise TransportError(
                 f"GPU {self._memory._index} has no room for {wanted} more bytes of workspace; "
                 f"{free} of its {total} bytes are free. A workspace takes ep_size "

@@ -504,7 +504,7 @@ def out_of_memory_body(group: ThreadGroup) -> None:
     with pytest.raises(TransportError) as caught:
         memory.extend([Extent(2 * MIB, 8 * MIB), Extent(12 * MIB, 20 * MIB)])
     for word in (
-        *(str(28 * MIB), str(14 * MIB - 8 * MIB), str(16 * MIB), "ep_size (1) x"),
+        *(f"for {28 * MIB} more", f"{14 * MIB} of its {16 * MIB} bytes", "ep_size (1) x"),
         *("max_tokens_per_rank", "payload rows", "recipe or dtype", "num_channels"),
         "--gpu-memory-utilization",
     ):
