@@ -79,16 +79,21 @@ template <class Config, class Element, int Width>
 HD void combine_range(const char* const* rows, int top_k, char* output, int thread, int threads,
                       int first, int last) {
   constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
-  for (int element = first + thread * Width; element < last; element += threads * Width) {
+  for (int base = first; base < last; base += threads * Width) {
+    const int element = base + thread * Width;
+    const int place = element < last ? element : first;
     // All loads first: top_k of them are in flight together, which is what hides a peer's latency.
     Lanes<Element, Width> loaded[Config::kTopKBound];
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
       if (is_skipped(rows[k])) continue;
       fill_minus_zero<Element, Width>(loaded[k]);
-      if (rows[k] != nullptr) load_vector(loaded[k], rows[k] + element * kBytes);
+      if (rows[k] != nullptr) load_vector(loaded[k], rows[k] + place * kBytes);
     }
-    loads_end();
+    // Behind the loads, so that a branch stands between them and the sums. In one block of code
+    // ptxas moves the last loads behind the first sums, to save registers, and so behind the wait
+    // for the first loads: two trips to the peers instead of one.
+    if (element >= last) return;
     float sums[(Config::kTopKBound + 1) / 2][Width];
     add_tree<Element, Width>(loaded, rows, top_k, sums);
     Lanes<Element, Width> result;

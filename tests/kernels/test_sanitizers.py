@@ -180,9 +180,9 @@ def test_no_bad_address_and_no_undefined_behaviour(cta_threads: int, tmp_path: P
     ("what", "old", "new", "report"),
     [
         (
-            "a row one element too long",
-            "for (int element = first + thread * Width; element < last;",
-            "for (int element = first + thread * Width; element <= last;",
+            "a row one vector too long",
+            "for (int offset = first + lane * Bytes; offset < last;",
+            "for (int offset = first + lane * Bytes; offset <= last;",
             "AddressSanitizer",
         ),
         (

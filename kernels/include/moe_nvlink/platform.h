@@ -49,14 +49,6 @@ struct Cta {
   HD void sync_warp() const { __syncwarp(); }
 };
 
-// Loads written before this are issued before what is computed from them behind it. ptxas otherwise
-// puts the last of many loads behind the first sums, to save registers, and so behind the wait for
-// the first load. It moves nothing across a warp barrier; this one is for the threads that are here
-// together, so it waits for nobody, and it orders no memory that anyone relies on.
-HD void loads_end() {
-  __syncwarp(__activemask());
-}
-
 HD Cta this_cta() {
   return Cta{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x),
              static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
@@ -141,9 +133,6 @@ struct Cta {
     if constexpr (kWarpThreads > 1) warp_barrier->arrive_and_wait();
   }
 };
-
-// The processor issues what it can.
-inline void loads_end() {}
 
 inline uint64_t now_ns() {
   timespec time;
