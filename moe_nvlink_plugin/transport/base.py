@@ -108,7 +108,3 @@ class Transport(Protocol):
         Raises, on every rank, an error naming the rank it comes from and the cause.
         """
         ...
-
-    def allocate(self, group: Group, size_bytes: int, device: torch.device) -> SymmetricMemory:
-        """`reserve` and one `extend` over `size_bytes` from offset 0. Collective."""
-        ...

@@ -298,9 +298,3 @@ class HostTransport:
             PeerError: another rank's is.
         """
         return all_or_none(group, "reserving addresses", lambda: HostMemory(group, reserve_bytes))
-
-    def allocate(self, group: Group, size_bytes: int, device: torch.device) -> HostMemory:
-        """`reserve` and one `extend` from offset 0. Collective."""
-        memory = self.reserve(group, size_bytes, device)
-        memory.extend([Extent(0, size_bytes)])
-        return memory

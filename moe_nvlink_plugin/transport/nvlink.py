@@ -361,12 +361,6 @@ class NvlinkTransport:
 
         return view
 
-    def allocate(self, group: Group, size_bytes: int, device: torch.device) -> NvlinkMemory:
-        """`reserve` and one `extend` from offset 0. Collective."""
-        memory = self.reserve(group, size_bytes, device)
-        memory.extend([Extent(0, size_bytes)])
-        return memory
-
 
 def _agree(group: Group, index: int) -> vmm.Sharing:
     """How all ranks of the group share memory. Collective."""

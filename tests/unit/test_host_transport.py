@@ -37,12 +37,17 @@ def names_of(pid: int) -> list[str]:
 
 
 def allocate(size_bytes: int) -> Callable[[ThreadGroup], HostMemory]:
-    return lambda group: HostTransport().allocate(group, size_bytes, CPU)
+    def body(group: ThreadGroup) -> HostMemory:
+        memory = HostTransport().reserve(group, size_bytes, CPU)
+        memory.extend([Extent(0, size_bytes)])
+        return memory
+
+    return body
 
 
 def test_every_rank_sees_every_rank() -> None:
     def rank_main(group: ThreadGroup) -> list[int]:
-        memory = HostTransport().allocate(group, 5000, CPU)
+        memory = allocate(5000)(group)
         mine = memory.local(0, 5000)
         assert not bool(mine.any()), "not zeroed"
         mine[4999] = group.rank + 1

@@ -69,6 +69,12 @@ def world() -> Group:
     return as_group(dist.group.WORLD, 60)
 
 
+def allocated(transport: NvlinkTransport, group: Group, size_bytes: int) -> NvlinkMemory:
+    memory = transport.reserve(group, size_bytes, CPU)
+    memory.extend([Extent(0, size_bytes)])
+    return memory
+
+
 def pretend_host(rank: int) -> None:
     """Ranks 0 and 1 on one host, 2 and 3 on the next, and so on."""
     topology.host_id = lambda: f"host {rank // 2}"
@@ -180,7 +186,7 @@ def many_body(_rank: int, _size: int) -> None:
     before = state()
 
     def rank_main(group: ThreadGroup) -> list[int]:
-        memory = FakeNvlinkTransport().allocate(group, 100, CPU)
+        memory = allocated(FakeNvlinkTransport(), group, 100)
         memory.local(0, 100).fill_(group.rank)
         group.all_gather_object(None)
         seen = peers_bytes(memory, group.size, 99)
@@ -538,14 +544,14 @@ class CopyingTransport(FakeNvlinkTransport):
 
 def copying_body(group: ThreadGroup) -> None:
     """torch.as_tensor copies, without a word, when it is asked for another device."""
-    memory = CopyingTransport().allocate(group, 10, CPU)
+    memory = allocated(CopyingTransport(), group, 10)
     with pytest.raises(TransportError, match="copy of GPU memory instead of a view"):
         memory.local(0, 10)
 
 
 def capturing_body(group: ThreadGroup) -> None:
     """Collected in the middle of a capture: waiting for the GPU would spoil it."""
-    memory = FakeNvlinkTransport().allocate(group, 10, CPU)
+    memory = allocated(FakeNvlinkTransport(), group, 10)
     window, mappings = memory.window, list(memory.window.mappings)
     base, size = memory.base_ptr, memory.rank_stride
     memory.close()
@@ -561,7 +567,7 @@ def capturing_body(group: ThreadGroup) -> None:
 
 
 def leaking_body(group: ThreadGroup) -> None:
-    memory = FakeNvlinkTransport().allocate(group, 10, CPU)
+    memory = allocated(FakeNvlinkTransport(), group, 10)
     assert not memory.window._free.atexit, "the driver may be gone before Python ends"
     memory.local(0, 10).fill_(5)
     address = memory.base_ptr
