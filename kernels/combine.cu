@@ -25,7 +25,8 @@
 namespace moe_nvlink {
 
 struct CombineShared {
-  uint32_t faulted;
+  uint32_t has_failed;         // an earlier verb of this rank has
+  uint32_t faulted;            // this one has
   uint64_t rows[2][kMaxTopK];  // addresses of the partial rows, or 0: of this item, of the next
 };
 
@@ -177,14 +178,17 @@ HD void signal_peers(const CombineArgs& args, const Cta& cta) {
 HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
   const Geometry& geometry = args.geometry;
   const uint32_t epoch = load_word(&local_control(args)->epoch);
-  cta.sync();  // faulted is cleared before a thread may set it
+  cta.sync();  // faulted is cleared before a thread may set it; has_failed is there
+  if (shared.has_failed != 0) return true;
   const uint64_t start = now_ns();
   MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     uint64_t cell = 0;
-    if (!wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.combine_cells, peer), epoch,
-                        start, args.timeout_ns, &cell)) {
-      report_fault(args, kFaultTimeout, kPhaseCombine, peer, epoch);
+    const int fault =
+        wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.combine_cells, peer), epoch,
+                       start, args.timeout_ns, &cell);
+    if (fault != 0) {
+      report_fault(args, fault, kPhaseCombine, peer, epoch);
       store_relaxed_cta(&shared.faulted, 1);
     }
   }
@@ -270,7 +274,9 @@ HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& sha
   // Slots, rows and the epoch come from kernels before this one; see dispatch.cu for both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  if (cta.block == 0) {
+  const bool failed = has_failed(args);
+  if (cta.thread == 0) shared.has_failed = failed ? 1 : 0;
+  if (cta.block == 0 && !failed) {
     signal_peers(args, cta);
     if (cta.thread == cta.num_threads - 1) count_rows(args, element);
   }

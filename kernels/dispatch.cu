@@ -48,6 +48,7 @@ struct DispatchShared {
   TokenRoute routes[2];  // of this token and of the next
   RowPlan plans[kMaxPayloads];
   uint32_t epoch;             // of this round
+  uint32_t has_failed;        // an earlier verb of this rank has
   int32_t finisher;           // number among the finishers; negative in the other CTAs
   uint32_t sent[kMaxRanks];   // rows put to each rank; in the last CTA
   int32_t counts[kMaxRanks];  // rows received from each rank; in finishers
@@ -204,18 +205,30 @@ HD void count_round(const DispatchArgs& args, const DispatchShared& shared) {
 // What one CTA does for this rank once all rows are on their way: the last to arrive, which is the
 // only one that may write what the others have read until then.
 HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
+  LocalControl* local = local_control(args);
+  if (shared.has_failed != 0) {
+    if (cta.thread == 0) store_word(&local->arrivals, 0u);
+    return;
+  }
   publish_counts(args, cta, shared);
   cta.sync();  // sent is whole
   // The last thread, which has no peer of its own to wait for where threads outnumber the ranks.
   if (cta.thread != cta.num_threads - 1) return;
-  LocalControl* local = local_control(args);
   store_word(&local->arrivals, 0u);
   store_word(&local->epoch, shared.epoch);
   count_round(args, shared);
 }
 
+// What is wrong with a cell of this round, or 0.
+HD int fault_of_cell(const Geometry& geometry, uint64_t cell) {
+  if (cell_tag(cell) != geometry_tag(geometry)) return kFaultGeometry;
+  const uint32_t most = static_cast<uint32_t>(geometry.max_tokens_per_rank);
+  return cell_count(cell) > most ? kFaultBadCount : 0;
+}
+
 // Waits for every rank's cell. A rank that does not come, or comes with another layer's geometry,
-// leaves a fault word and counts as zero rows. The timer starts here: what came before, a kernel
+// leaves a fault word and counts as zero rows; so do all of them for a rank that has failed before,
+// without a wait. The timer starts here: what came before, a kernel
 // waited for included, is not the peers'.
 HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
                        DispatchShared& shared) {
@@ -226,18 +239,15 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   const uint64_t start = now_ns();
   MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
-    uint64_t cell = 0;
-    int fault = 0;
-    if (!wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer), epoch,
-                        start, args.timeout_ns, &cell)) {
-      fault = kFaultTimeout;
-    } else if (cell_tag(cell) != geometry_tag(geometry)) {
-      fault = kFaultGeometry;
-    } else if (cell_count(cell) > static_cast<uint32_t>(geometry.max_tokens_per_rank)) {
-      fault = kFaultBadCount;
+    int32_t count = 0;
+    if (shared.has_failed == 0) {
+      uint64_t cell = 0;
+      int fault = wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer),
+                                 epoch, start, args.timeout_ns, &cell);
+      if (fault == 0) fault = fault_of_cell(geometry, cell);
+      if (fault != 0) report_fault(args, fault, kPhaseDispatch, peer, epoch);
+      if (fault == 0) count = static_cast<int32_t>(cell_count(cell));
     }
-    if (fault != 0) report_fault(args, fault, kPhaseDispatch, peer, epoch);
-    const int32_t count = fault != 0 ? 0 : static_cast<int32_t>(cell_count(cell));
     shared.counts[peer] = count;
     if (is_last) store_word(&recv_counts[peer], count);
   }
@@ -280,15 +290,17 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchShared& 
   // kernel's CTAs take no place from this one's: it starts when all CTAs of this one have run to
   // here, so none is left to be placed, and those that spin below already have their places.
   if constexpr (Config::kPdl) pdl_launch_dependents();
+  const bool failed = has_failed(args);
   // Read here and not at the end, where the last CTA has already written it (P2 orders the two).
   if (cta.thread == 0) shared.epoch = load_word(&local_control(args)->epoch) + 1;
+  if (cta.thread == 0) shared.has_failed = failed ? 1 : 0;
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
     // No barrier behind a token. A thread that is ahead writes the other route; to come back to this
     // one it must pass the barrier inside the next token's route_token, and so must every thread
     // that still reads this one.
     TokenRoute& route = shared.routes[turn];
-    route_token<Config>(args, cta, token, send_counters, route);
+    route_token<Config>(args, cta, token, failed, send_counters, route);
     put_token<Config>(args, cta, shared, route, token);
     turn = 1 - turn;
   }

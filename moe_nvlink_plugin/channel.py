@@ -104,6 +104,11 @@ class Channel:
         me = self._dispatch_args.geometry.ep_rank
         if code == constants()["kFaultGeometry"]:
             return self._disagreement(peer, epoch)
+        if code == constants()["kFaultAhead"]:
+            return PeerError(
+                f"rank {peer} is ahead of this rank's round, {phase} of epoch {epoch}: it went on "
+                "after a failure of its own, which its log names; end all ranks"
+            )
         if code != constants()["kFaultTimeout"]:
             return PeerError(
                 f"rank {peer} announced more rows than its slice holds in {phase} of epoch "

@@ -41,6 +41,9 @@ COUNTS_WRITTEN = r"shared\.counts\[peer\] = count"
 MARKED = r"\bmark_empty_slots\("
 ROUTE_WRITTEN = r"route\.rows\[k\] = row"
 
+#: An access that looks at what no healthy round writes: left out of the programs.
+LOOKS_FOR_FAILURE = r"has_failed: "
+
 SLOT_TAKEN = r"&send_counters\[target\]"
 
 PUTS_TOKENS = r"^int token = cta\.block"
@@ -48,7 +51,7 @@ FIRST_WARP = r"^cta\.thread < Cta::kWarpThreads$"
 THREAD_0 = r"^cta\.thread == 0$"
 IS_FINISHER = r"^!\(finisher < 0\)"
 IS_LAST = r"^is_last$"
-FAILED_WAIT = r"^!wait_for_epoch"
+HAS_FAILED = r"^shared\.has_failed != 0$"
 A_FAULT = r"^fault != 0$"
 NOT_THE_LAST_THREAD = r"^!\(cta\.thread != cta\.num_threads - 1\)$"
 
@@ -56,7 +59,7 @@ ROW_READ = r"\bcombine_item<Config, Element, kVectorBytes / kBytes>"
 ADDRESSES_FOUND = r"\bfind_rows<Config>"
 FAULT_CLEARED = r"shared\.faulted = 0"
 FAULT_READ = r"return shared\.faulted"
-SIGNALS = r"^cta\.block == 0$"
+SIGNALS = r"^cta\.block == 0 && !failed$"
 OTHER_ELEMENTS = r"^!\(element == kElementBf16\)"
 HAS_ITEMS = r"^int item = cta\.block"
 
@@ -107,7 +110,7 @@ def arriving(
 
     token: whether the CTA has one, whose row is `put` and whose slot is taken by `count`.
     """
-    operands: dict[str, Operands] = {}
+    operands: dict[str, Operands] = {LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {}
     untaken = [IS_FINISHER]
     if arrival:
@@ -143,9 +146,9 @@ def finishing(
     arrivals and epoch. wait: operands of the look at a cell and of its acquire. counts_written,
     mark: instructions.
     """
-    operands: dict[str, Operands] = {r"wait_for_epoch: ": wait}
+    operands: dict[str, Operands] = {r"wait_for_epoch: ": wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {COUNTS_WRITTEN: counts_written, MARKED: mark}
-    untaken = [PUTS_TOKENS, FAILED_WAIT, A_FAULT]
+    untaken = [PUTS_TOKENS, HAS_FAILED, A_FAULT]
     if arrival:
         operands[r"->arrivals"] = arrival
     else:
@@ -177,9 +180,9 @@ def combining(
 
     items: how many the CTA has; row_read and addresses are instructions of each.
     """
-    operands: dict[str, Operands] = {r"wait_for_epoch: ": wait}
+    operands: dict[str, Operands] = {r"wait_for_epoch: ": wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {EPOCH_READ: epoch_read, ADDRESSES_FOUND: addresses}
-    untaken = [OTHER_ELEMENTS, FAILED_WAIT]
+    untaken = [OTHER_ELEMENTS, HAS_FAILED, A_FAULT]
     if signal is None:
         untaken.append(SIGNALS)
     else:
@@ -376,15 +379,18 @@ def signal_read_before_next_signal(kernels: Kernels) -> str:
 def fault_is_seen(kernels: Kernels) -> str:
     """Thread 0 clears the CTA's fault flag, thread 1 sets it, thread 0 looks."""
     fails = {
-        r"wait_for_epoch: |report_fault: ": "",
+        r"wait_for_epoch: |report_fault: |has_failed: ": "",
         r"combine_barrier: store_relaxed_cta": "faulted, 1",
     }
-    untaken = [SIGNALS, OTHER_ELEMENTS, HAS_ITEMS]
+    untaken = [SIGNALS, OTHER_ELEMENTS, HAS_ITEMS, HAS_FAILED]
     clears = {FAULT_CLEARED: "st.weak faulted, 0", FAULT_READ: "ld.weak got, faulted"}
     return text(
         {
             "gpu0.k0.cta0.t0": kernels.thread(
-                "combine_body", {r"wait_for_epoch: ": ""}, clears, [*untaken, FAILED_WAIT]
+                "combine_body",
+                {r"wait_for_epoch: |has_failed: ": ""},
+                clears,
+                [*untaken, A_FAULT],
             ),
             "gpu0.k0.cta0.t1": kernels.thread("combine_body", fails, {}, [*untaken, THREAD_0]),
         }
@@ -400,7 +406,7 @@ def buffers(kernels: Kernels, function: str, used: str, turned: str) -> tuple[st
 def route_of_three_tokens(kernels: Kernels) -> str:
     """A fast warp routes tokens 1, 2, 3 of a CTA; a slow one reads the route of each."""
     route = buffers(kernels, "dispatch_body", "shared.routes[turn]", "turn = 1 - turn;")
-    operands = {r"->arrivals": ""}
+    operands = {r"->arrivals": "", LOOKS_FOR_FAILURE: ""}
     writes = tuple(f"st.weak route_{where}, {token}" for token, where in enumerate(route, 1))
     reads = tuple(f"ld.weak token{token}, route_{where}" for token, where in enumerate(route, 1))
     turns = {PUTS_TOKENS: 3}
@@ -414,7 +420,11 @@ def route_of_three_tokens(kernels: Kernels) -> str:
                 turns,
             ),
             "gpu0.k0.cta0.t32": kernels.thread(
-                "dispatch_body", {}, {ROW_PUT: reads}, [IS_FINISHER, THREAD_0, FIRST_WARP], turns
+                "dispatch_body",
+                {LOOKS_FOR_FAILURE: ""},
+                {ROW_PUT: reads},
+                [IS_FINISHER, THREAD_0, FIRST_WARP],
+                turns,
             ),
         }
     )

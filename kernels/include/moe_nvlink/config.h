@@ -29,6 +29,7 @@ constexpr int kPhaseCombine = 2;
 constexpr int kFaultTimeout = 1;   // the peer's cell did not reach the epoch in time
 constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slice has slots
 constexpr int kFaultGeometry = 3;  // the peer dispatched through a layer of another geometry
+constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
 
 // A slot that says "this expert of the token has no row of its own": its rank already holds the
 // token because of an earlier expert, or the expert id is no expert.

@@ -49,30 +49,42 @@ HD uint64_t pack_fault(int code, int phase, int peer, uint32_t epoch) {
          static_cast<uint64_t>(peer) << 32 | epoch;
 }
 
-// Waits until the cell has reached the epoch; false when timeout_ns have passed since `start`, which
-// is one for all the cells a thread waits for. On true, all that the cell's writer did before
-// releasing it is visible to this thread.
-HD bool wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t start, uint64_t timeout_ns,
-                       uint64_t* seen) {
+// Waits until the cell has reached the epoch; gives up when timeout_ns have passed since `start`,
+// which is one for all the cells a thread waits for. On 0, all that the cell's writer did before
+// releasing it is visible to this thread; otherwise a kFault* code.
+HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t start, uint64_t timeout_ns,
+                      uint64_t* seen) {
   Backoff backoff;
   while (!has_reached(load_relaxed_sys(cell), epoch)) {
     const uint64_t waited = now_ns() - start;
-    if (waited > timeout_ns) return false;
+    if (waited > timeout_ns) return kFaultTimeout;
     backoff.pause(waited);
   }
   // The acquire half of P1 (dispatch) and P3 (combine). With a relaxed load here the rows read
   // afterwards may be older than the cell.
   *seen = load_acquire_sys(cell);
-  // Looked at again, although a cell never goes back: what is not used is not loaded, and ptxas then
-  // drops this load (combine) or halves it (dispatch), so that count and epoch come from two loads.
-  return has_reached(*seen, epoch);
+  // A peer cannot get ahead: to end a round it needs this rank's signal of that round. One that did
+  // has gone on after a failure, and its rows are of another round.
+  // The acquired value is looked at, not the polled one: what is not used is not loaded, and ptxas
+  // then drops this load (combine) or halves it (dispatch), and count and epoch come from two loads.
+  return cell_epoch(*seen) == epoch ? 0 : kFaultAhead;
 }
 
-// The fault word is for the host: it turns it into an error that names phase, peer and epoch. Where
-// the host cannot read this rank's workspace without waiting for the device, it has named a word of
-// its own memory (on the GPU pinned and mapped, so in global space too).
+// Whether a verb of this rank has failed before. From then on its verbs exchange nothing: a late
+// peer could otherwise meet rows of a round that it has not come to. The host stops calling them, but
+// what is in a stream or a graph already still runs.
+template <class Args>
+HD bool has_failed(const Args& args) {
+  return load_relaxed_sys(&local_control(args)->fault) != 0;
+}
+
+// The fault word is for the host: it turns it into an error that names phase, peer and epoch. The
+// first fault stays; those after it follow from it. Where the host cannot read this rank's workspace
+// without waiting for the device, it has named a word of its own memory (on the GPU pinned and
+// mapped, so in global space too).
 template <class Args>
 HD void report_fault(const Args& args, int code, int phase, int peer, uint32_t epoch) {
+  if (has_failed(args)) return;
   LocalControl* local = local_control(args);
   const uint64_t fault = pack_fault(code, phase, peer, epoch);
   store_relaxed_sys(&local->fault, fault);

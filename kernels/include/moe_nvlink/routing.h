@@ -36,8 +36,8 @@ HD int top_k_of(const Geometry& geometry) {
 // The first warp's part of route_token: it has a thread for every k, so that only its 32 threads
 // need to wait for one another.
 template <class Config, class Args>
-HD void route_in_warp(const Args& args, const Cta& cta, int token, uint32_t* send_counters,
-                      TokenRoute& route) {
+HD void route_in_warp(const Args& args, const Cta& cta, int token, bool failed,
+                      uint32_t* send_counters, TokenRoute& route) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
   const int64_t first = static_cast<int64_t>(token) * top_k;
@@ -47,7 +47,7 @@ HD void route_in_warp(const Args& args, const Cta& cta, int token, uint32_t* sen
   MOE_NVLINK_ROLLED
   for (int k = cta.thread; k < top_k; k += Cta::kWarpThreads) {
     const int32_t id = load_word(topk_ids + k);
-    const int target = target_rank_of(id, geometry);
+    const int target = failed ? kNoSlot : target_rank_of(id, geometry);
     route.target_ranks[k] = target;
     route.ids[k] = target == kNoSlot ? -1 : id;
   }
@@ -76,12 +76,12 @@ HD void route_in_warp(const Args& args, const Cta& cta, int token, uint32_t* sen
 
 // Fills `route` and writes the token's row of send_slots. Collective over the CTA; `route` may be
 // read by all threads afterwards. A slot is a position in my own slice at the target, so no other
-// rank takes part in choosing it.
+// rank takes part in choosing it. Of a rank that has failed nothing goes anywhere.
 template <class Config, class Args>
-HD void route_token(const Args& args, const Cta& cta, int token, uint32_t* send_counters,
-                    TokenRoute& route) {
+HD void route_token(const Args& args, const Cta& cta, int token, bool failed,
+                    uint32_t* send_counters, TokenRoute& route) {
   if (cta.thread < Cta::kWarpThreads) {
-    route_in_warp<Config>(args, cta, token, send_counters, route);
+    route_in_warp<Config>(args, cta, token, failed, send_counters, route);
   }
   cta.sync();  // the route is whole
 }
