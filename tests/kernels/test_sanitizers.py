@@ -51,10 +51,7 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
         ("cta.sync(); return shared.finisher;", "return shared.finisher;"),
     ),
     "the epoch's reading before the arrival": (
-        (
-            "if (cta.thread == 0) shared.epoch = load_word(&local_control(args)->epoch) + 1;",
-            "",
-        ),
+        ("shared.epoch = load_word(&local_control(args)->epoch) + 1;", "shared.epoch = 0;"),
         (
             "const bool is_last = finisher == num_finishers(cta) - 1;",
             "const bool is_last = finisher == num_finishers(cta) - 1;"
