@@ -160,9 +160,8 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
 }
 
 // Tells every rank that this one's experts have written. One CTA.
-HD void signal_peers(const CombineArgs& args, const Cta& cta) {
+HD void signal_peers(const CombineArgs& args, const Cta& cta, uint32_t epoch) {
   const Geometry& geometry = args.geometry;
-  const uint32_t epoch = load_word(&local_control(args)->epoch);
   MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     // P3 release: the experts' rows (kernels before this one, ordered by pdl_wait) before the
@@ -274,10 +273,12 @@ HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& sha
   // Slots, rows and the epoch come from kernels before this one; see dispatch.cu for both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
+  // Two loads in flight together: the peers wait for what comes after them.
+  const uint32_t epoch = load_word(&local_control(args)->epoch);
   const bool failed = has_failed(args);
-  if (cta.thread == 0) shared.has_failed = failed ? 1 : 0;
+  if (cta.thread == cta.num_threads - 1) shared.has_failed = failed ? 1 : 0;
   if (cta.block == 0 && !failed) {
-    signal_peers(args, cta);
+    signal_peers(args, cta, epoch);
     if (cta.thread == cta.num_threads - 1) count_rows(args, element);
   }
   if (element == kElementBf16) {

@@ -291,9 +291,12 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchShared& 
   // here, so none is left to be placed, and those that spin below already have their places.
   if constexpr (Config::kPdl) pdl_launch_dependents();
   const bool failed = has_failed(args);
-  // Read here and not at the end, where the last CTA has already written it (P2 orders the two).
-  if (cta.thread == 0) shared.epoch = load_word(&local_control(args)->epoch) + 1;
-  if (cta.thread == 0) shared.has_failed = failed ? 1 : 0;
+  // Read here and not at the end, where the last CTA has already written it (P2 orders the two). By
+  // the last thread: the first warp has the route to begin with and need not wait for this.
+  if (cta.thread == cta.num_threads - 1) {
+    shared.epoch = load_word(&local_control(args)->epoch) + 1;
+    shared.has_failed = failed ? 1 : 0;
+  }
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
     // No barrier behind a token. A thread that is ahead writes the other route; to come back to this

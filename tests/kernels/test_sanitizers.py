@@ -83,10 +83,10 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
     "barrier behind the sent rows": (("cta.sync(); // sent is whole", "//"),),
     "barrier behind the counts": (("cta.sync(); // counts of all peers", "//"),),
     "barrier behind the target ranks": (("cta.sync_warp(); // the targets", "//"),),
-    # Left in at a CTA's first token: addresses never written would crash the program before it is
-    # known for a race.
+    # Left in at a CTA's first two tokens, which fill both routes: addresses never written would
+    # crash the program before it is known for a race.
     "barrier behind the route": (
-        ("cta.sync(); // the route is whole", "if (token < cta.num_blocks) cta.sync();"),
+        ("cta.sync(); // the route is whole", "if (token < 2 * cta.num_blocks) cta.sync();"),
     ),
     "second route": (("shared.routes[turn]", "shared.routes[0]"),),
     "P3 release": (
