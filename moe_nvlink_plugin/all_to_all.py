@@ -276,9 +276,10 @@ class MoeAllToAll:
     def close(self) -> None:
         """Ends this layer's exchange; the last layer of a workspace gives it up. Local.
 
-        Verbs launched on other streams than this thread's must have ended.
-        Tensors that dispatch handed out stay readable. Memory that was captured into a CUDA graph
-        stays mapped until the process ends, with a warning: a replay would still write to it.
+        On a GPU it waits for the device, so no thread may be capturing a CUDA graph on it. Tensors
+        that dispatch handed out stay readable: memory they hold on to is given back by the next
+        close or create in the process. Memory that was captured into a CUDA graph stays mapped
+        until the process ends, with a warning: a replay would still write to it.
         """
         self._layer.close()
 

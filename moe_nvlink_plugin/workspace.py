@@ -147,17 +147,22 @@ class Workspace:
         if memory is None:
             reserved = max(min(WINDOW_FACTOR * layout.end, MAX_WINDOW_BYTES), LEAST_WINDOW_BYTES)
             memory = self._transport.reserve(self.group, reserved, self.device)
+        memory_has_grown = False
         try:
             memory.extend(layout.extents(before))
+            memory_has_grown = True
             all_or_none(
                 self.group,
                 "initialising the workspace",
                 lambda: self._connect_faults(memory, layout, before),
             )
-        except Exception:
+        except Exception as error:
             if before is None:
                 self._faults = None
                 memory.close()
+            elif memory_has_grown:
+                # The layout does not know of what is mapped now, and would map it again.
+                self.broken = MoeNvlinkError(f"growing failed half-way: {error}")
             raise
         self._memory, self._layout = memory, layout
         if before is None:

@@ -9,6 +9,7 @@ other, is agreed in `reserve`, before anything is exported.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import weakref
@@ -37,14 +38,29 @@ def _on_device(index: int, body: Callable[[], T]) -> T:
         return body()
 
 
+class _Unused(NamedTuple):
+    """A window nobody refers to any more, still mapped."""
+
+    index: int
+    base: int
+    size_bytes: int
+    mappings: list[tuple[int, int]]
+
+
+#: Windows whose last view has gone, which the garbage collector decides: perhaps while some thread
+#: captures a CUDA graph, which waiting for the GPU would break. So they wait here for a call that
+#: may wait for it.
+_unused: collections.deque[_Unused] = collections.deque()
+
+
 class _Window:
-    """Reserved addresses, and what is mapped there. Views hold it; the last one frees it."""
+    """Reserved addresses, and what is mapped there. Views hold it."""
 
     def __init__(self, index: int, size_bytes: int) -> None:
         self.base_ptr = int(driver.call("cuMemAddressReserve", size_bytes, 0, 0, 0))
         self.mappings: list[tuple[int, int]] = []
         self._free = weakref.finalize(
-            self, _free_window, index, self.base_ptr, size_bytes, self.mappings
+            self, _unused.append, _Unused(index, self.base_ptr, size_bytes, self.mappings)
         )
         self._free.atexit = False  # the driver may be gone by then, and the process's end does it
 
@@ -52,39 +68,26 @@ class _Window:
         self._free.detach()
 
 
-def _free_window(index: int, base: int, size_bytes: int, mappings: list[tuple[int, int]]) -> None:
-    """Unmaps everything, when the GPU has finished what was launched."""
-    try:
-        with driver.on_device(index), _other_threads_may_capture():
-            _refuse_in_capture(index)
-            driver.call("cuCtxSynchronize")
-            for address, size in mappings:
-                vmm.quietly("cuMemUnmap", address, size)
-            vmm.quietly("cuMemAddressFree", base, size_bytes)
-    except MoeNvlinkError as error:
-        # Better to keep memory until the process ends than to take it from a running kernel.
-        vmm.logger.warning("moe_nvlink: a window of GPU %d stays mapped: %s", index, error)
-
-
-@contextlib.contextmanager
-def _other_threads_may_capture() -> Iterator[None]:
-    """Without this, waiting for the GPU would spoil a capture that has nothing to do with us."""
-    relaxed = driver.api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = driver.call("cuThreadExchangeStreamCaptureMode", relaxed)
-    try:
-        yield
-    finally:
-        driver.call("cuThreadExchangeStreamCaptureMode", before)
-
-
-def _refuse_in_capture(index: int) -> None:
-    """The garbage collector may let the last tensor go while this very thread captures a graph."""
-    api = driver.api()
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    stream = torch.cuda.current_stream(index).cuda_stream if in_use else 0
-    status = driver.call("cuStreamIsCapturing", api.CUstream(stream))
-    if status != api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-        raise TransportError("its last tensor went while a CUDA graph was being captured")
+def unmap_unused() -> None:
+    """Unmaps the windows nobody refers to. Local; waits for the GPU; not while any thread captures
+    a CUDA graph on it.
+    """
+    while _unused:
+        try:
+            window = _unused.popleft()
+        except IndexError:  # another thread was faster
+            return
+        try:
+            with driver.on_device(window.index):
+                driver.call("cuCtxSynchronize")
+                for address, size in window.mappings:
+                    vmm.quietly("cuMemUnmap", address, size)
+                vmm.quietly("cuMemAddressFree", window.base, window.size_bytes)
+        except MoeNvlinkError as error:
+            # Better to keep memory until the process ends than to take it from a running kernel.
+            vmm.logger.warning(
+                "moe_nvlink: a window of GPU %d stays mapped: %s", window.index, error
+            )
 
 
 class NvlinkMemory:
@@ -162,11 +165,14 @@ class NvlinkMemory:
         return made
 
     def close(self) -> None:
-        """Drops this object's hold on the window; tensors over it keep it. Local, not capturable.
+        """Drops this object's hold on the window; tensors over it keep it. Local; waits for the
+        GPU; not while any thread captures a CUDA graph on it.
 
-        The last one to let go waits for the GPU before it unmaps.
+        Where a tensor outlives this call, the window is unmapped by the next one of this kind in
+        the process: a close, or an exchange that is made.
         """
         self._window = None
+        unmap_unused()
 
     def leak(self) -> None:
         """The window stays mapped until the process ends. Local; before `close`."""
@@ -341,13 +347,22 @@ class NvlinkTransport:
             TransportError: this rank's addresses could not be reserved.
             PeerError: another rank failed.
         """
+        unmap_unused()
         index = all_or_none(group, "finding the GPU", lambda: self._device_index(device, group))
         sharing = _agree(group, index)
 
-        def make() -> NvlinkMemory:
-            return NvlinkMemory(group, index, sharing, reserve_bytes, self._view(device))
+        made: list[NvlinkMemory] = []
 
-        return all_or_none(group, "reserving addresses", make)
+        def make() -> NvlinkMemory:
+            made.append(NvlinkMemory(group, index, sharing, reserve_bytes, self._view(device)))
+            return made[0]
+
+        try:
+            return all_or_none(group, "reserving addresses", make)
+        except BaseException:
+            for memory in made:
+                memory.close()
+            raise
 
     def _device_index(self, device: torch.device, group: Group) -> int:
         driver.api()  # says what is missing, where torch would only fail

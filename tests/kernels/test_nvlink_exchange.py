@@ -103,8 +103,7 @@ def rounds(rank: int, _size: int, hosts: str) -> Outcome:
     with create(SMALL, rank, None) as small:
         inputs = {case: cases.make_inputs(case)[rank] for case in (SMALL, LARGE)}
         seen[SMALL].append(cases.run_round(small, inputs[SMALL]))
-        region = small.combine_input()
-        before = region.data_ptr()
+        before = small.combine_input().data_ptr()
         with create(LARGE, rank, small) as large:
             for number in range(4):
                 for layer, case in ((small, SMALL), (large, LARGE)):
@@ -115,7 +114,6 @@ def rounds(rank: int, _size: int, hosts: str) -> Outcome:
                         )
                     )
         kept = small.combine_input().data_ptr() == before
-    del region
     return Outcome(seen[SMALL], seen[LARGE], kept, fake_cuda.control().live())
 
 
