@@ -25,6 +25,7 @@
 namespace moe_nvlink {
 
 struct CombineShared {
+  uint32_t epoch;              // of this round
   uint32_t has_failed;         // an earlier verb of this rank has
   uint32_t faulted;            // this one has
   uint64_t rows[2][kMaxTopK];  // addresses of the partial rows, or 0: of this item, of the next
@@ -176,9 +177,9 @@ HD void signal_peers(const CombineArgs& args, const Cta& cta, uint32_t epoch) {
 // however many tokens it goes on to combine.
 HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
   const Geometry& geometry = args.geometry;
-  const uint32_t epoch = load_word(&local_control(args)->epoch);
-  cta.sync();  // faulted is cleared before a thread may set it; has_failed is there
+  cta.sync();  // faulted is cleared before a thread may set it; epoch and has_failed are there
   if (shared.has_failed != 0) return true;
+  const uint32_t epoch = shared.epoch;
   const uint64_t start = now_ns();
   MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
@@ -276,7 +277,10 @@ HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& sha
   // Two loads in flight together: the peers wait for what comes after them.
   const uint32_t epoch = load_word(&local_control(args)->epoch);
   const bool failed = has_failed(args);
-  if (cta.thread == cta.num_threads - 1) shared.has_failed = failed ? 1 : 0;
+  if (cta.thread == cta.num_threads - 1) {
+    shared.epoch = epoch;
+    shared.has_failed = failed ? 1 : 0;
+  }
   if (cta.block == 0 && !failed) {
     signal_peers(args, cta, epoch);
     if (cta.thread == cta.num_threads - 1) count_rows(args, element);
