@@ -30,11 +30,11 @@ LEFT_OUT = {
         "const bool faulted = false;",
     ),
     "dispatch": (
-        "if (!wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer), "
-        "epoch,\n                        start, args.timeout_ns, &cell)) {",
-        "cell = load_acquire_sys(cell_of(args, geometry.ep_rank, "
-        "args.control.dispatch_cells, peer));"
-        "\n    if (false) {",
+        "int fault = wait_for_epoch(cell_of(args, geometry.ep_rank, "
+        "args.control.dispatch_cells, peer),\n"
+        "                                 epoch, start, args.timeout_ns, &cell);",
+        "int fault = 0;\n      cell = load_acquire_sys("
+        "cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer));",
     ),
 }
 
