@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One command for a machine with a GPU: the GPU tests, then the benchmarks, within 8 minutes.
+# One command for a machine with a GPU: doctor, the GPU tests, the benchmarks, within 8 minutes.
 #
 #   benchmarks/on_gpu.sh [--wheels DIR] [--rehearse]
 #
@@ -103,6 +103,7 @@ run_all() {
     echo "missing packages" >>"$failures"
     return
   fi
+  step "doctor" 30 "$PYTHON" -m moe_nvlink_plugin doctor
   if [ "$rehearse" = 1 ]; then
     step "tests" 200 "$PYTHON" -m pytest -q -p no:cacheprovider \
       tests/kernels/test_real_path.py tests/gpu -k "one_rank or gpu"
@@ -118,9 +119,9 @@ run_all() {
     return
   fi
   # The benchmarks' minutes are kept back.
-  step "tests" 330 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/gpu --maxfail=30 \
+  step "tests" 310 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/gpu --maxfail=30 \
     --durations=10
-  step "benchmark: emulated ranks" 100 "$PYTHON" benchmarks/bench_gpu.py \
+  step "benchmark: emulated ranks" 90 "$PYTHON" benchmarks/bench_gpu.py \
     --output "$results/$date-$kind-emulated.json"
   step "benchmark: launch" 40 "$PYTHON" benchmarks/bench_launch.py --driver real \
     --output "$results/$date-$kind-launch.json"

@@ -238,7 +238,7 @@ def _software() -> Software:
     transports, plugin_error = ({}, "") if torch_error else _transports()
     text = source.host_source() + source.specialised_source(_TOP_K, 0)
     return Software(
-        plugin=importlib.metadata.version("moe-nvlink-plugin"),
+        plugin=_own_version(),
         python=platform.python_version(),
         kernel_text=hashlib.sha256(text.encode()).hexdigest()[:16],
         torch_cuda=torch_cuda,
@@ -248,6 +248,13 @@ def _software() -> Software:
         transports=transports,
         plugin_error=plugin_error,
     )
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("moe-nvlink-plugin")
+    except importlib.metadata.PackageNotFoundError:  # benchmarks/on_gpu.sh runs a checkout
+        return "not installed"
 
 
 def _torch() -> tuple[str, str]:
