@@ -50,14 +50,18 @@ def describe_gpu(index: int = 0) -> dict[str, Any]:
 
 def commit() -> str:
     """Short hash of the checkout, or BENCH_COMMIT where it came without its history."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    return done.stdout.strip() or os.environ.get("BENCH_COMMIT", "unknown")
+    given = os.environ.get("BENCH_COMMIT", "unknown")
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+            check=False,
+        )
+    except OSError:  # a bare machine has no git, and the figures are worth more than their commit
+        return given
+    return done.stdout.strip() or given
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
