@@ -52,7 +52,8 @@ def _constants() -> Iterator[str]:
         "CUstreamCaptureStatus",
     ):
         members = getattr(driver, name)
-        for member in dir(members):  # aliases too
+        # Aliases too: which of the two lists has them depends on the release of cuda-bindings.
+        for member in sorted({*dir(members), *members.__members__}):
             if member.startswith("CU"):
                 yield f"  {member} = {int(getattr(members, member))},"
     yield "};"
