@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = 99
+#: What each tool prints of the bug that is put in.
+FINDING = {"memcheck": r"Invalid __global__ write", "racecheck": r"RACECHECK SUMMARY: [1-9]"}
 # Where the toolkit puts it when it is not on the PATH.
 PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 
@@ -26,8 +29,8 @@ def sanitizer() -> str:
 
 
 def watch(tool: str, *options: str) -> subprocess.CompletedProcess[str]:
-    # Failed calls of the driver are torch's way to find out what it has.
-    quiet = ("--report-api-errors", "no")
+    # Failed calls of the driver are torch's way to find out what it has. An option of memcheck's.
+    quiet = ("--report-api-errors", "no") if tool == "memcheck" else ()
     command = [sanitizer(), "--tool", tool, "--error-exitcode", str(FOUND), *quiet]
     # Every tensor an allocation of its own: inside torch's pool nothing is out of bounds.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -54,5 +57,10 @@ def test_clean(tool: str) -> None:
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_the_tool_looks(tool: str) -> None:
+    """The exit status is FOUND only where the program itself ends well, and after an access that
+    memcheck has refused it does not: its context is gone. So the finding is looked for.
+    """
     done = watch(tool, "--break", tool)
-    assert done.returncode == FOUND, done.stdout[-4000:] + done.stderr[-2000:]
+    said = done.stdout + done.stderr
+    assert done.returncode != 0, said[-4000:]
+    assert re.search(FINDING[tool], said), said[-4000:]
