@@ -1,7 +1,7 @@
 """Launch geometry of the kernels on a GPU: CTAs, threads, and how many CTAs share a token's row.
 
 Plain arithmetic on counts, so that it can be tested without a GPU. The rules come from how the
-kernels hide latency (PROTOCOL in kernels/README.md); their constants are estimates until they have
+kernels hide latency (kernels/README.md); their constants are estimates until they have
 been measured on a GPU.
 
 A grid never exceeds what is resident at once. Combine's CTAs all wait for the peers before they

@@ -41,7 +41,7 @@ def _on_device(index: int, body: Callable[[], T]) -> T:
 class _Unused(NamedTuple):
     """A window nobody refers to any more, still mapped."""
 
-    index: int
+    gpu: int
     base: int
     size_bytes: int
     mappings: list[tuple[int, int]]
@@ -78,7 +78,7 @@ def unmap_unused() -> None:
         except IndexError:  # another thread was faster
             return
         try:
-            with driver.on_device(window.index):
+            with driver.on_device(window.gpu):
                 driver.call("cuCtxSynchronize")
                 for address, size in window.mappings:
                     vmm.quietly("cuMemUnmap", address, size)
@@ -86,7 +86,7 @@ def unmap_unused() -> None:
         except MoeNvlinkError as error:
             # Better to keep memory until the process ends than to take it from a running kernel.
             vmm.logger.warning(
-                "moe_nvlink: a window of GPU %d stays mapped: %s", window.index, error
+                "moe_nvlink: a window of GPU %d stays mapped: %s", window.gpu, error
             )
 
 
