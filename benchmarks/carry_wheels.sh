@@ -2,8 +2,12 @@
 # Wheels that a machine without a package registry needs for benchmarks/on_gpu.sh.
 #
 #   benchmarks/carry_wheels.sh                 # the pip command for the packages below
-#   benchmarks/carry_wheels.sh --download DIR  # runs it; then: on_gpu.sh --wheels DIR
+#   benchmarks/carry_wheels.sh --download DIR [NAME...]   # runs it, for these or all of them; then:
+#                                              # on_gpu.sh --wheels DIR
 #   benchmarks/carry_wheels.sh --missing       # run THERE: which of the needed packages it lacks
+#
+# Name what is missing where that is known: a second pytest beside that machine's plugins may not
+# suit them.
 #
 # Needed: torch, numpy, cuda-bindings and nvidia-cuda-nvrtc, which an image for CUDA work has, and
 # the pure Python packages listed here. PYTHON_VERSION (3.12) is the other machine's.
@@ -33,7 +37,12 @@ sys.exit(importlib.util.find_spec('${package#*:}') is None)" 2>/dev/null; then
 
 case "${1:-}" in
   "") echo "${command[@]}" -d .whl "${PURE[@]%%:*}" ;;
-  --download) "${command[@]}" -q -d "${2:?a folder}" "${PURE[@]%%:*}" ;;
+  --download)
+    folder=${2:?a folder}
+    shift 2
+    if [ $# -eq 0 ]; then set -- "${PURE[@]%%:*}"; fi
+    "${command[@]}" -q -d "$folder" "$@"
+    ;;
   --missing) missing ;;
   *)
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"

@@ -99,7 +99,7 @@ run_all() {
   local lacking
   if ! lacking=$(PYTHON=$PYTHON bash benchmarks/carry_wheels.sh --missing); then
     echo "missing packages: $(echo "$lacking" | tr '\n' ' ')"
-    echo "get them with benchmarks/carry_wheels.sh --download DIR, then pass --wheels DIR"
+    echo "get them with benchmarks/carry_wheels.sh --download DIR NAME..., then pass --wheels DIR"
     echo "missing packages" >>"$failures"
     return
   fi
