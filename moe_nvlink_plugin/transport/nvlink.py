@@ -85,9 +85,7 @@ def unmap_unused() -> None:
                 vmm.quietly("cuMemAddressFree", window.base, window.size_bytes)
         except MoeNvlinkError as error:
             # Better to keep memory until the process ends than to take it from a running kernel.
-            vmm.logger.warning(
-                "moe_nvlink: a window of GPU %d stays mapped: %s", window.gpu, error
-            )
+            vmm.logger.warning("moe_nvlink: a window of GPU %d stays mapped: %s", window.gpu, error)
 
 
 class NvlinkMemory:
