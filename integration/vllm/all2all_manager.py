@@ -50,7 +50,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         self._stats_writer: StatsWriter | None = None
         self._watch: FailureWatch | None = None
-        # The counters lie in the workspace, and a new geometry may move that.
+        # The counters are found by the workspace's layout, which a new geometry replaces.
         self._no_growth = threading.Lock()
         _show_core_logs()
 
@@ -97,7 +97,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         Powers of two, and geometry's own as the last. They lie over each other in the workspace,
         which therefore is no larger for them.
         """
-        # The largest first: the workspace is placed once and never moves again.
+        # The largest first: the workspace is placed once and need not grow for the others.
         largest, smaller = self.exchange(geometry), []
         capacity = SMALLEST_CAPACITY
         while capacity < geometry.max_tokens_per_rank:
