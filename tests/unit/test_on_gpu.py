@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from benchmarks import common
+from moe_nvlink_plugin.doctor import inquiry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +42,8 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert re.search(r"^date     \d{4}-\d\d-\d\d$", report, re.MULTILINE)
     assert "commit   0123abc\n" in report
     assert "command  benchmarks/on_gpu.sh --rehearse\n" in report
+    assert "== doctor: exit status 0" in report
+    assert "CPU ranks: will work" in report
     assert re.search(r"\d+ passed", report)
     (emulated,) = tmp_path.glob("*-rehearsal-emulated.json")
     (launch,) = tmp_path.glob("*-rehearsal-launch.json")
@@ -65,6 +71,19 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     status, report = run(tmp_path)
     assert status == 1
     assert "no CUDA device: nothing was run" in report
+
+
+def test_a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither git nor an installed package: figures and doctor's report are there all the same."""
+
+    def no_such_distribution(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("BENCH_COMMIT", "0123abc")
+    monkeypatch.setattr("importlib.metadata.version", no_such_distribution)
+    assert common.commit() == "0123abc"
+    assert inquiry._own_version() == "not installed"
 
 
 def wheels(*options: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
