@@ -188,7 +188,7 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
         wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.combine_cells, peer), epoch,
                        start, args.timeout_ns, &cell);
     if (fault != 0) {
-      report_fault(args, fault, kPhaseCombine, peer, epoch);
+      report_fault(args, args.control.combine_cells, fault, kPhaseCombine, peer, epoch, start);
       store_relaxed_cta(&shared.faulted, 1);
     }
   }

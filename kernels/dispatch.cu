@@ -14,7 +14,7 @@
 // dtype, so the same argument covers layers of different geometry on one workspace.
 //
 // Why several finishers: at 64 ranks x 8192 tokens there are 16 MiB of ids to mark, and one SM
-// stores some 100 GB/s. Why the last ones: a finisher waits, for its own rank's cell too, which
+// stores perhaps 100 GB/s (an estimate). Why the last ones: a finisher waits, for its own rank's cell too, which
 // needs all CTAs of this grid to have arrived. Those still missing when the first finisher waits are
 // fewer than kMaxFinishers, and so are the waiting CTAs: where the GPU holds kMaxFinishers CTAs at
 // a time, or the whole grid, one place is always left for the missing ones to run in. The launcher
@@ -228,8 +228,8 @@ HD int fault_of_cell(const Geometry& geometry, uint64_t cell) {
 
 // Waits for every rank's cell. A rank that does not come, or comes with another layer's geometry,
 // leaves a fault word and counts as zero rows; so do all of them for a rank that has failed before,
-// without a wait. The timer starts here: what came before, a kernel
-// waited for included, is not the peers'.
+// without a wait. The timer starts here: what came before, a kernel waited for included, is not the
+// peers'.
 HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
                        DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
@@ -245,7 +245,9 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
       int fault = wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer),
                                  epoch, start, args.timeout_ns, &cell);
       if (fault == 0) fault = fault_of_cell(geometry, cell);
-      if (fault != 0) report_fault(args, fault, kPhaseDispatch, peer, epoch);
+      if (fault != 0) {
+        report_fault(args, args.control.dispatch_cells, fault, kPhaseDispatch, peer, epoch, start);
+      }
       if (fault == 0) count = static_cast<int32_t>(cell_count(cell));
     }
     shared.counts[peer] = count;

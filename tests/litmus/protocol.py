@@ -41,6 +41,8 @@ COUNTS_WRITTEN = r"shared\.counts\[peer\] = count"
 MARKED = r"\bmark_empty_slots\("
 ROUTE_WRITTEN = r"route\.rows\[k\] = row"
 
+#: A look at a cell, and the acquire behind it.
+WAITS = r"(?:wait_for_epoch|is_reached_in_time): "
 #: An access that looks at what no healthy round writes: left out of the programs.
 LOOKS_FOR_FAILURE = r"has_failed: "
 
@@ -146,7 +148,7 @@ def finishing(
     arrivals and epoch. wait: operands of the look at a cell and of its acquire. counts_written,
     mark: instructions.
     """
-    operands: dict[str, Operands] = {r"wait_for_epoch: ": wait, LOOKS_FOR_FAILURE: ""}
+    operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {COUNTS_WRITTEN: counts_written, MARKED: mark}
     untaken = [PUTS_TOKENS, HAS_FAILED, A_FAULT]
     if arrival:
@@ -180,7 +182,7 @@ def combining(
 
     items: how many the CTA has; row_read and addresses are instructions of each.
     """
-    operands: dict[str, Operands] = {r"wait_for_epoch: ": wait, LOOKS_FOR_FAILURE: ""}
+    operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {EPOCH_READ: epoch_read, ADDRESSES_FOUND: addresses}
     untaken = [OTHER_ELEMENTS, HAS_FAILED, A_FAULT]
     if signal is None:
@@ -379,7 +381,7 @@ def signal_read_before_next_signal(kernels: Kernels) -> str:
 def fault_is_seen(kernels: Kernels) -> str:
     """Thread 0 clears the CTA's fault flag, thread 1 sets it, thread 0 looks."""
     fails = {
-        r"wait_for_epoch: |report_fault: |has_failed: ": "",
+        rf"{WAITS}|report_fault: |has_failed: ": "",
         r"combine_barrier: store_relaxed_cta": "faulted, 1",
     }
     untaken = [SIGNALS, OTHER_ELEMENTS, HAS_ITEMS, HAS_FAILED]
@@ -388,7 +390,7 @@ def fault_is_seen(kernels: Kernels) -> str:
         {
             "gpu0.k0.cta0.t0": kernels.thread(
                 "combine_body",
-                {r"wait_for_epoch: |has_failed: ": ""},
+                {rf"{WAITS}|has_failed: ": ""},
                 clears,
                 [*untaken, A_FAULT],
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -228,12 +229,13 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
 # Ranks that do different things.
 
 
-def test_ranks_that_take_different_layers_for_a_round() -> None:
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_ranks_that_take_different_layers_for_a_round(num_threads: int) -> None:
     """Both layers lie in one workspace, so the rows arrive, and not where they are looked for."""
 
     def rank_main(group: ThreadGroup) -> str:
-        small = config(2, group.rank, timeout_s=20)
-        large = config(2, group.rank, timeout_s=20, max_tokens_per_rank=8)
+        small = config(2, group.rank, timeout_s=20, num_threads=num_threads)
+        large = dataclasses.replace(small, max_tokens_per_rank=8)
         with (
             MoeAllToAll.create(large, group) as first,
             MoeAllToAll.create(small, group, share_with=first) as second,

@@ -287,7 +287,7 @@ def _manager(cpu_group: Any) -> Any:
     manager = object.__new__(all2all_manager.MoeNvlinkAll2AllManager)
     manager.cpu_group, manager.rank = cpu_group, cpu_group.rank()
     manager.world_size = cpu_group.size()
-    manager._exchanges, manager._stats_writer = {}, None
+    manager._exchanges, manager._stats_writer, manager._watch = {}, None, None
     manager._no_growth = threading.Lock()
     manager.device = torch.device("cpu")
     return manager

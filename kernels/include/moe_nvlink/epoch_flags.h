@@ -49,17 +49,24 @@ HD uint64_t pack_fault(int code, int phase, int peer, uint32_t epoch) {
          static_cast<uint64_t>(peer) << 32 | epoch;
 }
 
-// Waits until the cell has reached the epoch; gives up when timeout_ns have passed since `start`,
-// which is one for all the cells a thread waits for. On 0, all that the cell's writer did before
-// releasing it is visible to this thread; otherwise a kFault* code.
-HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t start, uint64_t timeout_ns,
-                      uint64_t* seen) {
+// Looks at the cell until it has reached the epoch; false when timeout_ns have passed since `start`,
+// which is one for all the cells a thread waits for. Orders nothing.
+HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, uint64_t start,
+                           uint64_t timeout_ns) {
   Backoff backoff;
   while (!has_reached(load_relaxed_sys(cell), epoch)) {
     const uint64_t waited = now_ns() - start;
-    if (waited > timeout_ns) return kFaultTimeout;
+    if (waited > timeout_ns) return false;
     backoff.pause(waited);
   }
+  return true;
+}
+
+// Waits until the cell has reached the epoch. On 0, all that the cell's writer did before releasing
+// it is visible to this thread; otherwise a kFault* code.
+HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t start, uint64_t timeout_ns,
+                      uint64_t* seen) {
+  if (!is_reached_in_time(cell, epoch, start, timeout_ns)) return kFaultTimeout;
   // The acquire half of P1 (dispatch) and P3 (combine). With a relaxed load here the rows read
   // afterwards may be older than the cell.
   *seen = load_acquire_sys(cell);
@@ -82,8 +89,15 @@ HD bool has_failed(const Args& args) {
 // first fault stays; those after it follow from it. Where the host cannot read this rank's workspace
 // without waiting for the device, it has named a word of its own memory (on the GPU pinned and
 // mapped, so in global space too).
+//
+// Not before this rank's own cell of the round is there (cells: the phase's region): its sender looks
+// for failures of earlier verbs first, and must not take this one for such and leave the peers
+// waiting, who then would hear of a missing rank instead of what is wrong.
 template <class Args>
-HD void report_fault(const Args& args, int code, int phase, int peer, uint32_t epoch) {
+HD void report_fault(const Args& args, uint32_t cells, int code, int phase, int peer,
+                     uint32_t epoch, uint64_t start) {
+  const int me = args.geometry.ep_rank;
+  is_reached_in_time(cell_of(args, me, cells, me), epoch, start, args.timeout_ns);
   if (has_failed(args)) return;
   LocalControl* local = local_control(args);
   const uint64_t fault = pack_fault(code, phase, peer, epoch);
