@@ -28,16 +28,14 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import describe_gpu, describe_run, write_json
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, env, exchange, plugins
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, env, exchange
 from moe_nvlink_plugin.arguments import element_code
 from moe_nvlink_plugin.executors.cuda import CudaExecutor
-from moe_nvlink_plugin.hookspecs import hookimpl
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
-from moe_nvlink_plugin.transport import Transport
-from moe_nvlink_plugin.transport.host import HostTransport
 from tests import fake_cuda
+from tests.fake_cuda.transport import LaunchedByDriver, install
 
 #: What the stand-in driver calls at a launch: nothing, so that only the way there is timed.
 NO_KERNELS = """
@@ -58,19 +56,6 @@ extern "C" void launch_often(int (*launch)(const void*, void*, void**, void**), 
   while (count-- > 0) launch(config, function, parameters, nullptr);
 }
 """
-
-
-class LaunchedByDriver(HostTransport):
-    """CPU memory, kernels by the CUDA executor: the launch path without a GPU."""
-
-    name = "launched_by_driver"
-    executor = "cuda"
-
-
-class Plugin:
-    @hookimpl
-    def moe_nvlink_transports(self) -> list[Transport]:
-        return [LaunchedByDriver()]
 
 
 def bare_launch(config: AllToAllConfig) -> tuple[Any, Any]:
@@ -220,7 +205,7 @@ class Levels:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All levels, in this process, on whatever driver it finds."""
     torch.set_num_threads(1)
-    plugins.manager().register(Plugin())
+    install()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "loop.so")
         host.compile_text(LOOP, path, ("-std=c++20", "-O2", "-fPIC", "-shared"))

@@ -12,13 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import MoeAllToAll, plugins
+from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError
-from moe_nvlink_plugin.hookspecs import hookimpl
 from moe_nvlink_plugin.jit import host, source
-from moe_nvlink_plugin.transport import Transport
 from tests import fake_cuda
-from tests.fake_cuda.transport import FakeNvlinkTransport
+from tests.fake_cuda.transport import install
 from tests.kernels import cases, compare
 from tests.kernels.cases import Case, Seen
 from tests.kernels.processes import run_processes
@@ -38,16 +36,6 @@ LARGE = Case(
     extras=((torch.uint8, (3, 5)),),
     num_channels=2,
 )
-
-
-class OnFakeDriver(FakeNvlinkTransport):
-    name = "on_fake_driver"
-
-
-class Plugin:
-    @hookimpl
-    def moe_nvlink_transports(self) -> list[Transport]:
-        return [OnFakeDriver()]
 
 
 @pytest.fixture(params=["one host", "fabric"])
@@ -80,7 +68,7 @@ def create(case: Case, rank: int, first: MoeAllToAll | None, **changes: Any) -> 
 
 
 def join(rank: int, hosts: str) -> None:
-    plugins.manager().register(Plugin())
+    install()
     if hosts == "fabric":
         pretend_other_host(rank)
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, plugins
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.errors import (
     CompileError,
     DriverError,
@@ -25,31 +25,16 @@ from moe_nvlink_plugin.errors import (
     ExchangeTimeoutError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.hookspecs import hookimpl
 from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
-from moe_nvlink_plugin.transport import Transport
-from moe_nvlink_plugin.transport.host import HostTransport
 from tests import fake_cuda
+from tests.fake_cuda.transport import install
 from tests.kernels import cases, compare
 from tests.kernels.processes import run_processes
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 pytestmark = pytest.mark.timeout(200)
-
-
-class LaunchedByDriver(HostTransport):
-    """Shared memory of CPU ranks, kernels through the CUDA executor."""
-
-    name = "launched_by_driver"
-    executor = "cuda"
-
-
-class Plugin:
-    @hookimpl
-    def moe_nvlink_transports(self) -> list[Transport]:
-        return [LaunchedByDriver()]
 
 
 def in_driver(
@@ -69,7 +54,7 @@ def in_driver(
 
 
 def _process_main(_rank: int, _size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    plugins.manager().register(Plugin())
+    install()
     return body(*args)
 
 

@@ -16,13 +16,10 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
-from moe_nvlink_plugin import plugins
 from moe_nvlink_plugin.groups import as_group
-from moe_nvlink_plugin.hookspecs import hookimpl
 from moe_nvlink_plugin.jit import host, source
-from moe_nvlink_plugin.transport import Transport
 from tests import fake_cuda
-from tests.fake_cuda.transport import FakeNvlinkTransport
+from tests.fake_cuda.transport import OnFakeDriver, install
 from tests.kernels.processes import run_processes
 from tests.unit.vllm_layer import CAPACITY, Layer, dense, take_cuda_branches, work_of
 
@@ -32,19 +29,9 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("environment")]
 NUM_ROUNDS = 6
 
 
-class OnFakeDriver(FakeNvlinkTransport):
-    name = "on_fake_driver"
-
-
-class Plugin:
-    @hookimpl
-    def moe_nvlink_transports(self) -> list[Transport]:
-        return [OnFakeDriver()]
-
-
 def layer_body(rank: int, size: int) -> dict[str, Any]:
     """The largest error of ragged rounds, and how often the driver was asked to launch what."""
-    plugins.manager().register(Plugin())
+    install()
     take_cuda_branches(setattr)
     group = as_group(torch.distributed.group.WORLD, 60)
     layer = Layer(group, capacities=(2, CAPACITY), transport=OnFakeDriver.name)
