@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
-from moe_nvlink_plugin import AllToAllConfig, ExchangeStats, MoeAllToAll, env
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
 from moe_nvlink_plugin.errors import UnsupportedError
 
 from .flag import BACKEND
@@ -50,8 +49,6 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         self._stats_writer: StatsWriter | None = None
         self._watch: FailureWatch | None = None
-        # The counters are found by the workspace's layout, which a new geometry replaces.
-        self._no_growth = threading.Lock()
         _show_core_logs()
 
     def exchange(self, geometry: Geometry) -> MoeAllToAll:
@@ -81,8 +78,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             ep_rank=self.rank,
             **geometry._asdict(),
         )
-        with self._no_growth:
-            created = MoeAllToAll.create(config, self.cpu_group, self.device, share_with=first)
+        created = MoeAllToAll.create(config, self.cpu_group, self.device, share_with=first)
         self._exchanges[geometry] = created
         if first is None:
             self._start_stats(created)
@@ -118,15 +114,12 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         if directory is None:
             return
 
-        def read() -> ExchangeStats:
-            with self._no_growth:
-                return exchange.stats()  # of the whole workspace, so of all exchanges
-
         about = {"ep_rank": self.rank, "ep_size": self.world_size}
-        # A GPU's counters are copied from it, which from another thread would spoil the capture of
-        # a CUDA graph: there they are written once, when the worker ends.
+        # One exchange's counters are the whole workspace's. A GPU's are copied from it, which from
+        # another thread would spoil the capture of a CUDA graph: there they are written once, when
+        # the worker ends.
         watch = self.device.type == "cpu"
-        self._stats_writer = StatsWriter(directory, about, read, watch=watch)
+        self._stats_writer = StatsWriter(directory, about, exchange.stats, watch=watch)
 
     # The three verbs of vLLM's managers without a modular kernel. Layers reach them only when our
     # prepare/finalize was not put in place, which must not pass in silence.

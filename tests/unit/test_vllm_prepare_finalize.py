@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,7 +287,6 @@ def _manager(cpu_group: Any) -> Any:
     manager.cpu_group, manager.rank = cpu_group, cpu_group.rank()
     manager.world_size = cpu_group.size()
     manager._exchanges, manager._stats_writer, manager._watch = {}, None, None
-    manager._no_growth = threading.Lock()
     manager.device = torch.device("cpu")
     return manager
 
