@@ -154,6 +154,8 @@ class MoeAllToAll:
             InputError: a tensor is not as above; nothing was sent.
             ExchangeStateError: closed, or the channel's last dispatch has not been combined.
             ExchangeTimeoutError: a rank did not come within timeout_s.
+            DisagreementError: a rank dispatched through a layer of another geometry.
+            PeerError: a rank went on after a failure of its own.
         """
         ids, weights, hidden, counts, slots = ops.dispatch(
             self._layer.workspace.pending,
@@ -218,7 +220,7 @@ class MoeAllToAll:
             same bits for the same rows and routing, whatever the timing.
 
         Raises:
-            InputError, ExchangeStateError, ExchangeTimeoutError: as dispatch.
+            InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
         """
         if metadata.handle != self._handle:
             raise InputError(
@@ -249,7 +251,7 @@ class MoeAllToAll:
         by the next verb, or here.
 
         Raises:
-            ExchangeTimeoutError, PeerError: as dispatch.
+            ExchangeTimeoutError, DisagreementError, PeerError: as dispatch.
         """
         self._layer.synchronize()
 

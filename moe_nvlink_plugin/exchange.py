@@ -165,7 +165,8 @@ class LayerExchange:
         """Waits for what this thread's stream has been given, and reports what failed. Local.
 
         Raises:
-            ExchangeTimeoutError, PeerError: a verb failed; the workspace is unusable from now on.
+            ExchangeTimeoutError, DisagreementError, PeerError: a verb failed; the workspace is
+                unusable from now on.
         """
         self.workspace.executor.synchronize()
         for channel in self._channels:
