@@ -28,6 +28,7 @@
 #include "include/moe_nvlink/copy.h"
 #include "include/moe_nvlink/epoch_flags.h"
 #include "include/moe_nvlink/memory_order.h"
+#include "include/moe_nvlink/numeric.h"
 #include "include/moe_nvlink/platform.h"
 #include "include/moe_nvlink/routing.h"
 #include "include/moe_nvlink/workspace.h"
@@ -199,7 +200,9 @@ HD void count_round(const DispatchArgs& args, const DispatchShared& shared) {
   add_to_total(&totals->bytes_dispatched, rows * token_bytes);
   add_to_total(&totals->bytes_dispatched_remote, remote * token_bytes);
   add_to_total(&totals->bytes_allgather, tokens * peers * token_bytes);
-  add_to_total(&totals->bytes_reducescatter, tokens * peers * args.combine_row_bytes);
+  const uint64_t combined_bytes = static_cast<uint64_t>(geometry.hidden_size) *
+                                  static_cast<uint64_t>(element_bytes(geometry.element));
+  add_to_total(&totals->bytes_reducescatter, tokens * peers * combined_bytes);
 }
 
 // What one CTA does for this rank once all rows are on their way: the last to arrive, which is the

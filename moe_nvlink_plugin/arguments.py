@@ -13,7 +13,7 @@ import torch
 
 from .config import AllToAllConfig
 from .jit.header import constants, structs
-from .layout import Region, combine_row
+from .layout import Region
 from .recipes import PayloadRow
 
 _ELEMENTS = {
@@ -45,7 +45,6 @@ def dispatch_arguments(
     """
     args = _common("DispatchArgs", config, regions, base_ptr, rank_stride)
     args.num_payloads = len(rows)
-    args.combine_row_bytes = combine_row(config).row_bytes
     for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
     return args

@@ -194,7 +194,6 @@ struct Rank {
   void dispatch(int count) {
     auto args = common<moe_nvlink::DispatchArgs>(count);
     args.num_payloads = 4;
-    args.combine_row_bytes = kHidden * 4;
     args.payloads[0] = {reinterpret_cast<uint64_t>(ids.data()), regions.ids, kTopK * 4};
     args.payloads[1] = {reinterpret_cast<uint64_t>(weights.data()), regions.weights, kTopK * 4};
     args.payloads[2] = {reinterpret_cast<uint64_t>(hidden.data()), regions.hidden, kHidden * 4};

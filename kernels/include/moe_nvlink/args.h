@@ -21,6 +21,9 @@ struct Geometry {
   int32_t num_tokens;           // this call's tokens on this rank
 };
 
+// With a quantiser, payload kFirstCallerPayload has the activations as its source,
+// [num_tokens, hidden_size] of geometry.element, and the quantised row as its row; the payload
+// behind it, if the recipe has scales, is written by the quantiser and has no source.
 struct Payload {
   uint64_t source;     // [num_tokens, row_bytes], this rank's own memory
   uint32_t region;     // [ep_size, max_tokens_per_rank, row_bytes] in every rank's workspace
@@ -42,10 +45,11 @@ struct DispatchArgs {
   uint64_t rank_stride;            // bytes from one rank's workspace to the next
   uint64_t send_slots;             // [num_tokens, top_k] i32, written
   uint64_t timeout_ns;             // how long the wait for the peers may take
+  uint64_t global_scale;           // address of one f32 for quantisers that take one, or 0
   Geometry geometry;               // by value
   ControlRegions control;          // of this call's channel
   uint32_t num_payloads;           // used entries below
-  uint32_t combine_row_bytes;      // only counted: what a reduce-scatter would have moved
+  uint32_t quantiser;              // kQuantiser*; not None: see Payload
   Payload payloads[kMaxPayloads];  // ids, weights, then the caller's rows
 };
 
@@ -59,16 +63,22 @@ struct CombineArgs {
   ControlRegions control;  // of this call's channel
   uint32_t region;         // [ep_size, max_tokens_per_rank, hidden_size]: the experts' output
   uint32_t hidden_splits;  // CTAs that share one token's row
+  uint32_t format;         // kCombine*; not Unquantised: what the peers read is in the next three
+  uint32_t rows_region;    // [ep_size, max_tokens_per_rank, bytes of a quantised row]
+  uint32_t scales_region;  // [ep_size, max_tokens_per_rank, bytes of a row's block scales]
+  uint32_t row_scales_region;  // [ep_size, max_tokens_per_rank] f32; formats that have them
 };
 
 // Words of this rank that live from launch to launch, so that a replay needs no new values.
 struct LocalControl {
-  uint64_t fault;            // 0, or {code, phase, peer, epoch} (epoch_flags.h)
-  uint64_t host_fault;       // address of a word the host reads without waiting, or 0; set once
-  uint32_t epoch;            // of the last finished dispatch; combine uses it as it stands
-  uint32_t arrivals;         // CTAs of the running dispatch that have put their tokens
-  uint32_t rows_put;         // by the last dispatch, for combine's counters
-  uint32_t remote_rows_put;  // the part of them that went to other ranks
+  uint64_t fault;             // 0, or {code, phase, peer, epoch} (epoch_flags.h)
+  uint64_t host_fault;        // address of a word the host reads without waiting, or 0; set once
+  uint32_t epoch;             // of the last finished dispatch; combine uses it as it stands
+  uint32_t arrivals;          // CTAs of the running dispatch that have put their tokens
+  uint32_t rows_put;          // by the last dispatch, for combine's counters
+  uint32_t remote_rows_put;   // the part of them that went to other ranks
+  uint32_t combine_arrivals;  // CTAs of the running combine that have quantised their rows
+  uint32_t unused;
 };
 
 // Totals since the workspace was made.

@@ -21,6 +21,20 @@ constexpr int kElementBf16 = 0;
 constexpr int kElementFp16 = 1;
 constexpr int kElementFp32 = 2;
 
+// What dispatch does with the activations on their way: nothing, or one of the built-in recipes
+// (kernels/include/moe_nvlink/quantise.h). Rows that come quantised travel as they are.
+constexpr int kQuantiserNone = 0;
+constexpr int kQuantiserFp8Block = 1;
+constexpr int kQuantiserFp8Token = 2;
+constexpr int kQuantiserFp8Tensor = 3;
+constexpr int kQuantiserMxfp8 = 4;
+constexpr int kQuantiserNvfp4 = 5;
+
+// In what format the experts' rows travel back in combine.
+constexpr int kCombineUnquantised = 0;
+constexpr int kCombineFp8Block = 1;
+constexpr int kCombineNvfp4 = 2;
+
 // Phases that a fault word names.
 constexpr int kPhaseDispatch = 1;
 constexpr int kPhaseCombine = 2;
@@ -43,16 +57,21 @@ struct RuntimeConfig {
   static constexpr int kElement = -1;
   static constexpr int kTopKBound = kMaxTopK;
   static constexpr bool kPdl = false;
+  static constexpr int kQuantiser = -1;
+  static constexpr int kCombine = -1;
 };
 
 // Pdl: compiled to be launched with programmatic dependent launch (dispatch.cu says what moves).
-template <int TopK, int Element, bool Pdl = true>
+template <int TopK, int Element, bool Pdl = true, int Quantiser = kQuantiserNone,
+          int Combine = kCombineUnquantised>
 struct StaticConfig {
   static_assert(TopK >= 1 && TopK <= kMaxTopK);
   static constexpr int kTopK = TopK;
   static constexpr int kElement = Element;
   static constexpr int kTopKBound = TopK;
   static constexpr bool kPdl = Pdl;
+  static constexpr int kQuantiser = Quantiser;
+  static constexpr int kCombine = Combine;
 };
 
 }  // namespace moe_nvlink
