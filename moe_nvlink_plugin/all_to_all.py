@@ -136,18 +136,25 @@ class MoeAllToAll:
         extra_payloads: Sequence[torch.Tensor] = (),
         *,
         scales: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
         channel: int = 0,
     ) -> Dispatched:
         """Sends each token once to every rank that owns one of its experts. Collective.
 
         Args:
-            hidden_states: `[num_tokens, elements]` in the recipe's dtype; num_tokens may be 0 and
-                differ from rank to rank, up to max_tokens_per_rank.
+            hidden_states: either activations, `[num_tokens, hidden_size]` config.dtype, which a
+                quantising recipe quantises on the way, or rows quantised by the caller,
+                `[num_tokens, elements]` in the recipe's dtype. num_tokens may be 0 and differ from
+                rank to rank, up to max_tokens_per_rank.
             topk_ids: `[num_tokens, top_k]` int32 or int64, global expert ids; an id outside
                 0..num_experts-1 (as -1, for padding) goes nowhere.
             topk_weights: `[num_tokens, top_k]` float32; travels, is not applied here.
             extra_payloads: each `[num_tokens, ...]`, any dtype; rows of extra_payload_bytes bytes.
-            scales: `[num_tokens, scales per row]`, for recipes that have them.
+            scales: `[num_tokens, scales per row]` of rows quantised by the caller, for recipes that
+                have them.
+            global_scale: one float32 on the device, for activations and recipes that need it
+                (fp8_tensor, nvfp4); finite and above 0. Checked on CPU; on a GPU only when it is
+                first seen and no CUDA graph is being captured, because that waits for the device.
             channel: which of the num_channels independent exchanges.
 
         Raises:
@@ -164,20 +171,21 @@ class MoeAllToAll:
             topk_ids,
             topk_weights,
             list(extra_payloads),
+            global_scale,
             self._handle,
             channel,
         )
-        sent = [*([] if scales is None else [scales]), *extra_payloads]
+        has_scales = "recv_scales" in self._layer.rows
         more = [
             ops.received(counts, like, index, self._handle, channel)
-            for index, like in enumerate(sent)
+            for index, like in enumerate(extra_payloads)
         ]
         return Dispatched(
             hidden_states=hidden,
-            scales=None if scales is None else more[0],
+            scales=ops.received_scales(counts, self._handle, channel) if has_scales else None,
             topk_ids=ids,
             topk_weights=weights,
-            extra_payloads=tuple(more if scales is None else more[1:]),
+            extra_payloads=tuple(more),
             recv_counts=counts,
             metadata=DispatchMetadata(slots, channel, self._handle, self._round(channel)),
         )

@@ -14,7 +14,7 @@ import torch
 from .config import AllToAllConfig
 from .jit.header import constants, structs
 from .layout import Region
-from .recipes import PayloadRow
+from .recipes import PayloadRow, QuantisingRecipe, Recipe
 
 _ELEMENTS = {
     torch.bfloat16: "kElementBf16",
@@ -26,6 +26,25 @@ _ELEMENTS = {
 def element_code(dtype: torch.dtype) -> int:
     """kElement* of config.h for an activation type that combine reduces."""
     return constants()[_ELEMENTS[dtype]]
+
+
+_COMBINE = {
+    "bf16": "kCombineUnquantised",
+    "fp8_block": "kCombineFp8Block",
+    "nvfp4": "kCombineNvfp4",
+}
+
+
+def combine_code(config: AllToAllConfig) -> int:
+    """kCombine* of config.h for the format in which partial rows travel back."""
+    assert config.combine is not None
+    return constants()[_COMBINE[config.combine]]
+
+
+def quantiser_code(recipe: Recipe) -> int:
+    """kQuantiser* of config.h: how dispatch makes this recipe's rows; None: it cannot."""
+    name = recipe.quantiser if isinstance(recipe, QuantisingRecipe) else None
+    return constants()[f"kQuantiser{name}"]
 
 
 def dispatch_arguments(
@@ -57,6 +76,11 @@ def combine_arguments(
     args = _common("CombineArgs", config, regions, base_ptr, rank_stride)
     args.region = regions["combine"].block
     args.hidden_splits = 1
+    args.format = combine_code(config)
+    for field in ("rows_region", "scales_region", "row_scales_region"):
+        name = "combine_" + field.removesuffix("_region")
+        if name in regions:
+            setattr(args, field, regions[name].block)
     return args
 
 

@@ -26,7 +26,7 @@ class Channel:
         self._regions = workspace.layout.channel_regions(index)
         self._workspace = workspace
         row_bytes = {name: row.row_bytes for name, row in layer.rows.items()}
-        self._launcher = workspace.executor.launcher(config, row_bytes)
+        self._launcher = workspace.executor.launcher(config, row_bytes, layer.quantiser)
         self._views = [
             self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
         ]
@@ -46,15 +46,27 @@ class Channel:
             .view(num_slots, elements)
         )
 
-    def dispatch(self, payloads: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
-        """Launches dispatch; returns send_slots `[num_tokens, top_k] int32`."""
+    def dispatch(
+        self,
+        payloads: list[torch.Tensor | None],
+        num_tokens: int,
+        quantiser: int,
+        global_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Launches dispatch; returns send_slots `[num_tokens, top_k] int32`.
+
+        payloads: in the order of the regions; None for one that the quantiser writes.
+        """
         args = self._dispatch_args
         top_k = args.geometry.top_k
-        slots = torch.empty((num_tokens, top_k), dtype=torch.int32, device=payloads[0].device)
+        device = self.recv_counts.device
+        slots = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
         args.geometry.num_tokens = num_tokens
         args.send_slots = slots.data_ptr()
+        args.quantiser = quantiser
+        args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
         for entry, tensor in zip(args.payloads, payloads, strict=False):
-            entry.source = tensor.data_ptr()
+            entry.source = 0 if tensor is None else tensor.data_ptr()
         self._launcher.dispatch(args)
         return slots
 
@@ -84,9 +96,14 @@ class Channel:
         """A fresh view of what arrived of a payload, counted in order of the regions."""
         return self._views[index].view(self._layer.num_slots, -1)
 
+    def received_scales(self) -> torch.Tensor:
+        """What arrived of the scales; a fresh view."""
+        return self.view(list(self._layer.rows).index("recv_scales"))
+
     def received(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """What arrived of a payload behind the hidden states, in `like`'s dtype and row shape."""
-        rows = self.view(index + 3).view(like.dtype)
+        """What arrived of an extra payload, in `like`'s dtype and row shape."""
+        first = len(self._views) - len(self._layer.config.extra_payload_bytes)
+        rows = self.view(first + index).view(like.dtype)
         return rows.view(rows.shape[0], *like.shape[1:])
 
     def fault(self, *, ask_device: bool = True) -> MoeNvlinkError | None:

@@ -9,7 +9,7 @@ import torch
 from .errors import InputError
 
 if TYPE_CHECKING:
-    from .exchange import LayerExchange
+    from .exchange import Activations, LayerExchange
 
 
 def channel(index: int, num_channels: int) -> None:
@@ -47,40 +47,107 @@ def _tensor(
         )
 
 
-def dispatch_inputs(
-    layer: LayerExchange,
-    hidden_states: torch.Tensor,
-    scales: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    extra_payloads: list[torch.Tensor],
-) -> None:
-    """All inputs of one dispatch.
+def activations(layer: LayerExchange, hidden_states: torch.Tensor) -> int:
+    """Activations to be quantised. Returns how many tokens they are.
 
     Raises:
         InputError: naming the tensor, what it is and what is expected.
     """
-    config, rows, device = layer.config, layer.rows, layer.workspace.device
+    config = layer.config
+    num_tokens = _num_tokens(config.max_tokens_per_rank, hidden_states)
+    shape = (num_tokens, config.hidden_size)
+    _tensor("hidden_states", hidden_states, shape, (config.dtype,), layer.workspace.device)
+    return num_tokens
+
+
+def _num_tokens(capacity: int, hidden_states: torch.Tensor) -> int:
     num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
-    if num_tokens > config.max_tokens_per_rank:
+    if num_tokens > capacity:
         raise InputError(
-            f"{num_tokens} tokens exceed max_tokens_per_rank={config.max_tokens_per_rank}; "
+            f"{num_tokens} tokens exceed max_tokens_per_rank={capacity}; "
             "dispatch in parts or create the exchange with a larger capacity"
         )
-    hidden_row = rows["recv_hidden_states"]
-    shape = (num_tokens, hidden_row.elements)
-    _tensor("hidden_states", hidden_states, shape, (hidden_row.dtype,), device)
+    return num_tokens
+
+
+def global_scale(layer: LayerExchange, scale: torch.Tensor | None, *, needed: bool) -> None:
+    """The scale of a whole tensor, for recipes that take one.
+
+    Raises:
+        InputError: missing, not asked for, of another shape, type or device, or a value that no
+            scale has.
+    """
+    name = layer.recipe.name
+    if (scale is not None) != needed:
+        what = "needs global_scale" if needed else "takes no global_scale here"
+        raise InputError(f"recipe {name} {what}: only activations quantised by one scale have it")
+    if scale is None:
+        return
+    if scale.numel() != 1:
+        raise InputError(
+            f"global_scale has shape {list(scale.shape)}, expected one element; recipe {name} has "
+            "one scale for the whole tensor"
+        )
+    shape = tuple(scale.shape)
+    _tensor("global_scale", scale, shape, (torch.float32,), layer.workspace.device)
+    executor = layer.workspace.executor
+    if executor.asynchronous and (executor.is_capturing() or not layer.first_sight(scale)):
+        return  # to look would wait for the device
+    value = float(scale)
+    if not 0 < value < float("inf"):
+        raise InputError(
+            f"global_scale={value} of recipe {name} must be finite and above 0; take it from a "
+            "calibrated checkpoint"
+        )
+
+
+def dispatch_inputs(
+    layer: LayerExchange,
+    given: Activations,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    extra_payloads: list[torch.Tensor],
+    *,
+    fused: bool,
+) -> None:
+    """All inputs of one dispatch; `fused`: given are activations that the kernel quantises.
+
+    Raises:
+        InputError: naming the tensor, what it is and what is expected.
+    """
+    config, device = layer.config, layer.workspace.device
+    if fused:
+        num_tokens = activations(layer, given.hidden_states)
+    else:
+        num_tokens = _quantised_rows(layer, given.hidden_states, given.scales)
     routed = (num_tokens, config.top_k)
     _tensor("topk_ids", topk_ids, routed, (torch.int32, torch.int64), device)
     _tensor("topk_weights", topk_weights, routed, (torch.float32,), device)
-    scales_row = rows.get("recv_scales")
+    _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
+
+
+def _quantised_rows(
+    layer: LayerExchange, hidden_states: torch.Tensor, scales: torch.Tensor | None
+) -> int:
+    """Rows that travel as they are, with the scales their recipe has."""
+    config, device = layer.config, layer.workspace.device
+    row, scales_row = layer.rows["recv_hidden_states"], layer.rows.get("recv_scales")
+    num_tokens = _num_tokens(config.max_tokens_per_rank, hidden_states)
+    if layer.quantising is not None and hidden_states.dtype != row.dtype:
+        raise InputError(
+            f"hidden_states has dtype {hidden_states.dtype}; recipe {layer.recipe.name} takes "
+            f"activations of {config.dtype} without scales, or quantised rows of {row.dtype}"
+        )
+    _tensor("hidden_states", hidden_states, (num_tokens, row.elements), (row.dtype,), device)
     if (scales is None) != (scales_row is None):
         has = "needs" if scales is None else "has no"
-        raise InputError(f"recipe {config.recipe or config.dtype} {has} scales")
+        raise InputError(
+            f"recipe {layer.recipe.name} {has} scales for rows of {hidden_states.dtype}"
+        )
     if scales is not None and scales_row is not None:
         shape = (num_tokens, scales_row.elements)
         _tensor("scales", scales, shape, (scales_row.dtype,), device)
-    _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
+    return num_tokens
 
 
 def _extra_payloads(

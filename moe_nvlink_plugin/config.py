@@ -15,6 +15,9 @@ MAX_TOP_K = 32
 MAX_CALLER_PAYLOADS = 8
 MAX_CHANNELS = 64
 
+#: Formats in which partial rows travel back; bf16 stands for rows of config.dtype as they are.
+COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
+
 #: Activation types combine can reduce and write.
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,6 +49,10 @@ class AllToAllConfig:
         max_tokens_per_rank: capacity; the most tokens one rank dispatches in one call.
         dtype: activation type that combine reduces (in fp32) and writes.
         recipe: name of the format that travels; None takes the unquantised one of `dtype`.
+        combine: format in which the experts' rows travel back. "bf16": as they are, in `dtype`
+            whichever it is. "fp8_block", "nvfp4": quantised in blocks by the rank that computed
+            them and added in fp32 by the one that gets them; combine_formats.py bounds the error.
+            None takes MOE_NVLINK_COMBINE.
         timeout_s: seconds to wait for the other ranks; None takes MOE_NVLINK_TIMEOUT_S.
         num_channels: independent control and buffer sets, one for each micro-batch in flight. On a
             GPU each channel's kernels take a share of the SMs, and do without programmatic
@@ -70,6 +77,7 @@ class AllToAllConfig:
     max_tokens_per_rank: int
     dtype: torch.dtype = torch.bfloat16
     recipe: str | None = None
+    combine: str | None = None
     timeout_s: float | None = None
     num_channels: int = 1
     num_threads: int | None = None
@@ -79,6 +87,8 @@ class AllToAllConfig:
 
     def __post_init__(self) -> None:
         # Frozen: resolved defaults are written once here and read everywhere as plain values.
+        if self.combine is None:
+            object.__setattr__(self, "combine", env.combine())
         if self.timeout_s is None:
             object.__setattr__(self, "timeout_s", env.timeout_s())
         if self.num_threads is None:
@@ -111,6 +121,11 @@ class AllToAllConfig:
             raise ConfigError(
                 f"dtype={self.dtype} cannot be combined; use one of "
                 + ", ".join(str(dtype) for dtype in ACTIVATION_DTYPES)
+            )
+        if self.combine not in COMBINE_FORMATS:
+            raise ConfigError(
+                f"combine={self.combine!r} (MOE_NVLINK_COMBINE) is no format of combine; use one "
+                f"of {', '.join(COMBINE_FORMATS)}"
             )
         timeout_s = self.timeout_s
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:

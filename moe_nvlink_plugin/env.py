@@ -19,6 +19,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_TIMEOUT_S": ("300", "seconds a rank waits for the others before it reports them"),
     "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
     "MOE_NVLINK_MAX_SMS": ("unset", "SMs that a kernel of ours may fill; unset: all of them"),
+    "MOE_NVLINK_COMBINE": ("bf16", "how rows travel back: bf16 (as they are), fp8_block or nvfp4"),
+    "MOE_NVLINK_DISPATCH": (
+        "auto",
+        "vLLM: recipe of dispatch; auto: what the model's experts take",
+    ),
     "MOE_NVLINK_ALLOW_SHARED_GPU": ("0", "1: let several ranks share one GPU (slow; for tests)"),
     "MOE_NVLINK_STATS_DIR": ("unset", "vLLM workers write rank<N>.json with their counters here"),
 }
@@ -125,6 +130,17 @@ def host_threads() -> int:
 def timeout_s() -> float:
     """Default of AllToAllConfig.timeout_s, in seconds."""
     return _positive("MOE_NVLINK_TIMEOUT_S", float, 300.0)
+
+
+def combine() -> str:
+    """Default of AllToAllConfig.combine, which checks it."""
+    return _text("MOE_NVLINK_COMBINE") or "bf16"
+
+
+def dispatch() -> str | None:
+    """Name of the recipe that vLLM's layers dispatch in, None where the model decides."""
+    text = _text("MOE_NVLINK_DISPATCH")
+    return None if text == "auto" else text
 
 
 def stats_dir() -> Path | None:

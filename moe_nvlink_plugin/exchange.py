@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from typing import NamedTuple
 
 import torch
 
 from . import checks
+from .arguments import quantiser_code
 from .channel import Channel
 from .config import AllToAllConfig
 from .errors import ExchangeStateError, MoeNvlinkError
 from .layout import payload_rows
-from .recipes import Recipe
+from .recipes import QuantisingRecipe, Recipe
 from .workspace import Workspace
 
 _handles = itertools.count(1)
@@ -38,12 +40,24 @@ def find(handle: int) -> LayerExchange:
     return layer
 
 
+class Activations(NamedTuple):
+    """What dispatch is given of the tokens themselves: see MoeAllToAll.dispatch."""
+
+    hidden_states: torch.Tensor
+    scales: torch.Tensor | None
+    global_scale: torch.Tensor | None
+
+
 class LayerExchange:
     """Dispatch and combine of one geometry. A lock per channel lets one thread at a time use it."""
 
     def __init__(self, config: AllToAllConfig, recipe: Recipe, workspace: Workspace) -> None:
         self.config = config
+        self.recipe = recipe
+        self.quantising = recipe if isinstance(recipe, QuantisingRecipe) else None
+        self.quantiser = quantiser_code(recipe)
         self.rows = payload_rows(config, recipe)
+        self._checked_scales: set[tuple[int, int]] = set()
         self.num_slots = config.ep_size * config.max_tokens_per_rank
         self.workspace = workspace
         self.rounds = [0] * config.num_channels  # dispatches so far, by channel
@@ -101,18 +115,21 @@ class LayerExchange:
     def dispatch(
         self,
         pending: torch.Tensor,
-        hidden_states: torch.Tensor,
-        scales: torch.Tensor | None,
+        given: Activations,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         extra_payloads: list[torch.Tensor],
         channel_index: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ops.py. Collective."""
-        checks.dispatch_inputs(self, hidden_states, scales, topk_ids, topk_weights, extra_payloads)
+        rows, fused = self._rows_to_send(given)
+        checks.dispatch_inputs(self, rows, topk_ids, topk_weights, extra_payloads, fused=fused)
         ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
-        scales_list = [] if scales is None else [scales]
-        payloads = [ids, topk_weights, hidden_states, *scales_list, *extra_payloads]
+        payloads: list[torch.Tensor | None] = [ids, topk_weights, rows.hidden_states]
+        if "recv_scales" in self.rows:
+            payloads.append(rows.scales)
+        payloads += extra_payloads
+        num_tokens = rows.hidden_states.shape[0]
         checks.channel(channel_index, self.config.num_channels)
         with self.workspace.channel_lock(channel_index):
             channel = self._usable_channel(channel_index)
@@ -121,12 +138,37 @@ class LayerExchange:
                     f"dispatch twice on channel {channel_index}: the dispatch before has not been "
                     "combined; call combine first, or use another channel"
                 )
-            slots = channel.dispatch(payloads, hidden_states.shape[0])
+            quantiser = self.quantiser if fused else 0
+            slots = channel.dispatch(payloads, num_tokens, quantiser, rows.global_scale)
             self._raise_fault(channel)
             pending[channel_index] = self.handle
             self.rounds[channel_index] += 1
         ids, weights, hidden = (channel.view(index) for index in range(3))
         return ids, weights, hidden, channel.recv_counts.view(-1), slots
+
+    def _rows_to_send(self, given: Activations) -> tuple[Activations, bool]:
+        """What the kernel is to read, and whether it quantises that."""
+        recipe = self.quantising
+        if recipe is None or given.scales is not None or not self._are_activations(given):
+            checks.global_scale(self, given.global_scale, needed=False)
+            return given, False
+        checks.global_scale(self, given.global_scale, needed=recipe.needs_global_scale)
+        if self.quantiser:
+            return given, True
+        checks.activations(self, given.hidden_states)
+        rows = recipe.quantise(given.hidden_states, given.global_scale)
+        return Activations(rows.rows, rows.scales, None), False
+
+    def _are_activations(self, given: Activations) -> bool:
+        return given.hidden_states.dtype == self.config.dtype
+
+    def first_sight(self, scale: torch.Tensor) -> bool:
+        """Whether this tensor's value has not been looked at yet. Local; remembers it."""
+        key = (scale.data_ptr(), scale._version)
+        if key in self._checked_scales:
+            return False
+        self._checked_scales.add(key)
+        return True
 
     def combine(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
+from . import combine_formats
 from .config import MAX_CALLER_PAYLOADS, AllToAllConfig
 from .errors import ConfigError
 from .recipes import PayloadRow, Recipe
@@ -75,6 +76,17 @@ def combine_row(config: AllToAllConfig) -> PayloadRow:
     return PayloadRow(config.dtype, config.hidden_size)
 
 
+def quantised_combine_rows(config: AllToAllConfig) -> dict[str, PayloadRow]:
+    """Region name -> row, for what the peers read in combine where it is not the experts' output.
+
+    Raises:
+        ConfigError: the format of combine cannot take rows of this hidden size.
+    """
+    if config.combine in (None, "bf16"):
+        return {}
+    return combine_formats.combine_rows(config.combine, config.hidden_size)
+
+
 def _control_sizes(ep_size: int) -> dict[str, int]:
     """Bytes of the regions that steer a channel. They depend on the group only, so never grow."""
     return {
@@ -93,6 +105,8 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     rows = payload_rows(config, recipe)
     sizes = {name: slots * row.row_bytes for name, row in rows.items()}  # slice s: by rank s
     sizes["combine"] = slots * combine_row(config).row_bytes  # written by this rank's experts
+    for name, row in quantised_combine_rows(config).items():
+        sizes[name] = slots * row.row_bytes  # of those rows, written by combine for the peers
     return sizes
 
 

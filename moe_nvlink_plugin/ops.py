@@ -18,12 +18,13 @@ _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-un
 
 _library.define(
     "dispatch(Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
-    "Tensor topk_weights, Tensor[] extra_payloads, int handle, int channel)"
+    "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel)"
     " -> (Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, Tensor recv_counts, "
     "Tensor send_slots)"
 )
 # What else travelled, one payload a call: an op that writes an argument, as dispatch does, cannot
 # be compiled when it returns a list.
+_library.define("received_scales(Tensor recv_counts, int handle, int channel) -> Tensor")
 _library.define(
     "received(Tensor recv_counts, Tensor like, int index, int handle, int channel) -> Tensor"
 )
@@ -47,11 +48,17 @@ def _dispatch(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     extra_payloads: list[torch.Tensor],
+    global_scale: torch.Tensor | None,
     handle: int,
     channel: int,
 ) -> Five:
     return exchange.find(handle).dispatch(
-        pending, hidden_states, scales, topk_ids, topk_weights, extra_payloads, channel
+        pending,
+        exchange.Activations(hidden_states, scales, global_scale),
+        topk_ids,
+        topk_weights,
+        extra_payloads,
+        channel,
     )
 
 
@@ -62,6 +69,7 @@ def _dispatch_fake(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     extra_payloads: list[torch.Tensor],
+    global_scale: torch.Tensor | None,
     handle: int,
     channel: int,
 ) -> Five:
@@ -77,10 +85,22 @@ def _dispatch_fake(
     return ids, weights, hidden, counts, slots
 
 
+def _received_scales(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
+    """The scales beside the hidden states; recv_counts as for `received`."""
+    return exchange.find(handle).channel(channel).received_scales()
+
+
+def _received_scales_fake(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
+    inductor.keep_outputs(torch.ops.moe_nvlink.received_scales.default)
+    layer = exchange.find(handle)
+    row = layer.rows["recv_scales"]
+    return recv_counts.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
+
+
 def _received(
     recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
 ) -> torch.Tensor:
-    """Payload `index` behind the hidden states, in the dtype and row shape of `like`.
+    """Extra payload `index`, in the dtype and row shape of `like`.
 
     recv_counts, of the dispatch, is here for the order of the two only.
     """
@@ -141,6 +161,7 @@ def _combine_out_fake(
 
 for _name, _implementation, _fake in (
     ("dispatch", _dispatch, _dispatch_fake),
+    ("received_scales", _received_scales, _received_scales_fake),
     ("received", _received, _received_fake),
     ("combine", _combine, _combine_fake),
     ("combine_out", _combine_out, _combine_out_fake),
@@ -150,6 +171,7 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"moe_nvlink::{_name}", _fake, lib=_library)
 
 dispatch = torch.ops.moe_nvlink.dispatch.default
+received_scales = torch.ops.moe_nvlink.received_scales.default
 received = torch.ops.moe_nvlink.received.default
 combine = torch.ops.moe_nvlink.combine.default
 combine_out = torch.ops.moe_nvlink.combine_out.default

@@ -63,12 +63,15 @@ class Executor(Protocol):
         """Words that are 0."""
         ...
 
-    def launcher(self, config: AllToAllConfig, row_bytes: Mapping[str, int]) -> Launcher:
+    def launcher(
+        self, config: AllToAllConfig, row_bytes: Mapping[str, int], quantiser: int
+    ) -> Launcher:
         """For one layer and channel. All that a launch needs is loaded here, so that the first
         one may be captured.
 
         Args:
             row_bytes: bytes of one token's row, by payload.
+            quantiser: kQuantiser* of config.h that dispatch may be launched with, beside None.
 
         Raises:
             CompileError: the kernels cannot be had, or threads cannot be started.

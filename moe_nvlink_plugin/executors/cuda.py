@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvlink_plugin import driver, env
-from moe_nvlink_plugin.arguments import element_code
+from moe_nvlink_plugin.arguments import combine_code, element_code
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import CompileError, DriverError, MoeNvlinkError
 from moe_nvlink_plugin.jit import nvrtc
@@ -59,10 +59,12 @@ class _Kernel:
 
 
 @functools.cache
-def _kernels(index: int, top_k: int, element: int, pdl: bool) -> tuple[_Kernel, _Kernel]:
+def _kernels(
+    index: int, top_k: int, element: int, pdl: bool, quantiser: int, combine: int
+) -> tuple[_Kernel, _Kernel]:
     """(dispatch, combine) on a device. The module stays loaded: a CUDA graph may hold it."""
     architecture = driver.device(index).architecture
-    cubin = nvrtc.kernels_for(top_k, element, architecture, pdl)
+    cubin = nvrtc.kernels_for(top_k, element, architecture, pdl, quantiser, combine)
     with driver.on_device(index):
         try:
             module = driver.call("cuModuleLoadData", cubin)
@@ -148,7 +150,11 @@ class _Launch:
 
 class _CudaLauncher:
     def __init__(
-        self, executor: CudaExecutor, config: AllToAllConfig, row_bytes: Mapping[str, int]
+        self,
+        executor: CudaExecutor,
+        config: AllToAllConfig,
+        row_bytes: Mapping[str, int],
+        quantiser: int,
     ) -> None:
         self._executor = executor
         device = executor.device_facts
@@ -159,16 +165,27 @@ class _CudaLauncher:
         # waits there: other channels' kernels could find none, and the peers wait for those.
         pdl = executor.pdl and config.num_channels == 1
         element = element_code(config.dtype)
-        dispatch, combine = _kernels(device.index, config.top_k, element, pdl)
+        format_code = combine_code(config)
+        dispatch, combine = _kernels(device.index, config.top_k, element, pdl, 0, format_code)
         widest = max(row_bytes.values())
         ids_bytes = config.ep_size * config.max_tokens_per_rank * row_bytes["recv_topk_ids"]
         element_bytes = config.dtype.itemsize
-        self._dispatch = _Launch(
-            dispatch,
-            lambda n: shape.dispatch_shape(n, widest, ids_bytes, dispatch.limits(num_sms)),
-            executor,
-            pdl,
-        )
+
+        def dispatch_launch(kernel: _Kernel, lanes_bytes: int) -> _Launch:
+            limits = kernel.limits(num_sms)
+            return _Launch(
+                kernel,
+                lambda n: shape.dispatch_shape(n, lanes_bytes, ids_bytes, limits),
+                executor,
+                pdl,
+            )
+
+        self._dispatches = {0: dispatch_launch(dispatch, widest)}
+        if quantiser:
+            fused, _ = _kernels(device.index, config.top_k, element, pdl, quantiser, format_code)
+            # A thread takes 16 activations: as many threads as a row of so many vectors has.
+            lanes_bytes = config.hidden_size // 16 * shape.VECTOR_BYTES
+            self._dispatches[quantiser] = dispatch_launch(fused, lanes_bytes)
         self._combine = _Launch(
             combine,
             lambda n: shape.combine_shape(
@@ -179,8 +196,9 @@ class _CudaLauncher:
         )
 
     def dispatch(self, args: Any) -> None:
+        launch = self._dispatches[args.quantiser]
         with self._executor.context():
-            self._dispatch(self._dispatch.prepare(args.geometry.num_tokens), args)
+            launch(launch.prepare(args.geometry.num_tokens), args)
 
     def combine(self, args: Any) -> None:
         with self._executor.context():
@@ -287,6 +305,8 @@ class CudaExecutor:
         """Pinned host memory, mapped into the GPU."""
         return _MappedFaultWords(self.device_facts.index, count)
 
-    def launcher(self, config: AllToAllConfig, row_bytes: Mapping[str, int]) -> _CudaLauncher:
+    def launcher(
+        self, config: AllToAllConfig, row_bytes: Mapping[str, int], quantiser: int
+    ) -> _CudaLauncher:
         """See Executor. Compiles the kernels on first use, or takes them from the cache."""
-        return _CudaLauncher(self, config, row_bytes)
+        return _CudaLauncher(self, config, row_bytes, quantiser)

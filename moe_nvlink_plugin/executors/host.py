@@ -60,7 +60,9 @@ class HostExecutor:
         """Ordinary memory of this process."""
         return _HostFaultWords(count)
 
-    def launcher(self, config: AllToAllConfig, row_bytes: Mapping[str, int]) -> _HostLauncher:
+    def launcher(
+        self, config: AllToAllConfig, row_bytes: Mapping[str, int], quantiser: int
+    ) -> _HostLauncher:
         """See Executor. Compiles the host library on first use."""
         assert config.num_threads is not None
         return _HostLauncher(host.load(), config.num_threads)

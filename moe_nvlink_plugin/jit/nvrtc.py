@@ -95,7 +95,9 @@ def load_or_compile(text: str, architecture: str) -> bytes:
     return cache.load_or_build(_key(text, architecture), ".cubin", build, _unsealed)
 
 
-def kernels_for(top_k: int, element: int, architecture: str, pdl: bool) -> bytes:
+def kernels_for(
+    top_k: int, element: int, architecture: str, pdl: bool, quantiser: int = 0, combine: int = 0
+) -> bytes:
     """The cubin with both kernels that a GPU of `architecture` is given. Local.
 
     Args:
@@ -108,7 +110,8 @@ def kernels_for(top_k: int, element: int, architecture: str, pdl: bool) -> bytes
         CompileError: NVRTC refused it, or the cache directory cannot be used.
     """
     try:
-        return load_or_compile(specialised_source(top_k, element, pdl=pdl), architecture)
+        text = specialised_source(top_k, element, pdl=pdl, quantiser=quantiser, combine=combine)
+        return load_or_compile(text, architecture)
     except UnsupportedError as error:
         line = precompile_line(top_k, element, architecture, pdl)
         raise UnsupportedError(
@@ -118,13 +121,16 @@ def kernels_for(top_k: int, element: int, architecture: str, pdl: bool) -> bytes
         ) from error
 
 
-def is_cached(top_k: int, element: int, architecture: str, pdl: bool) -> bool:
+def is_cached(
+    top_k: int, element: int, architecture: str, pdl: bool, quantiser: int = 0, combine: int = 0
+) -> bool:
     """Whether kernels_for would find them compiled. Local; compiles nothing.
 
     Raises:
         CompileError: the cache directory cannot be used.
     """
-    key = _key(specialised_source(top_k, element, pdl=pdl), architecture)
+    text = specialised_source(top_k, element, pdl=pdl, quantiser=quantiser, combine=combine)
+    key = _key(text, architecture)
     return cache.load(key, ".cubin", _unsealed) is not None
 
 

@@ -44,13 +44,23 @@ def host_source() -> str:
     return _translation_unit("moe_nvlink::RuntimeConfig", HOST_FILES)
 
 
-def specialised_source(top_k: int, element: int, *, pdl: bool = True, host: bool = False) -> str:
+def specialised_source(
+    top_k: int,
+    element: int,
+    *,
+    pdl: bool = True,
+    host: bool = False,
+    quantiser: int = 0,
+    combine: int = 0,
+) -> str:
     """Both kernels for one top_k and element type: what a GPU gets, or the same on the host.
 
     `pdl`: with the instructions of programmatic dependent launch. A launch with its attribute needs
     them; without the attribute they do nothing. The host build has none either way.
+    `quantiser`, `combine`: kQuantiser* of dispatch and kCombine* of combine.
     """
-    config = f"moe_nvlink::StaticConfig<{top_k}, {element}, {str(pdl).lower()}>"
+    values = f"{top_k}, {element}, {str(pdl).lower()}, {quantiser}, {combine}"
+    config = f"moe_nvlink::StaticConfig<{values}>"
     return _translation_unit(config, HOST_FILES if host else ())
 
 

@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str] | None] = {
     "driver": {"errors"},
     "groups": {"errors"},
     "recipes": {"errors", "env", "config"},
-    "layout": {"errors", "env", "config", "recipes", "transport"},
+    "combine_formats": {"errors", "config", "recipes"},
+    "layout": {"errors", "env", "config", "recipes", "combine_formats", "transport"},
     "transport": {"errors", "env", "groups", "driver"},
     "kernels": set(),
     "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
@@ -33,7 +34,8 @@ ALLOWED: dict[str, set[str] | None] = {
     # How a kernel is launched: on CPU threads, or by the CUDA driver.
     "executors": {"errors", "env", "config", "jit", "driver", "arguments"},
     "channel": {"errors", "jit", "arguments"},
-    "exchange": {"errors", "env", "config", "recipes", "layout", "workspace", "checks", "channel"},
+    "exchange": {"errors", "env", "config", "recipes", "layout", "workspace", "checks", "channel"}
+    | {"arguments"},
     "inductor": set(),
     "ops": {"errors", "exchange", "inductor"},
     "hookspecs": {"errors", "config", "recipes", "transport"},

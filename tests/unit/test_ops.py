@@ -50,7 +50,7 @@ def dispatch_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
     hidden, ids, weights = inputs(7)
     extra = torch.arange(35, dtype=torch.uint8).view(7, 5)
     pending = torch.zeros_like(layer._layer.workspace.pending)
-    return (pending, hidden, None, ids, weights, [extra], layer._handle, 0)
+    return (pending, hidden, None, ids, weights, [extra], None, layer._handle, 0)
 
 
 def combine_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ def _compiled_rank(ep_rank: int, ep_size: int) -> list[bool]:
         hidden, ids, weights = inputs(4 + ep_rank, ep_rank)
         pending = torch.zeros(1, dtype=torch.int64)
         arguments: tuple[Any, ...]
-        arguments = (pending, hidden, None, ids, weights, [], exchange._handle, 0)
+        arguments = (pending, hidden, None, ids, weights, [], None, exchange._handle, 0)
         torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, arguments)
         rows = torch.randn(ep_size * CAPACITY, 24)
         slots = exchange.dispatch(hidden, ids, weights).metadata.send_slots
