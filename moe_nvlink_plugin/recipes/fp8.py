@@ -1,0 +1,224 @@
+"""e4m3 activations with fp32 scales: per block of 128, per token, or one scale that is given.
+
+The arithmetic is that of the CUDA kernels behind vLLM 0.32's `moe_kernel_quantize_input`, for rows
+of finite numbers bit for bit: `per_token_group_fp8_quant` (blocks), `dynamic_per_token_scaled_fp8_
+quant`, `static_scaled_fp8_quant`. Where its own torch reference, `QuantFP8.forward_native`, differs
+from those kernels the kernels are followed:
+
+- blocks: the kernel's least amax is 1e-10, a scale of 2.2e-13; forward_native's least scale is
+  1/(448 * 512), 4.4e-6, so blocks whose amax is below 1/512 differ.
+- tokens: the kernel divides by the scale, forward_native multiplies by its reciprocal, which is
+  rounded: now and then a value falls on the other side of a tie.
+- sizes: the kernel refuses a hidden size that is no multiple of 128, forward_native pads it.
+
+On purpose unlike vLLM's kernels: a NaN makes its block's (its token's) scale NaN and every value in
+it NaN, as in forward_native. The kernels lose it, since fmaxf drops NaN, and send +-448 in its
+place. An infinity makes the scale infinite, so that finite values of its block become zeros and it
+becomes NaN itself (inf / inf). With a given scale NaN stays NaN and infinity becomes 448.
+
+Every NaN is stored as 0x7f, whatever its sign was, so that all devices store the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from moe_nvlink_plugin.errors import ConfigError, InputError
+from .base import PayloadRow, QuantisedRows
+from .global_scale import check_global_scale
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+
+#: Types that every quantising recipe takes and gives back.
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """fp32 to e4m3, to nearest even, at most +-448; every NaN becomes 0x7f.
+
+    The limit is set here and not left to torch: its cast saturates in 2.13, older ones make NaN of
+    what rounds beyond 448. Local; capturable.
+    """
+    return torch.where(values.isnan(), float("nan"), values.clamp(-E4M3_MAX, E4M3_MAX)).to(E4M3)
+
+
+def divide(numerator: torch.Tensor, divisor: float) -> torch.Tensor:
+    """fp32 by a number, rounded once. `tensor / 448.0` on a GPU multiplies by torch's 1/448."""
+    return numerator / numerator.new_full((), divisor)
+
+
+def check_block(recipe: str, hidden_size: int, block: int, instead: str) -> None:
+    """Raises ConfigError where blocks do not fill the row."""
+    if hidden_size % block:
+        raise ConfigError(
+            f"hidden_size={hidden_size} is not a multiple of {block}, the scale block of recipe "
+            f"{recipe}; vLLM's quantiser refuses it too. Use {instead}"
+        )
+
+
+def check_activations(recipe: str, hidden_states: torch.Tensor) -> None:
+    """Raises InputError for what is no `[num_tokens, hidden_size]` of an activation type."""
+    if hidden_states.dim() != 2:
+        raise InputError(
+            f"recipe {recipe} quantises [num_tokens, hidden_size], not a tensor of shape "
+            f"{list(hidden_states.shape)}; reshape it first"
+        )
+    if hidden_states.dtype not in ACTIVATION_DTYPES:
+        raise InputError(
+            f"recipe {recipe} quantises bf16, fp16 or fp32, not {hidden_states.dtype}; rows that "
+            "are quantised already go to dispatch with scales="
+        )
+
+
+def scales_given(recipe: str, scales: torch.Tensor | None) -> torch.Tensor:
+    """Raises InputError where they are missing."""
+    if scales is None:
+        raise InputError(f"rows of recipe {recipe} mean nothing without scales; pass Dispatched's")
+    return scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8BlockRecipe:
+    """e4m3 `[n, H]`, one fp32 scale per 128 elements. H must be a multiple of 128.
+
+    scale = max(amax, 1e-10) / 448; value = e4m3(clamp(x / scale, -448, 448)). Both divisions are
+    rounded as IEEE 754 says.
+    """
+
+    name: ClassVar[str] = "fp8_block"
+    quantiser: ClassVar[str] = "Fp8Block"
+    needs_global_scale: ClassVar[bool] = False
+    activation_dtypes: ClassVar[tuple[torch.dtype, ...]] = ACTIVATION_DTYPES
+
+    block: ClassVar[int] = 128
+
+    def hidden_row(self, hidden_size: int) -> PayloadRow:
+        check_block(self.name, hidden_size, self.block, "fp8_token")
+        return PayloadRow(E4M3, hidden_size)
+
+    def scales_row(self, hidden_size: int) -> PayloadRow:
+        check_block(self.name, hidden_size, self.block, "fp8_token")
+        return PayloadRow(torch.float32, hidden_size // self.block)
+
+    def quantise(
+        self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
+    ) -> QuantisedRows:
+        """Rows e4m3 `[n, H]`, scales fp32 `[n, H/128]`. Local; capturable.
+
+        Raises:
+            ConfigError: H is no multiple of 128.
+            InputError: not two-dimensional or not of an activation type.
+        """
+        check_activations(self.name, hidden_states)
+        check_block(self.name, hidden_states.shape[1], self.block, "fp8_token")
+        blocks = hidden_states.float().unflatten(1, (-1, self.block))
+        scales = divide(blocks.abs().amax(dim=2).clamp(min=1e-10), E4M3_MAX)
+        return QuantisedRows(to_e4m3(blocks / scales[:, :, None]).flatten(1), scales)
+
+    def dequantise(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        dtype: torch.dtype,
+        global_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """value * scale, rounded to `dtype`. Local; capturable."""
+        blocks = rows.float().unflatten(1, (-1, self.block))
+        return (blocks * scales_given(self.name, scales)[:, :, None]).flatten(1).to(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8TokenRecipe:
+    """e4m3 `[n, H]`, one fp32 scale per token. Any H.
+
+    scale = max(amax / 448, 1/(448 * 512)); value = e4m3(clamp(x / scale, -448, 448)). Divisions are
+    rounded as IEEE 754 says.
+    """
+
+    name: ClassVar[str] = "fp8_token"
+    quantiser: ClassVar[str] = "Fp8Token"
+    needs_global_scale: ClassVar[bool] = False
+    activation_dtypes: ClassVar[tuple[torch.dtype, ...]] = ACTIVATION_DTYPES
+
+    def hidden_row(self, hidden_size: int) -> PayloadRow:
+        return PayloadRow(E4M3, hidden_size)
+
+    def scales_row(self, hidden_size: int) -> PayloadRow:
+        return PayloadRow(torch.float32, 1)
+
+    def quantise(
+        self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
+    ) -> QuantisedRows:
+        """Rows e4m3 `[n, H]`, scales fp32 `[n, 1]`. Local; capturable.
+
+        Raises:
+            InputError: not two-dimensional or not of an activation type.
+        """
+        check_activations(self.name, hidden_states)
+        values = hidden_states.float()
+        amax = values.abs().amax(dim=1, keepdim=True)
+        scales = divide(amax, E4M3_MAX).clamp(min=1.0 / (E4M3_MAX * 512.0))
+        return QuantisedRows(to_e4m3(values / scales), scales)
+
+    def dequantise(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        dtype: torch.dtype,
+        global_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """value * scale, rounded to `dtype`. Local; capturable."""
+        return (rows.float() * scales_given(self.name, scales)).to(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8TensorRecipe:
+    """e4m3 `[n, H]` with a scale that is given and does not travel. Any H.
+
+    value = e4m3(clamp(x * (1 / global_scale), -448, 448)); the reciprocal is rounded first.
+    """
+
+    name: ClassVar[str] = "fp8_tensor"
+    quantiser: ClassVar[str] = "Fp8Tensor"
+    needs_global_scale: ClassVar[bool] = True
+    activation_dtypes: ClassVar[tuple[torch.dtype, ...]] = ACTIVATION_DTYPES
+
+    def hidden_row(self, hidden_size: int) -> PayloadRow:
+        return PayloadRow(E4M3, hidden_size)
+
+    def scales_row(self, hidden_size: int) -> None:
+        return None
+
+    def quantise(
+        self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
+    ) -> QuantisedRows:
+        """Rows e4m3 `[n, H]`, no scales. Local; capturable. vLLM calls global_scale a1_scale.
+
+        Raises:
+            InputError: not two-dimensional, not of an activation type, or no usable global_scale
+                (its value is not read here: dispatch does that).
+        """
+        check_activations(self.name, hidden_states)
+        scale = check_global_scale(self.name, global_scale, read_value=False)
+        reciprocal = torch.ones_like(scale) / scale
+        return QuantisedRows(to_e4m3(hidden_states.float() * reciprocal), None)
+
+    def dequantise(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        dtype: torch.dtype,
+        global_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """value * global_scale, rounded to `dtype`. Local; capturable."""
+        scale = check_global_scale(self.name, global_scale, read_value=False)
+        return (rows.float() * scale).to(dtype)
+
+
+FP8_BLOCK = Fp8BlockRecipe()
+FP8_TOKEN = Fp8TokenRecipe()
+FP8_TENSOR = Fp8TensorRecipe()

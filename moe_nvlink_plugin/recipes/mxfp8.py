@@ -1,0 +1,106 @@
+"""MXFP8: e4m3 values in blocks of 32 that share a power of two (OCP microscaling).
+
+The rule is that of vLLM 0.32's `mxfp8_e4m3_quantize`: the least power of two that brings amax to
+448 or below. Its torch implementation takes `ceil(log2(amax / 448))` of a logarithm that is rounded
+to fp32; for an amax less than about 22 units in the last place above 448 times a power of two, the
+logarithm rounds down to the integer and the scale comes out half as large, amax then rounding to
+448. Here the exponent is read from the bits of amax, exactly. bf16 and fp16 have no number so close
+above one of those limits: for them both are equal. On Blackwell vLLM asks FlashInfer instead of
+torch.
+
+Sizes: a multiple of 32, or vLLM asserts. FlashInfer's quantiser pads columns to the `mx_alignment`
+of a FusedMoEQuantConfig; those columns are zeros, so they do not travel and are added afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from .base import PayloadRow, QuantisedRows
+from .fp8 import (
+    ACTIVATION_DTYPES,
+    E4M3,
+    check_activations,
+    check_block,
+    scales_given,
+    to_e4m3,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp8Recipe:
+    """e4m3 `[n, H]`, one e8m0 byte b per 32 elements, which stands for 2^(b - 127).
+
+    H must be a multiple of 32. b is the least from 0 to 254 with amax <= 448 * 2^(b - 127), and
+    value = e4m3(clamp(x / 2^(b - 127), -448, 448)).
+
+    As in vLLM's torch implementation on torch 2.13: an infinite amax takes b = 254 and infinity
+    becomes 448 (older torch: NaN); a NaN in the block takes b = 0 and makes every value NaN (0x7f).
+    """
+
+    name: ClassVar[str] = "mxfp8"
+    quantiser: ClassVar[str] = "Mxfp8"
+    needs_global_scale: ClassVar[bool] = False
+    activation_dtypes: ClassVar[tuple[torch.dtype, ...]] = ACTIVATION_DTYPES
+
+    block: ClassVar[int] = 32
+
+    def hidden_row(self, hidden_size: int) -> PayloadRow:
+        check_block(self.name, hidden_size, self.block, "fp8_token")
+        return PayloadRow(E4M3, hidden_size)
+
+    def scales_row(self, hidden_size: int) -> PayloadRow:
+        check_block(self.name, hidden_size, self.block, "fp8_token")
+        return PayloadRow(torch.uint8, hidden_size // self.block)
+
+    def quantise(
+        self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
+    ) -> QuantisedRows:
+        """Rows e4m3 `[n, H]`, scales uint8 `[n, H/32]`. Local; capturable.
+
+        Raises:
+            ConfigError: H is no multiple of 32.
+            InputError: not two-dimensional or not of an activation type.
+        """
+        check_activations(self.name, hidden_states)
+        check_block(self.name, hidden_states.shape[1], self.block, "fp8_token")
+        blocks = hidden_states.float().unflatten(1, (-1, self.block))
+        amax = blocks.abs().amax(dim=2)
+        exponents = _exponents(amax)
+        # 2^(127 - b): the product has the same bits as the quotient by 2^(b - 127), which is
+        # subnormal for b = 0.
+        values = blocks * _power_of_two(254 - exponents)[:, :, None]
+        values = torch.where(amax.isnan()[:, :, None], float("nan"), values)
+        return QuantisedRows(to_e4m3(values).flatten(1), exponents.to(torch.uint8))
+
+    def dequantise(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        dtype: torch.dtype,
+        global_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """value * 2^(b - 127), rounded to `dtype`; NaN for b = 255. Local; capturable."""
+        exponents = scales_given(self.name, scales).to(torch.int32)
+        blocks = rows.float().unflatten(1, (-1, self.block))
+        return (blocks * _power_of_two(exponents)[:, :, None]).flatten(1).to(dtype)
+
+
+def _exponents(amax: torch.Tensor) -> torch.Tensor:
+    """The biased exponents of the blocks' powers of two, int32 0..254. 448 is 1.75 * 2^8."""
+    bits = amax.view(torch.int32)
+    beyond = (bits & 0x7FFFFF) > 0x600000  # the mantissa is above 1.75
+    exponents = ((bits >> 23) - 8 + beyond.int()).clamp(min=0)
+    return torch.where(amax.isinf(), 254, exponents).masked_fill(amax.isnan(), 0)
+
+
+def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
+    """2^(biased - 127) in fp32 for int32 0..254; NaN for 255, which is e8m0's NaN."""
+    bits = torch.where(biased == 0, 0x400000, biased << 23)  # 2^-127 is subnormal
+    return torch.where(biased == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
+
+
+MXFP8 = Mxfp8Recipe()
