@@ -27,6 +27,7 @@ from typing import ClassVar
 import torch
 
 from moe_nvlink_plugin.errors import ConfigError, InputError
+
 from .base import PayloadRow, QuantisedRows
 from .global_scale import check_global_scale
 
@@ -49,6 +50,11 @@ def to_e4m3(values: torch.Tensor) -> torch.Tensor:
 def divide(numerator: torch.Tensor, divisor: float) -> torch.Tensor:
     """fp32 by a number, rounded once. `tensor / 448.0` on a GPU multiplies by torch's 1/448."""
     return numerator / numerator.new_full((), divisor)
+
+
+def in_blocks(values: torch.Tensor, block: int) -> torch.Tensor:
+    """`[n, H]` as fp32 `[n, H / block, block]`."""
+    return values.float().reshape(values.shape[0], values.shape[1] // block, block)
 
 
 def check_block(recipe: str, hidden_size: int, block: int, instead: str) -> None:
@@ -115,7 +121,7 @@ class Fp8BlockRecipe:
         """
         check_activations(self.name, hidden_states)
         check_block(self.name, hidden_states.shape[1], self.block, "fp8_token")
-        blocks = hidden_states.float().unflatten(1, (-1, self.block))
+        blocks = in_blocks(hidden_states, self.block)
         scales = divide(blocks.abs().amax(dim=2).clamp(min=1e-10), E4M3_MAX)
         return QuantisedRows(to_e4m3(blocks / scales[:, :, None]).flatten(1), scales)
 
@@ -127,7 +133,7 @@ class Fp8BlockRecipe:
         global_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """value * scale, rounded to `dtype`. Local; capturable."""
-        blocks = rows.float().unflatten(1, (-1, self.block))
+        blocks = in_blocks(rows, self.block)
         return (blocks * scales_given(self.name, scales)[:, :, None]).flatten(1).to(dtype)
 
 

@@ -25,6 +25,7 @@ from .fp8 import (
     E4M3,
     check_activations,
     check_block,
+    in_blocks,
     scales_given,
     to_e4m3,
 )
@@ -67,7 +68,7 @@ class Mxfp8Recipe:
         """
         check_activations(self.name, hidden_states)
         check_block(self.name, hidden_states.shape[1], self.block, "fp8_token")
-        blocks = hidden_states.float().unflatten(1, (-1, self.block))
+        blocks = in_blocks(hidden_states, self.block)
         amax = blocks.abs().amax(dim=2)
         exponents = _exponents(amax)
         # 2^(127 - b): the product has the same bits as the quotient by 2^(b - 127), which is
@@ -85,7 +86,7 @@ class Mxfp8Recipe:
     ) -> torch.Tensor:
         """value * 2^(b - 127), rounded to `dtype`; NaN for b = 255. Local; capturable."""
         exponents = scales_given(self.name, scales).to(torch.int32)
-        blocks = rows.float().unflatten(1, (-1, self.block))
+        blocks = in_blocks(rows, self.block)
         return (blocks * _power_of_two(exponents)[:, :, None]).flatten(1).to(dtype)
 
 

@@ -26,6 +26,7 @@ from .fp8 import (
     E4M3,
     check_activations,
     check_block,
+    in_blocks,
     scales_given,
     to_e4m3,
 )
@@ -74,7 +75,7 @@ class Nvfp4Recipe:
         check_activations(self.name, hidden_states)
         check_block(self.name, hidden_states.shape[1], self.block, "fp8_token")
         scale = check_global_scale(self.name, global_scale, read_value=False)
-        blocks = hidden_states.float().unflatten(1, (-1, self.block))
+        blocks = in_blocks(hidden_states, self.block)
         scales = to_e4m3(scale * (blocks.abs().amax(dim=2) * (1.0 / 6.0)))
         stored = scales.float()
         one = torch.ones_like(scale)
@@ -92,7 +93,7 @@ class Nvfp4Recipe:
         """value * (s / g), rounded to `dtype`. Local; capturable."""
         scale = check_global_scale(self.name, global_scale, read_value=False)
         codes = torch.stack((rows & 15, rows >> 4), dim=2).flatten(1)
-        blocks = e2m1_values(codes).unflatten(1, (-1, self.block))
+        blocks = in_blocks(e2m1_values(codes), self.block)
         of_blocks = scales_given(self.name, scales).float() / scale
         return (blocks * of_blocks[:, :, None]).flatten(1).to(dtype)
 
