@@ -25,15 +25,13 @@ import torch
 
 from .errors import ConfigError
 from .recipes import PayloadRow
+from .recipes import fp8 as recipe_fp8
+from .recipes.fp8 import E4M3_MAX, divide, to_e4m3
+from .recipes.nvfp4 import e2m1_codes, e2m1_values
 
-E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-#: Smallest amax of a block of fp8_block; a block below it loses bits, and one of zeros has a scale.
-LEAST_AMAX = 1e-10
 #: Smallest scale of a row of nvfp4: with it the least block scale, 2**-9, is a normal number still.
 LEAST_ROW_SCALE = 2.0**-100
-#: Magnitudes e2m1 can hold, by code; the sign is bit 3.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 #: Relative error of one fp32 operation.
 _U32 = 2.0**-24
@@ -93,15 +91,13 @@ class Fp8BlockFormat:
         }
 
     def quantise(self, partial_rows: torch.Tensor) -> QuantisedPartialRows:
-        blocks = _blocks(partial_rows.float(), self.block)
-        amax = blocks.abs().amax(-1, keepdim=True).clamp(min=LEAST_AMAX)  # both keep NaN
-        scales = amax / torch.full_like(amax, E4M3_MAX)
-        rows = (blocks / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-        return QuantisedPartialRows(rows.view(partial_rows.shape), scales.squeeze(-1), None)
+        rows, scales = recipe_fp8.FP8_BLOCK.quantise(partial_rows)
+        assert scales is not None
+        return QuantisedPartialRows(rows, scales, None)
 
     def dequantise(self, quantised: QuantisedPartialRows) -> torch.Tensor:
-        values = _blocks(quantised.rows.float(), self.block)
-        return (values * quantised.scales.unsqueeze(-1)).view(quantised.rows.shape)
+        rows, scales, _ = quantised
+        return recipe_fp8.FP8_BLOCK.dequantise(rows, scales, torch.float32)
 
     def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
         scales = self.quantise(partial_rows).scales.double().repeat_interleave(self.block, -1)
@@ -137,26 +133,20 @@ class Nvfp4Format:
     def quantise(self, partial_rows: torch.Tensor) -> QuantisedPartialRows:
         rows = partial_rows.float()
         amax = rows.abs().amax(-1, keepdim=True)
-        row_scales = (amax / torch.full_like(amax, E4M3_MAX * E2M1_MAX)).clamp(min=LEAST_ROW_SCALE)
+        row_scales = divide(amax, E4M3_MAX * E2M1_MAX).clamp(min=LEAST_ROW_SCALE)
         global_scales = row_scales.reciprocal()
         blocks = _blocks(rows, self.block)
-        sixth = torch.full_like(amax, 1.0 / E2M1_MAX)
-        block_scales = global_scales * (blocks.abs().amax(-1) * sixth)
-        # An infinite row has 0 * inf here, whose sign differs by machine.
-        block_scales = torch.where(block_scales.isnan(), math.nan, block_scales)
-        scales = block_scales.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-        unit = scales.float() * global_scales.reciprocal()
-        factors = torch.where(scales.float() == 0.0, 0.0, unit.reciprocal())
-        codes = _e2m1_codes(blocks * factors.unsqueeze(-1)).view(partial_rows.shape)
-        return QuantisedPartialRows(codes[..., ::2] | codes[..., 1::2] << 4, scales, row_scales)
+        scales = to_e4m3(global_scales * (blocks.abs().amax(-1) * (1.0 / 6.0)))
+        stored = scales.float()
+        factors = (stored * global_scales.reciprocal()).reciprocal()
+        factors = torch.where(stored == 0.0, 0.0, factors)
+        codes = e2m1_codes(blocks * factors.unsqueeze(-1)).flatten(-2)
+        return QuantisedPartialRows(codes[:, ::2] | codes[:, 1::2] << 4, scales, row_scales)
 
     def dequantise(self, quantised: QuantisedPartialRows) -> torch.Tensor:
-        low, high = quantised.rows & 0xF, quantised.rows >> 4
-        codes = torch.stack((low, high), -1).flatten(-2)
-        magnitudes = torch.tensor(E2M1_VALUES, device=codes.device)[(codes & 7).long()]
-        values = torch.where(codes >= 8, -magnitudes, magnitudes)
-        units = self._units(quantised)
-        return (_blocks(values, self.block) * units.unsqueeze(-1)).view(codes.shape)
+        codes = torch.stack((quantised.rows & 15, quantised.rows >> 4), -1).flatten(-2)
+        blocks = _blocks(e2m1_values(codes), self.block)
+        return (blocks * self._units(quantised).unsqueeze(-1)).flatten(-2)
 
     def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
         units = self._units(self.quantise(partial_rows)).double().repeat_interleave(self.block, -1)
@@ -283,13 +273,3 @@ def _floor_log2(values: torch.Tensor) -> torch.Tensor:
 def _with_fp32_roundings(error: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     error = torch.minimum(error, exact)
     return error + 2.0**-20 * (exact + error)
-
-
-def _e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """To nearest, ties to the even code, saturating at 6; NaN becomes 0x7 (6)."""
-    magnitude = values.abs()
-    codes = torch.zeros_like(values, dtype=torch.uint8)
-    for tie, goes_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
-        codes += magnitude >= tie if goes_up else magnitude > tie
-    codes |= torch.signbit(values).to(torch.uint8) << 3
-    return torch.where(values.isnan(), torch.full_like(codes, 7), codes)
