@@ -130,7 +130,7 @@ class Levels:
         executor = self.inner.workspace.executor
         assert isinstance(executor, CudaExecutor)
         row_bytes = {name: row.row_bytes for name, row in self.inner.rows.items()}
-        self.launcher = executor.launcher(config, row_bytes)
+        self.launcher = executor.launcher(config, row_bytes, 0)
         self.received = self.layer.dispatch(*self.inputs)
         self.layer.combine(self.layer.combine_input(), self.received.metadata, output=self.output)
         drain()
@@ -171,7 +171,8 @@ class Levels:
         region = self.layer.combine_input()
 
         def checked_dispatch() -> Any:
-            return self.inner.dispatch(pending, hidden, None, ids, weights, [], 0)
+            given = exchange.Activations(hidden, None, None)
+            return self.inner.dispatch(pending, given, ids, weights, [], 0)
 
         def checked_combine(received: Any) -> None:
             self.inner.combine(pending, region, received[4], self.output, 0)

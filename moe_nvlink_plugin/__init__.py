@@ -15,14 +15,15 @@ Under it: workspace.py places a layout.py in the symmetric memory of a transport
 shared memory; nvlink.py: CUDA virtual memory), jit/ makes machine code of kernels/ (g++ or NVRTC)
 and keeps it in a cache, driver.py calls the CUDA driver.
 
-Beside the path: config.py (AllToAllConfig), recipes/ (what travels), plugins.py with hookspecs.py
-and builtin_plugins.py (how recipes and transports are found), groups.py (collective steps of
-start-up), errors.py, env.py, reference.py (the same verbs in plain torch, for the tests), and for a
-shell cli.py with doctor/ (what works on this machine) and precompile.py (fills the kernel cache).
+Beside the path: config.py (AllToAllConfig), recipes/ (what travels), combine_formats.py (what
+travels back), plugins.py with hookspecs.py and builtin_plugins.py (how recipes and transports are
+found), groups.py (collective steps of start-up), errors.py, env.py, reference.py (the same verbs in
+plain torch, for the tests), and for a shell cli.py with doctor/ (what works on this machine) and
+precompile.py (fills the kernel cache).
 
-Knowledge goes one way: errors, env, driver <- config, groups <- recipes, transport <- layout,
-hookspecs <- plugins, jit <- arguments <- executors <- workspace <- channel <- exchange (and checks)
-<- ops <- all_to_all <- integration. A test reads these arrows off the source.
+Knowledge goes one way: errors, env, driver <- config, groups <- recipes, transport <-
+combine_formats <- layout, hookspecs <- plugins, jit <- arguments <- executors <- workspace <-
+channel <- exchange (and checks) <- ops <- all_to_all <- integration. A test reads these arrows off the source.
 
 `import moe_nvlink_plugin` is cheap, also where torch is missing: the names below are fetched when
 they are first used.
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .all_to_all import Dispatched, DispatchMetadata, MoeAllToAll
     from .config import AllToAllConfig
+    from .recipes import QuantisingRecipe
     from .workspace import ExchangeStats
 
 _HOMES = {
@@ -44,6 +46,7 @@ _HOMES = {
     "Dispatched": "all_to_all",
     "ExchangeStats": "workspace",
     "MoeAllToAll": "all_to_all",
+    "QuantisingRecipe": "recipes",
 }
 
 __all__ = [
@@ -52,6 +55,7 @@ __all__ = [
     "Dispatched",
     "ExchangeStats",
     "MoeAllToAll",
+    "QuantisingRecipe",
 ]
 
 

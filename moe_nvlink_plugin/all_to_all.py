@@ -76,12 +76,17 @@ class MoeAllToAll:
     Who weights, who adds: the experts multiply by the router weights and add up their LOCAL experts
     for each received row; combine adds those partial rows as they are, in fp32, as a fixed pairwise
     tree over k. Nothing is weighted or reduced twice.
+
+    Attributes:
+        config: as given to create, defaults filled in.
+        recipe: what travels; a QuantisingRecipe can `dequantise` what was received.
     """
 
     def __init__(self, layer: exchange.LayerExchange) -> None:
         self._layer = layer
         self._handle = layer.handle
         self.config = layer.config
+        self.recipe = layer.recipe
 
     @classmethod
     def create(

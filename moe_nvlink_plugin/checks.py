@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import InputError
+from .recipes import check_global_scale
 
 if TYPE_CHECKING:
     from .exchange import Activations, LayerExchange
@@ -83,22 +84,11 @@ def global_scale(layer: LayerExchange, scale: torch.Tensor | None, *, needed: bo
         raise InputError(f"recipe {name} {what}: only activations quantised by one scale have it")
     if scale is None:
         return
-    if scale.numel() != 1:
-        raise InputError(
-            f"global_scale has shape {list(scale.shape)}, expected one element; recipe {name} has "
-            "one scale for the whole tensor"
-        )
-    shape = tuple(scale.shape)
-    _tensor("global_scale", scale, shape, (torch.float32,), layer.workspace.device)
+    on_device("global_scale", scale, layer.workspace.device)
     executor = layer.workspace.executor
-    if executor.asynchronous and (executor.is_capturing() or not layer.first_sight(scale)):
-        return  # to look would wait for the device
-    value = float(scale)
-    if not 0 < value < float("inf"):
-        raise InputError(
-            f"global_scale={value} of recipe {name} must be finite and above 0; take it from a "
-            "calibrated checkpoint"
-        )
+    # To look at a number on a GPU waits for it, which a capture forbids.
+    unseen = not executor.asynchronous or (not executor.is_capturing() and layer.first_sight(scale))
+    check_global_scale(name, scale, read_value=unseen)
 
 
 def dispatch_inputs(

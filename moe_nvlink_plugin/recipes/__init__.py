@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from .base import PayloadRow, QuantisedRows, QuantisingRecipe, Recipe
+from .fp8 import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN
+from .global_scale import check_global_scale
+from .mxfp8 import MXFP8
+from .nvfp4 import NVFP4
 from .unquantised import BF16, FP16, FP32, unquantised_recipe_of
 
 __all__ = [
     "BF16",
+    "FP8_BLOCK",
+    "FP8_TENSOR",
+    "FP8_TOKEN",
     "FP16",
     "FP32",
+    "MXFP8",
+    "NVFP4",
     "PayloadRow",
     "QuantisedRows",
     "QuantisingRecipe",
     "Recipe",
+    "check_global_scale",
     "unquantised_recipe_of",
 ]

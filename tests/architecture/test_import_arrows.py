@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
     "workspace": {"errors", "env", "config", "recipes", "layout", "transport", "groups"}
     | {"executors"},
-    "checks": {"errors", "config"},
+    "checks": {"errors", "config", "recipes"},
     "arguments": {"config", "recipes", "layout", "jit"},
     # How a kernel is launched: on CPU threads, or by the CUDA driver.
     "executors": {"errors", "env", "config", "jit", "driver", "arguments"},

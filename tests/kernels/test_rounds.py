@@ -242,7 +242,7 @@ def run_on(layer: MoeAllToAll, inputs: Inputs) -> torch.Tensor:
     """A round as a graph replays it: no check of what went before, and nothing is raised."""
     channel = layer._layer.channel(0)
     hidden, ids, weights, _extras = inputs
-    slots = channel.dispatch([ids, weights, hidden], hidden.shape[0])
+    slots = channel.dispatch([ids, weights, hidden], hidden.shape[0], 0, None)
     rows = channel.view(2)
     rank = layer.config.ep_rank
     channel.combine_region.copy_(
