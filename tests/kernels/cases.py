@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.plugins import find_recipe
+from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
 
 #: An extra payload: its dtype and the shape of one token's row.
@@ -27,6 +31,8 @@ class Case:
     hidden_size: int = 24
     capacity: int = 8
     dtype: torch.dtype = torch.float32
+    recipe: str | None = None
+    combine: str = "bf16"
     routing: str = "distinct"
     ids_dtype: torch.dtype = torch.int32
     extras: tuple[Extra, ...] = ()
@@ -47,6 +53,8 @@ class Case:
             hidden_size=self.hidden_size,
             max_tokens_per_rank=self.capacity,
             dtype=self.dtype,
+            recipe=self.recipe,
+            combine=self.combine,
             timeout_s=60.0,
             num_channels=self.num_channels,
             num_threads=self.num_threads,
@@ -55,7 +63,7 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """What one rank dispatches."""
+    """What one rank dispatches; hidden states are activations, whatever the recipe."""
 
     hidden_states: torch.Tensor
     topk_ids: torch.Tensor
@@ -73,7 +81,7 @@ class Seen(NamedTuple):
 
     recv_counts: torch.Tensor
     topk_ids: torch.Tensor
-    payloads: tuple[torch.Tensor, ...]  # weights, hidden states, extras
+    payloads: tuple[torch.Tensor, ...]  # weights, hidden states, scales if any, extras
     send_slots: torch.Tensor
     combined: torch.Tensor
 
@@ -81,6 +89,80 @@ class Seen(NamedTuple):
 def row_bytes(extra: Extra) -> int:
     dtype, shape = extra
     return int(torch.empty(shape, dtype=dtype).nbytes)
+
+
+# Recipes.
+
+#: What kernels can make of activations on their way. The elements a row must be a multiple of.
+RECIPES = {"fp8_block": 128, "fp8_token": 1, "fp8_tensor": 1, "mxfp8": 32, "nvfp4": 16}
+
+#: In what format rows may travel back, and the same of those.
+COMBINE_FORMATS = {"bf16": 1, "fp8_block": 128, "nvfp4": 16}
+
+#: fp8_tensor: the largest activations saturate. nvfp4: so do the block scales of the largest.
+_GLOBAL_SCALES = {"fp8_tensor": 0.75, "nvfp4": 11.0}
+
+
+@functools.cache
+def quantising(config: AllToAllConfig) -> QuantisingRecipe | None:
+    """The recipe that quantises a configuration's activations, or None: they travel as they are."""
+    recipe = find_recipe(config)
+    return recipe if isinstance(recipe, QuantisingRecipe) else None
+
+
+def global_scale(config: AllToAllConfig, device: torch.device | str) -> torch.Tensor | None:
+    """One fp32, the same on every rank, for the recipes that take one."""
+    recipe = quantising(config)
+    if recipe is None or not recipe.needs_global_scale:
+        return None
+    return torch.tensor([_GLOBAL_SCALES[recipe.name]], device=device)
+
+
+def quantised(config: AllToAllConfig, hidden_states: torch.Tensor) -> QuantisedRows:
+    """Rows and scales that travel for activations."""
+    recipe = quantising(config)
+    if recipe is None:
+        return QuantisedRows(hidden_states, None)
+    return recipe.quantise(hidden_states, global_scale(config, hidden_states.device))
+
+
+def activations(
+    config: AllToAllConfig, rows: torch.Tensor, scales: torch.Tensor | None
+) -> torch.Tensor:
+    """What a receiver makes of rows and scales: `[n, hidden_size]` of the activation type."""
+    recipe = quantising(config)
+    if recipe is None:
+        return rows
+    return recipe.dequantise(rows, scales, config.dtype, global_scale(config, rows.device))
+
+
+def dispatch(
+    exchange: MoeAllToAll, inputs: Inputs, *, channel: int = 0, post_quant: bool = False
+) -> Dispatched:
+    """Dispatches activations, or what the caller has made of them by the layer's recipe."""
+    hidden, ids, weights, extras = inputs
+    config = exchange.config
+    if post_quant:
+        rows, scales = quantised(config, hidden)
+        return exchange.dispatch(rows, ids, weights, extras, scales=scales, channel=channel)
+    scale = global_scale(config, hidden.device)
+    return exchange.dispatch(hidden, ids, weights, extras, global_scale=scale, channel=channel)
+
+
+def with_formats(case: Case, recipe: str | None, combine: str = "bf16") -> Case:
+    """The case with rows that travel in other formats; sizes are raised to what those take."""
+    block = math.lcm(RECIPES.get(recipe or "", 1), COMBINE_FORMATS[combine])
+    parts = [case.name, recipe or "", "" if combine == "bf16" else f"{combine} back"]
+    # Eight payloads are the most, and scales are one.
+    most_extras = 6 if recipe in ("fp8_block", "fp8_token", "mxfp8", "nvfp4") else 7
+    return dataclasses.replace(
+        case,
+        name=", ".join(part for part in parts if part),
+        recipe=recipe,
+        combine=combine,
+        hidden_size=-(-case.hidden_size // block) * block,
+        extras=case.extras[:most_extras],
+    )
 
 
 # Routings: from distinct random experts to what a case is about.
@@ -147,6 +229,27 @@ def _random_bytes(extra: Extra, num_tokens: int, generator: torch.Generator) -> 
     )
 
 
+def _for_quantisers(hidden: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Blocks and rows of very different size, whose scales therefore differ, and what is special.
+
+    An infinity or a NaN spoils all that shares its scale, so only some rows have one.
+    """
+    tokens, size = hidden.shape
+    blocks = torch.randint(-6, 7, (tokens, -(-size // 16)), generator=generator)
+    hidden = hidden * torch.exp2(blocks.float()).repeat_interleave(16, 1)[:, :size].to(hidden.dtype)
+    small = torch.tensor([0.0, -0.0, 1e-41, -6e-8, 3e3], dtype=hidden.dtype)
+    picks = torch.randint(0, len(small), hidden.shape, generator=generator)
+    rare = torch.rand(hidden.shape, generator=generator) < 0.02
+    hidden = torch.where(rare, small[picks], hidden)
+    places = torch.randint(0, size, (tokens,), generator=generator).tolist()
+    for token, kind in enumerate(torch.randint(0, 10, (tokens,), generator=generator).tolist()):
+        if kind == 0:
+            hidden[token] = 0.0
+        elif kind <= 3:
+            hidden[token, places[token]] = (math.inf, -math.inf, math.nan)[kind - 1]
+    return hidden
+
+
 def make_inputs(case: Case, tokens: tuple[int, ...] | None = None, seed: int = 0) -> list[Inputs]:
     """Inputs of every rank. Rows hold ordinary values, both zeros, infinities and subnormals."""
     inputs = []
@@ -157,7 +260,10 @@ def make_inputs(case: Case, tokens: tuple[int, ...] | None = None, seed: int = 0
         odd = torch.tensor([0.0, -0.0, float("inf"), 1e-41, -6e-8, 3e4], dtype=case.dtype)
         picks = torch.randint(0, len(odd), hidden.shape, generator=generator)
         rare = torch.rand(hidden.shape, generator=generator) < 0.02
-        hidden = torch.where(rare, odd[picks], hidden)
+        if case.recipe is None:
+            hidden = torch.where(rare, odd[picks], hidden)
+        else:
+            hidden = _for_quantisers(hidden, generator)
         ids = ROUTINGS[case.routing](case, ids, generator).to(case.ids_dtype)
         extras = tuple(_random_bytes(extra, count, generator) for extra in case.extras)
         inputs.append(Inputs(hidden, ids, weights, extras))
@@ -171,7 +277,7 @@ def expert_rows(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What `target`'s experts make of rows. Row by row the same bits, however the rows lie."""
+    """What `target`'s experts make of activations. The same bits, however the rows lie."""
     first, end = local_expert_range(config.num_experts, config.ep_size, target)
     factor = torch.full((hidden.shape[0],), 0.5, device=hidden.device)
     for k in range(config.top_k):
@@ -182,16 +288,26 @@ def expert_rows(
     return (shifted * factor[:, None]).to(config.dtype)
 
 
+def received_payloads(received: Dispatched) -> tuple[torch.Tensor, ...]:
+    """In the order of Seen.payloads."""
+    scales = () if received.scales is None else (received.scales,)
+    return (received.topk_weights, received.hidden_states, *scales, *received.extra_payloads)
+
+
 def run_round(
-    exchange: MoeAllToAll, inputs: Inputs, *, channel: int = 0, zero_copy: bool = True
+    exchange: MoeAllToAll,
+    inputs: Inputs,
+    *,
+    channel: int = 0,
+    zero_copy: bool = True,
+    post_quant: bool = False,
 ) -> Seen:
     """One dispatch and combine on this rank."""
-    received = exchange.dispatch(*inputs, channel=channel)
+    received = dispatch(exchange, inputs, channel=channel, post_quant=post_quant)
     config = exchange.config
-    rows = expert_rows(
-        config, config.ep_rank, received.hidden_states, received.topk_ids, received.topk_weights
-    )
-    payloads = (received.topk_weights, received.hidden_states, *received.extra_payloads)
+    hidden = activations(config, received.hidden_states, received.scales)
+    rows = expert_rows(config, config.ep_rank, hidden, received.topk_ids, received.topk_weights)
+    payloads = received_payloads(received)
     seen = (_copied(received.recv_counts), _copied(received.topk_ids))
     copies = tuple(_copied(payload) for payload in payloads)
     if zero_copy:
@@ -207,7 +323,9 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def run_case(
     case: Case, rounds: int = 2, device: str = "host", transport: str | None = None
 ) -> list[list[Seen]]:
-    """`result[round][rank]`: the same inputs in every round."""
+    """`result[round][rank]`: the same inputs in every round, quantised by turns by the dispatch and
+    by the caller.
+    """
     torch_device = {"host": "cpu", "cuda": "cuda"}[device]
     inputs = make_inputs(case)
 
@@ -220,6 +338,7 @@ def run_case(
                     inputs[group.rank],
                     channel=number % case.num_channels,
                     zero_copy=number % 2 == 0,
+                    post_quant=number % 2 == 1,
                 )
                 for number in range(rounds)
             ]
@@ -287,4 +406,11 @@ CASES: tuple[Case, ...] = (
         for dtype in (torch.bfloat16, torch.float16)
         for hidden_size, num_threads in ((64, 1), (77, 3))
     ),
+)
+
+#: Every case with every recipe; the formats of combine take turns.
+RECIPE_CASES: tuple[Case, ...] = tuple(
+    with_formats(case, recipe, list(COMBINE_FORMATS)[(number + turn) % len(COMBINE_FORMATS)])
+    for number, case in enumerate(CASES)
+    for turn, recipe in enumerate(RECIPES)
 )

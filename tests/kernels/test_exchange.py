@@ -10,19 +10,55 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, exchange
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
 from tests.kernels import cases, compare, delays
-from tests.kernels.cases import CASES, Case, Inputs
+from tests.kernels.cases import CASES, RECIPE_CASES, RECIPES, Case, Inputs
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def name_of(case: Case) -> str:
+    return case.name.replace(" ", "-")
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_named_case(case: Case) -> None:
     compare.check_case(case)
+
+
+@pytest.mark.parametrize("case", RECIPE_CASES, ids=name_of)
+def test_named_case_quantised(case: Case) -> None:
+    """In one round by the kernel, in the next by the caller: the same bits, those of the recipe."""
+    compare.check_case(case)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_are_quantised_in_the_kernel(recipe: str) -> None:
+    """By their own quantiser, and not by torch in front of it: the cases above would not notice."""
+    case = cases.with_formats(Case(name="fused", tokens=(3, 2)), recipe)
+
+    def rank_main(group: ThreadGroup) -> int:
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            layer._layer.quantising = Never(layer._layer.quantising)  # type: ignore[assignment]
+            received = cases.dispatch(layer, cases.make_inputs(case)[group.rank])
+            layer.combine(layer.combine_input(), received.metadata)
+            return int(exchange.find(layer._handle).channel(0)._dispatch_args.quantiser)
+
+    assert run_ranks(2, rank_main) == [list(RECIPES).index(recipe) + 1] * 2
+
+
+class Never:
+    """A recipe whose `quantise` nobody may call."""
+
+    def __init__(self, recipe: object) -> None:
+        self._recipe = recipe
+
+    def __getattr__(self, name: str) -> object:
+        assert name != "quantise", "torch has quantised"
+        return getattr(self._recipe, name)
 
 
 @st.composite
@@ -38,7 +74,7 @@ def drawn_cases(draw: st.DrawFn) -> Case:
         st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.int64]),
         st.tuples(st.integers(1, 70)),
     )
-    return Case(
+    case = Case(
         tokens=tuple(draw(st.lists(st.integers(0, capacity), min_size=ep_size, max_size=ep_size))),
         num_experts=num_experts,
         top_k=draw(st.integers(1, 22)),
@@ -52,10 +88,12 @@ def drawn_cases(draw: st.DrawFn) -> Case:
         num_threads=draw(st.sampled_from([1, 1, 1, 3])),
         seed=draw(st.integers(0, 2**20)),
     )
+    formats = draw(st.sampled_from(["bf16", "bf16", *cases.COMBINE_FORMATS]))
+    return cases.with_formats(case, draw(st.sampled_from([None, None, *RECIPES])), formats)
 
 
 @settings(
-    max_examples=150,
+    max_examples=200,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -184,14 +222,18 @@ def test_nothing_is_weighted_or_reduced_twice() -> None:
 # The comparison itself can fail.
 
 
-@pytest.mark.parametrize("damage", ["payload", "id", "count", "combined", "empty slot"])
+@pytest.mark.parametrize("damage", ["payload", "scale", "id", "count", "combined", "empty slot"])
 def test_the_checks_notice(damage: str) -> None:
     case = Case(name="damaged", tokens=(5, 5))
+    if damage == "scale":
+        case = cases.with_formats(case, "nvfp4")
     inputs = cases.make_inputs(case)
     (seen,) = cases.run_case(case, rounds=1)
     rank = seen[1]
     if damage == "payload":
         rank.payloads[1][0, 3] += 1
+    elif damage == "scale":
+        rank.payloads[2].view(torch.uint8)[0, 1] ^= 1
     elif damage == "id":
         rank.topk_ids[0, 0] = 15 - rank.topk_ids[0, 0]
     elif damage == "count":
