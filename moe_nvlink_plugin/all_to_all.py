@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import exchange, ops, plugins
+from . import exchange, layout, ops, plugins
 from .config import AllToAllConfig
 from .errors import ConfigError, DisagreementError, InputError, MoeNvlinkError, UnsupportedError
 from .executors import executor_for
@@ -87,6 +87,20 @@ class MoeAllToAll:
         self._handle = layer.handle
         self.config = layer.config
         self.recipe = layer.recipe
+
+    @staticmethod
+    def check(config: AllToAllConfig) -> Recipe:
+        """The recipe of a configuration whose rows can travel. Local; allocates nothing.
+
+        For those who refuse a configuration before any rank has started; create checks it too.
+
+        Raises:
+            ConfigError: an unknown recipe, or a hidden_size that it or combine's format cannot do.
+        """
+        recipe = plugins.find_recipe(config)
+        layout.payload_rows(config, recipe)
+        layout.quantised_combine_rows(config)
+        return recipe
 
     @classmethod
     def create(
