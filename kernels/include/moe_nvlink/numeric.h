@@ -1,5 +1,6 @@
-// Activation formats to and from fp32. The same arithmetic on both executors; every bf16 and fp16
-// pattern and a few million fp32 values are compared with torch in the tests.
+// Activation formats and quantised ones to and from fp32. The same values on both executors: by the
+// hardware's conversions where the GPU has them, else by arithmetic. Every pattern up, and a few
+// million fp32 values down, are compared with torch and ml_dtypes in the tests.
 #pragma once
 
 #include "config.h"
@@ -73,6 +74,146 @@ struct Fp32 {
   static constexpr uint32_t kMinusZero = 0x80000000u;
   HD static float to_float(uint32_t bits) { return float_of_bits(bits); }
   HD static uint32_t from_float(float value) { return bits_of_float(value); }
+};
+
+// 1 sign, 4 exponent, 3 mantissa bits, no infinities: the largest number is 448, 0x7f is NaN.
+struct E4m3 {
+  static constexpr float kLargest = 448.0f;
+
+  // Round to nearest even; what is larger than 448, infinity too, becomes 448, as in the hardware and
+  // in torch from 2.13 on (older ones make NaN of it). NaN stays NaN.
+  // Normal numbers: fp32's exponent less 120, cut to 3 mantissa bits. Below 2^-6, subnormal ones:
+  // adding 2^14 makes fp32's own adder round to multiples of 2^-9.
+  HD static uint8_t from_float(float value) {
+    if constexpr (kHasFp8Conversions) {
+      return static_cast<uint8_t>(e4m3_pair_of_floats(value, 0.0f));
+    }
+    const uint32_t bits = bits_of_float(value);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    const uint32_t subnormal = bits_of_float(float_of_bits(magnitude) + 16384.0f) - 0x46800000u;
+    uint32_t code = magnitude < 0x3c800000u ? subnormal : normal;
+    code = code < 0x7eu ? code : 0x7eu;
+    code = magnitude > 0x7f800000u ? 0x7fu : code;
+    return static_cast<uint8_t>(((bits >> 24) & 0x80u) | code);
+  }
+
+  // As Fp16::to_float: 2^120 = 2^(127 - 7).
+  HD static float to_float(uint8_t code) {
+    const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+    const uint32_t magnitude = code & 0x7fu;
+    const float scaled = float_of_bits(magnitude << 20) * float_of_bits(0x7b800000u);
+    return float_of_bits(sign | (magnitude == 0x7fu ? 0x7fc00000u : bits_of_float(scaled)));
+  }
+
+  // Arrays; Count is even and `codes` aligned to 2.
+  template <int Count>
+  HD static void from_floats(const float* values, uint8_t* codes) {
+    if constexpr (kHasFp8Conversions) {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < Count; i += 2) {
+        reinterpret_cast<uint16_t*>(codes)[i / 2] =
+            static_cast<uint16_t>(e4m3_pair_of_floats(values[i], values[i + 1]));
+      }
+    } else {
+      for (int i = 0; i < Count; ++i) codes[i] = from_float(values[i]);
+    }
+  }
+
+  template <int Count>
+  HD static void to_floats(const uint8_t* codes, float* values) {
+    if constexpr (kHasFp8Conversions) {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < Count; i += 2) {
+        floats_of_e4m3_pair(reinterpret_cast<const uint16_t*>(codes)[i / 2], values[i],
+                            values[i + 1]);
+      }
+    } else {
+      for (int i = 0; i < Count; ++i) values[i] = to_float(codes[i]);
+    }
+  }
+};
+
+// 1 sign, 2 exponent, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two codes to a
+// byte, the first in the low half.
+struct E2m1 {
+  static constexpr float kLargest = 6.0f;
+
+  // Round to nearest even; beyond 6 it saturates; NaN becomes 7, which is 6.
+  HD static uint8_t from_float(float value) {
+    const uint32_t bits = bits_of_float(value);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t bounded = magnitude < 0x40c00000u ? magnitude : 0x40c00000u;
+    const uint32_t normal = ((bounded + 0x1fffffu + ((bounded >> 22) & 1u)) >> 22) - 252u;
+    // Below 1 the steps are 0.5, and so are fp32's behind 2^22.
+    const uint32_t subnormal = bits_of_float(float_of_bits(bounded) + 4194304.0f) - 0x4a800000u;
+    const uint32_t code = (bounded < 0x3f800000u ? subnormal : normal) | ((bits >> 28) & 8u);
+    return static_cast<uint8_t>(magnitude > 0x7f800000u ? 7u : code);
+  }
+
+  // As Fp16::to_float: 2^126 = 2^(127 - 1).
+  HD static float to_float(uint8_t code) {
+    const uint32_t sign = static_cast<uint32_t>(code & 8u) << 28;
+    const float scaled = float_of_bits((code & 7u) << 22) * float_of_bits(0x7e800000u);
+    return float_of_bits(sign | bits_of_float(scaled));
+  }
+
+  // Arrays; Count is a multiple of 8 and `codes`, Count / 2 bytes, aligned to 4.
+  template <int Count>
+  HD static void from_floats(const float* values, uint8_t* codes) {
+    if constexpr (kHasFp4Conversions) {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < Count; i += 8) {
+        reinterpret_cast<uint32_t*>(codes)[i / 8] = e2m1_of_8_floats(values + i);
+      }
+    } else {
+      uint8_t single[Count];
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < Count; ++i) single[i] = from_float(values[i]);
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < Count / 2; ++i) {
+        codes[i] = static_cast<uint8_t>(single[2 * i] | single[2 * i + 1] << 4);
+      }
+    }
+  }
+
+  template <int Count>
+  HD static void to_floats(const uint8_t* codes, float* values) {
+    if constexpr (kHasFp4Conversions) {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < Count; i += 8) {
+        floats_of_8_e2m1(reinterpret_cast<const uint32_t*>(codes)[i / 8], values + i);
+      }
+    } else {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < Count / 2; ++i) {
+        values[2 * i] = to_float(codes[i] & 15u);
+        values[2 * i + 1] = to_float(codes[i] >> 4);
+      }
+    }
+  }
+};
+
+// x / divisor, rounded as IEEE division rounds it, for many x: RN(1 / divisor) once, then a product
+// and two corrections. Each correction takes the exact remainder; the first leaves the quotient at
+// most one unit off, and from there Markstein's theorem makes the second one right. Where quotients
+// or remainders are below fp32's normal numbers it does not hold, and nobody asks: the formats
+// quantised to have nothing there but 0. The remainder is taken as divisor * q - x and the reciprocal
+// with the opposite sign, so that -0 stays -0. An infinite divisor leaves x * 0 and NaN leaves NaN,
+// as division does; which NaN is not promised.
+struct Divider {
+  float divisor;
+  float reciprocal;
+
+  HD explicit Divider(float by)
+      : divisor(bits_of_float(by) < 0x7f800000u ? by : 0.0f), reciprocal(1.0f / by) {}
+  HD Divider(float by, float one_by) : divisor(by), reciprocal(one_by) {}
+
+  HD float quotient(float x) const {
+    float q = x * reciprocal;
+    q = fused_multiply_add(fused_multiply_add(divisor, q, -x), -reciprocal, q);
+    return fused_multiply_add(fused_multiply_add(divisor, q, -x), -reciprocal, q);
+  }
 };
 
 }  // namespace moe_nvlink

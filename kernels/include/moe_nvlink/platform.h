@@ -35,6 +35,8 @@ constexpr bool kAlignedVectorsOnly = true;
 constexpr int kVectorsInFlight = 2;
 // Combine adds -0.0 for an absent row: a branch would keep its loads from flying together.
 constexpr bool kSkipAbsentRows = false;
+// Elements of a row that one thread quantises at a time; lanes side by side share a larger block.
+constexpr int kLaneElements = 16;
 
 // One cooperative thread array: who I am in it, and its barrier.
 struct Cta {
@@ -47,6 +49,18 @@ struct Cta {
   // The same among the threads of a warp, of which the first kWarpThreads of a CTA are one.
   static constexpr int kWarpThreads = 32;
   HD void sync_warp() const { __syncwarp(); }
+  // Threads that can exchange values without memory; all of them call the next two together.
+  static constexpr int kExchangeThreads = 32;
+  // The largest value among the `Lanes` threads side by side that this one belongs to; a power of 2.
+  template <int Lanes>
+  HD static uint32_t max_of_lanes(uint32_t value) {
+    MOE_NVLINK_UNROLL
+    for (int distance = Lanes / 2; distance > 0; distance /= 2) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, value, distance);
+      value = other > value ? other : value;
+    }
+    return value;
+  }
 };
 
 HD Cta this_cta() {
@@ -65,6 +79,81 @@ HD uint64_t now_ns() {
 struct Backoff {
   HD void pause(uint64_t /*waited_ns*/) {}
 };
+
+// a * b + c, rounded once.
+HD float fused_multiply_add(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+
+// The reciprocal as NVFP4 kernels take it: at most one unit in the last place off, 0 for what would
+// be denormal. The scales that experts' kernels divide by were made with this instruction.
+HD float reciprocal_for_fp4(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+// Conversions that the hardware has. Rounding to nearest even; what is too large becomes the largest
+// finite number, NaN 0x7f (e4m3) or 7 (e2m1).
+constexpr bool kHasFp8Conversions = true;
+
+// Two values: the first in the low byte.
+HD uint32_t e4m3_pair_of_floats(float first, float second) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+
+HD void floats_of_e4m3_pair(uint32_t pair, float& first, float& second) {
+  asm("{\n\t.reg .b32 halves;\n\t.reg .b16 low, high;\n\t"
+      "cvt.rn.f16x2.e4m3x2 halves, %2;\n\tmov.b32 {low, high}, halves;\n\t"
+      "cvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"
+      : "=f"(first), "=f"(second)
+      : "h"(static_cast<uint16_t>(pair)));
+}
+
+// The `a` and `f` forms of sm_100 and newer convert e2m1 too; sm_90a does it by arithmetic.
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
+constexpr bool kHasFp4Conversions = true;
+
+// Eight values: the first in the lowest four bits.
+HD uint32_t e2m1_of_8_floats(const float* values) {
+  uint32_t codes;
+  asm("{\n\t.reg .b8 pair<4>;\n\t"
+      "cvt.rn.satfinite.e2m1x2.f32 pair0, %2, %1;\n\t"
+      "cvt.rn.satfinite.e2m1x2.f32 pair1, %4, %3;\n\t"
+      "cvt.rn.satfinite.e2m1x2.f32 pair2, %6, %5;\n\t"
+      "cvt.rn.satfinite.e2m1x2.f32 pair3, %8, %7;\n\t"
+      "mov.b32 %0, {pair0, pair1, pair2, pair3};\n\t}"
+      : "=r"(codes)
+      : "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "f"(values[4]),
+        "f"(values[5]), "f"(values[6]), "f"(values[7]));
+  return codes;
+}
+
+HD void floats_of_8_e2m1(uint32_t codes, float* values) {
+  uint32_t halves[4];
+  asm("{\n\t.reg .b8 pair<4>;\n\tmov.b32 {pair0, pair1, pair2, pair3}, %4;\n\t"
+      "cvt.rn.f16x2.e2m1x2 %0, pair0;\n\tcvt.rn.f16x2.e2m1x2 %1, pair1;\n\t"
+      "cvt.rn.f16x2.e2m1x2 %2, pair2;\n\tcvt.rn.f16x2.e2m1x2 %3, pair3;\n\t}"
+      : "=r"(halves[0]), "=r"(halves[1]), "=r"(halves[2]), "=r"(halves[3])
+      : "r"(codes));
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\t"
+        "cvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"
+        : "=f"(values[2 * i]), "=f"(values[2 * i + 1])
+        : "r"(halves[i]));
+  }
+}
+#else
+constexpr bool kHasFp4Conversions = false;
+HD uint32_t e2m1_of_8_floats(const float*) {
+  return 0;
+}
+HD void floats_of_8_e2m1(uint32_t, float*) {}
+#endif
 
 // Programmatic dependent launch. After wait() everything the previous kernel of the stream wrote is
 // visible; launch_dependents() lets the next kernel start the part before its own wait().
@@ -116,6 +205,8 @@ constexpr bool kAlignedVectorsOnly = false;
 constexpr int kVectorsInFlight = 1;
 // The arithmetic is what combine's time goes into here, so absent rows take no part in it.
 constexpr bool kSkipAbsentRows = true;
+// Whole blocks of every recipe, and enough of them to fill vector registers.
+constexpr int kLaneElements = 128;
 
 struct Cta {
   int block;
@@ -131,6 +222,13 @@ struct Cta {
   static constexpr int kWarpThreads = num_threads > 1 ? num_threads / 2 : 1;
   void sync_warp() const {
     if constexpr (kWarpThreads > 1) warp_barrier->arrive_and_wait();
+  }
+  // A thread has whole blocks: nobody to exchange with.
+  static constexpr int kExchangeThreads = 1;
+  template <int Lanes>
+  static uint32_t max_of_lanes(uint32_t value) {
+    static_assert(Lanes == 1);
+    return value;
   }
 };
 
@@ -164,6 +262,25 @@ struct Backoff {
     }
   }
 };
+
+inline float fused_multiply_add(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+
+inline float reciprocal_for_fp4(float value) {
+  return 1.0f / value;
+}
+
+constexpr bool kHasFp8Conversions = false;
+constexpr bool kHasFp4Conversions = false;
+inline uint32_t e4m3_pair_of_floats(float, float) {
+  return 0;
+}
+inline void floats_of_e4m3_pair(uint32_t, float&, float&) {}
+inline uint32_t e2m1_of_8_floats(const float*) {
+  return 0;
+}
+inline void floats_of_8_e2m1(uint32_t, float*) {}
 
 // A host launch is a call: the previous one has returned.
 inline void pdl_wait() {}
