@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +13,18 @@ import torch
 
 from moe_nvlink_plugin import AllToAllConfig, builtin_plugins, hookspecs, plugins
 from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.transport.host import HostTransport
 
 pytestmark = pytest.mark.timeout(90)
 
-#: What a stranger ships: a recipe that sends int8 with one fp32 scale per 32, a transport that
-#: notes what it allocates.
+#: What a stranger ships: a recipe that sends int8 with one fp32 scale per 32 and leaves quantising
+#: to the caller; one that quantises, to 3-bit codes of which ten fill an int32, with an fp16 scale
+#: per 20; a transport that notes what it allocates.
 STRANGER = """
 import torch
 import pluggy
-from moe_nvlink_plugin.recipes import PayloadRow
+from moe_nvlink_plugin.recipes import PayloadRow, QuantisedRows
 from moe_nvlink_plugin.transport.host import HostTransport
 
 hookimpl = pluggy.HookimplMarker("moe_nvlink")
@@ -36,6 +39,33 @@ class Int8:
 
     def scales_row(self, hidden_size):
         return PayloadRow(torch.float32, hidden_size // 32)
+
+
+class Tenths:
+    name = "int3x20"
+    activation_dtypes = (torch.bfloat16, torch.float32)
+    needs_global_scale = True
+    quantiser = "None"
+
+    def hidden_row(self, hidden_size):
+        return PayloadRow(torch.int32, hidden_size // 10)
+
+    def scales_row(self, hidden_size):
+        return PayloadRow(torch.float16, hidden_size // 20)
+
+    def quantise(self, hidden_states, global_scale=None):
+        blocks = hidden_states.float().unflatten(1, (-1, 20)) * global_scale
+        scales = (blocks.abs().amax(2) / 3).clamp(min=2.0**-14).half()
+        codes = ((blocks / scales.float()[:, :, None]).round().clamp(-3, 3) + 3).int().flatten(1)
+        shifts = 3 * torch.arange(10, dtype=torch.int32)
+        rows = (codes.unflatten(1, (-1, 10)) << shifts).sum(2, dtype=torch.int32)
+        return QuantisedRows(rows, scales)
+
+    def dequantise(self, rows, scales, dtype, global_scale=None):
+        shifts = 3 * torch.arange(10, dtype=torch.int32)
+        codes = ((rows[:, :, None] >> shifts) & 7).flatten(1) - 3
+        blocks = codes.float().unflatten(1, (-1, 20)) * scales.float()[:, :, None] / global_scale
+        return blocks.flatten(1).to(dtype)
 
 
 class Noting(HostTransport):
@@ -59,7 +89,7 @@ class Noting(HostTransport):
 
 @hookimpl
 def moe_nvlink_recipes():
-    return [Int8()]
+    return [Int8(), Tenths()]
 
 
 @hookimpl
@@ -104,6 +134,75 @@ print("used")
 """
 
 
+#: Both ways in: activations, and rows that the caller has quantised. Of an odd hidden size, bf16,
+#: with an extra payload behind the scales, two channels, and the experts' rows back in a format of
+#: ours.
+QUANTISES = """
+import hashlib
+import torch
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, plugins
+from moe_nvlink_plugin.errors import InputError
+from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.testing import generators, random_inputs, run_ranks
+
+HIDDEN, CAPACITY = 640, 7
+SCALE = torch.tensor([0.5])
+
+def refused(body, words):
+    try:
+        body()
+    except InputError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+def rank_main(group):
+    config = AllToAllConfig(ep_size=3, ep_rank=group.rank, num_experts=7, top_k=3,
+                            hidden_size=HIDDEN, max_tokens_per_rank=CAPACITY, timeout_s=30,
+                            recipe="int3x20", combine="fp8_block", extra_payload_bytes=(5,),
+                            num_channels=2)
+    recipe = plugins.find_recipe(config)
+    hidden, ids, weights = random_inputs(config, 5 - group.rank, generators(3, 1)[group.rank])
+    extra = torch.full((len(ids), 5), group.rank, dtype=torch.uint8)
+    rows, scales = recipe.quantise(hidden, SCALE)
+    seen = []
+    with MoeAllToAll.create(config, group) as layer:
+        refused(lambda: layer.dispatch(hidden, ids, weights, [extra]), "needs global_scale")
+        refused(lambda: layer.dispatch(rows, ids, weights, [extra]), "needs scales")
+        for channel in (0, 1):
+            if channel == 0:
+                got = layer.dispatch(hidden, ids, weights, [extra], global_scale=SCALE)
+            else:
+                got = layer.dispatch(rows, ids, weights, [extra], scales=scales, channel=1)
+            assert (got.hidden_states.dtype, got.scales.dtype) == (torch.int32, torch.float16)
+            filled = torch.cat([torch.arange(count) + CAPACITY * source
+                                for source, count in enumerate(got.recv_counts.tolist())])
+            back = recipe.dequantise(got.hidden_states, got.scales, config.dtype, SCALE)
+            seen.append((group.rank, got.recv_counts.tolist(), got.hidden_states[filled].clone(),
+                         got.scales[filled].clone(), got.extra_payloads[0][filled].clone()))
+            combined = layer.combine(back, got.metadata)
+            # Each token comes back once for each rank that it went to, as its own dequantised row.
+            places = (got.metadata.send_slots >= 0).sum(1, keepdim=True)
+            ours = recipe.dequantise(rows, scales, config.dtype, SCALE).float()
+            off = (combined.float() - places * ours).abs().amax()
+            assert off < 0.1 * ours.abs().amax(), off
+    return rows, scales, seen
+
+by_rank = run_ranks(3, rank_main)
+for rows, _scales, seen in by_rank:
+    for fused, given in zip(seen[0], seen[1]):
+        equal = torch.equal(fused, given) if isinstance(fused, torch.Tensor) else fused == given
+        assert equal, "activations and the caller's rows arrive alike"
+    rank, counts, got_rows, got_scales, extras = seen[0]
+    assert extras[:, 0].tolist() == [s for s, count in enumerate(counts) for _ in range(count)]
+    for row, scale, origin in zip(got_rows, got_scales, extras[:, 0].tolist()):
+        here = (by_rank[origin][0] == row).all(1) & (by_rank[origin][1] == scale).all(1)
+        assert int(here.sum()) == 1, "a row and its scales as the recipe made them"
+print(hashlib.sha256(source.host_source().encode()).hexdigest())
+print(host.load()._library._name)
+"""
+
+
 def install(folder: Path, name: str, code: str) -> None:
     """As pip would leave it: a module and a dist-info with an entry point."""
     (folder / f"{name}.py").write_text(code)
@@ -125,6 +224,20 @@ def test_a_third_party_package(tmp_path: Path) -> None:
     done = run(tmp_path, USES_IT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "used"
+
+
+def test_a_third_party_quantiser(tmp_path: Path) -> None:
+    """A format nobody here has thought of, and the kernels are those they were without it: the same
+    text, and the same compiled library.
+    """
+    install(tmp_path, "stranger", STRANGER)
+    text = source.host_source()
+    library = host.build(text)
+    done = run(tmp_path, QUANTISES)
+    assert done.returncode == 0, done.stderr
+    digest, loaded = done.stdout.splitlines()
+    assert digest == hashlib.sha256(text.encode()).hexdigest()
+    assert Path(loaded) == library, "it is named after all that it was compiled from"
 
 
 def test_a_name_that_is_taken(tmp_path: Path) -> None:
