@@ -9,9 +9,10 @@ import torch
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.errors import DisagreementError, PeerError, UnsupportedError
 
 from .flag import BACKEND
+from .options import QUANTISE_ON_ARRIVAL, Options
 from .stats import StatsWriter
 from .watch import FailureWatch
 
@@ -29,15 +30,37 @@ class Geometry(NamedTuple):
     hidden_size: int
     max_tokens_per_rank: int
     dtype: torch.dtype
+    recipe: str | None = None
+
+
+class Proposal(NamedTuple):
+    """What one rank would set a layer up with.
+
+    layer: its name; geometry: of its exchange; static_scale: that its rows are quantised by, None
+    where they bring their own; problem: why this rank cannot set it up, None where it can.
+    """
+
+    layer: str
+    geometry: Geometry
+    static_scale: float | None
+    problem: str | None = None
 
 
 class MoeNvlinkAll2AllManager(All2AllManagerBase):
     """Owns the `MoeAllToAll` objects of the EP group; every rank creates them in layer order."""
 
     def __init__(
-        self, cpu_group: Any, tcp_store_group: Any = None, *, device: torch.device
+        self,
+        cpu_group: Any,
+        tcp_store_group: Any = None,
+        *,
+        device: torch.device,
+        options: Options | None = None,
     ) -> None:
-        """device: where this rank's layers work. cpu_group: a gloo group, for start-up only."""
+        """device: where this rank's layers work. cpu_group: a gloo group, for start-up only.
+
+        options: None takes the defaults, without asking the environment.
+        """
         super().__init__(cpu_group, tcp_store_group)
         if self.internode and device.type == "cpu":
             raise UnsupportedError(
@@ -46,6 +69,8 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
                 "ranks on one host, or drop the flag."
             )
         self.device = device
+        self.options = options or Options()
+        self._met = False
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         self._stats_writer: StatsWriter | None = None
         self._watch: FailureWatch | None = None
@@ -65,20 +90,44 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             )
         return found
 
+    def config(self, geometry: Geometry) -> AllToAllConfig:
+        """This rank's configuration of a geometry's exchange. Local; ConfigError as that raises."""
+        return AllToAllConfig(
+            ep_size=self.world_size,
+            ep_rank=self.rank,
+            combine=self.options.combine,
+            **geometry._asdict(),
+        )
+
+    def agree(self, mine: Proposal) -> None:
+        """Returns when all ranks propose the same for a layer. Collective.
+
+        Raises:
+            UnsupportedError: static scales differ; a token quantised by one rank's scale would be
+                read by another's.
+            DisagreementError: anything else differs.
+            PeerError: another rank has a problem; a rank with one of its own returns.
+        """
+        self._meet()
+        everyones: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(everyones, mine, group=self.cpu_group)
+        _refuse_differences(mine, everyones)
+
+    def _meet(self) -> None:
+        if not self._met:
+            # Ranks load weights at different speeds, for longer than an exchange would wait: the
+            # first to arrive waits by vLLM's own patience.
+            torch.distributed.barrier(self.cpu_group)
+            self._met = True
+
     def _find_or_create(self, geometry: Geometry) -> MoeAllToAll:
         if geometry in self._exchanges:
             return self._exchanges[geometry]
         first = next(iter(self._exchanges.values()), None)
-        if first is None:
-            # Ranks load weights at different speeds, for longer than an exchange would wait: the
-            # first to arrive waits by vLLM's own patience.
-            torch.distributed.barrier(self.cpu_group)
-        config = AllToAllConfig(
-            ep_size=self.world_size,
-            ep_rank=self.rank,
-            **geometry._asdict(),
+        self._meet()
+        created = MoeAllToAll.create(
+            self.config(geometry), self.cpu_group, self.device, share_with=first
         )
-        created = MoeAllToAll.create(config, self.cpu_group, self.device, share_with=first)
         self._exchanges[geometry] = created
         if first is None:
             self._start_stats(created)
@@ -154,6 +203,29 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         for exchange in self._exchanges.values():
             exchange.close()
         self._exchanges.clear()
+
+
+def _refuse_differences(mine: Proposal, everyones: list[Proposal]) -> None:
+    if mine.problem is not None:
+        return  # its own error says more
+    failed = [f"rank {r}: {p.problem}" for r, p in enumerate(everyones) if p.problem is not None]
+    if failed:
+        raise PeerError(f"{mine.layer} cannot be set up on another rank; {'; '.join(failed)}")
+    if any(
+        theirs._replace(static_scale=None) != mine._replace(static_scale=None)
+        for theirs in everyones
+    ):
+        raise DisagreementError(
+            "the ranks set up different layers or formats; "
+            + ", ".join(f"rank {r} has {p.layer}: {p.geometry}" for r, p in enumerate(everyones))
+        )
+    if len({theirs.static_scale for theirs in everyones}) > 1:
+        each = ", ".join(f"rank {r} has {p.static_scale}" for r, p in enumerate(everyones))
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: the static activation scale of {mine.layer} differs "
+            f"between ranks: {each}. vLLM takes it from the experts of each rank, but a token that "
+            f"one rank quantises is read by others. {QUANTISE_ON_ARRIVAL}"
+        )
 
 
 def _show_core_logs() -> None:

@@ -158,7 +158,13 @@ TOUCHED = (
     Touched(_KERNEL, "FusedMoEActivationFormat", "use"),
     Touched(_KERNEL, "FusedMoEKernel", "use"),
     *_methods(_KERNEL, "FusedMoEKernel", "use", __init__=("prepare_finalize", "fused_experts")),
-    *_methods(_KERNEL, "FusedMoEExpertsModular", "use", finalize_weight_and_reduce_impl=()),
+    *_methods(
+        _KERNEL,
+        "FusedMoEExpertsModular",
+        "use",
+        finalize_weight_and_reduce_impl=(),
+        workspace_dtype=("act_dtype",),
+    ),
     Touched(
         _KERNEL,
         "FusedMoEExpertsModular.output_hidden_dim",
@@ -180,6 +186,23 @@ TOUCHED = (
     Touched(_REDUCE, "TopKWeightAndReduceNoOP", "use"),
     Touched(_REDUCE, "TopKWeightAndReduceContiguous", "use", device="cuda"),
     Touched(_REDUCE, "TopKWeightAndReduceDelegate", "use", device="cuda"),
+    Touched(
+        f"{_MOE}.utils",
+        "moe_kernel_quantize_input",
+        "use",
+        (
+            *("A", "A_scale", "quant_dtype", "per_act_token_quant", "block_shape"),
+            *("is_scale_swizzled", "mx_alignment"),
+        ),
+    ),
+    Touched(
+        "vllm.model_executor.layers.quantization.utils.mxfp8_utils",
+        "swizzle_mxfp8_scale",
+        "use",
+        ("sf", "M", "K"),
+    ),
+    Touched("vllm.utils.flashinfer", "nvfp4_block_scale_interleave", "use"),
+    Touched("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used", "use", ()),
 )
 
 FIELDS = (
@@ -205,7 +228,7 @@ FIELDS = (
         "ModelConfig",
         (
             *("dtype", "get_hidden_size", "get_num_experts", "get_num_experts_per_tok"),
-            *("model", "quantization"),
+            "model",
         ),
     ),
     Fields("vllm.config", "SchedulerConfig", ("max_num_batched_tokens",)),
@@ -220,7 +243,16 @@ FIELDS = (
     ),
     Fields(f"{_MOE}.config", "FusedMoEConfig", ("require_decomposed_backend",), since="0.33"),
     Fields(f"{_MOE}.config", "FusedMoEParallelConfig", ("use_all2all_kernels",)),
-    Fields(f"{_MOE}.config", "FusedMoEQuantConfig", ("quant_dtype",)),
+    Fields(
+        f"{_MOE}.config",
+        "FusedMoEQuantConfig",
+        (
+            *("a1_gscale", "a1_scale", "block_shape", "is_scale_swizzled", "mx_alignment"),
+            *("per_act_token_quant", "quant_dtype"),
+        ),
+    ),
+    Fields(f"{_MOE}.config", "FusedMoEQuantConfig", ("is_scale_transposed",), since="0.33"),
+    Fields(_KERNEL, "FusedMoEExpertsModular", ("expects_unquantized_inputs", "quant_config")),
     Fields(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", ("moe_kernel",)),
     Fields(_KERNEL, "FusedMoEKernel", ("fused_experts", "is_monolithic", "prepare_finalize")),
     Fields(f"{_MOE}.routed_experts", "RoutedExperts", ("expert_map", "layer_name", "moe_config")),

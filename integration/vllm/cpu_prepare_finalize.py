@@ -15,18 +15,30 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
 
-from .prepare_finalize import ExpertsOutput, MoeNvlinkPrepareAndFinalize
+from .formats import DispatchFormat
+from .prepare_finalize import (
+    UNQUANTISED,
+    Arrived,
+    ExpertsOutput,
+    MoeNvlinkPrepareAndFinalize,
+)
 
 
 class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
     """Copies the filled rows out of the workspace, and the experts' rows back into their slots."""
 
-    def __init__(self, exchange: MoeAllToAll, expert_map: torch.Tensor | None) -> None:
-        super().__init__(exchange, expert_map)
+    def __init__(
+        self,
+        exchange: MoeAllToAll,
+        expert_map: torch.Tensor | None,
+        dispatch_format: DispatchFormat = UNQUANTISED,
+    ) -> None:
+        super().__init__(exchange, expert_map, dispatch_format)
         self._slices: list[slice] = []  # the filled rows, one slice per source rank
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """Refuses experts that would leave weighting or summing over their top_k to us."""
+        """Refuses experts that would leave weighting or summing over their top_k to us. Local."""
+        super().post_init_setup(fused_experts)
         left_open = fused_experts.finalize_weight_and_reduce_impl()
         if not isinstance(left_open, TopKWeightAndReduceNoOP):
             raise UnsupportedError(
@@ -34,15 +46,17 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 "CPU ranks only experts that weight and sum their rows themselves are served."
             )
 
-    def _hand_out(self, received: Dispatched) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _hand_out(self, received: Dispatched) -> Arrived:
         slices = self._slices = _filled(
             received.recv_counts, self._exchange.config.max_tokens_per_rank
         )
         ids = _gather(received.topk_ids, slices)
         weights = _gather(received.topk_weights, slices)
         local = (ids >= self._first) & (ids < self._end)
-        return (
+        scales = received.scales
+        return Arrived(
             _gather(received.hidden_states, slices),
+            None if scales is None else _gather(scales, slices),
             torch.where(local, ids - self._first, 0),
             torch.where(local, weights, 0.0),
         )

@@ -27,7 +27,13 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
 
-from .prepare_finalize import ExpertsOutput, MoeNvlinkPrepareAndFinalize
+from .formats import DispatchFormat
+from .prepare_finalize import (
+    UNQUANTISED,
+    Arrived,
+    ExpertsOutput,
+    MoeNvlinkPrepareAndFinalize,
+)
 
 _SERVED = (TopKWeightAndReduceNoOP, TopKWeightAndReduceContiguous, TopKWeightAndReduceDelegate)
 
@@ -40,8 +46,13 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
     the slots of the largest one. vLLM has agreed the batch sizes among the ranks by then.
     """
 
-    def __init__(self, exchanges: Sequence[MoeAllToAll], expert_map: torch.Tensor | None) -> None:
-        super().__init__(exchanges[-1], expert_map)
+    def __init__(
+        self,
+        exchanges: Sequence[MoeAllToAll],
+        expert_map: torch.Tensor | None,
+        dispatch_format: DispatchFormat = UNQUANTISED,
+    ) -> None:
+        super().__init__(exchanges[-1], expert_map, dispatch_format)
         config = exchanges[-1].config
         if expert_map is None and config.ep_size > 1:
             raise UnsupportedError(
@@ -62,6 +73,7 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Refuses experts whose output combine cannot take. Local."""
+        super().post_init_setup(fused_experts)
         name = type(fused_experts).__name__
         left_open = fused_experts.finalize_weight_and_reduce_impl()
         if not isinstance(left_open, _SERVED):
@@ -120,12 +132,13 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
             return topk_ids
         return torch.where(is_padding.unsqueeze(1), self._nowhere, topk_ids)
 
-    def _hand_out(self, received: Dispatched) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _hand_out(self, received: Dispatched) -> Arrived:
         ids = received.topk_ids
         foreign = ids.clamp(self._first, self._end - 1) != ids
         # Fresh tensors: the receive buffer is the peers' to write, and combine's to rely on.
-        return (
+        return Arrived(
             received.hidden_states,
+            received.scales,
             torch.where(foreign, self._elsewhere, ids),
             torch.where(foreign, self._weightless, received.topk_weights),
         )

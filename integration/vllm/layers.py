@@ -17,12 +17,14 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
 
-from .all2all_manager import Geometry, MoeNvlinkAll2AllManager
+from .all2all_manager import Geometry, MoeNvlinkAll2AllManager, Proposal
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
 from .flag import BACKEND, selected_here
+from .formats import DispatchFormat, choose
 from .prepare_finalize import MoeNvlinkPrepareAndFinalize
 
 logger = logging.getLogger("vllm.plugins.moe_nvlink")
@@ -98,16 +100,17 @@ def _rebuild_after_loading(quant_method: Any) -> None:
 def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
     """Puts our prepare/finalize in front of the experts vLLM chose. Collective over the EP group.
 
-    Raises UnsupportedError for experts outside the modular kernel and for an expert placement
-    that is not contiguous.
+    Raises UnsupportedError for experts outside the modular kernel, for an expert placement that is
+    not contiguous, and for rows or scales in a format that cannot travel; ConfigError for a hidden
+    size that the format cannot do.
     """
     kernel = quant_method.moe_kernel
     if kernel is None or kernel.is_monolithic:
         raise UnsupportedError(
             f"--all2all-backend {BACKEND}: {layer.layer_name} is served by "
-            f"{type(quant_method).__name__} without vLLM's modular kernel. Use weights in "
-            "bfloat16, float16 or float32; where experts of vLLM's choice route inside their "
-            "kernel, choose others with --moe-backend (triton is one); or use another backend."
+            f"{type(quant_method).__name__} without vLLM's modular kernel. Where experts of "
+            "vLLM's choice route inside their kernel, choose others with --moe-backend (triton is "
+            "one); or use weights in another format, or another backend."
         )
     if isinstance(kernel.prepare_finalize, MoeNvlinkPrepareAndFinalize):
         return  # weights were updated in place; the kernel is still ours
@@ -127,15 +130,54 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
         max_tokens_per_rank=-(-moe.max_num_tokens // moe.sp_size),
         dtype=moe.in_dtype,
     )
-    prepare_finalize = _prepare_finalize(manager, geometry, layer.expert_map)
+    chosen = _agreed_format(manager, layer.layer_name, kernel.fused_experts, geometry)
+    if chosen.recipe is not None:
+        geometry = geometry._replace(recipe=chosen.recipe.name)
+    prepare_finalize = _prepare_finalize(manager, geometry, layer.expert_map, chosen)
     quant_method.moe_kernel = mk.FusedMoEKernel(prepare_finalize, kernel.fused_experts)
-    logger.debug("moe_nvlink serves %s: %s", layer.layer_name, geometry)
+    logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, geometry, chosen)
+
+
+def _agreed_format(
+    manager: MoeNvlinkAll2AllManager, layer_name: str, experts: Any, geometry: Geometry
+) -> DispatchFormat:
+    """How the layer's rows travel. Collective: one rank's refusal is told to all."""
+
+    def find_recipe(name: str) -> Any:
+        return MoeAllToAll.check(manager.config(geometry._replace(recipe=name)))
+
+    chosen, scale, problem = DispatchFormat(), None, None
+    try:
+        chosen = choose(
+            experts,
+            geometry.hidden_size,
+            geometry.dtype,
+            manager.device,
+            manager.options,
+            find_recipe,
+        )
+        scale = chosen.static_scale(experts.quant_config)
+    except MoeNvlinkError as error:
+        problem = error
+    mine = Proposal(
+        layer_name,
+        geometry._replace(recipe=None if chosen.recipe is None else chosen.recipe.name),
+        scale,
+        None if problem is None else str(problem),
+    )
+    manager.agree(mine)
+    if problem is not None:
+        raise type(problem)(f"--all2all-backend {BACKEND}: {layer_name}: {problem}") from problem
+    return chosen
 
 
 def _prepare_finalize(
-    manager: MoeNvlinkAll2AllManager, geometry: Geometry, expert_map: torch.Tensor | None
+    manager: MoeNvlinkAll2AllManager,
+    geometry: Geometry,
+    expert_map: torch.Tensor | None,
+    chosen: DispatchFormat,
 ) -> MoeNvlinkPrepareAndFinalize:
     """The class for this rank's device. Collective where it creates exchanges."""
     if manager.device.type == "cuda":
-        return CudaPrepareAndFinalize(manager.exchanges_by_capacity(geometry), expert_map)
-    return CpuPrepareAndFinalize(manager.exchange(geometry), expert_map)
+        return CudaPrepareAndFinalize(manager.exchanges_by_capacity(geometry), expert_map, chosen)
+    return CpuPrepareAndFinalize(manager.exchange(geometry), expert_map, chosen)

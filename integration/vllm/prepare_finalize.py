@@ -4,8 +4,9 @@ Who weights and who reduces: the experts apply the router weights and sum over t
 (vLLM calls that TopKWeightAndReduceNoOP); our combine sums the partial rows of the ranks,
 unweighted.
 
-What the experts of a device can be handed differs: `cpu_prepare_finalize` gathers the filled rows,
-`cuda_prepare_finalize` leaves them where the peers put them.
+In which format rows travel is `formats`' to say. What the experts of a device can be handed
+differs: `cpu_prepare_finalize` gathers the filled rows, `cuda_prepare_finalize` leaves them where
+the peers put them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 
+from .formats import DispatchFormat
+
+#: Activations as they are, for experts that take floats.
+UNQUANTISED = DispatchFormat()
+
 
 class Round(NamedTuple):
     """A dispatch that waits for its combine, and the exchange it went through."""
@@ -28,13 +34,32 @@ class Round(NamedTuple):
     received: Dispatched
 
 
+class Arrived(NamedTuple):
+    """Rows that arrived, in the dtypes that travel, with ids and weights for the experts.
+
+    rows `[num_rows, elements]`, scales `[num_rows, scales per row]` or None, ids int32 and weights
+    fp32 `[num_rows, top_k]`, with weight 0 for choices of other ranks.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
 class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC):
     """One per MoE layer; layers of one geometry share the exchange behind it."""
 
-    def __init__(self, exchange: MoeAllToAll, expert_map: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        exchange: MoeAllToAll,
+        expert_map: torch.Tensor | None,
+        dispatch_format: DispatchFormat = UNQUANTISED,
+    ) -> None:
         super().__init__()
         config = exchange.config
         self._exchange = exchange
+        self._format = dispatch_format
         self._first, self._end = local_expert_range(
             config.num_experts, config.ep_size, config.ep_rank
         )
@@ -64,6 +89,17 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         """True: after finalize every token's row is complete on its own rank."""
         return True
 
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """Refuses experts whose output has another type than combine reduces. Local."""
+        config = self._exchange.config
+        made = fused_experts.workspace_dtype(config.dtype)
+        if made != config.dtype:
+            raise UnsupportedError(
+                f"{type(fused_experts).__name__} reduces its rows into {made}; combine (format "
+                f"{config.combine}) takes partial rows of {config.dtype} only. Choose other "
+                "experts with --moe-backend, or another --dtype."
+            )
+
     # The two verbs.
 
     def prepare(
@@ -80,26 +116,35 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         """Dispatches, and hands out the rows that arrived. Collective.
 
         a1 [num_tokens, hidden_size], topk_weights and topk_ids [num_tokens, top_k]; returns rows
-        [num_rows, hidden_size], no scales, no counts, ids int32 and weights fp32
-        [num_rows, top_k]; which rows and which ids is the subclass's to say. Raises
-        UnsupportedError for a quantised input, ExchangeTimeoutError when a rank does not arrive.
+        and scales as the experts take them (README.md has a table), no counts, ids int32 and
+        weights fp32 [num_rows, top_k]; which rows and ids is the subclass's to say. Raises
+        UnsupportedError when the experts take another format than the layer was set up for,
+        ExchangeTimeoutError when a rank does not arrive.
         """
-        if quant_config.quant_dtype is not None and not defer_input_quant:
+        wanted = None if defer_input_quant else quant_config.quant_dtype
+        if wanted != self._format.quant_dtype:
             raise UnsupportedError(
-                f"dispatch of activations quantised to {quant_config.quant_dtype} is not in this "
-                "release. Use experts with bfloat16, float16 or float32 weights."
+                f"the experts ask for rows of {wanted}, the exchange was set up for "
+                f"{self._format.quant_dtype} when their weights were loaded. Please report this "
+                "with the command that started vLLM."
             )
         if apply_router_weight_on_input:
             a1 = _weighted(a1, topk_weights)
         exchange = self._exchange_of_this_step()
+        sent = self._format.send(a1.contiguous(), quant_config)
         received = exchange.dispatch(
-            a1.contiguous(),
+            sent.rows,
             self._destinations(topk_ids).contiguous(),
             topk_weights.contiguous().to(torch.float32),
+            scales=sent.scales,
+            global_scale=sent.global_scale,
         )
         self._round = Round(exchange, received)
-        rows, ids, weights = self._hand_out(received)
-        return rows, None, None, ids, weights
+        arrived = self._hand_out(received)
+        rows, scales = self._format.receive(
+            arrived.rows, arrived.scales, arrived.weights, quant_config
+        )
+        return rows, scales, None, arrived.ids, arrived.weights
 
     def finalize(
         self,
@@ -143,8 +188,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         return topk_ids
 
     @abc.abstractmethod
-    def _hand_out(self, received: Dispatched) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, ids and weights as this device's experts take them. Local."""
+    def _hand_out(self, received: Dispatched) -> Arrived:
+        """The rows that this device's experts get; ids and weights as they take them. Local."""
 
     @abc.abstractmethod
     def _fill(self, region: torch.Tensor, received: Dispatched, done: ExpertsOutput) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 
 from . import compat
 from .flag import BACKEND, CARRIER
+from .options import AUTO, UNQUANTISED, Options, options_of
 
 #: Devices whose ranks a transport of ours serves.
 DEVICES = ("cpu", "cuda")
@@ -34,8 +35,13 @@ def check(vllm_config: Any, device_type: str) -> None:
         *_untried_sizes(vllm_config.parallel_config, device_type),
     ]
     problems += _features(vllm_config)
+    options = Options()
+    try:
+        options = options_of(vllm_config)
+    except ConfigError as error:
+        problems.append(f"{error}.")
     if vllm_config.model_config is not None and not problems:
-        problems += _model(vllm_config, device_type)
+        problems += _model(vllm_config, device_type, options)
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise UnsupportedError(
@@ -98,7 +104,7 @@ def _features(vllm_config: Any) -> Iterator[str]:
         yield "LoRA: remove --enable-lora (adapters would not follow their tokens)."
 
 
-def _model(vllm_config: Any, device_type: str) -> Iterator[str]:
+def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_experts = model.get_num_experts()
     if num_experts <= 0:
@@ -110,14 +116,10 @@ def _model(vllm_config: Any, device_type: str) -> Iterator[str]:
             f"{num_experts} experts on {ep_size} ranks (--data-parallel-size times "
             "--tensor-parallel-size): every rank needs at least one expert."
         )
-    if model.quantization is not None:
-        yield (
-            f"--quantization {model.quantization}: experts with bfloat16, float16 or float32 "
-            "weights only, in this release."
-        )
     hidden_size = model.get_hidden_size()
+    named = options.dispatch not in (AUTO, UNQUANTISED)
     try:  # the limits of the exchange itself, before any worker has started
-        AllToAllConfig(
+        config = AllToAllConfig(
             ep_size=ep_size,
             ep_rank=0,
             num_experts=num_experts,
@@ -125,9 +127,14 @@ def _model(vllm_config: Any, device_type: str) -> Iterator[str]:
             hidden_size=hidden_size,
             max_tokens_per_rank=vllm_config.scheduler_config.max_num_batched_tokens,
             dtype=model.dtype,
+            combine=options.combine,
+            # What "auto" becomes is known only when the experts are chosen.
+            recipe=options.dispatch if named else None,
         )
+        MoeAllToAll.check(config)
     except ConfigError as error:
-        yield f"the exchange cannot serve {model.model}: {error}."
+        also = f" (dispatch may also be {AUTO} or {UNQUANTISED})" if named else ""
+        yield f"the exchange cannot serve {model.model}: {error}{also}."
     if device_type == "cpu" and hidden_size % CPU_HIDDEN_MULTIPLE:
         yield (
             f"hidden_size {hidden_size} of {model.model}: vLLM's CPU experts need a multiple of "

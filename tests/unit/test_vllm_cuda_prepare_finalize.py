@@ -25,6 +25,7 @@ from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.prepare_finalize import Arrived
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.unit.vllm_layer import (
     CAPACITY,
@@ -92,9 +93,8 @@ def test_the_layer_is_the_dense_one(ep_size: int, left_open: str) -> None:
 class _LeavesEmptySlots(CudaPrepareAndFinalize):
     """Hands the -1 of empty slots on."""
 
-    def _hand_out(self, received: Dispatched) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, _, weights = super()._hand_out(received)
-        return rows, received.topk_ids.clone(), weights
+    def _hand_out(self, received: Dispatched) -> Arrived:
+        return super()._hand_out(received)._replace(ids=received.topk_ids.clone())
 
 
 class _WrongSlots(CudaPrepareAndFinalize):
@@ -133,8 +133,8 @@ def _handed_out(group: Any) -> None:
     layer = Layer(group)
     exchange, taken = layer.exchanges[-1], list[Dispatched]()
 
-    def spied(*arguments: Any) -> Dispatched:
-        taken.append(MoeAllToAll.dispatch(exchange, *arguments))
+    def spied(*arguments: Any, **more: Any) -> Dispatched:
+        taken.append(MoeAllToAll.dispatch(exchange, *arguments, **more))
         return taken[0]
 
     exchange.dispatch = spied  # type: ignore[method-assign,assignment]
@@ -297,7 +297,7 @@ class WithoutData:
         return torch.empty((self.slots, *row), dtype=dtype, device="meta")
 
     def dispatch(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **_: Any
     ) -> Dispatched:
         return Dispatched(
             hidden_states=self._empty(HIDDEN_SIZE, dtype=hidden.dtype),

@@ -135,15 +135,15 @@ def decomposed():
 @scenario
 def classes_by_device():
     made = []
-    layers.CudaPrepareAndFinalize = lambda exchanges, expert_map: made.append(["cuda", exchanges])
-    layers.CpuPrepareAndFinalize = lambda exchange, expert_map: made.append(["cpu", exchange])
+    layers.CudaPrepareAndFinalize = lambda exchanges, *more: made.append(["cuda", exchanges])
+    layers.CpuPrepareAndFinalize = lambda exchange, *more: made.append(["cpu", exchange])
     for device in ("cpu", "cuda"):
         manager = SimpleNamespace(
             device=torch.device(device),
             exchange=lambda geometry: "one",
             exchanges_by_capacity=lambda geometry: ["small", "large"],
         )
-        layers._prepare_finalize(manager, None, None)
+        layers._prepare_finalize(manager, None, None, None)
     return made
 
 

@@ -193,7 +193,7 @@ def test_router_weights_on_the_input_need_top_k_1(one_rank: MoeAllToAll) -> None
         _prepare(_prepare_finalize(one_rank), _work(4, 0), apply_router_weight_on_input=True)
 
 
-def test_quantised_input_is_refused(one_rank: MoeAllToAll) -> None:
+def test_a_format_that_was_not_agreed_is_refused(one_rank: MoeAllToAll) -> None:
     quantised = SimpleNamespace(quant_dtype=torch.float8_e4m3fn)
     with pytest.raises(UnsupportedError, match="float8_e4m3fn"):
         _prepare(
@@ -210,7 +210,10 @@ def test_experts_that_leave_the_reduction_open_are_refused(one_rank: MoeAllToAll
     subject = _prepare_finalize(one_rank)
     delegate = topk_weight_and_reduce.TopKWeightAndReduceDelegate()
     for left_open in (_no_op(), delegate):
-        experts: Any = SimpleNamespace(finalize_weight_and_reduce_impl=lambda impl=left_open: impl)
+        experts: Any = SimpleNamespace(
+            finalize_weight_and_reduce_impl=lambda impl=left_open: impl,
+            workspace_dtype=lambda dtype: dtype,
+        )
         if left_open is delegate:
             with pytest.raises(UnsupportedError, match="TopKWeightAndReduceDelegate"):
                 subject.post_init_setup(experts)
@@ -281,9 +284,10 @@ def _ragged_rounds(ep_rank: int, ep_size: int) -> list[float]:
 
 def _manager(cpu_group: Any) -> Any:
     """Our manager without vLLM's parallel state behind it."""
-    from moe_nvlink_plugin.integration.vllm import all2all_manager
+    from moe_nvlink_plugin.integration.vllm import all2all_manager, options
 
     manager = object.__new__(all2all_manager.MoeNvlinkAll2AllManager)
+    manager.options, manager._met = options.Options(), False
     manager.cpu_group, manager.rank = cpu_group, cpu_group.rank()
     manager.world_size = cpu_group.size()
     manager._exchanges, manager._stats_writer, manager._watch = {}, None, None

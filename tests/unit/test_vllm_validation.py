@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration.vllm import compat, flag, validation
+from moe_nvlink_plugin.integration.vllm.options import KEY, Options, options_of
 
 README = Path(__file__).parents[2] / "integration" / "README.md"
 
@@ -59,7 +60,6 @@ def _parallel(**values: Any) -> SimpleNamespace:
 def _model(**values: Any) -> SimpleNamespace:
     good = {
         "model": "tiny",
-        "quantization": None,
         "dtype": torch.float32,
         "get_num_experts": lambda: 16,
         "get_num_experts_per_tok": lambda: 4,
@@ -68,13 +68,15 @@ def _model(**values: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**good, **values})
 
 
-def _config(parallel: Any = None, model: Any = None, lora: Any = None) -> SimpleNamespace:
+def _config(
+    parallel: Any = None, model: Any = None, lora: Any = None, **options: Any
+) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=parallel or _parallel(),
         model_config=model or _model(),
         lora_config=lora,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
-        additional_config={flag.KEY: flag.BACKEND},
+        additional_config={flag.KEY: flag.BACKEND, **({KEY: options} if options else {})},
     )
 
 
@@ -120,7 +122,6 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         (_config(_parallel(enable_elastic_ep=True)), "cpu", "--enable-elastic-ep"),
         (_config(_parallel(enable_eplb=True)), "cpu", "--enable-eplb"),
         (_config(_parallel(nnodes=2)), "cpu", "--nnodes is 2"),
-        (_config(model=_model(quantization="fp8")), "cpu", "--quantization fp8"),
         (_config(model=_model(get_num_experts=lambda: 0)), "cpu", "no MoE layers"),
         (_config(model=_model(get_num_experts_per_tok=lambda: 40)), "cpu", "top_k=40"),
         (_config(lora=object()), "cpu", "--enable-lora"),
@@ -128,7 +129,6 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
         (_config(_parallel(enable_eplb=True)), "cuda", "--enable-eplb"),
         (_config(_parallel(pipeline_parallel_size=2)), "cuda", "--pipeline-parallel-size is 2"),
-        (_config(model=_model(quantization="fp8")), "cuda", "--quantization fp8"),
         (_config(lora=object()), "cuda", "--enable-lora"),
     ],
 )
@@ -160,6 +160,59 @@ def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:
         hf_overrides={"hidden_size": 100},
     )
     assert not flag.is_selected(config)
+
+
+# What can be chosen.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dispach": "mxfp8"}, ["no 'dispach'", "dispatch, combine, quantise"]),
+        ({"dispatch": "fp7"}, ["'fp7' is unknown", "fp8_block", "nvfp4", "auto or bf16"]),
+        ({"dispatch": 8}, ["dispatch=8"]),
+        ({"combine": "mxfp8"}, ["combine='mxfp8'", "bf16, fp8_block, nvfp4"]),
+        ({"quantise": "torch"}, ["quantise='torch'", "fused, framework"]),
+        ({"dispatch": "fp8_block"}, ["hidden_size=100", "multiple of 128", "recipe fp8_block"]),
+        ({"dispatch": "mxfp8"}, ["hidden_size=100", "multiple of 32"]),
+        ({"combine": "nvfp4"}, ["combine='nvfp4'", "multiple of 16", "got 100"]),
+        ({"dispatch": "nvfp4", "dispatch_global_scale": 0}, ["dispatch_global_scale=0"]),
+        ({"dispatch": "nvfp4", "dispatch_global_scale": True}, ["dispatch_global_scale=True"]),
+        ({"dispatch": "nvfp4", "dispatch_global_scale": float("nan")}, ["=nan", "2^126"]),
+        ({"dispatch_global_scale": 2.0}, ["which is 'auto'"]),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], words: list[str]) -> None:
+    model = _model(get_hidden_size=lambda: 100)
+    with pytest.raises(UnsupportedError, match="cannot serve") as caught:
+        validation.check(_config(model=model, **options), "cuda")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_options_must_be_a_dict() -> None:
+    config = SimpleNamespace(additional_config={KEY: "mxfp8"})
+    with pytest.raises(ConfigError, match="is a str, it must be a dict of dispatch, combine"):
+        options_of(config)
+
+
+def test_a_quantised_model_and_all_options_pass() -> None:
+    """Which formats its experts take is known when they are chosen."""
+    for device in ("cpu", "cuda"):
+        for options in ({}, {"dispatch": "bf16"}, {"dispatch": "nvfp4", "combine": "fp8_block"}):
+            validation.check(_config(model=_model(quantization="fp8"), **options), device)
+
+
+def test_the_configuration_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of(None) == Options()
+    monkeypatch.setenv("MOE_NVLINK_DISPATCH", "mxfp8")
+    monkeypatch.setenv("MOE_NVLINK_COMBINE", "nvfp4")
+    assert options_of(_config()) == Options(dispatch="mxfp8", combine="nvfp4")
+    assert options_of(_config(combine="bf16")) == Options(dispatch="mxfp8", combine="bf16")
+    assert options_of(_config(dispatch="auto")).dispatch == "auto"
+    monkeypatch.setenv("MOE_NVLINK_COMBINE", "fp4")
+    with pytest.raises(ConfigError, match="MOE_NVLINK_COMBINE='fp4'"):
+        options_of(_config())
 
 
 # The names we touch.

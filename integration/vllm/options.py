@@ -1,0 +1,101 @@
+"""What a user can choose beside the backend: ``additional_config["moe_nvlink"]``, two variables.
+
+The keys are the fields of `Options`. ``MOE_NVLINK_DISPATCH`` and ``MOE_NVLINK_COMBINE`` are the
+defaults of two of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from moe_nvlink_plugin import env
+from moe_nvlink_plugin.config import COMBINE_FORMATS
+from moe_nvlink_plugin.errors import ConfigError
+
+KEY = "moe_nvlink"
+AUTO = "auto"
+UNQUANTISED = "bf16"
+FUSED, FRAMEWORK = "fused", "framework"
+
+#: The way out of most refusals of a format.
+QUANTISE_ON_ARRIVAL = (
+    "To serve it all the same, let rows travel unquantised and vLLM quantise those that arrived: "
+    f'--additional-config \'{{"{KEY}": {{"dispatch": "{UNQUANTISED}"}}}}\', or '
+    f"MOE_NVLINK_DISPATCH={UNQUANTISED}."
+)
+
+
+class Options(NamedTuple):
+    """One worker's choices; equal on all ranks.
+
+    dispatch: "auto": the format that the model's experts take. "bf16": activations as they are,
+        in the model's own type; where experts take quantised rows, vLLM quantises what arrived.
+        Any other: the name of a recipe, made float again on arrival for experts that take floats.
+    combine: AllToAllConfig.combine.
+    quantise: who quantises before an "auto" dispatch. "fused": our kernel, where its bits are those
+        of vLLM's quantiser. "framework": vLLM's quantiser.
+    dispatch_global_scale: of a recipe named in `dispatch` that takes one; nvfp4 has 1.0 otherwise.
+    """
+
+    dispatch: str = AUTO
+    combine: str = UNQUANTISED
+    quantise: str = FUSED
+    dispatch_global_scale: float | None = None
+
+
+_ALLOWED = {"combine": COMBINE_FORMATS, "quantise": (FUSED, FRAMEWORK)}
+
+
+def options_of(vllm_config: Any) -> Options:
+    """The choices of a configuration (any object, None included). Local.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is not allowed; both are listed. The names of
+            recipes are checked with the model, by `validation`.
+    """
+    additional = getattr(vllm_config, "additional_config", None)
+    given = (additional.get(KEY) if isinstance(additional, dict) else None) or {}
+    where = f'additional_config["{KEY}"]'
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} is a {type(given).__name__}, it must be a dict of {_keys()}")
+    unknown = sorted(set(given) - set(Options._fields), key=str)
+    if unknown:
+        raise ConfigError(f"{where} has no {', '.join(map(repr, unknown))}; its keys are {_keys()}")
+    defaults = {"dispatch": env.dispatch() or AUTO, "combine": env.combine()}
+    chosen = Options(**{**defaults, **given})
+    for field, allowed in _ALLOWED.items():
+        value = getattr(chosen, field)
+        if value not in allowed:
+            source = _source(field, given, where)
+            raise ConfigError(f"{source}={value!r} is not one of {', '.join(allowed)}")
+    if not isinstance(chosen.dispatch, str):
+        raise ConfigError(
+            f"{where}: dispatch={chosen.dispatch!r} is not {AUTO}, {UNQUANTISED} or a recipe's name"
+        )
+    _check_global_scale(chosen, where)
+    return chosen
+
+
+def _keys() -> str:
+    return ", ".join(Options._fields)
+
+
+def _source(field: str, given: dict[str, Any], where: str) -> str:
+    """Where a value came from, as a user would look for it."""
+    return f"{where}: {field}" if field in given else f"MOE_NVLINK_{field.upper()}"
+
+
+def _check_global_scale(chosen: Options, where: str) -> None:
+    scale = chosen.dispatch_global_scale
+    if scale is None:
+        return
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not number or not 2.0**-126 <= scale <= 2.0**126:
+        raise ConfigError(
+            f"{where}: dispatch_global_scale={scale!r} must be a number from 2^-126 to 2^126"
+        )
+    if chosen.dispatch in (AUTO, UNQUANTISED):
+        raise ConfigError(
+            f"{where}: dispatch_global_scale is for a recipe named in dispatch, which is "
+            f"{chosen.dispatch!r}; remove it (the model brings its own scales)"
+        )
