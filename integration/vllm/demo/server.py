@@ -35,7 +35,6 @@ Progress = Callable[[float, str], None]
 
 #: Two servers of several processes share a few cores, so nobody binds cores or starts many threads.
 CPU_ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -45,12 +44,15 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 #: float32, because two rounded partial sums of bf16 are not one sum, and greedy tokens show it.
 CPU_ARGUMENTS: Sequence[str] = (
     "--dtype=float32",
+    f"--kv-cache-memory-bytes={64 << 20}",  # of some 40 000 tokens of a tiny model
     "--skip-tokenizer-init",
     "--max-model-len=512",
     "--max-num-seqs=16",
     "--no-enable-prefix-caching",
 )
 SERVED_NAME = "tiny"
+#: What Python runs to start a server.
+API_SERVER: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server")
 #: How a traceback ends: a class name and its message, behind vLLM's prefix or not.
 _EXCEPTION_LINE = re.compile(r"(^|\] )[\w.]*(Error|Exception|Refused|Exit)\b.*: ")
 
@@ -74,7 +76,8 @@ class VllmServer:
 
     model: checkpoint folder. name: for messages and the log file. folder: where the log goes.
     arguments: vLLM flags after ours. environment: variables over ours. with_plugins: False starts
-    vLLM with no plugin at all, ours included. Creating one starts the process, without waiting.
+    vLLM with no plugin at all, ours included. program: what Python is to run, a module or script
+    that takes vLLM's flags. Creating one starts the process, without waiting.
     """
 
     def __init__(
@@ -86,13 +89,14 @@ class VllmServer:
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         with_plugins: bool = True,
+        program: Sequence[str] = API_SERVER,
     ) -> None:
         self.name = name
         self.port = _free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / f"{name.replace(' ', '-')}.log"
         self.command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(sys.executable, *program),
             *("--model", str(model), "--served-model-name", SERVED_NAME),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *CPU_ARGUMENTS,
