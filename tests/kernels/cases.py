@@ -44,6 +44,10 @@ class Case:
     def ep_size(self) -> int:
         return len(self.tokens)
 
+    @property
+    def has_scales(self) -> bool:
+        return self.recipe in _WITH_SCALES
+
     def config(self, ep_rank: int) -> AllToAllConfig:
         return AllToAllConfig(
             ep_size=self.ep_size,
@@ -99,6 +103,8 @@ RECIPES = {"fp8_block": 128, "fp8_token": 1, "fp8_tensor": 1, "mxfp8": 32, "nvfp
 #: In what format rows may travel back, and the same of those.
 COMBINE_FORMATS = {"bf16": 1, "fp8_block": 128, "nvfp4": 16}
 
+_WITH_SCALES = ("fp8_block", "fp8_token", "mxfp8", "nvfp4")
+
 #: fp8_tensor: the largest activations saturate. nvfp4: so do the block scales of the largest.
 _GLOBAL_SCALES = {"fp8_tensor": 0.75, "nvfp4": 11.0}
 
@@ -153,8 +159,7 @@ def with_formats(case: Case, recipe: str | None, combine: str = "bf16") -> Case:
     """The case with rows that travel in other formats; sizes are raised to what those take."""
     block = math.lcm(RECIPES.get(recipe or "", 1), COMBINE_FORMATS[combine])
     parts = [case.name, recipe or "", "" if combine == "bf16" else f"{combine} back"]
-    # Eight payloads are the most, and scales are one.
-    most_extras = 6 if recipe in ("fp8_block", "fp8_token", "mxfp8", "nvfp4") else 7
+    most_extras = 6 if recipe in _WITH_SCALES else 7  # eight payloads are the most
     return dataclasses.replace(
         case,
         name=", ".join(part for part in parts if part),

@@ -33,6 +33,9 @@ from tests.kernels import cases, compare, emulated_text
 from tests.kernels.cases import Case, Inputs, Seen
 from tests.kernels.delays import replace_once
 
+#: What combine makes for the peers where rows travel back in a format.
+COMBINE_REGIONS = ("combine_rows", "combine_scales", "combine_row_scales")
+
 THREADS = emulated_text.THREADS  # of a CTA on the GPU, where a test does not say otherwise
 
 
@@ -115,7 +118,7 @@ def ctas_per_rank(ranks: int, num_sms: int, ctas_per_sm: int, wanted: int) -> in
 
 
 @functools.cache
-def cubin(top_k: int, element: int, count: int, architecture: str, **options: bool) -> bytes:
+def cubin(top_k: int, element: int, count: int, architecture: str, **options: int) -> bytes:
     """Machine code of the emulated kernels; options of emulated_text.device_source.
 
     With sleeps and whole rounds in them they may spill registers, which is no mistake here.
@@ -128,7 +131,7 @@ def broken_cubin(line: str, instead: str) -> Callable[..., bytes]:
     """As cubin, of a text in which something stands in the place of one line."""
 
     def compile_broken(
-        top_k: int, element: int, count: int, architecture: str, **options: bool
+        top_k: int, element: int, count: int, architecture: str, **options: int
     ) -> bytes:
         text = emulated_text.device_source(top_k, element, count, **options)
         return nvrtc.compile_cubin(replace_once(text, line, instead), architecture, strict=False)
@@ -141,6 +144,9 @@ class CudaBackend:
 
     Without PDL the launch is cooperative. With PDL, which nothing says a cooperative launch may
     have, residency is what `ctas_per_rank` counted; it holds while this process has the GPU alone.
+
+    Args:
+        post_quant: dispatch takes rows that the caller has quantised.
     """
 
     def __init__(
@@ -150,6 +156,7 @@ class CudaBackend:
         config: AllToAllConfig,
         *,
         pdl: bool = False,
+        post_quant: bool = False,
         device: str = "cuda:0",
         **options: bool,
     ) -> None:
@@ -158,8 +165,16 @@ class CudaBackend:
         self._pdl = pdl
         self._count = most_ranks_for(ranks)
         gpu = driver.device(index)
-        element = arguments.element_code(config.dtype)
-        code = cubin(config.top_k, element, self._count, gpu.architecture, pdl=pdl, **options)
+        code = cubin(
+            config.top_k,
+            arguments.element_code(config.dtype),
+            self._count,
+            gpu.architecture,
+            pdl=pdl,
+            quantiser=0 if post_quant else arguments.quantiser_code(find_recipe(config)),
+            combine=arguments.combine_code(config),
+            **options,
+        )
         self._num_sms = gpu.num_sms
         verbs = emulated_text.verbs(**options)
         with driver.on_device(index):
@@ -271,7 +286,8 @@ def make_backend(
 ) -> Backend:
     """A back end for a case's ranks. On the GPU each rank gets `ctas` CTAs, or what fits.
 
-    `fused`, `pdl`: as in emulated_text.device_source; the CPU's has both verbs and rounds.
+    `fused`, `pdl`: as in emulated_text.device_source; `post_quant`: as CudaBackend's. The CPU's has
+    all of it, whatever they say.
     """
     if name == "cpu":
         return CpuBackend(case.ep_size, ctas, delays=delays)
@@ -283,6 +299,7 @@ class Received(NamedTuple):
     """One rank's views of what arrived; as MoeAllToAll's Dispatched."""
 
     hidden_states: torch.Tensor
+    scales: torch.Tensor | None
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     extras: tuple[torch.Tensor, ...]
@@ -304,6 +321,7 @@ class EmulatedRanks:
     Args:
         config_by_rank: rank -> its configuration.
         hidden_splits: CTAs that share one token's row in combine.
+        post_quant: activations are quantised by the recipe in torch, not by dispatch.
     """
 
     def __init__(
@@ -312,6 +330,7 @@ class EmulatedRanks:
         backend: Backend,
         *,
         hidden_splits: int = 1,
+        post_quant: bool = False,
     ) -> None:
         self.backend = backend
         self.config = config_by_rank(0)
@@ -320,6 +339,8 @@ class EmulatedRanks:
         self.rows = payload_rows(self.config, self.recipe)
         self.regions = _packed_regions(WorkspaceLayout.for_geometry(self.config, self.recipe))
         self.hidden_splits = hidden_splits
+        self.quantiser = 0 if post_quant else arguments.quantiser_code(self.recipe)
+        self.global_scale = cases.global_scale(self.config, backend.device)
         last = max(
             region.offset + region.size_bytes for of in self.regions for region in of.values()
         )
@@ -327,8 +348,10 @@ class EmulatedRanks:
         self.memory = torch.zeros(shape, dtype=torch.uint8, device=backend.device)
 
     @classmethod
-    def of_case(cls, case: Case, backend: Backend, *, hidden_splits: int = 1) -> EmulatedRanks:
-        return cls(config_of(case), backend, hidden_splits=hidden_splits)
+    def of_case(
+        cls, case: Case, backend: Backend, *, hidden_splits: int = 1, post_quant: bool = False
+    ) -> EmulatedRanks:
+        return cls(config_of(case), backend, hidden_splits=hidden_splits, post_quant=post_quant)
 
     def view(self, rank: int, name: str, channel: int = 0) -> torch.Tensor:
         """A payload's or the combine region's rows, `[slots, elements]`, in its dtype."""
@@ -356,13 +379,26 @@ class EmulatedRanks:
         return kind.from_buffer_copy(bytes(words.tolist()))
 
     def dispatch_arguments(self, rank: int, channel: int = 0) -> Any:
-        return arguments.dispatch_arguments(
+        args = arguments.dispatch_arguments(
             self.configs[rank],
             self.rows,
             self.regions[channel],
             self.memory.data_ptr(),
             self.memory.stride(0),
         )
+        args.quantiser = self.quantiser
+        if self.quantiser and self.global_scale is not None:
+            args.global_scale = self.global_scale.data_ptr()
+        return args
+
+    def sources(self, inputs: Inputs) -> list[torch.Tensor | None]:
+        """What dispatch reads, in the order of its payloads; None for what it makes itself."""
+        hidden, topk_ids, weights, extras = inputs
+        ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
+        scales = None
+        if not self.quantiser:
+            hidden, scales = cases.quantised(self.config, hidden)
+        return [ids, weights, hidden, *([scales] if "recv_scales" in self.rows else []), *extras]
 
     def combine_arguments(self, rank: int, channel: int = 0) -> Any:
         args = arguments.combine_arguments(
@@ -377,15 +413,14 @@ class EmulatedRanks:
     def dispatch(self, inputs: Sequence[Inputs], channel: int = 0) -> list[Received]:
         """Dispatch of the first `len(inputs)` ranks; their tensors are on the back end's device."""
         launched, slots, sources = [], [], []
-        for rank, (hidden, topk_ids, weights, extras) in enumerate(inputs):
-            ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
+        for rank, mine in enumerate(inputs):
             args = self.dispatch_arguments(rank, channel)
-            args.geometry.num_tokens = hidden.shape[0]
-            slots.append(torch.empty(ids.shape, dtype=torch.int32, device=self.backend.device))
+            args.geometry.num_tokens = mine.topk_ids.shape[0]
+            shape = mine.topk_ids.shape
+            slots.append(torch.empty(shape, dtype=torch.int32, device=self.backend.device))
             args.send_slots = slots[-1].data_ptr()
-            sources.append((ids, weights, hidden, *extras))  # ids may be ours alone: keep them
-            for entry, tensor in zip(args.payloads, sources[-1], strict=False):
-                entry.source = tensor.data_ptr()
+            sources.append(self.sources(mine))  # some may be ours alone: keep them
+            set_sources(args, sources[-1])
             launched.append(args)
         self.backend.prepare("dispatch", launched)()
         return [
@@ -401,8 +436,10 @@ class EmulatedRanks:
         for index, like in enumerate(extras):
             rows = self.view(rank, f"recv_extra_{index}", channel).reshape(-1).view(like.dtype)
             arrived.append(rows.view(-1, *like.shape[1:]))
+        has_scales = "recv_scales" in self.rows
         return Received(
             self.view(rank, "recv_hidden_states", channel),
+            self.view(rank, "recv_scales", channel) if has_scales else None,
             self.view(rank, "recv_topk_ids", channel),
             self.view(rank, "recv_topk_weights", channel),
             tuple(arrived),
@@ -424,14 +461,16 @@ class EmulatedRanks:
 
     def experts(self, rank: int, received: Received, channel: int = 0) -> None:
         """cases.expert_rows of all slots, into the combine region; nothing is read on the host."""
-        rows = cases.expert_rows(
-            self.configs[rank],
-            rank,
-            received.hidden_states,
-            received.topk_ids,
-            received.topk_weights,
-        )
+        config = self.configs[rank]
+        hidden = cases.activations(config, received.hidden_states, received.scales)
+        rows = cases.expert_rows(config, rank, hidden, received.topk_ids, received.topk_weights)
         self.view(rank, "combine", channel).copy_(rows)
+
+    def poison_combine(self, rank: int, channel: int = 0) -> None:
+        """Spoils what the peers read in combine; between dispatch and the experts."""
+        for name, region in self.regions[channel].items():
+            if name == "combine" or name in COMBINE_REGIONS:
+                self._bytes(rank, name, region.size_bytes, channel).fill_(0xFF)
 
     def poison(self, rank: int, channel: int = 0) -> None:
         """Spoils what the rank received, with an expert id in every slot; until its combine."""
@@ -448,10 +487,11 @@ class EmulatedRanks:
         seen = []
         outputs = []
         for rank, mine in enumerate(received):
-            self.view(rank, "combine", channel).view(torch.uint8).fill_(0xFF)
+            self.poison_combine(rank, channel)
             self.experts(rank, mine, channel)
             outputs.append(torch.full_like(here[rank].hidden_states, float("nan")))
-            payloads = (mine.topk_weights, mine.hidden_states, *mine.extras)
+            scales = () if mine.scales is None else (mine.scales,)
+            payloads = (mine.topk_weights, mine.hidden_states, *scales, *mine.extras)
             copies = tuple(_copied(payload) for payload in payloads)
             seen.append((_copied(mine.recv_counts), _copied(mine.topk_ids), copies))
             self.poison(rank, channel)
@@ -493,6 +533,8 @@ class FusedArrays:
     def __init__(self, ranks: EmulatedRanks, rank: int, rounds: Sequence[Sequence[Inputs]]) -> None:
         config, device = ranks.config, ranks.backend.device
         assert not config.extra_payload_bytes, "emulated_rounds carries no extra payloads"
+        carried = (None, "fp8_block")
+        assert config.recipe in carried, f"emulated_rounds has experts for {carried}"
         tokens = (len(rounds), config.max_tokens_per_rank)
         mine = [of_round[rank] for of_round in rounds]
         self._ranks, self._rank, self._rounds = ranks, rank, len(rounds)
@@ -534,6 +576,12 @@ class FusedArrays:
         return args
 
 
+def set_sources(args: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Points dispatch's arguments to what it reads."""
+    for entry, tensor in zip(args.payloads, tensors, strict=False):
+        entry.source = 0 if tensor is None else tensor.data_ptr()
+
+
 def _packed_regions(layout: WorkspaceLayout) -> list[dict[str, Region]]:
     """The layout's regions, by channel, one behind the other.
 
@@ -564,16 +612,25 @@ def check_case(
     ctas: int = 1,
     pdl: bool = False,
     hidden_splits: int = 1,
+    post_quant: bool = False,
 ) -> None:
-    """A case of cases.CASES against the oracle, bit for bit."""
+    """A case of cases.CASES or RECIPE_CASES against the oracle, bit for bit.
+
+    On a GPU what goes through approximate reciprocals is compared as compare.py says.
+    """
     inputs = cases.make_inputs(case)
-    with contextlib.closing(make_backend(name, case, ctas=ctas, pdl=pdl)) as backend:
+    with contextlib.closing(
+        make_backend(name, case, ctas=ctas, pdl=pdl, post_quant=post_quant)
+    ) as backend:
         # compare.py expects the source's order of slots where one CTA hands them out.
         case = with_ctas(case, backend.ctas)
-        ranks = EmulatedRanks.of_case(case, backend, hidden_splits=hidden_splits)
+        ranks = EmulatedRanks.of_case(
+            case, backend, hidden_splits=hidden_splits, post_quant=post_quant
+        )
         results = [ranks.run_round(inputs, n % case.num_channels) for n in range(rounds)]
+    near = backend.device.type == "cuda"
     for seen in results:
-        check_round(case, inputs, seen)
+        check_round(case, inputs, seen, near=near)
         for mine, first in zip(seen, results[0], strict=True):
             compare.assert_same_bits(mine.combined, first.combined, f"{case.name}: a later run")
 
@@ -583,10 +640,10 @@ def with_ctas(case: Case, ctas: int) -> Case:
     return dataclasses.replace(case, num_threads=ctas)
 
 
-def check_round(case: Case, inputs: list[Inputs], seen: list[Seen]) -> None:
+def check_round(case: Case, inputs: list[Inputs], seen: list[Seen], *, near: bool = False) -> None:
     compare.check_slots(case, inputs, seen)
-    compare.check_received(case, inputs, seen)
-    compare.check_combined(case, inputs, seen)
+    compare.check_received(case, inputs, seen, near=near)
+    compare.check_combined(case, inputs, seen, near=near)
 
 
 def varying_inputs(case: Case, rounds: int) -> list[list[Inputs]]:
@@ -614,9 +671,10 @@ def check_rounds(
     with contextlib.closing(make_backend(name, case, ctas=ctas, pdl=pdl, delays=delays)) as backend:
         case = with_ctas(case, backend.ctas)
         ranks = EmulatedRanks.of_case(case, backend)
+        near = backend.device.type == "cuda"
         for number, of_round in enumerate(inputs):
             with naming(f"round {number}"):
-                check_round(case, of_round, ranks.run_round(of_round))
+                check_round(case, of_round, ranks.run_round(of_round), near=near)
 
 
 def check_fused(
@@ -633,7 +691,8 @@ def check_fused(
         for rank, mine in enumerate(of_round):
             what = f"round {number} rank {rank}"
             expected = compare.expected_combined(case, mine, rank)
-            compare.assert_same_bits(combined[number][rank], expected, what)
+            actual = combined[number][rank]
+            compare.assert_same_bits(compare.one_nan(actual), compare.one_nan(expected), what)
             table = reference.target_ranks(mine.topk_ids, case.num_experts, case.ep_size)
             for target in range(case.ep_size):
                 sent = sum(target in row for row in table)
@@ -681,7 +740,7 @@ class StaticRounds:
         """Dispatch, experts, poison, combine."""
         received = self._ranks.dispatch(self._inputs)
         for rank, mine in enumerate(received):
-            self._ranks.view(rank, "combine").view(torch.uint8).fill_(0xFF)
+            self._ranks.poison_combine(rank)
             self._ranks.experts(rank, mine)
             self._ranks.poison(rank)
         self._ranks.combine([mine.send_slots for mine in received], self.outputs)
@@ -692,7 +751,10 @@ class StaticRounds:
             count = len(mine.topk_ids)
             expected = torch.zeros_like(outputs[rank])
             expected[:count] = compare.expected_combined(case, mine, rank)
-            compare.assert_same_bits(outputs[rank], expected, f"rank {rank}, {count} tokens")
+            what = f"rank {rank}, {count} tokens"
+            compare.assert_same_bits(
+                compare.one_nan(outputs[rank]), compare.one_nan(expected), what
+            )
 
 
 def check_static_rounds(name: str, case: Case, rounds: int, *, pdl: bool = False) -> None:

@@ -109,6 +109,22 @@ HD uint64_t slots_of(const Geometry& geometry) {
   return static_cast<uint64_t>(geometry.ep_size) * geometry.max_tokens_per_rank;
 }
 
+// Bytes of an activation row, which with a quantiser is not the row that travels.
+HD uint64_t activation_bytes(const Geometry& geometry) {
+  return static_cast<uint64_t>(geometry.hidden_size) *
+         static_cast<uint64_t>(element_bytes(geometry.element));
+}
+
+// One activation of a received row; of the quantised ones fp8_block alone.
+template <class Element>
+HD float activation(const RoundsArgs& args, const char* rows, const float* scales, int64_t index) {
+  if (args.dispatch.quantiser == kQuantiserNone) {
+    return Element::to_float(reinterpret_cast<const typename Element::Storage*>(rows)[index]);
+  }
+  const float value = E4m3::to_float(reinterpret_cast<const uint8_t*>(rows)[index]);
+  return Element::to_float(Element::from_float(value * scales[index / 128]));
+}
+
 // tests/kernels/cases.py expert_rows, the same operations in the same order: the same bits.
 template <class Element>
 HD void experts(const RoundsArgs& args, const Cta& cta) {
@@ -119,8 +135,8 @@ HD void experts(const RoundsArgs& args, const Cta& cta) {
   const auto* counts = reinterpret_cast<const int32_t*>(region(args.dispatch.control.recv_counts));
   const auto* ids = reinterpret_cast<const int32_t*>(region(args.dispatch.payloads[0].region));
   const auto* weights = reinterpret_cast<const float*>(region(args.dispatch.payloads[1].region));
-  const auto* hidden = reinterpret_cast<const typename Element::Storage*>(
-      region(args.dispatch.payloads[2].region));
+  const char* hidden = region(args.dispatch.payloads[2].region);
+  const auto* scales = reinterpret_cast<const float*>(region(args.dispatch.payloads[3].region));
   auto* rows = reinterpret_cast<typename Element::Storage*>(region(args.combine.region));
   const int num_slots = static_cast<int>(slots_of(geometry));
   for (int slot = cta.block; slot < num_slots; slot += cta.num_blocks) {
@@ -136,8 +152,8 @@ HD void experts(const RoundsArgs& args, const Cta& cta) {
     const float shift = 0.0625f * static_cast<float>(geometry.ep_rank + 1);
     const int64_t first = static_cast<int64_t>(slot) * geometry.hidden_size;
     for (int i = cta.thread; i < geometry.hidden_size; i += cta.num_threads) {
-      rows[first + i] =
-          Element::from_float((Element::to_float(hidden[first + i]) + shift) * factor);
+      const float value = activation<Element>(args, hidden, scales, first + i);
+      rows[first + i] = Element::from_float((value + shift) * factor);
     }
   }
 }
@@ -157,7 +173,7 @@ HD void begin_round(const RoundsArgs& args, const Cta& cta, uint64_t round, Roun
   const Geometry& geometry = args.dispatch.geometry;
   const uint64_t capacity = static_cast<uint64_t>(geometry.max_tokens_per_rank);
   const uint64_t first = round * capacity;
-  const uint64_t row_bytes = args.dispatch.payloads[2].row_bytes;
+  const uint64_t row_bytes = activation_bytes(geometry);
   const uint64_t top_k = static_cast<uint64_t>(geometry.top_k);
   const int num_tokens = reinterpret_cast<const int32_t*>(args.num_tokens)[round];
   shared.dispatch_args = args.dispatch;
@@ -193,7 +209,7 @@ HD void rounds_body(const RoundsArgs& args, const Cta& cta, RoundsShared& shared
     if (!end_of_kernel(args, cta, shared)) return;
     // All ranks have dispatched, so all have finished reading the round before.
     fill_words(cta, region_of(args.combine, geometry.ep_rank, args.combine.region),
-               slots_of(geometry) * args.dispatch.payloads[2].row_bytes, 0xffffffffu);
+               slots_of(geometry) * activation_bytes(geometry), 0xffffffffu);
     if (!end_of_kernel(args, cta, shared)) return;
     run_experts<Config>(args, cta);
     if (cta.block == 0) {
@@ -314,7 +330,7 @@ def struct_of(verb: str) -> type[ctypes.Structure]:
     return RoundsArgs if name == "RoundsArgs" else structs()[name]
 
 
-def verbs(*, fused: bool = False, **_options: bool) -> tuple[str, ...]:
+def verbs(*, fused: bool = False, **_options: int) -> tuple[str, ...]:
     """Verbs that device_source makes with these options."""
     return ("rounds",) if fused else ("dispatch", "combine")
 
@@ -328,10 +344,13 @@ def device_source(
     delays: bool = False,
     fused: bool = False,
     as_product: bool = False,
+    quantiser: int = 0,
+    combine: int = 0,
 ) -> str:
     """moe_nvlink_emulated_dispatch and _combine for up to `count` ranks, nothing else.
 
     Args:
+        quantiser, combine: kQuantiser* of dispatch and kCombine* of combine.
         delays: sleeps sown in.
         fused: moe_nvlink_emulated_rounds instead.
         as_product: for CTAs of any size, as the product's kernels are.
@@ -339,7 +358,7 @@ def device_source(
     text, entries = re.subn(
         r"^MOE_NVLINK_KERNEL\(.*\)\n",
         "",
-        source.specialised_source(top_k, element, pdl=pdl),
+        source.specialised_source(top_k, element, pdl=pdl, quantiser=quantiser, combine=combine),
         flags=re.MULTILINE,
     )
     assert entries == 2, f"{entries} entry points of the product"

@@ -6,6 +6,7 @@ The kernels' GPU entry points are compiled, for every architecture, and counted 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 import sys
@@ -22,8 +23,8 @@ from moe_nvlink_plugin.jit.header import constants
 from tests import fake_cuda
 from tests.gpu import sanitized
 from tests.gpu import test_rounds as test_gpu_rounds
-from tests.kernels import delays, emulated, emulated_text, processes
-from tests.kernels.cases import CASES, Case
+from tests.kernels import cases, compare, delays, emulated, emulated_text, processes
+from tests.kernels.cases import CASES, RECIPE_CASES, Case
 from tests.kernels.test_nvrtc import cuobjdump
 
 pytestmark = pytest.mark.timeout(280)
@@ -44,9 +45,21 @@ FUSED = Case(
 )
 
 
+#: Rows that the rounds' own experts can read, and that come back quantised.
+QUANTISED = dataclasses.replace(
+    cases.with_formats(FUSED, "fp8_block", "nvfp4"), name="fused, quantised", hidden_size=256
+)
+
+
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name.replace(" ", "-"))
 def test_named_case(case: Case) -> None:
     emulated.check_case("cpu", case, ctas=case.num_threads)
+
+
+@pytest.mark.parametrize("case", RECIPE_CASES[::11], ids=lambda case: case.name.replace(" ", "-"))
+def test_named_case_quantised(case: Case) -> None:
+    for post_quant in (False, True):
+        emulated.check_case("cpu", case, ctas=case.num_threads, post_quant=post_quant)
 
 
 @pytest.mark.parametrize("hidden_splits", [2, 5])
@@ -67,6 +80,10 @@ def test_rounds() -> None:
 def test_fused_rounds() -> None:
     """The ranks run apart, with sleeps in between: 400 rounds in one launch."""
     emulated.check_fused("cpu", FUSED, rounds=400, ctas=2)
+
+
+def test_fused_rounds_of_quantised_rows() -> None:
+    emulated.check_fused("cpu", QUANTISED, rounds=100, ctas=2)
 
 
 @pytest.mark.parametrize(("dtype", "top_k"), [(torch.bfloat16, 8), (torch.float16, 2)])
@@ -111,6 +128,40 @@ def test_fused_rounds_notice_a_wait_that_is_left_out(
     with pytest.raises(AssertionError, match="round|fault"):
         emulated.check_fused("cpu", FUSED, rounds=400, timeout_s=2.0)
     emulated.broken_cubin(line, instead)(2, 0, 8, "sm_90a", fused=True, delays=True)
+
+
+def test_near_is_one_code() -> None:
+    """What a GPU's reciprocals excuse in nvfp4, and what not."""
+    case = cases.with_formats(Case(name="near", tokens=(5, 5), dtype=torch.bfloat16), "nvfp4")
+    inputs = cases.make_inputs(case)
+    (seen,) = cases.run_case(case, rounds=1)
+    codes = [seen[1].payloads[index].view(torch.uint8) for index in (1, 2)]
+    place = int((codes[0][0] & 7 < 6).nonzero()[0]), int((codes[1][0] < 0x70).nonzero()[0])
+    for index, column in enumerate(place):
+        codes[index][0, column] += 1
+        with pytest.raises(AssertionError, match="first difference"):
+            compare.check_received(case, inputs, seen)
+        compare.check_received(case, inputs, seen, near=True)
+        codes[index][0, column] += 1
+        with pytest.raises(AssertionError, match="more than one away"):
+            compare.check_received(case, inputs, seen, near=True)
+        codes[index][0, column] -= 2
+    seen[1].combined[0] *= 1.5
+    with pytest.raises(AssertionError, match="combined on rank 1"):
+        compare.check_combined(case, inputs, seen, near=True)
+
+
+def test_near_bounds_what_comes_back_in_nvfp4() -> None:
+    case = cases.with_formats(
+        Case(name="bound", tokens=(5, 5), dtype=torch.bfloat16, seed=3), "mxfp8", "nvfp4"
+    )
+    inputs = cases.make_inputs(case)
+    (seen,) = cases.run_case(case, rounds=1)
+    compare.check_combined(case, inputs, seen, near=True)
+    whole = seen[1].combined.isfinite().all(1) & (seen[1].combined.abs().amax(1) > 0)
+    seen[1].combined[whole] *= 1.5
+    with pytest.raises(AssertionError, match="an error of"):
+        compare.check_combined(case, inputs, seen, near=True)
 
 
 def test_delays_are_sown() -> None:
@@ -196,6 +247,8 @@ def _on_stand_in(_rank: int, _size: int, pdl: bool) -> tuple[Any, ...]:
     last = fake_cuda.control().last_launch()
     if not pdl:  # each of them compiles
         emulated.check_fused("stand-in", FUSED, rounds=20, ctas=3)
+        emulated.check_fused("stand-in", QUANTISED, rounds=20, ctas=3)
+        emulated.check_rounds("stand-in", QUANTISED, rounds=3, ctas=3)
         emulated.check_static_rounds("stand-in", FUSED, rounds=3)
         emulated.check_missing_rank("stand-in")
         _sanitized_programs()
