@@ -10,12 +10,12 @@ namespace moe_nvlink {
 
 HD float float_of_bits(uint32_t bits) {
   MOE_NVLINK_DEVICE_ONLY(return __uint_as_float(bits);)
-  MOE_NVLINK_HOST_ONLY(float value; std::memcpy(&value, &bits, sizeof(value)); return value;)
+  MOE_NVLINK_HOST_ONLY(return __builtin_bit_cast(float, bits);)
 }
 
 HD uint32_t bits_of_float(float value) {
   MOE_NVLINK_DEVICE_ONLY(return __float_as_uint(value);)
-  MOE_NVLINK_HOST_ONLY(uint32_t bits; std::memcpy(&bits, &value, sizeof(bits)); return bits;)
+  MOE_NVLINK_HOST_ONLY(return __builtin_bit_cast(uint32_t, value);)
 }
 
 HD int element_bytes(int element) {
@@ -84,10 +84,11 @@ struct E4m3 {
   // in torch from 2.13 on (older ones make NaN of it). NaN stays NaN.
   // Normal numbers: fp32's exponent less 120, cut to 3 mantissa bits. Below 2^-6, subnormal ones:
   // adding 2^14 makes fp32's own adder round to multiples of 2^-9.
-  HD static uint8_t from_float(float value) {
-    if constexpr (kHasFp8Conversions) {
-      return static_cast<uint8_t>(e4m3_pair_of_floats(value, 0.0f));
-    }
+  HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
+
+  // As wide as a float, for loops that become vector code.
+  HD static uint32_t code_of(float value) {
+    if constexpr (kHasFp8Conversions) return e4m3_pair_of_floats(value, 0.0f) & 0xffu;
     const uint32_t bits = bits_of_float(value);
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
@@ -95,7 +96,7 @@ struct E4m3 {
     uint32_t code = magnitude < 0x3c800000u ? subnormal : normal;
     code = code < 0x7eu ? code : 0x7eu;
     code = magnitude > 0x7f800000u ? 0x7fu : code;
-    return static_cast<uint8_t>(((bits >> 24) & 0x80u) | code);
+    return ((bits >> 24) & 0x80u) | code;
   }
 
   // As Fp16::to_float: 2^120 = 2^(127 - 7).
@@ -116,7 +117,9 @@ struct E4m3 {
             static_cast<uint16_t>(e4m3_pair_of_floats(values[i], values[i + 1]));
       }
     } else {
-      for (int i = 0; i < Count; ++i) codes[i] = from_float(values[i]);
+      uint32_t wide[Count];
+      for (int i = 0; i < Count; ++i) wide[i] = code_of(values[i]);
+      for (int i = 0; i < Count; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
     }
   }
 
@@ -140,7 +143,9 @@ struct E2m1 {
   static constexpr float kLargest = 6.0f;
 
   // Round to nearest even; beyond 6 it saturates; NaN becomes 7, which is 6.
-  HD static uint8_t from_float(float value) {
+  HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
+
+  HD static uint32_t code_of(float value) {
     const uint32_t bits = bits_of_float(value);
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t bounded = magnitude < 0x40c00000u ? magnitude : 0x40c00000u;
@@ -148,7 +153,7 @@ struct E2m1 {
     // Below 1 the steps are 0.5, and so are fp32's behind 2^22.
     const uint32_t subnormal = bits_of_float(float_of_bits(bounded) + 4194304.0f) - 0x4a800000u;
     const uint32_t code = (bounded < 0x3f800000u ? subnormal : normal) | ((bits >> 28) & 8u);
-    return static_cast<uint8_t>(magnitude > 0x7f800000u ? 7u : code);
+    return magnitude > 0x7f800000u ? 7u : code;
   }
 
   // As Fp16::to_float: 2^126 = 2^(127 - 1).
@@ -167,12 +172,12 @@ struct E2m1 {
         reinterpret_cast<uint32_t*>(codes)[i / 8] = e2m1_of_8_floats(values + i);
       }
     } else {
-      uint8_t single[Count];
+      uint32_t wide[Count];
       MOE_NVLINK_UNROLL
-      for (int i = 0; i < Count; ++i) single[i] = from_float(values[i]);
+      for (int i = 0; i < Count; ++i) wide[i] = code_of(values[i]);
       MOE_NVLINK_UNROLL
       for (int i = 0; i < Count / 2; ++i) {
-        codes[i] = static_cast<uint8_t>(single[2 * i] | single[2 * i + 1] << 4);
+        codes[i] = static_cast<uint8_t>(wide[2 * i] | wide[2 * i + 1] << 4);
       }
     }
   }

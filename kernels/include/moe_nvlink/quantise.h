@@ -190,12 +190,17 @@ HD uint32_t amax_of(const typename Element::Storage* words) {
   return magnitude_bits(Element::to_float(most));
 }
 
-// The numbers to encode of `Count` elements that have one scale.
-template <class Format, class Element, int Count>
-HD void scale_elements(const Format& format, const typename Element::Storage* words,
-                       float* values) {
+template <class Element, int Count>
+HD void floats_of(const typename Element::Storage* words, float* values) {
   MOE_NVLINK_UNROLL
-  for (int i = 0; i < Count; ++i) values[i] = format.value(Element::to_float(words[i]));
+  for (int i = 0; i < Count; ++i) values[i] = Element::to_float(words[i]);
+}
+
+// `Count` elements that have one scale become the numbers to encode.
+template <class Format, int Count>
+HD void scale_elements(const Format& format, float* values) {
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < Count; ++i) values[i] = format.value(values[i]);
 }
 
 // Pieces of `Count` elements in [first, last), the lane's every num_threads-th: a block format. Count
@@ -220,12 +225,13 @@ HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, in
     load_elements<Element, Count>(row + (mine ? place : first) * static_cast<int>(sizeof(Word)),
                                   wide, reinterpret_cast<Word*>(&loaded));
     float values[Count];
+    floats_of<Element, Count>(words, values);
     Vector<kBlocks * sizeof(Scale)> scales;
     MOE_NVLINK_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       const Format format(Cta::max_of_lanes<kLanes>(amax_of<Element, kBlock>(words + i * kBlock)),
                           global_scale);
-      scale_elements<Format, Element, kBlock>(format, words + i * kBlock, values + i * kBlock);
+      scale_elements<Format, kBlock>(format, values + i * kBlock);
       reinterpret_cast<Scale*>(&scales)[i] = format.scale;
     }
     if (!mine) continue;
@@ -248,7 +254,8 @@ HD void quantise_range(const Cta& cta, int lane, const char* row, bool wide, int
     load_elements<Element, Count>(row + place * static_cast<int>(sizeof(Word)), wide,
                                   reinterpret_cast<Word*>(&loaded));
     float values[Count];
-    scale_elements<Format, Element, Count>(format, reinterpret_cast<const Word*>(&loaded), values);
+    floats_of<Element, Count>(reinterpret_cast<const Word*>(&loaded), values);
+    scale_elements<Format, Count>(format, values);
     Vector<Count> codes;
     Format::template encode<Count>(values, codes.bytes);
     target.store(place, codes);
