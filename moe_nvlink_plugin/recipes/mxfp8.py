@@ -2,11 +2,11 @@
 
 The rule is that of vLLM 0.32's `mxfp8_e4m3_quantize`: the least power of two that brings amax to
 448 or below. Its torch implementation takes `ceil(log2(amax / 448))` of a logarithm that is rounded
-to fp32; for an amax less than about 22 units in the last place above 448 times a power of two, the
-logarithm rounds down to the integer and the scale comes out half as large, amax then rounding to
-448. Here the exponent is read from the bits of amax, exactly. bf16 and fp16 have no number so close
-above one of those limits: for them both are equal. On Blackwell vLLM asks FlashInfer instead of
-torch.
+to fp32. For an amax at most 40 units in the last place above 448 times a power of two (2 around
+1, 39 around 2^100, none around 448) it rounds to the integer and the scale comes out half as large;
+amax then becomes 448 all the same. Here the exponent is read from the bits of amax, exactly. bf16
+and fp16 have no number so close above one of those limits: for them both are equal. On Blackwell
+vLLM asks FlashInfer instead of torch.
 
 Sizes: a multiple of 32, or vLLM asserts. FlashInfer's quantiser pads columns to the `mx_alignment`
 of a FusedMoEQuantConfig; those columns are zeros, so they do not travel and are added afterwards.

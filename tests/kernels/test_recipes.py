@@ -1,0 +1,639 @@
+"""The recipes against what they must equal: vLLM's references that run here, ml_dtypes, and the
+arithmetic of vLLM's CUDA kernels written out again in numpy.
+
+Where vLLM's variants differ among themselves, a test says by how much and which one is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_nvlink_plugin.errors import ConfigError, InputError
+from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe, fp8, mxfp8, nvfp4
+from moe_nvlink_plugin.recipes.global_scale import check_global_scale
+from tests.kernels import quantiser_rows as rows_of
+from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same, differing
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EVERY_RECIPE = pytest.mark.parametrize("name", RECIPES)
+SCALE = torch.tensor([0.37])
+
+
+# ---- vLLM's CUDA kernels, written out again. Finite rows only: NaN is where we differ on purpose.
+
+
+def rounded(values: np.ndarray, numbers: list[float]) -> np.ndarray:
+    """Codes of the nearest of `numbers`, the even one of two; saturating; the sign is bit 7."""
+    steps = np.array(numbers)
+    ties = (steps[1:] + steps[:-1]) / 2
+    size = np.abs(values).astype(np.float64)
+    codes = np.searchsorted(ties, size, side="left")
+    tied = size == ties[np.minimum(codes, len(ties) - 1)]
+    codes += tied & (codes % 2 == 1)
+    return (codes + 128 * np.signbit(values)).astype(np.uint8)
+
+
+def e4m3(values: np.ndarray) -> np.ndarray:
+    return rounded(values, rows_of.E4M3_NUMBERS)
+
+
+def decoded(codes: np.ndarray) -> np.ndarray:
+    """fp32 of e4m3 codes without a sign."""
+    return np.array(rows_of.E4M3_NUMBERS, dtype=np.float32)[codes]
+
+
+def cuda_fp8_block(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """per_token_group_quant.cu with group_size 128, eps 1e-10."""
+    blocks = x.reshape(len(x), -1, 128)
+    amax = np.maximum(np.abs(blocks).max(2), np.float32(1e-10))
+    scales = amax / np.float32(448)
+    return e4m3(blocks / scales[:, :, None]).reshape(x.shape), scales
+
+
+def cuda_fp8_token(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """common.cu, dynamic_per_token_scaled_fp8_quant_kernel_strided."""
+    amax = np.abs(x).max(1, keepdims=True)
+    scales = np.maximum(amax / np.float32(448), np.float32(1) / (np.float32(448) * np.float32(512)))
+    return e4m3(x / scales), scales
+
+
+def cuda_fp8_tensor(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, None]:
+    """common.cu, scaled_fp8_quant_kernel_strided_group_shape with one scale."""
+    return e4m3(x * (np.float32(1) / scale)), None
+
+
+def exact_mxfp8(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Not vLLM's logarithm: the least power of two by frexp, and an exact quotient."""
+    blocks = x.reshape(len(x), -1, 32)
+    amax = np.maximum(np.abs(blocks).max(2), np.finfo(np.float32).tiny)
+    mantissas, exponents = np.frexp(amax)  # 0.5 <= mantissa < 1
+    biased = np.clip(exponents - 9 + (mantissas > 0.875) + 127, 0, 254)
+    return e4m3(np.ldexp(blocks, 127 - biased[:, :, None])).reshape(x.shape), biased
+
+
+def cuda_nvfp4(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """nvfp4_utils.cuh, cvt_warp_fp16_to_fp4, with IEEE reciprocals."""
+    blocks = x.reshape(len(x), -1, 16)
+    one = np.float32(1)
+    scales = e4m3(scale * (np.abs(blocks).max(2) * (one / np.float32(6))))
+    stored = decoded(scales)
+    factors = np.divide(one, stored * (one / scale), where=stored != 0, out=np.zeros_like(stored))
+    codes = rounded(blocks * factors[:, :, None], rows_of.E2M1_NUMBERS).reshape(x.shape)
+    codes = (codes & 7) | (codes >> 4)
+    return codes[:, 0::2] + 16 * codes[:, 1::2], scales
+
+
+WRITTEN_AGAIN: dict[str, Callable[..., tuple[np.ndarray, np.ndarray | None]]] = {
+    "fp8_block": cuda_fp8_block,
+    "fp8_token": cuda_fp8_token,
+    "fp8_tensor": cuda_fp8_tensor,
+    "mxfp8": exact_mxfp8,
+    "nvfp4": cuda_nvfp4,
+}
+
+
+def written_again(name: str, x: torch.Tensor, scale: torch.Tensor) -> QuantisedRows:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        codes, scales = WRITTEN_AGAIN[name](x.float().numpy(), scale.numpy()[0])
+    rows_dtype = RECIPES[name].hidden_row(x.shape[1]).dtype
+    rows = torch.from_numpy(codes).view(rows_dtype)
+    row = RECIPES[name].scales_row(x.shape[1])
+    if row is None or scales is None:
+        return QuantisedRows(rows, None)
+    narrow = scales if row.dtype == torch.float32 else scales.astype(np.uint8)
+    return QuantisedRows(rows, torch.from_numpy(narrow).view(row.dtype))
+
+
+def finite_rows(name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of every type, with a global scale each."""
+    block = BLOCKS[name]
+    largest = torch.tensor([448.0, 1.0, 7.03, 3e4])
+    sources = [rows_of.patterns_beside(dtype, block, largest) for dtype in DTYPES[:2]]
+    sources += [rows_of.random_rows(block, seed=3, num_values=400_000)]
+    sources += [rows_of.rows_at_limits(block), all_ties(name)]
+    for source, scale in zip(sources, (0.37, 2688 / 3e4, 1.0, 1.0, 1.0), strict=True):
+        finite = source[source.isfinite().all(1)]
+        assert 2 * len(finite) > len(source)
+        yield finite, torch.tensor([scale])
+
+
+def all_ties(name: str) -> torch.Tensor:
+    numbers = rows_of.E2M1_NUMBERS if name == "nvfp4" else rows_of.E4M3_NUMBERS
+    return rows_of.tied_rows(BLOCKS[name], numbers, range(-8, 7))
+
+
+@EVERY_RECIPE
+def test_recipe_is_the_kernels_arithmetic(name: str) -> None:
+    for source, scale in finite_rows(name):
+        assert_same(
+            RECIPES[name].quantise(source, scale), written_again(name, source, scale), source
+        )
+
+
+NEAREST_E4M3 = fp8.to_e4m3
+
+
+def truncated(values: torch.Tensor) -> torch.Tensor:
+    """e4m3 toward zero."""
+    nearest = NEAREST_E4M3(values)
+    beyond = nearest.float().abs() > values.abs()
+    return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(fp8.E4M3)
+
+
+def by_reciprocal(blocks: torch.Tensor, scales: torch.Tensor) -> QuantisedRows:
+    return QuantisedRows(fp8.to_e4m3(blocks * (1.0 / scales)[:, :, None]).flatten(1), scales)
+
+
+def with_nibbles_swapped(result: QuantisedRows) -> QuantisedRows:
+    return QuantisedRows(result.rows >> 4 | result.rows << 4, result.scales)
+
+
+def test_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison above is for: it fails for each of these."""
+
+    def found(name: str, quantise: Callable[..., QuantisedRows]) -> bool:
+        for source, scale in finite_rows(name):
+            try:
+                assert_same(quantise(source, scale), written_again(name, source, scale), source)
+            except AssertionError:
+                return True
+        return False
+
+    def block_by_reciprocal(x: torch.Tensor, scale: torch.Tensor) -> QuantisedRows:
+        blocks = fp8.in_blocks(x, 128)
+        return by_reciprocal(blocks, fp8.divide(blocks.abs().amax(2).clamp(min=1e-10), 448.0))
+
+    def scale_by_reciprocal(x: torch.Tensor, scale: torch.Tensor) -> QuantisedRows:
+        blocks = fp8.in_blocks(x, 128)
+        scales = blocks.abs().amax(2).clamp(min=1e-10) * (1.0 / 448.0)
+        return QuantisedRows(fp8.to_e4m3(blocks / scales[:, :, None]).flatten(1), scales)
+
+    assert not found("fp8_block", fp8.FP8_BLOCK.quantise)
+    assert found("fp8_block", block_by_reciprocal)
+    assert found("fp8_block", scale_by_reciprocal)
+    assert found("nvfp4", lambda *a: with_nibbles_swapped(nvfp4.NVFP4.quantise(*a)))
+    for module, recipe in ((fp8, fp8.FP8_TOKEN), (mxfp8, mxfp8.MXFP8)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "to_e4m3", truncated)
+            assert found(recipe.name, recipe.quantise)
+    with monkeypatch.context() as patch:
+        patch.setattr(mxfp8, "_exponents", by_logarithm)
+        assert found("mxfp8", mxfp8.MXFP8.quantise)
+    with monkeypatch.context() as patch:
+        patch.setattr(nvfp4, "e2m1_codes", lambda v: nvfp4_codes_half_up(v))
+        assert found("nvfp4", nvfp4.NVFP4.quantise)
+
+
+def by_logarithm(amax: torch.Tensor) -> torch.Tensor:
+    """As vLLM's torch implementation."""
+    least = amax.clamp(min=torch.finfo(torch.float32).tiny)
+    return (torch.ceil(torch.log2(least / 448.0)) + 127.0).clamp(0, 254).to(torch.uint8).int()
+
+
+def nvfp4_codes_half_up(values: torch.Tensor) -> torch.Tensor:
+    size = values.abs()
+    codes = sum((size >= tie).byte() for tie in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+    assert isinstance(codes, torch.Tensor)
+    return torch.where(values.signbit(), codes | 8, codes)
+
+
+# ---- Conversions.
+
+
+def hard_numbers() -> torch.Tensor:
+    """fp32: all bf16 and fp16 numbers, e4m3's and e2m1's ties and what is beside them, any bits."""
+    numbers = [rows_of.patterns(dtype).float() for dtype in DTYPES[:2]]
+    both = (rows_of.E4M3_NUMBERS, rows_of.E2M1_NUMBERS)
+    numbers += [rows_of.tied_rows(2, steps, range(1)).flatten() for steps in both]
+    limits = torch.tensor([448.0, 464.0, 480.0, 5.0, 6.0, 2.0**-10, 2.0**-9, 0.25])
+    bits = torch.randint(-(2**31), 2**31, (300_000,), generator=torch.Generator().manual_seed(4))
+    return torch.cat([*numbers, limits, -limits, bits.to(torch.int32).view(torch.float32)])
+
+
+def test_e4m3_is_ml_dtypes_and_torchs() -> None:
+    """ml_dtypes has NaN beyond 464, where we saturate as torch 2.13 does and the hardware."""
+    values = hard_numbers()
+    ours = fp8.to_e4m3(values)
+    with np.errstate(invalid="ignore"):
+        theirs = torch.from_numpy(values.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    within = (values.abs() <= 464) | values.isnan()
+    assert not bool(differing(ours, theirs.view(fp8.E4M3))[within].any())
+    beyond = values.abs() > 464
+    assert bool((ours.float()[beyond] == values[beyond].sign() * 448).all())
+    assert bool((ours.view(torch.uint8)[values.isnan()] == 0x7F).all())
+    limited = values.clamp(-448, 448)
+    assert not bool(differing(ours, limited.to(fp8.E4M3)).any())
+
+
+def test_e2m1_is_ml_dtypes() -> None:
+    """NaN apart, which ml_dtypes makes -0: ours is 7, as NVIDIA's conversion has it."""
+    values = hard_numbers()
+    with np.errstate(invalid="ignore"):
+        theirs = values.numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    numbers = ~values.isnan()
+    ours = nvfp4.e2m1_codes(values)
+    assert torch.equal(ours[numbers], torch.from_numpy(theirs)[numbers])
+    assert bool((ours[~numbers] == 7).all())
+    codes = torch.arange(16, dtype=torch.uint8)
+    decoded_by_them = codes.numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert torch.equal(
+        nvfp4.e2m1_values(codes).view(torch.int32),
+        torch.from_numpy(decoded_by_them).view(torch.int32),
+    )
+
+
+# ---- vLLM's own references in torch.
+
+
+@pytest.fixture(scope="module")
+def vllm_fp8() -> dict[str, Any]:
+    """QuantFP8 for blocks, tokens and a given scale."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    with set_current_vllm_config(VllmConfig()):
+        return {
+            "fp8_block": QuantFP8(False, GroupShape(1, 128), use_ue8m0=False),
+            "fp8_token": QuantFP8(False, GroupShape.PER_TOKEN),
+            "fp8_tensor": QuantFP8(True, GroupShape.PER_TENSOR),
+        }
+
+
+def usual_rows(dtype: torch.dtype, num_rows: int = 512) -> torch.Tensor:
+    """Gaussian activations `[n, 2048]`."""
+    return torch.randn(num_rows, 2048, generator=torch.Generator().manual_seed(6)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_blocks_are_forward_native(vllm_fp8: dict[str, Any], dtype: torch.dtype) -> None:
+    """All patterns; blocks whose amax is below 1/512 apart, where its least scale is another."""
+    source = torch.cat(
+        (
+            rows_of.patterns_alone(dtype, 128),
+            rows_of.patterns_beside(dtype, 128, torch.tensor([1.0, 7.03])),
+        )
+    )
+    ours = fp8.FP8_BLOCK.quantise(source)
+    theirs = QuantisedRows(*vllm_fp8["fp8_block"].forward_native(source))
+    small = source.float().abs().amax(1) < 1 / 512
+    assert_same(
+        QuantisedRows(ours.rows[~small], ours.scales[~small] if ours.scales is not None else None),
+        QuantisedRows(theirs.rows[~small], theirs.scales[~small]),
+        source[~small],
+    )
+    assert theirs.scales is not None
+    assert bool((theirs.scales[small] == 1 / (448 * 512)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_are_forward_native_but_for_its_reciprocal(
+    vllm_fp8: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """vLLM's kernel divides, its reference multiplies by a rounded reciprocal: ties fall apart.
+
+    Of a million Gaussian bf16 values some 370 codes, each by one; the scales are equal.
+    """
+    source = usual_rows(dtype)
+    rows, scales = fp8.FP8_TOKEN.quantise(source)
+    native, native_scales = vllm_fp8["fp8_token"].forward_native(source)
+    assert scales is not None
+    assert torch.equal(scales, native_scales)
+    assert torch.equal(fp8.to_e4m3(source.float() * scales.reciprocal()).float(), native.float())
+    apart = (rows.view(torch.uint8).int() - native.view(torch.uint8).int()).abs()
+    assert int(apart.max()) <= 1
+    assert float((apart > 0).float().mean()) < 1e-3
+    if dtype == torch.bfloat16:
+        assert int(apart.sum()) > 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_given_scale_is_forward_native(vllm_fp8: dict[str, Any], dtype: torch.dtype) -> None:
+    source = usual_rows(dtype, 64)
+    if dtype != torch.float32:
+        source = torch.cat((source.view(-1), rows_of.patterns(dtype))).view(-1, 2048)
+    native, _ = vllm_fp8["fp8_tensor"].forward_native(source, SCALE)
+    assert_same(fp8.FP8_TENSOR.quantise(source, SCALE), QuantisedRows(native, None), source)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp8_is_vllms(dtype: torch.dtype) -> None:
+    utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.mxfp8_utils")
+    source = usual_rows(dtype, 128).view(-1, 32)
+    if dtype != torch.float32:
+        source = torch.cat((source, rows_of.patterns_alone(dtype, 32)))
+        source = torch.cat((source, rows_of.patterns_beside(dtype, 32, torch.tensor([1.0, 448.0]))))
+    theirs = QuantisedRows(*utils.mxfp8_e4m3_quantize(source))
+    assert_same(mxfp8.MXFP8.quantise(source), theirs, source)
+
+
+def test_mxfp8_differs_from_vllms_logarithm_and_nowhere_else() -> None:
+    """In every binade: only the first few numbers above 448 times a power of two.
+
+    Tried are the 512 around 1.75 and every 999th mantissa.
+    """
+    most = 0
+    mantissas = torch.cat(
+        (torch.arange(0x600000 - 256, 0x600000 + 256), torch.arange(0, 2**23, 999))
+    )
+    for exponent in range(-126, 128):
+        amax = ((exponent + 127 << 23) + mantissas.int()).view(torch.float32)
+        ours, theirs = mxfp8._exponents(amax), by_logarithm(amax)
+        places = (ours != theirs).nonzero().flatten()
+        beyond = mantissas[places] - 0x600000  # units in the last place above 1.75 * 2^exponent
+        assert torch.equal(beyond, torch.arange(1, len(beyond) + 1))
+        assert torch.equal(theirs[places], ours[places] - 1)
+        # The half as large scale changes no code of the largest value: 448.00x, which saturates.
+        assert bool(
+            (fp8.to_e4m3(amax[places] / 2.0 ** (theirs[places] - 127)).float() == 448).all()
+        )
+        most = max(most, len(beyond))
+    assert 22 <= most <= 40
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.bfloat16, 1.0), (torch.float16, 2688 / 4.5), (torch.float32, 100.0)],
+)
+def test_nvfp4_is_ref_nvfp4_quant(dtype: torch.dtype, scale: float) -> None:
+    utils = pytest.importorskip(
+        "vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils"
+    )
+    source, given_scale = usual_rows(dtype, 128).view(-1, 16), torch.tensor([scale])
+    if dtype != torch.float32:
+        source = torch.cat((source, rows_of.patterns_alone(dtype, 16)))
+        source = torch.cat((source, rows_of.patterns_beside(dtype, 16, torch.tensor([6.0]))))
+    rows, scales = nvfp4.NVFP4.quantise(source, given_scale)
+    values, native_scales = utils.ref_nvfp4_quant(source, given_scale, 16)
+    ours = nvfp4.e2m1_values(torch.stack((rows & 15, rows >> 4), 2).flatten(1))
+    assert scales is not None
+    assert not bool(differing(scales, fp8.to_e4m3(native_scales)).any())
+    # The reference forgets the sign of zeros, and multiplies by 1e-8 where the scale is 0.
+    same = (ours == values) | values.isnan() | (native_scales == 0) & (source.float().abs() > 2.5e7)
+    assert bool(same.all())
+    assert bool((ours.abs()[values.isnan()] == 6).all())
+
+
+@EVERY_RECIPE
+def test_dequantise_is_vllms_and_exact(name: str) -> None:
+    """Against one line each of plain arithmetic, in fp32 and rounded to the types."""
+    recipe, source = RECIPES[name], usual_rows(torch.bfloat16, 16)
+    rows, scales = recipe.quantise(source, SCALE)
+    plain: dict[str, Callable[[], torch.Tensor]] = {
+        "fp8_block": lambda: rows.float() * scales.repeat_interleave(128, 1),  # type: ignore[union-attr]
+        "fp8_token": lambda: rows.float() * scales,
+        "fp8_tensor": lambda: rows.float() * SCALE,
+        "mxfp8": lambda: torch.ldexp(rows.float(), scales.int().repeat_interleave(32, 1) - 127),  # type: ignore[union-attr]
+        "nvfp4": lambda: nvfp4_plainly(rows, scales),
+    }
+    expected = plain[name]()
+    for dtype in DTYPES:
+        back = recipe.dequantise(rows, scales, dtype, SCALE)
+        assert back.dtype == dtype
+        assert torch.equal(back, expected.to(dtype))
+
+
+def nvfp4_plainly(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    assert scales is not None
+    table = torch.tensor(rows_of.E2M1_NUMBERS)
+    table = torch.cat((table, -table))
+    out = torch.empty(len(rows), rows.shape[1] * 2)
+    for column in range(rows.shape[1]):
+        out[:, 2 * column] = table[rows[:, column].int() % 16]
+        out[:, 2 * column + 1] = table[rows[:, column].int() // 16]
+    return out * (scales.float() / SCALE).repeat_interleave(16, 1)
+
+
+# ---- Special values, as the docstrings of the recipes have them.
+
+NAN, INF = float("nan"), float("inf")
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values(name: str, dtype: torch.dtype) -> None:
+    recipe, block = RECIPES[name], max(BLOCKS[name], 32)
+    source = torch.ones(5, block)
+    source[0, 3], source[1, 3], source[2, 3] = NAN, INF, -INF
+    source[3:] = torch.tensor([0.0, -0.0])[:, None]
+    rows, scales = recipe.quantise(source.to(dtype), torch.tensor([1.0]))
+    codes = rows.view(torch.uint8)
+    zero, minus = (0, 0x88) if name == "nvfp4" else (0, 0x80)
+    assert bool((codes[3] == zero).all())
+    assert bool((codes[4] == minus).all())
+    nan_rows = {"fp8_tensor": [3], "nvfp4": []}.get(name, list(range(block)))
+    assert (codes[0] == 0x7F).nonzero().flatten().tolist() == nan_rows
+    back = recipe.dequantise(rows, scales, torch.float32, torch.tensor([1.0]))
+    assert bool(back[0].isnan()[:16].all()) == (name != "fp8_tensor")
+    infinite = {"fp8_tensor": 448.0, "nvfp4": 6 * 448.0, "mxfp8": INF}.get(name, NAN)
+    assert str(float(back[1, 3])) == str(infinite)
+    assert str(float(back[2, 3])).lstrip("-") == str(infinite)
+    if name == "mxfp8":
+        assert scales is not None
+        assert scales.flatten().tolist() == [0, 254, 254, 0, 0]
+        assert codes[1:3, 3].tolist() == [0x7E, 0xFE]
+    if name == "nvfp4":
+        assert bool((codes[0, :8] == 0x77).all())
+
+
+# ---- What is refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden_size", "block"),
+    [("fp8_block", 7200, 128), ("mxfp8", 7184, 32), ("nvfp4", 7176, 16)],
+)
+def test_a_row_that_blocks_do_not_fill(name: str, hidden_size: int, block: int) -> None:
+    recipe = RECIPES[name]
+    for ask in (recipe.hidden_row, recipe.scales_row):
+        with pytest.raises(
+            ConfigError, match=rf"hidden_size={hidden_size} .* {block}, .*{name}.*Use fp8_token"
+        ):
+            ask(hidden_size)
+    with pytest.raises(ConfigError, match=f"hidden_size={hidden_size}"):
+        recipe.quantise(torch.zeros(1, hidden_size), SCALE)
+
+
+@pytest.mark.parametrize("name", ["fp8_token", "fp8_tensor"])
+def test_any_size(name: str) -> None:
+    for hidden_size in (1, 7, 33):
+        rows, _ = RECIPES[name].quantise(torch.ones(2, hidden_size), SCALE)
+        assert rows.shape == (2, hidden_size)
+
+
+@EVERY_RECIPE
+def test_rows_are_what_the_recipe_announces(name: str) -> None:
+    recipe = RECIPES[name]
+    assert isinstance(recipe, QuantisingRecipe)
+    for num_tokens, hidden_size in ((0, 128), (3, 384)):
+        rows, scales = recipe.quantise(torch.ones(num_tokens, hidden_size), SCALE)
+        announced = recipe.hidden_row(hidden_size), recipe.scales_row(hidden_size)
+        for tensor, row in zip((rows, scales), announced, strict=True):
+            assert (tensor is None) == (row is None)
+            if tensor is not None and row is not None:
+                assert tensor.dtype == row.dtype
+                assert tensor.shape == (num_tokens, row.elements)
+                assert tensor.is_contiguous()
+        back = recipe.dequantise(rows, scales, torch.bfloat16, SCALE)
+        assert back.shape == (num_tokens, hidden_size)
+
+
+def test_bytes_per_token_at_hidden_7168() -> None:
+    expected = {"fp8_block": 7392, "fp8_token": 7172, "fp8_tensor": 7168, "mxfp8": 7392}
+    for name, size in {**expected, "nvfp4": 4032}.items():
+        rows = RECIPES[name].hidden_row(7168), RECIPES[name].scales_row(7168)
+        assert sum(row.row_bytes for row in rows if row is not None) == size
+
+
+@EVERY_RECIPE
+def test_what_is_no_activation(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} .*shape \\[128\\]; reshape"):
+        RECIPES[name].quantise(torch.zeros(128), SCALE)
+    with pytest.raises(InputError, match=f"{name} .*not torch.float8_e4m3fn.*scales="):
+        RECIPES[name].quantise(torch.zeros(2, 128).to(fp8.E4M3), SCALE)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_token", "mxfp8", "nvfp4"])
+def test_rows_without_scales(name: str) -> None:
+    rows, _ = RECIPES[name].quantise(torch.zeros(2, 128), SCALE)
+    with pytest.raises(InputError, match=f"{name} mean nothing without scales"):
+        RECIPES[name].dequantise(rows, None, torch.bfloat16, SCALE)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "nvfp4"])
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (None, "needs global_scale"),
+        (torch.tensor([1.0], dtype=torch.float64), "dtype torch.float64"),
+        (torch.ones(2), r"shape \[2\], expected one element"),
+    ],
+)
+def test_a_global_scale_of_another_form(
+    name: str, scale: torch.Tensor | None, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        RECIPES[name].quantise(torch.zeros(2, 128), scale)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, NAN, INF, -INF, 1e-39, 1e38])
+def test_a_global_scale_that_is_none(value: float) -> None:
+    scale = torch.tensor([value])
+    with pytest.raises(InputError, match="global_scale=.* of recipe nvfp4 must be from 2.-126"):
+        check_global_scale("nvfp4", scale)
+    assert check_global_scale("nvfp4", scale, read_value=False).shape == ()
+
+
+def test_global_scales_that_are_fine() -> None:
+    for value in (2.0**-126, 1.0, 2.0**126):
+        assert float(check_global_scale("nvfp4", torch.tensor(value))) == value
+        assert check_global_scale("nvfp4", torch.tensor([[value]])).shape == ()
+
+
+# ---- Properties.
+
+#: Relative to the block's amax: how far a value may move. e4m3 has 3 bits behind the leading one;
+#: 448 is the end of its range, so amax / 28 (mxfp8: its scale is up to twice as large).
+BOUNDS = {"fp8_block": 1 / 28, "fp8_token": 1 / 28, "mxfp8": 1 / 14, "nvfp4": 17 / 96}
+
+
+@st.composite
+def activations(draw: st.DrawFn, block: int, blocks: int) -> torch.Tensor:
+    """`[1, block * blocks]` fp32: every block of its own magnitude."""
+    seed = draw(st.integers(0, 2**31))
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.randn(blocks, block, generator=random)
+    heavy = draw(st.booleans())
+    rows = rows**5 if heavy else rows
+    exponents = torch.tensor(draw(st.lists(st.integers(-8, 8), min_size=blocks, max_size=blocks)))
+    return torch.ldexp(rows, exponents[:, None]).view(1, -1)
+
+
+def scale_for(source: torch.Tensor) -> torch.Tensor:
+    """The one that vLLM's calibration gives a tensor."""
+    return (448 * 6 / source.abs().amax()).reshape(1)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_error_of_a_block(name: str, data: st.DataObject) -> None:
+    recipe, block = RECIPES[name], BLOCKS[name]
+    source = data.draw(activations(block, 1 if name == "fp8_token" else 4))
+    scale = scale_for(source)
+    rows, scales = recipe.quantise(source, scale)
+    error = (recipe.dequantise(rows, scales, torch.float32, scale) - source).abs()
+    amax = fp8.in_blocks(source, block).abs().amax(2, keepdim=True)
+    if name == "nvfp4":  # whose scales below e4m3's normal numbers are coarse
+        amax = amax.clamp(min=float(6 * 2.0**-6 / scale))
+    relative = fp8.in_blocks(error, block) / amax
+    assert float(relative.max()) <= BOUNDS[name] * (1 + 1e-6)
+
+
+@EVERY_RECIPE
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_signs_blocks_and_powers_of_two(name: str, data: st.DataObject) -> None:
+    recipe, block = RECIPES[name], BLOCKS[name]
+    source = data.draw(activations(block, 4)).view(4, block)
+    order = data.draw(st.permutations(range(4)))
+    scale = scale_for(source)
+    rows, scales = recipe.quantise(source, scale)
+    # Rows, and so blocks, know nothing of each other.
+    moved = recipe.quantise(source[order], scale)
+    assert_same(
+        moved, QuantisedRows(rows[order], None if scales is None else scales[order]), source
+    )
+    wide = recipe.quantise(source.view(1, -1), scale)
+    if recipe.scales_row(block) is not None and name != "fp8_token":
+        assert torch.equal(rows_of.bytes_of(wide.rows).view(-1), rows_of.bytes_of(rows).view(-1))
+    # A sign is a bit of the code and of nothing else.
+    minus = recipe.quantise(-source, scale)
+    flipped = rows.view(torch.uint8) ^ (0x88 if name == "nvfp4" else 0x80)
+    expected = QuantisedRows(flipped.view(rows.dtype), scales)
+    assert_same(minus, expected, source)
+    # Twice the values (and half the given scale): the same codes under twice the scales.
+    if name != "fp8_tensor":
+        double = recipe.quantise(source * 2, scale / 2)
+        assert torch.equal(double.rows.view(torch.uint8), rows.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_token", "mxfp8", "nvfp4"])
+def test_scales_grow_with_amax(name: str) -> None:
+    """And MXFP8's are the least power of two that keeps 448: never more than half is wasted."""
+    recipe, block = RECIPES[name], BLOCKS[name]
+    amax = (
+        torch.ldexp(
+            torch.rand(20_000, generator=torch.Generator().manual_seed(8)) + 1,
+            torch.arange(20_000) % 40 - 20,
+        )
+        .sort()
+        .values
+    )
+    source = torch.zeros(len(amax), block)
+    source[:, 1] = -amax
+    _, scales = recipe.quantise(source, torch.tensor([1.0]))
+    assert scales is not None
+    steps = scales.float().flatten().diff()
+    assert bool((steps >= 0).all())
+    assert int((steps > 0).sum()) > 30
+    if name == "mxfp8":
+        power = torch.exp2(scales.float().flatten() - 127)
+        assert bool((amax <= 448 * power).all())
+        assert bool((amax > 224 * power).all())
+
+
+def test_the_even_element_is_in_the_low_nibble() -> None:
+    source = torch.zeros(1, 16)
+    source[0, :4] = torch.tensor([6.0, -1.0, 0.5, 3.0])
+    rows, _ = nvfp4.NVFP4.quantise(source, torch.tensor([1.0]))
+    assert rows[0, :2].tolist() == [0xA7, 0x51]
