@@ -2,6 +2,8 @@
 //
 //   P3          CTA 0 signals every rank "my experts have written" (release); every CTA waits once
 //               for all ranks (acquire), then works through its share of the items
+//   a format    before P3: all CTAs quantise the experts' rows to where the peers read them, each
+//               arrives (P5), and the last one signals instead of CTA 0
 //   per item    a token, or one of hidden_splits shares of its row: load the partial row of each k
 //               from (target_rank, slot), add in fp32 as a pairwise tree over k, round once to the
 //               activation's type, store once
@@ -12,8 +14,13 @@
 // The tree is over the positions k: ((0+1)+(2+3))+((4+5)+(6+7)). A k without a row of its own (its
 // rank already has the token, or the id is no expert) stands in it as -0.0, which changes no sum.
 // So the result depends on routing and rows only, not on slots, CTAs or arrival.
-// The partial rows carry the router weights already; combine adds them as they are.
+// The partial rows carry the router weights already; combine adds them as they are. Quantised ones
+// are made fp32 behind the pull and added by the same tree.
+//
+// With a format every CTA waits for the last one to arrive, which may be any: the whole grid must be
+// resident. It must be so without one too, since every CTA waits for the peers' CTA 0.
 #include "include/moe_nvlink/args.h"
+#include "include/moe_nvlink/combine_formats.h"
 #include "include/moe_nvlink/copy.h"
 #include "include/moe_nvlink/epoch_flags.h"
 #include "include/moe_nvlink/memory_order.h"
@@ -31,28 +38,39 @@ struct CombineShared {
   uint64_t rows[2][kMaxTopK];  // addresses of the partial rows, or 0: of this item, of the next
 };
 
-// Width elements of one row, as loaded.
-template <class Element, int Width>
-using Lanes = Vector<Width* static_cast<int>(sizeof(typename Element::Storage))>;
+// Whether this build has the code for a format: one of them, or (host) all.
+template <class Config, int Format>
+constexpr bool kKnows = Config::kCombine < 0 || Config::kCombine == Format;
 
-template <class Element, int Width>
-HD void fill_minus_zero(Lanes<Element, Width>& lanes) {
-  auto* words = reinterpret_cast<typename Element::Storage*>(&lanes);
-  MOE_NVLINK_UNROLL
-  for (int i = 0; i < Width; ++i) {
-    words[i] = static_cast<typename Element::Storage>(Element::kMinusZero);
-  }
-}
+// Rows that travel quantised.
+struct QuantisedCombineShared : CombineShared {
+  uint64_t scales[2][kMaxTopK];      // addresses, as rows
+  uint64_t row_scales[2][kMaxTopK];  // of formats that have them
+  RowAmax amax[2];                   // of the row that is being quantised, of the next
+  uint32_t is_last;                  // this CTA arrived last
+};
+
+template <bool Quantised>
+struct CombineSharedOf {
+  using Type = CombineShared;
+};
+template <>
+struct CombineSharedOf<true> {
+  using Type = QuantisedCombineShared;
+};
+template <class Config>
+using SharedOf = typename CombineSharedOf<Config::kCombine != kCombineUnquantised>::Type;
 
 // True for a k that takes no part in the sum; never on the GPU, where its row is loaded as -0.0.
-HD bool is_skipped(const char* row) {
-  return kSkipAbsentRows && row == nullptr;
+HD bool is_skipped(const PartialRow& row) {
+  return kSkipAbsentRows && row.row == nullptr;
 }
 
 // sums[j] = rows of k = 2j and 2j+1, then the upper levels of the tree; the result is in sums[0].
-template <class Element, int Width>
-HD void add_tree(const Lanes<Element, Width>* loaded, const char* const* rows, int top_k,
-                 float (*sums)[Width]) {
+template <class Part>
+HD void add_tree(const Part* loaded, const PartialRow* rows, int top_k,
+                 float (*sums)[Part::kWidth]) {
+  constexpr int Width = Part::kWidth;
   const int num_pairs = (top_k + 1) / 2;
   MOE_NVLINK_UNROLL
   for (int pair = 0; pair < num_pairs; ++pair) {
@@ -61,10 +79,7 @@ HD void add_tree(const Lanes<Element, Width>* loaded, const char* const* rows, i
   }
   MOE_NVLINK_UNROLL
   for (int k = 0; k < top_k; ++k) {
-    if (is_skipped(rows[k])) continue;
-    const auto* words = reinterpret_cast<const typename Element::Storage*>(&loaded[k]);
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < Width; ++i) sums[k / 2][i] += Element::to_float(words[i]);
+    if (!is_skipped(rows[k])) loaded[k].add_to(sums[k / 2]);
   }
   MOE_NVLINK_UNROLL
   for (int step = 1; step < num_pairs; step *= 2) {
@@ -76,40 +91,69 @@ HD void add_tree(const Lanes<Element, Width>* loaded, const char* const* rows, i
   }
 }
 
-// Elements [first, last) of one token, a multiple of Width; `threads` of them work side by side.
-template <class Config, class Element, int Width>
-HD void combine_range(const char* const* rows, int top_k, char* output, int thread, int threads,
-                      int first, int last) {
+// Rounds `sums` to the activation's type, once. `wide`: the target lies on a vector's boundary.
+template <class Element, int Width>
+HD void store_sums(char* target, const float* sums, bool wide) {
+  using Word = typename Element::Storage;
+  constexpr int kBytes = static_cast<int>(sizeof(Word));
+  constexpr int kStored = Width * kBytes < kVectorBytes ? Width : kVectorBytes / kBytes;
+  MOE_NVLINK_UNROLL
+  for (int first = 0; first < Width; first += kStored) {
+    Lanes<Element, kStored> result;
+    auto* words = reinterpret_cast<Word*>(&result);
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < kStored; ++i) words[i] = Element::from_float(sums[first + i]);
+    if (wide) {
+      store_vector(target + first * kBytes, result);
+    } else {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < kStored; ++i) {
+        store_word(reinterpret_cast<Word*>(target) + first + i, words[i]);
+      }
+    }
+  }
+}
+
+// Elements [first, last) of one token, a multiple of the part's width; `threads` of them work side
+// by side.
+template <class Config, class Element, class Part>
+HD void combine_range(const PartialRow* rows, int top_k, char* output, bool wide, int thread,
+                      int threads, int first, int last) {
   constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
+  constexpr int Width = Part::kWidth;
   for (int base = first; base < last; base += threads * Width) {
     const int element = base + thread * Width;
     const int place = element < last ? element : first;
-    // All loads first: top_k of them are in flight together, which is what hides a peer's latency.
-    Lanes<Element, Width> loaded[Config::kTopKBound];
+    // All loads first: those of top_k rows are in flight together, which is what hides a peer's
+    // latency.
+    Part loaded[Config::kTopKBound];
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
       if (is_skipped(rows[k])) continue;
-      fill_minus_zero<Element, Width>(loaded[k]);
-      if (rows[k] != nullptr) load_vector(loaded[k], rows[k] + place * kBytes);
+      loaded[k].set_absent();
+      if (rows[k].row != nullptr) loaded[k].load(rows[k], place);
     }
     // Behind the loads, so that a branch stands between them and the sums. In one block of code
     // ptxas moves the last loads behind the first sums, to save registers, and so behind the wait
     // for the first loads: two trips to the peers instead of one.
     if (element >= last) return;
     float sums[(Config::kTopKBound + 1) / 2][Width];
-    add_tree<Element, Width>(loaded, rows, top_k, sums);
-    Lanes<Element, Width> result;
-    auto* words = reinterpret_cast<typename Element::Storage*>(&result);
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < Width; ++i) words[i] = Element::from_float(sums[0][i]);
-    store_vector(output + element * kBytes, result);
+    add_tree(loaded, rows, top_k, sums);
+    store_sums<Element, Width>(output + element * kBytes, sums[0], wide);
   }
 }
 
+// Address of a slot's row in a region of rank `target`.
+HD uint64_t address_of_row(const CombineArgs& args, int target, uint32_t region, int row,
+                           uint64_t row_bytes) {
+  return reinterpret_cast<uint64_t>(region_of(args, target, region)) +
+         static_cast<uint64_t>(row) * row_bytes;
+}
+
 // Where the token's partial rows lie, one k per thread. A slot outside the buffers counts as none.
-template <class Config>
-HD void find_rows(const CombineArgs& args, const Cta& cta, int token, uint64_t row_bytes,
-                  uint64_t* rows) {
+template <class Config, int Format, class Shared>
+HD void find_rows(const CombineArgs& args, const Cta& cta, int token, const RowSizes& sizes,
+                  int turn, Shared& shared) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
   const int32_t* slots =
@@ -120,16 +164,37 @@ HD void find_rows(const CombineArgs& args, const Cta& cta, int token, uint64_t r
     const bool valid = slot >= 0 && slot < geometry.ep_size * geometry.max_tokens_per_rank;
     const int target = valid ? slot / geometry.max_tokens_per_rank : 0;
     const int row = slot - (target - geometry.ep_rank) * geometry.max_tokens_per_rank;
-    rows[k] = valid ? reinterpret_cast<uint64_t>(region_of(args, target, args.region)) +
-                          static_cast<uint64_t>(row) * row_bytes
-                    : 0;
+    const uint32_t region = Format == kCombineUnquantised ? args.region : args.rows_region;
+    shared.rows[turn][k] = valid ? address_of_row(args, target, region, row, sizes.row) : 0;
+    if constexpr (Format != kCombineUnquantised) {
+      shared.scales[turn][k] = address_of_row(args, target, args.scales_region, row, sizes.scales);
+      shared.row_scales[turn][k] =
+          address_of_row(args, target, args.row_scales_region, row, sizes.row_scale);
+    }
   }
 }
 
+// What find_rows left. True if there is a row at all.
+template <class Config, int Format, class Shared>
+HD bool take_rows(const Shared& shared, int turn, int top_k, PartialRow* rows) {
+  const uint64_t* addresses = shared.rows[turn];
+  bool any = false;
+  MOE_NVLINK_UNROLL
+  for (int k = 0; k < top_k; ++k) {
+    rows[k].row = reinterpret_cast<const char*>(addresses[k]);
+    any = any || addresses[k] != 0;
+    if constexpr (Format != kCombineUnquantised) {
+      rows[k].scales = reinterpret_cast<const char*>(shared.scales[turn][k]);
+      rows[k].row_scale = reinterpret_cast<const char*>(shared.row_scales[turn][k]);
+    }
+  }
+  return any;
+}
+
 // One token, or the share of it that belongs to split `split` of args.hidden_splits.
-template <class Config, class Element, int Width>
+template <class Config, class Element, int Format, class Part, class Shared>
 HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int split, bool faulted,
-                     const uint64_t* addresses) {
+                     bool wide, const Shared& shared, int turn) {
   using Word = typename Element::Storage;
   constexpr int kBytes = static_cast<int>(sizeof(Word));
   const int hidden_size = args.geometry.hidden_size;
@@ -138,13 +203,8 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
                  static_cast<uint64_t>(token) * static_cast<uint64_t>(hidden_size) * kBytes;
   const int thread = split * cta.num_threads + cta.thread;
   const int threads = static_cast<int>(args.hidden_splits) * cta.num_threads;
-  const char* rows[Config::kTopKBound];
-  bool any = false;
-  MOE_NVLINK_UNROLL
-  for (int k = 0; k < top_k; ++k) {
-    rows[k] = reinterpret_cast<const char*>(addresses[k]);
-    any = any || addresses[k] != 0;
-  }
+  PartialRow rows[Config::kTopKBound];
+  const bool any = take_rows<Config, Format>(shared, turn, top_k, rows);
   if (faulted || !any) {
     // No row: zero. After a fault: NaN, so that nobody takes the output for a result.
     const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
@@ -153,21 +213,24 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
     for (int i = thread; i < hidden_size; i += threads) store_word(words + i, word);
     return;
   }
-  const int whole = hidden_size - hidden_size % Width;
-  combine_range<Config, Element, Width>(rows, top_k, output, thread, threads, 0, whole);
+  const int whole = hidden_size - hidden_size % Part::kWidth;
+  combine_range<Config, Element, Part>(rows, top_k, output, wide, thread, threads, 0, whole);
   if constexpr (!kAlignedVectorsOnly) {
-    combine_range<Config, Element, 1>(rows, top_k, output, thread, threads, whole, hidden_size);
+    combine_range<Config, Element, typename Part::Rest>(rows, top_k, output, wide, thread, threads,
+                                                        whole, hidden_size);
   }
 }
 
-// Tells every rank that this one's experts have written. One CTA.
+// Tells every rank that this one's experts have written, and with a format that their rows are
+// quantised. One CTA.
 HD void signal_peers(const CombineArgs& args, const Cta& cta, uint32_t epoch) {
   const Geometry& geometry = args.geometry;
   MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     // P3 release: the experts' rows (kernels before this one, ordered by pdl_wait) before the
     // signal. Without it a peer may read rows the experts had not written yet. It also puts the
-    // experts' reads of the receive buffers before the peer's next dispatch.
+    // experts' reads of the receive buffers before the peer's next dispatch. With a format the rows
+    // are those of all CTAs, by P5.
     store_release_sys(cell_of(args, peer, args.control.combine_cells, geometry.ep_rank),
                       pack_cell(epoch, 0, 0));
   }
@@ -199,14 +262,99 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
 }
 
 // Adds what this rank is about to read to the totals. One thread of the launch.
-HD void count_rows(const CombineArgs& args, int element) {
+HD void count_rows(const CombineArgs& args, const RowSizes& sizes) {
   ExchangeCounters* totals = exchange_counters(args);
   const LocalControl* local = local_control(args);
-  const uint64_t row_bytes = static_cast<uint64_t>(args.geometry.hidden_size) *
-                             static_cast<uint64_t>(element_bytes(element));
+  const uint64_t row_bytes = sizes.row + sizes.scales + sizes.row_scale;
   add_to_total(&totals->bytes_combined, load_word(&local->rows_put) * row_bytes);
   add_to_total(&totals->bytes_combined_remote, load_word(&local->remote_rows_put) * row_bytes);
 }
+
+// ---- The sender's side of a format.
+
+// Quantises one slot's row from where the experts wrote it to where the peers read it.
+template <class Element, int Format>
+HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const RowSizes& sizes,
+                      RowAmax& amax) {
+  const Geometry& geometry = args.geometry;
+  const int me = geometry.ep_rank;
+  const int hidden_size = geometry.hidden_size;
+  const uint64_t row_bytes = static_cast<uint64_t>(hidden_size) * sizeof(typename Element::Storage);
+  const char* row =
+      reinterpret_cast<const char*>(address_of_row(args, me, args.region, slot, row_bytes));
+  const OneTarget target{
+      reinterpret_cast<char*>(address_of_row(args, me, args.rows_region, slot, sizes.row)),
+      reinterpret_cast<char*>(address_of_row(args, me, args.scales_region, slot, sizes.scales))};
+  if constexpr (Format == kCombineFp8Block) {
+    quantise_whole_row<Fp8Block, Element>(cta, row, hidden_size, 1.0f, target);
+  } else {
+    leave_row_amax<Element>(cta, row, hidden_size, true, amax);
+    cta.sync();  // the row's amax
+    const float scale = nvfp4_row_scale(take_row_amax(cta, amax));
+    quantise_whole_row<Nvfp4OfRow, Element>(cta, row, hidden_size, scale, target);
+    if (cta.thread == 0) {
+      store_word(reinterpret_cast<float*>(
+                     address_of_row(args, me, args.row_scales_region, slot, sizes.row_scale)),
+                 scale);
+    }
+  }
+}
+
+// The CTAs share the filled slots: every num_blocks-th of them in the order of the slots.
+template <class Element, int Format>
+HD void quantise_received(const CombineArgs& args, const Cta& cta, const RowSizes& sizes,
+                          QuantisedCombineShared& shared) {
+  const Geometry& geometry = args.geometry;
+  const int32_t* counts =
+      reinterpret_cast<const int32_t*>(region_of(args, geometry.ep_rank, args.control.recv_counts));
+  int turn = 0;
+  int row = cta.block;  // counted from the front of this source's slice
+  MOE_NVLINK_ROLLED
+  for (int source = 0; source < geometry.ep_size; ++source) {
+    const int count = load_word(counts + source);
+    MOE_NVLINK_ROLLED
+    for (; row < count; row += cta.num_blocks) {
+      // No barrier behind a row. To write this amax again a thread must pass the barrier of the next
+      // row, and so must every thread that still reads it.
+      quantise_slot<Element, Format>(args, cta, source * geometry.max_tokens_per_rank + row, sizes,
+                                     shared.amax[turn]);
+      turn = 1 - turn;
+    }
+    row -= count;
+  }
+}
+
+// True in the CTA that arrives last, which sees all rows that the others have quantised.
+HD bool arrive_with_rows(const CombineArgs& args, const Cta& cta, QuantisedCombineShared& shared) {
+  // P5 release half, per CTA: the barrier puts this CTA's stores before the arrival of its thread 0.
+  cta.sync();
+  if (cta.thread == 0) {
+    // P5: release the rows this CTA has quantised, acquire those of the CTAs before it. Relaxed
+    // instead, the signals of P3 would cover the last CTA's rows only, and a peer could add stale
+    // rows of every other CTA.
+    const uint32_t before = fetch_add_acq_rel_gpu(&local_control(args)->combine_arrivals, 1);
+    shared.is_last = before + 1 == static_cast<uint32_t>(cta.num_blocks) ? 1 : 0;
+  }
+  cta.sync();
+  return shared.is_last != 0;
+}
+
+// All CTAs quantise, the last to have done so tells the peers. After a failed verb nobody does.
+template <class Element, int Format>
+HD void send_quantised(const CombineArgs& args, const Cta& cta, const RowSizes& sizes,
+                       QuantisedCombineShared& shared) {
+  cta.sync();  // epoch and has_failed are there, one for all threads
+  if (shared.has_failed != 0) return;
+  quantise_received<Element, Format>(args, cta, sizes, shared);
+  if (!arrive_with_rows(args, cta, shared)) return;
+  signal_peers(args, cta, shared.epoch);
+  // The last thread, which has no peer of its own to signal where threads outnumber the ranks.
+  if (cta.thread != cta.num_threads - 1) return;
+  store_word(&local_control(args)->combine_arrivals, 0u);
+  count_rows(args, sizes);
+}
+
+// ---- The receiver's side.
 
 // Item number token * hidden_splits + split.
 struct Item {
@@ -233,31 +381,52 @@ HD Share share_of(const CombineArgs& args, const Cta& cta) {
                {cta.num_blocks / splits, cta.num_blocks % splits}};
 }
 
-template <class Config, class Element>
+// Elements of a part of a quantised row: 16 bytes of output of a 2-byte type on the GPU, so that as
+// many threads as without a format have one part each; on the host several vector registers.
+constexpr int kQuantisedWidth = kVectorBytes / 2;
+
+// The parts that a row of this format and alignment is worked through in.
+template <class Config, class Element, int Format, class Shared>
+HD void combine_item_in_parts(const CombineArgs& args, const Cta& cta, int token, int split,
+                              bool faulted, bool wide, const Shared& shared, int turn) {
+  if constexpr (Format == kCombineFp8Block) {
+    combine_item<Config, Element, Format, Fp8BlockPart<kQuantisedWidth>>(
+        args, cta, token, split, faulted, wide, shared, turn);
+  } else if constexpr (Format == kCombineNvfp4) {
+    combine_item<Config, Element, Format, Nvfp4Part<kQuantisedWidth>>(args, cta, token, split,
+                                                                      faulted, wide, shared, turn);
+  } else if (wide) {
+    constexpr int kWidth = kVectorBytes / static_cast<int>(sizeof(typename Element::Storage));
+    combine_item<Config, Element, Format, UnquantisedPart<Element, kWidth>>(
+        args, cta, token, split, faulted, true, shared, turn);
+  } else {
+    combine_item<Config, Element, Format, UnquantisedPart<Element, 1>>(args, cta, token, split,
+                                                                       faulted, true, shared, turn);
+  }
+}
+
+template <class Config, class Element, int Format, class Shared>
 HD void combine_items(const CombineArgs& args, const Cta& cta, const Share& share,
-                      CombineShared& shared) {
-  constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
-  const uint64_t row_bytes = static_cast<uint64_t>(args.geometry.hidden_size) * kBytes;
-  const int vector_bytes = vector_bytes_for(args.output, row_bytes);
+                      const RowSizes& sizes, Shared& shared) {
+  const uint64_t output_bytes =
+      static_cast<uint64_t>(args.geometry.hidden_size) * sizeof(typename Element::Storage);
+  const bool wide = vector_bytes_for(args.output, output_bytes) == kVectorBytes;
   const int splits = static_cast<int>(args.hidden_splits);
   const int num_items = args.geometry.num_tokens * splits;
   Item here = share.first;
   // The first item's rows while the peers' signals are on their way.
-  if (cta.block < num_items) find_rows<Config>(args, cta, here.token, row_bytes, shared.rows[0]);
+  if (cta.block < num_items) {
+    find_rows<Config, Format>(args, cta, here.token, sizes, 0, shared);
+  }
   const bool faulted = combine_barrier(args, cta, shared);
   int turn = 0;
   for (int item = cta.block; item < num_items; item += cta.num_blocks) {
     const Item next = advance(here, share.step, splits);
     if (next.token < args.geometry.num_tokens) {
-      find_rows<Config>(args, cta, next.token, row_bytes, shared.rows[1 - turn]);
+      find_rows<Config, Format>(args, cta, next.token, sizes, 1 - turn, shared);
     }
-    if (vector_bytes == kVectorBytes) {
-      combine_item<Config, Element, kVectorBytes / kBytes>(args, cta, here.token, here.split,
-                                                           faulted, shared.rows[turn]);
-    } else {
-      combine_item<Config, Element, 1>(args, cta, here.token, here.split, faulted,
-                                       shared.rows[turn]);
-    }
+    combine_item_in_parts<Config, Element, Format>(args, cta, here.token, here.split, faulted, wide,
+                                                   shared, turn);
     // The next item's rows are written, and nobody reads this one's any more: the next turn
     // overwrites them.
     cta.sync();
@@ -266,10 +435,42 @@ HD void combine_items(const CombineArgs& args, const Cta& cta, const Share& shar
   }
 }
 
+template <class Config, class Element, int Format, class Shared>
+HD void combine_in_format(const CombineArgs& args, const Cta& cta, const Share& share,
+                          Shared& shared) {
+  const RowSizes sizes =
+      row_sizes(Format, sizeof(typename Element::Storage), args.geometry.hidden_size);
+  if constexpr (Format != kCombineUnquantised) {
+    send_quantised<Element, Format>(args, cta, sizes, shared);
+  }
+  combine_items<Config, Element, Format>(args, cta, share, sizes, shared);
+}
+
+template <class Config, class Element, class Shared>
+HD void combine_elements(const CombineArgs& args, const Cta& cta, const Share& share, int format,
+                         Shared& shared) {
+  if constexpr (kKnows<Config, kCombineFp8Block>) {
+    if (format == kCombineFp8Block) {
+      combine_in_format<Config, Element, kCombineFp8Block>(args, cta, share, shared);
+    }
+  }
+  if constexpr (kKnows<Config, kCombineNvfp4>) {
+    if (format == kCombineNvfp4) {
+      combine_in_format<Config, Element, kCombineNvfp4>(args, cta, share, shared);
+    }
+  }
+  if constexpr (kKnows<Config, kCombineUnquantised>) {
+    if (format == kCombineUnquantised) {
+      combine_in_format<Config, Element, kCombineUnquantised>(args, cta, share, shared);
+    }
+  }
+}
+
 template <class Config>
-HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
+HD void combine_body(const CombineArgs& args, const Cta& cta, SharedOf<Config>& shared) {
   if (cta.thread == 0) shared.faulted = 0;
   const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
+  const int format = Config::kCombine >= 0 ? Config::kCombine : static_cast<int>(args.format);
   const Share share = share_of(args, cta);
   // Slots, rows and the epoch come from kernels before this one; see dispatch.cu for both calls.
   if constexpr (Config::kPdl) pdl_wait();
@@ -281,19 +482,22 @@ HD void combine_body(const CombineArgs& args, const Cta& cta, CombineShared& sha
     shared.epoch = epoch;
     shared.has_failed = failed ? 1 : 0;
   }
-  if (cta.block == 0 && !failed) {
+  if (format == kCombineUnquantised && cta.block == 0 && !failed) {
     signal_peers(args, cta, epoch);
-    if (cta.thread == cta.num_threads - 1) count_rows(args, element);
+    if (cta.thread == cta.num_threads - 1) {
+      const uint64_t bytes = static_cast<uint64_t>(element_bytes(element));
+      count_rows(args, row_sizes(kCombineUnquantised, bytes, args.geometry.hidden_size));
+    }
   }
   if (element == kElementBf16) {
-    combine_items<Config, Bf16>(args, cta, share, shared);
+    combine_elements<Config, Bf16>(args, cta, share, format, shared);
   } else if (element == kElementFp16) {
-    combine_items<Config, Fp16>(args, cta, share, shared);
+    combine_elements<Config, Fp16>(args, cta, share, format, shared);
   } else {
-    combine_items<Config, Fp32>(args, cta, share, shared);
+    combine_elements<Config, Fp32>(args, cta, share, format, shared);
   }
 }
 
 }  // namespace moe_nvlink
 
-MOE_NVLINK_KERNEL(moe_nvlink_combine, CombineArgs, CombineShared, combine_body)
+MOE_NVLINK_KERNEL(moe_nvlink_combine, CombineArgs, SharedOf<Config>, combine_body)

@@ -115,7 +115,9 @@ class Nvfp4Format:
 
     The row's scale r takes the place of the recipe's global one: r = amax of the row / (448 * 6),
     so that the largest block's scale is the largest e4m3 number, and the blocks are those of the
-    recipe nvfp4 with global scale 1 / r. A value is e2m1 * (e4m3 * r), rounded to fp32 twice.
+    recipe nvfp4 with global scale 1 / r; but x is multiplied by the reciprocal of s * r, which is
+    what the receiver makes of a block's scale s. A value is e2m1 * (s * r). A NaN or an infinity
+    makes r NaN, and so every value of its row.
     """
 
     name: str = "nvfp4"
@@ -134,12 +136,11 @@ class Nvfp4Format:
         rows = partial_rows.float()
         amax = rows.abs().amax(-1, keepdim=True)
         row_scales = divide(amax, E4M3_MAX * E2M1_MAX).clamp(min=LEAST_ROW_SCALE)
-        global_scales = row_scales.reciprocal()
+        row_scales = torch.where(amax < math.inf, row_scales, math.nan)
         blocks = _blocks(rows, self.block)
-        scales = to_e4m3(global_scales * (blocks.abs().amax(-1) * (1.0 / 6.0)))
-        stored = scales.float()
-        factors = (stored * global_scales.reciprocal()).reciprocal()
-        factors = torch.where(stored == 0.0, 0.0, factors)
+        scales = to_e4m3(row_scales.reciprocal() * (blocks.abs().amax(-1) * (1.0 / E2M1_MAX)))
+        units = scales.float() * row_scales
+        factors = torch.where(scales.float() == 0.0, 0.0, units.reciprocal())
         codes = e2m1_codes(blocks * factors.unsqueeze(-1)).flatten(-2)
         return QuantisedPartialRows(codes[:, ::2] | codes[:, 1::2] << 4, scales, row_scales)
 
@@ -262,7 +263,7 @@ def _check_hidden_size(name: str, hidden_size: int, block: int) -> None:
 
 
 def _blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
-    return rows.view(*rows.shape[:-1], -1, block)
+    return rows.view(*rows.shape[:-1], rows.shape[-1] // block, block)
 
 
 def _floor_log2(values: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,9 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
     ),
     "P4 barrier": (("cta.sync(); return shared.faulted != 0;", "return shared.faulted != 0;"),),
     "barrier between two items": (("cta.sync(); here = next;", "here = next;"),),
-    "second rows": (("row_bytes, shared.rows[1 - turn]);", "row_bytes, shared.rows[turn]);"),),
+    "second rows": (
+        ("next.token, sizes, 1 - turn, shared);", "next.token, sizes, turn, shared);"),
+    ),
 }
 
 

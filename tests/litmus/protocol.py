@@ -57,13 +57,22 @@ HAS_FAILED = r"^shared\.has_failed != 0$"
 A_FAULT = r"^fault != 0$"
 NOT_THE_LAST_THREAD = r"^!\(cta\.thread != cta\.num_threads - 1\)$"
 
-ROW_READ = r"\bcombine_item<Config, Element, kVectorBytes / kBytes>"
-ADDRESSES_FOUND = r"\bfind_rows<Config>"
+ROW_READ = r"\bcombine_item_in_parts<"
+ADDRESSES_FOUND = r"\bfind_rows<"
 FAULT_CLEARED = r"shared\.faulted = 0"
 FAULT_READ = r"return shared\.faulted"
-SIGNALS = r"^cta\.block == 0 && !failed$"
+SIGNALS = r"^format == kCombineUnquantised && cta\.block == 0 && !failed$"
+QUANTISES = r"^Format != kCombineUnquantised$"
+OTHER_FORMATS = (r"^format == kCombineFp8Block$", r"^format == kCombineNvfp4$")
 OTHER_ELEMENTS = r"^!\(element == kElementBf16\)"
 HAS_ITEMS = r"^int item = cta\.block"
+
+ROW_QUANTISED = r"\bquantise_slot<"
+HAS_ROWS = r"^; row < count"
+ARRIVED_LAST = r"^!\(!arrive_with_rows"
+ROWS_RESET = r"store_word\(&local_control\(args\)->combine_arrivals"
+AMAX_LEFT = r"\bleave_row_amax<"
+AMAX_TAKEN = r"\btake_row_amax\("
 
 # ---- What breaks an ordered access.
 
@@ -86,6 +95,11 @@ NO_BARRIER_OF_WARP = Edit("route_in_warp", r"cta\.sync_warp\(\);")
 ONE_ROUTE = Edit("dispatch_body", r"turn = 1 - turn;")
 ONE_BUFFER = Edit("combine_items", r"turn = 1 - turn;")
 NO_BARRIER_BEHIND_ITEM = Edit("combine_items", r"cta\.sync\(\);")
+ROWS_RELAXED = Edit("arrive_with_rows", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu")
+NO_BARRIER_BEFORE_ROWS_ARRIVE = Edit("arrive_with_rows", r"cta\.sync\(\);", turn=0)
+NO_BARRIER_BEHIND_ROWS_ARRIVE = Edit("arrive_with_rows", r"cta\.sync\(\);", turn=1)
+BARRIER_OF_WARP_BEHIND_AMAX = Edit("quantise_slot", r"cta\.sync\(\);", "cta.sync_warp();")
+ONE_AMAX = Edit("quantise_received", r"turn = 1 - turn;")
 DISPATCH_DOES_NOT_WAIT = Edit("dispatch_body", r"if constexpr \(Config::kPdl\) pdl_wait\(\);")
 COMBINE_DOES_NOT_WAIT = Edit("combine_body", r"if constexpr \(Config::kPdl\) pdl_wait\(\);")
 
@@ -184,7 +198,7 @@ def combining(
     """
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {EPOCH_READ: epoch_read, ADDRESSES_FOUND: addresses}
-    untaken = [OTHER_ELEMENTS, HAS_FAILED, A_FAULT]
+    untaken = [OTHER_ELEMENTS, *OTHER_FORMATS, QUANTISES, HAS_FAILED, A_FAULT]
     if signal is None:
         untaken.append(SIGNALS)
     else:
@@ -194,6 +208,46 @@ def combining(
     else:
         untaken.append(HAS_ITEMS)
     return kernels.thread("combine_body", operands, plain, untaken, {HAS_ITEMS: items or 1})
+
+
+def combining_quantised(
+    kernels: Kernels,
+    *,
+    rows: str = "",
+    arrival: str = "",
+    signal: str | None = None,
+    reset: str = "",
+    wait: Operands = "",
+    item: str | None = None,
+) -> str:
+    """Combine in fp8_block, a thread; thread 0 of its CTA has `arrival`'s operands.
+
+    rows: instructions by which the thread quantises its part of a row. signal: operands, if the CTA
+    arrives last. reset: what the last thread of that CTA writes. item: what the thread gets for the
+    CTA's item, if that has one.
+    """
+    operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
+    plain: dict[str, Operands] = {}
+    untaken = [SIGNALS, OTHER_ELEMENTS, OTHER_FORMATS[1], r"^format == kCombineUnquantised$"]
+    untaken += [HAS_FAILED, A_FAULT]
+    if rows:
+        plain[ROW_QUANTISED] = rows
+    else:
+        untaken.append(HAS_ROWS)
+    if arrival:
+        operands[r"->combine_arrivals"] = arrival
+    else:
+        untaken.append(r"^cta\.thread == 0$")
+    if signal is None:
+        untaken.append(ARRIVED_LAST)
+    else:
+        operands[r"signal_peers: .*combine_cells"] = signal
+        plain[ROWS_RESET] = reset
+    if item is None:
+        untaken.append(HAS_ITEMS)
+    else:
+        plain[ROW_READ] = item
+    return kernels.thread("combine_body", operands, plain, untaken)
 
 
 def text(threads: dict[str, str]) -> str:
@@ -384,7 +438,7 @@ def fault_is_seen(kernels: Kernels) -> str:
         rf"{WAITS}|report_fault: |has_failed: ": "",
         r"combine_barrier: store_relaxed_cta": "faulted, 1",
     }
-    untaken = [SIGNALS, OTHER_ELEMENTS, HAS_ITEMS, HAS_FAILED]
+    untaken = [SIGNALS, OTHER_ELEMENTS, *OTHER_FORMATS, QUANTISES, HAS_ITEMS, HAS_FAILED]
     clears = {FAULT_CLEARED: "st.weak faulted, 0", FAULT_READ: "ld.weak got, faulted"}
     return text(
         {
@@ -448,7 +502,7 @@ def targets_within_a_warp(kernels: Kernels) -> str:
 
 def addresses_of_three_items(kernels: Kernels) -> str:
     """A fast warp finds the rows of items 1, 2, 3 of a CTA of combine; a slow one reads them."""
-    used = "shared.rows[1 - turn]"
+    used = "next.token, sizes, 1 - turn, shared"
     where = buffers(kernels, "combine_items", used, "turn = 1 - turn;")
     writes = tuple(f"st.weak rows_{place}, {item}" for item, place in enumerate(where, 1))
     reads = tuple(f"ld.weak item{item}, rows_{place}" for item, place in enumerate(where, 1))
@@ -457,6 +511,69 @@ def addresses_of_three_items(kernels: Kernels) -> str:
             # The last turn looks one item ahead as well.
             "gpu0.k0.cta1.t0": combining(kernels, items=3, addresses=(*writes, "")),
             "gpu0.k0.cta1.t32": combining(kernels, items=3, row_read=reads),
+        }
+    )
+
+
+def quantised_before_signal(kernels: Kernels) -> str:
+    """Rank 0's experts write a row, a CTA that is not the last quantises it, rank 1 gets it."""
+    quantises = "ld.weak raw, out; st.weak quantised, raw"
+    return text(
+        {
+            "gpu0.k0.cta0.t0": f"{WAIT}; st.weak out, 1",
+            "gpu0.k1.cta0.t0": combining_quantised(kernels, arrival="first=0, arrived, 1"),
+            "gpu0.k1.cta0.t1": combining_quantised(kernels, rows=quantises),
+            "gpu0.k1.cta1.t0": combining_quantised(
+                kernels, arrival="second=1, arrived, 1", signal=""
+            ),
+            "gpu0.k1.cta1.t1": combining_quantised(kernels, signal=f"{SIGNAL}, 0|1"),
+            "gpu1.k0.cta1.t0": combining_quantised(kernels, wait=SIGNALLED, item=""),
+            "gpu1.k0.cta1.t1": combining_quantised(kernels, item="ld.weak got, quantised"),
+        }
+    )
+
+
+def next_combine_starts_clean(kernels: Kernels) -> str:
+    """What the last CTA of combine leaves for the combine after the next dispatch."""
+    return text(
+        {
+            "gpu0.k0.cta0.t0": combining_quantised(kernels, arrival="first=0, arrived, 1"),
+            "gpu0.k0.cta1.t0": combining_quantised(
+                kernels, arrival="second=1, arrived, 1", signal="", reset="st.weak arrived, 0"
+            ),
+            "gpu0.k1.cta0.t0": WAIT,
+            "gpu0.k2.cta0.t0": combining_quantised(kernels, arrival="next_first, arrived, 1"),
+        }
+    )
+
+
+def quantised_read_before_next(kernels: Kernels) -> str:
+    """Rank 1's combine n gets a quantised row; rank 0's combine n+1 writes the next one."""
+    return text(
+        {
+            "gpu1.k0.cta1.t0": combining_quantised(kernels, item="ld.weak got, quantised"),
+            "gpu1.k1.cta0.t0": finishing(kernels, cell=f"{CELL}, 1|1"),
+            "gpu0.k0.cta0.t0": finishing(kernels, last=False, wait=SEEN),
+            "gpu0.k1.cta0.t0": combining_quantised(kernels, rows="st.weak quantised, 2"),
+        }
+    )
+
+
+def amax_of_three_rows(kernels: Kernels) -> str:
+    """A fast warp leaves its part of the amax of rows 1, 2, 3 of a CTA; a slow one takes each."""
+    used, turned = "shared.amax[turn]", "turn = 1 - turn;"
+    where = buffers(kernels, "quantise_received", used, turned)
+    writes = tuple(f"st.weak amax_{place}, {row}" for row, place in enumerate(where, 1))
+    reads = tuple(f"ld.weak row{row}, amax_{place}" for row, place in enumerate(where, 1))
+
+    def thread(plain: dict[str, Operands]) -> str:
+        untaken = [r"^Format == kCombineFp8Block$"]
+        return kernels.thread("quantise_received", {}, plain, untaken, {HAS_ROWS: 3})
+
+    return text(
+        {
+            "gpu0.k0.cta0.t0": thread({AMAX_LEFT: writes}),
+            "gpu0.k0.cta0.t32": thread({AMAX_TAKEN: reads}),
         }
     )
 
@@ -616,6 +733,49 @@ SCENARIOS = {
         {
             "no barrier behind an item": (NO_BARRIER_BEHIND_ITEM,),
             "one buffer": (ONE_BUFFER,),
+        },
+    ),
+    "quantised rows before the signal": Scenario(
+        ("P3", "P4", "P5"),
+        quantised_before_signal,
+        ({"got": 0},),
+        {
+            "arrival relaxed": (ROWS_RELAXED,),
+            "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
+            "arrival only releases": (ARRIVAL_RELEASES_ONLY,),
+            "arrival of CTA scope": (ARRIVAL_OF_CTA_SCOPE,),
+            "no barrier before the arrival": (NO_BARRIER_BEFORE_ROWS_ARRIVE,),
+            "no barrier behind the arrival": (NO_BARRIER_BEHIND_ROWS_ARRIVE,),
+            "signal relaxed": (SIGNAL_RELAXED,),
+            "no barrier behind the acquire": (NO_P4_BARRIER,),
+            "combine does not wait for the experts": (COMBINE_DOES_NOT_WAIT,),
+            **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    "the next quantising combine starts clean": Scenario(
+        ("P5",),
+        next_combine_starts_clean,
+        ({"next_first": 2}, {"next_first": 1}),
+        {"combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,)},
+    ),
+    "combine has read before the next rows are quantised": Scenario(
+        ("P1",),
+        quantised_read_before_next,
+        ({"got": 2},),
+        {
+            "cell relaxed": (CELL_RELAXED,),
+            "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
+            "combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,),
+            **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    "amax of three rows": Scenario(
+        (),
+        amax_of_three_rows,
+        tuple({f"row{a}": b} for a in (1, 2, 3) for b in (0, 1, 2, 3) if a != b),
+        {
+            "a barrier of the warp only": (BARRIER_OF_WARP_BEHIND_AMAX,),
+            "one buffer": (ONE_AMAX,),
         },
     ),
 }

@@ -1,0 +1,176 @@
+// How the experts' rows travel in combine: as they are, or quantised per block. For each format what
+// one thread loads of one row and adds to its sums (a "part"), what its elements are made of, and the
+// bytes that a row takes. moe_nvlink_plugin/combine_formats.py has the same arithmetic in torch.
+#pragma once
+
+#include "args.h"
+#include "copy.h"
+#include "numeric.h"
+#include "platform.h"
+#include "quantise.h"
+
+namespace moe_nvlink {
+
+// Where a partial row lies; null for a k that has none. What a format has no use for is not set.
+struct PartialRow {
+  const char* row;
+  const char* scales;
+  const char* row_scale;
+};
+
+// Bytes of a row in each of the regions it lies in.
+struct RowSizes {
+  uint64_t row;
+  uint64_t scales;
+  uint64_t row_scale;
+};
+
+HD RowSizes row_sizes(int format, uint64_t element_bytes, int hidden_size) {
+  const uint64_t elements = static_cast<uint64_t>(hidden_size);
+  if (format == kCombineFp8Block) return RowSizes{elements, elements / 128 * 4, 0};
+  if (format == kCombineNvfp4) return RowSizes{elements / 2, elements / 16, 4};
+  return RowSizes{elements * element_bytes, 0, 0};
+}
+
+// Width elements of one row, as loaded.
+template <class Element, int Width>
+using Lanes = Vector<Width* static_cast<int>(sizeof(typename Element::Storage))>;
+
+template <int Bytes>
+HD void fill_bytes(Vector<Bytes>& vector, unsigned char byte) {
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < Bytes; ++i) vector.bytes[i] = byte;
+}
+
+// ---- Parts: Width elements of one row. An absent row's are -0.0, which change no sum.
+
+template <class Element, int Width>
+struct UnquantisedPart {
+  static constexpr int kWidth = Width;
+  using Rest = UnquantisedPart<Element, 1>;  // host: for the elements behind the last whole part
+  Lanes<Element, Width> lanes;
+
+  HD void set_absent() {
+    auto* words = reinterpret_cast<typename Element::Storage*>(&lanes);
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < Width; ++i) {
+      words[i] = static_cast<typename Element::Storage>(Element::kMinusZero);
+    }
+  }
+  HD void load(const PartialRow& from, int element) {
+    load_vector(lanes, from.row + element * static_cast<int>(sizeof(typename Element::Storage)));
+  }
+  HD void add_to(float* sums) const {
+    const auto* words = reinterpret_cast<const typename Element::Storage*>(&lanes);
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < Width; ++i) sums[i] += Element::to_float(words[i]);
+  }
+};
+
+// value = e4m3 * scale of its block of 128.
+template <int Width>
+struct Fp8BlockPart {
+  static_assert(128 % Width == 0);
+  static constexpr int kWidth = Width;
+  using Rest = Fp8BlockPart;
+  Vector<Width> codes;
+  float scale;
+
+  HD void set_absent() {
+    fill_bytes(codes, 0x80);
+    scale = 1.0f;
+  }
+  HD void load(const PartialRow& from, int element) {
+    load_vector(codes, from.row + element);
+    scale = load_word(reinterpret_cast<const float*>(from.scales) + element / 128);
+  }
+  HD void add_to(float* sums) const {
+    float values[Width];
+    E4m3::to_floats<Width>(codes.bytes, values);
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < Width; ++i) sums[i] += values[i] * scale;
+  }
+};
+
+// value = e2m1 * (e4m3 scale of its block of 16 * scale of its row).
+template <int Width>
+struct Nvfp4Part {
+  static constexpr int kScales = Width > 16 ? Width / 16 : 1;
+  static constexpr int kBlock = Width / kScales;  // this part's share of one
+  static_assert(16 % kBlock == 0);
+  static constexpr int kWidth = Width;
+  using Rest = Nvfp4Part<16>;
+  Vector<Width / 2> codes;
+  Vector<kScales> scales;
+  float row_scale;
+
+  HD void set_absent() {
+    fill_bytes(codes, 0x88);
+    fill_bytes(scales, 0x38);  // 1
+    row_scale = 1.0f;
+  }
+  HD void load(const PartialRow& from, int element) {
+    load_vector(codes, from.row + element / 2);
+    load_vector(scales, from.scales + element / 16);
+    row_scale = load_word(reinterpret_cast<const float*>(from.row_scale));
+  }
+  HD void add_to(float* sums) const {
+    float values[Width];
+    E2m1::to_floats<Width>(codes.bytes, values);
+    MOE_NVLINK_UNROLL
+    for (int block = 0; block < kScales; ++block) {
+      const float unit = E4m3::to_float(scales.bytes[block]) * row_scale;
+      MOE_NVLINK_UNROLL
+      for (int i = block * kBlock; i < (block + 1) * kBlock; ++i) sums[i] += values[i] * unit;
+    }
+  }
+};
+
+// ---- Quantising, in the blocks of quantise.h. Fp8Block serves as it is.
+
+// The scale of a row of nvfp4 from its largest magnitude, as bits: the largest block's scale is then
+// e4m3's largest number. Not below 2^-100, so that the least unit of a block is a normal number; NaN
+// where the row has a NaN or an infinity.
+HD float nvfp4_row_scale(uint32_t amax_bits) {
+  constexpr float kLeast = 0x1p-100f;
+  if (amax_bits >= 0x7f800000u) return float_of_bits(0x7fc00000u);
+  const float scale = float_of_bits(amax_bits) / (E4m3::kLargest * E2m1::kLargest);
+  return scale > kLeast ? scale : kLeast;
+}
+
+// A block of nvfp4 under the scale of its row. Unlike the recipe Nvfp4, which a model's calibration
+// and other kernels have to agree with, it divides as IEEE 754 says on every executor.
+struct Nvfp4OfRow {
+  static constexpr int kBits = Nvfp4::kBits;
+  static constexpr int kBlock = Nvfp4::kBlock;
+  using Scale = Nvfp4::Scale;
+  Scale scale;
+  float factor;
+
+  HD Nvfp4OfRow(uint32_t amax, float row_scale) {
+    const float wanted = 1.0f / row_scale * (float_of_bits(amax) * (1.0f / E2m1::kLargest));
+    scale = E4m3::from_float(wanted);
+    factor = scale == 0 ? 0.0f : 1.0f / (E4m3::to_float(scale) * row_scale);
+  }
+  HD float value(float x) const { return x * factor; }
+  template <int Count>
+  HD static void encode(const float* values, uint8_t* codes) {
+    Nvfp4::encode<Count>(values, codes);
+  }
+};
+
+// The CTA's threads quantise one row, a multiple of the format's block, which begins on a vector's
+// boundary.
+template <class Format, class Element>
+HD void quantise_whole_row(const Cta& cta, const char* row, int hidden_size, float row_scale,
+                           const OneTarget& target) {
+  const int whole = hidden_size / kLaneElements * kLaneElements;
+  quantise_blocks<Format, Element, kLaneElements>(cta, cta.thread, row, true, 0, whole, row_scale,
+                                                  target);
+  if constexpr (Format::kBlock < kLaneElements) {  // host
+    quantise_blocks<Format, Element, Format::kBlock>(cta, cta.thread, row, true, whole, hidden_size,
+                                                     row_scale, target);
+  }
+}
+
+}  // namespace moe_nvlink
