@@ -170,6 +170,7 @@ class _CudaLauncher:
         widest = max(row_bytes.values())
         ids_bytes = config.ep_size * config.max_tokens_per_rank * row_bytes["recv_topk_ids"]
         element_bytes = config.dtype.itemsize
+        slots = config.ep_size * config.max_tokens_per_rank if format_code else 0
 
         def dispatch_launch(kernel: _Kernel, lanes_bytes: int) -> _Launch:
             limits = kernel.limits(num_sms)
@@ -189,7 +190,7 @@ class _CudaLauncher:
         self._combine = _Launch(
             combine,
             lambda n: shape.combine_shape(
-                n, config.hidden_size, element_bytes, combine.limits(num_sms)
+                n, config.hidden_size, element_bytes, combine.limits(num_sms), slots
             ),
             executor,
             pdl,

@@ -5,8 +5,9 @@ kernels hide latency (kernels/README.md); their constants are estimates until th
 been measured on a GPU.
 
 A grid never exceeds what is resident at once. Combine's CTAs all wait for the peers before they
-work, and some of dispatch's wait while others may not have started: with more CTAs than fit, the
-waiting ones could keep out those that the peers wait for.
+work, with a format first for the last of themselves to have quantised its rows, and some of
+dispatch's wait while others may not have started: with more CTAs than fit, the waiting ones could
+keep out those that they or the peers wait for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import NamedTuple
 
 #: Bytes one thread moves at a time (kVectorBytes of platform.h on the GPU).
 VECTOR_BYTES = 16
+#: Elements one thread of combine takes of a quantised row at a time (kQuantisedWidth there).
+QUANTISED_WIDTH = 8
 WARP = 32
 #: Threads of a CTA when there are tokens enough to fill the GPU: several CTAs then share an SM, and
 #: one's barriers hide behind another's copies.
@@ -84,21 +87,34 @@ def dispatch_shape(num_tokens: int, row_bytes: int, empty_bytes: int, limits: Li
     return Shape(min(blocks, max(limits.resident(threads), 1)), threads)
 
 
-def combine_shape(num_tokens: int, hidden_size: int, element_bytes: int, limits: Limits) -> Shape:
+def combine_shape(
+    num_tokens: int, hidden_size: int, element_bytes: int, limits: Limits, slots: int = 0
+) -> Shape:
     """Combine: the row of a token is split over CTAs as long as they all fit at once.
 
     With few tokens every thread then has one vector of each of the top_k rows to load, all in
     flight together, and the call costs one trip to the peers instead of one per vector. With many
     tokens a CTA takes whole rows, and the CTAs an SM holds hide each other's trips.
+
+    Args:
+        num_tokens: of this call on this rank.
+        hidden_size: elements of a row.
+        element_bytes: of an unquantised one.
+        limits: of the kernel on this GPU.
+        slots: with a format, the rows this rank may have received and then quantises; 0 without
+            one. How many it has received only the GPU knows, and a rank without tokens may have
+            the most. So there is a CTA for each slot as far as they fit.
     """
     vectors = _ceil_div(hidden_size * element_bytes, VECTOR_BYTES)
+    if slots:
+        vectors = _ceil_div(hidden_size, QUANTISED_WIDTH)
     most = min(FEW_THREADS, limits.max_threads)
     parts = _ceil_div(vectors, most)
     # Even parts: 896 vectors are four times 224, not three times 256 and a CTA half idle.
     threads = _whole_warps(_ceil_div(vectors, parts), most)
     resident = max(limits.resident(threads), 1)
     splits = max(min(parts, resident // max(num_tokens, 1)), 1)
-    return Shape(min(max(num_tokens * splits, 1), resident), threads, splits)
+    return Shape(min(max(num_tokens * splits, slots, 1), resident), threads, splits)
 
 
 def _whole_warps(threads: int, most: int) -> int:

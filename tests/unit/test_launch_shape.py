@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from moe_nvlink_plugin.executors.shape import (
     MARKED_BYTES_PER_CTA,
     MOST_MARKING_CTAS,
+    QUANTISED_WIDTH,
     VECTOR_BYTES,
     WARP,
     Limits,
@@ -61,6 +62,17 @@ def test_a_row_is_split_while_all_ctas_fit() -> None:
     assert combine_shape(1, 1, 4, limits()) == (1, 32, 1)
 
 
+def test_quantising_takes_every_cta_that_fits() -> None:
+    """Not more: each waits for the last of them to have quantised its rows."""
+    mine = limits(registers=128)
+    assert mine.resident(224) == H200_SMS * 2
+    for num_tokens, splits in ((0, 4), (1, 4), (64, 4), (300, 1), (8192, 1)):
+        assert combine_shape(num_tokens, 7168, 2, mine, slots=64 * 256) == (264, 224, splits)
+    # No more than there are slots and items; fp32 rows have the same parts once they are quantised.
+    assert combine_shape(1, 7168, 2, mine, slots=12) == (12, 224, 4)
+    assert combine_shape(4, 7168, 4, mine, slots=12) == (16, 224, 4)
+
+
 def test_an_sm_budget_bounds_both() -> None:
     few = limits(num_sms=8)
     assert dispatch_shape(8192, 14336, 2**24, few).blocks == 32
@@ -88,6 +100,7 @@ def test_marking_ctas_are_those_of_the_kernel() -> None:
     empty_bytes=st.integers(0, 2**28),
     num_sms=st.integers(1, 160),
     registers=st.sampled_from([32, 64, 96, 128, 168, 255]),
+    slots=st.sampled_from([0, 1, 100, 2**20]),
 )
 def test_every_grid_is_resident_and_covers_its_rows(
     num_tokens: int,
@@ -96,19 +109,21 @@ def test_every_grid_is_resident_and_covers_its_rows(
     empty_bytes: int,
     num_sms: int,
     registers: int,
+    slots: int,
 ) -> None:
     mine = limits(num_sms, registers)
     row_bytes = hidden_size * element_bytes
     for shape in (
         dispatch_shape(num_tokens, row_bytes, empty_bytes, mine),
-        combine_shape(num_tokens, hidden_size, element_bytes, mine),
+        combine_shape(num_tokens, hidden_size, element_bytes, mine, slots),
     ):
         assert WARP <= shape.threads <= mine.max_threads
         assert shape.threads % WARP == 0
         assert 1 <= shape.blocks <= mine.resident(shape.threads)
         assert shape.hidden_splits >= 1
     # Split for one vector a thread, or less far where not all CTAs would fit; never further.
-    assert (shape.hidden_splits - 1) * shape.threads * VECTOR_BYTES < row_bytes
+    elements = QUANTISED_WIDTH if slots else VECTOR_BYTES // element_bytes
+    assert (shape.hidden_splits - 1) * shape.threads * elements < hidden_size
     assert num_tokens * shape.hidden_splits <= mine.resident(shape.threads) or (
         shape.hidden_splits == 1
     )
