@@ -79,7 +79,7 @@ def test_every_16_bit_pattern(name: str, dtype: torch.dtype) -> None:
 
 @EVERY_RECIPE
 def test_millions_of_fp32_values(name: str) -> None:
-    for seed, scale in enumerate((1.0, 0.013, 2688 / 5.3, 3e5)):
+    for seed, scale in enumerate((1.0, 0.013, 2688 / 5.3)):
         source = rows_of.random_rows(BLOCKS[name], seed, num_values=1_000_000)
         check(name, source, torch.tensor([scale]))
 
@@ -228,7 +228,7 @@ def mistakes() -> Iterator[tuple[str, Callable[[pytest.MonkeyPatch], None]]]:
     yield (
         "nvfp4",
         lambda patch: patch.setattr(
-            nvfp4, "e2m1_codes", lambda v: codes(v).unflatten(2, (-1, 2)).flip(3).flatten(2)
+            nvfp4, "e2m1_codes", lambda v: codes(v).view(*v.shape[:2], -1, 2).flip(3).flatten(2)
         ),
     )
 

@@ -7,7 +7,7 @@ Where vLLM's variants differ among themselves, a test says by how much and which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,7 @@ from moe_nvlink_plugin.recipes.global_scale import check_global_scale
 from tests.kernels import quantiser_rows as rows_of
 from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same, differing
 
+Array: TypeAlias = np.ndarray[Any, Any]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EVERY_RECIPE = pytest.mark.parametrize("name", RECIPES)
 SCALE = torch.tensor([0.37])
@@ -30,7 +31,7 @@ SCALE = torch.tensor([0.37])
 # ---- vLLM's CUDA kernels, written out again. Finite rows only: NaN is where we differ on purpose.
 
 
-def rounded(values: np.ndarray, numbers: list[float]) -> np.ndarray:
+def rounded(values: Array, numbers: list[float]) -> Array:
     """Codes of the nearest of `numbers`, the even one of two; saturating; the sign is bit 7."""
     steps = np.array(numbers)
     ties = (steps[1:] + steps[:-1]) / 2
@@ -38,19 +39,21 @@ def rounded(values: np.ndarray, numbers: list[float]) -> np.ndarray:
     codes = np.searchsorted(ties, size, side="left")
     tied = size == ties[np.minimum(codes, len(ties) - 1)]
     codes += tied & (codes % 2 == 1)
-    return (codes + 128 * np.signbit(values)).astype(np.uint8)
+    signed: Array = codes + 128 * np.signbit(values)
+    return signed.astype(np.uint8)
 
 
-def e4m3(values: np.ndarray) -> np.ndarray:
+def e4m3(values: Array) -> Array:
     return rounded(values, rows_of.E4M3_NUMBERS)
 
 
-def decoded(codes: np.ndarray) -> np.ndarray:
+def decoded(codes: Array) -> Array:
     """fp32 of e4m3 codes without a sign."""
-    return np.array(rows_of.E4M3_NUMBERS, dtype=np.float32)[codes]
+    numbers: Array = np.array(rows_of.E4M3_NUMBERS, dtype=np.float32)
+    return numbers[codes]
 
 
-def cuda_fp8_block(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
+def cuda_fp8_block(x: Array, scale: np.float32) -> tuple[Array, Array]:
     """per_token_group_quant.cu with group_size 128, eps 1e-10."""
     blocks = x.reshape(len(x), -1, 128)
     amax = np.maximum(np.abs(blocks).max(2), np.float32(1e-10))
@@ -58,19 +61,19 @@ def cuda_fp8_block(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.nda
     return e4m3(blocks / scales[:, :, None]).reshape(x.shape), scales
 
 
-def cuda_fp8_token(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
+def cuda_fp8_token(x: Array, scale: np.float32) -> tuple[Array, Array]:
     """common.cu, dynamic_per_token_scaled_fp8_quant_kernel_strided."""
     amax = np.abs(x).max(1, keepdims=True)
     scales = np.maximum(amax / np.float32(448), np.float32(1) / (np.float32(448) * np.float32(512)))
     return e4m3(x / scales), scales
 
 
-def cuda_fp8_tensor(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, None]:
+def cuda_fp8_tensor(x: Array, scale: np.float32) -> tuple[Array, None]:
     """common.cu, scaled_fp8_quant_kernel_strided_group_shape with one scale."""
     return e4m3(x * (np.float32(1) / scale)), None
 
 
-def exact_mxfp8(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
+def exact_mxfp8(x: Array, scale: np.float32) -> tuple[Array, Array]:
     """Not vLLM's logarithm: the least power of two by frexp, and an exact quotient."""
     blocks = x.reshape(len(x), -1, 32)
     amax = np.maximum(np.abs(blocks).max(2), np.finfo(np.float32).tiny)
@@ -79,7 +82,7 @@ def exact_mxfp8(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarra
     return e4m3(np.ldexp(blocks, 127 - biased[:, :, None])).reshape(x.shape), biased
 
 
-def cuda_nvfp4(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
+def cuda_nvfp4(x: Array, scale: np.float32) -> tuple[Array, Array]:
     """nvfp4_utils.cuh, cvt_warp_fp16_to_fp4, with IEEE reciprocals."""
     blocks = x.reshape(len(x), -1, 16)
     one = np.float32(1)
@@ -91,7 +94,7 @@ def cuda_nvfp4(x: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarray
     return codes[:, 0::2] + 16 * codes[:, 1::2], scales
 
 
-WRITTEN_AGAIN: dict[str, Callable[..., tuple[np.ndarray, np.ndarray | None]]] = {
+WRITTEN_AGAIN: dict[str, Callable[..., tuple[Array, Array | None]]] = {
     "fp8_block": cuda_fp8_block,
     "fp8_token": cuda_fp8_token,
     "fp8_tensor": cuda_fp8_tensor,
@@ -285,14 +288,15 @@ def test_blocks_are_forward_native(vllm_fp8: dict[str, Any], dtype: torch.dtype)
     )
     ours = fp8.FP8_BLOCK.quantise(source)
     theirs = QuantisedRows(*vllm_fp8["fp8_block"].forward_native(source))
+    assert ours.scales is not None
+    assert theirs.scales is not None
     small = source.float().abs().amax(1) < 1 / 512
+    assert bool((theirs.scales[small] == 1 / (448 * 512)).all())
     assert_same(
-        QuantisedRows(ours.rows[~small], ours.scales[~small] if ours.scales is not None else None),
+        QuantisedRows(ours.rows[~small], ours.scales[~small]),
         QuantisedRows(theirs.rows[~small], theirs.scales[~small]),
         source[~small],
     )
-    assert theirs.scales is not None
-    assert bool((theirs.scales[small] == 1 / (448 * 512)).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -384,16 +388,17 @@ def test_nvfp4_is_ref_nvfp4_quant(dtype: torch.dtype, scale: float) -> None:
 
 
 @EVERY_RECIPE
-def test_dequantise_is_vllms_and_exact(name: str) -> None:
-    """Against one line each of plain arithmetic, in fp32 and rounded to the types."""
+def test_dequantise_in_plain_arithmetic(name: str) -> None:
+    """In fp32, then rounded to the type asked for."""
     recipe, source = RECIPES[name], usual_rows(torch.bfloat16, 16)
     rows, scales = recipe.quantise(source, SCALE)
+    of_blocks = SCALE.view(1, 1) if scales is None else scales
     plain: dict[str, Callable[[], torch.Tensor]] = {
-        "fp8_block": lambda: rows.float() * scales.repeat_interleave(128, 1),  # type: ignore[union-attr]
-        "fp8_token": lambda: rows.float() * scales,
-        "fp8_tensor": lambda: rows.float() * SCALE,
-        "mxfp8": lambda: torch.ldexp(rows.float(), scales.int().repeat_interleave(32, 1) - 127),  # type: ignore[union-attr]
-        "nvfp4": lambda: nvfp4_plainly(rows, scales),
+        "fp8_block": lambda: rows.float() * of_blocks.repeat_interleave(128, 1),
+        "fp8_token": lambda: rows.float() * of_blocks,
+        "fp8_tensor": lambda: rows.float() * of_blocks,
+        "mxfp8": lambda: torch.ldexp(rows.float(), of_blocks.int().repeat_interleave(32, 1) - 127),
+        "nvfp4": lambda: nvfp4_plainly(rows, of_blocks),
     }
     expected = plain[name]()
     for dtype in DTYPES:
@@ -402,8 +407,7 @@ def test_dequantise_is_vllms_and_exact(name: str) -> None:
         assert torch.equal(back, expected.to(dtype))
 
 
-def nvfp4_plainly(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    assert scales is not None
+def nvfp4_plainly(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     table = torch.tensor(rows_of.E2M1_NUMBERS)
     table = torch.cat((table, -table))
     out = torch.empty(len(rows), rows.shape[1] * 2)
@@ -411,6 +415,21 @@ def nvfp4_plainly(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tens
         out[:, 2 * column] = table[rows[:, column].int() % 16]
         out[:, 2 * column + 1] = table[rows[:, column].int() // 16]
     return out * (scales.float() / SCALE).repeat_interleave(16, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_there_and_back_is_vllms(dtype: torch.dtype) -> None:
+    """NVFP4 as its emulation has it (s / g, rounded; its dequantize_to_dtype takes s * (1 / g))."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm.model_executor.layers.quantization.utils import mxfp8_utils, nvfp4_emulation_utils
+
+    source = usual_rows(dtype, 64)
+    there = nvfp4.NVFP4.quantise(source, SCALE)
+    back = nvfp4.NVFP4.dequantise(*there, dtype, SCALE)
+    assert torch.equal(back, nvfp4_emulation_utils.ref_nvfp4_quant_dequant(source, SCALE, 16))
+    rows, scales = mxfp8.MXFP8.quantise(source)
+    back = mxfp8.MXFP8.dequantise(rows, scales, torch.bfloat16)
+    assert torch.equal(back, mxfp8_utils.dequant_mxfp8_to_bf16(rows, scales))
 
 
 # ---- Special values, as the docstrings of the recipes have them.
