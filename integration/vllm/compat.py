@@ -53,6 +53,7 @@ class Fields(NamedTuple):
 _MOE = "vllm.model_executor.layers.fused_moe"
 _KERNEL = f"{_MOE}.modular_kernel"
 _REDUCE = f"{_MOE}.topk_weight_and_reduce"
+_FP8 = "vllm.model_executor.layers.quantization.fp8"
 _COMMUNICATORS = "vllm.distributed.device_communicators"
 _PLATFORM = "vllm.platforms.interface"
 _CONTEXT = "vllm.forward_context"
@@ -203,6 +204,34 @@ TOUCHED = (
     ),
     Touched("vllm.utils.flashinfer", "nvfp4_block_scale_interleave", "use"),
     Touched("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used", "use", ()),
+    Touched(_FP8, "Fp8MoEMethod", "use", device="cpu"),
+    Touched(f"{_MOE}.oracle.fp8", "Fp8MoeBackend.EMULATION", "use", device="cpu"),
+    Touched(
+        f"{_MOE}.oracle.unquantized",
+        "select_unquantized_moe_backend",
+        "use",
+        ("moe_config",),
+        "cpu",
+    ),
+    *_methods(
+        f"{_MOE}.experts.cpu_moe",
+        "CPUUnquantizedExperts",
+        "subclass",
+        "cpu",
+        process_weights_after_loading=("layer",),
+        apply=(
+            *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"),
+            *("global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13"),
+            *("workspace2", "expert_tokens_meta", "apply_router_weight_on_input"),
+        ),
+    ),
+    Touched(
+        "vllm.model_executor.utils",
+        "replace_parameter",
+        "use",
+        ("layer", "param_name", "new_tensor"),
+        "cpu",
+    ),
 )
 
 FIELDS = (
@@ -254,6 +283,7 @@ FIELDS = (
     Fields(f"{_MOE}.config", "FusedMoEQuantConfig", ("is_scale_transposed",), since="0.33"),
     Fields(_KERNEL, "FusedMoEExpertsModular", ("expects_unquantized_inputs", "quant_config")),
     Fields(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", ("moe_kernel",)),
+    Fields(_FP8, "Fp8MoEMethod", ("block_quant", "experts_cls", "fp8_backend", "moe")),
     Fields(_KERNEL, "FusedMoEKernel", ("fused_experts", "is_monolithic", "prepare_finalize")),
     Fields(f"{_MOE}.routed_experts", "RoutedExperts", ("expert_map", "layer_name", "moe_config")),
     Fields(

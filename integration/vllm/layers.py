@@ -16,6 +16,7 @@ from vllm.distributed import get_ep_group
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.platforms import current_platform
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
@@ -63,6 +64,10 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
             moe_config.require_decomposed_backend = True
         quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
         if ours:
+            if current_platform.is_cpu():
+                from .cpu_fp8_experts import serve_without_amx
+
+                serve_without_amx(quant_method)
             _rebuild_after_loading(quant_method)
         return quant_method
 

@@ -8,6 +8,7 @@ These files draw every tensor from one seeded stream, and their experts decide t
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import os
 import tempfile
@@ -23,6 +24,8 @@ from safetensors.torch import save_file
 EXPERT_GAIN = 3.0
 #: Scale of the query and key norms.
 ATTENTION_SHARPNESS = 2.0
+#: Rows and columns of a block of FP8 weights; it divides an expert's sizes.
+FP8_BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,24 +189,79 @@ class _Weights:
         return self.tensors
 
 
-def write_checkpoint(folder: Path, architecture: str = "qwen3_moe", *, seed: int = 0) -> Path:
-    """Write the tiny checkpoint of `architecture` (a key of MODELS) into `folder` and return it.
+class Experts(enum.Enum):
+    """In which form a checkpoint holds the weights of its routed experts."""
+
+    FLOAT = enum.auto()
+    #: e4m3 in blocks of 128 x 128, each with an fp32 scale: `quant_method` fp8 of Hugging Face.
+    FP8 = enum.auto()
+    #: The numbers that FP8 stands for, as floats.
+    FP8_RESTORED = enum.auto()
+
+
+def write_checkpoint(
+    folder: Path,
+    model: str | TinyModel = "qwen3_moe",
+    *,
+    seed: int = 0,
+    experts: Experts = Experts.FLOAT,
+) -> Path:
+    """Write the tiny checkpoint of `model` (a key of MODELS, or sizes) into `folder`; return it.
 
     The same seed gives the same bytes. Each file is replaced in one step, so that a process reading
     the folder meanwhile never sees half a file. Raises ValueError for an unknown architecture.
     """
-    if architecture not in MODELS:
-        raise ValueError(f"no tiny model {architecture!r}; choose one of {sorted(MODELS)}")
-    model = MODELS[architecture]
+    if isinstance(model, str):
+        if model not in MODELS:
+            raise ValueError(f"no tiny model {model!r}; choose one of {sorted(MODELS)}")
+        model = MODELS[model]
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = _Weights(model, seed).whole_model()
+    tensors, config = _Weights(model, seed).whole_model(), model.config()
+    if experts is not Experts.FLOAT:
+        tensors = _with_fp8_experts(tensors, restored=experts is Experts.FP8_RESTORED)
+    if experts is Experts.FP8:
+        config["quantization_config"] = _fp8_config(tensors)
     _replace(
         folder / "model.safetensors",
         lambda path: save_file(tensors, path, metadata={"format": "pt"}),
     )
-    text = json.dumps(model.config(), indent=2) + "\n"
+    text = json.dumps(config, indent=2) + "\n"
     _replace(folder / "config.json", lambda path: Path(path).write_text(text, encoding="utf-8"))
     return folder
+
+
+def _is_routed_expert(name: str) -> bool:
+    return ".mlp.experts." in name
+
+
+def _with_fp8_experts(
+    tensors: dict[str, torch.Tensor], *, restored: bool
+) -> dict[str, torch.Tensor]:
+    """The tensors with every routed expert's weight `[rows, columns]` cast in blocks."""
+    made = {name: one for name, one in tensors.items() if not _is_routed_expert(name)}
+    for name in tensors.keys() - made.keys():
+        weight = tensors[name]
+        rows, columns = (size // FP8_BLOCK for size in weight.shape)
+        blocks = weight.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
+        scales = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        cast = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        if restored:
+            made[name] = (cast.float() * scales[:, None, :, None]).view_as(weight)
+        else:
+            made[name] = cast.view_as(weight)
+            made[f"{name}_scale_inv"] = scales
+    return made
+
+
+def _fp8_config(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """`quantization_config`, with every layer but the routed experts left as it is."""
+    others = (name for name in tensors if not _is_routed_expert(name))
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in others),
+    }
 
 
 def _replace(target: Path, write: Callable[[str], object]) -> None:
