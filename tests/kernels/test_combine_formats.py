@@ -1,0 +1,445 @@
+"""Experts' rows that travel back quantised: the kernel against combine_formats.py bit for bit, and
+the error of a sum against its bound.
+
+Rank k of these exchanges owns expert k, and every token of rank 0 goes to all of them: so the rows
+that are added up are whatever a test wants them to be. On CPU ranks, which run the kernels' text;
+what a GPU makes of it is in test_combine_nvrtc.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, combine_formats, reference
+from moe_nvlink_plugin.combine_formats import COMBINE_FORMATS, QuantisedPartialRows, error_bound
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.kernels import cases, compare
+from tests.kernels.compare import assert_same_bits, one_nan, unsigned_nan
+from tests.kernels.delays import replace_once
+from tests.kernels.test_specialised import AS_ON_THE_GPU
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+each_format = pytest.mark.parametrize("name", COMBINE_FORMATS)
+
+
+class Outcome(NamedTuple):
+    """What one exchange left."""
+
+    combined: torch.Tensor  # [n, H]
+    quantised: list[QuantisedPartialRows]  # by rank, rows in the tokens' order
+    untouched: bool  # no byte of a slot that was not filled was written
+    bytes_combined: int
+
+
+def config(partial_rows: torch.Tensor, name: str, rank: int, num_threads: int) -> AllToAllConfig:
+    num_tokens, top_k, hidden_size = partial_rows.shape
+    return AllToAllConfig(
+        ep_size=top_k,
+        ep_rank=rank,
+        num_experts=top_k,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        max_tokens_per_rank=num_tokens + 3,
+        dtype=partial_rows.dtype,
+        combine=name,
+        num_threads=num_threads,
+        timeout_s=60.0,
+    )
+
+
+def exchange(
+    partial_rows: torch.Tensor, name: str, num_threads: int = 2, hidden_splits: int = 1
+) -> Outcome:
+    """`partial_rows[token, k]` is what rank k's expert makes of rank 0's token."""
+    num_tokens, top_k, hidden_size = partial_rows.shape
+
+    def rank_main(group: ThreadGroup) -> Outcome:
+        mine = config(partial_rows, name, group.rank, num_threads)
+        count = num_tokens if group.rank == 0 else 0
+        ids = torch.arange(top_k, dtype=torch.int32).repeat(count, 1)
+        numbers = torch.arange(count, dtype=FP32)[:, None].repeat(1, top_k)
+        with MoeAllToAll.create(mine, group) as layer:
+            layer._layer.channel(0)._combine_args.hidden_splits = hidden_splits
+            regions = quantised_regions(layer)
+            for region in regions.values():
+                region.fill_(0xA5)
+            received = layer.dispatch(
+                torch.zeros(count, hidden_size, dtype=mine.dtype), ids, numbers
+            )
+            rows = layer.combine_input()
+            rows.fill_(math.nan)  # of slots that are not filled: nobody may look
+            tokens = received.topk_weights[:num_tokens, 0].long()
+            rows[:num_tokens] = partial_rows[tokens, group.rank]
+            combined = layer.combine(rows, received.metadata)
+            places = tokens.argsort()
+            read = {key: region[places].clone() for key, region in regions.items()}
+            untouched = all(bool((one[num_tokens:] == 0xA5).all()) for one in regions.values())
+            total = layer.stats().bytes_combined
+            return Outcome(combined, [as_rows(read, name, hidden_size)], untouched, total)
+
+    outcomes = run_ranks(top_k, rank_main)
+    quantised = [one.quantised[0] for one in outcomes]
+    untouched = all(one.untouched for one in outcomes)
+    return Outcome(outcomes[0].combined, quantised, untouched, outcomes[0].bytes_combined)
+
+
+def quantised_regions(layer: MoeAllToAll) -> dict[str, torch.Tensor]:
+    """The regions of combine's quantised rows as bytes, `[slots, row_bytes]`."""
+    channel = layer._layer.channel(0)
+    slots = channel.combine_region.shape[0]
+    rows = combine_formats.combine_rows(layer.config.combine, layer.config.hidden_size)
+    return {
+        key: channel._workspace.region_bytes(channel._regions[key], slots * row.row_bytes).view(
+            slots, row.row_bytes
+        )
+        for key, row in rows.items()
+    }
+
+
+def as_rows(read: dict[str, torch.Tensor], name: str, hidden_size: int) -> QuantisedPartialRows:
+    rows = combine_formats.combine_rows(name, hidden_size)
+    typed = {key: bytes_.view(rows[key].dtype) for key, bytes_ in read.items()}
+    empty = torch.empty(0)
+    return QuantisedPartialRows(
+        typed.get("combine_rows", empty),
+        typed.get("combine_scales", empty),
+        typed.get("combine_row_scales"),
+    )
+
+
+def sum_of(terms: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The pairwise tree over `[n, k, H]` fp32, rounded once."""
+    total = reference.pairwise_tree(list(terms.unbind(1)))
+    assert total is not None
+    return total.to(dtype)
+
+
+def expected(partial_rows: torch.Tensor, name: str) -> torch.Tensor:
+    terms = partial_rows.flatten(0, 1).float()
+    found = combine_formats.combine_format(name)
+    if found is not None:
+        terms = found.dequantise(found.quantise(partial_rows.flatten(0, 1)))
+    return sum_of(terms.view(partial_rows.shape), partial_rows.dtype)
+
+
+# ---- Rows.
+
+
+def gaussian(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def heavy_tailed(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Student's t with two degrees of freedom: no variance, in every row some very large values."""
+    normal, chi = torch.randn((3, *shape), generator=generator).split([1, 2])
+    return normal[0] / (chi.square().sum(0) / 2).sqrt()
+
+
+def outlier_channels(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """A few channels, the same in every row, a thousand times as large as the others."""
+    rows = torch.randn(shape, generator=generator)
+    rows[..., 5::256] *= 1000.0
+    return rows
+
+
+DISTRIBUTIONS = {one.__name__: one for one in (gaussian, heavy_tailed, outlier_channels)}
+each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+
+
+def draw(
+    distribution: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1
+) -> torch.Tensor:
+    make: Callable[..., torch.Tensor] = DISTRIBUTIONS[distribution]
+    return make(shape, torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def special_rows(hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows on which a quantiser may go wrong, `[n, H]`."""
+    g = torch.Generator().manual_seed(3)
+    rows = torch.randn((24, hidden_size), generator=g)
+    rows[0] = 0.0
+    rows[1] = -0.0
+    for row, value in enumerate((math.nan, math.inf, -math.inf), 2):
+        rows[row, hidden_size // 3] = value
+    rows[5, ::17] = math.nan
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    rows[6] *= smallest
+    rows[7] *= smallest / 64  # subnormal numbers
+    rows[8] = rows[8].clamp(-1, 1) * largest
+    rows[9, 1] = largest  # and nothing else of that size
+    rows[10, :16] = 0.0
+    rows[11, 16:] = 0.0
+    rows[12] *= 1e-9  # below the least amax of fp8_block
+    # Blocks of all sizes in one row: scales that are subnormal or zero in e4m3.
+    sizes = torch.exp2(-torch.arange(hidden_size // 16) % 40).float()
+    rows[13:17] *= sizes.repeat_interleave(16)
+    # Ties of e2m1 and e4m3 under a scale of 1.
+    ties = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 0.0, -0.0])
+    rows[17] = ties.repeat(hidden_size)[:hidden_size]
+    rows[17, 0] = 2688.0
+    e4m3_ties = torch.tensor([448.0, 17.0, 19.0, 0.5 * 2**-9, 1.5 * 2**-9, -432.0, 440.0, 1.0625])
+    rows[18] = e4m3_ties.repeat(hidden_size)[:hidden_size]
+    return rows.to(dtype)
+
+
+def all_patterns(hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    return patterns.view(-1, hidden_size)
+
+
+# ---- Bits.
+
+
+def check_bits(
+    partial_rows: torch.Tensor, name: str, num_threads: int = 2, hidden_splits: int = 1
+) -> Outcome:
+    outcome = exchange(partial_rows, name, num_threads, hidden_splits)
+    found = combine_formats.combine_format(name)
+    assert found is not None
+    for rank, quantised in enumerate(outcome.quantised):
+        wanted = found.quantise(partial_rows[:, rank])
+        for part, actual, reference_ in zip(wanted._fields, quantised, wanted, strict=True):
+            if reference_ is not None:
+                assert actual is not None
+                what = f"{name}: {part} of rank {rank}"
+                assert_same_bits(plain(actual), plain(reference_), what)
+    assert outcome.untouched, "a slot that nobody filled was written"
+    wanted = expected(partial_rows, name)
+    assert_same_bits(one_nan(outcome.combined), one_nan(wanted), f"{name}: combined")
+    return outcome
+
+
+def plain(rows: torch.Tensor) -> torch.Tensor:
+    """Without the sign of a NaN, which is the machine's business."""
+    return one_nan(rows) if rows.dtype == FP32 else unsigned_nan(rows)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("hidden_size", [128, 640])
+def test_special_rows(name: str, dtype: torch.dtype, hidden_size: int) -> None:
+    """Three ranks, each with the rows in another order."""
+    rows = special_rows(hidden_size, dtype)
+    check_bits(torch.stack([rows, rows.flip(0), rows.roll(5, 0)], 1), name)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_pattern(name: str, dtype: torch.dtype) -> None:
+    """Rows of neighbours, and rows in which the patterns are spread over all magnitudes."""
+    rows = all_patterns(512, dtype)
+    spread = rows.flatten()[torch.randperm(2**16, generator=torch.Generator().manual_seed(1))]
+    check_bits(torch.cat([rows, spread.view(-1, 128).repeat(1, 4)[::4]])[:, None], name)
+
+
+def test_sizes_that_no_wide_step_divides() -> None:
+    """nvfp4 takes every multiple of 16."""
+    for hidden_size in (16, 48, 80, 144, 208):
+        rows = draw("heavy_tailed", (5, 2, hidden_size), BF16)
+        check_bits(rows, "nvfp4")
+
+
+@each_format
+@each_distribution
+def test_sums_over_many_ranks(name: str, distribution: str) -> None:
+    rows = draw(distribution, (9, 7, 256), BF16)
+    outcome = check_bits(rows, name, num_threads=3, hidden_splits=2)
+    row_bytes = {"fp8_block": 256 + 2 * 4, "nvfp4": 128 + 16 + 4}[name]
+    assert outcome.bytes_combined == 9 * 7 * row_bytes
+
+
+def test_without_a_format_the_rows_travel_as_they_are() -> None:
+    """The same bits as ever: partial rows widened, added by the tree, rounded once."""
+    for dtype in (BF16, FP16, FP32):
+        rows = torch.stack([special_rows(640, dtype), special_rows(640, dtype).roll(1, 0)], 1)
+        outcome = exchange(rows, "bf16")
+        assert_same_bits(one_nan(outcome.combined), one_nan(expected(rows, "bf16")), str(dtype))
+        assert outcome.bytes_combined == rows.nbytes
+
+
+def test_with_the_constants_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow parts, absent rows as -0.0, four threads a CTA: the branches the host leaves out."""
+    text = source.host_source()
+    for host_line, gpu_line in AS_ON_THE_GPU.items():
+        text = replace_once(text, host_line, gpu_line)
+    flags = (*("-O1" if flag == "-O3" else flag for flag in host.FLAGS),)
+    library = host.HostLibrary(host.build(text, (*flags, "-DMOE_NVLINK_CTA_THREADS=4")))
+    monkeypatch.setattr(host, "load", lambda: library)
+    for name in COMBINE_FORMATS:
+        for dtype in (BF16, FP32):
+            rows = special_rows(640, dtype)
+            check_bits(torch.stack([rows, rows.flip(0)], 1), name, hidden_splits=3)
+        case = cases.Case(
+            name=name,
+            tokens=(8, 4),
+            top_k=6,
+            num_experts=9,
+            hidden_size=256,
+            routing="invalid",
+            combine=name,
+        )
+        compare.check_case(case)
+
+
+# ---- What a NaN, an infinity or nothing at all becomes.
+
+
+@each_format
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_stays_visible_and_with_its_token(name: str, bad: float) -> None:
+    rows = draw("gaussian", (4, 2, 256), BF16)
+    clean = exchange(rows, name).combined
+    rows[1, 0, 200] = bad
+    combined = exchange(rows, name).combined
+    # Its block, or with a scale for the row all of it.
+    first = {"fp8_block": 128, "nvfp4": 0}[name]
+    assert bool(combined[1, first:].isnan().all())
+    assert_same_bits(combined[1, :first], clean[1, :first], "other blocks")
+    assert_same_bits(combined[[0, 2, 3]], clean[[0, 2, 3]], "other tokens")
+
+
+@each_format
+def test_zeros_and_tiny_rows(name: str) -> None:
+    rows = torch.zeros(3, 2, 128)
+    rows[1] = 1e-40
+    rows[2, :, ::2] = 1e-30
+    combined = exchange(rows, name).combined
+    assert bool((combined[0] == 0).all())
+    bound = error_bound(rows, name)
+    assert bool(((combined.double() - rows.double().sum(1)).abs() <= bound).all())
+    assert float(bound.max()) < 1e-29, "of tiny rows nothing but themselves may be lost"
+
+
+# ---- The error.
+
+
+def errors(rows: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(|combine's result - the exact sum|, the bound on it), fp64."""
+    combined = exchange(rows, name).combined
+    return (combined.double() - rows.double().sum(1)).abs(), error_bound(rows, name)
+
+
+#: What a sum reaches of its bound. With one row the bound is that of the row's blocks, and some
+#: element comes as close to a tie as numbers do; with several they would all have to at once.
+SHARES = {(FP32, 1): 0.999, (FP16, 5): 0.85, (BF16, 8): 0.7}
+
+
+@each_format
+@each_distribution
+@pytest.mark.parametrize(("dtype", "top_k"), SHARES)
+def test_error_is_within_its_bound(
+    name: str, distribution: str, dtype: torch.dtype, top_k: int
+) -> None:
+    error, bound = errors(draw(distribution, (24, top_k, 1024), dtype), name)
+    assert bool((error <= bound).all())
+    # Nor is the bound empty talk.
+    assert float((error / bound).max()) > SHARES[dtype, top_k]
+
+
+@each_format
+@each_distribution
+def test_bound_in_terms_of_amax(name: str, distribution: str) -> None:
+    """What the derivation says of a block before anything is quantised."""
+    rows = draw(distribution, (24, 1, 1024), FP32)
+    block = {"fp8_block": 128, "nvfp4": 16}[name]
+    amax = rows.double().abs().view(24, -1, block).amax(-1).repeat_interleave(block, -1)
+    share = {"fp8_block": 1 / 28, "nvfp4": 17 / 96}[name]
+    lost = {"fp8_block": 0.0, "nvfp4": 1 / 28672}[name] * rows.double().abs().amax(-1)
+    bound = error_bound(rows, name)
+    of_fp32 = 2**-19 * amax
+    assert bool((bound <= share * amax + lost + of_fp32).all())
+    assert float((bound / amax).max()) > 0.9 * share
+
+
+def rms(values: torch.Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+#: Root mean square error of a cast to e4m3 without scales over that of the format, on rows with
+#: outlier channels. Measured: 418 and 37.
+BETTER_THAN_A_CAST = {"fp8_block": 300.0, "nvfp4": 25.0}
+
+
+@each_format
+def test_beats_a_cast_without_scales(name: str) -> None:
+    """The cast saturates at 448, and outliers are what it saturates."""
+    rows = draw("outlier_channels", (32, 8, 1024), BF16)
+    error, _bound = errors(rows, name)
+    cast = rows.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    of_cast = (sum_of(cast, BF16).double() - rows.double().sum(1)).abs()
+    assert rms(of_cast) > BETTER_THAN_A_CAST[name] * rms(error)
+    assert rms(of_cast) < 2 * BETTER_THAN_A_CAST[name] * rms(error), "state the larger factor"
+
+
+# ---- Names, sizes, failures.
+
+
+def test_formats_are_those_of_the_kernels() -> None:
+    codes = {name: found.code for name, found in COMBINE_FORMATS.items()}
+    assert codes == {
+        "fp8_block": constants()["kCombineFp8Block"],
+        "nvfp4": constants()["kCombineNvfp4"],
+    }
+    sizes = {
+        name: sum(row.row_bytes for row in combine_formats.combine_rows(name, 7168).values())
+        for name in COMBINE_FORMATS
+    }
+    assert sizes == {"fp8_block": 7168 + 224, "nvfp4": 3584 + 448 + 4}
+    assert combine_formats.combine_rows(None, 7) == combine_formats.combine_rows("bf16", 7) == {}
+
+
+@pytest.mark.parametrize(("name", "hidden_size"), [("fp8_block", 7200), ("nvfp4", 7176)])
+def test_a_size_that_blocks_do_not_fill_is_refused(name: str, hidden_size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' needs a hidden_size .*got {hidden_size}"):
+        combine_formats.combine_rows(name, hidden_size)
+
+
+def test_a_format_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'fp6' is no format; use one of bf16, fp8_block, nvfp4"):
+        combine_formats.combine_format("fp6")
+
+
+def test_a_failed_rank_quantises_and_signals_nothing() -> None:
+    """Rank 1 does not come to combine. Rank 0 has quantised its rows by then and told rank 1; in a
+    round that it goes on with, as a graph would, it does neither.
+    """
+    rows = draw("gaussian", (4, 2, 128), BF16)
+
+    def rank_main(group: ThreadGroup) -> tuple[list[bool], list[bool], list[int]]:
+        mine = dataclasses.replace(config(rows, "nvfp4", group.rank, 2), timeout_s=0.5)
+        with MoeAllToAll.create(mine, group) as layer:
+            channel, regions = layer._layer.channel(0), quantised_regions(layer)
+            ids = torch.tensor([[0, 1]] * 4, dtype=torch.int32)
+            payloads = [ids, torch.ones(4, 2), rows[:, 0].contiguous()]
+            cells = channel._workspace.words(channel._regions["combine_cells"], 4, torch.int32)
+            is_nan, quantised, signalled = [], [], []
+            for number in range(2):
+                for region in regions.values():
+                    region.fill_(0xA5)
+                output = torch.zeros(4, 128, dtype=BF16)
+                if group.rank == 0 or number == 0:
+                    slots = channel.dispatch(payloads, 4, 0, None)
+                if group.rank == 0:
+                    channel.combine(channel.combine_region, slots, output)
+                group.all_gather_object(None)
+                is_nan.append(bool(output.isnan().all()))
+                quantised.append(any(bool((one != 0xA5).any()) for one in regions.values()))
+                signalled.append(int(cells[0]))  # the epoch in rank 0's cell
+                group.all_gather_object(None)
+            return is_nan, quantised, signalled
+
+    (is_nan, quantised, _), (_, other_quantised, signalled) = run_ranks(2, rank_main)
+    assert is_nan == [True, True]
+    assert quantised == [True, False]
+    assert signalled == [1, 1]
+    assert other_quantised == [False, False]
