@@ -370,7 +370,7 @@ def test_experts_that_narrow_their_rows_are_refused(layer: Layer) -> None:
         def output_hidden_dim(self, hidden_dim: int) -> int:
             return hidden_dim - 8
 
-    with pytest.raises(UnsupportedError, match="rows of 24 out of rows of 32"):
+    with pytest.raises(UnsupportedError, match="rows of 120 out of rows of 128"):
         layer.subject.post_init_setup(Narrow(LEFT_OPEN["NoOP"]()))
 
 

@@ -1,7 +1,7 @@
 """One MoE layer as vLLM runs it on CUDA ranks: our prepare/finalize in vLLM's own modular kernel.
 
-The experts are ours: they honour expert_map, stand for whatever vLLM chooses, and check what they
-are handed. Needs vLLM.
+The experts are ours: they honour expert_map, stand for whatever vLLM chooses, take quantised rows
+where their FusedMoEQuantConfig says so, and check what they are handed. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_ex
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.formats import DispatchFormat, choose
+from moe_nvlink_plugin.integration.vllm.options import Options
 
-NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 6
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 128, 6
 
 #: One weight matrix per expert; any function that tells experts apart.
-EXPERTS = torch.randn(
+EXPERTS = HIDDEN_SIZE**-0.5 * torch.randn(
     NUM_EXPERTS, HIDDEN_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(11)
 )
+#: Of experts that take floats; as much of FusedMoEQuantConfig as vLLM's kernel and ours look at.
+NO_QUANT: Any = SimpleNamespace(quant_dtype=None, a2_scale=None)
 
 
 def config_of(ep_size: int, ep_rank: int, **values: Any) -> AllToAllConfig:
@@ -71,14 +75,28 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     """Experts of one rank as vLLM's for CUDA are: global ids, expert_map, all rows of the buffer.
 
     left_open: what they leave to finalize; with NoOP they weight and sum themselves. Rows without a
-    local choice get NaN, which is what a GPU's uninitialised memory may be.
+    local choice get NaN, which is what a GPU's uninitialised memory may be. quant_config: what they
+    take; floats_of: makes floats of such rows and scales. defers: they quantise for themselves.
     """
 
-    def __init__(self, left_open: mk.TopKWeightAndReduce) -> None:
+    def __init__(
+        self,
+        left_open: mk.TopKWeightAndReduce,
+        quant_config: Any = NO_QUANT,
+        floats_of: Callable[[torch.Tensor, Any], torch.Tensor] = lambda rows, scales: rows,
+        *,
+        defers: bool = False,
+    ) -> None:
         self.moe_config = SimpleNamespace(moe_parallel_config=None)
-        self.quant_config = SimpleNamespace(quant_dtype=None, a2_scale=None)
+        self.quant_config = quant_config
+        self.floats_of = floats_of
+        self.defers = defers
         self.left_open = left_open
         self.calls: list[SimpleNamespace] = []
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return self.defers
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return self.left_open
@@ -114,14 +132,22 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     def workspace_shapes(
         self, num_rows: int, width: int, hidden_size: int, top_k: int, *_: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        unreduced = (num_rows, top_k, hidden_size)
-        output = (num_rows, hidden_size) if self.sums else unreduced
+        # hidden_size is what a row has of elements: half of it where two are in a byte.
+        unreduced = (num_rows, top_k, HIDDEN_SIZE)
+        output = (num_rows, HIDDEN_SIZE) if self.sums else unreduced
         return unreduced, (num_rows, width), output
 
     def apply(self, **given: Any) -> None:
         rows, ids, weights = given["hidden_states"], given["topk_ids"], given["topk_weights"]
+        scales = given.get("a1q_scale")
         self.calls.append(
-            SimpleNamespace(**given, ids_then=ids.clone(), weights_then=weights.clone())
+            SimpleNamespace(
+                **given,
+                ids_then=ids.clone(),
+                weights_then=weights.clone(),
+                rows_then=rows.clone(),
+                scales_then=None if scales is None else scales.clone(),
+            )
         )
         assert ids.dtype == torch.int32
         assert weights.dtype == torch.float32
@@ -131,7 +157,8 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         assert bool(((ids >= 0) & (ids < NUM_EXPERTS)).all()), "ids that the kernels do not accept"
         expert_map = given["expert_map"]
         local = ids if expert_map is None else expert_map[ids.long()]
-        chosen = torch.einsum("nh,nkhj->nkj", rows, EXPERTS[ids.long()])
+        floats = self.floats_of(rows, scales)
+        chosen = torch.einsum("nh,nkhj->nkj", floats, EXPERTS[ids.long()])
         unreduced = torch.where((local < 0).unsqueeze(-1), 0.0, torch.tanh(chosen))
         if not self.sums:
             given["output"].copy_(unreduced)
@@ -147,6 +174,9 @@ LEFT_OPEN = {
     "Delegate": topk_weight_and_reduce.TopKWeightAndReduceDelegate,
     "Contiguous": topk_weight_and_reduce.TopKWeightAndReduceContiguous,
 }
+
+
+DEFAULT_OPTIONS = Options()
 
 
 class _Scratch:
@@ -166,6 +196,15 @@ def take_cuda_branches(replace: Callable[[Any, str, Any], None]) -> None:
     replace(topk_weight_and_reduce, "ops", SimpleNamespace(moe_sum=_moe_sum))
 
 
+def format_of(experts: Any, options: Options) -> DispatchFormat:
+    """How rows of a layer of ours travel to such experts."""
+
+    def find_recipe(name: str) -> Any:
+        return MoeAllToAll.check(config_of(2, 0, recipe=name))
+
+    return choose(experts, HIDDEN_SIZE, torch.float32, torch.device("cpu"), options, find_recipe)
+
+
 class Layer:
     """One rank's MoE layer: our prepare/finalize and the experts in vLLM's kernel."""
 
@@ -175,9 +214,16 @@ class Layer:
         left_open: str = "NoOP",
         capacities: tuple[int, ...] = (CAPACITY,),
         subject_class: type[CudaPrepareAndFinalize] = CudaPrepareAndFinalize,
+        experts: Experts | None = None,
+        options: Options = DEFAULT_OPTIONS,
         **values: Any,
     ) -> None:
         self.group = group
+        self.experts = experts or Experts(LEFT_OPEN[left_open]())
+        self.format = format_of(self.experts, options)
+        if self.format.recipe is not None:
+            values["recipe"] = self.format.recipe.name
+        values["combine"] = options.combine
         largest_first = sorted(capacities, reverse=True)
         self.exchanges: list[MoeAllToAll] = []
         for capacity in largest_first:
@@ -187,8 +233,7 @@ class Layer:
             self.exchanges.append(MoeAllToAll.create(config, group, share_with=first))
         self.exchanges.reverse()
         self.expert_map = expert_map_of(self.exchanges[-1].config)
-        self.subject = subject_class(self.exchanges, self.expert_map)
-        self.experts = Experts(LEFT_OPEN[left_open]())
+        self.subject = subject_class(self.exchanges, self.expert_map, self.format)
         self.kernel = mk.FusedMoEKernel(self.subject, self.experts)
 
     def __call__(
@@ -212,7 +257,10 @@ class Layer:
         self.group.all_gather_object(None)
         self.exchanges[-1].combine_input().fill_(float("nan"))
         for call in self.experts.calls[-1:]:
-            call.hidden_states.fill_(float("nan"))
+            for given in (call.hidden_states, call.a1q_scale):
+                if given is not None and given.ndim:
+                    # 0x7f is NaN in e4m3, two largest numbers in a byte, a scale of 1 in ue8m0.
+                    given.fill_(float("nan") if given.dtype.is_floating_point else 0x7F)
         self.group.all_gather_object(None)
 
     def close(self) -> None:

@@ -1,0 +1,668 @@
+"""In which format a layer's rows travel, and what its experts are handed then.
+
+vLLM's own FusedMoEQuantConfig objects choose; the experts are ours and make floats of what they
+get. MXFP8 is quantised by vLLM's own quantiser here too, which runs on CPU; in the place of its
+CUDA kernels stand the recipes, which tests/kernels compares with vLLM's references.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.model_executor.layers.fused_moe import config as vllm_config
+from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
+    mxfp8_e4m3_quantize,
+    swizzle_mxfp8_scale,
+)
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import (
+    ConfigError,
+    DisagreementError,
+    PeerError,
+    UnsupportedError,
+)
+from moe_nvlink_plugin.integration.vllm import all2all_manager, formats, layers
+from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry, Proposal
+from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.formats import DispatchFormat, choose
+from moe_nvlink_plugin.integration.vllm.options import Options
+from moe_nvlink_plugin.recipes import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN, MXFP8, NVFP4
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.unit.vllm_layer import (
+    CAPACITY,
+    HIDDEN_SIZE,
+    LEFT_OPEN,
+    NUM_EXPERTS,
+    TOP_K,
+    Experts,
+    Layer,
+    config_of,
+    dense,
+    expert_map_of,
+    format_of,
+    take_cuda_branches,
+    work_of,
+)
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+ONE = torch.ones(1)
+#: Of activations up to about 5.
+TENSOR_SCALE, GLOBAL_SCALE = torch.tensor(0.0125), torch.full((NUM_EXPERTS,), 500.0)
+
+
+def fp8(**values: Any) -> Any:
+    return vllm_config.fp8_w8a8_moe_quant_config(ONE, ONE, **values)
+
+
+def mxfp8(**values: Any) -> Any:
+    return vllm_config.mxfp4_mxfp8_moe_quant_config(
+        ONE, ONE, **{"is_scale_swizzled": False, **values}
+    )
+
+
+def nvfp4(gscale: torch.Tensor | None = GLOBAL_SCALE, **values: Any) -> Any:
+    given = {"is_scale_swizzled": False, **values}
+    return vllm_config.nvfp4_moe_quant_config(ONE, ONE, gscale, ONE, ONE, ONE, **given)
+
+
+#: By recipe: what vLLM's experts that take it are configured with.
+CONFIGS: dict[Any, Callable[..., Any]] = {
+    FP8_BLOCK: lambda: fp8(block_shape=[128, 128]),
+    FP8_TOKEN: lambda: fp8(per_act_token_quant=True),
+    FP8_TENSOR: lambda: fp8(a1_scale=TENSOR_SCALE),
+    MXFP8: mxfp8,
+    NVFP4: nvfp4,
+}
+GLOBAL_SCALES = {"fp8_tensor": TENSOR_SCALE, "nvfp4": GLOBAL_SCALE[:1]}
+NAMES = [recipe.name for recipe in CONFIGS]
+
+
+def floats_by(recipe: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    """What experts of that format make of their rows."""
+    scale = GLOBAL_SCALES.get(recipe.name)
+
+    def floats_of(rows: torch.Tensor, scales: Any) -> torch.Tensor:
+        if recipe is FP8_TENSOR:
+            assert scales is TENSOR_SCALE  # vLLM's scalar, not one per row
+            scales = None
+        floats: torch.Tensor = recipe.dequantise(rows, scales, torch.float32, scale)
+        return floats
+
+    return floats_of
+
+
+def experts_of(recipe: Any, quant_config: Any = None, *, defers: bool = False) -> Experts:
+    config = quant_config or CONFIGS[recipe]()
+    takes = (lambda rows, scales: rows) if defers else floats_by(recipe)
+    return Experts(LEFT_OPEN["NoOP"](), config, takes, defers=defers)
+
+
+@pytest.fixture(autouse=True)
+def cuda_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_cuda_branches(monkeypatch.setattr)
+
+
+@pytest.fixture
+def quantised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls of vLLM's quantiser, whose CUDA kernels the recipes stand for."""
+    calls, original = list[Any](), formats.moe_kernel_quantize_input
+
+    def quantise(**given: Any) -> Any:
+        calls.append(SimpleNamespace(**given))
+        assert given["is_scale_swizzled"] is False  # rows would not be rows any more
+        if given["quant_dtype"] == "mxfp8":
+            return original(**given)
+        (recipe,) = (
+            r for r, config in CONFIGS.items() if _same_format(config(), SimpleNamespace(**given))
+        )
+        scale = None if given["A_scale"] is None else given["A_scale"].flatten()[:1]
+        rows, scales = recipe.quantise(given["A"], scale)
+        return rows, given["A_scale"] if recipe is FP8_TENSOR else scales
+
+    monkeypatch.setattr(formats, "moe_kernel_quantize_input", quantise)
+    return calls
+
+
+def _same_format(config: Any, given: Any) -> bool:
+    has_scale = (config.a1_gscale if given.quant_dtype == "nvfp4" else config.a1_scale) is not None
+    return (
+        config.quant_dtype == given.quant_dtype
+        and config.block_shape == given.block_shape
+        and config.per_act_token_quant == given.per_act_token_quant
+        and has_scale == (given.A_scale is not None)
+    )
+
+
+# Which format.
+
+
+@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
+def test_the_model_chooses_the_recipe(recipe: Any) -> None:
+    chosen = format_of(experts_of(recipe), Options())
+    assert chosen.recipe is recipe
+    assert not chosen.by_framework
+    assert chosen.restored_to is None
+    assert not chosen.on_arrival
+    assert format_of(experts_of(recipe), Options(quantise="framework")).by_framework
+    named = format_of(experts_of(recipe), Options(dispatch=recipe.name))
+    assert named == chosen  # nothing is restored when it is what they take anyway
+
+
+@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
+def test_experts_that_quantise_for_themselves_get_activations(recipe: Any) -> None:
+    assert format_of(experts_of(recipe, defers=True), Options()) == DispatchFormat()
+
+
+def test_unquantised_experts_get_activations() -> None:
+    experts = Experts(LEFT_OPEN["NoOP"](), vllm_config.FUSED_MOE_UNQUANTIZED_CONFIG)
+    for name in ("auto", "bf16"):
+        assert format_of(experts, Options(dispatch=name)) == DispatchFormat()
+
+
+@pytest.mark.parametrize(
+    ("quant_config", "words"),
+    [
+        (fp8(), "one dynamic scale per tensor"),
+        (fp8(block_shape=[128, 64]), "blocks of 64"),
+        (vllm_config.int8_w8a8_moe_quant_config(ONE, ONE, None, None), "torch.int8"),
+        (mxfp8(mx_alignment=256), "padded to a multiple of 256"),
+        (nvfp4(None), "without a static global scale"),
+    ],
+)
+def test_what_no_recipe_is_names_the_way_out(quant_config: Any, words: str) -> None:
+    experts = Experts(LEFT_OPEN["NoOP"](), quant_config)
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        format_of(experts, Options())
+    assert "MOE_NVLINK_DISPATCH=bf16" in str(caught.value)
+    after = format_of(experts, Options(dispatch="bf16"))
+    assert (after.recipe, after.on_arrival) == (None, True)
+
+
+def test_padding_that_changes_nothing_is_no_padding() -> None:
+    experts = Experts(LEFT_OPEN["NoOP"](), mxfp8(mx_alignment=64))
+    assert format_of(experts, Options()).recipe is MXFP8
+
+
+def test_a_hidden_size_that_the_models_recipe_cannot_do() -> None:
+    def find_recipe(name: str) -> Any:
+        return MoeAllToAll.check(config_of(2, 0, recipe=name, hidden_size=100))
+
+    with pytest.raises(ConfigError, match="hidden_size=100 is not a multiple of 128"):
+        choose(
+            experts_of(FP8_BLOCK), 100, torch.float32, torch.device("cpu"), Options(), find_recipe
+        )
+
+
+# Through vLLM's modular kernel.
+
+
+def _run(group: Any, recipe: Any, options: Options, rounds: int = 4) -> Any:
+    """Of one rank: largest error of its rounds, what its experts got, bytes dispatched."""
+    layer = Layer(group, experts=experts_of(recipe), options=options)
+    scale, worst, seen = GLOBAL_SCALES.get(recipe.name), 0.0, []
+    for number in range(rounds):
+        num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
+        hidden, ids, weights = work_of(num_tokens, 100 * number + group.rank)
+        got = layer(hidden, ids, weights)
+        rows, scales = recipe.quantise(hidden, scale)
+        expected = dense(recipe.dequantise(rows, scales, torch.float32, scale), ids, weights)
+        error = (got - expected).abs().nan_to_num(nan=math.inf)
+        worst = max([worst, *error.flatten().tolist()])
+        call = layer.experts.calls[-1]
+        local = call.weights_then.any(1)
+        seen.append(call.rows_then[local].view(torch.uint8))
+        if call.scales_then is not None and call.scales_then.ndim:
+            seen.append(call.scales_then[local].contiguous().view(torch.uint8))
+        layer.poison()
+    bytes_sent = layer.exchanges[-1].stats().bytes_dispatched
+    layer.close()
+    return worst, seen, bytes_sent
+
+
+@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
+def test_fused_and_framework_quantised_dispatch_are_the_same_bits(
+    recipe: Any, quantised: list[Any]
+) -> None:
+    fused = run_ranks(2, lambda group: _run(group, recipe, Options()))
+    assert not quantised  # vLLM's quantiser had nothing to do
+    framework = run_ranks(2, lambda group: _run(group, recipe, Options(quantise="framework")))
+    assert quantised
+    for ours, theirs in zip(fused, framework, strict=True):
+        assert ours[0] < 1e-5
+        assert theirs[0] < 1e-5
+        assert sum(part.numel() for part in ours[1]) > 0
+        assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+        assert ours[2] == theirs[2]
+
+
+def test_other_rows_would_be_noticed(quantised: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the comparison above can fail: vLLM's quantiser with another scale."""
+    monkeypatch.setitem(GLOBAL_SCALES, "nvfp4", torch.full((1,), 250.0))
+    with pytest.raises(AssertionError):
+        assert run_ranks(1, lambda group: _run(group, NVFP4, Options()))[0][0] < 1e-5
+
+
+def test_rows_that_vllm_quantises_on_arrival(quantised: list[Any]) -> None:
+    """The experts see the same rows, whoever quantised them where; the bytes tell which it was."""
+    (worst, seen, sent), (_, before, fewer) = (
+        run_ranks(1, functools.partial(_run, recipe=MXFP8, options=options))[0]
+        for options in (Options(dispatch="bf16"), Options())
+    )
+    assert worst < 1e-5
+    assert len(quantised) == 4
+    assert all(torch.equal(a, b) for a, b in zip(seen, before, strict=True))
+    assert fewer < 0.4 * sent
+
+
+def test_scales_that_are_powers_of_two_come_from_vllm(
+    quantised: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepGEMM's rows are the recipe's but for their scales, which arrive as vLLM made them."""
+    monkeypatch.setattr(formats, "is_deep_gemm_e8m0_used", lambda: True)
+    assert format_of(experts_of(FP8_BLOCK), Options()).by_framework
+    assert not format_of(experts_of(FP8_TOKEN), Options()).by_framework
+
+    def quantise(**given: Any) -> Any:
+        scales = FP8_BLOCK.quantise(given["A"]).scales
+        up = torch.exp2(torch.ceil(torch.log2(scales)))
+        return FP8_BLOCK.quantise(given["A"] * scales / up).rows, up
+
+    monkeypatch.setattr(formats, "moe_kernel_quantize_input", quantise)
+    (group,) = ThreadGroup.ranks(1)
+    layer = Layer(group, experts=experts_of(FP8_BLOCK))
+    hidden, ids, weights = work_of(4, 0)
+    layer(hidden, ids, weights)
+    (call,) = layer.experts.calls
+    assert torch.equal(call.scales_then[:4], quantise(A=hidden)[1])
+    mantissas = torch.frexp(call.scales_then[:4]).mantissa
+    assert bool((mantissas == 0.5).all())
+    layer.close()
+
+
+def test_one_dynamic_scale_of_what_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old bytes of empty slots do not enter the maximum."""
+
+    def quantise(**given: Any) -> Any:
+        scale = (given["A"].abs().max() / 448.0).reshape(1)
+        return FP8_TENSOR.quantise(given["A"], scale).rows, scale
+
+    monkeypatch.setattr(formats, "moe_kernel_quantize_input", quantise)
+
+    def floats_of(rows: torch.Tensor, scales: Any) -> torch.Tensor:
+        assert scales.shape == (1,)
+        return FP8_TENSOR.dequantise(rows, None, torch.float32, scales)
+
+    (group,) = ThreadGroup.ranks(1)
+    experts = Experts(LEFT_OPEN["NoOP"](), fp8(), floats_of)
+    layer = Layer(group, experts=experts, options=Options(dispatch="bf16"))
+    for number in (1, 2):
+        hidden, ids, weights = work_of(3 - number, number)
+        ids = ids.clamp(min=0)
+        expected = dense(floats_of(*quantise(A=hidden)), ids, weights)
+        torch.testing.assert_close(layer(hidden, ids, weights), expected, rtol=1e-5, atol=1e-5)
+        layer.exchanges[-1]._layer.channel(0).view(2).fill_(math.inf)
+    layer.close()
+
+
+# A recipe that a user names.
+
+
+def _named(group: Any, recipe: Any, experts: Experts, options: Options, factor: float) -> float:
+    """Largest error against experts that get the rows as the recipe left them."""
+    layer, worst = Layer(group, experts=experts, options=options), 0.0
+    scale = torch.full((1,), factor) if recipe.needs_global_scale else None
+    for number in range(3):
+        hidden, ids, weights = work_of((number + 3 * group.rank) % CAPACITY, number)
+        rows = recipe.dequantise(*recipe.quantise(hidden, scale), torch.float32, scale)
+        expected = dense(experts.floats_of(*_by(experts, rows)), ids, weights)
+        error = (layer(hidden, ids, weights) - expected).abs().nan_to_num(nan=math.inf)
+        worst = max([worst, *error.flatten().tolist()])
+        layer.poison()
+    layer.close()
+    return worst
+
+
+def _by(experts: Experts, rows: torch.Tensor) -> Any:
+    """What experts that take MXFP8 are handed of float rows; others take them."""
+    return MXFP8.quantise(rows) if experts.quant_dtype == "mxfp8" else (rows, None)
+
+
+@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize("takes", ["floats", "mxfp8", "quantises"])
+def test_a_named_recipe_is_undone_for_the_experts(recipe: Any, takes: str) -> None:
+    """Also where they take another format, which vLLM then makes of the restored rows."""
+    options = Options(dispatch=recipe.name)
+    factor = 1.0
+    if recipe is FP8_TENSOR:
+        factor = 0.0125
+        options = options._replace(dispatch_global_scale=factor)
+
+    def rank_main(group: Any) -> float:
+        experts = {
+            "floats": lambda: Experts(LEFT_OPEN["NoOP"]()),
+            "mxfp8": lambda: experts_of(MXFP8),
+            "quantises": lambda: experts_of(FP8_BLOCK, defers=True),
+        }[takes]()
+        return _named(group, recipe, experts, options, factor)
+
+    assert max(run_ranks(2, rank_main)) < 1e-5
+
+
+def test_the_global_scale_of_a_named_recipe() -> None:
+    experts = Experts(LEFT_OPEN["NoOP"]())
+    assert format_of(experts, Options(dispatch="nvfp4")).global_scale.tolist() == [1.0]
+    given = format_of(experts, Options(dispatch="nvfp4", dispatch_global_scale=16))
+    assert given.global_scale.tolist() == [16.0]
+    assert given.static_scale(experts.quant_config) is None  # a constant, not the checkpoint's
+    with pytest.raises(UnsupportedError, match="dispatch_global_scale"):
+        format_of(experts, Options(dispatch="fp8_tensor"))
+    # The one the model itself asks for comes with a scale.
+    own = format_of(experts_of(FP8_TENSOR), Options(dispatch="fp8_tensor"))
+    assert own.global_scale is None
+
+
+def test_names_that_cannot_be_dispatched_in() -> None:
+    experts = Experts(LEFT_OPEN["NoOP"]())
+    with pytest.raises(ConfigError, match="'fp7' is unknown"):
+        format_of(experts, Options(dispatch="fp7"))
+    with pytest.raises(UnsupportedError, match="fp32 does not say how to quantise"):
+        format_of(experts, Options(dispatch="fp32"))
+
+
+def test_gpus_are_warned_of_restoring(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    formats._warn_of_restoring.cache_clear()
+    for logger in (formats.logger, formats.logger.parent):
+        monkeypatch.setattr(logger, "propagate", True)
+    experts = Experts(LEFT_OPEN["NoOP"]())
+    meta: Any = SimpleNamespace(type="cuda")
+    choose(experts, 128, torch.float32, meta, Options(dispatch="mxfp8"), lambda name: MXFP8)
+    assert "mxfp8 are dequantised to torch.float32" in caplog.text
+
+
+# On CPU ranks.
+
+
+def _on_cpu(group: Any, recipe: Any, options: Options, experts: Experts) -> Any:
+    """Rows, scales and result of one round, and how many rows any call dequantised."""
+    chosen = format_of(experts, options)
+    values = {"recipe": None if chosen.recipe is None else chosen.recipe.name}
+    exchange = MoeAllToAll.create(config_of(group.size, group.rank, **values), group)
+    subject = CpuPrepareAndFinalize(exchange, expert_map_of(exchange.config), chosen)
+    hidden, ids, weights = work_of(2 + group.rank, group.rank)
+    rows, scales, _, local_ids, sent_weights = subject.prepare(
+        hidden, weights, ids, NUM_EXPERTS, None, False, experts.quant_config, experts.defers
+    )
+    assert rows.is_contiguous()
+    counts = exchange._layer.channel(0).recv_counts.sum()
+    assert rows.shape[0] == local_ids.shape[0] == int(counts)
+    floats = experts.floats_of(rows, scales)
+    global_ids = local_ids + subject._first
+    output = torch.empty_like(hidden)
+    no_op = LEFT_OPEN["NoOP"]()
+    subject.finalize(output, dense(floats, global_ids, sent_weights), None, None, False, no_op)
+    exchange.close()
+    scale = GLOBAL_SCALES.get(recipe.name) if chosen.restored_to is None else torch.ones(1)
+    given = recipe.dequantise(*recipe.quantise(hidden, scale), torch.float32, scale)
+    return float((output - dense(given, ids, weights)).abs().max()), rows.dtype
+
+
+@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
+def test_cpu_ranks_hand_out_filled_rows_only(recipe: Any) -> None:
+    """Quantised, for experts that take them; none of vLLM 0.32's for CPU do."""
+    results = run_ranks(2, lambda group: _on_cpu(group, recipe, Options(), experts_of(recipe)))
+    for error, dtype in results:
+        assert error < 1e-5
+        assert dtype == recipe.hidden_row(HIDDEN_SIZE).dtype
+
+
+@pytest.mark.parametrize("recipe", [FP8_BLOCK, FP8_TOKEN, MXFP8, NVFP4], ids=lambda r: r.name)
+def test_cpu_ranks_restore_filled_rows_only(recipe: Any) -> None:
+    options, floats = Options(dispatch=recipe.name), Experts(LEFT_OPEN["NoOP"]())
+    for error, dtype in run_ranks(2, lambda group: _on_cpu(group, recipe, options, floats)):
+        assert error < 1e-5
+        assert dtype == torch.float32
+
+
+# Layouts of scales.
+
+
+def _scales_of_a_round(quant_config: Any, recipe: Any) -> tuple[Any, torch.Tensor, int]:
+    """What the experts are handed, the linear scales of the filled slots, the number of slots."""
+    (group,) = ThreadGroup.ranks(1)
+    experts = Experts(
+        LEFT_OPEN["NoOP"](), quant_config, lambda rows, _: torch.zeros(len(rows), HIDDEN_SIZE)
+    )
+    layer = Layer(group, experts=experts)
+    hidden, ids, weights = work_of(CAPACITY, 5)
+    layer(hidden, ids.clamp(min=0), weights)
+    (call,) = experts.calls
+    linear = recipe.quantise(hidden, GLOBAL_SCALES.get(recipe.name)).scales
+    layer.close()
+    return call.scales_then, linear, CAPACITY
+
+
+def test_nvfp4_scales_are_interleaved_behind_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[torch.Tensor]()
+
+    def interleave(scales: torch.Tensor) -> torch.Tensor:
+        calls.append(scales.clone())
+        return scales.flatten() + 1
+
+    monkeypatch.setattr(formats, "nvfp4_block_scale_interleave", interleave)
+    handed, linear, slots = _scales_of_a_round(nvfp4(is_scale_swizzled=True), NVFP4)
+    (given,) = calls
+    assert (given.dtype, given.shape) == (torch.uint8, (slots, HIDDEN_SIZE // 16))
+    assert torch.equal(given, linear.view(torch.uint8))
+    assert torch.equal(handed, given.flatten() + 1)
+    handed, linear, _ = _scales_of_a_round(nvfp4(), NVFP4)
+    assert len(calls) == 1
+    assert handed.dtype == torch.float8_e4m3fn
+    assert torch.equal(handed.view(torch.uint8), linear.view(torch.uint8))
+
+
+def test_mxfp8_scales_are_swizzled_behind_dispatch() -> None:
+    handed, linear, slots = _scales_of_a_round(mxfp8(is_scale_swizzled=True), MXFP8)
+    assert torch.equal(handed, swizzle_mxfp8_scale(linear, M=slots, K=HIDDEN_SIZE))
+    # As vLLM's quantiser lays them out for the same experts on one rank.
+    hidden, _, _ = work_of(CAPACITY, 5)
+    assert torch.equal(handed, mxfp8_e4m3_quantize(hidden, is_sf_swizzled_layout=True)[1])
+
+
+def test_block_scales_become_column_major_where_asked() -> None:
+    config = CONFIGS[FP8_BLOCK]()
+    handed, linear, _ = _scales_of_a_round(config, FP8_BLOCK)
+    assert handed.is_contiguous()
+    assert torch.equal(handed, linear)
+    config.is_scale_transposed = True  # vLLM 0.33
+    chosen = format_of(experts_of(FP8_BLOCK, config), Options())
+    scales = torch.rand(6, 3)
+    rows = torch.zeros(6, 384, dtype=torch.float8_e4m3fn)
+    _, laid_out = chosen.receive(rows, scales, torch.ones(6, 1), config)
+    assert laid_out is not None
+    assert torch.equal(laid_out, scales)
+    assert laid_out.stride() == (1, 6)
+
+
+# Static scales.
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("recipe", [FP8_TENSOR, NVFP4], ids=lambda r: r.name)
+def test_a_static_scale_that_is_none(recipe: Any, bad: float) -> None:
+    given = torch.full((3,), bad)
+    config = nvfp4(given) if recipe is NVFP4 else fp8(a1_scale=given)
+    chosen = format_of(experts_of(recipe, config), Options())
+    with pytest.raises(UnsupportedError, match=f"the checkpoint is {bad:g}, "):
+        chosen.static_scale(config)
+
+
+def test_a_static_scale_for_each_expert() -> None:
+    config = nvfp4(torch.tensor([2.0, 3.0]))
+    chosen = format_of(experts_of(NVFP4, config), Options())
+    with pytest.raises(UnsupportedError, match=r"of its own \(2, 3\).*MOE_NVLINK_DISPATCH=bf16"):
+        chosen.static_scale(config)
+    assert format_of(experts_of(NVFP4), Options()).static_scale(nvfp4()) == 500.0
+    assert format_of(experts_of(FP8_BLOCK), Options()).static_scale(None) is None
+
+
+class Manager:
+    """As much of the EP group's manager as setting up a layer asks, for ranks as threads."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.options = group, Options()
+
+    def config(self, geometry: Geometry) -> Any:
+        return config_of(self.group.size, self.group.rank, recipe=geometry.recipe)
+
+    def agree(self, mine: Proposal) -> None:
+        all2all_manager._refuse_differences(mine, self.group.all_gather_object(mine))
+
+
+GEOMETRY = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32)
+
+
+def _set_up(configs: list[Any], names: tuple[str, str] = ("layer 3", "layer 3")) -> list[str]:
+    """What each rank is told when the ranks' experts have these configurations."""
+
+    def rank_main(group: Any) -> str:
+        experts, manager = Experts(LEFT_OPEN["NoOP"](), configs[group.rank]), Manager(group)
+        try:
+            chosen = layers._agreed_format(manager, names[group.rank], experts, GEOMETRY)  # type: ignore[arg-type]
+        except (ConfigError, DisagreementError, PeerError, UnsupportedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "" if chosen.recipe is None else chosen.recipe.name
+
+    return run_ranks(2, rank_main)
+
+
+def test_ranks_agree_on_the_format() -> None:
+    assert _set_up([nvfp4(), nvfp4()]) == ["nvfp4", "nvfp4"]
+    same = torch.full((2,), 500.0)  # as many as this rank has experts, which may differ
+    assert _set_up([nvfp4(), nvfp4(same)]) == ["nvfp4", "nvfp4"]
+
+
+def test_static_scales_that_differ_between_ranks() -> None:
+    for told in _set_up([fp8(a1_scale=torch.tensor(0.5)), fp8(a1_scale=torch.tensor(0.25))]):
+        assert told.startswith("UnsupportedError")
+        assert "static activation scale of layer 3" in told
+        assert "rank 0 has 0.5, rank 1 has 0.25" in told
+        assert "MOE_NVLINK_DISPATCH=bf16" in told
+
+
+def test_one_ranks_problem_is_told_to_all() -> None:
+    own, others = _set_up([nvfp4(torch.zeros(1)), nvfp4()])
+    assert own.startswith("UnsupportedError: --all2all-backend moe_nvlink: layer 3: the static")
+    assert others.startswith("PeerError: layer 3 cannot be set up on another rank; rank 0: the st")
+
+
+def test_ranks_with_different_formats_or_layers() -> None:
+    for told in _set_up([CONFIGS[FP8_BLOCK](), CONFIGS[FP8_TOKEN]()]):
+        assert told.startswith("DisagreementError")
+        assert "recipe='fp8_block'" in told
+        assert "recipe='fp8_token'" in told
+    for told in _set_up([nvfp4(), nvfp4()], ("layer 3", "layer 4")):
+        assert told.startswith("DisagreementError")
+
+
+# Combine.
+
+
+def test_experts_that_reduce_into_another_type_are_refused() -> None:
+    class InFloat(Experts):
+        def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
+            return torch.bfloat16
+
+    exchange: Any = SimpleNamespace(config=config_of(1, 0, combine="fp8_block"))
+    subject = CpuPrepareAndFinalize(exchange, None)
+    with pytest.raises(UnsupportedError, match=r"reduces its rows into torch.bfloat16.*fp8_block"):
+        subject.post_init_setup(InFloat(LEFT_OPEN["NoOP"]()))
+
+
+# Fit for a CUDA graph.
+
+
+class WithoutData:
+    """An exchange whose tensors have shapes and no data: whoever reads a value is an error."""
+
+    def __init__(self, chosen: DispatchFormat) -> None:
+        self.config = config_of(2, 1)
+        self.chosen = chosen
+
+    def _empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((2 * CAPACITY, elements), dtype=dtype, device="meta")
+
+    def combine_input(self) -> torch.Tensor:
+        return self._empty(HIDDEN_SIZE, torch.float32)
+
+    def dispatch(self, rows: torch.Tensor, *_: Any, **given: Any) -> Any:
+        recipe, scales = self.chosen.recipe, None
+        hidden = self._empty(HIDDEN_SIZE, torch.float32)
+        if recipe is not None:
+            row, scales_row = recipe.hidden_row(HIDDEN_SIZE), recipe.scales_row(HIDDEN_SIZE)
+            hidden = self._empty(row.elements, row.dtype)
+            scales = scales_row and self._empty(scales_row.elements, scales_row.dtype)
+        return SimpleNamespace(
+            hidden_states=hidden,
+            scales=scales,
+            topk_ids=self._empty(TOP_K, torch.int32),
+            topk_weights=self._empty(TOP_K, torch.float32),
+        )
+
+
+@pytest.mark.parametrize("way", ["fused", "framework", "restored", "on_arrival"])
+@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
+def test_no_value_is_read_and_no_shape_depends_on_one(
+    recipe: Any, way: str, quantised: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interleaved = torch.empty(128, HIDDEN_SIZE // 16, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(formats, "nvfp4_block_scale_interleave", lambda scales: interleaved)
+    experts = experts_of(recipe)
+    chosen = {
+        "fused": lambda: format_of(experts, Options()),
+        "framework": lambda: format_of(experts, Options(quantise="framework")),
+        "restored": lambda: DispatchFormat(
+            experts.quant_dtype,
+            recipe,
+            restored_to=torch.float32,
+            on_arrival=True,
+            global_scale=torch.ones(1, device="meta"),
+        ),
+        "on_arrival": lambda: format_of(experts, Options(dispatch="bf16")),
+    }[way]()
+    exchange: Any = WithoutData(chosen)
+    subject = CudaPrepareAndFinalize([exchange], expert_map_of(exchange.config), chosen)
+    config = experts.quant_config
+    config.is_scale_swizzled = config.is_scale_transposed = True
+    for scale in ("scale", "alpha_or_gscale"):
+        if getattr(config._a1, scale) is not None:
+            setattr(config._a1, scale, torch.ones(1, device="meta"))
+    meta: dict[str, Any] = {"device": "meta"}
+    ids = torch.empty(4, TOP_K, dtype=torch.int32, **meta)
+    rows, *_ = subject.prepare(
+        torch.empty(4, HIDDEN_SIZE, **meta),
+        torch.empty(4, TOP_K, **meta),
+        ids,
+        NUM_EXPERTS,
+        None,
+        False,
+        config,
+        False,
+    )
+    assert rows.shape == (2 * CAPACITY, recipe.hidden_row(HIDDEN_SIZE).elements)
+    assert rows.dtype == recipe.hidden_row(HIDDEN_SIZE).dtype
