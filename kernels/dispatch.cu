@@ -1,7 +1,8 @@
 // Dispatch: put every token's payload rows into the receive buffers of the ranks that own its
 // experts, tell each rank how many rows it got, wait for everybody, leave the empty slots marked.
 //
-//   all CTAs    for each token: route, then load each payload row once and store it to each target
+//   all CTAs    for each token: route, then load each payload row once and store it to each target,
+//               the activations as they are or quantised on the way
 //   P2          each CTA arrives; the last kMaxFinishers to arrive are finishers, the others end
 //   P1          the very last CTA: one cell {tag, count, epoch} to each rank (release); it also
 //               counts the round, clears the counters and bumps the epoch
@@ -20,6 +21,11 @@
 // a time, or the whole grid, one place is always left for the missing ones to run in. The launcher
 // sees to that. Before its arrival no CTA waits for anybody.
 //
+// Quantisation: a row is loaded, quantised in registers and stored with its scales. One scale for a
+// whole row (fp8_token) needs the row's largest magnitude first: every thread looks at its part
+// before the barrier that ends the token's routing, which publishes the CTA's parts too, and loads
+// that part once more behind it, out of L1.
+//
 // Programmatic dependent launch: this kernel may start while the one before it still runs. What
 // stands before the wait reads arguments and writes shared memory only; every word of global memory,
 // the epoch too, may still change: the kernel before may be the combine of this workspace, and
@@ -30,6 +36,7 @@
 #include "include/moe_nvlink/memory_order.h"
 #include "include/moe_nvlink/numeric.h"
 #include "include/moe_nvlink/platform.h"
+#include "include/moe_nvlink/quantise.h"
 #include "include/moe_nvlink/routing.h"
 #include "include/moe_nvlink/workspace.h"
 
@@ -55,6 +62,36 @@ struct DispatchShared {
   int32_t counts[kMaxRanks];  // rows received from each rank; in finishers
 };
 
+// With a quantiser: what it keeps beside, from one token to the next.
+struct QuantisingDispatchShared : DispatchShared {
+  RowAmax amax[2];  // of this token's row and of the next
+};
+
+template <bool Quantises>
+struct DispatchSharedOf {
+  using Type = DispatchShared;
+};
+template <>
+struct DispatchSharedOf<true> {
+  using Type = QuantisingDispatchShared;
+};
+template <class Config>
+using DispatchSharedFor = typename DispatchSharedOf<Config::kQuantiser != kQuantiserNone>::Type;
+
+template <class Config>
+HD int quantiser_of(const DispatchArgs& args) {
+  return Config::kQuantiser >= 0 ? Config::kQuantiser : static_cast<int>(args.quantiser);
+}
+
+// Whether the quantiser writes this payload's rows.
+template <class Config>
+HD bool is_quantised(const DispatchArgs& args, int payload) {
+  const int quantiser = quantiser_of<Config>(args);
+  if (quantiser == kQuantiserNone) return false;
+  return payload == kFirstCallerPayload ||
+         (payload == kFirstCallerPayload + 1 && has_scales(quantiser));
+}
+
 HD RowPlan plan_row(const Payload& payload, bool is_ids) {
   // The ids come out of shared memory, one word at a time.
   const int bytes = is_ids ? 4 : vector_bytes_for(payload.source, payload.row_bytes);
@@ -64,17 +101,25 @@ HD RowPlan plan_row(const Payload& payload, bool is_ids) {
 // Rows follow one another around the CTA: payload i begins at the thread behind the last one of
 // payload i - 1. So a short row is moved while the long one is, by threads that have less of that to
 // do, and a warp without a part of a row skips it. Nothing here comes from an earlier kernel.
+// A row that is quantised begins at thread 0, for the lanes of a block exchange values; the others
+// follow it.
+template <class Config>
 HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   const int num_payloads = static_cast<int>(args.num_payloads);
   MOE_NVLINK_ROLLED
   for (int i = cta.thread; i < num_payloads; i += cta.num_threads) {
     int before = 0;
+    if (quantiser_of<Config>(args) != kQuantiserNone) {
+      before = (args.geometry.hidden_size + kLaneElements - 1) / kLaneElements;
+    }
     MOE_NVLINK_ROLLED
     for (int j = 0; j < i; ++j) {
+      if (is_quantised<Config>(args, j)) continue;
       before += plan_row(args.payloads[j], j == kTopkIdsPayload).num_lanes;
     }
     RowPlan plan = plan_row(args.payloads[i], i == kTopkIdsPayload);
     plan.first_thread = before % cta.num_threads;
+    if (is_quantised<Config>(args, i)) plan.num_lanes = 0;
     shared.plans[i] = plan;
   }
 }
@@ -111,6 +156,13 @@ HD void put_ids(const DispatchArgs& args, const Cta& cta, int lane, const TokenR
   }
 }
 
+template <class Config>
+HD bool has_target(const DispatchArgs& args, const TokenRoute& route) {
+  bool any = false;
+  for (int k = 0; k < top_k_of<Config>(args.geometry); ++k) any = any || route.rows[k] != kNoSlot;
+  return any;
+}
+
 // The order of a token's targets is its router's, another one for every token and rank, and each
 // vector goes to all of them before the next: no rank is everybody's first target, so the order is
 // not turned by rank as well.
@@ -119,9 +171,7 @@ HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared
                   const TokenRoute& route, int token) {
   const int top_k = top_k_of<Config>(args.geometry);
   // A token without a target, padding, is not even read.
-  bool any = false;
-  for (int k = 0; k < top_k; ++k) any = any || route.rows[k] != kNoSlot;
-  if (!any) return;
+  if (!has_target<Config>(args, route)) return;
   MOE_NVLINK_ROLLED
   for (int i = 0; i < static_cast<int>(args.num_payloads); ++i) {
     const RowPlan plan = shared.plans[i];
@@ -140,6 +190,173 @@ HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared
               plan.vector_bytes);
     }
   }
+}
+
+// Where a token's quantised row and its scales go: to each target of its route. Addresses are made
+// where they are used, of words in shared memory: as pointers, two for each k, they would take the
+// registers that the elements are in.
+template <class Config>
+struct RouteTargets {
+  const TokenRoute& route;
+  const Payload& rows;
+  const Payload& scales;
+  int top_k;
+
+  template <int Bytes>
+  HD void store_to(const Payload& payload, int offset, const Vector<Bytes>& vector) const {
+    const uint64_t region = static_cast<uint64_t>(payload.region) * kRegionAlignment;
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k; ++k) {
+      const int row = route.rows[k];
+      if (row == kNoSlot) continue;
+      store_vector(reinterpret_cast<char*>(route.windows[k] + region +
+                                           static_cast<uint64_t>(row) * payload.row_bytes) +
+                       offset,
+                   vector);
+    }
+  }
+  template <int Bytes>
+  HD void store(int offset, const Vector<Bytes>& vector) const {
+    store_to(rows, offset, vector);
+  }
+  template <int Bytes>
+  HD void store_scales(int offset, const Vector<Bytes>& vector) const {
+    store_to(scales, offset, vector);
+  }
+};
+
+// What one launch knows of the activations it quantises. Quantiser and element are the kernel's on
+// the GPU; on the host the arguments choose among all.
+template <class Config, int Quantiser, class Element>
+struct Quantising {
+  const DispatchArgs& args;
+  const Cta& cta;
+  bool wide;
+  float global_scale;
+
+  HD Quantising(const DispatchArgs& the_args, const Cta& the_cta, float scale)
+      : args(the_args),
+        cta(the_cta),
+        wide(loads_are_wide<Element>(the_args.payloads[kFirstCallerPayload].source,
+                                     the_args.geometry.hidden_size)),
+        global_scale(scale) {}
+
+  HD const char* row_of(int token) const {
+    const uint64_t row_bytes =
+        static_cast<uint64_t>(args.geometry.hidden_size) * sizeof(typename Element::Storage);
+    return reinterpret_cast<const char*>(args.payloads[kFirstCallerPayload].source) +
+           static_cast<uint64_t>(token) * row_bytes;
+  }
+
+  // Before the route is whole; a barrier of the CTA stands between this and put(). Reads no row that
+  // goes nowhere.
+  HD void prepare(int token, RowAmax& amax) const {
+    if constexpr (Quantiser == kQuantiserFp8Token) {
+      if (!has_expert(token)) return;
+      leave_row_amax<Element>(cta, row_of(token), args.geometry.hidden_size, wide, amax);
+    }
+  }
+
+  // Whether the token has an expert, without its route. Every thread finds out for itself.
+  HD bool has_expert(int token) const {
+    const int top_k = top_k_of<Config>(args.geometry);
+    const int32_t* ids = reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source) +
+                         static_cast<int64_t>(token) * top_k;
+    bool any = false;
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k; ++k) {
+      const int32_t id = load_word(ids + k);
+      any = any || (id >= 0 && id < args.geometry.num_experts);
+    }
+    return any;
+  }
+
+  HD void put(int token, const TokenRoute& route, const RowAmax& amax) const {
+    if (!has_target<Config>(args, route)) return;
+    uint32_t row_amax = 0;
+    if constexpr (Quantiser == kQuantiserFp8Token) row_amax = take_row_amax(cta, amax);
+    const RouteTargets<Config> targets{route, args.payloads[kFirstCallerPayload],
+                                       args.payloads[kFirstCallerPayload + 1],
+                                       top_k_of<Config>(args.geometry)};
+    quantise_row<Quantiser, Element>(cta, cta.thread, row_of(token), args.geometry.hidden_size,
+                                     wide, row_amax, global_scale, targets);
+  }
+};
+
+// function(Quantising<..>) for the launch's quantiser and element type.
+template <class Config, int Quantiser, class Function>
+HD void with_element(const DispatchArgs& args, const Cta& cta, float scale,
+                     const Function& function) {
+  constexpr int kElement = Config::kElement;
+  const int element = kElement >= 0 ? kElement : args.geometry.element;
+  if constexpr (kElement < 0 || kElement == kElementBf16) {
+    if (element == kElementBf16) function(Quantising<Config, Quantiser, Bf16>(args, cta, scale));
+  }
+  if constexpr (kElement < 0 || kElement == kElementFp16) {
+    if (element == kElementFp16) function(Quantising<Config, Quantiser, Fp16>(args, cta, scale));
+  }
+  if constexpr (kElement < 0 || kElement == kElementFp32) {
+    if (element == kElementFp32) function(Quantising<Config, Quantiser, Fp32>(args, cta, scale));
+  }
+}
+
+template <class Config, class Function>
+HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
+                       const Function& function) {
+  if constexpr (Config::kQuantiser >= 0) {
+    with_element<Config, Config::kQuantiser>(args, cta, scale, function);
+  } else {
+    switch (args.quantiser) {
+      case kQuantiserFp8Block:
+        return with_element<Config, kQuantiserFp8Block>(args, cta, scale, function);
+      case kQuantiserFp8Token:
+        return with_element<Config, kQuantiserFp8Token>(args, cta, scale, function);
+      case kQuantiserFp8Tensor:
+        return with_element<Config, kQuantiserFp8Tensor>(args, cta, scale, function);
+      case kQuantiserMxfp8:
+        return with_element<Config, kQuantiserMxfp8>(args, cta, scale, function);
+      default:
+        return with_element<Config, kQuantiserNvfp4>(args, cta, scale, function);
+    }
+  }
+}
+
+// Every num_blocks-th token, as it is. No barrier behind a token: a thread that is ahead writes the
+// other route; to come back to this one it must pass the barrier inside the next token's
+// route_token, and so must every thread that still reads this one.
+template <class Config>
+HD void put_tokens(const DispatchArgs& args, const Cta& cta, bool failed, uint32_t* send_counters,
+                   DispatchShared& shared) {
+  int turn = 0;
+  for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
+    TokenRoute& route = shared.routes[turn];
+    route_token<Config>(args, cta, token, failed, send_counters, route);
+    put_token<Config>(args, cta, shared, route, token);
+    turn = 1 - turn;
+  }
+}
+
+// The same with the activations quantised. The parts of a row's amax stand under the same barrier as
+// its route, and are two for the same reason.
+template <class Config>
+HD void quantise_and_put_tokens(const DispatchArgs& args, const Cta& cta, bool failed,
+                                uint32_t* send_counters, QuantisingDispatchShared& shared) {
+  float scale = 1.0f;
+  if (args.global_scale != 0) scale = load_word(reinterpret_cast<const float*>(args.global_scale));
+  with_quantiser<Config>(args, cta, scale, [&](const auto& quantising) {
+    int turn = 0;
+    for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
+      TokenRoute& route = shared.routes[turn];
+      if (cta.thread < Cta::kWarpThreads) {
+        route_in_warp<Config>(args, cta, token, failed, send_counters, route);
+      }
+      quantising.prepare(token, shared.amax[turn]);
+      cta.sync();  // the route and the parts of the row's amax are whole
+      put_token<Config>(args, cta, shared, route, token);
+      quantising.put(token, route, shared.amax[turn]);
+      turn = 1 - turn;
+    }
+  });
 }
 
 HD int num_finishers(const Cta& cta) {
@@ -282,8 +499,8 @@ HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const Dispatc
 }
 
 template <class Config>
-HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
-  plan_rows(args, cta, shared);
+HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFor<Config>& shared) {
+  plan_rows<Config>(args, cta, shared);
   uint32_t* send_counters = reinterpret_cast<uint32_t*>(
       region_of(args, args.geometry.ep_rank, args.control.send_counters));
   // Tokens, ids and the words the previous dispatch left all come from kernels before this one.
@@ -302,15 +519,14 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchShared& 
     shared.epoch = load_word(&local_control(args)->epoch) + 1;
     shared.has_failed = failed ? 1 : 0;
   }
-  int turn = 0;
-  for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
-    // No barrier behind a token. A thread that is ahead writes the other route; to come back to this
-    // one it must pass the barrier inside the next token's route_token, and so must every thread
-    // that still reads this one.
-    TokenRoute& route = shared.routes[turn];
-    route_token<Config>(args, cta, token, failed, send_counters, route);
-    put_token<Config>(args, cta, shared, route, token);
-    turn = 1 - turn;
+  if constexpr (Config::kQuantiser == kQuantiserNone) {
+    put_tokens<Config>(args, cta, failed, send_counters, shared);
+  } else {
+    if (quantiser_of<Config>(args) == kQuantiserNone) {
+      put_tokens<Config>(args, cta, failed, send_counters, shared);
+    } else {
+      quantise_and_put_tokens<Config>(args, cta, failed, send_counters, shared);
+    }
   }
   const int finisher = arrive(args, cta, shared);
   if (finisher < 0) return;
@@ -323,4 +539,4 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchShared& 
 
 }  // namespace moe_nvlink
 
-MOE_NVLINK_KERNEL(moe_nvlink_dispatch, DispatchArgs, DispatchShared, dispatch_body)
+MOE_NVLINK_KERNEL(moe_nvlink_dispatch, DispatchArgs, DispatchSharedFor<Config>, dispatch_body)

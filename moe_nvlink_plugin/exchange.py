@@ -55,8 +55,7 @@ class LayerExchange:
         self.config = config
         self.recipe = recipe
         self.quantising = recipe if isinstance(recipe, QuantisingRecipe) else None
-        # INTERIM until dispatch.cu has the quantisers: recipe.quantise in torch.
-        self.quantiser = 0 * quantiser_code(recipe)
+        self.quantiser = quantiser_code(recipe)
         self.rows = payload_rows(config, recipe)
         self._checked_scales: set[tuple[int, int]] = set()
         self.num_slots = config.ep_size * config.max_tokens_per_rank

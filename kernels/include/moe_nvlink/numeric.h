@@ -81,7 +81,7 @@ struct E4m3 {
   static constexpr float kLargest = 448.0f;
 
   // Round to nearest even; what is larger than 448, infinity too, becomes 448, as in the hardware and
-  // in torch from 2.13 on (older ones make NaN of it). NaN stays NaN.
+  // in torch from 2.13 on (older ones make NaN of it). NaN becomes 0x7f, of either sign.
   // Normal numbers: fp32's exponent less 120, cut to 3 mantissa bits. Below 2^-6, subnormal ones:
   // adding 2^14 makes fp32's own adder round to multiples of 2^-9.
   HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
@@ -95,8 +95,8 @@ struct E4m3 {
     const uint32_t subnormal = bits_of_float(float_of_bits(magnitude) + 16384.0f) - 0x46800000u;
     uint32_t code = magnitude < 0x3c800000u ? subnormal : normal;
     code = code < 0x7eu ? code : 0x7eu;
-    code = magnitude > 0x7f800000u ? 0x7fu : code;
-    return ((bits >> 24) & 0x80u) | code;
+    code |= (bits >> 24) & 0x80u;
+    return magnitude > 0x7f800000u ? 0x7fu : code;
   }
 
   // As Fp16::to_float: 2^120 = 2^(127 - 7).

@@ -49,11 +49,12 @@ struct Cta {
   // The same among the threads of a warp, of which the first kWarpThreads of a CTA are one.
   static constexpr int kWarpThreads = 32;
   HD void sync_warp() const { __syncwarp(); }
-  // Threads that can exchange values without memory; all of them call the next two together.
+  // Threads that can exchange values without memory; all of them call the next one together.
   static constexpr int kExchangeThreads = 32;
   // The largest value among the `Lanes` threads side by side that this one belongs to; a power of 2.
   template <int Lanes>
   HD static uint32_t max_of_lanes(uint32_t value) {
+    if constexpr (Lanes == 32) return __reduce_max_sync(0xffffffffu, value);
     MOE_NVLINK_UNROLL
     for (int distance = Lanes / 2; distance > 0; distance /= 2) {
       const uint32_t other = __shfl_xor_sync(0xffffffffu, value, distance);

@@ -139,6 +139,11 @@ struct FormatOf<kQuantiserNvfp4> {
   using Type = Nvfp4;
 };
 
+// Whether scales travel beside the rows.
+HD bool has_scales(int quantiser) {
+  return quantiser != kQuantiserNone && quantiser != kQuantiserFp8Tensor;
+}
+
 // ---- Targets: where a quantised row goes. store() takes bytes of the row, store_scales() bytes of
 // its scales, at an offset which is a multiple of their number.
 
@@ -360,11 +365,11 @@ HD void leave_row_amax(const Cta& cta, const char* row, int hidden_size, bool wi
 // Behind that barrier: the row's amax, as bits.
 HD uint32_t take_row_amax(const Cta& cta, const RowAmax& shared) {
   uint32_t most = 0;
-  MOE_NVLINK_ROLLED
-  for (int i = 0; i < cta.num_threads / Cta::kExchangeThreads; ++i) {
+  for (int i = cta.thread % Cta::kExchangeThreads; i < cta.num_threads / Cta::kExchangeThreads;
+       i += Cta::kExchangeThreads) {
     most = shared.parts[i] > most ? shared.parts[i] : most;
   }
-  return most;
+  return Cta::max_of_lanes<Cta::kExchangeThreads>(most);
 }
 
 }  // namespace moe_nvlink
