@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ def break_barrier() -> None:
     """From now on what is compiled lacks BARRIER."""
     intact = emulated_text.device_source
 
-    def broken(top_k: int, element: int, count: int, **options: bool) -> str:
+    def broken(top_k: int, element: int, count: int, **options: Any) -> str:
         return without_barrier(intact(top_k, element, count, **options))
 
     emulated_text.device_source = broken

@@ -36,6 +36,9 @@ from tests.kernels.delays import replace_once
 #: What combine makes for the peers where rows travel back in a format.
 COMBINE_REGIONS = ("combine_rows", "combine_scales", "combine_row_scales")
 
+#: Of the "cpu" back end: its texts are many, its rows few.
+FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in host.FLAGS)
+
 THREADS = emulated_text.THREADS  # of a CTA on the GPU, where a test does not say otherwise
 
 
@@ -66,7 +69,7 @@ class CpuBackend:
 
     def __init__(self, ranks: int, ctas: int, *, delays: bool = False) -> None:
         self.ctas = ctas
-        path = host.build(emulated_text.host_source(delays=delays))
+        path = host.build(emulated_text.host_source(delays=delays), FLAGS)
         self._library = host.HostLibrary(path)
         self._rounds = ctypes.CDLL(str(path)).emulated_rounds
         self._rounds.restype = None
@@ -118,7 +121,7 @@ def ctas_per_rank(ranks: int, num_sms: int, ctas_per_sm: int, wanted: int) -> in
 
 
 @functools.cache
-def cubin(top_k: int, element: int, count: int, architecture: str, **options: int) -> bytes:
+def cubin(top_k: int, element: int, count: int, architecture: str, **options: Any) -> bytes:
     """Machine code of the emulated kernels; options of emulated_text.device_source.
 
     With sleeps and whole rounds in them they may spill registers, which is no mistake here.
@@ -131,7 +134,7 @@ def broken_cubin(line: str, instead: str) -> Callable[..., bytes]:
     """As cubin, of a text in which something stands in the place of one line."""
 
     def compile_broken(
-        top_k: int, element: int, count: int, architecture: str, **options: int
+        top_k: int, element: int, count: int, architecture: str, **options: Any
     ) -> bytes:
         text = emulated_text.device_source(top_k, element, count, **options)
         return nvrtc.compile_cubin(replace_once(text, line, instead), architecture, strict=False)

@@ -19,8 +19,8 @@ MAX_PARAMETER_BYTES = 32764
 
 #: verb -> (struct of its arguments, struct of its shared memory, body)
 VERBS = {
-    "dispatch": ("DispatchArgs", "DispatchShared", "dispatch_body"),
-    "combine": ("CombineArgs", "CombineShared", "combine_body"),
+    "dispatch": ("DispatchArgs", "DispatchSharedFor<Config>", "dispatch_body"),
+    "combine": ("CombineArgs", "SharedOf<Config>", "combine_body"),
     "rounds": ("RoundsArgs", "RoundsShared", "rounds_body"),
 }
 
@@ -64,8 +64,8 @@ struct RoundsArgs {
 struct RoundsShared {
   DispatchArgs dispatch_args;
   CombineArgs combine_args;
-  DispatchShared dispatch;
-  CombineShared combine;
+  DispatchSharedFor<Config> dispatch;
+  SharedOf<Config> combine;
   uint32_t passed;  // arrivals that the next kernel boundary waits for
   uint32_t stop;    // a rank has failed: the launch ends
 };

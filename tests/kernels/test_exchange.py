@@ -56,8 +56,10 @@ class Never:
     def __init__(self, recipe: object) -> None:
         self._recipe = recipe
 
+    def quantise(self, *_rows: object) -> object:
+        raise AssertionError("torch has quantised")
+
     def __getattr__(self, name: str) -> object:
-        assert name != "quantise", "torch has quantised"
         return getattr(self._recipe, name)
 
 
@@ -93,7 +95,7 @@ def drawn_cases(draw: st.DrawFn) -> Case:
 
 
 @settings(
-    max_examples=200,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
