@@ -11,6 +11,9 @@ from those kernels the kernels are followed:
   rounded: now and then a value falls on the other side of a tie.
 - sizes: the kernel refuses a hidden size that is no multiple of 128, forward_native pads it.
 
+Where vLLM works with DeepGEMM (`is_deep_gemm_e8m0_used`) its block scales are rounded up to powers
+of two; that is another format, in which rows travel as vLLM has quantised them.
+
 On purpose unlike vLLM's kernels: a NaN makes its block's (its token's) scale NaN and every value in
 it NaN, as in forward_native. The kernels lose it, since fmaxf drops NaN, and send +-448 in its
 place. An infinity makes the scale infinite, so that finite values of its block become zeros and it

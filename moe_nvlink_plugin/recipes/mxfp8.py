@@ -9,7 +9,7 @@ and fp16 have no number so close above one of those limits: for them both are eq
 vLLM asks FlashInfer instead of torch.
 
 Sizes: a multiple of 32, or vLLM asserts. FlashInfer's quantiser pads columns to the `mx_alignment`
-of a FusedMoEQuantConfig; those columns are zeros, so they do not travel and are added afterwards.
+of a FusedMoEQuantConfig (256 for MXFP4 weights under its TRT-LLM kernels); this recipe does not.
 """
 
 from __future__ import annotations
