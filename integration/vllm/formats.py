@@ -62,6 +62,8 @@ class DispatchFormat:
         restored_to: rows that arrived are dequantised to this type; None: they are not.
         on_arrival: vLLM's quantiser makes what the experts take of float rows that arrived.
         global_scale: `[1]` fp32 for a recipe that a user named; None: the model's own.
+        stand_in: takes the place of vLLM's quantiser, with its bits, where that has no kernel (on
+            CPU, but for MXFP8); None: nothing does.
     """
 
     quant_dtype: Any = None
@@ -70,6 +72,7 @@ class DispatchFormat:
     restored_to: torch.dtype | None = None
     on_arrival: bool = False
     global_scale: torch.Tensor | None = None
+    stand_in: QuantisingRecipe | None = None
 
     @property
     def has_static_scale(self) -> bool:
@@ -87,7 +90,7 @@ class DispatchFormat:
             return Sent(a1, None, scale)
         if a1.shape[0] == 0:  # a launch for no rows is an error of some quantisers
             return Sent(*self.recipe.quantise(a1, scale))
-        rows, scales = by_vllm(a1, quant_config)
+        rows, scales = self._by_vllm(a1, quant_config)
         travels = self.recipe.scales_row(a1.shape[1]) is not None
         return Sent(rows.contiguous(), _contiguous(scales) if travels else None)
 
@@ -109,7 +112,9 @@ class DispatchFormat:
             scales = None
         hidden_size = rows.shape[1]
         if self.on_arrival:
-            rows, scales = _quantised_on_arrival(rows, weights, quant_config)
+            if rows.shape[0]:
+                rows = _without_old_bytes(rows, weights, quant_config)
+                rows, scales = self._by_vllm(rows, quant_config)
         elif self.quant_dtype is not None and scales is None:
             scales = quant_config.a1_scale  # one for all rows, equal on all ranks
         return rows, _laid_out(scales, hidden_size, quant_config)
@@ -141,9 +146,18 @@ class DispatchFormat:
             return None
         if self.global_scale is not None:
             return self.global_scale
-        # All its elements are equal: `static_scale` has looked.
-        scale: torch.Tensor = _given_scale(quant_config).flatten()[:1].to(torch.float32)
-        return scale
+        return _first(_given_scale(quant_config))  # all are equal: `static_scale` has looked
+
+    def _by_vllm(
+        self, rows: torch.Tensor, quant_config: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.stand_in is None:
+            return by_vllm(rows, quant_config)
+        scale = _first(_given_scale(quant_config)) if self.stand_in.needs_global_scale else None
+        quantised = self.stand_in.quantise(rows, scale)
+        if quantised.scales is None:
+            return quantised.rows, quant_config.a1_scale
+        return quantised
 
 
 def choose(
@@ -162,23 +176,29 @@ def choose(
     """
     quant_config = experts.quant_config
     takes_floats = quant_config.quant_dtype is None or experts.expects_unquantized_inputs
-    wanted = None if takes_floats else quant_config.quant_dtype
-    if options.dispatch == UNQUANTISED or (options.dispatch == AUTO and takes_floats):
-        return DispatchFormat(wanted, on_arrival=not takes_floats)
-    if options.dispatch == AUTO:
-        return _of_the_model(quant_config, hidden_size, options, find_recipe)
-    if wanted is not None and options.dispatch == _recipe_name(quant_config, hidden_size)[0]:
-        return _of_the_model(quant_config, hidden_size, options, find_recipe)
-    named = _quantising(find_recipe(options.dispatch))
-    if device.type == "cuda":
-        _warn_of_restoring(named.name, dtype)
-    return DispatchFormat(
-        wanted,
-        named,
-        restored_to=dtype,
-        on_arrival=not takes_floats,
-        global_scale=_named_global_scale(named, device, options),
-    )
+    if takes_floats and options.dispatch in (AUTO, UNQUANTISED):
+        return DispatchFormat()
+    name, why_not = (None, "") if takes_floats else _recipe_name(quant_config, hidden_size)
+    if not takes_floats and options.dispatch in (AUTO, name):
+        if name is None:
+            raise UnsupportedError(f"{why_not} {QUANTISE_ON_ARRIVAL}")
+        chosen = _of_the_model(quant_config, _quantising(find_recipe(name)), options)
+    elif options.dispatch == UNQUANTISED:
+        chosen = DispatchFormat(quant_config.quant_dtype, on_arrival=True)
+    else:
+        named = _quantising(find_recipe(options.dispatch))
+        if device.type == "cuda":
+            _warn_of_restoring(named.name, dtype)
+        chosen = DispatchFormat(
+            None if takes_floats else quant_config.quant_dtype,
+            named,
+            restored_to=dtype,
+            on_arrival=not takes_floats,
+            global_scale=_named_global_scale(named, device, options),
+        )
+    if device.type == "cpu" and name not in (None, "mxfp8"):
+        chosen = dataclasses.replace(chosen, stand_in=_quantising(find_recipe(name)))
+    return chosen
 
 
 def by_vllm(rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -198,17 +218,12 @@ def by_vllm(rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.
 # Which recipe the experts take.
 
 
-def _of_the_model(
-    quant_config: Any, hidden_size: int, options: Options, find_recipe: Callable[[str], Any]
-) -> DispatchFormat:
-    name, why_not = _recipe_name(quant_config, hidden_size)
-    if name is None:
-        raise UnsupportedError(f"{why_not} {QUANTISE_ON_ARRIVAL}")
+def _of_the_model(quant_config: Any, recipe: QuantisingRecipe, options: Options) -> DispatchFormat:
     # DeepGEMM's block scales are powers of two, which ours are not; their rows are alike.
-    powers_of_two = name == "fp8_block" and is_deep_gemm_e8m0_used()
+    powers_of_two = recipe.name == "fp8_block" and is_deep_gemm_e8m0_used()
     return DispatchFormat(
         quant_config.quant_dtype,
-        _quantising(find_recipe(name)),
+        recipe,
         by_framework=options.quantise == FRAMEWORK or powers_of_two,
     )
 
@@ -298,21 +313,19 @@ def _warn_of_restoring(name: str, dtype: torch.dtype) -> None:
 # What arrived.
 
 
-def _quantised_on_arrival(
+def _without_old_bytes(
     rows: torch.Tensor, weights: torch.Tensor, quant_config: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if rows.shape[0] == 0:
-        return rows, None
+) -> torch.Tensor:
+    """Rows for vLLM's quantiser; zeros in empty slots where it takes one maximum of them all."""
     one_scale_for_all = (
         isinstance(quant_config.quant_dtype, torch.dtype)
         and quant_config.block_shape is None
         and not quant_config.per_act_token_quant
         and _given_scale(quant_config) is None
     )
-    if one_scale_for_all:
-        # Old bytes of empty slots must not enter the maximum.
-        rows = rows.masked_fill((weights == 0).all(1, keepdim=True), 0.0)
-    return by_vllm(rows, quant_config)
+    if not one_scale_for_all:
+        return rows
+    return rows.masked_fill((weights == 0).all(1, keepdim=True), 0.0)
 
 
 def _laid_out(
@@ -330,6 +343,10 @@ def _laid_out(
     if getattr(quant_config, "is_scale_transposed", False):  # vLLM 0.33 and newer
         return scales.t().contiguous().t()
     return scales
+
+
+def _first(scale: torch.Tensor) -> torch.Tensor:
+    return scale.flatten()[:1].to(torch.float32)
 
 
 def _contiguous(scales: torch.Tensor | None) -> torch.Tensor | None:

@@ -137,7 +137,7 @@ def _handed_out(group: Any) -> None:
         taken.append(MoeAllToAll.dispatch(exchange, *arguments, **more))
         return taken[0]
 
-    exchange.dispatch = spied  # type: ignore[method-assign,assignment]
+    exchange.dispatch = spied  # type: ignore[method-assign]
     layer(*work_of(3 + group.rank, group.rank))
     (call,), (received,) = layer.experts.calls, taken
     first, end = layer.subject._first, layer.subject._end

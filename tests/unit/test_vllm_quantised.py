@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.model_executor.layers.fused_moe import config as vllm_config
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
     mxfp8_e4m3_quantize,
     swizzle_mxfp8_scale,
@@ -117,7 +118,7 @@ def cuda_branches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quantised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls of vLLM's quantiser, whose CUDA kernels the recipes stand for."""
-    calls, original = list[Any](), formats.moe_kernel_quantize_input
+    calls, original = list[Any](), moe_kernel_quantize_input
 
     def quantise(**given: Any) -> Any:
         calls.append(SimpleNamespace(**given))
@@ -151,7 +152,7 @@ def _same_format(config: Any, given: Any) -> bool:
 @pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
 def test_the_model_chooses_the_recipe(recipe: Any) -> None:
     chosen = format_of(experts_of(recipe), Options())
-    assert chosen.recipe is recipe
+    assert chosen.recipe == recipe
     assert not chosen.by_framework
     assert chosen.restored_to is None
     assert not chosen.on_arrival
@@ -276,6 +277,7 @@ def test_scales_that_are_powers_of_two_come_from_vllm(
 
     def quantise(**given: Any) -> Any:
         scales = FP8_BLOCK.quantise(given["A"]).scales
+        assert scales is not None
         up = torch.exp2(torch.ceil(torch.log2(scales)))
         return FP8_BLOCK.quantise(given["A"] * scales / up).rows, up
 
@@ -362,9 +364,10 @@ def test_a_named_recipe_is_undone_for_the_experts(recipe: Any, takes: str) -> No
 
 def test_the_global_scale_of_a_named_recipe() -> None:
     experts = Experts(LEFT_OPEN["NoOP"]())
-    assert format_of(experts, Options(dispatch="nvfp4")).global_scale.tolist() == [1.0]
+    usual = format_of(experts, Options(dispatch="nvfp4"))
     given = format_of(experts, Options(dispatch="nvfp4", dispatch_global_scale=16))
-    assert given.global_scale.tolist() == [16.0]
+    assert torch.equal(usual.global_scale or ONE * 0, torch.tensor([1.0]))
+    assert torch.equal(given.global_scale or ONE * 0, torch.tensor([16.0]))
     assert given.static_scale(experts.quant_config) is None  # a constant, not the checkpoint's
     with pytest.raises(UnsupportedError, match="dispatch_global_scale"):
         format_of(experts, Options(dispatch="fp8_tensor"))
@@ -396,9 +399,14 @@ def test_gpus_are_warned_of_restoring(
 # On CPU ranks.
 
 
-def _on_cpu(group: Any, recipe: Any, options: Options, experts: Experts) -> Any:
-    """Rows, scales and result of one round, and how many rows any call dequantised."""
+def _on_cpu(
+    group: Any, recipe: Any, options: Options, experts: Experts, *, stand_in: bool = False
+) -> Any:
+    """The error of one round, and the dtype of the rows that the experts are handed."""
     chosen = format_of(experts, options)
+    if stand_in:
+        manager = Manager(group, options)
+        chosen = layers._agreed_format(manager, "layer 1", experts, GEOMETRY)  # type: ignore[arg-type]
     values = {"recipe": None if chosen.recipe is None else chosen.recipe.name}
     exchange = MoeAllToAll.create(config_of(group.size, group.rank, **values), group)
     subject = CpuPrepareAndFinalize(exchange, expert_map_of(exchange.config), chosen)
@@ -413,7 +421,8 @@ def _on_cpu(group: Any, recipe: Any, options: Options, experts: Experts) -> Any:
     global_ids = local_ids + subject._first
     output = torch.empty_like(hidden)
     no_op = LEFT_OPEN["NoOP"]()
-    subject.finalize(output, dense(floats, global_ids, sent_weights), None, None, False, no_op)
+    made = dense(floats, global_ids, sent_weights)
+    subject.finalize(output, made, sent_weights, local_ids, False, no_op)
     exchange.close()
     scale = GLOBAL_SCALES.get(recipe.name) if chosen.restored_to is None else torch.ones(1)
     given = recipe.dequantise(*recipe.quantise(hidden, scale), torch.float32, scale)
@@ -435,6 +444,19 @@ def test_cpu_ranks_restore_filled_rows_only(recipe: Any) -> None:
     for error, dtype in run_ranks(2, lambda group: _on_cpu(group, recipe, options, floats)):
         assert error < 1e-5
         assert dtype == torch.float32
+
+
+@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize("options", [Options(quantise="framework"), Options(dispatch="bf16")])
+def test_cpu_ranks_do_without_vllms_cuda_kernels(recipe: Any, options: Options) -> None:
+    """The recipe stands for them; MXFP8 is quantised by vLLM itself."""
+
+    def rank_main(group: Any) -> Any:
+        return _on_cpu(group, recipe, options, experts_of(recipe), stand_in=True)
+
+    for error, dtype in run_ranks(2, rank_main):
+        assert error < 1e-5
+        assert dtype == recipe.hidden_row(HIDDEN_SIZE).dtype
 
 
 # Layouts of scales.
@@ -524,8 +546,8 @@ class Manager:
 
     device = torch.device("cpu")
 
-    def __init__(self, group: Any) -> None:
-        self.group, self.options = group, Options()
+    def __init__(self, group: Any, options: Options) -> None:
+        self.group, self.options = group, options
 
     def config(self, geometry: Geometry) -> Any:
         return config_of(self.group.size, self.group.rank, recipe=geometry.recipe)
@@ -541,7 +563,10 @@ def _set_up(configs: list[Any], names: tuple[str, str] = ("layer 3", "layer 3"))
     """What each rank is told when the ranks' experts have these configurations."""
 
     def rank_main(group: Any) -> str:
-        experts, manager = Experts(LEFT_OPEN["NoOP"](), configs[group.rank]), Manager(group)
+        experts, manager = (
+            Experts(LEFT_OPEN["NoOP"](), configs[group.rank]),
+            Manager(group, Options()),
+        )
         try:
             chosen = layers._agreed_format(manager, names[group.rank], experts, GEOMETRY)  # type: ignore[arg-type]
         except (ConfigError, DisagreementError, PeerError, UnsupportedError) as error:

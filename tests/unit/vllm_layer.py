@@ -6,6 +6,7 @@ where their FusedMoEQuantConfig says so, and check what they are handed. Needs v
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -197,12 +198,14 @@ def take_cuda_branches(replace: Callable[[Any, str, Any], None]) -> None:
 
 
 def format_of(experts: Any, options: Options) -> DispatchFormat:
-    """How rows of a layer of ours travel to such experts."""
+    """How rows of a layer of ours travel to such experts, with vLLM's quantiser as on GPUs."""
 
     def find_recipe(name: str) -> Any:
         return MoeAllToAll.check(config_of(2, 0, recipe=name))
 
-    return choose(experts, HIDDEN_SIZE, torch.float32, torch.device("cpu"), options, find_recipe)
+    here = torch.device("cpu")
+    chosen = choose(experts, HIDDEN_SIZE, torch.float32, here, options, find_recipe)
+    return dataclasses.replace(chosen, stand_in=None)
 
 
 class Layer:
