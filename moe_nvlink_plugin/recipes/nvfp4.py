@@ -1,7 +1,9 @@
 """NVFP4: e2m1 values, two in a byte, in blocks of 16 with an e4m3 scale, under one given scale.
 
 The arithmetic is that of vLLM 0.32's CUDA kernel `scaled_fp4_quant` with IEEE reciprocals in place
-of the approximate ones that it (and this package's kernel on a GPU) takes. Against its torch
+of the approximate ones that it (and this package's kernel on a GPU) takes. Where such a factor is
+one unit in the last place off, values on a tie fall to the other side: with g = 1 some 6 in 1000
+codes of bf16 Gaussians, with a g that is no round number 1 in 1000 or none. Against its torch
 reference `ref_nvfp4_quant`:
 
 - a block whose scale rounds to 0: the kernel multiplies its values by 0; the reference multiplies
