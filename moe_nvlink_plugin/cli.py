@@ -78,9 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         type=_geometry,
-        metavar="MODEL|top_k=N,dtype=TYPE",
+        metavar="MODEL|top_k=N,dtype=TYPE[,recipe=RECIPE][,combine=FORMAT]",
         help="layers to compile for (default: all models below); "
-        f"TYPE is one of {', '.join(nvrtc.elements())}",
+        f"TYPE is one of {', '.join(nvrtc.elements())}, RECIPE of {', '.join(nvrtc.quantisers())}, "
+        f"FORMAT of {', '.join(nvrtc.combine_formats())}; a model's name may stand in front of "
+        "recipe= and combine=, as in qwen3,recipe=mxfp8",
     )
     compiling.add_argument(
         "--no-pdl", action="store_true", help="for processes that run with MOE_NVLINK_PDL=0"

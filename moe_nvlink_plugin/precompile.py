@@ -28,13 +28,26 @@ class Geometry:
     Attributes:
         top_k: experts per token.
         dtype: activation type: bf16, fp16 or fp32.
+        recipe: by which dispatch quantises: a name of nvrtc.quantisers(); "none" does not.
+        combine: what comes back: a name of nvrtc.combine_formats(); "bf16" is dtype as it is.
     """
 
     top_k: int
-    dtype: str
+    dtype: str = "bf16"
+    recipe: str = "none"
+    combine: str = "bf16"
 
     def __str__(self) -> str:
-        return f"top_k={self.top_k},dtype={self.dtype}"
+        words = f"top_k={self.top_k},dtype={self.dtype}"
+        words += f",recipe={self.recipe}" if self.recipe != "none" else ""
+        return words + (f",combine={self.combine}" if self.combine != "bf16" else "")
+
+    def parts(self) -> tuple[Geometry, ...]:
+        """What is compiled by itself: rows as they come with the layer's combine, and dispatch with
+        the recipe, which is the same for every combine.
+        """
+        plain = dataclasses.replace(self, recipe="none")
+        return (plain,) if plain == self else (plain, dataclasses.replace(self, combine="bf16"))
 
 
 #: By model: num_experts_per_tok (gpt-oss: experts_per_token) and torch_dtype of the configuration
@@ -50,29 +63,45 @@ PRESETS = {
 
 
 def parse_geometry(text: str) -> Geometry:
-    """A preset's name, or "top_k=8,dtype=bf16". Local.
+    """A preset's name, or "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4", where all but top_k
+    may be left out; both together as "qwen3,recipe=mxfp8". Local.
 
     Raises:
-        ConfigError: it is neither; the message has both lists.
+        ConfigError: it is neither; the message has the lists.
     """
-    if text in PRESETS:
-        return PRESETS[text]
-    parts = [part.partition("=") for part in text.split(",")]
+    first, _comma, rest = text.partition(",")
+    base = PRESETS.get(first)
+    given = text.split(",") if base is None else rest.split(",") if rest else []
+    parts = [part.partition("=") for part in given]
     values = {name.strip(): value.strip() for name, _equals, value in parts}
-    top_k, dtype = values.get("top_k", ""), values.get("dtype", "bf16")
-    most = constants()["kMaxTopK"]
-    if (
-        len(values) != len(parts)
-        or not values.keys() <= {"top_k", "dtype"}
-        or not top_k.isdecimal()
-        or not 1 <= int(top_k) <= most
-        or dtype not in nvrtc.elements()
-    ):
+    if base is not None:
+        values = {"top_k": str(base.top_k), "dtype": base.dtype} | values
+    if len(values) < len(parts) or not _is_geometry(values):
         raise ConfigError(
-            f"geometry {text!r} is neither a model ({', '.join(PRESETS)}) nor top_k=N,dtype=TYPE "
-            f"with N from 1 to {most} and one of {', '.join(nvrtc.elements())}"
+            f"geometry {text!r} is neither a model ({', '.join(PRESETS)}) nor top_k=N,dtype=TYPE,"
+            f"recipe=RECIPE,combine=FORMAT with N from 1 to {constants()['kMaxTopK']} and one of "
+            + "; ".join(", ".join(names) for names in _choices().values())
         )
-    return Geometry(int(top_k), dtype)
+    return Geometry(**(values | {"top_k": int(values["top_k"])}))  # type: ignore[arg-type]
+
+
+def _choices() -> dict[str, dict[str, int]]:
+    return {
+        "dtype": nvrtc.elements(),
+        "recipe": nvrtc.quantisers(),
+        "combine": nvrtc.combine_formats(),
+    }
+
+
+def _is_geometry(values: dict[str, str]) -> bool:
+    others = {name: value for name, value in values.items() if name != "top_k"}
+    top_k = values.get("top_k", "")
+    return (
+        top_k.isdecimal()
+        and 1 <= int(top_k) <= constants()["kMaxTopK"]
+        and others.keys() <= _choices().keys()
+        and all(value in _choices()[name] for name, value in others.items())
+    )
 
 
 def default_architectures() -> list[str]:
@@ -92,9 +121,16 @@ class _Task:
     geometry: Geometry
     pdl: bool
 
-    def arguments(self) -> tuple[int, int, str, bool]:
-        element = nvrtc.elements()[self.geometry.dtype]
-        return self.geometry.top_k, element, self.architecture, self.pdl
+    def arguments(self) -> tuple[int, int, str, bool, int, int]:
+        geometry = self.geometry
+        return (
+            geometry.top_k,
+            nvrtc.elements()[geometry.dtype],
+            self.architecture,
+            self.pdl,
+            nvrtc.quantisers()[geometry.recipe],
+            nvrtc.combine_formats()[geometry.combine],
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +198,8 @@ def precompile(
     """
     start = time.monotonic()
     target = _open_cache(folder)
-    pairs = dict.fromkeys((a, g) for a in architectures for g in geometries)
-    tasks = [_Task(architecture, geometry, pdl) for architecture, geometry in pairs]
+    parts = dict.fromkeys(part for geometry in geometries for part in geometry.parts())
+    tasks = [_Task(name, part, pdl) for name in dict.fromkeys(architectures) for part in parts]
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     print(f"kernels for GPUs, {'with' if pdl else 'without'} programmatic dependent launch:")
     failed = 0

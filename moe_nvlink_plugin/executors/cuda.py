@@ -183,10 +183,10 @@ class _CudaLauncher:
 
         self._dispatches = {0: dispatch_launch(dispatch, widest)}
         if quantiser:
-            fused, _ = _kernels(device.index, config.top_k, element, pdl, quantiser, format_code)
-            # A thread takes 16 activations: as many threads as a row of so many vectors has.
-            lanes_bytes = config.hidden_size // 16 * shape.VECTOR_BYTES
-            self._dispatches[quantiser] = dispatch_launch(fused, lanes_bytes)
+            # Dispatch is the same for every format of combine: one module for all of them.
+            fused, _ = _kernels(device.index, config.top_k, element, pdl, quantiser, 0)
+            lanes = shape.quantising_lanes(config.hidden_size)
+            self._dispatches[quantiser] = dispatch_launch(fused, lanes * shape.VECTOR_BYTES)
         self._combine = _Launch(
             combine,
             lambda n: shape.combine_shape(

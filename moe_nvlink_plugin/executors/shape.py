@@ -20,6 +20,7 @@ from typing import NamedTuple
 VECTOR_BYTES = 16
 #: Elements one thread of combine takes of a quantised row at a time (kQuantisedWidth there).
 QUANTISED_WIDTH = 8
+LANE_ELEMENTS = 16
 WARP = 32
 #: Threads of a CTA when there are tokens enough to fill the GPU: several CTAs then share an SM, and
 #: one's barriers hide behind another's copies.
@@ -66,6 +67,13 @@ class Limits:
     def resident(self, threads: int) -> int:
         """CTAs of so many threads that run at the same time."""
         return self.num_sms * self.blocks_per_sm(threads)
+
+
+def quantising_lanes(hidden_size: int) -> int:
+    """Threads that can quantise a row at once: one for 16 elements (kLaneElements of platform.h on
+    the GPU), or for one where rows are no multiple of that.
+    """
+    return hidden_size if hidden_size % LANE_ELEMENTS else hidden_size // LANE_ELEMENTS
 
 
 def dispatch_shape(num_tokens: int, row_bytes: int, empty_bytes: int, limits: Limits) -> Shape:

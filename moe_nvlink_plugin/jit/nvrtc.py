@@ -103,6 +103,8 @@ def kernels_for(
     Args:
         element: activation type, one of the kElement constants of config.h.
         pdl: for launches with programmatic dependent launch.
+        quantiser: kQuantiser* that dispatch is made for.
+        combine: kCombine* that combine is made for.
 
     Raises:
         UnsupportedError: it is not in the cache and cannot be compiled here; the message has the
@@ -113,9 +115,10 @@ def kernels_for(
         text = specialised_source(top_k, element, pdl=pdl, quantiser=quantiser, combine=combine)
         return load_or_compile(text, architecture)
     except UnsupportedError as error:
-        line = precompile_line(top_k, element, architecture, pdl)
+        line = precompile_line(top_k, element, architecture, pdl, quantiser, combine)
         raise UnsupportedError(
-            f"no compiled kernels for {_words(top_k, element)} on {architecture} in "
+            f"no compiled kernels for {_words(top_k, element, quantiser, combine)} on "
+            f"{architecture} in "
             f"{_searched()}: {error}; or run, where NVRTC is,\n  {line} --cache-dir DIR\n"
             "and set MOE_NVLINK_CACHE_DIR=DIR here"
         ) from error
@@ -134,26 +137,51 @@ def is_cached(
     return cache.load(key, ".cubin", _unsealed) is not None
 
 
-def precompile_line(top_k: int, element: int, architecture: str, pdl: bool) -> str:
+def precompile_line(
+    top_k: int, element: int, architecture: str, pdl: bool, quantiser: int = 0, combine: int = 0
+) -> str:
     """The command that puts them into a cache."""
-    geometry = _words(top_k, element).replace(" ", "")
+    geometry = _words(top_k, element, quantiser, combine).replace(" ", "")
     line = f"moe-nvlink precompile --arch {architecture} --geometry {geometry}"
     return line if pdl else f"{line} --no-pdl"
 
 
 def elements() -> dict[str, int]:
     """Activation types by the name a user writes: bf16, fp16, fp32."""
-    prefix = "kElement"
+    return _named("kElement")
+
+
+def quantisers() -> dict[str, int]:
+    """What dispatch can be made for, by the recipe's name: fp8_block, ...; none for as it comes."""
+    return _named("kQuantiser")
+
+
+def combine_formats() -> dict[str, int]:
+    """What combine can be made for, by the name a user writes: fp8_block, nvfp4; bf16 for none."""
+    formats = _named("kCombine")
+    return {"bf16": formats.pop("unquantised"), **formats}
+
+
+def _named(prefix: str) -> dict[str, int]:
+    """The constants of config.h with that prefix: kQuantiserFp8Block as fp8_block."""
     return {
-        name.removeprefix(prefix).lower(): value
+        re.sub(r"(?<!^)(?=[A-Z])", "_", name.removeprefix(prefix)).lower(): value
         for name, value in constants().items()
         if name.startswith(prefix)
     }
 
 
-def _words(top_k: int, element: int) -> str:
-    names = {value: name for name, value in elements().items()}
-    return f"top_k={top_k}, dtype={names[element]}"
+def _words(top_k: int, element: int, quantiser: int, combine: int) -> str:
+    words = f"top_k={top_k}, dtype={_name_of(elements(), element)}"
+    if quantiser:
+        words += f", recipe={_name_of(quantisers(), quantiser)}"
+    if combine:
+        words += f", combine={_name_of(combine_formats(), combine)}"
+    return words
+
+
+def _name_of(names: dict[str, int], wanted: int) -> str:
+    return next(name for name, value in names.items() if value == wanted)
 
 
 def _searched() -> str:

@@ -45,10 +45,31 @@ def test_geometries() -> None:
         assert precompile.parse_geometry(str(geometry)) == geometry
 
 
+def test_geometries_with_formats() -> None:
+    text = "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4"
+    geometry = precompile.parse_geometry(text)
+    assert geometry == precompile.Geometry(8, "bf16", "fp8_block", "nvfp4")
+    assert str(geometry) == text
+    assert precompile.parse_geometry("top_k=8,recipe=none,combine=bf16") == precompile.Geometry(8)
+    assert precompile.parse_geometry("gpt-oss,recipe=mxfp8").recipe == "mxfp8"
+    # As a layer asks for them: rows as they come with its combine, and its recipe by itself.
+    assert [str(part) for part in geometry.parts()] == [
+        "top_k=8,dtype=bf16,combine=nvfp4",
+        "top_k=8,dtype=bf16,recipe=fp8_block",
+    ]
+
+
+def test_names_of_formats() -> None:
+    recipes = ["fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4"]
+    assert list(nvrtc.quantisers()) == ["none", *recipes]
+    assert list(nvrtc.combine_formats()) == ["bf16", "fp8_block", "nvfp4"]
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "deepseek", "top_k=0", "top_k=33", "top_k=8,dtype=fp8", "dtype=bf16", "top_k=x", "top_k"]
-    + ["top_k=8,top_k=6", "top_k=8,hidden=7168", "top_k=-1", "8"],
+    + ["top_k=8,top_k=6", "top_k=8,hidden=7168", "top_k=-1", "8"]
+    + ["top_k=8,recipe=fp8", "top_k=8,combine=mxfp8", "gpt-oss,recipe", "gpt-oss,hidden=1"],
 )
 def test_malformed_geometries(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"neither a model \(deepseek-v3.*from 1 to 32.*bf16"):
@@ -100,6 +121,21 @@ def test_what_it_makes_is_what_ranks_ask_for(
     assert "was there" not in capsys.readouterr().out
     assert run(folder, *arguments) == 0
     assert capsys.readouterr().out.count("was there") == 4
+
+
+def test_formats_are_compiled_by_themselves(
+    compiler: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = "top_k=2,recipe=fp8_tensor,combine=fp8_block"
+    assert run(folder, "--arch", "sm_90a", "--geometry", geometry) == 0
+    assert len(list(folder.glob("*.cubin"))) == 2
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder))
+    recipe, combine = nvrtc.quantisers()["fp8_tensor"], nvrtc.combine_formats()["fp8_block"]
+    assert nvrtc.is_cached(2, 0, "sm_90a", True, recipe)
+    assert nvrtc.is_cached(2, 0, "sm_90a", True, combine=combine)
+    assert not nvrtc.is_cached(2, 0, "sm_90a", True)
+    line = nvrtc.precompile_line(2, 0, "sm_90a", True, recipe, combine)
+    assert line.endswith(" --geometry top_k=2,dtype=bf16,recipe=fp8_tensor,combine=fp8_block")
 
 
 def test_several_processes(
