@@ -19,10 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +31,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, reference
 from moe_nvlink_plugin.testing import random_inputs
 
@@ -48,7 +48,7 @@ class Options:
     iterations: int
     warmup: int
     threads: int
-    backends: list[str]
+    backends: tuple[str, ...]
 
 
 class Layer:
@@ -207,34 +207,9 @@ def print_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     print(f"| {row['tokens']} | {row['backend']} | {times} | {ratio:.1f}x |", flush=True)
 
 
-def describe_machine() -> dict[str, Any]:
-    model = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": model[0].split(":")[1].strip() if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
-        "command": "python benchmarks/bench_exchange.py " + " ".join(sys.argv[1:]),
-    }
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--ep-size", type=int, default=4)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128], help="per rank")
-    parser.add_argument("--hidden-size", type=int, default=7168)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--num-experts", type=int, default=256)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    common.add_geometry(parser, ep_size=4, tokens=[1, 16, 128])
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="our host threads per rank")
@@ -247,8 +222,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    fields = {field.name for field in dataclasses.fields(Options)}
-    options = Options(**{k: v for k, v in vars(arguments).items() if k in fields})
+    options = common.options_from(Options, arguments)
     columns = "tokens/rank|backend|dispatch us|combine us|both us|min us|p95 us|times ours"
     print("| " + columns.replace("|", " | ") + " |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
@@ -259,11 +233,11 @@ def main() -> None:
         rows = json.loads(Path(folder, "rows.json").read_text())
     if arguments.output:
         result = {
-            "machine": describe_machine(),
+            "machine": common.describe_run(),
             "options": dataclasses.asdict(options),
             "rows": rows,
         }
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        common.write_json(arguments.output, result)
 
 
 if __name__ == "__main__":

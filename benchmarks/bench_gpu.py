@@ -26,7 +26,14 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import describe_gpu, describe_run, is_installed, write_json
+from benchmarks.common import (
+    add_geometry,
+    describe_gpu,
+    describe_run,
+    is_installed,
+    options_from,
+    write_json,
+)
 from moe_nvlink_plugin import AllToAllConfig, driver
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.executors import shape
@@ -325,14 +332,8 @@ def peers() -> dict[str, str]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--ep-size", type=int, default=8)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256, 512, 1024, 2048]
-    )
-    parser.add_argument("--hidden-size", type=int, default=7168)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--num-experts", type=int, default=256)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    tokens = [1, 4, 16, 64, 128, 256, 512, 1024, 2048]
+    add_geometry(parser, ep_size=8, tokens=tokens, dtypes=("bfloat16", "float16"))
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--output", type=Path, help="write rows and machine as JSON")
@@ -341,8 +342,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    fields = {field.name for field in dataclasses.fields(Options)}
-    options = Options(**{k: v for k, v in vars(arguments).items() if k in fields})
+    options = options_from(Options, arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
         return

@@ -1,20 +1,64 @@
-"""What every benchmark says beside its numbers: when, where, of which commit, by which command."""
+"""What benchmarks share: options, summaries, and what each says beside its numbers: when, where, of
+which commit, by which command.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib.util
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from moe_nvlink_plugin import driver
+
+T = TypeVar("T")
+
+
+def add_geometry(
+    parser: argparse.ArgumentParser,
+    *,
+    ep_size: int,
+    tokens: list[int],
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
+) -> None:
+    """The options that say what a layer looks like, DeepSeek-V3's by default."""
+    parser.add_argument("--ep-size", type=int, default=ep_size)
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help="per rank")
+    parser.add_argument("--hidden-size", type=int, default=7168)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--num-experts", type=int, default=256)
+    parser.add_argument("--dtype", default=dtypes[0], choices=dtypes)
+
+
+def options_from(kind: type[T], arguments: argparse.Namespace) -> T:
+    """A dataclass of options out of the arguments of the same names; lists become tuples."""
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    given = {name: value for name, value in vars(arguments).items() if name in fields}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+
+
+def summary(samples_us: Iterable[float]) -> dict[str, float]:
+    """Median, quartiles, least and 95th percentile of times in microseconds."""
+    ordered = sorted(samples_us)
+    low, _middle, high = statistics.quantiles(ordered, n=4)
+    return {
+        "median_us": statistics.median(ordered),
+        "q25_us": low,
+        "q75_us": high,
+        "min_us": ordered[0],
+        "p95_us": ordered[int(0.95 * (len(ordered) - 1))],
+    }
 
 
 def describe_run() -> dict[str, Any]:
