@@ -17,11 +17,22 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from moe_nvlink_plugin.groups import as_group
+from moe_nvlink_plugin.integration.vllm.options import Options
 from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, NVFP4
 from tests import fake_cuda
 from tests.fake_cuda.transport import OnFakeDriver, install
 from tests.kernels.processes import run_processes
-from tests.unit.vllm_layer import CAPACITY, Layer, dense, take_cuda_branches, work_of
+from tests.unit.test_vllm_quantised import GLOBAL_SCALES, experts_of
+from tests.unit.vllm_layer import (
+    CAPACITY,
+    LEFT_OPEN,
+    Experts,
+    Layer,
+    dense,
+    take_cuda_branches,
+    work_of,
+)
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("environment")]
 
@@ -29,24 +40,55 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("environment")]
 NUM_ROUNDS = 6
 
 
-def layer_body(rank: int, size: int) -> dict[str, Any]:
+#: What travels: the recipe of quantised experts, or of a user who names one, and combine's format.
+FORMATS = (
+    (None, Options()),
+    (FP8_BLOCK, Options()),
+    (NVFP4, Options()),
+    (MXFP8, Options(dispatch="mxfp8")),
+    (NVFP4, Options(combine="fp8_block")),
+)
+
+
+def _experts(recipe: Any, options: Options) -> Experts:
+    if recipe is None or options.dispatch != "auto":
+        return Experts(LEFT_OPEN["NoOP"]())
+    return experts_of(recipe)
+
+
+def _format_body(group: Any, recipe: Any, options: Options) -> dict[str, Any]:
     """The largest error of ragged rounds, and how often the driver was asked to launch what."""
-    install()
-    take_cuda_branches(setattr)
-    group = as_group(torch.distributed.group.WORLD, 60)
-    layer = Layer(group, capacities=(2, CAPACITY), transport=OnFakeDriver.name)
+    before = fake_cuda.control().last_launch().count
+    layer = Layer(
+        group,
+        capacities=(2, CAPACITY),
+        experts=_experts(recipe, options),
+        options=options,
+        transport=OnFakeDriver.name,
+    )
     assert layer.exchanges[-1]._layer.workspace.executor.asynchronous
-    worst = 0.0
+    worst, scale = 0.0, GLOBAL_SCALES.get(recipe.name) if recipe else None
     for number in range(NUM_ROUNDS):
-        num_tokens = (number * (rank + 2) + 3 * rank) % (CAPACITY + 1)
-        work = work_of(num_tokens, 100 * number + rank)
-        error = (layer(*work) - dense(*work)).abs().nan_to_num(nan=float("inf"))
+        num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
+        hidden, ids, weights = work_of(num_tokens, 100 * number + group.rank)
+        got = layer(hidden, ids, weights)
+        if recipe:
+            hidden = recipe.dequantise(*recipe.quantise(hidden, scale), torch.float32, scale)
+        error = (got - dense(hidden, ids, weights)).abs().nan_to_num(nan=float("inf"))
         worst = max([worst, *error.flatten().tolist()])
         assert layer.experts.calls[-1].output is layer.exchanges[-1].combine_input()
         layer.poison()
     launched = fake_cuda.control().last_launch()
     layer.close()
-    return {"worst": worst, "launches": launched.count, "last": launched.name.decode()}
+    return {"worst": worst, "launches": launched.count - before, "last": launched.name.decode()}
+
+
+def layer_body(rank: int, size: int) -> list[dict[str, Any]]:
+    """One result for each of FORMATS."""
+    install()
+    take_cuda_branches(setattr)
+    group = as_group(torch.distributed.group.WORLD, 60)
+    return [_format_body(group, *one) for one in FORMATS]
 
 
 def test_the_layer_between_processes_on_the_stand_in_driver(
@@ -56,6 +98,8 @@ def test_the_layer_between_processes_on_the_stand_in_driver(
     variables = fake_cuda.environment(fake_cuda.build(tmp_path), kernels)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    for result in run_processes(2, layer_body, tmp_path):
-        assert result["worst"] < 1e-5
-        assert (result["launches"], result["last"]) == (2 * NUM_ROUNDS, "moe_nvlink_combine")
+    for results in run_processes(2, layer_body, tmp_path):
+        for result, (_, options) in zip(results, FORMATS, strict=True):
+            # Sums of at most top_k rows of experts that give at most 1, in e4m3: 3 * 1 / 28.
+            assert result["worst"] < (1e-5 if options.combine == "bf16" else 0.11)
+            assert (result["launches"], result["last"]) == (2 * NUM_ROUNDS, "moe_nvlink_combine")
