@@ -32,6 +32,7 @@ constexpr int kCapacity = 12;
 constexpr int kRounds = 40;
 constexpr int kExtraBytes = 131;
 constexpr int kSlots = kRanks * kCapacity;
+constexpr int kBackHidden = 256;  // of combine's rows in rounds that have a format
 
 std::atomic<int> mistakes{0};
 
@@ -75,6 +76,9 @@ struct Regions {
   uint32_t hidden = 0;
   uint32_t extra = 0;
   uint32_t combine = 0;
+  uint32_t back_rows = 0;
+  uint32_t back_scales = 0;
+  uint32_t back_row_scales = 0;
 
   Regions() {
     control.dispatch_cells = layout.add(kRanks * 8);
@@ -87,7 +91,10 @@ struct Regions {
     weights = layout.add(kSlots * kTopK * 4);
     hidden = layout.add(kSlots * kHidden * 4);
     extra = layout.add(kSlots * kExtraBytes);
-    combine = layout.add(kSlots * kHidden * 4);
+    combine = layout.add(kSlots * kBackHidden * 4);
+    back_rows = layout.add(kSlots * kBackHidden);
+    back_scales = layout.add(kSlots * kBackHidden / 16);
+    back_row_scales = layout.add(kSlots * 4);
   }
 };
 
@@ -110,6 +117,32 @@ unsigned char extra_value(int stamp, int byte) {
 }
 float partial_value(int target, float hidden) {
   return hidden * static_cast<float>(target + 1);
+}
+
+// Rounds take turns with the formats of combine.
+int format_of(int round) {
+  return round % 3;
+}
+int back_hidden(int round) {
+  return format_of(round) == moe_nvlink::kCombineUnquantised ? kHidden : kBackHidden;
+}
+
+// An element of a partial row that travels quantised, of which nothing is lost: blocks and rows have
+// an amax that makes their scale 1, or 448 in nvfp4's first block, and e4m3 and e2m1 have the rest.
+float quantised_value(int format, int stamp, int target, int element) {
+  static constexpr float kSmall[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  const float small = kSmall[(stamp + target + element) % 8];
+  if (format == moe_nvlink::kCombineFp8Block) return element % 128 == 0 ? 448.0f : small;
+  if (element < 16) return element == 0 ? 2688.0f : 0.0f;
+  return element % 16 == 0 ? 6.0f : -small;
+}
+
+// What rank `target` makes of a token, however it travels.
+float partial_value_of(int round, int stamp, int target, int element) {
+  if (format_of(round) == moe_nvlink::kCombineUnquantised) {
+    return partial_value(target, hidden_value(stamp, element));
+  }
+  return quantised_value(format_of(round), stamp, target, element);
 }
 
 int owner_of(int expert) {
@@ -140,7 +173,7 @@ struct Rank {
     slots.assign(count * kTopK, 0);
     weights.assign(count * kTopK, 0.0f);
     hidden.assign(count * kHidden, 0.0f);
-    output.assign(count * kHidden, 0.0f);
+    output.assign(count * back_hidden(round), 0.0f);
     extra.assign(count * kExtraBytes, 0);
     for (int token = 0; token < count; ++token) {
       const int stamp = round * 64 + rank * 16 + token;
@@ -219,17 +252,22 @@ struct Rank {
       const auto* row = reinterpret_cast<const float*>(mine(regions.hidden)) + slot * kHidden;
       if (filled) check_row(slot, row, round);
       // Written in empty slots too, over and over: nobody may read those.
-      for (int i = 0; i < kHidden; ++i) {
-        partial_rows[slot * kHidden + i] = filled ? partial_value(rank, row[i]) : -1e30f;
+      const int width = back_hidden(round);
+      const int stamp = stamp_of(slot);
+      for (int i = 0; i < width; ++i) {
+        partial_rows[slot * width + i] = filled ? partial_value_of(round, stamp, rank, i) : -1e30f;
       }
     }
   }
 
+  int stamp_of(int slot) const {
+    return static_cast<int>(reinterpret_cast<const float*>(mine(regions.weights))[slot * kTopK]);
+  }
+
   void check_row(int slot, const float* row, int round) const {
-    const auto* weight = reinterpret_cast<const float*>(mine(regions.weights)) + slot * kTopK;
     const auto* bytes =
         reinterpret_cast<const unsigned char*>(mine(regions.extra)) + slot * kExtraBytes;
-    const int stamp = static_cast<int>(weight[0]);
+    const int stamp = stamp_of(slot);
     expect(stamp / 64 == round && stamp / 16 % 4 == slot / kCapacity, "origin", rank, round);
     for (int i = 0; i < kHidden; ++i) {
       expect(row[i] == hidden_value(stamp, i), "hidden state", rank, round);
@@ -243,7 +281,12 @@ struct Rank {
     auto args = common<moe_nvlink::CombineArgs>(count);
     args.output = reinterpret_cast<uint64_t>(output.data());
     args.region = regions.combine;
-    args.hidden_splits = 1 + static_cast<uint32_t>(round) % 3;
+    args.hidden_splits = 1 + static_cast<uint32_t>(round) / 3 % 3;
+    args.format = static_cast<uint32_t>(format_of(round));
+    args.rows_region = regions.back_rows;
+    args.scales_region = regions.back_scales;
+    args.row_scales_region = regions.back_row_scales;
+    args.geometry.hidden_size = back_hidden(round);
     moe_nvlink_combine(&args, &grid);
   }
 
@@ -255,12 +298,14 @@ struct Rank {
         const int expert = ids[token * kTopK + k];
         if (expert >= 0 && expert < kExperts) goes_to[owner_of(expert)] = true;
       }
-      for (int i = 0; i < kHidden; ++i) {
+      const int width = back_hidden(round);
+      const int stamp = round * 64 + rank * 16 + token;
+      for (int i = 0; i < width; ++i) {
         float sum = 0;
         for (int target = 0; target < kRanks; ++target) {
-          if (goes_to[target]) sum += partial_value(target, hidden[token * kHidden + i]);
+          if (goes_to[target]) sum += partial_value_of(round, stamp, target, i);
         }
-        expect(output[token * kHidden + i] == sum, "combined row", rank, round);
+        expect(output[token * width + i] == sum, "combined row", rank, round);
       }
     }
   }
@@ -279,6 +324,7 @@ struct Rank {
         reinterpret_cast<const moe_nvlink::LocalControl*>(mine(regions.control.local));
     expect(local->fault == 0, "fault word", rank, kRounds);
     expect(local->epoch == kRounds, "epoch", rank, kRounds);
+    expect(local->combine_arrivals == 0, "arrivals of combine", rank, kRounds);
   }
 };
 

@@ -96,6 +96,19 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "P4 barrier": (("cta.sync(); return shared.faulted != 0;", "return shared.faulted != 0;"),),
+    "P5 release and acquire": (
+        (
+            "fetch_add_acq_rel_gpu(&local_control(args)->combine_arrivals",
+            "fetch_add_relaxed_gpu(&local_control(args)->combine_arrivals",
+        ),
+    ),
+    "P5 barrier before the arrival": (
+        (
+            "cta.sync(); if (cta.thread == 0) { // P5: release",
+            "if (cta.thread == 0) { // P5: release",
+        ),
+    ),
+    "barrier behind a row's amax": (("cta.sync(); // the row's amax", "//"),),
     "barrier between two items": (("cta.sync(); here = next;", "here = next;"),),
     "second rows": (
         ("next.token, sizes, 1 - turn, shared);", "next.token, sizes, turn, shared);"),
@@ -104,8 +117,11 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
 
 
 def kernel_text() -> str:
-    """With fewer finishers than the program has CTAs, so that some CTAs are none."""
-    return replace_once(source.host_source(), "kMaxFinishers = 32", "kMaxFinishers = 2")
+    """With fewer finishers than the program has CTAs, so that some CTAs are none, and for the one
+    element type of the program, which spares the compiler the others.
+    """
+    text = replace_once(source.host_source(), "kMaxFinishers = 32", "kMaxFinishers = 2")
+    return replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
 
 
 def seed_bug(text: str, name: str) -> str:
