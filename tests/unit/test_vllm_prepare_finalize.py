@@ -19,7 +19,12 @@ import torch.multiprocessing as mp
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
-from moe_nvlink_plugin.errors import ExchangeStateError, ExchangeTimeoutError, UnsupportedError
+from moe_nvlink_plugin.errors import (
+    ExchangeStateError,
+    ExchangeTimeoutError,
+    MoeNvlinkError,
+    UnsupportedError,
+)
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 5
 
@@ -337,6 +342,27 @@ def _capacities(ep_rank: int, ep_size: int) -> tuple[list[int], list[bool], int]
     return [e.config.max_tokens_per_rank for e in exchanges], same_place, grown_by
 
 
+def _agreement(ep_rank: int, ep_size: int) -> list[str]:
+    """What ranks are told that propose the same, then different scales, then one problem."""
+    from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry, Proposal
+
+    manager = _manager(dist.group.WORLD)
+    geometry = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32, "nvfp4")
+    same = Proposal("layer 5", geometry, 500.0)
+    told = []
+    for mine in (
+        same,
+        same._replace(static_scale=500.0 + ep_rank),
+        same._replace(problem="no such scale" if ep_rank else None),
+    ):
+        try:
+            manager.agree(mine)
+            told.append("")
+        except MoeNvlinkError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
 def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
     """What rank 0 is told when rank 1 skips a round, and after how long."""
     config = _config(ep_size, ep_rank, timeout_s=2.0)
@@ -355,7 +381,7 @@ def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
     return message, waited
 
 
-SCENARIOS = (_ragged_rounds, _geometries_and_stats, _capacities, _absent_peer)
+SCENARIOS = (_ragged_rounds, _geometries_and_stats, _capacities, _agreement, _absent_peer)
 
 
 def _process(ep_rank: int, ep_size: int, folder: str) -> None:
@@ -403,6 +429,17 @@ def test_manager_shares_a_workspace_and_writes_stats(
 def test_smaller_capacities_lie_over_the_largest(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["_capacities"] == ([8, 16, 32, 40], [True] * 4, 0)
+
+
+def test_ranks_set_a_layer_up_alike_or_not_at_all(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        same, scales, problem = result["_agreement"]
+        assert same == ""
+        assert scales.startswith("UnsupportedError")
+        assert "rank 0 has 500.0, rank 1 has 501.0" in scales
+        # The rank that has it raises its own, outside.
+        assert problem == "" if rank else "PeerError: layer 5" in problem
+        assert rank or "rank 1: no such scale" in problem
 
 
 def test_a_rank_that_does_not_come_is_named(results: list[dict[str, Any]]) -> None:

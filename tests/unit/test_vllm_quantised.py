@@ -26,6 +26,8 @@ from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
 )
 
 from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.combine_formats import error_bound
+from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.errors import (
     ConfigError,
     DisagreementError,
@@ -606,6 +608,31 @@ def test_ranks_with_different_formats_or_layers() -> None:
 
 
 # Combine.
+
+
+def _combined(group: Any, name: str) -> Any:
+    """Result, dense result, what they may differ by, and the bytes that came back."""
+    layer = Layer(group, options=Options(combine=name))
+    hidden, ids, weights = work_of(CAPACITY, group.rank)
+    got, expected = layer(hidden, ids, weights), dense(hidden, ids, weights)
+    owners = (ids >= layer.subject._end if group.rank == 0 else ids < layer.subject._first).long()
+    partial = [dense(hidden, torch.where(owners == owner, ids, -1), weights) for owner in (0, 1)]
+    bound = error_bound(torch.stack(partial, 1), name) if name != "bf16" else torch.zeros(1)
+    moved = layer.exchanges[-1].stats().bytes_combined_remote
+    layer.close()
+    return got, expected, bound, moved
+
+
+def test_rows_come_back_in_the_format_that_was_asked_for() -> None:
+    moved = {}
+    for name in COMBINE_FORMATS:
+        for got, expected, bound, remote in run_ranks(2, functools.partial(_combined, name=name)):
+            moved[name] = remote
+            error = (got - expected).abs()
+            assert bool((error <= bound + 1e-5).all())
+            assert (float(error.max()) > 1e-4) == (name != "bf16")
+    assert 3 * moved["fp8_block"] < moved["bf16"]
+    assert 6 * moved["nvfp4"] < moved["bf16"]
 
 
 def test_experts_that_reduce_into_another_type_are_refused() -> None:
