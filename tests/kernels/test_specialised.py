@@ -8,7 +8,7 @@ import torch
 from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.jit.header import constants
 from tests.kernels import compare
-from tests.kernels.cases import Case
+from tests.kernels.cases import Case, make_inputs, run_case
 from tests.kernels.delays import replace_once
 
 pytestmark = pytest.mark.timeout(180)
@@ -94,6 +94,96 @@ def test_constants_of_the_gpu(
         num_threads=3,
     )
     compare.check_case(case)
+
+
+#: Lanes as on the GPU: 16 elements each, and those of a block exchange its largest magnitude, here
+#: by way of memory. A warp of the host is half of a CTA's threads; 8 of them have a block of 128.
+LANES_OF_THE_GPU = {
+    "constexpr int kLaneElements = 128;": "constexpr int kLaneElements = 16;",
+    "  const int num_threads_;": " public:\n  unsigned board[8];\n  const int num_threads_;",
+    "int kExchangeThreads = 1;": "int kExchangeThreads = kWarpThreads;",
+    "    static_assert(Lanes == 1);\n    return value;\n": """
+    const int lane = thread % kWarpThreads;
+    warp_barrier->board[lane] = value;
+    sync_warp();
+    for (int i = lane - lane % Lanes; i < lane - lane % Lanes + Lanes; ++i) {
+      value = warp_barrier->board[i] > value ? warp_barrier->board[i] : value;
+    }
+    sync_warp();
+    return value;
+""",
+}
+LANE_THREADS = 16
+
+
+def text_with_lanes(text: str) -> str:
+    """A host text that quantises as a GPU does; for CTAs of LANE_THREADS threads."""
+    for host_text, gpu_text in (AS_ON_THE_GPU | LANES_OF_THE_GPU).items():
+        text = replace_once(text, host_text, gpu_text)
+    return text
+
+
+def library_with_lanes(text: str) -> host.HostLibrary:
+    # -O1: seconds less to compile, and the bits do not depend on it.
+    flags = (*host.FLAGS, "-O1", f"-DMOE_NVLINK_CTA_THREADS={LANE_THREADS}")
+    return host.HostLibrary(host.build(text_with_lanes(text), flags))
+
+
+def quantised_case(recipe: str, hidden_size: int) -> Case:
+    """More pieces than threads where the size is over 256; a warp that is partly behind the end."""
+    return Case(
+        name=f"{recipe}, lanes of 16, {hidden_size}",
+        tokens=(4, 3),
+        num_experts=6,
+        top_k=3,
+        hidden_size=hidden_size,
+        dtype=torch.bfloat16,
+        recipe=recipe,
+        routing="invalid",
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hidden_size"),
+    [
+        ("fp8_block", 384),
+        ("fp8_token", 400),
+        ("fp8_token", 43),  # rows that begin anywhere: elementwise
+        ("fp8_tensor", 72),  # loads are wide, stores are not
+        ("mxfp8", 352),
+        ("nvfp4", 304),
+    ],
+)
+def test_lanes_of_the_gpu(recipe: str, hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = library_with_lanes(source.host_source())
+    monkeypatch.setattr(host, "load", lambda: library)
+    compare.check_case(quantised_case(recipe, hidden_size))
+
+
+def check_mxfp8(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round of activations through a build that has no other quantiser."""
+    library = library_with_lanes(text)
+    monkeypatch.setattr(host, "load", lambda: library)
+    case = quantised_case("mxfp8", 352)
+    compare.check_received(case, make_inputs(case), run_case(case, rounds=1)[0])
+
+
+def mxfp8_text() -> str:
+    codes = constants()
+    quantiser = codes["kQuantiserMxfp8"]
+    return source.specialised_source(3, codes["kElementBf16"], host=True, quantiser=quantiser)
+
+
+def test_lanes_of_a_specialised_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_mxfp8(mxfp8_text(), monkeypatch)
+
+
+def test_lanes_that_do_not_exchange_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the scale of its own 16 elements."""
+    shared = "cta.max_of_lanes<kLanes>(amax_of<Element, kBlock>(words + i * kBlock))"
+    text = replace_once(mxfp8_text(), shared, "amax_of<Element, kBlock>(words)")
+    with pytest.raises(AssertionError, match="first difference"):
+        check_mxfp8(text, monkeypatch)
 
 
 def test_a_specialised_build_ignores_run_time_top_k(monkeypatch: pytest.MonkeyPatch) -> None:

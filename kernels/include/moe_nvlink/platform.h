@@ -53,7 +53,7 @@ struct Cta {
   static constexpr int kExchangeThreads = 32;
   // The largest value among the `Lanes` threads side by side that this one belongs to; a power of 2.
   template <int Lanes>
-  HD static uint32_t max_of_lanes(uint32_t value) {
+  HD uint32_t max_of_lanes(uint32_t value) const {
     if constexpr (Lanes == 32) return __reduce_max_sync(0xffffffffu, value);
     MOE_NVLINK_UNROLL
     for (int distance = Lanes / 2; distance > 0; distance /= 2) {
@@ -227,7 +227,7 @@ struct Cta {
   // A thread has whole blocks: nobody to exchange with.
   static constexpr int kExchangeThreads = 1;
   template <int Lanes>
-  static uint32_t max_of_lanes(uint32_t value) {
+  uint32_t max_of_lanes(uint32_t value) const {
     static_assert(Lanes == 1);
     return value;
   }

@@ -234,7 +234,7 @@ HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, in
     Vector<kBlocks * sizeof(Scale)> scales;
     MOE_NVLINK_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
-      const Format format(Cta::max_of_lanes<kLanes>(amax_of<Element, kBlock>(words + i * kBlock)),
+      const Format format(cta.max_of_lanes<kLanes>(amax_of<Element, kBlock>(words + i * kBlock)),
                           global_scale);
       scale_elements<Format, kBlock>(format, values + i * kBlock);
       reinterpret_cast<Scale*>(&scales)[i] = format.scale;
@@ -355,7 +355,7 @@ struct RowAmax {
 template <class Element>
 HD void leave_row_amax(const Cta& cta, const char* row, int hidden_size, bool wide,
                        RowAmax& shared) {
-  const uint32_t most = Cta::max_of_lanes<Cta::kExchangeThreads>(
+  const uint32_t most = cta.max_of_lanes<Cta::kExchangeThreads>(
       amax_of_lane<Element>(cta, cta.thread, row, hidden_size, wide));
   if (cta.thread % Cta::kExchangeThreads == 0) {
     shared.parts[cta.thread / Cta::kExchangeThreads] = most;
@@ -369,7 +369,7 @@ HD uint32_t take_row_amax(const Cta& cta, const RowAmax& shared) {
        i += Cta::kExchangeThreads) {
     most = shared.parts[i] > most ? shared.parts[i] : most;
   }
-  return Cta::max_of_lanes<Cta::kExchangeThreads>(most);
+  return cta.max_of_lanes<Cta::kExchangeThreads>(most);
 }
 
 }  // namespace moe_nvlink
