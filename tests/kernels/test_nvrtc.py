@@ -255,7 +255,121 @@ def test_without_programmatic_dependent_launch(architecture: str, kernel: str) -
     assert not names & {"ACQBULK", "PREEXIT"}
 
 
+# Quantisation fused into dispatch. Every recipe on one architecture, nvfp4 with and without the
+# hardware's conversions.
+
+ELEMENTS_OF_A_LANE = 16
+
+QUANTISING = (
+    ("Fp8Block", "sm_90a"),
+    ("Fp8Token", "sm_100a"),
+    ("Fp8Tensor", "sm_90a"),
+    ("Mxfp8", "sm_100a"),
+    ("Nvfp4", "sm_90a"),
+    ("Nvfp4", "sm_100a"),
+)
+each_quantiser = pytest.mark.parametrize(("quantiser", "architecture"), QUANTISING)
+
+#: What lanes exchange a block's largest magnitude with: 8 lanes, a whole warp, 2, or none.
+EXCHANGES = {
+    "Fp8Block": "SHFL",
+    "Fp8Token": "REDUX",
+    "Fp8Tensor": "",
+    "Mxfp8": "SHFL",
+    "Nvfp4": "",
+}
+
+
+@functools.cache
+def quantising_cubin(quantiser: str, architecture: str) -> bytes:
+    code = constants()[f"kQuantiser{quantiser}"]
+    text = source.specialised_source(COMMON_TOP_K, BF16, quantiser=code)
+    return nvrtc.compile_cubin(text, architecture)
+
+
+@functools.cache
+def quantising_listing(quantiser: str, architecture: str) -> tuple[Instruction, ...]:
+    return disassemble(quantising_cubin(quantiser, architecture), KERNELS[0])
+
+
+def quantising_names(quantiser: str, architecture: str) -> tuple[str, ...]:
+    return tuple(one.name for one in quantising_listing(quantiser, architecture))
+
+
+def count_of(names: tuple[str, ...], pattern: str) -> int:
+    return sum(re.match(pattern, name) is not None for name in names)
+
+
+@each_quantiser
+def test_quantising_costs_no_registers(quantiser: str, architecture: str) -> None:
+    """As many as dispatch of rows as they come may have, though a thread holds 16 elements."""
+    usage = cuobjdump(quantising_cubin(quantiser, architecture), "-res-usage")
+    line = re.search(rf"Function {KERNELS[0]}:\n\s*(REG:.*)", usage)
+    assert line is not None, usage
+    numbers = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line[1])}
+    assert numbers["STACK"] == numbers["LOCAL"] == 0, line[1]
+    assert numbers["REG"] <= MAX_REGISTERS[KERNELS[0]], line[1]
+    names = quantising_names(quantiser, architecture)
+    assert not count_of(names, r"(LDL|STL)\b")
+    assert not generic_accesses(names)
+
+
+@each_quantiser
+def test_quantised_rows_are_moved_wide(quantiser: str, architecture: str) -> None:
+    """16 elements of bf16 are two loads of 16 bytes, both on their way before either is waited for;
+    their codes are one store to each target, of 16 bytes or (e2m1) of 8.
+    """
+    plain = instructions(COMMON_TOP_K, BF16, architecture, KERNELS[0])
+    names = quantising_names(quantiser, architecture)
+    loads = [i for i, name in enumerate(names) if name.startswith("LDG.E.128")]
+    assert len(loads) - count_of(plain, r"LDG\.E\.128") >= 2
+    converts = [i for i, name in enumerate(names) if name.startswith("F2FP")]
+    first, second = [i for i in loads if i < converts[0]][-2:]
+    code = quantising_listing(quantiser, architecture)
+    assert not any(one.registers() & code[first].loaded() for one in code[first + 1 : second])
+    store = r"STG\.E\.64$" if quantiser == "Nvfp4" else r"STG\.E\.128"
+    stores = [i for i, name in enumerate(names) if re.match(store, name)]
+    assert len(stores) - count_of(plain, store) == COMMON_TOP_K
+    assert sum(i > converts[0] for i in stores) >= COMMON_TOP_K
+
+
+@each_quantiser
+def test_conversions_of_the_hardware(quantiser: str, architecture: str) -> None:
+    """Two elements an instruction. sm_90a has none to e2m1; nvfp4's scales are e4m3."""
+    names = quantising_names(quantiser, architecture)
+    e4m3, e2m1 = (count_of(names, rf"F2FP\.SATFINITE\.{name}\.F32") for name in ("E4M3", "E2M1"))
+    pairs = ELEMENTS_OF_A_LANE // 2
+    assert (e4m3 >= 1) if quantiser == "Nvfp4" else (e4m3 >= pairs)
+    assert e2m1 == (pairs if (quantiser, architecture) == ("Nvfp4", "sm_100a") else 0)
+
+
+@each_quantiser
+def test_lanes_exchange_without_memory(quantiser: str, architecture: str) -> None:
+    names = quantising_names(quantiser, architecture)
+    for exchange in ("SHFL", "REDUX"):
+        assert bool(count_of(names, f"C?{exchange}")) == (EXCHANGES[quantiser] == exchange)
+
+
+@each_quantiser
+def test_quantising_adds_no_barrier(quantiser: str, architecture: str) -> None:
+    """Nor an ordered access: a row's amax is published by the barrier that ends its routing."""
+    ordered = re.compile(r"BAR\.|MEMBAR|CCTL|ATOMG|REDG|ACQBULK|PREEXIT|.*\.STRONG\.")
+    plain = instructions(COMMON_TOP_K, BF16, architecture, KERNELS[0])
+    names = quantising_names(quantiser, architecture)
+    assert sorted(filter(ordered.match, names)) == sorted(filter(ordered.match, plain))
+
+
 # These checks can fail.
+
+
+def test_arithmetic_instead_of_a_conversion_is_noticed() -> None:
+    code = constants()["kQuantiserMxfp8"]
+    text = source.specialised_source(COMMON_TOP_K, BF16, quantiser=code)
+    text = text.replace(
+        "constexpr bool kHasFp8Conversions = true;", "constexpr bool kHasFp8Conversions = false;"
+    )
+    names = {one.name for one in disassemble(nvrtc.compile_cubin(text, "sm_90a"), KERNELS[0])}
+    assert not any(name.startswith("F2FP.SATFINITE") for name in names)
 
 
 @each_architecture
