@@ -12,7 +12,7 @@ which calls are the plain accesses whose order is in question. An access the tes
 for is an error, so a new one in the kernels can not stay unnoticed here.
 
 This reads just enough C++ for that: calls, blocks, if, else, for, while and early returns. A loop's
-body is taken once, unless a test asks for more turns.
+body is taken once, unless a test asks for more turns; so is that of a lambda, where it stands.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ DEFINITION = re.compile(r"\bHD\s+[\w:<>,*&\s]+?\b(\w+)\s*\(")
 ASSEMBLY = re.compile(r'asm\s+volatile\s*\(\s*"([^"]+)"')
 CONTROL = re.compile(r"(if|for|while|switch)\b(?:\s*constexpr\b)?\s*\(")
 CONTROL_WITHIN = re.compile(r"\b(if|for|while|switch|do|case)\b")
+#: A function handed to another one, which calls it: its body is taken where it stands.
+LAMBDA = re.compile(r"\[&\]\s*(?:\([^()]*\)\s*)?\{")
 CALL = re.compile(r"\b(\w+)\s*(?:<[\w:,\s]*>)?\s*\(")
 #: Ordered accesses. Of other instructions (mov, cvt) there is nothing to say.
 ACCESS = re.compile(r"(ld|st|atom)\.(weak|relaxed|acquire|release|acq_rel)\.(cta|gpu|sys)\b")
@@ -259,13 +261,16 @@ def _skip_space(text: str, place: int) -> int:
 
 
 def _simple(text: str, place: int) -> tuple[int, str | None]:
-    """End of the statement at `place`, and what is inside if it is a block."""
+    """End of the statement at `place`, and what is inside if it is a block or has a lambda."""
     if text[place] == "{":
         end = _matching(text, place)
         return end, text[place + 1 : end - 1]
     end = place
     while end < len(text) and text[end] != ";":
         end = _matching(text, end) if text[end] in "([{" else end + 1
+    lambda_ = LAMBDA.search(text, place, end)
+    if lambda_:
+        return end, text[lambda_.end() : _matching(text, lambda_.end() - 1) - 1]
     return min(end + 1, len(text)), None
 
 

@@ -40,6 +40,8 @@ ARRIVALS_RESET = r"store_word\(&local->arrivals"
 COUNTS_WRITTEN = r"shared\.counts\[peer\] = count"
 MARKED = r"\bmark_empty_slots\("
 ROUTE_WRITTEN = r"route\.rows\[k\] = row"
+PREPARES = r"quantising\.prepare\("
+PUTS_QUANTISED = r"quantising\.put\("
 
 #: A look at a cell, and the acquire behind it.
 WAITS = r"(?:wait_for_epoch|is_reached_in_time): "
@@ -49,6 +51,7 @@ LOOKS_FOR_FAILURE = r"has_failed: "
 SLOT_TAKEN = r"&send_counters\[target\]"
 
 PUTS_TOKENS = r"^int token = cta\.block"
+QUANTISES_TOKENS = r"^!\(Config::kQuantiser == kQuantiserNone\)$"
 FIRST_WARP = r"^cta\.thread < Cta::kWarpThreads$"
 THREAD_0 = r"^cta\.thread == 0$"
 IS_FINISHER = r"^!\(finisher < 0\)"
@@ -92,7 +95,9 @@ NO_P4_BARRIER = Edit("combine_barrier", r"cta\.sync\(\);", turn=1)
 NO_BARRIER_BEHIND_CLEARING = Edit("combine_barrier", r"cta\.sync\(\);", turn=0)
 NO_BARRIER_BEHIND_ROUTE = Edit("route_token", r"cta\.sync\(\);")
 NO_BARRIER_OF_WARP = Edit("route_in_warp", r"cta\.sync_warp\(\);")
-ONE_ROUTE = Edit("dispatch_body", r"turn = 1 - turn;")
+ONE_ROUTE = Edit("put_tokens", r"turn = 1 - turn;")
+QUANTISING_ONE_ROUTE = Edit("quantise_and_put_tokens", r"turn = 1 - turn;")
+QUANTISING_BARRIER_OF_WARP = Edit("quantise_and_put_tokens", r"cta\.sync\(\);", "cta.sync_warp();")
 ONE_BUFFER = Edit("combine_items", r"turn = 1 - turn;")
 NO_BARRIER_BEHIND_ITEM = Edit("combine_items", r"cta\.sync\(\);")
 ROWS_RELAXED = Edit("arrive_with_rows", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu")
@@ -128,7 +133,7 @@ def arriving(
     """
     operands: dict[str, Operands] = {LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {}
-    untaken = [IS_FINISHER]
+    untaken = [IS_FINISHER, QUANTISES_TOKENS]
     if arrival:
         operands[r"->arrivals"] = arrival
         plain[EPOCH_READ] = epoch_read
@@ -164,7 +169,7 @@ def finishing(
     """
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {COUNTS_WRITTEN: counts_written, MARKED: mark}
-    untaken = [PUTS_TOKENS, HAS_FAILED, A_FAULT]
+    untaken = [PUTS_TOKENS, QUANTISES_TOKENS, HAS_FAILED, A_FAULT]
     if arrival:
         operands[r"->arrivals"] = arrival
     else:
@@ -461,7 +466,7 @@ def buffers(kernels: Kernels, function: str, used: str, turned: str) -> tuple[st
 
 def route_of_three_tokens(kernels: Kernels) -> str:
     """A fast warp routes tokens 1, 2, 3 of a CTA; a slow one reads the route of each."""
-    route = buffers(kernels, "dispatch_body", "shared.routes[turn]", "turn = 1 - turn;")
+    route = buffers(kernels, "put_tokens", "shared.routes[turn]", "turn = 1 - turn;")
     operands = {r"->arrivals": "", LOOKS_FOR_FAILURE: ""}
     writes = tuple(f"st.weak route_{where}, {token}" for token, where in enumerate(route, 1))
     reads = tuple(f"ld.weak token{token}, route_{where}" for token, where in enumerate(route, 1))
@@ -472,16 +477,39 @@ def route_of_three_tokens(kernels: Kernels) -> str:
                 "dispatch_body",
                 operands | {SLOT_TAKEN: ""},
                 {ROUTE_WRITTEN: writes},
-                [IS_FINISHER],
+                [IS_FINISHER, QUANTISES_TOKENS],
                 turns,
             ),
             "gpu0.k0.cta0.t32": kernels.thread(
                 "dispatch_body",
                 {LOOKS_FOR_FAILURE: ""},
                 {ROW_PUT: reads},
-                [IS_FINISHER, THREAD_0, FIRST_WARP],
+                [IS_FINISHER, QUANTISES_TOKENS, THREAD_0, FIRST_WARP],
                 turns,
             ),
+        }
+    )
+
+
+def route_of_three_quantised_tokens(kernels: Kernels) -> str:
+    """The same where the tokens are quantised, and with each its part of the row's amax."""
+    body = "quantise_and_put_tokens"
+    where = buffers(kernels, body, "shared.routes[turn]", "turn = 1 - turn;")
+    assert kernels.bodies[body].count("shared.amax[turn]") == 2
+    tokens = list(enumerate(where, 1))
+    turns = {PUTS_TOKENS: 3}
+    writes: dict[str, Operands] = {
+        ROUTE_WRITTEN: tuple(f"st.weak route_{place}, {token}" for token, place in tokens),
+        PREPARES: tuple(f"st.weak amax_{place}, {token}" for token, place in tokens),
+    }
+    reads: dict[str, Operands] = {
+        ROW_PUT: tuple(f"ld.weak token{token}, route_{place}" for token, place in tokens),
+        PUTS_QUANTISED: tuple(f"ld.weak amax{token}, amax_{place}" for token, place in tokens),
+    }
+    return text(
+        {
+            "gpu0.k0.cta0.t0": kernels.thread(body, {SLOT_TAKEN: ""}, writes, [], turns),
+            "gpu0.k0.cta0.t32": kernels.thread(body, {}, reads, [FIRST_WARP], turns),
         }
     )
 
@@ -724,6 +752,21 @@ SCENARIOS = {
         {
             "no barrier behind a route": (NO_BARRIER_BEHIND_ROUTE,),
             "one buffer": (ONE_ROUTE,),
+        },
+    ),
+    "routes of three quantised tokens": Scenario(
+        (),
+        route_of_three_quantised_tokens,
+        tuple(
+            {f"{what}{a}": b}
+            for what in ("token", "amax")
+            for a in (1, 2, 3)
+            for b in (0, 1, 2, 3)
+            if a != b
+        ),
+        {
+            "a barrier of the warp only": (QUANTISING_BARRIER_OF_WARP,),
+            "one buffer": (QUANTISING_ONE_ROUTE,),
         },
     ),
     "addresses of three items": Scenario(
