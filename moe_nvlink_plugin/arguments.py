@@ -6,6 +6,7 @@ of the call's tensors and, for combine, hidden_splits.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,6 +101,9 @@ def _common(
         setattr(geometry, name, getattr(config, name))
     geometry.max_tokens_per_rank = config.max_tokens_per_rank
     geometry.element = element_code(config.dtype)
+    # Layers whose rows have other formats must not be taken for each other, even where their rows
+    # are of the same size.
+    geometry.formats = zlib.crc32(f"{config.recipe} {config.combine}".encode())
     for name, _type in structs()["ControlRegions"]._fields_:  # type: ignore[misc]
         setattr(args.control, name, regions[name].block)
     return args

@@ -31,6 +31,7 @@ class Channel:
             self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
         ]
         self.combine_region = self._view("combine", config.dtype, config.hidden_size)
+        self._formats = (layer.recipe.name, config.combine)
         ep_size = config.ep_size
         self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
@@ -145,10 +146,12 @@ class Channel:
     def _disagreement(self, peer: int, epoch: int) -> DisagreementError:
         mine = self._dispatch_args.geometry
         names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
+        values = [f"{name}={getattr(mine, name)}" for name in names]
+        values += [f"recipe={self._formats[0]}", f"combine={self._formats[1]}"]
         return DisagreementError(
-            f"in dispatch of epoch {epoch} rank {peer} used a layer of another geometry than rank "
-            f"{mine.ep_rank} ({', '.join(f'{name}={getattr(mine, name)}' for name in names)}); all "
-            "ranks must call the same layers in the same order"
+            f"in dispatch of epoch {epoch} rank {peer} used a layer of another geometry or format "
+            f"than rank {mine.ep_rank} ({', '.join(values)}); all ranks must call the same layers "
+            "in the same order"
         )
 
     def _late_ranks(self, phase: str, epoch: int) -> tuple[int, ...]:

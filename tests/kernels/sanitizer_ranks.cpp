@@ -32,6 +32,8 @@ constexpr int kCapacity = 12;
 constexpr int kRounds = 40;
 constexpr int kExtraBytes = 131;
 constexpr int kSlots = kRanks * kCapacity;
+constexpr int kMostHidden = 256;  // of dispatch's rows in rounds that quantise
+constexpr int kMostScales = 12;   // bytes of a row's scales
 constexpr int kBackHidden = 256;  // of combine's rows in rounds that have a format
 
 std::atomic<int> mistakes{0};
@@ -74,6 +76,7 @@ struct Regions {
   uint32_t ids = 0;
   uint32_t weights = 0;
   uint32_t hidden = 0;
+  uint32_t scales = 0;
   uint32_t extra = 0;
   uint32_t combine = 0;
   uint32_t back_rows = 0;
@@ -89,7 +92,8 @@ struct Regions {
     control.counters = layout.add(sizeof(moe_nvlink::ExchangeCounters));
     ids = layout.add(kSlots * kTopK * 4);
     weights = layout.add(kSlots * kTopK * 4);
-    hidden = layout.add(kSlots * kHidden * 4);
+    hidden = layout.add(kSlots * kMostHidden);
+    scales = layout.add(kSlots * kMostScales);
     extra = layout.add(kSlots * kExtraBytes);
     combine = layout.add(kSlots * kBackHidden * 4);
     back_rows = layout.add(kSlots * kBackHidden);
@@ -119,10 +123,72 @@ float partial_value(int target, float hidden) {
   return hidden * static_cast<float>(target + 1);
 }
 
+// What this build has of the formats; a test of the protocol alone is compiled without them.
+constexpr bool kHasFormats = Config::kCombine < 0;
+constexpr bool kHasQuantisers = Config::kQuantiser < 0;
+
 // Rounds take turns with the formats of combine.
 int format_of(int round) {
-  return round % 3;
+  return kHasFormats ? round % 3 : moe_nvlink::kCombineUnquantised;
 }
+
+// How dispatch quantises in a round: element counts that leave some threads without a block, and one
+// that no vector divides.
+struct Quantised {
+  int quantiser;
+  int hidden;
+  int row_bytes;
+  int scale_bytes;
+  float global_scale;
+};
+
+const Quantised& quantised(int round) {
+  static constexpr Quantised kAll[] = {
+      {moe_nvlink::kQuantiserNone, kHidden, kHidden * 4, 0, 0.0f},
+      {moe_nvlink::kQuantiserFp8Block, 256, 256, 8, 0.0f},
+      {moe_nvlink::kQuantiserFp8Token, kHidden, kHidden, 4, 0.0f},
+      {moe_nvlink::kQuantiserFp8Tensor, kHidden, kHidden, 0, 8.0f},
+      {moe_nvlink::kQuantiserMxfp8, 224, 224, 7, 0.0f},
+      {moe_nvlink::kQuantiserNvfp4, 192, 96, 12, 0.9f},
+  };
+  return kAll[kHasQuantisers ? round / 3 % 6 : 0];
+}
+
+// A row quantised by one thread, without the barriers and the shared memory of dispatch. Its bits are
+// held to torch's elsewhere.
+template <int Quantiser>
+void quantise_alone(const float* row, const Quantised& how, char* rows, char* scales) {
+  using namespace moe_nvlink;
+  const Cta cta{0, 1, 0, nullptr, nullptr};
+  const char* source = reinterpret_cast<const char*>(row);
+  uint32_t amax = 0;
+  for (int lane = 0; lane < Cta::num_threads; ++lane) {
+    const uint32_t part = amax_of_lane<Fp32>(cta, lane, source, how.hidden, false);
+    amax = part > amax ? part : amax;
+  }
+  for (int lane = 0; lane < Cta::num_threads; ++lane) {
+    quantise_row<Quantiser, Fp32>(cta, lane, source, how.hidden, false, amax, how.global_scale,
+                                  OneTarget{rows, scales});
+  }
+}
+
+void quantise_alone(const float* row, const Quantised& how, char* rows, char* scales) {
+  switch (how.quantiser) {
+    case moe_nvlink::kQuantiserFp8Block:
+      return quantise_alone<moe_nvlink::kQuantiserFp8Block>(row, how, rows, scales);
+    case moe_nvlink::kQuantiserFp8Token:
+      return quantise_alone<moe_nvlink::kQuantiserFp8Token>(row, how, rows, scales);
+    case moe_nvlink::kQuantiserFp8Tensor:
+      return quantise_alone<moe_nvlink::kQuantiserFp8Tensor>(row, how, rows, scales);
+    case moe_nvlink::kQuantiserMxfp8:
+      return quantise_alone<moe_nvlink::kQuantiserMxfp8>(row, how, rows, scales);
+    case moe_nvlink::kQuantiserNvfp4:
+      return quantise_alone<moe_nvlink::kQuantiserNvfp4>(row, how, rows, scales);
+    default:
+      std::memcpy(rows, row, how.row_bytes);
+  }
+}
+
 int back_hidden(int round) {
   return format_of(round) == moe_nvlink::kCombineUnquantised ? kHidden : kBackHidden;
 }
@@ -160,6 +226,7 @@ struct Rank {
   char* window;
   moe_nvlink::host::Grid grid{kBlocks};
   // Of this round; sized exactly, so that the address sanitizer sees one step too far.
+  int hidden_size = 0;
   std::vector<int32_t> ids{}, slots{};
   std::vector<float> weights{}, hidden{}, output{};
   std::vector<unsigned char> extra{};
@@ -172,7 +239,8 @@ struct Rank {
     ids.assign(count * kTopK, 0);
     slots.assign(count * kTopK, 0);
     weights.assign(count * kTopK, 0.0f);
-    hidden.assign(count * kHidden, 0.0f);
+    hidden_size = quantised(round).hidden;
+    hidden.assign(count * hidden_size, 0.0f);
     output.assign(count * back_hidden(round), 0.0f);
     extra.assign(count * kExtraBytes, 0);
     for (int token = 0; token < count; ++token) {
@@ -183,7 +251,9 @@ struct Rank {
         ids[token * kTopK + k] = padded ? -1 : id;
         weights[token * kTopK + k] = static_cast<float>(stamp);
       }
-      for (int i = 0; i < kHidden; ++i) hidden[token * kHidden + i] = hidden_value(stamp, i);
+      for (int i = 0; i < hidden_size; ++i) {
+        hidden[token * hidden_size + i] = hidden_value(stamp, i);
+      }
       for (int i = 0; i < kExtraBytes; ++i) extra[token * kExtraBytes + i] = extra_value(stamp, i);
     }
   }
@@ -200,7 +270,7 @@ struct Rank {
     for (int token = 0; token < count; ++token) {
       if (!is_padded(token)) continue;
       ASAN_POISON_MEMORY_REGION(&weights[token * kTopK], kTopK * 4);
-      ASAN_POISON_MEMORY_REGION(&hidden[token * kHidden], kHidden * 4);
+      ASAN_POISON_MEMORY_REGION(&hidden[token * hidden_size], hidden_size * 4);
       ASAN_POISON_MEMORY_REGION(&extra[token * kExtraBytes], kExtraBytes);
     }
   }
@@ -219,18 +289,28 @@ struct Rank {
     args.send_slots = reinterpret_cast<uint64_t>(slots.data());
     args.timeout_ns = 100ull * 1000000000ull;
     args.geometry = {kRanks, rank, kExperts, kTopK, kHidden, kCapacity, moe_nvlink::kElementFp32,
-                     count};
+                     count,  0};
     args.control = regions.control;
     return args;
   }
 
-  void dispatch(int count) {
+  void dispatch(int round, int count) {
+    const Quantised& how = quantised(round);
     auto args = common<moe_nvlink::DispatchArgs>(count);
-    args.num_payloads = 4;
+    args.geometry.hidden_size = hidden_size;
+    args.quantiser = static_cast<uint32_t>(how.quantiser);
+    if (how.global_scale != 0) args.global_scale = reinterpret_cast<uint64_t>(&how.global_scale);
     args.payloads[0] = {reinterpret_cast<uint64_t>(ids.data()), regions.ids, kTopK * 4};
     args.payloads[1] = {reinterpret_cast<uint64_t>(weights.data()), regions.weights, kTopK * 4};
-    args.payloads[2] = {reinterpret_cast<uint64_t>(hidden.data()), regions.hidden, kHidden * 4};
-    args.payloads[3] = {reinterpret_cast<uint64_t>(extra.data()), regions.extra, kExtraBytes};
+    args.payloads[2] = {reinterpret_cast<uint64_t>(hidden.data()), regions.hidden,
+                        static_cast<uint32_t>(how.row_bytes)};
+    args.num_payloads = 3;
+    if (how.scale_bytes != 0) {
+      args.payloads[args.num_payloads++] = {0, regions.scales,
+                                            static_cast<uint32_t>(how.scale_bytes)};
+    }
+    args.payloads[args.num_payloads++] = {reinterpret_cast<uint64_t>(extra.data()), regions.extra,
+                                          kExtraBytes};
     forbid_padded_rows(count);
     moe_nvlink_dispatch(&args, &grid);
     allow_all_rows();
@@ -249,8 +329,7 @@ struct Rank {
         expect(filled || slot_ids[k] == -1, "id of an empty slot", rank, round);
       }
       expect(filled == has_expert, "a row without a local expert", rank, round);
-      const auto* row = reinterpret_cast<const float*>(mine(regions.hidden)) + slot * kHidden;
-      if (filled) check_row(slot, row, round);
+      if (filled) check_row(slot, round);
       // Written in empty slots too, over and over: nobody may read those.
       const int width = back_hidden(round);
       const int stamp = stamp_of(slot);
@@ -264,14 +343,22 @@ struct Rank {
     return static_cast<int>(reinterpret_cast<const float*>(mine(regions.weights))[slot * kTopK]);
   }
 
-  void check_row(int slot, const float* row, int round) const {
+  void check_row(int slot, int round) const {
     const auto* bytes =
         reinterpret_cast<const unsigned char*>(mine(regions.extra)) + slot * kExtraBytes;
     const int stamp = stamp_of(slot);
     expect(stamp / 64 == round && stamp / 16 % 4 == slot / kCapacity, "origin", rank, round);
-    for (int i = 0; i < kHidden; ++i) {
-      expect(row[i] == hidden_value(stamp, i), "hidden state", rank, round);
-    }
+    const Quantised& how = quantised(round);
+    float row[kMostHidden];
+    char expected_row[kMostHidden], expected_scales[kMostScales];
+    for (int i = 0; i < how.hidden; ++i) row[i] = hidden_value(stamp, i);
+    quantise_alone(row, how, expected_row, expected_scales);
+    expect(
+        std::memcmp(mine(regions.hidden) + slot * how.row_bytes, expected_row, how.row_bytes) == 0,
+        "hidden state", rank, round);
+    expect(std::memcmp(mine(regions.scales) + slot * how.scale_bytes, expected_scales,
+                       how.scale_bytes) == 0,
+           "scales", rank, round);
     for (int i = 0; i < kExtraBytes; ++i) {
       expect(bytes[i] == extra_value(stamp, i), "extra payload", rank, round);
     }
@@ -315,7 +402,7 @@ struct Rank {
     for (int round = 0; round < kRounds; ++round) {
       const int count = static_cast<int>(random.below(kCapacity + 1));
       make_tokens(random, round, count);
-      dispatch(count);
+      dispatch(round, count);
       run_experts(round);
       combine(round, count);
       check_output(count, round);

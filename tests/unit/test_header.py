@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,16 +131,25 @@ def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
     library = ctypes.CDLL(str(host.build(source.host_source())))
     library.moe_nvlink_geometry_tag.restype = ctypes.c_uint32
 
-    def tag(capacity: int, top_k: int = 8, hidden_size: int = 7168, num_experts: int = 256) -> int:
+    def tag(
+        capacity: int,
+        top_k: int = 8,
+        hidden_size: int = 7168,
+        num_experts: int = 256,
+        formats: int = 0,
+    ) -> int:
         geometry: Any = structs()["Geometry"]()
         geometry.max_tokens_per_rank, geometry.top_k = capacity, top_k
         geometry.hidden_size, geometry.num_experts = hidden_size, num_experts
+        geometry.formats = formats
         return int(library.moe_nvlink_geometry_tag(ctypes.byref(geometry)))
 
     for layer in ((8, 7168, 256), (4, 2880, 128), (1, 8, 4), (22, 5120, 384)):
         tags = [tag(2**power, *layer) for power in range(25)]
         assert len(set(tags)) == len(tags)
         assert max(tags) < 2**7
+    formats = [zlib.crc32(f"{r} bf16".encode()) for r in (None, "fp8_block", "mxfp8", "nvfp4")]
+    assert len({tag(128, formats=value) for value in formats}) == len(formats)
     drawn = [
         tag(capacity, 8, hidden) for capacity in range(1, 100) for hidden in range(64, 6464, 64)
     ]

@@ -98,8 +98,8 @@ def test_layers_of_different_recipes_take_turns_on_one_workspace() -> None:
     hidden, ids, weights = inputs(5)
     with (
         alone() as plain,
-        alone_sharing(plain, "nvfp4") as fp4,
-        alone_sharing(plain, "mxfp8") as mx,
+        sharing(plain, "nvfp4") as fp4,
+        sharing(plain, "mxfp8") as mx,
     ):
         for _round in range(3):
             for layer in (plain, fp4, mx):
