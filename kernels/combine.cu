@@ -116,8 +116,8 @@ HD void store_sums(char* target, const float* sums, bool wide) {
 
 // Elements [first, last) of one token, a multiple of the part's width; `threads` of them work side
 // by side.
-template <class Config, class Element, class Part>
-HD void combine_range(const PartialRow* rows, int top_k, char* output, bool wide, int thread,
+template <class Config, class Element, class Part, class Rows>
+HD void combine_range(const Rows& source, int top_k, char* output, bool wide, int thread,
                       int threads, int first, int last) {
   constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
   constexpr int Width = Part::kWidth;
@@ -126,6 +126,8 @@ HD void combine_range(const PartialRow* rows, int top_k, char* output, bool wide
     const int place = element < last ? element : first;
     // All loads first: those of top_k rows are in flight together, which is what hides a peer's
     // latency.
+    PartialRow buffer[Config::kTopKBound];
+    const PartialRow* rows = source.take(top_k, buffer);
     Part loaded[Config::kTopKBound];
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
@@ -174,22 +176,28 @@ HD void find_rows(const CombineArgs& args, const Cta& cta, int token, const RowS
   }
 }
 
-// What find_rows left. True if there is a row at all.
-template <class Config, int Format, class Shared>
-HD bool take_rows(const Shared& shared, int turn, int top_k, PartialRow* rows) {
-  const uint64_t* addresses = shared.rows[turn];
-  bool any = false;
-  MOE_NVLINK_UNROLL
-  for (int k = 0; k < top_k; ++k) {
-    rows[k].row = reinterpret_cast<const char*>(addresses[k]);
-    any = any || addresses[k] != 0;
-    if constexpr (Format != kCombineUnquantised) {
-      rows[k].scales = reinterpret_cast<const char*>(shared.scales[turn][k]);
-      rows[k].row_scale = reinterpret_cast<const char*>(shared.row_scales[turn][k]);
+// What find_rows left of this item: addresses that a thread keeps.
+struct KeptRows {
+  const PartialRow* rows;
+  HD const PartialRow* take(int /*top_k*/, PartialRow* /*buffer*/) const { return rows; }
+};
+
+// The same of a row in three regions. So many addresses would take the registers of the sums, so they
+// are read anew for each part.
+struct SharedRows {
+  const uint64_t* rows;
+  const uint64_t* scales;
+  const uint64_t* row_scales;
+  HD const PartialRow* take(int top_k, PartialRow* buffer) const {
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k; ++k) {
+      buffer[k].row = reinterpret_cast<const char*>(rows[k]);
+      buffer[k].scales = reinterpret_cast<const char*>(scales[k]);
+      buffer[k].row_scale = reinterpret_cast<const char*>(row_scales[k]);
     }
+    return buffer;
   }
-  return any;
-}
+};
 
 // One token, or the share of it that belongs to split `split` of args.hidden_splits.
 template <class Config, class Element, int Format, class Part, class Shared>
@@ -203,8 +211,14 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
                  static_cast<uint64_t>(token) * static_cast<uint64_t>(hidden_size) * kBytes;
   const int thread = split * cta.num_threads + cta.thread;
   const int threads = static_cast<int>(args.hidden_splits) * cta.num_threads;
+  const uint64_t* addresses = shared.rows[turn];
   PartialRow rows[Config::kTopKBound];
-  const bool any = take_rows<Config, Format>(shared, turn, top_k, rows);
+  bool any = false;
+  MOE_NVLINK_UNROLL
+  for (int k = 0; k < top_k; ++k) {
+    rows[k].row = reinterpret_cast<const char*>(addresses[k]);
+    any = any || addresses[k] != 0;
+  }
   if (faulted || !any) {
     // No row: zero. After a fault: NaN, so that nobody takes the output for a result.
     const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
@@ -213,11 +227,18 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
     for (int i = thread; i < hidden_size; i += threads) store_word(words + i, word);
     return;
   }
+  const auto source = [&] {
+    if constexpr (Format == kCombineUnquantised) {
+      return KeptRows{rows};
+    } else {
+      return SharedRows{addresses, shared.scales[turn], shared.row_scales[turn]};
+    }
+  }();
   const int whole = hidden_size - hidden_size % Part::kWidth;
-  combine_range<Config, Element, Part>(rows, top_k, output, wide, thread, threads, 0, whole);
+  combine_range<Config, Element, Part>(source, top_k, output, wide, thread, threads, 0, whole);
   if constexpr (!kAlignedVectorsOnly) {
-    combine_range<Config, Element, typename Part::Rest>(rows, top_k, output, wide, thread, threads,
-                                                        whole, hidden_size);
+    combine_range<Config, Element, typename Part::Rest>(source, top_k, output, wide, thread,
+                                                        threads, whole, hidden_size);
   }
 }
 
