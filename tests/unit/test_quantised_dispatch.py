@@ -155,6 +155,7 @@ def test_no_tokens(layer: MoeAllToAll) -> None:
 def test_opcheck(layer: MoeAllToAll) -> None:
     hidden, ids, weights = inputs()
     pending = torch.zeros_like(layer._layer.workspace.pending)
+    arguments: tuple[Any, ...]
     arguments = (pending, hidden, None, ids, weights, [], scale_for(layer), layer._handle, 0)
     torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, arguments)
     counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:])[3]
