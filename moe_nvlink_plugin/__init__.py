@@ -23,7 +23,8 @@ precompile.py (fills the kernel cache).
 
 Knowledge goes one way: errors, env, driver <- config, groups <- recipes, transport <-
 combine_formats <- layout, hookspecs <- plugins, jit <- arguments <- executors <- workspace <-
-channel <- exchange (and checks) <- ops <- all_to_all <- integration. A test reads these arrows off the source.
+channel <- exchange (and checks) <- ops <- all_to_all <- integration. A test reads these arrows off
+the source.
 
 `import moe_nvlink_plugin` is cheap, also where torch is missing: the names below are fetched when
 they are first used.
