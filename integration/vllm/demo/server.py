@@ -194,6 +194,18 @@ class VllmServer:
             # No waiting: a Ctrl-C must not hang on requests that a stuck server never answers.
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def logprobs(self, sequence: Sequence[int], *, timeout_s: float = 120.0) -> list[float]:
+        """Log-probability of every token but the first, behind those before it.
+
+        Raises ServerError as `complete` does.
+        """
+        reply = self._post(
+            "/v1/completions", _request_body(sequence, 1) | {"prompt_logprobs": 0}, timeout_s
+        )
+        given = reply["choices"][0]["prompt_logprobs"]
+        pairs = zip(sequence[1:], given[1:], strict=True)
+        return [found[str(token)]["logprob"] for token, found in pairs]
+
     def stop(self) -> None:
         """End every process of the server and remove the shared memory they leave; idempotent.
 
@@ -217,17 +229,8 @@ class VllmServer:
             raise ServerError(f"processes {stay} of the {self.name} server survived SIGKILL")
 
     def _complete_one(self, prompt: Sequence[int], length: int, timeout_s: float) -> Completion:
-        body = {
-            "model": SERVED_NAME,
-            "prompt": list(prompt),
-            "max_tokens": length,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "detokenize": False,
-            "return_token_ids": True,
-        }
         started = time.monotonic()
-        reply = self._post("/v1/completions", body, timeout_s)
+        reply = self._post("/v1/completions", _request_body(prompt, length), timeout_s)
         token_ids = reply["choices"][0]["token_ids"]
         if len(token_ids) != length:
             raise self._error(f"answered {len(token_ids)} tokens instead of {length}")
@@ -279,6 +282,18 @@ class VllmServer:
             if _EXCEPTION_LINE.search(line):
                 return line
         return "(no exception in the log)"
+
+
+def _request_body(prompt: Sequence[int], length: int) -> dict[str, Any]:
+    return {
+        "model": SERVED_NAME,
+        "prompt": list(prompt),
+        "max_tokens": length,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "return_token_ids": True,
+    }
 
 
 def stop_all() -> None:
