@@ -110,14 +110,13 @@ class DispatchFormat:
         if recipe is not None and self.restored_to is not None:
             rows = recipe.dequantise(rows, scales, self.restored_to, self.global_scale)
             scales = None
-        hidden_size = rows.shape[1]
         if self.on_arrival:
             if rows.shape[0]:
                 rows = _without_old_bytes(rows, weights, quant_config)
                 rows, scales = self._by_vllm(rows, quant_config)
         elif self.quant_dtype is not None and scales is None:
             scales = quant_config.a1_scale  # one for all rows, equal on all ranks
-        return rows, _laid_out(scales, hidden_size, quant_config)
+        return rows, _laid_out(rows, scales, quant_config)
 
     def static_scale(self, quant_config: Any) -> float | None:
         """The model's own scale that all ranks must share, None where there is none. Local.
@@ -329,16 +328,16 @@ def _without_old_bytes(
 
 
 def _laid_out(
-    scales: torch.Tensor | None, hidden_size: int, quant_config: Any
+    rows: torch.Tensor, scales: torch.Tensor | None, quant_config: Any
 ) -> torch.Tensor | None:
-    """Scales of `[num_rows, ...]` in the layout that the experts' kernel reads."""
+    """Scales `[num_rows, ...]` of these rows in the layout that the experts' kernel reads."""
     if scales is None or scales.ndim != 2 or scales.numel() == 0:
         return scales
     if quant_config.is_scale_swizzled and quant_config.quant_dtype == "nvfp4":
         interleaved: torch.Tensor = nvfp4_block_scale_interleave(scales.view(torch.uint8))
         return interleaved
     if quant_config.is_scale_swizzled and quant_config.quant_dtype == "mxfp8":
-        swizzled: torch.Tensor = swizzle_mxfp8_scale(scales, M=scales.shape[0], K=hidden_size)
+        swizzled: torch.Tensor = swizzle_mxfp8_scale(scales, *rows.shape)
         return swizzled
     if getattr(quant_config, "is_scale_transposed", False):  # vLLM 0.33 and newer
         return scales.t().contiguous().t()

@@ -98,6 +98,7 @@ def test_the_good_configuration_passes(checkpoint: Path) -> None:
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size is 2"]),
         ({"hf_overrides": {"hidden_size": 100}}, ["hidden_size 100", "multiple of 32"]),
         ({"data_parallel_size": 32}, ["16 experts on 32 ranks"]),
+        ({"additional_config": {KEY: {"dispatch": "fp7"}}}, ["'fp7' is unknown"]),
     ],
 )
 def test_vllm_itself_is_refused(checkpoint: Path, values: dict[str, Any], words: list[str]) -> None:
