@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_nvlink_plugin.integration.vllm.demo import demo, processes, report, server
+from moe_nvlink_plugin.integration.vllm.demo import demo, formats, processes, report, server
 from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MODELS, write_checkpoint
 
 PROMPTS = [[1, 2, 3], [4]]
@@ -271,3 +271,27 @@ def test_a_server_that_dies_is_reported_with_its_first_error(tmp_path: Path) -> 
         one.wait_until_ready(timeout_s=120.0)
     assert one.pids == []
     one.stop()
+
+
+def test_bytes_of_every_recipe_are_counted_as_stated() -> None:
+    """The table of the recipes, at hidden size 7168."""
+    measured = formats.measure(num_tokens=8)
+    assert {one.name: one.per_token for one in measured} == {
+        "bf16": 14336,
+        "fp8_block": 7168 + 224,
+        "fp8_token": 7172,
+        "fp8_tensor": 7168,
+        "mxfp8": 7392,
+        "nvfp4": 4032,
+    }
+    assert report.formats_failures(measured) == []
+    lines = report.formats_table(measured).splitlines()
+    assert lines[1].split()[:3] == ["bf16", "14,336", "100.0%"]
+    assert lines[-1].split()[:3] == ["nvfp4", "4,032", "28.1%"]
+
+
+def test_verdict_names_a_recipe_that_moved_more_than_it_says() -> None:
+    heavy = formats.RecipeBytes("mxfp8", rows=10, dispatched=10 * 7500, choices=32, stated=7392)
+    assert report.formats_failures([heavy]) == [
+        "With mxfp8 a token weighed 7,468 bytes instead of 7,392."
+    ]

@@ -2,6 +2,7 @@
 
 It starts a real vLLM server with `--all2all-backend moe_nvlink`, sends it requests, does the same
 with an ordinary one-rank server, and shows the answers side by side with what our exchange moved.
+What quantised rows would save is counted afterwards, in exchanges of a large model's width.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from . import report
+from . import formats, report
 from .server import ServerError, VllmServer, stop_all
 from .tiny_checkpoint import MODELS, write_checkpoint
 
@@ -123,17 +124,22 @@ def run(folder: Path, architecture: str, num_requests: int) -> int:
     print(
         "\n  A unique destination is one token put to one rank, however many experts it has there."
     )
-    return conclude(
-        report.failures(
-            requests.prompts,
-            ours,
-            theirs,
-            ranks,
-            ep_size=EP_SIZE,
-            num_moe_layers=model.num_layers - model.num_dense_layers,
-        ),
-        folder,
+    by_recipe = formats.measure()
+    print(f"\nWhat dispatch moves by recipe, at hidden size {formats.HIDDEN_SIZE}\n")
+    print(report.formats_table(by_recipe))
+    print(
+        f"\n  Bytes per token: a row with its scales; its ids and weights, {by_recipe[0].choices} "
+        "bytes, are in the last column."
     )
+    found = report.failures(
+        requests.prompts,
+        ours,
+        theirs,
+        ranks,
+        ep_size=EP_SIZE,
+        num_moe_layers=model.num_layers - model.num_dense_layers,
+    )
+    return conclude([*found, *report.formats_failures(by_recipe)], folder)
 
 
 def conclude(failures: Sequence[str], folder: Path) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from .formats import RecipeBytes
+
 #: Tokens of an answer shown in the table; the verdict is about all of them.
 TOKENS_SHOWN = 6
 
@@ -157,6 +159,31 @@ def failures(
     if not sum(rank.bytes_dispatched_remote for rank in ranks):
         found.append("Nothing moved from one rank to another.")
     return found
+
+
+def formats_table(measured: Sequence[RecipeBytes]) -> str:
+    """Bytes in dispatch by recipe, the first of which is what the others are held against."""
+    rows = [["recipe", "bytes per token", "of bf16", "rows", "dispatched"]]
+    rows += [
+        [
+            one.name,
+            f"{one.per_token:,.10g}",
+            f"{one.per_token / measured[0].per_token:.1%}",
+            f"{one.rows:,}",
+            human_bytes(one.dispatched),
+        ]
+        for one in measured
+    ]
+    return _table(rows)
+
+
+def formats_failures(measured: Sequence[RecipeBytes]) -> list[str]:
+    """Recipes that moved more or less than they say, one sentence each."""
+    return [
+        f"With {one.name} a token weighed {one.per_token:,.10g} bytes instead of {one.stated:,}."
+        for one in measured
+        if one.per_token != one.stated
+    ]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
