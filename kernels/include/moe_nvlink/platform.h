@@ -189,7 +189,7 @@ HD void pdl_launch_dependents() {
 #define MOE_NVLINK_DEVICE_ONLY(...)
 #define MOE_NVLINK_HOST_ONLY(...) __VA_ARGS__
 #define MOE_NVLINK_UNROLL
-#define MOE_NVLINK_ROLLED
+#define MOE_NVLINK_ROLLED _Pragma("GCC unroll 1")
 
 // Threads of a host CTA: 1 in the product, 4 in the build that the thread sanitizer runs.
 #ifndef MOE_NVLINK_CTA_THREADS

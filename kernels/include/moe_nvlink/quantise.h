@@ -208,6 +208,28 @@ HD void scale_elements(const Format& format, float* values) {
   for (int i = 0; i < Count; ++i) values[i] = format.value(values[i]);
 }
 
+// The same of several blocks, which only the host has in one piece: loops that become vector code, of
+// a format whose number is x * factor.
+template <class Format, class Element, int Blocks, int Size>
+HD void scale_blocks(const typename Element::Storage* words, float global_scale, float* values,
+                     typename Format::Scale* scales) {
+  uint32_t amax[Blocks];
+  uint32_t wide[Blocks];
+  float factors[Blocks];
+  for (int i = 0; i < Blocks; ++i) amax[i] = amax_of<Element, Size>(words + i * Size);
+  for (int i = 0; i < Blocks; ++i) {
+    const Format format(amax[i], global_scale);
+    wide[i] = format.scale;
+    factors[i] = format.factor;
+  }
+  for (int i = 0; i < Blocks; ++i) scales[i] = static_cast<typename Format::Scale>(wide[i]);
+  for (int i = 0; i < Blocks; ++i) {
+    // Unrolled, it becomes vectors of one element of each block.
+    MOE_NVLINK_ROLLED
+    for (int j = 0; j < Size; ++j) values[i * Size + j] *= factors[i];
+  }
+}
+
 // Pieces of `Count` elements in [first, last), the lane's every num_threads-th: a block format. Count
 // and the block divide one another.
 template <class Format, class Element, int Count, class Target>
@@ -232,12 +254,13 @@ HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, in
     float values[Count];
     floats_of<Element, Count>(words, values);
     Vector<kBlocks * sizeof(Scale)> scales;
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < kBlocks; ++i) {
-      const Format format(cta.max_of_lanes<kLanes>(amax_of<Element, kBlock>(words + i * kBlock)),
-                          global_scale);
-      scale_elements<Format, kBlock>(format, values + i * kBlock);
-      reinterpret_cast<Scale*>(&scales)[i] = format.scale;
+    if constexpr (kBlocks == 1) {
+      const Format format(cta.max_of_lanes<kLanes>(amax_of<Element, Count>(words)), global_scale);
+      scale_elements<Format, Count>(format, values);
+      *reinterpret_cast<Scale*>(&scales) = format.scale;
+    } else {
+      scale_blocks<Format, Element, kBlocks, kBlock>(words, global_scale, values,
+                                                     reinterpret_cast<Scale*>(&scales));
     }
     if (!mine) continue;
     Vector<kRowBytes> codes;
