@@ -88,7 +88,12 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
     "barrier behind the route": (
         ("cta.sync(); // the route is whole", "if (token < 2 * cta.num_blocks) cta.sync();"),
     ),
-    "second route": (("shared.routes[turn]", "shared.routes[0]"),),
+    "second route": (
+        (
+            "TokenRoute& route = shared.routes[turn]; route_token<Config>",
+            "TokenRoute& route = shared.routes[0]; route_token<Config>",
+        ),
+    ),
     "P3 release": (
         (
             "store_release_sys(cell_of(args, peer, args.control.combine_cells",
@@ -96,6 +101,14 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "P4 barrier": (("cta.sync(); return shared.faulted != 0;", "return shared.faulted != 0;"),),
+    "barrier between two items": (("cta.sync(); here = next;", "here = next;"),),
+    "second rows": (
+        ("next.token, sizes, 1 - turn, shared);", "next.token, sizes, turn, shared);"),
+    ),
+}
+
+#: The same where combine quantises, in the program with its formats.
+FORMAT_BUGS: dict[str, tuple[Edit, ...]] = {
     "P5 release and acquire": (
         (
             "fetch_add_acq_rel_gpu(&local_control(args)->combine_arrivals",
@@ -109,23 +122,48 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "barrier behind a row's amax": (("cta.sync(); // the row's amax", "//"),),
-    "barrier between two items": (("cta.sync(); here = next;", "here = next;"),),
-    "second rows": (
-        ("next.token, sizes, 1 - turn, shared);", "next.token, sizes, turn, shared);"),
+}
+
+#: And where dispatch does.
+QUANTISER_BUGS: dict[str, tuple[Edit, ...]] = {
+    # Left in at a CTA's first two tokens, as above.
+    "barrier before a row's amax is taken": (
+        (
+            "cta.sync(); // the route and the parts of the row's amax are whole",
+            "if (token < 2 * cta.num_blocks) cta.sync();",
+        ),
+    ),
+    "second amax": (
+        (
+            "quantising.prepare(token, shared.amax[turn]);",
+            "quantising.prepare(token, shared.amax[0]);",
+        ),
+        (
+            "quantising.put(token, route, shared.amax[turn]);",
+            "quantising.put(token, route, shared.amax[0]);",
+        ),
     ),
 }
 
+ALL_BUGS = {**SEEDED_BUGS, **FORMAT_BUGS, **QUANTISER_BUGS}
 
-def kernel_text() -> str:
-    """With fewer finishers than the program has CTAs, so that some CTAs are none, and for the one
-    element type of the program, which spares the compiler the others.
+
+def kernel_text(*, quantisers: bool = True, formats: bool = True) -> str:
+    """With fewer finishers than the program has CTAs, so that some CTAs are none, and for what the
+    program uses of it, which spares the compiler the rest: one element type, no exported functions.
     """
-    text = replace_once(source.host_source(), "kMaxFinishers = 32", "kMaxFinishers = 2")
-    return replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
+    text = source._translation_unit("moe_nvlink::RuntimeConfig", ("host/grid.h",))
+    text = replace_once(text, "kMaxFinishers = 32", "kMaxFinishers = 2")
+    text = replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
+    if not quantisers:
+        text = replace_once(text, "int kQuantiser = -1;", "int kQuantiser = kQuantiserNone;")
+    if not formats:
+        text = replace_once(text, "int kCombine = -1;", "int kCombine = kCombineUnquantised;")
+    return text
 
 
 def seed_bug(text: str, name: str) -> str:
-    for old, new in SEEDED_BUGS[name]:
+    for old, new in ALL_BUGS[name]:
         found = re.findall(r"\s+".join(re.escape(word) for word in old.split()), text)
         assert len(found) == 1, f"{name}: {len(found)} occurrences of {old!r} in the kernel text"
         text = replace_once(text, found[0], new)
@@ -168,9 +206,10 @@ def test_no_data_race(tmp_path: Path) -> None:
     assert "all rounds verified" in done.stdout
 
 
-@pytest.mark.parametrize("bug", SEEDED_BUGS)
+@pytest.mark.parametrize("bug", ALL_BUGS)
 def test_the_thread_sanitizer_catches(bug: str, tmp_path: Path) -> None:
-    program = build_for_tsan(seed_bug(kernel_text(), bug), tmp_path)
+    text = kernel_text(quantisers=bug in QUANTISER_BUGS, formats=bug in FORMAT_BUGS)
+    program = build_for_tsan(seed_bug(text, bug), tmp_path)
     # Whether two accesses meet depends on the schedule: a few tries, where one is enough.
     for _attempt in range(5):
         done = run_under_tsan(program)
@@ -183,10 +222,13 @@ def test_the_thread_sanitizer_catches(bug: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cta_threads", [1, 4])
 def test_no_bad_address_and_no_undefined_behaviour(cta_threads: int, tmp_path: Path) -> None:
-    """-O3 as in the product, so that the vectorised loops are the ones that are watched."""
+    """One thread as in the product, and its loops vectorised; at -O2, because with these sanitizers
+    -O3 takes twice as long to compile.
+    """
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     threads = f"-DMOE_NVLINK_CTA_THREADS={cta_threads}"
-    done = run(build(kernel_text(), tmp_path, "-O3", *flags, threads))
+    level = ("-O2", "-ftree-vectorize") if cta_threads == 1 else ("-O1",)
+    done = run(build(kernel_text(), tmp_path, *level, *flags, threads))
     assert done.returncode == 0, done.stderr[:4000]
     assert "all rounds verified" in done.stdout
 
@@ -206,14 +248,32 @@ def test_no_bad_address_and_no_undefined_behaviour(cta_threads: int, tmp_path: P
             "",
             "AddressSanitizer|runtime error|WRONG VALUE",
         ),
-        ("a padded token's rows", "  if (!any) return;\n", "", "use-after-poison"),
+        (
+            "a padded token's rows",
+            "  if (!has_target<Config>(args, route)) return;\n  MOE_NVLINK_ROLLED\n",
+            "  MOE_NVLINK_ROLLED\n",
+            "use-after-poison",
+        ),
+        (
+            "a padded token's row in the search for its amax",
+            "if (!has_expert(token)) return;",
+            "",
+            "use-after-poison",
+        ),
+        (
+            "a block behind the end of a row",
+            "  int whole = hidden_size / kLaneElements * kLaneElements;",
+            "  int whole = (hidden_size + kLaneElements - 1) / kLaneElements * kLaneElements;",
+            "AddressSanitizer",
+        ),
     ],
-    ids=["address", "unchecked-id", "padded-token"],
+    ids=["address", "unchecked-id", "padded-token", "padded-amax", "block"],
 )
 def test_the_other_sanitizers_look(
     what: str, old: str, new: str, report: str, tmp_path: Path
 ) -> None:
-    text = replace_once(kernel_text(), old, new)
+    quantisers = "amax" in what or "block" in what
+    text = replace_once(kernel_text(quantisers=quantisers, formats=False), old, new)
     flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     done = run(build(text, tmp_path, *flags))
     assert done.returncode != 0, what
