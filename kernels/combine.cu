@@ -127,10 +127,11 @@ HD void combine_range(const Rows& source, int top_k, char* output, bool wide, in
     // All loads first: those of top_k rows are in flight together, which is what hides a peer's
     // latency.
     PartialRow buffer[Config::kTopKBound];
-    const PartialRow* rows = source.take(top_k, buffer);
+    const PartialRow* rows = source.rows_in(buffer);
     Part loaded[Config::kTopKBound];
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
+      source.take(k, top_k, buffer);
       if (is_skipped(rows[k])) continue;
       loaded[k].set_absent();
       if (rows[k].row != nullptr) loaded[k].load(rows[k], place);
@@ -179,23 +180,26 @@ HD void find_rows(const CombineArgs& args, const Cta& cta, int token, const RowS
 // What find_rows left of this item: addresses that a thread keeps.
 struct KeptRows {
   const PartialRow* rows;
-  HD const PartialRow* take(int /*top_k*/, PartialRow* /*buffer*/) const { return rows; }
+  HD const PartialRow* rows_in(PartialRow* /*buffer*/) const { return rows; }
+  HD void take(int /*k*/, int /*top_k*/, PartialRow* /*buffer*/) const {}
 };
 
 // The same of a row in three regions. So many addresses would take the registers of the sums, so they
-// are read anew for each part.
+// are read anew for each part, those of a few k at a time.
 struct SharedRows {
+  static constexpr int kTogether = 8;
   const uint64_t* rows;
   const uint64_t* scales;
   const uint64_t* row_scales;
-  HD const PartialRow* take(int top_k, PartialRow* buffer) const {
+  HD const PartialRow* rows_in(PartialRow* buffer) const { return buffer; }
+  HD void take(int k, int top_k, PartialRow* buffer) const {
+    if (k % kTogether != 0) return;
     MOE_NVLINK_UNROLL
-    for (int k = 0; k < top_k; ++k) {
-      buffer[k].row = reinterpret_cast<const char*>(rows[k]);
-      buffer[k].scales = reinterpret_cast<const char*>(scales[k]);
-      buffer[k].row_scale = reinterpret_cast<const char*>(row_scales[k]);
+    for (int i = k; i < k + kTogether && i < top_k; ++i) {
+      buffer[i].row = reinterpret_cast<const char*>(rows[i]);
+      buffer[i].scales = reinterpret_cast<const char*>(scales[i]);
+      buffer[i].row_scale = reinterpret_cast<const char*>(row_scales[i]);
     }
-    return buffer;
   }
 };
 
