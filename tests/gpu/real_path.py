@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.kernels import cases, compare, emulated
@@ -57,15 +57,11 @@ def create(case: Case, device: str, group: Any = None, **changes: Any) -> MoeAll
 
 def poisoned_round(layer: MoeAllToAll, inputs: Inputs) -> Seen:
     """A round whose buffers are spoilt as soon as nobody may read them any more."""
-    config = layer.config
-    received = layer.dispatch(*inputs)
+    received = cases.dispatch(layer, inputs)
     region = layer.combine_input()
     region.view(torch.uint8).fill_(0xFF)
-    rows = cases.expert_rows(
-        config, config.ep_rank, received.hidden_states, received.topk_ids, received.topk_weights
-    )
-    region.copy_(rows)
-    payloads = (received.topk_weights, received.hidden_states, *received.extra_payloads)
+    region.copy_(expert_rows(layer, received))
+    payloads = cases.received_payloads(received)
     counts, ids = received.recv_counts.cpu().clone(), received.topk_ids.cpu().clone()
     copies = tuple(payload.cpu().clone() for payload in payloads)
     for payload in payloads:
@@ -73,6 +69,14 @@ def poisoned_round(layer: MoeAllToAll, inputs: Inputs) -> Seen:
     received.topk_ids.fill_(1)  # an expert everywhere
     combined = layer.combine(region, received.metadata)
     return Seen(counts, ids, copies, received.metadata.send_slots.cpu(), combined.cpu())
+
+
+def expert_rows(layer: MoeAllToAll, received: Dispatched) -> torch.Tensor:
+    """What this rank's experts make of all slots."""
+    config = layer.config
+    hidden = cases.activations(config, received.hidden_states, received.scales)
+    ids, weights = received.topk_ids, received.topk_weights
+    return cases.expert_rows(config, config.ep_rank, hidden, ids, weights)
 
 
 class StaticLayer:
@@ -101,19 +105,19 @@ class StaticLayer:
         """torch's own kernels once, so that none is loaded during a capture; ours not."""
         config = self._layer.config
         region = self._layer.combine_input()
-        rows = cases.expert_rows(config, config.ep_rank, self.hidden, self.ids, self.weights)
+        quantised = cases.quantised(config, self.hidden)
+        hidden = cases.activations(config, *quantised)
+        rows = cases.expert_rows(config, config.ep_rank, hidden, self.ids, self.weights)
         region[: len(rows)].copy_(rows)
         region.view(torch.uint8).fill_(0xFF)
 
     def run(self) -> None:
         """Dispatch, experts, combine: no host value changes from run to run."""
-        config = self._layer.config
-        received = self._layer.dispatch(self.hidden, self.ids, self.weights)
+        inputs = Inputs(self.hidden, self.ids, self.weights, ())
+        received = cases.dispatch(self._layer, inputs)
         region = self._layer.combine_input()
         region.view(torch.uint8).fill_(0xFF)
-        rows = cases.expert_rows(
-            config, config.ep_rank, received.hidden_states, received.topk_ids, received.topk_weights
-        )
+        rows = expert_rows(self._layer, received)
         if self._zero_copy:
             rows = region.copy_(rows)
         received.hidden_states.view(torch.uint8).fill_(0xFF)
@@ -132,33 +136,92 @@ def check_output(case: Case, inputs: Inputs, ep_rank: int, output: torch.Tensor)
     count = len(inputs.topk_ids)
     expected = torch.zeros_like(output)
     expected[:count] = compare.expected_combined(case, inputs, ep_rank)
-    compare.assert_same_bits(output, expected, f"{case.name}: rank {ep_rank}, {count} tokens")
+    what = f"{case.name}: rank {ep_rank}, {count} tokens"
+    compare.assert_same_bits(compare.one_nan(output), compare.one_nan(expected), what)
 
 
 # One rank.
 
 
-def check_rounds(device: str, rounds: int) -> None:
+def check_rounds(device: str, rounds: int, case: Case = ONE_RANK) -> None:
     """Poisoned rounds of one rank."""
-    case = emulated.with_ctas(ONE_RANK, 1 if device == "cpu" else 2)
-    with create(ONE_RANK, device) as layer:
-        for number, (inputs,) in enumerate(emulated.varying_inputs(ONE_RANK, rounds)):
+    compared = emulated.with_ctas(case, 1 if device == "cpu" else 2)
+    with create(case, device) as layer:
+        for number, (inputs,) in enumerate(emulated.varying_inputs(case, rounds)):
             with emulated.naming(f"round {number}"):
                 seen = poisoned_round(layer, inputs.to(device))
-                emulated.check_round(case, [inputs], [seen])
+                emulated.check_round(compared, [inputs], [seen], near=device == "cuda")
 
 
-def check_replays(device: str, rounds: int, *, zero_copy: bool = True) -> None:
+def check_replays(
+    device: str, rounds: int, case: Case = ONE_RANK, *, zero_copy: bool = True
+) -> None:
     """The first call after create is captured; replays with other tokens and other counts."""
-    with create(ONE_RANK, device) as layer:
+    with create(case, device) as layer:
         static = StaticLayer(layer, device, zero_copy=zero_copy)
         replay = replayable(static, device)
-        for number, (inputs,) in enumerate(emulated.varying_inputs(ONE_RANK, rounds)):
+        for number, (inputs,) in enumerate(emulated.varying_inputs(case, rounds)):
             static.fill(inputs.to(device))
             replay()
             with emulated.naming(f"replay {number}"):
-                check_output(ONE_RANK, inputs, 0, static.output.cpu())
+                check_output(case, inputs, 0, static.output.cpu())
         assert layer.stats().rounds == rounds
+
+
+def quantised_rows(
+    recipe: str, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Rows and scales that dispatch makes of activations, in the order of the tokens; the scale
+    that the recipe was given.
+    """
+    case = dataclasses.replace(
+        cases.with_formats(ONE_RANK, recipe),
+        num_experts=1,
+        top_k=1,
+        hidden_size=hidden.shape[1],
+        capacity=hidden.shape[0],
+        dtype=hidden.dtype,
+    )
+    device = hidden.device
+    ids = torch.zeros((len(hidden), 1), dtype=torch.int32, device=device)
+    with create(case, device.type) as layer:
+        inputs = Inputs(hidden, ids, torch.ones(ids.shape, device=device), ())
+        received = cases.dispatch(layer, inputs)
+        slots = received.metadata.send_slots[:, 0].long()
+        scales = None if received.scales is None else received.scales[slots].clone()
+        rows = received.hidden_states[slots].clone()
+        layer.combine(layer.combine_input(), received.metadata)
+    return rows, scales, cases.global_scale(case.config(0), device)
+
+
+def quantiser_rows(device: str) -> torch.Tensor:
+    """bf16 activations of many sizes, all finite: some rows are zero, some blocks tiny."""
+    generator = torch.Generator().manual_seed(11)
+    hidden = torch.randn((300, 1024), generator=generator)
+    powers = torch.randint(-12, 6, (300, 1024 // 16), generator=generator)
+    hidden *= torch.exp2(powers.float()).repeat_interleave(16, 1)
+    hidden[::17] = 0.0
+    hidden[5::29, 256:512] = 0.0
+    hidden[7::31] *= 1e-30
+    hidden[11::13, 0] = 448.0 * 4  # from the next number on mxfp8 has another exponent
+    return hidden.to(device, torch.bfloat16)
+
+
+def check_quantiser(device: str, recipe: str) -> None:
+    """The product's dispatch against the recipe in torch on the same device."""
+    hidden = quantiser_rows(device)
+    rows, scales, scale = quantised_rows(recipe, hidden)
+    config = cases.with_formats(ONE_RANK, recipe).config(0)
+    found = cases.quantising(config)
+    assert found is not None
+    expected = found.quantise(hidden, scale)
+    pairs = [(rows, expected.rows)]
+    if scales is not None and expected.scales is not None:
+        pairs.append((scales, expected.scales))
+    near = device == "cuda" and recipe == "nvfp4"
+    check = compare.assert_next_code if near else compare.assert_same_bits
+    for actual, wanted in pairs:
+        check(actual.cpu(), wanted.cpu(), recipe)
 
 
 def check_sm_budget(device: str, tokens: int, max_sms: int | None) -> None:
@@ -188,8 +251,7 @@ def check_two_channels(device: str, rounds: int) -> None:
             for channel in (1, 0):
                 with streams[channel]:
                     mine = received[channel]
-                    ids, weights = mine.topk_ids, mine.topk_weights
-                    rows = cases.expert_rows(layer.config, 0, mine.hidden_states, ids, weights)
+                    rows = expert_rows(layer, mine)
                     region = layer.combine_input(channel=channel).copy_(rows)
                     combined[channel] = layer.combine(region, mine.metadata).cpu()
             for channel in (0, 1):

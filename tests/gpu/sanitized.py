@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ CASE = Case(
     dtype=torch.bfloat16,
     routing="invalid",
 )
+#: One scale for a row, which the CTA's warps find together; and rows back in a format that does so.
+QUANTISED = dataclasses.replace(
+    cases.with_formats(CASE, "fp8_token", "nvfp4"), name="quantised", hidden_size=528
+)
 #: Behind it threads read what other warps wrote; without it they are only late or early, they touch
 #: nothing they should not.
 BARRIER = "  cta.sync();  // counts of all peers in shared memory\n"
@@ -36,16 +41,17 @@ def without_barrier(text: str) -> str:
     return replace_once(text, BARRIER, "")
 
 
-def run(ranks: emulated.EmulatedRanks, *, check: bool) -> None:
+def run(case: Case, ranks: emulated.EmulatedRanks, *, check: bool) -> None:
     """Two rounds held to the oracle, or one dispatch that is not."""
-    inputs = cases.make_inputs(CASE)
+    inputs = cases.make_inputs(case)
     if not check:
         ranks.dispatch([mine.to(ranks.backend.device) for mine in inputs])
         ranks.check_faults()
         return
-    case = emulated.with_ctas(CASE, ranks.backend.ctas)
+    case = emulated.with_ctas(case, ranks.backend.ctas)
+    near = ranks.backend.device.type == "cuda"
     for _ in range(2):
-        emulated.check_round(case, inputs, ranks.run_round(inputs))
+        emulated.check_round(case, inputs, ranks.run_round(inputs), near=near)
 
 
 def write_behind_the_output(ranks: emulated.EmulatedRanks) -> None:
@@ -81,12 +87,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.broken == "racecheck":
         break_barrier()
-    with contextlib.closing(emulated.make_backend(arguments.backend, CASE, ctas=2)) as backend:
-        ranks = emulated.EmulatedRanks.of_case(CASE, backend, hidden_splits=2)
-        if arguments.broken == "memcheck":
-            write_behind_the_output(ranks)
-        else:
-            run(ranks, check=arguments.broken is None)
+    for case in (CASE,) if arguments.broken else (CASE, QUANTISED):
+        with contextlib.closing(emulated.make_backend(arguments.backend, case, ctas=2)) as backend:
+            ranks = emulated.EmulatedRanks.of_case(case, backend, hidden_splits=2)
+            if arguments.broken == "memcheck":
+                write_behind_the_output(ranks)
+            else:
+                run(case, ranks, check=arguments.broken is None)
     print("all rounds verified")
 
 

@@ -1,4 +1,8 @@
-"""The case list on a GPU: every rank of a case in one cooperative launch on one device."""
+"""The case list on a GPU: every rank of a case in one cooperative launch on one device.
+
+Quantised rows are held to the recipes' torch code, bit for bit but for nvfp4, whose codes may be
+one away (tests/kernels/compare.py says why). test_quantisers.py has the framework's own quantisers.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,16 @@ import pytest
 import torch
 
 from tests.kernels import cases, emulated
-from tests.kernels.cases import CASES, Case
+from tests.kernels.cases import CASES, COMBINE_FORMATS, CORE_RECIPE_CASES, RECIPES, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+
+def name_of(case: Case) -> str:
+    return case.name.replace(" ", "-")
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=name_of)
 
 
 @each_case
@@ -22,8 +31,34 @@ def test_named_case(case: Case, ctas: int) -> None:
     emulated.check_case("cuda", case, ctas=ctas)
 
 
-@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", CORE_RECIPE_CASES, ids=name_of)
+@pytest.mark.parametrize("ctas", [1, 3])
+def test_quantised_in_the_kernel(case: Case, ctas: int) -> None:
+    emulated.check_case("cuda", case, ctas=ctas)
+
+
+@pytest.mark.parametrize("case", CORE_RECIPE_CASES[::2], ids=name_of)
+def test_quantised_by_the_caller(case: Case) -> None:
+    emulated.check_case("cuda", case, ctas=2, post_quant=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_other_activations(recipe: str) -> None:
+    """fp16 and fp32 take turns, and so do the formats of combine: each pair is compiled."""
+    turn = list(RECIPES).index(recipe)
+    dtype = torch.float16 if turn % 2 else torch.float32
+    case = Case(name=f"{dtype}", tokens=(8, 3, 5, 0), hidden_size=300, dtype=dtype, top_k=8)
+    combine = list(COMBINE_FORMATS)[(turn + 1) % 3]
+    emulated.check_case("cuda", cases.with_formats(case, recipe, combine), ctas=3)
+
+
+@pytest.mark.parametrize("case", CASES[::4], ids=name_of)
 def test_named_case_with_pdl(case: Case) -> None:
+    emulated.check_case("cuda", case, ctas=2, pdl=True)
+
+
+def test_quantised_with_pdl() -> None:
+    (case,) = (case for case in CORE_RECIPE_CASES if case.name.startswith("invalid ids, fp8_token"))
     emulated.check_case("cuda", case, ctas=2, pdl=True)
 
 
@@ -54,17 +89,34 @@ def test_many_ranks(ep_size: int, hidden_size: int) -> None:
     emulated.check_case("cuda", case, rounds=2, ctas=4)
 
 
-def test_deepseek_v3_rows() -> None:
+DEEPSEEK_V3 = Case(
+    name="DeepSeek-V3",
+    tokens=(32, 0, 17, 1, 32, 8, 5, 31),
+    num_experts=256,
+    top_k=8,
+    hidden_size=7168,
+    capacity=32,
+    dtype=torch.bfloat16,
+)
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_deepseek_v3_rows(recipe: str | None) -> None:
+    combine = "bf16" if recipe is None else list(COMBINE_FORMATS)[list(RECIPES).index(recipe) % 3]
+    case = cases.with_formats(DEEPSEEK_V3, recipe, combine)
+    emulated.check_case("cuda", case, ctas=16, hidden_splits=4)
+
+
+def test_many_quantising_ranks() -> None:
     case = Case(
-        name="DeepSeek-V3",
-        tokens=(32, 0, 17, 1, 32, 8, 5, 31),
-        num_experts=256,
+        name="32 ranks",
+        tokens=tuple(range(8)) * 4,
+        num_experts=70,
         top_k=8,
-        hidden_size=7168,
-        capacity=32,
+        hidden_size=1536,
         dtype=torch.bfloat16,
     )
-    emulated.check_case("cuda", case, ctas=16, hidden_splits=4)
+    emulated.check_case("cuda", cases.with_formats(case, "fp8_token", "nvfp4"), ctas=4)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -17,7 +17,7 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeStateError
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.gpu import real_path
-from tests.kernels import emulated, processes
+from tests.kernels import cases, emulated, processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -46,6 +46,27 @@ def test_capture_from_the_first_call(pdl: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_capture_of_rows_that_must_be_copied() -> None:
     real_path.check_replays("cuda", rounds=100, zero_copy=False)
+
+
+QUANTISED = cases.with_formats(real_path.ONE_RANK, "fp8_token", "fp8_block")
+
+
+@pytest.mark.parametrize("recipe", cases.RECIPES)
+def test_quantisers(recipe: str) -> None:
+    real_path.check_quantiser("cuda", recipe)
+
+
+@with_and_without_pdl
+def test_quantised_rounds(pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
+    real_path.check_rounds("cuda", 100, QUANTISED)
+
+
+def test_capture_of_quantised_rounds() -> None:
+    """The scale that fp8_tensor is given stays where it is, and is read by every replay."""
+    real_path.check_replays("cuda", 200, QUANTISED)
+    given = cases.with_formats(real_path.ONE_RANK, "fp8_tensor", "fp8_block")
+    real_path.check_replays("cuda", 200, given)
 
 
 @pytest.mark.parametrize("max_sms", [1, 5, None])

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.kernels import emulated
+from tests.kernels import cases, emulated
 from tests.kernels.cases import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
@@ -22,6 +22,10 @@ SMALL = Case(
     routing="invalid",
 )
 BF16 = dataclasses.replace(SMALL, name="bf16", dtype=torch.bfloat16, hidden_size=264, top_k=8)
+#: The one recipe that the experts of rounds without the host can read, and rows back in a format.
+QUANTISED = dataclasses.replace(
+    cases.with_formats(BF16, "fp8_block", "fp8_block"), name="quantised", hidden_size=384
+)
 
 #: A verb that does not wait for its peers: what stands in the kernels, and what instead.
 LEFT_OUT = {
@@ -44,7 +48,7 @@ def test_thousand_rounds() -> None:
     emulated.check_rounds("cuda", SMALL, rounds=1000, ctas=3, delays=True)
 
 
-@pytest.mark.parametrize("case", [SMALL, BF16], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SMALL, BF16, QUANTISED], ids=lambda case: case.name)
 def test_ranks_run_apart(case: Case) -> None:
     """1500 rounds in one launch: a rank is ahead of another by as much as the protocol lets it."""
     emulated.check_fused("cuda", case, rounds=1500, ctas=3)
@@ -74,6 +78,17 @@ def test_thousand_replays(pdl: bool) -> None:
 
 def test_rounds_with_pdl() -> None:
     emulated.check_rounds("cuda", BF16, rounds=200, ctas=3, pdl=True, delays=True)
+
+
+def test_replays_of_quantised_rows() -> None:
+    case = cases.with_formats(BF16, "fp8_token", "fp8_block")
+    emulated.check_static_rounds("cuda", case, rounds=200)
+
+
+def test_quantising_rounds_with_delays() -> None:
+    """The largest magnitude of a row goes through shared memory: warps come to it out of step."""
+    case = cases.with_formats(BF16, "fp8_token", "nvfp4")
+    emulated.check_rounds("cuda", case, rounds=200, ctas=3, delays=True)
 
 
 def test_a_missing_rank_is_named() -> None:

@@ -121,7 +121,12 @@ def global_scale(config: AllToAllConfig, device: torch.device | str) -> torch.Te
     recipe = quantising(config)
     if recipe is None or not recipe.needs_global_scale:
         return None
-    return torch.tensor([_GLOBAL_SCALES[recipe.name]], device=device)
+    return _scale_on(recipe.name, str(device))
+
+
+@functools.cache  # made before a CUDA graph is captured, which could not hold the copy to the GPU
+def _scale_on(recipe: str, device: str) -> torch.Tensor:
+    return torch.tensor([_GLOBAL_SCALES[recipe]], device=device)
 
 
 def quantised(config: AllToAllConfig, hidden_states: torch.Tensor) -> QuantisedRows:
@@ -417,5 +422,28 @@ CASES: tuple[Case, ...] = (
 RECIPE_CASES: tuple[Case, ...] = tuple(
     with_formats(case, recipe, list(COMBINE_FORMATS)[(number + turn) % len(COMBINE_FORMATS)])
     for number, case in enumerate(CASES)
+    for turn, recipe in enumerate(RECIPES)
+)
+
+#: Few of them, of one element type and top_k, so that a GPU's compiler has little to do: each
+#: recipe with one format of combine.
+CORE_RECIPE_CASES: tuple[Case, ...] = tuple(
+    with_formats(
+        dataclasses.replace(case, dtype=torch.bfloat16, top_k=8, num_channels=1),
+        recipe,
+        list(COMBINE_FORMATS)[turn % len(COMBINE_FORMATS)],
+    )
+    for case in CASES
+    if case.name
+    in {
+        "one rank",
+        "three ranks, all counts different",
+        "experts not divisible",
+        "duplicate experts",
+        "invalid ids",
+        "rows beyond one vector",
+        "eight payloads",
+        "capacity 37",
+    }
     for turn, recipe in enumerate(RECIPES)
 )

@@ -8,7 +8,7 @@ import pytest
 
 from moe_nvlink_plugin.jit import host
 from tests.gpu import real_path
-from tests.kernels import processes
+from tests.kernels import cases, processes
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -20,6 +20,17 @@ def test_rounds_of_one_rank() -> None:
 @pytest.mark.parametrize("zero_copy", [True, False])
 def test_replays_of_one_rank(zero_copy: bool) -> None:
     real_path.check_replays("cpu", rounds=30, zero_copy=zero_copy)
+
+
+@pytest.mark.parametrize("recipe", cases.RECIPES)
+def test_quantisers(recipe: str) -> None:
+    real_path.check_quantiser("cpu", recipe)
+
+
+def test_quantised_rounds() -> None:
+    case = cases.with_formats(real_path.ONE_RANK, "fp8_tensor", "fp8_block")
+    real_path.check_rounds("cpu", 20, case)
+    real_path.check_replays("cpu", 20, case)
 
 
 def test_sm_budget() -> None:
