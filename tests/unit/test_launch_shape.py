@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_nvlink_plugin.executors.shape import (
+    LANE_ELEMENTS,
     MARKED_BYTES_PER_CTA,
     MOST_MARKING_CTAS,
     QUANTISED_WIDTH,
@@ -15,9 +16,11 @@ from moe_nvlink_plugin.executors.shape import (
     Limits,
     combine_shape,
     dispatch_shape,
+    quantising_lanes,
     share,
 )
 from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.jit.source import read_kernel_file
 
 H200_SMS = 132
 THREADS_PER_SM = 2048
@@ -38,6 +41,17 @@ def test_one_token_is_dispatched_by_a_thread_per_vector() -> None:
     # 80 registers a thread: 1024 threads of them are more than an SM has.
     assert dispatch_shape(1, 14336, 0, limits(registers=80)) == (1, 800, 1)
     assert dispatch_shape(1, 40, 0, limits()) == (1, 32, 1)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "threads"), [(7168, 448), (128, 32), (43, 64), (7170, 1024)]
+)
+def test_one_token_is_quantised_by_a_thread_per_16_elements(hidden_size: int, threads: int) -> None:
+    """Or per element, where that is how an odd row is stored."""
+    text = read_kernel_file("include/moe_nvlink/platform.h")
+    assert f"constexpr int kLaneElements = {LANE_ELEMENTS};" in text.partition("// --- host")[0]
+    lanes = quantising_lanes(hidden_size)
+    assert dispatch_shape(1, lanes * VECTOR_BYTES, 0, limits()).threads == threads
 
 
 def test_many_tokens_are_dispatched_by_several_ctas_an_sm() -> None:
