@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -15,21 +15,30 @@ import pytest
 
 from moe_nvlink_plugin.integration.vllm.demo import processes
 from moe_nvlink_plugin.integration.vllm.demo.demo import EXIT_INTERRUPTED
+from tests.integration.servers import FAST_SERVER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+DEMO = ("-m", "moe_nvlink_plugin.integration.vllm.demo")
+#: The same with servers that start faster, where what happens before they serve is not the point.
+FAST_DEMO = (
+    "-c",
+    "from moe_nvlink_plugin.integration.vllm.demo import demo, server\n"
+    f"server.API_SERVER = {FAST_SERVER}\n"
+    "raise SystemExit(demo.main())\n",
+)
 
 
 class RunningDemo:
     """The demonstration as a child process, and a record of what it started."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: Sequence[str]) -> None:
         self.output = folder / "output.txt"
         self.sessions: set[int] = set()
         self.shared_memory: set[Path] = set()
-        command = [sys.executable, "-u", "-m", "moe_nvlink_plugin.integration.vllm.demo"]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, "--folder", str(folder / "demo")],
+                [sys.executable, "-u", *program, "--folder", str(folder / "demo")],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -87,8 +96,14 @@ def command_line(pid: int) -> str:
 
 
 @pytest.fixture
-def demo(tmp_path: Path) -> Iterator[RunningDemo]:
-    demo = RunningDemo(tmp_path)
+def program() -> Sequence[str]:
+    """How the demo is run; a test may override it by a parameter."""
+    return DEMO
+
+
+@pytest.fixture
+def demo(tmp_path: Path, program: Sequence[str]) -> Iterator[RunningDemo]:
+    demo = RunningDemo(tmp_path, program)
     try:
         yield demo
     finally:
@@ -106,14 +121,15 @@ def test_demo_succeeds_and_leaves_nothing(demo: RunningDemo) -> None:
         time.sleep(0.2)
     assert demo.process.returncode == 0, demo.text()
     assert "every answer equals the one-rank server's" in demo.text()
+    assert "4,032    28.1%" in demo.text()  # of nvfp4
     demo.assert_nothing_stays(within_s=1.0)
 
 
 @pytest.mark.parametrize(
-    "stage",
+    ("stage", "program"),
     [
-        pytest.param("workers start", id="while-starting"),
-        pytest.param("the moe_nvlink server is ready", id="while-serving"),
+        pytest.param("workers start", DEMO, id="while-starting"),
+        pytest.param("the moe_nvlink server is ready", FAST_DEMO, id="while-serving"),
     ],
 )
 def test_ctrl_c_leaves_nothing(demo: RunningDemo, stage: str) -> None:

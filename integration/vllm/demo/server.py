@@ -76,8 +76,8 @@ class VllmServer:
 
     model: checkpoint folder. name: for messages and the log file. folder: where the log goes.
     arguments: vLLM flags after ours. environment: variables over ours. with_plugins: False starts
-    vLLM with no plugin at all, ours included. program: what Python is to run, a module or script
-    that takes vLLM's flags. Creating one starts the process, without waiting.
+    vLLM with no plugin at all, ours included. program: what Python is to run in the place of
+    API_SERVER, with the same flags. Creating one starts the process, without waiting.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class VllmServer:
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         with_plugins: bool = True,
-        program: Sequence[str] = API_SERVER,
+        program: Sequence[str] | None = None,
     ) -> None:
         self.name = name
         self.port = _free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / f"{name.replace(' ', '-')}.log"
         self.command = [
-            *(sys.executable, *program),
+            *(sys.executable, *(program or API_SERVER)),
             *("--model", str(model), "--served-model-name", SERVED_NAME),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *CPU_ARGUMENTS,
