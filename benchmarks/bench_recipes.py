@@ -15,9 +15,11 @@ machine in one state. benchmarks/README.md says how times are taken.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -32,14 +34,19 @@ import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import common
-from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
+from benchmarks import bench_gpu, common
+from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, driver
 from moe_nvlink_plugin.arguments import element_code, quantiser_code
 from moe_nvlink_plugin.config import COMBINE_FORMATS
+from moe_nvlink_plugin.executors import shape
 from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.layout import combine_row, quantised_combine_rows
 from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisingRecipe
 from moe_nvlink_plugin.testing import random_inputs
+from tests.gpu import vllm_quantisers
+from tests.kernels import cases, compare, emulated
+from tests.kernels.cases import Inputs
 
 RECIPES = ("fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
 #: Largest representable over the largest activation, which random ones seldom pass.
@@ -272,8 +279,6 @@ def measure(rank: Rank, options: Options) -> list[dict[str, Any]]:
 
 def row_bytes(config: AllToAllConfig, verb: str, name: str) -> int:
     """Bytes of one token's activations (or partial row) and their scales."""
-    from moe_nvlink_plugin.layout import combine_row, quantised_combine_rows
-
     plain = combine_row(config).row_bytes
     if verb == "combine":
         changed = dataclasses.replace(config, combine=name.removeprefix("combine "))
@@ -295,22 +300,22 @@ def add_ratios(rows: list[dict[str, Any]], times: torch.Tensor, names: list[str]
     ratios of single iterations.
     """
 
-    def ratio(of: str, over: str) -> dict[str, float]:
-        paired = (times[names.index(of)] / times[names.index(over)]).tolist()
-        low, _middle, high = statistics.quantiles(paired, n=4)
-        value = statistics.median(times[names.index(of)].tolist()) / statistics.median(
-            times[names.index(over)].tolist()
-        )
-        return {"ratio": value, "q25": low, "q75": high}
-
     for row, name in zip(rows, names, strict=True):
         plain = f"combine {PLAIN}" if row["verb"] == "combine" else PLAIN
         if plain in names:
-            row["times_bf16"] = ratio(plain, name)
+            row["times_bf16"] = ratio(times, names, plain, name)
         if name.endswith(" fused"):
             recipe = name.removesuffix(" fused")
-            row["over_two_steps"] = ratio(f"{recipe} two steps", name)
-            row["over_torch"] = ratio(f"{recipe} torch", name)
+            row["over_two_steps"] = ratio(times, names, f"{recipe} two steps", name)
+            row["over_torch"] = ratio(times, names, f"{recipe} torch", name)
+
+
+def ratio(times: torch.Tensor, names: list[str], of: str, over: str) -> dict[str, float]:
+    """Of the medians; quartiles of the ratios of single iterations."""
+    one, other = times[names.index(of)], times[names.index(over)]
+    low, _middle, high = statistics.quantiles((one / other).tolist(), n=4)
+    value = statistics.median(one.tolist()) / statistics.median(other.tolist())
+    return {"ratio": value, "q25": low, "q75": high}
 
 
 def rank_main(rank: int, options: Options, tokens: list[int], folder: str) -> None:
@@ -333,7 +338,7 @@ def rank_main(rank: int, options: Options, tokens: list[int], folder: str) -> No
 
 COLUMNS = (
     "tokens/rank|verb|format|us|quartiles|bytes a row|to others per token|"
-    "x bf16|quartiles|two steps / fused|torch / fused"
+    "x bf16|quartiles|two steps / fused|torch / fused|fused / quantiser"
 )
 
 
@@ -350,12 +355,13 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             row["name"],
             f"{row['median_us']:.0f}",
             f"{row['q25_us']:.0f}..{row['q75_us']:.0f}",
-            f"{row['row_bytes']}",
+            f"{row.get('row_bytes', '')}",
             f"{row['wire_bytes_per_token']:.0f}",
             cell(row, "times_bf16"),
             "" if spread is None else f"{spread['q25']:.2f}..{spread['q75']:.2f}",
             cell(row, "over_two_steps"),
             cell(row, "over_torch"),
+            cell(row, "over_quantiser"),
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
 
@@ -370,9 +376,181 @@ def on_cpu(options: Options, tokens: list[int]) -> list[dict[str, Any]]:
     return found
 
 
+class Alone:
+    """The kernel's quantiser by itself, over the activations of all ranks at once."""
+
+    def __init__(
+        self,
+        options: bench_gpu.Options,
+        tokens: int,
+        backend: emulated.Backend,
+        inputs: list[list[torch.Tensor]],
+        recipe: str,
+    ) -> None:
+        self._inputs = inputs
+        self.ranks = emulated.EmulatedRanks(
+            lambda rank: options.config(rank, tokens, recipe=recipe), backend
+        )
+        ids = torch.zeros((tokens, options.top_k), dtype=torch.int32, device=options.device)
+        launched = []
+        for rank, (hidden, _ids, weights) in enumerate(inputs):
+            args = self.ranks.dispatch_arguments(rank)
+            args.geometry.num_tokens = tokens
+            emulated.set_sources(args, self.ranks.sources(Inputs(hidden, ids, weights, ())))
+            launched.append(args)
+        launch_shape = None
+        if isinstance(backend, emulated.CudaBackend):
+            lanes_bytes = shape.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
+            limits = backend.limits("quantise", options.ep_size)
+            launch_shape = shape.dispatch_shape(tokens, lanes_bytes, 0, limits)
+        self._keep = (ids, launched)
+        self.run = backend.prepare("quantise", launched, launch_shape)
+
+    def check(self) -> None:
+        """Raises AssertionError where it made something else than the recipe."""
+        self.run()
+        config = self.ranks.config
+        for rank, (hidden, _ids, _weights) in enumerate(self._inputs):
+            expected = cases.quantised(config, hidden)
+            rows = self.ranks.view(rank, "recv_hidden_states")[: len(hidden)]
+            near = config.recipe == "nvfp4" and hidden.device.type == "cuda"
+            check = compare.assert_next_code if near else compare.assert_same_bits
+            check(rows.cpu(), expected.rows.cpu(), f"{config.recipe} alone on rank {rank}")
+
+
+def vllm_body(recipe: str, hidden: torch.Tensor) -> bench_gpu.Body | None:
+    """vLLM's own CUDA quantiser over all rows, where it is installed and runs here."""
+    if hidden.device.type != "cuda" or not common.is_installed("vllm"):
+        return None
+    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
+    scale = global_scale(recipe, hidden.device)
+
+    def body() -> None:
+        vllm_quantisers.quantise(recipe, hidden, scale)
+
+    try:
+        body()
+    except Exception as error:  # whatever it lacks, ours is to be measured
+        print(f"vLLM's quantiser for {recipe} does not run here: {error}", file=sys.stderr)
+        return None
+    return body
+
+
+def measure_emulated(
+    options: bench_gpu.Options,
+    tokens: int,
+    timer: bench_gpu.Timer,
+    inputs: list[list[torch.Tensor]],
+    recipe: str,
+) -> list[dict[str, Any]]:
+    """Dispatch of bf16, of the recipe fused, of rows quantised before; the quantiser alone."""
+    one_expert = dataclasses.replace(options, top_k=1)
+    with contextlib.ExitStack() as stack:
+
+        def backend(of: bench_gpu.Options, **changes: Any) -> emulated.Backend:
+            return stack.enter_context(contextlib.closing(bench_gpu.make_backend(of, **changes)))
+
+        plain = bench_gpu.Layer(options, tokens, backend(options), inputs=inputs)
+        layers = [
+            bench_gpu.Layer(options, tokens, backend(options, **given), inputs=inputs, **given)
+            for given in ({"recipe": recipe}, {"recipe": recipe, "post_quant": True})
+        ]
+        alone = Alone(
+            one_expert, tokens, backend(one_expert, recipe=recipe, alone=True), inputs, recipe
+        )
+        for layer in (plain, *layers):
+            layer.check()
+        alone.check()
+        bodies = {
+            PLAIN: plain.dispatch,
+            f"{recipe} fused": layers[0].dispatch,
+            f"{recipe} given rows": layers[1].dispatch,
+            f"{recipe} quantiser alone": alone.run,
+        }
+        theirs = vllm_body(recipe, torch.cat([hidden for hidden, _ids, _weights in inputs]))
+        if theirs is not None:
+            bodies[f"{recipe} vLLM's quantiser"] = theirs
+        taken = timer.flushed(bodies)
+        moved = {PLAIN: plain.bytes_moved(), recipe: layers[0].bytes_moved()}
+    return emulated_rows(tokens, "dispatch", taken, moved, f"{recipe} fused")
+
+
+def measure_formats(
+    options: bench_gpu.Options,
+    tokens: int,
+    timer: bench_gpu.Timer,
+    inputs: list[list[torch.Tensor]],
+    formats: tuple[str, ...],
+) -> list[dict[str, Any]]:
+    """Combine in each format, behind a dispatch of bf16 rows that is not timed."""
+    with contextlib.ExitStack() as stack:
+        layers = {}
+        for name in dict.fromkeys((PLAIN, *formats)):
+            backend = bench_gpu.make_backend(options, combine=name)
+            stack.enter_context(contextlib.closing(backend))
+            layers[name] = bench_gpu.Layer(options, tokens, backend, inputs=inputs, combine=name)
+            layers[name].check()
+        # A combine may be launched again: its peers' signals of this round are still there.
+        taken = timer.flushed({name: layer.combine for name, layer in layers.items()})
+        moved = {name: layer.bytes_moved() for name, layer in layers.items()}
+    return emulated_rows(tokens, "combine", taken, moved, "")
+
+
+def emulated_rows(
+    tokens: int,
+    verb: str,
+    taken: dict[str, list[float]],
+    moved: dict[str, dict[str, float]],
+    fused: str,
+) -> list[dict[str, Any]]:
+    """As measure's rows; `over_quantiser`: the fused dispatch's time over the quantiser's alone."""
+    names = list(taken)
+    times = torch.tensor([taken[name] for name in names], dtype=torch.float64)
+    rows = []
+    for name, of_name in zip(names, times, strict=True):
+        found = moved[name.split()[0]]
+        rows.append(
+            {
+                "tokens": tokens,
+                "verb": verb,
+                "name": name,
+                **common.summary(of_name.tolist()),
+                "wire_bytes_per_token": found[f"{verb}_wire_bytes"] / tokens,
+                "times_bf16": ratio(times, names, PLAIN, name),
+            }
+        )
+        if name == fused:
+            alone = name.replace("fused", "quantiser alone")
+            rows[-1]["over_quantiser"] = ratio(times, names, name, alone)
+    return rows
+
+
+def on_gpu(options: bench_gpu.Options, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All recipes and formats on ranks emulated on one device."""
+    timer = bench_gpu.Timer(options)
+    found = []
+    for tokens in arguments.tokens:
+        inputs = bench_gpu.make_inputs(options, tokens)
+        for recipe in arguments.recipes:
+            measured = measure_emulated(options, tokens, timer, inputs, recipe)
+            print_rows(measured)
+            found += measured
+        if arguments.combines:
+            formats = tuple(arguments.combines)
+            measured = measure_formats(options, tokens, timer, inputs, formats)
+            print_rows(measured)
+            found += measured
+    return found
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        choices=["cpu", "cuda", "rehearsal"],
+        help="rehearsal: what cuda does, on CPU threads, whose times mean nothing",
+    )
     common.add_geometry(parser, ep_size=4, tokens=[16, 128, 1024, 2048])
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES)
     parser.add_argument(
@@ -387,14 +565,28 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    options = common.options_from(Options, arguments)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
+        return
     print("| " + COLUMNS.replace("|", " | ") + " |")
     print("|---" * (COLUMNS.count("|") + 1) + "|", flush=True)
-    rows = on_cpu(options, arguments.tokens)
+    options: Options | bench_gpu.Options
+    machine = common.describe_run()
+    if arguments.device == "cpu":
+        options = common.options_from(Options, arguments)
+        rows = on_cpu(options, arguments.tokens)
+        shows = "CPU ranks: processes of one host"
+    else:
+        arguments.device = arguments.device.replace("rehearsal", "cpu")
+        options = common.options_from(bench_gpu.Options, arguments)
+        rows = on_gpu(options, arguments)
+        machine |= common.describe_gpu() if options.device == "cuda" else {}
+        shows = "ranks emulated on one device: no NVLink latency, bandwidth or ordering"
     if arguments.output:
         result = {
-            "machine": common.describe_run(),
+            "machine": machine,
             "options": dataclasses.asdict(options),
+            "shows": shows,
             "rows": rows,
         }
         common.write_json(arguments.output, result)

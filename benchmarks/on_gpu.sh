@@ -109,6 +109,9 @@ run_all() {
       tests/kernels/test_real_path.py tests/gpu -k "one_rank or gpu"
     step "benchmark: emulated ranks" 60 "$PYTHON" benchmarks/bench_gpu.py --device cpu --ep-size 2 \
       --tokens 1 4 --hidden-size 64 --iterations 10 --output "$results/$date-$kind-emulated.json"
+    step "benchmark: recipes" 60 "$PYTHON" benchmarks/bench_recipes.py --device rehearsal \
+      --ep-size 2 --tokens 4 --hidden-size 256 --num-experts 8 --iterations 5 \
+      --output "$results/$date-$kind-recipes.json"
     step "benchmark: launch" 60 "$PYTHON" benchmarks/bench_launch.py --batches 5 \
       --output "$results/$date-$kind-launch.json"
     return
@@ -119,10 +122,12 @@ run_all() {
     return
   fi
   # The benchmarks' minutes are kept back.
-  step "tests" 310 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/gpu --maxfail=30 \
+  step "tests" 260 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/gpu --maxfail=30 \
     --durations=10
   step "benchmark: emulated ranks" 90 "$PYTHON" benchmarks/bench_gpu.py \
     --output "$results/$date-$kind-emulated.json"
+  step "benchmark: recipes" 80 "$PYTHON" benchmarks/bench_recipes.py --device cuda --ep-size 8 \
+    --tokens 16 128 2048 --iterations 100 --output "$results/$date-$kind-recipes.json"
   step "benchmark: launch" 40 "$PYTHON" benchmarks/bench_launch.py --driver real \
     --output "$results/$date-$kind-launch.json"
 }

@@ -71,9 +71,13 @@ class CpuBackend:
         self.ctas = ctas
         path = host.build(emulated_text.host_source(delays=delays), FLAGS)
         self._library = host.HostLibrary(path)
-        self._rounds = ctypes.CDLL(str(path)).emulated_rounds
-        self._rounds.restype = None
-        self._rounds.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._of_tests = {
+            verb: getattr(ctypes.CDLL(str(path)), f"emulated_{verb}")
+            for verb in ("rounds", "quantise")
+        }
+        for function in self._of_tests.values():
+            function.restype = None
+            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._grids = [self._library.create_grid(ctas) for _ in range(ranks)]
         self._threads = concurrent.futures.ThreadPoolExecutor(ranks)
 
@@ -93,8 +97,8 @@ class CpuBackend:
         return launch
 
     def _run(self, verb: str, args: Any, grid: int) -> None:
-        if verb == "rounds":
-            self._rounds(ctypes.addressof(args), grid)
+        if verb in self._of_tests:
+            self._of_tests[verb](ctypes.addressof(args), grid)
         else:
             getattr(self._library, verb)(args, grid)
 

@@ -22,6 +22,7 @@ VERBS = {
     "dispatch": ("DispatchArgs", "DispatchSharedFor<Config>", "dispatch_body"),
     "combine": ("CombineArgs", "SharedOf<Config>", "combine_body"),
     "rounds": ("RoundsArgs", "RoundsShared", "rounds_body"),
+    "quantise": ("DispatchArgs", "QuantiseShared", "quantise_body"),
 }
 
 
@@ -229,6 +230,41 @@ HD void rounds_body(const RoundsArgs& args, const Cta& cta, RoundsShared& shared
 }  // namespace moe_nvlink
 """
 
+_QUANTISE = """
+// ---- the quantiser of dispatch alone: this rank's rows to the front of its own receive buffers,
+// and nothing else. What a dispatch that quantises is measured against.
+namespace moe_nvlink {
+
+struct QuantiseShared {
+  TokenRoute routes[2];
+  RowAmax amax[2];
+};
+
+template <class Config>
+HD void quantise_body(const DispatchArgs& args, const Cta& cta, QuantiseShared& shared) {
+  float scale = 1.0f;
+  if (args.global_scale != 0) scale = load_word(reinterpret_cast<const float*>(args.global_scale));
+  const uint64_t rank = static_cast<uint64_t>(args.geometry.ep_rank);
+  with_quantiser<Config>(args, cta, scale, [&](const auto& quantising) {
+    int turn = 0;
+    for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
+      TokenRoute& route = shared.routes[turn];
+      if (cta.thread == 0) {
+        for (int k = 0; k < top_k_of<Config>(args.geometry); ++k) route.rows[k] = kNoSlot;
+        route.rows[0] = token;
+        route.windows[0] = args.window_base + rank * args.rank_stride;
+      }
+      quantising.prepare(token, shared.amax[turn]);
+      cta.sync();
+      quantising.put(token, route, shared.amax[turn]);
+      turn = 1 - turn;
+    }
+  });
+}
+
+}  // namespace moe_nvlink
+"""
+
 #: Threads of a CTA that the tests' entry points are compiled for; room for what the delays need.
 THREADS = 256
 
@@ -247,7 +283,10 @@ extern "C" __global__ void {bounds} moe_nvlink_emulated_{verb}(
 }}
 """
 
-_HOST_ROUNDS = "MOE_NVLINK_KERNEL(emulated_rounds, RoundsArgs, RoundsShared, rounds_body)\n"
+_HOST_ENTRIES = """
+MOE_NVLINK_KERNEL(emulated_rounds, RoundsArgs, RoundsShared, rounds_body)
+MOE_NVLINK_KERNEL(emulated_quantise, DispatchArgs, QuantiseShared, quantise_body)
+"""
 
 #: Per verb, for tests/fake_cuda: what it runs in the place of the GPU's entry point. As many ranks
 #: as have arguments, each a thread with a grid of two CTAs.
@@ -330,8 +369,10 @@ def struct_of(verb: str) -> type[ctypes.Structure]:
     return RoundsArgs if name == "RoundsArgs" else structs()[name]
 
 
-def verbs(*, fused: bool = False, **_options: int) -> tuple[str, ...]:
+def verbs(*, fused: bool = False, alone: bool = False, **_options: int) -> tuple[str, ...]:
     """Verbs that device_source makes with these options."""
+    if alone:
+        return ("quantise",)
     return ("rounds",) if fused else ("dispatch", "combine")
 
 
@@ -343,6 +384,7 @@ def device_source(
     pdl: bool = False,
     delays: bool = False,
     fused: bool = False,
+    alone: bool = False,
     as_product: bool = False,
     quantiser: int = 0,
     combine: int = 0,
@@ -353,6 +395,7 @@ def device_source(
         quantiser, combine: kQuantiser* of dispatch and kCombine* of combine.
         delays: sleeps sown in.
         fused: moe_nvlink_emulated_rounds instead.
+        alone: moe_nvlink_emulated_quantise instead; needs a quantiser.
         as_product: for CTAs of any size, as the product's kernels are.
     """
     text, entries = re.subn(
@@ -364,9 +407,11 @@ def device_source(
     assert entries == 2, f"{entries} entry points of the product"
     if fused:
         text += _ROUNDS
+    if alone:
+        text += _QUANTISE
     if delays:
         text = with_delays(text, host=False)
-    for verb in verbs(fused=fused):
+    for verb in verbs(fused=fused, alone=alone):
         args, shared, body = VERBS[verb]
         fields: dict[str, Any] = {"args": args, "shared": shared, "body": body}
         fields["bounds"] = "" if as_product else f"__launch_bounds__({THREADS})"
@@ -376,7 +421,7 @@ def device_source(
 
 def host_source(*, delays: bool = False) -> str:
     """The host library with emulated_rounds in it; every geometry, chosen by the arguments."""
-    text = source.host_source() + _ROUNDS + _HOST_ROUNDS
+    text = source.host_source() + _ROUNDS + _QUANTISE + _HOST_ENTRIES
     return with_delays(text, host=True) if delays else text
 
 
@@ -384,7 +429,8 @@ def stand_in_source(count: int) -> str:
     """The host library that tests/fake_cuda runs when emulated kernels are launched."""
     text = host_source(delays=True)
     for verb, (args, _shared, _body) in VERBS.items():
-        function = "emulated_rounds" if verb == "rounds" else f"moe_nvlink_{verb}"
+        of_product = verb in ("dispatch", "combine")
+        function = f"{'moe_nvlink' if of_product else 'emulated'}_{verb}"
         window = ".dispatch.window_base" if verb == "rounds" else ".window_base"
         fields = {"args": args, "function": function, "window": window}
         text += _STAND_IN_ENTRY.format(verb=verb, count=count, **fields)

@@ -205,6 +205,16 @@ def test_the_benchmarks_kernels_compile(architecture: str) -> None:
     nvrtc.compile_cubin(text, architecture, strict=True)
 
 
+@pytest.mark.parametrize(("recipe", "architecture"), [("Fp8Token", "sm_90a"), ("Nvfp4", "sm_100a")])
+def test_the_benchmarks_quantiser_compiles(recipe: str, architecture: str) -> None:
+    """The quantiser alone, with its row's largest magnitude and with the hardware's conversions."""
+    element, quantiser = constants()["kElementBf16"], constants()[f"kQuantiser{recipe}"]
+    text = emulated_text.device_source(
+        1, element, 8, alone=True, as_product=True, quantiser=quantiser
+    )
+    nvrtc.compile_cubin(text, architecture, strict=True)
+
+
 def test_the_bug_for_racecheck_compiles() -> None:
     """tests/gpu/test_sanitizers.py takes a barrier out of this text."""
     intact = emulated_text.device_source(2, constants()["kElementBf16"], 8)

@@ -47,9 +47,15 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert re.search(r"\d+ passed", report)
     (emulated,) = tmp_path.glob("*-rehearsal-emulated.json")
     (launch,) = tmp_path.glob("*-rehearsal-launch.json")
+    (recipes,) = tmp_path.glob("*-rehearsal-recipes.json")
     first = json.loads(emulated.read_text())["rows"][0]
     assert first["dispatch_us"] > 0
     assert first["dispatch_logical_bytes"] == first["tokens"] * 2 * (64 * 2 + 8 * 8)
+    found = {row["name"]: row for row in json.loads(recipes.read_text())["rows"]}
+    per_row = {name: row["wire_bytes_per_token"] for name, row in found.items()}
+    # Of 256 elements with 8 ids and weights; in nvfp4 half a byte each, and 16 scales.
+    assert per_row["nvfp4 fused"] / per_row["fp8_tensor fused"] == (128 + 16 + 64) / (256 + 64)
+    assert found["mxfp8 fused"]["over_quantiser"]["ratio"] > 0
     rows = json.loads(launch.read_text())["rows"]
     by_hand, by_op = (
         rows[name]["median_us"]
