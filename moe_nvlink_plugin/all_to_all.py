@@ -172,8 +172,9 @@ class MoeAllToAll:
             scales: `[num_tokens, scales per row]` of rows quantised by the caller, for recipes that
                 have them.
             global_scale: one float32 on the device, for activations and recipes that need it
-                (fp8_tensor, nvfp4); finite and above 0. Checked on CPU; on a GPU only when it is
-                first seen and no CUDA graph is being captured, because that waits for the device.
+                (fp8_tensor, nvfp4); from 2^-126 to 2^126. Checked on CPU; on a GPU only when it is
+                first seen (at its address: not a new one where an old one was) and no CUDA graph is
+                being captured, because that waits for the device.
             channel: which of the num_channels independent exchanges.
 
         Raises:

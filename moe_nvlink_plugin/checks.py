@@ -79,11 +79,15 @@ def global_scale(layer: LayerExchange, scale: torch.Tensor | None, *, needed: bo
             scale has.
     """
     name = layer.recipe.name
-    if (scale is not None) != needed:
-        what = "needs global_scale" if needed else "takes no global_scale here"
-        raise InputError(f"recipe {name} {what}: only activations quantised by one scale have it")
     if scale is None:
+        if needed:
+            check_global_scale(name, scale)  # says what to do
         return
+    if not needed:
+        raise InputError(
+            f"recipe {name} takes no global_scale here, only with activations that it quantises by "
+            "one scale; leave it out (the experts get it from you, it does not travel)"
+        )
     on_device("global_scale", scale, layer.workspace.device)
     executor = layer.workspace.executor
     # To look at a number on a GPU waits for it, which a capture forbids.

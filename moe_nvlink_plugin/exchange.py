@@ -164,7 +164,9 @@ class LayerExchange:
 
     def first_sight(self, scale: torch.Tensor) -> bool:
         """Whether this tensor's value has not been looked at yet. Local; remembers it."""
-        key = (scale.data_ptr(), scale._version)
+        # Tensors made in inference mode do not count what is written to them.
+        version = 0 if scale.is_inference() else scale._version
+        key = (scale.data_ptr(), version)
         if key in self._checked_scales:
             return False
         self._checked_scales.add(key)

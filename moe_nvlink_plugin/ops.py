@@ -75,8 +75,8 @@ def _dispatch_fake(
 ) -> Five:
     inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
     layer = exchange.find(handle)
-    scale = [] if global_scale is None else [global_scale]
-    layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *scale)
+    optional = [tensor for tensor in (scales, global_scale) if tensor is not None]
+    layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *optional)
     ids, weights, hidden = (
         hidden_states.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
         for row in list(layer.rows.values())[:3]

@@ -276,6 +276,10 @@ BAD_FP8_BLOCK: dict[str, tuple[dict[str, Any], str]] = {
         {"hidden_states": ROWS, "scales": torch.ones(2, 3).T},
         r"scales is not contiguous \(strides \[1, 3\]\)",
     ),
+    "scales on meta": (
+        {"hidden_states": ROWS, "scales": SCALES.to("meta")},
+        "a tensor is on meta, this exchange works on cpu",
+    ),
     "a global scale": (
         {"global_scale": torch.tensor(1.0)},
         "recipe fp8_block takes no global_scale here",
@@ -299,7 +303,7 @@ def test_calls_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        (None, "needs global_scale"),
+        (None, "needs global_scale, one fp32 number for the whole tensor"),
         (torch.tensor(0.0), "global_scale=0.0"),
         (torch.tensor(-1.0), "global_scale=-1.0"),
         (torch.tensor(float("nan")), "global_scale=nan"),
@@ -324,6 +328,22 @@ def test_a_scale_that_turns_bad_is_seen() -> None:
         scale.zero_()
         with pytest.raises(InputError, match="global_scale=0.0"):
             layer.dispatch(hidden, ids, weights, global_scale=scale)
+
+
+def test_scales_are_seen_once_each() -> None:
+    """What spares a GPU the wait; also of tensors that have no version, as in inference mode."""
+    with alone(recipe="nvfp4") as made:
+        layer, scale = made._layer, torch.ones(1)
+        with torch.inference_mode():
+            other = torch.ones(1)
+        assert [layer.first_sight(one) for one in (scale, scale, other, other)] == [
+            True,
+            False,
+            True,
+            False,
+        ]
+        scale.fill_(2.0)
+        assert layer.first_sight(scale)
 
 
 def test_experts_output_of_another_type() -> None:
