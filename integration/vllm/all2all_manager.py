@@ -37,13 +37,15 @@ class Proposal(NamedTuple):
     """What one rank would set a layer up with.
 
     layer: its name; geometry: of its exchange; static_scale: that its rows are quantised by, None
-    where they bring their own; problem: why this rank cannot set it up, None where it can.
+    where they bring their own; problem: why this rank cannot set it up, None where it can;
+    named_scale: of a recipe that a user named, None where it has none.
     """
 
     layer: str
     geometry: Geometry
     static_scale: float | None
     problem: str | None = None
+    named_scale: float | None = None
 
 
 class MoeNvlinkAll2AllManager(All2AllManagerBase):
@@ -217,7 +219,10 @@ def _refuse_differences(mine: Proposal, everyones: list[Proposal]) -> None:
     ):
         raise DisagreementError(
             "the ranks set up different layers or formats; "
-            + ", ".join(f"rank {r} has {p.layer}: {p.geometry}" for r, p in enumerate(everyones))
+            + ", ".join(
+                f"rank {r} has {p.layer}: {p.geometry}, dispatch_global_scale {p.named_scale}"
+                for r, p in enumerate(everyones)
+            )
         )
     if len({theirs.static_scale for theirs in everyones}) > 1:
         each = ", ".join(f"rank {r} has {p.static_scale}" for r, p in enumerate(everyones))

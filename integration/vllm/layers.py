@@ -169,6 +169,7 @@ def _agreed_format(
         geometry._replace(recipe=None if chosen.recipe is None else chosen.recipe.name),
         scale,
         None if problem is None else str(problem),
+        None if chosen.global_scale is None else float(chosen.global_scale),
     )
     manager.agree(mine)
     if problem is not None:

@@ -561,13 +561,17 @@ class Manager:
 GEOMETRY = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32)
 
 
-def _set_up(configs: list[Any], names: tuple[str, str] = ("layer 3", "layer 3")) -> list[str]:
+def _set_up(
+    configs: list[Any],
+    names: tuple[str, str] = ("layer 3", "layer 3"),
+    options: tuple[Options, Options] = (Options(), Options()),
+) -> list[str]:
     """What each rank is told when the ranks' experts have these configurations."""
 
     def rank_main(group: Any) -> str:
         experts, manager = (
             Experts(LEFT_OPEN["NoOP"](), configs[group.rank]),
-            Manager(group, Options()),
+            Manager(group, options[group.rank]),
         )
         try:
             chosen = layers._agreed_format(manager, names[group.rank], experts, GEOMETRY)  # type: ignore[arg-type]
@@ -605,6 +609,17 @@ def test_ranks_with_different_formats_or_layers() -> None:
         assert "recipe='fp8_token'" in told
     for told in _set_up([nvfp4(), nvfp4()], ("layer 3", "layer 4")):
         assert told.startswith("DisagreementError")
+
+
+def test_scales_of_a_named_recipe_that_differ_between_ranks() -> None:
+    """A row would be dequantised by another scale than it was quantised by, in silence."""
+    mine, others = Options("nvfp4", dispatch_global_scale=2.0), Options("nvfp4")
+    floats = [vllm_config.FUSED_MOE_UNQUANTIZED_CONFIG] * 2
+    assert _set_up(floats, options=(mine, mine)) == ["nvfp4", "nvfp4"]
+    for told in _set_up(floats, options=(mine, others)):
+        assert told.startswith("DisagreementError")
+        assert "dispatch_global_scale 2.0" in told
+        assert "dispatch_global_scale 1.0" in told
 
 
 # Combine.
