@@ -208,12 +208,7 @@ def test_tokens_equal_those_of_one_rank(
     requests_of: Callable[[str], Requests],
     folder: Path,
 ) -> None:
-    # Of four ranks that compile, vLLM's variable for its own CI leaves Dynamo and drops Inductor,
-    # which the compiled server of two ranks has.
-    environment = {"VLLM_CPU_CI_ENV": str(int(ep_size == 4))}
-    with EpServer(
-        requests_of(architecture), folder, name, *arguments, environment=environment
-    ) as server:
+    with EpServer(requests_of(architecture), folder, name, *arguments) as server:
         assert server.differing(range(4), concurrency=1) == []
         assert server.differing(range(4, 24), concurrency=5) == []
         server.check_traffic(ep_size, 24, _num_moe_layers(architecture))
