@@ -325,18 +325,24 @@ HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const R
   }
 }
 
+// Rows that `source` has put here this round. From its cell, which dispatch has waited for and checked,
+// and which stays until this rank has signalled. Not from recv_counts: callers have those as a
+// tensor, and may have written to it since.
+HD int rows_received(const CombineArgs& args, int source) {
+  const uint64_t* cell = cell_of(args, args.geometry.ep_rank, args.control.dispatch_cells, source);
+  return static_cast<int>(cell_count(load_word(cell)));
+}
+
 // The CTAs share the filled slots: every num_blocks-th of them in the order of the slots.
 template <class Element, int Format>
 HD void quantise_received(const CombineArgs& args, const Cta& cta, const RowSizes& sizes,
                           QuantisedCombineShared& shared) {
   const Geometry& geometry = args.geometry;
-  const int32_t* counts =
-      reinterpret_cast<const int32_t*>(region_of(args, geometry.ep_rank, args.control.recv_counts));
   int turn = 0;
   int row = cta.block;  // counted from the front of this source's slice
   MOE_NVLINK_ROLLED
   for (int source = 0; source < geometry.ep_size; ++source) {
-    const int count = load_word(counts + source);
+    const int count = rows_received(args, source);
     MOE_NVLINK_ROLLED
     for (; row < count; row += cta.num_blocks) {
       // No barrier behind a row. To write this amax again a thread must pass the barrier of the next

@@ -58,7 +58,12 @@ def config(partial_rows: torch.Tensor, name: str, rank: int, num_threads: int) -
 
 
 def exchange(
-    partial_rows: torch.Tensor, name: str, num_threads: int = 2, hidden_splits: int = 1
+    partial_rows: torch.Tensor,
+    name: str,
+    num_threads: int = 2,
+    hidden_splits: int = 1,
+    *,
+    overwrite_counts: bool = False,
 ) -> Outcome:
     """`partial_rows[token, k]` is what rank k's expert makes of rank 0's token."""
     num_tokens, top_k, hidden_size = partial_rows.shape
@@ -76,6 +81,8 @@ def exchange(
             received = layer.dispatch(
                 torch.zeros(count, hidden_size, dtype=mine.dtype), ids, numbers
             )
+            if overwrite_counts:
+                received.recv_counts.zero_()
             rows = layer.combine_input()
             rows.fill_(math.nan)  # of slots that are not filled: nobody may look
             tokens = received.topk_weights[:num_tokens, 0].long()
@@ -382,6 +389,14 @@ def test_beats_a_cast_without_scales(name: str) -> None:
 
 
 # ---- Names, sizes, failures.
+
+
+@each_format
+def test_counts_that_the_caller_has_written_to_do_not_matter(name: str) -> None:
+    """Dispatched.recv_counts is the caller's tensor once dispatch is done."""
+    rows = draw("gaussian", (5, 3, 128), BF16)
+    combined = exchange(rows, name, overwrite_counts=True).combined
+    assert_same_bits(combined, expected(rows, name), name)
 
 
 def test_formats_are_those_of_the_kernels() -> None:

@@ -10,7 +10,14 @@ import pytest
 from moe_nvlink_plugin.jit import nvrtc, source
 from moe_nvlink_plugin.jit.header import constants
 from tests.kernels.delays import replace_once
-from tests.kernels.test_nvrtc import BF16, Instruction, cuobjdump, disassemble, generic_accesses
+from tests.kernels.test_nvrtc import (
+    BF16,
+    Instruction,
+    assert_waits_first,
+    cuobjdump,
+    disassemble,
+    generic_accesses,
+)
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -120,6 +127,11 @@ def test_conversions_of_the_hardware(name: str, architecture: str) -> None:
     has_e2m1 = (name, architecture) == ("Nvfp4", "sm_100a")
     assert count("E2M1", "UNPACK") == (unpacked if has_e2m1 else 0)
     assert count("E2M1", "SATFINITE") == (8 if has_e2m1 else 0)
+
+
+@each_variant
+def test_nothing_is_touched_before_the_wait(name: str, architecture: str) -> None:
+    assert_waits_first(tuple(one.name for one in listing(name, architecture)))
 
 
 @each_variant

@@ -235,16 +235,21 @@ def test_cell_is_loaded_whole(architecture: str) -> None:
     assert "LDG.E.64.STRONG.SYS" in instructions(8, BF16, architecture, "moe_nvlink_dispatch")
 
 
+def assert_waits_first(names: tuple[str, ...]) -> None:
+    """Global memory is touched behind the wait for the kernel before, and behind the signal."""
+    assert names.count("ACQBULK") == names.count("PREEXIT") == 1
+    wait, signal = names.index("ACQBULK"), names.index("PREEXIT")
+    touches = [i for i, name in enumerate(names) if re.match(r"(LDG|STG|ATOMG|REDG)\.", name)]
+    assert wait < signal < min(touches)
+
+
 @each_kernel
 @each_architecture
 def test_programmatic_dependent_launch(architecture: str, kernel: str) -> None:
     """Nothing of global memory is touched before the wait; shared memory is."""
     names = instructions(8, BF16, architecture, kernel)
-    assert names.count("ACQBULK") == names.count("PREEXIT") == 1
-    wait, signal = names.index("ACQBULK"), names.index("PREEXIT")
-    touches = [i for i, name in enumerate(names) if re.match(r"(LDG|STG|ATOMG|REDG)\.", name)]
-    assert wait < signal < min(touches)
-    assert any(name.startswith("STS") for name in names[:wait])
+    assert_waits_first(names)
+    assert any(name.startswith("STS") for name in names[: names.index("ACQBULK")])
 
 
 @each_kernel
@@ -357,6 +362,13 @@ def test_quantising_adds_no_barrier(quantiser: str, architecture: str) -> None:
     plain = instructions(COMMON_TOP_K, BF16, architecture, KERNELS[0])
     names = quantising_names(quantiser, architecture)
     assert sorted(filter(ordered.match, names)) == sorted(filter(ordered.match, plain))
+
+
+@each_quantiser
+def test_a_quantising_dispatch_touches_nothing_before_its_wait(
+    quantiser: str, architecture: str
+) -> None:
+    assert_waits_first(quantising_names(quantiser, architecture))
 
 
 # These checks can fail.
