@@ -70,6 +70,7 @@ OTHER_FORMATS = (r"^format == kCombineFp8Block$", r"^format == kCombineNvfp4$")
 OTHER_ELEMENTS = r"^!\(element == kElementBf16\)"
 HAS_ITEMS = r"^int item = cta\.block"
 
+ROWS_COUNTED = r"\brows_received\("
 ROW_QUANTISED = r"\bquantise_slot<"
 HAS_ROWS = r"^; row < count"
 ARRIVED_LAST = r"^!\(!arrive_with_rows"
@@ -218,6 +219,7 @@ def combining(
 def combining_quantised(
     kernels: Kernels,
     *,
+    count: str = "",
     rows: str = "",
     arrival: str = "",
     signal: str | None = None,
@@ -227,12 +229,13 @@ def combining_quantised(
 ) -> str:
     """Combine in fp8_block, a thread; thread 0 of its CTA has `arrival`'s operands.
 
-    rows: instructions by which the thread quantises its part of a row. signal: operands, if the CTA
+    count: what it reads of a cell of dispatch. rows: instructions by which it quantises its part of
+    a row. signal: operands, if the CTA
     arrives last. reset: what the last thread of that CTA writes. item: what the thread gets for the
     CTA's item, if that has one.
     """
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
-    plain: dict[str, Operands] = {}
+    plain: dict[str, Operands] = {ROWS_COUNTED: count}
     untaken = [SIGNALS, OTHER_ELEMENTS, OTHER_FORMATS[1], r"^format == kCombineUnquantised$"]
     untaken += [HAS_FAILED, A_FAULT]
     if rows:
@@ -587,6 +590,24 @@ def quantised_read_before_next(kernels: Kernels) -> str:
     )
 
 
+def cell_counted_before_next_cell(kernels: Kernels) -> str:
+    """A CTA of rank 0's combine, not the last, counts its rows by the cell of round n; rank 1 has
+    the signal and sends the one of round n+1.
+    """
+    return text(
+        {
+            "gpu0.k0.cta0.t0": combining_quantised(kernels, arrival="first=0, arrived, 1"),
+            "gpu0.k0.cta0.t1": combining_quantised(kernels, count="ld.weak got, count"),
+            "gpu0.k0.cta1.t0": combining_quantised(
+                kernels, arrival="second=1, arrived, 1", signal=""
+            ),
+            "gpu0.k0.cta1.t1": combining_quantised(kernels, signal=f"{SIGNAL}, 0|1"),
+            "gpu1.k0.cta1.t0": combining_quantised(kernels, wait=SIGNALLED),
+            "gpu1.k1.cta0.t0": finishing(kernels, cell=f"{CELL}, 9|2"),
+        }
+    )
+
+
 def amax_of_three_rows(kernels: Kernels) -> str:
     """A fast warp leaves its part of the amax of rows 1, 2, 3 of a CTA; a slow one takes each."""
     used, turned = "shared.amax[turn]", "turn = 1 - turn;"
@@ -810,6 +831,19 @@ SCENARIOS = {
             "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
             "combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,),
             **ANY_RELEASE_OR_ACQUIRE,
+        },
+    ),
+    "rows are counted before the next cell": Scenario(
+        ("P3", "P5"),
+        cell_counted_before_next_cell,
+        ({"got": 9},),
+        {
+            "arrival relaxed": (ROWS_RELAXED,),
+            "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
+            "no barrier before the arrival": (NO_BARRIER_BEFORE_ROWS_ARRIVE,),
+            "no barrier behind the arrival": (NO_BARRIER_BEHIND_ROWS_ARRIVE,),
+            "signal relaxed": (SIGNAL_RELAXED,),
+            "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
         },
     ),
     "amax of three rows": Scenario(
