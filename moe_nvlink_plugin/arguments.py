@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .config import AllToAllConfig
+from .errors import ConfigError
 from .jit.header import constants, structs
 from .layout import Region
 from .recipes import PayloadRow, QuantisingRecipe, Recipe
@@ -43,9 +44,19 @@ def combine_code(config: AllToAllConfig) -> int:
 
 
 def quantiser_code(recipe: Recipe) -> int:
-    """kQuantiser* of config.h: how dispatch makes this recipe's rows; None: it cannot."""
+    """kQuantiser* of config.h: how dispatch makes this recipe's rows; kQuantiserNone: it cannot.
+
+    Raises:
+        ConfigError: the recipe names a quantiser that the kernels do not have.
+    """
     name = recipe.quantiser if isinstance(recipe, QuantisingRecipe) else None
-    return constants()[f"kQuantiser{name}"]
+    code = constants().get(f"kQuantiser{name}")
+    if code is None:
+        raise ConfigError(
+            f"recipe {recipe.name} names quantiser {name!r}, which the kernels do not have; with "
+            '"None" its own quantise() is called before dispatch'
+        )
+    return code
 
 
 def dispatch_arguments(

@@ -284,9 +284,14 @@ def _quantising(recipe: Any) -> QuantisingRecipe:
 def _named_global_scale(
     recipe: QuantisingRecipe, device: torch.device, options: Options
 ) -> torch.Tensor | None:
-    if not recipe.needs_global_scale:
-        return None
     scale = options.dispatch_global_scale
+    if not recipe.needs_global_scale:
+        if scale is not None:
+            raise UnsupportedError(
+                f"dispatch in {recipe.name} takes no scale of yours, its rows bring their own: "
+                f'remove "dispatch_global_scale" from additional_config["{KEY}"].'
+            )
+        return None
     if scale is None:
         scale = DEFAULT_GLOBAL_SCALES.get(recipe.name)
     if scale is None:

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, QuantisingRecipe, ops
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError, InputError
+from moe_nvlink_plugin.recipes import MXFP8
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -201,6 +202,12 @@ def test_compiled_as_eager() -> None:
 def test_configurations_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         alone(**values)
+
+
+def test_a_quantiser_that_the_kernels_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(MXFP8), "quantiser", "Mxfp9")
+    with pytest.raises(ConfigError, match="recipe mxfp8 names quantiser 'Mxfp9'.*\"None\""):
+        alone(recipe="mxfp8")
 
 
 def test_combine_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,6 +373,8 @@ def test_the_global_scale_of_a_named_recipe() -> None:
     assert given.static_scale(experts.quant_config) is None  # a constant, not the checkpoint's
     with pytest.raises(UnsupportedError, match="dispatch_global_scale"):
         format_of(experts, Options(dispatch="fp8_tensor"))
+    with pytest.raises(UnsupportedError, match=r'mxfp8 takes no scale.*"dispatch_global_scale"'):
+        format_of(experts, Options(dispatch="mxfp8", dispatch_global_scale=2.0))
     # The one the model itself asks for comes with a scale.
     own = format_of(experts_of(FP8_TENSOR), Options(dispatch="fp8_tensor"))
     assert own.global_scale is None
