@@ -170,7 +170,8 @@ class CudaBackend:
         self.device = torch.device(device)
         self._index = index = self.device.index or 0
         self._pdl = pdl
-        self._count = most_ranks_for(ranks)
+        verbs = emulated_text.verbs(**options)
+        self._count = most_ranks_for(ranks, verbs)
         gpu = driver.device(index)
         code = cubin(
             config.top_k,
@@ -183,7 +184,6 @@ class CudaBackend:
             **options,
         )
         self._num_sms = gpu.num_sms
-        verbs = emulated_text.verbs(**options)
         with driver.on_device(index):
             self._module = driver.call("cuModuleLoadData", code)
             self._kernels = {
@@ -237,9 +237,9 @@ class CudaBackend:
         self._module = None
 
 
-def most_ranks_for(ranks: int) -> int:
+def most_ranks_for(ranks: int, verbs: Sequence[str] = ("dispatch", "combine")) -> int:
     """Ranks the kernels are compiled for: few values, so that cases share their machine code."""
-    limit = emulated_text.most_ranks(emulated_text.struct_of("rounds"))
+    limit = min(emulated_text.most_ranks(emulated_text.struct_of(verb)) for verb in verbs)
     found = next((count for count in (8, 64, limit) if ranks <= count), None)
     if found is None:
         raise UnsupportedError(f"{ranks} emulated ranks; one launch takes {limit} ranks' arguments")

@@ -151,19 +151,6 @@ def test_near_is_one_code() -> None:
         compare.check_combined(case, inputs, seen, near=True)
 
 
-def test_near_bounds_what_comes_back_in_nvfp4() -> None:
-    case = cases.with_formats(
-        Case(name="bound", tokens=(5, 5), dtype=torch.bfloat16, seed=3), "mxfp8", "nvfp4"
-    )
-    inputs = cases.make_inputs(case)
-    (seen,) = cases.run_case(case, rounds=1)
-    compare.check_combined(case, inputs, seen, near=True)
-    whole = seen[1].combined.isfinite().all(1) & (seen[1].combined.abs().amax(1) > 0)
-    seen[1].combined[whole] *= 1.5
-    with pytest.raises(AssertionError, match="an error of"):
-        compare.check_combined(case, inputs, seen, near=True)
-
-
 def test_delays_are_sown() -> None:
     for text, on_host in (
         (emulated_text.host_source(), True),
@@ -306,6 +293,7 @@ def test_arguments_of_all_ranks_fit_into_one_launch() -> None:
     assert emulated.most_ranks_for(1) == emulated.most_ranks_for(8) == 8
     assert emulated.most_ranks_for(9) == emulated.most_ranks_for(64) == 64
     assert emulated.most_ranks_for(72) >= 72, "an NVL72 domain"
+    assert emulated.most_ranks_for(64, ("rounds",)) == 64
     with pytest.raises(UnsupportedError, match="1000 emulated ranks"):
         emulated.most_ranks_for(1000)
 
