@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -98,9 +100,17 @@ def test_constants_of_the_gpu(
 
 #: Lanes as on the GPU: 16 elements each, and those of a block exchange its largest magnitude, here
 #: by way of memory. A warp of the host is half of a CTA's threads; 8 of them have a block of 128.
+#: What is loaded or stored across its boundary, which is an error on the GPU, goes wrong here too.
 LANES_OF_THE_GPU = {
     "constexpr int kLaneElements = 128;": "constexpr int kLaneElements = 16;",
     "  const int num_threads_;": " public:\n  unsigned board[8];\n  const int num_threads_;",
+    "      std::memcpy(&vector, source, Bytes);\n": """
+      std::memset(&vector, 0x5a, Bytes);
+      if (reinterpret_cast<uint64_t>(source) % Bytes == 0) std::memcpy(&vector, source, Bytes);
+""",
+    "      std::memcpy(target, &vector, Bytes);\n": """
+      if (reinterpret_cast<uint64_t>(target) % Bytes == 0) std::memcpy(target, &vector, Bytes);
+""",
     "int kExchangeThreads = 1;": "int kExchangeThreads = kWarpThreads;",
     "    static_assert(Lanes == 1);\n    return value;\n": """
     const int lane = thread % kWarpThreads;
@@ -160,6 +170,31 @@ def test_lanes_of_the_gpu(recipe: str, hidden_size: int, monkeypatch: pytest.Mon
     compare.check_case(quantised_case(recipe, hidden_size))
 
 
+@pytest.mark.parametrize(
+    ("combine", "hidden_size"), [("fp8_block", 128), ("fp8_block", 384), ("nvfp4", 304)]
+)
+def test_lanes_of_the_gpu_in_combine(
+    combine: str, hidden_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = library_with_lanes(source.host_source())
+    monkeypatch.setattr(host, "load", lambda: library)
+    case = quantised_case("bf16", hidden_size)
+    compare.check_case(dataclasses.replace(case, combine=combine, top_k=4))
+
+
+def test_vectors_across_their_boundary_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 72 bytes stored in pieces of 16."""
+    codes = constants()
+    quantiser = codes["kQuantiserFp8Tensor"]
+    text = source.specialised_source(3, codes["kElementBf16"], host=True, quantiser=quantiser)
+    text = replace_once(text, "if (kAlignedVectorsOnly && whole != hidden_size) whole = 0;", "")
+    library = library_with_lanes(text)
+    monkeypatch.setattr(host, "load", lambda: library)
+    case = quantised_case("fp8_tensor", 72)
+    with pytest.raises(AssertionError, match="first difference"):
+        compare.check_received(case, make_inputs(case), run_case(case, rounds=1)[0])
+
+
 def check_mxfp8(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One round of activations through a build that has no other quantiser."""
     library = library_with_lanes(text)
@@ -180,8 +215,8 @@ def test_lanes_of_a_specialised_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_lanes_that_do_not_exchange_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with the scale of its own 16 elements."""
-    shared = "cta.max_of_lanes<kLanes>(amax_of<Element, kBlock>(words + i * kBlock))"
-    text = replace_once(mxfp8_text(), shared, "amax_of<Element, kBlock>(words)")
+    shared = "cta.max_of_lanes<kLanes>(amax_of<Element, Count>(words))"
+    text = replace_once(mxfp8_text(), shared, "amax_of<Element, Count>(words)")
     with pytest.raises(AssertionError, match="first difference"):
         check_mxfp8(text, monkeypatch)
 
