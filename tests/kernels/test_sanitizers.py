@@ -274,7 +274,7 @@ def test_the_other_sanitizers_look(
 ) -> None:
     quantisers = "amax" in what or "block" in what
     text = replace_once(kernel_text(quantisers=quantisers, formats=False), old, new)
-    flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    flags = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     done = run(build(text, tmp_path, *flags))
     assert done.returncode != 0, what
     assert re.search(report, done.stderr), done.stderr[:2000]
