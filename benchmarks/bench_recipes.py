@@ -67,6 +67,7 @@ class Options:
     threads: int
     recipes: tuple[str, ...]
     combines: tuple[str, ...]
+    skip_torch: bool
 
     def config(self, ep_rank: int, tokens: int, **changes: Any) -> AllToAllConfig:
         return AllToAllConfig(
@@ -134,10 +135,11 @@ class Rank:
                 layer, lambda: (self.hidden, None), scale
             ),
             f"{recipe.name} two steps": lambda: self._dispatch(layer, by_kernel, None),
-            f"{recipe.name} torch": lambda: self._dispatch(
-                layer, lambda: recipe.quantise(self.hidden, scale), None
-            ),
         }
+        if not self.options.skip_torch:
+            self.bodies[f"{recipe.name} torch"] = lambda: self._dispatch(
+                layer, lambda: recipe.quantise(self.hidden, scale), None
+            )
         self._check(layer, recipe, by_kernel)
 
     def _dispatch(
@@ -232,7 +234,11 @@ def kernel_quantiser(
     function.restype = None
     function.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 4 + [ctypes.c_int64, ctypes.c_int]
     given = (
-        *(quantiser_code(recipe), element_code(config.dtype), hidden.data_ptr()),
+        *(
+            quantiser_code(recipe, config.hidden_size),
+            element_code(config.dtype),
+            hidden.data_ptr(),
+        ),
         *(None if tensor is None else tensor.data_ptr() for tensor in (scale, rows, scales)),
         *hidden.shape,
     )
@@ -307,7 +313,8 @@ def add_ratios(rows: list[dict[str, Any]], times: torch.Tensor, names: list[str]
         if name.endswith(" fused"):
             recipe = name.removesuffix(" fused")
             row["over_two_steps"] = ratio(times, names, f"{recipe} two steps", name)
-            row["over_torch"] = ratio(times, names, f"{recipe} torch", name)
+            if f"{recipe} torch" in names:
+                row["over_torch"] = ratio(times, names, f"{recipe} torch", name)
 
 
 def ratio(times: torch.Tensor, names: list[str], of: str, over: str) -> dict[str, float]:
@@ -555,6 +562,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES)
     parser.add_argument(
         "--combines", nargs="*", default=list(COMBINE_FORMATS), choices=COMBINE_FORMATS
+    )
+    parser.add_argument(
+        "--skip-torch", action="store_true", help="CPU: not the slow third way, for many tokens"
     )
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
