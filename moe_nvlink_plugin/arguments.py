@@ -16,7 +16,7 @@ from .config import AllToAllConfig
 from .errors import ConfigError
 from .jit.header import constants, structs
 from .layout import Region
-from .recipes import PayloadRow, QuantisingRecipe, Recipe
+from .recipes import BUILT_IN, PayloadRow, QuantisingRecipe, Recipe, unquantised_recipe_of
 
 _ELEMENTS = {
     torch.bfloat16: "kElementBf16",
@@ -43,11 +43,25 @@ def combine_code(config: AllToAllConfig) -> int:
     return constants()[_COMBINE[config.combine]]
 
 
-def quantiser_code(recipe: Recipe) -> int:
+def formats_code(config: AllToAllConfig) -> int:
+    """7 bits for the recipe and combine's format, other ones for every pair of ours.
+
+    Layers whose rows have other formats must not be taken for each other in a round, even where
+    their rows are of the same size. A stranger's recipe shares its code with one in 96.
+    """
+    names = [recipe.name for recipe in BUILT_IN]
+    name = config.recipe or unquantised_recipe_of(config.dtype).name
+    if name not in names:
+        return 32 + zlib.crc32(f"{name} {config.combine}".encode()) % 96
+    return len(_COMBINE) * names.index(name) + combine_code(config)
+
+
+def quantiser_code(recipe: Recipe, hidden_size: int) -> int:
     """kQuantiser* of config.h: how dispatch makes this recipe's rows; kQuantiserNone: it cannot.
 
     Raises:
-        ConfigError: the recipe names a quantiser that the kernels do not have.
+        ConfigError: the recipe names a quantiser that the kernels do not have, or that makes other
+            rows than it says.
     """
     name = recipe.quantiser if isinstance(recipe, QuantisingRecipe) else None
     code = constants().get(f"kQuantiser{name}")
@@ -56,6 +70,14 @@ def quantiser_code(recipe: Recipe) -> int:
             f"recipe {recipe.name} names quantiser {name!r}, which the kernels do not have; with "
             '"None" its own quantise() is called before dispatch'
         )
+    for ours in BUILT_IN:
+        if isinstance(ours, QuantisingRecipe) and ours.quantiser == name:
+            rows = [(r.hidden_row(hidden_size), r.scales_row(hidden_size)) for r in (recipe, ours)]
+            if rows[0] != rows[1]:
+                raise ConfigError(
+                    f"recipe {recipe.name} names quantiser {name!r} for rows {rows[0]}, but that "
+                    f'makes {rows[1]}; with "None" its own quantise() is called before dispatch'
+                )
     return code
 
 
@@ -112,9 +134,7 @@ def _common(
         setattr(geometry, name, getattr(config, name))
     geometry.max_tokens_per_rank = config.max_tokens_per_rank
     geometry.element = element_code(config.dtype)
-    # Layers whose rows have other formats must not be taken for each other, even where their rows
-    # are of the same size.
-    geometry.formats = zlib.crc32(f"{config.recipe} {config.combine}".encode())
+    geometry.formats = formats_code(config)
     for name, _type in structs()["ControlRegions"]._fields_:  # type: ignore[misc]
         setattr(args.control, name, regions[name].block)
     return args

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from .hookspecs import hookimpl
-from .recipes import (
-    BF16,
-    FP8_BLOCK,
-    FP8_TENSOR,
-    FP8_TOKEN,
-    FP16,
-    FP32,
-    MXFP8,
-    NVFP4,
-    Recipe,
-)
+from .recipes import BUILT_IN, Recipe
 from .transport import Transport
 from .transport.host import HostTransport
 from .transport.nvlink import NvlinkTransport
@@ -22,7 +12,7 @@ from .transport.nvlink import NvlinkTransport
 @hookimpl
 def moe_nvlink_recipes() -> list[Recipe]:
     """bf16, fp16, fp32; fp8_block, fp8_token, fp8_tensor, mxfp8, nvfp4."""
-    return [BF16, FP16, FP32, FP8_BLOCK, FP8_TOKEN, FP8_TENSOR, MXFP8, NVFP4]
+    return list(BUILT_IN)
 
 
 @hookimpl

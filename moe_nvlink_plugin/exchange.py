@@ -55,7 +55,7 @@ class LayerExchange:
         self.config = config
         self.recipe = recipe
         self.quantising = recipe if isinstance(recipe, QuantisingRecipe) else None
-        self.quantiser = quantiser_code(recipe)
+        self.quantiser = quantiser_code(recipe, config.hidden_size)
         self.rows = payload_rows(config, recipe)
         self._checked_scales: set[tuple[int, int]] = set()
         self.num_slots = config.ep_size * config.max_tokens_per_rank

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
 
+from . import input_scales
 from .all2all_manager import Geometry, MoeNvlinkAll2AllManager, Proposal
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
@@ -96,6 +97,7 @@ def _rebuild_after_loading(quant_method: Any) -> None:
 
     @functools.wraps(original)
     def process_weights_after_loading(layer: Any) -> None:
+        input_scales.share(layer, lambda: get_ep_group().cpu_group)
         original(layer)
         _rebuild_kernel(quant_method, layer)
 

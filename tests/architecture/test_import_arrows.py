@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "workspace": {"errors", "env", "config", "recipes", "layout", "transport", "groups"}
     | {"executors"},
     "checks": {"errors", "config", "recipes"},
-    "arguments": {"config", "recipes", "layout", "jit"},
+    "arguments": {"errors", "config", "recipes", "layout", "jit"},
     # How a kernel is launched: on CPU threads, or by the CUDA driver.
     "executors": {"errors", "env", "config", "jit", "driver", "arguments"},
     "channel": {"errors", "jit", "arguments"},

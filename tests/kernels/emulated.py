@@ -179,7 +179,9 @@ class CudaBackend:
             self._count,
             gpu.architecture,
             pdl=pdl,
-            quantiser=0 if post_quant else arguments.quantiser_code(find_recipe(config)),
+            quantiser=0
+            if post_quant
+            else arguments.quantiser_code(find_recipe(config), config.hidden_size),
             combine=arguments.combine_code(config),
             **options,
         )
@@ -346,7 +348,9 @@ class EmulatedRanks:
         self.rows = payload_rows(self.config, self.recipe)
         self.regions = _packed_regions(WorkspaceLayout.for_geometry(self.config, self.recipe))
         self.hidden_splits = hidden_splits
-        self.quantiser = 0 if post_quant else arguments.quantiser_code(self.recipe)
+        self.quantiser = (
+            0 if post_quant else arguments.quantiser_code(self.recipe, self.config.hidden_size)
+        )
         self.global_scale = cases.global_scale(self.config, backend.device)
         last = max(
             region.offset + region.size_bytes for of in self.regions for region in of.values()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import re
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_nvlink_plugin import ExchangeStats, layout
-from moe_nvlink_plugin.config import MAX_CALLER_PAYLOADS, MAX_RANKS, MAX_TOP_K
+from moe_nvlink_plugin import AllToAllConfig, ExchangeStats, layout
+from moe_nvlink_plugin.arguments import formats_code
+from moe_nvlink_plugin.config import COMBINE_FORMATS, MAX_CALLER_PAYLOADS, MAX_RANKS, MAX_TOP_K
 from moe_nvlink_plugin.errors import CompileError
 from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.recipes import BUILT_IN
 
 
 def test_limits() -> None:
@@ -126,6 +127,23 @@ def test_a_line_that_is_not_a_field_is_refused() -> None:
         header._field("  int32_t a, b;", {})
 
 
+def layers_of_every_format() -> list[AllToAllConfig]:
+    return [
+        AllToAllConfig(
+            ep_size=2,
+            ep_rank=0,
+            num_experts=8,
+            top_k=2,
+            hidden_size=128,
+            max_tokens_per_rank=4,
+            recipe=recipe.name,
+            combine=combine,
+        )
+        for recipe in BUILT_IN
+        for combine in COMBINE_FORMATS
+    ]
+
+
 def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
     """Capacities that are powers of two always; of others, about one pair in 128 shares a tag."""
     library = ctypes.CDLL(str(host.build(source.host_source())))
@@ -148,8 +166,8 @@ def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
         tags = [tag(2**power, *layer) for power in range(25)]
         assert len(set(tags)) == len(tags)
         assert max(tags) < 2**7
-    formats = [zlib.crc32(f"{r} bf16".encode()) for r in (None, "fp8_block", "mxfp8", "nvfp4")]
-    assert len({tag(128, formats=value) for value in formats}) == len(formats)
+    codes = {formats_code(layer) for layer in layers_of_every_format()}
+    assert len(codes) == len({tag(128, formats=code) for code in codes}) == 24
     drawn = [
         tag(capacity, 8, hidden) for capacity in range(1, 100) for hidden in range(64, 6464, 64)
     ]

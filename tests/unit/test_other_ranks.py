@@ -251,4 +251,7 @@ def test_ranks_that_take_different_layers_for_a_round(num_threads: int) -> None:
     first, second = run_ranks(2, rank_main)
     assert "epoch 1 rank 1 used a layer of another geometry or format than rank 0 (max_tok" in first
     assert "max_tokens_per_rank=8, hidden_size=8" in first
-    assert "rank 0 used a layer of another geometry or format than rank 1 (max_tokens_per_rank=4" in second
+    assert (
+        "rank 0 used a layer of another geometry or format than rank 1 (max_tokens_per_rank=4"
+        in second
+    )

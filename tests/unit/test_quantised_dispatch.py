@@ -10,8 +10,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, QuantisingRecipe, ops
+from moe_nvlink_plugin.arguments import quantiser_code
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError, InputError
-from moe_nvlink_plugin.recipes import MXFP8
+from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, PayloadRow
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -217,6 +218,29 @@ def test_combine_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MOE_NVLINK_COMBINE", "int8")
     with pytest.raises(ConfigError, match="combine='int8' \\(MOE_NVLINK_COMBINE\\)"):
         config()
+
+
+class Borrower:
+    """A stranger's recipe that names our quantiser for other rows than that makes."""
+
+    name = "fp8_half"
+    activation_dtypes = (torch.bfloat16,)
+    needs_global_scale = False
+    quantiser = "Fp8Block"
+
+    def hidden_row(self, hidden_size: int) -> PayloadRow:
+        return PayloadRow(torch.uint8, hidden_size // 2)
+
+    def scales_row(self, hidden_size: int) -> PayloadRow:
+        return PayloadRow(torch.float32, hidden_size // 128)
+
+    quantise = dequantise = FP8_BLOCK.quantise
+
+
+def test_a_quantiser_that_makes_other_rows() -> None:
+    """The kernel would write past the end of those that the recipe has room for."""
+    with pytest.raises(ConfigError, match="recipe fp8_half names quantiser 'Fp8Block' for rows"):
+        quantiser_code(Borrower(), HIDDEN)
 
 
 @pytest.mark.parametrize(

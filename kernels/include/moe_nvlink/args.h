@@ -19,7 +19,7 @@ struct Geometry {
   int32_t max_tokens_per_rank;  // capacity: slots of one source's slice
   int32_t element;              // kElement* of combine
   int32_t num_tokens;           // this call's tokens on this rank
-  uint32_t formats;             // hash of the names of the recipe and of combine's format
+  uint32_t formats;             // 7 bits that stand for the recipe and combine's format
 };
 
 // With a quantiser, payload kFirstCallerPayload has the activations as its source,

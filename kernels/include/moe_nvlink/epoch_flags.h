@@ -35,9 +35,9 @@ HD uint32_t geometry_tag(const Geometry& geometry) {
   uint32_t mixed = static_cast<uint32_t>(geometry.top_k) * 0x85ebca6bu;
   mixed = (mixed ^ static_cast<uint32_t>(geometry.hidden_size)) * 0xc2b2ae35u;
   mixed = (mixed ^ mixed >> 15 ^ static_cast<uint32_t>(geometry.num_experts)) * 0x27d4eb2fu;
-  mixed = (mixed ^ mixed >> 15 ^ geometry.formats) * 0x165667b1u;
   mixed ^= static_cast<uint32_t>(geometry.max_tokens_per_rank) * 0x077cb531u;
-  return mixed >> kCountBits;
+  // Last and as they are: two formats of one geometry never share a tag either.
+  return mixed >> kCountBits ^ geometry.formats;
 }
 
 HD bool has_reached(uint64_t cell, uint32_t epoch) {
