@@ -340,6 +340,7 @@ def rank_main(rank: int, options: Options, tokens: list[int], folder: str) -> No
             print_rows(measured)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()  # gloo ends a process that takes the group down while another still uses it
     dist.destroy_process_group()
 
 
