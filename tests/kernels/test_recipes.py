@@ -6,8 +6,10 @@ Where vLLM's variants differ among themselves, a test says by how much and which
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -264,7 +266,8 @@ def vllm_fp8() -> dict[str, Any]:
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-    with set_current_vllm_config(VllmConfig()):
+    # A configuration for CPUs sets variables for the workers to come, LD_PRELOAD among them.
+    with mock.patch.dict(os.environ), set_current_vllm_config(VllmConfig()):
         return {
             "fp8_block": QuantFP8(False, GroupShape(1, 128), use_ue8m0=False),
             "fp8_token": QuantFP8(False, GroupShape.PER_TOKEN),

@@ -187,8 +187,11 @@ def run(program: Path, **options: str) -> subprocess.CompletedProcess[str]:
     # vm.mmap_rnd_bits is large.
     setarch = shutil.which("setarch")
     command = [*([setarch, "-R"] if setarch else []), str(program)]
+    # vLLM preloads an allocator for the processes it starts; in front of it the address sanitizer
+    # refuses to work.
+    usual = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=200, env=os.environ | options
+        command, capture_output=True, text=True, check=False, timeout=200, env=usual | options
     )
 
 
