@@ -87,9 +87,14 @@ class Channel:
             # How many rows are filled is known on the GPU only, and asking would wait for it.
             self.combine_region.copy_(expert_output)
             return
-        # Empty slots, mostly the many, are read by nobody.
-        capacity = self._dispatch_args.geometry.max_tokens_per_rank
-        for source, count in enumerate(self.recv_counts.tolist()):
+        # Empty slots, mostly the many, are read by nobody. The counts of the cells, because
+        # recv_counts is the caller's by now, who may have written to it.
+        geometry = self._dispatch_args.geometry
+        capacity, mask = geometry.max_tokens_per_rank, (1 << constants()["kCountBits"]) - 1
+        cells = self._workspace.words(
+            self._regions["dispatch_cells"], geometry.ep_size, torch.int64
+        ).tolist()
+        for source, count in enumerate(cell >> 32 & mask for cell in cells):
             rows = slice(source * capacity, source * capacity + count)
             self.combine_region[rows].copy_(expert_output[rows])
 

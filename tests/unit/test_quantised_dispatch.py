@@ -387,6 +387,22 @@ def test_experts_output_of_another_type() -> None:
             layer.combine(torch.zeros(CAPACITY, HIDDEN), received.metadata)
 
 
+@pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
+def test_counts_that_the_caller_overwrites(combine: str) -> None:
+    """Dispatched.recv_counts is the caller's; the experts' rows elsewhere are still all copied."""
+    hidden, ids, weights = inputs(6)
+
+    def rank_main(group: ThreadGroup) -> torch.Tensor:
+        with MoeAllToAll.create(config(2, group.rank, combine=combine), group) as layer:
+            received = layer.dispatch(hidden, ids, weights)
+            received.recv_counts.zero_()
+            layer.combine_input().fill_(99.0)
+            return layer.combine(torch.ones(2 * CAPACITY, HIDDEN).bfloat16(), received.metadata)
+
+    for result in run_ranks(2, rank_main):
+        assert torch.equal(result, torch.full_like(result, 2.0))
+
+
 def test_two_ranks_in_every_format() -> None:
     """Experts that return what they got: the sum of a token's two partial rows, up to rounding."""
     hidden, ids, weights = inputs(6)

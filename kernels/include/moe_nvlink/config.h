@@ -11,6 +11,9 @@ constexpr int kMaxPayloads = 10;       // expert ids, router weights and up to 8
 constexpr int kRegionAlignment = 256;  // bytes; regions of the workspace start on multiples of it
 constexpr int kMaxFinishers = 32;      // CTAs of dispatch that share the work at its end
 
+// Bits of a cell that hold a count of rows, which is at most 2^24 (epoch_flags.h).
+constexpr int kCountBits = 25;
+
 // Order of the payloads in DispatchArgs.payloads.
 constexpr int kTopkIdsPayload = 0;
 constexpr int kTopkWeightsPayload = 1;

@@ -13,8 +13,6 @@
 
 namespace moe_nvlink {
 
-constexpr int kCountBits = 25;  // a count is at most 2^24
-
 HD uint64_t pack_cell(uint32_t epoch, uint32_t count, uint32_t tag) {
   return static_cast<uint64_t>(tag << kCountBits | count) << 32 | epoch;
 }
