@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .config import AllToAllConfig
+from .config import COMBINE_FORMATS, AllToAllConfig
 from .errors import ConfigError
-from .jit.header import constants, structs
+from .jit.header import combine_formats, constants, structs
 from .layout import Region
 from .recipes import BUILT_IN, PayloadRow, QuantisingRecipe, Recipe, unquantised_recipe_of
 
@@ -30,17 +30,10 @@ def element_code(dtype: torch.dtype) -> int:
     return constants()[_ELEMENTS[dtype]]
 
 
-_COMBINE = {
-    "bf16": "kCombineUnquantised",
-    "fp8_block": "kCombineFp8Block",
-    "nvfp4": "kCombineNvfp4",
-}
-
-
 def combine_code(config: AllToAllConfig) -> int:
     """kCombine* of config.h for the format in which partial rows travel back."""
     assert config.combine is not None
-    return constants()[_COMBINE[config.combine]]
+    return combine_formats()[config.combine]
 
 
 def formats_code(config: AllToAllConfig) -> int:
@@ -53,7 +46,7 @@ def formats_code(config: AllToAllConfig) -> int:
     name = config.recipe or unquantised_recipe_of(config.dtype).name
     if name not in names:
         return 32 + zlib.crc32(f"{name} {config.combine}".encode()) % 96
-    return len(_COMBINE) * names.index(name) + combine_code(config)
+    return len(COMBINE_FORMATS) * names.index(name) + combine_code(config)
 
 
 def quantiser_code(recipe: Recipe, hidden_size: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import precompile
 from .errors import ConfigError, MoeNvlinkError
-from .jit import nvrtc
+from .jit import header, nvrtc
 
 _PRECOMPILE = """
 Compiles the GPU kernels into a cache directory, for images that have neither a compiler nor a
@@ -80,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_geometry,
         metavar="MODEL|top_k=N,dtype=TYPE[,recipe=RECIPE][,combine=FORMAT]",
         help="layers to compile for (default: all models below); "
-        f"TYPE is one of {', '.join(nvrtc.elements())}, RECIPE of {', '.join(nvrtc.quantisers())}, "
-        f"FORMAT of {', '.join(nvrtc.combine_formats())}; a model's name may stand in front of "
+        f"TYPE is one of {', '.join(header.elements())}, "
+        f"RECIPE of {', '.join(header.quantisers())}, FORMAT of {', '.join(header.combine_formats())}; a model's name may stand in front of "
         "recipe= and combine=, as in qwen3,recipe=mxfp8",
     )
     compiling.add_argument(

@@ -27,7 +27,7 @@ from .errors import ConfigError
 from .recipes import PayloadRow
 from .recipes import fp8 as recipe_fp8
 from .recipes.fp8 import E4M3_MAX, divide, to_e4m3
-from .recipes.nvfp4 import e2m1_codes, e2m1_values
+from .recipes.nvfp4 import e2m1_codes, e2m1_values, packed, unpacked
 
 E2M1_MAX = 6.0
 #: Smallest scale of a row of nvfp4: with it the least block scale, 2**-9, is a normal number still.
@@ -53,11 +53,6 @@ class CombineFormat(Protocol):
         """What AllToAllConfig.combine says."""
         ...
 
-    @property
-    def code(self) -> int:
-        """The kernels' constant (kCombine* of config.h, CombineArgs.format)."""
-        ...
-
     def rows(self, hidden_size: int) -> dict[str, PayloadRow]:
         """Region name -> row of a slot; ConfigError for a size it cannot do."""
         ...
@@ -80,7 +75,6 @@ class Fp8BlockFormat:
     """e4m3 with an fp32 scale for every 128 elements: the rule of the recipe fp8_block."""
 
     name: str = "fp8_block"
-    code: int = 1
     block: int = 128
 
     def rows(self, hidden_size: int) -> dict[str, PayloadRow]:
@@ -121,7 +115,6 @@ class Nvfp4Format:
     """
 
     name: str = "nvfp4"
-    code: int = 2
     block: int = 16
 
     def rows(self, hidden_size: int) -> dict[str, PayloadRow]:
@@ -137,16 +130,15 @@ class Nvfp4Format:
         amax = rows.abs().amax(-1, keepdim=True)
         row_scales = divide(amax, E4M3_MAX * E2M1_MAX).clamp(min=LEAST_ROW_SCALE)
         row_scales = torch.where(amax < math.inf, row_scales, math.nan)
-        blocks = _blocks(rows, self.block)
+        blocks = recipe_fp8.in_blocks(rows, self.block)
         scales = to_e4m3(row_scales.reciprocal() * (blocks.abs().amax(-1) * (1.0 / E2M1_MAX)))
         units = scales.float() * row_scales
         factors = torch.where(scales.float() == 0.0, 0.0, units.reciprocal())
         codes = e2m1_codes(blocks * factors.unsqueeze(-1)).flatten(-2)
-        return QuantisedPartialRows(codes[:, ::2] | codes[:, 1::2] << 4, scales, row_scales)
+        return QuantisedPartialRows(packed(codes), scales, row_scales)
 
     def dequantise(self, quantised: QuantisedPartialRows) -> torch.Tensor:
-        codes = torch.stack((quantised.rows & 15, quantised.rows >> 4), -1).flatten(-2)
-        blocks = _blocks(e2m1_values(codes), self.block)
+        blocks = recipe_fp8.in_blocks(e2m1_values(unpacked(quantised.rows)), self.block)
         return (blocks * self._units(quantised).unsqueeze(-1)).flatten(-2)
 
     def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
@@ -166,7 +158,7 @@ class Nvfp4Format:
 FP8_BLOCK = Fp8BlockFormat()
 NVFP4 = Nvfp4Format()
 #: By what AllToAllConfig.combine says; None and "bf16" stand for unquantised rows.
-COMBINE_FORMATS: dict[str, CombineFormat] = {one.name: one for one in (FP8_BLOCK, NVFP4)}
+FORMATS: dict[str, CombineFormat] = {one.name: one for one in (FP8_BLOCK, NVFP4)}
 UNQUANTISED_NAMES = (None, "bf16")
 
 
@@ -178,11 +170,9 @@ def combine_format(name: str | None) -> CombineFormat | None:
     """
     if name in UNQUANTISED_NAMES:
         return None
-    if name not in COMBINE_FORMATS:
-        raise ConfigError(
-            f"combine={name!r} is no format; use one of bf16, {', '.join(COMBINE_FORMATS)}"
-        )
-    return COMBINE_FORMATS[name]
+    if name not in FORMATS:
+        raise ConfigError(f"combine={name!r} is no format; use one of bf16, {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def combine_rows(name: str | None, hidden_size: int) -> dict[str, PayloadRow]:
@@ -260,10 +250,6 @@ def _check_hidden_size(name: str, hidden_size: int, block: int) -> None:
             f"combine={name!r} needs a hidden_size that is a multiple of {block}, got "
             f"{hidden_size}; use combine='bf16' for this layer"
         )
-
-
-def _blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
-    return rows.view(*rows.shape[:-1], rows.shape[-1] // block, block)
 
 
 def _floor_log2(values: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,11 @@ class LayerExchange:
     def _rows_to_send(self, given: Activations) -> tuple[Activations, bool]:
         """What the kernel is to read, and whether it quantises that."""
         recipe = self.quantising
-        if recipe is None or given.scales is not None or not self._are_activations(given):
+        if (
+            recipe is None
+            or given.scales is not None
+            or given.hidden_states.dtype != self.config.dtype
+        ):
             checks.global_scale(self, given.global_scale, needed=False)
             return given, False
         checks.global_scale(self, given.global_scale, needed=recipe.needs_global_scale)
@@ -158,9 +162,6 @@ class LayerExchange:
         checks.activations(self, given.hidden_states)
         rows = recipe.quantise(given.hidden_states, given.global_scale)
         return Activations(rows.rows, rows.scales, None), False
-
-    def _are_activations(self, given: Activations) -> bool:
-        return given.hidden_states.dtype == self.config.dtype
 
     def first_sight(self, scale: torch.Tensor) -> bool:
         """Whether this tensor's value has not been looked at yet. Local; remembers it."""

@@ -82,8 +82,6 @@ def quantised_combine_rows(config: AllToAllConfig) -> dict[str, PayloadRow]:
     Raises:
         ConfigError: the format of combine cannot take rows of this hidden size.
     """
-    if config.combine in (None, "bf16"):
-        return {}
     return combine_formats.combine_rows(config.combine, config.hidden_size)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from . import driver, env
 from .errors import CompileError, ConfigError, MoeNvlinkError
-from .jit import cache, host, nvrtc
+from .jit import cache, header, host, nvrtc
 from .jit.header import constants
 
 
@@ -28,8 +28,8 @@ class Geometry:
     Attributes:
         top_k: experts per token.
         dtype: activation type: bf16, fp16 or fp32.
-        recipe: by which dispatch quantises: a name of nvrtc.quantisers(); "none" does not.
-        combine: what comes back: a name of nvrtc.combine_formats(); "bf16" is dtype as it is.
+        recipe: by which dispatch quantises: a name of header.quantisers(); "none" does not.
+        combine: what comes back: a name of header.combine_formats(); "bf16" is dtype as it is.
     """
 
     top_k: int
@@ -87,9 +87,9 @@ def parse_geometry(text: str) -> Geometry:
 
 def _choices() -> dict[str, dict[str, int]]:
     return {
-        "dtype": nvrtc.elements(),
-        "recipe": nvrtc.quantisers(),
-        "combine": nvrtc.combine_formats(),
+        "dtype": header.elements(),
+        "recipe": header.quantisers(),
+        "combine": header.combine_formats(),
     }
 
 
@@ -125,11 +125,11 @@ class _Task:
         geometry = self.geometry
         return (
             geometry.top_k,
-            nvrtc.elements()[geometry.dtype],
+            header.elements()[geometry.dtype],
             self.architecture,
             self.pdl,
-            nvrtc.quantisers()[geometry.recipe],
-            nvrtc.combine_formats()[geometry.combine],
+            header.quantisers()[geometry.recipe],
+            header.combine_formats()[geometry.combine],
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import MoeNvlinkError
-from moe_nvlink_plugin.jit import cache, host, nvrtc, source
+from moe_nvlink_plugin.jit import cache, header, host, nvrtc, source
 
 from .gpu import GpuDevice, Gpus, own_index, probe
 from .gpu import from_json as gpus_from_json
@@ -328,7 +328,7 @@ def _kernels(gpus: Gpus) -> Kernels:
 
 
 def _kernels_for(architecture: str) -> str:
-    geometry = (_TOP_K, nvrtc.elements()[_DTYPE], architecture, env.pdl())
+    geometry = (_TOP_K, header.elements()[_DTYPE], architecture, env.pdl())
     was_there = nvrtc.is_cached(*geometry)
     nvrtc.kernels_for(*geometry)
     return f"top_k={_TOP_K}, {_DTYPE}: {'in the cache' if was_there else 'compiled now'}"

@@ -32,6 +32,31 @@ def constants() -> dict[str, int]:
     return {name: int(value) for name, value in _CONSTANT.findall(text)}
 
 
+def elements() -> dict[str, int]:
+    """Activation types by the name a user writes: bf16, fp16, fp32."""
+    return _named("kElement")
+
+
+def quantisers() -> dict[str, int]:
+    """What dispatch can be made for, by the recipe's name: fp8_block, ...; none for as it comes."""
+    return _named("kQuantiser")
+
+
+def combine_formats() -> dict[str, int]:
+    """What combine can be made for, by the name a user writes: fp8_block, nvfp4; bf16 for none."""
+    formats = _named("kCombine")
+    return {"bf16": formats.pop("unquantised"), **formats}
+
+
+def _named(prefix: str) -> dict[str, int]:
+    """The constants of config.h with that prefix: kQuantiserFp8Block as fp8_block."""
+    return {
+        re.sub(r"(?<!^)(?=[A-Z])", "_", name.removeprefix(prefix)).lower(): value
+        for name, value in constants().items()
+        if name.startswith(prefix)
+    }
+
+
 @functools.cache
 def structs() -> dict[str, type[ctypes.Structure]]:
     """Structs of args.h as ctypes.Structure classes, by name."""

@@ -14,8 +14,7 @@ from typing import Any
 
 from moe_nvlink_plugin.errors import CompileError, MoeNvlinkError, UnsupportedError
 
-from . import cache
-from .header import constants
+from . import cache, header
 from .source import specialised_source
 
 logger = logging.getLogger(__name__)
@@ -146,37 +145,12 @@ def precompile_line(
     return line if pdl else f"{line} --no-pdl"
 
 
-def elements() -> dict[str, int]:
-    """Activation types by the name a user writes: bf16, fp16, fp32."""
-    return _named("kElement")
-
-
-def quantisers() -> dict[str, int]:
-    """What dispatch can be made for, by the recipe's name: fp8_block, ...; none for as it comes."""
-    return _named("kQuantiser")
-
-
-def combine_formats() -> dict[str, int]:
-    """What combine can be made for, by the name a user writes: fp8_block, nvfp4; bf16 for none."""
-    formats = _named("kCombine")
-    return {"bf16": formats.pop("unquantised"), **formats}
-
-
-def _named(prefix: str) -> dict[str, int]:
-    """The constants of config.h with that prefix: kQuantiserFp8Block as fp8_block."""
-    return {
-        re.sub(r"(?<!^)(?=[A-Z])", "_", name.removeprefix(prefix)).lower(): value
-        for name, value in constants().items()
-        if name.startswith(prefix)
-    }
-
-
 def _words(top_k: int, element: int, quantiser: int, combine: int) -> str:
-    words = f"top_k={top_k}, dtype={_name_of(elements(), element)}"
+    words = f"top_k={top_k}, dtype={_name_of(header.elements(), element)}"
     if quantiser:
-        words += f", recipe={_name_of(quantisers(), quantiser)}"
+        words += f", recipe={_name_of(header.quantisers(), quantiser)}"
     if combine:
-        words += f", combine={_name_of(combine_formats(), combine)}"
+        words += f", combine={_name_of(header.combine_formats(), combine)}"
     return words
 
 

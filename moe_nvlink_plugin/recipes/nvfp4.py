@@ -83,7 +83,7 @@ class Nvfp4Recipe:
         one = torch.ones_like(scale)
         factors = torch.where(stored == 0, 0.0, one / (stored * (one / scale)))
         codes = e2m1_codes(blocks * factors[:, :, None]).flatten(1)
-        return QuantisedRows(codes[:, 0::2] | (codes[:, 1::2] << 4), scales)
+        return QuantisedRows(packed(codes), scales)
 
     def dequantise(
         self,
@@ -94,10 +94,19 @@ class Nvfp4Recipe:
     ) -> torch.Tensor:
         """value * (s / g), rounded to `dtype`. Local; capturable."""
         scale = check_global_scale(self.name, global_scale, read_value=False)
-        codes = torch.stack((rows & 15, rows >> 4), dim=2).flatten(1)
-        blocks = in_blocks(e2m1_values(codes), self.block)
+        blocks = in_blocks(e2m1_values(unpacked(rows)), self.block)
         of_blocks = scales_given(self.name, scales).float() / scale
         return (blocks * of_blocks[:, :, None]).flatten(1).to(dtype)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Codes `[n, H]` as bytes `[n, H/2]`, the even element in the low half."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpacked(rows: torch.Tensor) -> torch.Tensor:
+    """Bytes `[n, H/2]` as codes `[n, H]`."""
+    return torch.stack((rows & 15, rows >> 4), dim=2).flatten(1)
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, combine_formats, reference
-from moe_nvlink_plugin.combine_formats import COMBINE_FORMATS, QuantisedPartialRows, error_bound
+from moe_nvlink_plugin.combine_formats import FORMATS, QuantisedPartialRows, error_bound
+from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.jit import host, source
-from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.jit import header, host, source
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.kernels import cases, compare
 from tests.kernels.compare import assert_same_bits, one_nan, unsigned_nan
@@ -29,7 +29,7 @@ from tests.kernels.test_specialised import AS_ON_THE_GPU
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-each_format = pytest.mark.parametrize("name", COMBINE_FORMATS)
+each_format = pytest.mark.parametrize("name", FORMATS)
 
 
 class Outcome(NamedTuple):
@@ -282,7 +282,7 @@ def test_with_the_constants_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (*("-O1" if flag == "-O3" else flag for flag in host.FLAGS),)
     library = host.HostLibrary(host.build(text, (*flags, "-DMOE_NVLINK_CTA_THREADS=4")))
     monkeypatch.setattr(host, "load", lambda: library)
-    for name in COMBINE_FORMATS:
+    for name in FORMATS:
         for dtype in (BF16, FP32):
             rows = special_rows(640, dtype)
             check_bits(torch.stack([rows, rows.flip(0)], 1), name, hidden_splits=3)
@@ -400,14 +400,10 @@ def test_counts_that_the_caller_has_written_to_do_not_matter(name: str) -> None:
 
 
 def test_formats_are_those_of_the_kernels() -> None:
-    codes = {name: found.code for name, found in COMBINE_FORMATS.items()}
-    assert codes == {
-        "fp8_block": constants()["kCombineFp8Block"],
-        "nvfp4": constants()["kCombineNvfp4"],
-    }
+    assert tuple(header.combine_formats()) == COMBINE_FORMATS == ("bf16", *FORMATS)
     sizes = {
         name: sum(row.row_bytes for row in combine_formats.combine_rows(name, 7168).values())
-        for name in COMBINE_FORMATS
+        for name in FORMATS
     }
     assert sizes == {"fp8_block": 7168 + 224, "nvfp4": 3584 + 448 + 4}
     assert combine_formats.combine_rows(None, 7) == combine_formats.combine_rows("bf16", 7) == {}

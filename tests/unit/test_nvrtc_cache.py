@@ -14,7 +14,7 @@ import pytest
 
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import CompileError, UnsupportedError
-from moe_nvlink_plugin.jit import nvrtc, source
+from moe_nvlink_plugin.jit import header, nvrtc, source
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -89,7 +89,7 @@ def test_what_the_key_is_made_of(
 def test_geometries_have_kernels_of_their_own(compiler: Any, folder: Path) -> None:
     cubins = {
         nvrtc.kernels_for(2, element, "sm_90a", pdl)
-        for element in nvrtc.elements().values()
+        for element in header.elements().values()
         for pdl in (False, True)
     }
     assert len(cubins) == len(list(folder.glob("*.cubin"))) == 6

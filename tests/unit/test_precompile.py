@@ -13,7 +13,7 @@ import pytest
 
 from moe_nvlink_plugin import cli, driver, precompile
 from moe_nvlink_plugin.errors import CompileError, ConfigError, MoeNvlinkError, UnsupportedError
-from moe_nvlink_plugin.jit import host, nvrtc
+from moe_nvlink_plugin.jit import header, host, nvrtc
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,8 +61,8 @@ def test_geometries_with_formats() -> None:
 
 def test_names_of_formats() -> None:
     recipes = ["fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4"]
-    assert list(nvrtc.quantisers()) == ["none", *recipes]
-    assert list(nvrtc.combine_formats()) == ["bf16", "fp8_block", "nvfp4"]
+    assert list(header.quantisers()) == ["none", *recipes]
+    assert list(header.combine_formats()) == ["bf16", "fp8_block", "nvfp4"]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_what_it_makes_is_what_ranks_ask_for(
     assert folder.stat().st_mode & 0o777 == 0o755
     # A rank of another process, which could not compile.
     code = (
-        "from moe_nvlink_plugin.jit import nvrtc; nvrtc.compile_cubin = None;"
-        "nvrtc.kernels_for(1, nvrtc.elements()['fp32'], 'sm_100a', True)"
+        "from moe_nvlink_plugin.jit import header, nvrtc; nvrtc.compile_cubin = None;"
+        "nvrtc.kernels_for(1, header.elements()['fp32'], 'sm_100a', True)"
     )
     environment = {**os.environ, "MOE_NVLINK_CACHE_DIR": str(folder)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
@@ -130,7 +130,7 @@ def test_formats_are_compiled_by_themselves(
     assert run(folder, "--arch", "sm_90a", "--geometry", geometry) == 0
     assert len(list(folder.glob("*.cubin"))) == 2
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder))
-    recipe, combine = nvrtc.quantisers()["fp8_tensor"], nvrtc.combine_formats()["fp8_block"]
+    recipe, combine = header.quantisers()["fp8_tensor"], header.combine_formats()["fp8_block"]
     assert nvrtc.is_cached(2, 0, "sm_90a", True, recipe)
     assert nvrtc.is_cached(2, 0, "sm_90a", True, combine=combine)
     assert not nvrtc.is_cached(2, 0, "sm_90a", True)

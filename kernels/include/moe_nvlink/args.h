@@ -79,7 +79,6 @@ struct LocalControl {
   uint32_t rows_put;          // by the last dispatch, for combine's counters
   uint32_t remote_rows_put;   // the part of them that went to other ranks
   uint32_t combine_arrivals;  // CTAs of the running combine that have quantised their rows
-  uint32_t unused;
 };
 
 // Totals since the workspace was made.
