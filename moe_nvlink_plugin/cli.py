@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL|top_k=N,dtype=TYPE[,recipe=RECIPE][,combine=FORMAT]",
         help="layers to compile for (default: all models below); "
         f"TYPE is one of {', '.join(header.elements())}, "
-        f"RECIPE of {', '.join(header.quantisers())}, FORMAT of {', '.join(header.combine_formats())}; a model's name may stand in front of "
+        f"RECIPE of {', '.join(header.quantisers())}, "
+        f"FORMAT of {', '.join(header.combine_formats())}; a model's name may stand in front of "
         "recipe= and combine=, as in qwen3,recipe=mxfp8",
     )
     compiling.add_argument(
