@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "transport": {"errors", "env", "groups", "driver"},
     "kernels": set(),
     "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
+    "head_cost": {"errors", "driver"},
     "workspace": {"errors", "env", "config", "recipes", "layout", "transport", "groups"}
     | {"executors"},
     "checks": {"errors", "config", "recipes"},
