@@ -30,7 +30,12 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:
-    """The sizes of one tiny model; every count is small enough for a laptop, none is trivial."""
+    """The sizes of one tiny model; every count is small enough for a laptop, none is trivial.
+
+    num_mtp_layers: draft (multi-token prediction) layers behind the model's own; glm4_moe only.
+    block_gain: what attention and MLPs add to the residual stream, times this. Draft layers read
+    the embedding of the last token alone, so the smaller it is, the more drafts are accepted.
+    """
 
     architecture: str
     num_layers: int
@@ -46,6 +51,8 @@ class TinyModel:
     moe_intermediate_size: int = 64
     vocab_size: int = 512
     max_position_embeddings: int = 1024
+    num_mtp_layers: int = 0
+    block_gain: float = 1.0
 
     def config(self) -> dict[str, Any]:
         """`config.json` in the words of the architecture."""
@@ -95,7 +102,7 @@ def _glm4_moe_config(model: TinyModel) -> dict[str, Any]:
         "routed_scaling_factor": 1.5,
         "use_qk_norm": True,
         "partial_rotary_factor": 0.5,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.num_mtp_layers,
     }
 
 
@@ -117,6 +124,19 @@ MODELS: dict[str, TinyModel] = {
         num_shared_experts=1,
     ),
 }
+
+#: A model with a draft layer. Its vocabulary is no multiple of 16 and its last shard of 4 is short.
+MTP_MODEL = TinyModel(
+    architecture="glm4_moe",
+    num_layers=3,
+    num_experts=12,
+    top_k=3,
+    num_dense_layers=1,
+    num_shared_experts=1,
+    vocab_size=500,
+    num_mtp_layers=1,
+    block_gain=0.05,
+)
 
 
 class _Weights:
@@ -147,7 +167,7 @@ class _Weights:
         self.linear(f"{name}.q_proj", queries, model.hidden_size)
         self.linear(f"{name}.k_proj", keys, model.hidden_size)
         self.linear(f"{name}.v_proj", keys, model.hidden_size, gain=2.0)
-        self.linear(f"{name}.o_proj", model.hidden_size, queries, gain=2.0)
+        self.linear(f"{name}.o_proj", model.hidden_size, queries, gain=2.0 * model.block_gain)
         # Sharp attention: diffuse heads average the past away, and outputs fall into short cycles.
         self.norm(f"{name}.q_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
         self.norm(f"{name}.k_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
@@ -155,6 +175,7 @@ class _Weights:
     def mlp(self, name: str, intermediate_size: int, gain: float = 1.0) -> None:
         """One gated MLP: a dense layer, a shared expert or a routed expert."""
         hidden_size = self._model.hidden_size
+        gain *= self._model.block_gain
         self.linear(f"{name}.gate_proj", intermediate_size, hidden_size)
         self.linear(f"{name}.up_proj", intermediate_size, hidden_size)
         self.linear(f"{name}.down_proj", hidden_size, intermediate_size, gain=gain)
@@ -176,17 +197,34 @@ class _Weights:
         model = self._model
         self.normal("model.embed_tokens.weight", model.vocab_size, model.hidden_size, std=1.0)
         for layer in range(model.num_layers):
-            name = f"model.layers.{layer}"
-            self.norm(f"{name}.input_layernorm", model.hidden_size)
-            self.attention(f"{name}.self_attn")
-            self.norm(f"{name}.post_attention_layernorm", model.hidden_size)
-            if layer < model.num_dense_layers:
-                self.mlp(f"{name}.mlp", model.intermediate_size)
-            else:
-                self.moe(f"{name}.mlp")
+            self.layer(f"model.layers.{layer}", is_dense=layer < model.num_dense_layers)
         self.norm("model.norm", model.hidden_size)
         self.linear("lm_head", model.vocab_size, model.hidden_size, gain=4.0)
+        for layer in range(model.num_layers, model.num_layers + model.num_mtp_layers):
+            self.mtp_layer(f"model.layers.{layer}")
         return self.tensors
+
+    def layer(self, name: str, *, is_dense: bool) -> None:
+        """Norms, attention, and a dense MLP or the experts."""
+        size = self._model.hidden_size
+        self.norm(f"{name}.input_layernorm", size)
+        self.attention(f"{name}.self_attn")
+        self.norm(f"{name}.post_attention_layernorm", size)
+        if is_dense:
+            self.mlp(f"{name}.mlp", self._model.intermediate_size)
+        else:
+            self.moe(f"{name}.mlp")
+
+    def mtp_layer(self, name: str) -> None:
+        """A draft layer: the last token's embedding passes, the target's hidden state does not."""
+        size = self._model.hidden_size
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            self.norm(f"{name}.{norm}", size)
+        self.tensors[f"{name}.eh_proj.weight"] = torch.eye(size, 2 * size)
+        copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        for own, original in copies.items():
+            self.tensors[f"{name}.{own}.weight"] = self.tensors[f"{original}.weight"].clone()
+        self.layer(name, is_dense=False)
 
 
 class Experts(enum.Enum):
