@@ -11,9 +11,9 @@ import torch
 
 from . import exchange, layout, ops, plugins
 from .config import AllToAllConfig
-from .errors import ConfigError, DisagreementError, InputError, MoeNvlinkError, UnsupportedError
-from .executors import executor_for
-from .groups import Group, all_or_none, as_group
+from .errors import ConfigError, InputError, MoeNvlinkError
+from .executors import executor_for, with_index
+from .groups import Group, all_or_none, as_group, refuse_differences
 from .recipes import Recipe
 from .workspace import ExchangeStats, Workspace
 
@@ -135,7 +135,9 @@ class MoeAllToAll:
             lambda: _prepare(config, ranks, torch.device(device), share_with),
         )
         _check_agreement(config, ranks, workspace, shares=share_with is not None)
-        workspace.ensure(config, recipe)
+        workspace.ensure(
+            lambda alignment: layout.WorkspaceLayout.for_geometry(config, recipe, alignment)
+        )
         try:
             layer = all_or_none(
                 ranks,
@@ -320,22 +322,6 @@ class MoeAllToAll:
         self.close()
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """The device as tensors name it: "cuda" is the current GPU.
-
-    Raises:
-        UnsupportedError: torch sees no GPU.
-    """
-    if device.type != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"device {device}: torch {torch.__version__} sees no GPU; install its CUDA build "
-            "(moe-nvlink doctor tells what else is missing), or use device 'cpu'"
-        )
-    return torch.empty(0, device=device).device
-
-
 def _prepare(
     config: AllToAllConfig, group: Group, device: torch.device, share_with: MoeAllToAll | None
 ) -> tuple[Recipe, Workspace]:
@@ -345,7 +331,7 @@ def _prepare(
             f"the group has {group.size} ranks and this is rank {group.rank}, but ep_size="
             f"{config.ep_size} and ep_rank={config.ep_rank}; pass the expert-parallel group"
         )
-    device = _with_index(device)
+    device = with_index(device)
     recipe = plugins.find_recipe(config)
     if share_with is not None:
         workspace = exchange.find(share_with._handle).workspace
@@ -373,15 +359,6 @@ def _check_agreement(
     }
     values["share_with"] = f"a layer of workspace {workspace.name}" if shares else "None"
     everyones = group.all_gather_object((values, workspace.name))
-    all_values = [theirs for theirs, _name in everyones]
-    differences = [
-        f"{name}: " + ", ".join(f"rank {r} has {v[name]}" for r, v in enumerate(all_values))
-        for name in values
-        if len({v[name] for v in all_values}) > 1
-    ]
-    if differences:
-        raise DisagreementError(
-            "the ranks were given different configurations; " + "; ".join(differences)
-        )
+    refuse_differences([theirs for theirs, _name in everyones])
     if not shares:
         workspace.name = everyones[0][1]

@@ -14,6 +14,7 @@ import torch
 
 from .config import COMBINE_FORMATS, AllToAllConfig
 from .errors import ConfigError
+from .head_config import HeadConfig
 from .jit.header import combine_formats, constants, structs
 from .layout import Region
 from .recipes import BUILT_IN, PayloadRow, QuantisingRecipe, Recipe, unquantised_recipe_of
@@ -111,6 +112,34 @@ def combine_arguments(
     return args
 
 
+def head_arguments(
+    config: HeadConfig, regions: Mapping[str, Region], base_ptr: int, rank_stride: int
+) -> Any:
+    """HeadArgs of the rank `config.tp_rank`; arguments as for dispatch. The caller adds row_bound,
+    num_rows, is_compact, soft_cap, scale and the addresses of the call's tensors.
+    """
+    args: Any = structs()["HeadArgs"]()
+    args.window_base, args.rank_stride = base_ptr, rank_stride
+    assert config.timeout_s is not None
+    args.timeout_ns = int(config.timeout_s * 1e9)
+    for name in ("tp_size", "tp_rank", "vocab_size", "hidden_size", "shard_size"):
+        setattr(args.geometry, name, getattr(config, name))
+    args.geometry.max_rows_per_rank = config.max_rows_per_rank
+    args.geometry.element = element_code(config.dtype)
+    args.rows_region = regions["head_rows"].block
+    args.pairs_region = regions["head_pairs"].block
+    if config.full_logits:
+        args.logits_region = regions["head_logits"].block
+    args.row_splits = 1
+    _set_control(args, regions)
+    return args
+
+
+def _set_control(args: Any, regions: Mapping[str, Region]) -> None:
+    for name, _type in structs()["ControlRegions"]._fields_:  # type: ignore[misc]
+        setattr(args.control, name, regions[name].block)
+
+
 def _common(
     struct: str,
     config: AllToAllConfig,
@@ -128,6 +157,5 @@ def _common(
     geometry.max_tokens_per_rank = config.max_tokens_per_rank
     geometry.element = element_code(config.dtype)
     geometry.formats = formats_code(config)
-    for name, _type in structs()["ControlRegions"]._fields_:  # type: ignore[misc]
-        setattr(args.control, name, regions[name].block)
+    _set_control(args, regions)
     return args

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
 from .arguments import combine_arguments, dispatch_arguments
-from .errors import DisagreementError, ExchangeTimeoutError, MoeNvlinkError, PeerError
+from .errors import MoeNvlinkError
+from .faults import Faults
 from .jit.header import constants
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ class Channel:
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
         self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
         self._combine_args = combine_arguments(config, self._regions, *window)
+        assert config.timeout_s is not None
+        self._faults = Faults(
+            workspace, index, config.ep_rank, ep_size, config.timeout_s, self._disagreement
+        )
 
     def _view(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
         num_slots = self._layer.num_slots
@@ -113,57 +117,16 @@ class Channel:
         return rows.view(rows.shape[0], *like.shape[1:])
 
     def fault(self, *, ask_device: bool = True) -> MoeNvlinkError | None:
-        """What went wrong in a verb, as far as the host knows. Names phase, ranks and epoch.
+        """What went wrong in a verb, as far as the host knows: Faults.error."""
+        return self._faults.error(ask_device=ask_device)
 
-        ask_device: find out which ranks are late besides the one that was waited for longest. On a
-        GPU that waits for the device; without it, nothing here does, and any thread may ask.
-        """
-        word = self._workspace.fault(self._index)
-        if not word:
-            return None
-        code, phase_code = word >> 56, word >> 48 & 0xFF
-        peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
-        phase = "dispatch" if phase_code == constants()["kPhaseDispatch"] else "combine"
-        me = self._dispatch_args.geometry.ep_rank
-        if code == constants()["kFaultGeometry"]:
-            return self._disagreement(peer, epoch)
-        if code == constants()["kFaultAhead"]:
-            return PeerError(
-                f"rank {peer} is ahead of this rank's round, {phase} of epoch {epoch}: it went on "
-                "after a failure of its own, which its log names; end all ranks"
-            )
-        if code != constants()["kFaultTimeout"]:
-            return PeerError(
-                f"rank {peer} announced more rows than its slice holds in {phase} of epoch "
-                f"{epoch}: somebody wrote into the exchange's memory; end all ranks"
-            )
-        late = (self._late_ranks(phase, epoch) if ask_device else ()) or (peer,)
-        seconds = self._dispatch_args.timeout_ns / 1e9
-        return ExchangeTimeoutError(
-            f"rank {me} waited {seconds:g} s in {phase} of epoch {epoch} for rank(s) "
-            f"{', '.join(map(str, late))}; look at those ranks' logs, and raise timeout_s "
-            "(MOE_NVLINK_TIMEOUT_S) if they were only slow",
-            phase=phase,
-            ranks=late,
-            epoch=epoch,
-        )
-
-    def _disagreement(self, peer: int, epoch: int) -> DisagreementError:
+    def _disagreement(self, peer: int, phase: str, epoch: int) -> str:
         mine = self._dispatch_args.geometry
         names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
         values = [f"{name}={getattr(mine, name)}" for name in names]
         values += [f"recipe={self._formats[0]}", f"combine={self._formats[1]}"]
-        return DisagreementError(
-            f"in dispatch of epoch {epoch} rank {peer} used a layer of another geometry or format "
+        return (
+            f"in {phase} of epoch {epoch} rank {peer} used a layer of another geometry or format "
             f"than rank {mine.ep_rank} ({', '.join(values)}); all ranks must call the same layers "
             "in the same order"
         )
-
-    def _late_ranks(self, phase: str, epoch: int) -> tuple[int, ...]:
-        if self._workspace.executor.is_capturing():
-            return ()  # reading the cells would wait for the GPU, which a capture forbids
-        ep_size = self._dispatch_args.geometry.ep_size
-        cells = self._workspace.words(self._regions[f"{phase}_cells"], ep_size, torch.int64)
-        epochs = [cell & 0xFFFFFFFF for cell in cells.tolist()]
-        behind = [ctypes.c_int32(seen - epoch).value < 0 for seen in epochs]
-        return tuple(rank for rank, is_behind in enumerate(behind) if is_behind)

@@ -11,6 +11,7 @@ from .recipes import check_global_scale
 
 if TYPE_CHECKING:
     from .exchange import Activations, LayerExchange
+    from .head_exchange import HeadCall, HeadExchange
 
 
 def channel(index: int, num_channels: int) -> None:
@@ -195,3 +196,45 @@ def combine_inputs(
     _tensor("metadata.send_slots", send_slots, (num_tokens, config.top_k), (torch.int32,), device)
     if output is not None:
         _tensor("output", output, (num_tokens, config.hidden_size), (config.dtype,), device)
+
+
+def head_inputs(head: HeadExchange, call: HeadCall) -> None:
+    """All inputs of one call of a shared LM head.
+
+    Raises:
+        InputError: naming the argument, what it is and what is expected.
+    """
+    config, device = head.config, head.workspace.device
+    bound = call.row_bound
+    if not 0 < bound <= config.max_rows_per_rank:
+        raise InputError(
+            f"row_bound={bound} must be from 1 to max_rows_per_rank={config.max_rows_per_rank}; "
+            "create the group with a larger capacity"
+        )
+    num_rows = call.hidden.shape[0] if call.hidden.dim() else 0
+    if num_rows > bound:
+        raise InputError(
+            f"{num_rows} rows exceed row_bound={bound} (max_rows_per_rank="
+            f"{config.max_rows_per_rank}); call in parts, on all ranks, or raise the bound"
+        )
+    _tensor("hidden", call.hidden, (num_rows, config.hidden_size), (config.dtype,), device)
+    weight = call.weight
+    rows = weight.shape[0] if weight.dim() else 0
+    _tensor(
+        "head_weight",
+        weight,
+        (max(rows, config.vocab_size), config.hidden_size),
+        (config.dtype,),
+        device,
+    )
+    if call.bias is not None:
+        rows = call.bias.shape[0] if call.bias.dim() else 0
+        _tensor("bias", call.bias, (max(rows, config.vocab_size),), (config.dtype,), device)
+    _head_function(call)
+
+
+def _head_function(call: HeadCall) -> None:
+    if call.soft_cap is not None and not 0.0 < call.soft_cap < float("inf"):
+        raise InputError(f"soft_cap={call.soft_cap} must be a positive number; None is no cap")
+    if not abs(call.scale) < float("inf"):
+        raise InputError(f"scale={call.scale} must be a finite number")

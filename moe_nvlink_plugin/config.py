@@ -100,21 +100,21 @@ class AllToAllConfig:
         self._check_rest()
 
     def _check_ints(self) -> None:
-        _check_int("ep_size", self.ep_size, 1, MAX_RANKS)
-        _check_int("ep_rank", self.ep_rank, 0, self.ep_size - 1)
-        _check_int("num_experts", self.num_experts, 1, 2**24)
-        _check_int("top_k", self.top_k, 1, MAX_TOP_K)
-        _check_int("hidden_size", self.hidden_size, 1, 2**20)
+        check_int("ep_size", self.ep_size, 1, MAX_RANKS)
+        check_int("ep_rank", self.ep_rank, 0, self.ep_size - 1)
+        check_int("num_experts", self.num_experts, 1, 2**24)
+        check_int("top_k", self.top_k, 1, MAX_TOP_K)
+        check_int("hidden_size", self.hidden_size, 1, 2**20)
         # Slots are numbered in int32 over all sources; 2^24 tokens of one row are 16 MiB times its
         # bytes, beyond any batch.
         most_tokens = min(2**24, (2**31 - 1) // self.ep_size)
-        _check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, most_tokens)
-        _check_int("num_channels", self.num_channels, 1, MAX_CHANNELS)
-        _check_int("num_threads", self.num_threads, 1, 1024)
+        check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, most_tokens)
+        check_int("num_channels", self.num_channels, 1, MAX_CHANNELS)
+        check_int("num_threads", self.num_threads, 1, 1024)
         if self.max_sms is not None:
-            _check_int("max_sms", self.max_sms, 1, 1024)
+            check_int("max_sms", self.max_sms, 1, 1024)
         for row_bytes in self.extra_payload_bytes:
-            _check_int("extra_payload_bytes", row_bytes, 1, 2**24)
+            check_int("extra_payload_bytes", row_bytes, 1, 2**24)
 
     def _check_rest(self) -> None:
         if self.dtype not in ACTIVATION_DTYPES:
@@ -132,6 +132,11 @@ class AllToAllConfig:
             raise ConfigError(f"timeout_s={timeout_s!r} must be between 0 and 1e6 seconds")
 
 
-def _check_int(name: str, value: object, lowest: int, highest: int) -> None:
+def check_int(name: str, value: object, lowest: int, highest: int) -> None:
+    """A whole number within limits.
+
+    Raises:
+        ConfigError: naming the field, its value and the limits.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
         raise ConfigError(f"{name}={value!r} must be an integer from {lowest} to {highest}")

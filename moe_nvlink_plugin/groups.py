@@ -6,12 +6,12 @@ Nothing here runs between dispatch and combine: it serves `create` and workspace
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed
 
-from .errors import InputError, PeerError
+from .errors import DisagreementError, InputError, PeerError
 
 T = TypeVar("T")
 
@@ -110,3 +110,20 @@ def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
     if failed:
         raise PeerError(f"{what} failed on another rank; {'; '.join(failed)}")
     return result  # type: ignore[return-value]
+
+
+def refuse_differences(everyones: Sequence[Mapping[str, str]]) -> None:
+    """That all ranks have the same values, given those of each in rank order. Local.
+
+    Raises:
+        DisagreementError: naming each field that differs, and every rank's value of it.
+    """
+    differences = [
+        f"{name}: " + ", ".join(f"rank {rank} has {v[name]}" for rank, v in enumerate(everyones))
+        for name in everyones[0]
+        if len({values[name] for values in everyones}) > 1
+    ]
+    if differences:
+        raise DisagreementError(
+            "the ranks were given different configurations; " + "; ".join(differences)
+        )

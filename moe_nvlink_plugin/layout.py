@@ -16,6 +16,7 @@ import torch
 from . import combine_formats
 from .config import MAX_CALLER_PAYLOADS, AllToAllConfig
 from .errors import ConfigError
+from .head_config import HeadConfig
 from .recipes import PayloadRow, Recipe
 from .transport import Extent
 
@@ -27,6 +28,10 @@ ROOM = 4
 
 #: Offsets travel as 32-bit counts of REGION_ALIGNMENT.
 MAX_WINDOW_BYTES = REGION_ALIGNMENT << 32
+
+#: Words that a rank may put for one row of a shared LM head; compared with kMaxHeadSplits of
+#: config.h in the tests.
+MAX_HEAD_SPLITS = 8
 
 #: Bytes reserved for the structs LocalControl and ExchangeCounters of args.h (checked on load).
 STRUCT_BYTES = 256
@@ -108,6 +113,18 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     return sizes
 
 
+def _head_sizes(config: HeadConfig) -> dict[str, int]:
+    """Bytes of the regions of a shared LM head."""
+    slots = config.tp_size * config.max_rows_per_rank
+    sizes = {
+        "head_rows": slots * config.hidden_size * config.dtype.itemsize,  # slice s: by rank s
+        "head_pairs": slots * MAX_HEAD_SPLITS * 8,  # slice s: by rank s, of this rank's rows
+    }
+    if config.full_logits:
+        sizes["head_logits"] = slots * config.shard_size * config.dtype.itemsize  # by this rank
+    return sizes
+
+
 #: The control regions lie together in a place of this name; each data region has one of its own.
 _CONTROL = "control"
 
@@ -161,6 +178,18 @@ class WorkspaceLayout:
         empty = cls(config.ep_size, 0, {}, {}, 0, alignment, room)
         return empty._with(config.num_channels, _data_sizes(config, recipe))
 
+    @classmethod
+    def for_head(
+        cls, config: HeadConfig, alignment: int = REGION_ALIGNMENT, room: int = 1
+    ) -> WorkspaceLayout:
+        """What one shared LM head needs; nothing joins it later.
+
+        Raises:
+            ConfigError: more bytes than a window holds.
+        """
+        empty = cls(config.tp_size, 0, {}, {}, 0, alignment, room)
+        return empty._with(1, _head_sizes(config))
+
     def union(self, other: WorkspaceLayout) -> WorkspaceLayout:
         """A layout that serves both; what has a place here keeps it while its room suffices.
 
@@ -192,7 +221,8 @@ class WorkspaceLayout:
         if end > MAX_WINDOW_BYTES:
             raise ConfigError(
                 f"a workspace of {end} bytes of address space exceeds the limit of "
-                f"{MAX_WINDOW_BYTES}; lower max_tokens_per_rank or num_channels"
+                f"{MAX_WINDOW_BYTES}; lower max_tokens_per_rank or num_channels (of a "
+                "shared LM head: max_rows_per_rank)"
             )
         return WorkspaceLayout(
             self.ep_size, num_channels, sizes, places, end, self.alignment, self.room, outgrown

@@ -6,16 +6,16 @@ import logging
 import secrets
 import threading
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from .config import MAX_CHANNELS, AllToAllConfig
+from .config import MAX_CHANNELS
 from .errors import ExchangeStateError, MoeNvlinkError
 from .executors import Executor, FaultWords
 from .groups import Group, all_or_none
 from .layout import MAX_WINDOW_BYTES, Region, WorkspaceLayout
-from .recipes import Recipe
 from .transport import SymmetricMemory, Transport
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,10 @@ class Workspace:
         self._last_stats = ExchangeStats()
         self._users = 0
 
-    def ensure(self, config: AllToAllConfig, recipe: Recipe) -> None:
+    def ensure(self, layout_for: Callable[[int], WorkspaceLayout]) -> None:
         """Makes the workspace serve one more geometry, growing it where it must. Collective.
+
+        layout_for: what is needed, by the bytes that its places must be aligned to.
 
         What earlier layers use stays where it is, with its content, so they may be in the middle
         of a round, and CUDA graphs with their addresses stay valid.
@@ -92,21 +94,19 @@ class Workspace:
             ExchangeStateError: it is broken, or the stream is capturing a CUDA graph.
             TransportError, PeerError: the memory could not be had; the old one stays as it was.
         """
-        wanted = all_or_none(
-            self.group, "fitting the workspace", lambda: self._wanted(config, recipe)
-        )
+        wanted = all_or_none(self.group, "fitting the workspace", lambda: self._wanted(layout_for))
         if wanted != self._layout:
             self._place(wanted)
         self._users += 1
 
-    def _wanted(self, config: AllToAllConfig, recipe: Recipe) -> WorkspaceLayout:
+    def _wanted(self, layout_for: Callable[[int], WorkspaceLayout]) -> WorkspaceLayout:
         self.check_usable()
         if self.executor.is_capturing():
             raise ExchangeStateError(
                 "the stream is capturing a CUDA graph, and a new layer may need memory, which "
                 "cannot be had then; create all layers before the capture"
             )
-        wanted = WorkspaceLayout.for_geometry(config, recipe, self._transport.extent_alignment)
+        wanted = layout_for(self._transport.extent_alignment)
         return wanted if self._layout is None else self._layout.union(wanted)
 
     def check_usable(self) -> None:

@@ -86,6 +86,9 @@ int moe_nvlink_sizeof_dispatch_args() {
 int moe_nvlink_sizeof_combine_args() {
   return sizeof(moe_nvlink::CombineArgs);
 }
+int moe_nvlink_sizeof_head_args() {
+  return sizeof(moe_nvlink::HeadArgs);
+}
 int moe_nvlink_sizeof_local_control() {
   return sizeof(moe_nvlink::LocalControl);
 }

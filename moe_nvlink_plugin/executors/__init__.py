@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .base import Executor, FaultWords, Launcher
+from moe_nvlink_plugin.errors import UnsupportedError
+
+from .base import Executor, FaultWords, HeadLauncher, Launcher
 from .host import HostExecutor
 
-__all__ = ["Executor", "FaultWords", "Launcher", "executor_for"]
+__all__ = ["Executor", "FaultWords", "HeadLauncher", "Launcher", "executor_for", "with_index"]
 
 
 def executor_for(name: str, device: torch.device) -> Executor:
@@ -22,3 +24,19 @@ def executor_for(name: str, device: torch.device) -> Executor:
 
     assert name == "cuda", name
     return CudaExecutor(device)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device as tensors name it: "cuda" is the current GPU. Local.
+
+    Raises:
+        UnsupportedError: torch sees no GPU.
+    """
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"device {device}: torch {torch.__version__} sees no GPU; install its CUDA build "
+            "(moe-nvlink doctor tells what else is missing), or use device 'cpu'"
+        )
+    return torch.empty(0, device=device).device

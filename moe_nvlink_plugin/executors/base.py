@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from moe_nvlink_plugin.config import AllToAllConfig
+from moe_nvlink_plugin.head_config import HeadConfig
 
 
 class Launcher(Protocol):
@@ -19,6 +20,25 @@ class Launcher(Protocol):
 
     def combine(self, args: Any) -> None:
         """Launches combine with CombineArgs, which it copies; sets their hidden_splits."""
+        ...
+
+
+class HeadLauncher(Protocol):
+    """The kernels of one shared LM head, all with HeadArgs, which they copy. One thread at a time.
+
+    num_rows and row_bound are read from the arguments.
+    """
+
+    def gather(self, args: Any) -> None:
+        """Launches gather."""
+        ...
+
+    def argmax(self, args: Any) -> None:
+        """Launches argmax; sets row_splits."""
+        ...
+
+    def collect(self, args: Any) -> None:
+        """Launches collect."""
         ...
 
 
@@ -72,6 +92,14 @@ class Executor(Protocol):
         Args:
             row_bytes: bytes of one token's row, by payload.
             quantiser: kQuantiser* of config.h that dispatch may be launched with, beside None.
+
+        Raises:
+            CompileError: the kernels cannot be had, or threads cannot be started.
+        """
+        ...
+
+    def head_launcher(self, config: HeadConfig) -> HeadLauncher:
+        """For one shared LM head; as `launcher`.
 
         Raises:
             CompileError: the kernels cannot be had, or threads cannot be started.

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,10 @@ from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.arguments import combine_code, element_code
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import CompileError, DriverError, MoeNvlinkError
+from moe_nvlink_plugin.head_config import HeadConfig
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.jit.source import HEAD_KERNELS
 
 from . import shape
 from .shape import Limits, Shape
@@ -65,16 +67,28 @@ def _kernels(
     """(dispatch, combine) on a device. The module stays loaded: a CUDA graph may hold it."""
     architecture = driver.device(index).architecture
     cubin = nvrtc.kernels_for(top_k, element, architecture, pdl, quantiser, combine)
+    dispatch, combine_kernel = _load(index, cubin, ("dispatch", "combine"))
+    return dispatch, combine_kernel
+
+
+@functools.cache
+def _head_kernels(index: int, element: int, pdl: bool) -> dict[str, _Kernel]:
+    """The kernels of the shared LM head by name, as _kernels."""
+    cubin = nvrtc.head_kernels_for(element, driver.device(index).architecture, pdl)
+    return dict(zip(HEAD_KERNELS, _load(index, cubin, HEAD_KERNELS), strict=True))
+
+
+def _load(index: int, cubin: bytes, names: Iterable[str]) -> list[_Kernel]:
     with driver.on_device(index):
         try:
             module = driver.call("cuModuleLoadData", cubin)
-            return _Kernel(module, "moe_nvlink_dispatch"), _Kernel(module, "moe_nvlink_combine")
+            return [_Kernel(module, f"moe_nvlink_{name}") for name in names]
         except DriverError as error:
             major, minor = driver.driver_version()
             no_room = error.status == "CUDA_ERROR_OUT_OF_MEMORY"
             raise CompileError(
                 f"the driver (CUDA {major}.{minor}) does not load the kernels built for "
-                f"{architecture}: {error}; {_NO_ROOM if no_room else _TOO_OLD}"
+                f"{driver.device(index).architecture}: {error}; {_NO_ROOM if no_room else _TOO_OLD}"
             ) from error
 
 
@@ -208,6 +222,47 @@ class _CudaLauncher:
             self._combine(prepared, args)
 
 
+class _CudaHeadLauncher:
+    def __init__(self, executor: CudaExecutor, config: HeadConfig) -> None:
+        self._executor = executor
+        device = executor.device_facts
+        num_sms = config.max_sms or device.num_sms
+        kernels = _head_kernels(device.index, element_code(config.dtype), executor.pdl)
+        row_bytes = config.hidden_size * config.dtype.itemsize
+        logits_bytes = config.shard_size * config.dtype.itemsize
+
+        def launch(name: str, choose: Callable[[int, Limits], Shape]) -> _Launch:
+            limits = kernels[name].limits(num_sms)
+            return _Launch(kernels[name], lambda n: choose(n, limits), executor, executor.pdl)
+
+        tp_size = config.tp_size
+        self._gather = launch(
+            "head_gather", lambda n, limits: shape.head_rows_shape(n, row_bytes, tp_size, limits)
+        )
+        self._argmax = launch(
+            "head_argmax", lambda n, limits: shape.head_argmax_shape(n, logits_bytes, limits)
+        )
+        self._collect = launch(
+            "head_collect",
+            lambda n, limits: shape.head_rows_shape(n, logits_bytes, tp_size, limits),
+        )
+
+    def gather(self, args: Any) -> None:
+        with self._executor.context():
+            self._gather(self._gather.prepare(args.geometry.num_rows), args)
+
+    def argmax(self, args: Any) -> None:
+        with self._executor.context():
+            # How many rows there are only the GPU knows.
+            prepared = self._argmax.prepare(args.geometry.row_bound * args.geometry.tp_size)
+            args.row_splits = prepared.hidden_splits
+            self._argmax(prepared, args)
+
+    def collect(self, args: Any) -> None:
+        with self._executor.context():
+            self._collect(self._collect.prepare(args.geometry.num_rows), args)
+
+
 class _MappedFaultWords:
     """Words in the host's memory that the GPU writes to directly."""
 
@@ -311,3 +366,7 @@ class CudaExecutor:
     ) -> _CudaLauncher:
         """See Executor. Compiles the kernels on first use, or takes them from the cache."""
         return _CudaLauncher(self, config, row_bytes, quantiser)
+
+    def head_launcher(self, config: HeadConfig) -> _CudaHeadLauncher:
+        """See Executor. Compiles the kernels on first use, or takes them from the cache."""
+        return _CudaHeadLauncher(self, config)

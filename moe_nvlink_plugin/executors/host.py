@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moe_nvlink_plugin.config import AllToAllConfig
+from moe_nvlink_plugin.head_config import HeadConfig
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 
@@ -43,6 +44,22 @@ class _HostLauncher:
         self._library.combine(args, self._grid)
 
 
+class _HostHeadLauncher:
+    def __init__(self, library: host.HostLibrary, num_threads: int) -> None:
+        self._grid = library.create_grid(num_threads)
+        self._library = library
+        weakref.finalize(self, library.destroy_grid, self._grid)
+
+    def gather(self, args: Any) -> None:
+        self._library.head("head_gather", args, self._grid)
+
+    def argmax(self, args: Any) -> None:
+        self._library.head("head_argmax", args, self._grid)
+
+    def collect(self, args: Any) -> None:
+        self._library.head("head_collect", args, self._grid)
+
+
 class HostExecutor:
     """Runs the host build of the kernels on `config.num_threads` threads per channel."""
 
@@ -66,3 +83,8 @@ class HostExecutor:
         """See Executor. Compiles the host library on first use."""
         assert config.num_threads is not None
         return _HostLauncher(host.load(), config.num_threads)
+
+    def head_launcher(self, config: HeadConfig) -> _HostHeadLauncher:
+        """See Executor. Compiles the host library on first use."""
+        assert config.num_threads is not None
+        return _HostHeadLauncher(host.load(), config.num_threads)

@@ -26,6 +26,10 @@ WARP = 32
 #: one's barriers hide behind another's copies.
 FEW_THREADS = 256
 MOST_THREADS = 1024
+#: Bytes of a row of logits that a CTA of its own is worth: a few vectors for each thread.
+LOGITS_BYTES_PER_CTA = 16 * 1024
+#: CTAs that share one row of logits at most (kMaxHeadSplits of config.h).
+MOST_HEAD_SPLITS = 8
 #: Bytes of empty slots that one CTA of dispatch marks before another one is worth launching, and
 #: the most CTAs that mark (kMaxFinishers of config.h).
 MARKED_BYTES_PER_CTA = 64 * 1024
@@ -43,7 +47,7 @@ def share(num_sms: int, num_channels: int) -> int:
 
 
 class Shape(NamedTuple):
-    """One launch: CTAs, threads each, and (combine) CTAs that share a token's row."""
+    """One launch: CTAs, threads each, and (combine, the head's argmax) CTAs that share a row."""
 
     blocks: int
     threads: int
@@ -123,6 +127,36 @@ def combine_shape(
     resident = max(limits.resident(threads), 1)
     splits = max(min(parts, resident // max(num_tokens, 1)), 1)
     return Shape(min(max(num_tokens * splits, slots, 1), resident), threads, splits)
+
+
+def head_rows_shape(num_rows: int, row_bytes: int, tp_size: int, limits: Limits) -> Shape:
+    """Gather and collect of a shared LM head: a CTA moves one row for, or from, one rank at a time.
+
+    None of them waits for another, so what is resident limits only what is worth launching.
+
+    Args:
+        num_rows: of this call on this rank.
+        row_bytes: that one CTA moves at a time.
+        tp_size: ranks.
+        limits: of the kernel on this GPU.
+    """
+    threads = _whole_warps(_ceil_div(row_bytes, VECTOR_BYTES), limits.max_threads)
+    return Shape(max(min(num_rows * tp_size, limits.resident(threads)), 1), threads)
+
+
+def head_argmax_shape(num_rows: int, row_bytes: int, limits: Limits) -> Shape:
+    """Argmax of a shared LM head: one row per CTA, or a part of it where rows are few.
+
+    Args:
+        num_rows: that all ranks together may have brought.
+        row_bytes: logits of one row on this rank.
+        limits: of the kernel on this GPU.
+    """
+    threads = _whole_warps(_ceil_div(row_bytes, VECTOR_BYTES), min(FEW_THREADS, limits.max_threads))
+    resident = max(limits.resident(threads), 1)
+    worth = min(_ceil_div(row_bytes, LOGITS_BYTES_PER_CTA), MOST_HEAD_SPLITS)
+    splits = max(min(worth, resident // max(num_rows, 1)), 1)
+    return Shape(max(min(num_rows * splits, resident), 1), threads, splits)
 
 
 def _whole_warps(threads: int, most: int) -> int:

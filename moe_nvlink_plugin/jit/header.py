@@ -22,6 +22,7 @@ _SCALARS: dict[str, Any] = {
     "uint32_t": ctypes.c_uint32,
     "int64_t": ctypes.c_int64,
     "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
 }
 
 

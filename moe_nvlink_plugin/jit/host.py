@@ -15,7 +15,7 @@ from moe_nvlink_plugin.errors import CompileError
 
 from . import cache
 from .header import structs
-from .source import host_source
+from .source import HEAD_KERNELS, host_source
 
 # -ffp-contract=off: a fused multiply-add would round differently from machine to machine.
 FLAGS = (
@@ -83,7 +83,7 @@ class HostLibrary:
         self._library.moe_nvlink_grid_create.restype = ctypes.c_void_p
         self._library.moe_nvlink_grid_create.argtypes = [ctypes.c_int]
         self._library.moe_nvlink_grid_destroy.argtypes = [ctypes.c_void_p]
-        for verb in ("dispatch", "combine"):
+        for verb in ("dispatch", "combine", *HEAD_KERNELS):
             function = getattr(self._library, f"moe_nvlink_{verb}")
             function.restype = None
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -93,6 +93,7 @@ class HostLibrary:
         names = {
             "dispatch_args": "DispatchArgs",
             "combine_args": "CombineArgs",
+            "head_args": "HeadArgs",
             "local_control": "LocalControl",
             "exchange_counters": "ExchangeCounters",
         }
@@ -120,6 +121,10 @@ class HostLibrary:
     def combine(self, args: Any, grid: int) -> None:
         """Runs combine; returns when it has finished."""
         self._library.moe_nvlink_combine(ctypes.byref(args), grid)
+
+    def head(self, kernel: str, args: Any, grid: int) -> None:
+        """Runs one of HEAD_KERNELS; returns when it has finished."""
+        getattr(self._library, f"moe_nvlink_{kernel}")(ctypes.byref(args), grid)
 
     def convert(self, name: str, element: int, source: int, target: int, count: int) -> None:
         """`name` is to_float or from_float; for the tests of numeric.h."""

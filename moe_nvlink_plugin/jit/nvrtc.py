@@ -15,7 +15,7 @@ from typing import Any
 from moe_nvlink_plugin.errors import CompileError, MoeNvlinkError, UnsupportedError
 
 from . import cache, header
-from .source import specialised_source
+from .source import head_source, specialised_source
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,21 @@ def is_cached(
     text = specialised_source(top_k, element, pdl=pdl, quantiser=quantiser, combine=combine)
     key = _key(text, architecture)
     return cache.load(key, ".cubin", _unsealed) is not None
+
+
+def head_kernels_for(element: int, architecture: str, pdl: bool) -> bytes:
+    """The cubin of the shared LM head's kernels (HEAD_KERNELS of source.py); as kernels_for."""
+    try:
+        return load_or_compile(head_source(element, pdl=pdl), architecture)
+    except UnsupportedError as error:
+        dtype = _name_of(header.elements(), element)
+        line = f"moe-nvlink precompile --arch {architecture} --geometry lm_head,dtype={dtype}"
+        line = line if pdl else f"{line} --no-pdl"
+        raise UnsupportedError(
+            f"no compiled kernels for a shared LM head of {dtype} on {architecture} in "
+            f"{_searched()}: {error}; or run, where NVRTC is,\n  {line} --cache-dir DIR\n"
+            "and set MOE_NVLINK_CACHE_DIR=DIR here"
+        ) from error
 
 
 def precompile_line(

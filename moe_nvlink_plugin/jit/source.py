@@ -11,6 +11,8 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
 
 KERNEL_FILES = ("dispatch.cu", "combine.cu")
+HEAD_FILES = ("lm_head.cu",)
+HEAD_KERNELS = ("head_gather", "head_argmax", "head_collect")
 HOST_FILES = ("host/grid.h", "host/library.cpp")
 
 
@@ -41,7 +43,8 @@ def amalgamate(paths: tuple[str, ...]) -> str:
 
 def host_source() -> str:
     """The host library: every geometry, every element type, chosen by the arguments."""
-    return _translation_unit("moe_nvlink::RuntimeConfig", HOST_FILES)
+    files = (*KERNEL_FILES, *HEAD_FILES)
+    return _translation_unit("moe_nvlink::RuntimeConfig", files, HOST_FILES)
 
 
 def specialised_source(
@@ -61,11 +64,18 @@ def specialised_source(
     """
     values = f"{top_k}, {element}, {str(pdl).lower()}, {quantiser}, {combine}"
     config = f"moe_nvlink::StaticConfig<{values}>"
-    return _translation_unit(config, HOST_FILES if host else ())
+    return _translation_unit(config, KERNEL_FILES, HOST_FILES if host else ())
 
 
-def _translation_unit(config: str, host_files: tuple[str, ...]) -> str:
-    text = amalgamate(("include/moe_nvlink/config.h", *host_files, *KERNEL_FILES))
+def head_source(element: int, *, pdl: bool = True) -> str:
+    """The kernels of the shared LM head for one element type, as a GPU gets them."""
+    # Nothing there is unrolled by top_k.
+    config = f"moe_nvlink::StaticConfig<1, {element}, {str(pdl).lower()}>"
+    return _translation_unit(config, HEAD_FILES, ())
+
+
+def _translation_unit(config: str, files: tuple[str, ...], host_files: tuple[str, ...]) -> str:
+    text = amalgamate(("include/moe_nvlink/config.h", *host_files, *files))
     # The kernels' entry points name Config: it stands behind config.h and before the first of them.
-    marker = f"// ---- kernels/{KERNEL_FILES[0]}\n"
+    marker = f"// ---- kernels/{files[0]}\n"
     return text.replace(marker, f"using Config = {config};\n{marker}")

@@ -23,18 +23,24 @@ ALLOWED: dict[str, set[str] | None] = {
     "groups": {"errors"},
     "recipes": {"errors", "env", "config"},
     "combine_formats": {"errors", "config", "recipes"},
-    "layout": {"errors", "env", "config", "recipes", "combine_formats", "transport"},
+    "layout": {"errors", "env", "config", "recipes", "combine_formats", "transport", "head_config"},
     "transport": {"errors", "env", "groups", "driver"},
     "kernels": set(),
     "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
     "head_cost": {"errors", "driver"},
+    "faults": {"errors", "jit"},
+    "head_config": {"errors", "env", "config"},
+    "head_exchange": {"errors", "arguments", "checks", "faults", "head_config", "workspace"},
+    "head_ops": {"head_exchange"},
+    "lm_head": {"errors", "executors", "groups", "head_config", "head_exchange", "head_ops"}
+    | {"layout", "plugins", "workspace"},
     "workspace": {"errors", "env", "config", "recipes", "layout", "transport", "groups"}
     | {"executors"},
     "checks": {"errors", "config", "recipes"},
-    "arguments": {"errors", "config", "recipes", "layout", "jit"},
+    "arguments": {"errors", "config", "recipes", "layout", "jit", "head_config"},
     # How a kernel is launched: on CPU threads, or by the CUDA driver.
-    "executors": {"errors", "env", "config", "jit", "driver", "arguments"},
-    "channel": {"errors", "jit", "arguments"},
+    "executors": {"errors", "env", "config", "jit", "driver", "arguments", "head_config"},
+    "channel": {"errors", "jit", "arguments", "faults"},
     "exchange": {"errors", "env", "config", "recipes", "layout", "workspace", "checks", "channel"}
     | {"arguments"},
     "inductor": set(),
@@ -52,9 +58,14 @@ ALLOWED: dict[str, set[str] | None] = {
     "__main__": {"cli"},
 }
 #: Arrows that exist for the type checker alone, under `if TYPE_CHECKING:`.
-ALLOWED_FOR_TYPES = {("checks", "exchange"), ("channel", "exchange")}
+ALLOWED_FOR_TYPES = {
+    ("checks", "exchange"),
+    ("channel", "exchange"),
+    ("checks", "head_exchange"),
+    ("faults", "workspace"),
+}
 #: Public names: what an adapter, like any other user, may import. `""` is the package itself.
-PUBLIC = {"", "errors", "env", "config"}
+PUBLIC = {"", "errors", "env", "config", "head_cost"}
 
 
 def python_files(folder: str) -> list[Path]:

@@ -1,4 +1,4 @@
-// The packed arguments of a launch: one struct per kernel, passed by value on the GPU and by pointer
+// The packed arguments of a launch: one struct per kernel (three kernels share HeadArgs), passed by value on the GPU and by pointer
 // on the host. Python builds its ctypes mirror by reading this file, so a field is written once:
 // one field per line, type and name, then who needs it and its unit.
 // Peer memory has no pointer table: rank r's workspace is at window_base + r * rank_stride, and a
@@ -70,6 +70,40 @@ struct CombineArgs {
   uint32_t row_scales_region;  // [ep_size, max_tokens_per_rank] f32; formats that have them
 };
 
+// The vocabulary product that the ranks of a group share (lm_head.cu). Rank r has the vocabulary rows
+// from r * shard_size on: shard_size of them, or what is left of vocab_size.
+struct HeadGeometry {
+  int32_t tp_size;            // ranks
+  int32_t tp_rank;            // this one
+  int32_t vocab_size;         // token ids
+  int32_t hidden_size;        // elements of a row
+  int32_t shard_size;         // vocabulary rows of a rank
+  int32_t max_rows_per_rank;  // capacity: rows of one rank
+  int32_t element;            // kElement* of rows and logits
+  int32_t row_bound;          // slots of a rank's slice in this call; the same on all ranks
+  int32_t num_rows;           // this call's rows on this rank
+};
+
+// One struct for the three kernels of a call. Of the control regions they use both kinds of cells,
+// recv_counts, local and counters.
+struct HeadArgs {
+  uint64_t window_base;    // address of rank 0's workspace
+  uint64_t rank_stride;    // bytes from one rank's workspace to the next
+  uint64_t timeout_ns;     // how long a wait for the peers may take
+  uint64_t hidden;         // gather: [num_rows, hidden_size] elements
+  uint64_t logits;         // argmax: [rows, vocabulary rows of this rank] elements
+  uint64_t output;         // argmax: [num_rows] i64; collect: [num_rows, vocab_size] elements
+  HeadGeometry geometry;   // by value
+  ControlRegions control;  // of the group
+  uint32_t rows_region;    // [tp_size, row_bound, hidden_size]; slice s: rows of rank s
+  uint32_t pairs_region;   // [tp_size, max_rows_per_rank, kMaxHeadSplits] u64; slice s: by rank s
+  uint32_t logits_region;  // collect: [rows, vocabulary rows of the rank] in every rank's workspace
+  uint32_t is_compact;     // 1: logits have the filled rows only; 0: slots, tp_size * row_bound
+  uint32_t row_splits;     // argmax: parts of a row that CTAs share; 1..kMaxHeadSplits
+  float soft_cap;          // logits become cap * tanh(logit / cap); 0: they do not
+  float scale;             // and are then multiplied by this
+};
+
 // Words of this rank that live from launch to launch, so that a replay needs no new values.
 struct LocalControl {
   uint64_t fault;             // 0, or {code, phase, peer, epoch} (epoch_flags.h)
@@ -78,7 +112,7 @@ struct LocalControl {
   uint32_t arrivals;          // CTAs of the running dispatch that have put their tokens
   uint32_t rows_put;          // by the last dispatch, for combine's counters
   uint32_t remote_rows_put;   // the part of them that went to other ranks
-  uint32_t combine_arrivals;  // CTAs of the running combine that have quantised their rows
+  uint32_t combine_arrivals;  // the same of a combine with a format, or of the head's argmax
 };
 
 // Totals since the workspace was made.

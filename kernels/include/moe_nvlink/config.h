@@ -9,6 +9,7 @@ constexpr int kMaxRanks = 128;         // ranks of one exchange; an NVL72 domain
 constexpr int kMaxTopK = 32;           // experts a token may be routed to
 constexpr int kMaxPayloads = 10;       // expert ids, router weights and up to 8 rows of the caller
 constexpr int kRegionAlignment = 256;  // bytes; regions of the workspace start on multiples of it
+constexpr int kMaxHeadSplits = 8;      // CTAs that share one row of logits
 constexpr int kMaxFinishers = 32;      // CTAs of dispatch that share the work at its end
 
 // Bits of a cell that hold a count of rows, which is at most 2^24 (epoch_flags.h).
@@ -41,6 +42,8 @@ constexpr int kCombineNvfp4 = 2;
 // Phases that a fault word names.
 constexpr int kPhaseDispatch = 1;
 constexpr int kPhaseCombine = 2;
+constexpr int kPhaseHeadGather = 3;
+constexpr int kPhaseHeadArgmax = 4;
 
 // Why a wait ended without what it waited for.
 constexpr int kFaultTimeout = 1;   // the peer's cell did not reach the epoch in time

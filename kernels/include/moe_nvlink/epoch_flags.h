@@ -95,7 +95,7 @@ HD bool has_failed(const Args& args) {
 template <class Args>
 HD void report_fault(const Args& args, uint32_t cells, int code, int phase, int peer,
                      uint32_t epoch, uint64_t start) {
-  const int me = args.geometry.ep_rank;
+  const int me = rank_in(args.geometry);
   is_reached_in_time(cell_of(args, me, cells, me), epoch, start, args.timeout_ns);
   if (has_failed(args)) return;
   LocalControl* local = local_control(args);

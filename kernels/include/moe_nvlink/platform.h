@@ -94,6 +94,10 @@ HD float reciprocal_for_fp4(float value) {
   return result;
 }
 
+HD float hyperbolic_tangent(float value) {
+  return tanhf(value);
+}
+
 // Conversions that the hardware has. Rounding to nearest even; what is too large becomes the largest
 // finite number, NaN 0x7f (e4m3) or 7 (e2m1).
 constexpr bool kHasFp8Conversions = true;
@@ -180,6 +184,7 @@ HD void pdl_launch_dependents() {
 #include <time.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -266,6 +271,10 @@ struct Backoff {
 
 inline float fused_multiply_add(float a, float b, float c) {
   return __builtin_fmaf(a, b, c);
+}
+
+inline float hyperbolic_tangent(float value) {
+  return std::tanh(value);
 }
 
 inline float reciprocal_for_fp4(float value) {

@@ -7,7 +7,14 @@
 
 namespace moe_nvlink {
 
-// Address of `rank`'s workspace. Args is DispatchArgs or CombineArgs.
+HD int rank_in(const Geometry& geometry) {
+  return geometry.ep_rank;
+}
+HD int rank_in(const HeadGeometry& geometry) {
+  return geometry.tp_rank;
+}
+
+// Address of `rank`'s workspace. Args is DispatchArgs, CombineArgs or HeadArgs.
 template <class Args>
 HD uint64_t window_of(const Args& args, int rank) {
   return args.window_base + static_cast<uint64_t>(rank) * args.rank_stride;
@@ -23,13 +30,13 @@ HD char* region_of(const Args& args, int rank, uint32_t region) {
 template <class Args>
 HD LocalControl* local_control(const Args& args) {
   return reinterpret_cast<LocalControl*>(
-      region_of(args, args.geometry.ep_rank, args.control.local));
+      region_of(args, rank_in(args.geometry), args.control.local));
 }
 
 template <class Args>
 HD ExchangeCounters* exchange_counters(const Args& args) {
   return reinterpret_cast<ExchangeCounters*>(
-      region_of(args, args.geometry.ep_rank, args.control.counters));
+      region_of(args, rank_in(args.geometry), args.control.counters));
 }
 
 // One thread of a launch.
