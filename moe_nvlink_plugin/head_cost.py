@@ -25,12 +25,14 @@ from typing import NamedTuple
 import torch
 
 from . import driver
+from .config import check_int
 from .errors import ConfigError, UnsupportedError
+from .head_config import MAX_VOCAB_SIZE, SHARD_MULTIPLE
 
 #: What a rank sends back for a row of another: 32 bits of value, 32 of the token's id.
 PAIR_BYTES = 8
-#: Shares of the vocabulary are multiples of it.
-SHARE_STEP = 16
+#: No size here is larger than this, whatever it counts.
+_MOST = MAX_VOCAB_SIZE
 
 
 class HeadShape(NamedTuple):
@@ -152,7 +154,7 @@ def step_seconds(shape: HeadShape, rows: int, tp_size: int, rates: Rates) -> flo
     """Expected seconds of one draft step's head for `rows` rows a rank; tp_size 1: not split.
 
     Raises:
-        ConfigError: a size below 1, or a rate that is none.
+        ConfigError: a size that is none, or a rate that is none.
     """
     _check(shape, rates, rows=rows, tp_size=tp_size)
     share = _widest_share(shape, tp_size)
@@ -172,7 +174,7 @@ def exchanged_bytes(shape: HeadShape, rows: int, tp_size: int) -> int:
 def _widest_share(shape: HeadShape, tp_size: int) -> int:
     """Vocabulary rows of the first rank, which has no fewer than any other (HeadConfig.shard)."""
     even = -(-shape.vocab_size // tp_size)
-    return min(shape.vocab_size, -(-even // SHARE_STEP) * SHARE_STEP)
+    return min(shape.vocab_size, -(-even // SHARD_MULTIPLE) * SHARD_MULTIPLE)
 
 
 def crossover_rows(shape: HeadShape, tp_size: int, rates: Rates, most_rows: int) -> int:
@@ -215,7 +217,7 @@ def choose_size(shape: HeadShape, candidates: Iterable[int], most_rows: int, rat
 
 def _sampled_rows(most_rows: int) -> list[int]:
     """1, 2, 4 .. and most_rows itself."""
-    _check_int("most_rows", most_rows)
+    check_int("most_rows", most_rows, 1, _MOST)
     return [*_powers_below(most_rows), most_rows]
 
 
@@ -274,12 +276,7 @@ def _size(count: int) -> str:
 
 def _check(shape: HeadShape, rates: Rates, **sizes: int) -> None:
     for name, value in {**shape._asdict(), **sizes}.items():
-        _check_int(name, value)
+        check_int(name, value, 1, _MOST)
     for name, rate in rates._asdict().items():
         if not 0 <= rate < float("inf") or (rate == 0 and name != "exchange_s"):
             raise ConfigError(f"{name}={rate!r} is no rate; take those of rates_of(device)")
-
-
-def _check_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least 1")

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "transport": {"errors", "env", "groups", "driver"},
     "kernels": set(),
     "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
-    "head_cost": {"errors", "driver"},
+    "head_cost": {"errors", "config", "driver", "head_config"},
     "faults": {"errors", "jit"},
     "head_config": {"errors", "env", "config"},
     "head_exchange": {"errors", "arguments", "checks", "faults", "head_config", "workspace"},

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_nvlink_plugin import driver, head_cost
+from moe_nvlink_plugin import HeadConfig, driver, head_cost
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.head_cost import HeadShape, Rates
 
@@ -80,6 +80,19 @@ def test_a_group_reads_its_share_and_multiplies_as_much(rows: int, rates: Rates)
     moved = rows * 3 * 7168 * 2 + rows * 3 * 8
     expected = work_s + rates.exchange_s + moved / rates.link_bytes_per_s
     assert head_cost.step_seconds(DEEPSEEK, rows, 4, rates) == pytest.approx(expected)
+
+
+@given(st.integers(1, 300_000), sizes)
+def test_the_share_is_that_of_the_first_rank(vocab_size: int, size: int) -> None:
+    """And no rank has a larger one. In time: reading one byte a second, the rest for nothing."""
+    config = HeadConfig(
+        tp_size=size, tp_rank=0, vocab_size=vocab_size, hidden_size=1, max_rows_per_rank=1
+    )
+    widths = [end - first for first, end in map(config.shard, range(size))]
+    rates = Rates(1.0, 1e300, 1e300, 0.0)
+    seconds = head_cost.step_seconds(HeadShape(vocab_size, 1, 1), 1, size, rates)
+    assert seconds == pytest.approx(max(widths))
+    assert widths[0] == max(widths)
 
 
 @given(shapes, few_rows, st.integers(1, 16), all_rates)
@@ -213,7 +226,7 @@ def test_a_gpu_that_no_driver_names_is_unknown(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_sizes_that_are_none(shape: HeadShape, rows: int, size: int, what: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"{what} must be an integer of at least 1")):
+    with pytest.raises(ConfigError, match=f"{what} must be an integer from 1 to"):
         head_cost.step_seconds(shape, rows, size, GB200)
 
 
