@@ -176,17 +176,19 @@ class VllmServer:
         max_tokens: int | Sequence[int],
         concurrency: int | None = None,
         timeout_s: float = 120.0,
+        rank: int | None = None,
     ) -> list[Completion]:
         """Greedy completions of token-id prompts, `concurrency` requests at a time (None: all).
 
         max_tokens: one length for all, or one for each prompt; each answer is exactly that long.
+        rank: the data-parallel rank that answers all of them; None lets vLLM choose for each.
         Raises ServerError when the server refuses, dies, or stays silent for `timeout_s`.
         """
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
         pool = ThreadPoolExecutor(max_workers=concurrency or len(prompts))
         try:
             ask = [
-                pool.submit(self._complete_one, prompt, length, timeout_s)
+                pool.submit(self._complete_one, prompt, length, timeout_s, rank)
                 for prompt, length in zip(prompts, lengths, strict=True)
             ]
             return [answer.result() for answer in ask]
@@ -228,17 +230,27 @@ class VllmServer:
         if stay:
             raise ServerError(f"processes {stay} of the {self.name} server survived SIGKILL")
 
-    def _complete_one(self, prompt: Sequence[int], length: int, timeout_s: float) -> Completion:
+    def _complete_one(
+        self, prompt: Sequence[int], length: int, timeout_s: float, rank: int | None
+    ) -> Completion:
         started = time.monotonic()
-        reply = self._post("/v1/completions", _request_body(prompt, length), timeout_s)
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        body = _request_body(prompt, length)
+        reply = self._post("/v1/completions", body, timeout_s, headers)
         token_ids = reply["choices"][0]["token_ids"]
         if len(token_ids) != length:
             raise self._error(f"answered {len(token_ids)} tokens instead of {length}")
         return Completion(token_ids, time.monotonic() - started)
 
-    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         try:
-            status, text = self._request("POST", path, json.dumps(body), timeout_s)
+            status, text = self._request("POST", path, json.dumps(body), timeout_s, headers)
         except OSError as error:
             self._check_alive("while it was answering")
             raise self._error(f"gave no answer within {timeout_s:.0f} s ({error})") from error
@@ -254,11 +266,17 @@ class VllmServer:
             return False
 
     def _request(
-        self, method: str, path: str, body: str | None, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: str | None,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", **(headers or {})}
+            connection.request(method, path, body, headers)
             reply = connection.getresponse()
             return reply.status, reply.read().decode("utf-8", errors="replace")
         finally:
