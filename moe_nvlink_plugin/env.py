@@ -24,6 +24,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "auto",
         "vLLM: recipe of dispatch; auto: what the model's experts take",
     ),
+    "MOE_NVLINK_MTP_LM_HEAD_TP": (
+        "1",
+        "vLLM: data-parallel ranks that share an MTP draft's LM head; 1: none do; or auto",
+    ),
     "MOE_NVLINK_ALLOW_SHARED_GPU": ("0", "1: let several ranks share one GPU (slow; for tests)"),
     "MOE_NVLINK_STATS_DIR": ("unset", "vLLM workers write rank<N>.json with their counters here"),
 }
@@ -141,6 +145,27 @@ def dispatch() -> str | None:
     """Name of the recipe that vLLM's layers dispatch in, None where the model decides."""
     text = _text("MOE_NVLINK_DISPATCH")
     return None if text == "auto" else text
+
+
+def mtp_lm_head_tp() -> int | str:
+    """How many data-parallel ranks share the LM head of vLLM's MTP draft: 1 and up, or "auto".
+
+    Raises:
+        ConfigError: neither of them.
+    """
+    text = _text("MOE_NVLINK_MTP_LM_HEAD_TP") or "1"
+    if text == "auto":
+        return text
+    try:
+        size = int(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ConfigError(
+            f"MOE_NVLINK_MTP_LM_HEAD_TP={text!r} is no number of ranks from 1 up, nor auto; unset "
+            "it to leave the draft's LM head whole"
+        )
+    return size
 
 
 def stats_dir() -> Path | None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
+from moe_nvlink_plugin import AllToAllConfig, HeadGroup, MoeAllToAll, env
 from moe_nvlink_plugin.errors import DisagreementError, PeerError, UnsupportedError
 
 from .flag import BACKEND
 from .options import QUANTISE_ON_ARRIVAL, Options
 from .stats import StatsWriter
 from .watch import FailureWatch
+
+if TYPE_CHECKING:
+    from .lm_head import DraftHead
 
 logger = logging.getLogger("vllm.plugins.moe_nvlink")
 
@@ -74,8 +77,9 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         self.options = options or Options()
         self._met = False
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
+        self._draft_heads: dict[Any, DraftHead] = {}
         self._stats_writer: StatsWriter | None = None
-        self._watch: FailureWatch | None = None
+        self._watches: list[FailureWatch] = []
         _show_core_logs()
 
     def exchange(self, geometry: Geometry) -> MoeAllToAll:
@@ -135,7 +139,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             self._start_stats(created)
             if self.device.type == "cuda":
                 # One layer answers for all: they share the workspace and its fault words.
-                self._watch = FailureWatch(created.failure)
+                self._watches.append(FailureWatch(created.failure))
         return created
 
     def exchanges_by_capacity(self, geometry: Geometry) -> list[MoeAllToAll]:
@@ -160,17 +164,58 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         """vLLM's name for `exchange`; kwargs are the fields of `Geometry`."""
         return self.exchange(Geometry(**kwargs))
 
+    def draft_head(self, vllm_config: Any, vocab_size: int) -> DraftHead | None:
+        """This worker's part in the LM head of its draft; None where every rank keeps it whole.
+
+        Collective over all ranks, of which groups of consecutive ones then create a `HeadGroup`;
+        raises what that raises, and DisagreementError when ranks would group differently. Logs what
+        the head costs.
+        """
+        from . import lm_head
+
+        plan = lm_head.plan_of(vllm_config, vocab_size, self.world_size, self.device)
+        self._meet()
+        lm_head.agree(plan, self.cpu_group, self.world_size)
+        if self.rank == 0:
+            logger.info("moe_nvlink draft, every rank: %s", plan.report(self.device))
+        if plan.size == 1:
+            return None
+        if plan not in self._draft_heads:
+            self._draft_heads[plan] = self._create_draft_head(plan)
+        return self._draft_heads[plan]
+
+    def _create_draft_head(self, plan: Any) -> DraftHead:
+        from . import lm_head
+
+        ranks = lm_head.group_of(self.cpu_group, self.rank, plan.size)
+        group = HeadGroup.create(plan.config(self.rank), ranks, self.device)
+        if self.device.type == "cuda":
+            self._watches.append(FailureWatch(group.failure, what="The draft's shared LM head"))
+        logger.info(
+            "moe_nvlink draft head of rank %d: shared with ranks %s, split up to %s rows a rank, "
+            "%.1f MB of symmetric memory",
+            self.rank,
+            list(lm_head.members_of(self.rank, plan.size)),
+            plan.most_rows if plan.crossover is None else plan.crossover,
+            group.workspace_bytes / 1e6,
+        )
+        return lm_head.DraftHead(group, plan.crossover)
+
     def _start_stats(self, exchange: MoeAllToAll) -> None:
         directory = env.stats_dir()
         if directory is None:
             return
 
         about = {"ep_rank": self.rank, "ep_size": self.world_size}
-        # One exchange's counters are the whole workspace's. A GPU's are copied from it, which from
-        # another thread would spoil the capture of a CUDA graph: there they are written once, when
-        # the worker ends.
-        watch = self.device.type == "cpu"
-        self._stats_writer = StatsWriter(directory, about, exchange.stats, watch=watch)
+
+        def read() -> dict[str, Any]:
+            # One exchange's counters are the whole workspace's.
+            heads = [head.stats() for head in list(self._draft_heads.values())]
+            return {**exchange.stats()._asdict(), **({"mtp_lm_head": heads[0]} if heads else {})}
+
+        # A GPU's are copied from it, which from another thread would spoil the capture of a CUDA
+        # graph: there they are written once, when the worker ends.
+        self._stats_writer = StatsWriter(directory, about, read, watch=self.device.type == "cpu")
 
     # The three verbs of vLLM's managers without a modular kernel. Layers reach them only when our
     # prepare/finalize was not put in place, which must not pass in silence.
@@ -196,12 +241,15 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
 
     def destroy(self) -> None:
         """Writes the last counters and releases the workspace. Local, idempotent."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        for watch in self._watches:
+            watch.close()
+        self._watches.clear()
         if self._stats_writer is not None:
             self._stats_writer.close()
             self._stats_writer = None
+        for head in self._draft_heads.values():
+            head.close()
+        self._draft_heads.clear()
         for exchange in self._exchanges.values():
             exchange.close()
         self._exchanges.clear()

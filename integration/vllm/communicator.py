@@ -6,12 +6,15 @@ exists, so this is also where our layer classes are put in place: only in worker
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
-from . import flag
+from . import drafts, flag
 from .options import options_of
+
+logger = logging.getLogger("vllm.plugins.moe_nvlink")
 
 
 def attach(communicator: Any, device: torch.device) -> None:
@@ -27,13 +30,22 @@ def attach(communicator: Any, device: torch.device) -> None:
 
     from . import compat
 
-    compat.check_names(device.type)  # before the modules that import them
+    vllm_config = get_current_vllm_config_or_none()
+    options = options_of(vllm_config)
+    shares_head = drafts.shares_head(vllm_config, options)
+    # Before the modules that import them.
+    compat.check_names(device.type, drafts=shares_head)
     from . import layers
     from .all2all_manager import MoeNvlinkAll2AllManager
 
     layers.put_in_place()
+    if shares_head:
+        from . import lm_head, mtp
+
+        lm_head.put_in_place()
+        mtp.put_in_place(vllm_config, device.type)
+    elif options.shares_lm_head:
+        logger.info("MOE_NVLINK_MTP_LM_HEAD_TP is set, and there is no MTP draft to use it for")
     communicator.all2all_manager = MoeNvlinkAll2AllManager(
-        communicator.cpu_group,
-        device=device,
-        options=options_of(get_current_vllm_config_or_none()),
+        communicator.cpu_group, device=device, options=options
     )

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from moe_nvlink_plugin.errors import UnsupportedError
 
+from .drafts import DRAFTS
+
 logger = logging.getLogger("vllm.plugins.moe_nvlink")
 
 #: Minor versions that our tests have served models with, by device.
@@ -30,7 +32,9 @@ class Touched(NamedTuple):
     own must be exactly these; for the rest we call, so these must be taken and all others must have
     defaults. None: not a function, or one we pass on as it comes.
     device: the only device that needs the name, "" for both. since: the first release that has it;
-    a name with it is looked for at run time, and done without where it is missing.
+    a name with it is looked for at run time, and done without where it is missing. needed_for:
+    "drafts": needed only where ranks share an MTP draft's LM head; "one draft": by one of vLLM's
+    draft models, and looked for when that model is served.
     """
 
     module: str
@@ -39,6 +43,7 @@ class Touched(NamedTuple):
     parameters: tuple[str, ...] | None = None
     device: str = ""
     since: str = ""
+    needed_for: str = ""
 
 
 class Fields(NamedTuple):
@@ -57,6 +62,7 @@ _FP8 = "vllm.model_executor.layers.quantization.fp8"
 _COMMUNICATORS = "vllm.distributed.device_communicators"
 _PLATFORM = "vllm.platforms.interface"
 _CONTEXT = "vllm.forward_context"
+_LAYERS = "vllm.model_executor.layers"
 
 
 def _methods(
@@ -66,6 +72,24 @@ def _methods(
     return [
         Touched(module, f"{owner}.{name}", kind, parameters, device)
         for name, parameters in methods.items()
+    ]
+
+
+def _for_drafts(*touched: Touched) -> list[Touched]:
+    return [one._replace(needed_for="drafts") for one in touched]
+
+
+def _draft_models() -> list[Touched]:
+    """Of vLLM's draft classes, what ours add to them and call of them."""
+    forward = ("hidden_states", "spec_step_idx")
+    return [
+        touched._replace(needed_for="one draft")
+        for draft in DRAFTS.values()
+        for touched in (
+            Touched(draft.module, draft.name, "subclass"),
+            Touched(draft.module, f"{draft.name}.__init__", "subclass", ("vllm_config", "prefix")),
+            Touched(draft.module, f"{draft.name}.compute_logits", "use", forward),
+        )
     ]
 
 
@@ -88,8 +112,8 @@ TOUCHED = (
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "patch"),
     Touched("vllm.config", "get_current_vllm_config_or_none", "use", ()),
     Touched("vllm.distributed", "get_ep_group", "use", ()),
-    Touched(_CONTEXT, "get_forward_context", "use", (), "cuda"),
-    Touched(_CONTEXT, "is_forward_context_available", "use", (), "cuda"),
+    Touched(_CONTEXT, "get_forward_context", "use", ()),
+    Touched(_CONTEXT, "is_forward_context_available", "use", ()),
     Touched(f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator", "subclass", None, "cpu"),
     Touched(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "subclass", None, "cuda"),
     *_methods(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "use", "cuda", destroy=()),
@@ -232,6 +256,41 @@ TOUCHED = (
         ("layer", "param_name", "new_tensor"),
         "cpu",
     ),
+    *_for_drafts(
+        Touched("vllm", "envs.VLLM_USE_BREAKABLE_CUDAGRAPH", "use", device="cuda"),
+        Touched(
+            f"{_LAYERS}.logits_processor",
+            "LogitsProcessor.register_oot",
+            "hook",
+            ("_decorated_layer_cls", "name"),
+        ),
+        *_methods(
+            f"{_LAYERS}.logits_processor",
+            "LogitsProcessor",
+            "subclass",
+            get_top_tokens=("lm_head", "hidden_states", "embedding_bias"),
+            _get_logits=("hidden_states", "lm_head", "embedding_bias", "skip_gather"),
+        ),
+        Touched(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod", "use"),
+        Touched(f"{_LAYERS}.linear", "UnquantizedLinearMethod", "use"),
+        Touched("vllm.model_executor.models", "ModelRegistry", "hook"),
+        Touched(
+            "vllm.model_executor.models.registry",
+            "_ModelRegistry.register_model",
+            "hook",
+            ("model_arch", "model_cls"),
+        ),
+        Touched(
+            "vllm.model_executor.models.registry",
+            "_ModelRegistry.resolve_model_cls",
+            "use",
+            ("architectures", "model_config"),
+        ),
+        Touched(
+            "vllm.model_executor.model_loader.utils", "get_model_cls", "use", ("model_config",)
+        ),
+    ),
+    *_draft_models(),
 )
 
 FIELDS = (
@@ -352,17 +411,20 @@ def warn_if_untried(device_type: str) -> None:
     )
 
 
-def check_names(device_type: str) -> None:
+def check_names(device_type: str, *, drafts: bool = False) -> None:
     """Raises UnsupportedError naming what this vLLM lacks of `TOUCHED`. Local, worker start-up.
 
     What we patch may be missing: `flag.patch_engine_args` has said so, and the flag works without.
+    drafts: ranks share the LM head of an MTP draft.
     """
+    needed = ("", "drafts") if drafts else ("",)
     missing = [
         f"{touched.module}.{touched.name}"
         for touched in TOUCHED
         if touched.kind != "patch"
         and not touched.since
         and touched.device in ("", device_type)
+        and touched.needed_for in needed
         and not exists(touched)
     ]
     if missing:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.distributed import get_ep_group
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
@@ -21,7 +20,7 @@ from vllm.platforms import current_platform
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
 
-from . import input_scales
+from . import input_scales, replacement
 from .all2all_manager import Geometry, MoeNvlinkAll2AllManager, Proposal
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
@@ -35,24 +34,10 @@ logger = logging.getLogger("vllm.plugins.moe_nvlink")
 def put_in_place() -> None:
     """Registers both classes with vLLM. Local, idempotent.
 
-    Raises UnsupportedError when another plugin has replaced one of them: the last to register
-    would win in silence, and one of the two plugins would not work.
+    Raises UnsupportedError when another plugin has replaced one of them.
     """
-    for original, ours in (
-        (RoutedExperts, MoeNvlinkRoutedExperts),
-        (MoERunner, MoeNvlinkMoERunner),
-    ):
-        name = original.__name__
-        present = op_registry_oot.get(name)
-        if present is ours:
-            continue
-        if present is not None:
-            raise UnsupportedError(
-                f"--all2all-backend {BACKEND}: another plugin has already replaced vLLM's {name} "
-                f"by {present.__module__}.{present.__qualname__}. Disable that plugin "
-                "(VLLM_PLUGINS lists those to load), or drop the flag."
-            )
-        original.register_oot(ours)
+    replacement.put_in_place(RoutedExperts, MoeNvlinkRoutedExperts)
+    replacement.put_in_place(MoERunner, MoeNvlinkMoERunner)
 
 
 class MoeNvlinkRoutedExperts(RoutedExperts):

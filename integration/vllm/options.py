@@ -1,7 +1,7 @@
-"""What a user can choose beside the backend: ``additional_config["moe_nvlink"]``, two variables.
+"""What a user can choose beside the backend: ``additional_config["moe_nvlink"]``, some variables.
 
-The keys are the fields of `Options`. ``MOE_NVLINK_DISPATCH`` and ``MOE_NVLINK_COMBINE`` are the
-defaults of two of them.
+The keys are the fields of `Options`. ``MOE_NVLINK_DISPATCH``, ``MOE_NVLINK_COMBINE`` and
+``MOE_NVLINK_MTP_LM_HEAD_TP`` are the defaults of three of them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,24 @@ class Options(NamedTuple):
     quantise: who quantises before an "auto" dispatch. "fused": our kernel, where its bits are those
         of vLLM's quantiser. "framework": vLLM's quantiser.
     dispatch_global_scale: of a recipe named in `dispatch` that takes one; nvfp4 has 1.0 otherwise.
+    mtp_lm_head_tp_size: how many consecutive data-parallel ranks share the LM head of an MTP draft;
+        1: every rank has it for itself. "auto": what pays by `head_cost`, step by step.
     """
 
     dispatch: str = AUTO
     combine: str = UNQUANTISED
     quantise: str = FUSED
     dispatch_global_scale: float | None = None
+    mtp_lm_head_tp_size: int | str = 1
 
+    @property
+    def shares_lm_head(self) -> bool:
+        """Whether a user wants ranks to share the draft's LM head."""
+        return self.mtp_lm_head_tp_size != 1
+
+
+#: The option of which a variable alone, without a draft to use it for, is no mistake.
+MTP_LM_HEAD = "mtp_lm_head_tp_size"
 
 _ALLOWED = {"combine": COMBINE_FORMATS, "quantise": (FUSED, FRAMEWORK)}
 
@@ -61,7 +72,9 @@ def options_of(vllm_config: Any) -> Options:
     unknown = sorted(set(given) - set(Options._fields), key=str)
     if unknown:
         raise ConfigError(f"{where} has no {', '.join(map(repr, unknown))}; its keys are {_keys()}")
-    defaults = {"dispatch": env.dispatch() or AUTO, "combine": env.combine()}
+    defaults: dict[str, Any] = {"dispatch": env.dispatch() or AUTO, "combine": env.combine()}
+    if MTP_LM_HEAD not in given:
+        defaults[MTP_LM_HEAD] = env.mtp_lm_head_tp()
     chosen = Options(**{**defaults, **given})
     for field, allowed in _ALLOWED.items():
         value = getattr(chosen, field)
@@ -73,7 +86,15 @@ def options_of(vllm_config: Any) -> Options:
             f"{where}: dispatch={chosen.dispatch!r} is not {AUTO}, {UNQUANTISED} or a recipe's name"
         )
     _check_global_scale(chosen, where)
+    _check_mtp_lm_head(chosen, where)
     return chosen
+
+
+def names(vllm_config: Any, option: str) -> bool:
+    """Whether a configuration that `options_of` accepts names the option itself. Local."""
+    additional = getattr(vllm_config, "additional_config", None)
+    given = additional.get(KEY) if isinstance(additional, dict) else None
+    return isinstance(given, dict) and option in given
 
 
 def _keys() -> str:
@@ -98,4 +119,13 @@ def _check_global_scale(chosen: Options, where: str) -> None:
         raise ConfigError(
             f"{where}: dispatch_global_scale is for a recipe named in dispatch, which is "
             f"{chosen.dispatch!r}; remove it (the model brings its own scales)"
+        )
+
+
+def _check_mtp_lm_head(chosen: Options, where: str) -> None:
+    size = chosen.mtp_lm_head_tp_size
+    number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+    if not number and size != AUTO:
+        raise ConfigError(
+            f"{where}: {MTP_LM_HEAD}={size!r} is no number of ranks from 1 up, nor {AUTO!r}"
         )

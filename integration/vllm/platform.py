@@ -41,9 +41,9 @@ class MoeNvlinkPlatform(_Base):
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """Refuses what we cannot serve, before vLLM's own platform adjusts the configuration."""
         if flag.is_selected(vllm_config):
-            from . import validation
+            from . import drafts, validation
 
-            validation.check(vllm_config, cls.device_type)
+            drafts.ask_for_tokens(vllm_config, validation.check(vllm_config, cls.device_type))
         super().check_and_update_config(vllm_config)
 
     @classmethod

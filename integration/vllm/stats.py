@@ -8,10 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from moe_nvlink_plugin import ExchangeStats
 
 _PERIOD_S = 0.5
 
@@ -21,7 +17,7 @@ class StatsWriter:
 
     A thread, so that a worker that idles after its last request still publishes its last rounds,
     and the exchange itself never waits for a disk. The file is replaced as a whole: a reader sees
-    one state or the next. Its keys: those of `about` and the fields of ExchangeStats.
+    one state or the next. Its keys: those of `about` and of what `read` returns.
 
     watch: False has no thread, and `close` alone writes.
     """
@@ -30,14 +26,14 @@ class StatsWriter:
         self,
         directory: str | Path,
         about: Mapping[str, int],
-        read: Callable[[], ExchangeStats],
+        read: Callable[[], Mapping[str, object]],
         *,
         watch: bool = True,
     ) -> None:
         self.path = Path(directory) / f"rank{about['ep_rank']}.json"
         self._about = {**about, "pid": os.getpid()}
         self._read = read
-        self._written: tuple[int, ...] | None = None
+        self._written: Mapping[str, object] | None = None
         self._stop = threading.Event()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._run, name="moe-nvlink-stats", daemon=True)
@@ -51,13 +47,13 @@ class StatsWriter:
 
     def _write(self) -> None:
         stats = self._read()
-        if tuple(stats) == self._written:
+        if stats == self._written:
             return
-        content = json.dumps({**self._about, **stats._asdict()})
+        content = json.dumps({**self._about, **stats})
         scratch = self.path.with_suffix(f".{os.getpid()}.tmp")
         scratch.write_text(content + "\n", encoding="utf-8")
         scratch.replace(self.path)
-        self._written = tuple(stats)
+        self._written = stats
 
     def close(self) -> None:
         """Stops the thread and writes the last state. Local, idempotent."""

@@ -12,7 +12,7 @@ from typing import Any
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 
-from . import compat
+from . import compat, drafts
 from .flag import BACKEND, CARRIER
 from .options import AUTO, UNQUANTISED, Options, options_of
 
@@ -24,8 +24,8 @@ DEVICES = ("cpu", "cuda")
 CPU_HIDDEN_MULTIPLE = 32
 
 
-def check(vllm_config: Any, device_type: str) -> None:
-    """Raises UnsupportedError listing everything in the configuration that we cannot serve.
+def check(vllm_config: Any, device_type: str) -> Options:
+    """Returns the options, or raises UnsupportedError listing everything that we cannot serve.
 
     Local. vllm_config: vLLM's VllmConfig with our backend selected; device_type: "cpu" or "cuda".
     """
@@ -42,6 +42,7 @@ def check(vllm_config: Any, device_type: str) -> None:
         problems.append(f"{error}.")
     if vllm_config.model_config is not None and not problems:
         problems += _model(vllm_config, device_type, options)
+    problems += drafts.problems(vllm_config, options)
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise UnsupportedError(
@@ -50,6 +51,7 @@ def check(vllm_config: Any, device_type: str) -> None:
             "Change what is listed, or drop the flag to let vLLM use its own backend."
         )
     compat.warn_if_untried(device_type)
+    return options
 
 
 def _device(device_type: str) -> Iterator[str]:

@@ -27,7 +27,8 @@ def end_worker() -> None:
 class FailureWatch:
     """Asks `failure()` every half second from a thread of its own, and acts once on what it says.
 
-    failure: waits for nothing and makes no CUDA call, so it disturbs no capture.
+    failure: waits for nothing and makes no CUDA call, so it disturbs no capture. what: has failed
+    when it says so, for the log.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class FailureWatch:
         failure: Callable[[], MoeNvlinkError | None],
         end: Callable[[], None] = end_worker,
         period_s: float = _PERIOD_S,
+        what: str = "The exchange of experts",
     ) -> None:
-        self._failure, self._end, self._period_s = failure, end, period_s
+        self._failure, self._what = failure, what
+        self._end, self._period_s = end, period_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moe-nvlink-watch", daemon=True)
         self._thread.start()
@@ -45,7 +48,7 @@ class FailureWatch:
         while not self._stop.wait(self._period_s):
             found = self._failure()
             if found is not None:
-                logger.critical("The exchange of experts has failed, this worker ends: %s", found)
+                logger.critical("%s has failed, this worker ends: %s", self._what, found)
                 self._end()
                 return
 

@@ -8,6 +8,7 @@ found by adding it to `compat.READ`.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -30,8 +31,15 @@ from tests.unit.vllm_source import Source
 ROOT = Path(__file__).resolve().parents[2]
 #: Tags that vLLM has published its CUDA wheels under; pip matches them one by one.
 PLATFORMS = tuple(f"manylinux_2_{number}_x86_64" for number in (28, 31, 34, 35))
-#: Folders that hold nothing we touch, and half of all files.
+#: Folders that hold nothing we touch but what `KEPT` names, and half of all files.
 LEFT_OUT = ("vllm/third_party/", "vllm/model_executor/models/")
+KEPT = frozenset(
+    f"{touched.module.replace('.', '/')}.py"
+    for touched in compat.TOUCHED
+    if touched.module.startswith("vllm.model_executor.models.")
+)
+#: Part of the name of what is kept on disk, which another selection is no substitute for.
+SELECTION = hashlib.sha256("".join([*LEFT_OUT, *sorted(KEPT)]).encode()).hexdigest()[:8]
 #: What pip says when it cannot reach a registry, whatever registry it was told to use.
 UNREACHABLE = re.compile(
     "connection broken|NewConnectionError|ConnectTimeout|ReadTimeout|Read timed out|"
@@ -66,12 +74,15 @@ def _fetch(version: str, folder: Path) -> None:
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".py")]
-        archive.extractall(folder, [n for n in names if not n.startswith(LEFT_OUT)])
+        wanted = [n for n in names if n in KEPT or not n.startswith(LEFT_OUT)]
+        archive.extractall(folder, wanted)
     wheel.unlink()
 
 
 def _of_wheel(version: str) -> Source:
-    kept = Path(platformdirs.user_cache_dir("moe_nvlink")) / "vllm-source" / version
+    kept = (
+        Path(platformdirs.user_cache_dir("moe_nvlink")) / "vllm-source" / f"{version}-{SELECTION}"
+    )
     if not (kept / "vllm").is_dir():
         kept.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{version}.", dir=kept.parent))

@@ -21,11 +21,11 @@ def test_a_failure_ends_the_worker_once(caplog: pytest.LogCaptureFixture) -> Non
         ended.set()
 
     with caplog.at_level(logging.CRITICAL, logger="vllm.plugins.moe_nvlink"):
-        watch = FailureWatch(lambda: answers.pop(0), end, period_s=0.001)
+        watch = FailureWatch(lambda: answers.pop(0), end, period_s=0.001, what="The head")
         assert ended.wait(30)
         watch.close()
     assert times == [0]
-    assert "this worker ends: rank 3 is gone" in caplog.text
+    assert "The head has failed, this worker ends: rank 3 is gone" in caplog.text
 
 
 def test_closing_ends_the_thread_and_nothing_else() -> None:

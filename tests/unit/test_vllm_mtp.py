@@ -1,0 +1,898 @@
+"""The shared LM head of vLLM's MTP drafts: which steps are split, who takes part, what is refused.
+
+Ranks are threads with a real `HeadGroup` each; drafts are vLLM's own classes around small parts, as
+far as they can be imported here, or a stand-in with the same seams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import DPMetadata, ForwardContext
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from moe_nvlink_plugin import HeadConfig, HeadGroup, head_cost
+from moe_nvlink_plugin.errors import (
+    ConfigError,
+    DisagreementError,
+    ExchangeStateError,
+    MoeNvlinkError,
+    UnsupportedError,
+)
+from moe_nvlink_plugin.integration.vllm import drafts, flag, lm_head, mtp, options
+from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.lm_head import DraftHead, MoeNvlinkLogitsProcessor, Plan
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+#: Not divisible by 16 times any group; the head has rows of padding behind it, which are large.
+VOCAB, HIDDEN, MOST_ROWS = 100, 32, 6
+CPU = torch.device("cpu")
+
+
+def make_head(seed: int = 5, vocab: int = VOCAB, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """An LM head as vLLM leaves it on CPU after loading, padding of large numbers included."""
+    head = nn.Module()
+    padded = -(-vocab // 64) * 64
+    values = torch.randn(padded, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    values[vocab:] = 100.0
+    head.weight = nn.Parameter(values.to(dtype), requires_grad=False)
+    head.quant_method = UnquantizedEmbeddingMethod()
+    head.tp_size = 1
+    head.shard_indices = SimpleNamespace(
+        num_org_vocab_padding=padded - vocab, org_vocab_start_index=0
+    )
+    head.quant_method.process_weights_after_loading(head)
+    return head
+
+
+def make_processor(
+    cls: type[LogitsProcessor] = MoeNvlinkLogitsProcessor, **values: Any
+) -> LogitsProcessor:
+    with set_current_vllm_config(VllmConfig()):
+        return cls(VOCAB, **values)
+
+
+def rows_of(rank: int, count: int, step: int = 0) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1000 * rank + 10 * step + count)
+    return torch.randn(count, HIDDEN, generator=random)
+
+
+def make_group(group: ThreadGroup, **values: Any) -> HeadGroup:
+    config = HeadConfig(
+        tp_size=group.size,
+        tp_rank=group.rank,
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        max_rows_per_rank=MOST_ROWS,
+        dtype=torch.float32,
+        timeout_s=60.0,
+        **values,
+    )
+    return HeadGroup.create(config, group)
+
+
+# A draft with the seams of vLLM's, and what its runners do around it.
+
+
+class Norm(nn.Module):
+    """Stands for the norm before the head: any function that shows whether it was applied once."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(hidden)
+
+
+class Draft(nn.Module):
+    """As vLLM's: a forward, a head in the model, logits without any knowledge of us."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        self.lm_head = make_head()
+        self.logits_processor = vllm_config.processor
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(hidden)
+
+    def compute_logits(self, hidden: torch.Tensor, spec_step_idx: int = 0) -> Any:
+        return self.logits_processor(self.lm_head, hidden)
+
+
+class SharedDraft(mtp.HeadInModel, Draft):
+    pass
+
+
+class Contexts:
+    """vLLM's forward context is global to a process: here each thread sees its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._of: dict[int, Any] = {}
+        monkeypatch.setattr(mtp, "get_forward_context", self.get)
+        monkeypatch.setattr(mtp, "is_forward_context_available", lambda: self.get() is not None)
+
+    def get(self) -> Any:
+        return self._of.get(threading.get_ident())
+
+    @contextlib.contextmanager
+    def forward(self, tokens: tuple[int, ...] | None, *, idle: bool) -> Iterator[None]:
+        metadata = None if tokens is None else DPMetadata(torch.tensor(tokens, dtype=torch.int32))
+        attention: Any = None if idle else {}
+        self._of[threading.get_ident()] = ForwardContext({}, attention, {}, dp_metadata=metadata)
+        try:
+            yield
+        finally:
+            del self._of[threading.get_ident()]
+
+
+@pytest.fixture
+def contexts(monkeypatch: pytest.MonkeyPatch) -> Contexts:
+    return Contexts(monkeypatch)
+
+
+def make_draft(
+    head: DraftHead | None,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    v2: bool = False,
+    processor: LogitsProcessor | None = None,
+) -> SharedDraft:
+    """As a worker builds it; `head` is what its manager hands out."""
+    manager = SimpleNamespace(draft_head=lambda vllm_config, vocab_size: head)
+    monkeypatch.setattr(mtp, "_manager", lambda: manager)
+    processor = processor or make_processor()
+    vllm_config = SimpleNamespace(use_v2_model_runner=v2, processor=processor)
+    return SharedDraft(vllm_config=vllm_config)
+
+
+def unshared(rows: torch.Tensor, head: nn.Module | None = None) -> torch.Tensor:
+    weight: Any = (head or make_head()).weight
+    return (torch.tanh(rows) @ weight[:VOCAB].T).argmax(dim=-1)
+
+
+def step_v1(
+    draft: SharedDraft, contexts: Contexts, rows: torch.Tensor | None, tokens: tuple[int, ...]
+) -> torch.Tensor | None:
+    """One draft step as vLLM's V1 runner goes: a rank without rows runs the forward alone."""
+    idle = rows is None
+    with contexts.forward(tokens, idle=idle):
+        hidden = draft(torch.zeros(1, HIDDEN) if rows is None else rows)
+    return None if idle else draft.get_top_tokens(hidden)
+
+
+# Steps.
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_without_requests_serves_its_shard(
+    ranks: int, contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone has rows, then the last one, then all, then none; the rest stays idle."""
+    has_rows = [(0,), (0,), (ranks - 1,), tuple(range(ranks)), (), (1,)]
+    made = [make_draft(None, monkeypatch) for _ in range(ranks)]
+
+    def body(group: ThreadGroup) -> tuple[int, int]:
+        draft = made[group.rank]
+        with make_group(group) as shared:
+            head = DraftHead(shared, None)
+            draft._draft_head = draft.logits_processor.draft_head = head
+            for step, busy in enumerate(has_rows):
+                count = 1 + (group.rank + step) % MOST_ROWS
+                rows = rows_of(group.rank, count, step) if group.rank in busy else None
+                tokens = tuple(
+                    1 + (rank + step) % MOST_ROWS if rank in busy else 1 for rank in range(ranks)
+                )
+                found = step_v1(draft, contexts, rows, tokens)
+                if rows is not None:
+                    assert torch.equal(found, unshared(rows))
+            counted = shared.stats()
+        return counted.rounds, counted.rows
+
+    rounds, rows = zip(*run_ranks(ranks, body), strict=True)
+    assert rounds == (len(has_rows),) * ranks
+    assert rows[0] == sum(1 + step % MOST_ROWS for step, busy in enumerate(has_rows) if 0 in busy)
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_only_the_v1_runner_leaves_the_look_at_the_head_to_us(
+    v2: bool, contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The V2 runner samples in dummy runs; a second exchange there would never be answered."""
+    (group,) = ThreadGroup.ranks(1)
+    with make_group(group) as shared:
+        draft = make_draft(DraftHead(shared, None), monkeypatch, v2=v2)
+        with contexts.forward((3,), idle=True):
+            hidden = draft(rows_of(0, 3))
+        assert shared.stats().rounds == (0 if v2 else 1)
+        if v2:
+            assert torch.equal(draft.get_top_tokens(hidden), unshared(rows_of(0, 3)))
+            assert shared.stats().rounds == 1
+        with contexts.forward((3,), idle=False):
+            draft(rows_of(0, 3))
+        assert shared.stats().rounds == 1
+
+
+class Bounds(DraftHead):
+    """Keeps the bounds that its steps had."""
+
+    def __init__(self, group: HeadGroup, crossover: int | None = None) -> None:
+        super().__init__(group, crossover)
+        self.seen: list[int | None] = []
+
+    def next_bound(self) -> int | None:
+        self.seen.append(super().next_bound())
+        return self.seen[-1]
+
+
+def test_the_bound_is_the_largest_batch_of_any_rank(
+    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most the capacity; the capacity where vLLM agreed on nothing or said nothing."""
+    (group,) = ThreadGroup.ranks(1)
+    with make_group(group) as shared:
+        head = Bounds(shared)
+        draft = make_draft(head, monkeypatch)
+        for tokens in ((2, 1), (1, 4), (3, 2000), None):
+            with contexts.forward(tokens, idle=False):
+                hidden = draft(rows_of(0, 1))
+            draft.get_top_tokens(hidden)
+        draft.get_top_tokens(hidden)  # a replayed forward calls nothing
+        with contexts.forward((1, 2), idle=True):
+            draft(rows_of(0, 1))
+        assert head.seen == [2, 4, MOST_ROWS, MOST_ROWS, MOST_ROWS, 2]
+
+
+def test_auto_splits_up_to_the_crossover_and_nobody_exchanges_above_it(
+    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, crossover = 2, 3
+    tokens = [(1, 3), (4, 1), (1, 4), (3, 3), (2000, 1), (1, 1)]
+    made = [make_draft(None, monkeypatch) for _ in range(ranks)]
+
+    def body(group: ThreadGroup) -> tuple[int, int]:
+        draft = made[group.rank]
+        with make_group(group) as shared:
+            head = DraftHead(shared, crossover)
+            draft._draft_head = draft.logits_processor.draft_head = head
+            for step, counts in enumerate(tokens):
+                busy = group.rank == 0 or step % 2 == 0
+                rows = rows_of(group.rank, 1, step) if busy else None
+                found = step_v1(draft, contexts, rows, counts)
+                if rows is not None:
+                    assert torch.equal(found, unshared(rows))
+            counted = head.stats()
+        return counted["rounds"], counted["steps_whole"]
+
+    assert run_ranks(ranks, body) == [(3, 3)] * ranks
+
+
+def test_tokens_on_one_rank_and_logits_on_another_meet_in_one_step(
+    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probabilistic drafts: a rank whose requests are all greedy asks for tokens."""
+    ranks = 3
+    made = [make_draft(None, monkeypatch) for _ in range(ranks)]
+
+    def body(group: ThreadGroup) -> None:
+        draft = made[group.rank]
+        with make_group(group, full_logits=True) as shared:
+            draft._draft_head = draft.logits_processor.draft_head = DraftHead(shared, None)
+            for step in range(6):
+                kind = (group.rank + step) % 3
+                rows = None if kind == 2 else rows_of(group.rank, 1 + step % MOST_ROWS, step)
+                with contexts.forward((MOST_ROWS,) * ranks, idle=rows is None):
+                    hidden = draft(torch.zeros(1, HIDDEN) if rows is None else rows)
+                if kind == 0:
+                    assert torch.equal(draft.get_top_tokens(hidden), unshared(rows))  # type: ignore[arg-type]
+                elif kind == 1:
+                    logits = draft.compute_logits(hidden)
+                    expected = hidden @ make_head().weight[:VOCAB].T
+                    torch.testing.assert_close(logits, expected)
+            assert shared.stats().rounds == 6
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("scale", [1.0, 2.5, -0.7, 0.0])
+def test_soft_cap_and_scale_are_applied_once_and_of_any_sign(
+    soft_cap: float | None, scale: float
+) -> None:
+    """Against vLLM's own processor, whose get_top_tokens refuses a scale that is not positive."""
+    theirs = make_processor(LogitsProcessor, soft_cap=soft_cap, scale=scale)
+    rows = [rows_of(rank, 2 + rank) for rank in range(2)]
+    wanted = [theirs(make_head(), part) for part in rows]
+    made = [make_processor(soft_cap=soft_cap, scale=scale) for _ in rows]
+
+    def body(group: ThreadGroup) -> None:
+        processor, mine, expected = (part[group.rank] for part in (made, rows, wanted))
+        with make_group(group, full_logits=True) as shared:
+            for crossover in (None, 0):
+                processor.draft_head = DraftHead(shared, crossover)
+                found = processor.get_top_tokens(make_head(), mine)
+                assert torch.equal(found, expected.argmax(dim=-1))
+                torch.testing.assert_close(processor(make_head(), mine), expected)
+            assert shared.stats().rounds == 2
+
+    run_ranks(2, body)
+
+
+def test_a_bias_is_added_before_the_compare() -> None:
+    bias = torch.zeros(128)
+    bias[61] = 1000.0
+    made = [make_processor() for _ in range(2)]
+
+    def body(group: ThreadGroup) -> list[int]:
+        with make_group(group, full_logits=True) as shared:
+            made[group.rank].draft_head = DraftHead(shared, None)
+            tokens = made[group.rank].get_top_tokens(make_head(), rows_of(group.rank, 2), bias)
+            logits = made[group.rank](make_head(), rows_of(group.rank, 2), bias)
+        return [*tokens.tolist(), *logits.argmax(dim=-1).tolist()]
+
+    assert run_ranks(2, body) == [[61] * 4] * 2
+
+
+def test_a_step_that_is_not_split_is_what_vllm_computes(
+    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (group,) = ThreadGroup.ranks(1)
+    theirs = make_processor(LogitsProcessor)
+    with make_group(group) as shared:
+        draft = make_draft(DraftHead(shared, 0), monkeypatch)
+        with contexts.forward((4,), idle=False):
+            hidden = draft(rows_of(0, 4))
+        assert torch.equal(draft.get_top_tokens(hidden), theirs(draft.lm_head, hidden).argmax(-1))
+        with contexts.forward((4,), idle=True):
+            draft(rows_of(0, 4))
+        assert shared.stats().rounds == 0
+    alone = make_draft(None, monkeypatch)  # "auto" found that no group pays
+    with contexts.forward((4,), idle=True):
+        hidden = alone(rows_of(0, 4))
+    assert torch.equal(alone.get_top_tokens(hidden), unshared(rows_of(0, 4)))
+    assert torch.equal(alone.compute_logits(hidden), theirs(alone.lm_head, hidden))
+
+
+def test_the_targets_processor_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is our class, as every processor is then, and does what vLLM's does to the last bit."""
+    (group,) = ThreadGroup.ranks(1)
+    with make_group(group) as shared:
+        target = make_processor(soft_cap=3.0, scale=2.0)
+        make_draft(DraftHead(shared, None), monkeypatch)  # of which the target hears nothing
+        theirs = make_processor(LogitsProcessor, soft_cap=3.0, scale=2.0)
+        head, rows = make_head(), rows_of(0, 4)
+        assert torch.equal(target(head, rows), theirs(head, rows))
+        assert torch.equal(target.get_top_tokens(head, rows), theirs.get_top_tokens(head, rows))
+        assert torch.equal(
+            target(head, rows, skip_gather=True), theirs(head, rows, skip_gather=True)
+        )
+        assert shared.stats().rounds == 0
+    refusing = make_processor(scale=-1.0)
+    with pytest.raises(ValueError, match="non-positive"):
+        refusing.get_top_tokens(head, rows)
+
+
+def test_a_late_rank_is_named(contexts: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [make_draft(None, monkeypatch) for _ in range(2)]
+
+    def body(group: ThreadGroup) -> MoeNvlinkError | None:
+        config = dataclasses.replace(
+            HeadConfig(
+                tp_size=2,
+                tp_rank=group.rank,
+                vocab_size=VOCAB,
+                hidden_size=HIDDEN,
+                max_rows_per_rank=MOST_ROWS,
+                dtype=torch.float32,
+            ),
+            timeout_s=0.5,
+        )
+        with HeadGroup.create(config, group) as shared:
+            head = DraftHead(shared, None)
+            draft = made[group.rank]
+            draft._draft_head = draft.logits_processor.draft_head = head
+            if group.rank == 1:
+                group.all_gather_object(None)
+                return None
+            try:
+                step_v1(draft, contexts, rows_of(0, 2), (2, 1))
+            finally:
+                group.all_gather_object(None)
+            return head.failure()
+
+    error, _ = try_ranks(2, body)
+    assert isinstance(error, MoeNvlinkError)
+    assert "head gather" in str(error)
+    assert "1" in str(getattr(error, "ranks", ()))
+
+
+# The head that a step is given.
+
+
+def test_the_head_is_looked_up_at_every_step(
+    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM replaces the draft's by the target's after it has built and loaded both."""
+    (group,) = ThreadGroup.ranks(1)
+    with make_group(group) as shared:
+        draft = make_draft(DraftHead(shared, None), monkeypatch)
+        step_v1(draft, contexts, rows_of(0, 3), (3,))
+        draft.lm_head = make_head(seed=77)
+        found = step_v1(draft, contexts, rows_of(0, 3), (3,))
+        assert found is not None
+        assert torch.equal(found, unshared(rows_of(0, 3), draft.lm_head))
+        assert not torch.equal(found, unshared(rows_of(0, 3)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"quant_method": object()}, ["quantised (object)", '"mtp_lm_head_tp_size"']),
+        ({"weight": torch.zeros(64, HIDDEN)}, ["[64, 32]", "[100 or more, 32]"]),
+        ({"weight": torch.zeros(128, 16)}, ["[128, 16]"]),
+        ({"weight": torch.zeros(128, HIDDEN, dtype=torch.bfloat16)}, ["bfloat16", "float32"]),
+        ({"weight": torch.zeros(0)}, ["[0]"]),
+    ],
+)
+def test_a_head_that_cannot_be_shared_is_refused(change: dict[str, Any], words: list[str]) -> None:
+    good = {"quant_method": UnquantizedEmbeddingMethod(), "weight": torch.zeros(128, HIDDEN)}
+    head = SimpleNamespace(**{**good, **change})
+    (group,) = ThreadGroup.ranks(1)
+    with make_group(group) as shared, pytest.raises(UnsupportedError) as caught:
+        DraftHead(shared, None).serve_idle(head)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_linear_method_that_keeps_its_weight_is_accepted() -> None:
+    """What a quantisation that leaves the head alone gives it."""
+    (group,) = ThreadGroup.ranks(1)
+    head = SimpleNamespace(quant_method=UnquantizedLinearMethod(), weight=make_head().weight)
+    with make_group(group) as shared:
+        DraftHead(shared, None).serve_idle(head)
+        assert shared.stats().rounds == 1
+
+
+# vLLM's own draft classes.
+
+
+def _class_of(name: str) -> Any:
+    try:
+        return mtp._subclass(mtp._imported(drafts.DRAFTS[name]), drafts.DRAFTS[name])
+    except UnsupportedError as error:
+        if "torchvision" in str(error):  # vLLM's CPU environment has none, and Qwen3.5 sees images
+            pytest.skip(str(error))
+        raise
+
+
+def _bare(cls: Any) -> Any:
+    """A module without what its __init__ would have built."""
+    made = cls.__new__(cls)
+    nn.Module.__init__(made)
+    return made
+
+
+def _put_together(cls: Any, processor: LogitsProcessor) -> Any:
+    """vLLM's draft with the heads and norms of two steps in it, and nothing else."""
+    draft = _bare(cls)
+    if issubclass(cls, mtp.HeadInModel):
+        draft.lm_head, draft.logits_processor = make_head(), processor
+        return draft
+    names: dict[str, Any] = vars(inspect.getmodule(cls.__bases__[1]))
+    (predictor,) = (names[name] for name in names if name.endswith("MultiTokenPredictor"))
+    draft.model = _bare(predictor)
+    draft.model.mtp_start_layer_idx, draft.model.num_mtp_layers = 7, 2
+    draft.model.logits_processor = processor
+    draft.model.layers = nn.ModuleDict()
+    for step in range(2):
+        layer: Any = nn.Module()
+        layer.shared_head = _bare(names["SharedHead"])
+        layer.shared_head.norm, layer.shared_head.head = Norm(), make_head(seed=20 + step)
+        draft.model.layers[str(7 + step)] = layer
+    return draft
+
+
+@pytest.mark.parametrize("name", list(drafts.DRAFTS))
+def test_tokens_are_the_argmax_of_vllms_own_logits_step_by_step(name: str) -> None:
+    cls = _class_of(name)
+    made = [_put_together(cls, make_processor()) for _ in range(2)]
+    plain = _put_together(cls, make_processor(LogitsProcessor))
+
+    def body(group: ThreadGroup) -> None:
+        draft = made[group.rank]
+        with make_group(group, full_logits=True) as shared:
+            draft._processor().draft_head = DraftHead(shared, None)
+            for step in range(3):
+                rows = rows_of(group.rank, 1 + step, step)
+                expected = plain.compute_logits(rows, step)
+                assert torch.equal(
+                    draft.get_top_tokens(rows, spec_step_idx=step), expected.argmax(-1)
+                )
+                torch.testing.assert_close(draft.compute_logits(rows, step), expected)
+            rows = rows_of(group.rank, 2)
+            expected = plain.compute_logits(rows).argmax(-1)
+            assert torch.equal(draft.get_top_tokens(rows), expected)
+            assert shared.stats().rounds == 7
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", list(drafts.DRAFTS))
+def test_vllm_takes_our_subclass_for_a_draft(name: str) -> None:
+    from vllm.model_executor.models.registry import _RegisteredModel
+
+    cls = _class_of(name)
+    base = mtp._imported(drafts.DRAFTS[name])
+    ours, theirs = (_RegisteredModel.from_model_cls(one).interfaces for one in (cls, base))
+    assert dataclasses.replace(ours, architecture="") == dataclasses.replace(
+        theirs, architecture=""
+    )
+    assert {"vllm_config", "prefix"} <= set(inspect.signature(cls.__init__).parameters)
+    # What is compiled stays vLLM's, and our call is around vLLM's own.
+    assert cls.forward is base.forward
+    assert cls.__call__ is mtp.MoeNvlinkDraft.__call__
+    assert base.__call__ is not mtp.MoeNvlinkDraft.__call__
+
+
+def _registering_config(name: str = "Glm4MoeMTPModel", *, v2: bool = False) -> Any:
+    draft_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[name]))
+    speculative = SimpleNamespace(draft_model_config=draft_config, method="mtp")
+    return SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
+
+
+class Registry:
+    """As much of vLLM's as is asked."""
+
+    def __init__(self, present: type, monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+        self.models = {"Glm4MoeMTPModel": present}
+        self.built = values.get("built")
+        monkeypatch.setattr(mtp, "ModelRegistry", self)
+        monkeypatch.setattr(mtp, "get_model_cls", self.get_model_cls)
+
+    def resolve_model_cls(self, names: list[str], model_config: Any) -> tuple[type, str]:
+        return self.models[names[0]], names[0]
+
+    def register_model(self, name: str, cls: type) -> None:
+        self.models[name] = cls
+
+    def get_model_cls(self, model_config: Any) -> type:
+        return self.built or self.models[model_config.hf_config.architectures[0]]
+
+
+def test_our_draft_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = mtp._imported(drafts.DRAFTS["Glm4MoeMTPModel"])
+    registry = Registry(theirs, monkeypatch)
+    mtp.put_in_place(_registering_config(), "cpu")
+    ours = registry.models["Glm4MoeMTPModel"]
+    assert issubclass(ours, mtp.HeadInLayer)
+    assert issubclass(ours, theirs)
+    mtp.put_in_place(_registering_config(), "cpu")
+    assert registry.models["Glm4MoeMTPModel"] is ours
+
+
+def test_a_draft_of_another_plugin_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(nn.Module):
+        pass
+
+    registry = Registry(Theirs, monkeypatch)
+    with pytest.raises(UnsupportedError, match=r"Theirs for Glm4MoeMTPModel.*VLLM_PLUGINS"):
+        mtp.put_in_place(_registering_config(), "cpu")
+    assert registry.models["Glm4MoeMTPModel"] is Theirs
+
+
+def test_a_vllm_that_would_build_its_own_draft_all_the_same_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = mtp._imported(drafts.DRAFTS["Glm4MoeMTPModel"])
+    Registry(theirs, monkeypatch, built=theirs)
+    with pytest.raises(UnsupportedError, match="would build Glm4MoeMTP although ours"):
+        mtp.put_in_place(_registering_config(), "cpu")
+
+
+def test_a_draft_that_this_vllm_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = drafts.Draft("vllm.model_executor.models.no_such_mtp", "NoSuchMTP", True)
+    monkeypatch.setitem(drafts.DRAFTS, "NoSuchMTPModel", gone)
+    with pytest.raises(UnsupportedError, match=r"has no vllm.*no_such_mtp.NoSuchMTP"):
+        mtp.put_in_place(_registering_config("NoSuchMTPModel"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "v2", "breakable", "refused"),
+    [
+        ("cuda", False, True, True),
+        ("cuda", True, True, False),
+        ("cuda", False, False, False),
+        ("cpu", False, True, False),
+    ],
+)
+def test_calls_that_a_graph_would_replay_are_refused(
+    device: str, v2: bool, breakable: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1" if breakable else "0")
+    vllm_config = _registering_config(v2=v2)
+    if not refused:
+        mtp._refuse_replayed_calls(vllm_config, device)
+        return
+    with pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
+        mtp._refuse_replayed_calls(vllm_config, device)
+
+
+def test_a_draft_with_another_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="has a LogitsProcessor for its logits"):
+        make_draft(None, monkeypatch, processor=make_processor(LogitsProcessor))
+
+
+# The plan, and that all ranks have the same.
+
+
+def _vllm_config(size: int | str = 2, **values: Any) -> Any:
+    speculative = {
+        "method": "mtp",
+        "draft_sample_method": "greedy",
+        "use_local_argmax_reduction": True,
+        "num_speculative_tokens_per_batch_size": None,
+        "draft_model_config": SimpleNamespace(
+            get_hidden_size=lambda: HIDDEN,
+            hf_config=SimpleNamespace(architectures=["Glm4MoeMTPModel"]),
+        ),
+        **values.pop("speculative", {}),
+    }
+    parallel = {
+        "data_parallel_size": 4,
+        "tensor_parallel_size": 1,
+        **values.pop("parallel", {}),
+    }
+    model = {"dtype": torch.float32, "head_dtype": torch.float32, **values.pop("model", {})}
+    given: dict[str, Any] = {
+        "additional_config": {flag.KEY: flag.BACKEND, options.KEY: {options.MTP_LM_HEAD: size}},
+        "speculative_config": SimpleNamespace(**speculative),
+        "parallel_config": SimpleNamespace(**parallel),
+        "scheduler_config": SimpleNamespace(max_num_seqs=MOST_ROWS),
+        "model_config": SimpleNamespace(**model),
+    }
+    return SimpleNamespace(**{**given, **values})
+
+
+def test_a_number_of_ranks_is_taken_at_its_word() -> None:
+    plan = lm_head.plan_of(_vllm_config(4), VOCAB, 4, CPU)
+    assert plan == Plan(4, None, VOCAB, HIDDEN, MOST_ROWS, torch.float32, False)
+    assert plan.config(6).tp_rank == 2
+    assert plan.config(6).max_rows_per_rank == MOST_ROWS
+    assert list(lm_head.members_of(6, 4)) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("speculative", "full"),
+    [
+        ({}, False),
+        ({"use_local_argmax_reduction": False}, True),
+        ({"draft_sample_method": "probabilistic"}, True),
+        ({"draft_sample_method": "probabilistic", "use_local_argmax_reduction": False}, True),
+        ({"enable_adaptive_verification": True}, True),
+    ],
+)
+def test_room_for_logits_where_a_step_may_ask_for_them(
+    speculative: dict[str, Any], full: bool
+) -> None:
+    plan = lm_head.plan_of(_vllm_config(speculative=speculative), VOCAB, 4, CPU)
+    assert plan.full_logits == full
+
+
+@pytest.mark.parametrize("ranks", [4, 6, 3])
+def test_auto_is_the_cost_rules_choice_among_sizes_that_divide(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rates under which one more rank always pays, up to some rows."""
+    rates = head_cost.Rates(1e9, 3e9, 1e12, 1e-9)
+    monkeypatch.setattr(head_cost, "rates_of", lambda device, element_bytes: rates)
+    plan = lm_head.plan_of(_vllm_config("auto"), 100_000, ranks, CPU)
+    shape = head_cost.HeadShape(100_000, HIDDEN, 4)
+    wanted = {4: 4, 6: 2, 3: 1}[ranks]
+    assert plan.size == wanted
+    if wanted == 1:
+        assert plan.crossover is None
+        return
+    assert plan.crossover == head_cost.crossover_rows(shape, wanted, rates, MOST_ROWS)
+    assert 0 < plan.crossover < MOST_ROWS
+
+
+def test_auto_leaves_a_head_whole_that_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = head_cost.Rates(1e12, 1e15, 1e6, 1.0)
+    monkeypatch.setattr(head_cost, "rates_of", lambda device, element_bytes: rates)
+    plan = lm_head.plan_of(_vllm_config("auto"), VOCAB, 4, CPU)
+    assert plan.size == 1
+    assert "not split" in plan.report(CPU)
+
+
+def test_the_report_says_what_is_read_before_and_after() -> None:
+    text = lm_head.plan_of(_vllm_config(2), 129_280, 4, CPU).report(CPU)
+    assert "groups of 2" in text
+    assert "16.55 MB" in text  # 129280 rows of 32 floats
+    assert "8.274 MB" in text
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], None]:
+    """torch.distributed's all_gather_object, answering with what a test says."""
+
+    def answer(others: list[Any]) -> None:
+        def all_gather_object(found: list[Any], mine: Any, group: Any) -> None:
+            found[:] = [mine, *others]
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+
+    return answer
+
+
+def test_ranks_with_different_plans_are_told(
+    one_process: Callable[[list[Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = lm_head.plan_of(_vllm_config(2), VOCAB, 2, CPU)
+    one_process([plan])
+    lm_head.agree(plan, None, 2)
+    one_process([plan._replace(crossover=3)])
+    with pytest.raises(DisagreementError, match=r"rank 0: .*crossover=None.*rank 1: .*crossover=3"):
+        lm_head.agree(plan, None, 2)
+
+
+def _manager_alone(one_process: Callable[[list[Any]], None], monkeypatch: Any) -> Any:
+    """A manager of one rank, without vLLM's groups."""
+    one_process([])
+    (group,) = ThreadGroup.ranks(1)
+    monkeypatch.setattr(lm_head, "group_of", lambda cpu_group, rank, size: group)
+    manager = object.__new__(MoeNvlinkAll2AllManager)
+    manager.rank, manager.world_size, manager.cpu_group, manager.device = 0, 1, None, CPU
+    manager._met, manager._draft_heads, manager._watches, manager._exchanges = True, {}, [], {}
+    manager._stats_writer = None
+    return manager
+
+
+def test_the_manager_owns_the_group_and_closes_it(
+    one_process: Callable[[list[Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = _manager_alone(one_process, monkeypatch)
+    plan = lm_head.plan_of(_vllm_config(2), VOCAB, 2, CPU)._replace(size=1)
+    head = manager._create_draft_head(plan)
+    manager._draft_heads[plan] = head
+    head.serve_idle(make_head())
+    assert manager._watches == []  # a CPU rank's verbs raise for themselves
+    manager.destroy()
+    manager.destroy()
+    with pytest.raises(ExchangeStateError):
+        head.serve_idle(make_head())
+
+
+def test_no_group_is_made_where_the_head_stays_whole(
+    one_process: Callable[[list[Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = _manager_alone(one_process, monkeypatch)
+    rates = head_cost.Rates(1e12, 1e15, 1e6, 1.0)
+    monkeypatch.setattr(head_cost, "rates_of", lambda device, element_bytes: rates)
+    assert manager.draft_head(_vllm_config("auto"), VOCAB) is None
+    assert manager._draft_heads == {}
+
+
+# What is asked for, and what is refused.
+
+
+def test_the_option_and_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options.options_of(None).mtp_lm_head_tp_size == 1
+    assert not options.options_of(None).shares_lm_head
+    for text, value in (("4", 4), ("auto", "auto"), ("1", 1), ("", 1)):
+        monkeypatch.setenv("MOE_NVLINK_MTP_LM_HEAD_TP", text)
+        assert options.options_of(None).mtp_lm_head_tp_size == value
+    monkeypatch.setenv("MOE_NVLINK_MTP_LM_HEAD_TP", "8")
+    assert options.options_of(_vllm_config(2)).mtp_lm_head_tp_size == 2
+    for text in ("0", "-2", "four", "2.5"):
+        monkeypatch.setenv("MOE_NVLINK_MTP_LM_HEAD_TP", text)
+        with pytest.raises(ConfigError, match=f"MOE_NVLINK_MTP_LM_HEAD_TP='{text}'"):
+            options.options_of(None)
+        # What the configuration names goes before it.
+        assert options.options_of(_vllm_config(2)).mtp_lm_head_tp_size == 2
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "two", "2", None, [2]])
+def test_a_value_that_is_no_number_of_ranks_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="mtp_lm_head_tp_size="):
+        options.options_of(_vllm_config(value))
+
+
+def _told(vllm_config: Any) -> list[str]:
+    return list(drafts.problems(vllm_config, options.options_of(vllm_config)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, "auto"])
+def test_a_good_configuration_passes(size: int | str) -> None:
+    assert _told(_vllm_config(size)) == []
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "words"),
+    [
+        (_vllm_config(3), ["mtp_lm_head_tp_size=3", "--data-parallel-size 4", "one of 2, 4"]),
+        (_vllm_config(8), ["mtp_lm_head_tp_size=8", "--data-parallel-size 4"]),
+        (
+            _vllm_config(parallel={"tensor_parallel_size": 2}),
+            ["--tensor-parallel-size 2", "to 1"],
+        ),
+        (
+            _vllm_config("auto", parallel={"tensor_parallel_size": 2}),
+            ["--tensor-parallel-size 2"],
+        ),
+        (_vllm_config(speculative_config=None), ["there is none", "--speculative-config"]),
+        (_vllm_config(speculative={"method": "eagle3"}), ["there is none"]),
+        (
+            _vllm_config(
+                speculative={
+                    "draft_model_config": SimpleNamespace(
+                        hf_config=SimpleNamespace(architectures=["MiMoMTPModel"])
+                    )
+                }
+            ),
+            ["Glm4MoeMTPModel", "this model's is MiMoMTPModel"],
+        ),
+        (
+            _vllm_config(speculative={"num_speculative_tokens_per_batch_size": [(1, 8, 3)]}),
+            ["num_speculative_tokens_per_batch_size", "--speculative-config"],
+        ),
+        (
+            _vllm_config(speculative={"draft_lm_head_quantization": "fp8"}),
+            ["draft_lm_head_quantization fp8", "--speculative-config"],
+        ),
+        (
+            _vllm_config(model={"dtype": torch.bfloat16}),
+            ["torch.bfloat16", "head_dtype is torch.float32", "--hf-overrides"],
+        ),
+    ],
+)
+def test_what_stands_against_a_shared_head_is_refused(vllm_config: Any, words: list[str]) -> None:
+    (problem,) = _told(vllm_config)
+    for word in words:
+        assert word in problem
+    assert 'remove "mtp_lm_head_tp_size"' in problem
+
+
+def test_the_variable_alone_asks_nothing_of_a_model_without_a_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_MTP_LM_HEAD_TP", "3")
+    bare = _vllm_config(additional_config={flag.KEY: flag.BACKEND}, speculative_config=None)
+    assert _told(bare) == []
+    assert not drafts.shares_head(bare, options.options_of(bare))
+    (problem,) = _told(_vllm_config(additional_config={flag.KEY: flag.BACKEND}))
+    assert "does not divide --data-parallel-size 4" in problem
+
+
+@pytest.mark.parametrize(
+    ("size", "speculative", "asked"),
+    [
+        (2, {}, True),
+        ("auto", {}, True),
+        (1, {}, False),
+        (2, {"method": "eagle"}, False),
+        (2, {"draft_sample_method": "probabilistic"}, False),
+        (2, {"enable_adaptive_verification": True}, False),
+    ],
+)
+def test_a_greedy_draft_is_asked_for_tokens(
+    size: int | str, speculative: dict[str, Any], asked: bool
+) -> None:
+    vllm_config = _vllm_config(
+        size, speculative={"use_local_argmax_reduction": False, **speculative}
+    )
+    for _ in range(2):
+        drafts.ask_for_tokens(vllm_config, options.options_of(vllm_config))
+        assert vllm_config.speculative_config.use_local_argmax_reduction == asked
