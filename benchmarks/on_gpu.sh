@@ -112,6 +112,9 @@ run_all() {
     step "benchmark: recipes" 60 "$PYTHON" benchmarks/bench_recipes.py --device rehearsal \
       --ep-size 2 --tokens 4 --hidden-size 256 --num-experts 8 --iterations 5 \
       --output "$results/$date-$kind-recipes.json"
+    step "benchmark: LM head" 60 "$PYTHON" benchmarks/bench_lm_head.py --device rehearsal \
+      --groups 2 --vocab 1000 --hidden 64 --rows 1 4 --iterations 5 \
+      --output "$results/$date-$kind-lm-head.json"
     step "benchmark: launch" 60 "$PYTHON" benchmarks/bench_launch.py --batches 5 \
       --output "$results/$date-$kind-launch.json"
     return
@@ -122,13 +125,15 @@ run_all() {
     return
   fi
   # The benchmarks' minutes are kept back.
-  step "tests" 260 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/gpu --maxfail=30 \
+  step "tests" 250 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/gpu --maxfail=30 \
     --durations=10
-  step "benchmark: emulated ranks" 90 "$PYTHON" benchmarks/bench_gpu.py \
+  step "benchmark: emulated ranks" 80 "$PYTHON" benchmarks/bench_gpu.py \
     --output "$results/$date-$kind-emulated.json"
-  step "benchmark: recipes" 80 "$PYTHON" benchmarks/bench_recipes.py --device cuda --ep-size 8 \
+  step "benchmark: recipes" 70 "$PYTHON" benchmarks/bench_recipes.py --device cuda --ep-size 8 \
     --tokens 16 128 2048 --iterations 100 --output "$results/$date-$kind-recipes.json"
-  step "benchmark: launch" 40 "$PYTHON" benchmarks/bench_launch.py --driver real \
+  step "benchmark: LM head" 40 "$PYTHON" benchmarks/bench_lm_head.py --device cuda \
+    --iterations 50 --output "$results/$date-$kind-lm-head.json"
+  step "benchmark: launch" 30 "$PYTHON" benchmarks/bench_launch.py --driver real \
     --output "$results/$date-$kind-launch.json"
 }
 

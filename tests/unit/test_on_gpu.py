@@ -48,6 +48,7 @@ def test_rehearsal(tmp_path: Path) -> None:
     (emulated,) = tmp_path.glob("*-rehearsal-emulated.json")
     (launch,) = tmp_path.glob("*-rehearsal-launch.json")
     (recipes,) = tmp_path.glob("*-rehearsal-recipes.json")
+    (lm_head,) = tmp_path.glob("*-rehearsal-lm-head.json")
     first = json.loads(emulated.read_text())["rows"][0]
     assert first["dispatch_us"] > 0
     assert first["dispatch_logical_bytes"] == first["tokens"] * 2 * (64 * 2 + 8 * 8)
@@ -56,6 +57,9 @@ def test_rehearsal(tmp_path: Path) -> None:
     # Of 256 elements with 8 ids and weights; in nvfp4 half a byte each, and 16 scales.
     assert per_row["nvfp4 fused"] / per_row["fp8_tensor fused"] == (128 + 16 + 64) / (256 + 64)
     assert found["mxfp8 fused"]["over_quantiser"]["ratio"] > 0
+    (group,) = json.loads(lm_head.read_text())["groups"]
+    weights = {row["split_weight_bytes"] / row["replicated_weight_bytes"] for row in group["rows"]}
+    assert weights == {512 / 1000}, "half of the vocabulary, rounded up to 16"
     rows = json.loads(launch.read_text())["rows"]
     by_hand, by_op = (
         rows[name]["median_us"]

@@ -1,0 +1,155 @@
+"""benchmarks/bench_lm_head.py, small: what it measures, refuses and says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import bench_lm_head, emulated_head
+from moe_nvlink_plugin import head_cost
+from moe_nvlink_plugin.jit import host, nvrtc
+from moe_nvlink_plugin.jit.header import elements
+from tests import fake_cuda
+from tests.kernels import emulated, processes
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--vocab", "1000", "--hidden", "64", "--rows", "1", "5", "--iterations", "3"]
+
+OPTIONS = bench_lm_head.Options(
+    vocab=1000,
+    hidden=64,
+    rows=(1, 5),
+    groups=(4,),
+    dtype="bfloat16",
+    iterations=2,
+    seconds=1.0,
+    threads=1,
+    device="cpu",
+)
+
+
+def run(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
+    """What is printed, and what is written."""
+    output = folder / "result.json"
+    command = [sys.executable, str(ROOT / "benchmarks/bench_lm_head.py"), *SMALL, *options]
+    done = subprocess.run(
+        [*command, "--output", str(output)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(output.read_text())
+
+
+def test_on_cpu_ranks(tmp_path: Path) -> None:
+    printed, result = run(tmp_path, "--groups", "2", "3")
+    assert result["machine"]["command"].startswith("python bench_lm_head.py --vocab 1000")
+    assert result["options"]["dtype"] == "float32"
+    assert "share the cores" in result["shows"]
+    shape = head_cost.HeadShape(1000, 64, 4)
+    assert [group["tp_size"] for group in result["groups"]] == [2, 3]
+    for group in result["groups"]:
+        assert group["exchange_us"] > 0
+        assert [row["rows"] for row in group["rows"]] == [1, 5]
+        for row in group["rows"]:
+            assert row["ratio"] == pytest.approx(row["replicated_us"] / row["split_us"])
+            assert row["ratio_least"] <= row["ratio_most"]
+            # By the counters: what the rule counts, one word for each row of another rank.
+            sent = head_cost.exchanged_bytes(shape, row["rows"], group["tp_size"])
+            assert row["sent_bytes"] == sent
+            assert 1 <= row["turns"] <= 3
+        assert f"groups of {group['tp_size']}: faster up to" in printed
+
+
+def test_a_rehearsal_of_one_gpu(tmp_path: Path) -> None:
+    printed, result = run(tmp_path, "--groups", "2", "8", "--device", "rehearsal")
+    assert result["options"]["dtype"] == "bfloat16"
+    assert "nothing of NVLink" in result["shows"]
+    for group in result["groups"]:
+        assert "exchange_us" not in group
+        for row in group["rows"]:
+            parts = sum(row[f"{name}_us"] for name in ("gather", "product", "argmax"))
+            assert row["ratio"] == pytest.approx(row["replicated_us"] / parts)
+            assert row["replicated_weight_bytes"] == 1000 * 64 * 2
+            width = {2: 512, 8: 128}[group["tp_size"]]  # rounded up to 16
+            assert row["split_weight_bytes"] == width * 64 * 2
+    assert "product us" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/bench_lm_head.py"), "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.startswith("not measured: no CUDA device")
+
+
+def test_a_wrong_id_stops_the_run() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 5.0]])
+    bench_lm_head.check(torch.tensor([1, 0]), logits)
+    bench_lm_head.check(torch.tensor([1, 2]), logits)  # as large
+    with pytest.raises(SystemExit, match="without the largest logit"):
+        bench_lm_head.check(torch.tensor([2, 0]), logits)
+
+
+def test_the_crossover_that_is_reported() -> None:
+    def found(*ratios: float) -> tuple[int | None, int | None]:
+        rows = [{"rows": 2**n, "ratio": ratio} for n, ratio in enumerate(ratios)]
+        result = bench_lm_head.crossover(OPTIONS, 4, rows)
+        assert result["tp_size"] == 4
+        return result["faster_up_to"], result["slower_from"]
+
+    assert found(3.0, 2.0, 0.9) == (2, 4)
+    assert found(3.0, 2.0) == (2, None)
+    assert found(0.5, 0.6) == (None, 1)
+    large = dataclasses.replace(OPTIONS, vocab=129280, hidden=7168, rows=(1, 4096))
+    result = bench_lm_head.crossover(large, 4, [])
+    expected = head_cost.crossover_rows(large.shape, 4, large.rates, 4096)
+    assert result["expected_up_to"] == expected > 0
+
+
+# What a GPU would be given.
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+def test_the_kernels_compile_for_a_gpu(architecture: str) -> None:
+    text = emulated_head.device_source(elements()["bf16"], 8)
+    code = nvrtc.compile_cubin(text, architecture)
+    for kernel in emulated_head.KERNELS:
+        assert f"moe_nvlink_emulated_{kernel}".encode() in code
+
+
+def test_the_gpu_code_on_a_stand_in_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, loaded, packed and launched by unmodified cuda-python, with a GPU's shapes."""
+    kernels = host.build(emulated_head.stand_in_source(count=4), emulated.FLAGS)
+    library = fake_cuda.build(tmp_path)
+    for name, value in fake_cuda.environment(library, kernels, sms=132).items():
+        monkeypatch.setenv(name, value)
+    (result,) = processes.run_processes(1, _on_stand_in, tmp_path)
+    name, grid, threads, attributes, modules = result
+    assert name == b"moe_nvlink_emulated_head_argmax"
+    assert grid[1:] == [4, 1], "ranks"
+    assert 1 <= grid[0] <= 20, "CTAs of a rank, one for each of all ranks' rows"
+    assert threads % 32 == 0
+    assert attributes == 1, "cooperative"
+    assert modules == 0, "a module is still loaded"
+
+
+def _on_stand_in(_rank: int, _size: int) -> tuple[Any, ...]:
+    head = bench_lm_head.make_head(OPTIONS)
+    config = OPTIONS.config(4, 0, 5)
+    with contextlib.closing(emulated_head.CudaBackend(4, config, "cpu")) as backend:
+        row = bench_lm_head.measure_emulated(OPTIONS, 4, 5, head, backend)
+        last = fake_cuda.control().last_launch()
+    assert row["argmax_us"] > 0
+    modules = fake_cuda.control().modules()
+    return last.name, list(last.grid), last.block[0], last.num_attributes, modules
