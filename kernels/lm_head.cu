@@ -135,15 +135,17 @@ HD void put_head_rows(const HeadArgs& args, const Cta& cta) {
   const uint64_t slice = static_cast<uint64_t>(geometry.tp_rank) *
                          static_cast<uint64_t>(geometry.row_bound) *
                          static_cast<uint64_t>(row_bytes);
-  const int vector_bytes = vector_bytes_for(args.hidden, static_cast<uint64_t>(row_bytes));
   const int num_items = geometry.num_rows * geometry.tp_size;
+  MOE_NVLINK_ROLLED
   for (int item = cta.block; item < num_items; item += cta.num_blocks) {
     const int row = item / geometry.tp_size;
     const int peer = (item + row + geometry.tp_rank) % geometry.tp_size;
     const uint64_t offset = static_cast<uint64_t>(row) * static_cast<uint64_t>(row_bytes);
     char* target = region_of(args, peer, args.rows_region) + slice + offset;
-    put_row(cta, cta.thread, reinterpret_cast<const char*>(args.hidden) + offset, &target, 1,
-            row_bytes, vector_bytes);
+    // Looked at for each row: known before the loop, it makes NVRTC write the loop seven times.
+    const char* source = reinterpret_cast<const char*>(args.hidden) + offset;
+    put_row(cta, cta.thread, source, &target, 1, row_bytes,
+            vector_bytes_for(reinterpret_cast<uint64_t>(source), static_cast<uint64_t>(row_bytes)));
   }
 }
 
@@ -199,9 +201,10 @@ HD void head_gather_body(const HeadArgs& args, const Cta& cta, HeadShared& share
 HD uint32_t order_of_value(float value) {
   const uint32_t bits = bits_of_float(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return 0xffffffffu;
-  if (magnitude == 0) return 0x80000000u;
-  return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
+  // Selections alone: an early return or && would keep the host from making vector code of it.
+  const uint32_t order = bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
+  const uint32_t number = magnitude == 0 ? 0x80000000u : order;
+  return magnitude > 0x7f800000u ? 0xffffffffu : number;
 }
 HD uint64_t word_of(uint32_t order, uint32_t complement) {
   return static_cast<uint64_t>(order) << 32 | complement;
@@ -210,12 +213,13 @@ HD int64_t id_of_word(uint64_t word) {
   return static_cast<int64_t>(~static_cast<uint32_t>(word));
 }
 
-// The largest word among the threads that exchange values.
+// The largest word among `Lanes` threads side by side; all that can exchange values call it together.
+template <int Lanes = Cta::kExchangeThreads>
 HD uint64_t largest_of_lanes(const Cta& cta, uint64_t word) {
   const uint32_t order = static_cast<uint32_t>(word >> 32);
-  const uint32_t most = cta.max_of_lanes<Cta::kExchangeThreads>(order);
+  const uint32_t most = cta.max_of_lanes<Lanes>(order);
   const uint32_t complement = order == most ? static_cast<uint32_t>(word) : 0;
-  return word_of(most, cta.max_of_lanes<Cta::kExchangeThreads>(complement));
+  return word_of(most, cta.max_of_lanes<Lanes>(complement));
 }
 
 // What the head makes of a logit before it is compared.
@@ -296,9 +300,9 @@ struct HeadRow {
 HD HeadRow find_head_row(const HeadGeometry& geometry, const int32_t* counts, int row) {
   HeadRow found{0, row};
   MOE_NVLINK_ROLLED
-  while (found.source < geometry.tp_size - 1 && found.index >= counts[found.source]) {
+  for (; found.source < geometry.tp_size - 1; ++found.source) {
+    if (found.index < counts[found.source]) break;
     found.index -= counts[found.source];
-    ++found.source;
   }
   return found;
 }
@@ -353,27 +357,45 @@ HD void put_words(const HeadArgs& args, const Cta& cta, int num_rows, HeadArgmax
   }
 }
 
-// The token ids of this rank's rows, from what all ranks have put. The last CTA. After a fault they
-// are 0, an id that every vocabulary has: the host raises, but on a GPU what is behind runs first.
-HD void take_ids(const HeadArgs& args, const Cta& cta, const HeadArgmaxShared& shared) {
+// Threads that share one row's words in take_ids: as many as ranks often are, so that each waits for
+// one load.
+constexpr int kIdThreads = Cta::kExchangeThreads < 8 ? Cta::kExchangeThreads : 8;
+
+// The largest word that the shards lane, lane + kIdThreads, ... have put for this row.
+HD uint64_t largest_of_shards(const HeadArgs& args, const HeadArgmaxShared& shared, int row,
+                              int lane) {
   const HeadGeometry& geometry = args.geometry;
   const uint64_t* words =
       reinterpret_cast<const uint64_t*>(region_of(args, geometry.tp_rank, args.pairs_region));
-  int64_t* ids = reinterpret_cast<int64_t*>(args.output);
+  uint64_t most = 0;
   MOE_NVLINK_ROLLED
-  for (int row = cta.thread; row < geometry.num_rows; row += cta.num_threads) {
-    uint64_t most = 0;
-    const int shards = shared.faulted != 0 ? 0 : geometry.tp_size;
+  for (int shard = lane; shard < geometry.tp_size; shard += kIdThreads) {
+    const int64_t place = static_cast<int64_t>(shard) * geometry.max_rows_per_rank + row;
     MOE_NVLINK_ROLLED
-    for (int shard = 0; shard < shards; ++shard) {
-      const int64_t place = static_cast<int64_t>(shard) * geometry.max_rows_per_rank + row;
-      MOE_NVLINK_ROLLED
-      for (int split = 0; split < shared.splits[shard]; ++split) {
-        const uint64_t word = load_word(words + place * kMaxHeadSplits + split);
-        most = word > most ? word : most;
-      }
+    for (int split = 0; split < shared.splits[shard]; ++split) {
+      const uint64_t word = load_word(words + place * kMaxHeadSplits + split);
+      most = word > most ? word : most;
     }
-    store_word(&ids[row], shards == 0 ? int64_t{0} : id_of_word(most));
+  }
+  return most;
+}
+
+// The token ids of this rank's rows, from what all ranks have put. The last CTA. After a fault they
+// are 0, an id that every vocabulary has: the host raises, but on a GPU what is behind runs first.
+HD void take_ids(const HeadArgs& args, const Cta& cta, const HeadArgmaxShared& shared) {
+  int64_t* ids = reinterpret_cast<int64_t*>(args.output);
+  const int lane = cta.thread % kIdThreads;
+  const int num_rows = args.geometry.num_rows;
+  MOE_NVLINK_ROLLED
+  for (int first = 0; first < num_rows; first += cta.num_threads / kIdThreads) {
+    // Threads behind the last row exchange values all the same.
+    const int row = first + cta.thread / kIdThreads;
+    const bool counts = row < num_rows && shared.faulted == 0;
+    const uint64_t part = counts ? largest_of_shards(args, shared, row, lane) : 0;
+    const uint64_t word = largest_of_lanes<kIdThreads>(cta, part);
+    if (lane == 0 && row < num_rows) {
+      store_word(&ids[row], shared.faulted != 0 ? int64_t{0} : id_of_word(word));
+    }
   }
 }
 
@@ -399,10 +421,11 @@ HD void read_round(const HeadArgs& args, const Cta& cta, HeadShared& shared) {
   }
 }
 
-HD int sum_of_counts(const HeadGeometry& geometry, const HeadShared& shared, int ranks) {
+// Rows of the first `ranks` ranks.
+HD int sum_of_counts(const HeadShared& shared, int ranks) {
   int sum = 0;
   MOE_NVLINK_ROLLED
-  for (int rank = 0; rank < ranks && rank < geometry.tp_size; ++rank) sum += shared.counts[rank];
+  for (int rank = 0; rank < ranks; ++rank) sum += shared.counts[rank];
   return sum;
 }
 
@@ -414,7 +437,7 @@ HD void head_argmax_body(const HeadArgs& args, const Cta& cta, HeadArgmaxShared&
   const int element = Config::kElement >= 0 ? Config::kElement : geometry.element;
   read_round(args, cta, shared);
   cta.sync();
-  const int num_rows = sum_of_counts(geometry, shared, geometry.tp_size);
+  const int num_rows = sum_of_counts(shared, geometry.tp_size);
   // A rank without vocabulary rows, at the end of a short vocabulary, puts nothing.
   const int splits =
       shard_width(geometry, geometry.tp_rank) > 0 ? static_cast<int>(args.row_splits) : 0;
@@ -443,9 +466,10 @@ HD void head_argmax_body(const HeadArgs& args, const Cta& cta, HeadArgmaxShared&
 HD void get_logits(const HeadArgs& args, const Cta& cta, const HeadShared& shared) {
   const HeadGeometry& geometry = args.geometry;
   const uint64_t size = static_cast<uint64_t>(element_bytes(geometry.element));
-  const int before = args.is_compact != 0 ? sum_of_counts(geometry, shared, geometry.tp_rank)
+  const int before = args.is_compact != 0 ? sum_of_counts(shared, geometry.tp_rank)
                                           : geometry.tp_rank * geometry.row_bound;
   const int num_items = geometry.num_rows * geometry.tp_size;
+  MOE_NVLINK_ROLLED
   for (int item = cta.block; item < num_items; item += cta.num_blocks) {
     const int row = item / geometry.tp_size;
     const int rank = (item + row + geometry.tp_rank) % geometry.tp_size;

@@ -64,7 +64,10 @@ def specialised_source(
     """
     values = f"{top_k}, {element}, {str(pdl).lower()}, {quantiser}, {combine}"
     config = f"moe_nvlink::StaticConfig<{values}>"
-    return _translation_unit(config, KERNEL_FILES, HOST_FILES if host else ())
+    if not host:
+        return _translation_unit(config, KERNEL_FILES, ())
+    # The host library has all kernels.
+    return _translation_unit(config, (*KERNEL_FILES, *HEAD_FILES), HOST_FILES)
 
 
 def head_source(element: int, *, pdl: bool = True) -> str:
