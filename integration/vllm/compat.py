@@ -293,13 +293,32 @@ TOUCHED = (
     *_draft_models(),
 )
 
+
+def _draft_fields() -> list[Fields]:
+    """Where vLLM's drafts keep their LM heads."""
+    found = []
+    for draft in DRAFTS.values():
+        if not draft.head_in_layer:
+            found.append(Fields(draft.module, draft.name, ("lm_head", "logits_processor")))
+            continue
+        predictor = f"{draft.name.removesuffix('MTP')}MultiTokenPredictor"
+        names = ("layers", "logits_processor", "mtp_start_layer_idx", "num_mtp_layers")
+        found += [
+            Fields(draft.module, draft.name, ("model",)),
+            Fields(draft.module, predictor, names),
+            Fields(draft.module, f"{predictor}Layer", ("shared_head",)),
+            Fields(draft.module, "SharedHead", ("head", "forward")),
+        ]
+    return found
+
+
 FIELDS = (
     Fields(
         "vllm.config",
         "VllmConfig",
         (
             *("additional_config", "lora_config", "model_config", "parallel_config"),
-            "scheduler_config",
+            *("scheduler_config", "speculative_config", "use_v2_model_runner"),
         ),
     ),
     Fields(
@@ -316,10 +335,19 @@ FIELDS = (
         "ModelConfig",
         (
             *("dtype", "get_hidden_size", "get_num_experts", "get_num_experts_per_tok"),
-            "model",
+            *("head_dtype", "hf_config", "model"),
         ),
     ),
-    Fields("vllm.config", "SchedulerConfig", ("max_num_batched_tokens",)),
+    Fields("vllm.config", "SchedulerConfig", ("max_num_batched_tokens", "max_num_seqs")),
+    Fields(
+        "vllm.config",
+        "SpeculativeConfig",
+        (
+            *("draft_model_config", "draft_sample_method", "enable_adaptive_verification"),
+            *("method", "use_local_argmax_reduction"),
+        ),
+    ),
+    Fields("vllm.config", "SpeculativeConfig", ("draft_lm_head_quantization",), since="0.33"),
     Fields("vllm.engine.arg_utils", "EngineArgs", ("additional_config", "all2all_backend")),
     Fields(
         f"{_MOE}.config",
@@ -362,8 +390,13 @@ FIELDS = (
     ),
     Fields(f"{_MOE}.experts.flashinfer_cutlass_moe", "FlashInferExperts", ("ep_rank",)),
     Fields(f"{_MOE}.experts.trtllm_bf16_moe", "TrtLlmBf16ExpertsModular", ("ep_rank",)),
-    Fields(_CONTEXT, "ForwardContext", ("dp_metadata", "is_padding")),
-    Fields(_CONTEXT, "DPMetadata", ("local_sizes",)),
+    Fields(_CONTEXT, "ForwardContext", ("attn_metadata", "dp_metadata", "is_padding")),
+    Fields(_CONTEXT, "DPMetadata", ("local_sizes", "num_tokens_across_dp_cpu")),
+    Fields(
+        f"{_LAYERS}.logits_processor", "LogitsProcessor", ("org_vocab_size", "scale", "soft_cap")
+    ),
+    Fields(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding", ("quant_method",)),
+    *_draft_fields(),
 )
 
 #: Ops that we call, by the name vLLM registers them under; all in `OPS_MODULE`.

@@ -109,17 +109,10 @@ def _parallel(parallel: Any, size: int | str) -> Iterator[str]:
 
 
 def _draft(vllm_config: Any) -> Iterator[str]:
-    speculative = vllm_config.speculative_config
     name = architecture(vllm_config)
     if name not in DRAFTS:
         yield (
             f"{MTP_LM_HEAD} serves the drafts {', '.join(DRAFTS)}; this model's is {name}: {_OFF}."
-        )
-    if getattr(speculative, "num_speculative_tokens_per_batch_size", None) is not None:
-        yield (
-            f"{MTP_LM_HEAD} with num_speculative_tokens_per_batch_size: ranks would draft "
-            "different numbers of tokens and wait for each other. Remove the latter from "
-            f"--speculative-config, or {_OFF}."
         )
 
 

@@ -264,8 +264,10 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[n] int64`: the draft tokens of `[n, hidden]`. Collective for a draft's."""
+        tokens: torch.Tensor
         if self.draft_head is None:
-            return super().get_top_tokens(lm_head, hidden_states, embedding_bias)
+            tokens = super().get_top_tokens(lm_head, hidden_states, embedding_bias)
+            return tokens
         bound = self.draft_head.next_bound()
         if bound is not None:
             return self.draft_head.tokens(
@@ -283,7 +285,8 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         if self.scale != 1.0:
             logits = logits * self.scale
-        return logits.argmax(dim=-1)
+        tokens = logits.argmax(dim=-1)
+        return tokens
 
     def _get_logits(
         self,
@@ -295,7 +298,10 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
         """`[n, vocab]`, to which `forward` applies soft cap and scale. Collective for a draft's."""
         bound = None if self.draft_head is None else self.draft_head.next_bound()
         if bound is None or self.draft_head is None:
-            return super()._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)
+            logits: torch.Tensor | None = super()._get_logits(
+                hidden_states, lm_head, embedding_bias, skip_gather
+            )
+            return logits
         return self.draft_head.logits(lm_head, hidden_states, embedding_bias, bound)
 
 

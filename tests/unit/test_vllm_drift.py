@@ -34,9 +34,10 @@ PLATFORMS = tuple(f"manylinux_2_{number}_x86_64" for number in (28, 31, 34, 35))
 #: Folders that hold nothing we touch but what `KEPT` names, and half of all files.
 LEFT_OUT = ("vllm/third_party/", "vllm/model_executor/models/")
 KEPT = frozenset(
-    f"{touched.module.replace('.', '/')}.py"
+    touched.module.replace(".", "/") + end
     for touched in compat.TOUCHED
-    if touched.module.startswith("vllm.model_executor.models.")
+    if touched.module.startswith("vllm.model_executor.models")
+    for end in (".py", "/__init__.py")
 )
 #: Part of the name of what is kept on disk, which another selection is no substitute for.
 SELECTION = hashlib.sha256("".join([*LEFT_OUT, *sorted(KEPT)]).encode()).hexdigest()[:8]

@@ -14,14 +14,16 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 _SCRIPT = """
 import json
 import torch
+import vllm.config
 from types import SimpleNamespace
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.vllm import communicator, layers
+from moe_nvlink_plugin.integration.vllm import all2all_manager, communicator, layers, lm_head, mtp
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
 
 results = {}
@@ -84,6 +86,58 @@ def taken():
 
     RoutedExperts.register_oot(Theirs)
     return [refusal(layers.put_in_place), op_registry_oot["RoutedExperts"] is Theirs]
+
+
+@scenario
+def logits_processor():
+    lm_head.put_in_place()
+    lm_head.put_in_place()
+    made = LogitsProcessor.__new__(LogitsProcessor)
+    return [sorted(op_registry_oot), type(made).__name__]
+
+
+@scenario
+def logits_processor_taken():
+    class Theirs(LogitsProcessor):
+        pass
+
+    LogitsProcessor.register_oot(Theirs)
+    return [refusal(lm_head.put_in_place), op_registry_oot["LogitsProcessor"] is Theirs]
+
+
+@scenario
+def attached():
+    # What a worker puts in place, by what its configuration asks for.
+    placed, kept = [], (
+        vllm.config.get_current_vllm_config_or_none,
+        mtp.put_in_place,
+        all2all_manager.MoeNvlinkAll2AllManager,
+    )
+    mtp.put_in_place = lambda config, device: placed.append([config.name, device])
+    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options: options
+    for name, size, method in [
+        ("whole", 1, "mtp"),
+        ("shared", 2, "mtp"),
+        ("auto", "auto", "mtp"),
+        ("no draft", 1, None),
+    ]:
+        op_registry_oot.clear()
+        asked = {"all2all_backend": "moe_nvlink", "moe_nvlink": {"mtp_lm_head_tp_size": size}}
+        config = SimpleNamespace(
+            name=name,
+            additional_config=asked,
+            speculative_config=SimpleNamespace(method=method) if method else None,
+        )
+        vllm.config.get_current_vllm_config_or_none = lambda: config
+        given = SimpleNamespace(use_all2all=True, all2all_manager=None, cpu_group=None)
+        communicator.attach(given, torch.device("cpu"))
+        placed.append([name, given.all2all_manager.mtp_lm_head_tp_size, sorted(op_registry_oot)])
+    (
+        vllm.config.get_current_vllm_config_or_none,
+        mtp.put_in_place,
+        all2all_manager.MoeNvlinkAll2AllManager,
+    ) = kept
+    return placed
 
 
 @scenario
@@ -185,6 +239,30 @@ def test_another_plugins_class_is_not_overwritten(results: dict[str, list[str]])
     assert "Theirs" in message
     assert "VLLM_PLUGINS" in message
     assert still_theirs
+
+
+def test_the_logits_processor_is_replaced_once_and_not_another_plugins(
+    results: dict[str, list[Any]],
+) -> None:
+    assert results["logits_processor"] == [["LogitsProcessor"], "MoeNvlinkLogitsProcessor"]
+    message, still_theirs = results["logits_processor_taken"]
+    assert "LogitsProcessor" in message
+    assert "Theirs" in message
+    assert still_theirs
+
+
+def test_only_a_shared_lm_head_replaces_more_than_moe_layers(
+    results: dict[str, list[Any]],
+) -> None:
+    layers = ["MoERunner", "RoutedExperts"]
+    assert results["attached"] == [
+        ["whole", 1, layers],
+        ["shared", "cpu"],
+        ["shared", 2, ["LogitsProcessor", *layers]],
+        ["auto", "cpu"],
+        ["auto", "auto", ["LogitsProcessor", *layers]],
+        ["no draft", 1, layers],
+    ]
 
 
 def test_experts_outside_the_modular_kernel_are_refused(results: dict[str, list[str]]) -> None:

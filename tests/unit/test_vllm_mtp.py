@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +28,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from moe_nvlink_plugin import HeadConfig, HeadGroup, head_cost
+from moe_nvlink_plugin import ExchangeStats, HeadConfig, HeadGroup, head_cost
 from moe_nvlink_plugin.errors import (
     ConfigError,
     DisagreementError,
@@ -36,6 +38,7 @@ from moe_nvlink_plugin.errors import (
 )
 from moe_nvlink_plugin.integration.vllm import drafts, flag, lm_head, mtp, options
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
 from moe_nvlink_plugin.integration.vllm.lm_head import DraftHead, MoeNvlinkLogitsProcessor, Plan
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 
@@ -46,25 +49,23 @@ VOCAB, HIDDEN, MOST_ROWS = 100, 32, 6
 CPU = torch.device("cpu")
 
 
-def make_head(seed: int = 5, vocab: int = VOCAB, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """An LM head as vLLM leaves it on CPU after loading, padding of large numbers included."""
-    head = nn.Module()
-    padded = -(-vocab // 64) * 64
+def make_head(seed: int = 5) -> Any:
+    """An LM head as vLLM leaves it on CPU after loading, with large numbers for padding."""
+    head: Any = nn.Module()
+    padded = -(-VOCAB // 64) * 64
     values = torch.randn(padded, HIDDEN, generator=torch.Generator().manual_seed(seed))
-    values[vocab:] = 100.0
-    head.weight = nn.Parameter(values.to(dtype), requires_grad=False)
+    values[VOCAB:] = 100.0
+    head.weight = nn.Parameter(values, requires_grad=False)
     head.quant_method = UnquantizedEmbeddingMethod()
     head.tp_size = 1
     head.shard_indices = SimpleNamespace(
-        num_org_vocab_padding=padded - vocab, org_vocab_start_index=0
+        num_org_vocab_padding=padded - VOCAB, org_vocab_start_index=0
     )
     head.quant_method.process_weights_after_loading(head)
     return head
 
 
-def make_processor(
-    cls: type[LogitsProcessor] = MoeNvlinkLogitsProcessor, **values: Any
-) -> LogitsProcessor:
+def make_processor(cls: Any = MoeNvlinkLogitsProcessor, **values: Any) -> Any:
     with set_current_vllm_config(VllmConfig()):
         return cls(VOCAB, **values)
 
@@ -159,19 +160,19 @@ def make_draft(
     return SharedDraft(vllm_config=vllm_config)
 
 
-def unshared(rows: torch.Tensor, head: nn.Module | None = None) -> torch.Tensor:
-    weight: Any = (head or make_head()).weight
-    return (torch.tanh(rows) @ weight[:VOCAB].T).argmax(dim=-1)
+def unshared(rows: torch.Tensor, head: Any = None) -> torch.Tensor:
+    logits: torch.Tensor = torch.tanh(rows) @ (head or make_head()).weight[:VOCAB].T
+    return logits.argmax(dim=-1)
 
 
 def step_v1(
     draft: SharedDraft, contexts: Contexts, rows: torch.Tensor | None, tokens: tuple[int, ...]
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """One draft step as vLLM's V1 runner goes: a rank without rows runs the forward alone."""
     idle = rows is None
     with contexts.forward(tokens, idle=idle):
         hidden = draft(torch.zeros(1, HIDDEN) if rows is None else rows)
-    return None if idle else draft.get_top_tokens(hidden)
+    return torch.empty(0) if idle else draft.get_top_tokens(hidden)
 
 
 # Steps.
@@ -319,7 +320,7 @@ def test_soft_cap_and_scale_are_applied_once_and_of_any_sign(
     made = [make_processor(soft_cap=soft_cap, scale=scale) for _ in rows]
 
     def body(group: ThreadGroup) -> None:
-        processor, mine, expected = (part[group.rank] for part in (made, rows, wanted))
+        processor, mine, expected = made[group.rank], rows[group.rank], wanted[group.rank]
         with make_group(group, full_logits=True) as shared:
             for crossover in (None, 0):
                 processor.draft_head = DraftHead(shared, crossover)
@@ -432,7 +433,6 @@ def test_the_head_is_looked_up_at_every_step(
         step_v1(draft, contexts, rows_of(0, 3), (3,))
         draft.lm_head = make_head(seed=77)
         found = step_v1(draft, contexts, rows_of(0, 3), (3,))
-        assert found is not None
         assert torch.equal(found, unshared(rows_of(0, 3), draft.lm_head))
         assert not torch.equal(found, unshared(rows_of(0, 3)))
 
@@ -535,7 +535,7 @@ def test_vllm_takes_our_subclass_for_a_draft(name: str) -> None:
     from vllm.model_executor.models.registry import _RegisteredModel
 
     cls = _class_of(name)
-    base = mtp._imported(drafts.DRAFTS[name])
+    base: Any = mtp._imported(drafts.DRAFTS[name])
     ours, theirs = (_RegisteredModel.from_model_cls(one).interfaces for one in (cls, base))
     assert dataclasses.replace(ours, architecture="") == dataclasses.replace(
         theirs, architecture=""
@@ -643,7 +643,6 @@ def _vllm_config(size: int | str = 2, **values: Any) -> Any:
         "method": "mtp",
         "draft_sample_method": "greedy",
         "use_local_argmax_reduction": True,
-        "num_speculative_tokens_per_batch_size": None,
         "draft_model_config": SimpleNamespace(
             get_hidden_size=lambda: HIDDEN,
             hf_config=SimpleNamespace(architectures=["Glm4MoeMTPModel"]),
@@ -748,16 +747,63 @@ def test_ranks_with_different_plans_are_told(
         lm_head.agree(plan, None, 2)
 
 
-def _manager_alone(one_process: Callable[[list[Any]], None], monkeypatch: Any) -> Any:
-    """A manager of one rank, without vLLM's groups."""
-    one_process([])
-    (group,) = ThreadGroup.ranks(1)
-    monkeypatch.setattr(lm_head, "group_of", lambda cpu_group, rank, size: group)
-    manager = object.__new__(MoeNvlinkAll2AllManager)
-    manager.rank, manager.world_size, manager.cpu_group, manager.device = 0, 1, None, CPU
+def _bare_manager(rank: int, ranks: int, device: torch.device = CPU) -> Any:
+    """A manager without vLLM's groups, which has met the others."""
+    manager: Any = object.__new__(MoeNvlinkAll2AllManager)
+    manager.rank, manager.world_size, manager.cpu_group, manager.device = rank, ranks, None, device
     manager._met, manager._draft_heads, manager._watches, manager._exchanges = True, {}, [], {}
     manager._stats_writer = None
     return manager
+
+
+def _manager_alone(one_process: Callable[[list[Any]], None], monkeypatch: Any) -> Any:
+    one_process([])
+    (group,) = ThreadGroup.ranks(1)
+    monkeypatch.setattr(lm_head, "group_of", lambda cpu_group, rank, size: group)
+    return _bare_manager(0, 1)
+
+
+def test_the_counters_file_has_a_section_for_the_head(
+    one_process: Callable[[list[Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_STATS_DIR", str(tmp_path))
+    manager = _manager_alone(one_process, monkeypatch)
+    exchange: Any = SimpleNamespace(stats=lambda: ExchangeStats(rounds=7))
+    manager._start_stats(exchange)
+    head = manager._create_draft_head(lm_head.plan_of(_vllm_config(1), VOCAB, 1, CPU))
+    manager._draft_heads["plan"] = head
+    made = make_processor()
+    made.draft_head = head
+    for count in (3, 2):
+        made.get_top_tokens(make_head(), rows_of(0, count))
+    manager.destroy()
+    written = json.loads((tmp_path / "rank0.json").read_text("utf-8"))
+    assert written["rounds"] == 7
+    assert written["mtp_lm_head"] == {
+        "tp_size": 1,
+        "steps_whole": 0,
+        "rounds": 2,
+        "rows": 5,
+        "bytes_gathered_remote": 0,
+        "bytes_returned_remote": 0,
+    }
+
+
+def test_a_gpus_head_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU here: the group is a stand-in, the thread is real."""
+    asked = threading.Event()
+    group = SimpleNamespace(
+        failure=lambda: asked.set(), workspace_bytes=0, close=lambda: None, config=None
+    )
+    monkeypatch.setattr(lm_head, "group_of", lambda cpu_group, rank, size: None)
+    monkeypatch.setattr(HeadGroup, "create", lambda config, ranks, device: group)
+    manager = _bare_manager(0, 1, torch.device("cuda", 0))
+    manager._create_draft_head(lm_head.plan_of(_vllm_config(1), VOCAB, 1, CPU))
+    assert asked.wait(30)
+    manager.destroy()
+    assert manager._watches == []
 
 
 def test_the_manager_owns_the_group_and_closes_it(
@@ -773,6 +819,41 @@ def test_the_manager_owns_the_group_and_closes_it(
     manager.destroy()
     with pytest.raises(ExchangeStateError):
         head.serve_idle(make_head())
+
+
+def test_consecutive_ranks_share_and_the_groups_do_not_wait_for_each_other(
+    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of two, built by each rank's manager; the second drafts more steps."""
+    pairs = [ThreadGroup.ranks(2), ThreadGroup.ranks(2)]
+    ranks_here: dict[int, ThreadGroup] = {}
+
+    def all_gather_object(found: list[Any], mine: Any, group: Any) -> None:
+        found[:] = ranks_here[threading.get_ident()].all_gather_object(mine)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(
+        lm_head, "group_of", lambda cpu_group, rank, size: pairs[rank // size][rank % size]
+    )
+    made = [make_draft(None, monkeypatch) for _ in range(4)]
+    vllm_config = _vllm_config(2)
+
+    def body(group: ThreadGroup) -> int:
+        ranks_here[threading.get_ident()] = group
+        manager = _bare_manager(group.rank, group.size)
+        head = manager.draft_head(vllm_config, VOCAB)
+        assert head is manager.draft_head(vllm_config, VOCAB)
+        draft = made[group.rank]
+        draft._draft_head = draft.logits_processor.draft_head = head
+        for step in range(2 if group.rank < 2 else 5):
+            rows = rows_of(group.rank, 2, step)
+            assert torch.equal(step_v1(draft, contexts, rows, (2,) * 4), unshared(rows))
+        group.all_gather_object(None)
+        rounds: int = head.stats()["rounds"]
+        manager.destroy()
+        return rounds
+
+    assert run_ranks(4, body) == [2, 2, 5, 5]
 
 
 def test_no_group_is_made_where_the_head_stays_whole(
@@ -845,10 +926,6 @@ def test_a_good_configuration_passes(size: int | str) -> None:
             ["Glm4MoeMTPModel", "this model's is MiMoMTPModel"],
         ),
         (
-            _vllm_config(speculative={"num_speculative_tokens_per_batch_size": [(1, 8, 3)]}),
-            ["num_speculative_tokens_per_batch_size", "--speculative-config"],
-        ),
-        (
             _vllm_config(speculative={"draft_lm_head_quantization": "fp8"}),
             ["draft_lm_head_quantization fp8", "--speculative-config"],
         ),
@@ -896,3 +973,85 @@ def test_a_greedy_draft_is_asked_for_tokens(
     for _ in range(2):
         drafts.ask_for_tokens(vllm_config, options.options_of(vllm_config))
         assert vllm_config.speculative_config.use_local_argmax_reduction == asked
+
+
+# Through vLLM's own configuration.
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GLM4-MoE-like model with a draft layer."""
+    return write_checkpoint(tmp_path_factory.mktemp("glm4_moe_mtp"), MTP_MODEL)
+
+
+def _create(model: Path, size: int | str, **values: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    speculative = {
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+        **values.pop("speculative_config", {}),
+    }
+    asked = {
+        "all2all_backend": flag.BACKEND,
+        "enable_expert_parallel": True,
+        "data_parallel_size": 4,
+        "dtype": "float32",
+        "additional_config": {options.KEY: {options.MTP_LM_HEAD: size}},
+        **values,
+    }
+    return EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        speculative_config=speculative,
+        **asked,
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize(("size", "asked"), [(4, True), ("auto", True), (1, False)])
+def test_vllms_configuration_is_asked_for_tokens(
+    drafting: Path, size: int | str, asked: bool
+) -> None:
+    config = _create(drafting, size)
+    assert drafts.architecture(config) == "Glm4MoeMTPModel"
+    assert config.speculative_config.use_local_argmax_reduction == asked
+
+
+def test_no_rank_drafts_another_number_of_tokens(drafting: Path) -> None:
+    """Their steps would not meet; vLLM turns what leads to it off where ranks share experts."""
+    schedule = [(1, 4, 3), (5, 1000, 1)]
+    config = _create(
+        drafting,
+        2,
+        speculative_config={
+            "num_speculative_tokens": 3,
+            "num_speculative_tokens_per_batch_size": schedule,
+        },
+    )
+    assert config.speculative_config.num_speculative_tokens_per_batch_size is None
+
+
+def test_probabilistic_drafts_keep_their_logits(drafting: Path) -> None:
+    config = _create(drafting, 2, speculative_config={"draft_sample_method": "probabilistic"})
+    assert not config.speculative_config.use_local_argmax_reduction
+    assert lm_head.plan_of(config, 500, 4, CPU).full_logits
+
+
+@pytest.mark.parametrize(
+    ("size", "values", "words"),
+    [
+        (3, {}, ["mtp_lm_head_tp_size=3", "--data-parallel-size 4"]),
+        (0, {}, ["mtp_lm_head_tp_size=0"]),
+        (2, {"tensor_parallel_size": 2}, ["--tensor-parallel-size 2"]),
+        (2, {"pipeline_parallel_size": 2}, ["--pipeline-parallel-size is 2"]),
+        (2, {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "float32"}}, ["head_dtype"]),
+    ],
+)
+def test_vllm_itself_is_refused(
+    drafting: Path, size: int, values: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UnsupportedError, match="--all2all-backend moe_nvlink") as caught:
+        _create(drafting, size, **values)
+    for word in words:
+        assert word in str(caught.value)

@@ -220,9 +220,12 @@ def test_the_configuration_goes_before_the_environment(monkeypatch: pytest.Monke
 
 
 def test_every_name_we_touch_exists_here() -> None:
-    here = [t for t in compat.TOUCHED if t.device != "cuda" and not t.since]
+    # The CPU build's modules for CUDA do not import, nor do drafts that see images.
+    left_out = [t for t in compat.TOUCHED if t.device == "cuda" or t.needed_for == "one draft"]
+    here = [t for t in compat.TOUCHED if t not in left_out and not t.since]
     assert [touched for touched in here if not compat.exists(touched)] == []
-    compat.check_names("cpu")  # the CPU build's modules for CUDA do not import
+    for shared in (False, True):
+        compat.check_names("cpu", drafts=shared)
 
 
 def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +235,8 @@ def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         compat.Touched("vllm.platforms.interface", "Platform.no_such_patch", "patch"),
         compat.Touched("vllm.platforms.interface", "Platform.of_tomorrow", "use", since="9.0"),
         compat.Touched("vllm.platforms.interface", "Platform.of_gpus", "use", device="cuda"),
+        compat.Touched("vllm", "of_drafts", "use", needed_for="drafts"),
+        compat.Touched("vllm", "of_one", "use", needed_for="one draft"),
     )
     here = [touched for touched in compat.TOUCHED if touched.device != "cuda"]
     monkeypatch.setattr(compat, "TOUCHED", (*here, *gone))
@@ -240,8 +245,11 @@ def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "vllm.no_such_module.Name" in str(caught.value)
     assert "vllm.platforms.interface.Platform.no_such_hook" in str(caught.value)
     assert "RoutedExperts" not in str(caught.value)
-    for not_needed in ("no_such_patch", "of_tomorrow", "of_gpus"):
+    for not_needed in ("no_such_patch", "of_tomorrow", "of_gpus", "of_drafts", "of_one"):
         assert not_needed not in str(caught.value)
+    with pytest.raises(UnsupportedError, match="of_drafts") as caught:
+        compat.check_names("cpu", drafts=True)
+    assert "of_one" not in str(caught.value)
     with pytest.raises(UnsupportedError, match="of_gpus"):
         compat.check_names("cuda")
 
