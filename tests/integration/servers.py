@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
+from moe_nvlink_plugin.integration.vllm.demo import processes
 from moe_nvlink_plugin.integration.vllm.demo.server import VllmServer
 
 #: vLLM's server, started in a third of the time.
@@ -77,11 +82,11 @@ class EpServer:
         pairs = zip(numbers, answers, expected, strict=True)
         return [number for number, answer, tokens in pairs if answer.token_ids != tokens]
 
-    def stats(self, ep_size: int) -> list[dict[str, int]]:
+    def stats(self, ep_size: int) -> list[dict[str, Any]]:
         """The counters of all workers, once they have come to rest."""
         paths = [self.stats_folder / f"rank{rank}.json" for rank in range(ep_size)]
         deadline = time.monotonic() + 60
-        before: list[dict[str, int]] = []
+        before: list[dict[str, Any]] = []
         while time.monotonic() < deadline:
             now = [json.loads(p.read_text("utf-8")) for p in paths if p.exists()]
             if len(now) == ep_size and now == before and len({s["rounds"] for s in now}) == 1:
@@ -101,3 +106,35 @@ class EpServer:
             assert counters["rounds"] > 0
             assert 0 < counters["bytes_dispatched_remote"] < counters["bytes_dispatched"]
             assert 0 < counters["bytes_combined_remote"] < counters["bytes_combined"]
+
+
+def our_files(stats: list[dict[str, Any]]) -> list[Path]:
+    """Shared memory of these workers that still has a name; other tests may run beside this one."""
+    patterns = [f"moe_nvlink-*-{counters['pid']}-*" for counters in stats]
+    return [path for pattern in patterns for path in processes.SHARED_MEMORY.glob(pattern)]
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Sends a signal to a process that may be gone: vLLM ends workers when one of them fails."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def wait_for_text(path: Path, text: str, timeout_s: float) -> bool:
+    """Whether a server's log has the text, or gets it in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if text in path.read_text("utf-8", errors="replace"):
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def write_plugin(folder: Path, name: str, module: ModuleType) -> Path:
+    """An installed distribution, as far as vLLM looks for one: `register` of a module of ours."""
+    about = folder / f"{name}-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+    shutil.copy(str(module.__file__), folder / f"{name}.py")
+    return folder

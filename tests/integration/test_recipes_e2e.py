@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +30,7 @@ from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import (
 )
 from tests.integration import quantise_reference
 from tests.integration.quantise_reference import Mode
-from tests.integration.servers import FAST_SERVER, EpServer, Requests
+from tests.integration.servers import FAST_SERVER, EpServer, Requests, write_plugin
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -64,7 +63,7 @@ class OneRank:
     """A one-rank server that computes what the ranks of a mode would."""
 
     def __init__(self, folder: Path, checkpoint: Path, dtype: str) -> None:
-        plugin = _write_plugin(folder / f"plugin-{dtype}")
+        plugin = write_plugin(folder / f"plugin-{dtype}", PLUGIN, quantise_reference)
         self._mode = plugin / quantise_reference.MODE_FILE
         self.requests = _draw_requests(checkpoint)
         self._set(Mode())
@@ -102,18 +101,6 @@ class OneRank:
 
     def _set(self, mode: Mode) -> None:
         self._mode.write_text(json.dumps(mode), "utf-8")
-
-
-def _write_plugin(folder: Path) -> Path:
-    """An installed distribution, as far as vLLM looks for one."""
-    about = folder / f"{PLUGIN}-1.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\n{PLUGIN} = {PLUGIN}:register\n"
-    )
-    shutil.copy(str(quantise_reference.__file__), folder / f"{PLUGIN}.py")
-    return folder
 
 
 def _draw_requests(checkpoint: Path) -> Requests:

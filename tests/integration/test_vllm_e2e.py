@@ -6,7 +6,6 @@ that the MoE layers' rows went through the exchange: a backend that is silently 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -27,7 +26,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from moe_nvlink_plugin.integration.vllm.demo import processes
 from moe_nvlink_plugin.integration.vllm.demo.server import CPU_ENVIRONMENT, ServerError, VllmServer
 from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MODELS, write_checkpoint
-from tests.integration.servers import FAST_SERVER, EpServer, Requests
+from tests.integration.servers import (
+    FAST_SERVER,
+    EpServer,
+    Requests,
+    our_files,
+    send_signal,
+    wait_for_text,
+)
 
 # A server of four workers on two cores needs its time to start.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -94,12 +100,6 @@ def _our_mappings(pids: list[int]) -> list[str]:
     return lines
 
 
-def _our_files(stats: list[dict[str, int]]) -> list[Path]:
-    """Shared memory of these workers that still has a name; other tests may run beside this one."""
-    patterns = [f"moe_nvlink-*-{counters['pid']}-*" for counters in stats]
-    return [path for pattern in patterns for path in processes.SHARED_MEMORY.glob(pattern)]
-
-
 @pytest.fixture(scope="class")
 def server(requests_of: Callable[[str], Requests], folder: Path) -> Iterator[EpServer]:
     with EpServer(
@@ -133,7 +133,7 @@ class TestTwoDataParallelRanks:
         assert all(line.endswith("(deleted)") for line in mapped)
         # The name is what the next tests look for, so it must be the one that was mapped.
         assert all(any(f"-{c['pid']}-" in line for line in mapped) for c in stats)
-        assert _our_files(stats) == []
+        assert our_files(stats) == []
 
     def test_a_rank_that_hangs_is_named_and_nothing_waits_for_ever(self, server: EpServer) -> None:
         stats = server.stats(2)
@@ -152,9 +152,9 @@ class TestTwoDataParallelRanks:
         # The stopped rank may stand in vLLM's own collective instead of ours: then try again.
         for _ in range(6):
             time.sleep(0.5)
-            _signal(pid, signal.SIGSTOP)
-            told = _wait_for_text(server.server.log_path, "rank(s) 1;", SHORT_TIMEOUT_S + 10)
-            _signal(pid, signal.SIGCONT)
+            send_signal(pid, signal.SIGSTOP)
+            told = wait_for_text(server.server.log_path, "rank(s) 1;", SHORT_TIMEOUT_S + 10)
+            send_signal(pid, signal.SIGCONT)
             if told or not asking.is_alive():
                 break
         log = server.server.log_path.read_text("utf-8", errors="replace")
@@ -163,22 +163,7 @@ class TestTwoDataParallelRanks:
         asking.join(timeout=60)
         assert not asking.is_alive()
         assert len(outcome) == 1
-        assert _our_files(stats) == []
-
-
-def _signal(pid: int, number: int) -> None:
-    """Sends a signal to a process that may be gone: vLLM ends workers when one of them fails."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _wait_for_text(path: Path, text: str, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if text in path.read_text("utf-8", errors="replace"):
-            return True
-        time.sleep(0.5)
-    return False
+        assert our_files(stats) == []
 
 
 @pytest.mark.parametrize(
@@ -234,8 +219,8 @@ def test_four_data_parallel_ranks_then_kill_9(
         assert victim not in server.server.pids
         # Nobody gets to clean up: what is left in memory then was never going to be removed.
         for pid in server.server.pids:
-            _signal(pid, signal.SIGKILL)
-        assert _our_files(stats) == []
+            send_signal(pid, signal.SIGKILL)
+        assert our_files(stats) == []
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
