@@ -212,12 +212,12 @@ def head_inputs(head: HeadExchange, call: HeadCall) -> None:
             "create the group with a larger capacity"
         )
     num_rows = call.hidden.shape[0] if call.hidden.dim() else 0
+    _tensor("hidden", call.hidden, (num_rows, config.hidden_size), (config.dtype,), device)
     if num_rows > bound:
         raise InputError(
             f"{num_rows} rows exceed row_bound={bound} (max_rows_per_rank="
             f"{config.max_rows_per_rank}); call in parts, on all ranks, or raise the bound"
         )
-    _tensor("hidden", call.hidden, (num_rows, config.hidden_size), (config.dtype,), device)
     weight = call.weight
     rows = weight.shape[0] if weight.dim() else 0
     _tensor(

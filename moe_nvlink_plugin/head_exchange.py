@@ -85,14 +85,18 @@ class HeadExchange:
             self._logits = None
             self.workspace.release()
 
-    def check_device(self, *tensors: torch.Tensor) -> None:
+    def check_device(
+        self, hidden: torch.Tensor, head_weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
         """For the ops' fakes, which torch also runs, without a word, for tensors on `meta`.
 
         Raises:
             InputError: a tensor is not where this group works.
         """
-        for tensor in tensors:
-            checks.on_device("a tensor", tensor, self.workspace.device)
+        tensors = {"hidden": hidden, "head_weight": head_weight, "bias": bias}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                checks.on_device(name, tensor, self.workspace.device)
 
     def argmax(self, call: HeadCall) -> torch.Tensor:
         """See sharded_argmax. Collective."""
@@ -131,8 +135,13 @@ class HeadExchange:
         args.soft_cap, args.scale = call.soft_cap or 0.0, call.scale
         self._launcher.gather(args)
         self._raise_fault()
-        logits = self._product(call)
-        ids = torch.empty(num_rows, dtype=torch.int64, device=call.hidden.device)
+        try:
+            logits = self._product(call)
+            ids = torch.empty(num_rows, dtype=torch.int64, device=call.hidden.device)
+        except BaseException as error:
+            # The peers wait for what this rank would have found, and must not meet its next rows.
+            self.workspace.broken = ExchangeStateError(f"a product failed: {error!r}")
+            raise
         args.logits, args.output = logits.data_ptr(), ids.data_ptr()
         self._launcher.argmax(args)
         self._raise_fault()

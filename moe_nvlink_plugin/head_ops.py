@@ -48,7 +48,7 @@ def _head_argmax_fake(
     row_bound: int,
     handle: int,
 ) -> torch.Tensor:
-    head_exchange.find(handle).check_device(hidden, head_weight)
+    head_exchange.find(handle).check_device(hidden, head_weight, bias)
     return hidden.new_empty((hidden.shape[0],), dtype=torch.int64)
 
 
@@ -77,7 +77,7 @@ def _head_logits_fake(
     handle: int,
 ) -> torch.Tensor:
     head = head_exchange.find(handle)
-    head.check_device(hidden, head_weight)
+    head.check_device(hidden, head_weight, bias)
     return hidden.new_empty((hidden.shape[0], head.config.vocab_size))
 
 
