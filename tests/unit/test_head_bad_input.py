@@ -1,0 +1,459 @@
+"""What a shared LM head refuses; what its ranks hear of one that disagrees, stays away or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax, sharded_logits
+from moe_nvlink_plugin.errors import (
+    ConfigError,
+    DisagreementError,
+    ExchangeStateError,
+    ExchangeTimeoutError,
+    InputError,
+    MoeNvlinkError,
+    PeerError,
+    UnsupportedError,
+)
+from moe_nvlink_plugin.head_config import MAX_VOCAB_SIZE
+from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from tests.kernels.processes import run_processes
+from tests.unit.small_head import (
+    CAPACITY,
+    HIDDEN,
+    VOCAB,
+    check_argmax,
+    check_logits,
+    config,
+    problem,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+INF, NAN = float("inf"), float("nan")
+
+
+# Configurations.
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tp_size": 0}, "tp_size=0 must be an integer from 1 to 128"),
+        ({"tp_size": 129}, "tp_size=129 must be an integer from 1 to 128"),
+        ({"tp_size": 2.0}, "tp_size=2.0 must be an integer"),
+        ({"tp_rank": 1}, "tp_rank=1 must be an integer from 0 to 0"),
+        ({"tp_rank": -1}, "tp_rank=-1 must be"),
+        ({"vocab_size": 0}, "vocab_size=0 must be an integer from 1 to 2147481600"),
+        ({"vocab_size": 2**31}, "vocab_size=2147483648 must be"),
+        ({"vocab_size": 2**29 + 1, "full_logits": True}, "vocab_size with full_logits=53687"),
+        ({"hidden_size": 0}, "hidden_size=0 must be an integer from 1 to 1048576"),
+        ({"max_rows_per_rank": 0}, "max_rows_per_rank=0 must be an integer from 1 to 16777216"),
+        ({"tp_size": 4, "max_rows_per_rank": 2**22 + 1}, "from 1 to 4194304"),
+        ({"num_threads": 0}, "num_threads=0 must be an integer from 1 to 1024"),
+        ({"max_sms": 0}, "max_sms=0 must be an integer from 1 to 1024"),
+        ({"timeout_s": 0}, "timeout_s=0 must be between 0 and 1e6 seconds"),
+        ({"timeout_s": "1"}, "timeout_s='1' must be"),
+        ({"dtype": torch.float64}, "dtype=torch.float64 is no type of a shared head; use one of"),
+        ({"dtype": torch.int8}, "torch.bfloat16"),
+    ],
+)
+def test_limits_of_a_configuration(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**values)
+
+
+def test_the_largest_configuration() -> None:
+    """Its ids, and a shard rounded up, stay within 31 bits."""
+    for tp_size in (1, 3, 127, 128):
+        mine = config(tp_size, vocab_size=MAX_VOCAB_SIZE)
+        assert mine.shard_size * tp_size < 2**31
+    assert config(vocab_size=2**29, full_logits=True).shard_size * 4 <= 2**31
+    most = config(128, max_rows_per_rank=2**17)
+    assert most.max_rows_per_rank * 128 < 1 << constants()["kCountBits"]
+    (group,) = ThreadGroup.ranks(1)
+    wide = config(max_rows_per_rank=2**24, hidden_size=2**20)
+    with pytest.raises(ConfigError, match="of a shared LM head: max_rows_per_rank"):
+        HeadGroup.create(wide, group)
+
+
+def test_defaults_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "12.5")
+    monkeypatch.setenv("MOE_NVLINK_HOST_THREADS", "3")
+    monkeypatch.setenv("MOE_NVLINK_MAX_SMS", "7")
+    mine = HeadConfig(tp_size=1, tp_rank=0, vocab_size=9, hidden_size=2, max_rows_per_rank=1)
+    assert (mine.timeout_s, mine.num_threads, mine.max_sms) == (12.5, 3, 7)
+    assert (mine.dtype, mine.full_logits) == (torch.bfloat16, False)
+
+
+# Groups.
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("vocab_size", (VOCAB, VOCAB + 1)),
+        ("hidden_size", (8, 16)),
+        ("max_rows_per_rank", (4, 5)),
+        ("dtype", (torch.float32, torch.bfloat16)),
+        ("full_logits", (False, True)),
+        ("timeout_s", (30, 31)),
+    ],
+)
+def test_different_configurations(field: str, values: tuple[Any, Any]) -> None:
+    """Every rank is told, with both values."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        HeadGroup.create(config(3, group.rank, **{field: values[group.rank == 1]}), group)
+
+    for outcome in try_ranks(3, rank_main):
+        assert isinstance(outcome, DisagreementError), repr(outcome)
+        told = f"{field}: rank 0 has {values[0]}, rank 1 has {values[1]}, rank 2 has {values[0]}"
+        assert told in str(outcome)
+
+
+def test_threads_and_sms_may_differ() -> None:
+    one = problem(config(2), [3, 2])
+
+    def rank_main(group: ThreadGroup) -> None:
+        own = {"num_threads": 1 + group.rank, "max_sms": 5 + group.rank}
+        with HeadGroup.create(config(2, group.rank, **own), group) as head:
+            check_argmax(head, one)
+
+    run_ranks(2, rank_main)
+
+
+def test_a_configuration_that_does_not_fit_the_group() -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        HeadGroup.create(config(2, 0), group)
+
+    outcomes = try_ranks(2, rank_main)
+    assert isinstance(outcomes[0], PeerError)
+    assert "rank 1: ConfigError" in str(outcomes[0])
+    assert isinstance(outcomes[1], ConfigError)
+    assert "2 ranks and this is rank 1, but tp_size=2 and tp_rank=0; pass the" in str(outcomes[1])
+
+
+def test_what_is_not_there() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    with pytest.raises(
+        ConfigError, match="the group has 1 ranks and this is rank 0, but tp_size=3"
+    ):
+        HeadGroup.create(config(3), group)
+    with pytest.raises(ConfigError, match="transport='rdma' is unknown; installed are .*host"):
+        HeadGroup.create(config(transport="rdma"), group)
+    with pytest.raises(UnsupportedError, match="no installed transport serves meta ranks"):
+        HeadGroup.create(config(), group, "meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match="device cuda: torch .* sees no GPU"):
+            HeadGroup.create(config(), group, "cuda")
+    with pytest.raises(InputError, match="group object lacks rank, size, all_gather_object"):
+        HeadGroup.create(config(), object())
+
+
+# Calls.
+
+
+@pytest.fixture
+def head() -> Iterator[HeadGroup]:
+    (group,) = ThreadGroup.ranks(1)
+    with HeadGroup.create(config(full_logits=True), group) as mine:
+        yield mine
+
+
+BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "row width": ({"hidden": torch.ones(3, 9)}, r"hidden has shape \[3, 9\], expected \[3, 8\]"),
+    "one row": ({"hidden": torch.ones(8)}, r"hidden has shape \[8\]"),
+    "scalar": ({"hidden": torch.tensor(1.0)}, r"hidden has shape \[\]"),
+    "row dtype": (
+        {"hidden": torch.ones(3, HIDDEN).bfloat16()},
+        "hidden has dtype torch.bfloat16, expected torch.float32",
+    ),
+    "row strides": ({"hidden": torch.ones(HIDDEN, 3).T}, r"hidden is not contiguous \(strides"),
+    "row device": ({"hidden": torch.ones(3, HIDDEN, device="meta")}, "is on meta, this .* on cpu"),
+    "too many rows": (
+        {"hidden": torch.ones(5, HIDDEN)},
+        r"5 rows exceed row_bound=4 \(max_rows_per_rank=4\); call in parts, on all ranks",
+    ),
+    "more rows than bound": (
+        {"hidden": torch.ones(3, HIDDEN), "row_bound": 2},
+        r"3 rows exceed row_bound=2 \(max_rows_per_rank=4\)",
+    ),
+    "bound above the capacity": (
+        {"row_bound": 5},
+        "row_bound=5 must be from 1 to max_rows_per_rank=4; create the group with a larger",
+    ),
+    "bound of nothing": ({"row_bound": 0}, "row_bound=0 must be from 1"),
+    "negative bound": ({"row_bound": -1}, "row_bound=-1 must be from 1"),
+    "too few vocabulary rows": (
+        {"head_weight": torch.ones(VOCAB - 1, HIDDEN)},
+        r"head_weight has shape \[49, 8\], expected \[50, 8\]",
+    ),
+    "width of the head": ({"head_weight": torch.ones(VOCAB, 9)}, r"shape \[50, 9\], expected"),
+    "head of one dimension": ({"head_weight": torch.ones(VOCAB)}, r"head_weight has shape \[50\]"),
+    "transposed head": (
+        {"head_weight": torch.ones(HIDDEN, VOCAB).T},
+        "head_weight is not contiguous",
+    ),
+    "head dtype": (
+        {"head_weight": torch.ones(VOCAB, HIDDEN).half()},
+        "head_weight has dtype torch.float16, expected torch.float32",
+    ),
+    "head device": (
+        {"head_weight": torch.ones(VOCAB, HIDDEN, device="meta")},
+        "is on meta, this .* on cpu",
+    ),
+    "short bias": ({"bias": torch.ones(VOCAB - 1)}, r"bias has shape \[49\], expected \[50\]"),
+    "wide bias": ({"bias": torch.ones(1, VOCAB)}, r"bias has shape \[1, 50\]"),
+    "bias dtype": ({"bias": torch.ones(VOCAB).double()}, "bias has dtype torch.float64"),
+    "bias strides": ({"bias": torch.ones(2 * VOCAB)[::2]}, "bias is not contiguous"),
+    "bias device": ({"bias": torch.ones(VOCAB, device="meta")}, "bias is on meta"),
+    "cap of nothing": ({"soft_cap": 0.0}, "soft_cap=0.0 must be a positive number; None is no"),
+    "negative cap": ({"soft_cap": -30.0}, "soft_cap=-30.0 must be"),
+    "no cap by infinity": ({"soft_cap": INF}, "soft_cap=inf must be"),
+    "cap that is no number": ({"soft_cap": NAN}, "soft_cap=nan must be"),
+    "infinite scale": ({"scale": INF}, "scale=inf must be a finite number"),
+    "scale that is no number": ({"scale": NAN}, "scale=nan must be"),
+}
+
+
+@pytest.mark.parametrize("verb", [sharded_argmax, sharded_logits])
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls(name: str, verb: Callable[..., torch.Tensor], head: HeadGroup) -> None:
+    changes, message = BAD_CALLS[name]
+    usual = {"hidden": torch.ones(2, HIDDEN), "head_weight": torch.ones(VOCAB, HIDDEN)}
+    with pytest.raises(InputError, match=message):
+        verb(**usual | changes, group=head)
+    check_argmax(head, problem(config(), [3]))
+    assert head.stats().rounds == 1, "a refused call exchanges nothing"
+
+
+def test_all_logits_where_there_is_no_room() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    one = problem(config(), [2])
+    with HeadGroup.create(config(), group) as head:
+        with pytest.raises(InputError, match="needs a group created with full_logits=True"):
+            check_logits(head, one)
+        check_argmax(head, one)
+
+
+def test_a_closed_group(head: HeadGroup) -> None:
+    one = problem(config(), [2])
+    head.close()
+    for check in (check_argmax, check_logits):
+        with pytest.raises(ExchangeStateError, match=r"head group \d+ is closed"):
+            check(head, one)
+
+
+def test_a_call_refused_on_one_rank() -> None:
+    """The others wait for it; it may call again, as it should have, while they do."""
+    one = problem(config(2), [2, 3])
+
+    def rank_main(group: ThreadGroup) -> None:
+        with HeadGroup.create(config(2, group.rank), group) as head:
+            if group.rank == 1:
+                with pytest.raises(InputError):
+                    sharded_argmax(torch.ones(5, HIDDEN), one.weight, group=head)
+            check_argmax(head, one)
+
+    run_ranks(2, rank_main)
+
+
+# Ranks that do not come.
+
+
+def check_timeout(error: object, phase: str, epoch: int, late: tuple[int, ...]) -> None:
+    assert isinstance(error, ExchangeTimeoutError), repr(error)
+    assert isinstance(error, TimeoutError)
+    assert (error.phase, error.epoch, error.ranks) == (phase, epoch, late)
+    for words in (f"in {phase} of epoch {epoch}", f"rank(s) {', '.join(map(str, late))}"):
+        assert words in str(error)
+
+
+@pytest.mark.parametrize("verb", [check_argmax, check_logits])
+def test_a_rank_that_never_arrives_is_named(verb: Callable[..., None]) -> None:
+    """In the third round ranks 1 and 3 stay away; the others say so, and go no further."""
+    one = problem(config(4), [1, 2, 0, 4])
+
+    def rank_main(group: ThreadGroup) -> tuple[BaseException | None, MoeNvlinkError | None]:
+        mine = config(4, group.rank, timeout_s=0.6, full_logits=True)
+        with HeadGroup.create(mine, group) as head:
+            for _ in range(2):
+                verb(head, one)
+            caught = None
+            if group.rank in (0, 2):
+                with pytest.raises(ExchangeTimeoutError) as info:
+                    verb(head, one)
+                caught = info.value
+                for again in (check_argmax, check_logits):
+                    with pytest.raises(ExchangeStateError, match="unusable since"):
+                        again(head, one)
+            group.all_gather_object(None)  # the absent ranks' memory stays until the end
+            return caught, head.failure()
+
+    for rank, (caught, failure) in enumerate(run_ranks(4, rank_main)):
+        if rank in (0, 2):
+            check_timeout(caught, "head gather", 3, (1, 3))
+            assert failure is caught
+        else:
+            assert caught is failure is None
+
+
+def test_a_rank_that_is_lost_between_the_two_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has put its rows, and never says what it found. Nor may it bring other rows then."""
+    one = problem(config(3), [2, 2, 2])
+
+    def rank_main(group: ThreadGroup) -> tuple[BaseException | None]:
+        with HeadGroup.create(config(3, group.rank, timeout_s=0.5), group) as head:
+            if group.rank == 1:
+
+                def fail(_call: object) -> None:
+                    raise RuntimeError("out of memory, say")
+
+                monkeypatch.setattr(head._head, "_product", fail)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    check_argmax(head, one)
+                with pytest.raises(ExchangeStateError, match="unusable since.* a product failed"):
+                    check_argmax(head, one)
+                caught = None
+            else:
+                with pytest.raises(ExchangeTimeoutError) as info:
+                    check_argmax(head, one)
+                caught = info.value
+            group.all_gather_object(None)
+            return (caught,)
+
+    first, _lost, last = run_ranks(3, rank_main)
+    check_timeout(first[0], "head argmax", 1, (1,))
+    check_timeout(last[0], "head argmax", 1, (1,))
+
+
+def absent_from_create(rank: int, size: int, folder: str) -> tuple[str, str]:
+    """Rank 1 never calls create; rank 0 is to hear which rank is missing."""
+    done = Path(folder, "rank 0 is done")
+    if rank == 1:
+        while not done.exists():
+            time.sleep(0.02)
+        return "", ""
+    try:
+        HeadGroup.create(config(size, rank, timeout_s=2), dist.group.WORLD)
+    except MoeNvlinkError as error:
+        return type(error).__name__, str(error)
+    finally:
+        done.touch()
+    return "nothing raised", ""
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-*")}
+
+
+def killed(rank: int, size: int, phase: str) -> tuple[str, tuple[int, ...], set[str]]:
+    """Rank 1 dies by SIGKILL in the middle of a step: before its rows are put, or behind that."""
+    one = problem(config(size), [2, 3, 1])
+    head = HeadGroup.create(config(size, rank, timeout_s=1.5), dist.group.WORLD)
+    check_argmax(head, one)
+    if rank == 1 and phase == "head gather":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        head._head._product = lambda _call: os.kill(  # type: ignore[method-assign, assignment, return-value]
+            os.getpid(), signal.SIGKILL
+        )
+    try:
+        check_argmax(head, one)
+    except ExchangeTimeoutError as error:
+        return error.phase, error.ranks, segments()
+    return "nothing raised", (), set()
+
+
+@pytest.mark.parametrize("phase", ["head gather", "head argmax"])
+def test_a_rank_that_is_killed(phase: str, tmp_path: Path) -> None:
+    before = segments()
+    first, *_rest = run_processes(2, killed, tmp_path, phase, killed=(1,))
+    assert first[:2] == (phase, (1,))
+    assert first[2] <= before, "shared memory outlived its rank"
+    assert segments() <= before
+
+
+def test_a_rank_that_never_creates(tmp_path: Path) -> None:
+    (name, message), _ = run_processes(2, absent_from_create, tmp_path, str(tmp_path))
+    assert name == "PeerError", (name, message)
+    assert "1" in message.split("arrived", 1)[1]
+
+
+# Ranks that do different things.
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_different_bounds(num_threads: int) -> None:
+    """Rows would be put where they are not looked for. Every rank is told, and goes no further."""
+    one = problem(config(2), [1, 1])
+
+    def rank_main(group: ThreadGroup) -> str:
+        with HeadGroup.create(config(2, group.rank, num_threads=num_threads), group) as head:
+            check_argmax(head, one)
+            with pytest.raises(DisagreementError) as caught:
+                check_argmax(head, one, row_bound=2 - group.rank)
+            with pytest.raises(ExchangeStateError, match="unusable since"):
+                check_argmax(head, one)
+            group.all_gather_object(None)
+            return str(caught.value)
+
+    first, second = run_ranks(2, rank_main)
+    told = "in head gather of epoch 2 rank 1 called with another row_bound, or a group of another"
+    assert told in first
+    assert "than rank 0 (vocab_size=50, hidden_size=8, max_rows_per_rank=4, row_bound=2" in first
+    assert "rank 0 called with another row_bound" in second
+    assert "row_bound=1, dtype=torch.float32); all ranks must make the same calls" in second
+
+
+@pytest.mark.parametrize("row_bounds", [(1, 2), (2, 4), (1, 4), (3, 4), (2, 3)])
+def test_any_two_bounds_of_a_small_capacity(row_bounds: tuple[int, int]) -> None:
+    one = problem(config(2), [1, 1])
+
+    def rank_main(group: ThreadGroup) -> None:
+        with HeadGroup.create(config(2, group.rank), group) as head:
+            with pytest.raises(DisagreementError):
+                check_argmax(head, one, row_bound=row_bounds[group.rank])
+            group.all_gather_object(None)
+
+    run_ranks(2, rank_main)
+
+
+def test_a_rank_that_goes_on_after_its_own_failure() -> None:
+    """It is told of by the others' time-outs, not answered with rows of another round."""
+    one = problem(config(2), [2, 2])
+
+    def rank_main(group: ThreadGroup) -> list[str]:
+        with HeadGroup.create(config(2, group.rank, timeout_s=0.4), group) as head:
+            if group.rank == 1:
+                time.sleep(0.8)
+            outcomes = []
+            for _ in range(2):
+                try:
+                    check_argmax(head, one)
+                    outcomes.append("")
+                except MoeNvlinkError as error:
+                    outcomes.append(type(error).__name__)
+            group.all_gather_object(None)
+            return outcomes
+
+    assert run_ranks(2, rank_main) == [["ExchangeTimeoutError", "ExchangeStateError"]] * 2
+
+
+def test_capacity_is_as_given() -> None:
+    """The limit of the refusals above is the limit of what works."""
+    one = problem(config(), [CAPACITY])
+    (group,) = ThreadGroup.ranks(1)
+    with HeadGroup.create(config(), group) as head:
+        check_argmax(head, one, row_bound=CAPACITY)
