@@ -30,7 +30,7 @@ The exit code is 0 when GPU ranks or CPU ranks will work, 1 when neither will or
 Kernels that are not in the cache are compiled into it."""
 
 
-def _geometry(text: str) -> precompile.Geometry:
+def _geometry(text: str) -> precompile.Geometry | precompile.HeadGeometry:
     try:
         return precompile.parse_geometry(text)
     except ConfigError as error:
@@ -78,8 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         type=_geometry,
-        metavar="MODEL|top_k=N,dtype=TYPE[,recipe=RECIPE][,combine=FORMAT]",
-        help="layers to compile for (default: all models below); "
+        metavar="MODEL|top_k=N,dtype=TYPE[,recipe=RECIPE][,combine=FORMAT]|lm_head[,dtype=TYPE]",
+        help="layers to compile for; lm_head is that of draft ranks which share one (default: all "
+        "models below, and lm_head); "
         f"TYPE is one of {', '.join(header.elements())}, "
         f"RECIPE of {', '.join(header.quantisers())}, "
         f"FORMAT of {', '.join(header.combine_formats())}; a model's name may stand in front of "
@@ -107,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
         return doctor.main(as_json=options.json)
     return precompile.precompile(
         options.arch or precompile.default_architectures(),
-        options.geometry or list(precompile.PRESETS.values()),
+        options.geometry or [*precompile.PRESETS.values(), precompile.HeadGeometry()],
         pdl=not options.no_pdl,
         folder=options.cache_dir,
         jobs=options.jobs,

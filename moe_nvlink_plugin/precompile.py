@@ -42,12 +42,34 @@ class Geometry:
         words += f",recipe={self.recipe}" if self.recipe != "none" else ""
         return words + (f",combine={self.combine}" if self.combine != "bf16" else "")
 
-    def parts(self) -> tuple[Geometry, ...]:
+    def parts(self) -> tuple[Geometry | HeadGeometry, ...]:
         """What is compiled by itself: rows as they come with the layer's combine, and dispatch with
         the recipe, which is the same for every combine.
         """
         plain = dataclasses.replace(self, recipe="none")
         return (plain,) if plain == self else (plain, dataclasses.replace(self, combine="bf16"))
+
+
+#: How the command line spells a HeadGeometry.
+HEAD = "lm_head"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadGeometry:
+    """What the kernels of a shared LM head are compiled for.
+
+    Attributes:
+        dtype: of rows and logits: bf16, fp16 or fp32.
+    """
+
+    dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"{HEAD},dtype={self.dtype}"
+
+    def parts(self) -> tuple[Geometry | HeadGeometry, ...]:
+        """All of it: they are compiled together."""
+        return (self,)
 
 
 #: By model: num_experts_per_tok (gpt-oss: experts_per_token) and torch_dtype of the configuration
@@ -62,13 +84,16 @@ PRESETS = {
 }
 
 
-def parse_geometry(text: str) -> Geometry:
+def parse_geometry(text: str) -> Geometry | HeadGeometry:
     """A preset's name, or "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4", where all but top_k
-    may be left out; both together as "qwen3,recipe=mxfp8". Local.
+    may be left out; both together as "qwen3,recipe=mxfp8"; or "lm_head,dtype=bf16". Local.
 
     Raises:
         ConfigError: it is neither; the message has the lists.
     """
+    heads = {str(HeadGeometry(dtype)): HeadGeometry(dtype) for dtype in header.elements()}
+    if text in heads or text == HEAD:
+        return heads.get(text, HeadGeometry())
     first, _comma, rest = text.partition(",")
     base = PRESETS.get(first)
     given = text.split(",") if base is None else rest.split(",") if rest else []
@@ -79,7 +104,8 @@ def parse_geometry(text: str) -> Geometry:
     if len(values) < len(parts) or not _is_geometry(values):
         raise ConfigError(
             f"geometry {text!r} is neither a model ({', '.join(PRESETS)}) nor top_k=N,dtype=TYPE,"
-            f"recipe=RECIPE,combine=FORMAT with N from 1 to {constants()['kMaxTopK']} and one of "
+            f"recipe=RECIPE,combine=FORMAT nor {HEAD},dtype=TYPE with N from 1 to "
+            f"{constants()['kMaxTopK']} and one of "
             + "; ".join(", ".join(names) for names in _choices().values())
         )
     return Geometry(**(values | {"top_k": int(values["top_k"])}))  # type: ignore[arg-type]
@@ -118,11 +144,25 @@ def default_architectures() -> list[str]:
 @dataclasses.dataclass(frozen=True)
 class _Task:
     architecture: str
-    geometry: Geometry
+    geometry: Geometry | HeadGeometry
     pdl: bool
 
-    def arguments(self) -> tuple[int, int, str, bool, int, int]:
-        geometry = self.geometry
+    def is_cached(self) -> bool:
+        """Whether kernels() would find them."""
+        if isinstance(self.geometry, HeadGeometry):
+            return nvrtc.head_is_cached(*self._head_arguments(self.geometry))
+        return nvrtc.is_cached(*self._arguments(self.geometry))
+
+    def kernels(self) -> bytes:
+        """The cubin, compiled into the cache where it is not there."""
+        if isinstance(self.geometry, HeadGeometry):
+            return nvrtc.head_kernels_for(*self._head_arguments(self.geometry))
+        return nvrtc.kernels_for(*self._arguments(self.geometry))
+
+    def _head_arguments(self, geometry: HeadGeometry) -> tuple[int, str, bool]:
+        return header.elements()[geometry.dtype], self.architecture, self.pdl
+
+    def _arguments(self, geometry: Geometry) -> tuple[int, int, str, bool, int, int]:
         return (
             geometry.top_k,
             header.elements()[geometry.dtype],
@@ -152,8 +192,8 @@ class _Outcome:
 def _work(task: _Task) -> _Outcome:
     start = time.monotonic()
     try:
-        was_there = nvrtc.is_cached(*task.arguments())
-        cubin = nvrtc.kernels_for(*task.arguments())
+        was_there = task.is_cached()
+        cubin = task.kernels()
     except MoeNvlinkError as error:
         return _Outcome(task, error=str(error))
     return _Outcome(task, len(cubin), time.monotonic() - start, was_there)
@@ -177,7 +217,7 @@ def _outcomes(tasks: list[_Task], jobs: int) -> Iterator[_Outcome]:
 
 def precompile(
     architectures: Sequence[str],
-    geometries: Sequence[Geometry],
+    geometries: Sequence[Geometry | HeadGeometry],
     *,
     pdl: bool = True,
     folder: Path | None = None,

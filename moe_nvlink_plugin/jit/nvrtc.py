@@ -151,6 +151,12 @@ def head_kernels_for(element: int, architecture: str, pdl: bool) -> bytes:
         ) from error
 
 
+def head_is_cached(element: int, architecture: str, pdl: bool) -> bool:
+    """Whether head_kernels_for would find them compiled; as is_cached."""
+    key = _key(head_source(element, pdl=pdl), architecture)
+    return cache.load(key, ".cubin", _unsealed) is not None
+
+
 def precompile_line(
     top_k: int, element: int, architecture: str, pdl: bool, quantiser: int = 0, combine: int = 0
 ) -> str:

@@ -38,7 +38,7 @@ def run(folder: Path, *arguments: str) -> int:
 
 def test_geometries() -> None:
     assert precompile.parse_geometry("deepseek-v3") == precompile.Geometry(8, "bf16")
-    assert precompile.parse_geometry("gpt-oss").top_k == 4
+    assert precompile.parse_geometry("gpt-oss") == precompile.Geometry(4, "bf16")
     assert precompile.parse_geometry("top_k=6,dtype=fp16") == precompile.Geometry(6, "fp16")
     assert precompile.parse_geometry("top_k=6") == precompile.Geometry(6, "bf16")
     for geometry in precompile.PRESETS.values():
@@ -51,12 +51,22 @@ def test_geometries_with_formats() -> None:
     assert geometry == precompile.Geometry(8, "bf16", "fp8_block", "nvfp4")
     assert str(geometry) == text
     assert precompile.parse_geometry("top_k=8,recipe=none,combine=bf16") == precompile.Geometry(8)
-    assert precompile.parse_geometry("gpt-oss,recipe=mxfp8").recipe == "mxfp8"
+    with_recipe = precompile.parse_geometry("gpt-oss,recipe=mxfp8")
+    assert with_recipe == precompile.Geometry(4, recipe="mxfp8")
     # As a layer asks for them: rows as they come with its combine, and its recipe by itself.
     assert [str(part) for part in geometry.parts()] == [
         "top_k=8,dtype=bf16,combine=nvfp4",
         "top_k=8,dtype=bf16,recipe=fp8_block",
     ]
+
+
+def test_geometries_of_a_shared_head() -> None:
+    assert precompile.parse_geometry("lm_head") == precompile.HeadGeometry("bf16")
+    for dtype in header.elements():
+        geometry = precompile.parse_geometry(f"lm_head,dtype={dtype}")
+        assert geometry == precompile.HeadGeometry(dtype)
+        assert geometry.parts() == (geometry,)
+        assert precompile.parse_geometry(str(geometry)) == geometry
 
 
 def test_names_of_formats() -> None:
@@ -69,7 +79,8 @@ def test_names_of_formats() -> None:
     "text",
     ["", "deepseek", "top_k=0", "top_k=33", "top_k=8,dtype=fp8", "dtype=bf16", "top_k=x", "top_k"]
     + ["top_k=8,top_k=6", "top_k=8,hidden=7168", "top_k=-1", "8"]
-    + ["top_k=8,recipe=fp8", "top_k=8,combine=mxfp8", "gpt-oss,recipe", "gpt-oss,hidden=1"],
+    + ["top_k=8,recipe=fp8", "top_k=8,combine=mxfp8", "gpt-oss,recipe", "gpt-oss,hidden=1"]
+    + ["lm_head,dtype=fp8", "lm_head,top_k=8", "lm_head,", "gpt-oss,lm_head", "lm_head=bf16"],
 )
 def test_malformed_geometries(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"neither a model \(deepseek-v3.*from 1 to 32.*bf16"):
@@ -91,7 +102,9 @@ def test_bad_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 def test_help_has_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["precompile", "--help"])
-    assert re.search(r"deepseek-v3 +top_k=8,dtype=bf16\n", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(r"deepseek-v3 +top_k=8,dtype=bf16\n", out)
+    assert "lm_head" in out
 
 
 def test_what_it_makes_is_what_ranks_ask_for(
@@ -136,6 +149,52 @@ def test_formats_are_compiled_by_themselves(
     assert not nvrtc.is_cached(2, 0, "sm_90a", True)
     line = nvrtc.precompile_line(2, 0, "sm_90a", True, recipe, combine)
     assert line.endswith(" --geometry top_k=2,dtype=bf16,recipe=fp8_tensor,combine=fp8_block")
+
+
+def test_kernels_of_a_shared_head(
+    compiler: None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A rank without NVRTC says which line fills a cache for it; it does, and the rank finds it."""
+    really = nvrtc.compile_cubin
+
+    def missing(*_arguments: object, **_options: object) -> bytes:
+        raise UnsupportedError("no NVRTC library")
+
+    def of_rank(dtype: str, pdl: bool) -> bytes:
+        monkeypatch.setattr(nvrtc, "compile_cubin", missing)
+        monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder))
+        try:
+            return nvrtc.head_kernels_for(header.elements()[dtype], "sm_90a", pdl)
+        finally:
+            monkeypatch.setattr(nvrtc, "compile_cubin", really)
+
+    for dtype, pdl in (("bf16", True), ("fp32", False)):
+        with pytest.raises(UnsupportedError, match=f"a shared LM head of {dtype}") as caught:
+            of_rank(dtype, pdl)
+        (line,) = re.findall(r"moe-nvlink precompile (.*) --cache-dir DIR\n", str(caught.value))
+        assert run(folder, *line.split()) == 0
+        out = capsys.readouterr().out
+        assert re.search(rf"sm_90a +lm_head,dtype={dtype} +\d+ bytes, compiled in", out)
+        assert len(of_rank(dtype, pdl)) > 1000
+        assert run(folder, *line.split()) == 0
+        assert "was there" in capsys.readouterr().out
+    assert len(list(folder.glob("*.cubin"))) == 2
+
+
+def test_the_default_has_the_shared_head_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def work(task: object) -> object:
+        asked.append(task)
+        return precompile._Outcome(task)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(precompile, "_work", work)
+    assert run(folder, "--arch", "sm_90a") == 0
+    names = {str(task.geometry) for task in asked}  # type: ignore[attr-defined]
+    assert names == {str(each) for each in precompile.PRESETS.values()} | {"lm_head,dtype=bf16"}
 
 
 def test_several_processes(
