@@ -72,10 +72,11 @@ class Edit(NamedTuple):
 
 
 class Kernels:
-    """The text of both kernels as a GPU gets it, with these edits made first."""
+    """The text of all kernels as a GPU gets it, with these edits made first."""
 
     def __init__(self, *edits: Edit) -> None:
-        text = source.specialised_source(8, 0)
+        # What both units share stands there twice, and counts once.
+        text = source.specialised_source(8, 0) + source.head_source(0)
         self.bodies = _definitions(LOOP_MACRO.sub("", COMMENT.sub("", text)))
         for edit in edits:
             self._make(edit)

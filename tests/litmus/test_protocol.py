@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.litmus import ptx_model
+from tests.litmus import head_protocol, protocol, ptx_model
 from tests.litmus.kernel_source import Edit, Kernels, Operands, SourceError
 from tests.litmus.program import Program
-from tests.litmus.protocol import EPOCH_READ, SCENARIOS, arriving
+from tests.litmus.protocol import EPOCH_READ, arriving
 
+SCENARIOS = protocol.SCENARIOS | head_protocol.SCENARIOS
 TWINS = [(name, twin) for name, scenario in SCENARIOS.items() for twin in scenario.twins]
 KERNELS_README = Path(__file__).parents[2] / "kernels" / "README.md"
 
