@@ -12,7 +12,7 @@ class ConfigError(MoeNvlinkError, ValueError):
 
 
 class InputError(MoeNvlinkError, ValueError):
-    """A tensor handed to dispatch or combine has a wrong shape, dtype, device or layout.
+    """A tensor handed to a verb has a wrong shape, dtype, device or layout.
 
     Raised before any memory is touched; the exchange stays usable once all ranks agree again.
     """
@@ -54,7 +54,8 @@ class ExchangeStateError(MoeNvlinkError, RuntimeError):
 class ExchangeTimeoutError(MoeNvlinkError, TimeoutError):
     """A rank did not arrive in time. The exchange is unusable afterwards on this rank.
 
-    Attributes: phase ("dispatch" or "combine"), ranks (all that are late), epoch.
+    Attributes: phase ("dispatch" or "combine"; of a shared LM head "head gather" or "head argmax"),
+    ranks (all that are late), epoch.
     """
 
     def __init__(self, message: str, *, phase: str, ranks: tuple[int, ...], epoch: int) -> None:

@@ -138,12 +138,12 @@ class HeadExchange:
         try:
             logits = self._product(call)
             ids = torch.empty(num_rows, dtype=torch.int64, device=call.hidden.device)
+            args.logits, args.output = logits.data_ptr(), ids.data_ptr()
+            self._launcher.argmax(args)
         except BaseException as error:
             # The peers wait for what this rank would have found, and must not meet its next rows.
             self.workspace.broken = ExchangeStateError(f"a product failed: {error!r}")
             raise
-        args.logits, args.output = logits.data_ptr(), ids.data_ptr()
-        self._launcher.argmax(args)
         self._raise_fault()
         return ids
 
