@@ -338,57 +338,35 @@ def test_a_rank_that_is_lost_between_the_two_exchanges(monkeypatch: pytest.Monke
     check_timeout(last[0], "head argmax", 1, (1,))
 
 
-def absent_from_create(rank: int, size: int, folder: str) -> tuple[str, str]:
-    """Rank 1 never calls create; rank 0 is to hear which rank is missing."""
-    done = Path(folder, "rank 0 is done")
-    if rank == 1:
-        while not done.exists():
-            time.sleep(0.02)
-        return "", ""
-    try:
-        HeadGroup.create(config(size, rank, timeout_s=2), dist.group.WORLD)
-    except MoeNvlinkError as error:
-        return type(error).__name__, str(error)
-    finally:
-        done.touch()
-    return "nothing raised", ""
-
-
 def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-*")}
 
 
-def killed(rank: int, size: int, phase: str) -> tuple[str, tuple[int, ...], set[str]]:
-    """Rank 1 dies by SIGKILL in the middle of a step: before its rows are put, or behind that."""
-    one = problem(config(size), [2, 3, 1])
-    head = HeadGroup.create(config(size, rank, timeout_s=1.5), dist.group.WORLD)
-    check_argmax(head, one)
-    if rank == 1 and phase == "head gather":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        head._head._product = lambda _call: os.kill(  # type: ignore[method-assign, assignment, return-value]
-            os.getpid(), signal.SIGKILL
-        )
-    try:
+def killed(rank: int, size: int) -> tuple[list[tuple[str, tuple[int, ...]]], set[str]]:
+    """Rank 1 dies by SIGKILL in the middle of a step: it has put its rows, and finds no ids."""
+    one = problem(config(size), [2, 3])
+    mine = config(size, rank, timeout_s=1.5)
+    groups = [HeadGroup.create(mine, dist.group.WORLD) for _ in range(2)]
+    for head in groups:
         check_argmax(head, one)
-    except ExchangeTimeoutError as error:
-        return error.phase, error.ranks, segments()
-    return "nothing raised", (), set()
+    if rank == 1:
+        die: Any = lambda _call: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        groups[0]._head._product = die  # type: ignore[method-assign]
+    told = []
+    for head in groups:
+        with pytest.raises(ExchangeTimeoutError) as caught:
+            check_argmax(head, one)
+        told.append((caught.value.phase, caught.value.ranks))
+    return told, segments()
 
 
-@pytest.mark.parametrize("phase", ["head gather", "head argmax"])
-def test_a_rank_that_is_killed(phase: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    """Told in the step that it died in, and in the next one of another group."""
     before = segments()
-    first, *_rest = run_processes(2, killed, tmp_path, phase, killed=(1,))
-    assert first[:2] == (phase, (1,))
-    assert first[2] <= before, "shared memory outlived its rank"
+    (told, left), _ = run_processes(2, killed, tmp_path, killed=(1,))
+    assert told == [("head argmax", (1,)), ("head gather", (1,))]
+    assert left <= before, "shared memory outlived its rank"
     assert segments() <= before
-
-
-def test_a_rank_that_never_creates(tmp_path: Path) -> None:
-    (name, message), _ = run_processes(2, absent_from_create, tmp_path, str(tmp_path))
-    assert name == "PeerError", (name, message)
-    assert "1" in message.split("arrived", 1)[1]
 
 
 # Ranks that do different things.

@@ -26,6 +26,7 @@ def test_limits() -> None:
     # Beside the caller's: expert ids and router weights.
     assert numbers["kMaxPayloads"] == MAX_CALLER_PAYLOADS + numbers["kFirstCallerPayload"]
     assert numbers["kRegionAlignment"] == layout.REGION_ALIGNMENT
+    assert numbers["kMaxHeadSplits"] == layout.MAX_HEAD_SPLITS
 
 
 def test_no_constant_is_overlooked() -> None:
@@ -57,7 +58,7 @@ def test_control_regions_are_regions_of_the_layout() -> None:
 
 
 def test_arguments_fit_a_kernel_launch() -> None:
-    for name in ("DispatchArgs", "CombineArgs"):
+    for name in ("DispatchArgs", "CombineArgs", "HeadArgs"):
         assert ctypes.sizeof(structs()[name]) <= 4096
     payloads = dict(field[:2] for field in structs()["DispatchArgs"]._fields_)["payloads"]
     assert ctypes.sizeof(payloads) == 16 * constants()["kMaxPayloads"]
@@ -116,10 +117,11 @@ def test_the_library_agrees_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None
     """A mirror that has come apart from the header is refused when the library is loaded."""
     library = host.load()
     library._check_sizes()
-    wrong = {**structs(), "CombineArgs": structs()["DispatchArgs"]}
-    monkeypatch.setattr(host, "structs", lambda: wrong)
-    with pytest.raises(CompileError, match="CombineArgs has"):
-        library._check_sizes()
+    for name in ("CombineArgs", "HeadArgs"):
+        wrong = {**structs(), name: structs()["DispatchArgs"]}
+        monkeypatch.setattr(host, "structs", lambda wrong=wrong: wrong)
+        with pytest.raises(CompileError, match=f"{name} has"):
+            library._check_sizes()
 
 
 def test_a_line_that_is_not_a_field_is_refused() -> None:

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from moe_nvlink_plugin.executors.shape import (
     LANE_ELEMENTS,
+    LOGITS_BYTES_PER_CTA,
     MARKED_BYTES_PER_CTA,
+    MOST_HEAD_SPLITS,
     MOST_MARKING_CTAS,
     QUANTISED_WIDTH,
     VECTOR_BYTES,
@@ -16,6 +18,8 @@ from moe_nvlink_plugin.executors.shape import (
     Limits,
     combine_shape,
     dispatch_shape,
+    head_argmax_shape,
+    head_rows_shape,
     quantising_lanes,
     share,
 )
@@ -105,6 +109,55 @@ def test_channels_share_the_gpu() -> None:
 
 def test_marking_ctas_are_those_of_the_kernel() -> None:
     assert constants()["kMaxFinishers"] == MOST_MARKING_CTAS
+
+
+def test_rows_of_a_shared_head_go_to_each_rank_by_a_cta() -> None:
+    assert head_rows_shape(1, 14336, 4, limits()) == (4, 896, 1)
+    assert head_rows_shape(0, 14336, 4, limits()) == (1, 896, 1)
+    assert head_rows_shape(3, 64, 8, limits()) == (24, 32, 1)
+    # As many as fit: 2 of 896 threads an SM. Those of logits are longer than a CTA is wide.
+    assert head_rows_shape(512, 14336, 8, limits(registers=32)) == (H200_SMS * 2, 896, 1)
+    assert head_rows_shape(2, 32320 * 2, 4, limits()) == (8, 1024, 1)
+    assert head_rows_shape(100, 14336, 8, limits(num_sms=3)).blocks == 3
+
+
+def test_few_rows_of_logits_are_split() -> None:
+    """While all CTAs fit, and each has enough to do: 32320 logits of 2 bytes are four parts."""
+    assert 3 < 32320 * 2 / LOGITS_BYTES_PER_CTA < 4
+    assert head_argmax_shape(4, 32320 * 2, limits()) == (16, 256, 4)
+    assert head_argmax_shape(1, 129280 * 2, limits()) == (MOST_HEAD_SPLITS, 256, MOST_HEAD_SPLITS)
+    assert head_argmax_shape(200, 32320 * 2, limits()) == (400, 256, 2)
+    assert head_argmax_shape(400, 32320 * 2, limits()) == (400, 256, 1)
+    assert head_argmax_shape(2048, 32320 * 2, limits()) == (H200_SMS * 4, 256, 1)
+    assert head_argmax_shape(3, 32, limits()) == (3, 32, 1)
+    assert head_argmax_shape(0, 0, limits()) == (1, 32, 1)
+    assert head_argmax_shape(64, 32320 * 2, limits(num_sms=1)) == (4, 256, 1)
+
+
+def test_splits_are_those_of_the_kernel() -> None:
+    assert constants()["kMaxHeadSplits"] == MOST_HEAD_SPLITS
+
+
+@given(
+    num_rows=st.integers(0, 20000),
+    row_bytes=st.integers(0, 2**22),
+    tp_size=st.integers(1, 128),
+    num_sms=st.integers(1, 160),
+    registers=st.sampled_from([32, 64, 96, 168, 255]),
+)
+def test_launches_of_a_shared_head_fit(
+    num_rows: int, row_bytes: int, tp_size: int, num_sms: int, registers: int
+) -> None:
+    mine = limits(num_sms, registers)
+    rows = head_rows_shape(num_rows, row_bytes, tp_size, mine)
+    argmax = head_argmax_shape(num_rows, row_bytes, mine)
+    for shape in (rows, argmax):
+        assert WARP <= shape.threads <= mine.max_threads
+        assert shape.threads % WARP == 0
+        assert 1 <= shape.blocks <= mine.resident(shape.threads)
+    assert rows.hidden_splits == 1
+    assert 1 <= argmax.hidden_splits <= MOST_HEAD_SPLITS
+    assert argmax.hidden_splits == 1 or argmax.blocks == max(num_rows, 1) * argmax.hidden_splits
 
 
 @given(
