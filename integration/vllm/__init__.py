@@ -9,7 +9,9 @@ The way a flag goes: ``flag`` (command line or Python -> ``additional_config``) 
 ``validation`` -> ``communicator`` (one per worker; ``cpu_communicator``, ``cuda_communicator``) ->
 ``all2all_manager`` (owns the exchanges) and ``layers`` (our classes in the place of two of vLLM's)
 -> ``prepare_finalize`` (one per MoE layer; ``cpu_prepare_finalize``, ``cuda_prepare_finalize``).
-``options`` says what else a user chose, ``formats`` in which format a layer's rows travel.
+``options`` says what else a user chose, ``formats`` in which format a layer's rows travel. Where
+ranks share the LM head of an MTP draft, ``drafts`` (what a configuration says of it) leads to
+``lm_head`` (one worker's part, our logits processor) and ``mtp`` (vLLM's drafts, extended).
 Without the flag only ``flag`` and ``platform`` are ever loaded. ``compat`` lists what we touch.
 """
 
