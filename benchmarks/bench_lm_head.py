@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -124,11 +124,13 @@ class Rank:
     def exchange_us(self) -> float:
         """Both exchanges of a call in which no rank has rows: the median call's slowest rank."""
         nothing = self.hidden[:0]
-        samples = []
-        for _ in range(EMPTY_CALLS):
-            sharded_argmax(nothing, self.head, group=self.group)
-            samples.append(timed(lambda: sharded_argmax(nothing, self.head, group=self.group))[0])
-        return statistics.median(of_slowest_rank(samples)) * 1e6
+
+        def body() -> torch.Tensor:
+            return sharded_argmax(nothing, self.head, group=self.group)
+
+        body()
+        samples = [of_all_ranks([timed(body)[0]])[0] for _ in range(EMPTY_CALLS)]
+        return statistics.median(sample.wall_s for sample in samples) * 1e6
 
     def sent_bytes(self) -> int:
         """What this rank has sent to others so far, by the group's counters."""
@@ -136,18 +138,27 @@ class Rank:
         return stats.bytes_gathered_remote + stats.bytes_returned_remote
 
 
-def timed(body: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds from a barrier on, and what the body returns."""
+class Taken(NamedTuple):
+    """Seconds of one body: by the clock, and of the process's threads on a core."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(body: Callable[[], Any]) -> tuple[Taken, Any]:
+    """From a barrier on, and what the body returns."""
     dist.barrier()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     result = body()
-    return time.perf_counter() - start, result
+    return Taken(time.perf_counter() - start, time.process_time() - start_cpu), result
 
 
-def of_slowest_rank(samples: list[float]) -> list[float]:
-    times = torch.tensor(samples, dtype=torch.float64)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return [float(value) for value in times]
+def of_all_ranks(samples: list[Taken]) -> list[Taken]:
+    """The clock of the slowest rank, the work of all ranks together."""
+    wall, cpu = torch.tensor(samples, dtype=torch.float64).T.contiguous()
+    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
+    return [Taken(*pair) for pair in zip(wall.tolist(), cpu.tolist(), strict=True)]
 
 
 def check(ids: torch.Tensor, logits: torch.Tensor) -> None:
@@ -166,34 +177,36 @@ def check(ids: torch.Tensor, logits: torch.Tensor) -> None:
 
 
 def measure(rank: Rank, rows: int) -> dict[str, Any]:
-    """Microseconds of the slowest rank, both ways in turns.
+    """Both ways in turns: microseconds of the slowest rank, and of work on all ranks together.
 
     The first turn warms up, and is checked. It is what is reported where one turn takes longer than
     the time a cell is given.
     """
     options, sent = rank.options, rank.sent_bytes()
-    replicated_s, (_ids, logits) = timed(lambda: rank.replicated(rows))
-    split_s, ids = timed(lambda: rank.split(rows))
+    replicated, (_ids, logits) = timed(lambda: rank.replicated(rows))
+    split, ids = timed(lambda: rank.split(rows))
     check(ids, logits)
     del logits
-    first = of_slowest_rank([replicated_s, split_s])
-    turns = max(min(options.iterations, int(options.seconds / sum(first))), 0)
+    first = of_all_ranks([replicated, split])
+    turns = min(options.iterations, int(options.seconds / sum(way.wall_s for way in first)))
     samples = [
-        of_slowest_rank(
-            [timed(lambda: rank.replicated(rows))[0], timed(lambda: rank.split(rows))[0]]
-        )
+        of_all_ranks([timed(lambda: rank.replicated(rows))[0], timed(lambda: rank.split(rows))[0]])
         for _ in range(turns)
     ] or [first]
-    replicated, split = ([pair[way] * 1e6 for pair in samples] for way in (0, 1))
-    ratios = [pair[0] / pair[1] for pair in samples]
+    ratios = [pair[0].wall_s / pair[1].wall_s for pair in samples]
+    times = {
+        f"{name}_{kind}us": statistics.median(pair[way][at] for pair in samples) * 1e6
+        for way, name in enumerate(("replicated", "split"))
+        for at, kind in enumerate(("", "work_"))
+    }
     return {
         "tp_size": rank.size,
         "rows": rows,
-        "replicated_us": statistics.median(replicated),
-        "split_us": statistics.median(split),
-        "ratio": statistics.median(replicated) / statistics.median(split),
+        **times,
+        "ratio": times["replicated_us"] / times["split_us"],
         "ratio_least": min(ratios),
         "ratio_most": max(ratios),
+        "work_ratio": times["replicated_work_us"] / times["split_work_us"],
         "turns": len(samples),
         "warm": turns > 0,
         "sent_bytes": (rank.sent_bytes() - sent) // (turns + 1),
@@ -232,16 +245,23 @@ def rank_main(rank: int, options: Options, size: int, head: torch.Tensor, folder
 def crossover(options: Options, size: int, measured: list[dict[str, Any]]) -> dict[str, Any]:
     """Where splitting stops being faster, of the rows measured, and what head_cost.py expects.
 
-    None: no measured number of rows is on that side.
+    None: no measured number of rows is on that side. On CPU ranks also by work rather than time,
+    which what else the machine does hardly touches.
     """
     most_rows = max(options.rows)
-    slower = [row["rows"] for row in measured if row["ratio"] <= 1]
-    faster = [row["rows"] for row in measured if row["ratio"] > 1]
+    found: dict[str, Any] = {"tp_size": size, **sides(measured, "ratio")}
+    if measured and "work_ratio" in measured[0]:
+        found["by_work"] = sides(measured, "work_ratio")
+    found["expected_up_to"] = head_cost.crossover_rows(
+        options.shape, size, options.rates, most_rows
+    )
+    return found
+
+
+def sides(measured: list[dict[str, Any]], ratio: str) -> dict[str, int | None]:
     return {
-        "tp_size": size,
-        "faster_up_to": max(faster, default=None),
-        "slower_from": min(slower, default=None),
-        "expected_up_to": head_cost.crossover_rows(options.shape, size, options.rates, most_rows),
+        "faster_up_to": max((row["rows"] for row in measured if row[ratio] > 1), default=None),
+        "slower_from": min((row["rows"] for row in measured if row[ratio] <= 1), default=None),
     }
 
 
@@ -254,6 +274,9 @@ ON_CPU = {
     "x faster": ("ratio", 1.0),
     "least": ("ratio_least", 1.0),
     "most": ("ratio_most", 1.0),
+    "replicated work ms": ("replicated_work_us", 1e-3),
+    "split work ms": ("split_work_us", 1e-3),
+    "x less work": ("work_ratio", 1.0),
     "expected x": ("expected_ratio", 1.0),
     "sent a rank, bytes": ("sent_bytes", 1),
     "turns": ("turns", 1),
@@ -290,6 +313,11 @@ def print_crossover(found: dict[str, Any]) -> None:
         f"slower from {found['slower_from']} (of those measured)",
         f"expected by head_cost.py up to {found['expected_up_to']}",
     ]
+    if "by_work" in found:
+        by_work = found["by_work"]
+        parts.append(
+            f"by work: less up to {by_work['faster_up_to']}, more from {by_work['slower_from']}"
+        )
     if "exchange_us" in found:
         parts.append(f"both exchanges without rows take {found['exchange_us']:.0f} us")
     print("; ".join(parts), flush=True)
@@ -408,7 +436,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--iterations", type=int, default=10, help="turns at most")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="for the turns behind the first, per cell"
+        "--seconds", type=float, default=5.0, help="for the turns behind the first, per cell"
     )
     parser.add_argument("--threads", type=int, default=1, help="our host threads per rank")
     parser.add_argument("--output", type=Path, help="write rows and machine as JSON")

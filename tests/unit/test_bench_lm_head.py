@@ -64,6 +64,8 @@ def test_on_cpu_ranks(tmp_path: Path) -> None:
         for row in group["rows"]:
             assert row["ratio"] == pytest.approx(row["replicated_us"] / row["split_us"])
             assert row["ratio_least"] <= row["ratio_most"]
+            work = row["replicated_work_us"] / row["split_work_us"]
+            assert row["work_ratio"] == pytest.approx(work)
             # By the counters: what the rule counts, one word for each row of another rank.
             sent = head_cost.exchanged_bytes(shape, row["rows"], group["tp_size"])
             assert row["sent_bytes"] == sent
@@ -103,9 +105,14 @@ def test_a_wrong_id_stops_the_run() -> None:
 
 def test_the_crossover_that_is_reported() -> None:
     def found(*ratios: float) -> tuple[int | None, int | None]:
-        rows = [{"rows": 2**n, "ratio": ratio} for n, ratio in enumerate(ratios)]
+        rows = [
+            {"rows": 2**n, "ratio": ratio, "work_ratio": 1 / ratio}
+            for n, ratio in enumerate(ratios)
+        ]
         result = bench_lm_head.crossover(OPTIONS, 4, rows)
         assert result["tp_size"] == 4
+        mirrored = [row["rows"] for row in rows if row["ratio"] < 1]
+        assert result["by_work"]["faster_up_to"] == max(mirrored, default=None)
         return result["faster_up_to"], result["slower_from"]
 
     assert found(3.0, 2.0, 0.9) == (2, 4)
