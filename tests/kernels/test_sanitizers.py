@@ -152,7 +152,9 @@ def kernel_text(*, quantisers: bool = True, formats: bool = True) -> str:
     """With fewer finishers than the program has CTAs, so that some CTAs are none, and for what the
     program uses of it, which spares the compiler the rest: one element type, no exported functions.
     """
-    text = source._translation_unit("moe_nvlink::RuntimeConfig", source.KERNEL_FILES, ("host/grid.h",))
+    text = source._translation_unit(
+        "moe_nvlink::RuntimeConfig", source.KERNEL_FILES, ("host/grid.h",)
+    )
     text = replace_once(text, "kMaxFinishers = 32", "kMaxFinishers = 2")
     text = replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
     if not quantisers:
@@ -182,11 +184,11 @@ def build(text: str, folder: Path, *flags: str) -> Path:
     return program
 
 
-def run(program: Path, **options: str) -> subprocess.CompletedProcess[str]:
+def run(program: Path, *arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
     # Without address randomisation: older sanitizer runtimes do not find their shadow memory where
     # vm.mmap_rnd_bits is large.
     setarch = shutil.which("setarch")
-    command = [*([setarch, "-R"] if setarch else []), str(program)]
+    command = [*([setarch, "-R"] if setarch else []), str(program), *arguments]
     # vLLM preloads an allocator for the processes it starts; in front of it the address sanitizer
     # refuses to work.
     usual = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
