@@ -27,6 +27,7 @@ from moe_nvlink_plugin.errors import (
 )
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 5
+VOCAB = 100
 
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -295,7 +296,8 @@ def _manager(cpu_group: Any) -> Any:
     manager.options, manager._met = options.Options(), False
     manager.cpu_group, manager.rank = cpu_group, cpu_group.rank()
     manager.world_size = cpu_group.size()
-    manager._exchanges, manager._stats_writer, manager._watch = {}, None, None
+    manager._exchanges, manager._draft_heads = {}, {}
+    manager._stats_writer, manager._watches = None, []
     manager.device = torch.device("cpu")
     return manager
 
@@ -363,6 +365,51 @@ def _agreement(ep_rank: int, ep_size: int) -> list[str]:
     return told
 
 
+def _shared_lm_head(ep_rank: int, ep_size: int) -> tuple[list[int], list[int], str, int]:
+    """Tokens of a head that two processes share, as they should be, a refusal, and the rounds."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    manager = _manager(dist.group.WORLD)
+    head = manager.draft_head(_drafting(ep_size), VOCAB)
+    random = torch.Generator().manual_seed(5)
+    weight = torch.randn(VOCAB + 28, HIDDEN_SIZE, generator=random)
+    lm_head = SimpleNamespace(weight=weight, quant_method=UnquantizedEmbeddingMethod())
+    found, wanted = [], []
+    for step in range(6):
+        busy = step % 3 != ep_rank  # both, one, the other
+        head.forward_ran(CAPACITY)
+        if not busy:
+            head.serve_idle(lm_head)
+            continue
+        rows = torch.randn(1 + step % CAPACITY, HIDDEN_SIZE, generator=random)
+        bound = head.next_bound()
+        found += head.tokens(lm_head, rows, None, bound, soft_cap=None, scale=1.0).tolist()
+        wanted += (rows @ weight[:VOCAB].T).argmax(dim=-1).tolist()
+    rounds = head.stats()["rounds"]
+    told = ""
+    try:
+        manager.draft_head(_drafting(ep_size, CAPACITY + ep_rank), VOCAB)
+    except MoeNvlinkError as error:
+        told = f"{type(error).__name__}: {error}"
+    manager.destroy()
+    return found, wanted, told, rounds
+
+
+def _drafting(size: int, most_rows: int = CAPACITY) -> Any:
+    """As much of vLLM's configuration as a draft's head is planned from."""
+    return SimpleNamespace(
+        additional_config={"moe_nvlink": {"mtp_lm_head_tp_size": size}},
+        model_config=SimpleNamespace(dtype=torch.float32),
+        scheduler_config=SimpleNamespace(max_num_seqs=most_rows),
+        speculative_config=SimpleNamespace(
+            method="mtp",
+            draft_sample_method="greedy",
+            use_local_argmax_reduction=True,
+            draft_model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN_SIZE),
+        ),
+    )
+
+
 def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
     """What rank 0 is told when rank 1 skips a round, and after how long."""
     config = _config(ep_size, ep_rank, timeout_s=2.0)
@@ -381,7 +428,10 @@ def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
     return message, waited
 
 
-SCENARIOS = (_ragged_rounds, _geometries_and_stats, _capacities, _agreement, _absent_peer)
+SCENARIOS = (
+    *(_ragged_rounds, _geometries_and_stats, _capacities, _agreement, _shared_lm_head),
+    _absent_peer,
+)
 
 
 def _process(ep_rank: int, ep_size: int, folder: str) -> None:
@@ -440,6 +490,16 @@ def test_ranks_set_a_layer_up_alike_or_not_at_all(results: list[dict[str, Any]])
         # The rank that has it raises its own, outside.
         assert problem == "" if rank else "PeerError: layer 5" in problem
         assert rank or "rank 1: no such scale" in problem
+
+
+def test_processes_share_a_drafts_lm_head(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        found, wanted, told, rounds = result["_shared_lm_head"]
+        assert found == wanted != []
+        assert rounds == 6
+        assert told.startswith("DisagreementError: the ranks would share the draft's LM head")
+        assert "rank 0: Plan(size=2" in told
+        assert "rank 1: Plan(size=2" in told
 
 
 def test_a_rank_that_does_not_come_is_named(results: list[dict[str, Any]]) -> None:
