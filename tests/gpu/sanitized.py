@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.gpu import real_head
 from tests.kernels import cases, emulated, emulated_text
 from tests.kernels.cases import Case
 from tests.kernels.delays import replace_once
@@ -52,6 +53,14 @@ def run(case: Case, ranks: emulated.EmulatedRanks, *, check: bool) -> None:
     near = ranks.backend.device.type == "cuda"
     for _ in range(2):
         emulated.check_round(case, inputs, ranks.run_round(inputs), near=near)
+
+
+def run_head(device: str) -> None:
+    """A shared LM head's kernels, in every element type."""
+    for dtype in real_head.DTYPES:
+        rank = real_head.LoneRank(device, dtype)
+        for one in real_head.problems(rank.config, 3):
+            rank.check(one)
 
 
 def write_behind_the_output(ranks: emulated.EmulatedRanks) -> None:
@@ -94,6 +103,8 @@ def main() -> None:
                 write_behind_the_output(ranks)
             else:
                 run(case, ranks, check=arguments.broken is None)
+    if not arguments.broken:
+        run_head("cuda" if arguments.backend == "cuda" else "cpu")
     print("all rounds verified")
 
 

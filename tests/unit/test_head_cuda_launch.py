@@ -90,7 +90,8 @@ def launches() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with alone() as head:
         assert head._head.workspace.executor.asynchronous
-        launcher = head._head._launcher
+        launcher, room = head._head._launcher, head._head._logits
+        assert room is not None
         one = problem(head.config, [3])
 
         def noted(name: str, launch: Any) -> Callable[[Any], None]:
@@ -109,7 +110,7 @@ def launches() -> dict[str, Any]:
             "rows": given["gather"].hidden == one.rows[0].data_ptr(),
             "splits": given["argmax"].row_splits,
             "bound": given["argmax"].geometry.row_bound,
-            "in place": given["argmax"].logits == head._head._logits.data_ptr(),
+            "in place": given["argmax"].logits == room.data_ptr(),
         }
 
 
