@@ -55,8 +55,9 @@ $(ENV_READY): pyproject.toml
 demo: env
 	@$(PY) -m moe_nvlink_plugin.integration.vllm.demo $(DEMO_ARGS)
 
+# Two processes, of which each compiles or waits much of the time; `-n 0` in PYTEST_ARGS: none.
 test: lint
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: env typecheck
 	@$(VENV)/bin/ruff check .

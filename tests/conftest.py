@@ -1,9 +1,23 @@
-"""Order and skips of the whole suite: fast tests first, GPU tests only where there is a GPU."""
+"""Order, skips and processes of the whole suite: GPU tests only where there is a GPU, and at last,
+beside nothing else, what needs the machine for itself.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+
+#: What runs alone, in this order: tests that see the shared memory of every process of this user or
+#: measure a wait of a second; ranks that spin on a GPU and want all of it; servers, which fill two
+#: cores by themselves, and whose minutes are wasted when a unit test would have told the same.
+ALONE = (
+    "tests/unit/test_host_transport.py",
+    "tests/unit/test_other_ranks.py",
+    "tests/gpu/",
+    "tests/integration/",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -11,5 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    # Minutes of server start-up are wasted when a unit test would have told the same story.
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+    items.sort(key=lambda item: [item.nodeid.startswith(place) for place in reversed(ALONE)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of `pytest -n 2`: files go to processes in the order above."""
+    from tests.scheduler import FilesThenAlone
+
+    config.option.loadscopereorder = False
+    return FilesThenAlone(ALONE, config, log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,11 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run = run.parent  # what one process of the run has compiled the other need not
+    folder = run / "kernels-cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path_factory.mktemp("kernels", numbered=True)))
+        patch.setenv("MOE_NVLINK_CACHE_DIR", str(folder))
         yield
