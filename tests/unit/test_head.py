@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import os
 from pathlib import Path
 from typing import Any
 
@@ -477,7 +479,9 @@ def test_close() -> None:
 
 
 def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("moe_nvlink*")}
+    """Of this process's ranks."""
+    mine = f"moe_nvlink-{os.getuid()}-{os.getpid()}-*"
+    return {path.name for path in Path("/dev/shm").glob(mine)}
 
 
 def test_nothing_is_left_behind() -> None:
@@ -493,6 +497,28 @@ def test_nothing_is_left_behind() -> None:
 
         run_ranks(2, rank_main)
         assert segments() <= before
+
+
+def test_the_readmes_example() -> None:
+    """As it stands there, of a smaller head."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.S) if "Head" in each)
+    assert "129280" in block
+    assert "7168" in block
+    small = block.replace("129280", "1003").replace("7168", "16")
+    mine = config(4, vocab_size=1003, hidden_size=16, dtype=torch.bfloat16)
+    one = problem(mine, [3, 0, 1, 2])
+
+    def rank_main(group: ThreadGroup) -> torch.Tensor:
+        names: dict[str, Any] = {"HeadConfig": HeadConfig, "HeadGroup": HeadGroup}
+        names |= {"sharded_argmax": sharded_argmax, "group": group, "rank": group.rank}
+        names |= {"hidden": one.rows[group.rank], "lm_head": one.weight}
+        exec(small, names)
+        tokens: torch.Tensor = names["tokens"]
+        return tokens
+
+    for rank, tokens in enumerate(run_ranks(4, rank_main)):
+        assert torch.equal(tokens, ids_of(mine, one, rank))
 
 
 def of_a_process(rank: int, size: int) -> tuple[bool, HeadStats]:
