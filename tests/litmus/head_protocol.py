@@ -55,7 +55,7 @@ GATHER_DOES_NOT_WAIT = Edit("head_gather_body", PDL_WAIT)
 ARGMAX_DOES_NOT_WAIT = Edit("head_argmax_body", PDL_WAIT)
 COLLECT_DOES_NOT_WAIT = Edit("head_collect_body", PDL_WAIT)
 
-ANY_ARRIVAL = {
+ANY_ARRIVAL: dict[str, tuple[Edit, ...]] = {
     "arrival relaxed": (ARRIVAL_RELAXED,),
     "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
     "arrival only releases": (ARRIVAL_RELEASES_ONLY,),
