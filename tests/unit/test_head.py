@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import os
+import re
 from pathlib import Path
 from typing import Any
 
