@@ -193,7 +193,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             self._watches.append(FailureWatch(group.failure, what="The draft's shared LM head"))
         logger.info(
             "moe_nvlink draft head of rank %d: shared with ranks %s, split up to %s rows a rank, "
-            "%.1f MB of symmetric memory",
+            "%.4g MB of symmetric memory",
             self.rank,
             list(lm_head.members_of(self.rank, plan.size)),
             plan.most_rows if plan.crossover is None else plan.crossover,
