@@ -338,17 +338,21 @@ def test_a_rank_that_is_lost_between_the_two_exchanges(monkeypatch: pytest.Monke
     check_timeout(last[0], "head argmax", 1, (1,))
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-*")}
+def segments(pids: list[int]) -> list[str]:
+    """Shared memory of these processes' ranks that has a name."""
+    found = (Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-{pid}-*") for pid in pids)
+    return [path.name for paths in found for path in paths]
 
 
-def killed(rank: int, size: int) -> tuple[list[tuple[str, tuple[int, ...]]], set[str]]:
+def killed(rank: int, size: int) -> tuple[list[tuple[str, tuple[int, ...]]], list[int]]:
     """Rank 1 dies by SIGKILL in the middle of a step: it has put its rows, and finds no ids."""
     one = problem(config(size), [2, 3])
     mine = config(size, rank, timeout_s=1.5)
     groups = [HeadGroup.create(mine, dist.group.WORLD) for _ in range(2)]
     for head in groups:
         check_argmax(head, one)
+    pids: list[Any] = [0] * size
+    dist.all_gather_object(pids, os.getpid())
     if rank == 1:
         die: Any = lambda _call: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         groups[0]._head._product = die  # type: ignore[method-assign]
@@ -357,16 +361,16 @@ def killed(rank: int, size: int) -> tuple[list[tuple[str, tuple[int, ...]]], set
         with pytest.raises(ExchangeTimeoutError) as caught:
             check_argmax(head, one)
         told.append((caught.value.phase, caught.value.ranks))
-    return told, segments()
+    assert segments(pids) == [], "shared memory outlived its rank"
+    return told, pids
 
 
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     """Told in the step that it died in, and in the next one of another group."""
-    before = segments()
-    (told, left), _ = run_processes(2, killed, tmp_path, killed=(1,))
+    (told, pids), _ = run_processes(2, killed, tmp_path, killed=(1,))
     assert told == [("head argmax", (1,)), ("head gather", (1,))]
-    assert left <= before, "shared memory outlived its rank"
-    assert segments() <= before
+    assert len(pids) == 2
+    assert segments(pids) == []
 
 
 # Ranks that do different things.
