@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -452,7 +453,7 @@ def main() -> None:
     on_processes = arguments.device == "cpu"
     arguments.device = arguments.device.replace("rehearsal", "cpu")
     options = common.options_from(Options, arguments)
-    machine = common.describe_run()
+    machine = common.describe_run() | {"load_before": os.getloadavg()}
     if on_processes:
         groups = on_cpu(options)
         shows = "CPU ranks: processes that share the cores and the memory of one host"
@@ -460,6 +461,7 @@ def main() -> None:
         groups = emulated(options)
         machine |= common.describe_gpu() if options.device == "cuda" else {}
         shows = "ranks emulated on one device: weights and kernels, nothing of NVLink"
+    machine["load_after"] = os.getloadavg()
     if arguments.output:
         result = {
             "machine": machine,
