@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax, sharded_logits
 from moe_nvlink_plugin.errors import (
+    CompileError,
     ConfigError,
     DisagreementError,
     ExchangeStateError,
@@ -24,6 +25,7 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     UnsupportedError,
 )
+from moe_nvlink_plugin.executors.host import HostExecutor
 from moe_nvlink_plugin.head_config import MAX_VOCAB_SIZE
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
@@ -159,6 +161,35 @@ def test_what_is_not_there() -> None:
             HeadGroup.create(config(), group, "cuda")
     with pytest.raises(InputError, match="group object lacks rank, size, all_gather_object"):
         HeadGroup.create(config(), object())
+
+
+def segments(pids: list[int]) -> list[str]:
+    """Shared memory of these processes' ranks that has a name."""
+    found = (Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-{pid}-*") for pid in pids)
+    return [path.name for paths in found for path in paths]
+
+
+def test_kernels_that_one_rank_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error on both ranks, nothing left behind, and the next attempt works."""
+    intact = HostExecutor.head_launcher
+
+    def launcher(self: HostExecutor, mine: HeadConfig) -> Any:
+        if mine.tp_rank == 1:
+            raise CompileError("no host compiler")
+        return intact(self, mine)
+
+    def rank_main(group: ThreadGroup) -> None:
+        with HeadGroup.create(config(2, group.rank), group) as head:
+            check_argmax(head, problem(config(2), [1, 2]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostExecutor, "head_launcher", launcher)
+        first, second = try_ranks(2, rank_main)
+    assert isinstance(first, PeerError)
+    assert "loading the kernels failed on another rank; rank 1: CompileError" in str(first)
+    assert isinstance(second, CompileError)
+    assert segments([os.getpid()]) == []
+    run_ranks(2, rank_main)
 
 
 # Calls.
@@ -336,12 +367,6 @@ def test_a_rank_that_is_lost_between_the_two_exchanges(monkeypatch: pytest.Monke
     first, _lost, last = run_ranks(3, rank_main)
     check_timeout(first[0], "head argmax", 1, (1,))
     check_timeout(last[0], "head argmax", 1, (1,))
-
-
-def segments(pids: list[int]) -> list[str]:
-    """Shared memory of these processes' ranks that has a name."""
-    found = (Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-{pid}-*") for pid in pids)
-    return [path.name for paths in found for path in paths]
 
 
 def killed(rank: int, size: int) -> tuple[list[tuple[str, tuple[int, ...]]], list[int]]:
