@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 #: A move of a whole vector register: of 16, 32 or 64 bytes, whatever this CPU has.
 VECTOR_MOVE = re.compile(r"v?mov(?:dq[au]|[au]p[sd])(?:8|16|32|64)?\s")
 VECTOR_ADD = re.compile(r"v?addps\s")
+VECTOR_MAX = re.compile(r"v?pmaxud\s")
 
 
 def disassembly(text: str, flags: tuple[str, ...] = host.FLAGS) -> dict[str, str]:
@@ -58,13 +59,20 @@ def runs_of_moves(code: str) -> list[int]:
 
 
 def copies_with_vectors(code: str) -> bool:
-    # 128 bytes per target: two registers of 64 bytes, or more of the narrower ones.
+    # 128 bytes per target: two registers of 64 bytes, or more of the narrower ones. Copies of the
+    # compiler's own structs make some ten moves, rows some hundreds.
     moves = runs_of_moves(code)
-    return max(moves, default=0) >= 2 and sum(moves) >= 8
+    return max(moves, default=0) >= 2 and sum(moves) >= 32
 
 
 def adds_with_vectors(code: str) -> bool:
     return len(VECTOR_ADD.findall(code)) >= 4
+
+
+def compares_with_vectors(symbols: dict[str, str]) -> bool:
+    """The head's argmax: 128 bytes of logits are at least two registers of orders."""
+    code = [code for name, code in symbols.items() if re.search(r"argmax|words|largest", name)]
+    return sum(len(VECTOR_MAX.findall(one)) for one in code) >= 8
 
 
 def test_dispatch_copies_with_vectors() -> None:
@@ -77,9 +85,15 @@ def test_combine_adds_with_vectors() -> None:
     assert adds_with_vectors(code), f"{len(VECTOR_ADD.findall(code))} vector additions"
 
 
+def test_argmax_compares_with_vectors() -> None:
+    assert compares_with_vectors(disassembly(source.host_source()))
+
+
 def test_scalar_code_is_noticed() -> None:
     """Rows moved byte by byte, loops left as they are written."""
-    whole = source.specialised_source(8, 0, host=True)  # without quantisers, which move vectors too
+    # Without quantisers and the head's kernels, which move vectors too.
+    config = "moe_nvlink::StaticConfig<8, 0>"
+    whole = source._translation_unit(config, source.KERNEL_FILES, source.HOST_FILES)
     text = whole.replace("put_range<kVectorBytes, ", "put_range<1, ")
     assert text != whole
     symbols = disassembly(
@@ -87,3 +101,11 @@ def test_scalar_code_is_noticed() -> None:
     )
     assert not copies_with_vectors(code_of(symbols, "dispatch", "put_r"))
     assert not adds_with_vectors(code_of(symbols, "combine"))
+
+
+def test_an_argmax_of_one_logit_after_the_other_is_noticed() -> None:
+    text = source._translation_unit(
+        "moe_nvlink::RuntimeConfig", source.HEAD_FILES, ("host/grid.h",)
+    )
+    flags = (*host.FLAGS, "-O1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")
+    assert not compares_with_vectors(disassembly(text, flags))
