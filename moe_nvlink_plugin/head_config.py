@@ -77,8 +77,8 @@ class HeadConfig:
             names = ", ".join(str(dtype) for dtype in ACTIVATION_DTYPES)
             raise ConfigError(f"dtype={self.dtype} is no type of a shared head; use one of {names}")
         if self.full_logits:
-            # The kernel counts the bytes of a row in int32.
-            check_int("vocab_size with full_logits", self.vocab_size, 1, 2**29)
+            # The kernel counts the bytes of a row in int32, and steps a little behind its end.
+            check_int("vocab_size with full_logits", self.vocab_size, 1, 2**28)
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < 1e6:
             raise ConfigError(f"timeout_s={self.timeout_s!r} must be between 0 and 1e6 seconds")
 

@@ -58,7 +58,7 @@ INF, NAN = float("inf"), float("nan")
         ({"tp_rank": -1}, "tp_rank=-1 must be"),
         ({"vocab_size": 0}, "vocab_size=0 must be an integer from 1 to 2147481600"),
         ({"vocab_size": 2**31}, "vocab_size=2147483648 must be"),
-        ({"vocab_size": 2**29 + 1, "full_logits": True}, "vocab_size with full_logits=53687"),
+        ({"vocab_size": 2**28 + 1, "full_logits": True}, "vocab_size with full_logits=26843"),
         ({"hidden_size": 0}, "hidden_size=0 must be an integer from 1 to 1048576"),
         ({"max_rows_per_rank": 0}, "max_rows_per_rank=0 must be an integer from 1 to 16777216"),
         ({"tp_size": 4, "max_rows_per_rank": 2**22 + 1}, "from 1 to 4194304"),
@@ -80,7 +80,7 @@ def test_the_largest_configuration() -> None:
     for tp_size in (1, 3, 127, 128):
         mine = config(tp_size, vocab_size=MAX_VOCAB_SIZE)
         assert mine.shard_size * tp_size < 2**31
-    assert config(vocab_size=2**29, full_logits=True).shard_size * 4 <= 2**31
+    assert config(vocab_size=2**28, full_logits=True).shard_size * 4 <= 2**30
     most = config(128, max_rows_per_rank=2**17)
     assert most.max_rows_per_rank * 128 < 1 << constants()["kCountBits"]
     (group,) = ThreadGroup.ranks(1)
