@@ -251,14 +251,14 @@ def test_the_bound_is_the_largest_batch_of_any_rank(
     with make_group(group) as shared:
         head = Bounds(shared)
         draft = make_draft(head, monkeypatch)
-        for tokens in ((2, 1), (1, 4), (3, 2000), None):
+        for tokens in ((2, 1), None, (3, 2000), (1, 4)):
             with contexts.forward(tokens, idle=False):
                 hidden = draft(rows_of(0, 1))
             draft.get_top_tokens(hidden)
         draft.get_top_tokens(hidden)  # a replayed forward calls nothing
         with contexts.forward((1, 2), idle=True):
             draft(rows_of(0, 1))
-        assert head.seen == [2, 4, MOST_ROWS, MOST_ROWS, MOST_ROWS, 2]
+        assert head.seen == [2, MOST_ROWS, MOST_ROWS, 4, MOST_ROWS, 2]
 
 
 def test_auto_splits_up_to_the_crossover_and_nobody_exchanges_above_it(
