@@ -311,6 +311,8 @@ def test_four_ranks_then_kill_9_in_a_draft_step(reference: Reference, folder: Pa
         asking = Asking(server)
         order_of(folder, "dp4").write_text(f"2 {int(signal.SIGKILL)}", "utf-8")
         asking.check_refused()
+        log = server.server.log_path.read_text("utf-8", errors="replace")
+        assert re.search(r"EngineCore_DP2 .* died unexpectedly \(exit code: -9\)", log)
         assert stats[2]["pid"] not in server.server.pids
         # Nobody gets to clean up: what is left in memory then was never going to be removed.
         for pid in server.server.pids:
