@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from moe_nvlink_plugin import HeadGroup, sharded_argmax, sharded_logits
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError
-from moe_nvlink_plugin.testing import ThreadGroup
-from tests.kernels.processes import run_processes
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.unit.small_head import (
     CAPACITY,
     HIDDEN,
@@ -184,19 +181,20 @@ def test_a_head_that_is_a_parameter(head: HeadGroup) -> None:
 # Two ranks.
 
 
-def compiled_rank(rank: int, size: int) -> list[bool]:
-    """The compiled step against torch, with ragged counts, none among them."""
+def test_a_compiled_rank_beside_one_that_is_not() -> None:
+    """Each against torch, with ragged counts, none among them."""
+    torch._dynamo.reset()
     weight = problem(config(), []).weight
-    equal = []
-    with HeadGroup.create(config(size, rank), dist.group.WORLD) as head:
-        compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
-        for number in range(4):
-            one = problem(config(size), [(number + 2 * each) % 5 for each in range(size)], number)
-            rows = one.rows[rank]
-            expected = ids_of(config(), one._replace(rows=[rows.relu()], weight=weight), 0) * 2 + 1
-            equal.append(torch.equal(compiled(head, rows, weight), expected))
-    return equal
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
 
+    def rank_main(group: ThreadGroup) -> None:
+        call = compiled if group.rank == 0 else step
+        with HeadGroup.create(config(2, group.rank, timeout_s=100), group) as head:
+            for number in range(6):
+                one = problem(config(2), [(number + 2 * rank) % 5 for rank in range(2)], number)
+                rows = one.rows[group.rank]
+                alone = one._replace(rows=[rows.relu()], weight=weight)
+                expected = ids_of(config(), alone, 0) * 2 + 1
+                assert torch.equal(call(head, rows, weight), expected)
 
-def test_two_ranks(tmp_path: Path) -> None:
-    assert run_processes(2, compiled_rank, tmp_path) == [[True] * 4] * 2
+    run_ranks(2, rank_main)
