@@ -5,6 +5,7 @@ cuda-python, on the tests' own driver: the product's whole GPU path but the GPU.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError
 from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.transport import nvlink
 from tests import fake_cuda
 from tests.fake_cuda.transport import install
 from tests.kernels import cases, compare
@@ -102,6 +104,9 @@ def rounds(rank: int, _size: int, hosts: str) -> Outcome:
                         )
                     )
         kept = small.combine_input().data_ptr() == before
+    # What died in a cycle behind the last close is unmapped by the next call of its kind.
+    gc.collect()
+    nvlink.unmap_unused()
     return Outcome(seen[SMALL], seen[LARGE], kept, fake_cuda.control().live())
 
 
