@@ -38,9 +38,7 @@ class Channel:
         self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
         self._combine_args = combine_arguments(config, self._regions, *window)
         assert config.timeout_s is not None
-        self._faults = Faults(
-            workspace, index, config.ep_rank, ep_size, config.timeout_s, self._disagreement
-        )
+        self._faults = Faults(workspace, index, config.ep_rank, ep_size, config.timeout_s)
 
     def _view(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
         num_slots = self._layer.num_slots
@@ -118,7 +116,7 @@ class Channel:
 
     def fault(self, *, ask_device: bool = True) -> MoeNvlinkError | None:
         """What went wrong in a verb, as far as the host knows: Faults.error."""
-        return self._faults.error(ask_device=ask_device)
+        return self._faults.error(self._disagreement, ask_device=ask_device)
 
     def _disagreement(self, peer: int, phase: str, epoch: int) -> str:
         mine = self._dispatch_args.geometry

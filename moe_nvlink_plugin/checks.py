@@ -234,7 +234,11 @@ def head_inputs(head: HeadExchange, call: HeadCall) -> None:
 
 
 def _head_function(call: HeadCall) -> None:
-    if call.soft_cap is not None and not 0.0 < call.soft_cap < float("inf"):
-        raise InputError(f"soft_cap={call.soft_cap} must be a positive number; None is no cap")
-    if not abs(call.scale) < float("inf"):
-        raise InputError(f"scale={call.scale} must be a finite number")
+    # The kernel has them in float32, where a smaller cap would be 0, which is none.
+    numbers = torch.finfo(torch.float32)
+    if call.soft_cap is not None and not numbers.tiny <= call.soft_cap <= numbers.max:
+        raise InputError(
+            f"soft_cap={call.soft_cap} must be from {numbers.tiny} to {numbers.max}; None is no cap"
+        )
+    if not abs(call.scale) <= numbers.max:
+        raise InputError(f"scale={call.scale} must be from {numbers.min} to {numbers.max}")

@@ -42,7 +42,6 @@ class Faults:
         rank: this one.
         size: ranks of the group.
         timeout_s: of the layer's waits.
-        disagreement: what to say when rank `peer` used another layer in a phase and epoch.
     """
 
     def __init__(
@@ -52,15 +51,17 @@ class Faults:
         rank: int,
         size: int,
         timeout_s: float,
-        disagreement: Callable[[int, str, int], str],
     ) -> None:
         self._workspace, self._channel = workspace, channel
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._disagreement = disagreement
 
-    def error(self, *, ask_device: bool = True) -> MoeNvlinkError | None:
+    def error(
+        self, disagreement: Callable[[int, str, int], str], *, ask_device: bool = True
+    ) -> MoeNvlinkError | None:
         """What went wrong in a verb, as far as the host knows. Names phase, ranks and epoch.
 
+        disagreement: what to say when rank `peer` used another layer in a phase and epoch. Not
+        kept: as a method of this object's owner it would keep a dropped layer's memory alive.
         ask_device: find out which ranks are late besides the one that was waited for longest. On a
         GPU that waits for the device; without it, nothing here does, and any thread may ask.
         """
@@ -70,7 +71,7 @@ class Faults:
         code, phase = word >> 56, _phase(word >> 48 & 0xFF)
         peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
         if code == constants()["kFaultGeometry"]:
-            return DisagreementError(self._disagreement(peer, phase.name, epoch))
+            return DisagreementError(disagreement(peer, phase.name, epoch))
         if code == constants()["kFaultAhead"]:
             return PeerError(
                 f"rank {peer} is ahead of this rank's round, {phase.name} of epoch {epoch}: it "

@@ -66,9 +66,7 @@ class HeadExchange:
         self._args = head_arguments(config, regions, *window)
         self._launcher = workspace.executor.head_launcher(config)
         assert config.timeout_s is not None
-        self._faults = Faults(
-            workspace, 0, config.tp_rank, config.tp_size, config.timeout_s, self._disagreement
-        )
+        self._faults = Faults(workspace, 0, config.tp_rank, config.tp_size, config.timeout_s)
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -178,7 +176,7 @@ class HeadExchange:
         return torch.cat([slots[at : at + n] for at, n in zip(starts, counts, strict=True)])
 
     def _raise_fault(self) -> None:
-        fault = self._faults.error()
+        fault = self._faults.error(self._disagreement)
         if fault is not None:
             self.workspace.broken = fault
             raise fault
@@ -195,7 +193,7 @@ class HeadExchange:
 
     def failure(self) -> MoeNvlinkError | None:
         """What went wrong in a verb. Local; waits for nothing, changes nothing; for any thread."""
-        return self.workspace.broken or self._faults.error(ask_device=False)
+        return self.workspace.broken or self._faults.error(self._disagreement, ask_device=False)
 
     def _disagreement(self, peer: int, phase: str, epoch: int) -> str:
         mine = self._args.geometry

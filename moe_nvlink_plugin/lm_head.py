@@ -168,8 +168,9 @@ def sharded_argmax(
             behind vocab_size are never read. Each rank reads config.shard(tp_rank) of it, in place.
         group: of HeadGroup.create.
         bias: `[vocab_size or more]` config.dtype, added to the logits.
-        soft_cap: logits become `soft_cap * tanh(logit / soft_cap)`; None: they do not.
-        scale: logits are then multiplied by it; any finite number.
+        soft_cap: logits become `soft_cap * tanh(logit / soft_cap)`; None: they do not. A positive
+            normal float32.
+        scale: logits are then multiplied by it; any finite float32.
         row_bound: the most rows any rank brings in this call, equal on all ranks; None is
             max_rows_per_rank. On a GPU the product takes tp_size * row_bound rows, filled or not.
 
@@ -182,6 +183,7 @@ def sharded_argmax(
         ExchangeTimeoutError: a rank did not come within timeout_s.
         DisagreementError: a rank called with another row_bound.
         PeerError: a rank went on after a failure of its own.
+        RuntimeError: of torch, for an argument of another Python type.
     """
     result: torch.Tensor = head_ops.head_argmax(
         *_arguments(hidden, head_weight, group, bias, soft_cap, scale, row_bound)

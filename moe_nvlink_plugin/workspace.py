@@ -73,7 +73,7 @@ class Workspace:
         self.name = secrets.token_hex(8)
         # Not an inference tensor, whatever the caller is in: verbs outside that mode write to it.
         with torch.inference_mode(False):
-            self.pending = torch.zeros(MAX_CHANNELS, dtype=torch.int64)
+            self.pending = torch.zeros(MAX_CHANNELS, dtype=torch.int64, device="cpu")
         self._locks = [threading.Lock() for _ in range(MAX_CHANNELS)]
         self._transport = transport
         self._layout: WorkspaceLayout | None = None
@@ -117,8 +117,8 @@ class Workspace:
         """
         if self.broken is not None:
             raise ExchangeStateError(
-                f"the exchange is unusable since: {self.broken}; close all layers that share its "
-                "workspace and create them anew"
+                f"the exchange is unusable since: {self.broken}; close all layers, or the head "
+                "group, on its workspace and create them anew"
             ) from self.broken
 
     def channel_lock(self, channel: int) -> threading.Lock:
@@ -198,7 +198,9 @@ class Workspace:
     def memory(self) -> SymmetricMemory:
         """The window over all ranks' workspaces."""
         if self._memory is None:
-            raise ExchangeStateError("the workspace is closed; create a new MoeAllToAll")
+            raise ExchangeStateError(
+                "the workspace is closed; create a new MoeAllToAll or HeadGroup"
+            )
         return self._memory
 
     def region_bytes(self, region: Region, size_bytes: int | None = None) -> torch.Tensor:

@@ -9,7 +9,12 @@ import torch
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
 from moe_nvlink_plugin import AllToAllConfig, HeadGroup, MoeAllToAll, env
-from moe_nvlink_plugin.errors import DisagreementError, PeerError, UnsupportedError
+from moe_nvlink_plugin.errors import (
+    DisagreementError,
+    MoeNvlinkError,
+    PeerError,
+    UnsupportedError,
+)
 
 from .flag import BACKEND
 from .options import QUANTISE_ON_ARRIVAL, Options
@@ -173,9 +178,14 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         """
         from . import lm_head
 
-        plan = lm_head.plan_of(vllm_config, vocab_size, self.world_size, self.device)
+        mine: Any
+        try:
+            mine = lm_head.plan_of(vllm_config, vocab_size, self.world_size, self.device)
+            mine.config(self.rank)  # reads this host's variables
+        except MoeNvlinkError as error:
+            mine = error
         self._meet()
-        lm_head.agree(plan, self.cpu_group, self.world_size)
+        plan = lm_head.agree(mine, self.cpu_group, self.world_size)
         if self.rank == 0:
             logger.info("moe_nvlink draft, every rank: %s", plan.report(self.device))
         if plan.size == 1:

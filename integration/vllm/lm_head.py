@@ -28,7 +28,12 @@ from moe_nvlink_plugin import (
     sharded_argmax,
     sharded_logits,
 )
-from moe_nvlink_plugin.errors import DisagreementError, MoeNvlinkError, UnsupportedError
+from moe_nvlink_plugin.errors import (
+    DisagreementError,
+    MoeNvlinkError,
+    PeerError,
+    UnsupportedError,
+)
 
 from . import drafts, replacement
 from .options import AUTO, MTP_LM_HEAD, options_of
@@ -110,20 +115,31 @@ def _shape_and_rates(
     return shape, head_cost.rates_of(device, element_bytes)
 
 
-def agree(mine: Plan, cpu_group: Any, ranks: int) -> None:
-    """Returns when all ranks have the same plan. Collective over the data-parallel ranks.
+def agree(mine: Plan | MoeNvlinkError, cpu_group: Any, ranks: int) -> Plan:
+    """Returns the plan, once all ranks have the same. Collective over the data-parallel ranks.
+
+    mine: or why this rank has none; nobody then waits for it in vain.
 
     Raises:
+        MoeNvlinkError: `mine`, where it is one.
+        PeerError: another rank has no plan.
         DisagreementError: on all ranks; "auto" on different GPUs is one way to it.
     """
     everyones: list[Any] = [None] * ranks
-    torch.distributed.all_gather_object(everyones, mine, group=cpu_group)
+    told = mine if isinstance(mine, Plan) else f"{type(mine).__name__}: {mine}"
+    torch.distributed.all_gather_object(everyones, told, group=cpu_group)
+    if not isinstance(mine, Plan):
+        raise mine
+    failed = [f"rank {rank}: {t}" for rank, t in enumerate(everyones) if isinstance(t, str)]
+    if failed:
+        raise PeerError(f"{MTP_LM_HEAD} cannot be set up on another rank; {'; '.join(failed)}")
     if any(theirs != mine for theirs in everyones):
         listed = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(everyones))
         raise DisagreementError(
             f"the ranks would share the draft's LM head differently; {listed}. Give all ranks the "
             f"same configuration, and {MTP_LM_HEAD} a number where their GPUs differ."
         )
+    return mine
 
 
 def members_of(rank: int, size: int) -> range:
@@ -208,11 +224,18 @@ class DraftHead:
             hidden.contiguous(), self._weight(lm_head), group=self.group, bias=bias, row_bound=bound
         )
 
-    def _weight(self, lm_head: Any) -> torch.Tensor:
-        # vLLM puts the target's head in the place of the draft's after the draft was built.
+    def check(self, lm_head: Any) -> None:
+        """Of every forward, split or not: a head that cannot be shared ends the profile run.
+
+        Local. Raises UnsupportedError as `refuse_unfit`. Not when the draft is built: vLLM puts the
+        target's head in the place of the draft's after that.
+        """
         if lm_head is not self._known:
             refuse_unfit(lm_head, self.group.config)
             self._known = lm_head
+
+    def _weight(self, lm_head: Any) -> torch.Tensor:
+        self.check(lm_head)
         weight: torch.Tensor = lm_head.weight
         return weight
 

@@ -55,9 +55,11 @@ class MoeNvlinkDraft:
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._draft_head is not None and is_forward_context_available():
             context = get_forward_context()
+            lm_head = self._head(kwargs.get("spec_step_idx", 0))
+            self._draft_head.check(lm_head)
             self._draft_head.forward_ran(_largest_batch(context))
             if self._serves_idle and context.attn_metadata is None:
-                self._draft_head.serve_idle(self._head(kwargs.get("spec_step_idx", 0)))
+                self._draft_head.serve_idle(lm_head)
         return output
 
     def get_top_tokens(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:

@@ -279,7 +279,9 @@ class _MappedFaultWords:
 
     def connect(self, channel: int, local_control: torch.Tensor) -> None:
         field: Any = structs()["LocalControl"].host_fault
-        word = torch.tensor([self._device_address + 8 * channel], dtype=torch.int64)
+        address = self._device_address + 8 * channel
+        # Whatever the default device of the caller is.
+        word = torch.tensor([address], dtype=torch.int64, device="cpu")
         local_control[field.offset : field.offset + 8].copy_(word.view(torch.uint8))
 
     def read(self, channel: int) -> int:

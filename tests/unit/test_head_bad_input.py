@@ -249,11 +249,13 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "bias dtype": ({"bias": torch.ones(VOCAB).double()}, "bias has dtype torch.float64"),
     "bias strides": ({"bias": torch.ones(2 * VOCAB)[::2]}, "bias is not contiguous"),
     "bias device": ({"bias": torch.ones(VOCAB, device="meta")}, "bias is on meta"),
-    "cap of nothing": ({"soft_cap": 0.0}, "soft_cap=0.0 must be a positive number; None is no"),
+    "cap of nothing": ({"soft_cap": 0.0}, "soft_cap=0.0 must be from 1.17"),
     "negative cap": ({"soft_cap": -30.0}, "soft_cap=-30.0 must be"),
     "no cap by infinity": ({"soft_cap": INF}, "soft_cap=inf must be"),
     "cap that is no number": ({"soft_cap": NAN}, "soft_cap=nan must be"),
-    "infinite scale": ({"scale": INF}, "scale=inf must be a finite number"),
+    "infinite scale": ({"scale": INF}, "scale=inf must be from -3.4"),
+    "cap that float32 has as none": ({"soft_cap": 1e-50}, "soft_cap=1e-50 must be from 1.17"),
+    "scale beyond float32": ({"scale": -1e39}, "scale=-1e.39 must be from -3.4"),
     "scale that is no number": ({"scale": NAN}, "scale=nan must be"),
 }
 

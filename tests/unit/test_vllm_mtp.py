@@ -38,6 +38,7 @@ from moe_nvlink_plugin.errors import (
     DisagreementError,
     ExchangeStateError,
     MoeNvlinkError,
+    PeerError,
     UnsupportedError,
 )
 from moe_nvlink_plugin.integration.vllm import drafts, flag, lm_head, mtp, options
@@ -441,6 +442,18 @@ def test_the_head_is_looked_up_at_every_step(
         assert not torch.equal(found, unshared(rows_of(0, 3)))
 
 
+def test_a_head_is_looked_at_in_steps_that_auto_does_not_split(
+    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile run's batch is the largest: it must not take a small one to refuse a head."""
+    (group,) = ThreadGroup.ranks(1)
+    with make_group(group) as shared:
+        draft = make_draft(DraftHead(shared, 1), monkeypatch)
+        draft.lm_head.quant_method = object()
+        with pytest.raises(UnsupportedError, match="quantised"):
+            step_v1(draft, contexts, None, (2000,))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -758,6 +771,12 @@ def test_ranks_with_different_plans_are_told(
     plan = lm_head.plan_of(_vllm_config(2), VOCAB, 2, CPU)
     one_process([plan])
     lm_head.agree(plan, None, 2)
+    one_process(["ConfigError: MOE_NVLINK_TIMEOUT_S='soon' is not a positive number"])
+    with pytest.raises(PeerError, match="rank 1: ConfigError: MOE_NVLINK_TIMEOUT_S='soon'"):
+        lm_head.agree(plan, None, 2)
+    one_process([plan])
+    with pytest.raises(ConfigError, match="mine"):
+        lm_head.agree(ConfigError("mine"), None, 2)
     one_process([plan._replace(crossover=3)])
     with pytest.raises(DisagreementError, match=r"rank 0: .*crossover=None.*rank 1: .*crossover=3"):
         lm_head.agree(plan, None, 2)
