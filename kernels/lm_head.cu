@@ -14,8 +14,8 @@
 //                         for every rank's (acquire), takes the largest word of each own row
 //   collect   all CTAs    where all logits are wanted: fetch this rank's rows of every rank's logits
 //
-// Only the last CTA waits, so nothing is asked of what is resident at once, and the kernel behind sees
-// what the peers have put because it comes behind that CTA in the stream.
+// Only the last CTA waits, so in one stream nothing is asked of what is resident at once, and the
+// kernel behind sees what the peers have put because it comes behind that CTA in the stream.
 //
 // Why nothing is overwritten that is still read: a rank puts rows of round n+1 only after its argmax n,
 // which waited for every rank's cell of P8, which each sends after its product n and the kernels before
@@ -42,7 +42,7 @@ struct HeadShared {
   uint32_t epoch;             // of this round
   uint32_t has_failed;        // an earlier kernel of this rank has
   uint32_t is_last;           // this CTA arrived last
-  uint32_t faulted;           // a rank did not come
+  uint32_t faulted;           // what this round asks for is not to be had
   int32_t counts[kMaxRanks];  // rows of each rank
 };
 

@@ -70,9 +70,9 @@ class DataSheet(NamedTuple):
 
 #: Words of a device's name -> figures; the first entry whose words are all there. bf16: half of the
 #: figure with sparsity; link: half of the figure of both directions.
-#: Sources: NVIDIA H100 data sheet (SXM, NVL; PCIe: of 2022), H200 data sheet (SXM, NVL), GH200 data
-#: sheet (its faster memory), Blackwell data sheet (GB200 NVL72, HGX B200). H20 and Blackwell Ultra
-#: (B300, GB300): as tables of third parties have them, no data sheet was read.
+#: Sources: NVIDIA's data sheets of H100 (SXM, NVL; PCIe: of 2022), H200 (SXM, NVL), GH200 (its
+#: faster memory) and Blackwell (GB200 NVL72, HGX B200), as other pages repeat them: the sheets
+#: themselves were not at hand. H20, B300 and GB300: tables of third parties alone.
 DATA_SHEETS: dict[tuple[str, ...], DataSheet] = {
     ("H100", "PCIe"): DataSheet(2.0, 756, 51, 300),
     ("H100", "NVL"): DataSheet(3.9, 835, 60, 300),
@@ -91,9 +91,9 @@ DATA_SHEETS: dict[tuple[str, ...], DataSheet] = {
 READ_SHARE, FLOPS_SHARE, LINK_SHARE = 0.85, 0.7, 0.75
 
 #: Two exchanges on a GPU, seconds. NOT MEASURED: each a launch, stores to the peers, a signal and
-#: the wait for the slowest. Between two published figures of one small exchange in a node: 2.3 to
-#: 3 us of NCCL's symmetric kernels (NVIDIA/nccl issue 1940), 6 to 17 us of PyTorch's one-shot
-#: all-reduce (pytorch/pytorch issue 131739).
+#: the wait for the slowest. Between two figures that users report of one 8-byte all-reduce in a
+#: node: 2.3 to 3 us of NCCL's symmetric kernels (NVIDIA/nccl issue 1940), 6 to 17 us of PyTorch's
+#: one-shot all-reduce (pytorch/pytorch issue 131739).
 GPU_EXCHANGE_S = 2 * 10e-6
 
 #: CPU ranks, by element size. Work of one rank on one machine (AMD EPYC with AVX2, 2 cores, others

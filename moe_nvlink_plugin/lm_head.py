@@ -33,7 +33,7 @@ class HeadStats(NamedTuple):
         rounds: calls, those without rows included.
         rows: of this rank.
         bytes_gathered_remote: of its rows, put to the other ranks.
-        bytes_returned_remote: of words and logits, between this rank and the others.
+        bytes_returned_remote: of words, sent to the other ranks, and of logits, fetched from them.
     """
 
     rounds: int
@@ -44,6 +44,9 @@ class HeadStats(NamedTuple):
 
 class HeadGroup:
     """Ranks that share one vocabulary product.
+
+    On a GPU its verbs and those of a MoeAllToAll belong on one stream: kernels of the two that run
+    side by side could keep each other's from finding a place, on two ranks in different order.
 
     Attributes:
         config: as given to create, defaults filled in.
@@ -158,8 +161,9 @@ def sharded_argmax(
 
     What torch's argmax over the whole head gives: NaN is larger than every number, of equal values
     the lowest id wins (a row of -inf gives 0), -0 equals +0. The product is rounded to the head's
-    type by torch, as it would be unshared; soft cap and scale are applied to it in float32, so they
-    make no ties that the type alone would make.
+    type by torch, as it would be unshared, but of other shapes, so torch may add up in another
+    order: logits closer to each other than that rounding can change places. Soft cap and scale are
+    applied in float32, so they make no ties that the type alone would make.
 
     Args:
         hidden: `[num_rows, hidden_size]` config.dtype. num_rows may be 0 and differ from rank to
@@ -181,7 +185,8 @@ def sharded_argmax(
         InputError: a tensor is not as above; nothing was sent.
         ExchangeStateError: the group is closed, or has failed before.
         ExchangeTimeoutError: a rank did not come within timeout_s.
-        DisagreementError: a rank called with another row_bound.
+        DisagreementError: a rank called with another row_bound. Two bounds are told from each other
+            by 7 bits, so 1 pair in 128 is not, as 1 and 35; ids are then wrong, memory is not.
         PeerError: a rank went on after a failure of its own.
         RuntimeError: of torch, for an argument of another Python type.
     """

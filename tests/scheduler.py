@@ -22,6 +22,8 @@ class FilesThenAlone(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist
         return "alone" if nodeid.startswith(self._alone) else nodeid.split("::", 1)[0]
 
     def _assign_work_unit(self, node: Any) -> None:
+        if "alone" in self.workqueue:
+            self.workqueue.move_to_end("alone")  # a crashed process's files come back behind it
         others = [other for other in self.nodes if other is not node]
         if next(iter(self.workqueue)) != "alone" or not others:
             super()._assign_work_unit(node)

@@ -26,7 +26,7 @@ WARP = 32
 #: one's barriers hide behind another's copies.
 FEW_THREADS = 256
 MOST_THREADS = 1024
-#: Bytes of a row of logits that a CTA of its own is worth: a few vectors for each thread.
+#: Bytes of a row of logits that a CTA of its own is worth: a few vectors each thread, an estimate.
 LOGITS_BYTES_PER_CTA = 16 * 1024
 #: CTAs that share one row of logits at most (kMaxHeadSplits of config.h).
 MOST_HEAD_SPLITS = 8
@@ -132,7 +132,7 @@ def combine_shape(
 def head_rows_shape(num_rows: int, row_bytes: int, tp_size: int, limits: Limits) -> Shape:
     """Gather and collect of a shared LM head: a CTA moves one row for, or from, one rank at a time.
 
-    None of them waits for another, so what is resident limits only what is worth launching.
+    No CTA waits for another of its grid, so what is resident limits only what is worth launching.
 
     Args:
         num_rows: of this call on this rank.

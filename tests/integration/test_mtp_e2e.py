@@ -1,9 +1,9 @@
 """Real servers whose MTP drafts share one LM head, against drafts that have it whole.
 
 The one-rank server of this module speculates without any plugin. Greedy tokens of servers with a
-shared head must be its tokens, and vLLM must have drafted and accepted as many: in float32 neither
-the batch nor the number of ranks changes a draft. The workers' counters show that the head was
-shared in every step, by the ranks without requests too.
+shared head must be its tokens, and vLLM must have drafted and accepted as many: the two best logits
+of this checkpoint are never so close that float32 sums in another order change a draft. Counters of
+the workers show that the head was shared in every step, by the ranks without requests too.
 """
 
 from __future__ import annotations
@@ -63,13 +63,16 @@ class Drafts(NamedTuple):
     @classmethod
     def of(cls, server: VllmServer) -> Drafts:
         """The totals of a server, once they have come to rest."""
-        before = None
-        while True:
-            now = cls(*map(_counter(server), ("drafts", "draft_tokens", "accepted_tokens")))
-            if now == before:
-                return now
-            before = now
-            time.sleep(0.3)
+        seen: list[Drafts] = []
+        deadline = time.monotonic() + 60
+        # Engines send their counters with each step's outputs, so behind the last answer little is
+        # still to come; four equal looks also cover a machine that is busy elsewhere.
+        while len(set(seen[-4:])) != 1 or len(seen) < 4:
+            assert time.monotonic() < deadline, f"the counters do not come to rest: {seen[-4:]}"
+            names = ("drafts", "draft_tokens", "accepted_tokens")
+            seen.append(cls(*map(_counter(server), names)))
+            time.sleep(0.15)
+        return seen[-1]
 
     def __sub__(self, other: Drafts) -> Drafts:
         return Drafts(*(one - two for one, two in zip(self, other, strict=True)))

@@ -1,6 +1,6 @@
-// The packed arguments of a launch: one struct per kernel (three kernels share HeadArgs), passed by value on the GPU and by pointer
-// on the host. Python builds its ctypes mirror by reading this file, so a field is written once:
-// one field per line, type and name, then who needs it and its unit.
+// The packed arguments of a launch: one struct per kernel (the head's three share HeadArgs), passed
+// by value on the GPU and by pointer on the host. Python builds its ctypes mirror by reading this
+// file, so a field is written once: one field per line, type and name, then who needs it and its unit.
 // Peer memory has no pointer table: rank r's workspace is at window_base + r * rank_stride, and a
 // region lies at the same offset in every rank's. Region offsets count units of kRegionAlignment.
 #pragma once
@@ -108,16 +108,16 @@ struct HeadArgs {
 struct LocalControl {
   uint64_t fault;             // 0, or {code, phase, peer, epoch} (epoch_flags.h)
   uint64_t host_fault;        // address of a word the host reads without waiting, or 0; set once
-  uint32_t epoch;             // of the last finished dispatch; combine uses it as it stands
-  uint32_t arrivals;          // CTAs of the running dispatch that have put their tokens
+  uint32_t epoch;             // of the last dispatch, or gather; what follows takes it as it stands
+  uint32_t arrivals;          // CTAs of the running dispatch, or gather, that have put their rows
   uint32_t rows_put;          // by the last dispatch, for combine's counters
   uint32_t remote_rows_put;   // the part of them that went to other ranks
-  uint32_t combine_arrivals;  // the same of a combine with a format, or of the head's argmax
+  uint32_t combine_arrivals;  // CTAs of the running combine with a format, or argmax, done alike
 };
 
 // Totals since the workspace was made.
 struct ExchangeCounters {
-  uint64_t rounds;                   // dispatches
+  uint64_t rounds;                   // dispatches, or gathers
   uint64_t tokens;                   // dispatched from this rank
   uint64_t destinations;             // rows put: unique (token, rank) pairs
   uint64_t remote_destinations;      // of them to other ranks
