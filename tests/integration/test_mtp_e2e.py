@@ -206,6 +206,7 @@ def check_shared(stats: list[dict[str, Any]], size: int, drafted: int) -> None:
     heads = [counters["mtp_lm_head"] for counters in stats]
     row_bytes = MTP_MODEL.hidden_size * 4
     for counters, head in zip(stats, heads, strict=True):
+        assert counters["remote_destinations"] > 0  # the experts' rows, through our exchange
         assert head["tp_size"] == size
         assert head["steps_whole"] == 0
         # Every forward of the draft, those for company included, went with a round of the head.
