@@ -155,8 +155,9 @@ def head_argmax_shape(num_rows: int, row_bytes: int, limits: Limits) -> Shape:
     threads = _whole_warps(_ceil_div(row_bytes, VECTOR_BYTES), min(FEW_THREADS, limits.max_threads))
     resident = max(limits.resident(threads), 1)
     worth = min(_ceil_div(row_bytes, LOGITS_BYTES_PER_CTA), MOST_HEAD_SPLITS)
-    splits = max(min(worth, resident // max(num_rows, 1)), 1)
-    return Shape(max(min(num_rows * splits, resident), 1), threads, splits)
+    rows = max(num_rows, 1)
+    splits = max(min(worth, resident // rows), 1)
+    return Shape(min(rows * splits, resident), threads, splits)
 
 
 def _whole_warps(threads: int, most: int) -> int:
