@@ -417,7 +417,12 @@ struct Rank {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+#ifdef MOE_NVLINK_HAS_SEEDED_BUGS
+  if (count == 2) moe_nvlink::seeded_bug = std::atoi(arguments[1]);
+#else
+  (void)count, (void)arguments;
+#endif
   const Regions regions;
   const size_t stride = regions.layout.bytes();
   char* window = static_cast<char*>(std::aligned_alloc(kRegionAlignment, stride * kRanks));
