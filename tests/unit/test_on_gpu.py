@@ -18,7 +18,7 @@ from moe_nvlink_plugin.doctor import inquiry
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(540)
 
 
 def run(folder: Path, *options: str, **variables: str) -> tuple[int, str]:
@@ -29,7 +29,7 @@ def run(folder: Path, *options: str, **variables: str) -> tuple[int, str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=270,
+        timeout=520,
     )
     (report,) = folder.glob("*.txt")
     assert done.stdout == report.read_text(), "the report is what was printed"
