@@ -30,7 +30,7 @@ def config(**values: Any) -> AllToAllConfig:
         "hidden_size": 24,
         "max_tokens_per_rank": CAPACITY,
         "dtype": torch.float32,
-        "timeout_s": 20,
+        "timeout_s": 120,
     }
     return AllToAllConfig(**{**usual, **values})
 
