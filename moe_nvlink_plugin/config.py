@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -20,6 +21,20 @@ COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
 
 #: Activation types combine can reduce and write.
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: Fields that every configuration has and takes from the environment where they are None.
+HOST_DEFAULTS: dict[str, Callable[[], object]] = {
+    "timeout_s": env.timeout_s,
+    "num_threads": env.host_threads,
+    "max_sms": env.max_sms,
+}
+
+
+def fill_defaults(config: object, **defaults: Callable[[], object]) -> None:
+    """Writes a frozen configuration's fields that are None once, to be read as plain values."""
+    for name, default in defaults.items():
+        if getattr(config, name) is None:
+            object.__setattr__(config, name, default())
 
 
 def local_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
@@ -86,15 +101,7 @@ class AllToAllConfig:
     transport: str | None = None
 
     def __post_init__(self) -> None:
-        # Frozen: resolved defaults are written once here and read everywhere as plain values.
-        if self.combine is None:
-            object.__setattr__(self, "combine", env.combine())
-        if self.timeout_s is None:
-            object.__setattr__(self, "timeout_s", env.timeout_s())
-        if self.num_threads is None:
-            object.__setattr__(self, "num_threads", env.host_threads())
-        if self.max_sms is None:
-            object.__setattr__(self, "max_sms", env.max_sms())
+        fill_defaults(self, **HOST_DEFAULTS, combine=env.combine)
         object.__setattr__(self, "extra_payload_bytes", tuple(self.extra_payload_bytes))
         self._check_ints()
         self._check_rest()

@@ -6,8 +6,7 @@ import dataclasses
 
 import torch
 
-from . import env
-from .config import ACTIVATION_DTYPES, MAX_RANKS, check_int
+from .config import ACTIVATION_DTYPES, HOST_DEFAULTS, MAX_RANKS, check_int, fill_defaults
 from .errors import ConfigError
 
 #: Vocabulary rows of a rank are a multiple of this: rows of logits then start on boundaries of 32
@@ -57,13 +56,7 @@ class HeadConfig:
     transport: str | None = None
 
     def __post_init__(self) -> None:
-        # Frozen: resolved defaults are written once here and read everywhere as plain values.
-        if self.timeout_s is None:
-            object.__setattr__(self, "timeout_s", env.timeout_s())
-        if self.num_threads is None:
-            object.__setattr__(self, "num_threads", env.host_threads())
-        if self.max_sms is None:
-            object.__setattr__(self, "max_sms", env.max_sms())
+        fill_defaults(self, **HOST_DEFAULTS)
         check_int("tp_size", self.tp_size, 1, MAX_RANKS)
         check_int("tp_rank", self.tp_rank, 0, self.tp_size - 1)
         check_int("vocab_size", self.vocab_size, 1, MAX_VOCAB_SIZE)

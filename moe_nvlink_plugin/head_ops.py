@@ -1,7 +1,8 @@
 """torch.ops.moe_nvlink.head_argmax and .head_logits with their fakes.
 
-`pending` is the workspace's state tensor, written by both, so that a compiled graph neither drops
-nor reorders them: the peers take part in each. `handle` is the group (head_exchange.find).
+`pending` is the workspace's state tensor, declared as written by both, so that a compiled graph
+neither drops nor reorders them: the peers take part in each. `handle` is the group
+(head_exchange.find).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .head_exchange import HeadCall
 # Lives as long as the process. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "FRAGMENT")  # type: ignore[no-untyped-call]
 
+# pending, the fields of HeadCall in their order, handle.
 _ARGUMENTS = (
     "(Tensor(a!) pending, Tensor hidden, Tensor head_weight, Tensor? bias, float? soft_cap, "
     "float scale, int row_bound, int handle) -> Tensor"
@@ -24,61 +26,32 @@ _library.define("head_argmax" + _ARGUMENTS)
 _library.define("head_logits" + _ARGUMENTS)
 
 
-def _head_argmax(
-    pending: torch.Tensor,
-    hidden: torch.Tensor,
-    head_weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    soft_cap: float | None,
-    scale: float,
-    row_bound: int,
-    handle: int,
-) -> torch.Tensor:
-    call = HeadCall(hidden, head_weight, bias, soft_cap, scale, row_bound)
-    return head_exchange.find(handle).argmax(call)
+def _head_argmax(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    *call, handle = arguments
+    return head_exchange.find(handle).argmax(HeadCall(*call))
 
 
-def _head_argmax_fake(
-    pending: torch.Tensor,
-    hidden: torch.Tensor,
-    head_weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    soft_cap: float | None,
-    scale: float,
-    row_bound: int,
-    handle: int,
-) -> torch.Tensor:
-    head_exchange.find(handle).check_device(hidden, head_weight, bias)
-    return hidden.new_empty((hidden.shape[0],), dtype=torch.int64)
+def _head_argmax_fake(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    _head, call = _checked(arguments)
+    return call.hidden.new_empty((call.hidden.shape[0],), dtype=torch.int64)
 
 
-def _head_logits(
-    pending: torch.Tensor,
-    hidden: torch.Tensor,
-    head_weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    soft_cap: float | None,
-    scale: float,
-    row_bound: int,
-    handle: int,
-) -> torch.Tensor:
-    call = HeadCall(hidden, head_weight, bias, soft_cap, scale, row_bound)
-    return head_exchange.find(handle).logits(call)
+def _head_logits(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    *call, handle = arguments
+    return head_exchange.find(handle).logits(HeadCall(*call))
 
 
-def _head_logits_fake(
-    pending: torch.Tensor,
-    hidden: torch.Tensor,
-    head_weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    soft_cap: float | None,
-    scale: float,
-    row_bound: int,
-    handle: int,
-) -> torch.Tensor:
-    head = head_exchange.find(handle)
-    head.check_device(hidden, head_weight, bias)
-    return hidden.new_empty((hidden.shape[0], head.config.vocab_size))
+def _head_logits_fake(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    head, call = _checked(arguments)
+    return call.hidden.new_empty((call.hidden.shape[0], head.config.vocab_size))
+
+
+def _checked(arguments: tuple[Any, ...]) -> tuple[head_exchange.HeadExchange, HeadCall]:
+    """Of a fake's arguments: the group, and the call, whose tensors are where the group works."""
+    *values, handle = arguments
+    head, call = head_exchange.find(handle), HeadCall(*values)
+    head.check_device(call.hidden, call.weight, call.bias)
+    return head, call
 
 
 for _name, _implementation, _fake in (

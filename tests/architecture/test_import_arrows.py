@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
     "head_cost": {"errors", "config", "driver", "head_config"},
     "faults": {"errors", "jit"},
-    "head_config": {"errors", "env", "config"},
+    "head_config": {"errors", "config"},
     "head_exchange": {"errors", "arguments", "checks", "faults", "head_config", "workspace"},
     "head_ops": {"head_exchange"},
     "lm_head": {"errors", "executors", "groups", "head_config", "head_exchange", "head_ops"}
