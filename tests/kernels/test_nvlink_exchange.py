@@ -126,7 +126,7 @@ def test_rounds_between_processes(stand_in_driver: str, tmp_path: Path) -> None:
 def missing(rank: int, _size: int, hosts: str) -> tuple[str, tuple[int, ...]] | None:
     """Rank 2 leaves after the first round; the others hear of it and their driver lives on."""
     join(rank, hosts)
-    layer = create(SMALL, rank, None, timeout_s=2.0)
+    layer = create(SMALL, rank, None, timeout_s=6.0)
     mine = cases.make_inputs(SMALL)[rank]
     cases.run_round(layer, mine)
     found = None

@@ -374,7 +374,7 @@ def test_a_rank_that_is_lost_between_the_two_exchanges(monkeypatch: pytest.Monke
 def killed(rank: int, size: int) -> tuple[list[tuple[str, tuple[int, ...]]], list[int]]:
     """Rank 1 dies by SIGKILL in the middle of a step: it has put its rows, and finds no ids."""
     one = problem(config(size), [2, 3])
-    mine = config(size, rank, timeout_s=1.5)
+    mine = config(size, rank, timeout_s=4)
     groups = [HeadGroup.create(mine, dist.group.WORLD) for _ in range(2)]
     for head in groups:
         check_argmax(head, one)
