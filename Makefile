@@ -1,7 +1,7 @@
 # make demo    watch a vLLM server run expert parallelism through our dispatch and combine
 # make test    every check and every test
 # make lint    the linters and the type checker alone
-# make bench   the benchmarks
+# make bench   the benchmarks that run anywhere, a few minutes
 # make env     the environment all of them use (they create it when it is missing)
 # make clean   remove what tools and builds wrote; make distclean removes the environment too
 #
@@ -16,7 +16,9 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 ENV_READY := $(VENV)/.ready
 SOURCES = $(shell find kernels -name '*.cu' -o -name '*.h' -o -name '*.cpp')
-BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
+# A few minutes, anywhere. Those that take longer, or a GPU, or a server: benchmarks/README.md.
+BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --skip-torch --iterations 10" \
+	bench_launch.py
 # mypy does not follow import hooks, so it gets the package in the shape it has once installed.
 PACKAGE_VIEW := build/package-view
 
@@ -70,11 +72,11 @@ typecheck: env
 	@rm -rf $(PACKAGE_VIEW) && mkdir -p $(PACKAGE_VIEW)/moe_nvlink_plugin
 	@ln -s $(CURDIR)/moe_nvlink_plugin/* $(CURDIR)/kernels $(CURDIR)/integration \
 		$(PACKAGE_VIEW)/moe_nvlink_plugin
-	@MYPYPATH=$(PACKAGE_VIEW) $(PY) -m mypy -p moe_nvlink_plugin
-	@MYPYPATH=$(PACKAGE_VIEW) $(PY) -m mypy --explicit-package-bases tests benchmarks
+	@MYPYPATH=$(PACKAGE_VIEW) $(PY) -m mypy --explicit-package-bases \
+		$(PACKAGE_VIEW)/moe_nvlink_plugin tests benchmarks
 
 bench: env
-	@for file in $(BENCHMARKS); do echo "== $$file"; $(PY) $$file || exit 1; done
+	@for run in $(BENCHMARKS); do echo "== $$run"; $(PY) benchmarks/$$run || exit 1; done
 
 clean:
 	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -37,8 +37,9 @@ import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_gpu, common
+from benchmarks import common
 from benchmarks.emulated_head import Backend, CpuBackend, CudaBackend, EmulatedHead
+from benchmarks.moe_comm import cuda_clock
 from moe_nvlink_plugin import HeadConfig, HeadGroup, driver, head_cost, sharded_argmax
 from moe_nvlink_plugin.jit import host
 
@@ -386,7 +387,8 @@ def measure_emulated(
         "gather": ranks.gather,
         "argmax": ranks.argmax,
     }
-    taken = timer_of(options, size).flushed(bodies)
+    clock = cuda_clock.Clock(options.device, options.iterations, 2)
+    taken = clock.flushed(bodies, in_order=True)  # argmax needs the round of its gather
     times = {f"{name}_us": statistics.median(samples) for name, samples in taken.items()}
     ranks.check_faults()
     first, end = options.config(size, 0, rows).shard(0)
@@ -399,20 +401,6 @@ def measure_emulated(
         "split_weight_bytes": (end - first) * options.hidden * options.element.itemsize,
         **expected(options, size, rows),
     }
-
-
-def timer_of(options: Options, size: int) -> bench_gpu.Timer:
-    """bench_gpu.py's, which asks for a device and how often."""
-    unused = {"ep_size": size, "hidden_size": options.hidden, "top_k": 1, "num_experts": size}
-    return bench_gpu.Timer(
-        bench_gpu.Options(
-            device=options.device,
-            dtype=options.dtype,
-            iterations=options.iterations,
-            warmup=2,
-            **unused,
-        )
-    )
 
 
 def parse() -> argparse.Namespace:

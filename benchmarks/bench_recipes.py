@@ -34,7 +34,12 @@ import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_gpu, common
+from benchmarks import common
+from benchmarks.moe_comm import accounting, cuda_clock
+from benchmarks.moe_comm import emulated as one_gpu
+from benchmarks.moe_comm.options import OURS
+from benchmarks.moe_comm.options import Options as GpuOptions
+from benchmarks.moe_comm.routers import RankTokens
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, driver
 from moe_nvlink_plugin.arguments import element_code, quantiser_code
 from moe_nvlink_plugin.config import COMBINE_FORMATS
@@ -53,6 +58,8 @@ RECIPES = ("fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
 GLOBAL_SCALES = {"fp8_tensor": 6.0 / 448.0, "nvfp4": 448.0 * 6.0 / 6.0}
 #: What the others are compared with.
 PLAIN = "bf16"
+#: What travels where nothing is quantised.
+UNQUANTISED = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,22 +396,24 @@ class Alone:
 
     def __init__(
         self,
-        options: bench_gpu.Options,
+        options: GpuOptions,
         tokens: int,
         backend: emulated.Backend,
-        inputs: list[list[torch.Tensor]],
-        recipe: str,
+        inputs: list[RankTokens],
     ) -> None:
         self._inputs = inputs
         self.ranks = emulated.EmulatedRanks(
-            lambda rank: options.config(rank, tokens, recipe=recipe), backend
+            lambda rank: one_gpu.config_of(options, rank, tokens), backend
         )
-        ids = torch.zeros((tokens, options.top_k), dtype=torch.int32, device=options.device)
+        device = one_gpu.device_of(options)
+        ids = torch.zeros((tokens, options.top_k), dtype=torch.int32, device=device)
         launched = []
-        for rank, (hidden, _ids, weights) in enumerate(inputs):
+        for rank, mine in enumerate(inputs):
             args = self.ranks.dispatch_arguments(rank)
             args.geometry.num_tokens = tokens
-            emulated.set_sources(args, self.ranks.sources(Inputs(hidden, ids, weights, ())))
+            emulated.set_sources(
+                args, self.ranks.sources(Inputs(mine.hidden, ids, mine.topk_weights, ()))
+            )
             launched.append(args)
         launch_shape = None
         if isinstance(backend, emulated.CudaBackend):
@@ -426,7 +435,7 @@ class Alone:
             check(rows.cpu(), expected.rows.cpu(), f"{config.recipe} alone on rank {rank}")
 
 
-def vllm_body(recipe: str, hidden: torch.Tensor) -> bench_gpu.Body | None:
+def vllm_body(recipe: str, hidden: torch.Tensor) -> cuda_clock.Body | None:
     """vLLM's own CUDA quantiser over all rows, where it is installed and runs here."""
     if hidden.device.type != "cuda" or not common.is_installed("vllm"):
         return None
@@ -445,62 +454,68 @@ def vllm_body(recipe: str, hidden: torch.Tensor) -> bench_gpu.Body | None:
 
 
 def measure_emulated(
-    options: bench_gpu.Options,
+    plain_options: GpuOptions,
     tokens: int,
-    timer: bench_gpu.Timer,
-    inputs: list[list[torch.Tensor]],
+    timer: cuda_clock.Clock,
+    inputs: list[RankTokens],
     recipe: str,
 ) -> list[dict[str, Any]]:
     """Dispatch of bf16, of the recipe fused, of rows quantised before; the quantiser alone."""
+    options = dataclasses.replace(plain_options, recipe=recipe)
     one_expert = dataclasses.replace(options, top_k=1)
+    layers: list[one_gpu.Layer] = []  # what a launch reads lives as long as its layer
     with contextlib.ExitStack() as stack:
 
-        def backend(of: bench_gpu.Options, **changes: Any) -> emulated.Backend:
-            return stack.enter_context(contextlib.closing(bench_gpu.make_backend(of, **changes)))
+        def layer(of: GpuOptions, post_quant: bool = False) -> one_gpu.Layer:
+            backend = one_gpu.make_backend(of, post_quant=post_quant)
+            stack.enter_context(contextlib.closing(backend))
+            made = one_gpu.Layer(of, tokens, backend, inputs=inputs, post_quant=post_quant)
+            made.check()
+            layers.append(made)
+            return made
 
-        plain = bench_gpu.Layer(options, tokens, backend(options), inputs=inputs)
-        layers = [
-            bench_gpu.Layer(options, tokens, backend(options, **given), inputs=inputs, **given)
-            for given in ({"recipe": recipe}, {"recipe": recipe, "post_quant": True})
-        ]
-        alone = Alone(
-            one_expert, tokens, backend(one_expert, recipe=recipe, alone=True), inputs, recipe
-        )
-        for layer in (plain, *layers):
-            layer.check()
+        backend = one_gpu.make_backend(one_expert, alone=True)
+        stack.enter_context(contextlib.closing(backend))
+        alone = Alone(one_expert, tokens, backend, inputs)
         alone.check()
         bodies = {
-            PLAIN: plain.dispatch,
-            f"{recipe} fused": layers[0].dispatch,
-            f"{recipe} given rows": layers[1].dispatch,
+            PLAIN: layer(plain_options).dispatch,
+            f"{recipe} fused": layer(options).dispatch,
+            f"{recipe} given rows": layer(options, post_quant=True).dispatch,
             f"{recipe} quantiser alone": alone.run,
         }
-        theirs = vllm_body(recipe, torch.cat([hidden for hidden, _ids, _weights in inputs]))
+        theirs = vllm_body(recipe, torch.cat([mine.hidden for mine in inputs]))
         if theirs is not None:
             bodies[f"{recipe} vLLM's quantiser"] = theirs
         taken = timer.flushed(bodies)
-        moved = {PLAIN: plain.bytes_moved(), recipe: layers[0].bytes_moved()}
+    moved = {PLAIN: wire_bytes(plain_options, tokens), recipe: wire_bytes(options, tokens)}
     return emulated_rows(tokens, "dispatch", taken, moved, f"{recipe} fused")
 
 
+def wire_bytes(options: GpuOptions, tokens: int, verb: str = "dispatch") -> float:
+    """To other ranks, of the mean rank."""
+    return accounting.traffic(options, tokens).mean_wire_bytes(verb)
+
+
 def measure_formats(
-    options: bench_gpu.Options,
+    plain_options: GpuOptions,
     tokens: int,
-    timer: bench_gpu.Timer,
-    inputs: list[list[torch.Tensor]],
+    timer: cuda_clock.Clock,
+    inputs: list[RankTokens],
     formats: tuple[str, ...],
 ) -> list[dict[str, Any]]:
     """Combine in each format, behind a dispatch of bf16 rows that is not timed."""
+    layers: dict[str, one_gpu.Layer] = {}
     with contextlib.ExitStack() as stack:
-        layers = {}
         for name in dict.fromkeys((PLAIN, *formats)):
-            backend = bench_gpu.make_backend(options, combine=name)
+            options = dataclasses.replace(plain_options, combine=name)
+            backend = one_gpu.make_backend(options)
             stack.enter_context(contextlib.closing(backend))
-            layers[name] = bench_gpu.Layer(options, tokens, backend, inputs=inputs, combine=name)
+            layers[name] = one_gpu.Layer(options, tokens, backend, inputs=inputs)
             layers[name].check()
         # A combine may be launched again: its peers' signals of this round are still there.
         taken = timer.flushed({name: layer.combine for name, layer in layers.items()})
-        moved = {name: layer.bytes_moved() for name, layer in layers.items()}
+    moved = {name: wire_bytes(of.options, tokens, "combine") for name, of in layers.items()}
     return emulated_rows(tokens, "combine", taken, moved, "")
 
 
@@ -508,22 +523,24 @@ def emulated_rows(
     tokens: int,
     verb: str,
     taken: dict[str, list[float]],
-    moved: dict[str, dict[str, float]],
+    moved: dict[str, float],
     fused: str,
 ) -> list[dict[str, Any]]:
-    """As measure's rows; `over_quantiser`: the fused dispatch's time over the quantiser's alone."""
+    """As measure's rows; `over_quantiser`: the fused dispatch's time over the quantiser's alone.
+
+    moved: format -> bytes to other ranks, of the mean rank.
+    """
     names = list(taken)
     times = torch.tensor([taken[name] for name in names], dtype=torch.float64)
     rows = []
     for name, of_name in zip(names, times, strict=True):
-        found = moved[name.split()[0]]
         rows.append(
             {
                 "tokens": tokens,
                 "verb": verb,
                 "name": name,
                 **common.summary(of_name.tolist()),
-                "wire_bytes_per_token": found[f"{verb}_wire_bytes"] / tokens,
+                "wire_bytes_per_token": moved[name.split()[0]] / tokens,
                 "times_bf16": ratio(times, names, PLAIN, name),
             }
         )
@@ -533,12 +550,31 @@ def emulated_rows(
     return rows
 
 
-def on_gpu(options: bench_gpu.Options, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def gpu_options(arguments: argparse.Namespace) -> GpuOptions:
+    """Of ranks emulated on one GPU, or rehearsed."""
+    return GpuOptions(
+        backends=(OURS,),
+        profile="custom",
+        hidden_size=arguments.hidden_size,
+        top_k=arguments.top_k,
+        num_experts=arguments.num_experts,
+        recipe=UNQUANTISED[arguments.dtype],
+        dtype=arguments.dtype,
+        ep_size=arguments.ep_size,
+        batches=tuple(arguments.tokens),
+        iters=arguments.iterations,
+        warmup=arguments.warmup,
+        device=arguments.device,
+        emulate_ranks=True,
+    )
+
+
+def on_gpu(options: GpuOptions, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All recipes and formats on ranks emulated on one device."""
-    timer = bench_gpu.Timer(options)
+    timer = cuda_clock.Clock(one_gpu.device_of(options), options.iters, options.warmup)
     found = []
-    for tokens in arguments.tokens:
-        inputs = bench_gpu.make_inputs(options, tokens)
+    for tokens in options.batches:
+        inputs = one_gpu.make_inputs(options, tokens)
         for recipe in arguments.recipes:
             measured = measure_emulated(options, tokens, timer, inputs, recipe)
             print_rows(measured)
@@ -581,15 +617,14 @@ def main() -> None:
         return
     print("| " + COLUMNS.replace("|", " | ") + " |")
     print("|---" * (COLUMNS.count("|") + 1) + "|", flush=True)
-    options: Options | bench_gpu.Options
+    options: Options | GpuOptions
     machine = common.describe_run()
     if arguments.device == "cpu":
         options = common.options_from(Options, arguments)
         rows = on_cpu(options, arguments.tokens)
         shows = "CPU ranks: processes of one host"
     else:
-        arguments.device = arguments.device.replace("rehearsal", "cpu")
-        options = common.options_from(bench_gpu.Options, arguments)
+        options = gpu_options(arguments)
         rows = on_gpu(options, arguments)
         machine |= common.describe_gpu() if options.device == "cuda" else {}
         shows = "ranks emulated on one device: no NVLink latency, bandwidth or ordering"

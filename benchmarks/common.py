@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,16 +61,37 @@ def summary(samples_us: Iterable[float]) -> dict[str, float]:
     }
 
 
+def order_of(names: Sequence[str], iteration: int) -> list[str]:
+    """Who is timed when: another one first every second iteration, and backwards in between.
+
+    What a body leaves behind, in caches and in threads that go on, falls on the next one; so nobody
+    always follows the same one.
+    """
+    first = iteration // 2 % len(names)
+    turned = [*names[first:], *names[:first]]
+    return turned if iteration % 2 == 0 else turned[::-1]
+
+
 def describe_run() -> dict[str, Any]:
     """Date, machine, versions, commit and command of this process."""
     return {
         "date": time.strftime("%Y-%m-%d"),
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
         "cpu": _cpu(),
+        "cpu_flags": _vector_flags(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
-        "commit": commit(),
-        "command": " ".join(["python", *(Path(sys.argv[0]).name, *sys.argv[1:])]),
+        "commit": _COMMIT,
+        "command": " ".join(["python", _script(), *sys.argv[1:]]),
     }
+
+
+def _script() -> str:
+    """As it is called from the repository's root."""
+    path, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 
 def describe_gpu(index: int = 0) -> dict[str, Any]:
@@ -108,6 +129,10 @@ def commit() -> str:
     return done.stdout.strip() or given
 
 
+#: That of the code that runs: a checkout may move on while something is measured.
+_COMMIT = commit()
+
+
 def write_json(path: Path, result: dict[str, Any]) -> None:
     """One benchmark's result, readable and diffable."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,6 +151,17 @@ def _cpu() -> str:
         return platform.processor()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def _vector_flags() -> str:
+    """Kernels' loops become what these allow; a name such as "AMD EPYC" is several processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    flags = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
+    wanted = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
+    return " ".join(name for name in wanted if name in flags)
 
 
 def _nvidia_smi(field: str) -> str:

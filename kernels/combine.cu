@@ -26,6 +26,7 @@
 #include "include/moe_nvlink/memory_order.h"
 #include "include/moe_nvlink/numeric.h"
 #include "include/moe_nvlink/platform.h"
+#include "include/moe_nvlink/present_rows.h"
 #include "include/moe_nvlink/routing.h"
 #include "include/moe_nvlink/workspace.h"
 
@@ -231,18 +232,35 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
     for (int i = thread; i < hidden_size; i += threads) store_word(words + i, word);
     return;
   }
-  const auto source = [&] {
-    if constexpr (Format == kCombineUnquantised) {
-      return KeptRows{rows};
-    } else {
-      return SharedRows{addresses, shared.scales[turn], shared.row_scales[turn]};
+  if constexpr (kSkipAbsentRows) {
+    if constexpr (Format != kCombineUnquantised) {
+      for (int k = 0; k < top_k; ++k) {
+        rows[k].scales = reinterpret_cast<const char*>(shared.scales[turn][k]);
+        rows[k].row_scale = reinterpret_cast<const char*>(shared.row_scales[turn][k]);
+      }
     }
-  }();
-  const int whole = hidden_size - hidden_size % Part::kWidth;
-  combine_range<Config, Element, Part>(source, top_k, output, wide, thread, threads, 0, whole);
-  if constexpr (!kAlignedVectorsOnly) {
-    combine_range<Config, Element, typename Part::Rest>(source, top_k, output, wide, thread,
-                                                        threads, whole, hidden_size);
+    const int whole = hidden_size - hidden_size % kRegisterFloats;
+    sum_present_rows<Element, typename TermOf<Element, Format>::Type>(rows, top_k, output, thread,
+                                                                      threads, whole);
+    // A quantised row is whole blocks.
+    if constexpr (Format == kCombineUnquantised) {
+      combine_range<Config, Element, typename Part::Rest>(KeptRows{rows}, top_k, output, wide,
+                                                          thread, threads, whole, hidden_size);
+    }
+  } else {
+    const auto source = [&] {
+      if constexpr (Format == kCombineUnquantised) {
+        return KeptRows{rows};
+      } else {
+        return SharedRows{addresses, shared.scales[turn], shared.row_scales[turn]};
+      }
+    }();
+    const int whole = hidden_size - hidden_size % Part::kWidth;
+    combine_range<Config, Element, Part>(source, top_k, output, wide, thread, threads, 0, whole);
+    if constexpr (!kAlignedVectorsOnly) {
+      combine_range<Config, Element, typename Part::Rest>(source, top_k, output, wide, thread,
+                                                          threads, whole, hidden_size);
+    }
   }
 }
 

@@ -124,33 +124,47 @@ HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shar
   }
 }
 
-// Where the token's row of a payload goes because of each k; null for a k without a row of its own.
+// Where the token's row of a payload goes: to each k that has a row of its own. On the GPU the others
+// are null in between, so that a loop over all k can be unrolled; on the host they are left out.
 template <class Config>
-HD void find_targets(const DispatchArgs& args, const TokenRoute& route, const Payload& payload,
-                     char** targets) {
-  const uint64_t region = static_cast<uint64_t>(payload.region) * kRegionAlignment;
-  MOE_NVLINK_UNROLL
-  for (int k = 0; k < top_k_of<Config>(args.geometry); ++k) {
-    const int row = route.rows[k];
-    targets[k] = row == kNoSlot
-                     ? nullptr
-                     : reinterpret_cast<char*>(route.windows[k] + region +
-                                               static_cast<uint64_t>(row) * payload.row_bytes);
+struct Targets {
+  char* rows[Config::kTopKBound];
+  int present;
+
+  // A constant where the loops over it are unrolled: rows stay in registers.
+  HD int count(const Geometry& geometry) const {
+    return kSkipAbsentRows ? present : top_k_of<Config>(geometry);
   }
-}
+
+  HD Targets(const DispatchArgs& args, const TokenRoute& route, const Payload& payload)
+      : present(0) {
+    const uint64_t region = static_cast<uint64_t>(payload.region) * kRegionAlignment;
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k_of<Config>(args.geometry); ++k) {
+      const int row = route.rows[k];
+      if (kSkipAbsentRows && row == kNoSlot) continue;
+      const int place = kSkipAbsentRows ? present : k;
+      rows[place] = row == kNoSlot
+                        ? nullptr
+                        : reinterpret_cast<char*>(route.windows[k] + region +
+                                                  static_cast<uint64_t>(row) * payload.row_bytes);
+      present = place + 1;
+    }
+  }
+};
 
 // The ids travel as routing left them (in shared memory, where put_row cannot load from), so that
 // no receiver meets an id that is no expert.
 template <class Config>
 HD void put_ids(const DispatchArgs& args, const Cta& cta, int lane, const TokenRoute& route,
-                char* const* targets) {
+                const Targets<Config>& targets) {
   const int top_k = top_k_of<Config>(args.geometry);
   MOE_NVLINK_ROLLED
   for (int i = lane; i < top_k; i += cta.num_threads) {
     MOE_NVLINK_UNROLL
-    for (int k = 0; k < top_k; ++k) {
-      if (targets[k] != nullptr) {
-        store_word(reinterpret_cast<int32_t*>(targets[k]) + i, route.ids[i]);
+    for (int k = 0; k < targets.count(args.geometry); ++k) {
+      if (targets.rows[k] != nullptr) {
+        store_word(reinterpret_cast<int32_t*>(targets.rows[k]) + i, route.ids[i]);
       }
     }
   }
@@ -169,7 +183,6 @@ HD bool has_target(const DispatchArgs& args, const TokenRoute& route) {
 template <class Config>
 HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared,
                   const TokenRoute& route, int token) {
-  const int top_k = top_k_of<Config>(args.geometry);
   // A token without a target, padding, is not even read.
   if (!has_target<Config>(args, route)) return;
   MOE_NVLINK_ROLLED
@@ -179,15 +192,14 @@ HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared
     const int lane = turned < 0 ? turned + cta.num_threads : turned;
     if (lane >= plan.num_lanes) continue;
     const Payload& payload = args.payloads[i];
-    char* targets[Config::kTopKBound];
-    find_targets<Config>(args, route, payload, targets);
+    const Targets<Config> targets(args, route, payload);
     if (i == kTopkIdsPayload) {
       put_ids<Config>(args, cta, lane, route, targets);
     } else {
       const char* row = reinterpret_cast<const char*>(payload.source) +
                         static_cast<uint64_t>(token) * payload.row_bytes;
-      put_row(cta, lane, row, targets, top_k, static_cast<int>(payload.row_bytes),
-              plan.vector_bytes);
+      put_row(cta, lane, row, targets.rows, targets.count(args.geometry),
+              static_cast<int>(payload.row_bytes), plan.vector_bytes);
     }
   }
 }

@@ -7,6 +7,7 @@ compiled graph can carry.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import weakref
 from typing import NamedTuple
@@ -38,6 +39,16 @@ def find(handle: int) -> LayerExchange:
             f"exchange {handle} is closed; create a new MoeAllToAll before dispatching"
         )
     return layer
+
+
+def _word(words: torch.Tensor, index: int) -> ctypes.c_int64:
+    # As it lies in memory: to index the tensor would take longer than the rest of a launch.
+    if words.dtype is not torch.int64 or words.is_cuda or not 0 <= index < words.numel():
+        raise ExchangeStateError(
+            f"pending is {words.dtype} {tuple(words.shape)} on {words.device}, not the workspace's "
+            "state; call MoeAllToAll.dispatch and .combine"
+        )
+    return ctypes.c_int64.from_address(words.data_ptr() + 8 * index)
 
 
 class Activations(NamedTuple):
@@ -133,7 +144,8 @@ class LayerExchange:
         checks.channel(channel_index, self.config.num_channels)
         with self.workspace.channel_lock(channel_index):
             channel = self._usable_channel(channel_index)
-            if int(pending[channel_index]) != 0:
+            dispatched = _word(pending, channel_index)
+            if dispatched.value != 0:
                 raise ExchangeStateError(
                     f"dispatch twice on channel {channel_index}: the dispatch before has not been "
                     "combined; call combine first, or use another channel"
@@ -141,7 +153,7 @@ class LayerExchange:
             quantiser = self.quantiser if fused else 0
             slots = channel.dispatch(payloads, num_tokens, quantiser, rows.global_scale)
             self._raise_fault(channel)
-            pending[channel_index] = self.handle
+            dispatched.value = self.handle
             self.rounds[channel_index] += 1
         ids, weights, hidden = (channel.view(index) for index in range(3))
         return ids, weights, hidden, channel.recv_counts.view(-1), slots
@@ -189,14 +201,15 @@ class LayerExchange:
         checks.channel(channel_index, self.config.num_channels)
         with self.workspace.channel_lock(channel_index):
             channel = self._usable_channel(channel_index)
-            if int(pending[channel_index]) != self.handle:
+            dispatched = _word(pending, channel_index)
+            if dispatched.value != self.handle:
                 raise ExchangeStateError(
                     f"combine without dispatch on channel {channel_index}: this layer has no "
                     "dispatch waiting there; call dispatch first"
                 )
             channel.combine(expert_output, send_slots, output)
             self._raise_fault(channel)
-            pending[channel_index] = 0
+            dispatched.value = 0
         return output
 
     def _usable_channel(self, index: int) -> Channel:

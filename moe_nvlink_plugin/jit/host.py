@@ -134,5 +134,5 @@ class HostLibrary:
 
 @functools.cache
 def load() -> HostLibrary:
-    """The process's host library; compiled on first use (about 6 s), then from the cache."""
+    """The process's host library; compiled on first use (some 10 s), then from the cache."""
     return HostLibrary(build(host_source()))

@@ -21,6 +21,8 @@ COMPILER_MACROS = re.compile(r"__CUDACC__|__CUDA_ARCH__|__CUDACC_RTC__|__NVCC__"
 def compile_alone(header: Path) -> subprocess.CompletedProcess[str]:
     command = [
         *(*shlex.split(env.cxx()), "-fsyntax-only", "-std=c++20", "-Wall", "-Wextra", "-Werror"),
+        # Registers of eight floats are wider than the baseline machine's; none leaves the library.
+        "-Wno-psabi",
         *("-I", str(KERNELS), "-I", str(INCLUDE), "-x", "c++", "-"),
     ]
     # Twice, so that a header without a guard fails too.

@@ -1,24 +1,120 @@
-"""Servers of the end-to-end tests: one rank, and several with our backend."""
+"""Servers of the end-to-end tests: forks of a template, one rank, and several with our backend."""
 
 from __future__ import annotations
 
+import array
 import contextlib
+import functools
 import json
 import os
+import select
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from moe_nvlink_plugin.integration.vllm.demo import processes
-from moe_nvlink_plugin.integration.vllm.demo.server import VllmServer
+from moe_nvlink_plugin.integration.vllm.demo.server import (
+    API_SERVER,
+    CPU_ENVIRONMENT,
+    ServerError,
+    VllmServer,
+)
+from tests.integration import stop_on_order
 
-#: vLLM's server, started in a third of the time.
-FAST_SERVER = [str(Path(__file__).parent / "fast_server.py")]
+_FAST_SERVER = str(Path(__file__).parent / "fast_server.py")
+#: In the place of API_SERVER: vLLM's server with fewer imports, for who cannot ask a template.
+FAST_SERVER = [_FAST_SERVER, *API_SERVER]
 #: Long enough for a slow machine between two MoE layers. Ranks that compile need more than others.
 TIMEOUT_S = 20
+
+
+class Forked:
+    """A process that a template forked, with what its users need of subprocess.Popen."""
+
+    def __init__(self, pid: int, status: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status  # file to which the template writes its exit code
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return code
+
+    def _look(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout_s)[0]:
+            with self._lock:
+                if self.returncode is None:
+                    self.returncode = self._read()
+        return self.returncode
+
+    def _read(self) -> int:
+        code = os.read(self._status, 16)
+        os.close(self._status)
+        assert code, "the template that was to report this process has died"
+        return array.array("i", code)[0]
+
+
+class Template:
+    """A process that has imported vLLM, of which servers are forked."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # It ends when nobody holds our end of the pair any more.
+            self._process = subprocess.Popen(
+                [sys.executable, _FAST_SERVER, "--template", str(theirs.fileno())],
+                env={**os.environ, **CPU_ENVIRONMENT, **environment},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def fork(self, arguments: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Forked:
+        """`python *arguments` in a session of its own, printing to `log`."""
+        status, theirs = os.pipe()
+        try:
+            request = json.dumps([arguments, dict(environment)]).encode()
+            socket.send_fds(self._control, [request], [log.fileno(), theirs])
+        finally:
+            os.close(theirs)
+        pid = int(self._control.recv(16) or 0)
+        assert pid, f"the template ended with exit code {self._process.wait()}"
+        return Forked(pid, status)
+
+
+class Templates(NamedTuple):
+    """vLLM chooses its platform by importing: ours, or its own in servers without our plugin."""
+
+    with_ours: Template
+    without: Template
+
+
+@functools.cache
+def templates() -> Templates:
+    """Both of this run; the second imports while the first server is at work."""
+    return Templates(Template({}), Template({"VLLM_PLUGINS": ""}))
+
+
+class ForkedServer(VllmServer):
+    """A server that starts without an import."""
+
+    def _start(self, variables: Mapping[str, str], log: IO[bytes]) -> Forked:
+        ours = "VLLM_PLUGINS" not in variables
+        template = templates().with_ours if ours else templates().without
+        return template.fork(self.command[1:], variables, log)
 
 
 class Requests(NamedTuple):
@@ -47,7 +143,7 @@ class EpServer:
     ) -> None:
         self.requests = requests
         self.stats_folder = folder / f"stats {name}"
-        self.server = VllmServer(
+        self.server = ForkedServer(
             model=requests.checkpoint,
             name=name,
             folder=folder,
@@ -57,7 +153,6 @@ class EpServer:
                 "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
                 **(environment or {}),
             },
-            program=FAST_SERVER,
         )
 
     def __enter__(self) -> EpServer:
@@ -106,6 +201,71 @@ class EpServer:
             assert counters["rounds"] > 0
             assert 0 < counters["bytes_dispatched_remote"] < counters["bytes_dispatched"]
             assert 0 < counters["bytes_combined_remote"] < counters["bytes_combined"]
+
+
+class Asking:
+    """Long requests on their way, of which none can be answered in the end."""
+
+    def __init__(self, server: EpServer) -> None:
+        self._server = server
+        self._outcome: list[Exception] = []
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        requests = self._server.requests
+        try:
+            self._server.server.complete(requests.prompts[:8], max_tokens=400, timeout_s=120)
+        except ServerError as error:
+            self._outcome.append(error)
+
+    def check_refused(self) -> None:
+        """The server told the client, and did not let it wait."""
+        self._thread.join(timeout=90)
+        assert not self._thread.is_alive()
+        assert len(self._outcome) == 1
+
+
+class Stops(NamedTuple):
+    """The plugin that stops or ends a rank of a server, and the file that tells it to."""
+
+    folder: Path
+    server: str
+
+    @property
+    def order(self) -> Path:
+        """The file."""
+        return self.folder / f"stop {self.server}"
+
+    def install(self) -> dict[str, str]:
+        """Writes the plugin; returns variables for the server."""
+        plugin = write_plugin(
+            self.folder / f"plugin {self.server}", "stops_on_order", stop_on_order
+        )
+        return {"PYTHONPATH": str(plugin), stop_on_order.ORDER_VARIABLE: str(self.order)}
+
+    def tell(self, place: str, rank: int, number: int) -> None:
+        """The next time that this rank comes to the place, it gets the signal."""
+        draft = self.order.with_suffix(".new")
+        draft.write_text(f"{place} {rank} {number}", "utf-8")
+        draft.rename(self.order)
+
+
+def check_stopped_rank_is_named(server: EpServer, stops: Stops, place: str, told: str) -> None:
+    """Rank 1 stops at the place: rank 0 says what is to be `told`, and the client is told, too."""
+    stats = server.stats(2)
+    asking = Asking(server)
+    stops.tell(place, 1, signal.SIGSTOP)
+    log = server.server.log_path
+    try:
+        assert wait_for_text(log, "ExchangeTimeoutError", 60)
+    finally:
+        send_signal(stats[1]["pid"], signal.SIGCONT)
+    text = log.read_text("utf-8", errors="replace")
+    assert told in text
+    assert "rank(s) 1;" in text
+    asking.check_refused()
+    assert our_files(stats) == []
 
 
 def our_files(stats: list[dict[str, Any]]) -> list[Path]:

@@ -19,8 +19,10 @@ from tests.integration.servers import FAST_SERVER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
+#: Looking through /proc takes a tenth of a second of CPU time, which servers that start need, too.
+LOOK_S = 0.5
 DEMO = ("-m", "moe_nvlink_plugin.integration.vllm.demo")
-#: The same with servers that start faster, where what happens before they serve is not the point.
+#: The same with servers that start faster, where how processes start is not the point.
 FAST_DEMO = (
     "-c",
     "from moe_nvlink_plugin.integration.vllm.demo import demo, server\n"
@@ -34,6 +36,7 @@ class RunningDemo:
 
     def __init__(self, folder: Path, program: Sequence[str]) -> None:
         self.output = folder / "output.txt"
+        self.log = folder / "demo" / "moe_nvlink.log"
         self.sessions: set[int] = set()
         self.shared_memory: set[Path] = set()
         with self.output.open("wb") as output:
@@ -64,12 +67,15 @@ class RunningDemo:
         while not self._reached(stage):
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, f"{stage!r} not reached:\n{self.text()}"
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
 
     def _reached(self, stage: str) -> bool:
         alive = self.look()
         if stage == "workers start":
-            return sum("Worker" in command_line(pid) for pid in alive) >= 2
+            return sum(map(is_worker, alive)) >= 2
+        if stage == "workers load":
+            log = self.log.read_text(errors="replace") if self.log.exists() else ""
+            return "(Worker" in log
         return stage in self.text()
 
     def text(self) -> str:
@@ -88,11 +94,16 @@ class RunningDemo:
         return pids, sorted(path for path in self.shared_memory if path.exists())
 
 
-def command_line(pid: int) -> str:
+def is_worker(pid: int) -> bool:
+    """A worker of vLLM: its title says so, or, while it imports, that an engine spawned it."""
     try:
-        return " ".join(psutil.Process(pid).cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+        process = psutil.Process(pid)
+        parents = [parent.pid for parent in process.parents()]
+        command = " ".join(process.cmdline())
+        of_an_engine = os.getsid(pid) in parents[1:] and "spawn_main" in command
+        return "Worker" in command or of_an_engine
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return False
 
 
 @pytest.fixture
@@ -118,7 +129,7 @@ def test_demo_succeeds_and_leaves_nothing(demo: RunningDemo) -> None:
     demo.wait_for("the moe_nvlink server is ready")
     while demo.process.poll() is None:
         demo.look()
-        time.sleep(0.2)
+        time.sleep(LOOK_S)
     assert demo.process.returncode == 0, demo.text()
     assert "every answer equals the one-rank server's" in demo.text()
     assert "4,032    28.1%" in demo.text()  # of nvfp4
@@ -129,7 +140,12 @@ def test_demo_succeeds_and_leaves_nothing(demo: RunningDemo) -> None:
     ("stage", "program"),
     [
         pytest.param("workers start", DEMO, id="while-starting"),
-        pytest.param("the moe_nvlink server is ready", FAST_DEMO, id="while-serving"),
+        # Requests for much longer than it takes to interrupt them.
+        pytest.param(
+            "the moe_nvlink server is ready",
+            (*FAST_DEMO, "--requests", "200"),
+            id="while-serving",
+        ),
     ],
 )
 def test_ctrl_c_leaves_nothing(demo: RunningDemo, stage: str) -> None:
@@ -141,9 +157,10 @@ def test_ctrl_c_leaves_nothing(demo: RunningDemo, stage: str) -> None:
     demo.assert_nothing_stays(within_s=1.0)
 
 
+@pytest.mark.parametrize("program", [FAST_DEMO], ids=["while-starting"])
 def test_killed_demo_leaves_nothing(demo: RunningDemo) -> None:
     """kill -9 gives the demo no chance to clean up; the servers' watchdogs do it."""
-    demo.wait_for("workers start")
+    demo.wait_for("workers load")
     demo.process.kill()
     demo.process.wait()
     demo.assert_nothing_stays(within_s=40.0)

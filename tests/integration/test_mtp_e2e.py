@@ -12,9 +12,9 @@ import json
 import random
 import re
 import signal
-import threading
 import time
 import urllib.request
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,17 +23,18 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm.demo.server import ServerError, VllmServer
+from moe_nvlink_plugin.integration.vllm.demo.server import VllmServer
 from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
-from tests.integration import stop_in_head
+from tests.integration import stop_on_order
 from tests.integration.servers import (
-    FAST_SERVER,
+    Asking,
     EpServer,
+    ForkedServer,
     Requests,
+    Stops,
+    check_stopped_rank_is_named,
     our_files,
     send_signal,
-    wait_for_text,
-    write_plugin,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -50,7 +51,6 @@ LONG = NUM_SEQUENCES
 LONG_LENGTH = 160
 #: Of the servers with a rank that never comes; the tests wait as long.
 SHORT_TIMEOUT_S = 6
-PLUGIN = "stops_in_head"
 
 
 class Drafts(NamedTuple):
@@ -59,6 +59,11 @@ class Drafts(NamedTuple):
     proposals: int
     drafted: int
     accepted: int
+
+    @classmethod
+    def before(cls, server: VllmServer) -> Drafts:
+        """The totals of a server that was asked nothing since `of` looked last."""
+        return _LAST_SEEN.get(server, cls(0, 0, 0))
 
     @classmethod
     def of(cls, server: VllmServer) -> Drafts:
@@ -72,10 +77,14 @@ class Drafts(NamedTuple):
             names = ("drafts", "draft_tokens", "accepted_tokens")
             seen.append(cls(*map(_counter(server), names)))
             time.sleep(0.15)
+        _LAST_SEEN[server] = seen[-1]
         return seen[-1]
 
     def __sub__(self, other: Drafts) -> Drafts:
         return Drafts(*(one - two for one, two in zip(self, other, strict=True)))
+
+
+_LAST_SEEN: weakref.WeakKeyDictionary[VllmServer, Drafts] = weakref.WeakKeyDictionary()
 
 
 def _counter(server: VllmServer) -> Any:
@@ -114,20 +123,19 @@ def reference(folder: Path) -> Reference:
     vocab = range(MTP_MODEL.vocab_size)
     prompts = [draw.choices(vocab, k=draw.randint(1, 60)) for _ in range(NUM_SEQUENCES + 1)]
     lengths = [draw.randint(4, 30) for _ in range(NUM_SEQUENCES)] + [LONG_LENGTH]
-    server = VllmServer(
+    server = ForkedServer(
         model=checkpoint,
         name="one rank",
         folder=folder,
         arguments=["--enforce-eager", *speculating()],
         with_plugins=False,
-        program=FAST_SERVER,
     )
     tokens, blocks = [], []
     with server:
         server.wait_until_ready()
         for first in range(0, NUM_SEQUENCES + 1, BLOCK):
             block = slice(first, first + BLOCK)
-            before = Drafts.of(server)
+            before = Drafts.before(server)
             answers = server.complete(prompts[block], max_tokens=lengths[block])
             tokens += [answer.token_ids for answer in answers]
             blocks.append(Drafts.of(server) - before)
@@ -155,7 +163,6 @@ def ep_server(
     environment: dict[str, str] | None = None,
 ) -> EpServer:
     """An eager server with our backend and a plugin that stops a rank in a draft step."""
-    plugin = write_plugin(folder / f"plugin {name}", PLUGIN, stop_in_head)
     return EpServer(
         reference.requests,
         folder,
@@ -163,17 +170,11 @@ def ep_server(
         "--enforce-eager",
         *arguments,
         environment={
-            "PYTHONPATH": str(plugin),
-            stop_in_head.ORDER_VARIABLE: str(order_of(folder, name)),
+            **Stops(folder, name).install(),
             "MOE_NVLINK_TIMEOUT_S": str(SHORT_TIMEOUT_S),
             **(environment or {}),
         },
     )
-
-
-def order_of(folder: Path, name: str) -> Path:
-    """The file that tells a server's rank to stop."""
-    return folder / f"stop {name}"
 
 
 def check_same(
@@ -185,7 +186,7 @@ def check_same(
 ) -> Drafts:
     """The tokens and the counts of whole heads, for blocks of requests; returns the counts."""
     requests = reference.requests
-    before = Drafts.of(server.server)
+    before = Drafts.before(server.server)
     answers = server.server.complete(
         [requests.prompts[n] for n in numbers],
         max_tokens=[requests.lengths[n] for n in numbers],
@@ -264,42 +265,8 @@ class TestTwoRanks:
     def test_a_rank_that_stops_in_a_draft_step_is_named(
         self, server: EpServer, folder: Path
     ) -> None:
-        stats = server.stats(2)
-        asking = Asking(server)
-        order_of(folder, "dp2").write_text(f"1 {int(signal.SIGSTOP)}", "utf-8")
-        log = server.server.log_path
-        try:
-            assert wait_for_text(log, "ExchangeTimeoutError", SHORT_TIMEOUT_S + 30)
-        finally:
-            send_signal(stats[1]["pid"], signal.SIGCONT)
-        told = log.read_text("utf-8", errors="replace")
-        assert f"rank 0 waited {SHORT_TIMEOUT_S} s in head gather" in told
-        assert "rank(s) 1;" in told
-        asking.check_refused()
-        assert our_files(stats) == []
-
-
-class Asking:
-    """Long requests on their way, of which none can be answered in the end."""
-
-    def __init__(self, server: EpServer) -> None:
-        self._server = server
-        self._outcome: list[Exception] = []
-        self._thread = threading.Thread(target=self._ask)
-        self._thread.start()
-
-    def _ask(self) -> None:
-        requests = self._server.requests
-        try:
-            self._server.server.complete(requests.prompts[:8], max_tokens=400, timeout_s=120)
-        except ServerError as error:
-            self._outcome.append(error)
-
-    def check_refused(self) -> None:
-        """The server told the client, and did not let it wait."""
-        self._thread.join(timeout=90)
-        assert not self._thread.is_alive()
-        assert len(self._outcome) == 1
+        told = f"rank 0 waited {SHORT_TIMEOUT_S} s in head gather"
+        check_stopped_rank_is_named(server, Stops(folder, "dp2"), stop_on_order.HEAD, told)
 
 
 def test_four_ranks_then_kill_9_in_a_draft_step(reference: Reference, folder: Path) -> None:
@@ -313,7 +280,7 @@ def test_four_ranks_then_kill_9_in_a_draft_step(reference: Reference, folder: Pa
         check_shared(stats, 4, Drafts.of(server.server).drafted)
 
         asking = Asking(server)
-        order_of(folder, "dp4").write_text(f"2 {int(signal.SIGKILL)}", "utf-8")
+        Stops(folder, "dp4").tell(stop_on_order.HEAD, 2, signal.SIGKILL)
         asking.check_refused()
         log = server.server.log_path.read_text("utf-8", errors="replace")
         assert re.search(r"EngineCore_DP2 .* died unexpectedly \(exit code: -9\)", log)

@@ -30,7 +30,7 @@ from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import (
 )
 from tests.integration import quantise_reference
 from tests.integration.quantise_reference import Mode
-from tests.integration.servers import FAST_SERVER, EpServer, Requests, write_plugin
+from tests.integration.servers import EpServer, ForkedServer, Requests, write_plugin
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -67,13 +67,12 @@ class OneRank:
         self._mode = plugin / quantise_reference.MODE_FILE
         self.requests = _draw_requests(checkpoint)
         self._set(Mode())
-        self.server = VllmServer(
+        self.server = ForkedServer(
             model=checkpoint,
             name=f"one rank {dtype}",
             folder=folder,
             arguments=["--enforce-eager", f"--dtype={dtype}"],
             environment={"VLLM_PLUGINS": PLUGIN, "PYTHONPATH": str(plugin)},
-            program=FAST_SERVER,
         )
 
     def __enter__(self) -> OneRank:

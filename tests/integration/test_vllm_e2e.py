@@ -6,41 +6,47 @@ that the MoE layers' rows went through the exchange: a backend that is silently 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.integration.vllm.demo import processes
-from moe_nvlink_plugin.integration.vllm.demo.server import CPU_ENVIRONMENT, ServerError, VllmServer
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MODELS, write_checkpoint
+from moe_nvlink_plugin.integration.vllm.demo.server import CPU_ENVIRONMENT, ServerError
+from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import (
+    MODELS,
+    TinyModel,
+    write_checkpoint,
+)
+from tests.integration import stop_on_order
 from tests.integration.servers import (
-    FAST_SERVER,
     EpServer,
+    Forked,
+    ForkedServer,
     Requests,
+    Stops,
+    check_stopped_rank_is_named,
     our_files,
-    send_signal,
-    wait_for_text,
+    templates,
 )
 
 # A server of four workers on two cores needs its time to start.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
+QWEN3 = MODELS["qwen3_moe"]
+#: A dense layer and one with experts: every rank compiles every layer.
+SHORT_GLM4 = dataclasses.replace(MODELS["glm4_moe"], num_layers=2)
 NUM_SEQUENCES = 40
 #: Of the server whose rank is stopped, for the test waits as long.
 SHORT_TIMEOUT_S = 8
+NAME = "qwen3 dp2"
 
 
 @pytest.fixture(scope="module")
@@ -49,31 +55,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def requests_of(folder: Path) -> Callable[[str], Requests]:
-    """Requests and expected tokens by architecture; one server each, without any plugin."""
-    made: dict[str, Requests] = {}
+def requests_of(folder: Path) -> Callable[[TinyModel], Requests]:
+    """Requests and expected tokens by model; one server each, without any plugin."""
+    made: dict[TinyModel, Requests] = {}
 
-    def get(architecture: str) -> Requests:
-        if architecture not in made:
-            made[architecture] = _ask_one_rank(architecture, folder)
-        return made[architecture]
+    def get(model: TinyModel) -> Requests:
+        if model not in made:
+            made[model] = _ask_one_rank(model, folder)
+        return made[model]
 
     return get
 
 
-def _ask_one_rank(architecture: str, folder: Path) -> Requests:
-    checkpoint = write_checkpoint(folder / architecture, architecture)
+def _ask_one_rank(model: TinyModel, folder: Path) -> Requests:
+    checkpoint = write_checkpoint(folder / model.architecture, model)
     draw = random.Random(7)
-    vocab = range(MODELS[architecture].vocab_size)
+    vocab = range(model.vocab_size)
     prompts = [draw.choices(vocab, k=draw.randint(1, 60)) for _ in range(NUM_SEQUENCES)]
     lengths = [draw.randint(4, 48) for _ in prompts]
-    server = VllmServer(
+    server = ForkedServer(
         model=checkpoint,
-        name=f"one rank {architecture}",
+        name=f"one rank {model.architecture}",
         folder=folder,
         arguments=["--enforce-eager"],
         with_plugins=False,
-        program=FAST_SERVER,
     )
     with server:
         server.wait_until_ready()
@@ -81,8 +86,7 @@ def _ask_one_rank(architecture: str, folder: Path) -> Requests:
     return Requests(checkpoint, prompts, lengths, [answer.token_ids for answer in answers])
 
 
-def _num_moe_layers(architecture: str) -> int:
-    model = MODELS[architecture]
+def _num_moe_layers(model: TinyModel) -> int:
     return model.num_layers - model.num_dense_layers
 
 
@@ -101,13 +105,16 @@ def _our_mappings(pids: list[int]) -> list[str]:
 
 
 @pytest.fixture(scope="class")
-def server(requests_of: Callable[[str], Requests], folder: Path) -> Iterator[EpServer]:
+def server(requests_of: Callable[[TinyModel], Requests], folder: Path) -> Iterator[EpServer]:
     with EpServer(
-        requests_of("qwen3_moe"),
+        requests_of(QWEN3),
         folder,
-        "qwen3 dp2",
+        NAME,
         *("--data-parallel-size=2", "--enforce-eager"),
-        environment={"MOE_NVLINK_TIMEOUT_S": str(SHORT_TIMEOUT_S)},
+        environment={
+            **Stops(folder, NAME).install(),
+            "MOE_NVLINK_TIMEOUT_S": str(SHORT_TIMEOUT_S),
+        },
     ) as server:
         yield server
 
@@ -124,7 +131,7 @@ class TestTwoDataParallelRanks:
         assert server.differing(range(first, first + 8), concurrency=concurrency) == []
 
     def test_the_rows_went_through_our_exchange(self, server: EpServer) -> None:
-        server.check_traffic(2, NUM_SEQUENCES, _num_moe_layers("qwen3_moe"))
+        server.check_traffic(2, NUM_SEQUENCES, _num_moe_layers(QWEN3))
 
     def test_shared_memory_has_no_name_any_more(self, server: EpServer) -> None:
         stats = server.stats(2)
@@ -135,50 +142,26 @@ class TestTwoDataParallelRanks:
         assert all(any(f"-{c['pid']}-" in line for line in mapped) for c in stats)
         assert our_files(stats) == []
 
-    def test_a_rank_that_hangs_is_named_and_nothing_waits_for_ever(self, server: EpServer) -> None:
-        stats = server.stats(2)
-        pid = stats[1]["pid"]
-        requests = server.requests
-        outcome: list[Exception] = []
-
-        def ask() -> None:
-            try:
-                server.server.complete(requests.prompts[:4], max_tokens=400, timeout_s=180)
-            except ServerError as error:
-                outcome.append(error)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        # The stopped rank may stand in vLLM's own collective instead of ours: then try again.
-        for _ in range(6):
-            time.sleep(0.5)
-            send_signal(pid, signal.SIGSTOP)
-            told = wait_for_text(server.server.log_path, "rank(s) 1;", SHORT_TIMEOUT_S + 10)
-            send_signal(pid, signal.SIGCONT)
-            if told or not asking.is_alive():
-                break
-        log = server.server.log_path.read_text("utf-8", errors="replace")
-        assert "ExchangeTimeoutError" in log
-        assert f"rank 0 waited {SHORT_TIMEOUT_S} s in" in log
-        asking.join(timeout=60)
-        assert not asking.is_alive()
-        assert len(outcome) == 1
-        assert our_files(stats) == []
+    def test_a_rank_that_hangs_is_named_and_nothing_waits_for_ever(
+        self, server: EpServer, folder: Path
+    ) -> None:
+        told = f"rank 0 waited {SHORT_TIMEOUT_S} s in dispatch of epoch"
+        check_stopped_rank_is_named(server, Stops(folder, NAME), stop_on_order.DISPATCH, told)
 
 
 @pytest.mark.parametrize(
-    ("name", "architecture", "ep_size", "arguments"),
+    ("name", "model", "ep_size", "arguments"),
     [
-        ("qwen3 dp2 compiled", "qwen3_moe", 2, ["--data-parallel-size=2"]),
+        ("qwen3 dp2 compiled", QWEN3, 2, ["--data-parallel-size=2"]),
         (
             "qwen3 dp2 tp2",
-            "qwen3_moe",
+            QWEN3,
             4,
             ["--data-parallel-size=2", "--tensor-parallel-size=2", "--enforce-eager"],
         ),
         (
             "glm4 dp2 tp2 compiled",
-            "glm4_moe",
+            SHORT_GLM4,
             4,
             ["--data-parallel-size=2", "--tensor-parallel-size=2"],
         ),
@@ -186,27 +169,28 @@ class TestTwoDataParallelRanks:
 )
 def test_tokens_equal_those_of_one_rank(
     name: str,
-    architecture: str,
+    model: TinyModel,
     ep_size: int,
     arguments: list[str],
-    requests_of: Callable[[str], Requests],
+    requests_of: Callable[[TinyModel], Requests],
     folder: Path,
 ) -> None:
-    with EpServer(requests_of(architecture), folder, name, *arguments) as server:
-        assert server.differing(range(4), concurrency=1) == []
-        assert server.differing(range(4, 24), concurrency=5) == []
-        server.check_traffic(ep_size, 24, _num_moe_layers(architecture))
+    # Four ranks of which two always wait for the other two's cores are slow.
+    alone, count = (4, 24) if ep_size == 2 else (2, 12)
+    with EpServer(requests_of(model), folder, name, *arguments) as server:
+        assert server.differing(range(alone), concurrency=1) == []
+        assert server.differing(range(alone, count), concurrency=5) == []
+        server.check_traffic(ep_size, count, _num_moe_layers(model))
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
     checkpoint = write_checkpoint(folder / "refused", "qwen3_moe")
     arguments = ["--data-parallel-size=2", "--all2all-backend=moe_nvlink", "--enable-lora"]
-    server = VllmServer(
+    server = ForkedServer(
         model=checkpoint,
         name="refused",
         folder=folder,
         arguments=arguments,
-        program=FAST_SERVER,
     )
     with server, pytest.raises(ServerError, match="exit code 1"):
         server.wait_until_ready()
@@ -244,9 +228,11 @@ if __name__ == "__main__":
 """
 
 
-def test_python_llm_on_two_ranks(requests_of: Callable[[str], Requests], folder: Path) -> None:
+def test_python_llm_on_two_ranks(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
     """`LLM(all2all_backend="moe_nvlink")`, the way vLLM runs data parallel without a server."""
-    requests, work = requests_of("qwen3_moe"), folder / "python"
+    requests, work = requests_of(QWEN3), folder / "python"
     work.mkdir()
     script = work / "generate.py"
     script.write_text(_PYTHON, "utf-8")
@@ -274,7 +260,7 @@ def test_python_llm_on_two_ranks(requests_of: Callable[[str], Requests], folder:
 
 def _start_python(
     script: Path, rank: int, port: int, requests: Requests, share: range, work: Path
-) -> subprocess.Popen[Any]:
+) -> Forked:
     asked = work / f"requests{rank}.json"
     asked.write_text(
         json.dumps([[requests.prompts[n] for n in share], [requests.lengths[n] for n in share]])
@@ -291,10 +277,5 @@ def _start_python(
         "VLLM_DP_MASTER_PORT": str(port),
     }
     with (work / "log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, str(script), str(requests.checkpoint), str(asked), str(answers)],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command = [str(script), str(requests.checkpoint), str(asked), str(answers)]
+        return templates().with_ours.fork(command, environment, log)

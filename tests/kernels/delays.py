@@ -56,7 +56,7 @@ def randomly_delayed() -> host.HostLibrary:
         r"(for \(int (?:token|item) = cta\.block;[^{]*\{)", r"\1 test_delay();", text
     )
     assert loops >= 2, f"{loops} loops over tokens"
-    return host.HostLibrary(host.build(_with_prelude(text, _RANDOM_DELAY)))
+    return _built(_with_prelude(text, _RANDOM_DELAY))
 
 
 def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:
@@ -67,4 +67,9 @@ def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:
         "    nanosleep(&time, nullptr);\n  }\n"
     )
     line = "  const bool faulted = combine_barrier(args, cta, shared);\n"
-    return host.HostLibrary(host.build(replace_once(source.host_source(), line, line + sleep)))
+    return _built(replace_once(source.host_source(), line, line + sleep))
+
+
+def _built(text: str) -> host.HostLibrary:
+    # -O1: seconds less to compile, for kernels that sleep most of the time.
+    return host.HostLibrary(host.build(text, (*host.FLAGS, "-O1")))

@@ -1,17 +1,40 @@
-"""Ranks as processes that meet over gloo; what each returns comes back through a file."""
+"""Ranks as processes that meet over gloo; what each returns comes back through a file.
+
+They are forked from a process that has imported torch and has no threads: that takes 3 s of CPU
+time, and the tests start some hundred ranks.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import os
 import pickle
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+#: What bodies need, the modules they stand in included; nothing that reads the environment.
+PRELOADED = [
+    "torch.distributed",
+    "pytest",
+    "hypothesis",
+    "cuda.bindings.driver",
+    "moe_nvlink_plugin.testing",
+    "tests.fake_cuda.transport",
+    "tests.kernels.cases",
+    "tests.kernels.compare",
+]
+#: What they are forked from starts with this, not with what the first test to need ranks has set:
+#: ranks of later tests would find its stand-in of a driver, by the linker's path.
+_ENVIRONMENT = dict(os.environ)
 
 
 def run_processes(
@@ -24,13 +47,18 @@ def run_processes(
 ) -> list[Any]:
     """`[body(rank, ep_size, *args) for rank in ...]`, each in its own process, all at once.
 
-    `body` must stand at the top of an importable module. torch.distributed is initialised there.
+    `body` must stand at the top of an importable module. torch.distributed is initialised there,
+    and os.environ is as it is here now.
     Ranks in `killed` are expected to die by SIGKILL; None stands in the place of their result.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+        forkserver.ensure_running()
     processes = [
         context.Process(
-            target=_rank_main, args=(rank, ep_size, body, str(folder), args, len(killed))
+            target=_rank_main,
+            args=(dict(os.environ), rank, ep_size, body, str(folder), args, len(killed)),
         )
         for rank in range(ep_size)
     ]
@@ -55,6 +83,7 @@ def run_processes(
 
 
 def _rank_main(
+    environment: Mapping[str, str],
     ep_rank: int,
     ep_size: int,
     body: Callable[..., Any],
@@ -62,6 +91,7 @@ def _rank_main(
     args: tuple[Any, ...],
     num_killed: int,
 ) -> None:
+    _live_in(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size
@@ -78,3 +108,15 @@ def _rank_main(
     ):
         time.sleep(0.01)
     dist.destroy_process_group()
+
+
+def _live_in(environment: Mapping[str, str]) -> None:
+    """Takes variables that the process this one was forked from was not started with."""
+    os.environ.clear()
+    os.environ.update(environment)
+    # The linker read its path long ago; who opens a library of this name later gets this one.
+    for folder in environment.get("LD_LIBRARY_PATH", "").split(":"):
+        driver = Path(folder, "libcuda.so.1")
+        if folder and driver.exists():
+            ctypes.CDLL(str(driver))
+            break

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_gpu
+from benchmarks.moe_comm import cuda_clock
+from benchmarks.moe_comm import emulated as one_gpu
+from benchmarks.moe_comm.options import Options
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
@@ -248,29 +250,33 @@ def _on_stand_in(_rank: int, _size: int, pdl: bool) -> tuple[Any, ...]:
         emulated.check_static_rounds("stand-in", FUSED, rounds=3)
         emulated.check_missing_rank("stand-in")
         _sanitized_programs()
-        _benchmark()
+    _benchmark(pdl)
     modules = fake_cuda.control().modules()
     return last.name, list(last.grid), list(last.block), last.num_attributes, last.pdl, modules
 
 
-def _benchmark() -> None:
-    """bench_gpu.py with the launch shapes of a GPU with 132 SMs; the times mean nothing."""
-    options = bench_gpu.Options(
-        device="cpu",
-        ep_size=4,
+def _benchmark(pdl: bool) -> None:
+    """bench_moe_comm.py with the launch shapes of a GPU with 132 SMs; the times mean nothing."""
+    options = Options(
+        backends=("moe_nvlink",),
+        profile="custom",
         hidden_size=1024,
         top_k=2,
         num_experts=9,
-        dtype="bfloat16",
-        iterations=2,
+        ep_size=4,
+        batches=(3,),
+        iters=2,
         warmup=0,
+        device="rehearsal",
+        emulate_ranks=True,
+        pdl=pdl,
     )
-    timer = bench_gpu.Timer(options)
-    with contextlib.closing(bench_gpu.stand_in_backend(options)) as backend:
-        row = bench_gpu.measure(options, 3, timer, backend)
+    with contextlib.closing(one_gpu.stand_in_backend(options)) as backend:
+        (row,) = one_gpu.measure(options, 3, cuda_clock.Clock("cpu", 2, 0), backend)
         last = fake_cuda.control().last_launch()
     shape = row["shapes"]["combine"]
     assert (last.grid[0], last.grid[1], last.block[0]) == (shape["blocks"], 4, shape["threads"])
+    assert bool(last.pdl) == pdl
 
 
 def _sanitized_programs() -> None:

@@ -29,6 +29,14 @@ def test_named_case(case: Case) -> None:
     compare.check_case(case)
 
 
+@pytest.mark.parametrize(("ranks", "top_k"), [(8, 8), (12, 20)])
+def test_many_partial_rows(ranks: int, top_k: int) -> None:
+    """More than four of them: other sums of present_rows.h than the named cases meet."""
+    tokens = tuple((7 * rank + 1) % 9 for rank in range(ranks))
+    case = Case(tokens=tokens, num_experts=8 * ranks, top_k=top_k, hidden_size=27)
+    compare.check_case(case)
+
+
 @pytest.mark.parametrize("case", RECIPE_CASES, ids=name_of)
 def test_named_case_quantised(case: Case) -> None:
     """In one round by the kernel, in the next by the caller: the same bits, those of the recipe."""

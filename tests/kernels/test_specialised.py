@@ -16,6 +16,11 @@ from tests.kernels.delays import replace_once
 pytestmark = pytest.mark.timeout(180)
 
 
+def built(text: str, *flags: str) -> host.HostLibrary:
+    """With -O1: seconds less to compile, and the bits do not depend on it."""
+    return host.HostLibrary(host.build(text, (*host.FLAGS, "-O1", *flags)))
+
+
 @pytest.mark.parametrize(
     ("top_k", "element", "dtype", "hidden_size"),
     [
@@ -31,8 +36,7 @@ def test_specialised_build(
     hidden_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = source.specialised_source(top_k, constants()[element], host=True)
-    library = host.HostLibrary(host.build(text))
+    library = built(source.specialised_source(top_k, constants()[element], host=True))
     monkeypatch.setattr(host, "load", lambda: library)
     case = Case(
         name=f"StaticConfig<{top_k}, {element}>",
@@ -82,8 +86,9 @@ def test_constants_of_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The branches that the host's own constants leave out, with one and with many threads."""
-    flags = (*host.FLAGS, f"-DMOE_NVLINK_CTA_THREADS={cta_threads}")
-    library = host.HostLibrary(host.build(gpu_like_text(top_k, constants()[element]), flags))
+    library = built(
+        gpu_like_text(top_k, constants()[element]), f"-DMOE_NVLINK_CTA_THREADS={cta_threads}"
+    )
     monkeypatch.setattr(host, "load", lambda: library)
     case = Case(
         name=f"{cta_threads} threads, {element}",
@@ -134,9 +139,7 @@ def text_with_lanes(text: str) -> str:
 
 
 def library_with_lanes(text: str) -> host.HostLibrary:
-    # -O1: seconds less to compile, and the bits do not depend on it.
-    flags = (*host.FLAGS, "-O1", f"-DMOE_NVLINK_CTA_THREADS={LANE_THREADS}")
-    return host.HostLibrary(host.build(text_with_lanes(text), flags))
+    return built(text_with_lanes(text), f"-DMOE_NVLINK_CTA_THREADS={LANE_THREADS}")
 
 
 def quantised_case(recipe: str, hidden_size: int) -> Case:
@@ -224,7 +227,7 @@ def test_lanes_that_do_not_exchange_are_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_a_specialised_build_ignores_run_time_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
     """The build under test is the one that runs: with another top_k it must go wrong."""
     text = source.specialised_source(1, constants()["kElementFp32"], host=True)
-    library = host.HostLibrary(host.build(text))
+    library = built(text)
     monkeypatch.setattr(host, "load", lambda: library)
     with pytest.raises(AssertionError, match="wrong library"):
         compare.check_case(Case(name="wrong library", tokens=(3, 3), top_k=4))

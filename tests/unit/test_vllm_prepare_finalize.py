@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -25,6 +23,7 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     UnsupportedError,
 )
+from tests.kernels.processes import run_processes
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 5
 VOCAB = 100
@@ -434,16 +433,9 @@ SCENARIOS = (
 )
 
 
-def _process(ep_rank: int, ep_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def _process(ep_rank: int, ep_size: int, folder: str) -> dict[str, Any]:
     os.environ["MOE_NVLINK_STATS_DIR"] = f"{folder}/stats"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size
-    )
-    results = {scenario.__name__: scenario(ep_rank, ep_size) for scenario in SCENARIOS}
-    Path(folder, f"results{ep_rank}").write_bytes(pickle.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {scenario.__name__: scenario(ep_rank, ep_size) for scenario in SCENARIOS}
 
 
 @pytest.fixture(scope="module")
@@ -454,8 +446,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
     """By rank and scenario."""
-    mp.spawn(_process, (2, str(folder)), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
-    return [pickle.loads((folder / f"results{rank}").read_bytes()) for rank in range(2)]
+    return run_processes(2, _process, folder, str(folder))
 
 
 def test_two_processes_with_ragged_and_empty_batches(results: list[dict[str, Any]]) -> None:

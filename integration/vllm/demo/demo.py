@@ -76,18 +76,23 @@ def _message(log_line: str) -> str:
     return message.strip() if found and "[" in head else log_line.strip()
 
 
-def serve_and_ask(server: VllmServer, requests: Requests) -> report.Answers:
-    """Wait for the server, then send every request at once."""
+def wait_for(server: VllmServer) -> None:
+    """Wait until the server answers, and show that time passes."""
     progress = ProgressLine(f"starting the {server.name} server")
     ready_s = server.wait_until_ready(progress=progress)
     progress.close(f"the {server.name} server is ready after {ready_s:.0f} s")
+
+
+def ask(server: VllmServer, requests: Requests) -> report.Answers:
+    """Send every request at once."""
     # The first request of a server pays for what later ones do not; keep it out of the timing.
     server.complete([[1]], max_tokens=2)
     started = time.monotonic()
     completions = server.complete(requests.prompts, max_tokens=requests.max_tokens)
     seconds = time.monotonic() - started
     answers = report.Answers([completion.token_ids for completion in completions], seconds)
-    print(f"  answered {len(completions)} concurrent requests, {answers.tokens_per_s:.0f} tokens/s")
+    rate = f"{answers.tokens_per_s:.0f} tokens/s"
+    print(f"  {server.name} answered {len(completions)} concurrent requests, {rate}", flush=True)
     return answers
 
 
@@ -100,22 +105,26 @@ def run(folder: Path, architecture: str, num_requests: int) -> int:
     shutil.rmtree(stats_folder, ignore_errors=True)
     stats_folder.mkdir(parents=True)
 
-    print(f"1. vLLM over {EP_SIZE} ranks: {' '.join(SERVE_FLAGS)}", flush=True)
-    with VllmServer(
-        model=checkpoint,
-        name="moe_nvlink",
-        folder=folder,
-        arguments=(*SERVE_FLAGS, EAGER),
-        environment={"MOE_NVLINK_STATS_DIR": str(stats_folder.resolve())},
-    ) as server:
-        ours = serve_and_ask(server, requests)
-        ranks = report.wait_for_stats(stats_folder)
-
+    print(f"1. vLLM over {EP_SIZE} ranks: {' '.join(SERVE_FLAGS)}")
     print("2. vLLM on one rank, without any plugin", flush=True)
-    with VllmServer(
-        model=checkpoint, name="one-rank", folder=folder, arguments=(EAGER,), with_plugins=False
-    ) as server:
-        theirs = serve_and_ask(server, requests)
+    # Both start at once, for starting is imports and waiting; nobody is asked before both are up.
+    with (
+        VllmServer(
+            model=checkpoint,
+            name="moe_nvlink",
+            folder=folder,
+            arguments=(*SERVE_FLAGS, EAGER),
+            environment={"MOE_NVLINK_STATS_DIR": str(stats_folder.resolve())},
+        ) as server,
+        VllmServer(
+            model=checkpoint, name="one-rank", folder=folder, arguments=(EAGER,), with_plugins=False
+        ) as other,
+    ):
+        for one in (other, server):
+            wait_for(one)
+        ours = ask(server, requests)
+        ranks = report.wait_for_stats(stats_folder)
+        theirs = ask(other, requests)
 
     print(f"\nTokens of {architecture} (random weights, greedy, float32)\n")
     print(report.answers_table(requests.prompts, ours, theirs))

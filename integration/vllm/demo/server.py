@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 from .processes import end_session, processes_of_session, shared_memory_of, start_watchdog
 
@@ -71,13 +71,25 @@ class Completion(NamedTuple):
     seconds: float
 
 
+class ServerProcess(Protocol):
+    """What is needed of a server's first process; subprocess.Popen has it."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+
+    def wait(self) -> int:
+        """Its exit code, once it has one."""
+
+
 class VllmServer:
     """One vLLM OpenAI server process tree on a free port of this machine; a context manager.
 
     model: checkpoint folder. name: for messages and the log file. folder: where the log goes.
     arguments: vLLM flags after ours. environment: variables over ours. with_plugins: False starts
-    vLLM with no plugin at all, ours included. program: what Python is to run in the place of
-    API_SERVER, with the same flags. Creating one starts the process, without waiting.
+    vLLM with no plugin at all, ours included. Creating one starts the process, without waiting.
     """
 
     def __init__(
@@ -89,14 +101,13 @@ class VllmServer:
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         with_plugins: bool = True,
-        program: Sequence[str] | None = None,
     ) -> None:
         self.name = name
         self.port = _free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / f"{name.replace(' ', '-')}.log"
         self.command = [
-            *(sys.executable, *(program or API_SERVER)),
+            *(sys.executable, *API_SERVER),
             *("--model", str(model), "--served-model-name", SERVED_NAME),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *CPU_ARGUMENTS,
@@ -108,17 +119,10 @@ class VllmServer:
         self._started = time.monotonic()
         self._ready = False
         self._held: set[Path] = set()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ServerProcess | None = None
         # A Ctrl-C between fork and assignment would leave a server that nobody knows.
         with _interrupts_deferred(), self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self.command,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = self._start(variables, log)
             self._session = self._process.pid
             self._watchdog = start_watchdog(self._session)
             _RUNNING.append(self)
@@ -229,6 +233,17 @@ class VllmServer:
             _RUNNING.remove(self)
         if stay:
             raise ServerError(f"processes {stay} of the {self.name} server survived SIGKILL")
+
+    def _start(self, variables: Mapping[str, str], log: IO[bytes]) -> ServerProcess:
+        """Start `command` as the leader of a session of its own."""
+        return subprocess.Popen(
+            self.command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def _complete_one(
         self, prompt: Sequence[int], length: int, timeout_s: float, rank: int | None

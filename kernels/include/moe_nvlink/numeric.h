@@ -18,6 +18,17 @@ HD uint32_t bits_of_float(float value) {
   MOE_NVLINK_HOST_ONLY(return __builtin_bit_cast(uint32_t, value);)
 }
 
+// The same of registers of several elements, which the host has. Conversions are written once, for
+// one element (Bits is uint32_t) and for a register of them.
+MOE_NVLINK_HOST_ONLY(
+    HD FloatRegister float_of_bits(BitRegister bits) {
+      return reinterpret_cast<FloatRegister>(bits);
+    }
+
+    HD BitRegister bits_of_float(FloatRegister values) {
+      return reinterpret_cast<BitRegister>(values);
+    })
+
 HD int element_bytes(int element) {
   return element == kElementFp32 ? 4 : 2;
 }
@@ -26,16 +37,21 @@ struct Bf16 {
   using Storage = uint16_t;
   static constexpr uint32_t kMinusZero = 0x8000;
 
-  HD static float to_float(uint16_t bits) {
-    return float_of_bits(static_cast<uint32_t>(bits) << 16);
+  template <class Bits>
+  HD static auto floats_of(Bits bits) {
+    return float_of_bits(bits << 16);
   }
 
   // Round to nearest even; every NaN becomes 0x7fc0, as in torch.
+  template <class Bits>
+  HD static Bits rounded(Bits bits) {
+    const Bits result = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? Bits{} + 0x7fc0u : result;
+  }
+
+  HD static float to_float(uint16_t bits) { return floats_of(static_cast<uint32_t>(bits)); }
   HD static uint16_t from_float(float value) {
-    const uint32_t bits = bits_of_float(value);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
+    return static_cast<uint16_t>(rounded(bits_of_float(value)));
   }
 };
 
@@ -45,33 +61,47 @@ struct Fp16 {
 
   // Moving the 15 magnitude bits up to fp32's place leaves the exponent 112 too low; the product
   // with 2^112 is exact and makes normals of subnormals. Infinity and NaN get fp32's exponent.
-  HD static float to_float(uint16_t half) {
-    const uint32_t magnitude = (half & 0x7fffu) << 13;
-    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-    const float scaled = float_of_bits(magnitude) * float_of_bits(0x77800000u);
-    const uint32_t special = magnitude | 0x7f800000u;
-    return float_of_bits(sign | (magnitude >= 0x0f800000u ? special : bits_of_float(scaled)));
+  template <class Bits>
+  HD static auto floats_of(Bits half) {
+    const Bits magnitude = (half & 0x7fffu) << 13;
+    const Bits sign = (half & 0x8000u) << 16;
+    const Bits scaled = bits_of_float(float_of_bits(magnitude) * float_of_bits(0x77800000u));
+    const Bits special = magnitude | 0x7f800000u;
+    return float_of_bits(sign | (magnitude >= 0x0f800000u ? special : scaled));
   }
 
   // Round to nearest even. Below 2^-14 (fp16's smallest normal) adding 0.5 makes fp32's own adder
   // round to multiples of 2^-24, fp16's subnormal step.
+  template <class Bits>
+  HD static Bits rounded(Bits bits) {
+    const Bits sign = (bits >> 16) & 0x8000u;
+    const Bits magnitude = bits & 0x7fffffffu;
+    const Bits normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    const Bits subnormal = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u;
+    Bits half = magnitude < 0x38800000u ? subnormal : normal;
+    // 65536 and above; 65520.. rounds there itself
+    half = magnitude >= 0x47800000u ? Bits{} + 0x7c00u : half;
+    half = magnitude > 0x7f800000u ? Bits{} + 0x7e00u : half;
+    return sign | half;
+  }
+
+  HD static float to_float(uint16_t half) { return floats_of(static_cast<uint32_t>(half)); }
   HD static uint16_t from_float(float value) {
-    const uint32_t bits = bits_of_float(value);
-    const uint32_t sign = (bits >> 16) & 0x8000u;
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t subnormal = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u;
-    uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
-    half =
-        magnitude >= 0x47800000u ? 0x7c00u : half;  // 65536 and above; 65520.. rounds there itself
-    half = magnitude > 0x7f800000u ? 0x7e00u : half;
-    return static_cast<uint16_t>(sign | half);
+    return static_cast<uint16_t>(rounded(bits_of_float(value)));
   }
 };
 
 struct Fp32 {
   using Storage = uint32_t;
   static constexpr uint32_t kMinusZero = 0x80000000u;
+  template <class Bits>
+  HD static auto floats_of(Bits bits) {
+    return float_of_bits(bits);
+  }
+  template <class Bits>
+  HD static Bits rounded(Bits bits) {
+    return bits;
+  }
   HD static float to_float(uint32_t bits) { return float_of_bits(bits); }
   HD static uint32_t from_float(float value) { return bits_of_float(value); }
 };
@@ -100,12 +130,14 @@ struct E4m3 {
   }
 
   // As Fp16::to_float: 2^120 = 2^(127 - 7).
-  HD static float to_float(uint8_t code) {
-    const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
-    const uint32_t magnitude = code & 0x7fu;
-    const float scaled = float_of_bits(magnitude << 20) * float_of_bits(0x7b800000u);
-    return float_of_bits(sign | (magnitude == 0x7fu ? 0x7fc00000u : bits_of_float(scaled)));
+  template <class Bits>
+  HD static auto floats_of(Bits code) {
+    const Bits sign = (code & 0x80u) << 24;
+    const Bits magnitude = code & 0x7fu;
+    const Bits scaled = bits_of_float(float_of_bits(magnitude << 20) * float_of_bits(0x7b800000u));
+    return float_of_bits(sign | (magnitude == 0x7fu ? Bits{} + 0x7fc00000u : scaled));
   }
+  HD static float to_float(uint8_t code) { return floats_of(static_cast<uint32_t>(code)); }
 
   // Arrays; Count is even and `codes` aligned to 2.
   template <int Count>
@@ -157,11 +189,14 @@ struct E2m1 {
   }
 
   // As Fp16::to_float: 2^126 = 2^(127 - 1).
-  HD static float to_float(uint8_t code) {
-    const uint32_t sign = static_cast<uint32_t>(code & 8u) << 28;
-    const float scaled = float_of_bits((code & 7u) << 22) * float_of_bits(0x7e800000u);
-    return float_of_bits(sign | bits_of_float(scaled));
+  template <class Bits>
+  HD static auto floats_of(Bits code) {
+    const Bits sign = (code & 8u) << 28;
+    const Bits scaled =
+        bits_of_float(float_of_bits((code & 7u) << 22) * float_of_bits(0x7e800000u));
+    return float_of_bits(sign | scaled);
   }
+  HD static float to_float(uint8_t code) { return floats_of(static_cast<uint32_t>(code)); }
 
   // Arrays; Count is a multiple of 8 and `codes`, Count / 2 bytes, aligned to 4.
   template <int Count>

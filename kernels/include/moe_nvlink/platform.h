@@ -37,6 +37,10 @@ constexpr int kVectorsInFlight = 2;
 constexpr bool kSkipAbsentRows = false;
 // Elements of a row that one thread quantises at a time; lanes side by side share a larger block.
 constexpr int kLaneElements = 16;
+// A register holds one element.
+constexpr int kRegisterFloats = 1;
+using FloatRegister = float;
+using BitRegister = uint32_t;
 
 // One cooperative thread array: who I am in it, and its barrier.
 struct Cta {
@@ -213,6 +217,10 @@ constexpr int kVectorsInFlight = 1;
 constexpr bool kSkipAbsentRows = true;
 // Whole blocks of every recipe, and enough of them to fill vector registers.
 constexpr int kLaneElements = 128;
+// Elements that are added together, spelled out: as loops over arrays GCC keeps sums in memory.
+constexpr int kRegisterFloats = 8;
+typedef float FloatRegister __attribute__((vector_size(4 * kRegisterFloats)));
+typedef uint32_t BitRegister __attribute__((vector_size(4 * kRegisterFloats)));
 
 struct Cta {
   int block;

@@ -1,0 +1,201 @@
+"""Decode throughput of the demonstration's server over two ranks: ours against gloo collectives.
+
+    python benchmarks/bench_serve.py --output_file benchmarks/results/DATE-cpu-serve.json
+
+Both servers have the same vLLM, flags, model and experts, and enter by the same seams of ours; only
+the exchange differs. Nothing is reported unless every token equals the one-rank server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from benchmarks.serving import measure, model
+from benchmarks.serving.servers import (
+    BACKENDS,
+    OURS,
+    ExpertParallelServer,
+    NotExchangedError,
+    one_rank_tokens,
+)
+from moe_nvlink_plugin.integration.vllm.demo.demo import EP_SIZE
+from moe_nvlink_plugin.integration.vllm.demo.server import ServerError
+from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import TinyModel
+
+SHOWS = (
+    "HTTP requests to vLLM servers whose two workers, API server and client share the cores of "
+    "one machine; tokens per second from sending a wave of requests to its last answer, the first "
+    "token's step included"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is served, and how it is measured; see parser()."""
+
+    backends: tuple[str, ...]
+    concurrency: tuple[int, ...]
+    tokens: int
+    rounds: int
+    hidden_size: int
+    layers: int
+    top_k: int
+    num_experts: int
+    seed: int
+    exchange_share: bool
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be measured."""
+        if OURS not in self.backends or len(set(self.backends)) != len(self.backends):
+            raise ValueError(f"--backends {' '.join(self.backends)}: once each, {OURS} among them")
+        most = model.MOST_TOKENS - model.PROMPT_TOKENS
+        limits = {"tokens": most, "rounds": 1000, "layers": 100}
+        for name, limit in limits.items():
+            if not 1 <= getattr(self, name) <= limit:
+                raise ValueError(f"--{name} {getattr(self, name)} is not between 1 and {limit}")
+        if not all(1 <= count <= 256 for count in self.concurrency):
+            raise ValueError(f"--concurrency {self.concurrency} is not between 1 and 256")
+        self.model()
+
+    def model(self) -> TinyModel:
+        """The sizes of what is served; ValueError when they do not go together."""
+        return model.model_of(self.hidden_size, self.layers, self.top_k, self.num_experts)
+
+
+def parser() -> argparse.ArgumentParser:
+    tiny = model.TINY
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    made.add_argument("--backends", nargs="+", choices=BACKENDS, default=[*BACKENDS[:2]])
+    made.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
+    made.add_argument("--tokens", type=int, default=96, help="of each answer")
+    made.add_argument("--rounds", type=int, default=9, help="waves per backend and concurrency")
+    made.add_argument("--hidden_size", type=int, default=tiny.hidden_size)
+    made.add_argument("--layers", type=int, default=tiny.num_layers)
+    made.add_argument("--top_k", type=int, default=tiny.top_k)
+    made.add_argument("--num_experts", type=int, default=tiny.num_experts)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument(
+        "--exchange_share",
+        action="store_true",
+        help="report the share of time that workers spend in dispatch and combine, waiting\n"
+        "included; its clocks are in the measured servers",
+    )
+    made.add_argument("--output_file", type=Path, help="JSON file for the result")
+    return made
+
+
+def run(options: Options, folder: Path) -> dict[str, Any]:
+    """The result, from servers started in `folder`.
+
+    Raises WrongTokensError, NotExchangedError or ServerError instead of a result.
+    """
+    tiny = options.model()
+    checkpoint = model.checkpoint_of(tiny, folder)
+    prompts = model.prompts_of(tiny, max(options.concurrency), options.seed)
+    say("one rank, for the tokens to expect")
+    expected = one_rank_tokens(checkpoint, folder, prompts, options.tokens)
+    with contextlib.ExitStack() as stop:
+        servers = [_start(name, options, checkpoint, folder, stop) for name in options.backends]
+        began = time.perf_counter()
+        waves = measure.interleave(
+            servers, measure.Asked(prompts, expected), options.concurrency, options.rounds, say
+        )
+        seconds = time.perf_counter() - began
+        moved = {server.name: _check_exchanged(server, waves, options) for server in servers}
+    return {
+        "schema": 1,
+        "kind": "serve",
+        "machine": common.describe_run(),
+        "shows": SHOWS,
+        "options": dataclasses.asdict(options),
+        "ep_size": EP_SIZE,
+        "measured_s": seconds,
+        "rows": measure.rows_of(waves),
+        "ratio": measure.ratios_of(waves, OURS),
+        "exchanged": moved,
+    }
+
+
+def _start(
+    name: str, options: Options, checkpoint: Path, folder: Path, stop: contextlib.ExitStack
+) -> ExpertParallelServer:
+    server = ExpertParallelServer(
+        name,
+        checkpoint,
+        folder,
+        max_num_seqs=-(-max(options.concurrency) // EP_SIZE),
+        timed=options.exchange_share,
+    )
+    stop.callback(server.stop)
+    say(f"{name}: ready after {server.wait_until_ready():.0f} s")
+    return server
+
+
+def _check_exchanged(
+    server: ExpertParallelServer, waves: measure.Waves, options: Options
+) -> list[dict[str, Any]]:
+    """Counters of the ranks; every generated token but the last has passed every MoE layer."""
+    per_request = (model.PROMPT_TOKENS + options.tokens - 1) * options.layers
+    requests = sum(len(taken) * count for count, taken in waves[server.name].items())
+    return server.check_exchanged(requests * per_request)
+
+
+def say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [f"{'at once':>8} {'backend':<22} {'tokens/s':>9}  quartiles        ours / peer"]
+    rows = sorted(result["rows"], key=lambda row: row["concurrency"])
+    for row in rows:
+        rate = row["decode_tokens_per_s"]
+        ratio = result["ratio"].get(row["backend"], {}).get(str(row["concurrency"]))
+        times = (
+            ""
+            if ratio is None
+            else f"{ratio['median']:.2f} ({ratio['q25']:.2f}-{ratio['q75']:.2f})"
+        )
+        lines.append(
+            f"{row['concurrency']:>8} {row['backend']:<22} {rate['median']:>9.0f}  "
+            f"{rate['q25']:.0f}-{rate['q75']:.0f}".ljust(58)
+            + times
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    made = parser()
+    given = made.parse_args(arguments)
+    try:
+        options = common.options_from(Options, given)
+    except ValueError as error:
+        made.error(str(error))
+    with tempfile.TemporaryDirectory(prefix="bench-serve-") as folder:
+        try:
+            result = run(options, Path(folder))
+        except (measure.WrongTokensError, NotExchangedError, ServerError) as error:
+            print(f"nothing was measured: {error}", file=sys.stderr)
+            return 1
+    print(table(result))
+    if given.output_file is not None:
+        common.write_json(given.output_file, result)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

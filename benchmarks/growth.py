@@ -1,0 +1,601 @@
+"""How times grow: with tokens, ranks, top_k and payload, one at a time; a fitted curve of each.
+
+    python benchmarks/growth.py --output_file growth.json            # ranks are processes on CPUs
+    python benchmarks/growth.py --device cuda --output_file g.json   # ranks emulated on one GPU
+    python benchmarks/growth.py --dimensions ranks --output_file growth.json   # adds, or replaces
+    python benchmarks/growth.py --refit growth.json                  # its points, other curves
+
+Times are bench_moe_comm's, by its code. Every point off its curve by more than its own spread is a
+knee; all are printed and named in the file. benchmarks/README.md says what the curves are made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common, growth_fit
+from benchmarks.growth_fit import Point, Term
+from benchmarks.moe_comm import accounting, processes
+from benchmarks.moe_comm.options import OURS, OptionError, Options
+from benchmarks.moe_comm.processes import RunError
+
+Row = dict[str, Any]
+#: Rows of bench_moe_comm of ours, one per batch of the options.
+Measure = Callable[[Options], list[Row]]
+
+PHASES = ("dispatch", "combine")
+#: Batches up to this have `iters` iterations; larger ones as many less, but no fewer than these.
+FULL_ITERS_UP_TO, LEAST_ITERS = 512, 8
+
+
+class Place(NamedTuple):
+    """What the curves take from the machine. `ranks_share`: ranks wait for each other's cores."""
+
+    cores: int
+    cache_bytes: int  # the last level
+    ranks_share: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimension:
+    """What moves while all else stays.
+
+    Attributes:
+        changes: a value -> fields of the base point that it replaces.
+        x: options of a run, one of its batches -> where the point stands.
+        terms: base point and machine -> what takes time.
+        where: what the names in the curve's formula mean.
+    """
+
+    x_label: str
+    values: tuple[int, ...]
+    changes: Callable[[int], dict[str, Any]]
+    x: Callable[[Options, int], float]
+    terms: Callable[[Options, Place], tuple[Term, ...]]
+    where: str
+    phases: tuple[str, ...] = PHASES
+
+
+def expected_ranks(ranks: float, top_k: float, num_experts: int) -> float:
+    """Expected number of different ranks of a token's experts, drawn at random, none twice.
+
+    1 less the chance that all come from the experts of the others, times the ranks; continuous in
+    both, so that a curve has values between the points.
+    """
+    others = num_experts * (1 - 1 / ranks)
+    if others <= top_k - 1:
+        return ranks  # too few others for all of them
+    missed = _log_choose(others, top_k) - _log_choose(num_experts, top_k)
+    return ranks * (1 - math.exp(missed))
+
+
+def _log_choose(n: float, k: float) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+def row_bytes(options: Options) -> int:
+    """Activations and scales of one token, as dispatch moves them."""
+    return accounting.traffic(dataclasses.replace(options, ep_size=1), 1).dispatch_row_bytes
+
+
+def fitting(base: Options, place: Place, bytes_per: float) -> float:
+    """How many of something fit the last cache: rows of all ranks, read, and put where they go."""
+    rows = 1 + expected_ranks(base.ep_size, base.top_k, base.num_experts)
+    return place.cache_bytes / (base.ep_size * rows * bytes_per)
+
+
+def _two_rates(name: str, end: float) -> tuple[Term, ...]:
+    """A fixed cost, and one rate up to where the cache ends and another beyond."""
+    short = f"{end:.4g}"
+    return (
+        Term("a", "", lambda _x: 1.0),
+        Term("b", f"min({name}, {short})", lambda x: min(x, end)),
+        Term("c", f"max(0, {name} - {short})", lambda x: max(0.0, x - end)),
+    )
+
+
+def tokens_terms(base: Options, place: Place) -> tuple[Term, ...]:
+    return _two_rates("n", fitting(base, place, row_bytes(base)))
+
+
+def payload_terms(base: Options, place: Place) -> tuple[Term, ...]:
+    return _two_rates("B", fitting(base, place, base.batches[0]))
+
+
+def quantised_payload_terms(base: Options, place: Place) -> tuple[Term, ...]:
+    """Copying and quantising both grow with the row, so that one rate holds both."""
+    del base, place
+    return Term("a", "", lambda _x: 1.0), Term("b", "B", lambda x: x)
+
+
+def top_k_terms(base: Options, place: Place) -> tuple[Term, ...]:
+    del place
+
+    def rows(k: float) -> float:
+        return base.batches[0] * expected_ranks(base.ep_size, k, base.num_experts)
+
+    return Term("a", "", lambda _k: 1.0), Term("b", "rows", rows), Term("c", "k", lambda k: k)
+
+
+def ranks_terms(base: Options, place: Place) -> tuple[Term, ...]:
+    """On CPUs all of it waits for a core; on one GPU the rows of all ranks share the memory."""
+
+    def share(ranks: float) -> float:
+        return max(1.0, ranks / place.cores) if place.ranks_share else 1.0
+
+    def rows(ranks: float) -> float:
+        return base.batches[0] * expected_ranks(ranks, base.top_k, base.num_experts)
+
+    if place.ranks_share:
+        return (
+            Term("a", "s", share),
+            Term("b", "s*rows", lambda n: share(n) * rows(n)),
+            Term("c", "s*N", lambda n: share(n) * n),
+        )
+    return (
+        Term("a", "", lambda _n: 1.0),
+        Term("b", "N*rows", lambda n: n * rows(n)),
+        Term("c", "N", lambda n: n),
+    )
+
+
+_ROWS = "rows: tokens x expected number of different ranks of a token's experts"
+_CACHE = "the number is where the rows of all ranks fill the machine's last cache"
+_HIDDEN = (512, 1024, 2048, 4096, 7168, 16384)
+
+
+def _payload(recipe: str) -> Dimension:
+    return Dimension(
+        f"bytes of a row, {recipe}",
+        _HIDDEN[1:5],
+        lambda hidden: {"hidden_size": hidden, "recipe": recipe},
+        lambda options, _tokens: row_bytes(options),
+        quantised_payload_terms,
+        "B: bytes of a row, activations and scales",
+        ("dispatch",),
+    )
+
+
+DIMENSIONS: dict[str, Dimension] = {
+    "tokens": Dimension(
+        "tokens per rank",
+        tuple(2**n for n in range(14)),
+        lambda tokens: {"batches": (tokens,)},
+        lambda _options, tokens: tokens,
+        tokens_terms,
+        f"n: tokens per rank; {_CACHE}",
+    ),
+    "ranks": Dimension(
+        "ranks",
+        (1, 2, 4, 8, 16, 32, 64),
+        lambda ranks: {"ep_size": ranks},
+        lambda options, _tokens: options.ep_size,
+        ranks_terms,
+        f"N: ranks; s: ranks per core, at least 1; {_ROWS}",
+    ),
+    "top_k": Dimension(
+        "experts per token (top_k)",
+        (1, 2, 4, 8, 16, 32),
+        lambda top_k: {"top_k": top_k},
+        lambda options, _tokens: options.top_k,
+        top_k_terms,
+        f"k: top_k; {_ROWS}",
+    ),
+    "payload": Dimension(
+        "bytes of a row, bf16",
+        _HIDDEN,
+        lambda hidden: {"hidden_size": hidden},
+        lambda options, _tokens: row_bytes(options),
+        payload_terms,
+        f"B: bytes of a row; {_CACHE}",
+    ),
+    "payload_mxfp8": _payload("mxfp8"),
+    "payload_nvfp4": _payload("nvfp4"),
+}
+
+
+# --- measuring
+
+
+def measure_on(device: str) -> Measure:
+    """bench_moe_comm's own way of timing ours on that device."""
+    if device == "cpu":
+        return processes.run
+    from benchmarks.moe_comm import emulated
+
+    return emulated.run
+
+
+class Budget:
+    """Seconds for all runs; none: as many as it takes."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._seconds = clock, seconds
+        self._start = clock()
+
+    def spent(self) -> float:
+        return self._clock() - self._start
+
+    def allows(self, seconds: float) -> bool:
+        """Whether a run that may take this long still fits."""
+        return self._seconds is None or self.spent() + seconds <= self._seconds
+
+
+class Sweep(NamedTuple):
+    """The points of one dimension, by phase; which were not measured, with reasons; what failed."""
+
+    points: dict[str, list[Point]]
+    left_out: list[str]
+    failed: str
+
+
+def runs(base: Options, name: str) -> Iterator[Options]:
+    """What is run for a dimension, from cheap to dear. Small batches are one run together."""
+    dimension, iters = DIMENSIONS[name], base.iters
+    if name == "tokens":
+        small = tuple(tokens for tokens in dimension.values if tokens <= FULL_ITERS_UP_TO)
+        large = [(tokens,) for tokens in dimension.values if tokens not in small]
+        for batches in (small, *large):
+            yield dataclasses.replace(
+                base, batches=batches, iters=_fewer(iters, max(batches) / FULL_ITERS_UP_TO)
+            )
+        return
+    for value in dimension.values:
+        options = dataclasses.replace(base, **dimension.changes(value))
+        yield dataclasses.replace(options, iters=_fewer(iters, options.ep_size / base.ep_size))
+
+
+def _fewer(iters: int, times: float) -> int:
+    """So that a dear point takes no longer than others, as far as its quartiles bear it."""
+    return min(iters, max(LEAST_ITERS, int(iters / times)))
+
+
+def sweep(base: Options, name: str, measure: Measure, budget: Budget, passes: int) -> Sweep:
+    """Measures a dimension as far as the budget goes, in passes up and down its values.
+
+    What else the machine does between two passes is so in the spread of every point. A run that
+    ends without a result ends the sweep, one that cannot be is left out; what was measured stays.
+    """
+    planned, failed = list(runs(base, name)), ""
+    seconds: dict[int, float] = {}
+    left_out: dict[int, str] = {}
+    taken: dict[str, dict[float, list[Point]]] = {p: {} for p in DIMENSIONS[name].phases}
+    for index in _order(len(planned), passes):
+        what = f"{name} {_value(planned[index], name)}"
+        # What was never run is dearer than what was.
+        if failed or not budget.allows(seconds.get(index, 2 * max(seconds.values(), default=0.0))):
+            left_out[index] = (
+                f"{what}: {failed or f'{budget.spent():.0f} s of the budget were spent'}"
+            )
+            continue
+        start = budget.spent()
+        try:
+            rows = measure(planned[index])
+        except (RunError, OptionError) as error:
+            # Options that cannot be, by the memory they take, are this point's alone.
+            failed = str(error) if isinstance(error, RunError) else ""
+            left_out[index] = f"{what}: {error}"
+            continue
+        if not rows:  # of emulated ranks
+            left_out[index] = f"{what}: more than the GPU's memory"
+            continue
+        _add_points(taken, DIMENSIONS[name], planned[index], rows)
+        seconds[index] = budget.spent() - start
+        print(f"measured {what}: {seconds[index]:.1f} s", flush=True)
+    points = {phase: [_together(of[x]) for x in sorted(of)] for phase, of in taken.items()}
+    missing = [text for index, text in sorted(left_out.items()) if index not in seconds]
+    return Sweep(points, missing, failed)
+
+
+def _order(count: int, passes: int) -> list[int]:
+    up = list(range(count))
+    return [index for number in range(passes) for index in (up[::-1] if number % 2 else up)]
+
+
+def _add_points(
+    taken: dict[str, dict[float, list[Point]]],
+    dimension: Dimension,
+    options: Options,
+    rows: Sequence[Row],
+) -> None:
+    for row in rows:
+        x = dimension.x(options, row["tokens"])
+        for phase, of in taken.items():
+            found = row[phase]
+            point = Point(x, found["median_us"], found["q25_us"], found["q75_us"])
+            of.setdefault(x, []).append(point)
+
+
+def _together(passes: Sequence[Point]) -> Point:
+    """One point of several passes: the median of medians, and the widest quartiles."""
+    return Point(
+        passes[0].x,
+        statistics.median(point.us for point in passes),
+        min(point.q25_us for point in passes),
+        max(point.q75_us for point in passes),
+    )
+
+
+def _value(options: Options, name: str) -> str:
+    values = {"tokens": options.batches, "ranks": options.ep_size, "top_k": options.top_k}
+    return str(values.get(name, options.hidden_size))
+
+
+# --- curves
+
+
+def series_of(
+    base: Options, place: Place, name: str, phase: str, points: Sequence[Point]
+) -> dict[str, Any]:
+    """One curve as the result has it.
+
+    Raises:
+        ValueError: too few points for the curve.
+    """
+    dimension = DIMENSIONS[name]
+    found = growth_fit.fit(points, dimension.terms(base, place))
+    series = {
+        "name": f"{name}: {phase}",
+        "dimension": name,
+        "phase": phase,
+        "x_label": dimension.x_label,
+        **growth_fit.described(found, f"{base.device}-{name}-{phase}"),
+    }
+    series["fit"]["where"] = dimension.where
+    series["options"] = dataclasses.asdict(base)
+    if name == "ranks" and place.ranks_share:
+        # What one rank's work takes while it has a core: all ranks' turns together are the time.
+        series["core_us"] = [[p.x, p.us * min(place.cores, p.x) / p.x] for p in points]
+    return series
+
+
+def printed(series: dict[str, Any]) -> Iterator[str]:
+    """The curve, every point with its residual, every knee."""
+    fit = series["fit"]
+    yield f"{series['name']}: us = {fit['printed']}    ({fit['where']})"
+    yield f"  {series['x_label']:>26} {'us':>10} {'quartiles':>21} {'curve':>10} {'off':>7}"
+    core = dict(series.get("core_us", []))
+    for (x, us, low, high), off in zip(series["points"], fit["off"], strict=True):
+        curve_us = us / (1 + off)
+        line = f"  {x:>26g} {us:>10.1f} {low:>10.1f}..{high:<9.1f} {curve_us:>10.1f} {off:>+7.1%}"
+        yield line + (f"   {core[x]:.4g} us of a core" if x in core else "")
+    for knee in series["knees"]:
+        yield (
+            f"  KNEE {knee['id']}: {knee['us']:.0f} us, the curve says {knee['fit_us']:.0f} "
+            f"({knee['off']:+.0%}); explain `{knee['id']}` in benchmarks/NOTES.md"
+        )
+
+
+def place_of(device: str) -> Place:
+    """Cores and last cache of this machine, or of its GPU."""
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        return Place(properties.multi_processor_count, properties.L2_cache_size, ranks_share=False)
+    return Place(len(os.sched_getaffinity(0)), last_cache_bytes(), ranks_share=True)
+
+
+def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """The largest cache that a core of this machine has, by Linux's account.
+
+    Raises:
+        OptionError: it gives none.
+    """
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    texts = [path.read_text().strip() for path in folder.glob("index*/size")]
+    sizes = [int(text[:-1]) * units[text[-1]] for text in texts if text[-1:] in units]
+    if not sizes:
+        raise OptionError(
+            f"{folder} names no cache, and the curves need the size of the last; measure on a "
+            "machine whose kernel shows it"
+        )
+    return max(sizes)
+
+
+def base_point(arguments: argparse.Namespace, name: str) -> Options:
+    """Where the dimensions that do not move stay.
+
+    Raises:
+        OptionError: out of the limits of bench_moe_comm.
+    """
+    on_cpu = arguments.device == "cpu"
+    tokens = arguments.base_tokens
+    if name == "ranks" and on_cpu:
+        tokens = max(1, tokens // 4)  # the memory of 64 ranks is this machine's, too
+    return Options(
+        backends=(OURS,),
+        ep_size=4 if on_cpu else 8,
+        batches=(tokens,),
+        hidden_size=arguments.hidden_size,
+        iters=arguments.iters,
+        warmup=arguments.warmup,
+        device=arguments.device,
+        emulate_ranks=not on_cpu,
+        cuda_graph=arguments.device == "cuda",
+        threads=arguments.threads,
+    )
+
+
+def shows(device: str) -> str:
+    if device == "cpu":
+        return (
+            "CPU ranks are processes: where they outnumber the cores they take turns, and the time "
+            "is that of all turns"
+        )
+    if device == "cuda":
+        return "Ranks emulated on one GPU share its SMs and memory; nothing of NVLink is in it"
+    return "Rehearsal on CPU threads: times mean nothing"
+
+
+def measured(arguments: argparse.Namespace, measure: Measure) -> dict[str, Any]:
+    """The result: the dimensions asked for, one after the other, each with its part of the time."""
+    place, budget_s = place_of(arguments.device), arguments.budget_s
+    made, left_out = [], []
+    for done, name in enumerate(arguments.dimensions):
+        part = None if budget_s is None else budget_s / len(arguments.dimensions)
+        base = base_point(arguments, name)
+        found = sweep(base, name, measure, Budget(part), arguments.passes)
+        left_out += found.left_out
+        for phase, points in found.points.items():
+            try:
+                made.append(series_of(base, place, name, phase, points))
+            except ValueError as error:
+                left_out.append(f"curve of {name}, {phase}: {error}")
+        print(f"{done + 1} of {len(arguments.dimensions)} dimensions", flush=True)
+        if found.failed:
+            break
+    return {
+        "schema": 1,
+        "kind": "growth",
+        "device": arguments.device,
+        "machine": common.describe_run() | _gpu(arguments.device),
+        "place": place._asdict(),
+        "shows": shows(arguments.device),
+        "not_measured": left_out,
+        "series": made,
+    }
+
+
+def _gpu(device: str) -> dict[str, Any]:
+    return common.describe_gpu() if device == "cuda" else {}
+
+
+def refitted(result: dict[str, Any]) -> dict[str, Any]:
+    """The same points under the curves of today; explanations stay with the knees that stay."""
+    place = Place(**result["place"])
+    series = []
+    for old in result["series"]:
+        points = [Point(*point) for point in old["points"]]
+        base = Options(**{name: _tupled(value) for name, value in old["options"].items()})
+        new = series_of(base, place, old["dimension"], old["phase"], points)
+        for name in set(old) - set(new):
+            new[name] = old[name]
+        series.append(new)
+    return result | {"series": series}
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def check_addable(path: Path, device: str, place: Place) -> None:
+    """Whether a file's curves may stand beside new ones; asked before anything is measured.
+
+    Raises:
+        OptionError: the file is of another device or machine.
+    """
+    if not path.exists():
+        return
+    old = json.loads(path.read_text())
+    for name, new in (("device", device), ("place", place._asdict())):
+        if old.get(name) != new:
+            raise OptionError(
+                f"{path} is of {name} {old.get(name)}, this run of {new}; write another file, or "
+                "delete this one"
+            )
+
+
+def added_to(path: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """With the other dimensions that the file has already, each saying which command it is of."""
+    machine = result["machine"]
+    for series in result["series"]:
+        series["run"] = {name: machine[name] for name in ("date", "commit", "command")}
+    if not path.exists():
+        return result
+    old = json.loads(path.read_text())
+    new = {series["dimension"] for series in result["series"]}
+    kept = [series for series in old["series"] if series["dimension"] not in new]
+    order = list(DIMENSIONS)
+    together = sorted(kept + result["series"], key=lambda each: order.index(each["dimension"]))
+    left_out = [text for text in old["not_measured"] if not text.startswith(tuple(new))]
+    return result | {"series": together, "not_measured": left_out + result["not_measured"]}
+
+
+# --- the command line
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "rehearsal"])
+    parser.add_argument(
+        "--dimensions",
+        nargs="+",
+        default=list(DIMENSIONS),
+        choices=list(DIMENSIONS),
+        metavar="NAME",
+    )
+    parser.add_argument("--base_tokens", type=int, default=64, help="per rank, where others move")
+    parser.add_argument("--hidden_size", type=int, default=7168, help="likewise")
+    parser.add_argument("--iters", type=int, default=30, help="fewer for large batches")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument(
+        "--passes", type=int, default=2, help="over all values; a point's spread is over them"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU rank")
+    parser.add_argument(
+        "--budget_s", type=float, help="stop before a run that would take longer, and say so"
+    )
+    parser.add_argument("--output_file", type=Path, help="JSON; dimensions it has already are kept")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG; needs --output_file")
+    parser.add_argument("--refit", type=Path, metavar="FILE", help="measure nothing, fit anew")
+    made = parser.parse_args(arguments)
+    if made.plot and not (made.output_file or made.refit):
+        parser.error("--plot draws a result file; add --output_file FILE")
+    if made.passes < 1:
+        parser.error(f"--passes {made.passes} must be at least 1; raise it")
+    if made.budget_s is not None and made.budget_s <= 0:
+        parser.error(f"--budget_s {made.budget_s} must be above 0; leave it out for no limit")
+    if made.device == "cuda" and not made.refit and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU; use --device cpu")
+    try:
+        base_point(made, "tokens")
+    except OptionError as error:
+        parser.error(str(error))
+    return made
+
+
+def _result(asked: argparse.Namespace, measure: Measure | None) -> dict[str, Any]:
+    if asked.refit:
+        return refitted(json.loads(asked.refit.read_text()))
+    path = asked.output_file
+    if path:
+        check_addable(path, asked.device, place_of(asked.device))
+    found = measured(asked, measure or measure_on(asked.device))
+    return added_to(path, found) if path else found
+
+
+def main(arguments: Sequence[str] | None = None, measure: Measure | None = None) -> None:
+    asked = parse(arguments)
+    path = asked.refit or asked.output_file
+    try:
+        result = _result(asked, measure)
+    except OptionError as error:
+        sys.exit(str(error))
+    for line in itertools.chain.from_iterable(printed(series) for series in result["series"]):
+        print(line)
+    for text in result["not_measured"]:
+        print(f"not measured: {text}")
+    if path:
+        common.write_json(path, result)
+    if asked.plot:
+        from benchmarks.moe_comm import plots
+
+        plots.plot_file(path, asked.plot)
+
+
+if __name__ == "__main__":
+    main()

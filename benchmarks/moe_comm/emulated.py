@@ -1,0 +1,497 @@
+"""All ranks of a group on ONE GPU: ours, FlashInfer's, and a device copy of the same bytes.
+
+    rows = emulated.run(options)      # options.emulate_ranks; device "cuda" or "rehearsal"
+
+Ours is one cooperative launch a verb (tests/kernels/emulated.py): blockIdx.y is the rank, each has
+its share of the SMs and the launch shape the product would choose for that share. "Remote" memory
+is the same GPU's. So this shows the cost of launch, routing, copy and reduction and how near they
+come to the memory's speed, and nothing of NVLink: no remote latency, bandwidth or ordering. Not run
+on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin.executors import shape
+from moe_nvlink_plugin.layout import WorkspaceLayout
+from moe_nvlink_plugin.plugins import find_recipe
+from tests.kernels import emulated
+
+from . import accounting, emulated_flashinfer, rows
+from .accounting import Traffic
+from .backends import base
+from .cuda_clock import Body, Clock
+from .options import OURS, Options
+from .processes import runnable
+from .routers import RankTokens, tokens_of
+from .rows import PHASES
+
+SHOWS = "ranks emulated on one GPU: no NVLink latency, bandwidth or ordering"
+CEILING = (
+    "device-to-device copy of as many bytes as the rows that all ranks put, L2 flushed, taking "
+    "turns with the backends"
+)
+GIVEN = "nothing: routing, signals and empty slots are in the time; arguments packed before"
+PLAIN, GRAPH, COPY = "plain launches", "graph replay", "copy"
+
+#: (backend, how it is launched, phase)
+Key = tuple[str, str, str]
+Row = dict[str, Any]
+
+
+class Side(Protocol):
+    """All ranks of one backend at one batch. A body may be called again and again.
+
+    Attributes:
+        name: of options.BACKENDS.
+        given: what it is spared.
+        only_graph: each of its bodies replays a graph already.
+        before: phase -> what must be done ahead of it, and is not timed.
+    """
+
+    name: str
+    given: str
+    only_graph: bool
+    before: dict[str, Body]
+    dispatch: Body
+    combine: Body
+
+    @property
+    def both(self) -> Body:
+        """Dispatch and combine, no experts."""
+        ...
+
+    def check(self) -> None:
+        """Both, with the experts of backends.base; raises WrongResult."""
+        ...
+
+    def close(self) -> None:
+        """Gives up what it holds."""
+        ...
+
+
+class Layer:
+    """Ours: prepared launches of all ranks for one batch, which need this object alive.
+
+    Args:
+        backend: of the same options (make_backend), which the caller closes.
+        inputs: of each rank, on the back end's device; None makes them.
+        post_quant: dispatch takes rows that have been quantised before.
+    """
+
+    name, given, only_graph = OURS, GIVEN, False
+
+    def __init__(
+        self,
+        options: Options,
+        tokens: int,
+        backend: emulated.Backend,
+        *,
+        inputs: Sequence[RankTokens] | None = None,
+        post_quant: bool = False,
+    ) -> None:
+        self.options, self.tokens = options, tokens
+        self.before: dict[str, Body] = {}
+        self.ranks = emulated.EmulatedRanks(
+            lambda rank: config_of(options, rank, tokens), backend, post_quant=post_quant
+        )
+        self.ranks.global_scale = base.global_scale(options, backend.device)
+        self.inputs = make_inputs(options, tokens) if inputs is None else inputs
+        self._slots = [torch.empty_like(mine.topk_ids) for mine in self.inputs]
+        self._outputs = [torch.empty_like(mine.hidden) for mine in self.inputs]
+        # Some are made of the inputs, and live as long as the launches that read them.
+        self._sources = [self._sources_of(mine) for mine in self.inputs]
+        self.shapes = self._shapes(backend)
+        self.dispatch = backend.prepare("dispatch", self._dispatch(), self.shapes.get("dispatch"))
+        self.combine = backend.prepare("combine", self._combine(), self.shapes.get("combine"))
+
+    def _shapes(self, backend: emulated.Backend) -> dict[str, shape.Shape]:
+        """What the product would launch on a GPU with this rank's share of the SMs."""
+        if not isinstance(backend, emulated.CudaBackend):
+            return {}
+        options, config = self.options, self.ranks.config
+        row_bytes = {name: row.row_bytes for name, row in self.ranks.rows.items()}
+        slots = config.ep_size * config.max_tokens_per_rank
+        lanes_bytes = max(row_bytes.values())
+        if self.ranks.quantiser:
+            lanes_bytes = shape.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
+        return {
+            "dispatch": shape.dispatch_shape(
+                self.tokens,
+                lanes_bytes,
+                slots * row_bytes["recv_topk_ids"],
+                backend.limits("dispatch", options.ep_size),
+            ),
+            "combine": shape.combine_shape(
+                self.tokens,
+                options.hidden_size,
+                config.dtype.itemsize,
+                backend.limits("combine", options.ep_size),
+                0 if config.combine == "bf16" else slots,
+            ),
+        }
+
+    def _dispatch(self) -> list[Any]:
+        launched = []
+        for rank, sources in enumerate(self._sources):
+            args = self.ranks.dispatch_arguments(rank)
+            args.geometry.num_tokens = self.tokens
+            args.send_slots = self._slots[rank].data_ptr()
+            emulated.set_sources(args, sources)
+            launched.append(args)
+        return launched
+
+    def _combine(self) -> list[Any]:
+        launched = []
+        for rank, output in enumerate(self._outputs):
+            args = self.ranks.combine_arguments(rank)
+            args.geometry.num_tokens = self.tokens
+            args.send_slots, args.output = self._slots[rank].data_ptr(), output.data_ptr()
+            if "combine" in self.shapes:
+                args.hidden_splits = self.shapes["combine"].hidden_splits
+            launched.append(args)
+        return launched
+
+    def _sources_of(self, mine: RankTokens) -> list[torch.Tensor | None]:
+        """What dispatch reads, in the order of its payloads; None: it makes the scales itself."""
+        rows, scales = mine.hidden, None
+        if not self.ranks.quantiser:
+            rows, scales = base.quantised(self.options, mine.hidden)
+        has_scales = "recv_scales" in self.ranks.rows
+        return [mine.topk_ids, mine.topk_weights, rows, *([scales] if has_scales else [])]
+
+    @property
+    def both(self) -> Body:
+        """Dispatch and combine, no experts."""
+
+        def body() -> None:
+            self.dispatch()
+            self.combine()
+
+        return body
+
+    def check(self, dispatch: Body | None = None, combine: Body | None = None) -> None:
+        """Bit for bit as moe_nvlink_plugin.reference; on a GPU, with nvfp4 to a code or two.
+
+        Args:
+            dispatch, combine: in the place of its own, such as their graphs' replays.
+
+        Raises:
+            WrongResult: a wrong row or a fault word, with rank and place.
+        """
+        for output in self._outputs:
+            output.fill_(float("nan"))
+        (dispatch or self.dispatch)()
+        for rank in range(self.options.ep_size):
+            self._run_experts(rank)
+        (combine or self.combine)()
+        try:
+            self.ranks.check_faults()
+        except AssertionError as error:
+            raise base.WrongResult(f"{self.name}, {self.tokens} tokens: {error}") from error
+        near = self.ranks.memory.is_cuda and "nvfp4" in (self.options.recipe, self.options.combine)
+        for rank, output in enumerate(self._outputs):
+            check_output(self.name, self.options, rank, self.inputs[rank], output, near=near)
+
+    def _run_experts(self, rank: int) -> None:
+        received = self.ranks.received(rank, (), self._slots[rank])
+        hidden = base.activations(self.options, received.hidden_states, received.scales)
+        filled = received.topk_ids[:, 0] >= 0
+        of_experts = (hidden, received.topk_ids, received.topk_weights)
+        rows = base.expert_rows(self.options, rank, *(part[filled] for part in of_experts))
+        self._send_back(rank, filled, rows)
+
+    def _send_back(self, rank: int, filled: torch.Tensor, rows: torch.Tensor) -> None:
+        """As the experts of the layer's format of combine would: they write activations."""
+        self.ranks.view(rank, "combine")[filled] = rows
+
+    def close(self) -> None:
+        """Nothing: the back end is the caller's."""
+
+
+def config_of(options: Options, rank: int, tokens: int) -> AllToAllConfig:
+    """One rank's, for a GPU whose minutes are lent: a wait that hangs ends soon."""
+    patience_s = 10.0 if options.device == "cuda" else options.timeout_s
+    return dataclasses.replace(options.config(rank, tokens), timeout_s=patience_s)
+
+
+def device_of(options: Options) -> str:
+    """Where tensors are: of a rehearsal, on the CPU."""
+    return "cuda" if options.device == "cuda" else "cpu"
+
+
+def make_inputs(options: Options, tokens: int) -> list[RankTokens]:
+    """Of each rank, on the device."""
+    device = device_of(options)
+    return [tokens_of(options, tokens, rank).to(device) for rank in range(options.ep_size)]
+
+
+def check_output(
+    backend: str,
+    options: Options,
+    rank: int,
+    mine: RankTokens,
+    combined: torch.Tensor,
+    *,
+    exact: bool = True,
+    near: bool = False,
+) -> None:
+    """One rank's combined rows against the experts of backends.base.
+
+    Args:
+        exact: bit for bit as ours, else within the rounding of a sum in any order.
+        near: rows as a whole within a twentieth of their length.
+
+    Raises:
+        WrongResult: naming backend, batch, rank and place.
+    """
+    traffic = accounting.Traffic(0, (), (), 0, 0, 0)  # nobody reads it here
+    context = base.Context(options, rank, mine, None, mine.hidden.device, traffic)
+    complaints = base.Complaints(backend, context)
+    if not near:
+        base.check_combined(complaints, context, combined, exact=exact)
+        complaints.raise_any()
+        return
+    for where, terms in base.terms(options, mine):
+        expected = base.expected_combined(options, terms).float()
+        error = (combined[where].float() - expected).norm(dim=1)
+        bound = 0.05 * expected.norm(dim=1).double()
+        complaints.near(error, torch.zeros_like(error), bound, f"combined from {where.start} on")
+    complaints.raise_any()
+
+
+def make_backend(
+    options: Options, *, post_quant: bool = False, alone: bool = False
+) -> emulated.Backend:
+    """For a Layer of the same options; `alone`: with its quantiser as a verb of its own."""
+    if options.device != "cuda":
+        return emulated.CpuBackend(options.ep_size, ctas=1)
+    return emulated.CudaBackend(
+        options.ep_size,
+        1,
+        config_of(options, 0, 1),
+        pdl=options.pdl,
+        post_quant=post_quant,
+        alone=alone,
+        as_product=True,
+    )
+
+
+def stand_in_backend(options: Options) -> emulated.Backend:
+    """What a GPU would be given, on the driver of tests/fake_cuda: for the tests."""
+    config = config_of(options, 0, 1)
+    return emulated.CudaBackend(
+        options.ep_size, 1, config, pdl=options.pdl, device="cpu", as_product=True
+    )
+
+
+class Copy:
+    """The ceiling: plain copies on the device of as many bytes as all ranks put in each phase."""
+
+    def __init__(self, traffic: Traffic, device: str) -> None:
+        ranks = range(len(traffic.put_rows))
+        sizes = {p: sum(traffic.put_bytes(p, rank) for rank in ranks) for p in PHASES}
+        most = max(max(sizes.values()), 1)
+        self._source = torch.randint(0, 255, (most,), dtype=torch.uint8, device=device)
+        self._target = torch.empty_like(self._source)
+        self.bodies = {phase: self._body(size) for phase, size in sizes.items()}
+
+    def _body(self, size: int) -> Body:
+        source, target = self._source[:size], self._target[:size]
+
+        def body() -> None:
+            target.copy_(source)
+
+        return body
+
+
+def run(
+    options: Options,
+    *,
+    explicit: bool = False,
+    not_measured: list[str] | None = None,
+    show: Callable[[list[Row]], None] | None = None,
+    backend: emulated.Backend | None = None,
+) -> list[Row]:
+    """Rows of every batch, ratios included.
+
+    Args:
+        explicit: a backend that cannot run is an error rather than left out.
+        not_measured: takes what was left out, and why.
+        show: is given the rows of each batch when they are there.
+        backend: of the tests; else what the options ask for.
+
+    Raises:
+        WrongResult: before or after it was timed; no row comes back.
+        OptionError: an explicit backend cannot run, or none can.
+    """
+    left_out = [] if not_measured is None else not_measured
+    names = runnable(options, explicit=explicit, left_out=left_out, why_not=_why_not)
+    clock = Clock(device_of(options), options.iters, options.warmup)
+    found: list[Row] = []
+    with contextlib.ExitStack() as stack:
+        if backend is None:
+            backend = stack.enter_context(contextlib.closing(make_backend(options)))
+        for tokens in options.batches:
+            reason = too_large(options, tokens)
+            if reason is not None:
+                left_out.append(reason)
+                continue
+            found += measure(options, tokens, clock, backend, names)
+            _give_back(options)
+            if show is not None:
+                show(found[-len(names) :])
+    return found
+
+
+def _give_back(options: Options) -> None:
+    """Memory of a batch that is over, so that the next one is held against all there is."""
+    if options.device == "cuda":
+        gc.collect()  # graphs and launches refer to each other
+        torch.cuda.empty_cache()
+
+
+def _why_not(name: str, options: Options) -> str | None:
+    reason = unavailable(name, options)
+    if reason is None and name == emulated_flashinfer.Layer.name:
+        return emulated_flashinfer.probe(options)
+    return reason
+
+
+def unavailable(name: str, options: Options) -> str | None:
+    """Why a backend cannot run on emulated ranks here; None: it can."""
+    if name == OURS:
+        return None
+    if name == "flashinfer":
+        return emulated_flashinfer.unavailable(options)
+    return (
+        "needs a process for every rank, which emulated ranks have not; leave out --emulate_ranks"
+    )
+
+
+def too_large(options: Options, tokens: int) -> str | None:
+    """Why a batch does not fit into the GPU's memory; None: it does."""
+    if options.device != "cuda":
+        return None
+    needed, (free, _total) = bytes_needed(options, tokens), torch.cuda.mem_get_info()
+    if needed <= free:
+        return None
+    return (
+        f"{tokens} tokens on {options.ep_size} emulated ranks need {needed / 2**30:.1f} GiB, and "
+        f"{free / 2**30:.1f} GiB of the GPU are free; take fewer of either"
+    )
+
+
+def bytes_needed(options: Options, tokens: int) -> int:
+    """Of all that one batch allocates: workspaces, inputs, outputs, the copy's two buffers."""
+    config = config_of(options, 0, tokens)
+    (regions,) = emulated._packed_regions(WorkspaceLayout.for_geometry(config, find_recipe(config)))
+    workspace = max(region.offset + region.size_bytes for region in regions.values())
+    rows_bytes = 3 * tokens * options.hidden_size * config.dtype.itemsize
+    peers = 1 + ("flashinfer" in options.backends)
+    put = accounting.traffic(options, tokens)
+    copied = sum(put.put_bytes("both", rank) for rank in range(options.ep_size))
+    return options.ep_size * peers * (workspace + rows_bytes) + 2 * copied
+
+
+def measure(
+    options: Options,
+    tokens: int,
+    clock: Clock,
+    backend: emulated.Backend,
+    names: Sequence[str] = (OURS,),
+) -> list[Row]:
+    """The rows of one batch, in the order of the names; all backends and the copy take turns."""
+    inputs = make_inputs(options, tokens)
+    traffic = accounting.traffic(options, tokens)
+    with contextlib.ExitStack() as stack:
+        sides: list[Side] = [
+            stack.enter_context(contextlib.closing(_side(name, options, tokens, backend, inputs)))
+            for name in names
+        ]
+        for side in sides:
+            side.check()
+        copy = Copy(traffic, device_of(options))
+        bodies: dict[Key, Body] = {(COPY, PLAIN, phase): b for phase, b in copy.bodies.items()}
+        before: dict[Key, Body] = {}
+        for side in sides:
+            _add_bodies(options, clock, side, bodies, before)
+        samples = {
+            key: torch.tensor(taken, dtype=torch.float64)[:, None]
+            for key, taken in clock.flushed(bodies, before).items()
+        }
+        made = [_row(options, tokens, side, samples, traffic, clock, bodies) for side in sides]
+        for side in sides:
+            side.check()  # still right after all those rounds
+            if isinstance(side, Layer) and options.cuda_graph:  # and what was timed is the same
+                side.check(*(bodies[side.name, GRAPH, phase] for phase in ("dispatch", "combine")))
+    rows.add_ratios(made)
+    return made
+
+
+def _side(
+    name: str,
+    options: Options,
+    tokens: int,
+    backend: emulated.Backend,
+    inputs: Sequence[RankTokens],
+) -> Side:
+    if name == OURS:
+        return Layer(options, tokens, backend, inputs=inputs)
+    return emulated_flashinfer.Layer(options, tokens, inputs)
+
+
+def _add_bodies(
+    options: Options, clock: Clock, side: Side, bodies: dict[Key, Body], before: dict[Key, Body]
+) -> None:
+    for phase in PHASES:
+        body = getattr(side, phase)
+        if not side.only_graph:
+            bodies[side.name, PLAIN, phase] = body
+        if side.only_graph:
+            bodies[side.name, GRAPH, phase] = body
+        elif options.cuda_graph:
+            bodies[side.name, GRAPH, phase] = clock.replay(body)
+        if phase in side.before:
+            before[side.name, GRAPH, phase] = side.before[phase]
+
+
+def _row(
+    options: Options,
+    tokens: int,
+    side: Side,
+    samples: dict[Key, torch.Tensor],
+    traffic: Traffic,
+    clock: Clock,
+    bodies: dict[Key, Body],
+) -> Row:
+    def made(launch: str, extra: Row) -> Row:
+        taken = {phase: samples[side.name, launch, phase] for phase in PHASES}
+        return rows.make_row(options, side.name, tokens, taken, traffic, ceilings, extra)
+
+    ceilings = {phase: samples[COPY, PLAIN, phase] for phase in PHASES}
+    launch = GRAPH if side.only_graph or options.cuda_graph else PLAIN
+    extra: Row = {"given": side.given, "launch": launch, "shows": SHOWS}
+    if options.kernel_breakdown:
+        told = {
+            phase: clock.kernels(bodies[side.name, launch, phase], side.before.get(phase))
+            for phase in ("dispatch", "combine")
+        }
+        extra["kernels"] = {phase: kernels for phase, kernels in told.items() if kernels}
+    if isinstance(side, Layer):
+        extra["shapes"] = {verb: chosen._asdict() for verb, chosen in side.shapes.items()}
+    if side.only_graph:
+        return made(launch, extra)
+    extra["both_back_to_back_us"] = clock.back_to_back(side.both)
+    if launch == GRAPH:
+        plain = made(PLAIN, extra)
+        extra["plain_launches"] = {phase: plain[phase] for phase in PHASES}
+    return made(launch, extra)

@@ -1,0 +1,322 @@
+"""FlashInfer's moe_a2a with all ranks on one GPU: a workspace `[ranks, bytes]`, a stream per rank.
+
+Its kernels wait for each other, and nothing guarantees that those of two streams run together. What
+is done so that they do, or so that nobody waits for ever (read in its sources, not run on a GPU):
+
+- Compiled and loaded by a group of one rank, which waits for nobody; buffers made before.
+- A verb of all ranks is one CUDA graph, a branch for each: nothing is allocated while a rank waits,
+  and the host's time for one launch after the other is not in the figure.
+- Dispatch parks one CTA a rank. Combine parks all of them until every rank's first one has run; one
+  rank's many could keep out another's first for ever. Up to as many CTAs as the GPU has SMs they
+  surely run together, as its own tests assume. Above that its flags are set beforehand, untimed:
+  combine then waits for nobody, is spared that time, and `given` says so.
+- A wait that fails ends in a trap after minutes, which takes the process's CUDA context with it.
+  So a process of its own tries the smallest and the largest batch first (probe).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import flashinfer_api
+from .cuda_clock import Body, captured
+from .flashinfer_api import NO_EXPERT, Payloads, experts
+from .options import Options
+from .routers import RankTokens, tokens_of
+
+# Of queues from the host to the GPU; with the default, 8, branches may stand behind one another.
+# Read when the context is made.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+#: Streams that torch hands out before it gives one out again.
+MOST_STREAMS = 32
+PROBE_LIMIT_S = 110.0
+_PROBE_ROUNDS = 20
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def unavailable(options: Options) -> str | None:
+    """Why it cannot run on emulated ranks here; None: it can, as far as a look shows."""
+    if options.ep_size > MOST_STREAMS:
+        return (
+            f"{options.ep_size} emulated ranks need a stream each, and torch has {MOST_STREAMS} "
+            f"different ones; at most --emulate_ranks {MOST_STREAMS}"
+        )
+    return flashinfer_api.unavailable(options)
+
+
+class Ranks:
+    """All ranks' workspaces at one batch, and what one of them does; only kernels wait.
+
+    Args:
+        api: flashinfer_api.load()'s, or a stand-in.
+        pdl: programmatic dependent launch.
+    """
+
+    def __init__(
+        self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any, *, pdl: bool
+    ) -> None:
+        self.options, self.tokens, self.inputs = options, tokens, inputs
+        self._api, self._pdl = api, pdl
+        self._payloads = [Payloads.of(options, mine) for mine in inputs]
+        self.outputs = [torch.empty_like(mine.hidden) for mine in inputs]
+        self.received: list[list[torch.Tensor]] = [[] for _ in inputs]
+        self._offsets = [0] * options.ep_size
+        capacity = options.max_tokens or tokens
+        size = flashinfer_api.workspace_bytes(options, self._payloads[0], capacity, api)
+        shape = (options.ep_size, -(-size // 256) * 256)
+        self._memory = torch.zeros(shape, dtype=torch.uint8, device=inputs[0].hidden.device)
+        self._metainfo = [
+            api.moe_a2a_initialize(
+                workspace=self._memory,
+                ep_rank=rank,
+                ep_size=options.ep_size,
+                max_num_tokens=capacity,
+            )
+            for rank in range(options.ep_size)
+        ]
+
+    def dispatch(self, rank: int) -> None:
+        """One rank's, on the current stream."""
+        payloads = self._payloads[rank]
+        answer = self._api.moe_a2a_dispatch(
+            token_selected_experts=self.inputs[rank].topk_ids,
+            input_payloads=payloads.tensors,
+            num_experts=self.options.num_experts,
+            enable_pdl=self._pdl,
+            **self._round(rank),
+        )
+        self.received[rank], self._offsets[rank] = answer[0], int(answer[1])
+        self._api.moe_a2a_sanitize_expert_ids(
+            expert_ids=self.received[rank][payloads.ids_index],
+            workspace=self._memory,
+            metainfo=self._metainfo[rank],
+            ep_rank=rank,
+            invalid_expert_id=NO_EXPERT,
+            enable_pdl=self._pdl,
+        )
+
+    def combine(self, rank: int) -> None:
+        """One rank's, on the current stream; after a dispatch of it, which names an offset."""
+        self._api.moe_a2a_combine(
+            payload=self.partial_rows(rank),
+            local_num_tokens=self.tokens,
+            combine_payload_offset=self._offsets[rank],
+            payload_in_workspace=True,
+            output=self.outputs[rank],
+            enable_pdl=self._pdl,
+            **self._round(rank),
+        )
+
+    def _round(self, rank: int) -> dict[str, Any]:
+        return {
+            "workspace": self._memory,
+            "metainfo": self._metainfo[rank],
+            "runtime_max_tokens_per_rank": self.tokens,
+            "ep_rank": rank,
+            "ep_size": self.options.ep_size,
+            "top_k": self.options.top_k,
+        }
+
+    def partial_rows(self, rank: int) -> torch.Tensor:
+        """`[ep_size, tokens, hidden_size]`: where the experts would write; nothing is copied."""
+        options, start = self.options, self._offsets[rank]
+        size = options.ep_size * self.tokens * options.hidden_size * options.torch_dtype.itemsize
+        rows: torch.Tensor = self._api.moe_a2a_wrap_payload_tensor_in_workspace(
+            workspace=self._memory[rank, :],
+            leading_shape=[options.ep_size, self.tokens],
+            slice_start=start,
+            slice_end=start + size,
+            dtype=options.torch_dtype,
+        )
+        return rows
+
+    def arm(self, rounds_ahead: int) -> None:
+        """Sets every rank's flags of combine to what it will wait for, so many rounds ahead.
+
+        Each dispatch and each combine counts its rank's round up by one; combine waits until the
+        flags of all peers equal it.
+        """
+        at = self._flag_offsets()
+        words = self._memory.view(torch.int32)
+        ranks = self.options.ep_size
+        counted = words[:, at["FLAG_VAL"] : at["FLAG_VAL"] + 1]
+        flags = words[:, at["COMBINE"] : at["COMBINE"] + ranks]
+        flags.copy_((counted + rounds_ahead).expand(ranks, ranks))
+
+    def _flag_offsets(self) -> dict[str, int]:
+        """In words from a rank's start."""
+        module = self._api.get_moe_alltoall_module()
+        names, values = module.moe_a2a_get_metainfo_index_pairs()
+        index = {str(name): int(value) for name, value in zip(names, values, strict=True)}
+        fields = {"FLAG_VAL": "FLAG_VAL", "COMBINE": "COMBINE_COMPLETION_FLAGS"}
+        return {
+            name: int(self._metainfo[0][index[f"MOE_A2A_{field}_OFFSET_INDEX"]]) // 4
+            for name, field in fields.items()
+        }
+
+
+class Layer:
+    """All ranks at one batch; as emulated.Layer. On a CPU, of a stand-in that waits for nobody.
+
+    Args:
+        api: flashinfer_api.load()'s, or a stand-in.
+    """
+
+    name, only_graph = "flashinfer", True
+
+    def __init__(
+        self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any = None
+    ) -> None:
+        api = flashinfer_api.load() if api is None else api
+        self._device = inputs[0].hidden.device
+        self._on_gpu = self._device.type == "cuda"
+        if self._on_gpu:
+            warm_up(options, api)
+        waits = not self._on_gpu or surely_resident(options, tokens, _num_sms(self._device))
+        # A kernel launched ahead of its time would keep room from what its own rank waits for.
+        self.ranks = Ranks(options, tokens, inputs, api, pdl=options.pdl and waits)
+        self.given = (
+            f"{flashinfer_api.given(options, api)}; a kernel a rank, on branches of one graph, "
+            "whose fork and join are in its time (ours: one launch of all ranks)"
+        )
+        self.before: dict[str, Body] = {}
+        if not waits:
+            self.spare_waiting()
+        # In this order: combine needs the offset that dispatch names.
+        self.dispatch = self._body(self.ranks.dispatch)
+        self.combine = self._body(self.ranks.combine)
+        self.both = self._body(self.ranks.dispatch, self.ranks.combine)
+
+    def spare_waiting(self) -> None:
+        """Combine waits for nobody from here on: see the head of this file."""
+        self.before = {
+            "combine": lambda: self.ranks.arm(1),
+            "both": lambda: self.ranks.arm(2),
+        }
+        self.given += "; combine's wait for its peers, which on one GPU could last for ever"
+
+    def _body(self, *verbs: Callable[[int], None]) -> Body:
+        count = self.ranks.options.ep_size
+        if self._on_gpu:
+            make: Any = torch.cuda.Stream  # torch ships no types for it
+            return captured(forked([make(self._device) for _ in range(count)], *verbs))
+
+        def in_turn() -> None:
+            for verb in verbs:
+                for rank in range(count):
+                    verb(rank)
+
+        return in_turn
+
+    def check(self) -> None:
+        """With the experts of backends.base; each element within the rounding of a sum.
+
+        Raises:
+            WrongResult: a wrong row.
+        """
+        from .emulated import check_output
+
+        ranks = self.ranks
+        for output in ranks.outputs:
+            output.fill_(float("nan"))
+        self.dispatch()
+        for rank, arrived in enumerate(ranks.received):
+            experts(ranks.options, rank, arrived, ranks.partial_rows(rank))
+        self.before.get("combine", lambda: None)()
+        self.combine()
+        for rank, output in enumerate(ranks.outputs):
+            mine = ranks.inputs[rank]
+            check_output(self.name, ranks.options, rank, mine, output, exact=False)
+
+    def close(self) -> None:
+        """Waits, so that graphs and buffers may go."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+
+def surely_resident(options: Options, tokens: int, num_sms: int) -> bool:
+    """Whether all CTAs of all ranks' combine run beside each other: a token's each, one an SM."""
+    return options.ep_size * tokens <= num_sms
+
+
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def forked(streams: Sequence[Any], *verbs: Callable[[int], None]) -> Body:
+    """A branch per rank, each with all the verbs, that begin and end together; to be captured."""
+
+    def body() -> None:
+        here = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(here)
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                for verb in verbs:
+                    verb(rank)
+        for stream in streams:
+            here.wait_stream(stream)
+
+    return body
+
+
+def warm_up(options: Options, api: Any) -> None:
+    """Compiles, which takes minutes the first time, and loads the kernels: as a group of one rank.
+
+    A rank alone waits for nobody. Collective kernels are first launched by a capture otherwise, or
+    while a peer waits.
+    """
+    alone = dataclasses.replace(options, ep_size=1, batches=(1,), max_tokens=0, router="uniform")
+    ranks = Ranks(alone, 1, [tokens_of(alone, 1, 0).to("cuda")], api, pdl=False)
+    ranks.dispatch(0)
+    ranks.combine(0)
+    torch.cuda.synchronize()
+
+
+def probe(options: Options) -> str | None:
+    """Tries the smallest and the largest batch in a process of its own; why they fail, or None."""
+    extremes = tuple(sorted({min(options.batches), max(options.batches)}))
+    asked = dataclasses.asdict(dataclasses.replace(options, batches=extremes))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, json.dumps(asked)],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PROBE_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"a trial of {extremes} tokens did not end within {PROBE_LIMIT_S:.0f} s"
+    if done.returncode == 0:
+        return None
+    last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+    return f"a trial of {extremes} tokens ended with status {done.returncode}: {last}"
+
+
+def _try(options: Options) -> None:
+    for tokens in options.batches:
+        inputs = [tokens_of(options, tokens, rank).to("cuda") for rank in range(options.ep_size)]
+        layer = Layer(options, tokens, inputs)
+        layer.check()
+        for phase in ("dispatch", "combine", "both") * _PROBE_ROUNDS:
+            layer.before.get(phase, lambda: None)()
+            getattr(layer, phase)()
+        layer.check()
+        layer.close()
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    _try(Options(**given | lists))

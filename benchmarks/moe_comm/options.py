@@ -1,0 +1,448 @@
+"""What bench_moe_comm can be asked to do, and the command line that asks.
+
+Spelled as in the reference benchmark (TensorRT-LLM, bench_moe_comm.py), whose users should feel at
+home; a dash and an underscore in an option's name are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
+from moe_nvlink_plugin.config import COMBINE_FORMATS
+from moe_nvlink_plugin.errors import ConfigError
+
+
+class Shape(NamedTuple):
+    """A layer's geometry: elements of a row, ids per token, routed experts of all ranks."""
+
+    hidden_size: int
+    top_k: int
+    num_experts: int
+
+
+#: From the models' published configurations (config.json of the checkpoints).
+PROFILES: dict[str, Shape] = {
+    "deepseek_v3": Shape(7168, 8, 256),
+    "gpt_oss": Shape(2880, 4, 128),
+    "qwen3": Shape(4096, 8, 128),  # 235B-A22B
+    "kimi_k2": Shape(7168, 8, 384),
+}
+CUSTOM = "custom"
+
+#: Every backend there is a name for, ours first: ratios are to it.
+OURS = "moe_nvlink"
+BACKENDS = (
+    OURS,
+    "gloo_gather",
+    "all_to_all",
+    "gloo_gather_full",
+    "all_to_all_full",
+    "nccl_gather",
+    "flashinfer",
+)
+#: What is measured where nothing is asked for; those that a machine lacks are left out and named.
+DEFAULT_BACKENDS = {
+    "cpu": (OURS, "gloo_gather", "all_to_all"),
+    "rehearsal": (OURS,),
+    "cuda": (OURS, "nccl_gather", "all_to_all", "flashinfer"),
+}
+
+ROUTERS = ("uniform", "perfect", "spread", "local", "hotspot", "zipf")
+RECIPES = ("bf16", "fp16", "fp32", "fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
+_UNQUANTISED = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+DEVICES = ("cpu", "cuda", "rehearsal")
+DEFAULT_BATCHES = {"cpu": (1, 16, 128), "cuda": (1, 4, 16, 64, 128, 256, 512, 1024, 2048)}
+
+
+class OptionError(ValueError):
+    """An option that cannot be: its value, the limit, and what to do instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """One run. Lengths in elements, batches in tokens per rank.
+
+    Attributes:
+        backends: names of BACKENDS, in the order of the table.
+        profile: name of PROFILES whose shape this is, or "custom".
+        recipe, combine: as AllToAllConfig's.
+        dtype: of activations, as torch names it ("bfloat16").
+        batches: tokens per rank of each configuration.
+        router: of ROUTERS; see routers.py.
+        device: "cpu", "cuda", or "rehearsal": the code for a GPU on CPU threads, for the tests.
+        emulate_ranks: all ep_size ranks on one GPU.
+        pdl: programmatic dependent launch of ours.
+        threads: compute threads of a CPU rank, of our backend and of torch.
+        max_tokens: capacity of our backend's buffers; 0: the batch.
+
+    Raises:
+        OptionError: naming the value, its limit and what to do.
+    """
+
+    backends: tuple[str, ...] = DEFAULT_BACKENDS["cpu"]
+    profile: str = "deepseek_v3"
+    hidden_size: int = 7168
+    top_k: int = 8
+    num_experts: int = 256
+    recipe: str = "bf16"
+    combine: str = "bf16"
+    dtype: str = "bfloat16"
+    ep_size: int = 4
+    batches: tuple[int, ...] = DEFAULT_BATCHES["cpu"]
+    iters: int = 50
+    warmup: int = 5
+    router: str = "uniform"
+    device: str = "cpu"
+    emulate_ranks: bool = False
+    pdl: bool = False
+    cuda_graph: bool = False
+    kernel_breakdown: bool = False
+    iter_stats: bool = False
+    threads: int = 1
+    seed: int = 1
+    max_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._check_numbers()
+        self._check_device()
+        try:
+            MoeAllToAll.check(self.config(0, max(self.batches)))
+        except ConfigError as error:
+            raise OptionError(str(error)) from error
+
+    def _check_names(self) -> None:
+        for name, value, allowed in (
+            ("router", self.router, ROUTERS),
+            ("device", self.device, DEVICES),
+            ("dtype", self.dtype, tuple(_UNQUANTISED)),
+            ("combine", self.combine, COMBINE_FORMATS),
+            *(("backend", backend, BACKENDS) for backend in self.backends),
+        ):
+            if value not in allowed:
+                raise OptionError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+        if not self.backends or len(set(self.backends)) != len(self.backends):
+            raise OptionError(
+                f"backends={self.backends} must name at least one, and each once; use some of "
+                + ", ".join(BACKENDS)
+            )
+
+    def _check_numbers(self) -> None:
+        for name, value, least in (
+            ("iters", self.iters, 2),  # quartiles need two
+            ("warmup", self.warmup, 0),
+            ("max_tokens", self.max_tokens, 0),
+            ("seed", self.seed, 0),
+            *(("batches", batch, 1) for batch in self.batches or (0,)),
+        ):
+            if value < least:
+                raise OptionError(f"{name}={value} must be at least {least}; raise it")
+        if len(set(self.batches)) != len(self.batches):
+            raise OptionError(f"batches={self.batches} must name each batch once; leave one out")
+        if self.top_k > self.num_experts:
+            raise OptionError(
+                f"top_k={self.top_k} experts a token, none twice, need as many experts, and "
+                f"num_experts={self.num_experts}; lower top_k"
+            )
+        if self.max_tokens and self.max_tokens < max(self.batches):
+            raise OptionError(
+                f"max_tokens={self.max_tokens} is below the largest batch, {max(self.batches)}; "
+                "raise --max_num_tokens_per_rank or leave it out"
+            )
+        if self.router == "perfect" and self.num_experts % self.ep_size:
+            raise OptionError(
+                f"the perfect router needs num_experts={self.num_experts} to be a multiple of "
+                f"ep_size={self.ep_size}; use --router spread"
+            )
+
+    def _check_device(self) -> None:
+        if self.device == "cpu":
+            for name in ("cuda_graph", "pdl", "emulate_ranks"):
+                if getattr(self, name):
+                    raise OptionError(
+                        f"{name} is a GPU's, and device is 'cpu'; add --device cuda or leave it out"
+                    )
+
+    def config(self, rank: int, tokens: int) -> AllToAllConfig:
+        """Of one rank of our backend for batches of `tokens`."""
+        return AllToAllConfig(
+            ep_size=self.ep_size,
+            ep_rank=rank,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            max_tokens_per_rank=self.max_tokens or tokens,
+            dtype=self.torch_dtype,
+            recipe=self.recipe,
+            combine=self.combine,
+            num_threads=self.threads,
+            timeout_s=self.timeout_s,
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of activations."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds a rank waits for the others: more where many of them may share few cores."""
+        return 120.0 + 5.0 * self.ep_size
+
+
+class Request(NamedTuple):
+    """A command line.
+
+    Attributes:
+        explicit: the backends were asked for by name, so that one that cannot run is an error.
+        output_file: of the JSON result, or None.
+        plot: folder of the PNGs, or None.
+    """
+
+    options: Options
+    explicit: bool
+    output_file: Path | None
+    plot: Path | None
+    list_only: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes --hidden-size for --hidden_size."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_underscores(arg) for arg in given], namespace)
+
+
+def _with_underscores(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The command line's."""
+    made = _Parser(
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Method, units and what is not measured: benchmarks/README.md.",
+    )
+    made.add_argument("--list", action="store_true", help="what could run here, and why not; end")
+    _add_what(made.add_argument_group("what is measured"))
+    _add_how(made.add_argument_group("how"))
+    _add_output(made.add_argument_group("what comes out"))
+    return made
+
+
+def _add_what(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--backend",
+        nargs="+",
+        type=str.lower,
+        choices=[*BACKENDS, "all"],
+        metavar="NAME",
+        help=f"of {', '.join(BACKENDS)}; or all. *_full: packing, unpacking and reducing are timed",
+    )
+    group.add_argument("--profile", default="deepseek_v3", choices=[*PROFILES, CUSTOM])
+    group.add_argument("--hidden_size", type=int, help="these three: instead of the profile's")
+    group.add_argument("--top_k", type=int)
+    group.add_argument("--num_experts", type=int, help="of all ranks")
+    group.add_argument("--recipe", choices=RECIPES, help="what travels; default: dtype as it is")
+    group.add_argument("--combine", default="bf16", choices=COMBINE_FORMATS, help="what comes back")
+    group.add_argument("--dtype", default="bfloat16", choices=list(_UNQUANTISED))
+    group.add_argument("--ep_size", type=int, help="ranks; default 4 on CPUs, all GPUs, or 8")
+    group.add_argument("--router", choices=ROUTERS, help="default: uniform (random experts)")
+    group.add_argument("--perfect_router", action="store_true", help="--router perfect")
+    group.add_argument("-b", "--minbatch", type=int, help="first batch, in tokens per rank")
+    group.add_argument("-e", "--maxbatch", type=int, help="last batch")
+    group.add_argument("-i", "--stepbatch", type=int, help="batches grow by so many; default 128")
+    group.add_argument("-f", "--stepfactor", type=float, help="or by this factor")
+    group.add_argument("--batches", type=int, nargs="+", help="instead: these batches")
+    group.add_argument(
+        "--max_num_tokens_per_rank", type=int, default=0, help="our capacity; default: the batch"
+    )
+    group.add_argument("--random_seed", type=int, default=1)
+
+
+def _add_how(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--device", default="cpu", choices=DEVICES, metavar="cpu|cuda")
+    group.add_argument(
+        "--emulate_ranks", type=int, metavar="N", help="N ranks on one GPU; sets --ep_size"
+    )
+    group.add_argument("--iters", type=int, help="timed; default 50 on CPUs, 200 on GPUs")
+    group.add_argument("--warmup", type=int, help="before those; default 5 on CPUs, 20 on GPUs")
+    group.add_argument("--threads", type=int, default=1, help="of a CPU rank: ours and torch's")
+    group.add_argument(
+        "--cuda_graph", action="store_const", const=True, help="replay graphs (default on GPUs)"
+    )
+    group.add_argument("--no_cuda_graph", dest="cuda_graph", action="store_const", const=False)
+    group.add_argument(
+        "--pdl",
+        action="store_true",
+        help="programmatic dependent launch; with a GPU for each rank: as MOE_NVLINK_PDL says",
+    )
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--kernel_breakdown",
+        action="store_true",
+        help="GPU: time of each kernel, by the profiler. CPU, ours: time in the kernel's call, of "
+        "that before the last rank had begun, and the Python around it; in iterations of its own",
+    )
+    group.add_argument(
+        "--iter_stats",
+        action="store_true",
+        help="mean, median, stdev, min, max of every rank; all samples",
+    )
+    group.add_argument("--output_file", type=Path, help="JSON, with machine, commit and command")
+    group.add_argument(
+        "--plot", type=Path, nargs="?", const=Path(), metavar="FOLDER", help="PNGs; default here"
+    )
+
+
+def parse(description: str, arguments: Sequence[str] | None = None) -> Request:
+    """The command line as a Request; ends the process with a message where it cannot be."""
+    made = parser(description)
+    given = made.parse_args(arguments)
+    try:
+        options = options_of(given)
+    except (OptionError, ConfigError) as error:
+        made.error(str(error))
+    explicit = given.backend is not None and "all" not in given.backend
+    return Request(options, explicit, given.output_file, given.plot, given.list)
+
+
+def options_of(given: argparse.Namespace) -> Options:
+    """Options out of parsed arguments.
+
+    Raises:
+        OptionError: they contradict each other, or a value is out of its limits.
+    """
+    on_cpu = given.device == "cpu"
+    shape = _shape(given)
+    profile = CUSTOM if PROFILES.get(given.profile) != shape else given.profile
+    return Options(
+        backends=_backends(given),
+        profile=profile,
+        **shape._asdict(),
+        recipe=given.recipe or _UNQUANTISED[given.dtype],
+        combine=given.combine,
+        dtype=given.dtype,
+        ep_size=_ep_size(given),
+        batches=_batches(given),
+        iters=_or(given.iters, 50 if on_cpu else 200),
+        warmup=_or(given.warmup, 5 if on_cpu else 20),
+        router=_router(given),
+        device=given.device,
+        emulate_ranks=given.emulate_ranks is not None,
+        pdl=_pdl(given),
+        cuda_graph=given.device == "cuda" if given.cuda_graph is None else given.cuda_graph,
+        kernel_breakdown=given.kernel_breakdown,
+        iter_stats=given.iter_stats,
+        threads=given.threads,
+        seed=given.random_seed,
+        max_tokens=given.max_num_tokens_per_rank,
+    )
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _backends(given: argparse.Namespace) -> tuple[str, ...]:
+    if given.backend is None:
+        return DEFAULT_BACKENDS[given.device]
+    if "all" in given.backend:
+        return BACKENDS
+    return tuple(given.backend)
+
+
+def _shape(given: argparse.Namespace) -> Shape:
+    base = PROFILES.get(given.profile)
+    values = {name: getattr(given, name) for name in Shape._fields}
+    missing = [f"--{name}" for name, value in values.items() if value is None]
+    if base is None and missing:
+        raise OptionError(f"--profile custom lacks {', '.join(missing)}; give them")
+    return Shape(*(_or(values[name], getattr(base, name, 0)) for name in Shape._fields))
+
+
+def _ep_size(given: argparse.Namespace) -> int:
+    if given.emulate_ranks is not None and given.ep_size not in (None, given.emulate_ranks):
+        raise OptionError(
+            f"--emulate_ranks {given.emulate_ranks} and --ep_size {given.ep_size} contradict each "
+            "other; give one of them"
+        )
+    asked: int | None = given.ep_size if given.emulate_ranks is None else given.emulate_ranks
+    if asked is not None:
+        return asked
+    if given.device == "cuda":
+        return max(torch.cuda.device_count(), 1)
+    return 4 if given.device == "cpu" else 8
+
+
+def _pdl(given: argparse.Namespace) -> bool:
+    """Of emulated ranks what is asked for; ranks with a GPU each are the product's launches."""
+    if given.device != "cuda" or given.emulate_ranks is not None:
+        return bool(given.pdl)
+    if given.pdl and not env.pdl():
+        raise OptionError("--pdl and MOE_NVLINK_PDL=0 contradict each other; unset the variable")
+    return env.pdl()
+
+
+def _router(given: argparse.Namespace) -> str:
+    if given.perfect_router and given.router not in (None, "perfect"):
+        raise OptionError(
+            f"--perfect_router and --router {given.router} contradict each other; give one of them"
+        )
+    return "perfect" if given.perfect_router else given.router or "uniform"
+
+
+def _batches(given: argparse.Namespace) -> tuple[int, ...]:
+    swept = [given.minbatch, given.maxbatch, given.stepbatch, given.stepfactor]
+    if given.batches is not None:
+        if any(value is not None for value in swept):
+            raise OptionError("--batches and -b/-e/-i/-f contradict each other; give one of them")
+        return tuple(given.batches)
+    if given.minbatch is None and given.maxbatch is None:
+        if any(value is not None for value in swept):
+            raise OptionError("-i and -f grow batches, and there is no first one; add -b")
+        return DEFAULT_BATCHES.get(given.device, (1, 8))
+    first = given.maxbatch if given.minbatch is None else given.minbatch
+    last = first if given.maxbatch is None else given.maxbatch
+    return sweep(first, last, given.stepbatch, given.stepfactor)
+
+
+def sweep(first: int, last: int, step: int | None, factor: float | None) -> tuple[int, ...]:
+    """Batches from `first` to at most `last`, by a step (128 where nothing is said) or a factor.
+
+    Raises:
+        OptionError: there is no such sweep.
+    """
+    if not 1 <= first <= last:
+        raise OptionError(f"batches from {first} to {last}: needs 1 <= first <= last; mend -b, -e")
+    if step is not None and factor is not None:
+        raise OptionError(f"-i {step} and -f {factor} contradict each other; give one of them")
+    if factor is None:
+        by = 128 if step is None else step
+        if by < 1:
+            raise OptionError(f"-i {by} must be at least 1; raise it")
+        return tuple(range(first, last + 1, by))
+    if factor <= 1.0:
+        raise OptionError(f"-f {factor} must be above 1; raise it")
+    found, exact = [], float(first)
+    while int(exact) <= last:
+        found.append(int(exact))
+        exact *= factor
+    return tuple(dict.fromkeys(found))

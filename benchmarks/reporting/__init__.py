@@ -1,0 +1,1 @@
+"""What report.py is made of: result files, documents with blocks, tables, goals, plots."""

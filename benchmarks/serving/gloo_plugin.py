@@ -1,0 +1,291 @@
+"""The peer of bench_serve.py: gloo all-gather and reduce-scatter where our exchange would be.
+
+A vLLM general plugin in one file: `install` copies it beside a dist-info of its own, and only
+servers that have that folder in PYTHONPATH load it. In each worker it replaces the class from which
+our all-to-all manager makes its exchanges, so that flag, manager, prepare/finalize and experts stay
+the ones of our backend.
+
+What the peer is spared: the ranks' token counts are those on which vLLM has agreed for the step;
+rows, ids and weights travel packed, by one all-gather where vLLM's own backend has three (it has
+none on CPU); the buffers are of the step's size, so that both collectives work in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moe_nvlink_plugin.all_to_all import Dispatched, DispatchMetadata
+from moe_nvlink_plugin.config import AllToAllConfig
+
+#: Which exchange the workers get: a key of EXCHANGES; unset or empty leaves ours.
+EXCHANGE_VARIABLE = "BENCH_SERVE_EXCHANGE"
+#: 1: also count the seconds that workers spend in dispatch and combine, waiting included.
+TIMED_VARIABLE = "BENCH_SERVE_TIMED"
+
+
+class PeerStats(NamedTuple):
+    """What one rank's collectives moved, for the file that our manager writes. Counts and bytes."""
+
+    exchange: str
+    rounds: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    bytes_allgather: int = 0
+    bytes_reducescatter: int = 0
+
+
+class GlooExchange:
+    """All-gather for dispatch, reduce-scatter for combine: MoeAllToAll as vLLM's porch uses it.
+
+    Every rank receives every token. Batches are padded to the largest one for the collectives, and
+    the padding is left out of what the experts get, by recv_counts.
+    """
+
+    name = "gloo_ag_rs"
+    packed = True
+
+    def __init__(
+        self, config: AllToAllConfig, group: Any, counts: Callable[[], list[int]] | None = None
+    ) -> None:
+        """counts: tokens of each rank in this step, asked at every dispatch; None asks vLLM."""
+        if config.recipe not in (None, "bf16"):
+            raise ValueError(f"the peer sends rows as they are, not as recipe {config.recipe!r}")
+        self._given = config
+        self._group = group
+        self._counts = counts or _tokens_of_step
+        self._steps: dict[int, Buffers] = {}
+        self._step = self._buffers(1)
+        self._stats = PeerStats(self.name)
+
+    @classmethod
+    def create(
+        cls,
+        config: AllToAllConfig,
+        group: Any,
+        device: torch.device | str = "cpu",
+        *,
+        share_with: Any = None,
+    ) -> GlooExchange:
+        """As MoeAllToAll.create; no memory is shared, so share_with changes nothing."""
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"the peer works on CPU ranks, not on {device}")
+        return cls(config, group)
+
+    @property
+    def config(self) -> AllToAllConfig:
+        """Ours, with this step's largest batch as capacity: where rows lie follows from it."""
+        return self._step.config
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        scales: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
+    ) -> Dispatched:
+        """As MoeAllToAll.dispatch; every rank gets all rows. Collective."""
+        assert scales is None
+        assert global_scale is None
+        counts = self._counts()
+        count = hidden_states.shape[0]
+        if counts[self._given.ep_rank] != count:
+            raise RuntimeError(f"vLLM agreed on {counts} tokens, and this rank has {count}")
+        self._step = step = self._buffers(max(counts))
+        for mine, given in zip(step.sent, (hidden_states, topk_ids, topk_weights), strict=True):
+            mine[:count].copy_(given)
+        for sent, received in step.wires:
+            dist.all_gather_into_tensor(received, sent, group=self._group)
+        hidden, ids, weights = step.received
+        self._count(count, step)
+        # Of our metadata, combine needs the number of tokens.
+        metadata = DispatchMetadata(topk_ids, 0, 0, self._stats.rounds)
+        return Dispatched(hidden, None, ids, weights, (), torch.tensor(counts), metadata)
+
+    def combine_input(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As MoeAllToAll.combine_input. Local."""
+        assert dtype in (None, self._given.dtype)
+        return self._step.partial
+
+    def combine(
+        self, expert_output: torch.Tensor, metadata: DispatchMetadata, *, output: torch.Tensor
+    ) -> torch.Tensor:
+        """As MoeAllToAll.combine: the ranks' rows of this rank's tokens, added up. Collective."""
+        count = metadata.send_slots.shape[0]
+        in_place = count == self._step.reduced.shape[0] and output.is_contiguous()
+        reduced = output if in_place else self._step.reduced
+        dist.reduce_scatter_tensor(reduced, expert_output, group=self._group)
+        if not in_place:
+            output.copy_(reduced[:count])
+        return output
+
+    def stats(self) -> PeerStats:
+        """Totals of this rank. Local."""
+        return self._stats
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _buffers(self, capacity: int) -> Buffers:
+        if capacity not in self._steps:
+            self._steps[capacity] = Buffers.of(self._given, capacity, packed=self.packed)
+        return self._steps[capacity]
+
+    def _count(self, tokens: int, step: Buffers) -> None:
+        before, peers, padded = self._stats, self._given.ep_size - 1, len(step.reduced)
+        self._stats = PeerStats(
+            self.name,
+            before.rounds + 1,
+            before.tokens + tokens,
+            before.padded_tokens + padded,
+            before.bytes_allgather + peers * sum(sent.nbytes for sent, _received in step.wires),
+            before.bytes_reducescatter + peers * step.reduced.nbytes,
+        )
+
+
+class UnpackedGlooExchange(GlooExchange):
+    """The same with an all-gather each for rows, ids and weights, as vLLM's backend on GPUs."""
+
+    name = "gloo_ag_rs_unpacked"
+    packed = False
+
+
+EXCHANGES = {kind.name: kind for kind in (GlooExchange, UnpackedGlooExchange)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """Where batches of one padded size travel.
+
+    wires: what each all-gather sends and receives. sent `[capacity, ...]`, received `[ep_size *
+    capacity, ...]`: rows, int32 ids and fp32 weights; the wires, or columns of the only one.
+    partial `[ep_size * capacity, hidden]`, reduced `[capacity, hidden]`.
+    """
+
+    config: AllToAllConfig
+    wires: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    sent: tuple[torch.Tensor, ...]
+    received: tuple[torch.Tensor, ...]
+    partial: torch.Tensor
+    reduced: torch.Tensor
+
+    @staticmethod
+    def of(config: AllToAllConfig, capacity: int, *, packed: bool) -> Buffers:
+        columns = (
+            (config.dtype, config.hidden_size),
+            (torch.int32, config.top_k),
+            (torch.float32, config.top_k),
+        )
+        rows = config.ep_size * capacity
+        if packed:
+            width = sum(dtype.itemsize * elements for dtype, elements in columns)
+            send, receive = (torch.zeros(n, width, dtype=torch.uint8) for n in (capacity, rows))
+            sent, received = _columns(send, columns), _columns(receive, columns)
+            wires: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ((send, receive),)
+        else:
+            sent, received = (
+                tuple(torch.zeros(n, elements, dtype=dtype) for dtype, elements in columns)
+                for n in (capacity, rows)
+            )
+            wires = tuple(zip(sent, received, strict=True))
+        return Buffers(
+            dataclasses.replace(config, max_tokens_per_rank=capacity),
+            wires,
+            sent,
+            received,
+            torch.zeros(rows, config.hidden_size, dtype=config.dtype),
+            torch.zeros(capacity, config.hidden_size, dtype=config.dtype),
+        )
+
+
+def _columns(
+    packed: torch.Tensor, columns: tuple[tuple[torch.dtype, int], ...]
+) -> tuple[torch.Tensor, ...]:
+    views, start = [], 0
+    for dtype, elements in columns:
+        end = start + dtype.itemsize * elements
+        views.append(packed[:, start:end].view(dtype))
+        start = end
+    return tuple(views)
+
+
+def _tokens_of_step() -> list[int]:
+    """Tokens of each data-parallel rank, which vLLM agrees on for every step anyway."""
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().dp_metadata
+    if metadata is None:
+        raise RuntimeError("vLLM has not agreed on this step's tokens; serve data-parallel ranks")
+    counts: list[int] = metadata.num_tokens_across_dp_cpu.tolist()
+    return counts
+
+
+def timed(kind: Any) -> Any:
+    """A subclass whose stats also have the seconds spent in dispatch and combine."""
+
+    class Timed(kind):  # type: ignore[misc]
+        exchange_s = 0.0
+
+        def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+            return self._clocked(super().dispatch, *args, **kwargs)
+
+        def combine(self, *args: Any, **kwargs: Any) -> Any:
+            return self._clocked(super().combine, *args, **kwargs)
+
+        def _clocked(self, verb: Any, *args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return verb(*args, **kwargs)
+            finally:
+                self.exchange_s += time.perf_counter() - started
+
+        def stats(self) -> Any:
+            return WithSeconds(super().stats()._asdict(), self.exchange_s)
+
+    return Timed
+
+
+@dataclasses.dataclass(frozen=True)
+class WithSeconds:
+    """Counters beside the seconds they took, with the one method that our manager calls."""
+
+    counters: dict[str, Any]
+    exchange_s: float
+
+    def _asdict(self) -> dict[str, Any]:
+        return {**self.counters, "exchange_s": self.exchange_s}
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes: has our manager make the exchange that is asked for.
+
+    Raises KeyError for an exchange that does not exist.
+    """
+    manager: Any = importlib.import_module("moe_nvlink_plugin.integration.vllm.all2all_manager")
+    name = os.environ.get(EXCHANGE_VARIABLE)
+    kind: Any = EXCHANGES[name] if name else manager.MoeAllToAll
+    if os.environ.get(TIMED_VARIABLE) == "1":
+        kind = timed(kind)
+    manager.MoeAllToAll = kind
+
+
+def install(folder: Path) -> Path:
+    """Writes this file into `folder` as an installed distribution, as far as vLLM looks for one."""
+    name = "moe_nvlink_bench_serve"
+    about = folder / f"{name}-1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+    shutil.copy(__file__, folder / f"{name}.py")
+    return folder

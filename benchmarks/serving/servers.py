@@ -1,0 +1,126 @@
+"""The servers that are compared: the same vLLM, flags, model and experts; another exchange."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_nvlink_plugin.integration.vllm.demo.demo import EAGER, EP_SIZE, SERVE_FLAGS
+from moe_nvlink_plugin.integration.vllm.demo.server import VllmServer
+
+from . import gloo_plugin
+from .measure import ask_ranks
+
+OURS = "moe_nvlink"
+BACKENDS = (OURS, *gloo_plugin.EXCHANGES)
+#: Between two MoE layers a rank may wait for a machine that is busy starting another server.
+TIMEOUT_S = 60
+#: Workers write their counters twice a second.
+COUNTERS_PAUSE_S = 1.2
+COUNTERS_LIMIT_S = 20.0
+
+
+class NotExchangedError(Exception):
+    """A server's MoE layers did not go through the exchange that it was started with."""
+
+
+class ExpertParallelServer:
+    """Two data-parallel ranks whose experts are shared; our flag, and the exchange of `backend`."""
+
+    def __init__(
+        self, backend: str, checkpoint: Path, folder: Path, *, max_num_seqs: int, timed: bool
+    ) -> None:
+        """Starts it, without waiting. folder: for logs and counters."""
+        self.name = backend
+        self._stats_folder = folder / f"stats-{backend}"
+        environment = {
+            "MOE_NVLINK_STATS_DIR": str(self._stats_folder),
+            "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
+        }
+        if backend != OURS or timed:
+            # Otherwise not even the plugin's name is there: ours is measured as it is installed.
+            environment["PYTHONPATH"] = str(gloo_plugin.install(folder / "plugin").resolve())
+            environment[gloo_plugin.EXCHANGE_VARIABLE] = "" if backend == OURS else backend
+            environment[gloo_plugin.TIMED_VARIABLE] = str(int(timed))
+        for old in self._stats_folder.glob("rank*.json"):
+            old.unlink()
+        self.server = VllmServer(
+            model=checkpoint,
+            name=backend,
+            folder=folder,
+            arguments=(*SERVE_FLAGS, EAGER, f"--max-num-seqs={max_num_seqs}"),
+            environment=environment,
+        )
+        self.pids: list[int] = []
+
+    def wait_until_ready(self) -> float:
+        """Seconds since it was started; raises ServerError as VllmServer does."""
+        seconds = self.server.wait_until_ready()
+        self.pids = self.server.pids
+        return seconds
+
+    def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+        """Greedy tokens for prompts that are sent at once, to the ranks in turn."""
+
+        def complete(share: Sequence[Sequence[int]], rank: int) -> list[list[int]]:
+            answers = self.server.complete(share, max_tokens=length, rank=rank)
+            return [answer.token_ids for answer in answers]
+
+        return ask_ranks(complete, prompts, EP_SIZE)
+
+    def counters(self) -> list[dict[str, Any]]:
+        """What each rank's exchange has counted, once the counts have come to rest.
+
+        Raises NotExchangedError when ranks write none.
+        """
+        deadline = time.monotonic() + COUNTERS_LIMIT_S
+        before: list[dict[str, Any]] = []
+        while time.monotonic() < deadline:
+            paths = sorted(self._stats_folder.glob("rank*.json"))
+            found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+            if len(found) == EP_SIZE and found == before:
+                return found
+            before = found
+            time.sleep(COUNTERS_PAUSE_S)
+        raise NotExchangedError(f"{self.name}: {len(before)} of {EP_SIZE} ranks count rounds")
+
+    def check_exchanged(self, tokens: int) -> list[dict[str, Any]]:
+        """The counters, which must be of `backend` and of `tokens` tokens (times layers) or more.
+
+        Raises NotExchangedError.
+        """
+        ranks = self.counters()
+        expected = None if self.name == OURS else self.name
+        seen = {rank.get("exchange") for rank in ranks}
+        if seen != {expected}:
+            raise NotExchangedError(f"{self.name}: the workers' exchange was {seen}")
+        exchanged = sum(rank["tokens"] for rank in ranks)
+        if exchanged < tokens:
+            raise NotExchangedError(
+                f"{self.name}: its exchange saw {exchanged} tokens, its MoE layers {tokens}"
+            )
+        return ranks
+
+    def stop(self) -> None:
+        """Ends its processes; idempotent."""
+        self.server.stop()
+
+
+def one_rank_tokens(
+    checkpoint: Path, folder: Path, prompts: Sequence[Sequence[int]], length: int
+) -> list[list[int]]:
+    """The answers of an ordinary one-rank server without any plugin, which it starts and stops."""
+    server = VllmServer(
+        model=checkpoint,
+        name="one-rank",
+        folder=folder,
+        arguments=(EAGER,),
+        with_plugins=False,
+    )
+    with server:
+        server.wait_until_ready()
+        answers = server.complete(prompts, max_tokens=length)
+    return [answer.token_ids for answer in answers]

@@ -1,0 +1,210 @@
+// Adding up a token's partial rows where absent ones are left out (the host: there the arithmetic is
+// what combine's time goes into). The sum is that of combine's tree over all k, to the last bit (of
+// NaNs: that it is one): an absent row would add -0.0, which changes nothing, so a node with one empty
+// side is its other side.
+// Elements go through registers, kRegisterFloats at a time; the few shapes that two, three and four
+// rows can have are spelled out.
+#pragma once
+
+#include "combine_formats.h"
+#include "config.h"
+#include "copy.h"
+#include "numeric.h"
+#include "platform.h"
+
+namespace moe_nvlink {
+
+// kRegisterFloats words, each in the low bits of its element.
+template <class Word>
+HD BitRegister load_register(const char* source) {
+  MOE_NVLINK_DEVICE_ONLY(return load_word(reinterpret_cast<const Word*>(source));)
+  MOE_NVLINK_HOST_ONLY(typedef Word Words
+                       __attribute__((vector_size(kRegisterFloats * sizeof(Word))));
+                       Words words; std::memcpy(&words, source, sizeof(words));
+                       return __builtin_convertvector(words, BitRegister);)
+}
+
+template <class Word>
+HD void store_register(char* target, BitRegister bits) {
+  MOE_NVLINK_DEVICE_ONLY(store_word(reinterpret_cast<Word*>(target), static_cast<Word>(bits));)
+  MOE_NVLINK_HOST_ONLY(typedef Word Words
+                       __attribute__((vector_size(kRegisterFloats * sizeof(Word))));
+                       const Words words = __builtin_convertvector(bits, Words);
+                       std::memcpy(target, &words, sizeof(words));)
+}
+
+// ---- Terms: a register of one row's elements, from `element` on, a multiple of kRegisterFloats.
+
+template <class Element>
+struct UnquantisedTerm {
+  HD static FloatRegister load(const PartialRow& from, int element) {
+    using Word = typename Element::Storage;
+    return Element::floats_of(
+        load_register<Word>(from.row + element * static_cast<int>(sizeof(Word))));
+  }
+};
+
+struct Fp8BlockTerm {
+  HD static FloatRegister load(const PartialRow& from, int element) {
+    const float scale = load_word(reinterpret_cast<const float*>(from.scales) + element / 128);
+    return E4m3::floats_of(load_register<uint8_t>(from.row + element)) * scale;
+  }
+};
+
+struct Nvfp4Term {
+  HD static FloatRegister load(const PartialRow& from, int element) {
+    const uint8_t code = load_word(reinterpret_cast<const uint8_t*>(from.scales) + element / 16);
+    const float unit =
+        E4m3::to_float(code) * load_word(reinterpret_cast<const float*>(from.row_scale));
+    return E2m1::floats_of(codes(from.row, element)) * unit;
+  }
+
+  // Four bits each, the first in the lowest ones.
+  HD static BitRegister codes(const char* row, int element) {
+    MOE_NVLINK_DEVICE_ONLY(const uint8_t pair =
+                               load_word(reinterpret_cast<const uint8_t*>(row) + element / 2);
+                           return element % 2 == 0 ? pair & 15u : pair >> 4;)
+    MOE_NVLINK_HOST_ONLY(static_assert(kRegisterFloats == 8);
+                         constexpr BitRegister kShifts = {0, 4, 8, 12, 16, 20, 24, 28};
+                         const uint32_t eight =
+                             load_word(reinterpret_cast<const uint32_t*>(row + element / 2));
+                         return (BitRegister{} + eight) >> kShifts & 15u;)
+  }
+};
+
+template <class Element, int Format>
+struct TermOf {
+  using Type = UnquantisedTerm<Element>;
+};
+template <class Element>
+struct TermOf<Element, kCombineFp8Block> {
+  using Type = Fp8BlockTerm;
+};
+template <class Element>
+struct TermOf<Element, kCombineNvfp4> {
+  using Type = Nvfp4Term;
+};
+
+// ---- Shapes: which sums are made of the rows.
+
+// ((r0 + r1) + r2) + r3, of the first Count.
+template <int Count>
+struct Chain {
+  template <class Term>
+  HD static FloatRegister sum(const PartialRow* rows, int element) {
+    FloatRegister total = Term::load(rows[0], element);
+    if constexpr (Count > 1) total += Term::load(rows[1], element);
+    if constexpr (Count > 2) total += Term::load(rows[2], element);
+    if constexpr (Count > 3) total += Term::load(rows[3], element);
+    return total;
+  }
+};
+
+// The whole tree over Count rows, a power of two, of which some may be absent.
+template <int Count>
+struct Tree {
+  template <class Term>
+  HD static FloatRegister sum(const PartialRow* rows, int element) {
+    return Tree<Count / 2>::template sum<Term>(rows, element) +
+           Tree<Count / 2>::template sum<Term>(rows + Count / 2, element);
+  }
+};
+template <>
+struct Tree<1> {
+  template <class Term>
+  HD static FloatRegister sum(const PartialRow* rows, int element) {
+    return rows->row == nullptr ? -FloatRegister{} : Term::load(*rows, element);
+  }
+};
+
+// The tree over kMaxTopK rows, a quarter of it at a time.
+struct Forest {
+  static constexpr int kQuarter = kMaxTopK / 4;
+  template <class Term>
+  HD static FloatRegister sum(const PartialRow* rows, int element) {
+    FloatRegister quarters[4];
+    MOE_NVLINK_ROLLED
+    for (int i = 0; i < 4; ++i) {
+      quarters[i] = Tree<kQuarter>::template sum<Term>(rows + i * kQuarter, element);
+    }
+    return (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
+  }
+};
+
+// This thread's elements of [0, whole), a multiple of kRegisterFloats.
+template <class Element, class Term, class Shape>
+HD void sum_rows(const PartialRow* rows, char* output, int thread, int threads, int whole) {
+  using Word = typename Element::Storage;
+  for (int element = thread * kRegisterFloats; element < whole;
+       element += threads * kRegisterFloats) {
+    const FloatRegister total = Shape::template sum<Term>(rows, element);
+    store_register<Word>(output + element * static_cast<int>(sizeof(Word)),
+                         Element::rounded(bits_of_float(total)));
+  }
+}
+
+// Brings rows[0..2] into the order of Chain<3>: the two whose numbers k part lower in the tree first.
+HD void order_three(PartialRow* rows, const int* k) {
+  if ((k[0] ^ k[1]) < (k[1] ^ k[2])) return;
+  const PartialRow first = rows[0];
+  rows[0] = rows[1];
+  rows[1] = rows[2];
+  rows[2] = first;
+}
+
+// The same of four for Chain<4>; false where they are two pairs, and stay as they are, for Tree<4>.
+HD bool order_four(PartialRow* rows, const int* k) {
+  const int left = k[0] ^ k[1];
+  const int middle = k[1] ^ k[2];
+  const int right = k[2] ^ k[3];
+  if (middle > left && middle > right) return false;
+  if (left > right) {  // the first one parts from all others at the top
+    const PartialRow first = rows[0];
+    order_three(rows + 1, k + 1);
+    for (int i = 0; i < 3; ++i) rows[i] = rows[i + 1];
+    rows[3] = first;
+  } else {
+    order_three(rows, k);
+  }
+  return true;
+}
+
+// The same of any rows.
+template <class Element, class Term>
+HD void sum_many_rows(const PartialRow* rows, int top_k, char* output, int thread, int threads,
+                      int whole) {
+  PartialRow all[kMaxTopK];
+  for (int i = 0; i < kMaxTopK; ++i) all[i] = i < top_k ? rows[i] : PartialRow{};
+  if (top_k <= 8) return sum_rows<Element, Term, Tree<8>>(all, output, thread, threads, whole);
+  sum_rows<Element, Term, Forest>(all, output, thread, threads, whole);
+}
+
+// Adds a token's top_k rows up, of which at least one is not absent.
+template <class Element, class Term>
+HD void sum_present_rows(const PartialRow* rows, int top_k, char* output, int thread, int threads,
+                         int whole) {
+  PartialRow present[4];
+  int k[4];
+  int count = 0;
+  for (int i = 0; i < top_k; ++i) {
+    if (rows[i].row == nullptr) continue;
+    if (count < 4) {
+      present[count] = rows[i];
+      k[count] = i;
+    }
+    ++count;
+  }
+  if (count == 1) return sum_rows<Element, Term, Chain<1>>(present, output, thread, threads, whole);
+  if (count == 2) return sum_rows<Element, Term, Chain<2>>(present, output, thread, threads, whole);
+  if (count == 3) {
+    order_three(present, k);
+    return sum_rows<Element, Term, Chain<3>>(present, output, thread, threads, whole);
+  }
+  if (count == 4 && order_four(present, k)) {
+    return sum_rows<Element, Term, Chain<4>>(present, output, thread, threads, whole);
+  }
+  if (count == 4) return sum_rows<Element, Term, Tree<4>>(present, output, thread, threads, whole);
+  sum_many_rows<Element, Term>(rows, top_k, output, thread, threads, whole);
+}
+
+}  // namespace moe_nvlink

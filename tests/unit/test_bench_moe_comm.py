@@ -1,0 +1,343 @@
+"""benchmarks/bench_moe_comm.py: wrong results are refused, whoever has them; what a run leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import bench_moe_comm
+from benchmarks.moe_comm import backends, processes, timing
+from benchmarks.moe_comm.accounting import traffic
+from benchmarks.moe_comm.backends import Context, Side, WrongResult, base
+from benchmarks.moe_comm.options import OptionError, Options
+from benchmarks.moe_comm.routers import tokens_of
+from moe_nvlink_plugin import reference
+from tests.kernels.processes import run_processes
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = Options(
+    profile="custom", hidden_size=128, top_k=3, num_experts=8, ep_size=2, batches=(5,), iters=2
+)
+CPU_BACKENDS = ("moe_nvlink", "gloo_gather", "gloo_gather_full", "all_to_all", "all_to_all_full")
+
+
+# What backends are held to.
+
+
+@pytest.mark.parametrize("ep_size", [2, 5])
+@pytest.mark.parametrize("top_k", [1, 3, 6])
+def test_what_is_expected_is_the_reference(ep_size: int, top_k: int) -> None:
+    options = dataclasses.replace(SMALL, ep_size=ep_size, top_k=top_k)
+    mine = tokens_of(options, 7, 1)
+    partial = [base.expert_rows(options, rank, *mine) for rank in range(ep_size)]
+    expected = reference.combine(options.config(1, 7), mine.topk_ids, partial)
+    assert not bool((expected == 0).all(dim=1).any())
+    for where, rows in base.terms(options, mine):
+        assert torch.equal(base.expected_combined(options, rows), expected[where])
+        total, bound = base.sum_and_bound(rows)
+        assert bool(((expected[where].double() - total).abs() <= bound).all())
+        # Without one of several experts' rows the sum is out of its bound.
+        if top_k > 1 and ep_size > 1:
+            less = rows.clone()
+            less[3, 0] = 0
+            assert bool(((less.double().sum(1) - total).abs() > bound)[3].any())
+
+
+def test_experts_tell_ranks_ids_and_weights_apart() -> None:
+    mine = tokens_of(SMALL, 64, 0)
+    rows = base.expert_rows(SMALL, 0, *mine)
+    assert not torch.equal(rows, base.expert_rows(SMALL, 1, *mine))
+    other = mine.topk_weights.clone()
+    other[:, 0] += 0.5
+    assert not torch.equal(rows, base.expert_rows(SMALL, 0, mine.hidden, mine.topk_ids, other))
+    # Where a rank has no expert of a token it adds nothing.
+    none = ~(mine.topk_ids < 4).any(dim=1)
+    assert bool(none.any())
+    assert bool((rows[none] == 0).all())
+
+
+# Right backends pass, wrong ones do not. All in one start of two processes.
+
+
+def _context(options: Options, rank: int) -> Context:
+    tokens = options.batches[0]
+    mine = tokens_of(options, tokens, rank)
+    moved = traffic(options, tokens)
+    return Context(options, rank, mine, dist.group.WORLD, torch.device("cpu"), moved)
+
+
+def _spoil_dispatch(side: Any, spoil: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """Changes what has arrived."""
+    if hasattr(side, "_received"):
+        rows: torch.Tensor = side._received.hidden_states
+        spoil(rows)
+        return rows
+    rows = side._gathered if hasattr(side, "_gathered") else side._arrived
+    spoil(rows)
+    return rows
+
+
+def _spoil_combine(side: Any, spoil: Callable[[torch.Tensor], None]) -> None:
+    """Changes what has come back."""
+    names = ("_output", "_reduced", "_sum", "_returned")
+    spoil(next(getattr(side, name) for name in names if hasattr(side, name)))
+
+
+def _one_bit(rows: torch.Tensor) -> None:
+    rows.view(torch.uint8)[1, 3] ^= 16
+
+
+def _swap(rows: torch.Tensor) -> None:
+    rows[:2] = rows[:2].flip(0)
+
+
+def _drop(rows: torch.Tensor) -> None:
+    rows[0] = 0
+
+
+FAULTS = {"one bit": _one_bit, "two rows swapped": _swap, "a row dropped": _drop}
+
+
+def _with_fault(side: Any, verb: str, spoil: Callable[[torch.Tensor], None]) -> None:
+    right = getattr(side, verb)
+    wrong = _spoil_dispatch if verb == "dispatch" else _spoil_combine
+
+    def faulty() -> None:
+        right()
+        wrong(side, spoil)
+
+    setattr(side, verb, faulty)
+
+
+def _message(side: Side, context: Context) -> str:
+    try:
+        processes.check({"under test": side}, context)
+    except WrongResult as error:
+        return str(error)
+    return ""
+
+
+def _checks(rank: int, _size: int) -> dict[str, str]:
+    """What the check says, by (backend, fault); rank 1 has the fault."""
+    found = {}
+    for name in CPU_BACKENDS:
+        context = _context(SMALL, rank)
+        for verb in ("dispatch", "combine"):
+            for fault, spoil in {"nothing": None, **FAULTS}.items():
+                side = backends.BACKENDS[name](context)
+                if spoil is not None and rank == 1:
+                    _with_fault(side, verb, spoil)
+                found[f"{name} {verb} {fault}"] = _message(side, context)
+                side.close()
+    for recipe in ("fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4"):
+        for name in ("moe_nvlink", "gloo_gather_full", "all_to_all_full"):
+            options = dataclasses.replace(SMALL, recipe=recipe, combine="fp8_block")
+            context = _context(options, rank)
+            side = backends.BACKENDS[name](context)
+            found[f"{name} {recipe} nothing"] = _message(side, context)
+            side.close()
+    for changes in ({"max_tokens": 9, "combine": "nvfp4"}, {"dtype": "float32", "recipe": "fp32"}):
+        context = _context(dataclasses.replace(SMALL, **changes), rank)
+        side = backends.BACKENDS["moe_nvlink"](context)
+        found[f"moe_nvlink {changes} nothing"] = _message(side, context)
+        side.close()
+    dist.barrier()
+    return found
+
+
+def test_a_backend_that_loses_or_alters_a_row_is_refused(tmp_path: Path) -> None:
+    of_ranks = run_processes(2, _checks, tmp_path)
+    assert len(of_ranks[0]) == 5 * 2 * 4 + 5 * 3 + 2
+    for found in of_ranks:
+        for case, message in found.items():
+            if case.endswith("nothing"):
+                assert message == "", case
+            else:
+                assert "rank 1" in message, case
+                assert case.split()[0] + ", 5 tokens per rank" in message, case
+
+
+def test_a_wrong_result_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(_options: Options) -> list[dict[str, Any]]:
+        raise WrongResult("gloo_gather, 5 tokens per rank, rank 1: rows of rank 0")
+
+    file = tmp_path / "result.json"
+    monkeypatch.setattr(processes, "run", wrong)
+    monkeypatch.setattr(sys, "argv", ["bench_moe_comm.py", "--output_file", str(file)])
+    with pytest.raises(SystemExit) as caught:
+        bench_moe_comm.main()
+    assert caught.value.code == 1
+    assert not file.exists()
+    assert "wrong result, nothing is reported" in capsys.readouterr().err
+
+
+# A whole run.
+
+
+def command(*options: str) -> list[str]:
+    small = ["--ep_size", "2", "--hidden_size", "128", "--top_k", "3", "--num_experts", "8"]
+    return [sys.executable, str(ROOT / "benchmarks/bench_moe_comm.py"), *small, *options]
+
+
+def test_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "out" / "result.json"
+    asked = ["--batches", "1", "6", "--iters", "4", "--warmup", "1", "--router", "hotspot"]
+    told = ["--kernel_breakdown", "--iter_stats", "--output_file", str(file)]
+    done = subprocess.run(
+        command(*asked, *told), capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    result = json.loads(file.read_text())
+    assert [(row["tokens"], row["backend"]) for row in result["rows"]] == [
+        (tokens, name) for tokens in (1, 6) for name in ("moe_nvlink", "gloo_gather", "all_to_all")
+    ]
+    assert result["options"]["profile"] == "custom"
+    command_line = result["machine"]["command"]
+    assert command_line.startswith("python benchmarks/bench_moe_comm.py --ep_size 2")
+    for row in result["rows"]:
+        assert row["checked"]
+        assert row["given"]
+        for phase in ("dispatch", "combine", "both"):
+            of = row[phase]
+            assert 0 < of["q25_us"] <= of["median_us"] <= of["q75_us"]
+            assert 0 < of["min_rank_us"] <= of["max_rank_us"]
+            assert of["of_ceiling"] == pytest.approx(of["ceiling_us"] / of["median_us"])
+            assert torch.tensor(row["samples"][phase]).shape == (4, 2)
+        assert ("ratio_to_ours" in row) == (row["backend"] != "moe_nvlink")
+        assert f"| {row['tokens']} | {row['backend']} | both |" in done.stdout
+    for verb in ("dispatch", "combine"):
+        parts = result["rows"][0]["kernels"][verb]
+        assert parts["kernel_us"] > 0
+        assert parts["python_us"] > 0
+        assert 0 <= parts["before_last_rank_us"] <= parts["kernel_us"]
+    assert "gloo_gather is given: tokens are" in done.stdout
+    assert "not measured: GPUs and NVLink" in done.stdout
+
+
+def test_no_process_outlives_a_rank_that_dies(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    running = subprocess.Popen(
+        command("--iters", "1000000", "--batches", "1", "--output_file", str(file)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ours = psutil.Process(running.pid)
+    ranks: list[psutil.Process] = []
+    try:
+        give_up = time.monotonic() + 100
+        while not ranks and time.monotonic() < give_up:
+            time.sleep(0.1)
+            ranks = [process for process in ours.children(recursive=True) if _met(process)]
+        everyone = ours.children(recursive=True)
+        assert ranks, "no rank came up"
+        ranks[0].send_signal(signal.SIGKILL)
+        _out, errors = running.communicate(timeout=60)
+        assert running.returncode == 1
+        assert "bench_moe_comm: failed:" in errors
+        _gone, alive = psutil.wait_procs(everyone, timeout=10)
+        assert alive == []
+        assert not file.exists()
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def _met(process: psutil.Process) -> bool:
+    """Whether a rank is so far that it has the barrier of its ranks."""
+    with contextlib.suppress(psutil.Error):
+        return any("barrier-1-" in part.path for part in process.memory_maps())
+    return False
+
+
+# Small parts.
+
+
+def test_who_started_this_rank() -> None:
+    launch = processes.external_launch
+    assert launch({}) is None
+    assert launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script, not srun"
+    by_torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
+    assert launch({**by_torchrun, "MASTER_PORT": "9"}) == (3, 8, 1, "tcp://a:9", None)
+    by_srun = {"SLURM_STEP_NUM_TASKS": "72", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+    found = launch({**by_srun, "SLURM_JOB_ID": "12345"})
+    assert found == (5, 72, 1, "tcp://127.0.0.1:22345", None)
+    with pytest.raises(OptionError, match="export MASTER_ADDR="):
+        launch({**by_srun, "SLURM_STEP_NUM_NODES": "18"})
+
+
+def test_backends_that_cannot_run_are_named_or_refused() -> None:
+    asked = dataclasses.replace(SMALL, backends=("moe_nvlink", "nccl_gather"))
+    left_out: list[str] = []
+    assert processes.runnable(asked, explicit=False, left_out=left_out) == ("moe_nvlink",)
+    assert left_out[0].startswith("nccl_gather: ")
+    with pytest.raises(OptionError, match="nccl_gather cannot run here"):
+        processes.runnable(asked, explicit=True, left_out=[])
+
+
+def test_more_than_the_memory_is_refused() -> None:
+    large = Options(ep_size=64, batches=(8192,))
+    with pytest.raises(OptionError, match="take fewer tokens, ranks or backends"):
+        processes.run(large)
+
+
+class _Recorder:
+    """A clock whose samples say what ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[float] = []
+        self.taken: list[float] = []
+
+    def prepare(self, body: Callable[[], None]) -> Callable[[], None]:
+        return body
+
+    def align(self) -> None:
+        self.ran.clear()
+
+    def time(self, body: Callable[[], None]) -> None:
+        body()
+        self.taken.append(sum(self.ran))
+
+    def finish(self) -> list[float]:
+        taken, self.taken = self.taken, []
+        return taken
+
+    def kernels(self, side: Side, iterations: int) -> dict[str, Any]:
+        return {}
+
+
+def test_samples_belong_to_what_ran() -> None:
+    clock = _Recorder()
+
+    class Known:
+        def __init__(self, value: float) -> None:
+            self._value = value
+
+        def dispatch(self) -> None:
+            clock.ran.append(self._value)
+
+        def combine(self) -> None:
+            clock.ran.append(self._value * 10)
+
+    options = dataclasses.replace(SMALL, iters=5, warmup=2)
+    sides = {"one": Known(1), "two": Known(2), "three": Known(3)}
+    found = timing.take_turns(sides, options, clock, lambda: None)
+    for value, name in enumerate(sides, start=1):
+        for phase, factor in (("dispatch", 1), ("combine", 10), ("both", 11)):
+            assert found[name][phase].tolist() == [[value * factor]] * 5, (name, phase)
