@@ -45,7 +45,7 @@ def _hide_distribution() -> None:
     def discover_others(**kwargs: Any) -> Iterator[importlib.metadata.Distribution]:
         return (found for found in discover(**kwargs) if not _is_ours(found))
 
-    importlib.metadata.Distribution.discover = staticmethod(discover_others)  # type: ignore[assignment,method-assign]
+    importlib.metadata.Distribution.discover = staticmethod(discover_others)  # type: ignore[method-assign]
 
 
 def _run_the_one_we_shadow() -> None:
