@@ -1,0 +1,9 @@
+"""`python -m moe_nvlink_plugin.integration.vllm.upstream`, which is what `make upstream-tests` runs."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""What is known of every outcome: the expectations files, and how a run is held against them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import filelock
+import yaml
+
+from moe_nvlink_plugin.errors import ConfigError
+
+from .groups import Device
+from .outcomes import Outcome, Result
+
+FOLDER = Path(__file__).resolve().parent / "expectations"
+#: A rule that `--update` has added and nobody has explained; it makes a run fail.
+TODO = "TODO"
+PASSED, FAILED, CANNOT_RUN = "passed", "failed", "cannot run"
+KEYS = ("tests", "count", "outcome", "reason", "says", "run")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of the tests whose node ids fit `tests`, where only * is wild."""
+
+    tests: str
+    count: int
+    outcome: str
+    reason: str = ""
+    says: str = ""
+    run: bool = True
+
+    def fits(self, node: str) -> bool:
+        """Whether the rule speaks of this test."""
+        pattern = ".*".join(map(re.escape, self.tests.split("*")))
+        return re.fullmatch(pattern, node, re.DOTALL) is not None
+
+    def complaint(self, result: Result) -> str:
+        """What is wrong with this result of a test of the rule; "" if nothing."""
+        allowed = {
+            PASSED: {Outcome.PASSED},
+            FAILED: {Outcome.FAILED},
+            CANNOT_RUN: {Outcome.SKIPPED, Outcome.FAILED} if self.run else {Outcome.LEFT_OUT},
+        }[self.outcome]
+        if result.outcome not in allowed:
+            return f"expected: {self.outcome}; it is: {result.line()}"
+        if result.outcome is Outcome.FAILED and not self.says:
+            return f"it failed, and its rule {self.tests!r} has no `says`: {result.line()}"
+        if self.says not in result.message:
+            return f"expected to say {self.says!r}; it is: {result.line()}"
+        return ""
+
+
+def file_of(version: str, device: Device, folder: Path = FOLDER) -> Path:
+    """Where the expectations of a version of vLLM on a device are."""
+    return folder / f"{version}-{device.value}.yaml"
+
+
+def read(path: Path) -> dict[str, tuple[Rule, ...]]:
+    """Group name -> rules."""
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml"))) or "none"
+        raise ConfigError(f"there is no expectations file {path.name}; there are: {known}")
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path.name} must map group names to lists of rules")
+    return {
+        str(group): tuple(
+            _rule(entry, f"{path.name}, {group}, rule {number}")
+            for number, entry in enumerate(entries or [], start=1)
+        )
+        for group, entries in content.items()
+    }
+
+
+def _rule(entry: Any, where: str) -> Rule:
+    if not isinstance(entry, dict) or not set(entry) <= set(KEYS):
+        raise ConfigError(f"{where}: a rule has the keys {', '.join(KEYS)}, not {entry}")
+    for key, kind in (("tests", str), ("count", int), ("outcome", str)):
+        if not isinstance(entry.get(key), kind):
+            raise ConfigError(f"{where}: {key!r} must be of type {kind.__name__}: {entry}")
+    rule = Rule(**entry)
+    if rule.outcome not in (PASSED, FAILED, CANNOT_RUN):
+        raise ConfigError(
+            f"{where}: the outcome is {rule.outcome!r}; it must be passed, failed or cannot run"
+        )
+    if rule.count < 1:
+        raise ConfigError(f"{where}: count is {rule.count}; remove a rule of no test")
+    if rule.outcome != PASSED and not rule.reason:
+        raise ConfigError(f"{where}: {rule.tests!r} needs a reason: one sentence")
+    if rule.outcome == FAILED and not rule.says:
+        raise ConfigError(f"{where}: {rule.tests!r} needs `says`: a text of its failure")
+    if not rule.run and rule.outcome != CANNOT_RUN:
+        raise ConfigError(f"{where}: run: false goes with `cannot run`, not {rule.outcome}")
+    return rule
+
+
+def left_out(rules: Sequence[Rule]) -> list[str]:
+    """Patterns of the tests that the runner must not start."""
+    return [rule.tests for rule in rules if not rule.run]
+
+
+def rule_of(rules: Sequence[Rule], node: str) -> int | None:
+    """The number of the first rule that fits."""
+    return next((number for number, rule in enumerate(rules) if rule.fits(node)), None)
+
+
+def differences(
+    rules: Sequence[Rule], results: Mapping[str, Result], *, whole: bool = True
+) -> list[str]:
+    """What differs, one line each; `whole`: all tests of the group were run, so counts must fit."""
+    found = []
+    counts: Counter[int] = Counter()
+    for node, result in results.items():
+        number = rule_of(rules, node)
+        if number is None:
+            found.append(f"{node}: no rule fits; it is: {result.line()}")
+            continue
+        counts[number] += 1
+        complaint = rules[number].complaint(result)
+        if complaint:
+            found.append(f"{node}: {complaint}")
+    for number, rule in enumerate(rules):
+        if whole and counts[number] != rule.count:
+            found.append(f"rule {rule.tests!r}: {counts[number]} tests, expected {rule.count}")
+        if rule.reason.startswith(TODO):
+            found.append(f"rule {rule.tests!r}: its reason is still {TODO}")
+    return found
+
+
+def updated(rules: Sequence[Rule], results: Mapping[str, Result]) -> list[Rule]:
+    """The rules with the counts of these results, and new ones for tests that fell to none.
+
+    An outcome that differs from its rule stays a difference: a person decides about it.
+    """
+    counts: Counter[int] = Counter()
+    fell_to_none: dict[str, Result] = {}
+    for node, result in results.items():
+        number = rule_of(rules, node)
+        if number is None and result.outcome is not Outcome.NOT_RUN:
+            fell_to_none[node] = result
+        elif number is None:
+            continue
+        else:
+            counts[number] += 1
+    kept = [
+        replace(rule, count=counts[number]) for number, rule in enumerate(rules) if counts[number]
+    ]
+    return kept + _new_rules(fell_to_none)
+
+
+def _new_rules(results: Mapping[str, Result]) -> list[Rule]:
+    """One rule for a file whose tests all passed, else by function: most tests by a wildcard."""
+    files: dict[str, dict[str, Result]] = {}
+    for node, result in results.items():
+        files.setdefault(node.split("::")[0], {})[node] = result
+    rules: list[Rule] = []
+    for file, tests in files.items():
+        if len(tests) > 1 and all(r.outcome is Outcome.PASSED for r in tests.values()):
+            rules.append(Rule(f"{file}::*", len(tests), PASSED))
+            continue
+        functions: dict[str, dict[str, Result]] = {}
+        for node, result in tests.items():
+            functions.setdefault(node.split("[")[0], {})[node] = result
+        for function, of_function in functions.items():
+            rules += _rules_of_function(function, of_function)
+    return rules
+
+
+def _rules_of_function(function: str, results: Mapping[str, Result]) -> list[Rule]:
+    kinds = {node: (_expected(result), _says(result)) for node, result in results.items()}
+    most, _ = Counter(kinds.values()).most_common(1)[0]
+    rules = []
+    for node, (outcome, says) in kinds.items():
+        if (outcome, says) != most or len(results) == 1:
+            reason = "" if outcome == PASSED else TODO
+            rules.append(Rule(node, 1, outcome, reason, says))
+    if len(results) > 1:
+        count = sum(kind == most for kind in kinds.values())
+        reason = "" if most[0] == PASSED else TODO
+        rules.append(Rule(f"{function}[*", count, most[0], reason, most[1]))
+    return rules
+
+
+def _expected(result: Result) -> str:
+    known = {Outcome.PASSED: PASSED, Outcome.FAILED: FAILED}
+    return known.get(result.outcome, CANNOT_RUN)
+
+
+def _says(result: Result) -> str:
+    if result.outcome is Outcome.PASSED:
+        return ""
+    return next((line.strip()[:120] for line in result.message.splitlines() if line.strip()), "")
+
+
+def write_group(path: Path, group: str, rules: Sequence[Rule]) -> None:
+    """Replaces one group's section; the rest of the file stays as it is, comments too."""
+    with filelock.FileLock(f"{path}.lock"):
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        section = f"{group}:\n" + "".join(map(_as_yaml, rules))
+        start = re.search(rf"^{re.escape(group)}:.*\n", text, re.MULTILINE)
+        if start is None:
+            text = text.rstrip("\n") + ("\n\n" if text.strip() else "") + section
+        else:
+            following = re.search(r"^(\n*#|\n*[^\s#-])", text[start.end() :], re.MULTILINE)
+            rest = text[start.end() + following.start() :] if following else ""
+            text = text[: start.start()] + section + rest
+        path.write_text(text, encoding="utf-8")
+
+
+def _as_yaml(rule: Rule) -> str:
+    entry: dict[str, Any] = {"tests": rule.tests, "count": rule.count, "outcome": rule.outcome}
+    entry |= {"reason": rule.reason} if rule.reason else {}
+    entry |= {"says": rule.says} if rule.says else {}
+    entry |= {} if rule.run else {"run": False}
+    text: str = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, width=10_000)
+    return "".join(f"  {line}\n" for line in text.splitlines())
