@@ -1,0 +1,239 @@
+"""vLLM's launcher of a test's ranks, with processes on this CPU in the place of GPUs.
+
+Names for other adapters:
+
+* `in_every_rank(function)`: a module-level function without arguments; every rank started later
+  calls it, behind `cpu_device.install` and before anything of the test is imported there. Not
+  called in this process.
+* `install()`: replaces `parallel_launch_with_config` in
+  `tests.kernels.moe.modular_kernel_tools.parallel_utils`. As a pytest plugin this module does so
+  itself, before test modules import that by name. List it in `Group.adapters` behind `cpu_device`.
+* `LIMIT_S`: name of the variable that bounds a launch in seconds.
+
+A rank is forked from a process that has imported torch and vLLM once (Python's forkserver, which
+has no threads of its own), with the environment of the test. The world is a gloo group; vLLM's
+groups are made from it as in its own launcher. A rank that raises, dies or does not end in time
+fails the launch with the ranks' names and what they printed last; the others are killed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from . import cpu_device
+
+#: Seconds a launch may take, all of a test's subcases together.
+LIMIT_S = "MOE_NVLINK_UPSTREAM_LAUNCH_S"
+DEFAULT_LIMIT_S = 280.0
+#: After one rank failed, the others may end by themselves for so long.
+GRACE_S = 5.0
+TAIL_BYTES = 6000
+
+_PARALLEL_UTILS = "tests.kernels.moe.modular_kernel_tools.parallel_utils"
+_setups: list[Callable[[], None]] = []
+
+
+class Launch(NamedTuple):
+    """What every rank of a launch is told, pickled.
+
+    setups: called first. environment: the test's whole; folders: of `sys.path`. store: file of the
+    ranks' rendezvous. work: worker, configuration, arguments and named ones as the test gave them,
+    pickled once more: to read it imports the test's module, which setups must come before.
+    """
+
+    world_size: int
+    setups: tuple[Callable[[], None], ...]
+    environment: dict[str, str]
+    folders: tuple[str, ...]
+    store: str
+    work: bytes
+
+
+class RanksFailed(RuntimeError):
+    """Some ranks of a launch raised, died or hung; the message says which, and what they said."""
+
+
+def in_every_rank(function: Callable[[], None]) -> None:
+    """Ranks that are started later call it before the test's own code. Local, idempotent."""
+    if function not in _setups:
+        _setups.append(function)
+
+
+def install() -> None:
+    """Replaces vLLM's launcher in this process. Local, idempotent."""
+    _gloo_groups().parallel_launch_with_config = launch
+    # Needed by vLLM's shared-memory groups; its workers get it from their executor.
+    os.environ.setdefault("VLLM_DIST_IDENT", uuid.uuid4().hex[:8])
+
+
+def _gloo_groups() -> Any:
+    """The tests' launcher module, whose groups are gloo's from now on. Local, idempotent."""
+    utils: Any = importlib.import_module(_PARALLEL_UTILS)
+    parallel_state = importlib.import_module("vllm.distributed.parallel_state")
+    utils.init_distributed_environment = functools.partial(_with_gloo, parallel_state)
+    return utils
+
+
+def _with_gloo(parallel_state: Any, **named: Any) -> None:
+    parallel_state.init_distributed_environment(**{**named, "backend": "gloo"})
+
+
+def launch(
+    world_size: int,
+    worker: Callable[..., None],
+    vllm_config: Any,
+    env_dict: Mapping[Any, Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """`parallel_launch_with_config` of vLLM's tests, on processes of this CPU.
+
+    Raises RanksFailed.
+    """
+    environment = {**os.environ, "VLLM_DIST_IDENT": uuid.uuid4().hex[:8]}
+    environment.update({str(name): str(value) for name, value in (env_dict or {}).items()})
+    with tempfile.TemporaryDirectory(prefix="moe-upstream-") as folder:
+        plan = Launch(
+            world_size,
+            tuple(_setups),
+            environment,
+            tuple(sys.path),
+            str(Path(folder) / "store"),
+            bytes(ForkingPickler.dumps((worker, vllm_config, args, kwargs))),
+        )
+        _run(plan, Path(folder))
+
+
+def _run(plan: Launch, folder: Path) -> None:
+    context = _fork_server()
+    outputs = [folder / f"rank{rank}.txt" for rank in range(plan.world_size)]
+    ranks = [
+        context.Process(target=rank_main, args=(plan, rank, str(output)), daemon=True)
+        for rank, output in enumerate(outputs)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        problems = _await(ranks, _limit_s())
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    # Rank 0 reports the subcases, as it does on GPUs.
+    print(_tail(outputs[0]), end="", flush=True)
+    if problems:
+        raise RanksFailed(
+            f"of {plan.world_size} ranks:\n"
+            + "\n".join(
+                f"rank {rank} {problem}; its last words:\n{_tail(outputs[rank])}"
+                for rank, problem in problems.items()
+            )
+        )
+
+
+def _fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    # The first launch starts it; `warm` is imported there once, for all ranks of all launches.
+    context.set_forkserver_preload([f"{__package__}.warm"])
+    return context
+
+
+def _limit_s() -> float:
+    return float(os.environ.get(LIMIT_S, DEFAULT_LIMIT_S))
+
+
+def _await(ranks: list[Any], limit_s: float) -> dict[int, str]:
+    """What went wrong, by rank; returns when all have ended or nothing more is worth waiting for."""
+    end = time.monotonic() + limit_s
+    problems: dict[int, str] = {}
+    running = dict(enumerate(ranks))
+    while running and (left := end - time.monotonic()) > 0:
+        wait([process.sentinel for process in running.values()], timeout=left)
+        for rank, process in list(running.items()):
+            if process.exitcode is None:
+                continue
+            del running[rank]
+            if process.exitcode:
+                problems[rank] = f"ended with {process.exitcode}"
+                end = min(end, time.monotonic() + GRACE_S)
+    if running and not problems:
+        for rank in running:
+            problems[rank] = f"has not ended within {limit_s:g} s"
+    elif running:
+        for rank in running:
+            problems[rank] = f"was still running {GRACE_S:g} s after another rank's end"
+    return problems
+
+
+def _tail(output: Path) -> str:
+    if not output.exists():
+        return "(it printed nothing)"
+    return output.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+
+
+def rank_main(plan: Launch, rank: int, output: str) -> None:
+    """One rank, from fork to end. Ends the process with a status of 1 when it raised."""
+    _become(plan, output)
+    try:
+        cpu_device.install()
+        for setup in plan.setups:
+            setup()
+        _run_rank(plan, rank)
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # threads of a broken group may never end
+
+
+def _become(plan: Launch, output: str) -> None:
+    os.environ.clear()
+    os.environ.update(plan.environment)
+    sys.path[:] = plan.folders
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _run_rank(plan: Launch, rank: int) -> None:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    utils = _gloo_groups()
+    device = torch.device("cpu")
+    store = torch.distributed.FileStore(plan.store, plan.world_size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size)
+    info = utils.ProcessGroupInfo(plan.world_size, plan.world_size, rank, 0, rank, device)
+    worker, vllm_config, arguments, named = ForkingPickler.loads(plan.work)
+    if vllm_config is None:
+        worker(info, None, None, *arguments, **named)
+        torch.distributed.destroy_process_group()
+        return
+    group = utils._set_vllm_config(vllm_config, plan.world_size, rank, rank)
+    with set_current_vllm_config(vllm_config):
+        worker(info, vllm_config, group, *arguments, **named)
+    cleanup_dist_env_and_memory()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_load_initial_conftests() -> None:
+    """Before any module of vLLM's tests is imported."""
+    install()
