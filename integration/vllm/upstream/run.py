@@ -23,8 +23,8 @@ GRACE_S = 120
 #: A proxy that is not there: tests that fetch fail alike on machines with and without a network.
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
 NO_NETWORK |= {"no_proxy": "localhost,127.0.0.1,::1,0.0.0.0"}
+#: Not VLLM_TARGET_DEVICE: with "cpu" vLLM asks no platform plugin, ours among them.
 CPU = {
-    "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
