@@ -127,7 +127,7 @@ def _model_folder(folder: Path, name: str) -> Path:
 
 @functools.cache
 def _source() -> str:
-    return "".join(map(inspect.getsource, (_config, _tokenizer, _write)))
+    return "".join(inspect.getsource(what) for what in (_config, _tokenizer, _write))
 
 
 def _write_once(target: Path, stand_in: StandIn) -> None:
@@ -151,7 +151,7 @@ def _write(folder: Path, stand_in: StandIn) -> None:
     config = _config(stand_in, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stand_in.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         head = model.get_output_embeddings().weight
         head *= LOGITS_STD * head.shape[1] ** -0.5 / head.std()
@@ -198,7 +198,7 @@ def _tokenizer() -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_PROSE, trainer)
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,

@@ -1,0 +1,137 @@
+"""Stand-ins for the hub's models: what vLLM's tests need of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("vllm")
+
+from moe_nvlink_plugin.integration.vllm.upstream import models
+
+MOE = "ibm-research/PowerMoE-3b"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    models.redirect_file(folder)
+    return folder
+
+
+def _redirects(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((folder / models.REDIRECT_FILE).read_text("utf-8"))
+    return found
+
+
+def _tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def test_vllm_takes_the_folder_for_the_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.transformers_utils import utils
+
+    monkeypatch.setenv("VLLM_MODEL_REDIRECT_PATH", str(folder / models.REDIRECT_FILE))
+    utils.maybe_model_redirect.cache_clear()
+    try:
+        found = {name: utils.maybe_model_redirect(name) for name in models.STAND_INS}
+        assert utils.maybe_model_redirect("nobody/knows") == "nobody/knows"
+    finally:
+        utils.maybe_model_redirect.cache_clear()
+    assert found == _redirects(folder)
+
+
+@pytest.mark.parametrize("name", models.STAND_INS)
+def test_class_and_tokenizer_fit(folder: Path, name: str) -> None:
+    path = _redirects(folder)[name]
+    config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+    tokenizer = _tokenizer(path)
+    assert config["model_type"] == models.STAND_INS[name].model_type
+    assert config["vocab_size"] == len(tokenizer)
+    assert config["eos_token_id"] == tokenizer.eos_token_id
+    tensors = load_file(str(Path(path) / "model.safetensors"))
+    assert {one.dtype for one in tensors.values()} == {
+        getattr(torch, models.STAND_INS[name].dtype)
+    }
+
+
+def test_every_token_is_text_and_prompts_come_back(folder: Path) -> None:
+    tokenizer = _tokenizer(_redirects(folder)[MOE])
+    others = set(range(len(tokenizer))) - {tokenizer.eos_token_id}
+    assert all(tokenizer.decode([token]).isascii() for token in others)
+    assert all(tokenizer.decode([token]) for token in others)
+    prompt = "This is a test of data parallel (0)!\n"
+    tokens = tokenizer(prompt)["input_ids"]
+    assert tokenizer.eos_token_id not in tokens
+    assert tokenizer.decode(tokens) == prompt
+
+
+def test_experts_differ(folder: Path) -> None:
+    """Of equal experts, a token sent to the wrong one would come back right."""
+    tensors = load_file(str(Path(_redirects(folder)[MOE]) / "model.safetensors"))
+    experts = [one for name, one in tensors.items() if "output_linear" in name]
+    assert experts
+    for weights in experts:
+        first, *rest = weights.flatten(1)
+        assert all(not torch.equal(first, other) for other in rest)
+
+
+def test_requests_end_by_their_length(folder: Path) -> None:
+    """One that ends with its first token fails tests that want text."""
+    from transformers import AutoModelForCausalLM
+
+    path = _redirects(folder)[MOE]
+    tokenizer = _tokenizer(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    prompt = tokenizer("Hello, my name is nobody in particular", return_tensors="pt")
+    with torch.no_grad():
+        odds = model(**prompt).logits.float().softmax(dim=-1)
+    assert odds[..., tokenizer.eos_token_id].max() < 1e-3
+    # Neither is every position the same token's, whatever was read.
+    assert len(odds.argmax(dim=-1).unique()) > 3
+
+
+def test_models_are_written_once_and_anew_when_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "hmellor/tiny-random-LlamaForCausalLM"
+    monkeypatch.setattr(models, "STAND_INS", {name: models.STAND_INS[name]})
+    models.redirect_file(tmp_path)
+    first = Path(_redirects(tmp_path)[name])
+    weights = first / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    models.redirect_file(tmp_path)
+    assert weights.stat().st_mtime_ns == before
+    other = models.StandIn("llama", models.STAND_INS[name].sizes, seed=1)
+    monkeypatch.setattr(models, "STAND_INS", {name: other})
+    models.redirect_file(tmp_path)
+    second = Path(_redirects(tmp_path)[name])
+    assert second != first
+    assert not torch.equal(
+        load_file(str(second / "model.safetensors"))["lm_head.weight"],
+        load_file(str(weights))["lm_head.weight"],
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [first.name, second.name, models.REDIRECT_FILE]
+    )
+
+
+def test_the_same_seed_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "hmellor/tiny-random-LlamaForCausalLM"
+    monkeypatch.setattr(models, "STAND_INS", {name: models.STAND_INS[name]})
+    written = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        models.redirect_file(folder)
+        path = Path(_redirects(folder)[name])
+        files = sorted(file for file in path.iterdir())
+        written.append({file.name: file.read_bytes() for file in files})
+    assert written[0] == written[1]
