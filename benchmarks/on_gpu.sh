@@ -44,7 +44,7 @@ export BENCH_COMMIT PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:
 
 scratch=$(mktemp -d) || exit 2
 trap 'rm -rf "$scratch"' EXIT
-export MOE_NVLINK_CACHE_DIR="$scratch/cache"
+export MOE_NVLINK_CACHE_DIR="${MOE_NVLINK_CACHE_DIR:-$scratch/cache}"
 if [ -n "$wheels" ]; then
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
     --target "$scratch/site" "$wheels"/*.whl || exit 2

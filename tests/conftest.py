@@ -4,6 +4,9 @@ beside nothing else, what needs the machine for itself.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,26 @@ ALONE = (
     "tests/gpu/",
     "tests/integration/",
 )
+#: Set for what tests start: the cache of this run.
+RUN_CACHE = "MOE_NVLINK_TESTS_CACHE_DIR"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled libraries of all the tests, those that tests themselves start among them.
+
+    Some are of changed kernel texts and stay out of the user's cache; and what one process of the
+    run has compiled no other need compile.
+    """
+    run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run = run.parent
+    folder = Path(os.environ.get(RUN_CACHE, run / "kernels-cache"))
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MOE_NVLINK_CACHE_DIR", RUN_CACHE):
+            patch.setenv(name, str(folder))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
