@@ -1,137 +1,220 @@
-"""The command line: which groups, on what, and what is compared."""
+"""The command line: which groups, on what, and what is compared with what."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 
-from . import expectations, fetch, models
+from . import expectations, fetch, models, table
 from .expectations import Rule
 from .groups import Device, Group, Plugin
 from .outcomes import Outcome, Result
-from .run import Ran, Where, run
+from .run import Job, Part, Ran, Where, is_below, jobs_of, run, sides, stopping
 from .selection import all_groups
 
-#: Differences of one group that are printed; the rest are in the log.
+#: Differences of one group that are printed; `--all` prints every one.
 SHOWN = 40
+#: Gives the run of a group, with our plugin or without.
+_Pick = Callable[[Group, bool], Ran]
 
 
 def main(arguments: Sequence[str]) -> int:
     """0 if every outcome is as expected, 1 if not, 2 if nothing could be run."""
-    arguments, extra = _split(list(arguments))
-    options = _parser().parse_args(arguments)
+    own, extra = _split(list(arguments))
+    options = _parser().parse_args(own)
     try:
-        fetch.check_version(options.version)
-        if options.tree:
-            fetch.check_tree(options.tree, options.version)
-        groups = chosen(options.group, Device.GPU if options.gpu else Device.CPU, options.gpu)
         if options.list:
-            for group in groups:
-                print(f"{group.name:24} {group.title}")
+            return _list()
+        if options.write_table:
+            table.write()
             return 0
-        return run_all(options, groups, extra)
+        return _run(options, extra)
     except MoeNvlinkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+def _split(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
     if "--" not in arguments:
-        return arguments, []
+        return arguments, ()
     at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
+    return arguments[:at], tuple(arguments[at + 1 :])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moe_nvlink_plugin.integration.vllm.upstream",
         description="Runs vLLM's own tests against our backend, and compares every outcome.",
-        epilog="After -- come arguments of pytest, for a part of a group.",
+        epilog="After -- come arguments of pytest, such as -k EXPRESSION, for a part of a group.",
     )
-    parser.add_argument("--version", default=fetch.installed_version(), help="of vLLM")
-    parser.add_argument("--group", nargs="+", default=[], metavar="NAME", help="default: all")
-    parser.add_argument("--fast", action="store_true", help="each group's fast subset")
-    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="on N GPUs, not on CPUs")
-    parser.add_argument("--update", action="store_true", help="rewrite counts, add missing rules")
-    parser.add_argument("--break", dest="broken", default="", metavar="NAME", help="of our backend")
-    parser.add_argument("--list", action="store_true", help="the groups, and nothing else")
-    parser.add_argument("--tree", type=Path, help="unpacked tests of vLLM, instead of fetching")
-    parser.add_argument("--logs", type=Path, help="where logs go (default: a new folder)")
+    add = parser.add_argument
+    add("--version", default=fetch.installed_version(), help="of vLLM (default: the installed)")
+    add("--group", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
+    add("--fast", action="store_true", help="the fast subset of each group")
+    add("--gpu", type=int, default=0, metavar="N", help="on N GPUs instead of CPUs")
+    add("--jobs", type=int, default=1, metavar="N", help="so many pytest processes at once")
+    add("--update", action="store_true", help="rewrite counts, add rules for unknown tests")
+    add("--break", dest="broken", default="", metavar="NAME", help="break our backend, see --list")
+    add("--list", action="store_true", help="show the groups and the breaks, run nothing")
+    add("--write-table", action="store_true", help="renew integration/README.md, run nothing")
+    add("--all", action="store_true", help=f"print all differences, not {SHOWN} of each group")
+    add("--tree", type=Path, metavar="FOLDER", help="unpacked tests of vLLM: nothing is fetched")
+    add("--logs", type=Path, metavar="FOLDER", help="where logs go (default: a new folder)")
     return parser
 
 
-def chosen(names: Sequence[str], device: Device, gpus: int) -> list[Group]:
+def _list() -> int:
+    print("groups:")
+    for group in all_groups():
+        devices = "/".join(sorted(device.value for device in group.devices))
+        print(f"  {group.name:28} {devices:8} {group.plugin.value:10} {group.title}")
+    from . import breaks
+
+    print("breaks:")
+    for name, install in breaks.BREAKS.items():
+        print(f"  {name:28} {(install.__doc__ or '').splitlines()[0]}")
+    return 0
+
+
+def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
+    groups = _groups(options)
+    fetch.check_version(options.version)
+    where = _where(options)
+    path = expectations.file_of(options.version, where.device)
+    rules = expectations.read(path)
+    whole = not (options.fast or extra)
+    parts = [Part(group, group.fast if options.fast else group.arguments) for group in groups]
+    if options.fast:
+        parts = [part for part in parts if part.words]
+    jobs = jobs_of(parts, rules, extra, shared=options.fast)
+    found = 0
+    with _started(where, jobs, options.jobs) as pick:
+        for part in parts:
+            name, known = part.group.name, rules.get(part.group.name, ())
+            runs = {plugin: pick(part.group, plugin) for plugin in sides(part.group)}
+            if options.update:
+                known = tuple(expectations.updated(known, runs[True].results))
+                expectations.write_group(path, name, known)
+            differences = differences_of(part, known, runs, whole=whole, places=options.fast)
+            _report(part.group, runs, differences, len(differences) if options.all else SHOWN)
+            found += len(differences)
+    print(f"{found} differences" if found else "every outcome is as expected", flush=True)
+    return 1 if found else 0
+
+
+def _groups(options: argparse.Namespace) -> list[Group]:
+    device = Device.GPU if options.gpu else Device.CPU
+    groups = chosen(all_groups(), options.group, device, options.gpu)
+    if options.broken:
+        _check_break(options.broken)
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs {options.jobs}: at least one process must run")
+    if options.update and (options.fast or options.broken):
+        raise ConfigError("--update needs whole groups of a backend that is not broken")
+    return groups
+
+
+def _check_break(name: str) -> None:
+    from . import breaks
+
+    if name not in breaks.BREAKS:
+        known = ", ".join(breaks.BREAKS)
+        raise ConfigError(f"there is no break {name!r}; there are: {known}")
+
+
+def chosen(groups: Sequence[Group], names: Sequence[str], device: Device, gpus: int) -> list[Group]:
     """Groups by name, in their order, that the device can run."""
-    groups = {group.name: group for group in all_groups()}
-    unknown = sorted(set(names) - set(groups))
+    known = {group.name: group for group in groups}
+    unknown = sorted(set(names) - set(known))
     if unknown:
-        raise ConfigError(f"no group {', '.join(unknown)}; there are: {', '.join(groups)}")
-    return [
+        raise ConfigError(f"there is no group {', '.join(unknown)}; there are: {', '.join(known)}")
+    found = [
         group
-        for name, group in groups.items()
+        for name, group in known.items()
         if (not names or name in names)
         and device in group.devices
         and (device is Device.CPU or group.gpus <= gpus)
     ]
+    if not found:
+        wanted = ", ".join(names) or "of all groups"
+        raise ConfigError(f"{wanted}: none runs on {gpus or 'no'} GPUs; see --list")
+    return found
 
 
-def run_all(options: argparse.Namespace, groups: Sequence[Group], extra: Sequence[str]) -> int:
-    """Every group, one after the other, and a line about each."""
-    device = Device.GPU if options.gpu else Device.CPU
-    path = expectations.file_of(options.version, device)
-    rules = expectations.read(path) if path.exists() or not options.update else {}
+def _where(options: argparse.Namespace) -> Where:
+    if options.tree:
+        fetch.check_tree(options.tree, options.version)
+    tree = options.tree.resolve() if options.tree else fetch.tree(options.version)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="moe_nvlink_upstream_"))
-    where = Where(
-        options.tree.resolve() if options.tree else fetch.tree(options.version),
+    return Where(
+        tree,
         logs.resolve(),
         models.redirect_file(fetch.CACHE / "models"),
         fetch.CACHE / "hub",
-        device,
+        Device.GPU if options.gpu else Device.CPU,
         options.gpu,
         options.broken,
     )
-    found = 0
-    for group in groups:
-        words = (group.fast if options.fast else group.arguments) + tuple(extra)
-        if options.fast and not group.fast:
-            continue
-        known = rules.get(group.name, ())
-        ran = run(where, group, words, expectations.left_out(known))
-        if options.update:
-            known = tuple(expectations.updated(known, ran.results))
-            expectations.write_group(path, group.name, known)
-        found += _report(
-            group,
-            ran,
-            _differences(where, group, words, known, ran, whole=not options.fast and not extra),
-        )
-    return 1 if found else 0
 
 
-def _differences(
-    where: Where,
-    group: Group,
-    words: Sequence[str],
-    known: Sequence[Rule],
-    ran: Ran,
+@contextlib.contextmanager
+def _started(where: Where, jobs: Sequence[Job], at_once: int) -> Iterator[_Pick]:
+    """All processes; what it gives waits for the one of a group. Ends what still runs."""
+    stopping.clear()
+    pool = ThreadPoolExecutor(at_once)
+    runs = {job: pool.submit(run, where, job) for job in jobs}
+
+    def pick(group: Group, plugin: bool) -> Ran:
+        ours = (job for job in jobs if job.plugin is plugin and group in job.groups)
+        job = next(ours)
+        return runs[job].result().of(job, group)
+
+    try:
+        yield pick
+    finally:
+        stopping.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def differences_of(
+    part: Part,
+    rules: Sequence[Rule],
+    runs: Mapping[bool, Ran],
     *,
     whole: bool,
+    places: bool,
 ) -> list[str]:
-    found = [f"{group.name}: {ran.ending}"] if ran.ending else []
-    if not ran.results:
-        found.append(f"{group.name}: no test was run")
-    found += expectations.differences(known, ran.results, whole=whole)
-    if group.plugin is Plugin.COMPARED:
-        without = run(where, group, words, expectations.left_out(known), plugin=False)
-        found += [f"{group.name}, without the plugin: {without.ending}"] if without.ending else []
-        found += compared(ran.results, without.results)
+    """All that is not as it should be. `whole`: the group was; `places`: each one must have run."""
+    found = []
+    for plugin, ran in runs.items():
+        side = "" if plugin else "without the plugin: "
+        these = [f"{part.group.name}: {ran.ending}"] if ran.ending else []
+        if not any(ran.results.values()):
+            these.append(f"{part.group.name}: no test was run")
+        these += expectations.differences(rules, ran.results, whole=whole)
+        these += idle_places(part, ran.results) if places else []
+        found += [side + line for line in these]
+    if part.group.plugin is Plugin.COMPARED:
+        found += compared(runs[True].results, runs[False].results)
     return found
+
+
+def idle_places(part: Part, results: Mapping[str, Result]) -> list[str]:
+    """Places of a fast subset in which nothing passed or failed."""
+    ran = [n for n, r in results.items() if r.outcome in (Outcome.PASSED, Outcome.FAILED)]
+    return [
+        f"{place}: no test of it was run"
+        for place in part.places
+        if not any(is_below(place, node) for node in ran)
+    ]
 
 
 def compared(with_it: Mapping[str, Result], without: Mapping[str, Result]) -> list[str]:
@@ -145,13 +228,14 @@ def compared(with_it: Mapping[str, Result], without: Mapping[str, Result]) -> li
     return found
 
 
-def _report(group: Group, ran: Ran, found: Sequence[str]) -> int:
-    counts = Counter(result.outcome.value for result in ran.results.values())
+def _report(group: Group, runs: Mapping[bool, Ran], differences: Sequence[str], shown: int) -> None:
+    counts = Counter(result.outcome.value for result in runs[True].results.values())
     said = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
-    verdict = f"{len(found)} DIFFERENCES, output in {ran.output}" if found else "as expected"
-    print(f"{group.name}: {said or 'no tests'}; {verdict} ({ran.seconds:.0f} s)", flush=True)
-    for line in found[:SHOWN]:
+    seconds = " + ".join(f"{ran.seconds:.0f}" for ran in runs.values())
+    logs = ", ".join(str(ran.output) for ran in runs.values())
+    verdict = f"{len(differences)} DIFFERENCES, output in {logs}" if differences else "as expected"
+    print(f"{group.name}: {said or 'no test'}; {verdict} ({seconds} s)", flush=True)
+    for line in differences[:shown]:
         print(f"  {line}")
-    if len(found) > SHOWN:
-        print(f"  ... and {len(found) - SHOWN} more")
-    return len(found)
+    if len(differences) > shown:
+        print(f"  ... and {len(differences) - shown} more", flush=True)

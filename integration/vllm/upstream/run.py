@@ -1,19 +1,25 @@
-"""One pytest process per group, in the unpacked tests of vLLM, and nothing of this repository's own."""
+"""pytest processes in the unpacked tests of vLLM, with no configuration of this repository."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from . import outcomes, settings
-from .groups import Device, Group
+from .expectations import Rule, left_out
+from .groups import Device, Group, Plugin
 from .outcomes import Result
 
 HERE = Path(__file__).resolve().parent
@@ -33,6 +39,9 @@ CPU = {
 #: Of the user's environment, what would change outcomes.
 FOREIGN = ("VLLM_", "PYTEST_", "PYTHON", "HF_", "TRANSFORMERS_", "MOE_NVLINK_", "TORCH", "MASTER_")
 
+#: Set when the runner gives up, for instance by Ctrl-C: all processes are ended.
+stopping = threading.Event()
+
 
 @dataclass(frozen=True)
 class Where:
@@ -48,6 +57,54 @@ class Where:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What of a group is run."""
+
+    group: Group
+    words: tuple[str, ...]
+
+    @property
+    def places(self) -> list[str]:
+        """The words that are paths or node ids, not options and their values."""
+        return [word for word in self.words if word.startswith("tests/")]
+
+    @property
+    def has_options(self) -> bool:
+        """Whether the words would mean something else in the company of another part's."""
+        return len(self.places) != len(self.words)
+
+    def covers(self, node: str) -> bool:
+        """Whether a test of this id is the part's."""
+        return any(is_below(place, node) for place in self.places)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One pytest process."""
+
+    parts: tuple[Part, ...]
+    leave_out: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()  #: arguments of pytest
+    plugin: bool = True  #: False: our package is hidden from it
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        names = "+".join(part.group.name for part in self.parts)
+        return names + ("" if self.plugin else "-without-plugin")
+
+    @property
+    def groups(self) -> list[Group]:
+        """Whose tests it runs."""
+        return [part.group for part in self.parts]
+
+    @property
+    def group(self) -> Group:
+        """One whose adapters, environment and patience are those of all."""
+        return self.parts[0].group
+
+
+@dataclass(frozen=True)
 class Ran:
     """A pytest process that has ended."""
 
@@ -56,8 +113,56 @@ class Ran:
     output: Path
     ending: str = ""  #: how, if not by itself
 
+    def of(self, job: Job, group: Group) -> Ran:
+        """What of it is one group's."""
+        if len(job.parts) == 1:
+            return self
+        (part,) = (part for part in job.parts if part.group is group)
+        results = {node: result for node, result in self.results.items() if part.covers(node)}
+        return replace(self, results=results)
 
-def environment(where: Where, group: Group, *, plugin: bool = True) -> dict[str, str]:
+
+def is_below(place: str, node: str) -> bool:
+    """Whether pytest, told to run `place` (a folder, file, test or its id), runs the test."""
+    return node == place or (node.startswith(place) and node[len(place.rstrip("/"))] in "/:[")
+
+
+def sides(group: Group) -> tuple[bool, ...]:
+    """With our plugin, and for some also without it."""
+    return (True, False) if group.plugin is Plugin.COMPARED else (True,)
+
+
+def jobs_of(
+    parts: Sequence[Part],
+    rules: Mapping[str, Sequence[Rule]],
+    extra: tuple[str, ...] = (),
+    *,
+    shared: bool = False,
+) -> list[Job]:
+    """A process for each part, two for a COMPARED one; `shared`: one for parts that are set alike.
+
+    Starting one takes as long as many tests do.
+    """
+    alike: dict[Any, list[Part]] = {}
+    for part in parts:
+        group = part.group
+        setting = (group.adapters, tuple(sorted(group.environment.items())), group.test_timeout_s)
+        alone = part.has_options or not shared
+        for plugin in sides(group):
+            key = (plugin, group.name if alone else "", setting)
+            alike.setdefault(key, []).append(part)
+    return [
+        Job(
+            tuple(together),
+            tuple(name for part in together for name in left_out(rules.get(part.group.name, ()))),
+            extra,
+            plugin,
+        )
+        for (plugin, *_), together in alike.items()
+    ]
+
+
+def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     """Of the tests: the user's, less what would change outcomes."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     own |= NO_NETWORK | {name.upper(): value for name, value in NO_NETWORK.items()}
@@ -67,59 +172,54 @@ def environment(where: Where, group: Group, *, plugin: bool = True) -> dict[str,
     own |= {settings.DEVICE: where.device.value, settings.GPUS: str(where.gpus)}
     own |= {settings.BREAK: where.broken} if where.broken else {}
     own |= {"VLLM_MODEL_REDIRECT_PATH": str(where.redirects), "HF_HOME": str(where.hub)}
-    first = [] if plugin else [str(HERE / "without_plugin")]
-    own["PYTHONPATH"] = os.pathsep.join([*first, str(where.tree), str(HERE / "within")])
-    return own | dict(group.environment)
+    first = [] if job.plugin else [str(HERE / "without_plugin")]
+    own |= {"PYTHONPATH": os.pathsep.join([*first, str(where.tree), str(HERE / "within")])}
+    return own | {"TMPDIR": str(scratch)} | dict(job.group.environment)
 
 
-def command(
-    where: Where, group: Group, arguments: Sequence[str], selection: Path, *, plugin: bool = True
-) -> list[str]:
+def command(where: Where, job: Job, report: Path, selection: Path) -> list[str]:
     """pytest's, with nothing of any configuration but the tree's own."""
     line = [sys.executable, "-m", "pytest", "-c", str(where.tree / "pyproject.toml")]
     line += ["--rootdir", str(where.tree), "-p", "no:cacheprovider", "-p", "no:xdist"]
     line += ["-p", "moe_nvlink_upstream_selection", f"--upstream-selection={selection}"]
-    adapters = [f"adapt.{name}" for name in group.adapters] if plugin else []
-    adapters += ["breaks"] if where.broken and plugin else []
+    adapters = [f"adapt.{name}" for name in job.group.adapters] if job.plugin else []
+    adapters += ["breaks"] if where.broken and job.plugin else []
     line += [word for name in adapters for word in ("-p", f"{PACKAGE}.{name}")]
-    line += [f"--timeout={group.test_timeout_s}", "--timeout-method=signal"]
-    return [*line, "-ra", "--tb=short", *arguments]
+    line += [f"--timeout={job.group.test_timeout_s}", "--timeout-method=signal"]
+    line += [f"--report-log={report}", "-ra", "--tb=short"]
+    return [*line, *(word for part in job.parts for word in part.words), *job.extra]
 
 
-def run(
-    where: Where,
-    group: Group,
-    arguments: Sequence[str],
-    leave_out: Sequence[str] = (),
-    *,
-    plugin: bool = True,
-) -> Ran:
-    """Runs one group's tests in a process of their own, and reads what became of each."""
-    name = group.name + ("" if plugin else "-without-plugin")
+def run(where: Where, job: Job) -> Ran:
+    """Runs the tests in a process of their own, and reads what became of each."""
     where.logs.mkdir(parents=True, exist_ok=True)
     report, chosen, selection, output = (
-        where.logs / f"{name}.{end}" for end in ("reports.jsonl", "chosen.json", "json", "log")
+        where.logs / f"{job.name}.{end}" for end in ("reports.jsonl", "chosen.json", "json", "log")
     )
-    report.unlink(missing_ok=True)
-    chosen.unlink(missing_ok=True)
-    order = {"leave_out": list(leave_out), "chosen": str(chosen)}
+    for old in (report, chosen):
+        old.unlink(missing_ok=True)
+    order = {"leave_out": list(job.leave_out), "chosen": str(chosen)}
     selection.write_text(json.dumps(order), encoding="utf-8")
-    line = command(where, group, [f"--report-log={report}", *arguments], selection, plugin=plugin)
     started = time.monotonic()
-    with output.open("wb") as log:
-        process = subprocess.Popen(
-            line,
-            cwd=where.tree,
-            env=environment(where, group, plugin=plugin),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            ending = _wait(process, report, group.test_timeout_s + GRACE_S)
-        finally:
-            _end(process)
+    # Sockets have their names there, which must be short.
+    scratch = Path(tempfile.mkdtemp(prefix="up"))
+    try:
+        with output.open("wb") as log:
+            process = subprocess.Popen(
+                command(where, job, report, selection),
+                cwd=where.tree,
+                env=environment(where, job, scratch),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                ending = _wait(process, report, job.group.test_timeout_s + GRACE_S)
+            finally:
+                _end(process)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     seconds = time.monotonic() - started
     return Ran(outcomes.read_run(report, chosen, ending), seconds, output, ending)
 
@@ -129,6 +229,8 @@ def _wait(process: subprocess.Popen[bytes], report: Path, patience_s: float) -> 
     size, since = -1, time.monotonic()
     while process.poll() is None:
         now = report.stat().st_size if report.exists() else 0
+        if stopping.is_set():
+            return "the runner was stopped"
         if now != size:
             size, since = now, time.monotonic()
         elif time.monotonic() - since > patience_s:
@@ -143,8 +245,6 @@ def _wait(process: subprocess.Popen[bytes], report: Path, patience_s: float) -> 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The process and whatever it has left behind in its session."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

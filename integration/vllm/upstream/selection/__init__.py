@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..groups import Group
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Group
 
 
 def all_groups() -> tuple[Group, ...]:
