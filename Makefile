@@ -1,5 +1,6 @@
 # make demo    watch a vLLM server run expert parallelism through our dispatch and combine
 # make test    every check and every test
+# make upstream-tests  a selection of vLLM's own tests, run against our backend
 # make lint    the linters and the type checker alone
 # make bench   the benchmarks that run anywhere, a few minutes
 # make env     the environment all of them use (they create it when it is missing)
@@ -11,6 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+UPSTREAM_ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
@@ -24,7 +26,7 @@ BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --skip-torch --it
 PACKAGE_VIEW := build/package-view
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint typecheck bench clean distclean
+.PHONY: help env demo test upstream-tests lint typecheck bench clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p; s/^# \(PYTHON.*\)/\1/p' Makefile
