@@ -1,0 +1,75 @@
+"""What vLLM's tests download besides the models they serve, from local stand-ins.
+
+* `HfApi.snapshot_download` of a model that VLLM_MODEL_REDIRECT_PATH knows copies its stand-in (the
+  redirect is for models that vLLM loads by name; some fixtures fetch one to edit its config).
+* `ImageAsset` finds pictures of noise in the sizes of the real ones' names.
+
+Everything else goes to the hub's library, which is offline here. Files are in a temporary folder
+that is this process's TMPDIR too, for the fixtures keep what they fetched in the user's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: vLLM's names of pictures, and width and height.
+PICTURES = {"cherry_blossom": (320, 240), "stop_sign": (320, 240)}
+
+
+def install() -> None:
+    """Puts all of it in place, for this process and its children. Local, for good."""
+    folder = Path(tempfile.mkdtemp(prefix="hub-"))
+    atexit.register(_remove, folder, os.getpid())
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    os.environ["VLLM_ASSETS_CACHE"] = str(folder / "assets")
+    _write_pictures(folder / "assets" / "vllm_public_assets")
+    _serve_snapshots()
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # tests fork
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_pictures(folder: Path) -> None:
+    from PIL import Image
+
+    folder.mkdir(parents=True)
+    for name, size in PICTURES.items():
+        Image.effect_noise(size, 64).convert("RGB").save(folder / f"{name}.jpg")
+
+
+def _serve_snapshots() -> None:
+    from huggingface_hub import HfApi
+
+    original = HfApi.snapshot_download
+
+    @functools.wraps(original)
+    def snapshot_download(
+        self: Any, repo_id: str, *args: Any, local_dir: str | Path | None = None, **kwargs: Any
+    ) -> str:
+        from vllm.transformers_utils.utils import maybe_model_redirect
+
+        stand_in = maybe_model_redirect(repo_id)
+        if stand_in == repo_id:
+            return str(original(self, repo_id, *args, local_dir=local_dir, **kwargs))
+        if local_dir is None:
+            return stand_in
+        shutil.copytree(stand_in, local_dir, dirs_exist_ok=True)
+        return str(local_dir)
+
+    HfApi.snapshot_download = snapshot_download  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Before conftest asks for the temporary folder."""
+    install()
