@@ -69,6 +69,10 @@ demo: env
 test: lint
 	@$(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
+# --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
+upstream-tests: env
+	@$(PY) -m moe_nvlink_plugin.integration.vllm.upstream $(UPSTREAM_ARGS)
+
 # The type checker has one process, so it runs beside the compilation of a new environment.
 lint: $(ENV_READY)
 	@$(MAKE) --no-print-directory -j 2 env typecheck
