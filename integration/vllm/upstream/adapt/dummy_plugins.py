@@ -81,7 +81,7 @@ def _pip(arguments: list[str]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """vLLM's dummy platform is no CPU, so conftest empties caches of an accelerator behind tests."""
+    """The dummy platform is no CPU, so conftest empties an accelerator's caches behind tests."""
     import torch
 
     if not torch.accelerator.is_available():

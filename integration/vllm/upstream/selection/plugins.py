@@ -1,4 +1,4 @@
-"""vLLM's tests of its plugin mechanisms, with our plugin installed beside the ones that they bring."""
+"""vLLM's tests of its plugin mechanisms, with ours installed beside those that they bring."""
 
 from __future__ import annotations
 
