@@ -155,16 +155,9 @@ class Case(NamedTuple):
 
 FP8_BLOCK_ROW, MXFP8_ROW, NVFP4_ROW = 256 + 2 * 4, 256 + 8, 128 + 16
 CASES = {
-    "fp8_block": Case(
-        (),
-        {"MOE_NVLINK_DISPATCH": "fp8_block"},
-        Mode("fp8_block"),
-        FP8_BLOCK_ROW,
-        256 * 4,
-    ),
     "mxfp8, fp8_block back": Case(
-        ('--additional-config={"moe_nvlink": {"dispatch": "mxfp8", "combine": "fp8_block"}}',),
-        {},
+        ('--additional-config={"moe_nvlink": {"combine": "fp8_block"}}',),
+        {"MOE_NVLINK_DISPATCH": "mxfp8"},
         Mode("mxfp8", combine="fp8_block"),
         MXFP8_ROW,
         FP8_BLOCK_ROW,

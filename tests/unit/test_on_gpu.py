@@ -78,10 +78,13 @@ def test_rehearsal(tmp_path: Path) -> None:
 
 def test_a_failed_step_is_named_and_the_others_run(tmp_path: Path) -> None:
     """A benchmark's compiler that is not there; the other steps do not need it."""
-    status, report = run(tmp_path, "--rehearse", MOE_NVLINK_CXX="no-such-compiler")
+    options = ("--rehearse", "--no-tests")
+    status, report = run(tmp_path, *options, MOE_NVLINK_CXX="no-such-compiler")
     assert status == 1, report
     assert re.search(r"FAILED after \d+ s: .*benchmark: launch \(exit status 1\)", report)
     assert "== benchmark: launch: exit status 1" in report
+    assert "== benchmark: LM head: exit status" in report
+    assert "== tests" not in report
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
