@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    last = (SERVERS, *reversed(ALONE), PATIENT)
+    last: list[str | tuple[str, ...]] = [SERVERS, *reversed(ALONE), PATIENT]
     items.sort(key=lambda item: [item.nodeid.startswith(place) for place in last])
 
 

@@ -45,16 +45,17 @@ class FilesThenAlone(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist
 
     def _unit_for(self, others: list[Any]) -> str | None:
         """What a process gets next; None while the others must end before anything can start."""
-        files = [unit for unit in self.workqueue if unit not in (_SERVERS, _ALONE)]
+        queue: list[str] = list(self.workqueue)
+        files = [unit for unit in queue if unit not in (_SERVERS, _ALONE)]
         patient = [unit for unit in files if unit.startswith(self._kinds.patient)]
         ordinary = [unit for unit in files if unit not in patient]
         if ordinary:
             return ordinary[0]
-        if _SERVERS in self.workqueue and all(map(self._is_patient, others)):
+        if _SERVERS in queue and all(map(self._is_patient, others)):
             return _SERVERS
         if patient:
             return patient[0]
-        return None if others else next(iter(self.workqueue))
+        return None if others else queue[0]
 
     def _is_patient(self, node: Any) -> bool:
         """Whether all that a process still has to run is patient."""
