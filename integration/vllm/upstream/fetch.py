@@ -19,13 +19,16 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import filelock
 import platformdirs
 
 from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.integration.vllm import compat
+
+if TYPE_CHECKING:
+    from unearth.fetchers import Fetcher
 
 CACHE = Path(platformdirs.user_cache_dir("moe_nvlink")) / "upstream"
 #: What is unpacked, by the first part of a path below the archive's one folder.
@@ -179,13 +182,12 @@ def download(version: str, folder: Path, index: Index) -> Path:
 
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     verify = ssl.create_default_context(cafile=index.cert) if index.cert else True
-    more = {"proxy": index.proxy} if index.proxy else {}
     with PyPIClient(
-        trusted_hosts=index.trusted_hosts, verify=verify, timeout=TIMEOUT_S, **more
+        trusted_hosts=index.trusted_hosts, verify=verify, timeout=TIMEOUT_S, proxy=index.proxy
     ) as session:
         session.auth = MultiDomainBasicAuth(prompting=False, index_urls=index.urls)
         finder = PackageFinder(
-            session,
+            cast("Fetcher", session),
             index_urls=index.urls,
             find_links=[
                 place for place in index.find_links if "://" in place or Path(place).exists()

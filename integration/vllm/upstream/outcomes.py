@@ -80,10 +80,16 @@ def _lines(report_log: Path) -> Iterator[Mapping[str, Any]]:
             yield line
 
 
-def _selection(chosen: Path) -> dict[str, list[str]]:
+def platform_taken(chosen: Path) -> bool | None:
+    """Whether vLLM took our platform plugin in that process; None if the process did not say."""
+    taken: bool | None = _selection(chosen).get("platform")
+    return taken
+
+
+def _selection(chosen: Path) -> dict[str, Any]:
     if not chosen.exists():
         return {"chosen": [], "left_out": []}
-    selection: dict[str, list[str]] = json.loads(chosen.read_text(encoding="utf-8"))
+    selection: dict[str, Any] = json.loads(chosen.read_text(encoding="utf-8"))
     return selection
 
 

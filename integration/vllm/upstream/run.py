@@ -186,7 +186,7 @@ def command(where: Where, job: Job, report: Path, selection: Path) -> list[str]:
     adapters += ["breaks"] if where.broken and job.plugin else []
     line += [word for name in adapters for word in ("-p", f"{PACKAGE}.{name}")]
     line += [f"--timeout={job.group.test_timeout_s}", "--timeout-method=signal"]
-    line += [f"--report-log={report}", "-ra", "--tb=short"]
+    line += [f"--report-log={report}", "-ra", "--tb=short", "--continue-on-collection-errors"]
     return [*line, *(word for part in job.parts for word in part.words), *job.extra]
 
 
@@ -221,7 +221,17 @@ def run(where: Where, job: Job) -> Ran:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     seconds = time.monotonic() - started
+    if not ending and job.group.plugin is not Plugin.INSTALLED:
+        ending = _vacuous(job, chosen)
     return Ran(outcomes.read_run(report, chosen, ending), seconds, output, ending)
+
+
+def _vacuous(job: Job, chosen: Path) -> str:
+    """What makes a run to its end say nothing: our plugin was not where it should be, or was."""
+    taken = outcomes.platform_taken(chosen)
+    if taken is job.plugin or taken is None:
+        return ""
+    return f"vLLM {'did' if taken else 'did not'} take our platform plugin in this run"
 
 
 def _wait(process: subprocess.Popen[bytes], report: Path, patience_s: float) -> str:

@@ -1,5 +1,7 @@
 """A pytest plugin of every upstream run: leaves tests out, and writes down which are to run.
 
+Also whether vLLM has taken our platform in the end, without which a run shows nothing.
+
 It stands alone in its folder, which is put on PYTHONPATH, and imports nothing of our package: runs
 that show what happens without our plugin load it too.
 """
@@ -8,10 +10,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+#: Imported by vLLM alone, when it follows our entry point.
+PLATFORM = "moe_nvlink_plugin.integration.vllm.platform"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +40,7 @@ class _Selection:
         ]
         self._chosen = chosen
         self._left_out: list[str] = []
+        self._names: list[str] = []
 
     def _leaves_out(self, node: str) -> bool:
         return any(pattern.fullmatch(node) for pattern in self._leave_out)
@@ -64,5 +71,13 @@ class _Selection:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Before the first test, which may take the process with it."""
-        chosen = {"chosen": [item.nodeid for item in session.items], "left_out": self._left_out}
+        self._names = [item.nodeid for item in session.items]
+        self._write(platform=None)
+
+    def pytest_sessionfinish(self) -> None:
+        """Once vLLM has had every reason to load its plugins."""
+        self._write(platform=PLATFORM in sys.modules)
+
+    def _write(self, *, platform: bool | None) -> None:
+        chosen = {"chosen": self._names, "left_out": self._left_out, "platform": platform}
         self._chosen.write_text(json.dumps(chosen), encoding="utf-8")

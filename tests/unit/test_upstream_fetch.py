@@ -1,0 +1,226 @@
+"""The source distribution: only the right file is believed, and unpacking stays where it should."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.vllm import compat
+from moe_nvlink_plugin.integration.vllm.upstream import fetch
+from moe_nvlink_plugin.integration.vllm.upstream.fetch import FetchError, Index, UnreachableError
+
+VERSION = "9.8.7"
+TOP = f"vllm-{VERSION}"
+FILES = {
+    f"{TOP}/PKG-INFO": f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n",
+    f"{TOP}/pyproject.toml": "[tool.pytest.ini_options]\n",
+    f"{TOP}/tests/conftest.py": "",
+    f"{TOP}/tests/deep/test_one.py": "def test_one(): pass\n",
+    f"{TOP}/vllm/__init__.py": "raise AssertionError('not the installed vLLM')\n",
+}
+
+
+def sdist(folder: Path, files: Mapping[str, str] = FILES, links: Mapping[str, str] = {}) -> Path:
+    """An archive with these files, and symbolic links."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{TOP}.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        for name, text in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+        for name, target in links.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            tar.addfile(member)
+    return path
+
+
+def index_of(archive: Path, sha256: str | None = None) -> Index:
+    """A simple index in a folder; "" for a link without a hash."""
+    if sha256 is None:
+        sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    folder = archive.parent / "simple" / "vllm"
+    folder.mkdir(parents=True)
+    href = archive.as_uri() + (f"#sha256={sha256}" if sha256 else "")
+    (folder / "index.html").write_text(f'<html><a href="{href}">{archive.name}</a></html>')
+    return Index(urls=(folder.parent.as_uri(),))
+
+
+def test_what_tests_need_is_unpacked_and_vllm_is_not(tmp_path: Path) -> None:
+    index = index_of(sdist(tmp_path / "source"))
+    tree = fetch.tree(VERSION, tmp_path / "cache", index)
+    assert (tree / "tests" / "deep" / "test_one.py").read_text() == "def test_one(): pass\n"
+    assert not (tree / "vllm").exists()
+    assert {path.parent for path in tree.parent.iterdir()} == {tmp_path / "cache"}
+    assert len(list(tree.parent.iterdir())) == 2, "the tree and its lock, no archive"
+
+
+def test_a_second_call_fetches_nothing(tmp_path: Path) -> None:
+    index = index_of(sdist(tmp_path / "source"))
+    first = fetch.tree(VERSION, tmp_path / "cache", index)
+    assert fetch.tree(VERSION, tmp_path / "cache", Index(urls=("file:///nowhere",))) == first
+
+
+def damage_lost(tree: Path) -> None:
+    (tree / "tests" / "conftest.py").unlink()
+
+
+def damage_cut(tree: Path) -> None:
+    (tree / "tests" / "deep" / "test_one.py").write_text("")
+
+
+def damage_unfinished(tree: Path) -> None:
+    (tree / fetch.MANIFEST).unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_lost, damage_cut, damage_unfinished])
+def test_a_tree_that_is_not_whole_is_fetched_again(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    index = index_of(sdist(tmp_path / "source"))
+    tree = fetch.tree(VERSION, tmp_path / "cache", index)
+    damage(tree)
+    assert fetch.tree(VERSION, tmp_path / "cache", index) == tree
+    assert (tree / "tests" / "conftest.py").exists()
+    assert (tree / "tests" / "deep" / "test_one.py").read_text() != ""
+
+
+def test_a_file_with_another_hash_is_refused(tmp_path: Path) -> None:
+    index = index_of(sdist(tmp_path / "source"), "0" * 64)
+    with pytest.raises(FetchError, match="Hash mismatch|hash"):
+        fetch.tree(VERSION, tmp_path / "cache", index)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_link_without_a_hash_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FetchError, match="sha256 not given; expected: any sha256"):
+        fetch.tree(VERSION, tmp_path / "cache", index_of(sdist(tmp_path / "source"), ""))
+
+
+def test_a_file_is_refused_whose_hash_is_not_the_known_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index vouches for its file, and it is still not the one that was read."""
+    monkeypatch.setitem(fetch.SHA256, VERSION, "1" * 64)
+    with pytest.raises(FetchError, match=f"expected: {'1' * 64}"):
+        fetch.tree(VERSION, tmp_path / "cache", index_of(sdist(tmp_path / "source")))
+
+
+def test_every_version_has_a_known_hash() -> None:
+    assert set(fetch.SHA256) == set(compat.READ)
+    assert all(len(bytes.fromhex(sha256)) == 32 for sha256 in fetch.SHA256.values())
+
+
+def test_an_index_without_the_version_says_so(tmp_path: Path) -> None:
+    index = index_of(sdist(tmp_path / "source"))
+    with pytest.raises(FetchError, match=r"offers no source distribution of vllm 1\.2\.3"):
+        fetch.tree("1.2.3", tmp_path / "cache", index)
+
+
+def test_without_a_network_the_error_says_what_to_do(tmp_path: Path) -> None:
+    index = Index(urls=("http://user:secret@127.0.0.1:9/simple/",))
+    with pytest.raises(
+        UnreachableError, match=r"from http://127\.0\.0\.1:9/.*--tree FOLDER"
+    ) as caught:
+        fetch.tree(VERSION, tmp_path / "cache", index)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [f"{TOP}/../../out", "/out", f"{TOP}/tests/../../../out"])
+def test_no_file_is_unpacked_outside(tmp_path: Path, name: str) -> None:
+    archive = sdist(tmp_path / "a" / "b", {**FILES, name: "x"})
+    with pytest.raises(FetchError, match="leads out of the archive"):
+        fetch.unpack(archive, VERSION, tmp_path / "a" / "b" / "unpacked")
+    assert not list(tmp_path.rglob("out"))
+
+
+def test_no_link_leads_outside(tmp_path: Path) -> None:
+    archive = sdist(tmp_path, links={f"{TOP}/tests/link": "../../../../secret"})
+    with pytest.raises(FetchError, match="cannot be unpacked safely"):
+        fetch.unpack(archive, VERSION, tmp_path / "unpacked")
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_a_broken_archive_is_an_error(tmp_path: Path, keep: int) -> None:
+    archive = sdist(tmp_path)
+    archive.write_bytes(archive.read_bytes()[:keep])
+    with pytest.raises(FetchError, match="cannot be unpacked"):
+        fetch.unpack(archive, VERSION, tmp_path / "unpacked")
+
+
+def test_an_archive_of_something_else_is_an_error(tmp_path: Path) -> None:
+    archive = sdist(tmp_path, {"other-1/tests/conftest.py": ""})
+    with pytest.raises(FetchError, match=f"no folder {TOP}"):
+        fetch.unpack(archive, VERSION, tmp_path / "unpacked")
+
+
+def test_a_tree_of_the_user_must_be_of_the_version_and_without_vllm(tmp_path: Path) -> None:
+    with pytest.raises(FetchError, match="no PKG-INFO"):
+        fetch.check_tree(tmp_path, VERSION)
+    tree = fetch.unpack(sdist(tmp_path), VERSION, tmp_path / "unpacked")
+    fetch.check_tree(tree, VERSION)
+    with pytest.raises(FetchError, match=f"version {VERSION}"):
+        fetch.check_tree(tree, "0.32.0")
+    (tree / "vllm").mkdir()
+    with pytest.raises(FetchError, match="not the installed vLLM: remove it"):
+        fetch.check_tree(tree, VERSION)
+
+
+def test_tests_of_one_version_are_not_run_against_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "installed_version", lambda: "0.32.0")
+    fetch.check_version("0.32.0")
+    with pytest.raises(UnsupportedError, match=r"0\.32\.0 is installed: install vLLM 0\.33\.0"):
+        fetch.check_version("0.33.0")
+    with pytest.raises(UnsupportedError, match="none of the supported versions: 0"):
+        fetch.check_version("0.1.0")
+    monkeypatch.setattr(fetch, "installed_version", lambda: "")
+    with pytest.raises(UnsupportedError, match="none is installed"):
+        fetch.check_version("0.32.0")
+
+
+def test_the_index_is_the_one_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of pip itself: variables win over files."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "https://index.example/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://one.example/ https://two.example/")
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "one.example")
+    monkeypatch.setenv("PIP_PROXY", "http://proxy.example:3128")
+    found = fetch.pips_index()
+    assert found == Index(
+        ("https://index.example/simple", "https://one.example/", "https://two.example/"),
+        trusted_hosts=("one.example",),
+        proxy="http://proxy.example:3128",
+    )
+
+
+def test_what_pip_says_is_read_as_pip_means_it() -> None:
+    listed = "\n".join(
+        [
+            ":env:.find-links='/wheels'",
+            "download.index-url='https://download.example/'",
+            "global.cert='/certificates'",
+            "global.extra-index-url='\\nhttps://one.example/\\nhttps://two.example/'",
+            "global.index-url='https://global.example/'",
+            "install.index-url='https://install.example/'",
+        ]
+    )
+    assert fetch._parse(listed) == Index(
+        ("https://download.example/", "https://one.example/", "https://two.example/"),
+        find_links=("/wheels",),
+        cert="/certificates",
+    )
+    (default,) = fetch._parse("").urls
+    assert default.startswith("https://")
+    assert fetch._parse("global.no-index='true'\nglobal.find-links='/w'").urls == ()
+    with pytest.raises(FetchError, match="no-index"):
+        fetch._parse("global.no-index='1'")

@@ -1,0 +1,41 @@
+"""A tree that looks like vLLM's tests to the runner, and is small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Group, Plugin
+from moe_nvlink_plugin.integration.vllm.upstream.run import Job, Part, Ran, Where, run
+
+#: Does what vLLM does when our package is installed: it takes the platform of our entry point.
+CONFTEST = """
+import importlib.metadata, sys, types
+
+if importlib.metadata.entry_points(group="vllm.platform_plugins", name="moe_nvlink"):
+    name = "moe_nvlink_plugin.integration.vllm.platform"
+    sys.modules[name] = types.ModuleType(name)
+"""
+
+
+def toy_tree(folder: Path, files: Mapping[str, str]) -> Where:
+    """`files` below `tests/`; logs go beside it."""
+    tree = folder / "tree"
+    for name, text in {"conftest.py": CONFTEST, "__init__.py": "", **files}.items():
+        path = tree / "tests" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    return Where(tree, folder / "logs", folder / "redirects.json", folder / "hub")
+
+
+def toy_group(*arguments: str, plugin: Plugin = Plugin.SELECTED, name: str = "toy") -> Group:
+    """A group of a few seconds."""
+    return Group(name, f"the group {name}", arguments or ("tests",), plugin, test_timeout_s=20)
+
+
+def run_toy(where: Where, *arguments: str, plugin: bool = True, leave_out: str = "") -> Ran:
+    """One pytest process over the tree."""
+    group = toy_group(*arguments)
+    leave = (leave_out,) if leave_out else ()
+    return run(where, Job((Part(group, group.arguments),), leave, plugin=plugin))
