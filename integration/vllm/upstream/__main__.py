@@ -1,4 +1,4 @@
-"""`python -m moe_nvlink_plugin.integration.vllm.upstream`, which is what `make upstream-tests` runs."""
+"""What `make upstream-tests` runs."""
 
 from __future__ import annotations
 

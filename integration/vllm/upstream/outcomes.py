@@ -99,9 +99,9 @@ def _add(results: dict[str, Result], report: Mapping[str, Any]) -> None:
     new, old = _result(report), results.get(report["nodeid"])
     if old is None or rank.index(new.outcome) > rank.index(old.outcome):
         results[report["nodeid"]] = new
-    elif new.outcome is old.outcome is Outcome.FAILED:
-        both = Result(Outcome.FAILED, f"{old.message}\n{new.message}")
-        results[report["nodeid"]] = both
+    elif new.outcome is old.outcome:
+        messages = filter(None, (old.message, new.message))
+        results[report["nodeid"]] = Result(old.outcome, "\n".join(messages))
 
 
 def _result(report: Mapping[str, Any]) -> Result:
