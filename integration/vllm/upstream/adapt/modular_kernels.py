@@ -127,12 +127,12 @@ def _times(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_fp8_quant(
-    input: torch.Tensor,
+    given: torch.Tensor,
     scale: torch.Tensor | None = None,
     use_per_token_if_dynamic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """vLLM's, with one scale for all of `[rows, columns]` or one per row, `[1]` or `[rows, 1]`."""
-    values = input.float()
+    values = given.float()
     if scale is None:
         largest = values.abs()
         largest = largest.amax(1, keepdim=True) if use_per_token_if_dynamic else largest.max()
