@@ -42,7 +42,8 @@ LIMIT_S = "MOE_NVLINK_UPSTREAM_LAUNCH_S"
 DEFAULT_LIMIT_S = 280.0
 #: After one rank failed, the others may end by themselves for so long.
 GRACE_S = 5.0
-TAIL_BYTES = 6000
+#: Of a failed rank's output, how many characters are shown.
+TAIL = 6000
 
 _PARALLEL_UTILS = "tests.kernels.moe.modular_kernel_tools.parallel_utils"
 _setups: list[Callable[[], None]] = []
@@ -64,7 +65,7 @@ class Launch(NamedTuple):
     work: bytes
 
 
-class RanksFailed(RuntimeError):
+class RanksError(RuntimeError):
     """Some ranks of a launch raised, died or hung; the message says which, and what they said."""
 
 
@@ -103,7 +104,7 @@ def launch(
 ) -> None:
     """`parallel_launch_with_config` of vLLM's tests, on processes of this CPU.
 
-    Raises RanksFailed.
+    Raises RanksError.
     """
     environment = {**os.environ, "VLLM_DIST_IDENT": uuid.uuid4().hex[:8]}
     environment.update({str(name): str(value) for name, value in (env_dict or {}).items()})
@@ -135,12 +136,12 @@ def _run(plan: Launch, folder: Path) -> None:
             process.kill()
             process.join()
     # Rank 0 reports the subcases, as it does on GPUs.
-    print(_tail(outputs[0]), end="", flush=True)
+    print(_printed(outputs[0]), end="", flush=True)
     if problems:
-        raise RanksFailed(
+        raise RanksError(
             f"of {plan.world_size} ranks:\n"
             + "\n".join(
-                f"rank {rank} {problem}; its last words:\n{_tail(outputs[rank])}"
+                f"rank {rank} {problem}; its last words:\n{_printed(outputs[rank])[-TAIL:]}"
                 for rank, problem in problems.items()
             )
         )
@@ -158,7 +159,7 @@ def _limit_s() -> float:
 
 
 def _await(ranks: list[Any], limit_s: float) -> dict[int, str]:
-    """What went wrong, by rank; returns when all have ended or nothing more is worth waiting for."""
+    """What went wrong, by rank; returns when nothing more is worth waiting for."""
     end = time.monotonic() + limit_s
     problems: dict[int, str] = {}
     running = dict(enumerate(ranks))
@@ -180,10 +181,8 @@ def _await(ranks: list[Any], limit_s: float) -> dict[int, str]:
     return problems
 
 
-def _tail(output: Path) -> str:
-    if not output.exists():
-        return "(it printed nothing)"
-    return output.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+def _printed(output: Path) -> str:
+    return output.read_text(errors="replace") if output.exists() else "(nothing)"
 
 
 def rank_main(plan: Launch, rank: int, output: str) -> None:

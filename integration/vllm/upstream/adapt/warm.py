@@ -8,5 +8,6 @@ import sys
 # The server's own path has its start folder only as "", which later imports may not.
 sys.path[:0] = [os.getcwd()]
 
-import tests.kernels.moe.modular_kernel_tools.parallel_utils  # noqa: E402,F401
 import vllm.model_executor.layers.fused_moe.experts.cpu_moe  # noqa: E402,F401
+
+import tests.kernels.moe.modular_kernel_tools.parallel_utils  # noqa: E402,F401

@@ -1,7 +1,39 @@
-"""To be written."""
+"""vLLM's tests of one MoE layer, with and without ranks."""
 
 from __future__ import annotations
 
-from ..groups import Group
+from types import MappingProxyType
 
-GROUPS: tuple[Group, ...] = ()
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
+
+_FILE = "tests/kernels/moe/test_moe_layer.py"
+_ADAPTERS = ("cpu_device", "processes", "moe_layer")
+_TIMEOUT_S = 590
+
+GROUPS: tuple[Group, ...] = (
+    Group(
+        name="moe-layer",
+        title="A MoE layer, DP x TP x EP",
+        arguments=(f"{_FILE}::test_moe_layer",),
+        devices=frozenset({Device.CPU}),
+        adapters=_ADAPTERS,
+        fast=(
+            f"{_FILE}::test_moe_layer[False-moe_nvlink-2-1-True]",
+            f"{_FILE}::test_moe_layer[False-moe_nvlink-2-2-True]",
+            f"{_FILE}::test_moe_layer[True-moe_nvlink-2-1-True]",
+            "--few-subcases",
+        ),
+        environment=MappingProxyType(
+            {"MOE_NVLINK_UPSTREAM_LAUNCH_S": f"{_TIMEOUT_S - 20}", "VLLM_LOGGING_LEVEL": "ERROR"}
+        ),
+        test_timeout_s=_TIMEOUT_S,
+    ),
+    Group(
+        name="moe-layer-one-rank",
+        title="A MoE layer on one rank, not ours",
+        arguments=(_FILE, "-k", "not test_moe_layer["),
+        plugin=Plugin.INSTALLED,
+        devices=frozenset({Device.CPU}),
+        adapters=_ADAPTERS,
+    ),
+)

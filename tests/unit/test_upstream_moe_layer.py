@@ -1,0 +1,188 @@
+"""What fits vLLM's MoE layer tests to CPUs, without vLLM's files: devices, ranks, breaks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from moe_nvlink_plugin.integration.vllm.upstream import breaks, settings
+from moe_nvlink_plugin.integration.vllm.upstream.adapt import cpu_device, moe_layer
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda", 1)])
+def test_cuda_devices_are_the_cpu(device: Any) -> None:
+    assert cpu_device.on_cpu(device) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", None, True, torch.float32, torch.device("meta")])
+def test_other_device_arguments_stay(device: Any) -> None:
+    assert cpu_device.on_cpu(device) is device
+
+
+def test_factories_and_moves_take_cuda_for_the_cpu() -> None:
+    with cpu_device.CpuForCuda():
+        made = torch.ones(2, device="cuda")
+        moved = [made.to("cuda:1"), made.to(device=0), made.cuda(), made.to(torch.float64)]
+        module = torch.nn.Linear(2, 2, device="cuda").to("cuda")
+    assert {t.device.type for t in [made, *moved, module.weight]} == {"cpu"}
+    assert moved[-1].dtype == torch.float64
+
+
+def test_equal_questions_get_the_weights_that_were_drawn_before() -> None:
+    drawn: list[int] = []
+
+    def draw(count: int) -> torch.Tensor:
+        drawn.append(count)
+        return torch.randn(count)
+
+    remembered = moe_layer._Remembered(draw)
+    torch.manual_seed(7)
+    first, behind = remembered(4), torch.rand(1)
+    torch.manual_seed(7)
+    assert remembered(4) is first
+    assert torch.rand(1) == behind
+    assert drawn == [4]
+    torch.manual_seed(8)
+    assert not torch.equal(remembered(4), first), "another state of the generator draws again"
+    remembered(5)
+    assert drawn == [4, 4, 5]
+
+
+def test_physical_ids_are_those_of_the_map() -> None:
+    ids = torch.tensor([[0, 2], [1, 0]], dtype=torch.int32)
+    physical = moe_layer._physical_ids(ids, logical_to_physical_map=torch.tensor([[2], [0], [1]]))
+    assert physical.tolist() == [[2, 1], [0, 2]]
+    assert physical.dtype == torch.int32
+
+
+def test_every_slice_of_a_sequence_comes_back() -> None:
+    halves = SimpleNamespace(
+        sequence_parallel_chunk=lambda t: t[:3],
+        tensor_model_parallel_all_gather=lambda t, dim: torch.cat([t, t + 3], dim),
+    )
+    layer = moe_layer._sequence_parallel(halves, lambda rows, _logits: rows * 2, True)
+    rows = torch.zeros(5, 1)
+    assert layer(rows, rows).shape == (5, 1), "padding goes, the second slice stays"
+
+
+def test_ranks_have_rows_and_routes_of_their_own() -> None:
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Data:
+        hidden_states: torch.Tensor
+        router_logits: torch.Tensor
+
+    data = Data(torch.arange(4.0).reshape(4, 1), torch.arange(8.0).reshape(2, 4))
+    own = [moe_layer._own_inputs(lambda: data, rank) for rank in range(2)]
+    assert torch.equal(own[0].hidden_states, data.hidden_states)
+    assert own[1].hidden_states.flatten().tolist() == [3.0, 0.0, 1.0, 2.0]
+    assert own[1].router_logits[0].tolist() == [3.0, 0.0, 1.0, 2.0]
+
+
+def test_a_break_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.BREAK, "no-such")
+    with pytest.raises(KeyError, match=r"no-such.*dropped-row"):
+        breaks.install_chosen()
+
+
+# Ranks. A stand-in for the module of vLLM's tests that `processes` fits is enough for them.
+
+UTILS = """
+import dataclasses, torch
+
+@dataclasses.dataclass
+class ProcessGroupInfo:
+    world_size: int
+    world_local_size: int
+    rank: int
+    node_rank: int
+    local_rank: int
+    device: torch.device
+"""
+
+WORKERS = """
+import os, time, torch
+
+def add(info, config, group, path):
+    total = torch.tensor([info.rank + 1])
+    torch.distributed.all_reduce(total)
+    open(f"{path}{info.rank}", "w").write(f"{int(total)} {info.device} {os.environ['SAID']}")
+    print(f"rank {info.rank} has added")
+
+def one_raises(info, config, group):
+    if info.rank == 1:
+        raise ValueError("out of rows")
+    time.sleep(60)
+
+def hang(info, config, group):
+    if info.rank == 1:
+        time.sleep(60)
+"""
+
+PROGRAM = """
+import os, sys, time, workers
+from moe_nvlink_plugin.integration.vllm.upstream.adapt import processes
+
+def launch(name, *words):
+    started = time.monotonic()
+    try:
+        processes.launch(2, getattr(workers, name), None, {"SAID": "hello"}, *words)
+    except processes.RanksError as error:
+        print(f"{name} failed:", error)
+    print(f"{name} took less than 30 s:", time.monotonic() - started < 30)
+
+processes.install()
+launch("add", sys.argv[1])
+launch("one_raises")
+os.environ[processes.LIMIT_S] = "4"
+launch("hang")
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a program has printed whose ranks add, raise and hang, and what its ranks wrote."""
+    folder = tmp_path_factory.mktemp("tree")
+    package = folder / "tests/kernels/moe/modular_kernel_tools"
+    package.mkdir(parents=True)
+    for part in (package, *package.parents[:3]):
+        (part / "__init__.py").touch()
+    (package / "parallel_utils.py").write_text(UTILS)
+    (folder / "workers.py").write_text(WORKERS)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, f"{folder}/written"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    written = [path.read_text() for path in sorted(folder.glob("written*"))]
+    return "\n".join([done.stdout, done.stderr, f"written: {written}"])
+
+
+def test_ranks_meet_and_print(said: str) -> None:
+    assert "written: ['3 cpu hello', '3 cpu hello']" in said, said
+    assert "rank 0 has added" in said
+    assert "add failed" not in said
+
+
+def test_a_rank_that_raises_is_named_and_the_others_end(said: str) -> None:
+    assert "one_raises failed: of 2 ranks:" in said, said
+    assert "rank 1 ended with 1" in said
+    assert "out of rows" in said
+    assert "one_raises took less than 30 s: True" in said, "rank 0 would have slept for a minute"
+
+
+def test_a_rank_that_hangs_is_named(said: str) -> None:
+    assert "rank 1 has not ended within 4 s" in said, said
