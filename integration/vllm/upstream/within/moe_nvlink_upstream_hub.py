@@ -1,16 +1,16 @@
 """What vLLM's tests download besides the models they serve, from local stand-ins.
 
-* `HfApi.snapshot_download` of a model that VLLM_MODEL_REDIRECT_PATH knows copies its stand-in (the
-  redirect is for models that vLLM loads by name; some fixtures fetch one to edit its config).
-* `ImageAsset` finds pictures of noise in the sizes of the real ones' names.
+* `HfApi.snapshot_download` of a model that VLLM_MODEL_REDIRECT_PATH knows gives its stand-in:
+  offline, engine arguments ask for one before they look at that variable, and some fixtures fetch
+  a model to edit its config.
+* `ImageAsset` finds pictures of noise under the names below.
 
-Everything else goes to the hub's library, which is offline here. Files are in a temporary folder
-that is this process's TMPDIR too, for the fixtures keep what they fetched in the user's.
+Everything else goes to the hub's library, which is offline here. Imports nothing of our package,
+as runs without our plugin load it too.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import shutil
@@ -25,18 +25,11 @@ PICTURES = {"cherry_blossom": (320, 240), "stop_sign": (320, 240)}
 
 
 def install() -> None:
-    """Puts all of it in place, for this process and its children. Local, for good."""
-    folder = Path(tempfile.mkdtemp(prefix="hub-"))
-    atexit.register(_remove, folder, os.getpid())
-    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    os.environ["VLLM_ASSETS_CACHE"] = str(folder / "assets")
-    _write_pictures(folder / "assets" / "vllm_public_assets")
+    """Puts all of it in place, for this process and its forks. Local, for good."""
+    folder = Path(tempfile.mkdtemp(prefix="assets-"))  # the runner removes its TMPDIR
+    os.environ["VLLM_ASSETS_CACHE"] = str(folder)
+    _write_pictures(folder / "vllm_public_assets")
     _serve_snapshots()
-
-
-def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # tests fork
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_pictures(folder: Path) -> None:
@@ -71,5 +64,5 @@ def _serve_snapshots() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Before conftest asks for the temporary folder."""
+    """Before any test module is imported: some ask for a picture there."""
     install()
