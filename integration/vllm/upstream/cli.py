@@ -85,7 +85,7 @@ def _list() -> int:
 
 
 def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
-    groups = _groups(options)
+    groups = _groups(options, extra)
     fetch.check_version(options.version)
     where = _where(options)
     path = expectations.file_of(options.version, where.device)
@@ -110,14 +110,16 @@ def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
     return 1 if found else 0
 
 
-def _groups(options: argparse.Namespace) -> list[Group]:
+def _groups(options: argparse.Namespace, extra: tuple[str, ...]) -> list[Group]:
+    if options.gpu < 0:
+        raise ConfigError(f"--gpu {options.gpu}: give the number of GPUs, or leave it out")
     device = Device.GPU if options.gpu else Device.CPU
     groups = chosen(all_groups(), options.group, device, options.gpu)
     if options.broken:
         _check_break(options.broken)
     if options.jobs < 1:
         raise ConfigError(f"--jobs {options.jobs}: at least one process must run")
-    if options.update and (options.fast or options.broken):
+    if options.update and (options.fast or options.broken or extra):
         raise ConfigError("--update needs whole groups of a backend that is not broken")
     return groups
 
@@ -197,7 +199,7 @@ def differences_of(
     for plugin, ran in runs.items():
         side = "" if plugin else "without the plugin: "
         these = [f"{part.group.name}: {ran.ending}"] if ran.ending else []
-        if not any(ran.results.values()):
+        if not ran.results:
             these.append(f"{part.group.name}: no test was run")
         these += expectations.differences(rules, ran.results, whole=whole)
         these += idle_places(part, ran.results) if places else []

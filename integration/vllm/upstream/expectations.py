@@ -69,10 +69,13 @@ def read(path: Path) -> dict[str, tuple[Rule, ...]]:
     content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name} must map group names to lists of rules")
+    for group, entries in content.items():
+        if not isinstance(entries, list):
+            raise ConfigError(f"{path.name}, {group}: must be a list of rules, not {entries!r}")
     return {
         str(group): tuple(
             _rule(entry, f"{path.name}, {group}, rule {number}")
-            for number, entry in enumerate(entries or [], start=1)
+            for number, entry in enumerate(entries, start=1)
         )
         for group, entries in content.items()
     }

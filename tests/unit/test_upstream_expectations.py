@@ -1,0 +1,232 @@
+"""A difference in either direction is found, named and never written over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.integration.vllm.upstream import expectations
+from moe_nvlink_plugin.integration.vllm.upstream.expectations import Rule, differences, updated
+from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
+
+PASSED = Result(Outcome.PASSED)
+FAILED = Result(Outcome.FAILED, "ValueError: no such kernel\nand more")
+SKIPPED = Result(Outcome.SKIPPED, "Skipped: needs a GPU")
+LEFT_OUT = Result(Outcome.LEFT_OUT)
+NOT_RUN = Result(Outcome.NOT_RUN, "the process was ended by SIGSEGV")
+
+GOOD = Rule("t.py::test_good*", 2, "passed")
+BAD = Rule("t.py::test_bad", 1, "failed", "It has no kernel.", "no such kernel")
+LACKS = Rule("t.py::test_gpu", 1, "cannot run", "It needs a GPU.")
+HANGS = Rule("t.py::test_hang*", 1, "cannot run", "It hangs.", run=False)
+RULES = (GOOD, BAD, LACKS, HANGS)
+RESULTS = {
+    "t.py::test_good[a]": PASSED,
+    "t.py::test_good[b]": PASSED,
+    "t.py::test_bad": FAILED,
+    "t.py::test_gpu": SKIPPED,
+    "t.py::test_hangs": LEFT_OUT,
+}
+
+
+def test_what_is_known_is_no_difference() -> None:
+    assert differences(RULES, RESULTS) == []
+
+
+@pytest.mark.parametrize(
+    ("test", "result", "words"),
+    [
+        ("test_good[a]", FAILED, "expected: passed; it is: failed (ValueError: no such kernel)"),
+        ("test_good[a]", SKIPPED, "expected: passed; it is: skipped"),
+        ("test_good[a]", NOT_RUN, "expected: passed; it is: not run (the process was ended by"),
+        ("test_bad", PASSED, "expected: failed; it is: passed"),
+        ("test_bad", SKIPPED, "expected: failed; it is: skipped"),
+        ("test_bad", Result(Outcome.FAILED, "OSError"), "expected to say 'no such kernel'"),
+        ("test_gpu", PASSED, "expected: cannot run; it is: passed"),
+        ("test_gpu", FAILED, "has no `says`"),
+        ("test_gpu", NOT_RUN, "expected: cannot run; it is: not run"),
+        ("test_hangs", PASSED, "expected: cannot run; it is: passed"),
+        ("test_hangs", SKIPPED, "expected: cannot run; it is: skipped"),
+        ("test_new", PASSED, "no rule fits; it is: passed"),
+    ],
+)
+def test_any_other_outcome_is_a_difference(test: str, result: Result, words: str) -> None:
+    found = differences(RULES, {**RESULTS, f"t.py::{test}": result})
+    assert len(found) == 1
+    assert found[0].startswith(f"t.py::{test}: ")
+    assert words in found[0]
+
+
+def test_a_test_that_is_gone_and_one_that_is_more_are_differences() -> None:
+    fewer = {node: result for node, result in RESULTS.items() if node != "t.py::test_good[b]"}
+    assert differences(RULES, fewer) == ["rule 't.py::test_good*': 1 tests, expected 2"]
+    assert differences(RULES, fewer, whole=False) == []
+    more = {**RESULTS, "t.py::test_good[c]": PASSED}
+    assert differences(RULES, more) == ["rule 't.py::test_good*': 3 tests, expected 2"]
+
+
+def test_a_failure_for_lack_of_something_says_what_lacks() -> None:
+    lacks = replace(LACKS, says="no such kernel")
+    assert differences([lacks], {"t.py::test_gpu": FAILED}) == []
+    (found,) = differences([lacks], {"t.py::test_gpu": SKIPPED})
+    assert "expected to say 'no such kernel'" in found
+
+
+def test_a_reason_that_nobody_has_given_is_a_difference() -> None:
+    rule = replace(LACKS, reason="TODO")
+    (found,) = differences([rule], {"t.py::test_gpu": SKIPPED})
+    assert "its reason is still TODO" in found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "node", "fits"),
+    [
+        ("t.py::test[*-fp8-*]", "t.py::test[a-fp8-b]", True),
+        ("t.py::test[*-fp8-*]", "t.py::test[a-fp80-b]", False),
+        ("t.py::test[a]", "t.py::testa", False),
+        ("t.py::test[a?]", "t.py::test[ab]", False),
+        ("t.py::test[a?]", "t.py::test[a?]", True),
+        ("t.py::te", "t.py::test", False),
+        ("*", "anything\nat all", True),
+    ],
+)
+def test_only_the_star_is_wild(pattern: str, node: str, fits: bool) -> None:
+    assert Rule(pattern, 1, "passed").fits(node) is fits
+
+
+def test_the_first_rule_that_fits_counts() -> None:
+    rules = [Rule("t.py::test_bad", 1, "failed", "So.", "no such"), Rule("t.py::*", 1, "passed")]
+    assert differences(rules, {"t.py::test_bad": FAILED, "t.py::test_good": PASSED}) == []
+    assert len(differences(rules[::-1], {"t.py::test_bad": FAILED})) == 2
+
+
+# The file.
+
+GROUP = """\
+  - tests: {tests}
+    count: 1
+    outcome: passed
+"""
+
+
+def entry(**changes: object) -> str:
+    """A rule's YAML: a valid failure with changed or removed keys."""
+    keys: dict[str, object] = {
+        "tests": "t.py::a",
+        "count": 1,
+        "outcome": "failed",
+        "reason": "So.",
+        "says": "x",
+    }
+    keys |= changes
+    return "group:\n  - " + "\n    ".join(f"{k}: {v}" for k, v in keys.items() if v is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (entry(outcome="skipped"), "'skipped'; it must be passed, failed or cannot run"),
+        (entry(count=0), "count is 0; remove a rule of no test"),
+        (entry(count="two"), "'count' must be of type int"),
+        (entry(tests=None), "'tests' must be of type str"),
+        (entry(reason=None), "needs a reason"),
+        (entry(says=None), "needs `says`"),
+        (entry(run="false"), "run: false goes with `cannot run`"),
+        (entry(because="x"), "a rule has the keys tests, count"),
+        ("group:\n  - words", "a rule has the keys"),
+        ("- words", "must map group names to lists of rules"),
+        ("group: words", "group: must be a list of rules"),
+    ],
+)
+def test_a_file_that_says_nothing_sensible_is_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "1.0-cpu.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        expectations.read(path)
+    assert words in str(caught.value)
+    assert path.name in str(caught.value)
+
+
+def test_a_version_without_a_file_names_those_there_are(tmp_path: Path) -> None:
+    (tmp_path / "1.0-cpu.yaml").write_text("")
+    assert expectations.read(tmp_path / "1.0-cpu.yaml") == {}
+    with pytest.raises(ConfigError, match=r"no expectations file 2\.0-cpu\.yaml.* 1\.0-cpu"):
+        expectations.read(tmp_path / "2.0-cpu.yaml")
+
+
+def test_the_files_of_the_repository_can_be_read_and_name_groups_that_exist() -> None:
+    from moe_nvlink_plugin.integration.vllm.upstream.selection import all_groups
+
+    files = list(expectations.FOLDER.glob("*.yaml"))
+    assert files
+    names = {group.name for group in all_groups()}
+    for path in files:
+        rules = expectations.read(path)
+        assert set(rules) <= names, path.name
+        for group, of_group in rules.items():
+            assert of_group, f"{path.name}: {group} has no rules"
+            assert not [rule for rule in of_group if "TODO" in rule.reason], f"{path.name}: {group}"
+
+
+# --update.
+
+
+def test_an_update_counts_and_keeps_what_differs_different() -> None:
+    results = {**RESULTS, "t.py::test_good[c]": PASSED, "t.py::test_bad": PASSED}
+    rules = updated(RULES, results)
+    assert [rule.count for rule in rules] == [3, 1, 1, 1]
+    (found,) = differences(rules, results)
+    assert found == "t.py::test_bad: expected: failed; it is: passed"
+
+
+def test_an_update_drops_rules_of_no_test() -> None:
+    assert updated(RULES, {"t.py::test_gpu": SKIPPED}) == [LACKS]
+
+
+def test_an_update_writes_no_rule_for_a_test_that_was_not_run() -> None:
+    assert updated([], {"t.py::test_new": NOT_RUN}) == []
+
+
+def test_new_rules_are_few_and_unexplained() -> None:
+    results = {
+        "a.py::test_x": PASSED,
+        "a.py::test_y[1]": PASSED,
+        "b.py::test_x[1]": PASSED,
+        "b.py::test_x[2]": PASSED,
+        "b.py::test_x[3]": FAILED,
+        "b.py::test_y": SKIPPED,
+        "c.py": FAILED,
+    }
+    rules = updated([], results)
+    assert rules == [
+        Rule("a.py::*", 2, "passed"),
+        Rule("b.py::test_x[3]", 1, "failed", "TODO", "ValueError: no such kernel"),
+        Rule("b.py::test_x[*", 2, "passed"),
+        Rule("b.py::test_y", 1, "cannot run", "TODO", "Skipped: needs a GPU"),
+        Rule("c.py", 1, "failed", "TODO", "ValueError: no such kernel"),
+    ]
+    assert len(differences(rules, results)) == 3, "the three reasons"
+
+
+def test_a_groups_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    before = "# A head.\n\none:\n" + GROUP.format(tests="one") + "\n# About two.\ntwo:\n"
+    before += "  # a comment\n" + GROUP.format(tests="two") + "\nthree:\n" + GROUP.format(tests="x")
+    path.write_text(before)
+    rules = [Rule("n: 'e\"w", 3, "cannot run", "So: it is.", "# [x]", run=False), BAD]
+    expectations.write_group(path, "two", rules)
+    text = path.read_text()
+    assert text.startswith("# A head.\n\none:\n" + GROUP.format(tests="one") + "\n# About two.\n")
+    assert text.endswith("\nthree:\n" + GROUP.format(tests="x"))
+    assert expectations.read(path)["two"] == tuple(rules)
+    expectations.write_group(path, "four", [GOOD])
+    assert path.read_text().startswith(text)
+    assert expectations.read(path)["four"] == (GOOD,)
+    expectations.write_group(path, "four", RULES)
+    assert expectations.read(path)["four"] == RULES
+    assert list(expectations.read(path)) == ["one", "two", "three", "four"]
