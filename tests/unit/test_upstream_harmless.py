@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 
+from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.vllm import upstream
+from moe_nvlink_plugin.integration.vllm.upstream.adapt import dummy_plugins, vllm_command
 
 WITHOUT = Path(str(upstream.__file__)).parent / "without_plugin"
 
@@ -88,3 +95,152 @@ def test_a_sitecustomize_of_the_user_still_runs(tmp_path: Path) -> None:
     assert is_listed(installed)
     assert hidden.startswith("here\n")
     assert not is_listed(hidden)
+
+
+def within(name: str) -> Any:
+    """A plugin of `within`, which is a folder of modules and no package."""
+    path = Path(str(upstream.__file__)).parent / "within" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_plugins_of_both_sides_import_nothing_of_ours() -> None:
+    folder = Path(str(upstream.__file__)).parent / "within"
+    names = sorted(path.stem for path in folder.glob("*.py"))
+    assert {"moe_nvlink_upstream_hub", "moe_nvlink_upstream_quick_cleanup"} <= set(names)
+    run_python("; ".join(f"import {name}" for name in names), WITHOUT, folder)
+
+
+def test_cleanup_between_tests_sees_young_objects_only(tmp_path: Path) -> None:
+    # As vLLM's conftest does behind each test: what was there before the tests must stay frozen.
+    (tmp_path / "test_toy.py").write_text(
+        "import gc\n"
+        "def test_it():\n"
+        "    gc.unfreeze()\n"
+        "    assert gc.get_freeze_count() > 1000\n"
+        "    assert len(gc.get_objects()) < gc.get_freeze_count()\n"
+    )
+    folder = Path(str(upstream.__file__)).parent / "within"
+    code = f"import pytest; raise SystemExit(pytest.main(['-q', {str(tmp_path)!r}, *PLUGIN]))"
+    run_python(f"PLUGIN = ['-p', 'moe_nvlink_upstream_quick_cleanup']\n{code}", folder)
+    with pytest.raises(AssertionError):
+        run_python(f"PLUGIN = []\n{code}", folder)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HfApi:
+    """An HfApi that knows one stand-in, owner/known, and refuses what it must ask the hub for."""
+    stand_in = tmp_path / "stand-in"
+    stand_in.mkdir()
+    (stand_in / "config.json").write_text("{}")
+    redirects = tmp_path / "redirects.json"
+    redirects.write_text(json.dumps({"owner/known": str(stand_in)}))
+    monkeypatch.setenv("VLLM_MODEL_REDIRECT_PATH", str(redirects))
+
+    def refuse(self: HfApi, repo_id: str, **_: object) -> str:
+        raise LookupError(repo_id)
+
+    monkeypatch.setattr(HfApi, "snapshot_download", refuse)
+    within("moe_nvlink_upstream_hub").serve_snapshots()
+    return HfApi()
+
+
+def test_a_model_with_a_stand_in_is_found(hub: HfApi, tmp_path: Path) -> None:
+    assert hub.snapshot_download("owner/known") == str(tmp_path / "stand-in")
+    # A fixture of vLLM's edits what it fetched: that must be a copy.
+    copy = tmp_path / "copy"
+    assert hub.snapshot_download("owner/known", local_dir=copy) == str(copy)
+    (copy / "config.json").write_text("changed")
+    assert (tmp_path / "stand-in" / "config.json").read_text() == "{}"
+
+
+def test_other_models_are_the_hubs(hub: HfApi) -> None:
+    with pytest.raises(LookupError, match="owner/unknown"):
+        hub.snapshot_download("owner/unknown")
+
+
+def test_engine_arguments_keep_a_name_that_the_hub_is_not_asked_for(hub: HfApi) -> None:
+    assert hub.snapshot_download("m", ignore_patterns="*") == "m"
+
+
+def write_toy_plugin(folder: Path, answer: str) -> None:
+    (folder / "toy_plugin").mkdir(parents=True, exist_ok=True)
+    (folder / "toy_plugin" / "__init__.py").write_text(f"def answer():\n    return {answer!r}\n")
+    (folder / "setup.py").write_text(
+        "from setuptools import setup\n"
+        "setup(name='toy_plugin', version='1', packages=['toy_plugin'],\n"
+        "      entry_points={'toy.group': ['toy = toy_plugin:answer']})\n"
+    )
+
+
+ANSWER = """
+from importlib.metadata import entry_points
+print([entry.load()() for entry in entry_points(group="toy.group")])
+"""
+
+
+def test_a_dummy_plugin_is_installed_where_it_is_wanted(tmp_path: Path) -> None:
+    source, cache = tmp_path / "toy", tmp_path / "cache"
+    write_toy_plugin(source, "first")
+    before = sorted(source.rglob("*"))
+    installed = dummy_plugins.install(source, cache)
+    assert sorted(source.rglob("*")) == before  # vLLM's tree stays as it was unpacked
+    assert run_python(ANSWER, installed) == "['first']\n"
+    assert run_python(ANSWER) == "[]\n"
+    assert dummy_plugins.install(source, cache) == installed
+
+    write_toy_plugin(source, "second")
+    changed = dummy_plugins.install(source, cache)
+    assert run_python(ANSWER, changed) == "['second']\n"
+    assert sorted(cache.iterdir()) == sorted([installed, changed])
+
+
+def test_dummy_plugins_are_exposed_to_child_processes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "before"))
+    dummy_plugins.expose([tmp_path / "one", tmp_path / "two"])
+    dummy_plugins.expose([tmp_path / "one"])
+    folders = [str(tmp_path / name) for name in ("before", "one", "two")]
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == folders
+    assert [entry for entry in sys.path if entry in folders] == folders[1:]
+
+
+def test_a_dummy_plugin_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no setup\.py"):
+        dummy_plugins.install(tmp_path / "nothing", tmp_path / "cache")
+    write_toy_plugin(tmp_path / "broken", "x")
+    (tmp_path / "broken" / "setup.py").write_text("raise RuntimeError('broken on purpose')\n")
+    with pytest.raises(ConfigError, match="broken on purpose"):
+        dummy_plugins.install(tmp_path / "broken", tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_vllm_command_answers_with_the_modules_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli = tmp_path / "vllm" / "entrypoints" / "cli"
+    cli.mkdir(parents=True)
+    for folder in (cli, cli.parent, cli.parent.parent):
+        (folder / "__init__.py").write_text("__version__ = '0.32.0.fake'\n")
+    (cli / "main.py").write_text(
+        "import importlib.metadata, sys\n"
+        "def main():\n"
+        "    print(importlib.metadata.version('vllm'), importlib.metadata.version('pytest'))\n"
+        "    print(sys.argv)\n"
+    )
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    vllm_command.install(tmp_path / "bin")
+    said = subprocess.run(
+        ["vllm", "serve", "a model"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert said.splitlines() == [
+        f"0.32.0.fake {importlib.metadata.version('pytest')}",
+        "['vllm', 'serve', 'a model']",
+    ]

@@ -29,7 +29,7 @@ def install() -> None:
     folder = Path(tempfile.mkdtemp(prefix="assets-"))  # the runner removes its TMPDIR
     os.environ["VLLM_ASSETS_CACHE"] = str(folder)
     _write_pictures(folder / "vllm_public_assets")
-    _serve_snapshots()
+    serve_snapshots()
 
 
 def _write_pictures(folder: Path) -> None:
@@ -40,7 +40,8 @@ def _write_pictures(folder: Path) -> None:
         Image.effect_noise(size, 64).convert("RGB").save(folder / f"{name}.jpg")
 
 
-def _serve_snapshots() -> None:
+def serve_snapshots() -> None:
+    """Stand-ins for snapshots of the models that have one. Local, for good."""
     from huggingface_hub import HfApi
 
     original = HfApi.snapshot_download
@@ -52,6 +53,8 @@ def _serve_snapshots() -> None:
         from vllm.transformers_utils.utils import maybe_model_redirect
 
         stand_in = maybe_model_redirect(repo_id)
+        if stand_in == repo_id and kwargs.get("ignore_patterns") == "*":
+            return repo_id  # engine arguments, which keep the name when online
         if stand_in == repo_id:
             return str(original(self, repo_id, *args, local_dir=local_dir, **kwargs))
         if local_dir is None:
