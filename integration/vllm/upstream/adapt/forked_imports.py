@@ -7,6 +7,7 @@ import multiprocessing.forkserver as forkserver
 import multiprocessing.resource_tracker as resource_tracker
 import multiprocessing.spawn as spawn
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from .forked import ENVIRONMENT, spawn_by_forking
@@ -22,7 +23,7 @@ _MODULES = (
 _prepare = spawn.prepare
 
 
-def prepare(data: dict[str, Any]) -> None:
+def prepare(data: Mapping[str, Any]) -> None:
     """In a fork, before it runs its target."""
     os.environ.clear()
     os.environ.update(data[ENVIRONMENT])

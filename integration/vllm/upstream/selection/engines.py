@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from ..groups import Group, Plugin
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Group, Plugin
 
 _ENGINES = "tests/v1/distributed/test_async_llm_dp.py"
 _ADAPTERS = ("forked", "redirects", "engines")
@@ -35,8 +35,8 @@ GROUPS: tuple[Group, ...] = (
             "tests/v1/distributed/test_hybrid_lb_dp.py",
         ),
         adapters=("redirects", "engines"),
-        # Each server is told its GPUs by the variable that on CPUs names memory nodes; with this one
-        # set, vLLM does not read that.
+        # Each server is told its GPUs by a variable that on CPUs means memory nodes, of which there
+        # may be one; where this is set, vLLM does not read that.
         environment=MappingProxyType({"VLLM_CPU_SIM_MULTI_NUMA": "0"}),
         gpus=4,
     ),
