@@ -18,7 +18,6 @@ _CHOOSING = (
     "test_routing_simulator.py",
     "test_unquantized_backend_selection.py",
     "test_zen_cpu_int8_moe.py",
-    "test_zero_expert_moe.py",
 )
 
 
