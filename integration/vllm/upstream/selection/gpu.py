@@ -1,7 +1,133 @@
-"""To be written."""
+"""What needs GPUs, and what was written for other all-to-alls of GPUs. On GPUs never run so far.
+
+Groups of other areas run on GPUs, too, where their `devices` say so. Here are those that only GPUs
+can run: the layer tests with vLLM's own GPU experts, captured layers, engines with CUDA graphs and
+speculation. `gpus` is how many devices a group asks for; tests whose ranks can share one ask for 1.
+
+Two groups also run on CPU processes: FlashInfer's and DeepEP's tests of plain exchanges.
+
+Not here: tests/v1/distributed/test_dbo.py, for we refuse dual batch overlap; test_eagle_dp.py,
+whose models have no experts; tests/distributed/test_eplb_spec_decode.py and test_elastic_ep.py, for
+we refuse expert load balancing and elastic parallelism in engines; DeepEP's tests with rows per
+expert (test_deepep_deepgemm_moe.py, test_deepep_v2_moe.py), a layout that is not ours.
+"""
 
 from __future__ import annotations
 
-from ..groups import Group
+from types import MappingProxyType
 
-GROUPS: tuple[Group, ...] = ()
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
+
+_LAYER = "tests/kernels/moe/test_moe_layer.py"
+_MNNVL = "tests/distributed/test_mnnvl_alltoall.py"
+_DEEPEP = "tests/kernels/moe/test_deepep_moe.py"
+_GPU = frozenset({Device.GPU})
+_OTHERS = ("shared_gpu", "gpu_layers")
+#: Triton and FlashInfer compile for minutes.
+_SLOW_S = 1800
+
+GROUPS: tuple[Group, ...] = (
+    Group(
+        name="exchanges",
+        title="FlashInfer's exchanges of rows, two-sided and one-sided",
+        arguments=(
+            f"{_MNNVL}::test_two_sided_dispatch_combine",
+            f"{_MNNVL}::test_one_sided_dispatch_combine",
+            f"{_MNNVL}::test_one_sided_combine_low_precision",
+        ),
+        adapters=_OTHERS,
+        gpus=2,
+    ),
+    Group(
+        name="deepep",
+        title="DeepEP's prepare/finalize before experts in torch",
+        # On CPUs vLLM has no quantiser of FP8 weights: bfloat16 alone, "dtype0". Its second
+        # quantisation parameter changes nothing then.
+        arguments=(f"{_DEEPEP}::test_deep_ep_moe", "-k", "dtype0 and False"),
+        devices=frozenset({Device.CPU}),
+        adapters=_OTHERS,
+    ),
+    Group(
+        name="gpu-deepep",
+        title="DeepEP's prepare/finalize before Triton's experts, FP8 dispatch and weights too",
+        arguments=(_DEEPEP,),
+        devices=_GPU,
+        adapters=_OTHERS,
+        test_timeout_s=_SLOW_S,
+    ),
+    Group(
+        name="gpu-layer",
+        title="A MoE layer, DP x TP x EP, with vLLM's GPU experts",
+        arguments=(f"{_LAYER}::test_moe_layer",),
+        devices=_GPU,
+        adapters=("shared_gpu", "moe_layer"),
+        environment=MappingProxyType({"VLLM_LOGGING_LEVEL": "ERROR"}),
+        test_timeout_s=_SLOW_S,
+    ),
+    Group(
+        name="gpu-layer-graph",
+        title="A captured MoE layer, replayed with other routing",
+        arguments=(f"{_LAYER}::test_moe_layer_mori_graph",),
+        devices=_GPU,
+        adapters=_OTHERS,
+        test_timeout_s=_SLOW_S,
+    ),
+    Group(
+        name="gpu-whole-layer",
+        title="FlashInfer's expert-parallel layer, bit for bit, at the sizes of large models",
+        arguments=(
+            "tests/kernels/moe/test_flashinfer_moe_ep.py::"
+            "test_init_warmup_forward_is_exact_on_grid_inputs",
+            *("-k", "cutedsl"),
+        ),
+        devices=_GPU,
+        adapters=_OTHERS,
+        test_timeout_s=_SLOW_S,
+        gpus=2,
+    ),
+    Group(
+        name="gpu-moved-experts",
+        title="Layers whose experts are moved between ranks",
+        arguments=(
+            "tests/distributed/test_eplb_fused_moe_layer.py",
+            "tests/distributed/test_eplb_fused_moe_layer_dep_nvfp4.py",
+        ),
+        devices=_GPU,
+        adapters=_OTHERS,
+        test_timeout_s=_SLOW_S,
+        gpus=2,
+    ),
+    Group(
+        name="gpu-graphs",
+        title="CUDA graphs of engines on one GPU",
+        arguments=(
+            "tests/v1/cudagraph",
+            "tests/compile/fullgraph/test_full_cudagraph.py",
+            "tests/compile/fullgraph/test_simple.py",
+            "tests/compile/fullgraph/test_multiple_graphs.py",
+        ),
+        plugin=Plugin.COMPARED,
+        devices=_GPU,
+        test_timeout_s=_SLOW_S,
+    ),
+    Group(
+        name="gpu-speculation",
+        title="Speculative decoding of engines on one GPU",
+        arguments=(
+            "tests/v1/e2e/spec_decode/draft_model",
+            "tests/v1/e2e/spec_decode/eagle/test_eagle_correctness.py",
+            "tests/v1/e2e/spec_decode/ngram_suffix",
+        ),
+        plugin=Plugin.COMPARED,
+        devices=_GPU,
+        test_timeout_s=_SLOW_S,
+    ),
+    Group(
+        name="gpu-layer-one-rank",
+        title="A MoE layer on one GPU, not ours",
+        arguments=(_LAYER, "-k", "no_parallel"),
+        plugin=Plugin.COMPARED,
+        devices=_GPU,
+        test_timeout_s=_SLOW_S,
+    ),
+)
