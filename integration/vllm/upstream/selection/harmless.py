@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..groups import Device, Group, Plugin
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
 
-#: Plugins of `within`, for both sides of the comparison.
-WITHIN: Mapping[str, str] = MappingProxyType(
-    {"PYTEST_PLUGINS": "moe_nvlink_upstream_quick_cleanup,moe_nvlink_upstream_hub"}
-)
+#: A plugin of `within`, for both sides of a comparison.
+WITHIN: Mapping[str, str] = MappingProxyType({"PYTEST_PLUGINS": "moe_nvlink_upstream_hub"})
 
 
 def _compared(name: str, title: str, *places: str, fast: tuple[str, ...] = ()) -> Group:
@@ -96,5 +94,50 @@ GROUPS: tuple[Group, ...] = (
         "tests/utils_/test_numa_utils.py",
         "tests/utils_/test_system_utils.py",
         "tests/utils_/test_torch_utils.py",
+    ),
+    _compared(
+        "distributed",
+        "expert placement and balancing, shared memory between processes",
+        "tests/distributed/test_eplb_algo.py",
+        "tests/distributed/test_eplb_events.py",
+        "tests/distributed/test_eplb_migration_scheduler.py",
+        "tests/distributed/test_eplb_utils.py",
+        "tests/distributed/test_events.py",
+        "tests/distributed/test_expert_placement.py",
+        "tests/distributed/test_file_store.py",
+        "tests/distributed/test_kvlayout.py",
+        "tests/distributed/test_mq_connect_ip.py",
+        "tests/distributed/test_pipeline_partition.py",
+        "tests/distributed/test_same_node.py",
+        "tests/distributed/test_shm_broadcast.py",
+        "tests/distributed/test_shm_buffer.py",
+        "tests/distributed/test_shm_storage.py",
+    ),
+    _compared(
+        "worker",
+        "speculative decoding, and workers without a model of the hub",
+        "tests/v1/spec_decode/test_adaptive_verification.py",
+        "tests/v1/spec_decode/test_dflash2.py",
+        "tests/v1/spec_decode/test_dflash_causality.py",
+        "tests/v1/spec_decode/test_draft_attention_backend_override.py",
+        "tests/v1/spec_decode/test_draft_moe_backend_override.py",
+        "tests/v1/spec_decode/test_dsv4_mtp_local_argmax.py",
+        "tests/v1/spec_decode/test_dynamic_sd.py",
+        "tests/v1/spec_decode/test_eagle_draft_attn_metadata.py",
+        "tests/v1/spec_decode/test_llm_base_proposer_sampling.py",
+        "tests/v1/spec_decode/test_ngram.py",
+        "tests/v1/worker/test_attn_utils.py",
+        "tests/v1/worker/test_cp_utils.py",
+        "tests/v1/worker/test_eagle3_aux_hidden_states_pp.py",
+        "tests/v1/worker/test_gpu_batch_ordering.py",
+        "tests/v1/worker/test_gpu_extract_hidden_states_speculator.py",
+        "tests/v1/worker/test_gpu_rejection_sampler_chunking.py",
+        "tests/v1/worker/test_gpu_target_dependent_ar_speculator.py",
+        "tests/v1/worker/test_logits_processor_loader.py",
+        "tests/v1/worker/test_spec_decode_embed_sharing_pp.py",
+        "tests/v1/worker/test_utils.py",
+        "tests/model_executor/test_cpu_unquantized_gemm_dispatch.py",
+        "tests/model_executor/test_eagle_quantization.py",
+        "tests/model_executor/test_routed_experts_capture.py",
     ),
 )

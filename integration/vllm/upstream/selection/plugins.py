@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..adapt.dummy_plugins import WANTED
-from ..groups import Group, Plugin
+from moe_nvlink_plugin.integration.vllm.upstream.adapt.dummy_plugins import WANTED
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Group, Plugin
+
 from .harmless import WITHIN
 
 _FOLDER = "tests/plugins_tests"
