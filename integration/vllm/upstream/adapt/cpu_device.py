@@ -80,7 +80,7 @@ def install() -> None:
     _shim_accelerator()
     _shim_cuda()
     mode = CpuForCuda()
-    mode.__enter__()
+    mode.__enter__()  # type: ignore[no-untyped-call]
     _installed.append(mode)
 
 
@@ -124,7 +124,7 @@ def _count_processes_as_devices() -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    platform.device_count = classmethod(lambda _cls: MOST_RANKS)  # type: ignore[method-assign]
+    platform.device_count = classmethod(lambda _cls: MOST_RANKS)
 
 
 @pytest.hookimpl(tryfirst=True)

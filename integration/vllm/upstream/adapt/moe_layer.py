@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -125,12 +125,13 @@ def _chosen_subcases(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of equal weights one after the other, the rest where they are."""
     whose = [i for i, item in enumerate(items) if "no_parallel" in item.nodeid]
-    moved = sorted((items[i] for i in whose), key=lambda item: _weights_of(item.callspec.params))
+    moved = sorted((items[i] for i in whose), key=_weights_of)
     for i, item in zip(whose, moved, strict=True):
         items[i] = item
 
 
-def _weights_of(params: Mapping[str, Any]) -> tuple[int, ...]:
+def _weights_of(item: Any) -> tuple[int, ...]:
+    params = item.callspec.params
     return params["m"], params["num_experts"], params["use_routed_input_transform"]
 
 
@@ -214,16 +215,20 @@ def _through_us(body: Callable[..., Any], **named: Any) -> Any:
 
     manager = get_ep_group().device_communicator.all2all_manager
     assert isinstance(manager, MoeNvlinkAll2AllManager), f"the manager is {type(manager).__name__}"
-    kernel = named["moe_layer"]._quant_method.moe_kernel
-    ours = kernel.prepare_finalize
+    moe = named["moe_layer"].moe_config
+    ours = named["moe_layer"]._quant_method.moe_kernel.prepare_finalize
     assert isinstance(ours, MoeNvlinkPrepareAndFinalize), f"not ours: {type(ours).__name__}"
     exchange = ours._exchange
     before = exchange.stats()
     outputs = body(**named)
     after = exchange.stats()
     rounds = 2 if named["vllm_config"].parallel_config.enable_eplb else 1
-    assert after.rounds - before.rounds == rounds, f"{before} became {after}, not {rounds} rounds"
-    return outputs
+    rows = rounds * -(-named["m"] // moe.sp_size)  # of a sequence's slice; the last is padded
+    counted = (after.rounds - before.rounds, after.tokens - before.tokens)
+    assert counted == (rounds, rows), f"{counted} rounds and rows of us, not {(rounds, rows)}"
+    # With balancing the file compares our layer with itself, rebalanced. That is equal to the
+    # reference as well, and an error that both have shows.
+    return named["baseline_output"], outputs[1]
 
 
 def _sequence_parallel(
@@ -305,7 +310,7 @@ def _balancing_allowed() -> Iterator[None]:
 
 def _balance_on_cpu() -> None:
     """vLLM's routers leave ids logical on CPUs; here they become physical."""
-    router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.base_router")
+    router: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.router.base_router")
     router.eplb_map_to_physical_and_record = _physical_ids
 
 

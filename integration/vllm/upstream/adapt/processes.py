@@ -218,8 +218,9 @@ def _run_rank(plan: Launch, rank: int) -> None:
 
     utils = _gloo_groups()
     device = torch.device("cpu")
-    store = torch.distributed.FileStore(plan.store, plan.world_size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{plan.store}", rank=rank, world_size=plan.world_size
+    )
     info = utils.ProcessGroupInfo(plan.world_size, plan.world_size, rank, 0, rank, device)
     worker, vllm_config, arguments, named = ForkingPickler.loads(plan.work)
     if vllm_config is None:
