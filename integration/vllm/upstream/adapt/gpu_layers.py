@@ -26,6 +26,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,7 +47,7 @@ _EPLB = ("tests.distributed.test_eplb_fused_moe_layer",) + (
 )
 _EPLB_LAUNCHER = "tests.distributed.eplb_utils"
 #: Modules whose tests run on CPU processes, too.
-ON_CPU = (_MNNVL, _DEEPEP)
+ON_CPU = (_MNNVL, _DEEPEP, _WHOLE_LAYER)
 
 #: Of skip marks that ask for what ours stands in for.
 ASK_FOR_ANOTHER = ("FlashInfer", "SYS_PTRACE", "deep_ep")
@@ -125,6 +126,13 @@ def kernel_of(group: Any, experts: Any, sizes: Mapping[str, Any], dispatch: str 
     recipe = None if chosen.recipe is None else chosen.recipe.name
     exchange = exchange_of(group, **sizes, recipe=recipe)
     return mk.FusedMoEKernel(prepare_finalize(exchange, chosen), experts)
+
+
+def torch_experts() -> Any:
+    """The class of experts on CPUs, where vLLM's own of these tests do not run."""
+    from .torch_experts import TorchExperts
+
+    return TorchExperts
 
 
 def check_used(exchange: Any) -> None:
@@ -388,9 +396,7 @@ def make_deepep_kernel(
     capacity = min(config.m, module.MAX_TOKENS_PER_RANK) if low_latency_mode else config.m
     moe_config = module.make_dummy_moe_config()
     if settings.device() is Device.CPU:
-        from .torch_experts import TorchExperts
-
-        experts: Any = TorchExperts(moe_config=moe_config, quant_config=quant_config)
+        experts = torch_experts()(moe_config=moe_config, quant_config=quant_config)
     else:
         experts = module.TritonExperts(moe_config=moe_config, quant_config=quant_config)
     sizes = {
@@ -448,7 +454,9 @@ class WholeLayer:
             "max_tokens_per_rank": moe.max_num_tokens,
             "dtype": moe.in_dtype,
         }
-        experts = TritonExperts(moe_config=moe, quant_config=FUSED_MOE_UNQUANTIZED_CONFIG)
+        on_cpu = settings.device() is Device.CPU
+        experts_class: Any = torch_experts() if on_cpu else TritonExperts
+        experts = experts_class(moe_config=moe, quant_config=FUSED_MOE_UNQUANTIZED_CONFIG)
         self._group = get_ep_group().cpu_group
         self._kernel = kernel_of(self._group, experts, sizes)
 
@@ -487,6 +495,7 @@ class WholeLayer:
 
 
 def _whole_layer_in_rank() -> None:
+    export_triton_experts()
     module: Any = importlib.import_module(_WHOLE_LAYER)
     module.FlashInferMoeEp = WholeLayer
     module.FlashInferMoeEpExperts = types.SimpleNamespace(
@@ -496,8 +505,17 @@ def _whole_layer_in_rank() -> None:
 
 def _whole_layer_in_parent(module: Any) -> None:
     shared_gpu.begin_ranks_here(_EPLB_LAUNCHER, "_distributed_worker_wrapper", seated=False)
+    if settings.device() is Device.CPU:
+        module.distributed_run = functools.partial(_smaller, module.distributed_run)
     # The test asks pytest whether FlashInfer can be imported; ours needs none.
     module.pytest = types.SimpleNamespace(importorskip=lambda _name: None, skip=pytest.skip)
+
+
+def _smaller(
+    run: Callable[..., None], work: Any, world_size: int, geometry: Any, *rest: Any
+) -> None:
+    """On CPUs: as many experts, each of them small. A test's values need 512 columns."""
+    run(work, world_size, replace(geometry, hidden_size=512, intermediate_size=32), *rest)
 
 
 # Experts that change their rank.

@@ -4,7 +4,7 @@ Groups of other areas run on GPUs, too, where their `devices` say so. Here are t
 can run: the layer tests with vLLM's own GPU experts, captured layers, engines with CUDA graphs and
 speculation. `gpus` is how many devices a group asks for; tests whose ranks can share one ask for 1.
 
-Two groups also run on CPU processes: FlashInfer's and DeepEP's tests of plain exchanges.
+FlashInfer's and DeepEP's tests also run on CPU processes, with experts in torch.
 
 Not here: tests/v1/distributed/test_dbo.py, for we refuse dual batch overlap; test_eagle_dp.py,
 whose models have no experts; tests/distributed/test_eplb_spec_decode.py and test_elastic_ep.py, for
@@ -21,6 +21,9 @@ from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Pl
 _LAYER = "tests/kernels/moe/test_moe_layer.py"
 _MNNVL = "tests/distributed/test_mnnvl_alltoall.py"
 _DEEPEP = "tests/kernels/moe/test_deepep_moe.py"
+_WHOLE_LAYER = (
+    "tests/kernels/moe/test_flashinfer_moe_ep.py::test_init_warmup_forward_is_exact_on_grid_inputs"
+)
 _GPU = frozenset({Device.GPU})
 _OTHERS = ("shared_gpu", "gpu_layers")
 #: Triton and FlashInfer compile for minutes.
@@ -73,13 +76,16 @@ GROUPS: tuple[Group, ...] = (
         test_timeout_s=_SLOW_S,
     ),
     Group(
+        name="whole-layer",
+        title="FlashInfer's expert-parallel layer, bit for bit, with small experts",
+        arguments=(_WHOLE_LAYER, "-k", "cutedsl and (pro or large)"),
+        devices=frozenset({Device.CPU}),
+        adapters=_OTHERS,
+    ),
+    Group(
         name="gpu-whole-layer",
         title="FlashInfer's expert-parallel layer, bit for bit, at the sizes of large models",
-        arguments=(
-            "tests/kernels/moe/test_flashinfer_moe_ep.py::"
-            "test_init_warmup_forward_is_exact_on_grid_inputs",
-            *("-k", "cutedsl"),
-        ),
+        arguments=(_WHOLE_LAYER, "-k", "cutedsl"),
         devices=_GPU,
         adapters=_OTHERS,
         test_timeout_s=_SLOW_S,

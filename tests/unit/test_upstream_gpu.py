@@ -1,0 +1,192 @@
+"""Of runs of vLLM's tests on GPUs, what can be known without one: seats, groups, names, paths."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from moe_nvlink_plugin.integration.vllm.upstream import expectations, fetch, settings
+from moe_nvlink_plugin.integration.vllm.upstream.adapt import gpu_layers, shared_gpu
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
+from moe_nvlink_plugin.integration.vllm.upstream.selection import gpu
+
+PACKAGE = "moe_nvlink_plugin.integration.vllm.upstream"
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says how many GPUs a run has."""
+
+    def set_gpus(count: int) -> None:
+        monkeypatch.setenv(settings.DEVICE, Device.GPU.value if count else Device.CPU.value)
+        monkeypatch.setenv(settings.GPUS, str(count))
+
+    return set_gpus
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
+def test_every_rank_sits_on_a_device_that_exists(world_size: int, gpus: int) -> None:
+    seats = [shared_gpu.seat(rank, world_size, gpus) for rank in range(world_size)]
+    assert len({(seat.node, seat.device) for seat in seats}) == world_size
+    assert [seat.node * seat.devices + seat.device for seat in seats] == list(range(world_size))
+    if gpus:
+        assert all(seat.device < gpus for seat in seats)
+        per_device = [sum(seat.device == one for seat in seats) for one in range(gpus)]
+        assert max(per_device) - min(per_device) <= 1
+    if gpus == 0 or gpus >= world_size:
+        assert {seat.node for seat in seats} == {0}
+
+
+def test_a_launchers_arguments_get_the_seat(on_gpus: Any) -> None:
+    arguments = (3, 4, 4, 0, "tcp://localhost:1", print)
+    on_gpus(1)
+    assert shared_gpu.seated(arguments) == (0, 4, 1, 3, "tcp://localhost:1", print)
+    on_gpus(2)
+    assert shared_gpu.seated(arguments) == (1, 4, 2, 1, "tcp://localhost:1", print)
+    on_gpus(8)
+    assert shared_gpu.seated(arguments) == arguments
+
+
+def test_sharing_and_counting(on_gpus: Any) -> None:
+    on_gpus(0)
+    assert not shared_gpu.shares(2)
+    on_gpus(1)
+    assert shared_gpu.shares(2)
+    assert shared_gpu.device_count() == shared_gpu.MOST_RANKS
+    on_gpus(8)
+    assert not shared_gpu.shares(8)
+    assert shared_gpu.device_count() == 8
+
+
+def prepare() -> None:
+    """Of a rank, before its work."""
+    CALLS.append("prepared")
+
+
+def work(*arguments: Any) -> tuple[Any, ...]:
+    """A rank's."""
+    CALLS.append("worked")
+    return arguments
+
+
+CALLS: list[str] = []
+
+
+def test_a_rank_begins_with_what_adapters_prepare(
+    on_gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pickled, as a process's target is; sharing asks for a seat and for an environment."""
+    module = types.ModuleType("a_launcher_of_tests")
+    module.begin = work  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(shared_gpu, "_setups", [])
+    monkeypatch.setattr(shared_gpu, "gloo_for_nccl", lambda: CALLS.append("gloo"))
+    monkeypatch.setattr(shared_gpu, "_without_custom_all_reduce", lambda: CALLS.append("plain"))
+    for name in shared_gpu.SHARING_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    CALLS.clear()
+    on_gpus(1)
+    shared_gpu.begin_ranks_here(module.__name__, "begin", seated=True)
+    shared_gpu.in_every_rank(prepare)
+    monkeypatch.setenv("OF_THE_TEST", "set before the rank was started")
+    pickled = pickle.dumps(module.begin)
+
+    module.begin = work  # type: ignore[attr-defined]  # a rank imports it afresh
+    environment = dict(os.environ)
+    monkeypatch.delenv("OF_THE_TEST")
+    try:
+        assert pickle.loads(pickled)(1, 2, 2, 0, "init") == (0, 2, 1, 1, "init")
+        now = dict(os.environ)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    assert CALLS == ["gloo", "plain", "prepared", "worked"]
+    assert now == environment | shared_gpu.SHARING_ENVIRONMENT
+
+
+def test_nccl_becomes_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def group(*arguments: Any, **named: Any) -> None:
+        asked.append((arguments, named))
+
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(torch.distributed, name, group)
+    shared_gpu.gloo_for_nccl()
+    shared_gpu.gloo_for_nccl()  # once more changes nothing
+    torch.distributed.init_process_group("nccl", rank=1)
+    torch.distributed.init_process_group(backend="cpu:gloo,cuda:nccl", device_id="cuda:0")  # type: ignore[arg-type]
+    torch.distributed.new_group([0, 1], backend="gloo")
+    torch.distributed.new_group([0, 1])
+    assert asked == [
+        (("gloo",), {"rank": 1}),
+        ((), {"backend": "gloo"}),
+        (([0, 1],), {"backend": "gloo"}),
+        (([0, 1],), {}),
+    ]
+
+
+def test_groups_are_ready_to_be_run() -> None:
+    """Their adapters can be imported, and each says on how many GPUs."""
+    for group in gpu.GROUPS:
+        for name in group.adapters:
+            importlib.import_module(f"{PACKAGE}.adapt.{name}")
+        assert group.gpus >= 1
+        assert group.arguments
+    names = {group.name for group in gpu.GROUPS if group.devices == {Device.GPU}}
+    assert all(name.startswith("gpu-") for name in names)
+    assert len(names) >= 8
+
+
+def test_nothing_is_claimed_of_gpus_that_nobody_has_run() -> None:
+    path = expectations.file_of("0.32.0", Device.GPU)
+    assert expectations.read(path) == {}, "then remove NEVER RUN from the file, and this test"
+    assert "NEVER RUN" in path.read_text("utf-8")
+    for module in (gpu, gpu_layers, shared_gpu):
+        assert "never" in (module.__doc__ or "").lower(), module.__name__
+
+
+def test_paths_exist_in_vllm() -> None:
+    tree = next(fetch.CACHE.glob("0.32.0*/tests"), None)
+    if tree is None:
+        pytest.skip("vLLM's tests are not in the cache: make upstream-tests fetches them")
+    for group in gpu.GROUPS:
+        paths = [word.split("::") for word in group.arguments if word.startswith("tests/")]
+        for path, *function in paths:
+            found = tree.parent / path
+            assert found.exists(), f"{group.name}: {path}"
+            assert not function or f"def {function[0]}(" in found.read_text("utf-8"), function
+
+
+def test_placement_is_the_exchanges_own() -> None:
+    assert gpu_layers.placement(1, 2, 6).tolist() == [-1, -1, -1, 0, 1, 2]
+
+
+def test_skip_marks_for_another_library_alone_are_dropped() -> None:
+    def mark(reason: str) -> pytest.Mark:
+        return pytest.mark.skipif(True, reason=reason).mark
+
+    assert gpu_layers._asks_for_another(mark("FlashInfer NVLink one-sided not available"))
+    assert gpu_layers._asks_for_another(mark("Requires deep_ep kernels"))
+    assert not gpu_layers._asks_for_another(mark("Need >= 2 GPUs"))
+    assert not gpu_layers._asks_for_another(pytest.mark.parametrize("a", [1]).mark)
+
+
+def test_a_configuration_of_a_test_asks_for_us() -> None:
+    from moe_nvlink_plugin.integration.vllm import flag
+
+    made = types.SimpleNamespace(parallel_config=types.SimpleNamespace(all2all_backend="other"))
+    assert not flag.is_selected(made)
+    assert gpu_layers._naming_us(lambda: made)() is made
+    assert flag.is_selected(made)
+    assert made.parallel_config.all2all_backend == flag.CARRIER
