@@ -28,6 +28,11 @@ def _compared(name: str, title: str, *places: str, fast: tuple[str, ...] = ()) -
     )
 
 
+def _without(*files: str) -> tuple[str, ...]:
+    """Files that start engines, in a folder of those that do not."""
+    return tuple(f"--ignore={file}" for file in files)
+
+
 GROUPS: tuple[Group, ...] = (
     _compared(
         "config",
@@ -35,6 +40,7 @@ GROUPS: tuple[Group, ...] = (
         "tests/config",
         "tests/test_config.py",
         "tests/test_envs.py",
+        *_without("tests/config/test_mp_reducer.py"),
     ),
     _compared(
         "arguments",
@@ -50,7 +56,14 @@ GROUPS: tuple[Group, ...] = (
             "tests/utils_/test_argparse_utils.py",
         ),
     ),
-    _compared("scheduler", "scheduler and KV cache manager", "tests/v1/core"),
+    _compared(
+        "scheduler",
+        "scheduler and KV cache manager",
+        "tests/v1/core",
+        *_without(
+            "tests/v1/core/test_reset_prefix_cache_e2e.py", "tests/v1/core/test_scheduler_e2e.py"
+        ),
+    ),
     _compared(
         "engine",
         "engine core and its output",
