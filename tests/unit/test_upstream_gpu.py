@@ -7,6 +7,8 @@ import os
 import pickle
 import sys
 import types
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm.upstream import expectations, fetch, settings
+from moe_nvlink_plugin.integration.vllm.upstream import cli, expectations, fetch, settings
 from moe_nvlink_plugin.integration.vllm.upstream.adapt import gpu_layers, shared_gpu
-from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
+from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
+from moe_nvlink_plugin.integration.vllm.upstream.run import Part, Ran
 from moe_nvlink_plugin.integration.vllm.upstream.selection import gpu
 
 PACKAGE = "moe_nvlink_plugin.integration.vllm.upstream"
@@ -190,3 +194,18 @@ def test_a_configuration_of_a_test_asks_for_us() -> None:
     assert gpu_layers._naming_us(lambda: made)() is made
     assert flag.is_selected(made)
     assert made.parallel_config.all2all_backend == flag.CARRIER
+
+
+def test_without_expectations_tests_fail_or_pass(tmp_path: Path) -> None:
+    """And of a group that is compared with a run without us, only what differs counts."""
+    passed, failed = Result(Outcome.PASSED), Result(Outcome.FAILED, "E  no")
+    skipped, lost = Result(Outcome.SKIPPED, "no FlashInfer"), Result(Outcome.NOT_RUN)
+    ours = Ran({"a": passed, "b": failed, "c": skipped, "d": lost}, 1.0, tmp_path)
+    part = Part(Group("gpu-toy", "a toy", ("tests",)), ("tests",))
+    found = cli.differences_of(part, None, {True: ours}, whole=True, places=False)
+    assert [line.split(":")[0] for line in found] == ["b", "d"]
+    without = Ran({**ours.results, "a": failed}, 1.0, tmp_path)
+    both = Part(replace(part.group, plugin=Plugin.COMPARED), ("tests",))
+    runs = {True: ours, False: without}
+    (line,) = cli.differences_of(both, None, runs, whole=True, places=False)
+    assert line.startswith("a: with the plugin passed")

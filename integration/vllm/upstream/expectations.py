@@ -136,6 +136,12 @@ def differences(
     return found
 
 
+def failures(results: Mapping[str, Result]) -> list[str]:
+    """What is wrong where nothing is expected yet, a line each: tests that failed or never ran."""
+    wrong = (Outcome.FAILED, Outcome.NOT_RUN)
+    return [f"{node}: {one.line()}" for node, one in results.items() if one.outcome in wrong]
+
+
 def updated(rules: Sequence[Rule], results: Mapping[str, Result]) -> list[Rule]:
     """The rules with the counts of these results, and new ones for tests that fell to none.
 
