@@ -163,13 +163,14 @@ def test_a_wrong_argument_is_an_ending(tmp_path: Path) -> None:
     assert "ended with code 4" in ran.ending
 
 
-def test_what_is_left_out_is_neither_run_nor_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("places", [["tests"], ["tests/test_a.py", "tests/deep/test_b.py"]])
+def test_what_is_left_out_is_neither_run_nor_imported(tmp_path: Path, places: list[str]) -> None:
     files = {
         "test_a.py": "def test_one(): pass\ndef test_two(): raise SystemExit(9)\n",
         "deep/test_b.py": "raise SystemExit(9)",
     }
     where = toy_tree(tmp_path, files)
-    group = toy_group()
+    group = toy_group(*places)
     leave = ("tests/*::test_two", "tests/deep/*.py")
     ran = run(where, Job((Part(group, group.arguments),), leave))
     assert ran.results == {
@@ -288,6 +289,7 @@ def test_what_is_below_a_place(place: str, node: str, expected: bool) -> None:
 def test_groups_that_are_set_alike_share_a_process() -> None:
     one, two = (toy_group(f"tests/{name}.py", name=name) for name in ("one", "two"))
     compared = toy_group("tests/three.py", plugin=Plugin.COMPARED, name="three")
+    compared = replace(compared, test_timeout_s=77)
     options = toy_group("tests/four.py", "-k", "x", name="four")
     adapted = replace(toy_group("tests/five.py", name="five"), adapters=("some",))
     set_otherwise = replace(
@@ -305,6 +307,7 @@ def test_groups_that_are_set_alike_share_a_process() -> None:
         "six",
     ]
     assert shared[0].leave_out == ("x*",)
+    assert [job.test_timeout_s for job in shared] == [77, 77, 20, 20, 20]
     assert [job.name for job in jobs_of(parts, rules)] == [
         *("one", "two", "three", "three-without-plugin", "four", "five", "six")
     ]

@@ -100,8 +100,13 @@ class Job:
 
     @property
     def group(self) -> Group:
-        """One whose adapters, environment and patience are those of all."""
+        """One whose adapters and environment are those of all."""
         return self.parts[0].group
+
+    @property
+    def test_timeout_s(self) -> int:
+        """That of the most patient group."""
+        return max(group.test_timeout_s for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ def jobs_of(
     alike: dict[Any, list[Part]] = {}
     for part in parts:
         group = part.group
-        setting = (group.adapters, tuple(sorted(group.environment.items())), group.test_timeout_s)
+        setting = (group.adapters, tuple(sorted(group.environment.items())))
         alone = part.has_options or not shared
         for plugin in sides(group):
             key = (plugin, group.name if alone else "", setting)
@@ -182,10 +187,11 @@ def command(where: Where, job: Job, report: Path, selection: Path) -> list[str]:
     line = [sys.executable, "-m", "pytest", "-c", str(where.tree / "pyproject.toml")]
     line += ["--rootdir", str(where.tree), "-p", "no:cacheprovider", "-p", "no:xdist"]
     line += ["-p", "moe_nvlink_upstream_selection", f"--upstream-selection={selection}"]
+    line += ["-p", "moe_nvlink_upstream_quick_cleanup"]
     adapters = [f"adapt.{name}" for name in job.group.adapters] if job.plugin else []
     adapters += ["breaks"] if where.broken and job.plugin else []
     line += [word for name in adapters for word in ("-p", f"{PACKAGE}.{name}")]
-    line += [f"--timeout={job.group.test_timeout_s}", "--timeout-method=signal"]
+    line += [f"--timeout={job.test_timeout_s}", "--timeout-method=signal"]
     line += [f"--report-log={report}", "-ra", "--tb=short", "--continue-on-collection-errors"]
     return [*line, *(word for part in job.parts for word in part.words), *job.extra]
 
@@ -215,7 +221,7 @@ def run(where: Where, job: Job) -> Ran:
                 start_new_session=True,
             )
             try:
-                ending = _wait(process, report, job.group.test_timeout_s + GRACE_S)
+                ending = _wait(process, report, job.test_timeout_s + GRACE_S)
             finally:
                 _end(process)
     finally:

@@ -28,7 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Starts what does the work."""
     order = json.loads(config.getoption("--upstream-selection").read_text(encoding="utf-8"))
-    config.pluginmanager.register(_Selection(order["leave_out"], Path(order["chosen"])))
+    selection = _Selection(order["leave_out"], Path(order["chosen"]))
+    config.pluginmanager.register(selection)
+    config.args[:] = [name for name in config.args if selection.keeps(name)]
 
 
 class _Selection:
@@ -44,6 +46,13 @@ class _Selection:
 
     def _leaves_out(self, node: str) -> bool:
         return any(pattern.fullmatch(node) for pattern in self._leave_out)
+
+    def keeps(self, argument: str) -> bool:
+        """pytest asks nobody about a file that is named on its command line."""
+        if not self._leaves_out(argument) or not argument.endswith(".py"):
+            return True
+        self._left_out.append(argument)
+        return False
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
         """A file that is named as a whole is not even imported."""

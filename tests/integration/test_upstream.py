@@ -1,0 +1,57 @@
+"""vLLM's own tests: the fast subset ends as expected, and notices a backend that is broken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from moe_nvlink_plugin.integration.vllm import upstream
+from moe_nvlink_plugin.integration.vllm.upstream import fetch
+
+#: One layer on two ranks.
+CASE = "False-moe_nvlink-2-1-True"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def tree() -> Path:
+    """vLLM's tests, for both of ours."""
+    try:
+        return fetch.tree(fetch.installed_version())
+    except fetch.UnreachableError as error:
+        # Where tests run for others to rely on, these are not left out in silence.
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no registry can be reached; {error}")
+
+
+def run(tree: Path, logs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", upstream.__name__, "--tree", str(tree), "--logs", str(logs)]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, check=False, timeout=880
+    )
+
+
+def test_the_fast_subset_ends_as_expected(tree: Path, tmp_path: Path) -> None:
+    """Every group's, two processes at a time."""
+    done = run(tree, tmp_path, "--fast", "--jobs", "2")
+    logs = "".join(f"\n== {log.name}\n{log.read_text()[-3000:]}" for log in tmp_path.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert "every outcome is as expected" in done.stdout
+
+
+def test_vllms_tests_catch_a_broken_backend(tree: Path, tmp_path: Path) -> None:
+    """One of our classes sends tokens to the next rank's experts; vLLM's comparison fails."""
+    done = run(
+        tree, tmp_path, "--group", "moe-layer", "--fast", "--break", "wrong-owner", "--", "-k", CASE
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "expected: passed; it is: failed" in done.stdout
+    assert "Mismatched elements" in (tmp_path / "moe-layer.log").read_text()
