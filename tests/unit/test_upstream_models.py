@@ -57,9 +57,7 @@ def test_class_and_tokenizer_fit(folder: Path, name: str) -> None:
     assert config["vocab_size"] == len(tokenizer)
     assert config["eos_token_id"] == tokenizer.eos_token_id
     tensors = load_file(str(Path(path) / "model.safetensors"))
-    assert {one.dtype for one in tensors.values()} == {
-        getattr(torch, models.STAND_INS[name].dtype)
-    }
+    assert {one.dtype for one in tensors.values()} == {getattr(torch, models.STAND_INS[name].dtype)}
 
 
 def test_every_token_is_text_and_prompts_come_back(folder: Path) -> None:
@@ -135,3 +133,18 @@ def test_the_same_seed_gives_the_same_bytes(
         files = sorted(file for file in path.iterdir())
         written.append({file.name: file.read_bytes() for file in files})
     assert written[0] == written[1]
+
+
+def test_an_eagle_head_shares_what_its_target_has(folder: Path) -> None:
+    names = _redirects(folder)
+    draft = names["yuhuili/EAGLE-LLaMA3.1-Instruct-8B"]
+    target = names["meta-llama/Llama-3.1-8B-Instruct"]
+    tensors = load_file(str(Path(draft) / "model.safetensors"))
+    sizes = [
+        json.loads((Path(path) / "config.json").read_text("utf-8"))["hidden_size"]
+        for path in (draft, target)
+    ]
+    assert sizes[0] == sizes[1]
+    assert tensors["fc.weight"].shape == (sizes[0], 2 * sizes[0])
+    assert {name.split(".")[0] for name in tensors} == {"fc", "layers"}
+    assert "layers.0.input_layernorm.weight" not in tensors

@@ -74,26 +74,35 @@ _QWEN_MOE = {
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
 }
+_LONG_QWEN_MOE = {**_QWEN_MOE, "max_position_embeddings": 131072}
+_EAGLE = {**_LLAMA, "num_hidden_layers": 1, "max_position_embeddings": 131072}
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A toy: transformers' name of the model class, and the sizes that differ from its defaults."""
+    """A toy: transformers' name of the model class, and the sizes that differ from its defaults.
+
+    eagle: it drafts for a model of the same hidden size, whose embeddings and head it shares.
+    """
 
     model_type: str
     sizes: Mapping[str, Any]
     dtype: str = "bfloat16"
     seed: int = 0
+    eagle: bool = False
 
 
 STAND_INS: Mapping[str, StandIn] = {
     "facebook/opt-125m": StandIn("opt", _OPT, dtype="float16"),
     "hmellor/tiny-random-LlamaForCausalLM": StandIn("llama", _LLAMA),
     "ibm-research/PowerMoE-3b": StandIn("granitemoe", _GRANITE_MOE, dtype="float32"),
+    # Experts in the place of its MLPs: what drafts for it is verified through our exchange.
+    "meta-llama/Llama-3.1-8B-Instruct": StandIn("qwen3_moe", _LONG_QWEN_MOE),
     "meta-llama/Llama-3.2-1B-Instruct": StandIn("llama", _LLAMA),
     "Qwen/Qwen3-0.6B": StandIn("qwen3", {**_LLAMA, "head_dim": 32}),
     "Qwen/Qwen3-30B-A3B": StandIn("qwen3_moe", _QWEN_MOE),
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": StandIn("llama", _LLAMA),
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": StandIn("llama", _EAGLE, eagle=True),
 }
 
 
@@ -127,7 +136,7 @@ def _model_folder(folder: Path, name: str) -> Path:
 
 @functools.cache
 def _source() -> str:
-    return "".join(inspect.getsource(what) for what in (_config, _tokenizer, _write))
+    return "".join(inspect.getsource(what) for what in (_config, _tokenizer, _write, _write_eagle))
 
 
 def _write_once(target: Path, stand_in: StandIn) -> None:
@@ -159,8 +168,29 @@ def _write(folder: Path, stand_in: StandIn) -> None:
         head[tokenizer.eos_token_id] = 0
     model.to(getattr(torch, stand_in.dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if stand_in.eagle:
+        _write_eagle(folder / "model.safetensors")
     # vLLM would take sampling parameters from it.
     (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def _write_eagle(weights: Path) -> None:
+    """A language model's file becomes an EAGLE head's: one layer behind a projection."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shared = ("model.embed_tokens.", "lm_head.", "model.norm.", "model.layers.0.input_layernorm.")
+    tensors = load_file(str(weights))
+    own = {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(shared)
+    }
+    norm = own["layers.0.post_attention_layernorm.weight"]
+    size = len(norm)
+    # The embedding of the last token, as it is; of the target's hidden state, nothing.
+    own["fc.weight"] = torch.eye(size, 2 * size, dtype=norm.dtype)
+    save_file(own, weights, metadata={"format": "pt"})
 
 
 def _config(stand_in: StandIn, tokenizer: Any) -> Any:

@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Generator, Mapping
@@ -92,7 +91,6 @@ class Engines:
         helpers = sys.modules.get("tests.utils")
         if helpers is not None:
             _wrap(helpers.RemoteVLLMServer, "__init__", self._expect_server)
-        _put_vllm_on_path(self._folder / "bin")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
@@ -176,16 +174,6 @@ def _wrap(owner: type, name: str, before: Any) -> None:
         return original(self, *args, **kwargs)
 
     setattr(owner, name, wrapped)
-
-
-def _put_vllm_on_path(folder: Path) -> None:
-    """`vllm` by its module: the script of vLLM's CPU build asks for a distribution it is not."""
-    folder.mkdir(parents=True)
-    script = folder / "vllm"
-    python = shlex.quote(sys.executable)
-    script.write_text(f'#!/bin/sh\nexec {python} -m vllm.entrypoints.cli.main "$@"\n', "utf-8")
-    script.chmod(0o755)
-    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

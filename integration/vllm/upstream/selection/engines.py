@@ -6,15 +6,20 @@ from types import MappingProxyType
 
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Group, Plugin
 
-_ENGINES = "tests/v1/distributed/test_async_llm_dp.py"
-_ADAPTERS = ("forked", "redirects", "engines")
+_FOLDER = "tests/v1/distributed"
+_ENGINES = f"{_FOLDER}/test_async_llm_dp.py"
+_WITH_US = ("forked", "redirects", "engines")
+_SERVERS_WITH_US = ("vllm_command", "redirects", "engines")
+#: vLLM's tests tell each server its GPUs by a variable that on CPUs means memory nodes, of which
+#: there may be one; where this is set, vLLM does not read that.
+_ONE_NODE = MappingProxyType({"VLLM_CPU_SIM_MULTI_NUMA": "0"})
 
 GROUPS: tuple[Group, ...] = (
     Group(
         name="engines",
         title="Data-parallel engines: load, pauses, barriers, idle ranks",
         arguments=(_ENGINES, "-k", "not Llama and not (pause and False)"),
-        adapters=_ADAPTERS,
+        adapters=_WITH_US,
         fast=(f"{_ENGINES}::test_dp_pause_keep_race_staggered_engines",),
         gpus=2,
     ),
@@ -27,17 +32,49 @@ GROUPS: tuple[Group, ...] = (
         gpus=2,
     ),
     Group(
-        name="servers",
-        title="Servers behind external, hybrid and internal load balancing",
+        name="engines-variants",
+        title="Drafts, dual batches and pipelines under data parallelism",
         arguments=(
-            "tests/v1/distributed/test_external_lb_dp.py",
-            "tests/v1/distributed/test_internal_lb_dp.py",
-            "tests/v1/distributed/test_hybrid_lb_dp.py",
+            f"{_FOLDER}/test_eagle_dp.py",
+            f"{_FOLDER}/test_dbo.py",
+            f"{_FOLDER}/test_pp_dp_v2.py",
         ),
-        adapters=("redirects", "engines"),
-        # Each server is told its GPUs by a variable that on CPUs means memory nodes, of which there
-        # may be one; where this is set, vLLM does not read that.
-        environment=MappingProxyType({"VLLM_CPU_SIM_MULTI_NUMA": "0"}),
+        adapters=_WITH_US,
+        gpus=2,
+    ),
+    Group(
+        name="servers-external",
+        title="Servers behind an external load balancer, one for each rank",
+        # With our backend, those without expert parallelism would be the same again.
+        arguments=(f"{_FOLDER}/test_external_lb_dp.py", "-k", "ep-enabled"),
+        adapters=_SERVERS_WITH_US,
+        environment=_ONE_NODE,
+        gpus=2,
+    ),
+    Group(
+        name="servers-internal",
+        title="Servers that balance for engines of other servers",
+        # Four API servers in the place of one are nothing to the ranks, and minutes of imports.
+        arguments=(f"{_FOLDER}/test_internal_lb_dp.py", "-k", "[1"),
+        adapters=_SERVERS_WITH_US,
+        environment=_ONE_NODE,
+        gpus=2,
+    ),
+    Group(
+        name="servers-hybrid",
+        title="Servers of two ranks each behind an external load balancer",
+        arguments=(f"{_FOLDER}/test_hybrid_lb_dp.py", "-k", "[1"),
+        adapters=_SERVERS_WITH_US,
+        environment=_ONE_NODE,
         gpus=4,
+    ),
+    Group(
+        name="servers-dense",
+        title="A data-parallel server with a model that has no experts",
+        arguments=(f"{_FOLDER}/test_dense_dp_world_size.py",),
+        plugin=Plugin.INSTALLED,
+        adapters=("vllm_command", "redirects"),
+        environment=_ONE_NODE,
+        gpus=2,
     ),
 )
