@@ -317,7 +317,7 @@ class _Kernels:
 
 
 def _after_other_tokens(apply: Any, **named: Any) -> Any:
-    """The second of two rounds that differ in nothing but the tokens; rows of the first would show."""
+    """The second of two rounds that differ in their tokens alone; rows of the first would show."""
     apply(**{**named, "hidden_states": named["hidden_states"].flip(0)})
     return apply(**named)
 
