@@ -44,7 +44,7 @@ def serve_snapshots() -> None:
     """Stand-ins for snapshots of the models that have one. Local, for good."""
     from huggingface_hub import HfApi
 
-    original = HfApi.snapshot_download
+    original: Any = HfApi.snapshot_download
 
     @functools.wraps(original)
     def snapshot_download(
@@ -52,7 +52,7 @@ def serve_snapshots() -> None:
     ) -> str:
         from vllm.transformers_utils.utils import maybe_model_redirect
 
-        stand_in = maybe_model_redirect(repo_id)
+        stand_in: str = maybe_model_redirect(repo_id)
         if stand_in == repo_id and kwargs.get("ignore_patterns") == "*":
             return repo_id  # engine arguments, which keep the name when online
         if stand_in == repo_id:
@@ -62,7 +62,7 @@ def serve_snapshots() -> None:
         shutil.copytree(stand_in, local_dir, dirs_exist_ok=True)
         return str(local_dir)
 
-    HfApi.snapshot_download = snapshot_download  # type: ignore[method-assign]
+    HfApi.snapshot_download = snapshot_download  # type: ignore[assignment,method-assign]
 
 
 @pytest.hookimpl(tryfirst=True)
