@@ -167,6 +167,26 @@ def test_servers_of_one_fixture_are_one_group_until_they_stop(plugin: engines.En
         check()
 
 
+@pytest.mark.parametrize("rounds", [0, 5])
+def test_servers_that_count_at_their_end_are_asked_then(tmp_path: Path, rounds: int) -> None:
+    plugin = engines.Engines(tmp_path, counted_at_end=True)
+    server = _server()
+    plugin.pytest_runtest_setup()
+    plugin._expect_server(server, MOE, ["--data-parallel-size", "2"])
+    steps = plugin.pytest_runtest_call(_item("test_load"))
+    next(steps)
+    with pytest.raises(StopIteration):
+        steps.send(None)
+    for ends in (False, True):
+        teardown = plugin.pytest_runtest_teardown()
+        next(teardown)
+        if ends:
+            server._shutdown_complete = True
+            _count(plugin._launches[0], {0: rounds, 1: rounds})
+        with pytest.raises(AssertionError if ends and not rounds else StopIteration):
+            teardown.send(None)
+
+
 def test_a_server_without_experts_is_left_alone(plugin: engines.Engines) -> None:
     flags = ["--data-parallel-size", "2"]
     plugin._expect_server(_server(), DENSE, flags)

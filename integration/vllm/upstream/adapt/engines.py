@@ -20,6 +20,9 @@ from typing import Any
 
 import pytest
 
+from moe_nvlink_plugin.integration.vllm.upstream import settings
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
+
 BACKEND = "moe_nvlink"
 FLAGS = ("--enable-expert-parallel", "--all2all-backend", BACKEND)
 #: Tests that ask a server about itself, so that no token passes through its experts.
@@ -74,10 +77,14 @@ class Launch:
 
 
 class Engines:
-    """The plugin: completes arguments, remembers what was launched, asks for its counters."""
+    """The plugin: completes arguments, remembers what was launched, asks for its counters.
 
-    def __init__(self, folder: Path) -> None:
+    counted_at_end: workers write when they end, as on GPUs, so that servers are asked only then.
+    """
+
+    def __init__(self, folder: Path, *, counted_at_end: bool = False) -> None:
         self._folder = folder
+        self._counted_at_end = counted_at_end
         self._numbers = itertools.count()
         self._launches: list[Launch] = []
         self._of_test: list[Launch] = []
@@ -108,16 +115,28 @@ class Engines:
         assert not problems, f"{BACKEND} did not serve this test: {'; '.join(problems)}"
         return result
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        """Ends fixtures; servers that end with them may only now have written their counters."""
+        result = yield
+        if self._counted_at_end:
+            ended = [one for one in self._launches if one.servers and not one.is_alive()]
+            found = [launch.problem({}, without_tokens=False) for launch in ended]
+            problems = [problem for problem in found if problem is not None]
+            assert not problems, f"{BACKEND} did not serve these servers: {'; '.join(problems)}"
+        return result
+
     def _problems(
         self, before: Mapping[int, Mapping[int, int]], *, without_tokens: bool
     ) -> list[str]:
         if not self._launches:
             return ["it launched no engine with our backend"]
         deadline = time.monotonic() + SETTLE_S
+        due = [one for one in self._launches if not (one.servers and self._counted_at_end)]
         while True:
             found = [
                 launch.problem(before.get(id(launch), {}), without_tokens=without_tokens)
-                for launch in self._launches
+                for launch in due
             ]
             problems = [problem for problem in found if problem is not None]
             if not problems or time.monotonic() > deadline:
@@ -179,4 +198,6 @@ def _wrap(owner: type, name: str, before: Any) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the plugin with a folder of this run."""
     factory = pytest.TempPathFactory.from_config(config, _ispytest=True)
-    config.pluginmanager.register(Engines(factory.mktemp("engines")), "moe_nvlink_engines")
+    at_end = settings.device() is Device.GPU
+    engines = Engines(factory.mktemp("engines"), counted_at_end=at_end)
+    config.pluginmanager.register(engines, "moe_nvlink_engines")

@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from moe_nvlink_plugin.integration.vllm.upstream import settings
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
+
 #: What a process is told at its start beside Python's own: its parent's environment.
 ENVIRONMENT = "environ"
 
@@ -36,7 +39,9 @@ def spawn_by_forking() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Starts the server, whose imports take as long as pytest's own."""
+    """Starts the server, whose imports take as long as pytest's own. On GPUs nothing is changed."""
+    if settings.device() is Device.GPU:
+        return
     spawn_by_forking()
     forkserver.set_forkserver_preload([f"{__package__}.forked_imports"])
     forkserver.ensure_running()

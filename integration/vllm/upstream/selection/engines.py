@@ -9,6 +9,8 @@ from moe_nvlink_plugin.integration.vllm.upstream.groups import Group, Plugin
 _FOLDER = "tests/v1/distributed"
 _ENGINES = f"{_FOLDER}/test_async_llm_dp.py"
 _WITH_US = ("forked", "redirects", "engines")
+#: The first test of a file starts its servers: a dozen processes that import vLLM.
+_SERVERS_S = 480
 _SERVERS_WITH_US = ("vllm_command", "redirects", "engines")
 #: vLLM's tests tell each server its GPUs by a variable that on CPUs means memory nodes, of which
 #: there may be one; where this is set, vLLM does not read that.
@@ -49,6 +51,7 @@ GROUPS: tuple[Group, ...] = (
         arguments=(f"{_FOLDER}/test_external_lb_dp.py", "-k", "ep-enabled"),
         adapters=_SERVERS_WITH_US,
         environment=_ONE_NODE,
+        test_timeout_s=_SERVERS_S,
         gpus=2,
     ),
     Group(
@@ -58,6 +61,7 @@ GROUPS: tuple[Group, ...] = (
         arguments=(f"{_FOLDER}/test_internal_lb_dp.py", "-k", "[1"),
         adapters=_SERVERS_WITH_US,
         environment=_ONE_NODE,
+        test_timeout_s=_SERVERS_S,
         gpus=2,
     ),
     Group(
@@ -66,6 +70,7 @@ GROUPS: tuple[Group, ...] = (
         arguments=(f"{_FOLDER}/test_hybrid_lb_dp.py", "-k", "[1"),
         adapters=_SERVERS_WITH_US,
         environment=_ONE_NODE,
+        test_timeout_s=_SERVERS_S,
         gpus=4,
     ),
     Group(
@@ -75,6 +80,7 @@ GROUPS: tuple[Group, ...] = (
         plugin=Plugin.INSTALLED,
         adapters=("vllm_command", "redirects"),
         environment=_ONE_NODE,
+        test_timeout_s=_SERVERS_S,
         gpus=2,
     ),
 )
