@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import sys
@@ -17,7 +18,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.integration.vllm.upstream import cli, expectations, fetch, settings
-from moe_nvlink_plugin.integration.vllm.upstream.adapt import gpu_layers, shared_gpu
+from moe_nvlink_plugin.integration.vllm.upstream.adapt import drafts, gpu_layers, shared_gpu
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
 from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
 from moe_nvlink_plugin.integration.vllm.upstream.run import Part, Ran
@@ -209,3 +210,25 @@ def test_without_expectations_tests_fail_or_pass(tmp_path: Path) -> None:
     runs = {True: ours, False: without}
     (line,) = cli.differences_of(both, None, runs, whole=True, places=False)
     assert line.startswith("a: with the plugin passed")
+
+
+def test_engines_find_the_users_models_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/models/of/the/user")
+    assert cli._hub(2) == Path("/models/of/the/user")
+    assert cli._hub(0) == fetch.CACHE / "hub"
+
+
+def test_the_toy_with_drafts_can_be_read(tmp_path: Path) -> None:
+    """By those who will: a tokenizer whose every token the model has."""
+    pytest.importorskip("transformers")
+    from transformers import AutoTokenizer
+
+    folder = drafts.write(tmp_path / "toy", "bfloat16")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    assert config["torch_dtype"] == "bfloat16"
+    assert config["max_position_embeddings"] > 2048
+    assert config["num_nextn_predict_layers"] == 1
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("The capital of France is")["input_ids"]
+    assert ids
+    assert max(ids) < len(tokenizer) <= config["vocab_size"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -164,11 +165,21 @@ def _where(options: argparse.Namespace) -> Where:
         tree,
         logs.resolve(),
         models.redirect_file(fetch.CACHE / "models"),
-        fetch.CACHE / "hub",
+        _hub(options.gpu),
         Device.GPU if options.gpu else Device.CPU,
         options.gpu,
         options.broken,
     )
+
+
+def _hub(gpus: int) -> Path:
+    """Hugging Face's folder: on CPUs an empty one, so that outcomes do not depend on downloads.
+
+    On GPUs the user's: most engines' models have no stand-in, and must have been downloaded.
+    """
+    if not gpus:
+        return fetch.CACHE / "hub"
+    return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ class TorchExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation == MoEActivation.SILU
+        return bool(activation == MoEActivation.SILU)
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:

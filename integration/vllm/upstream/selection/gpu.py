@@ -6,6 +6,15 @@ speculation. `gpus` is how many devices a group asks for; tests whose ranks can 
 
 FlashInfer's and DeepEP's tests also run on CPU processes, with experts in torch.
 
+On a machine with N GPUs, vLLM's CUDA build and this package's extra `upstream` installed:
+
+    python -m moe_nvlink_plugin.integration.vllm.upstream --gpu N [--group NAME ...]
+
+Without a network there, copy the folder `moe_nvlink/upstream` of the user's cache (80 MB: vLLM's
+tests, unpacked, and the models' stand-ins) from a machine where a run has filled it. Models without
+a stand-in come from the user's folder of Hugging Face (HF_HOME), where they must have been put
+before: tests fetch nothing.
+
 Not here: tests/v1/distributed/test_dbo.py, for we refuse dual batch overlap; test_eagle_dp.py,
 whose models have no experts; tests/distributed/test_eplb_spec_decode.py and test_elastic_ep.py, for
 we refuse expert load balancing and elastic parallelism in engines; DeepEP's tests with rows per
@@ -24,6 +33,7 @@ _DEEPEP = "tests/kernels/moe/test_deepep_moe.py"
 _WHOLE_LAYER = (
     "tests/kernels/moe/test_flashinfer_moe_ep.py::test_init_warmup_forward_is_exact_on_grid_inputs"
 )
+_DRAFTS = "tests/v1/e2e/spec_decode/test_mtp_parallel_load.py"
 _GPU = frozenset({Device.GPU})
 _OTHERS = ("shared_gpu", "gpu_layers")
 #: Triton and FlashInfer compile for minutes.
@@ -127,6 +137,13 @@ GROUPS: tuple[Group, ...] = (
         plugin=Plugin.COMPARED,
         devices=_GPU,
         test_timeout_s=_SLOW_S,
+    ),
+    Group(
+        name="drafts",
+        title="Two engines that draft tokens with a layer of their own (MTP)",
+        arguments=(f"{_DRAFTS}::test_deepseek_mtp_load_dp", "-k", "dp2"),
+        adapters=("forked", "redirects", "engines", "drafts"),
+        gpus=2,
     ),
     Group(
         name="gpu-layer-one-rank",
