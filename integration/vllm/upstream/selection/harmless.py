@@ -117,7 +117,6 @@ GROUPS: tuple[Group, ...] = (
         "tests/distributed/test_eplb_utils.py",
         "tests/distributed/test_events.py",
         "tests/distributed/test_expert_placement.py",
-        "tests/distributed/test_file_store.py",
         "tests/distributed/test_kvlayout.py",
         "tests/distributed/test_mq_connect_ip.py",
         "tests/distributed/test_pipeline_partition.py",
