@@ -10,6 +10,9 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.flag import CARRIER, is_selected
 from moe_nvlink_plugin.integration.vllm.upstream.adapt import modular_kernels as adapter
 
@@ -118,7 +121,7 @@ def test_the_router_gives_the_largest_of_a_softmax() -> None:
 
 def test_further_cases_are_of_our_experts_without_quantisation() -> None:
     quant: Any = None
-    ours, floats = adapter.CpuPrepareAndFinalize, adapter.CPUUnquantizedExperts
+    ours, floats = CpuPrepareAndFinalize, CPUUnquantizedExperts
     case = (2048, 1024, 32, torch.bfloat16, quant, "silu", ours, floats, 2)
     other = (*case[:6], ours, adapter.Fp8TorchExperts, 2)
     further = list(adapter._more_cases([case, other]))

@@ -54,7 +54,7 @@ TOLERANCE = 0.02
 FP8_TOLERANCE = 0.06
 
 
-class Fp8RowsExperts(cpu_fp8_experts.Fp8RowsMixin, CPUUnquantizedExperts):  # type: ignore[misc]
+class Fp8RowsExperts(cpu_fp8_experts.Fp8RowsMixin, CPUUnquantizedExperts):
     """What `serve_without_amx` makes of vLLM's CPU experts, by a name that can be pickled.
 
     The harness asks experts for their scheme, vLLM never asks these, which it did not choose.
@@ -93,7 +93,7 @@ class Fp8TorchExperts(TorchExperts):
         rows = _times(hidden_states, a1q_scale)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         summed = torch.zeros(output.shape)
-        for expert in topk_ids.unique().tolist():
+        for expert in sorted(set(topk_ids.flatten().tolist())):
             row, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
             done = self._expert(rows[row], w1[expert], w2[expert], expert)
             summed.index_add_(0, row, done * weights[row, choice].unsqueeze(1))
@@ -144,7 +144,7 @@ def per_token_group_quant_fp8(
     x: torch.Tensor, group_size: int, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """vLLM's, with a scale for every `group_size` elements of a row."""
-    groups = x.float().unflatten(-1, (-1, group_size))
+    groups = x.float().view(*x.shape[:-1], -1, group_size)
     scales = _scale_of(groups.abs().amax(-1))
     return _e4m3(groups / scales.unsqueeze(-1)).flatten(-2), scales
 
@@ -187,7 +187,7 @@ def _before_import() -> None:
 def adapt() -> None:
     """Changes the harness in this process, before the test module is imported. Idempotent."""
     _before_import()
-    common = importlib.import_module(f"{_TOOLS}.common")
+    common: Any = importlib.import_module(f"{_TOOLS}.common")
     objects = importlib.import_module(f"{_TOOLS}.mk_objects")
     if CpuPrepareAndFinalize in objects.PREPARE_FINALIZE_INFO:
         return
@@ -367,7 +367,8 @@ def _counters(config: Any) -> tuple[int, ...] | None:
 def pytest_collection() -> None:
     """Behind all conftests, before test modules are imported."""
     # Weights go to several ranks in one pickle, and a file descriptor can be handed over once.
-    torch.multiprocessing.set_sharing_strategy("file_system")
+    sharing: Any = torch.multiprocessing
+    sharing.set_sharing_strategy("file_system")
     processes.in_every_rank(adapt)
     adapt()
 
