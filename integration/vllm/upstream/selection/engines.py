@@ -54,33 +54,4 @@ GROUPS: tuple[Group, ...] = (
         test_timeout_s=_SERVERS_S,
         gpus=2,
     ),
-    Group(
-        name="servers-internal",
-        title="Servers that balance for engines of other servers",
-        # Four API servers in the place of one are nothing to the ranks, and minutes of imports.
-        arguments=(f"{_FOLDER}/test_internal_lb_dp.py", "-k", "[1"),
-        adapters=_SERVERS_WITH_US,
-        environment=_ONE_NODE,
-        test_timeout_s=_SERVERS_S,
-        gpus=2,
-    ),
-    Group(
-        name="servers-hybrid",
-        title="Servers of two ranks each behind an external load balancer",
-        arguments=(f"{_FOLDER}/test_hybrid_lb_dp.py", "-k", "[1"),
-        adapters=_SERVERS_WITH_US,
-        environment=_ONE_NODE,
-        test_timeout_s=_SERVERS_S,
-        gpus=4,
-    ),
-    Group(
-        name="servers-dense",
-        title="A data-parallel server with a model that has no experts",
-        arguments=(f"{_FOLDER}/test_dense_dp_world_size.py",),
-        plugin=Plugin.INSTALLED,
-        adapters=("vllm_command", "redirects"),
-        environment=_ONE_NODE,
-        test_timeout_s=_SERVERS_S,
-        gpus=2,
-    ),
 )
