@@ -51,5 +51,6 @@ GROUPS: tuple[Group, ...] = (
         plugin=Plugin.INSTALLED,
         adapters=("dummy_plugins", "vllm_command"),
         environment=_with("vllm_add_dummy_model"),
+        test_timeout_s=900,  # one of them compiles its model
     ),
 )
