@@ -185,7 +185,6 @@ def _hub(gpus: int) -> Path:
 @contextlib.contextmanager
 def _started(where: Where, jobs: Sequence[Job], at_once: int) -> Iterator[_Pick]:
     """All processes; what it gives waits for the one of a group. Ends what still runs."""
-    stopping.clear()
     pool = ThreadPoolExecutor(at_once)
     runs = {job: pool.submit(run, where, job) for job in jobs}
 
@@ -199,6 +198,7 @@ def _started(where: Where, jobs: Sequence[Job], at_once: int) -> Iterator[_Pick]
     finally:
         stopping.set()
         pool.shutdown(cancel_futures=True)
+        stopping.clear()
 
 
 def differences_of(

@@ -29,6 +29,8 @@ GRACE_S = 120
 #: A proxy that is not there: tests that fetch fail alike on machines with and without a network.
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
 NO_NETWORK |= {"no_proxy": "localhost,127.0.0.1,::1,0.0.0.0"}
+#: These and no others that happen to be installed, which could change outcomes.
+PYTEST_PLUGINS = ("pytest_asyncio.plugin", "pytest_reportlog.plugin", "pytest_timeout")
 #: Not VLLM_TARGET_DEVICE: with "cpu" vLLM asks no platform plugin, ours among them.
 CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -173,6 +175,7 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     own |= NO_NETWORK | {name.upper(): value for name, value in NO_NETWORK.items()}
     own |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     own |= {"VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    own |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     own |= CPU if where.device is Device.CPU else {}
     own |= {settings.DEVICE: where.device.value, settings.GPUS: str(where.gpus)}
     own |= {settings.BREAK: where.broken} if where.broken else {}
@@ -185,7 +188,8 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
 def command(where: Where, job: Job, report: Path, selection: Path) -> list[str]:
     """pytest's, with nothing of any configuration but the tree's own."""
     line = [sys.executable, "-m", "pytest", "-c", str(where.tree / "pyproject.toml")]
-    line += ["--rootdir", str(where.tree), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    line += ["--rootdir", str(where.tree), "-p", "no:cacheprovider"]
+    line += [word for name in PYTEST_PLUGINS for word in ("-p", name)]
     line += ["-p", "moe_nvlink_upstream_selection", f"--upstream-selection={selection}"]
     line += ["-p", "moe_nvlink_upstream_quick_cleanup"]
     adapters = [f"adapt.{name}" for name in job.group.adapters] if job.plugin else []
