@@ -88,7 +88,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="whole-layer",
         title="FlashInfer's expert-parallel layer, bit for bit, with small experts",
-        arguments=(_WHOLE_LAYER, "-k", "cutedsl and (pro or large)"),
+        arguments=(_WHOLE_LAYER, "-k", "2-cutedsl-dsv4-flash"),
         devices=frozenset({Device.CPU}),
         adapters=_OTHERS,
     ),
