@@ -1,1 +1,1 @@
-"""pytest plugins that run inside vLLM's test processes and fit its tests to our backend and to CPUs."""
+"""pytest plugins inside vLLM's test processes: they fit its tests to our backend and to CPUs."""
