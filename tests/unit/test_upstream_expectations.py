@@ -10,6 +10,7 @@ import pytest
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.vllm.upstream import expectations
 from moe_nvlink_plugin.integration.vllm.upstream.expectations import Rule, differences, updated
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
 from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
 
 PASSED = Result(Outcome.PASSED)
@@ -230,3 +231,11 @@ def test_a_groups_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None
     expectations.write_group(path, "four", RULES)
     assert expectations.read(path)["four"] == RULES
     assert list(expectations.read(path)) == ["one", "two", "three", "four"]
+
+
+def test_every_group_that_runs_on_cpus_has_expectations_of_each_version_that_does() -> None:
+    from moe_nvlink_plugin.integration.vllm.upstream.selection import all_groups
+
+    (path,) = expectations.FOLDER.glob("*-cpu.yaml")
+    groups = {group.name for group in all_groups() if Device.CPU in group.devices}
+    assert groups <= set(expectations.read(path))
