@@ -20,9 +20,7 @@ class Plugin(enum.Enum):
 
     SELECTED = "selected"  #: the tests run through our backend
     INSTALLED = "installed"  #: the plugin is loaded, our backend is not chosen
-    COMPARED = (
-        "compared"  #: each outcome with the plugin installed is the one without it
-    )
+    COMPARED = "compared"  #: each outcome with the plugin installed is the one without it
 
 
 @dataclass(frozen=True)
