@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.vllm.upstream import table
 from moe_nvlink_plugin.integration.vllm.upstream.expectations import Rule
+from moe_nvlink_plugin.integration.vllm.upstream.groups import Plugin
 from tests.unit.upstream_toys import toy_group
 
 RULES = {
@@ -25,13 +27,14 @@ RULES = {
 
 def test_a_row_for_each_group_in_their_order_and_every_reason() -> None:
     groups = [toy_group(name=name) for name in ("one", "two", "unknown")]
+    groups[1] = replace(groups[1], plugin=Plugin.COMPARED)
     assert table.section("1.0", groups, RULES) == (
         "vLLM 1.0 on CPU processes:\n\n"
-        "| vLLM's tests | passed | failed for vLLM's reasons | cannot run here |\n"
-        "|---|---|---|---|\n"
-        "| the group one | 100 | 4 | 37 |\n"
-        "| the group two | 7 | 0 | 0 |\n"
-        "| all | 107 | 4 | 37 |\n"
+        "| vLLM's tests | our backend | passed | failed for vLLM's reasons | cannot run here |\n"
+        "|---|---|---|---|---|\n"
+        "| the group one | chosen | 100 | 4 | 37 |\n"
+        "| the group two | not chosen; as without the plugin | 7 | 0 | 0 |\n"
+        "| all |  | 107 | 4 | 37 |\n"
         "\nFailed:\n\n- 4: It has a bug.\n"
         "\nCannot run here:\n\n- 32: It needs a GPU.\n- 5: It needs the hub.\n"
     )

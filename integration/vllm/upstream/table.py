@@ -11,15 +11,21 @@ from moe_nvlink_plugin.integration.vllm import compat
 
 from . import expectations
 from .expectations import CANNOT_RUN, FAILED, PASSED, Rule
-from .groups import Device, Group
+from .groups import Device, Group, Plugin
 from .selection import all_groups
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 BEGIN = "<!-- upstream tests: written by `--write-table` -->"
 END = "<!-- end of upstream tests -->"
 HEADER = (
-    "| vLLM's tests | passed | failed for vLLM's reasons | cannot run here |\n|---|---|---|---|\n"
+    "| vLLM's tests | our backend | passed | failed for vLLM's reasons | cannot run here |\n"
+    "|---|---|---|---|---|\n"
 )
+ROLES = {
+    Plugin.SELECTED: "chosen",
+    Plugin.INSTALLED: "not chosen",
+    Plugin.COMPARED: "not chosen; as without the plugin",
+}
 
 
 def text(folder: Path = expectations.FOLDER) -> str:
@@ -40,8 +46,8 @@ def section(version: str, groups: Sequence[Group], rules: Mapping[str, Sequence[
         if group.name in rules:
             counts = _counts(rules[group.name])
             total += counts
-            lines.append(_row(group.title, counts))
-    lines.append(_row("all", total))
+            lines.append(_row(group.title, ROLES[group.plugin], counts))
+    lines.append(_row("all", "", total))
     for outcome, heading in ((FAILED, "Failed"), (CANNOT_RUN, "Cannot run here")):
         lines += _reasons(heading, outcome, groups, rules)
     return "\n".join(lines) + "\n"
@@ -54,9 +60,9 @@ def _counts(rules: Sequence[Rule]) -> Counter[str]:
     return counts
 
 
-def _row(title: str, counts: Mapping[str, int]) -> str:
+def _row(title: str, role: str, counts: Mapping[str, int]) -> str:
     numbers = (str(counts.get(outcome, 0)) for outcome in (PASSED, FAILED, CANNOT_RUN))
-    return f"| {title.replace('|', chr(92) + '|')} | {' | '.join(numbers)} |"
+    return f"| {title.replace('|', chr(92) + '|')} | {role} | {' | '.join(numbers)} |"
 
 
 def _reasons(

@@ -36,7 +36,7 @@ def _without(*files: str) -> tuple[str, ...]:
 GROUPS: tuple[Group, ...] = (
     _compared(
         "config",
-        "configuration, variables and their hashes",
+        "Configuration, variables and their hashes",
         "tests/config",
         "tests/test_config.py",
         "tests/test_envs.py",
@@ -44,7 +44,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     _compared(
         "arguments",
-        "command line and engine arguments",
+        "Command line and engine arguments",
         "tests/engine/test_arg_utils.py",
         "tests/v1/engine/test_engine_args.py",
         "tests/utils_/test_argparse_utils.py",
@@ -58,7 +58,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     _compared(
         "scheduler",
-        "scheduler and KV cache manager",
+        "Scheduler and KV cache manager",
         "tests/v1/core",
         *_without(
             "tests/v1/core/test_reset_prefix_cache_e2e.py", "tests/v1/core/test_scheduler_e2e.py"
@@ -66,7 +66,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     _compared(
         "engine",
-        "engine core and its output",
+        "Engine core and its output",
         "tests/v1/engine/test_abort_final_step.py",
         "tests/v1/engine/test_admission_control.py",
         "tests/v1/engine/test_engine_core_shutdown_signal.py",
@@ -87,7 +87,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     _compared(
         "platform",
-        "platforms, logging, small tools",
+        "Platforms, logging, small tools",
         "tests/platforms",
         "tests/test_attention_backend_registry.py",
         "tests/test_logger.py",
@@ -110,7 +110,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     _compared(
         "distributed",
-        "expert placement and balancing, shared memory between processes",
+        "Expert placement and balancing, shared memory between processes",
         "tests/distributed/test_eplb_algo.py",
         "tests/distributed/test_eplb_events.py",
         "tests/distributed/test_eplb_migration_scheduler.py",
@@ -126,7 +126,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     _compared(
         "worker",
-        "speculative decoding, and workers without a model of the hub",
+        "Speculative decoding, and workers without a model of the hub",
         "tests/v1/spec_decode/test_adaptive_verification.py",
         "tests/v1/spec_decode/test_dflash2.py",
         "tests/v1/spec_decode/test_dflash_causality.py",

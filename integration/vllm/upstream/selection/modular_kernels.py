@@ -18,7 +18,7 @@ _FAST = tuple(
 GROUPS: tuple[Group, ...] = (
     Group(
         name="modular-kernels",
-        title="prepare/finalize and experts, rank by rank (2 and 4 ranks, float and FP8 rows)",
+        title="Prepare/finalize and experts, rank by rank (2 and 4 ranks, float and FP8 rows)",
         arguments=(_FILE,),
         devices=frozenset({Device.CPU}),
         adapters=_ADAPTERS,

@@ -24,7 +24,7 @@ def _with(*dummies: str) -> Mapping[str, str]:
 GROUPS: tuple[Group, ...] = (
     Group(
         name="plugins-platform",
-        title="another platform plugin is active: ours stays out",
+        title="Another platform plugin is active: ours stays out",
         arguments=(f"{_FOLDER}/{_PLATFORM}",),
         plugin=Plugin.INSTALLED,
         adapters=("dummy_plugins",),
@@ -33,7 +33,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="plugins",
-        title="stat logger, endpoint, IO processor, scheduler and LoRA resolver plugins",
+        title="Stat logger, endpoint, IO processor, scheduler and LoRA resolver plugins",
         # The folder, for files named one by one are imported even if a rule leaves them out.
         arguments=(_FOLDER, *(f"--ignore={_FOLDER}/{name}" for name in (_PLATFORM, *_MODELS))),
         plugin=Plugin.INSTALLED,
@@ -46,7 +46,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="plugins-models",
-        title="models registered out of tree",
+        title="Models registered out of tree",
         arguments=tuple(f"{_FOLDER}/{name}" for name in _MODELS),
         plugin=Plugin.INSTALLED,
         adapters=("dummy_plugins", "vllm_command"),
