@@ -8,13 +8,19 @@ from pathlib import Path
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Group, Plugin
 from moe_nvlink_plugin.integration.vllm.upstream.run import Job, Part, Ran, Where, run
 
-#: Does what vLLM does when our package is installed: it takes the platform of our entry point.
-CONFTEST = """
+#: Does what vLLM does when our package is installed: it asks our entry point for a platform.
+ASKED = """
 import importlib.metadata, sys, types
 
+platforms = sys.modules["vllm.platforms"] = types.ModuleType("vllm.platforms")
+platforms._current_platform = None
+ours = "moe_nvlink_plugin.integration.vllm.platform"
 if importlib.metadata.entry_points(group="vllm.platform_plugins", name="moe_nvlink"):
-    name = "moe_nvlink_plugin.integration.vllm.platform"
-    sys.modules[name] = types.ModuleType(name)
+    sys.modules[ours] = types.ModuleType(ours)
+"""
+#: And takes it.
+CONFTEST = f"""{ASKED}
+    platforms._current_platform = type("Platform", (), {{"__module__": ours}})()
 """
 
 

@@ -81,9 +81,15 @@ def _lines(report_log: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def platform_taken(chosen: Path) -> bool | None:
-    """Whether vLLM took our platform plugin in that process; None if the process did not say."""
+    """Whether vLLM took our platform in that process; None if the process did not say."""
     taken: bool | None = _selection(chosen).get("platform")
     return taken
+
+
+def platform_asked(chosen: Path) -> bool | None:
+    """Whether vLLM asked our plugin for one, which may have stayed out; None as above."""
+    asked: bool | None = _selection(chosen).get("asked")
+    return asked
 
 
 def _selection(chosen: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A pytest plugin of every upstream run: leaves tests out, and writes down which are to run.
 
-Also whether vLLM has taken our platform in the end, without which a run shows nothing.
+Also whether vLLM has asked our plugin for a platform, and whether it has taken ours: without that
+a run shows nothing.
 
 It stands alone in its folder, which is put on PYTHONPATH, and imports nothing of our package: runs
 that show what happens without our plugin load it too.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-#: Imported by vLLM alone, when it follows our entry point.
+#: Imported by vLLM alone, when it follows our entry point; it may then stay out.
 PLATFORM = "moe_nvlink_plugin.integration.vllm.platform"
 
 
@@ -43,6 +44,7 @@ class _Selection:
         self._chosen = chosen
         self._left_out: list[str] = []
         self._names: list[str] = []
+        self._taken = False
 
     def _leaves_out(self, node: str) -> bool:
         return any(pattern.fullmatch(node) for pattern in self._leave_out)
@@ -81,12 +83,21 @@ class _Selection:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Before the first test, which may take the process with it."""
         self._names = [item.nodeid for item in session.items]
-        self._write(platform=None)
+        self._taken = is_taken()  # a test may leave another platform behind
+        self._write()
 
     def pytest_sessionfinish(self) -> None:
         """Once vLLM has had every reason to load its plugins."""
-        self._write(platform=PLATFORM in sys.modules)
+        self._taken = self._taken or is_taken()
+        self._write(platform=self._taken, asked=PLATFORM in sys.modules)
 
-    def _write(self, *, platform: bool | None) -> None:
-        chosen = {"chosen": self._names, "left_out": self._left_out, "platform": platform}
+    def _write(self, **said: bool) -> None:
+        chosen = {"chosen": self._names, "left_out": self._left_out, **said}
         self._chosen.write_text(json.dumps(chosen), encoding="utf-8")
+
+
+def is_taken() -> bool:
+    """Whether the platform that vLLM works with is ours. Never makes vLLM choose one."""
+    platforms = sys.modules.get("vllm.platforms")
+    chosen = None if platforms is None else vars(platforms).get("_current_platform")
+    return type(chosen).__module__ == PLATFORM
