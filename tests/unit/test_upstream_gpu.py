@@ -21,8 +21,9 @@ from moe_nvlink_plugin.integration.vllm.upstream import cli, expectations, fetch
 from moe_nvlink_plugin.integration.vllm.upstream.adapt import drafts, gpu_layers, shared_gpu
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
 from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
-from moe_nvlink_plugin.integration.vllm.upstream.run import Part, Ran
+from moe_nvlink_plugin.integration.vllm.upstream.run import Job, Part, Ran, environment
 from moe_nvlink_plugin.integration.vllm.upstream.selection import gpu
+from tests.unit.upstream_toys import toy_tree
 
 PACKAGE = "moe_nvlink_plugin.integration.vllm.upstream"
 
@@ -216,6 +217,25 @@ def test_engines_find_the_users_models_on_gpus_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_HOME", "/models/of/the/user")
     assert cli._hub(2) == Path("/models/of/the/user")
     assert cli._hub(0) == fetch.CACHE / "hub"
+
+
+def test_engines_of_one_gpu_have_the_hubs_models_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Toys in the place of some would make target and draft misfit, and both sides fail alike."""
+    from vllm.transformers_utils import utils
+
+    where = toy_tree(tmp_path, {})
+    where.redirects.write_text(json.dumps({"Qwen/Qwen3-0.6B": "a toy"}), "utf-8")
+    found = {}
+    for group in gpu.GROUPS:
+        variables = environment(where, Job((Part(group, ()),)), tmp_path)
+        monkeypatch.setenv("VLLM_MODEL_REDIRECT_PATH", variables["VLLM_MODEL_REDIRECT_PATH"])
+        utils.maybe_model_redirect.cache_clear()
+        found[group.name] = utils.maybe_model_redirect("Qwen/Qwen3-0.6B")
+    utils.maybe_model_redirect.cache_clear()
+    assert found["drafts"] == "a toy"
+    assert found["gpu-graphs"] == found["gpu-speculation"] == "Qwen/Qwen3-0.6B"
 
 
 def test_the_toy_with_drafts_can_be_read(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 In the process of the tests the arguments of an engine are completed where they are made; servers
 get two flags more. Models without experts are left alone. Each test then passes only if all ranks
-of its engines have counted rounds of ours: one that ran without us would show nothing.
+of its engines have counted rounds of ours: one that ran without us would show nothing. On GPUs,
+where workers count when they end, this has never been run.
 """
 
 from __future__ import annotations
