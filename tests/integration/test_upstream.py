@@ -34,9 +34,14 @@ def tree() -> Path:
 
 def run(tree: Path, logs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", upstream.__name__, "--tree", str(tree), "--logs", str(logs)]
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, timeout=880
-    )
+    with subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            printed, said = process.communicate(timeout=850)
+        finally:
+            process.terminate()  # ends what it has started too, as killing it would not
+    return subprocess.CompletedProcess(process.args, process.returncode, printed, said)
 
 
 def test_the_fast_subset_ends_as_expected(tree: Path, tmp_path: Path) -> None:

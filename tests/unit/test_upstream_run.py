@@ -23,7 +23,7 @@ from moe_nvlink_plugin.integration.vllm.upstream.run import (
     jobs_of,
     run,
 )
-from tests.unit.upstream_toys import run_toy, toy_group, toy_tree
+from tests.unit.upstream_toys import ASKED, CONFTEST, run_toy, toy_group, toy_tree
 
 A = "tests/test_a.py"
 
@@ -200,11 +200,16 @@ def test_sees(request):
     assert request.config.getini("testpaths") == []
     assert "VLLM_FOREIGN" not in os.environ and "PYTEST_ADDOPTS" not in os.environ
     assert "VLLM_TARGET_DEVICE" not in os.environ and "VLLM_PLUGINS" not in os.environ
+    assert "LOCAL_RANK" not in os.environ and "MOE_NVLINK_DISPATCH" not in os.environ
+    assert os.environ["MOE_NVLINK_CACHE_DIR"] == "/kernels"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(OSError):
         urllib.request.urlopen("http://vllm.example/", timeout=5)
 """
     monkeypatch.setenv("VLLM_FOREIGN", "1")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("MOE_NVLINK_DISPATCH", "bf16")
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", "/kernels")
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     monkeypatch.setenv("VLLM_PLUGINS", "")
     monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only")
@@ -235,11 +240,23 @@ def test_without():
     assert without.ending == ""
 
 
-def test_a_run_for_which_vllm_did_not_take_our_platform_says_nothing(tmp_path: Path) -> None:
-    where = toy_tree(tmp_path, {"conftest.py": "", "test_a.py": "def test_one(): pass\n"})
-    assert run_toy(where).ending == "vLLM did not take our platform plugin in this run"
-    group = toy_group(plugin=Plugin.INSTALLED)
-    assert run(where, Job((Part(group, group.arguments),))).ending == ""
+@pytest.mark.parametrize(
+    ("conftest", "of_selected", "of_installed"),
+    [
+        ("", "did not take our platform plugin", "did not ask our platform plugin"),
+        (ASKED, "did not take our platform plugin", ""),  # another platform is active
+        (CONFTEST, "", ""),
+    ],
+)
+def test_a_run_for_which_vllm_did_not_take_our_platform_says_nothing(
+    tmp_path: Path, conftest: str, of_selected: str, of_installed: str
+) -> None:
+    files = {"conftest.py": conftest, "test_a.py": "def test_one(): pass\n"}
+    where = toy_tree(tmp_path, files)
+    for plugin, words in ((Plugin.SELECTED, of_selected), (Plugin.INSTALLED, of_installed)):
+        group = toy_group(plugin=plugin)
+        ending = run(where, Job((Part(group, group.arguments),))).ending
+        assert ending == (words and f"vLLM {words} in this run")
 
 
 def test_gpus_are_hidden_from_runs_on_cpus_alone(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import outcomes, settings
+from . import family, outcomes, settings
 from .expectations import Rule, left_out
 from .groups import Device, Group, Plugin
 from .outcomes import Result
@@ -40,6 +39,9 @@ CPU = {
 }
 #: Of the user's environment, what would change outcomes.
 FOREIGN = ("VLLM_", "PYTEST_", "PYTHON", "HF_", "TRANSFORMERS_", "MOE_NVLINK_", "TORCH", "MASTER_")
+FOREIGN += ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+#: Kept all the same: where our code is compiled to, and with what.
+KEPT = ("MOE_NVLINK_CACHE_DIR", "MOE_NVLINK_CXX")
 
 #: Set when the runner gives up, for instance by Ctrl-C: all processes are ended.
 stopping = threading.Event()
@@ -171,7 +173,11 @@ def jobs_of(
 
 def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     """Of the tests: the user's, less what would change outcomes."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name in KEPT or not name.startswith(FOREIGN)
+    }
     own |= NO_NETWORK | {name.upper(): value for name, value in NO_NETWORK.items()}
     own |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     own |= {"VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -227,21 +233,27 @@ def run(where: Where, job: Job) -> Ran:
             try:
                 ending = _wait(process, report, job.test_timeout_s + GRACE_S)
             finally:
-                _end(process)
+                family.end(process, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     seconds = time.monotonic() - started
-    if not ending and job.group.plugin is not Plugin.INSTALLED:
-        ending = _vacuous(job, chosen)
+    ending = ending or _vacuous(job, chosen)
     return Ran(outcomes.read_run(report, chosen, ending), seconds, output, ending)
 
 
 def _vacuous(job: Job, chosen: Path) -> str:
-    """What makes a run to its end say nothing: our plugin was not where it should be, or was."""
-    taken = outcomes.platform_taken(chosen)
-    if taken is job.plugin or taken is None:
+    """What makes a run to its end say nothing: our plugin was not where it should be, or was.
+
+    Beside another platform plugin ours stays out; so where it is only INSTALLED, it must have been
+    asked.
+    """
+    if job.plugin and all(group.plugin is Plugin.INSTALLED for group in job.groups):
+        verb, so_it_was = "ask", outcomes.platform_asked(chosen)
+    else:
+        verb, so_it_was = "take", outcomes.platform_taken(chosen)
+    if so_it_was is job.plugin or so_it_was is None:
         return ""
-    return f"vLLM {'did' if taken else 'did not'} take our platform plugin in this run"
+    return f"vLLM {'did' if so_it_was else 'did not'} {verb} our platform plugin in this run"
 
 
 def _wait(process: subprocess.Popen[bytes], report: Path, patience_s: float) -> str:
@@ -261,10 +273,3 @@ def _wait(process: subprocess.Popen[bytes], report: Path, patience_s: float) -> 
     if process.returncode not in outcomes.ENDED:
         return f"pytest's process ended with code {process.returncode}"
     return ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and whatever it has left behind in its session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
