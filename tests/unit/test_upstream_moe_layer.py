@@ -116,6 +116,9 @@ def add(info, config, group, path):
     total = torch.tensor([info.rank + 1])
     torch.distributed.all_reduce(total)
     open(f"{path}{info.rank}", "w").write(f"{int(total)} {info.device} {os.environ['SAID']}")
+    memory = f"/dev/shm/{os.environ['VLLM_DIST_IDENT']}-toy_{info.rank}"
+    open(memory, "w").close()
+    open(f"memory{info.rank}", "w").write(memory)
     print(f"rank {info.rank} has added")
 
 def one_raises(info, config, group):
@@ -143,6 +146,7 @@ def launch(name, *words):
 
 processes.install()
 launch("add", sys.argv[1])
+print("left:", [os.path.exists(open(f"memory{rank}").read()) for rank in range(2)])
 launch("one_raises")
 os.environ[processes.LIMIT_S] = "8"
 launch("hang")
@@ -176,6 +180,10 @@ def test_ranks_meet_and_print(said: str) -> None:
     assert "written: ['3 cpu hello', '3 cpu hello']" in said, said
     assert "rank 0 has added" in said
     assert "add failed" not in said
+
+
+def test_shared_memory_of_a_launch_goes_with_it(said: str) -> None:
+    assert "left: [False, False]" in said, said
 
 
 def test_a_rank_that_raises_is_named_and_the_others_end(said: str) -> None:

@@ -42,6 +42,7 @@ LIMIT_S = "MOE_NVLINK_UPSTREAM_LAUNCH_S"
 DEFAULT_LIMIT_S = 280.0
 #: After one rank failed, the others may end by themselves for so long.
 GRACE_S = 5.0
+SHARED_MEMORY = Path("/dev/shm")
 #: Of a failed rank's output, how many characters are shown.
 TAIL = 6000
 
@@ -106,7 +107,8 @@ def launch(
 
     Raises RanksError.
     """
-    environment = {**os.environ, "VLLM_DIST_IDENT": uuid.uuid4().hex[:8]}
+    identity = uuid.uuid4().hex[:8]
+    environment = {**os.environ, "VLLM_DIST_IDENT": identity}
     environment.update({str(name): str(value) for name, value in (env_dict or {}).items()})
     with tempfile.TemporaryDirectory(prefix="moe-upstream-") as folder:
         plan = Launch(
@@ -117,7 +119,12 @@ def launch(
             str(Path(folder) / "store"),
             bytes(ForkingPickler.dumps((worker, vllm_config, args, kwargs))),
         )
-        _run(plan, Path(folder))
+        try:
+            _run(plan, Path(folder))
+        finally:
+            # vLLM removes them when a process unloads its library, which forks never do.
+            for left in SHARED_MEMORY.glob(f"{identity}-*"):
+                left.unlink(missing_ok=True)
 
 
 def _run(plan: Launch, folder: Path) -> None:
