@@ -134,6 +134,20 @@ def test_the_fast_subset_needs_a_test_of_each_place(
     assert "tests/test_b.py: no test of it was run" in capsys.readouterr().out
 
 
+def test_no_fast_subset_at_all_is_an_error(toys: Toys, capsys: pytest.CaptureFixture[str]) -> None:
+    toys.expect()
+    assert toys.run("--fast") == 2
+    assert "none of these groups has a fast subset" in capsys.readouterr().err
+
+
+def test_an_update_after_a_crash_keeps_the_rules(toys: Toys) -> None:
+    toys.expect()
+    before = toys.file.read_text()
+    (toys.where.tree / "tests" / "conftest.py").write_text("import os\nos._exit(7)\n")
+    assert toys.run("--update") == 1
+    assert toys.file.read_text() == before
+
+
 def test_an_update_writes_what_a_person_must_explain(
     toys: Toys, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,8 +196,10 @@ def test_groups_that_need_more_gpus_are_left_out() -> None:
     assert cli.chosen(groups, [], Device.CPU, 0) == [one, two, cpu]
     assert cli.chosen(groups, [], Device.GPU, 1) == [one]
     assert cli.chosen(groups, [], Device.GPU, 2) == [one, two]
-    with pytest.raises(ConfigError, match="two: none runs on 1 GPUs"):
-        cli.chosen(groups, ["two"], Device.GPU, 1)
+    assert cli.chosen(groups, ["two", "one"], Device.GPU, 2) == [one, two]
+    # What was asked for by name is never left out in silence.
+    with pytest.raises(ConfigError, match="cpu, two: none runs on 1 GPUs"):
+        cli.chosen(groups, ["cpu", "one", "two"], Device.GPU, 1)
 
 
 def test_how_a_process_ended_is_a_difference(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
     parts = [Part(group, group.fast if options.fast else group.arguments) for group in groups]
     if options.fast:
         parts = [part for part in parts if part.words]
+    if not parts:
+        raise ConfigError("none of these groups has a fast subset: leave --fast out")
     jobs = jobs_of(parts, rules, extra, shared=options.fast)
     found = 0
     with _started(where, jobs, options.jobs) as pick:
@@ -103,7 +105,7 @@ def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
             # On GPUs nobody has run them yet: a group without a section has no expectations.
             known = rules.get(name, None if where.device is Device.GPU else ())
             runs = {plugin: pick(part.group, plugin) for plugin in sides(part.group)}
-            if options.update:
+            if options.update and not any(ran.ending for ran in runs.values()):
                 known = tuple(expectations.updated(known or (), runs[True].results))
                 expectations.write_group(path, name, known)
             differences = differences_of(part, known, runs, whole=whole, places=options.fast)
@@ -145,15 +147,14 @@ def chosen(groups: Sequence[Group], names: Sequence[str], device: Device, gpus: 
         raise ConfigError(f"there is no group {', '.join(unknown)}; there are: {', '.join(known)}")
     found = [
         group
-        for name, group in known.items()
-        if (not names or name in names)
-        and device in group.devices
-        and (device is Device.CPU or group.gpus <= gpus)
+        for group in known.values()
+        if device in group.devices and (device is Device.CPU or group.gpus <= gpus)
     ]
-    if not found:
-        wanted = ", ".join(names) or "of all groups"
+    unfit = sorted(set(names) - {group.name for group in found})
+    if unfit or not found:
+        wanted = ", ".join(unfit) or "of all groups"
         raise ConfigError(f"{wanted}: none runs on {gpus or 'no'} GPUs; see --list")
-    return found
+    return [group for group in found if not names or group.name in names]
 
 
 def _where(options: argparse.Namespace) -> Where:
