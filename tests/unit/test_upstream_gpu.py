@@ -188,6 +188,23 @@ def test_skip_marks_for_another_library_alone_are_dropped() -> None:
     assert not gpu_layers._asks_for_another(pytest.mark.parametrize("a", [1]).mark)
 
 
+@pytest.mark.parametrize(("codes", "told"), [([0, 0], ""), ([0, -11], "-11"), ([], "no rank")])
+def test_ranks_that_die_without_a_word_have_not_passed(codes: list[int], told: str) -> None:
+    module = types.SimpleNamespace(Process=lambda code: types.SimpleNamespace(exitcode=code))
+
+    def spawn_workers(codes: list[int]) -> None:
+        for code in codes:
+            module.Process(code=code)
+
+    original = module.Process
+    if told:
+        with pytest.raises(AssertionError, match=told):
+            gpu_layers.ending_well(module, spawn_workers, codes)
+    else:
+        gpu_layers.ending_well(module, spawn_workers, codes)
+    assert module.Process is original
+
+
 def test_a_configuration_of_a_test_asks_for_us() -> None:
     from moe_nvlink_plugin.integration.vllm import flag
 

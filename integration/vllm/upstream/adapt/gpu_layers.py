@@ -323,8 +323,31 @@ def _mnnvl_in_rank() -> None:
     verbs.flashinfer_alltoall_combine = two_sided_combine
 
 
-def _mnnvl_in_parent(_module: Any) -> None:
+def _mnnvl_in_parent(module: Any) -> None:
     shared_gpu.begin_ranks_here(_MNNVL, "_run_worker", seated=False)
+    module._spawn_workers = functools.partial(ending_well, module.mp, module._spawn_workers)
+
+
+def ending_well(
+    processes: Any, spawn_workers: Callable[..., None], *arguments: Any, **named: Any
+) -> None:
+    """Calls the file's launcher, which asks what ranks have told of themselves, not how they ended:
+    one that dies without a word would have passed. `processes` is the module that it starts them
+    with.
+    """
+    started: list[Any] = []
+    original = processes.Process
+
+    def process(*of: Any, **by_name: Any) -> Any:
+        started.append(original(*of, **by_name))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "Process", process)
+        spawn_workers(*arguments, **named)
+    codes = [one.exitcode for one in started]
+    assert codes, "no rank was started"
+    assert not any(codes), f"ranks ended with {codes}, and told of no error"
 
 
 # DeepEP's prepare/finalize.
