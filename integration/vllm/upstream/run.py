@@ -38,8 +38,10 @@ CPU = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 #: Of the user's environment, what would change outcomes.
-FOREIGN = ("VLLM_", "PYTEST_", "PYTHON", "HF_", "TRANSFORMERS_", "MOE_NVLINK_", "TORCH", "MASTER_")
-FOREIGN += ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+FOREIGN = (
+    *("VLLM_", "PYTEST_", "PYTHON", "HF_", "TRANSFORMERS_", "MOE_NVLINK_", "TORCH", "MASTER_"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+)
 #: Kept all the same: where our code is compiled to, and with what.
 KEPT = ("MOE_NVLINK_CACHE_DIR", "MOE_NVLINK_CXX")
 
@@ -54,7 +56,7 @@ class Where:
     tree: Path  #: vLLM's `tests/`, without its `vllm/`: the installed one is tested
     logs: Path
     redirects: Path  #: of the hub's names to local stand-ins, see `models.py`
-    hub: Path  #: the hub's cache, empty whatever the user has downloaded
+    hub: Path  #: the hub's cache; on CPUs an empty one, whatever the user has downloaded
     device: Device = Device.CPU
     gpus: int = 0
     broken: str = ""  #: a deliberate break of our backend, of `breaks.py`
