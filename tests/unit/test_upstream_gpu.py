@@ -228,6 +228,10 @@ def test_without_expectations_tests_fail_or_pass(tmp_path: Path) -> None:
     runs = {True: ours, False: without}
     (line,) = cli.differences_of(both, None, runs, whole=True, places=False)
     assert line.startswith("a: with the plugin passed")
+    for run in runs.values():
+        del run.results["a"]
+    (line,) = cli.differences_of(both, None, runs, whole=True, places=False)
+    assert "no test passed" in line
 
 
 def test_engines_find_the_users_models_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,9 @@ def differences_of(
         found += [side + line for line in these]
     if part.group.plugin is Plugin.COMPARED:
         found += compared(runs[True].results, runs[False].results)
+        passed = any(one.outcome is Outcome.PASSED for one in runs[True].results.values())
+        if rules is None and not passed:
+            found.append(f"{part.group.name}: no test passed, so that nothing was compared")
     return found
 
 
