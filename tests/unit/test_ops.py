@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +182,31 @@ def test_compiled_by_inductor(plain_layer: MoeAllToAll) -> None:
 # Two ranks.
 
 
+def _in_step(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb, and a barrier behind it.
+
+    opcheck repeats one verb with copies of its arguments. The other verb is missing, which keeps
+    ranks within a round of each other, and so is the refusal, which reads an argument.
+    """
+
+    def call(*arguments: Any) -> Any:
+        result = verb(*arguments)
+        dist.barrier()
+        return result
+
+    return call
+
+
 def _compiled_rank(ep_rank: int, ep_size: int) -> list[bool]:
     """opcheck of both verbs, then the compiled layer against the eager one, with ragged counts."""
     mine = config(ep_size=ep_size, ep_rank=ep_rank)
     equal = []
-    with MoeAllToAll.create(mine, dist.group.WORLD) as exchange:
+    with (
+        MoeAllToAll.create(mine, dist.group.WORLD) as exchange,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for verb in ("dispatch", "combine"):
+            patch.setattr(exchange._layer, verb, _in_step(getattr(exchange._layer, verb)))
         hidden, ids, weights = inputs(4 + ep_rank, ep_rank)
         pending = torch.zeros(1, dtype=torch.int64)
         arguments: tuple[Any, ...]
@@ -197,6 +217,7 @@ def _compiled_rank(ep_rank: int, ep_size: int) -> list[bool]:
         arguments = (torch.full_like(pending, exchange._handle), rows, slots, exchange._handle, 0)
         torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
         exchange._layer.workspace.pending.zero_()
+        patch.undo()
 
         def layer(*tensors: torch.Tensor) -> torch.Tensor:
             return moe_layer(exchange, EXPERTS, *tensors)
