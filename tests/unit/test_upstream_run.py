@@ -203,6 +203,7 @@ def test_sees(request):
     assert "LOCAL_RANK" not in os.environ and "MOE_NVLINK_DISPATCH" not in os.environ
     assert os.environ["MOE_NVLINK_CACHE_DIR"] == "/kernels"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert os.environ["VLLM_CACHE_ROOT"].endswith("/moe_nvlink/upstream/vllm")
     with pytest.raises(OSError):
         urllib.request.urlopen("http://vllm.example/", timeout=5)
 """

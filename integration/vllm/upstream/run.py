@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import family, outcomes, settings
+from . import family, fetch, outcomes, settings
 from .expectations import Rule, left_out
 from .groups import Device, Group, Plugin
 from .outcomes import Result
@@ -188,6 +188,8 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     own |= {settings.DEVICE: where.device.value, settings.GPUS: str(where.gpus)}
     own |= {settings.BREAK: where.broken} if where.broken else {}
     own |= {"VLLM_MODEL_REDIRECT_PATH": str(where.redirects), "HF_HOME": str(where.hub)}
+    # What vLLM keeps of models and compiled graphs: not among what it keeps for the user.
+    own |= {"VLLM_CACHE_ROOT": str(fetch.CACHE / "vllm")}
     first = [] if job.plugin else [str(HERE / "without_plugin")]
     own |= {"PYTHONPATH": os.pathsep.join([*first, str(where.tree), str(HERE / "within")])}
     return own | {"TMPDIR": str(scratch)} | dict(job.group.environment)
