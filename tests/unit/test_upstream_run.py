@@ -144,16 +144,15 @@ def test_a_process_that_hangs_beyond_its_time_is_ended(
 import signal, subprocess, time
 def test_hangs():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-    subprocess.Popen(["sh", "-c", "sleep 4; touch child"])
+    subprocess.Popen(["sh", "-c", "sleep 10; touch child"])
     time.sleep(60)
 """
     where = toy_tree(tmp_path, {"test_a.py": text})
-    monkeypatch.setattr(running, "GRACE_S", 2)
+    monkeypatch.setattr(running, "GRACE_S", 7)  # pytest itself must have started by then
     group = replace(toy_group(), test_timeout_s=1)
     ran = run(where, Job((Part(group, group.arguments),)))
     assert outcomes_of(ran) == {"test_hangs": "not run"}
-    assert "ended after 3 s without a report" in ran.ending
-    assert ran.seconds < 20
+    assert "ended after 8 s without a report" in ran.ending
     time.sleep(4)
     assert not list(tmp_path.rglob("child"))
 
