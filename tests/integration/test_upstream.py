@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.integration.vllm import upstream
 from moe_nvlink_plugin.integration.vllm.upstream import fetch
+from moe_nvlink_plugin.integration.vllm.upstream.selection import all_groups
 
 #: One layer on two ranks.
 CASE = "False-moe_nvlink-2-1-True"
@@ -60,3 +61,15 @@ def test_vllms_tests_catch_a_broken_backend(tree: Path, tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "expected: passed; it is: failed" in done.stdout
     assert "Mismatched elements" in (tmp_path / "moe-layer.log").read_text()
+
+
+def test_what_is_selected_exists(tree: Path) -> None:
+    """Also for GPUs, where nobody has run it."""
+    for group in all_groups():
+        for word in (*group.arguments, *group.fast):
+            path, *function = word.split("[")[0].split("::")
+            if not path.startswith("tests/"):
+                continue
+            found = tree / path
+            assert found.exists(), f"{group.name}: {path}"
+            assert not function or f" {function[-1]}" in found.read_text("utf-8"), word

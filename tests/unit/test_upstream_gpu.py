@@ -162,18 +162,6 @@ def test_nothing_is_claimed_of_gpus_that_nobody_has_run() -> None:
         assert "never" in (module.__doc__ or "").lower(), module.__name__
 
 
-def test_paths_exist_in_vllm() -> None:
-    tree = next(fetch.CACHE.glob("0.32.0*/tests"), None)
-    if tree is None:
-        pytest.skip("vLLM's tests are not in the cache: make upstream-tests fetches them")
-    for group in gpu.GROUPS:
-        paths = [word.split("::") for word in group.arguments if word.startswith("tests/")]
-        for path, *function in paths:
-            found = tree.parent / path
-            assert found.exists(), f"{group.name}: {path}"
-            assert not function or f"def {function[0]}(" in found.read_text("utf-8"), function
-
-
 def test_placement_is_the_exchanges_own() -> None:
     assert gpu_layers.placement(1, 2, 6).tolist() == [-1, -1, -1, 0, 1, 2]
 
