@@ -128,6 +128,12 @@ def kernel_of(group: Any, experts: Any, sizes: Mapping[str, Any], dispatch: str 
     return mk.FusedMoEKernel(prepare_finalize(exchange, chosen), experts)
 
 
+def _export_triton_experts() -> None:
+    from .torch_experts import export_triton_experts
+
+    export_triton_experts()
+
+
 def torch_experts() -> Any:
     """The class of experts on CPUs, where vLLM's own of these tests do not run."""
     from .torch_experts import TorchExperts
@@ -375,7 +381,7 @@ def _close(
 
 
 def _deepep_in_rank() -> None:
-    export_triton_experts()
+    _export_triton_experts()
     module: Any = importlib.import_module(_DEEPEP)
     original = module.deep_ep_moe_impl
 
@@ -518,7 +524,7 @@ class WholeLayer:
 
 
 def _whole_layer_in_rank() -> None:
-    export_triton_experts()
+    _export_triton_experts()
     module: Any = importlib.import_module(_WHOLE_LAYER)
     module.FlashInferMoeEp = WholeLayer
     module.FlashInferMoeEpExperts = types.SimpleNamespace(
@@ -644,15 +650,7 @@ ADAPTATIONS: dict[str, Adaptation] = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Before test modules are imported: what is exported only where Triton is."""
-    export_triton_experts()
-
-
-def export_triton_experts() -> None:
-    """`TritonExperts`, which a test file imports and which supports no CPU. Local, idempotent."""
-    import vllm.model_executor.layers.fused_moe as fused_moe
-    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-
-    fused_moe.TritonExperts = TritonExperts
+    _export_triton_experts()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -40,7 +40,7 @@ from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAn
 from moe_nvlink_plugin.integration.vllm.flag import BACKEND, CARRIER, KEY
 
 from . import processes
-from .torch_experts import TorchExperts
+from .torch_experts import TorchExperts, export_triton_experts
 
 _MODULE = "tests.kernels.moe.test_modular_kernel_combinations"
 _TOOLS = "tests.kernels.moe.modular_kernel_tools"
@@ -74,30 +74,11 @@ class Fp8TorchExperts(TorchExperts):
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
         return weight_key is not None and activation_key is not None
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *_: Any,
-        a1q_scale: torch.Tensor | None = None,
-        apply_router_weight_on_input: bool = False,
-        **__: Any,
-    ) -> None:
-        """vLLM's apply. hidden_states e4m3 with a1q_scale of one, `[rows, 1]` or of blocks."""
-        assert hidden_states.dtype == torch.float8_e4m3fn, "rows must arrive quantised"
-        assert a1q_scale is not None, "rows must arrive with their scales"
-        rows = _times(hidden_states, a1q_scale)
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        summed = torch.zeros(output.shape)
-        for expert in sorted(set(topk_ids.flatten().tolist())):
-            row, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
-            done = self._expert(rows[row], w1[expert], w2[expert], expert)
-            summed.index_add_(0, row, done * weights[row, choice].unsqueeze(1))
-        output.copy_(summed)
+    def _floats(self, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """rows e4m3, with scales of one element, `[rows, 1]` or of blocks."""
+        assert rows.dtype == torch.float8_e4m3fn, "rows must arrive quantised"
+        assert scales is not None, "rows must arrive with their scales"
+        return _times(rows, scales)
 
     def _expert(
         self, rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, expert: int
@@ -175,10 +156,9 @@ def _before_import() -> None:
     import vllm._custom_ops as ops
     import vllm.model_executor.layers.fused_moe as fused_moe
     import vllm.model_executor.layers.fused_moe.utils as fused_moe_utils
-    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
     torch.accelerator.is_available = lambda: False
-    fused_moe.TritonExperts = TritonExperts  # not exported without Triton; supports no CPU
+    export_triton_experts()
     fused_moe.fused_topk = fused_topk
     ops.scaled_fp8_quant = scaled_fp8_quant
     fused_moe_utils.per_token_group_quant_fp8 = per_token_group_quant_fp8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import vllm.model_executor.layers.fused_moe as fused_moe
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -58,13 +59,38 @@ class TorchExperts(mk.FusedMoEExpertsModular):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         *_: Any,
+        a1q_scale: torch.Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
         **__: Any,
     ) -> None:
         """vLLM's apply."""
+        rows = self._floats(hidden_states, a1q_scale)
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         summed = torch.zeros(output.shape)
         for expert in sorted(set(topk_ids.flatten().tolist())):
             row, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
-            gate, up = (hidden_states[row] @ w1[expert].T).chunk(2, dim=1)
-            done = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
-            summed.index_add_(0, row, done.float() * topk_weights[row, choice].unsqueeze(1))
+            done = self._expert(rows[row], w1[expert], w2[expert], expert)
+            summed.index_add_(0, row, done.float() * weights[row, choice].unsqueeze(1))
         output.copy_(summed)
+
+    def _floats(self, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """Rows as they arrived, to multiply with."""
+        assert scales is None, "rows must arrive unquantised"
+        return rows
+
+    def _expert(
+        self, rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, _expert: int
+    ) -> torch.Tensor:
+        """One expert of its rows; w1 holds gate and up."""
+        gate, up = (rows @ w1.T).chunk(2, dim=1)
+        return (torch.nn.functional.silu(gate) * up) @ w2.T
+
+
+def export_triton_experts() -> None:
+    """`TritonExperts`, which test files import from where vLLM exports it only with Triton.
+
+    It supports no CPU. Local, idempotent.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    fused_moe.TritonExperts = TritonExperts

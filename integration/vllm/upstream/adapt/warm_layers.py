@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import gpu_layers, warm
+from . import torch_experts, warm
 
 __all__ = ["warm"]
 
-gpu_layers.export_triton_experts()
+torch_experts.export_triton_experts()
