@@ -18,7 +18,12 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.integration.vllm.upstream import cli, expectations, fetch, settings
-from moe_nvlink_plugin.integration.vllm.upstream.adapt import drafts, gpu_layers, shared_gpu
+from moe_nvlink_plugin.integration.vllm.upstream.adapt import (
+    cpu_device,
+    drafts,
+    gpu_layers,
+    shared_gpu,
+)
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
 from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
 from moe_nvlink_plugin.integration.vllm.upstream.run import Job, Part, Ran, environment
@@ -68,7 +73,7 @@ def test_sharing_and_counting(on_gpus: Any) -> None:
     assert not shared_gpu.shares(2)
     on_gpus(1)
     assert shared_gpu.shares(2)
-    assert shared_gpu.device_count() == shared_gpu.MOST_RANKS
+    assert shared_gpu.device_count() == cpu_device.MOST_RANKS
     on_gpus(8)
     assert not shared_gpu.shares(8)
     assert shared_gpu.device_count() == 8

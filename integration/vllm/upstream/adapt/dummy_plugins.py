@@ -16,10 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import platformdirs
 import pytest
 
 from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.integration.vllm.upstream import fetch
 
 #: A variable for `Group.environment`: folders of `tests/plugins`, separated by commas.
 WANTED = "MOE_NVLINK_UPSTREAM_DUMMIES"
@@ -96,6 +96,6 @@ def _nothing() -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Before vLLM looks for plugins, which it does once."""
     plugins = early_config.rootpath / _PLUGINS
-    cache = Path(platformdirs.user_cache_dir("moe_nvlink")) / "upstream" / "dummy_plugins"
+    cache = fetch.CACHE / "dummy_plugins"
     names = [name for name in os.environ.get(WANTED, "").split(",") if name]
     expose([install(plugins / name, cache) for name in names])

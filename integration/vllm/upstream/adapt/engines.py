@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
+from moe_nvlink_plugin.integration.vllm.flag import BACKEND
 from moe_nvlink_plugin.integration.vllm.upstream import settings
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
 
-BACKEND = "moe_nvlink"
 FLAGS = ("--enable-expert-parallel", "--all2all-backend", BACKEND)
 #: Tests that ask a server about itself, so that no token passes through its experts.
 WITHOUT_TOKENS = (

@@ -31,8 +31,8 @@ import pytest
 from moe_nvlink_plugin.integration.vllm.upstream import settings
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
 
-#: As many devices as the largest of the selected tests asks for.
-MOST_RANKS = 4
+from .cpu_device import MOST_RANKS
+
 #: Of vLLM, where ranks share a GPU: collectives that want one device for each rank.
 SHARING_ENVIRONMENT = {
     "VLLM_DISABLE_PYNCCL": "1",
