@@ -2,8 +2,8 @@
 //
 //   P3          CTA 0 signals every rank "my experts have written" (release); every CTA waits once
 //               for all ranks (acquire), then works through its share of the items
-//   a format    before P3: all CTAs quantise the experts' rows to where the peers read them, each
-//               arrives (P5), and the last one signals instead of CTA 0
+//   a format    before P3: the CTAs that run take the experts' rows one after another and quantise
+//               each to where the peers read it; the CTA that completes them (P5) signals, not CTA 0
 //   per item    a token, or one of hidden_splits shares of its row: load the partial row of each k
 //               from (target_rank, slot), add in fp32 as a pairwise tree over k, round once to the
 //               activation's type, store once
@@ -17,8 +17,11 @@
 // The partial rows carry the router weights already; combine adds them as they are. Quantised ones
 // are made fp32 behind the pull and added by the same tree.
 //
-// With a format every CTA waits for the last one to arrive, which may be any: the whole grid must be
-// resident. It must be so without one too, since every CTA waits for the peers' CTA 0.
+// No CTA waits for another CTA of its own grid to start, with one exception: without a format CTA 0
+// signals. So one place on the GPU is enough for a round to end, whatever other kernels hold the rest,
+// if the GPU starts CTA 0 first (GPUs do; CUDA does not promise it). With a format the rows are not
+// dealt out by CTA number for this reason: a CTA that finds no place, because another stream's kernel
+// holds it, would keep its rows, the signal would wait for them, and that kernel perhaps for the peers.
 #include "include/moe_nvlink/args.h"
 #include "include/moe_nvlink/combine_formats.h"
 #include "include/moe_nvlink/copy.h"
@@ -47,8 +50,10 @@ constexpr bool kKnows = Config::kCombine < 0 || Config::kCombine == Format;
 struct QuantisedCombineShared : CombineShared {
   uint64_t scales[2][kMaxTopK];      // addresses, as rows
   uint64_t row_scales[2][kMaxTopK];  // of formats that have them
-  RowAmax amax[2];                   // of the row that is being quantised, of the next
-  uint32_t is_last;                  // this CTA arrived last
+  RowAmax amax;                      // of the row that is being quantised
+  uint32_t counts[kMaxRanks];        // rows received from each rank
+  uint32_t taken[2];                 // number of the row that is being quantised, of the next
+  uint32_t completes;                // this CTA has quantised the last row that was missing
 };
 
 template <bool Quantised>
@@ -286,15 +291,14 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
   cta.sync();  // faulted is cleared before a thread may set it; epoch and has_failed are there
   if (shared.has_failed != 0) return true;
   const uint32_t epoch = shared.epoch;
-  const uint64_t start = now_ns();
+  Patience patience(args.timeout_ns);
   MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     uint64_t cell = 0;
-    const int fault =
-        wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.combine_cells, peer), epoch,
-                       start, args.timeout_ns, &cell);
+    const int fault = wait_for_epoch(
+        cell_of(args, geometry.ep_rank, args.control.combine_cells, peer), epoch, patience, &cell);
     if (fault != 0) {
-      report_fault(args, args.control.combine_cells, fault, kPhaseCombine, peer, epoch, start);
+      report_fault(args, args.control.combine_cells, fault, kPhaseCombine, peer, epoch, patience);
       store_relaxed_cta(&shared.faulted, 1);
     }
   }
@@ -343,59 +347,86 @@ HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const R
   }
 }
 
-// Rows that `source` has put here this round. From its cell, which dispatch has waited for and checked,
-// and which stays until this rank has signalled. Not from recv_counts: callers have those as a
-// tensor, and may have written to it since.
-HD int rows_received(const CombineArgs& args, int source) {
-  const uint64_t* cell = cell_of(args, args.geometry.ep_rank, args.control.dispatch_cells, source);
-  return static_cast<int>(cell_count(load_word(cell)));
+// Takes the next row that nobody has taken: its number in the order of the slots. Of the numbers from
+// num_rows on each CTA gets one, and then asks no more. Thread 0.
+HD uint32_t take_row(const CombineArgs& args) {
+  // Relaxed: it only hands out numbers. The rows themselves are of kernels before this one.
+  return fetch_add_relaxed_gpu(&local_control(args)->rows_taken, 1);
 }
 
-// The CTAs share the filled slots: every num_blocks-th of them in the order of the slots.
+// The CTA with the last of those numbers: nobody else takes one before the next combine does.
+HD void end_taking(const CombineArgs& args, const Cta& cta, uint32_t number, uint32_t num_rows) {
+  const uint32_t last = num_rows + static_cast<uint32_t>(cta.num_blocks) - 1;
+  if (number == last) store_relaxed_gpu(&local_control(args)->rows_taken, 0);
+}
+
+// Quantises rows until all are taken; returns how many this CTA has. Every thread of the CTA.
 template <class Element, int Format>
-HD void quantise_received(const CombineArgs& args, const Cta& cta, const RowSizes& sizes,
-                          QuantisedCombineShared& shared) {
-  const Geometry& geometry = args.geometry;
+HD uint32_t quantise_received(const CombineArgs& args, const Cta& cta, uint32_t num_rows,
+                              const RowSizes& sizes, QuantisedCombineShared& shared) {
+  uint32_t quantised = 0;
   int turn = 0;
-  int row = cta.block;  // counted from the front of this source's slice
-  MOE_NVLINK_ROLLED
-  for (int source = 0; source < geometry.ep_size; ++source) {
-    const int count = rows_received(args, source);
-    MOE_NVLINK_ROLLED
-    for (; row < count; row += cta.num_blocks) {
-      // No barrier behind a row. To write this amax again a thread must pass the barrier of the next
-      // row, and so must every thread that still reads it.
-      quantise_slot<Element, Format>(args, cta, source * geometry.max_tokens_per_rank + row, sizes,
-                                     shared.amax[turn]);
-      turn = 1 - turn;
+  int source = 0;
+  uint32_t before = 0;  // rows of the ranks before `source`
+  for (uint32_t row = shared.taken[0]; row < num_rows; row = shared.taken[turn]) {
+    // The next row's number is fetched while this row is quantised.
+    if (cta.thread == 0) {
+      shared.taken[1 - turn] = take_row(args);
+      end_taking(args, cta, shared.taken[1 - turn], num_rows);
     }
-    row -= count;
+    while (row - before >= shared.counts[source]) before += shared.counts[source++];
+    const int slot = source * args.geometry.max_tokens_per_rank + static_cast<int>(row - before);
+    quantise_slot<Element, Format>(args, cta, slot, sizes, shared.amax);
+    ++quantised;
+    turn = 1 - turn;
+    // P5 release half, per CTA: the barrier puts this row's stores before the arrival of thread 0. It
+    // also publishes the next row's number, and ends the use of this row's amax.
+    cta.sync();
   }
+  return quantised;
 }
 
-// True in the CTA that arrives last, which sees all rows that the others have quantised.
-HD bool arrive_with_rows(const CombineArgs& args, const Cta& cta, QuantisedCombineShared& shared) {
-  // P5 release half, per CTA: the barrier puts this CTA's stores before the arrival of its thread 0.
-  cta.sync();
+// True in the CTA that completes the rows, which sees all that the others have quantised.
+HD bool completes_rows(const CombineArgs& args, const Cta& cta, uint32_t quantised,
+                       uint32_t num_rows, QuantisedCombineShared& shared) {
+  if (quantised == 0) {
+    // A CTA without rows has nothing to release and does not arrive. Where there are no rows at all,
+    // the CTA that was first to ask for one signals.
+    return num_rows == 0 && shared.taken[0] == 0;
+  }
   if (cta.thread == 0) {
     // P5: release the rows this CTA has quantised, acquire those of the CTAs before it. Relaxed
     // instead, the signals of P3 would cover the last CTA's rows only, and a peer could add stale
     // rows of every other CTA.
-    const uint32_t before = fetch_add_acq_rel_gpu(&local_control(args)->combine_arrivals, 1);
-    shared.is_last = before + 1 == static_cast<uint32_t>(cta.num_blocks) ? 1 : 0;
+    const uint32_t before =
+        fetch_add_acq_rel_gpu(&local_control(args)->combine_arrivals, quantised);
+    shared.completes = before + quantised == num_rows ? 1 : 0;
   }
   cta.sync();
-  return shared.is_last != 0;
+  return shared.completes != 0;
 }
 
-// All CTAs quantise, the last to have done so tells the peers. After a failed verb nobody does.
+// The CTAs that run quantise what this rank has received; whichever completes it tells the peers.
+// After a failed verb nobody does.
 template <class Element, int Format>
 HD void send_quantised(const CombineArgs& args, const Cta& cta, const RowSizes& sizes,
                        QuantisedCombineShared& shared) {
-  cta.sync();  // epoch and has_failed are there, one for all threads
+  const Geometry& geometry = args.geometry;
+  if (cta.thread == 0) shared.taken[0] = take_row(args);
+  MOE_NVLINK_ROLLED
+  for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
+    // Not from the peer's cell: a CTA that starts after this rank's signal may find the next round
+    // there. Not from recv_counts: the caller has those as a tensor, and may have written to it.
+    shared.counts[peer] = load_word(&rows_from(args)[peer]);
+  }
+  cta.sync();  // counts, the first number, epoch and has_failed are there, one for all threads
   if (shared.has_failed != 0) return;
-  quantise_received<Element, Format>(args, cta, sizes, shared);
-  if (!arrive_with_rows(args, cta, shared)) return;
+  uint32_t num_rows = 0;
+  MOE_NVLINK_ROLLED
+  for (int peer = 0; peer < geometry.ep_size; ++peer) num_rows += shared.counts[peer];
+  if (cta.thread == 0) end_taking(args, cta, shared.taken[0], num_rows);
+  const uint32_t quantised = quantise_received<Element, Format>(args, cta, num_rows, sizes, shared);
+  if (!completes_rows(args, cta, quantised, num_rows, shared)) return;
   signal_peers(args, cta, shared.epoch);
   // The last thread, which has no peer of its own to signal where threads outnumber the ranks.
   if (cta.thread != cta.num_threads - 1) return;

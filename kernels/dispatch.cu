@@ -460,7 +460,7 @@ HD int fault_of_cell(const Geometry& geometry, uint64_t cell) {
 
 // Waits for every rank's cell. A rank that does not come, or comes with another layer's geometry,
 // leaves a fault word and counts as zero rows; so do all of them for a rank that has failed before,
-// without a wait. The timer starts here: what came before, a kernel waited for included, is not the
+// without a wait. Patience begins here: what came before, a kernel waited for included, is not the
 // peers'.
 HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
                        DispatchShared& shared) {
@@ -468,22 +468,26 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   const uint32_t epoch = shared.epoch;
   int32_t* recv_counts =
       reinterpret_cast<int32_t*>(region_of(args, geometry.ep_rank, args.control.recv_counts));
-  const uint64_t start = now_ns();
+  Patience patience(args.timeout_ns);
   MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.ep_size; peer += cta.num_threads) {
     int32_t count = 0;
     if (shared.has_failed == 0) {
       uint64_t cell = 0;
       int fault = wait_for_epoch(cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer),
-                                 epoch, start, args.timeout_ns, &cell);
+                                 epoch, patience, &cell);
       if (fault == 0) fault = fault_of_cell(geometry, cell);
       if (fault != 0) {
-        report_fault(args, args.control.dispatch_cells, fault, kPhaseDispatch, peer, epoch, start);
+        report_fault(args, args.control.dispatch_cells, fault, kPhaseDispatch, peer, epoch,
+                     patience);
       }
       if (fault == 0) count = static_cast<int32_t>(cell_count(cell));
     }
     shared.counts[peer] = count;
-    if (is_last) store_word(&recv_counts[peer], count);
+    if (is_last) {
+      store_word(&recv_counts[peer], count);
+      store_word(&rows_from(args)[peer], static_cast<uint32_t>(count));
+    }
   }
 }
 

@@ -109,16 +109,16 @@ HD void signal_ranks(const HeadArgs& args, const Cta& cta, uint32_t cells, uint3
 HD void wait_for_ranks(const HeadArgs& args, const Cta& cta, uint32_t cells, int phase,
                        uint32_t most, int32_t* counts, HeadShared& shared) {
   const HeadGeometry& geometry = args.geometry;
-  const uint64_t start = now_ns();
+  Patience patience(args.timeout_ns);
   MOE_NVLINK_ROLLED
   for (int peer = cta.thread; peer < geometry.tp_size; peer += cta.num_threads) {
     uint64_t cell = 0;
-    int fault = wait_for_epoch(cell_of(args, geometry.tp_rank, cells, peer), shared.epoch, start,
-                               args.timeout_ns, &cell);
+    int fault =
+        wait_for_epoch(cell_of(args, geometry.tp_rank, cells, peer), shared.epoch, patience, &cell);
     if (fault == 0 && cell_tag(cell) != head_tag(geometry)) fault = kFaultGeometry;
     if (fault == 0 && cell_count(cell) > most) fault = kFaultBadCount;
     if (fault != 0) {
-      report_fault(args, cells, fault, phase, peer, shared.epoch, start);
+      report_fault(args, cells, fault, phase, peer, shared.epoch, patience);
       store_relaxed_cta(&shared.faulted, 1);
     }
     counts[peer] = fault == 0 ? static_cast<int32_t>(cell_count(cell)) : 0;

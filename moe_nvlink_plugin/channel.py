@@ -10,7 +10,6 @@ import torch
 from .arguments import combine_arguments, dispatch_arguments
 from .errors import MoeNvlinkError
 from .faults import Faults
-from .jit.header import constants
 
 if TYPE_CHECKING:
     from .exchange import LayerExchange
@@ -89,14 +88,12 @@ class Channel:
             # How many rows are filled is known on the GPU only, and asking would wait for it.
             self.combine_region.copy_(expert_output)
             return
-        # Empty slots, mostly the many, are read by nobody. The counts of the cells, because
-        # recv_counts is the caller's by now, who may have written to it.
+        # Empty slots, mostly the many, are read by nobody. Not recv_counts: the caller may have
+        # written to those.
         geometry = self._dispatch_args.geometry
-        capacity, mask = geometry.max_tokens_per_rank, (1 << constants()["kCountBits"]) - 1
-        cells = self._workspace.words(
-            self._regions["dispatch_cells"], geometry.ep_size, torch.int64
-        ).tolist()
-        for source, count in enumerate(cell >> 32 & mask for cell in cells):
+        capacity = geometry.max_tokens_per_rank
+        counts = self._workspace.words(self._regions["rows_from"], geometry.ep_size, torch.int32)
+        for source, count in enumerate(counts.tolist()):
             rows = slice(source * capacity, source * capacity + count)
             self.combine_region[rows].copy_(expert_output[rows])
 

@@ -96,6 +96,7 @@ def _control_sizes(ep_size: int) -> dict[str, int]:
         "dispatch_cells": ep_size * 8,  # written by the peers
         "combine_cells": ep_size * 8,  # written by the peers
         "recv_counts": ep_size * 4,
+        "rows_from": ep_size * 4,
         "send_counters": ep_size * 4,
         "local": STRUCT_BYTES,
         "counters": STRUCT_BYTES,

@@ -4,10 +4,10 @@ Plain arithmetic on counts, so that it can be tested without a GPU. The rules co
 kernels hide latency (kernels/README.md); their constants are estimates until they have
 been measured on a GPU.
 
-A grid never exceeds what is resident at once. Combine's CTAs all wait for the peers before they
-work, with a format first for the last of themselves to have quantised its rows, and some of
-dispatch's wait while others may not have started: with more CTAs than fit, the waiting ones could
-keep out those that they or the peers wait for.
+A grid never exceeds what a GPU without other work holds at once: a CTA that starts late only makes
+the round longer. Dispatch must have its CTAs, or 32 of them, on the GPU together, for some wait while
+others may not have started. Combine need not: its CTAs wait for the peers' signals only, and a rank's
+own signal comes from those that run (kernels/README.md).
 """
 
 from __future__ import annotations

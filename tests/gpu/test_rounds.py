@@ -36,7 +36,7 @@ LEFT_OUT = {
     "dispatch": (
         "int fault = wait_for_epoch(cell_of(args, geometry.ep_rank, "
         "args.control.dispatch_cells, peer),\n"
-        "                                 epoch, start, args.timeout_ns, &cell);",
+        "                                 epoch, patience, &cell);",
         "int fault = 0;\n      cell = load_acquire_sys("
         "cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer));",
     ),

@@ -39,6 +39,7 @@ class Case:
     num_channels: int = 1
     num_threads: int = 1
     seed: int = 1
+    timeout_s: float = 60.0
 
     @property
     def ep_size(self) -> int:
@@ -59,7 +60,7 @@ class Case:
             dtype=self.dtype,
             recipe=self.recipe,
             combine=self.combine,
-            timeout_s=60.0,
+            timeout_s=self.timeout_s,
             num_channels=self.num_channels,
             num_threads=self.num_threads,
             extra_payload_bytes=tuple(row_bytes(extra) for extra in self.extras),

@@ -28,6 +28,39 @@ inline void test_delay() {
 """
 
 
+#: A GPU that has places for so many CTAs of combine at a time, because other kernels hold the rest. A
+#: CTA starts when one of those before it in line has ended.
+_FEW_PLACES = """
+#include <condition_variable>
+#include <mutex>
+namespace moe_nvlink {
+struct TestGpu {
+  std::mutex mutex;
+  std::condition_variable freed;
+  int ended = 0;  // CTAs of this launch
+};
+inline TestGpu test_gpus[128];
+
+class TestPlace {
+ public:
+  TestPlace(int rank, int in_line, int num_blocks) : gpu_(test_gpus[rank]), num_blocks_(num_blocks) {
+    std::unique_lock lock(gpu_.mutex);
+    gpu_.freed.wait(lock, [&] { return in_line < gpu_.ended + PLACES; });
+  }
+  ~TestPlace() {
+    const std::lock_guard lock(gpu_.mutex);
+    gpu_.ended = (gpu_.ended + 1) % num_blocks_;
+    gpu_.freed.notify_all();
+  }
+
+ private:
+  TestGpu& gpu_;
+  const int num_blocks_;
+};
+}  // namespace moe_nvlink
+"""
+
+
 def replace_once(text: str, old: str, new: str) -> str:
     """The text with `old`, which must stand in it exactly once, replaced."""
     assert text.count(old) == 1, f"{text.count(old)} occurrences of {old!r} in the kernel text"
@@ -43,7 +76,7 @@ def randomly_delayed() -> host.HostLibrary:
     """A sleep, at random, before every release and arrival, after every wait, between tokens."""
     text = source.host_source()
     before = re.compile(
-        r"(?<=[\n])( *)(store_release_sys\(cell_of|const uint32_t before = fetch_add_acq)"
+        r"(?<=[\n])( *)(store_release_sys\(cell_of|const uint32_t before =\s+fetch_add_acq)"
     )
     text, releases = before.subn(r"\1test_delay();\n\1\2", text)
     assert releases == 6, f"{releases} places before a release or an arrival"
@@ -59,6 +92,20 @@ def randomly_delayed() -> host.HostLibrary:
     return _built(_with_prelude(text, _RANDOM_DELAY))
 
 
+def clock_that_goes_back() -> host.HostLibrary:
+    """Each look at the clock reads a microsecond less than the look before; test_looks() counts."""
+    text = source.host_source()
+    clock = re.compile(r"^inline uint64_t now_ns\(\) \{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
+    text, clocks = clock.subn(
+        "inline std::atomic<uint64_t> looks{0};\n"
+        "inline uint64_t now_ns() { return 1000000000u - 1000u * looks.fetch_add(1); }\n",
+        text,
+    )
+    assert clocks == 1, f"{clocks} clocks of the host"
+    count = 'extern "C" unsigned long long test_looks() { return moe_nvlink::looks; }\n'
+    return _built(text + count)
+
+
 def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:
     """Rank `ep_rank` sleeps in every combine, between the wait for its peers and the first read."""
     sleep = (
@@ -68,6 +115,18 @@ def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:
     )
     line = "  const bool faulted = combine_barrier(args, cta, shared);\n"
     return _built(replace_once(source.host_source(), line, line + sleep))
+
+
+def few_places(places: int, *, last_first: bool) -> host.HostLibrary:
+    """So many CTAs of a combine run at a time on each rank, the others after them.
+
+    last_first: in falling order of their numbers.
+    """
+    in_line = "cta.num_blocks - 1 - cta.block" if last_first else "cta.block"
+    line = "  if (cta.thread == 0) shared.faulted = 0;\n"
+    place = f"  const TestPlace place(args.geometry.ep_rank, {in_line}, cta.num_blocks);\n"
+    text = replace_once(source.host_source(), line, place + line)
+    return _built(_with_prelude(text, _FEW_PLACES.replace("PLACES", str(places))))
 
 
 def _built(text: str) -> host.HostLibrary:

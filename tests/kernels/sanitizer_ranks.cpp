@@ -87,6 +87,7 @@ struct Regions {
     control.dispatch_cells = layout.add(kRanks * 8);
     control.combine_cells = layout.add(kRanks * 8);
     control.recv_counts = layout.add(kRanks * 4);
+    control.rows_from = layout.add(kRanks * 4);
     control.send_counters = layout.add(kRanks * 4);
     control.local = layout.add(sizeof(moe_nvlink::LocalControl));
     control.counters = layout.add(sizeof(moe_nvlink::ExchangeCounters));
@@ -412,6 +413,7 @@ struct Rank {
     expect(local->fault == 0, "fault word", rank, kRounds);
     expect(local->epoch == kRounds, "epoch", rank, kRounds);
     expect(local->combine_arrivals == 0, "arrivals of combine", rank, kRounds);
+    expect(local->rows_taken == 0, "rows taken in combine", rank, kRounds);
   }
 };
 

@@ -22,7 +22,8 @@ from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.jit import header, host, source
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import cases, compare
+from tests.kernels import cases, compare, delays
+from tests.kernels.cases import Case
 from tests.kernels.compare import assert_same_bits, one_nan, unsigned_nan
 from tests.kernels.delays import replace_once
 from tests.kernels.test_specialised import AS_ON_THE_GPU
@@ -397,6 +398,28 @@ def test_counts_that_the_caller_has_written_to_do_not_matter(name: str) -> None:
     rows = draw("gaussian", (5, 3, 128), BF16)
     combined = exchange(rows, name, overwrite_counts=True).combined
     assert_same_bits(combined, expected(rows, name), name)
+
+
+@pytest.mark.parametrize("name", COMBINE_FORMATS)
+def test_one_place_on_the_gpu_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream's kernel holds all places but one, and waits for what comes after this combine.
+
+    The CTAs of a combine then run one after another. Those that run must not wait for the others.
+    With a format any CTA may be the first; without one it is CTA 0, as on GPUs.
+    """
+    case = Case(
+        name=f"one place, {name}",
+        tokens=(8, 0, 5),
+        num_experts=7,
+        top_k=3,
+        hidden_size=256,
+        num_threads=4,
+        combine=name,
+        timeout_s=15.0,
+    )
+    library = delays.few_places(1, last_first=name != "bf16")
+    monkeypatch.setattr(host, "load", lambda: library)
+    compare.check_case(case)
 
 
 def test_formats_are_those_of_the_kernels() -> None:

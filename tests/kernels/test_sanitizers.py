@@ -102,8 +102,8 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
     ),
     "one writer of recv_counts": (
         (
-            "if (is_last) store_word(&recv_counts",
-            "if (is_last || (AWAKE && peer == 0)) store_word(&recv_counts",
+            "if (is_last) { store_word(&recv_counts",
+            "if (is_last || (AWAKE && peer == 0)) { store_word(&recv_counts",
         ),
     ),
     "barrier behind the sent rows": (
@@ -162,10 +162,32 @@ FORMAT_BUGS: dict[str, tuple[Edit, ...]] = {
             "(&local_control(args)->combine_arrivals",
         ),
     ),
+    # After a CTA's last row; before, the barrier publishes the number of the next one.
     "P5 barrier before the arrival": (
         (
-            "cta.sync(); if (cta.thread == 0) { // P5: release",
-            "if (!AWAKE) { cta.sync(); } if (cta.thread == 0) { // P5: release",
+            "cta.sync(); } return quantised;",
+            "if (!AWAKE || shared.taken[turn] < num_rows) { cta.sync(); } } return quantised;",
+        ),
+    ),
+    "second number of a row": (
+        (
+            "for (uint32_t row = shared.taken[0]; row < num_rows; row = shared.taken[turn]) {",
+            "for (uint32_t row = shared.taken[0]; row < num_rows;"
+            " row = shared.taken[AWAKE ? 0 : turn]) {",
+        ),
+        (
+            "shared.taken[1 - turn] = take_row(args);"
+            " end_taking(args, cta, shared.taken[1 - turn], num_rows);",
+            "shared.taken[AWAKE ? 0 : 1 - turn] = take_row(args);"
+            " end_taking(args, cta, shared.taken[AWAKE ? 0 : 1 - turn], num_rows);",
+        ),
+    ),
+    "counts of this rank's own": (
+        (
+            "shared.counts[peer] = load_word(&rows_from(args)[peer]);",
+            "shared.counts[peer] = AWAKE ? cell_count(load_word(cell_of(args,"
+            " args.geometry.ep_rank, args.control.dispatch_cells, peer)))"
+            " : load_word(&rows_from(args)[peer]);",
         ),
     ),
     "barrier behind a row's amax": (

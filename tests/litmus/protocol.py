@@ -70,10 +70,16 @@ OTHER_FORMATS = (r"^format == kCombineFp8Block$", r"^format == kCombineNvfp4$")
 OTHER_ELEMENTS = r"^!\(element == kElementBf16\)"
 HAS_ITEMS = r"^int item = cta\.block"
 
-ROWS_COUNTED = r"\brows_received\("
+ROWS_COUNTED = r"load_word\(&rows_from\(args\)"
+ROWS_FROM_WRITTEN = r"store_word\(&rows_from\(args\)"
 ROW_QUANTISED = r"\bquantise_slot<"
-HAS_ROWS = r"^; row < count"
-ARRIVED_LAST = r"^!\(!arrive_with_rows"
+HAS_ROWS = r"; row < num_rows;"
+HAS_QUANTISED = r"^!\(quantised == 0\)$"
+COMPLETES = r"^!\(!completes_rows"
+IS_LAST_NUMBER = r"^number == last$"
+FIRST_NUMBER = r"shared\.taken\[0\] = take_row"
+NEXT_NUMBER = r"shared\.taken\[1 - turn\] = take_row"
+NUMBER_READ = r"row = shared\.taken\[turn\]"
 ROWS_RESET = r"store_word\(&local_control\(args\)->combine_arrivals"
 AMAX_LEFT = r"\bleave_row_amax<"
 AMAX_TAKEN = r"\btake_row_amax\("
@@ -101,11 +107,11 @@ QUANTISING_ONE_ROUTE = Edit("quantise_and_put_tokens", r"turn = 1 - turn;")
 QUANTISING_BARRIER_OF_WARP = Edit("quantise_and_put_tokens", r"cta\.sync\(\);", "cta.sync_warp();")
 ONE_BUFFER = Edit("combine_items", r"turn = 1 - turn;")
 NO_BARRIER_BEHIND_ITEM = Edit("combine_items", r"cta\.sync\(\);")
-ROWS_RELAXED = Edit("arrive_with_rows", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu")
-NO_BARRIER_BEFORE_ROWS_ARRIVE = Edit("arrive_with_rows", r"cta\.sync\(\);", turn=0)
-NO_BARRIER_BEHIND_ROWS_ARRIVE = Edit("arrive_with_rows", r"cta\.sync\(\);", turn=1)
+ROWS_RELAXED = Edit("completes_rows", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu")
+NO_BARRIER_AFTER_ROW = Edit("quantise_received", r"cta\.sync\(\);")
+NO_BARRIER_BEHIND_ROWS_ARRIVE = Edit("completes_rows", r"cta\.sync\(\);")
 BARRIER_OF_WARP_BEHIND_AMAX = Edit("quantise_slot", r"cta\.sync\(\);", "cta.sync_warp();")
-ONE_AMAX = Edit("quantise_received", r"turn = 1 - turn;")
+ONE_NUMBER = Edit("quantise_received", r"turn = 1 - turn;")
 DISPATCH_DOES_NOT_WAIT = Edit("dispatch_body", r"if constexpr \(Config::kPdl\) pdl_wait\(\);")
 COMBINE_DOES_NOT_WAIT = Edit("combine_body", r"if constexpr \(Config::kPdl\) pdl_wait\(\);")
 
@@ -159,6 +165,7 @@ def finishing(
     words: tuple[str, str] | None = None,
     wait: Operands = "",
     counts_written: str = "",
+    rows_from: str = "",
     mark: str = "",
 ) -> str:
     """Dispatch, a thread of a finisher without tokens; thread 0 of it has `arrival`'s operands.
@@ -166,7 +173,7 @@ def finishing(
     last: whether its CTA arrived last; then it loads `count`, stores `cell`, and clears the counter
     by `reset`, for the peer of this thread. words: what the last thread of the last CTA writes to
     arrivals and epoch. wait: operands of the look at a cell and of its acquire. counts_written,
-    mark: instructions.
+    rows_from (of the last), mark: instructions.
     """
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {COUNTS_WRITTEN: counts_written, MARKED: mark}
@@ -179,6 +186,7 @@ def finishing(
         operands[r"publish_counts: load"] = count
         operands[r"publish_counts: .*dispatch_cells"] = cell
         operands[r"publish_counts: .*\], 0\)"] = reset
+        plain[ROWS_FROM_WRITTEN] = rows_from
     else:
         untaken.append(IS_LAST)
     if last and words:
@@ -220,34 +228,44 @@ def combining_quantised(
     kernels: Kernels,
     *,
     count: str = "",
-    rows: str = "",
+    rows: str | None = None,
+    take: str | None = None,
+    take_reset: str = "",
     arrival: str = "",
     signal: str | None = None,
     reset: str = "",
     wait: Operands = "",
     item: str | None = None,
 ) -> str:
-    """Combine in fp8_block, a thread; thread 0 of its CTA has `arrival`'s operands.
+    """Combine in fp8_block, a thread; thread 0 of its CTA has operands for `take` or `arrival`.
 
-    count: what it reads of a cell of dispatch. rows: instructions by which it quantises its part of
-    a row. signal: operands, if the CTA
-    arrives last. reset: what the last thread of that CTA writes. item: what the thread gets for the
-    CTA's item, if that has one.
+    count: how it reads the rows of its peer. rows: instructions by which it quantises its part of a
+    row; None: its CTA gets no row. take: operands by which thread 0 takes its last number;
+    take_reset: those of the store after it, if it is the last of all. signal: operands, if the CTA
+    completes the rows. reset: what the last thread of that CTA writes. item: what the thread gets
+    for the CTA's item, if that has one.
     """
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {ROWS_COUNTED: count}
     untaken = [SIGNALS, OTHER_ELEMENTS, OTHER_FORMATS[1], r"^format == kCombineUnquantised$"]
     untaken += [HAS_FAILED, A_FAULT]
-    if rows:
-        plain[ROW_QUANTISED] = rows
+    if rows is None:
+        untaken += [HAS_ROWS, HAS_QUANTISED]
     else:
-        untaken.append(HAS_ROWS)
+        plain[ROW_QUANTISED] = rows
+    if take is None and not arrival:
+        untaken.append(THREAD_0)
+    else:
+        numbers = (take or "",) if rows is None else ("", take or "")
+        operands[r"take_row: .*->rows_taken"] = numbers
+    if take_reset:
+        operands[r"end_taking: .*->rows_taken"] = take_reset if rows is None else ("", take_reset)
+    else:
+        untaken.append(IS_LAST_NUMBER)
     if arrival:
         operands[r"->combine_arrivals"] = arrival
-    else:
-        untaken.append(r"^cta\.thread == 0$")
     if signal is None:
-        untaken.append(ARRIVED_LAST)
+        untaken.append(COMPLETES)
     else:
         operands[r"signal_peers: .*combine_cells"] = signal
         plain[ROWS_RESET] = reset
@@ -552,12 +570,12 @@ def quantised_before_signal(kernels: Kernels) -> str:
     return text(
         {
             "gpu0.k0.cta0.t0": f"{WAIT}; st.weak out, 1",
-            "gpu0.k1.cta0.t0": combining_quantised(kernels, arrival="first=0, arrived, 1"),
+            "gpu0.k1.cta0.t0": combining_quantised(kernels, rows="", arrival="first=0, arrived, 1"),
             "gpu0.k1.cta0.t1": combining_quantised(kernels, rows=quantises),
             "gpu0.k1.cta1.t0": combining_quantised(
-                kernels, arrival="second=1, arrived, 1", signal=""
+                kernels, rows="", arrival="second=1, arrived, 1", signal=""
             ),
-            "gpu0.k1.cta1.t1": combining_quantised(kernels, signal=f"{SIGNAL}, 0|1"),
+            "gpu0.k1.cta1.t1": combining_quantised(kernels, rows="", signal=f"{SIGNAL}, 0|1"),
             "gpu1.k0.cta1.t0": combining_quantised(kernels, wait=SIGNALLED, item=""),
             "gpu1.k0.cta1.t1": combining_quantised(kernels, item="ld.weak got, quantised"),
         }
@@ -565,15 +583,58 @@ def quantised_before_signal(kernels: Kernels) -> str:
 
 
 def next_combine_starts_clean(kernels: Kernels) -> str:
-    """What the last CTA of combine leaves for the combine after the next dispatch."""
+    """What the CTA that completes a combine leaves for the combine after the next dispatch."""
     return text(
         {
-            "gpu0.k0.cta0.t0": combining_quantised(kernels, arrival="first=0, arrived, 1"),
+            "gpu0.k0.cta0.t0": combining_quantised(kernels, rows="", arrival="first=0, arrived, 1"),
             "gpu0.k0.cta1.t0": combining_quantised(
-                kernels, arrival="second=1, arrived, 1", signal="", reset="st.weak arrived, 0"
+                kernels,
+                rows="",
+                arrival="second=1, arrived, 1",
+                signal="",
+                reset="st.weak arrived, 0",
             ),
             "gpu0.k1.cta0.t0": WAIT,
-            "gpu0.k2.cta0.t0": combining_quantised(kernels, arrival="next_first, arrived, 1"),
+            "gpu0.k2.cta0.t0": combining_quantised(
+                kernels, rows="", arrival="next_first, arrived, 1"
+            ),
+        }
+    )
+
+
+def rows_of_two_ctas(kernels: Kernels) -> str:
+    """Two CTAs of a rank take a row each."""
+    return text(
+        {
+            "gpu0.k0.cta0.t0": combining_quantised(kernels, take="a, taken, 1"),
+            "gpu0.k0.cta1.t0": combining_quantised(kernels, take="b, taken, 1"),
+        }
+    )
+
+
+def next_taking_starts_at_the_first_row(kernels: Kernels) -> str:
+    """The CTA with the last number of a combine puts the word back for the next combine."""
+    return text(
+        {
+            "gpu0.k0.cta0.t0": combining_quantised(kernels, take="first=0, taken, 1"),
+            "gpu0.k0.cta1.t0": combining_quantised(
+                kernels, take="second=1, taken, 1", take_reset="taken, 0"
+            ),
+            "gpu0.k1.cta0.t0": WAIT,
+            "gpu0.k2.cta0.t0": combining_quantised(kernels, take="next_first, taken, 1"),
+        }
+    )
+
+
+def counts_of_a_late_cta(kernels: Kernels) -> str:
+    """A CTA of rank 0's combine reads its counts after others of it have signalled; by then rank 1
+    has sent the cell of the next round, and only rank 0's own dispatch may bring it to the counts.
+    """
+    return text(
+        {
+            "gpu0.k0.cta0.t1": finishing(kernels, rows_from="st.weak rows, 5"),
+            "gpu0.k1.cta0.t1": combining_quantised(kernels, count="ld.weak got, rows"),
+            "gpu0.k2.cta0.t1": finishing(kernels, rows_from="st.weak rows, 9"),
         }
     )
 
@@ -590,39 +651,44 @@ def quantised_read_before_next(kernels: Kernels) -> str:
     )
 
 
-def cell_counted_before_next_cell(kernels: Kernels) -> str:
-    """A CTA of rank 0's combine, not the last, counts its rows by the cell of round n; rank 1 has
-    the signal and sends the one of round n+1.
-    """
-    return text(
-        {
-            "gpu0.k0.cta0.t0": combining_quantised(kernels, arrival="first=0, arrived, 1"),
-            "gpu0.k0.cta0.t1": combining_quantised(kernels, count="ld.weak got, count"),
-            "gpu0.k0.cta1.t0": combining_quantised(
-                kernels, arrival="second=1, arrived, 1", signal=""
-            ),
-            "gpu0.k0.cta1.t1": combining_quantised(kernels, signal=f"{SIGNAL}, 0|1"),
-            "gpu1.k0.cta1.t0": combining_quantised(kernels, wait=SIGNALLED),
-            "gpu1.k1.cta0.t0": finishing(kernels, cell=f"{CELL}, 9|2"),
-        }
-    )
-
-
 def amax_of_three_rows(kernels: Kernels) -> str:
     """A fast warp leaves its part of the amax of rows 1, 2, 3 of a CTA; a slow one takes each."""
-    used, turned = "shared.amax[turn]", "turn = 1 - turn;"
-    where = buffers(kernels, "quantise_received", used, turned)
-    writes = tuple(f"st.weak amax_{place}, {row}" for row, place in enumerate(where, 1))
-    reads = tuple(f"ld.weak row{row}, amax_{place}" for row, place in enumerate(where, 1))
+    writes = tuple(f"st.weak amax, {row}" for row in (1, 2, 3))
+    reads = tuple(f"ld.weak row{row}, amax" for row in (1, 2, 3))
 
     def thread(plain: dict[str, Operands]) -> str:
-        untaken = [r"^Format == kCombineFp8Block$"]
+        untaken = [r"^Format == kCombineFp8Block$", THREAD_0]
         return kernels.thread("quantise_received", {}, plain, untaken, {HAS_ROWS: 3})
 
     return text(
         {
             "gpu0.k0.cta0.t0": thread({AMAX_LEFT: writes}),
             "gpu0.k0.cta0.t32": thread({AMAX_TAKEN: reads}),
+        }
+    )
+
+
+def numbers_of_three_rows(kernels: Kernels) -> str:
+    """Thread 0 takes the numbers of a CTA's rows 1, 2, 3, each while the row before is quantised;
+    another warp reads each. In fp8_block, which has no barrier for a row's amax.
+    """
+    where = buffers(kernels, "quantise_received", "shared.taken[1 - turn]", "turn = 1 - turn;")
+    first, *following = (f"st.weak taken_{place}, {row}" for row, place in enumerate(where, 1))
+    reads = tuple(f"ld.weak row{row}, taken_{place}" for row, place in enumerate(where, 1))
+    untaken = [HAS_FAILED, COMPLETES, HAS_QUANTISED, IS_LAST_NUMBER]
+    untaken.append(r"^!\(Format == kCombineFp8Block\)$")
+    turns = {HAS_ROWS: 3}
+    takes: dict[str, Operands] = {
+        FIRST_NUMBER: first,
+        NEXT_NUMBER: (*following, f"st.weak taken_{where[1]}, 4"),
+    }
+    left_out: dict[str, Operands] = {r"take_row: ": ""}
+    return text(
+        {
+            "gpu0.k0.cta0.t0": kernels.thread("send_quantised", left_out, takes, untaken, turns),
+            "gpu0.k0.cta0.t32": kernels.thread(
+                "send_quantised", {}, {NUMBER_READ: reads}, [*untaken, THREAD_0], turns
+            ),
         }
     )
 
@@ -799,6 +865,12 @@ SCENARIOS = {
             "one buffer": (ONE_BUFFER,),
         },
     ),
+    "each row is quantised by one CTA": Scenario(
+        (),
+        rows_of_two_ctas,
+        ({"a": 0, "b": 0}, {"a": 1, "b": 1}, {"taken": 1}),
+        {"rows taken in CTA scope": (Edit("fetch_add_relaxed_gpu", r"\.gpu", ".cta"),)},
+    ),
     "quantised rows before the signal": Scenario(
         ("P3", "P4", "P5"),
         quantised_before_signal,
@@ -808,7 +880,7 @@ SCENARIOS = {
             "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
             "arrival only releases": (ARRIVAL_RELEASES_ONLY,),
             "arrival of CTA scope": (ARRIVAL_OF_CTA_SCOPE,),
-            "no barrier before the arrival": (NO_BARRIER_BEFORE_ROWS_ARRIVE,),
+            "no barrier before the arrival": (NO_BARRIER_AFTER_ROW,),
             "no barrier behind the arrival": (NO_BARRIER_BEHIND_ROWS_ARRIVE,),
             "signal relaxed": (SIGNAL_RELAXED,),
             "no barrier behind the acquire": (NO_P4_BARRIER,),
@@ -822,6 +894,21 @@ SCENARIOS = {
         ({"next_first": 2}, {"next_first": 1}),
         {"combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,)},
     ),
+    "the next combine takes from the first row on": Scenario(
+        (),
+        next_taking_starts_at_the_first_row,
+        ({"next_first": 2}, {"next_first": 1}),
+        {"combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,)},
+    ),
+    "a late CTA counts the rows of its own round": Scenario(
+        (),
+        counts_of_a_late_cta,
+        ({"got": 0}, {"got": 9}),
+        {
+            "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
+            "combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,),
+        },
+    ),
     "combine has read before the next rows are quantised": Scenario(
         ("P1",),
         quantised_read_before_next,
@@ -833,26 +920,22 @@ SCENARIOS = {
             **ANY_RELEASE_OR_ACQUIRE,
         },
     ),
-    "rows are counted before the next cell": Scenario(
-        ("P3", "P5"),
-        cell_counted_before_next_cell,
-        ({"got": 9},),
-        {
-            "arrival relaxed": (ROWS_RELAXED,),
-            "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
-            "no barrier before the arrival": (NO_BARRIER_BEFORE_ROWS_ARRIVE,),
-            "no barrier behind the arrival": (NO_BARRIER_BEHIND_ROWS_ARRIVE,),
-            "signal relaxed": (SIGNAL_RELAXED,),
-            "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
-        },
-    ),
     "amax of three rows": Scenario(
         (),
         amax_of_three_rows,
         tuple({f"row{a}": b} for a in (1, 2, 3) for b in (0, 1, 2, 3) if a != b),
         {
             "a barrier of the warp only": (BARRIER_OF_WARP_BEHIND_AMAX,),
-            "one buffer": (ONE_AMAX,),
+            "no barrier after a row": (NO_BARRIER_AFTER_ROW,),
+        },
+    ),
+    "numbers of three rows": Scenario(
+        (),
+        numbers_of_three_rows,
+        tuple({f"row{a}": b} for a in (1, 2, 3) for b in (0, 1, 2, 3, 4) if a != b),
+        {
+            "no barrier after a row": (NO_BARRIER_AFTER_ROW,),
+            "one buffer": (ONE_NUMBER,),
         },
     ),
 }

@@ -51,6 +51,7 @@ def test_control_regions_are_regions_of_the_layout() -> None:
         "dispatch_cells",
         "combine_cells",
         "recv_counts",
+        "rows_from",
         "send_counters",
         "local",
         "counters",

@@ -35,6 +35,7 @@ struct ControlRegions {
   uint32_t dispatch_cells;  // [ep_size] u64 {tag, count, epoch}; entry s is written by rank s
   uint32_t combine_cells;   // [ep_size] u64 {0, 0, epoch}; entry s is written by rank s
   uint32_t recv_counts;     // [ep_size] i32 rows received from each rank; written by dispatch
+  uint32_t rows_from;       // [ep_size] u32 the same for combine: callers cannot write to these
   uint32_t send_counters;   // [ep_size] u32 rows put to each rank; zero between dispatches
   uint32_t local;           // LocalControl; this rank only
   uint32_t counters;        // ExchangeCounters; this rank only
@@ -112,7 +113,8 @@ struct LocalControl {
   uint32_t arrivals;          // CTAs of the running dispatch, or gather, that have put their rows
   uint32_t rows_put;          // by the last dispatch, for combine's counters
   uint32_t remote_rows_put;   // the part of them that went to other ranks
-  uint32_t combine_arrivals;  // CTAs of the running combine with a format, or argmax, done alike
+  uint32_t combine_arrivals;  // rows that the running combine has quantised; CTAs of argmax, done
+  uint32_t rows_taken;        // by CTAs of the running combine with a format; zero between combines
 };
 
 // Totals since the workspace was made.

@@ -48,14 +48,31 @@ HD uint64_t pack_fault(int code, int phase, int peer, uint32_t epoch) {
          static_cast<uint64_t>(peer) << 32 | epoch;
 }
 
-// Looks at the cell until it has reached the epoch; false when timeout_ns have passed since `start`,
-// which is one for all the cells a thread waits for. Orders nothing.
-HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, uint64_t start,
-                           uint64_t timeout_ns) {
+// One thread's patience: for all the cells that it waits for, together. The clock starts at the first
+// look that fails, so a thread that need not wait reads none.
+struct Patience {
+  uint64_t timeout_ns;
+  uint64_t start = 0;  // 0: no look has failed yet
+
+  HD explicit Patience(uint64_t nanoseconds) : timeout_ns(nanoseconds) {}
+
+  // Nanoseconds since the first call. Never negative: a GPU's clock may read lower than it did before
+  // (the driver sets it, and it is one for all SMs), and an unsigned difference would then be over
+  // every limit at once.
+  HD uint64_t waited_ns() {
+    const uint64_t now = now_ns();
+    if (start == 0) start = now;
+    const int64_t waited = static_cast<int64_t>(now - start);
+    return waited > 0 ? static_cast<uint64_t>(waited) : 0;
+  }
+};
+
+// Looks at the cell until it has reached the epoch; false when patience is over. Orders nothing.
+HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience) {
   Backoff backoff;
   while (!has_reached(load_relaxed_sys(cell), epoch)) {
-    const uint64_t waited = now_ns() - start;
-    if (waited > timeout_ns) return false;
+    const uint64_t waited = patience.waited_ns();
+    if (waited > patience.timeout_ns) return false;
     backoff.pause(waited);
   }
   return true;
@@ -63,9 +80,8 @@ HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, uint64_t start,
 
 // Waits until the cell has reached the epoch. On 0, all that the cell's writer did before releasing
 // it is visible to this thread; otherwise a kFault* code.
-HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, uint64_t start, uint64_t timeout_ns,
-                      uint64_t* seen) {
-  if (!is_reached_in_time(cell, epoch, start, timeout_ns)) return kFaultTimeout;
+HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t* seen) {
+  if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
   // The acquire half of P1 (dispatch) and P3 (combine). With a relaxed load here the rows read
   // afterwards may be older than the cell.
   *seen = load_acquire_sys(cell);
@@ -94,9 +110,9 @@ HD bool has_failed(const Args& args) {
 // waiting, who then would hear of a missing rank instead of what is wrong.
 template <class Args>
 HD void report_fault(const Args& args, uint32_t cells, int code, int phase, int peer,
-                     uint32_t epoch, uint64_t start) {
+                     uint32_t epoch, Patience& patience) {
   const int me = rank_in(args.geometry);
-  is_reached_in_time(cell_of(args, me, cells, me), epoch, start, args.timeout_ns);
+  is_reached_in_time(cell_of(args, me, cells, me), epoch, patience);
   if (has_failed(args)) return;
   LocalControl* local = local_control(args);
   const uint64_t fault = pack_fault(code, phase, peer, epoch);

@@ -244,6 +244,7 @@ HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, in
   // The lanes of a warp go round together, for they exchange values; behind the end of the row they
   // work on its first piece and store nothing.
   const int warp = lane - lane % Cta::kExchangeThreads;
+  MOE_NVLINK_ROLLED
   for (int start = first; start + warp * Count < last; start += cta.num_threads * Count) {
     const int place = start + lane * Count;
     const bool mine = place < last;
@@ -351,6 +352,7 @@ HD uint32_t amax_of_lane(const Cta& cta, int lane, const char* row, int hidden_s
   constexpr int kBytes = static_cast<int>(sizeof(Word));
   const int whole = wide ? hidden_size / kLaneElements * kLaneElements : 0;
   uint32_t most = 0;
+  MOE_NVLINK_ROLLED
   for (int place = lane * kLaneElements; place < whole; place += cta.num_threads * kLaneElements) {
     Vector<kLaneElements * kBytes> loaded;
     Word* words = reinterpret_cast<Word*>(&loaded);

@@ -39,6 +39,13 @@ HD ExchangeCounters* exchange_counters(const Args& args) {
       region_of(args, rank_in(args.geometry), args.control.counters));
 }
 
+// Rows that this rank has received from each rank in the last dispatch.
+template <class Args>
+HD uint32_t* rows_from(const Args& args) {
+  return reinterpret_cast<uint32_t*>(
+      region_of(args, rank_in(args.geometry), args.control.rows_from));
+}
+
 // One thread of a launch.
 HD void add_to_total(uint64_t* total, uint64_t value) {
   store_word(total, load_word(total) + value);
