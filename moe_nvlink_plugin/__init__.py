@@ -21,9 +21,10 @@ and keeps it in a cache, driver.py calls the CUDA driver.
 
 Beside the path: config.py (AllToAllConfig), recipes/ (what travels), combine_formats.py (what
 travels back), plugins.py with hookspecs.py and builtin_plugins.py (how recipes and transports are
-found), faults.py (what a kernel reports, as an error), groups.py (collective steps of start-up),
-errors.py, env.py, reference.py (the same verbs in plain torch, for the tests), and for a shell
-cli.py with doctor/ (what works on this machine) and precompile.py (fills the kernel cache).
+found), faults.py (what a kernel reports, as an error), startup.py (how long ranks wait for one
+another), groups.py (collective steps of create), errors.py, env.py, reference.py (the same verbs in
+plain torch, for the tests), and for a shell cli.py with doctor/ (what works on this machine) and
+precompile.py (fills the kernel cache).
 
 Knowledge goes one way: errors, env, driver <- config, head_config, groups <- recipes, transport <-
 combine_formats <- layout, hookspecs <- plugins, jit <- arguments <- executors <- workspace <-

@@ -285,6 +285,19 @@ class MoeAllToAll:
         """
         self._layer.synchronize()
 
+    def hold_startup(self) -> None:
+        """Lets ranks wait first_timeout_s for one another until `end_startup`. Local.
+
+        Of all layers on the workspace. For programs whose ranks go on to compile or tune after a
+        first round. Without it start-up lasts until the first complete round. A capture of a CUDA
+        graph ends it too.
+        """
+        self._layer.workspace.startup.hold()
+
+    def end_startup(self) -> None:
+        """From the next launch on this rank waits timeout_s. Local; idempotent."""
+        self._layer.workspace.startup.end()
+
     def failure(self) -> MoeNvlinkError | None:
         """What went wrong in a verb so far, or None. Local; waits for nothing; for any thread.
 

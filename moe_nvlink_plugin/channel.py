@@ -10,6 +10,7 @@ import torch
 from .arguments import combine_arguments, dispatch_arguments
 from .errors import MoeNvlinkError
 from .faults import Faults
+from .startup import Timeouts
 
 if TYPE_CHECKING:
     from .exchange import LayerExchange
@@ -37,7 +38,9 @@ class Channel:
         self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
         self._combine_args = combine_arguments(config, self._regions, *window)
         assert config.timeout_s is not None
-        self._faults = Faults(workspace, index, config.ep_rank, ep_size, config.timeout_s)
+        assert config.first_timeout_s is not None
+        self._timeouts = Timeouts(config.first_timeout_s, config.timeout_s)
+        self._faults = Faults(workspace, index, config.ep_rank, ep_size, self._timeouts)
 
     def _view(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
         num_slots = self._layer.num_slots
@@ -69,6 +72,7 @@ class Channel:
         args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
         for entry, tensor in zip(args.payloads, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
+        args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
         self._launcher.dispatch(args)
         return slots
 
@@ -81,7 +85,10 @@ class Channel:
         args = self._combine_args
         args.geometry.num_tokens = send_slots.shape[0]
         args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
+        startup = self._workspace.startup
+        args.timeout_ns = startup.timeout_ns(self._timeouts)
         self._launcher.combine(args)
+        startup.complete_round()
 
     def _copy_rows(self, expert_output: torch.Tensor) -> None:
         if self._workspace.executor.asynchronous:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: Fields that every configuration has and takes from the environment where they are None.
+#: fill_timeouts sees to first_timeout_s.
 HOST_DEFAULTS: dict[str, Callable[[], object]] = {
     "timeout_s": env.timeout_s,
     "num_threads": env.host_threads,
@@ -35,6 +37,17 @@ def fill_defaults(config: object, **defaults: Callable[[], object]) -> None:
     for name, default in defaults.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, default())
+
+
+def fill_timeouts(config: Any) -> None:
+    """Writes first_timeout_s of a frozen configuration where it is None; before fill_defaults.
+
+    A caller who gives timeout_s alone means every wait.
+    """
+    if config.first_timeout_s is None:
+        given = config.timeout_s
+        seconds = env.first_timeout_s() if given is None else given
+        object.__setattr__(config, "first_timeout_s", seconds)
 
 
 def local_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
@@ -69,6 +82,9 @@ class AllToAllConfig:
             them and added in fp32 by the one that gets them; combine_formats.py bounds the error.
             None takes MOE_NVLINK_COMBINE.
         timeout_s: seconds to wait for the other ranks; None takes MOE_NVLINK_TIMEOUT_S.
+        first_timeout_s: seconds to wait for them until the first complete round, in which a rank
+            may still compile, load or tune its experts. None takes timeout_s if that is given,
+            else MOE_NVLINK_FIRST_TIMEOUT_S.
         num_channels: independent control and buffer sets, one for each micro-batch in flight. On a
             GPU each channel's kernels take a share of the SMs, and do without programmatic
             dependent launch, so that those of several streams can wait side by side.
@@ -94,6 +110,7 @@ class AllToAllConfig:
     recipe: str | None = None
     combine: str | None = None
     timeout_s: float | None = None
+    first_timeout_s: float | None = None
     num_channels: int = 1
     num_threads: int | None = None
     max_sms: int | None = None
@@ -101,6 +118,7 @@ class AllToAllConfig:
     transport: str | None = None
 
     def __post_init__(self) -> None:
+        fill_timeouts(self)
         fill_defaults(self, **HOST_DEFAULTS, combine=env.combine)
         object.__setattr__(self, "extra_payload_bytes", tuple(self.extra_payload_bytes))
         self._check_ints()
@@ -134,9 +152,18 @@ class AllToAllConfig:
                 f"combine={self.combine!r} (MOE_NVLINK_COMBINE) is no format of combine; use one "
                 f"of {', '.join(COMBINE_FORMATS)}"
             )
-        timeout_s = self.timeout_s
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
-            raise ConfigError(f"timeout_s={timeout_s!r} must be between 0 and 1e6 seconds")
+        check_timeouts(self.timeout_s, self.first_timeout_s)
+
+
+def check_timeouts(timeout_s: object, first_timeout_s: object) -> None:
+    """Both are seconds that a wait can have.
+
+    Raises:
+        ConfigError: naming the field, its value and the limit.
+    """
+    for name, seconds in {"timeout_s": timeout_s, "first_timeout_s": first_timeout_s}.items():
+        if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
+            raise ConfigError(f"{name}={seconds!r} must be between 0 and 1e6 seconds")
 
 
 def check_int(name: str, value: object, lowest: int, highest: int) -> None:

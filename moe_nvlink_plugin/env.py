@@ -17,6 +17,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_CXX": ("g++", "host compiler for the CPU ranks' kernels"),
     "MOE_NVLINK_HOST_THREADS": ("1", "threads per CPU rank that dispatch and combine use"),
     "MOE_NVLINK_TIMEOUT_S": ("300", "seconds a rank waits for the others before it reports them"),
+    "MOE_NVLINK_FIRST_TIMEOUT_S": (
+        "1800",
+        "the same while the ranks start: until the first complete round; in vLLM until the first "
+        "request or CUDA graph",
+    ),
     "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
     "MOE_NVLINK_MAX_SMS": ("unset", "SMs that a kernel of ours may fill; unset: all of them"),
     "MOE_NVLINK_COMBINE": ("bf16", "how rows travel back: bf16 (as they are), fp8_block or nvfp4"),
@@ -134,6 +139,11 @@ def host_threads() -> int:
 def timeout_s() -> float:
     """Default of AllToAllConfig.timeout_s, in seconds."""
     return _positive("MOE_NVLINK_TIMEOUT_S", float, 300.0)
+
+
+def first_timeout_s() -> float:
+    """Default of AllToAllConfig.first_timeout_s, in seconds; never below MOE_NVLINK_TIMEOUT_S."""
+    return max(_positive("MOE_NVLINK_FIRST_TIMEOUT_S", float, 1800.0), timeout_s())
 
 
 def combine() -> str:

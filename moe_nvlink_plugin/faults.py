@@ -12,6 +12,7 @@ from .errors import DisagreementError, ExchangeTimeoutError, MoeNvlinkError, Pee
 from .jit.header import constants
 
 if TYPE_CHECKING:
+    from .startup import Timeouts
     from .workspace import Workspace
 
 
@@ -41,7 +42,7 @@ class Faults:
     Args:
         rank: this one.
         size: ranks of the group.
-        timeout_s: of the layer's waits.
+        timeouts: of the layer's waits.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class Faults:
         channel: int,
         rank: int,
         size: int,
-        timeout_s: float,
+        timeouts: Timeouts,
     ) -> None:
         self._workspace, self._channel = workspace, channel
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._rank, self._size, self._timeouts = rank, size, timeouts
 
     def error(
         self, disagreement: Callable[[int, str, int], str], *, ask_device: bool = True
@@ -83,10 +84,13 @@ class Faults:
                 f"{epoch}: somebody wrote into the exchange's memory; end all ranks"
             )
         late = (self._late_ranks(phase, epoch) if ask_device else ()) or (peer,)
+        waited_s = self._workspace.startup.waited_s(self._channel, epoch, self._timeouts)
+        is_first = waited_s != self._timeouts.later
+        raised = "first_timeout_s (MOE_NVLINK_FIRST" if is_first else "timeout_s (MOE_NVLINK"
         return ExchangeTimeoutError(
-            f"rank {self._rank} waited {self._timeout_s:g} s in {phase.name} of epoch {epoch} for "
-            f"rank(s) {', '.join(map(str, late))}; look at those ranks' logs, and raise timeout_s "
-            "(MOE_NVLINK_TIMEOUT_S) if they were only slow",
+            f"rank {self._rank} waited {waited_s:g} s in {phase.name} of epoch {epoch} for "
+            f"rank(s) {', '.join(map(str, late))}; look at those ranks' logs, and raise "
+            f"{raised}_TIMEOUT_S) if they were only slow",
             phase=phase.name,
             ranks=late,
             epoch=epoch,

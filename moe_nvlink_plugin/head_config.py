@@ -6,7 +6,15 @@ import dataclasses
 
 import torch
 
-from .config import ACTIVATION_DTYPES, HOST_DEFAULTS, MAX_RANKS, check_int, fill_defaults
+from .config import (
+    ACTIVATION_DTYPES,
+    HOST_DEFAULTS,
+    MAX_RANKS,
+    check_int,
+    check_timeouts,
+    fill_defaults,
+    fill_timeouts,
+)
 from .errors import ConfigError
 
 #: Vocabulary rows of a rank are a multiple of this: rows of logits then start on boundaries of 32
@@ -32,7 +40,8 @@ class HeadConfig:
         dtype: of rows, head and logits: bfloat16, float16 or float32.
         full_logits: make room for sharded_logits: max_rows_per_rank * tp_size * shard_size elements
             of symmetric memory on every rank.
-        timeout_s: seconds to wait for the other ranks; None takes MOE_NVLINK_TIMEOUT_S.
+        timeout_s, first_timeout_s: seconds to wait for the other ranks, and until the first
+            complete call; as in AllToAllConfig.
         num_threads: host threads per rank; None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
         max_sms: a launch has no more CTAs than so many SMs of a GPU hold; None takes
             MOE_NVLINK_MAX_SMS, and all SMs where that is unset. May differ by rank.
@@ -51,11 +60,13 @@ class HeadConfig:
     dtype: torch.dtype = torch.bfloat16
     full_logits: bool = False
     timeout_s: float | None = None
+    first_timeout_s: float | None = None
     num_threads: int | None = None
     max_sms: int | None = None
     transport: str | None = None
 
     def __post_init__(self) -> None:
+        fill_timeouts(self)
         fill_defaults(self, **HOST_DEFAULTS)
         check_int("tp_size", self.tp_size, 1, MAX_RANKS)
         check_int("tp_rank", self.tp_rank, 0, self.tp_size - 1)
@@ -72,8 +83,7 @@ class HeadConfig:
         if self.full_logits:
             # The kernel counts the bytes of a row in int32, and steps a little behind its end.
             check_int("vocab_size with full_logits", self.vocab_size, 1, 2**28)
-        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < 1e6:
-            raise ConfigError(f"timeout_s={self.timeout_s!r} must be between 0 and 1e6 seconds")
+        check_timeouts(self.timeout_s, self.first_timeout_s)
 
     @property
     def shard_size(self) -> int:

@@ -17,6 +17,7 @@ from .arguments import head_arguments
 from .errors import ExchangeStateError, InputError, MoeNvlinkError
 from .faults import Faults
 from .head_config import HeadConfig
+from .startup import Timeouts
 from .workspace import Workspace
 
 _handles = itertools.count(1)
@@ -66,7 +67,9 @@ class HeadExchange:
         self._args = head_arguments(config, regions, *window)
         self._launcher = workspace.executor.head_launcher(config)
         assert config.timeout_s is not None
-        self._faults = Faults(workspace, 0, config.tp_rank, config.tp_size, config.timeout_s)
+        assert config.first_timeout_s is not None
+        self._timeouts = Timeouts(config.first_timeout_s, config.timeout_s)
+        self._faults = Faults(workspace, 0, config.tp_rank, config.tp_size, self._timeouts)
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -131,13 +134,17 @@ class HeadExchange:
         args.geometry.num_rows, args.geometry.row_bound = num_rows, call.row_bound
         args.hidden = call.hidden.data_ptr()
         args.soft_cap, args.scale = call.soft_cap or 0.0, call.scale
+        startup = self.workspace.startup
+        args.timeout_ns = startup.begin_round(0, self._timeouts)
         self._launcher.gather(args)
         self._raise_fault()
         try:
             logits = self._product(call)
             ids = torch.empty(num_rows, dtype=torch.int64, device=call.hidden.device)
             args.logits, args.output = logits.data_ptr(), ids.data_ptr()
+            args.timeout_ns = startup.timeout_ns(self._timeouts)
             self._launcher.argmax(args)
+            startup.complete_round()
         except BaseException as error:
             # The peers wait for what this rank would have found, and must not meet its next rows.
             self.workspace.broken = ExchangeStateError(f"a product failed: {error!r}")

@@ -16,6 +16,7 @@ from .errors import ExchangeStateError, MoeNvlinkError
 from .executors import Executor, FaultWords
 from .groups import Group, all_or_none
 from .layout import MAX_WINDOW_BYTES, Region, WorkspaceLayout
+from .startup import Startup
 from .transport import SymmetricMemory, Transport
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Workspace:
             their order.
         broken: why no rank may use the workspace any more, once there is such a reason. It is
             the workspace's, not a layer's: all layers' rounds share its cells and its epochs.
+        startup: how long the launches on it may wait.
         name: the same on every rank once all have agreed, and no other workspace's.
     """
 
@@ -70,6 +72,7 @@ class Workspace:
         self.device = device
         self.executor = executor
         self.broken: MoeNvlinkError | None = None
+        self.startup = Startup(executor.is_capturing)
         self.name = secrets.token_hex(8)
         # Not an inference tensor, whatever the caller is in: verbs outside that mode write to it.
         with torch.inference_mode(False):

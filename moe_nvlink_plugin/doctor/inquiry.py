@@ -216,7 +216,7 @@ def _descriptor_domain() -> str:
 
 def _environment() -> tuple[dict[str, str | None], tuple[str, ...]]:
     bad = []
-    readers: tuple[Callable[[], Any], ...] = (env.host_threads, env.timeout_s, env.pdl)
+    readers: tuple[Callable[[], Any], ...] = (env.host_threads, env.first_timeout_s, env.pdl)
     for reader in (*readers, env.max_sms, env.allow_shared_gpu):
         found = _ask(lambda reader=reader: str(reader()))  # type: ignore[misc]
         if found.error:

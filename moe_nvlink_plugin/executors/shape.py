@@ -5,9 +5,9 @@ kernels hide latency (kernels/README.md); their constants are estimates until th
 been measured on a GPU.
 
 A grid never exceeds what a GPU without other work holds at once: a CTA that starts late only makes
-the round longer. Dispatch must have its CTAs, or 32 of them, on the GPU together, for some wait while
-others may not have started. Combine need not: its CTAs wait for the peers' signals only, and a rank's
-own signal comes from those that run (kernels/README.md).
+the round longer. Dispatch must have its CTAs, or 32 of them, on the GPU together, for some wait
+while others may not have started. Combine need not: its CTAs wait for the peers' signals only, and
+a rank's own signal comes from CTAs that run (kernels/README.md).
 """
 
 from __future__ import annotations

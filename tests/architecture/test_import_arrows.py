@@ -29,18 +29,20 @@ ALLOWED: dict[str, set[str] | None] = {
     "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
     "head_cost": {"errors", "config", "driver", "head_config"},
     "faults": {"errors", "jit"},
+    "startup": set(),
     "head_config": {"errors", "config"},
-    "head_exchange": {"errors", "arguments", "checks", "faults", "head_config", "workspace"},
+    "head_exchange": {"errors", "arguments", "checks", "faults", "head_config", "startup"}
+    | {"workspace"},
     "head_ops": {"head_exchange"},
     "lm_head": {"errors", "executors", "groups", "head_config", "head_exchange", "head_ops"}
     | {"layout", "plugins", "workspace"},
     "workspace": {"errors", "env", "config", "recipes", "layout", "transport", "groups"}
-    | {"executors"},
+    | {"executors", "startup"},
     "checks": {"errors", "config", "recipes"},
     "arguments": {"errors", "config", "recipes", "layout", "jit", "head_config"},
     # How a kernel is launched: on CPU threads, or by the CUDA driver.
     "executors": {"errors", "env", "config", "jit", "driver", "arguments", "head_config"},
-    "channel": {"errors", "jit", "arguments", "faults"},
+    "channel": {"errors", "arguments", "faults", "startup"},
     "exchange": {"errors", "env", "config", "recipes", "layout", "workspace", "checks", "channel"}
     | {"arguments"},
     "inductor": set(),
@@ -62,6 +64,7 @@ ALLOWED_FOR_TYPES = {
     ("checks", "exchange"),
     ("channel", "exchange"),
     ("checks", "head_exchange"),
+    ("faults", "startup"),
     ("faults", "workspace"),
 }
 #: Public names: what an adapter, like any other user, may import. `""` is the package itself.

@@ -28,8 +28,8 @@ inline void test_delay() {
 """
 
 
-#: A GPU that has places for so many CTAs of combine at a time, because other kernels hold the rest. A
-#: CTA starts when one of those before it in line has ended.
+#: A GPU that has places for so many CTAs of combine at a time, because other kernels hold the rest.
+#: A CTA starts when one of those before it in line has ended.
 _FEW_PLACES = """
 #include <condition_variable>
 #include <mutex>
@@ -43,7 +43,8 @@ inline TestGpu test_gpus[128];
 
 class TestPlace {
  public:
-  TestPlace(int rank, int in_line, int num_blocks) : gpu_(test_gpus[rank]), num_blocks_(num_blocks) {
+  TestPlace(int rank, int in_line, int num_blocks)
+      : gpu_(test_gpus[rank]), num_blocks_(num_blocks) {
     std::unique_lock lock(gpu_.mutex);
     gpu_.freed.wait(lock, [&] { return in_line < gpu_.ended + PLACES; });
   }

@@ -402,7 +402,7 @@ def test_counts_that_the_caller_has_written_to_do_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMBINE_FORMATS)
 def test_one_place_on_the_gpu_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another stream's kernel holds all places but one, and waits for what comes after this combine.
+    """Another stream's kernel holds all places but one, and waits for what follows this combine.
 
     The CTAs of a combine then run one after another. Those that run must not wait for the others.
     With a format any CTA may be the first; without one it is CTA 0, as on GPUs.
