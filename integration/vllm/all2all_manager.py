@@ -66,10 +66,12 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         *,
         device: torch.device,
         options: Options | None = None,
+        holds_startup: bool = False,
     ) -> None:
         """device: where this rank's layers work. cpu_group: a gloo group, for start-up only.
 
-        options: None takes the defaults, without asking the environment.
+        options: None takes the defaults, without asking the environment. holds_startup: somebody
+        calls `end_startup`.
         """
         super().__init__(cpu_group, tcp_store_group)
         if self.internode and device.type == "cpu":
@@ -80,6 +82,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             )
         self.device = device
         self.options = options or Options()
+        self._holds_startup = holds_startup
         self._met = False
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         self._draft_heads: dict[Any, DraftHead] = {}
@@ -109,6 +112,12 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             combine=self.options.combine,
             **geometry._asdict(),
         )
+
+    def end_startup(self) -> None:
+        """This worker has warmed up: from now on its waits have the ordinary limit. Local."""
+        self._holds_startup = False
+        for exchange in self._exchanges.values():  # one would do: they share the workspace
+            exchange.end_startup()
 
     def agree(self, mine: Proposal) -> None:
         """Returns when all ranks propose the same for a layer. Collective.
@@ -140,6 +149,8 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             self.config(geometry), self.cpu_group, self.device, share_with=first
         )
         self._exchanges[geometry] = created
+        if first is None and self._holds_startup:
+            created.hold_startup()
         if first is None:
             self._start_stats(created)
             if self.device.type == "cuda":

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import drafts, flag
+from . import drafts, flag, worker
 from .options import options_of
 
 logger = logging.getLogger("vllm.plugins.moe_nvlink")
@@ -47,5 +47,8 @@ def attach(communicator: Any, device: torch.device) -> None:
     elif options.shares_lm_head:
         logger.info("MOE_NVLINK_MTP_LM_HEAD_TP is set, and there is no MTP draft to use it for")
     communicator.all2all_manager = MoeNvlinkAll2AllManager(
-        communicator.cpu_group, device=device, options=options
+        communicator.cpu_group,
+        device=device,
+        options=options,
+        holds_startup=worker.is_in_place(vllm_config),
     )

@@ -107,6 +107,12 @@ TOUCHED = (
     Touched("vllm.platforms.cpu", "CpuPlatform", "subclass", device="cpu"),
     Touched("vllm.platforms.cuda", "CudaPlatform", "subclass", device="cuda"),
     Touched("vllm.utils.import_utils", "resolve_obj_by_qualname", "use", ("qualname",)),
+    *_methods(
+        "vllm.v1.worker.cpu_worker", "CPUWorker", "subclass", "cpu", compile_or_warm_up_model=()
+    ),
+    *_methods(
+        "vllm.v1.worker.gpu_worker", "Worker", "subclass", "cuda", compile_or_warm_up_model=()
+    ),
     Touched("vllm", "envs.VLLM_PLUGINS", "use"),
     Touched("vllm", "version", "use"),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "patch"),

@@ -39,12 +39,20 @@ class MoeNvlinkPlatform(_Base):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Refuses what we cannot serve, before vLLM's own platform adjusts the configuration."""
-        if flag.is_selected(vllm_config):
+        """Refuses what we cannot serve, before vLLM's own platform adjusts the configuration.
+
+        That chooses the worker's class, which becomes ours.
+        """
+        is_selected = flag.is_selected(vllm_config)
+        if is_selected:
             from . import drafts, validation
 
             drafts.ask_for_tokens(vllm_config, validation.check(vllm_config, cls.device_type))
         super().check_and_update_config(vllm_config)
+        if is_selected:
+            from . import worker
+
+            worker.put_in_place(vllm_config)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

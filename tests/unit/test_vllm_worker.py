@@ -1,0 +1,103 @@
+"""Our worker class: where vLLM takes it, where it does not, and when it ends start-up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from moe_nvlink_plugin.integration.vllm import flag, worker
+from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry, MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.testing import ThreadGroup
+from tests.unit.small_exchange import config
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+CPU = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def created(checkpoint: Path, **values: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=512,
+        enable_expert_parallel=True,
+        data_parallel_size=2,
+        **values,
+    ).create_engine_config()
+
+
+def test_the_flag_makes_the_worker_ours(checkpoint: Path) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    asked = created(checkpoint, all2all_backend=flag.BACKEND)
+    assert worker.is_in_place(asked)
+    found = resolve_obj_by_qualname(asked.parallel_config.worker_cls)
+    assert issubclass(found, (worker.EndsStartup, resolve_obj_by_qualname(CPU)))
+    assert found.__mro__[1] is worker.EndsStartup, "in front of vLLM's"
+    worker.put_in_place(asked)
+    assert resolve_obj_by_qualname(asked.parallel_config.worker_cls) is found, "once more: the same"
+
+
+def test_without_the_flag_it_is_vllms(checkpoint: Path) -> None:
+    config = created(checkpoint)
+    assert config.parallel_config.worker_cls == CPU
+    assert not worker.is_in_place(config)
+
+
+def test_a_users_own_worker_stays(checkpoint: Path) -> None:
+    config = created(checkpoint, all2all_backend=flag.BACKEND, worker_cls="some.where.Worker")
+    assert config.parallel_config.worker_cls == "some.where.Worker"
+    assert not worker.is_in_place(config)
+
+
+def test_startup_ends_when_the_worker_has_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class VllmsWorker:
+        def compile_or_warm_up_model(self) -> str:
+            events.append("warmed up")
+            return "times"
+
+    manager = SimpleNamespace(end_startup=lambda: events.append("start-up over"))
+    group = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=manager))
+    monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: group)
+    made: Any = type("Made", (worker.EndsStartup, VllmsWorker), {})
+    assert made().compile_or_warm_up_model() == "times"
+    assert events == ["warmed up", "start-up over"]
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_manager_holds_startup_for_all_layers(
+    holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The geometry that comes first holds it, those on the same workspace with it."""
+    (group,) = ThreadGroup.ranks(1)
+    monkeypatch.setattr("torch.distributed.barrier", lambda group: None)
+    manager = MoeNvlinkAll2AllManager.__new__(MoeNvlinkAll2AllManager)
+    manager.__dict__.update(rank=0, world_size=1, cpu_group=group, internode=False)
+    monkeypatch.setattr(
+        "vllm.distributed.device_communicators.base_device_communicator."
+        "All2AllManagerBase.__init__",
+        lambda self, *groups: None,
+    )
+    import torch
+
+    manager.__init__(group, device=torch.device("cpu"), holds_startup=holds)  # type: ignore[misc]
+    usual = config()
+    geometry = Geometry(4, 2, usual.hidden_size, 8, torch.float32)
+    layers = [manager.exchange(geometry), manager.exchange(geometry._replace(top_k=1))]
+    for layer in layers:
+        layer._layer.workspace.startup.complete_round()
+    states = {layer._layer.workspace.startup._is_over for layer in layers}
+    assert states == {not holds}
+    manager.end_startup()
+    assert all(layer._layer.workspace.startup._is_over for layer in layers)
+    manager.destroy()
