@@ -70,12 +70,13 @@ class AllToAllConfig:
             None takes MOE_NVLINK_COMBINE.
         timeout_s: seconds to wait for the other ranks; None takes MOE_NVLINK_TIMEOUT_S.
         num_channels: independent control and buffer sets, one for each micro-batch in flight. On a
-            GPU each channel's kernels take a share of the SMs, and do without programmatic
-            dependent launch, so that those of several streams can wait side by side.
+            GPU each channel's kernels take a share of the SMs, one CTA on each, and do without
+            programmatic dependent launch, so that those of several streams can wait side by side.
+            Layers that share a workspace and run side by side need the same number.
         num_threads: host threads per rank; None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
         max_sms: a launch has no more CTAs than so many SMs of a GPU hold, wherever it puts them;
-            None takes MOE_NVLINK_MAX_SMS, and all SMs where that is unset, or each channel's share
-            of them. May differ by rank.
+            None takes MOE_NVLINK_MAX_SMS, and all SMs where that is unset. May differ by rank. The
+            share of each channel, and of each rank on one GPU, bounds it further.
         extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
         transport: how peers reach memory; None chooses by device ("host" for cpu, "nvlink" for
             cuda).

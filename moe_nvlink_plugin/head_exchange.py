@@ -64,7 +64,7 @@ class HeadExchange:
             self._counts = workspace.words(regions["recv_counts"], config.tp_size, torch.int32)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
         self._args = head_arguments(config, regions, *window)
-        self._launcher = workspace.executor.head_launcher(config)
+        self._launcher = workspace.executor.head_launcher(config, workspace.memory.ranks_on_device)
         assert config.timeout_s is not None
         self._faults = Faults(workspace, 0, config.tp_rank, config.tp_size, config.timeout_s)
         self.handle = next(_handles)
