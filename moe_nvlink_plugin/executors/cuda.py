@@ -184,6 +184,18 @@ class _Room:
         return limits.beside_others(self._share) if self.is_shared else limits
 
 
+@functools.cache  # once a process
+def _advise_eager_loading() -> None:
+    if driver.loads_lazily():
+        logger.warning(
+            "moe_nvlink: num_channels is above 1, and this process loads a kernel, anybody's, at "
+            "its first launch. The driver may wait for that until the GPU is idle. If a kernel of "
+            "one channel waits there for a rank whose host does the same in another channel, "
+            "neither rank goes on. Start all ranks with CUDA_MODULE_LOADING=EAGER, or run the "
+            "whole model once, one channel at a time, before several are in flight"
+        )
+
+
 class _CudaLauncher:
     def __init__(
         self,
@@ -197,6 +209,8 @@ class _CudaLauncher:
         device = executor.device_facts
         room = _Room(device.num_sms, config.max_sms, config.num_channels, ranks_on_device)
         pdl = executor.pdl and not room.is_shared
+        if config.num_channels > 1 and config.ep_size > 1:
+            _advise_eager_loading()
         element = element_code(config.dtype)
         format_code = combine_code(config)
         dispatch, combine = _kernels(device.index, config.top_k, element, pdl, 0, format_code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,46 @@ def test_more_channels_than_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     message = in_driver(more_channels_than_sms, tmp_path, monkeypatch, sms=4)
     assert "1 rank(s) of the group on one GPU, 5 channel(s) each" in message
     assert "need an SM each, 5 together, and the GPU has 4; lower num_channels" in message
+
+
+# Kernels of third parties that are loaded beside ours.
+
+
+def warnings_of_layers(num_ranks: int, num_channels: int) -> list[str]:
+    """What is logged while two layers are made."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_nvlink_plugin").addHandler(handler)
+
+    def rank_main(group: ThreadGroup) -> None:
+        for _ in range(2):
+            MoeAllToAll.create(config(group, num_channels=num_channels), group).close()
+
+    run_ranks(num_ranks, rank_main)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("loading", "num_ranks", "num_channels", "expected"),
+    [(None, 2, 2, 1), ("EAGER", 2, 2, 0), (None, 2, 1, 0), (None, 1, 2, 0)],
+    ids=["lazy", "eager", "one channel", "one rank"],
+)
+def test_channels_want_kernels_that_are_loaded(
+    loading: str | None,
+    num_ranks: int,
+    num_channels: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Said once by a process, if a kernel that waits can meet one that is loaded meanwhile."""
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    if loading:
+        monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
+    said = in_driver(warnings_of_layers, tmp_path, monkeypatch, num_ranks, num_channels, sms=20)
+    assert len(said) == expected, said
+    assert all("Start all ranks with CUDA_MODULE_LOADING=EAGER" in text for text in said)
 
 
 # Several ranks on one GPU.
