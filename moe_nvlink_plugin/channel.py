@@ -26,7 +26,9 @@ class Channel:
         self._regions = workspace.layout.channel_regions(index)
         self._workspace = workspace
         row_bytes = {name: row.row_bytes for name, row in layer.rows.items()}
-        self._launcher = workspace.executor.launcher(config, row_bytes, layer.quantiser)
+        self._launcher = workspace.executor.launcher(
+            config, row_bytes, layer.quantiser, workspace.memory.ranks_on_device
+        )
         self._views = [
             self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
         ]

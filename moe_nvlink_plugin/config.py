@@ -86,12 +86,16 @@ class AllToAllConfig:
             may still compile, load or tune its experts. None takes timeout_s if that is given,
             else MOE_NVLINK_FIRST_TIMEOUT_S.
         num_channels: independent control and buffer sets, one for each micro-batch in flight. On a
-            GPU each channel's kernels take a share of the SMs, and do without programmatic
-            dependent launch, so that those of several streams can wait side by side.
+            GPU each channel's kernels take a share of the SMs, one CTA on each, and do without
+            programmatic dependent launch, so that those of several streams can wait side by side.
+            Layers that share a workspace and run side by side need the same number. Start the ranks
+            with CUDA_MODULE_LOADING=EAGER: by default the driver loads a kernel, anybody's, at its
+            first launch, and may wait for that until the GPU is idle. If a kernel of one channel
+            waits there for a rank whose host does the same in another channel, neither goes on.
         num_threads: host threads per rank; None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
         max_sms: a launch has no more CTAs than so many SMs of a GPU hold, wherever it puts them;
-            None takes MOE_NVLINK_MAX_SMS, and all SMs where that is unset, or each channel's share
-            of them. May differ by rank.
+            None takes MOE_NVLINK_MAX_SMS, and all SMs where that is unset. May differ by rank. The
+            share of each channel, and of each rank on one GPU, bounds it further.
         extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
         transport: how peers reach memory; None chooses by device ("host" for cpu, "nvlink" for
             cuda).

@@ -129,6 +129,14 @@ def driver_version() -> tuple[int, int]:
     return version // 1000, version % 1000 // 10
 
 
+def loads_lazily() -> bool:
+    """Whether a kernel is loaded at its first launch: CUDA_MODULE_LOADING, as the driver took it
+    when it was initialised.
+    """
+    lazy = api().CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING
+    return bool(call("cuModuleGetLoadingMode") == lazy)
+
+
 def num_devices() -> int:
     """GPUs this process sees."""
     return int(call("cuDeviceGetCount"))

@@ -33,7 +33,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "1",
         "vLLM: data-parallel ranks that share an MTP draft's LM head; 1: none do; or auto",
     ),
-    "MOE_NVLINK_ALLOW_SHARED_GPU": ("0", "1: let several ranks share one GPU (slow; for tests)"),
+    "MOE_NVLINK_ALLOW_SHARED_GPU": (
+        "0",
+        "1: let ranks that are processes of their own share one GPU, each with its part of the SMs "
+        "(for tests; slow, because without MPS the GPU runs one process at a time)",
+    ),
     "MOE_NVLINK_STATS_DIR": ("unset", "vLLM workers write rank<N>.json with their counters here"),
 }
 
@@ -120,7 +124,7 @@ def pdl() -> bool:
 
 
 def allow_shared_gpu() -> bool:
-    """Whether ranks of one group may be on the same GPU."""
+    """Whether ranks of one group may be on the same GPU, each in a process of its own."""
     return _switch("MOE_NVLINK_ALLOW_SHARED_GPU", False)
 
 

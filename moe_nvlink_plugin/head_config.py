@@ -44,7 +44,8 @@ class HeadConfig:
             complete call; as in AllToAllConfig.
         num_threads: host threads per rank; None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
         max_sms: a launch has no more CTAs than so many SMs of a GPU hold; None takes
-            MOE_NVLINK_MAX_SMS, and all SMs where that is unset. May differ by rank.
+            MOE_NVLINK_MAX_SMS, and all SMs where that is unset. May differ by rank. The share of
+            each rank on one GPU bounds it further.
         transport: how peers reach memory; None chooses by device ("host" for cpu, "nvlink" for
             cuda).
 

@@ -65,7 +65,7 @@ class HeadExchange:
             self._counts = workspace.words(regions["recv_counts"], config.tp_size, torch.int32)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
         self._args = head_arguments(config, regions, *window)
-        self._launcher = workspace.executor.head_launcher(config)
+        self._launcher = workspace.executor.head_launcher(config, workspace.memory.ranks_on_device)
         assert config.timeout_s is not None
         assert config.first_timeout_s is not None
         self._timeouts = Timeouts(config.first_timeout_s, config.timeout_s)

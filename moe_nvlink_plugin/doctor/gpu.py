@@ -123,6 +123,7 @@ class Gpus:
         driver_release: of the kernel module, as "580.65.06"; "" when unknown.
         imex_channels: names in /dev/nvidia-caps-imex-channels.
         imex_capability: the kernel module knows IMEX.
+        lazy_loading: the driver loads a kernel at its first launch.
     """
 
     unavailable: str = ""
@@ -130,6 +131,7 @@ class Gpus:
     driver_release: str = ""
     imex_channels: tuple[str, ...] = ()
     imex_capability: bool = False
+    lazy_loading: bool = False
     devices: tuple[GpuDevice, ...] = ()
 
 
@@ -230,12 +232,14 @@ def _gather(local_rank: int | None) -> Gpus:
         return dataclasses.replace(found, unavailable=reason)
     try:
         version = ".".join(map(str, driver.driver_version()))
-        count = driver.num_devices()
+        count, lazy_loading = driver.num_devices(), driver.loads_lazily()
     except MoeNvlinkError as error:
         return dataclasses.replace(found, unavailable=str(error))
     own = own_index(local_rank, count)
     devices = tuple(_device(index, count, own in (None, index)) for index in range(count))
-    return dataclasses.replace(found, cuda_version=version, devices=devices)
+    return dataclasses.replace(
+        found, cuda_version=version, lazy_loading=lazy_loading, devices=devices
+    )
 
 
 def _device(index: int, count: int, try_handles: bool) -> GpuDevice:

@@ -83,7 +83,9 @@ def _driver(found: Facts) -> list[str]:
         return [f"{_NO}{gpus.unavailable}", *_imex(found)]
     release = f", release {gpus.driver_release}" if gpus.driver_release else ""
     line = f"{_OK}serves CUDA {gpus.cuda_version}{release}, {len(gpus.devices)} GPUs visible"
-    return [line, *_matrix(gpus.devices), *_imex(found)]
+    when = "at their first launch" if gpus.lazy_loading else "at the start"
+    loading = f"{_PLAIN}kernels are loaded {when} (num_channels > 1: CUDA_MODULE_LOADING=EAGER)"
+    return [line, loading, *_matrix(gpus.devices), *_imex(found)]
 
 
 def _gpus(found: Facts) -> list[str]:

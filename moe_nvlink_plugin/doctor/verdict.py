@@ -55,7 +55,7 @@ def judge_gpu_ranks(ranks: Sequence[Facts]) -> Verdict:
     if len(ranks) > 1:
         reasons += [*_disagreements(ranks), *_kinds(ranks), *_shared_gpus(ranks)]
         reasons += [*_unlinked(ranks), *_across_hosts(ranks)]
-    notes = [*_by_rank(ranks, _gpu_notes), *_differences(ranks)]
+    notes = [*_by_rank(ranks, _gpu_notes), *_differences(ranks), *_side_by_side(ranks)]
     return Verdict("GPU ranks", tuple(reasons), tuple(notes))
 
 
@@ -302,18 +302,34 @@ def _owners(ranks: Sequence[Facts]) -> list[tuple[int, Facts, GpuDevice]]:
     ]
 
 
-def _shared_gpus(ranks: Sequence[Facts]) -> list[str]:
-    if all(found.variables.get("MOE_NVLINK_ALLOW_SHARED_GPU") == "1" for found in ranks):
-        return []
+def _sharing(ranks: Sequence[Facts]) -> list[str]:
+    """ "ranks 0-1 are on one GPU (uuid)", of each GPU with several ranks."""
     holders: dict[str, list[int]] = {}
     for number, _found, device in _owners(ranks):
         holders.setdefault(device.uuid, []).append(number)
     return [
-        f"{numbered('rank', numbers)} are on one GPU ({uuid}); give every rank its own "
-        "(LOCAL_RANK and CUDA_VISIBLE_DEVICES decide)"
+        f"{numbered('rank', numbers)} are on one GPU ({uuid})"
         for uuid, numbers in holders.items()
         if len(numbers) > 1 and uuid
     ]
+
+
+def _may_share(ranks: Sequence[Facts]) -> bool:
+    return all(found.variables.get("MOE_NVLINK_ALLOW_SHARED_GPU") == "1" for found in ranks)
+
+
+def _shared_gpus(ranks: Sequence[Facts]) -> list[str]:
+    own = "give every rank its own (LOCAL_RANK and CUDA_VISIBLE_DEVICES decide)"
+    return [] if _may_share(ranks) else [f"{text}; {own}" for text in _sharing(ranks)]
+
+
+def _side_by_side(ranks: Sequence[Facts]) -> list[str]:
+    """What a shared GPU costs where it is allowed."""
+    cost = (
+        "for tests: each rank gets its part of the SMs, and without MPS the GPU runs one process "
+        "at a time, so that every wait lasts as long as the others' time slices"
+    )
+    return [f"{text}, {cost}" for text in _sharing(ranks)] if _may_share(ranks) else []
 
 
 def _unlinked(ranks: Sequence[Facts]) -> list[str]:

@@ -84,7 +84,11 @@ class Executor(Protocol):
         ...
 
     def launcher(
-        self, config: AllToAllConfig, row_bytes: Mapping[str, int], quantiser: int
+        self,
+        config: AllToAllConfig,
+        row_bytes: Mapping[str, int],
+        quantiser: int,
+        ranks_on_device: int = 1,
     ) -> Launcher:
         """For one layer and channel. All that a launch needs is loaded here, so that the first
         one may be captured.
@@ -92,16 +96,19 @@ class Executor(Protocol):
         Args:
             row_bytes: bytes of one token's row, by payload.
             quantiser: kQuantiser* of config.h that dispatch may be launched with, beside None.
+            ranks_on_device: as SymmetricMemory has it.
 
         Raises:
             CompileError: the kernels cannot be had, or threads cannot be started.
+            ConfigError: the device has no room for what may wait there at the same time.
         """
         ...
 
-    def head_launcher(self, config: HeadConfig) -> HeadLauncher:
+    def head_launcher(self, config: HeadConfig, ranks_on_device: int = 1) -> HeadLauncher:
         """For one shared LM head; as `launcher`.
 
         Raises:
             CompileError: the kernels cannot be had, or threads cannot be started.
+            ConfigError: the device has no room for what may wait there at the same time.
         """
         ...

@@ -162,6 +162,40 @@ class _Launch:
             )
 
 
+class _Room:
+    """What the kernels of one launcher may take of their GPU, beside others that wait there.
+
+    Attributes:
+        is_shared: kernels of other channels, or of other ranks, may wait on the GPU at the same
+            time. Then no kernel may signal early: the kernel that follows it, ours or a
+            third-party's, would take the places left and wait there; the kernels of the others
+            could find none, and peers wait for those.
+    """
+
+    def __init__(
+        self, num_sms: int, max_sms: int | None, num_channels: int, ranks_on_device: int
+    ) -> None:
+        self.is_shared = num_channels * ranks_on_device > 1
+        self._num_sms = max_sms or num_sms
+        self._share = shape.share(num_sms, num_channels, ranks_on_device)
+
+    def limits(self, kernel: _Kernel) -> Limits:
+        limits = kernel.limits(self._num_sms)
+        return limits.beside_others(self._share) if self.is_shared else limits
+
+
+@functools.cache  # once a process
+def _advise_eager_loading() -> None:
+    if driver.loads_lazily():
+        logger.warning(
+            "moe_nvlink: num_channels is above 1, and this process loads a kernel, anybody's, at "
+            "its first launch. The driver may wait for that until the GPU is idle. If a kernel of "
+            "one channel waits there for a rank whose host does the same in another channel, "
+            "neither rank goes on. Start all ranks with CUDA_MODULE_LOADING=EAGER, or run the "
+            "whole model once, one channel at a time, before several are in flight"
+        )
+
+
 class _CudaLauncher:
     def __init__(
         self,
@@ -169,15 +203,14 @@ class _CudaLauncher:
         config: AllToAllConfig,
         row_bytes: Mapping[str, int],
         quantiser: int,
+        ranks_on_device: int,
     ) -> None:
         self._executor = executor
         device = executor.device_facts
-        num_sms = min(
-            config.max_sms or device.num_sms, shape.share(device.num_sms, config.num_channels)
-        )
-        # What is launched behind a kernel that signals early takes the places left on the GPU and
-        # waits there: other channels' kernels could find none, and the peers wait for those.
-        pdl = executor.pdl and config.num_channels == 1
+        room = _Room(device.num_sms, config.max_sms, config.num_channels, ranks_on_device)
+        pdl = executor.pdl and not room.is_shared
+        if config.num_channels > 1 and config.ep_size > 1:
+            _advise_eager_loading()
         element = element_code(config.dtype)
         format_code = combine_code(config)
         dispatch, combine = _kernels(device.index, config.top_k, element, pdl, 0, format_code)
@@ -187,7 +220,7 @@ class _CudaLauncher:
         slots = config.ep_size * config.max_tokens_per_rank if format_code else 0
 
         def dispatch_launch(kernel: _Kernel, lanes_bytes: int) -> _Launch:
-            limits = kernel.limits(num_sms)
+            limits = room.limits(kernel)
             return _Launch(
                 kernel,
                 lambda n: shape.dispatch_shape(n, lanes_bytes, ids_bytes, limits),
@@ -201,10 +234,11 @@ class _CudaLauncher:
             fused, _ = _kernels(device.index, config.top_k, element, pdl, quantiser, 0)
             lanes = shape.quantising_lanes(config.hidden_size)
             self._dispatches[quantiser] = dispatch_launch(fused, lanes * shape.VECTOR_BYTES)
+        combine_limits = room.limits(combine)
         self._combine = _Launch(
             combine,
             lambda n: shape.combine_shape(
-                n, config.hidden_size, element_bytes, combine.limits(num_sms), slots
+                n, config.hidden_size, element_bytes, combine_limits, slots
             ),
             executor,
             pdl,
@@ -223,17 +257,18 @@ class _CudaLauncher:
 
 
 class _CudaHeadLauncher:
-    def __init__(self, executor: CudaExecutor, config: HeadConfig) -> None:
+    def __init__(self, executor: CudaExecutor, config: HeadConfig, ranks_on_device: int) -> None:
         self._executor = executor
         device = executor.device_facts
-        num_sms = config.max_sms or device.num_sms
-        kernels = _head_kernels(device.index, element_code(config.dtype), executor.pdl)
+        room = _Room(device.num_sms, config.max_sms, 1, ranks_on_device)
+        pdl = executor.pdl and not room.is_shared
+        kernels = _head_kernels(device.index, element_code(config.dtype), pdl)
         row_bytes = config.hidden_size * config.dtype.itemsize
         logits_bytes = config.shard_size * config.dtype.itemsize
 
         def launch(name: str, choose: Callable[[int, Limits], Shape]) -> _Launch:
-            limits = kernels[name].limits(num_sms)
-            return _Launch(kernels[name], lambda n: choose(n, limits), executor, executor.pdl)
+            limits = room.limits(kernels[name])
+            return _Launch(kernels[name], lambda n: choose(n, limits), executor, pdl)
 
         tp_size = config.tp_size
         self._gather = launch(
@@ -364,11 +399,15 @@ class CudaExecutor:
         return _MappedFaultWords(self.device_facts.index, count)
 
     def launcher(
-        self, config: AllToAllConfig, row_bytes: Mapping[str, int], quantiser: int
+        self,
+        config: AllToAllConfig,
+        row_bytes: Mapping[str, int],
+        quantiser: int,
+        ranks_on_device: int = 1,
     ) -> _CudaLauncher:
         """See Executor. Compiles the kernels on first use, or takes them from the cache."""
-        return _CudaLauncher(self, config, row_bytes, quantiser)
+        return _CudaLauncher(self, config, row_bytes, quantiser, ranks_on_device)
 
-    def head_launcher(self, config: HeadConfig) -> _CudaHeadLauncher:
+    def head_launcher(self, config: HeadConfig, ranks_on_device: int = 1) -> _CudaHeadLauncher:
         """See Executor. Compiles the kernels on first use, or takes them from the cache."""
-        return _CudaHeadLauncher(self, config)
+        return _CudaHeadLauncher(self, config, ranks_on_device)

@@ -78,13 +78,17 @@ class HostExecutor:
         return _HostFaultWords(count)
 
     def launcher(
-        self, config: AllToAllConfig, row_bytes: Mapping[str, int], quantiser: int
+        self,
+        config: AllToAllConfig,
+        row_bytes: Mapping[str, int],
+        quantiser: int,
+        ranks_on_device: int = 1,
     ) -> _HostLauncher:
         """See Executor. Compiles the host library on first use."""
         assert config.num_threads is not None
         return _HostLauncher(host.load(), config.num_threads)
 
-    def head_launcher(self, config: HeadConfig) -> _HostHeadLauncher:
+    def head_launcher(self, config: HeadConfig, ranks_on_device: int = 1) -> _HostHeadLauncher:
         """See Executor. Compiles the host library on first use."""
         assert config.num_threads is not None
         return _HostHeadLauncher(host.load(), config.num_threads)

@@ -16,6 +16,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+from moe_nvlink_plugin.errors import ConfigError
+
 #: Bytes one thread moves at a time (kVectorBytes of platform.h on the GPU).
 VECTOR_BYTES = 16
 #: Elements one thread of combine takes of a quantised row at a time (kQuantisedWidth there).
@@ -36,14 +38,30 @@ MARKED_BYTES_PER_CTA = 64 * 1024
 MOST_MARKING_CTAS = 32
 
 
-def share(num_sms: int, num_channels: int) -> int:
-    """SMs a kernel may fill where each channel may have one on the GPU at the same time.
+def share(num_sms: int, num_channels: int, num_ranks: int = 1) -> int:
+    """SMs that a kernel may take if each channel of each rank may have one on a GPU at once.
 
-    Two streams may bring the channels to two ranks in different order. Were one channel's combine
-    to fill a GPU, the other's would wait for a place there while the peer's, which fills the
-    peer's GPU, waits for it, and the other way round.
+    Two streams may bring the channels to two ranks in different order. If one channel's combine
+    filled a GPU, the other channel's would wait for a place there, while the peer's combine of that
+    channel fills the peer's GPU and waits for this rank's, and the other way round. Ranks that
+    share a GPU keep each other out in the same way, in any order.
+
+    Args:
+        num_sms: of the GPU.
+        num_channels: of the exchange.
+        num_ranks: ranks of the group on the GPU.
+
+    Raises:
+        ConfigError: not every kernel gets an SM.
     """
-    return max(num_sms // num_channels, 1)
+    if num_channels * num_ranks > num_sms:
+        raise ConfigError(
+            f"{num_ranks} rank(s) of the group on one GPU, {num_channels} channel(s) each: their "
+            "kernels wait there at the same time and need an SM each, "
+            f"{num_channels * num_ranks} together, and the GPU has {num_sms}; lower num_channels, "
+            "or put fewer ranks on a GPU"
+        )
+    return num_sms // (num_channels * num_ranks)
 
 
 class Shape(NamedTuple):
@@ -72,6 +90,23 @@ class Limits:
         """CTAs of so many threads that run at the same time."""
         return self.num_sms * self.blocks_per_sm(threads)
 
+    def beside_others(self, num_sms: int) -> Limits:
+        """These limits if every kernel that waits beside this one has such limits too.
+
+        One CTA an SM, because more would promise a place that may not exist. If each of two kernels
+        took half of what all SMs hold, 2 CTAs of 224 threads could wait on every SM, and the
+        other's CTA of 896 threads would fit on none. But if all CTAs together are no more than
+        there are SMs, a CTA that has no place yet always finds an SM without any of them.
+
+        Args:
+            num_sms: of `share`.
+        """
+        return dataclasses.replace(
+            self,
+            num_sms=min(self.num_sms, num_sms),
+            blocks_per_sm=lambda threads: min(self.blocks_per_sm(threads), 1),
+        )
+
 
 def quantising_lanes(hidden_size: int) -> int:
     """Threads that can quantise a row at once: one for 16 elements (kLaneElements of platform.h on
@@ -90,7 +125,7 @@ def dispatch_shape(num_tokens: int, row_bytes: int, empty_bytes: int, limits: Li
         limits: of the kernel on this GPU.
     """
     threads = min(FEW_THREADS, limits.max_threads)
-    if num_tokens <= limits.num_sms:
+    if num_tokens <= limits.num_sms or limits.blocks_per_sm(threads) == 1:
         # A CTA has its SM to itself: as many threads as the row has vectors, so that all of it is
         # in flight at once.
         threads = _whole_warps(_ceil_div(row_bytes, VECTOR_BYTES), limits.max_threads)

@@ -40,6 +40,13 @@ class SymmetricMemory(Protocol):
         """Bytes from one rank's workspace to the next: as much as was reserved, or more."""
         ...
 
+    @property
+    def ranks_on_device(self) -> int:
+        """Ranks of the group, this one included, whose kernels must fit on this rank's GPU together
+        because they wait for each other there. 1 on CPUs, where a waiting thread keeps nobody out.
+        """
+        ...
+
     def extend(self, extents: Sequence[Extent]) -> None:
         """Puts zeroed memory of every rank behind these ranges. Collective, same on all ranks.
 

@@ -160,6 +160,8 @@ def _open_peer(name: str, size_bytes: int, peer: int) -> int:
 class HostMemory:
     """One address window: rank r's objects mapped at base_ptr + r * rank_stride + offset."""
 
+    ranks_on_device = 1
+
     def __init__(self, group: Group, reserve_bytes: int) -> None:
         self._group = group
         self.rank_stride = round_up(max(reserve_bytes, 1), mmap.PAGESIZE)

@@ -1,4 +1,5 @@
-"""Transport `nvlink`: ranks are GPUs of one NVLink domain, each its own process (or thread).
+"""Transport `nvlink`: ranks are GPUs of one NVLink domain, each its own process (or a thread, if
+each has a GPU of its own).
 
 One window of addresses covers all ranks' workspaces. An `extend` creates memory on the own GPU,
 one handle per extent, hands it to every other rank (as a file descriptor inside a host, as FABRIC
@@ -88,13 +89,27 @@ def unmap_unused() -> None:
             vmm.logger.warning("moe_nvlink: a window of GPU %d stays mapped: %s", window.gpu, error)
 
 
+class _Agreed(NamedTuple):
+    """What all ranks know before memory is reserved.
+
+    Attributes:
+        sharing: how they share memory.
+        ranks_on_device: how many of them are on this rank's GPU.
+    """
+
+    sharing: vmm.Sharing
+    ranks_on_device: int
+
+
 class NvlinkMemory:
     """One address window over the memory of all ranks' GPUs."""
 
     def __init__(
-        self, group: Group, index: int, sharing: vmm.Sharing, reserve_bytes: int, view: View
+        self, group: Group, index: int, agreed: _Agreed, reserve_bytes: int, view: View
     ) -> None:
-        self._group, self._index, self._sharing, self._view = group, index, sharing, view
+        self._group, self._index, self._view = group, index, view
+        self._sharing, self.ranks_on_device = agreed
+        sharing = agreed.sharing
         self._timeout_s = env.timeout_s()
         unit = vmm.granularity(index, sharing)
         if vmm.GRANULARITY % unit != 0:
@@ -341,18 +356,19 @@ class NvlinkTransport:
 
         Raises:
             UnsupportedError: no driver or no such GPU here; or, on every rank: a MIG slice, several
-                ranks on one GPU, no NVLink between two of them, or no way to share memory.
+                ranks on one GPU (allowed for processes by MOE_NVLINK_ALLOW_SHARED_GPU), no NVLink
+                between two of them, or no way to share memory.
             TransportError: this rank's addresses could not be reserved.
             PeerError: another rank failed.
         """
         unmap_unused()
         index = all_or_none(group, "finding the GPU", lambda: self._device_index(device, group))
-        sharing = _agree(group, index)
+        agreed = _agree(group, index)
 
         made: list[NvlinkMemory] = []
 
         def make() -> NvlinkMemory:
-            made.append(NvlinkMemory(group, index, sharing, reserve_bytes, self._view(device)))
+            made.append(NvlinkMemory(group, index, agreed, reserve_bytes, self._view(device)))
             return made[0]
 
         try:
@@ -375,8 +391,8 @@ class NvlinkTransport:
         return view
 
 
-def _agree(group: Group, index: int) -> vmm.Sharing:
-    """How all ranks of the group share memory. Collective."""
+def _agree(group: Group, index: int) -> _Agreed:
+    """What the ranks find out about each other's GPUs. Collective."""
     with contextlib.ExitStack() as stack:
 
         def look() -> topology.Facts:
@@ -391,4 +407,4 @@ def _agree(group: Group, index: int) -> vmm.Sharing:
                 group, "trying FABRIC handles", lambda: topology.try_peers(group.rank, ranks)
             )
             topology.check_trials(ranks, group.all_gather_object(failed))
-        return sharing
+        return _Agreed(sharing, topology.ranks_on_gpu(group.rank, ranks))

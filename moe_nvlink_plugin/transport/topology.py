@@ -41,6 +41,8 @@ class Facts:
         fabric_error: why memory cannot be shared through FABRIC handles; "" where it can.
         fabric_trial: a FABRIC handle of this rank, for the others to try; None where there is none.
         links: uuid -> how this rank's GPU reaches the others that its process sees.
+        process: name space of process ids, and the id in it. Equal for the threads of one process,
+            and for no two processes of a machine.
         allow_shared_gpu: MOE_NVLINK_ALLOW_SHARED_GPU.
     """
 
@@ -55,6 +57,7 @@ class Facts:
     fabric_error: str
     fabric_trial: bytes | None
     links: dict[str, Link]
+    process: tuple[str, int]
     allow_shared_gpu: bool
 
     def __str__(self) -> str:
@@ -68,6 +71,14 @@ def host_id() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:  # a sandbox that hides them
         return socket.gethostname()
+
+
+def _process() -> tuple[str, int]:
+    """Two containers may both have a process 1, so the name space belongs to the id."""
+    try:
+        return os.readlink("/proc/self/ns/pid"), os.getpid()
+    except OSError:  # a sandbox that hides it
+        return "", os.getpid()
 
 
 def look(index: int, trial: vmm.FabricTrial) -> Facts:
@@ -97,6 +108,7 @@ def look(index: int, trial: vmm.FabricTrial) -> Facts:
         fabric_error=trial.error,
         fabric_trial=trial.blob,
         links={} if device.is_mig else _links(index),
+        process=_process(),
         allow_shared_gpu=env.allow_shared_gpu(),
     )
 
@@ -164,9 +176,26 @@ def _check_devices(ranks: Sequence[Facts]) -> None:
             )
 
 
+def ranks_on_gpu(rank: int, ranks: Sequence[Facts]) -> int:
+    """How many ranks are on the GPU of `rank`, itself included."""
+    return sum(facts.uuid == ranks[rank].uuid for facts in ranks)
+
+
 def _check_one_gpu_each(ranks: Sequence[Facts]) -> None:
     owner: dict[str, int] = {}
+    threads: dict[tuple[str, tuple[str, int]], int] = {}
     for rank, facts in enumerate(ranks):
+        sibling = threads.setdefault((facts.uuid, facts.process), rank)
+        if sibling != rank:
+            # Also where sharing is allowed. On which streams they will launch is not known yet, and
+            # the hardware may put two streams into one queue.
+            raise UnsupportedError(
+                f"ranks {sibling} and {rank} are threads of one process (pid {facts.process[1]}) "
+                f"and both on {facts}: if both launch on one stream, the kernel of one rank is "
+                "queued after the other rank's, which waits for it; give each rank a GPU of its "
+                "own (torch.cuda.set_device in its thread), or start each rank as a process of its "
+                "own"
+            )
         other = owner.setdefault(facts.uuid, rank)
         if other != rank and not all(one.allow_shared_gpu for one in ranks):
             raise UnsupportedError(

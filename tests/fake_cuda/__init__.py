@@ -48,6 +48,7 @@ def _constants() -> Iterator[str]:
         "CUmemAllocationHandleType",
         "CUmemAllocationType",
         "CUmemLocationType",
+        "CUmoduleLoadingMode",
         "CUstreamCaptureMode",
         "CUstreamCaptureStatus",
     ):

@@ -832,6 +832,13 @@ Status cuModuleLoadData(Module** out, const void* image) {
   return 0;
 }
 
+Status cuModuleGetLoadingMode(int* mode) {
+  ENTER(cuModuleGetLoadingMode);
+  const bool eager = option("CUDA_MODULE_LOADING", "LAZY") == "EAGER";
+  *mode = eager ? CU_MODULE_EAGER_LOADING : CU_MODULE_LAZY_LOADING;
+  return 0;
+}
+
 Status cuModuleUnload(Module* module) {
   ENTER(cuModuleUnload);
   const std::lock_guard guard(lock);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.errors import (
     CompileError,
+    ConfigError,
     DriverError,
     ExchangeStateError,
     ExchangeTimeoutError,
+    MoeNvlinkError,
     UnsupportedError,
 )
+from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
@@ -58,7 +63,7 @@ def _process_main(_rank: int, _size: int, body: Callable[..., Any], args: tuple[
     return body(*args)
 
 
-def config(group: ThreadGroup, **values: Any) -> AllToAllConfig:
+def config(group: Group, **values: Any) -> AllToAllConfig:
     usual: dict[str, Any] = {
         "num_experts": 8,
         "top_k": 4,
@@ -162,12 +167,122 @@ def test_a_channel_leaves_room_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels that wait for the peers must not keep each other off the GPU."""
-    monkeypatch.setenv("FAKE_CUDA_SMS", "20")
-    for name, grid, block, pdl, *_rest in in_driver(
-        launches_beside_another_channel, tmp_path, monkeypatch
-    ):
-        assert grid[0] == 10 * (2048 // block[0]), f"{name}: half of what 20 SMs hold"
+    seen = in_driver(launches_beside_another_channel, tmp_path, monkeypatch, sms=20)
+    for name, grid, _block, pdl, *_rest in seen:
+        assert grid[0] == 10, f"{name}: a CTA on each of half of the SMs"
         assert pdl == 0, "a kernel that starts early behind this one would take the other half"
+
+
+def more_channels_than_sms() -> str:
+    with pytest.raises(ConfigError) as caught:
+        alone(num_channels=5)
+    return str(caught.value)
+
+
+def test_more_channels_than_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = in_driver(more_channels_than_sms, tmp_path, monkeypatch, sms=4)
+    assert "1 rank(s) of the group on one GPU, 5 channel(s) each" in message
+    assert "need an SM each, 5 together, and the GPU has 4; lower num_channels" in message
+
+
+# Kernels of third parties that are loaded beside ours.
+
+
+def warnings_of_layers(num_ranks: int, num_channels: int) -> list[str]:
+    """What is logged while two layers are made."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_nvlink_plugin").addHandler(handler)
+
+    def rank_main(group: ThreadGroup) -> None:
+        for _ in range(2):
+            MoeAllToAll.create(config(group, num_channels=num_channels), group).close()
+
+    run_ranks(num_ranks, rank_main)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("loading", "num_ranks", "num_channels", "expected"),
+    [(None, 2, 2, 1), ("EAGER", 2, 2, 0), (None, 2, 1, 0), (None, 1, 2, 0)],
+    ids=["lazy", "eager", "one channel", "one rank"],
+)
+def test_channels_want_kernels_that_are_loaded(
+    loading: str | None,
+    num_ranks: int,
+    num_channels: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Said once by a process, if a kernel that waits can meet one that is loaded meanwhile."""
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    if loading:
+        monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
+    said = in_driver(warnings_of_layers, tmp_path, monkeypatch, num_ranks, num_channels, sms=20)
+    assert len(said) == expected, said
+    assert all("Start all ranks with CUDA_MODULE_LOADING=EAGER" in text for text in said)
+
+
+# Several ranks on one GPU.
+
+
+def shared_launches(_rank: int, _size: int, num_channels: int) -> list[Any]:
+    """Shapes of this rank's launches; the error where there are none."""
+    install()
+    values = {"max_tokens_per_rank": 400, "hidden_size": 512, "num_channels": num_channels}
+    group = as_group(dist.group.WORLD, 60)
+    try:
+        layer = MoeAllToAll.create(config(group, transport="on_fake_driver", **values), group)
+    except MoeNvlinkError as error:
+        return [type(error).__name__, str(error)]
+    with layer:
+        received = layer.dispatch(*inputs(layer, 400))
+        seen = [described(fake_cuda.control().last_launch())]
+        rows = layer.combine_input().copy_(received.hidden_states)
+        layer.combine(rows, received.metadata)
+        return [*seen, described(fake_cuda.control().last_launch())]
+
+
+def on_one_gpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_channels: int = 1, **options: Any
+) -> list[list[Any]]:
+    """shared_launches of two processes."""
+    kernels = host.build(source.host_source())
+    usual = {"shared_uuid": 1, "sms": 20}
+    library = fake_cuda.build(folder)
+    for name, value in fake_cuda.environment(library, kernels, **usual | options).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
+    return run_processes(2, shared_launches, folder, num_channels)
+
+
+@pytest.mark.parametrize(("num_channels", "sms_each"), [(1, 10), (2, 5)])
+def test_ranks_share_their_gpu(
+    num_channels: int, sms_each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels of one rank must not keep out those that they wait for."""
+    for seen in on_one_gpu(tmp_path, monkeypatch, num_channels):
+        names = [name for name, *_rest in seen]
+        assert names == ["moe_nvlink_dispatch", "moe_nvlink_combine"]
+        assert [(grid[0], pdl) for _name, grid, _block, pdl, *_rest in seen] == [(sms_each, 0)] * 2
+
+
+def test_ranks_on_gpus_of_their_own_share_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seen in on_one_gpu(tmp_path, monkeypatch, shared_uuid=0):
+        for name, grid, _block, pdl, *_rest in seen:
+            assert grid[0] > 20, f"{name}: several CTAs on each of 20 SMs"
+            assert pdl == 1
+
+
+def test_more_ranks_than_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, message in on_one_gpu(tmp_path, monkeypatch, sms=1):
+        assert kind == "ConfigError"
+        assert "2 rank(s) of the group on one GPU, 1 channel(s) each" in message
+        assert "2 together, and the GPU has 1" in message
 
 
 # The product's cases, launched by the driver.

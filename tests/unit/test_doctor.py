@@ -397,6 +397,15 @@ def test_ranks_that_agree(two: list[Facts]) -> None:
     assert doctor.judge_cpu_ranks(two).works
 
 
+def test_when_kernels_are_loaded(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, when in (("LAZY", "at their first launch"), ("EAGER", "at the start")):
+        monkeypatch.setenv("CUDA_MODULE_LOADING", value)
+        # A number of GPUs that no other test asks for: the answers are kept.
+        found = good(fake(devices=7 if value == "LAZY" else 6))
+        assert found.gpus.lazy_loading == (value == "LAZY")
+        assert f"kernels are loaded {when} (num_channels > 1: CUDA" in report.as_text([found], [])
+
+
 def test_two_ranks_on_one_gpu(fake: Fake) -> None:
     both = ranks(2, lambda rank: fake(local_rank=rank, devices=2, shared_uuid=1))
     assert "ranks 0-1 are on one GPU (" in str(doctor.judge_gpu_ranks(both))
@@ -404,7 +413,10 @@ def test_two_ranks_on_one_gpu(fake: Fake) -> None:
     allowed = [
         dataclasses.replace(found, variables={"MOE_NVLINK_ALLOW_SHARED_GPU": "1"}) for found in both
     ]
-    assert doctor.judge_gpu_ranks(allowed).works
+    verdict = doctor.judge_gpu_ranks(allowed)
+    assert verdict.works
+    assert "ranks 0-1 are on one GPU (" in str(verdict)
+    assert "without MPS the GPU runs one process at a time" in str(verdict)
     assert not doctor.judge_gpu_ranks([allowed[0], both[1]]).works
 
 

@@ -173,7 +173,7 @@ def test_kernels_that_one_rank_cannot_load(monkeypatch: pytest.MonkeyPatch) -> N
     """An error on both ranks, nothing left behind, and the next attempt works."""
     intact = HostExecutor.head_launcher
 
-    def launcher(self: HostExecutor, mine: HeadConfig) -> Any:
+    def launcher(self: HostExecutor, mine: HeadConfig, ranks_on_device: int) -> Any:
         if mine.tp_rank == 1:
             raise CompileError("no host compiler")
         return intact(self, mine)

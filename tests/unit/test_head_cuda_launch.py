@@ -294,16 +294,29 @@ def test_a_launch_that_fails(seen: dict[str, Any]) -> None:
 # Between processes, over the nvlink transport.
 
 
-def process_rounds(rank: int, size: int) -> int:
+def process_rounds(rank: int, size: int) -> tuple[int, int, int]:
+    """How many rounds, and of the last one's argmax the CTAs and whether it may start early."""
     install()
     values = {"transport": "on_fake_driver", "vocab_size": 20_001, "hidden_size": 8}
     with HeadGroup.create(wide(rank, size, **values), dist.group.WORLD) as head:
         for seed in range(6):
             one = problem(head.config, [(seed + 3 * each) % 9 for each in range(size)], seed)
-            check_argmax(head, one)
             check_logits(head, one)
-        return head.stats().rounds
+            check_argmax(head, one)
+        _name, grid, _block, pdl, *_rest = described(fake_cuda.control().last_launch())
+        return head.stats().rounds, grid[0], pdl
 
 
 def test_processes(driver: Path, tmp_path: Path) -> None:
-    assert run_processes(2, process_rounds, tmp_path) == [12, 12]
+    # 16 rows, two parts of each.
+    assert run_processes(2, process_rounds, tmp_path) == [(12, 32, 1)] * 2
+
+
+def test_processes_on_one_gpu(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gets its part of the SMs."""
+    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
+    monkeypatch.setenv("FAKE_CUDA_SHARED_UUID", "1")
+    monkeypatch.setenv("FAKE_CUDA_SMS", "10")
+    assert run_processes(2, process_rounds, tmp_path) == [(12, 5, 0)] * 2

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.executors.shape import (
     LANE_ELEMENTS,
     LOGITS_BYTES_PER_CTA,
@@ -98,13 +99,49 @@ def test_an_sm_budget_bounds_both() -> None:
     assert combine_shape(4, 7168, 2, few) == (16, 224, 4)
 
 
-def test_channels_share_the_gpu() -> None:
+def test_channels_and_ranks_share_the_gpu() -> None:
     assert share(H200_SMS, 1) == H200_SMS
-    assert share(H200_SMS, 2) == H200_SMS // 2
-    assert share(16, 64) == 1
-    halves = [limits(num_sms=share(H200_SMS, 2))] * 2
-    both = sum(combine_shape(8192, 7168, 2, half).blocks for half in halves)
-    assert both <= limits().resident(224)
+    assert share(H200_SMS, 2) == share(H200_SMS, 1, 2) == 66
+    assert share(H200_SMS, 2, 3) == 22
+    assert share(H200_SMS, 2, 66) == 1
+    with pytest.raises(ConfigError, match=r"67 rank.* 2 channel.* 134 together.* GPU has 132; low"):
+        share(H200_SMS, 2, 67)
+
+
+def test_a_kernel_beside_others_has_one_cta_an_sm() -> None:
+    mine = limits().beside_others(share(H200_SMS, 4))
+    assert mine.resident(256) == 33
+    assert limits(num_sms=5).beside_others(33).resident(256) == 5, "max_sms still holds"
+    assert limits(registers=255).beside_others(33).resident(1024) == 0, "what fits nowhere does not"
+    # Alone on its SM it is as wide as the row, however many tokens there are.
+    assert dispatch_shape(8192, 14336, 0, mine) == (33, 896, 1)
+    assert combine_shape(8192, 7168, 2, mine) == (33, 224, 1)
+
+
+@given(data=st.data(), num_sms=st.integers(1, 160), num_channels=st.integers(1, 8))
+def test_whoever_waits_leaves_an_sm_to_each_cta_that_has_yet_to_start(
+    data: st.DataObject, num_sms: int, num_channels: int
+) -> None:
+    """Any kernels of all channels and ranks, each with any number of tokens, at the same time.
+
+    Two CTAs on an SM need not fit: the widest dispatch takes more than half of its registers.
+    """
+    num_ranks = data.draw(st.integers(1, max(num_sms // num_channels, 1)))
+    if num_channels * num_ranks > num_sms:
+        return
+    fraction = share(num_sms, num_channels, num_ranks)
+    waiting = 0
+    for _ in range(num_channels * num_ranks):
+        registers = data.draw(st.sampled_from([56, 64, 96, 168, 255]))
+        mine = limits(num_sms, registers).beside_others(fraction)
+        num_tokens = data.draw(st.sampled_from([0, 1, 30, 200, 8192]))
+        kernel = data.draw(st.sampled_from(["dispatch", "combine", "with a format"]))
+        if kernel == "dispatch":
+            waiting += dispatch_shape(num_tokens, 14336, 2**28, mine).blocks
+        else:
+            slots = 2**20 if kernel == "with a format" else 0
+            waiting += combine_shape(num_tokens, 7168, 2, mine, slots).blocks
+    assert waiting <= num_sms
 
 
 def test_marking_ctas_are_those_of_the_kernel() -> None:

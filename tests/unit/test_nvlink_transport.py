@@ -362,10 +362,11 @@ def refusals_body(_rank: int, _size: int) -> None:
         refused(("rank 0", "rank 1", "no peer-to-peer access", "nvidia-smi topo", *instead))
     with variables(FAKE_CUDA_ATOMICS=0):
         refused(("rank 0", "rank 1", "by PCIe, not by NVLink", *instead))
+    one_process = (f"threads of one process (pid {os.getpid()})", "ranks 0 and 1", "set_device")
     with variables(FAKE_CUDA_SHARED_UUID=1):
-        refused(("ranks 0 and 1 are both on GPU", "set_device", "MOE_NVLINK_ALLOW_SHARED_GPU=1"))
+        refused((*one_process, "on one stream", "a process of its own"))
         with variables(MOE_NVLINK_ALLOW_SHARED_GPU=1):
-            run_ranks(2, reserve)
+            refused(one_process)
     with variables(FAKE_CUDA_VMM=0):
         refused(("no virtual memory management", *instead))
     with variables(FAKE_CUDA_CAPABILITY="8.0"):
@@ -386,6 +387,29 @@ def refusals_body(_rank: int, _size: int) -> None:
         ("2 x 1152921504606846976 bytes", "cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY"),
         reserve_too_much,
     )
+    assert state() == before
+
+
+def test_processes_on_one_gpu(fake: Callable[..., Any]) -> None:
+    """Refused if not asked for; else each learns how many there are, and shares memory as ever."""
+    fake(2, one_gpu_body, shared_uuid=1)
+
+
+def one_gpu_body(rank: int, size: int) -> None:
+    before, group = state(), world()
+    words = ("ranks 0 and 1 are both on GPU", "set_device", "MOE_NVLINK_ALLOW_SHARED_GPU=1")
+    with pytest.raises(UnsupportedError) as caught:
+        FakeNvlinkTransport().reserve(group, 100, CPU)
+    assert all(word in str(caught.value) for word in words), caught.value
+    with variables(MOE_NVLINK_ALLOW_SHARED_GPU=1):
+        memory = allocated(FakeNvlinkTransport(), group, 100)
+    assert memory.ranks_on_device == 2
+    memory.local(0, 100).fill_(rank + 1)
+    group.all_gather_object(None)
+    assert peers_bytes(memory, size, 99) == [1, 2]
+    group.all_gather_object(None)
+    memory.close()
+    del memory
     assert state() == before
 
 
@@ -429,6 +453,7 @@ def facts(**values: Any) -> topology.Facts:
         fabric_error="none here",
         fabric_trial=None,
         links={},
+        process=("pid:[1]", 1),
         allow_shared_gpu=False,
     )
     return dataclasses.replace(usual, **values)
@@ -461,10 +486,26 @@ def test_who_shares_how() -> None:
     with pytest.raises(UnsupportedError, match=r"box: ranks 0; box: ranks 1.*rank 0.*none here"):
         topology.decide(apart)
     # A shared GPU must be allowed by all; a single rank may be on anything.
-    shared = [facts(allow_shared_gpu=True), facts()]
+    shared = [facts(allow_shared_gpu=True), facts(process=("pid:[1]", 2))]
     with pytest.raises(UnsupportedError, match="ranks 0 and 1 are both on GPU 0"):
         topology.decide(shared)
     assert topology.decide([facts(is_mig=True)]) is vmm.Sharing.POSIX
+
+
+def test_who_shares_a_gpu() -> None:
+    """Threads of one process never; processes may, two containers' first ones too."""
+    first = facts(uuid="a", allow_shared_gpu=True)
+    second = dataclasses.replace(first, process=("pid:[1]", 2))
+    other_container = dataclasses.replace(first, process=("pid:[2]", 1))
+    elsewhere = dataclasses.replace(first, uuid="b")
+    ranks = [first, elsewhere, second, other_container]
+    assert topology.decide(ranks) is vmm.Sharing.POSIX
+    assert [topology.ranks_on_gpu(rank, ranks) for rank in range(4)] == [3, 1, 3, 3]
+    sibling = dataclasses.replace(second, index=1)
+    with pytest.raises(
+        UnsupportedError, match=r"ranks 2 and 4 are threads of one process \(pid 2\) and both on"
+    ):
+        topology.decide([*ranks, sibling])
 
 
 def test_without_a_driver() -> None:
