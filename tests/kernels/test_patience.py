@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.jit import host
@@ -20,7 +21,7 @@ def test_a_clock_that_goes_back_ends_no_wait(monkeypatch: pytest.MonkeyPatch) ->
     case = Case(name="clock", tokens=(3, 2))
     inputs = cases.make_inputs(case)
 
-    def rank_main(group: ThreadGroup) -> object:
+    def rank_main(group: ThreadGroup) -> torch.Tensor:
         config = case.config(group.rank)
         with MoeAllToAll.create(config, group) as exchange:
             if group.rank == 1:
