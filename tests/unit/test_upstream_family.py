@@ -62,3 +62,31 @@ def test_all_that_was_started_ends_and_leaves_no_shared_memory(
     assert leader.returncode == -9
     assert not (Path("/dev/shm") / name).exists()
     assert stranger.poll() is None
+
+
+#: A shell that goes on when its child ends, and says when the child is there.
+SHELL = 'sleep 600 & echo $!; wait; touch "$TMPDIR/went_on"; sleep 600'
+
+
+def test_a_shell_does_not_go_on_when_its_child_is_killed_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell's own signal comes a round later than its child's."""
+    leader = subprocess.Popen(
+        ["sh", "-c", SHELL],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert leader.stdout is not None
+    child = psutil.Process(int(leader.stdout.readline()))
+    kill = psutil.Process.kill
+
+    def late(one: psutil.Process) -> None:
+        if one.pid != leader.pid or not family._is_alive(child):
+            kill(one)
+
+    monkeypatch.setattr(psutil.Process, "kill", late)
+    family.end(leader, tmp_path)
+    assert leader.returncode == -9
+    assert not (tmp_path / "went_on").exists()

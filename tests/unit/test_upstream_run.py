@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -142,18 +142,27 @@ def test_a_process_that_hangs_beyond_its_time_is_ended(
     """With its children: none may write afterwards."""
     text = """
 import signal, subprocess, time
+from pathlib import Path
+
 def test_hangs():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-    subprocess.Popen(["sh", "-c", "sleep 10; touch child"])
-    time.sleep(60)
+    subprocess.Popen(["sh", "-c", "sleep 600; touch child"])
+    Path("hangs").touch()
+    time.sleep(600)
 """
     where = toy_tree(tmp_path, {"test_a.py": text})
-    monkeypatch.setattr(running, "GRACE_S", 7)  # pytest itself must have started by then
+    hangs = where.tree / "hangs"
+
+    def much_later() -> float:
+        """However long pytest takes to start, the patience begins to run when the test hangs."""
+        return time.monotonic() + (1000 if hangs.exists() else 0)
+
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=much_later, sleep=time.sleep))
     group = replace(toy_group(), test_timeout_s=1)
     ran = run(where, Job((Part(group, group.arguments),)))
     assert outcomes_of(ran) == {"test_hangs": "not run"}
-    assert "ended after 8 s without a report" in ran.ending
-    time.sleep(4)
+    assert "ended after 121 s without a report" in ran.ending
+    assert hangs.exists()
     assert not list(tmp_path.rglob("child"))
 
 
