@@ -280,6 +280,26 @@ def test_gpus_are_hidden_from_runs_on_cpus_alone(tmp_path: Path) -> None:
     assert on_gpu["MOE_NVLINK_UPSTREAM_GPUS"] == "2"
 
 
+def test_avx512_is_hidden_with_the_plugin_and_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the user says of torch's own kernels is neither added to that nor left in a run."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    hidden = replace(toy_tree(tmp_path, {}), without_avx512=True)
+    group = toy_group(plugin=Plugin.COMPARED)
+    for job in jobs_of([Part(group, group.arguments)], {}):
+        own = environment(hidden, job, tmp_path)
+        folders = [Path(folder).name for folder in own["PYTHONPATH"].split(os.pathsep)]
+        assert folders[: len(folders) - 2] == [
+            *(() if job.plugin else ("without_plugin",)),
+            "without_avx512",
+        ]
+        assert own["ATEN_CPU_CAPABILITY"] == "avx2"
+        seen = environment(replace(hidden, without_avx512=False), job, tmp_path)
+        assert "without_avx512" not in seen["PYTHONPATH"]
+        assert "ATEN_CPU_CAPABILITY" not in seen
+
+
 def test_a_break_reaches_the_run_with_the_plugin_alone(tmp_path: Path) -> None:
     where = replace(toy_tree(tmp_path, {}), broken="dropped-row")
     group = toy_group(plugin=Plugin.COMPARED)
