@@ -41,8 +41,12 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("how", ["killed", "crash"])
 def test_all_that_was_started_ends_and_leaves_no_shared_memory(
-    how: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
+    how: str,
+    tmp_path: Path,
+    stranger: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(family, "PATIENCE_S", 120.0)  # what cleans up needs it on a busy machine
     leader = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, how],
         env={**os.environ, "TMPDIR": str(tmp_path)},
@@ -57,7 +61,7 @@ def test_all_that_was_started_ends_and_leaves_no_shared_memory(
     assert all(map(family._is_alive, started_by_it))
     started = time.monotonic()
     family.end(leader, tmp_path)
-    assert time.monotonic() - started < family.PATIENCE_S
+    assert time.monotonic() - started < family.PATIENCE_S, "what cleans up was killed as well"
     assert not any(map(family._is_alive, started_by_it))
     assert leader.returncode == -9
     assert not (Path("/dev/shm") / name).exists()
@@ -87,6 +91,7 @@ def test_a_shell_does_not_go_on_when_its_child_is_killed_before_it(
             kill(one)
 
     monkeypatch.setattr(psutil.Process, "kill", late)
+    monkeypatch.setattr(family, "PATIENCE_S", 120.0)
     family.end(leader, tmp_path)
     assert leader.returncode == -9
     assert not (tmp_path / "went_on").exists()

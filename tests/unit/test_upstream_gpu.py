@@ -290,3 +290,24 @@ def test_the_toy_with_drafts_can_be_read(tmp_path: Path) -> None:
     ids = tokenizer("The capital of France is")["input_ids"]
     assert ids
     assert max(ids) < len(tokenizer) <= config["vocab_size"]
+
+
+def tell_port(told: dict[str, str]) -> str:
+    """What a launcher's rank does with its variables."""
+    return told["MASTER_PORT"]
+
+
+def test_ranks_meet_at_a_port_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's launcher says 12345 to all, also to those of another run on the same machine."""
+    monkeypatch.setattr(shared_gpu, "_settle", lambda _world_size: None)
+    monkeypatch.setattr(os, "environ", {})  # which a rank replaces
+    asked = []
+
+    def begin() -> None:
+        begun = shared_gpu.Beginning(__name__, "tell_port", seated=False)
+        asked.append(pickle.loads(pickle.dumps(begun))({"MASTER_PORT": "12345"}))
+
+    begin()
+    gpu_layers._at_a_free_port(begin)
+    assert asked[0] == "12345"
+    assert asked[1] == os.environ["MOE_NVLINK_UPSTREAM_PORT"] != "12345"

@@ -554,11 +554,16 @@ def _whole_layer_in_rank() -> None:
 def _whole_layer_in_parent(module: Any) -> None:
     shared_gpu.begin_ranks_here(_EPLB_LAUNCHER, "_distributed_worker_wrapper", seated=False)
     launcher: Any = importlib.import_module(_EPLB_LAUNCHER)
-    run = functools.partial(ending_well, launcher.mp, module.distributed_run)
+    run = functools.partial(_at_a_free_port, ending_well, launcher.mp, module.distributed_run)
     on_cpu = settings.device() is Device.CPU
     module.distributed_run = functools.partial(_smaller, run) if on_cpu else run
     # The test asks pytest whether FlashInfer can be imported; ours needs none.
     module.pytest = types.SimpleNamespace(importorskip=lambda _name: None, skip=pytest.skip)
+
+
+def _at_a_free_port(run: Callable[..., None], *arguments: Any) -> None:
+    shared_gpu.choose_port()
+    run(*arguments)
 
 
 def _smaller(
