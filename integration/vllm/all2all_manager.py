@@ -11,7 +11,6 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from moe_nvlink_plugin import AllToAllConfig, HeadGroup, MoeAllToAll, env
 from moe_nvlink_plugin.errors import (
     DisagreementError,
-    MoeNvlinkError,
     PeerError,
     UnsupportedError,
 )
@@ -44,14 +43,15 @@ class Geometry(NamedTuple):
 class Proposal(NamedTuple):
     """What one rank would set a layer up with.
 
-    layer: its name; geometry: of its exchange; static_scale: that its rows are quantised by, None
-    where they bring their own; problem: why this rank cannot set it up, None where it can;
-    named_scale: of a recipe that a user named, None where it has none.
+    layer: its name; geometry: of its exchange, None where that is not the question; static_scale:
+    that its rows are quantised by, None where they bring their own; problem: why this rank cannot
+    set it up, None where it can; named_scale: of a recipe that a user named, None where it has
+    none.
     """
 
     layer: str
-    geometry: Geometry
-    static_scale: float | None
+    geometry: Geometry | None = None
+    static_scale: float | None = None
     problem: str | None = None
     named_scale: float | None = None
 
@@ -193,7 +193,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         try:
             mine = lm_head.plan_of(vllm_config, vocab_size, self.world_size, self.device)
             mine.config(self.rank)  # reads this host's variables
-        except MoeNvlinkError as error:
+        except Exception as error:
             mine = error
         self._meet()
         plan = lm_head.agree(mine, self.cpu_group, self.world_size)

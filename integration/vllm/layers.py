@@ -6,8 +6,10 @@ quant methods stay vLLM's own objects: weight loaders test their class names.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,30 +85,40 @@ def _rebuild_after_loading(quant_method: Any) -> None:
     @functools.wraps(original)
     def process_weights_after_loading(layer: Any) -> None:
         input_scales.share(layer, lambda: get_ep_group().cpu_group)
-        original(layer)
-        _rebuild_kernel(quant_method, layer)
+        # Where weights are updated in place, ranks do not wait for each other.
+        expected = not _is_ours(getattr(quant_method, "moe_kernel", None))
+        with _told_to_all(layer) if expected else contextlib.nullcontext():
+            original(layer)
+        if not _is_ours(quant_method.moe_kernel):
+            _rebuild_kernel(quant_method, layer)
 
     quant_method.process_weights_after_loading = process_weights_after_loading
 
 
-def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
-    """Puts our prepare/finalize in front of the experts vLLM chose. Collective over the EP group.
-
-    Raises UnsupportedError for experts outside the modular kernel, for an expert placement that is
-    not contiguous, and for rows or scales in a format that cannot travel; ConfigError for a hidden
-    size that the format cannot do.
-    """
-    kernel = quant_method.moe_kernel
+def _is_ours(kernel: Any) -> bool:
+    """Whether a modular kernel has our prepare/finalize already. Local."""
     if kernel is None or kernel.is_monolithic:
-        raise UnsupportedError(
-            f"--all2all-backend {BACKEND}: {layer.layer_name} is served by "
-            f"{type(quant_method).__name__} without vLLM's modular kernel. Where experts of "
-            "vLLM's choice route inside their kernel, choose others with --moe-backend (triton is "
-            "one); or use weights in another format, or another backend."
-        )
-    if isinstance(kernel.prepare_finalize, MoeNvlinkPrepareAndFinalize):
-        return  # weights were updated in place; the kernel is still ours
-    moe = layer.moe_config
+        return False
+    return isinstance(kernel.prepare_finalize, MoeNvlinkPrepareAndFinalize)
+
+
+@contextlib.contextmanager
+def _told_to_all(layer: Any) -> Iterator[None]:
+    """Around a local step of setting up a layer: the other ranks get a PeerError for its exception.
+
+    They wait in `agree`, which every rank calls after such a step.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = Proposal(layer.layer_name, problem=f"{type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):  # this rank's own exception says more
+            _manager().agree(told)
+        raise
+
+
+def _manager() -> MoeNvlinkAll2AllManager:
+    """The EP group's. Local."""
     manager = get_ep_group().device_communicator.all2all_manager
     if not isinstance(manager, MoeNvlinkAll2AllManager):
         raise UnsupportedError(
@@ -114,6 +126,21 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
             f"{type(manager).__name__} instead of our manager. Please report this with the "
             "command that started vLLM."
         )
+    return manager
+
+
+def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
+    """Puts our prepare/finalize in front of the experts vLLM chose. Collective over the EP group.
+
+    Raises UnsupportedError for experts outside the modular kernel, for an expert placement that is
+    not contiguous, and for rows or scales in a format that cannot travel; ConfigError for a hidden
+    size that the format cannot do; PeerError where another rank raises any of that.
+    """
+    kernel = quant_method.moe_kernel
+    with _told_to_all(layer):
+        _check_modular(quant_method, layer)
+    moe = layer.moe_config
+    manager = _manager()
     geometry = Geometry(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -125,9 +152,23 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
     chosen = _agreed_format(manager, layer.layer_name, kernel.fused_experts, geometry)
     if chosen.recipe is not None:
         geometry = geometry._replace(recipe=chosen.recipe.name)
-    prepare_finalize = _prepare_finalize(manager, geometry, layer.expert_map, chosen)
-    quant_method.moe_kernel = mk.FusedMoEKernel(prepare_finalize, kernel.fused_experts)
+    exchanges = _exchanges(manager, geometry)
+    with _told_to_all(layer):
+        prepare_finalize = _prepare_finalize(manager, exchanges, layer.expert_map, chosen)
+        quant_method.moe_kernel = mk.FusedMoEKernel(prepare_finalize, kernel.fused_experts)
+    manager.agree(Proposal(layer.layer_name))
     logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, geometry, chosen)
+
+
+def _check_modular(quant_method: Any, layer: Any) -> None:
+    kernel = quant_method.moe_kernel
+    if kernel is None or kernel.is_monolithic:
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: {layer.layer_name} is served by "
+            f"{type(quant_method).__name__} without vLLM's modular kernel. Where experts of "
+            "vLLM's choice route inside their kernel, choose others with --moe-backend (triton is "
+            "one); or use weights in another format, or another backend."
+        )
 
 
 def _agreed_format(
@@ -138,7 +179,8 @@ def _agreed_format(
     def find_recipe(name: str) -> Any:
         return MoeAllToAll.check(manager.config(geometry._replace(recipe=name)))
 
-    chosen, scale, problem = DispatchFormat(), None, None
+    chosen, scale = DispatchFormat(), None
+    problem: Exception | None = None
     try:
         chosen = choose(
             experts,
@@ -149,28 +191,37 @@ def _agreed_format(
             find_recipe,
         )
         scale = chosen.static_scale(experts.quant_config)
-    except MoeNvlinkError as error:
+    except Exception as error:
         problem = error
     mine = Proposal(
         layer_name,
         geometry._replace(recipe=None if chosen.recipe is None else chosen.recipe.name),
         scale,
-        None if problem is None else str(problem),
+        None if problem is None else f"{type(problem).__name__}: {problem}",
         None if chosen.global_scale is None else float(chosen.global_scale),
     )
     manager.agree(mine)
-    if problem is not None:
+    if isinstance(problem, MoeNvlinkError):
         raise type(problem)(f"--all2all-backend {BACKEND}: {layer_name}: {problem}") from problem
+    if problem is not None:
+        raise problem
     return chosen
+
+
+def _exchanges(manager: MoeNvlinkAll2AllManager, geometry: Geometry) -> list[MoeAllToAll]:
+    """Those that a layer needs on this rank's device. Collective where it creates them."""
+    if manager.device.type == "cuda":
+        return manager.exchanges_by_capacity(geometry)
+    return [manager.exchange(geometry)]
 
 
 def _prepare_finalize(
     manager: MoeNvlinkAll2AllManager,
-    geometry: Geometry,
+    exchanges: list[MoeAllToAll],
     expert_map: torch.Tensor | None,
     chosen: DispatchFormat,
 ) -> MoeNvlinkPrepareAndFinalize:
-    """The class for this rank's device. Collective where it creates exchanges."""
+    """The class for this rank's device. Local."""
     if manager.device.type == "cuda":
-        return CudaPrepareAndFinalize(manager.exchanges_by_capacity(geometry), expert_map, chosen)
-    return CpuPrepareAndFinalize(manager.exchange(geometry), expert_map, chosen)
+        return CudaPrepareAndFinalize(exchanges, expert_map, chosen)
+    return CpuPrepareAndFinalize(exchanges[0], expert_map, chosen)

@@ -115,13 +115,13 @@ def _shape_and_rates(
     return shape, head_cost.rates_of(device, element_bytes)
 
 
-def agree(mine: Plan | MoeNvlinkError, cpu_group: Any, ranks: int) -> Plan:
+def agree(mine: Plan | Exception, cpu_group: Any, ranks: int) -> Plan:
     """Returns the plan, once all ranks have the same. Collective over the data-parallel ranks.
 
     mine: or why this rank has none; nobody then waits for it in vain.
 
     Raises:
-        MoeNvlinkError: `mine`, where it is one.
+        Exception: `mine`, where it is one.
         PeerError: another rank has no plan.
         DisagreementError: on all ranks; "auto" on different GPUs is one way to it.
     """

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -50,6 +51,19 @@ def test_the_fast_subset_ends_as_expected(tree: Path, tmp_path: Path) -> None:
     done = run(tree, tmp_path, "--fast", "--jobs", "2")
     logs = "".join(f"\n== {log.name}\n{log.read_text()[-3000:]}" for log in tmp_path.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert "every outcome is as expected" in done.stdout
+
+
+@pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_f", False),
+    reason="this CPU has no AVX-512: the tests above ran with vLLM's AVX2 library",
+)
+def test_layers_end_as_expected_without_avx512(tree: Path, tmp_path: Path) -> None:
+    """What depends on vLLM's library for the CPU: experts, and how tensor-parallel ranks gather."""
+    done = run(
+        tree, tmp_path, "--fast", "--without-avx512", "--group", "moe-layer", "modular-kernels"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "every outcome is as expected" in done.stdout
 
 

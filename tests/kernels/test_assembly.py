@@ -1,8 +1,11 @@
-"""The host build moves rows and adds them with vector instructions (x86-64)."""
+"""The host builds move rows and add them with vector instructions (x86-64).
+
+Of the build for this processor, and of those for others, which need not be executed for that.
+"""
 
 from __future__ import annotations
 
-import platform
+import functools
 import re
 import shutil
 import subprocess
@@ -10,13 +13,14 @@ import subprocess
 import pytest
 
 from moe_nvlink_plugin.jit import host, source
+from tests.kernels import builds
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in {"x86_64", "AMD64"},
-    reason=f"reads x86-64 assembly, this is {platform.machine()}",
-)
+pytestmark = builds.ON_X86
 
-#: A move of a whole vector register: of 16, 32 or 64 bytes, whatever this CPU has.
+#: The build that ranks of this machine load, and what they would load elsewhere.
+EVERY_BUILD = pytest.mark.parametrize("level", ["native", *builds.LEVELS])
+
+#: A move of a whole vector register: of 16, 32 or 64 bytes, whatever the CPU has.
 VECTOR_MOVE = re.compile(r"v?mov(?:dq[au]|[au]p[sd])(?:8|16|32|64)?\s")
 VECTOR_ADD = re.compile(r"v?addps\s")
 VECTOR_MAX = re.compile(r"v?pmaxud\s")
@@ -35,6 +39,12 @@ def disassembly(text: str, flags: tuple[str, ...] = host.FLAGS) -> dict[str, str
     found = re.findall(r"^[0-9a-f]+ <(.*)>:\n((?:.+\n)+)", listing, re.MULTILINE)
     assert found
     return dict(found)
+
+
+@functools.cache
+def of_level(level: str) -> dict[str, str]:
+    """The whole library's, as a processor of this level would load it."""
+    return disassembly(source.host_source(), builds.flags(level))
 
 
 def code_of(symbols: dict[str, str], verb: str, *helpers: str) -> str:
@@ -78,18 +88,31 @@ def compares_with_vectors(symbols: dict[str, str]) -> bool:
     return sum(len(VECTOR_MAX.findall(one)) for one in code) >= 8
 
 
-def test_dispatch_copies_with_vectors() -> None:
-    code = code_of(disassembly(source.host_source()), "dispatch", "put_r")
+@pytest.mark.parametrize(
+    ("level", "widest"), [("x86-64", "xmm"), ("x86-64-v3", "ymm"), ("x86-64-v4", "zmm")]
+)
+def test_a_build_is_for_its_processor(level: str, widest: str) -> None:
+    """Or the tests below would look at the same code several times."""
+    code = "".join(of_level(level).values())
+    assert max(re.findall(r"%([xyz]mm)\d", code)) == widest
+
+
+@EVERY_BUILD
+def test_dispatch_copies_with_vectors(level: str) -> None:
+    code = code_of(of_level(level), "dispatch", "put_r")
     assert copies_with_vectors(code), f"runs of vector moves: {runs_of_moves(code)}"
 
 
-def test_combine_adds_with_vectors() -> None:
-    code = code_of(disassembly(source.host_source()), "combine", *SUMS)
+@EVERY_BUILD
+def test_combine_adds_with_vectors(level: str) -> None:
+    code = code_of(of_level(level), "combine", *SUMS)
     assert adds_with_vectors(code), f"{len(VECTOR_ADD.findall(code))} vector additions"
 
 
-def test_argmax_compares_with_vectors() -> None:
-    assert compares_with_vectors(disassembly(source.host_source()))
+@EVERY_BUILD
+def test_argmax_compares_with_vectors(level: str) -> None:
+    """Where there is an instruction for it: SSE2, all that x86-64 promises, has none."""
+    assert compares_with_vectors(of_level(level)) is (level != "x86-64")
 
 
 #: Stands in present_rows.h for a sum of registers.

@@ -41,8 +41,12 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("how", ["killed", "crash"])
 def test_all_that_was_started_ends_and_leaves_no_shared_memory(
-    how: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
+    how: str,
+    tmp_path: Path,
+    stranger: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(family, "PATIENCE_S", 120.0)  # what cleans up needs it on a busy machine
     leader = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, how],
         env={**os.environ, "TMPDIR": str(tmp_path)},
@@ -57,8 +61,37 @@ def test_all_that_was_started_ends_and_leaves_no_shared_memory(
     assert all(map(family._is_alive, started_by_it))
     started = time.monotonic()
     family.end(leader, tmp_path)
-    assert time.monotonic() - started < family.PATIENCE_S
+    assert time.monotonic() - started < family.PATIENCE_S, "what cleans up was killed as well"
     assert not any(map(family._is_alive, started_by_it))
     assert leader.returncode == -9
     assert not (Path("/dev/shm") / name).exists()
     assert stranger.poll() is None
+
+
+#: A shell that goes on when its child ends, and says when the child is there.
+SHELL = 'sleep 600 & echo $!; wait; touch "$TMPDIR/went_on"; sleep 600'
+
+
+def test_a_shell_does_not_go_on_when_its_child_is_killed_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell's own signal comes a round later than its child's."""
+    leader = subprocess.Popen(
+        ["sh", "-c", SHELL],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert leader.stdout is not None
+    child = psutil.Process(int(leader.stdout.readline()))
+    kill = psutil.Process.kill
+
+    def late(one: psutil.Process) -> None:
+        if one.pid != leader.pid or not family._is_alive(child):
+            kill(one)
+
+    monkeypatch.setattr(psutil.Process, "kill", late)
+    monkeypatch.setattr(family, "PATIENCE_S", 120.0)
+    family.end(leader, tmp_path)
+    assert leader.returncode == -9
+    assert not (tmp_path / "went_on").exists()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import pickle
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +25,7 @@ from moe_nvlink_plugin.integration.vllm.upstream.adapt import (
     cpu_device,
     drafts,
     gpu_layers,
+    processes,
     shared_gpu,
 )
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
@@ -181,21 +185,40 @@ def test_skip_marks_for_another_library_alone_are_dropped() -> None:
     assert not gpu_layers._asks_for_another(pytest.mark.parametrize("a", [1]).mark)
 
 
-@pytest.mark.parametrize(("codes", "told"), [([0, 0], ""), ([0, -11], "-11"), ([], "no rank")])
-def test_ranks_that_die_without_a_word_have_not_passed(codes: list[int], told: str) -> None:
-    module = types.SimpleNamespace(Process=lambda code: types.SimpleNamespace(exitcode=code))
+SLEEP, EXIT, DIE = (time.sleep, (600,)), (os._exit, (0,)), (os.abort, ())
+FAIL = (os._exit, (3,))
 
-    def spawn_workers(codes: list[int]) -> None:
-        for code in codes:
-            module.Process(code=code)
+
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        ([EXIT, EXIT], ""),
+        ([EXIT, DIE], "rank 1 ended with -6"),
+        ([SLEEP, FAIL], "rank 1 ended with 3; rank 0 was still running 0.1 s after"),
+        ([], "no rank"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_the_others_are_not_waited_for(
+    work: list[Any], told: str, *, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that die without a word too. Launchers of vLLM's tests join rank after rank."""
+    monkeypatch.setattr(processes, "GRACE_S", 0.1 if SLEEP in work else 100.0)
+    module = types.SimpleNamespace(Process=multiprocessing.get_context("spawn").Process)
+    started: list[Any] = []
+
+    def spawn_workers() -> None:
+        for target, arguments in work:
+            started.append(module.Process(target=target, args=arguments))
+            started[-1].start()
+        for one in started if joins else ():
+            one.join()
 
     original = module.Process
-    if told:
-        with pytest.raises(AssertionError, match=told):
-            gpu_layers.ending_well(module, spawn_workers, codes)
-    else:
-        gpu_layers.ending_well(module, spawn_workers, codes)
+    with pytest.raises(AssertionError, match=told) if told else contextlib.nullcontext():
+        gpu_layers.ending_well(module, spawn_workers)
     assert module.Process is original
+    assert not any(one.is_alive() for one in started)
 
 
 def test_a_configuration_of_a_test_asks_for_us() -> None:
@@ -267,3 +290,24 @@ def test_the_toy_with_drafts_can_be_read(tmp_path: Path) -> None:
     ids = tokenizer("The capital of France is")["input_ids"]
     assert ids
     assert max(ids) < len(tokenizer) <= config["vocab_size"]
+
+
+def tell_port(told: dict[str, str]) -> str:
+    """What a launcher's rank does with its variables."""
+    return told["MASTER_PORT"]
+
+
+def test_ranks_meet_at_a_port_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's launcher says 12345 to all, also to those of another run on the same machine."""
+    monkeypatch.setattr(shared_gpu, "_settle", lambda _world_size: None)
+    monkeypatch.setattr(os, "environ", {})  # which a rank replaces
+    asked = []
+
+    def begin() -> None:
+        begun = shared_gpu.Beginning(__name__, "tell_port", seated=False)
+        asked.append(pickle.loads(pickle.dumps(begun))({"MASTER_PORT": "12345"}))
+
+    begin()
+    gpu_layers._at_a_free_port(begin)
+    assert asked[0] == "12345"
+    assert asked[1] == os.environ["MOE_NVLINK_UPSTREAM_PORT"] != "12345"

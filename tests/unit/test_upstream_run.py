@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -128,9 +128,9 @@ def test_an_exit_in_the_middle_is_not_taken_for_the_end(tmp_path: Path) -> None:
 
 
 def test_a_test_that_takes_too_long_fails_and_the_next_runs(tmp_path: Path) -> None:
-    text = "import time\ndef test_slow(): time.sleep(60)\ndef test_next(): pass\n"
+    text = "import time\ndef test_slow(): time.sleep(600)\ndef test_next(): pass\n"
     where = toy_tree(tmp_path, {"test_a.py": text})
-    group = replace(toy_group(), test_timeout_s=1)
+    group = replace(toy_group(), test_timeout_s=5)  # for the next one, on a busy machine
     ran = run(where, Job((Part(group, group.arguments),)))
     assert outcomes_of(ran) == {"test_slow": "failed", "test_next": "passed"}
     assert "Timeout" in ran.results[f"{A}::test_slow"].message
@@ -142,18 +142,27 @@ def test_a_process_that_hangs_beyond_its_time_is_ended(
     """With its children: none may write afterwards."""
     text = """
 import signal, subprocess, time
+from pathlib import Path
+
 def test_hangs():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-    subprocess.Popen(["sh", "-c", "sleep 10; touch child"])
-    time.sleep(60)
+    subprocess.Popen(["sh", "-c", "sleep 600; touch child"])
+    Path("hangs").touch()
+    time.sleep(600)
 """
     where = toy_tree(tmp_path, {"test_a.py": text})
-    monkeypatch.setattr(running, "GRACE_S", 7)  # pytest itself must have started by then
+    hangs = where.tree / "hangs"
+
+    def much_later() -> float:
+        """However long pytest takes to start, the patience begins to run when the test hangs."""
+        return time.monotonic() + (1000 if hangs.exists() else 0)
+
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=much_later, sleep=time.sleep))
     group = replace(toy_group(), test_timeout_s=1)
     ran = run(where, Job((Part(group, group.arguments),)))
     assert outcomes_of(ran) == {"test_hangs": "not run"}
-    assert "ended after 8 s without a report" in ran.ending
-    time.sleep(4)
+    assert "ended after 121 s without a report" in ran.ending
+    assert hangs.exists()
     assert not list(tmp_path.rglob("child"))
 
 
@@ -269,6 +278,26 @@ def test_gpus_are_hidden_from_runs_on_cpus_alone(tmp_path: Path) -> None:
     assert on_gpu.get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_gpu
     assert on_gpu["MOE_NVLINK_UPSTREAM_GPUS"] == "2"
+
+
+def test_avx512_is_hidden_with_the_plugin_and_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the user says of torch's own kernels is neither added to that nor left in a run."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    hidden = replace(toy_tree(tmp_path, {}), without_avx512=True)
+    group = toy_group(plugin=Plugin.COMPARED)
+    for job in jobs_of([Part(group, group.arguments)], {}):
+        own = environment(hidden, job, tmp_path)
+        folders = [Path(folder).name for folder in own["PYTHONPATH"].split(os.pathsep)]
+        assert folders[: len(folders) - 2] == [
+            *(() if job.plugin else ("without_plugin",)),
+            "without_avx512",
+        ]
+        assert own["ATEN_CPU_CAPABILITY"] == "avx2"
+        seen = environment(replace(hidden, without_avx512=False), job, tmp_path)
+        assert "without_avx512" not in seen["PYTHONPATH"]
+        assert "ATEN_CPU_CAPABILITY" not in seen
 
 
 def test_a_break_reaches_the_run_with_the_plugin_alone(tmp_path: Path) -> None:

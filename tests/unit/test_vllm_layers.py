@@ -204,7 +204,7 @@ def classes_by_device():
             exchange=lambda geometry: "one",
             exchanges_by_capacity=lambda geometry: ["small", "large"],
         )
-        layers._prepare_finalize(manager, None, None, None)
+        layers._prepare_finalize(manager, layers._exchanges(manager, None), None, None)
     return made
 
 

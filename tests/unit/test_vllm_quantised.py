@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +43,7 @@ from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepare
 from moe_nvlink_plugin.integration.vllm.formats import DispatchFormat, choose
 from moe_nvlink_plugin.integration.vllm.options import Options
 from moe_nvlink_plugin.recipes import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN, MXFP8, NVFP4
-from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.unit.vllm_layer import (
     CAPACITY,
     HIDDEN_SIZE,
@@ -556,6 +558,9 @@ class Manager:
     def config(self, geometry: Geometry) -> Any:
         return config_of(self.group.size, self.group.rank, recipe=geometry.recipe)
 
+    def exchange(self, geometry: Geometry) -> MoeAllToAll:
+        return MoeAllToAll.create(self.config(geometry), self.group)
+
     def agree(self, mine: Proposal) -> None:
         all2all_manager._refuse_differences(mine, self.group.all_gather_object(mine))
 
@@ -577,7 +582,7 @@ def _set_up(
         )
         try:
             chosen = layers._agreed_format(manager, names[group.rank], experts, GEOMETRY)  # type: ignore[arg-type]
-        except (ConfigError, DisagreementError, PeerError, UnsupportedError) as error:
+        except (ConfigError, DisagreementError, MemoryError, PeerError, UnsupportedError) as error:
             return f"{type(error).__name__}: {error}"
         return "" if chosen.recipe is None else chosen.recipe.name
 
@@ -601,7 +606,88 @@ def test_static_scales_that_differ_between_ranks() -> None:
 def test_one_ranks_problem_is_told_to_all() -> None:
     own, others = _set_up([nvfp4(torch.zeros(1)), nvfp4()])
     assert own.startswith("UnsupportedError: --all2all-backend moe_nvlink: layer 3: the static")
-    assert others.startswith("PeerError: layer 3 cannot be set up on another rank; rank 0: the st")
+    said = "rank 0: UnsupportedError: the static"
+    assert others.startswith(f"PeerError: layer 3 cannot be set up on another rank; {said}")
+
+
+def test_a_problem_that_is_no_refusal_is_told_to_all_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose_or_fail(experts: Any, *rest: Any) -> Any:
+        if experts.quant_config is broken:
+            raise MemoryError("no room")
+        return choose(experts, *rest)
+
+    broken = nvfp4()
+    monkeypatch.setattr(layers, "choose", choose_or_fail)
+    own, others = _set_up([broken, nvfp4()])
+    assert own == "MemoryError: no room"
+    said = "rank 0: MemoryError: no room"
+    assert others == f"PeerError: layer 3 cannot be set up on another rank; {said}"
+
+
+class LoadedLayer:
+    """As much of a layer, its quant method and vLLM's kernel as is looked at; a step may fail."""
+
+    layer_name, expert_map = "layer 3", None
+    moe_config = SimpleNamespace(
+        num_experts=NUM_EXPERTS,
+        experts_per_token=TOP_K,
+        hidden_dim=HIDDEN_SIZE,
+        max_num_tokens=CAPACITY,
+        sp_size=1,
+        in_dtype=torch.float32,
+    )
+
+    def __init__(self, step: str) -> None:
+        self.step = step
+        self.moe_kernel: Any = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.step == "weights":
+            raise MemoryError("no room for weights")
+        self.moe_kernel = SimpleNamespace(
+            is_monolithic=self.step == "monolithic",
+            prepare_finalize=None,
+            fused_experts=Experts(LEFT_OPEN["NoOP"]()),
+        )
+        if self.step == "placement":
+            self.expert_map = torch.tensor([-1, 0, -1, 1, -1, 2, 3])
+
+
+def _load(steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What becomes of two ranks whose layers fail in these steps."""
+    managers = threading.local()
+    monkeypatch.setattr(layers, "_manager", lambda: managers.mine)
+
+    def rank_main(group: Any) -> bool:
+        managers.mine = Manager(group, Options())
+        layer = LoadedLayer(steps[group.rank])
+        layers._rebuild_after_loading(layer)
+        layer.process_weights_after_loading(layer)
+        return layers._is_ours(layer.moe_kernel)
+
+    return try_ranks(2, rank_main)
+
+
+def test_ranks_that_set_a_layer_up_have_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _load(("", ""), monkeypatch) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        ("weights", "MemoryError: no room for weights"),
+        ("monolithic", "UnsupportedError: .*without vLLM's modular kernel"),
+        ("placement", "UnsupportedError: vLLM placed experts"),
+    ],
+)
+def test_no_rank_waits_for_one_that_has_failed(
+    step: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever step of a layer's set-up it was: each rank raises, and names the rank that did."""
+    others, own = _load(("", step), monkeypatch)
+    assert re.match(told, f"{type(own).__name__}: {own}")
+    assert isinstance(others, PeerError), repr(others)
+    assert re.search(f"layer 3 cannot be set up on another rank; rank 1: {told}", str(others))
 
 
 def test_ranks_with_different_formats_or_layers() -> None:

@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, default=1, metavar="N", help="so many pytest processes at once")
     add("--update", action="store_true", help="rewrite counts, add rules for unknown tests")
     add("--break", dest="broken", default="", metavar="NAME", help="break our backend, see --list")
+    add("--without-avx512", action="store_true", help="as on CPUs that have AVX2 alone")
     add("--list", action="store_true", help="show the groups and the breaks, run nothing")
     add("--write-table", action="store_true", help="renew integration/README.md, run nothing")
     add("--all", action="store_true", help=f"print all differences, not {SHOWN} of each group")
@@ -128,6 +129,8 @@ def _groups(options: argparse.Namespace, extra: tuple[str, ...]) -> list[Group]:
         raise ConfigError(f"--jobs {options.jobs}: at least one process must run")
     if options.update and (options.fast or options.broken or extra):
         raise ConfigError("--update needs whole groups of a backend that is not broken")
+    if options.without_avx512 and options.gpu:
+        raise ConfigError("--without-avx512 is about vLLM's library for CPUs: leave out --gpu")
     return groups
 
 
@@ -170,6 +173,7 @@ def _where(options: argparse.Namespace) -> Where:
         Device.GPU if options.gpu else Device.CPU,
         options.gpu,
         options.broken,
+        options.without_avx512,
     )
 
 

@@ -37,10 +37,12 @@ CPU = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
+#: Of torch's and oneDNN's kernels, beside what `without_avx512` does for vLLM's.
+WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 #: Of the user's environment, what would change outcomes.
 FOREIGN = (
     *("VLLM_", "PYTEST_", "PYTHON", "HF_", "TRANSFORMERS_", "MOE_NVLINK_", "TORCH", "MASTER_"),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *WITHOUT_AVX512),
 )
 #: Kept all the same: where our code is compiled to, and with what.
 KEPT = ("MOE_NVLINK_CACHE_DIR", "MOE_NVLINK_CXX")
@@ -60,6 +62,7 @@ class Where:
     device: Device = Device.CPU
     gpus: int = 0
     broken: str = ""  #: a deliberate break of our backend, of `breaks.py`
+    without_avx512: bool = False  #: as on CPUs that have none: vLLM takes its AVX2 library
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,9 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     # What vLLM keeps of models and compiled graphs: not among what it keeps for the user.
     own |= {"VLLM_CACHE_ROOT": str(fetch.CACHE / "vllm")}
     first = [] if job.plugin else [str(HERE / "without_plugin")]
+    if where.without_avx512:
+        first.append(str(HERE / "without_avx512"))
+        own |= WITHOUT_AVX512
     own |= {"PYTHONPATH": os.pathsep.join([*first, str(where.tree), str(HERE / "within")])}
     return own | {"TMPDIR": str(scratch)} | dict(job.group.environment)
 

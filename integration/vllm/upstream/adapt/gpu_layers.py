@@ -35,7 +35,7 @@ import torch
 from moe_nvlink_plugin.integration.vllm.upstream import settings
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
 
-from . import shared_gpu
+from . import processes, shared_gpu
 
 _MNNVL = "tests.distributed.test_mnnvl_alltoall"
 _DEEPEP = "tests.kernels.moe.test_deepep_moe"
@@ -335,25 +335,44 @@ def _mnnvl_in_parent(module: Any) -> None:
 
 
 def ending_well(
-    processes: Any, spawn_workers: Callable[..., None], *arguments: Any, **named: Any
+    launcher: Any, spawn_workers: Callable[..., None], *arguments: Any, **named: Any
 ) -> None:
-    """Calls the file's launcher, which asks what ranks have told of themselves, not how they ended:
-    one that dies without a word would have passed. `processes` is the module that it starts them
-    with.
+    """Calls a launcher of vLLM's tests, which starts ranks with the module `launcher`, and joins
+    them one by one. Where one has failed, the others are not waited for; and as launchers ask what
+    ranks have told of themselves, not how they ended, one that dies without a word fails here.
     """
     started: list[Any] = []
-    original = processes.Process
+    problems: dict[int, str] = {}
+    original = launcher.Process
+
+    def join() -> None:
+        if not problems:  # what was killed has not failed
+            problems.update(processes.joined_together(started))
 
     def process(*of: Any, **by_name: Any) -> Any:
         started.append(original(*of, **by_name))
-        return started[-1]
+        return _Joined(started[-1], join)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "Process", process)
+        patch.setattr(launcher, "Process", process)
         spawn_workers(*arguments, **named)
-    codes = [one.exitcode for one in started]
-    assert codes, "no rank was started"
-    assert not any(codes), f"ranks ended with {codes}, and told of no error"
+    assert started, "no rank was started"
+    join()
+    assert not problems, "; ".join(f"rank {rank} {what}" for rank, what in problems.items())
+
+
+class _Joined:
+    """A process as launchers know it, whose `join` is that of all ranks together."""
+
+    def __init__(self, process: Any, join: Callable[[], None]) -> None:
+        self._process, self._join = process, join
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def join(self, _timeout: float | None = None) -> None:
+        """multiprocessing's name for it."""
+        self._join()
 
 
 # DeepEP's prepare/finalize.
@@ -534,10 +553,17 @@ def _whole_layer_in_rank() -> None:
 
 def _whole_layer_in_parent(module: Any) -> None:
     shared_gpu.begin_ranks_here(_EPLB_LAUNCHER, "_distributed_worker_wrapper", seated=False)
-    if settings.device() is Device.CPU:
-        module.distributed_run = functools.partial(_smaller, module.distributed_run)
+    launcher: Any = importlib.import_module(_EPLB_LAUNCHER)
+    run = functools.partial(_at_a_free_port, ending_well, launcher.mp, module.distributed_run)
+    on_cpu = settings.device() is Device.CPU
+    module.distributed_run = functools.partial(_smaller, run) if on_cpu else run
     # The test asks pytest whether FlashInfer can be imported; ours needs none.
     module.pytest = types.SimpleNamespace(importorskip=lambda _name: None, skip=pytest.skip)
+
+
+def _at_a_free_port(run: Callable[..., None], *arguments: Any) -> None:
+    shared_gpu.choose_port()
+    run(*arguments)
 
 
 def _smaller(

@@ -275,7 +275,8 @@ class _Kernels:
     def run(self, pgi: Any, vllm_config: Any, config: Any, weights: Any, tensors: Any) -> Any:
         """The harness's, and the rows that went through our exchange are counted."""
         before = _counters(config)
-        self._output = self._run(pgi, vllm_config, config, weights, tensors)
+        with processes.in_step():
+            self._output = self._run(pgi, vllm_config, config, weights, tensors)
         if before is not None:
             after = _counters(config) or before
             moved = tuple(int(now - then) for now, then in zip(after, before, strict=True))

@@ -34,6 +34,8 @@ from moe_nvlink_plugin.integration.vllm.flag import BACKEND, CARRIER, KEY
 from moe_nvlink_plugin.integration.vllm.upstream import breaks, settings
 from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
 
+from . import processes
+
 _MODULE = "tests.kernels.moe.test_moe_layer"
 FEW = "--few-subcases"
 
@@ -185,7 +187,12 @@ def _run_one_config(module: Any, run: Callable[..., None], *args: Any, **named: 
     bound.arguments["input_scale"] = _input_scale(case) * FACTORS[case.dp_rank % len(FACTORS)]
     bound.arguments["test_body_fn"] = functools.partial(_through_us, case.test_body_fn)
     own = functools.partial(_own_inputs, module.setup_moe_test_data, case.dp_rank)
-    with mock.patch.object(module, "setup_moe_test_data", own):
+    # As in vLLM's workers. The file records gradients for nobody, and gloo, which gathers a tensor
+    # parallel group's rows where vLLM's library for the CPU has no shared memory for that, writes
+    # no output that has some.
+    inference = torch.no_grad()
+    inputs = mock.patch.object(module, "setup_moe_test_data", own)
+    with processes.in_step(), inference, inputs:
         return run(*bound.args, **bound.kwargs)
 
 

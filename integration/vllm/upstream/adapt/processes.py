@@ -8,18 +8,27 @@ Names for other adapters:
 * `install()`: replaces `parallel_launch_with_config` in
   `tests.kernels.moe.modular_kernel_tools.parallel_utils`. As a pytest plugin this module does so
   itself, before test modules import that by name. List it in `Group.adapters` behind `cpu_device`.
+* `in_step()`: around work that all ranks do together, where the test goes on after an exception. A
+  rank that raises there ends the launch, unless the others come to the end of that work too.
+* `joined_together(ranks)`: for launchers of vLLM's tests that join their ranks one by one.
 * `LIMIT_S`: name of the variable that bounds a launch in seconds.
 
 A rank is forked from a process that has imported torch and vLLM once (Python's forkserver, which
 has no threads of its own), with the environment of the test. The world is a gloo group; vLLM's
 groups are made from it as in its own launcher. A rank that raises, dies or does not end in time
 fails the launch with the ranks' names and what they printed last; the others are killed.
+
+Tests of several subcases catch what a subcase raises, and meet at a barrier. Where one rank alone
+raises, the others still wait for it inside the subcase, as long as gloo does: half an hour.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import json
+import math
 import multiprocessing
 import os
 import sys
@@ -27,7 +36,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -42,12 +51,18 @@ LIMIT_S = "MOE_NVLINK_UPSTREAM_LAUNCH_S"
 DEFAULT_LIMIT_S = 280.0
 #: After one rank failed, the others may end by themselves for so long.
 GRACE_S = 5.0
+#: After one rank's exception in a step, the others may take so long to the end of that step. On a
+#: busy machine they may need longer; then the launch, which has failed anyway, says less.
+STEP_GRACE_S = 20.0
+#: How often the launcher looks at the ranks' steps.
+LOOK_S = 0.5
 SHARED_MEMORY = Path("/dev/shm")
 #: Of a failed rank's output, how many characters are shown.
 TAIL = 6000
 
 _PARALLEL_UTILS = "tests.kernels.moe.modular_kernel_tools.parallel_utils"
 _setups: list[Callable[[], None]] = []
+_steps: list[Path] = []  # in a rank: where it writes how its steps ended
 
 
 class Launch(NamedTuple):
@@ -74,6 +89,24 @@ def in_every_rank(function: Callable[[], None]) -> None:
     """Ranks that are started later call it before the test's own code. Local, idempotent."""
     if function not in _setups:
         _setups.append(function)
+
+
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """In a rank, around a step that all ranks do: the launcher sees who raised and who is missing.
+
+    Exceptions pass through. Outside of a launch nothing happens.
+    """
+    raised = ""
+    try:
+        yield
+    except BaseException:
+        raised = traceback.format_exc()
+        raise
+    finally:
+        for path in _steps:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(raised) + "\n")
 
 
 def install() -> None:
@@ -137,7 +170,7 @@ def _run(plan: Launch, folder: Path) -> None:
     for process in ranks:
         process.start()
     try:
-        problems = _await(ranks, _limit_s())
+        problems = _await(ranks, _limit_s(), _Steps([_steps_of(output) for output in outputs]))
     finally:
         for process in ranks:
             process.kill()
@@ -165,13 +198,60 @@ def _limit_s() -> float:
     return float(os.environ.get(LIMIT_S, DEFAULT_LIMIT_S))
 
 
-def _await(ranks: list[Any], limit_s: float) -> dict[int, str]:
+def joined_together(ranks: Sequence[Any]) -> dict[int, str]:
+    """Joins started processes; after one has failed, the others get `GRACE_S` and are killed.
+
+    Returns what went wrong, by rank.
+    """
+    problems = _await(ranks, math.inf)
+    for process in ranks:
+        process.kill()
+        process.join()
+    return problems
+
+
+class _Steps:
+    """How the ranks' steps ended, read from the files that `in_step` writes."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._seen: dict[tuple[int, int], float] = {}  # rank and step of an exception: since when
+
+    def problems(self) -> dict[int, str]:
+        """The exceptions of steps that other ranks do not come to the end of, by rank."""
+        ends = [_lines(file) for file in self._files]
+        lost = {}
+        for rank, end in enumerate(ends):
+            for step, raised in enumerate(end):
+                missing = [other for other, theirs in enumerate(ends) if len(theirs) <= step]
+                if not raised or not missing:
+                    continue
+                since = self._seen.setdefault((rank, step), time.monotonic())
+                if time.monotonic() - since > STEP_GRACE_S:
+                    lost[rank] = (
+                        f"raised in step {step}, and {STEP_GRACE_S:g} s later rank(s) "
+                        f"{', '.join(map(str, missing))} had not come to its end:\n{raised}"
+                    )
+        return lost
+
+
+def _steps_of(output: Path) -> Path:
+    return output.with_suffix(".steps")
+
+
+def _lines(file: Path) -> list[str]:
+    """Of each step its traceback, or ""; a line that is being written is left for later."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def _await(ranks: Sequence[Any], limit_s: float, steps: _Steps | None = None) -> dict[int, str]:
     """What went wrong, by rank; returns when nothing more is worth waiting for."""
     end = time.monotonic() + limit_s
     problems: dict[int, str] = {}
     running = dict(enumerate(ranks))
     while running and (left := end - time.monotonic()) > 0:
-        wait([process.sentinel for process in running.values()], timeout=left)
+        wait([process.sentinel for process in running.values()], timeout=min(left, LOOK_S))
         for rank, process in list(running.items()):
             if process.exitcode is None:
                 continue
@@ -179,6 +259,8 @@ def _await(ranks: list[Any], limit_s: float) -> dict[int, str]:
             if process.exitcode:
                 problems[rank] = f"ended with {process.exitcode}"
                 end = min(end, time.monotonic() + GRACE_S)
+        if running and not problems and steps is not None and (lost := steps.problems()):
+            return lost
     if running and not problems:
         for rank in running:
             problems[rank] = f"has not ended within {limit_s:g} s"
@@ -195,6 +277,7 @@ def _printed(output: Path) -> str:
 def rank_main(plan: Launch, rank: int, output: str) -> None:
     """One rank, from fork to end. Ends the process with a status of 1 when it raised."""
     _become(plan, output)
+    _steps[:] = [_steps_of(Path(output))]
     try:
         cpu_device.install()
         for setup in plan.setups:

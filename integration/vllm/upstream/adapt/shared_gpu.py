@@ -45,6 +45,9 @@ LAUNCHERS = (
     "tests.kernels.moe.modular_kernel_tools.parallel_utils",
 )
 _NCCL = "nccl"
+#: A launcher of vLLM's tests tells its ranks the same port of this host whenever it is called.
+_PORT = "MASTER_PORT"
+_FREE_PORT = "MOE_NVLINK_UPSTREAM_PORT"
 
 _setups: list[Callable[[], None]] = []
 
@@ -76,6 +79,13 @@ def device_count() -> int:
     return max(settings.gpus(), MOST_RANKS)
 
 
+def choose_port() -> None:
+    """Ranks started later meet at a port that nobody has, another run of the tests say. Local."""
+    from vllm.utils.network_utils import get_open_port
+
+    os.environ[_FREE_PORT] = str(get_open_port())
+
+
 def in_every_rank(function: Callable[[], None]) -> None:
     """Ranks that are started later call it first. Local, idempotent."""
     if function not in _setups:
@@ -105,6 +115,9 @@ class Beginning:
         _settle(arguments[1] if self.seated else 0)
         for setup in self.setups:
             setup()
+        for told in arguments:
+            if isinstance(told, dict) and _PORT in told:
+                told[_PORT] = os.environ.get(_FREE_PORT, told[_PORT])
         function = getattr(importlib.import_module(self.module), self.name)
         return function(*(seated(arguments) if self.seated else arguments))
 

@@ -1,0 +1,104 @@
+"""The host library for other processors than this one gives the same bits: those of the oracle.
+
+What rounds could differ between builds (a fused multiply-add, a reciprocal, an order of additions),
+and so could what a compiler takes for a vector. Every other test of the host library runs the build
+for this processor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import HeadGroup, sharded_argmax
+from moe_nvlink_plugin.combine_formats import FORMATS
+from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.kernels import (
+    builds,
+    cases,
+    compare,
+    test_combine_formats,
+    test_head,
+    test_numeric,
+    test_quantisers,
+)
+from tests.kernels.cases import RECIPES, Case
+
+pytestmark = [builds.ON_X86, pytest.mark.timeout(300)]
+
+#: More than one part of a row, of a vector, and of the tree of sums.
+CASE = Case(name="build", tokens=(5, 0, 8), num_experts=12, top_k=7, hidden_size=300)
+
+
+@pytest.fixture(scope="module", params=builds.LEVELS)
+def built(request: pytest.FixtureRequest) -> host.HostLibrary:
+    level: str = request.param
+    if lacking := builds.missing(level):
+        pytest.skip(f"this processor cannot execute {level}: it lacks {', '.join(lacking)}")
+    return builds.library(level)
+
+
+@pytest.fixture(autouse=True)
+def loaded(built: host.HostLibrary, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This build is what ranks of this process load."""
+    load = mock.Mock(return_value=built)
+    monkeypatch.setattr(host, "load", load)
+    yield
+    assert load.called, "this test has not used the library"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_and_sums(dtype: torch.dtype) -> None:
+    compare.check_case(dataclasses.replace(CASE, dtype=dtype))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("combine", ["bf16", *FORMATS])
+def test_formats(recipe: str, combine: str) -> None:
+    case = dataclasses.replace(CASE, dtype=torch.bfloat16)
+    compare.check_case(cases.with_formats(case, recipe, combine))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantised_rows(recipe: str) -> None:
+    test_quantisers.test_ties_and_limits(recipe)
+    test_quantisers.test_rows_of_several_pieces(recipe, torch.float32)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_special_rows_that_travel_back(name: str) -> None:
+    test_combine_formats.test_special_rows(name, torch.float32, 640)
+
+
+@pytest.mark.parametrize("element", ["kElementBf16", "kElementFp16"])
+def test_conversions(element: str) -> None:
+    dtype = torch.bfloat16 if element == "kElementBf16" else torch.float16
+    test_numeric.test_every_16_bit_pattern_to_fp32(element, dtype)
+    test_numeric.test_fp32_to_16_bits(element, dtype)
+
+
+def test_division() -> None:
+    test_quantisers.test_division_where_rounding_is_hardest()
+
+
+def test_argmax_of_a_shared_head() -> None:
+    """Of small whole numbers, whose products are exact, with ties and a NaN."""
+    config = test_head.config_of(2, 1001, hidden_size=24, dtype=torch.float32)
+    random = torch.Generator().manual_seed(5)
+    rows = torch.randint(-2, 3, (2, 3, 24), generator=random).float()
+    weight = torch.randint(-2, 3, (1001, 24), generator=random).float()
+    weight[700] = weight[13]
+    rows[1, 2] = torch.nan
+
+    def rank_main(group: ThreadGroup) -> torch.Tensor:
+        mine = dataclasses.replace(config, tp_rank=group.rank)
+        with HeadGroup.create(mine, group) as head:
+            return sharded_argmax(rows[group.rank], weight, group=head)
+
+    for rank, tokens in enumerate(run_ranks(2, rank_main)):
+        assert tokens.tolist() == (rows[rank] @ weight.T).argmax(1).tolist()
