@@ -246,8 +246,9 @@ class Layer:
 class Branches(Layer):
     """Ours as each rank would launch it on a GPU of its own with a rank's share of the SMs.
 
-    The product's kernels by the product's launcher, so shapes and attributes are the product's. All
-    ranks' CTAs fit on the GPU together, because no rank fills more than its share.
+    The product's kernels by the product's launcher, so shapes are the product's. All ranks' CTAs
+    fit on the GPU together, because no rank fills more than its share. For the same reason there is
+    no PDL: a combine that came early would take the place of a peer's dispatch, and wait for it.
     """
 
     branches = True
@@ -261,7 +262,7 @@ class Branches(Layer):
             super()._prepare(backend, of_ranks)  # a thread for each rank
             return
         executor = CudaExecutor(backend.device)
-        executor.pdl = self.options.pdl
+        executor.pdl = False
         ranks = len(self.inputs)
         share = max(executor.device_facts.num_sms // ranks, 1)
         config = dataclasses.replace(self.ranks.config, max_sms=share)

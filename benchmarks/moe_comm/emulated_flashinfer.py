@@ -10,6 +10,8 @@ is done so that they do, or so that nobody waits for ever (read in its sources, 
   rank's many could keep out another's first for ever. Up to as many CTAs as the GPU has SMs they
   surely run together, as its own tests assume. Above that its flags are set beforehand, untimed:
   combine then waits for nobody, is spared that time, and `given` says so.
+- No programmatic dependent launch, as ours on branches: a kernel launched ahead of its time would
+  keep room from what its own rank waits for.
 - A wait that fails ends in a trap after minutes, which takes the process's CUDA context with it.
   So a process of its own tries the smallest and the largest batch first (probe).
 """
@@ -52,14 +54,13 @@ class Ranks:
 
     Args:
         api: flashinfer_api.load()'s, or a stand-in.
-        pdl: programmatic dependent launch.
     """
 
     def __init__(
-        self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any, *, pdl: bool
+        self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any
     ) -> None:
         self.options, self.tokens, self.inputs = options, tokens, inputs
-        self._api, self._pdl = api, pdl
+        self._api = api
         self._payloads = [Payloads.of(options, mine) for mine in inputs]
         self.outputs = [torch.empty_like(mine.hidden) for mine in inputs]
         self.received: list[list[torch.Tensor]] = [[] for _ in inputs]
@@ -85,7 +86,7 @@ class Ranks:
             token_selected_experts=self.inputs[rank].topk_ids,
             input_payloads=payloads.tensors,
             num_experts=self.options.num_experts,
-            enable_pdl=self._pdl,
+            enable_pdl=False,
             **self._round(rank),
         )
         self.received[rank], self._offsets[rank] = answer[0], int(answer[1])
@@ -95,7 +96,7 @@ class Ranks:
             metainfo=self._metainfo[rank],
             ep_rank=rank,
             invalid_expert_id=NO_EXPERT,
-            enable_pdl=self._pdl,
+            enable_pdl=False,
         )
 
     def combine(self, rank: int) -> None:
@@ -106,7 +107,7 @@ class Ranks:
             combine_payload_offset=self._offsets[rank],
             payload_in_workspace=True,
             output=self.outputs[rank],
-            enable_pdl=self._pdl,
+            enable_pdl=False,
             **self._round(rank),
         )
 
@@ -176,8 +177,7 @@ class Layer:
         if self._on_gpu:
             warm_up(options, api)
         waits = not self._on_gpu or surely_resident(options, tokens, _num_sms(self._device))
-        # A kernel launched ahead of its time would keep room from what its own rank waits for.
-        self.ranks = Ranks(options, tokens, inputs, api, pdl=options.pdl and waits)
+        self.ranks = Ranks(options, tokens, inputs, api)
         self.given = (
             f"{flashinfer_api.given(options, api)}; a launch a rank and kernel, on branches of one "
             "graph, whose fork and join are in its time"
@@ -252,7 +252,7 @@ def warm_up(options: Options, api: Any) -> None:
     while a peer waits.
     """
     alone = dataclasses.replace(options, ep_size=1, batches=(1,), max_tokens=0, router="uniform")
-    ranks = Ranks(alone, 1, [tokens_of(alone, 1, 0).to("cuda")], api, pdl=False)
+    ranks = Ranks(alone, 1, [tokens_of(alone, 1, 0).to("cuda")], api)
     ranks.dispatch(0)
     ranks.combine(0)
     torch.cuda.synchronize()

@@ -353,7 +353,12 @@ def test_goals_of_a_gpu_are_of_that_gpu(tmp_path: Path) -> None:
     assert verdicts(tmp_path)[6][0] == "not measured"
 
 
-EMULATED = {"device": "cuda", "emulate_ranks": True, "ep_size": 8, "cuda_graph": True}
+EMULATED: dict[str, Any] = {
+    "device": "cuda",
+    "emulate_ranks": True,
+    "ep_size": 8,
+    "cuda_graph": True,
+}
 
 
 def emulated_on_gpu(ours_launch: str, theirs_launch: str) -> dict[str, Any]:
