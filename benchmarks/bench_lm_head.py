@@ -224,7 +224,9 @@ def expected(options: Options, size: int, rows: int) -> dict[str, float]:
     return {"expected_ratio": alone_s / split_s}
 
 
-def rank_main(rank: int, options: Options, size: int, head: torch.Tensor, folder: str) -> None:
+def rank_main(
+    rank: int, options: Options, size: int, head: torch.Tensor, folder: str, growing: Growing
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous{size}", rank=rank, world_size=size
@@ -236,8 +238,10 @@ def rank_main(rank: int, options: Options, size: int, head: torch.Tensor, folder
         measured.append(measure(mine, rows))
         if rank == 0:
             print_row(ON_CPU, measured[-1])
+            made = crossover(options, size, measured)
+            found = {"exchange_us": exchange_us, **made, "rows": measured}
+            growing.write(found)
     if rank == 0:
-        found = {"exchange_us": exchange_us, **crossover(options, size, measured), "rows": measured}
         Path(folder, f"group{size}.json").write_text(json.dumps(found))
     dist.barrier()  # gloo ends a process that takes the group down while another still uses it
     mine.group.close()
@@ -325,37 +329,46 @@ def print_crossover(found: dict[str, Any]) -> None:
     print("; ".join(parts), flush=True)
 
 
-def on_cpu(options: Options) -> list[dict[str, Any]]:
+@dataclasses.dataclass
+class Growing:
+    """The result file, which is written after every number of rows; `groups` are over."""
+
+    record: common.Record
+    groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def write(self, *unfinished: dict[str, Any]) -> None:
+        self.record.write({"groups": [*self.groups, *unfinished]})
+
+
+def on_cpu(options: Options, growing: Growing) -> None:
     """One result per group size."""
     host.load()  # compiled once, here, rather than by ranks that wait for each other
     print_head(ON_CPU)
     head = make_head(options)
-    results = []
     with tempfile.TemporaryDirectory() as folder:
         for size in options.groups:
             mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
-                rank_main, (options, size, head, folder), nprocs=size
+                rank_main, (options, size, head, folder, growing), nprocs=size
             )
-            results.append(json.loads(Path(folder, f"group{size}.json").read_text()))
-            print_crossover(results[-1])
-    return results
+            growing.groups.append(json.loads(Path(folder, f"group{size}.json").read_text()))
+            print_crossover(growing.groups[-1])
 
 
-def emulated(options: Options) -> list[dict[str, Any]]:
+def emulated(options: Options, growing: Growing) -> None:
     """One result per group size, of ranks on one device."""
     print_head(EMULATED)
     head = make_head(options)
-    results = []
     for size in options.groups:
         backend = make_backend(options, size)
         measured = []
         for rows in options.rows:
             measured.append(measure_emulated(options, size, rows, head, backend))
             print_row(EMULATED, measured[-1])
+            found = {**crossover(options, size, measured), "rows": measured}
+            growing.write(found)
         backend.close()
-        results.append({**crossover(options, size, measured), "rows": measured})
-        print_crossover(results[-1])
-    return results
+        growing.groups.append(found)
+        print_crossover(found)
 
 
 def make_backend(options: Options, size: int) -> Backend:
@@ -428,7 +441,9 @@ def parse() -> argparse.Namespace:
         "--seconds", type=float, default=5.0, help="for the turns behind the first, per cell"
     )
     parser.add_argument("--threads", type=int, default=1, help="our host threads per rank")
-    parser.add_argument("--output", type=Path, help="write rows and machine as JSON")
+    parser.add_argument(
+        "--output", type=Path, help="JSON of rows and machine, written after every number of rows"
+    )
     return parser.parse_args()
 
 
@@ -443,21 +458,17 @@ def main() -> None:
     options = common.options_from(Options, arguments)
     machine = common.describe_run() | {"load_before": os.getloadavg()}
     if on_processes:
-        groups = on_cpu(options)
+        measure_all = on_cpu
         shows = "CPU ranks: processes that share the cores and the memory of one host"
     else:
-        groups = emulated(options)
+        measure_all = emulated
         machine |= common.describe_gpu() if options.device == "cuda" else {}
         shows = "ranks emulated on one device: weights and kernels, nothing of NVLink"
+    head = {"machine": machine, "options": dataclasses.asdict(options), "shows": shows}
+    growing = Growing(common.Record(arguments.output, head))
+    measure_all(options, growing)
     machine["load_after"] = os.getloadavg()
-    if arguments.output:
-        result = {
-            "machine": machine,
-            "options": dataclasses.asdict(options),
-            "shows": shows,
-            "groups": groups,
-        }
-        common.write_json(arguments.output, result)
+    growing.record.write({"groups": growing.groups}, complete=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@
     torchrun --nproc-per-node 8 benchmarks/bench_moe_comm.py --device cuda --ep_size 8
     python benchmarks/bench_moe_comm.py --list                    # what can run here
 
-Every result is checked, row by row, before and after it is timed; a wrong one is an error.
+Every result is checked, row by row, before and after it is timed; a wrong one is an error. The
+output file is written after every batch, and says that it is incomplete until the last.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def _said(error: Exception, status: int) -> int:
-    what = "wrong result, nothing is reported" if status == 1 else "error"
+    what = "wrong result, nothing of its batch is reported" if status == 1 else "error"
     if isinstance(error, processes.RunError):
         what = "failed"
     print(f"bench_moe_comm: {what}: {error}", file=sys.stderr)
@@ -57,49 +58,74 @@ def _said(error: Exception, status: int) -> int:
 
 
 def measured(request: Request) -> None:
-    """Runs, prints, writes."""
+    """Runs, prints, writes.
+
+    Raises:
+        RunError: something that was asked for failed; the rest has been written.
+    """
     options, machine = request.options, _gpu(request.options)
     if machine is None:
         print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
         return
     cannot_show = CANNOT_SHOW.get(options.device, "speed: this is a rehearsal on CPU threads")
-    not_measured = [cannot_show]
+    not_measured, failed = [cannot_show], list[str]()
     if options.emulate_ranks or options.device == "rehearsal":
-        found, ceiling = emulated_rows(request, not_measured)
+        from benchmarks.moe_comm import emulated
+
+        not_measured.append(emulated.SHOWS)
+        growing = growing_result(request, options, emulated.CEILING, not_measured, machine)
+        found = emulated_rows(request, growing, failed)
     else:
         names = processes.runnable(options, explicit=request.explicit, left_out=not_measured)
         options = dataclasses.replace(options, backends=names)
-        found, ceiling = processes.run(options), processes.CEILING_HOW
+        how = processes.CEILING_HOW
+        growing = growing_result(request, options, how, not_measured, machine)
+        found = processes.run(options, growing)
     if not found:  # another rank than 0 of torchrun or srun
         return
     processes.print_notes(found)
     for what in not_measured:
         print(f"not measured: {what}")
-    written(
-        request,
-        rows.result(options, found, ceiling=ceiling, not_measured=not_measured, machine=machine),
-    )
+    written(request, growing.finish(found))
+    if failed:
+        raise processes.RunError(f"all but this was measured: {'; '.join(failed)}")
 
 
-def emulated_rows(request: Request, not_measured: list[str]) -> tuple[list[dict[str, Any]], str]:
+def growing_result(
+    request: Request,
+    options: Options,
+    ceiling: str,
+    not_measured: list[str],
+    machine: dict[str, Any],
+) -> rows.Growing:
+    """The result file, as it is before the first batch."""
+    head = rows.head(options, ceiling=ceiling, machine=machine)
+    return rows.Growing(common.Record(request.output_file, head), not_measured)
+
+
+def emulated_rows(
+    request: Request, growing: rows.Growing, failed: list[str]
+) -> list[dict[str, Any]]:
     """All ranks on one GPU, or, as a rehearsal, on CPU threads."""
     from benchmarks.moe_comm import emulated, table
 
+    def show(made: list[dict[str, Any]]) -> None:
+        print("\n".join(table.lines(made)), flush=True)
+        growing(made)
+
     print(table.header(), flush=True)
-    found = emulated.run(
+    return emulated.run(
         request.options,
         explicit=request.explicit,
-        not_measured=not_measured,
-        show=lambda made: print("\n".join(table.lines(made)), flush=True),
+        not_measured=growing.not_measured,
+        failed=failed,
+        show=show,
     )
-    not_measured.append(emulated.SHOWS)
-    return found, emulated.CEILING
 
 
 def written(request: Request, result: dict[str, Any]) -> None:
-    """The result file and the plots, where they were asked for."""
+    """Says where the result file is; draws the plots where they were asked for."""
     if request.output_file is not None:
-        common.write_json(request.output_file, result)
         print(f"written: {request.output_file}")
     if request.plot is not None:
         from benchmarks.moe_comm import plots

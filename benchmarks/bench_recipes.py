@@ -332,7 +332,9 @@ def ratio(times: torch.Tensor, names: list[str], of: str, over: str) -> dict[str
     return {"ratio": value, "q25": low, "q75": high}
 
 
-def rank_main(rank: int, options: Options, tokens: list[int], folder: str) -> None:
+def rank_main(
+    rank: int, options: Options, tokens: list[int], folder: str, record: common.Record
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ep_size
@@ -345,6 +347,7 @@ def rank_main(rank: int, options: Options, tokens: list[int], folder: str) -> No
         rows += measured
         if rank == 0:
             print_rows(measured)
+            record.write({"rows": rows})
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.barrier()  # gloo ends a process that takes the group down while another still uses it
@@ -381,11 +384,11 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def on_cpu(options: Options, tokens: list[int]) -> list[dict[str, Any]]:
+def on_cpu(options: Options, tokens: list[int], record: common.Record) -> list[dict[str, Any]]:
     host.load()  # compiled once, here, rather than by ranks that wait for each other
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
-            rank_main, (options, tokens, folder), nprocs=options.ep_size
+            rank_main, (options, tokens, folder, record), nprocs=options.ep_size
         )
         found: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
     return found
@@ -569,7 +572,9 @@ def gpu_options(arguments: argparse.Namespace) -> GpuOptions:
     )
 
 
-def on_gpu(options: GpuOptions, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def on_gpu(
+    options: GpuOptions, arguments: argparse.Namespace, record: common.Record
+) -> list[dict[str, Any]]:
     """All recipes and formats on ranks emulated on one device."""
     timer = cuda_clock.Clock(one_gpu.device_of(options), options.iters, options.warmup)
     found = []
@@ -579,11 +584,13 @@ def on_gpu(options: GpuOptions, arguments: argparse.Namespace) -> list[dict[str,
             measured = measure_emulated(options, tokens, timer, inputs, recipe)
             print_rows(measured)
             found += measured
+            record.write({"rows": found})
         if arguments.combines:
             formats = tuple(arguments.combines)
             measured = measure_formats(options, tokens, timer, inputs, formats)
             print_rows(measured)
             found += measured
+            record.write({"rows": found})
     return found
 
 
@@ -606,7 +613,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="CPU: our host threads per rank")
-    parser.add_argument("--output", type=Path, help="write rows and machine as JSON")
+    parser.add_argument(
+        "--output", type=Path, help="JSON of rows and machine, written after every batch"
+    )
     return parser.parse_args()
 
 
@@ -617,25 +626,23 @@ def main() -> None:
         return
     print("| " + COLUMNS.replace("|", " | ") + " |")
     print("|---" * (COLUMNS.count("|") + 1) + "|", flush=True)
-    options: Options | GpuOptions
     machine = common.describe_run()
+
+    def record(options: Options | GpuOptions, shows: str) -> common.Record:
+        head = {"machine": machine, "options": dataclasses.asdict(options), "shows": shows}
+        return common.Record(arguments.output, head)
+
     if arguments.device == "cpu":
         options = common.options_from(Options, arguments)
-        rows = on_cpu(options, arguments.tokens)
-        shows = "CPU ranks: processes of one host"
+        result = record(options, "CPU ranks: processes of one host")
+        rows = on_cpu(options, arguments.tokens, result)
     else:
-        options = gpu_options(arguments)
-        rows = on_gpu(options, arguments)
-        machine |= common.describe_gpu() if options.device == "cuda" else {}
+        emulated_options = gpu_options(arguments)
+        machine |= common.describe_gpu() if emulated_options.device == "cuda" else {}
         shows = "ranks emulated on one device: no NVLink latency, bandwidth or ordering"
-    if arguments.output:
-        result = {
-            "machine": machine,
-            "options": dataclasses.asdict(options),
-            "shows": shows,
-            "rows": rows,
-        }
-        common.write_json(arguments.output, result)
+        result = record(emulated_options, shows)
+        rows = on_gpu(emulated_options, arguments, result)
+    result.write({"rows": rows}, complete=True)
 
 
 if __name__ == "__main__":

@@ -134,9 +134,34 @@ _COMMIT = commit()
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """One benchmark's result, readable and diffable."""
+    """One benchmark's result, readable and diffable; whole, whenever this process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(unfinished, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A result file that is written after every batch, so that a run that is killed leaves those
+    that were done. Until the last it has the field `incomplete`, and report.py refuses it.
+
+    Attributes:
+        path: of the file; None: nothing is written.
+        head: of the result, what is known before anything is measured.
+    """
+
+    path: Path | None
+    head: dict[str, Any]
+
+    def write(self, measured: dict[str, Any], *, complete: bool = False) -> dict[str, Any]:
+        """The result with what has been measured so far."""
+        result = self.head | measured
+        if not complete:
+            result["incomplete"] = "the run had not ended when this was written"
+        if self.path is not None:
+            write_json(self.path, result)
+        return result
 
 
 def is_installed(module: str) -> bool:

@@ -1,4 +1,4 @@
-"""Times of work on a GPU: events, CUDA graphs, nothing of ours in L2; and what single kernels take.
+"""Times of work on a GPU: events, CUDA graphs, nothing of ours in L2; and what its kernels take.
 
 On a CPU device the same calls give wall clock, so that code which measures GPUs can be rehearsed.
 Nothing here has run on a GPU yet.
@@ -7,13 +7,20 @@ Nothing here has run on a GPU yet.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from benchmarks import common
+
+# Of queues from the host to the GPU; with the default, 8, a graph's branches may stand behind one
+# another. Read when the context is made.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 Body = Callable[[], None]
 Key = TypeVar("Key", bound=Hashable)
@@ -24,6 +31,10 @@ FLUSH_BYTES = 256 * 2**20
 ROUNDS_PER_GRAPH = 20
 #: Bodies that the profiler sees for one breakdown.
 PROFILED_ROUNDS = 20
+#: Among the kernels of a breakdown: all of them together, by the GPU's clock.
+SPAN = "first start to last end"
+#: Streams that torch hands out before it gives one out again.
+MOST_STREAMS = 32
 
 
 class Clock:
@@ -135,23 +146,18 @@ class Clock:
         return statistics.median(samples)
 
     def kernels(self, body: Body, before: Body | None = None) -> dict[str, dict[str, float]]:
-        """What each kernel of the body takes, by torch.profiler; empty on a CPU.
-
-        Returns:
-            kernel -> {"median_us", "per_round": launches in one call of the body}.
-        """
+        """What the body's kernels take, by torch.profiler; empty on a CPU. As `breakdown` tells."""
         if not self.on_gpu:
             return {}
         prepare = before or _nothing
-        with _profiled() as nothing_of_ours:
-            prepare()
-            self.flush()
         with _profiled() as seen:
+            self.flush()
             for _ in range(PROFILED_ROUNDS):
                 prepare()
                 self.flush()
                 body()
-        return breakdown(seen, {name for name, _us in nothing_of_ours}, PROFILED_ROUNDS)
+                self.flush()
+        return breakdown(seen, PROFILED_ROUNDS)
 
 
 def captured(body: Body) -> Body:
@@ -166,19 +172,82 @@ def captured(body: Body) -> Body:
     return replay
 
 
-def breakdown(
-    seen: Iterable[tuple[str, float]], unwanted: set[str], rounds: int
-) -> dict[str, dict[str, float]]:
-    """Kernels of so many rounds by their short names, the longest first; without the unwanted."""
+def forked(streams: Sequence[Any], *verbs: Callable[[int], None]) -> Body:
+    """A branch per rank, each with all the verbs, that begin and end together; to be captured."""
+
+    def body() -> None:
+        here = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(here)
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                for verb in verbs:
+                    verb(rank)
+        for stream in streams:
+            here.wait_stream(stream)
+
+    return body
+
+
+def on_branches(device: torch.device, ranks: int, *verbs: Callable[[int], None]) -> Body:
+    """The verbs of so many ranks as one graph, a branch and a stream for each rank.
+
+    One replay starts them all: nothing is allocated while a rank waits for another, and the host's
+    time for one launch after the other is not in the figure.
+    """
+    make: Any = torch.cuda.Stream  # torch ships no types for it
+    return captured(forked([make(device) for _ in range(ranks)], *verbs))
+
+
+class Seen(NamedTuple):
+    """One kernel, as the profiler saw it: microseconds of the GPU's clock."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
+def breakdown(seen: Sequence[Seen], rounds: int) -> dict[str, dict[str, float]]:
+    """What the kernels between every second and third flush take.
+
+    Args:
+        seen: a flush; then in every round what comes before, a flush, the body, a flush.
+
+    Returns:
+        SPAN -> quartiles over the rounds; then each kernel by its short name, the longest first ->
+        {"median_us", "least_us", "per_round": launches in one round}. A kernel that waits for its
+        peers has their lateness in its time; least_us is of a rank that came last.
+
+    Raises:
+        ValueError: the profiler has lost a flush, so nobody knows whose the kernels are.
+    """
+    in_order = sorted(seen, key=lambda one: one.start_us)
+    parts: list[list[Seen]] = []
+    for one in in_order:
+        if one.name == in_order[0].name:
+            parts.append([])
+        else:
+            parts[-1].append(one)
+    bodies = parts[1::2]
+    if len(parts) != 2 * rounds + 1 or not all(bodies):
+        raise ValueError(
+            f"the profiler saw {len(parts)} flushes and {sum(map(bool, bodies))} bodies of "
+            f"{rounds}, which needs {2 * rounds + 1} and all; leave out --kernel_breakdown"
+        )
+    spans = [max(one.end_us for one in of) - of[0].start_us for of in bodies]
     times: dict[str, list[float]] = {}
-    for name, us in seen:
-        if name not in unwanted:
-            times.setdefault(short_name(name), []).append(us)
+    for one in (one for of in bodies for one in of):
+        times.setdefault(short_name(one.name), []).append(one.end_us - one.start_us)
     found = {
-        name: {"median_us": statistics.median(of), "per_round": len(of) / rounds}
+        name: {
+            "median_us": statistics.median(of),
+            "least_us": min(of),
+            "per_round": len(of) / rounds,
+        }
         for name, of in times.items()
     }
-    return dict(sorted(found.items(), key=lambda item: -item[1]["median_us"]))
+    span = {name: value for name, value in common.summary(spans).items() if name != "min_us"}
+    return {SPAN: span, **dict(sorted(found.items(), key=lambda item: -item[1]["median_us"]))}
 
 
 def short_name(kernel: str) -> str:
@@ -190,18 +259,18 @@ def short_name(kernel: str) -> str:
 
 
 @contextlib.contextmanager
-def _profiled() -> Iterator[list[tuple[str, float]]]:
-    """Kernels that the GPU ran inside: filled in (name, microseconds) at the end."""
+def _profiled() -> Iterator[list[Seen]]:
+    """Kernels that the GPU ran inside: filled in at the end."""
     from torch.profiler import ProfilerActivity, profile
 
-    found: list[tuple[str, float]] = []
+    found: list[Seen] = []
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as taken:
         yield found
         torch.cuda.synchronize()
     events: Any = taken.events()
     found += [
-        (event.name, float(event.time_range.elapsed_us()))
+        Seen(event.name, float(event.time_range.start), float(event.time_range.end))
         for event in events
         if event.device_type.name == "CUDA"
     ]

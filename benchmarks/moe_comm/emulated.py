@@ -2,25 +2,32 @@
 
     rows = emulated.run(options)      # options.emulate_ranks; device "cuda" or "rehearsal"
 
-Ours is one cooperative launch a verb (tests/kernels/emulated.py): blockIdx.y is the rank, each has
-its share of the SMs and the launch shape the product would choose for that share. "Remote" memory
-is the same GPU's. So this shows the cost of launch, routing, copy and reduction and how near they
-come to the memory's speed, and nothing of NVLink: no remote latency, bandwidth or ordering. Not run
-on a GPU yet.
+Ours runs in two forms. Alone (Layer), a verb of all ranks is one cooperative launch
+(tests/kernels/emulated.py): blockIdx.y is the rank, each has its share of the SMs and the launch
+shape the product would choose for that share. Beside a peer (Branches), every rank launches the
+product's own kernels on a branch of one graph, because that is how the peer's kernels must run; a
+ratio is of this form only, and the first one stands beside it as `one_launch`.
+
+"Remote" memory is the same GPU's. So this shows the cost of launch, routing, copy and reduction and
+how near they come to the memory's speed, and nothing of NVLink: no remote latency, bandwidth or
+ordering. Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.executors import shape
+from moe_nvlink_plugin.executors.cuda import CudaExecutor
 from moe_nvlink_plugin.layout import WorkspaceLayout
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.kernels import emulated
@@ -28,8 +35,8 @@ from tests.kernels import emulated
 from . import accounting, emulated_flashinfer, rows
 from .accounting import Traffic
 from .backends import base
-from .cuda_clock import Body, Clock
-from .options import OURS, Options
+from .cuda_clock import Body, Clock, on_branches
+from .options import OURS, OptionError, Options
 from .processes import runnable
 from .routers import RankTokens, tokens_of
 from .rows import PHASES
@@ -40,7 +47,20 @@ CEILING = (
     "turns with the backends"
 )
 GIVEN = "nothing: routing, signals and empty slots are in the time; arguments packed before"
-PLAIN, GRAPH, COPY = "plain launches", "graph replay", "copy"
+COPY = "copy"
+#: How all ranks' kernels of a verb are launched. Times of two backends are compared where this is
+#: the same.
+PLAIN = "one launch of all ranks"
+GRAPH = f"{PLAIN}, a graph's replay"
+BRANCHES = "a launch a rank and kernel, on branches of one graph"
+
+#: Of the row of ours in one launch, what stays where ours on branches takes its place.
+ONE_LAUNCH = (
+    *("launch", "given", *PHASES, "shapes"),
+    *("kernels", "not_profiled", "plain_launches", "both_back_to_back_us"),
+)
+
+VERBS = ("dispatch", "combine")
 
 #: (backend, how it is launched, phase)
 Key = tuple[str, str, str]
@@ -53,21 +73,18 @@ class Side(Protocol):
     Attributes:
         name: of options.BACKENDS.
         given: what it is spared.
-        only_graph: each of its bodies replays a graph already.
+        branches: its bodies replay graphs already, a branch for each rank; else each of them is one
+            launch.
         before: phase -> what must be done ahead of it, and is not timed.
     """
 
     name: str
     given: str
-    only_graph: bool
+    branches: bool
     before: dict[str, Body]
     dispatch: Body
     combine: Body
-
-    @property
-    def both(self) -> Body:
-        """Dispatch and combine, no experts."""
-        ...
+    both: Body
 
     def check(self) -> None:
         """Both, with the experts of backends.base; raises WrongResult."""
@@ -81,13 +98,19 @@ class Side(Protocol):
 class Layer:
     """Ours: prepared launches of all ranks for one batch, which need this object alive.
 
+    Attributes:
+        both: dispatch and combine, no experts.
+
     Args:
         backend: of the same options (make_backend), which the caller closes.
         inputs: of each rank, on the back end's device; None makes them.
         post_quant: dispatch takes rows that have been quantised before.
     """
 
-    name, given, only_graph = OURS, GIVEN, False
+    name, given, branches = OURS, GIVEN, False
+    dispatch: Body
+    combine: Body
+    both: Body
 
     def __init__(
         self,
@@ -110,8 +133,21 @@ class Layer:
         # Some are made of the inputs, and live as long as the launches that read them.
         self._sources = [self._sources_of(mine) for mine in self.inputs]
         self.shapes = self._shapes(backend)
-        self.dispatch = backend.prepare("dispatch", self._dispatch(), self.shapes.get("dispatch"))
-        self.combine = backend.prepare("combine", self._combine(), self.shapes.get("combine"))
+        self._prepare(backend, {"dispatch": self._dispatch(), "combine": self._combine()})
+
+    def _prepare(self, backend: emulated.Backend, of_ranks: dict[str, list[Any]]) -> None:
+        """Makes the bodies, out of each verb's arguments of all ranks."""
+        dispatch, combine = (
+            backend.prepare(verb, launched, self.shapes.get(verb))
+            for verb, launched in of_ranks.items()
+        )
+        self.dispatch, self.combine = dispatch, combine
+
+        def both() -> None:
+            dispatch()
+            combine()
+
+        self.both = both
 
     def _shapes(self, backend: emulated.Backend) -> dict[str, shape.Shape]:
         """What the product would launch on a GPU with this rank's share of the SMs."""
@@ -168,16 +204,6 @@ class Layer:
         has_scales = "recv_scales" in self.ranks.rows
         return [mine.topk_ids, mine.topk_weights, rows, *([scales] if has_scales else [])]
 
-    @property
-    def both(self) -> Body:
-        """Dispatch and combine, no experts."""
-
-        def body() -> None:
-            self.dispatch()
-            self.combine()
-
-        return body
-
     def check(self, dispatch: Body | None = None, combine: Body | None = None) -> None:
         """Bit for bit as moe_nvlink_plugin.reference; on a GPU, with nvfp4 to a code or two.
 
@@ -215,6 +241,61 @@ class Layer:
 
     def close(self) -> None:
         """Nothing: the back end is the caller's."""
+
+
+class Branches(Layer):
+    """Ours as each rank would launch it on a GPU of its own with a rank's share of the SMs.
+
+    The product's kernels by the product's launcher, so shapes are the product's. All ranks' CTAs
+    fit on the GPU together, because no rank fills more than its share. For the same reason there is
+    no PDL: a combine that came early would take the place of a peer's dispatch, and wait for it.
+    """
+
+    branches = True
+    given = f"{GIVEN}; {BRANCHES}, whose fork and join are in its time"
+
+    def _shapes(self, backend: emulated.Backend) -> dict[str, shape.Shape]:
+        return {}  # the product's launcher chooses them
+
+    def _prepare(self, backend: emulated.Backend, of_ranks: dict[str, list[Any]]) -> None:
+        if not isinstance(backend, emulated.CudaBackend):
+            super()._prepare(backend, of_ranks)  # a thread for each rank
+            return
+        executor = CudaExecutor(backend.device)
+        executor.pdl = False
+        ranks = len(self.inputs)
+        share = max(executor.device_facts.num_sms // ranks, 1)
+        config = dataclasses.replace(self.ranks.config, max_sms=share)
+        row_bytes = {name: row.row_bytes for name, row in self.ranks.rows.items()}
+        launchers = [
+            executor.launcher(config, row_bytes, self.ranks.quantiser) for _ in range(ranks)
+        ]
+
+        def dispatch(rank: int) -> None:
+            launchers[rank].dispatch(of_ranks["dispatch"][rank])
+
+        def combine(rank: int) -> None:
+            launchers[rank].combine(of_ranks["combine"][rank])
+
+        together = functools.partial(_together, backend.device, ranks)
+        self.dispatch, self.combine = together(dispatch), together(combine)
+        self.both = together(dispatch, combine)
+
+
+def _together(device: torch.device, ranks: int, *verbs: Callable[[int], None]) -> Body:
+    """The verbs of all ranks at once; on the stand-in's CPU, which has no streams, in threads."""
+    if device.type == "cuda":
+        return on_branches(device, ranks, *verbs)
+
+    def in_order(rank: int) -> None:
+        for verb in verbs:
+            verb(rank)
+
+    def body() -> None:
+        with concurrent.futures.ThreadPoolExecutor(ranks) as threads:
+            list(threads.map(in_order, range(ranks)))
+
+    return body
 
 
 def config_of(options: Options, rank: int, tokens: int) -> AllToAllConfig:
@@ -318,23 +399,28 @@ def run(
     *,
     explicit: bool = False,
     not_measured: list[str] | None = None,
+    failed: list[str] | None = None,
     show: Callable[[list[Row]], None] | None = None,
     backend: emulated.Backend | None = None,
 ) -> list[Row]:
-    """Rows of every batch, ratios included.
+    """Rows of every batch, ratios included. A peer that fails is left out, and ours goes on.
 
     Args:
-        explicit: a backend that cannot run is an error rather than left out.
+        explicit: a backend that cannot run with these options is an error rather than left out.
         not_measured: takes what was left out, and why.
+        failed: takes those of them that were to be measured: a peer that is asked for and does not
+            run here, or whatever failed later.
         show: is given the rows of each batch when they are there.
         backend: of the tests; else what the options ask for.
 
     Raises:
-        WrongResult: before or after it was timed; no row comes back.
+        WrongResult: of ours, before or after it was timed.
         OptionError: an explicit backend cannot run, or none can.
     """
     left_out = [] if not_measured is None else not_measured
-    names = runnable(options, explicit=explicit, left_out=left_out, why_not=_why_not)
+    broken = [] if failed is None else failed
+    names = runnable(options, explicit=explicit, left_out=left_out, why_not=unavailable)
+    wanted = _wanted(options, names, broken if explicit else left_out)
     clock = Clock(device_of(options), options.iters, options.warmup)
     found: list[Row] = []
     with contextlib.ExitStack() as stack:
@@ -345,11 +431,54 @@ def run(
             if reason is not None:
                 left_out.append(reason)
                 continue
-            found += measure(options, tokens, clock, backend, names)
+            made = measure(options, tokens, clock, backend, wanted, broken)
             _give_back(options)
+            found += made
+            left_out += [text for text in broken if text not in left_out]
             if show is not None:
-                show(found[-len(names) :])
+                show(made)
     return found
+
+
+#: Makes one side of a batch: of options, tokens, ours' back end, inputs.
+Make = Callable[[Options, int, emulated.Backend, Sequence[RankTokens]], Side]
+
+
+def _ours(
+    options: Options, tokens: int, backend: emulated.Backend, inputs: Sequence[RankTokens]
+) -> Side:
+    return Layer(options, tokens, backend, inputs=inputs)
+
+
+def _ours_on_branches(
+    options: Options, tokens: int, backend: emulated.Backend, inputs: Sequence[RankTokens]
+) -> Side:
+    return Branches(options, tokens, backend, inputs=inputs)
+
+
+def _flashinfer(
+    options: Options, tokens: int, backend: emulated.Backend, inputs: Sequence[RankTokens]
+) -> Side:
+    del backend
+    return emulated_flashinfer.Layer(options, tokens, inputs)
+
+
+def _wanted(options: Options, names: Sequence[str], left_out: list[str]) -> list[Make]:
+    """What is measured, ours first; ours on branches too where a peer is there to compare with.
+
+    Raises:
+        OptionError: nothing is left.
+    """
+    wanted: list[Make] = [_ours] if OURS in names else []
+    if emulated_flashinfer.Layer.name in names:
+        reason = emulated_flashinfer.probe(options)
+        if reason is not None:
+            left_out.append(f"{emulated_flashinfer.Layer.name}: {reason}")
+        else:
+            wanted += [*([_ours_on_branches] if wanted else []), _flashinfer]
+    if not wanted:
+        raise OptionError(f"no backend can run here: {'; '.join(left_out)}")
+    return wanted
 
 
 def _give_back(options: Options) -> None:
@@ -357,13 +486,6 @@ def _give_back(options: Options) -> None:
     if options.device == "cuda":
         gc.collect()  # graphs and launches refer to each other
         torch.cuda.empty_cache()
-
-
-def _why_not(name: str, options: Options) -> str | None:
-    reason = unavailable(name, options)
-    if reason is None and name == emulated_flashinfer.Layer.name:
-        return emulated_flashinfer.probe(options)
-    return reason
 
 
 def unavailable(name: str, options: Options) -> str | None:
@@ -396,10 +518,10 @@ def bytes_needed(options: Options, tokens: int) -> int:
     (regions,) = emulated._packed_regions(WorkspaceLayout.for_geometry(config, find_recipe(config)))
     workspace = max(region.offset + region.size_bytes for region in regions.values())
     rows_bytes = 3 * tokens * options.hidden_size * config.dtype.itemsize
-    peers = 1 + ("flashinfer" in options.backends)
+    sides = 1 + 2 * ("flashinfer" in options.backends)  # then ours on branches, too
     put = accounting.traffic(options, tokens)
     copied = sum(put.put_bytes("both", rank) for rank in range(options.ep_size))
-    return options.ep_size * peers * (workspace + rows_bytes) + 2 * copied
+    return options.ep_size * sides * (workspace + rows_bytes) + 2 * copied
 
 
 def measure(
@@ -407,61 +529,84 @@ def measure(
     tokens: int,
     clock: Clock,
     backend: emulated.Backend,
-    names: Sequence[str] = (OURS,),
+    wanted: list[Make] | None = None,
+    broken: list[str] | None = None,
 ) -> list[Row]:
-    """The rows of one batch, in the order of the names; all backends and the copy take turns."""
+    """The rows of one batch, ours first; all sides and the copy take turns.
+
+    Args:
+        wanted: the sides; without it, ours in one launch. The first one must not fail; another one
+            that does is taken out of the list.
+        broken: takes why.
+    """
+    wanted, broken = [_ours] if wanted is None else wanted, [] if broken is None else broken
     inputs = make_inputs(options, tokens)
     traffic = accounting.traffic(options, tokens)
     with contextlib.ExitStack() as stack:
-        sides: list[Side] = [
-            stack.enter_context(contextlib.closing(_side(name, options, tokens, backend, inputs)))
-            for name in names
-        ]
-        for side in sides:
-            side.check()
+        sides: dict[Make, Side] = {}
+        for make in list(wanted):
+            with _spared(make, wanted, broken, tokens):
+                side = make(options, tokens, backend, inputs)
+                stack.enter_context(contextlib.closing(side))
+                side.check()
+                sides[make] = side
         copy = Copy(traffic, device_of(options))
         bodies: dict[Key, Body] = {(COPY, PLAIN, phase): b for phase, b in copy.bodies.items()}
         before: dict[Key, Body] = {}
-        for side in sides:
+        for side in sides.values():
             _add_bodies(options, clock, side, bodies, before)
         samples = {
             key: torch.tensor(taken, dtype=torch.float64)[:, None]
             for key, taken in clock.flushed(bodies, before).items()
         }
-        made = [_row(options, tokens, side, samples, traffic, clock, bodies) for side in sides]
-        for side in sides:
-            side.check()  # still right after all those rounds
-            if isinstance(side, Layer) and options.cuda_graph:  # and what was timed is the same
-                side.check(*(bodies[side.name, GRAPH, phase] for phase in ("dispatch", "combine")))
+        made = []
+        for make, side in sides.items():
+            with _spared(make, wanted, broken, tokens):
+                row = _row(options, tokens, side, samples, traffic, clock, bodies)
+                side.check()  # still right after all those rounds
+                if isinstance(side, Layer) and options.cuda_graph and not side.branches:
+                    # And what was timed is the same.
+                    side.check(*(bodies[side.name, GRAPH, verb] for verb in VERBS))
+                made.append(row)
+    return _one_of_ours(made)
+
+
+@contextlib.contextmanager
+def _spared(make: Make, wanted: list[Make], broken: list[str], tokens: int) -> Iterator[None]:
+    """Whatever fails inside ends the run for the first that is wanted, and takes others out."""
+    try:
+        yield
+    except Exception as error:  # a driver's, a library's, a wrong result
+        if make is wanted[0]:
+            raise
+        wanted.remove(make)
+        what = make.__name__.strip("_").replace("_", " ")
+        broken.append(f"{what}, from {tokens} tokens on: {type(error).__name__}: {error}")
+
+
+def _one_of_ours(made: list[Row]) -> list[Row]:
+    """Ours in both forms as one row: on branches, as peers, with the other one as `one_launch`."""
+    if len(made) > 1 and made[1]["backend"] == OURS:
+        alone, beside = made[:2]
+        beside["one_launch"] = {name: alone[name] for name in ONE_LAUNCH if name in alone}
+        made = [beside, *made[2:]]
     rows.add_ratios(made)
     return made
-
-
-def _side(
-    name: str,
-    options: Options,
-    tokens: int,
-    backend: emulated.Backend,
-    inputs: Sequence[RankTokens],
-) -> Side:
-    if name == OURS:
-        return Layer(options, tokens, backend, inputs=inputs)
-    return emulated_flashinfer.Layer(options, tokens, inputs)
 
 
 def _add_bodies(
     options: Options, clock: Clock, side: Side, bodies: dict[Key, Body], before: dict[Key, Body]
 ) -> None:
     for phase in PHASES:
-        body = getattr(side, phase)
-        if not side.only_graph:
+        body: Body = getattr(side, phase)
+        if side.branches:
+            bodies[side.name, BRANCHES, phase] = body
+        else:
             bodies[side.name, PLAIN, phase] = body
-        if side.only_graph:
-            bodies[side.name, GRAPH, phase] = body
-        elif options.cuda_graph:
-            bodies[side.name, GRAPH, phase] = clock.replay(body)
+            if options.cuda_graph:
+                bodies[side.name, GRAPH, phase] = clock.replay(body)
         if phase in side.before:
-            before[side.name, GRAPH, phase] = side.before[phase]
+            before[side.name, BRANCHES, phase] = side.before[phase]
 
 
 def _row(
@@ -478,20 +623,25 @@ def _row(
         return rows.make_row(options, side.name, tokens, taken, traffic, ceilings, extra)
 
     ceilings = {phase: samples[COPY, PLAIN, phase] for phase in PHASES}
-    launch = GRAPH if side.only_graph or options.cuda_graph else PLAIN
+    launch = BRANCHES if side.branches else GRAPH if options.cuda_graph else PLAIN
     extra: Row = {"given": side.given, "launch": launch, "shows": SHOWS}
     if options.kernel_breakdown:
-        told = {
-            phase: clock.kernels(bodies[side.name, launch, phase], side.before.get(phase))
-            for phase in ("dispatch", "combine")
-        }
-        extra["kernels"] = {phase: kernels for phase, kernels in told.items() if kernels}
-    if isinstance(side, Layer):
+        extra |= _kernels(side, clock, {verb: bodies[side.name, launch, verb] for verb in VERBS})
+    if isinstance(side, Layer) and side.shapes:
         extra["shapes"] = {verb: chosen._asdict() for verb, chosen in side.shapes.items()}
-    if side.only_graph:
+    if side.branches:
         return made(launch, extra)
     extra["both_back_to_back_us"] = clock.back_to_back(side.both)
     if launch == GRAPH:
         plain = made(PLAIN, extra)
         extra["plain_launches"] = {phase: plain[phase] for phase in PHASES}
     return made(launch, extra)
+
+
+def _kernels(side: Side, clock: Clock, bodies: dict[str, Body]) -> Row:
+    """What the profiler tells; where it cannot, why: the figures without it are worth the row."""
+    try:
+        told = {verb: clock.kernels(body, side.before.get(verb)) for verb, body in bodies.items()}
+    except (RuntimeError, ValueError) as error:
+        return {"not_profiled": str(error)}
+    return {"kernels": {verb: kernels for verb, kernels in told.items() if kernels}}

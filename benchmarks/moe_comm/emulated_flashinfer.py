@@ -10,6 +10,8 @@ is done so that they do, or so that nobody waits for ever (read in its sources, 
   rank's many could keep out another's first for ever. Up to as many CTAs as the GPU has SMs they
   surely run together, as its own tests assume. Above that its flags are set beforehand, untimed:
   combine then waits for nobody, is spared that time, and `given` says so.
+- No programmatic dependent launch, as ours on branches: a kernel launched ahead of its time would
+  keep room from what its own rank waits for.
 - A wait that fails ends in a trap after minutes, which takes the process's CUDA context with it.
   So a process of its own tries the smallest and the largest batch first (probe).
 """
@@ -18,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -28,30 +29,24 @@ from typing import Any
 import torch
 
 from . import flashinfer_api
-from .cuda_clock import Body, captured
+from .cuda_clock import MOST_STREAMS, Body, Clock, on_branches
 from .flashinfer_api import NO_EXPERT, Payloads, experts
 from .options import Options
 from .routers import RankTokens, tokens_of
 
-# Of queues from the host to the GPU; with the default, 8, branches may stand behind one another.
-# Read when the context is made.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-#: Streams that torch hands out before it gives one out again.
-MOST_STREAMS = 32
 PROBE_LIMIT_S = 110.0
 _PROBE_ROUNDS = 20
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def unavailable(options: Options) -> str | None:
-    """Why it cannot run on emulated ranks here; None: it can, as far as a look shows."""
+    """Why it cannot run these options on emulated ranks; None: it can, where it runs at all."""
     if options.ep_size > MOST_STREAMS:
         return (
             f"{options.ep_size} emulated ranks need a stream each, and torch has {MOST_STREAMS} "
             f"different ones; at most --emulate_ranks {MOST_STREAMS}"
         )
-    return flashinfer_api.unavailable(options)
+    return flashinfer_api.unsupported(options)
 
 
 class Ranks:
@@ -59,14 +54,13 @@ class Ranks:
 
     Args:
         api: flashinfer_api.load()'s, or a stand-in.
-        pdl: programmatic dependent launch.
     """
 
     def __init__(
-        self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any, *, pdl: bool
+        self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any
     ) -> None:
         self.options, self.tokens, self.inputs = options, tokens, inputs
-        self._api, self._pdl = api, pdl
+        self._api = api
         self._payloads = [Payloads.of(options, mine) for mine in inputs]
         self.outputs = [torch.empty_like(mine.hidden) for mine in inputs]
         self.received: list[list[torch.Tensor]] = [[] for _ in inputs]
@@ -92,7 +86,7 @@ class Ranks:
             token_selected_experts=self.inputs[rank].topk_ids,
             input_payloads=payloads.tensors,
             num_experts=self.options.num_experts,
-            enable_pdl=self._pdl,
+            enable_pdl=False,
             **self._round(rank),
         )
         self.received[rank], self._offsets[rank] = answer[0], int(answer[1])
@@ -102,7 +96,7 @@ class Ranks:
             metainfo=self._metainfo[rank],
             ep_rank=rank,
             invalid_expert_id=NO_EXPERT,
-            enable_pdl=self._pdl,
+            enable_pdl=False,
         )
 
     def combine(self, rank: int) -> None:
@@ -113,7 +107,7 @@ class Ranks:
             combine_payload_offset=self._offsets[rank],
             payload_in_workspace=True,
             output=self.outputs[rank],
-            enable_pdl=self._pdl,
+            enable_pdl=False,
             **self._round(rank),
         )
 
@@ -172,7 +166,7 @@ class Layer:
         api: flashinfer_api.load()'s, or a stand-in.
     """
 
-    name, only_graph = "flashinfer", True
+    name, branches = "flashinfer", True
 
     def __init__(
         self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any = None
@@ -183,11 +177,10 @@ class Layer:
         if self._on_gpu:
             warm_up(options, api)
         waits = not self._on_gpu or surely_resident(options, tokens, _num_sms(self._device))
-        # A kernel launched ahead of its time would keep room from what its own rank waits for.
-        self.ranks = Ranks(options, tokens, inputs, api, pdl=options.pdl and waits)
+        self.ranks = Ranks(options, tokens, inputs, api)
         self.given = (
-            f"{flashinfer_api.given(options, api)}; a kernel a rank, on branches of one graph, "
-            "whose fork and join are in its time (ours: one launch of all ranks)"
+            f"{flashinfer_api.given(options, api)}; a launch a rank and kernel, on branches of one "
+            "graph, whose fork and join are in its time"
         )
         self.before: dict[str, Body] = {}
         if not waits:
@@ -208,8 +201,7 @@ class Layer:
     def _body(self, *verbs: Callable[[int], None]) -> Body:
         count = self.ranks.options.ep_size
         if self._on_gpu:
-            make: Any = torch.cuda.Stream  # torch ships no types for it
-            return captured(forked([make(self._device) for _ in range(count)], *verbs))
+            return on_branches(self._device, count, *verbs)
 
         def in_turn() -> None:
             for verb in verbs:
@@ -253,23 +245,6 @@ def _num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def forked(streams: Sequence[Any], *verbs: Callable[[int], None]) -> Body:
-    """A branch per rank, each with all the verbs, that begin and end together; to be captured."""
-
-    def body() -> None:
-        here = torch.cuda.current_stream()
-        for stream in streams:
-            stream.wait_stream(here)
-        for rank, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                for verb in verbs:
-                    verb(rank)
-        for stream in streams:
-            here.wait_stream(stream)
-
-    return body
-
-
 def warm_up(options: Options, api: Any) -> None:
     """Compiles, which takes minutes the first time, and loads the kernels: as a group of one rank.
 
@@ -277,7 +252,7 @@ def warm_up(options: Options, api: Any) -> None:
     while a peer waits.
     """
     alone = dataclasses.replace(options, ep_size=1, batches=(1,), max_tokens=0, router="uniform")
-    ranks = Ranks(alone, 1, [tokens_of(alone, 1, 0).to("cuda")], api, pdl=False)
+    ranks = Ranks(alone, 1, [tokens_of(alone, 1, 0).to("cuda")], api)
     ranks.dispatch(0)
     ranks.combine(0)
     torch.cuda.synchronize()
@@ -285,6 +260,9 @@ def warm_up(options: Options, api: Any) -> None:
 
 def probe(options: Options) -> str | None:
     """Tries the smallest and the largest batch in a process of its own; why they fail, or None."""
+    reason = flashinfer_api.missing()
+    if reason is not None:
+        return reason
     extremes = tuple(sorted({min(options.batches), max(options.batches)}))
     asked = dataclasses.asdict(dataclasses.replace(options, batches=extremes))
     try:
@@ -312,6 +290,8 @@ def _try(options: Options) -> None:
         for phase in ("dispatch", "combine", "both") * _PROBE_ROUNDS:
             layer.before.get(phase, lambda: None)()
             getattr(layer, phase)()
+        if options.kernel_breakdown:
+            Clock("cuda", 2, 0).kernels(layer.combine, layer.before.get("combine"))
         layer.check()
         layer.close()
 

@@ -138,8 +138,11 @@ def version() -> str:
 
 def unavailable(options: Options) -> str | None:
     """Why FlashInfer cannot run these options here; None: it can, as far as a look shows."""
-    if not common.is_installed("flashinfer"):
-        return "not installed; benchmarks/carry_wheels.sh --list flashinfer names its wheels"
+    return unsupported(options) or missing()
+
+
+def unsupported(options: Options) -> str | None:
+    """Why FlashInfer cannot run these options, wherever it is installed."""
     if options.device != "cuda" or not torch.cuda.is_available():
         return "its kernels need a GPU: --device cuda on a machine that has one"
     for name, value, most in (
@@ -152,6 +155,13 @@ def unavailable(options: Options) -> str | None:
         return f"it has no combine in {options.combine}; --combine bf16"
     if options.dtype == "float32":
         return "not compared for float32; --dtype bfloat16"
+    return None
+
+
+def missing() -> str | None:
+    """Why what is installed here cannot be called; None: it can."""
+    if not common.is_installed("flashinfer"):
+        return "not installed; benchmarks/carry_wheels.sh --list flashinfer names its wheels"
     try:
         load()
     except DriftError as error:

@@ -122,7 +122,11 @@ def runnable(
 # One rank.
 
 
-def rank_rows(launch: Launch, options: Options) -> list[Row]:
+#: Is given the rows of each batch when they are there, in whichever process is rank 0.
+Show = Callable[[list[Row]], None]
+
+
+def rank_rows(launch: Launch, options: Options, show: Show | None = None) -> list[Row]:
     """All batches on this rank; rows on rank 0, nothing on others. Collective.
 
     Raises:
@@ -143,7 +147,10 @@ def rank_rows(launch: Launch, options: Options) -> list[Row]:
     found: list[Row] = []
     with contextlib.closing(progress):
         for tokens in options.batches:
-            found += _batch(launch, options, tokens, device, progress)
+            made = _batch(launch, options, tokens, device, progress)
+            found += made
+            if made and show is not None:
+                show(made)
     dist.barrier()  # gloo ends a process that takes the group down while another still uses it
     dist.destroy_process_group()
     return found
@@ -242,8 +249,11 @@ def check(sides: Mapping[str, Side], context: Context) -> None:
 # All ranks.
 
 
-def run(options: Options) -> list[Row]:
+def run(options: Options, show: Show | None = None) -> list[Row]:
     """The rows, on whoever is rank 0; on other ranks of torchrun or srun, none.
+
+    Args:
+        show: can be pickled, because rank 0 may be another process.
 
     Raises:
         OptionError: the ranks there are do not fit the options.
@@ -254,7 +264,7 @@ def run(options: Options) -> list[Row]:
     if launch is None:
         _check_memory(options)
         print(header(), flush=True)
-        return _run_here(options)
+        return _run_here(options, show)
     if launch.size != options.ep_size:
         raise OptionError(
             f"{launch.size} ranks were started, and ep_size={options.ep_size}; add "
@@ -262,7 +272,7 @@ def run(options: Options) -> list[Row]:
         )
     if launch.rank == 0:
         print(header(), flush=True)
-    return rank_rows(launch, options)
+    return rank_rows(launch, options, show)
 
 
 def _check_memory(options: Options) -> None:
@@ -291,20 +301,20 @@ def _check_memory(options: Options) -> None:
         )
 
 
-def _run_here(options: Options) -> list[Row]:
+def _run_here(options: Options, show: Show | None) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="moe_comm-") as folder, _terminations_raise():
         # A server that has imported everything once forks CPU ranks; a GPU's need a fresh process.
         method = "spawn" if options.device == "cuda" else "forkserver"
         if method == "forkserver":
             mp.set_forkserver_preload([__name__])
         ranks = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            _rank_main, (options, folder), options.ep_size, join=False, start_method=method
+            _rank_main, (options, folder, show), options.ep_size, join=False, start_method=method
         )
         try:
             while not ranks.join(timeout=1.0):
                 pass
         except KeyboardInterrupt:
-            raise RunError("interrupted; no result was written") from None
+            raise RunError("interrupted; batches that were done are on file") from None
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise _failure(Path(folder), error) from error
         finally:
@@ -313,11 +323,11 @@ def _run_here(options: Options) -> list[Row]:
         return found
 
 
-def _rank_main(rank: int, options: Options, folder: str) -> None:
+def _rank_main(rank: int, options: Options, folder: str, show: Show | None) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     launch = Launch(rank, options.ep_size, rank, f"file://{folder}/rendezvous", folder)
     try:
-        made = rank_rows(launch, options)
+        made = rank_rows(launch, options, show)
     except Exception as error:
         told = {
             "kind": type(error).__name__,

@@ -36,7 +36,7 @@ def make_row(
     ceilings: Samples,
     extra: dict[str, Any],
 ) -> dict[str, Any]:
-    """One backend at one batch. Call add_ratios on the rows of a run, or `result`, which does.
+    """One backend at one batch. Call add_ratios on the rows of a batch.
 
     Args:
         samples: of PHASES.
@@ -117,15 +117,19 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
     """ratio_to_ours of every peer: its time over ours at the same batch, larger is better for us.
 
     The median is that of the medians' ratio; the quartiles are of the ratios within single
-    iterations, in which the backends took turns.
+    iterations, in which the backends took turns. Where a peer and ours were not launched in the
+    same way (field "launch", of emulated ranks) there is none: `not_comparable` says so instead.
     """
-    ours = {row["tokens"]: row[_SAMPLES] for row in rows if row["backend"] == OURS}
+    all_ours = {row["tokens"]: row for row in rows if row["backend"] == OURS}
     for row in rows:
-        if row["backend"] == OURS or row["tokens"] not in ours:
+        if row["backend"] == OURS or row["tokens"] not in all_ours:
             continue
-        mine = ours[row["tokens"]]
+        ours = all_ours[row["tokens"]]
+        if row.get("launch") != ours.get("launch"):
+            row["not_comparable"] = f"{row.get('launch')}; ours: {ours.get('launch')}"
+            continue
         row["ratio_to_ours"] = {
-            phase: _ratio(row[_SAMPLES][phase], mine[phase]) for phase in PHASES
+            phase: _ratio(row[_SAMPLES][phase], ours[_SAMPLES][phase]) for phase in PHASES
         }
 
 
@@ -137,29 +141,47 @@ def _ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
     return {"median": median, "q25": low, "q75": high}
 
 
-def result(
-    options: Options,
-    rows: Sequence[dict[str, Any]],
-    *,
-    ceiling: str = "",
-    not_measured: Sequence[str] = (),
-    machine: dict[str, Any] | None = None,
+def head(
+    options: Options, *, ceiling: str = "", machine: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What is written: rows with ratios, and whatever a reader needs to believe or repeat them.
+    """A result before anything is measured: whatever a reader needs to believe or repeat it.
 
     Args:
         ceiling: how it was measured, in words.
-        not_measured: what was left out and why; what the run cannot show.
         machine: more of it, such as common.describe_gpu().
     """
-    if any("ratio_to_ours" not in row for row in rows if row["backend"] != OURS):
-        add_ratios([row for row in rows if _SAMPLES in row])
     return {
         "schema": SCHEMA,
         "kind": "moe_comm",
-        "machine": common.describe_run() | {"load_now": os.getloadavg()} | (machine or {}),
+        "machine": common.describe_run() | {"load_before": os.getloadavg()} | (machine or {}),
         "options": dataclasses.asdict(options),
         "ceiling": ceiling,
-        "not_measured": list(not_measured),
-        "rows": [{name: row[name] for name in row if name != _SAMPLES} for row in rows],
     }
+
+
+@dataclasses.dataclass
+class Growing:
+    """A result that grows: call it with the rows of every batch, ratios included; then `finish`.
+
+    Attributes:
+        record: with `head`.
+        not_measured: what was left out and why; what the run cannot show. It may grow, too.
+    """
+
+    record: common.Record
+    not_measured: list[str]
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, made: Sequence[dict[str, Any]]) -> None:
+        self.rows += made
+        self._write(complete=False)
+
+    def finish(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The whole result, of all batches' rows."""
+        self.rows = list(rows)
+        return self._write(complete=True)
+
+    def _write(self, *, complete: bool) -> dict[str, Any]:
+        bare = [{name: row[name] for name in row if name != _SAMPLES} for row in self.rows]
+        measured = {"not_measured": self.not_measured, "rows": bare}
+        return self.record.write(measured, complete=complete)

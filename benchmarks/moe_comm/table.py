@@ -29,8 +29,14 @@ def header() -> str:
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One for each phase of each row."""
-    return [_line(row, phase) for row in rows for phase in PHASES]
+    """One for each phase of each row, and of what stands in it as `one_launch`."""
+    found = []
+    for row in rows:
+        found += [_line(row, phase) for phase in PHASES]
+        if "one_launch" in row:
+            apart = {"tokens": row["tokens"], "backend": f"{row['backend']}, one launch"}
+            found += [_line(row["one_launch"] | apart, phase) for phase in PHASES]
+    return found
 
 
 def _line(row: dict[str, Any], phase: str) -> str:
@@ -53,7 +59,7 @@ def _line(row: dict[str, Any], phase: str) -> str:
 
 def _ratio(row: dict[str, Any], phase: str) -> str:
     if "ratio_to_ours" not in row:
-        return ""
+        return "not comparable" if "not_comparable" in row else ""
     ratio = row["ratio_to_ours"][phase]
     return f"{ratio['median']:.1f} ({ratio['q25']:.1f}..{ratio['q75']:.1f})"
 
@@ -64,13 +70,18 @@ def number(value: float) -> str:
 
 
 def footnotes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What each backend was given, once; and what kernels took, of the largest batch."""
+    """What each backend was given, once; what forbids a ratio; and what kernels took."""
     given = {row["backend"]: row["given"] for row in rows}
     notes = [f"{backend} is given: {what}" for backend, what in given.items()]
     for row in rows:
+        what = f"{row['backend']}, {row['tokens']} tokens"
+        if "not_comparable" in row:
+            notes.append(f"{what}: no ratio, because it is launched as {row['not_comparable']}")
+        if "not_profiled" in row:
+            notes.append(f"{what}: no kernels: {row['not_profiled']}")
         for phase, parts in row.get("kernels", {}).items():
             told = ", ".join(f"{name} {_value(part)}" for name, part in parts.items())
-            notes.append(f"{row['backend']}, {row['tokens']} tokens, {phase}: {told}")
+            notes.append(f"{what}, {phase}: {told}")
     return notes
 
 

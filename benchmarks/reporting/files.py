@@ -46,7 +46,7 @@ def load(folder: Path) -> list[Result]:
     """Every result file of a folder, by name: the date comes first, so the oldest does.
 
     Raises:
-        ReportError: a file is not JSON, or no object.
+        ReportError: a file is not JSON, no object, or of a run that did not end.
     """
     found = []
     for path in sorted(folder.glob("*.json")):
@@ -56,6 +56,10 @@ def load(folder: Path) -> list[Result]:
             raise ReportError(f"{path}: not JSON ({error}); measure again or delete it") from error
         if not isinstance(data, dict):
             raise ReportError(f"{path}: holds a {type(data).__name__}, a result is an object")
+        if "incomplete" in data:
+            raise ReportError(
+                f"{path}: incomplete ({data['incomplete']}); measure again, or keep it elsewhere"
+            )
         found.append(Result(path, data))
     return found
 

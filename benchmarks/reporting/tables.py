@@ -96,7 +96,7 @@ def moe_comm(batches: Sequence[int] | None = None) -> Callable[[Page, Result], s
         columns = ["tokens per rank", "exchange"]
         columns += [f"{phase} us (quartiles)" for phase in PHASES]
         columns += ["times ours (quartiles)", "GB/s logical / wire", "of ceiling"]
-        body = [_moe_comm_row(row) for row in rows]
+        body = [line for row in rows for line in _moe_comm_rows(row)]
         return "\n\n".join([caption(page, result, _method(result)), table(columns, body)])
 
     return render
@@ -108,15 +108,27 @@ def _method(result: Result) -> str:
     return f"{layer(result)}; {ranks}; median of {options['iters']} iterations"
 
 
-def _moe_comm_row(row: dict[str, Any]) -> list[str]:
+def _moe_comm_rows(row: dict[str, Any]) -> list[list[str]]:
+    """A row; and ours in one launch, where that stands beside ours launched as the peers are."""
+    name, one_launch = NAMES.get(row["backend"], row["backend"]), row.get("one_launch")
+    if one_launch is None:
+        return [_moe_comm_row(row, name)]
+    apart = one_launch | {"tokens": row["tokens"], "backend": row["backend"]}
+    alone = _moe_comm_row(apart, f"{name}, {one_launch['launch']}", "not comparable")
+    return [_moe_comm_row(row, f"{name}, {row['launch']}"), alone]
+
+
+def _moe_comm_row(row: dict[str, Any], name: str, times_ours: str = "1") -> list[str]:
     both = row.get("both", {})
-    cells = [str(row["tokens"]), NAMES.get(row["backend"], row["backend"])]
+    cells = [str(row["tokens"]), name]
     cells += [_times(row.get(phase)) for phase in PHASES]
     ratio = row.get("ratio_to_ours", {}).get("both")
     if row["backend"] == OURS:
-        cells.append("1")
+        cells.append(times_ours)
+    elif ratio:
+        cells.append(spread(ratio))
     else:
-        cells.append(spread(ratio) if ratio else "")
+        cells.append("not comparable" if "not_comparable" in row else "")
     rates = [both.get("logical_gb_s"), both.get("wire_gb_s")]
     cells.append(" / ".join(f"{rate:.2f}" for rate in rates) if None not in rates else "")
     cells.append(percent(both.get("of_ceiling")))
@@ -139,6 +151,12 @@ def moe_comm_notes(page: Page, result: Result) -> str:
     given = {row["backend"]: row.get("given") for row in result.data["rows"]}
     lines = [f"- Ceiling: {result.data.get('ceiling', 'not stated')}."]
     lines += [f"- {NAMES.get(name, name)}: {text}." for name, text in given.items() if text]
+    lines += [
+        f"- {NAMES.get(row['backend'], row['backend'])}, {row['tokens']} tokens: no ratio, because "
+        f"it is launched as {row['not_comparable']}."
+        for row in result.data["rows"]
+        if "not_comparable" in row
+    ]
     lines += [f"- Not measured: {text}." for text in result.data.get("not_measured", [])]
     return "\n".join(line.replace("..", ".") for line in lines)
 

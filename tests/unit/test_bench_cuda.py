@@ -18,14 +18,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.moe_comm import accounting, cuda_clock, emulated, emulated_flashinfer, timing
+from benchmarks.moe_comm import accounting, cuda_clock, emulated, emulated_flashinfer, rows, timing
 from benchmarks.moe_comm import flashinfer_api as api_module
 from benchmarks.moe_comm.backends import WrongResult, base
 from benchmarks.moe_comm.backends.all_to_all import AllToAllFull
 from benchmarks.moe_comm.backends.flashinfer import FlashInfer
 from benchmarks.moe_comm.backends.nccl_gather import NcclGather
+from benchmarks.moe_comm.cuda_clock import SPAN, Seen
 from benchmarks.moe_comm.options import OptionError, Options
 from benchmarks.moe_comm.routers import tokens_of
+from moe_nvlink_plugin.jit import host
+from tests import fake_cuda
+from tests.kernels import emulated_text
+from tests.kernels.emulated import FLAGS, CudaBackend
+from tests.kernels.processes import run_processes
 from tests.unit import fake_flashinfer
 
 SMALL = Options(
@@ -55,24 +61,32 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return api_module.load()
 
 
+@pytest.fixture
+def beside(fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in runs on this CPU, too, as far as emulated.run looks."""
+    monkeypatch.setattr(emulated_flashinfer, "unavailable", lambda options: None)
+    monkeypatch.setattr(emulated_flashinfer, "probe", lambda options: None)
+    monkeypatch.setattr(api_module, "version", lambda: "0.0 (a stand-in)")
+
+
 # Ours.
 
 
 def test_rows_of_emulated_ranks() -> None:
     shown: list[Any] = []
     options = dataclasses.replace(SMALL, batches=(1, 3), cuda_graph=True, kernel_breakdown=True)
-    rows = emulated.run(options, show=shown.append)
-    assert [row["tokens"] for row in rows] == [1, 3]
-    assert shown == [[row] for row in rows]
-    for row in rows:
-        assert row["launch"] == "graph replay"
+    found = emulated.run(options, show=shown.append)
+    assert [row["tokens"] for row in found] == [1, 3]
+    assert shown == [[row] for row in found]
+    for row in found:
+        assert row["launch"] == emulated.GRAPH
         for phase in ("dispatch", "combine", "both"):
             assert row[phase]["median_us"] > 0
             assert row["plain_launches"][phase]["median_us"] > 0
             assert row[phase]["of_ceiling"] > 0
         assert row["kernels"] == {}, "a CPU has no kernels"
     traffic = accounting.traffic(options, 3)
-    first = rows[1]["dispatch"]
+    first = found[1]["dispatch"]
     moved = traffic.mean_put_bytes("dispatch")
     assert first["copied_gb_s"] == pytest.approx(moved / first["median_us"] / 1e3)
 
@@ -80,7 +94,7 @@ def test_rows_of_emulated_ranks() -> None:
 def test_a_capacity_larger_than_the_batch() -> None:
     (row,) = emulated.run(dataclasses.replace(SMALL, max_tokens=7))
     assert row["checked"]
-    assert row["launch"] == "plain launches"
+    assert row["launch"] == emulated.PLAIN
     assert "plain_launches" not in row
 
 
@@ -112,7 +126,6 @@ def test_what_went_wrong_while_it_was_timed_is_found(monkeypatch: pytest.MonkeyP
     with contextlib.closing(emulated.make_backend(SMALL)) as backend:
 
         def spoiled(bodies: Any, before: Any = None) -> Any:
-            monkeypatch.setattr(emulated.Layer, "combine", lambda layer: None, raising=False)
             monkeypatch.setattr(emulated.Layer, "check", failing)
             return {key: [1.0, 2.0] for key in bodies}
 
@@ -177,18 +190,166 @@ def test_bodies_take_turns_and_what_comes_before_is_not_timed() -> None:
     assert min(waits["x"]) < 50_000, "the wait before it is not in it"
 
 
-def test_kernels_by_their_short_names() -> None:
-    seen = [
-        ("void fill<float, (int)4>(float*)", 9.0),
-        ("void ns::(anonymous namespace)::combine_kernel<T<2>, 8>(Args const, int)", 3.0),
-        ("void ns::(anonymous namespace)::combine_kernel<T<2>, 8>(Args const, int)", 5.0),
-        ("moe_nvlink_emulated_dispatch", 7.0),
-    ]
-    found = cuda_clock.breakdown(seen, {seen[0][0]}, rounds=2)
-    assert found == {
-        "moe_nvlink_emulated_dispatch": {"median_us": 7.0, "per_round": 0.5},
-        "combine_kernel": {"median_us": 4.0, "per_round": 1.0},
+LONG_NAME = "void ns::(anonymous namespace)::combine_kernel<T<2>, 8>(Args const, int)"
+
+
+class Profiler:
+    """What torch.profiler would see of a GPU whose kernels of one body overlap."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self.now = 100.0
+
+    def ran(self, *kernels: tuple[str, float, float]) -> None:
+        """Kernels that start and end so many microseconds from now."""
+        self.seen += [Seen(name, self.now + start, self.now + end) for name, start, end in kernels]
+        self.now = max(one.end_us for one in self.seen) + 50  # the host was slow
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[list[Seen]]:
+        yield self.seen
+        self.seen.reverse()  # nobody promises an order
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda_clock.Clock, Profiler]:
+    """A clock of a GPU, which is not there."""
+    clock, profiler = cuda_clock.Clock("cpu", 2, 0), Profiler()
+    monkeypatch.setattr(clock, "on_gpu", True)
+    monkeypatch.setattr(clock, "flush", lambda: profiler.ran(("fill", 0, 60)))
+    monkeypatch.setattr(cuda_clock, "_profiled", profiler)
+    return clock, profiler
+
+
+def test_kernels_of_a_body_and_the_time_they_span(
+    profiled: tuple[cuda_clock.Clock, Profiler],
+) -> None:
+    """Two ranks of a kernel that waits; the late one's time is nobody's waiting."""
+    clock, profiler = profiled
+    late = iter(range(cuda_clock.PROFILED_ROUNDS))
+
+    def body() -> None:
+        wait = float(next(late))
+        both_end = 7 + wait
+        profiler.ran(("prepare", 0, 1), (LONG_NAME, 2, both_end), (LONG_NAME, 2 + wait, both_end))
+
+    found = clock.kernels(body, lambda: profiler.ran((LONG_NAME, 0, 1000)))
+    assert list(found) == [SPAN, "combine_kernel", "prepare"], "what comes before is not in it"
+    # Both ranks of 20 rounds, the first one's from 5 to 24 us.
+    assert found["combine_kernel"] == {"median_us": 5.0, "least_us": 5.0, "per_round": 2.0}
+    assert found["prepare"] == {"median_us": 1.0, "least_us": 1.0, "per_round": 1.0}
+    assert found[SPAN] == {"median_us": 16.5, "q25_us": 11.25, "q75_us": 21.75, "p95_us": 25.0}
+
+
+def test_kernels_of_whom_nobody_knows_are_not_told(
+    profiled: tuple[cuda_clock.Clock, Profiler],
+) -> None:
+    clock, profiler = profiled
+    with pytest.raises(ValueError, match="saw 41 flushes and 0 bodies of 20"):
+        clock.kernels(lambda: None)
+    profiler.seen.clear()
+    bodies = iter(range(cuda_clock.PROFILED_ROUNDS))
+
+    def body() -> None:
+        if next(bodies) == 3:
+            profiler.seen.pop()
+        profiler.ran(("combine", 0, 1))
+
+    with pytest.raises(ValueError, match="saw 40 flushes"):
+        clock.kernels(body)
+
+
+def test_figures_outlive_a_profiler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(body: Any, before: Any = None) -> Any:
+        raise RuntimeError("no CUPTI")
+
+    options, clock = (
+        dataclasses.replace(SMALL, kernel_breakdown=True),
+        cuda_clock.Clock("cpu", 2, 0),
+    )
+    monkeypatch.setattr(clock, "kernels", failing)
+    with contextlib.closing(emulated.make_backend(options)) as backend:
+        (row,) = emulated.measure(options, 3, clock, backend)
+    assert row["not_profiled"] == "no CUPTI"
+    assert row["both"]["median_us"] > 0
+
+
+# Ours, launched as a peer is.
+
+
+def test_ranks_on_branches_launch_what_the_product_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product's kernels by its launcher, on the stand-in driver; 4 ranks on 8 SMs."""
+    kernels = host.build(emulated_text.stand_in_source(count=8), FLAGS)
+    library = fake_cuda.build(tmp_path)
+    for name, value in fake_cuda.environment(library, kernels, sms=8).items():
+        monkeypatch.setenv(name, value)
+    (launches,) = run_processes(1, _branches_on_stand_in, tmp_path)
+    # The CTAs of one rank; an SM holds 16 of 128 threads, and a rank has 2 SMs.
+    assert launches == {
+        (3, False): ("moe_nvlink_combine", [3, 1, 1], False),
+        (3, True): ("moe_nvlink_combine", [3, 1, 1], False),  # early, it would keep out a dispatch
+        (40, False): ("moe_nvlink_combine", [2 * 16, 1, 1], False),
     }
+
+
+class OfAGpu(CudaBackend):
+    """Has no kernels of its own, which the product's do without."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+
+def _branches_on_stand_in(_rank: int, _size: int) -> dict[tuple[int, bool], Any]:
+    launches = {}
+    for tokens, pdl in ((3, False), (3, True), (40, False)):
+        options = dataclasses.replace(SMALL, hidden_size=1024, batches=(tokens,), pdl=pdl)
+        layer = emulated.Branches(options, tokens, OfAGpu())
+        layer.check()
+        layer.both()
+        layer.check()
+        last = fake_cuda.control().last_launch()
+        launches[tokens, pdl] = (last.name.decode(), list(last.grid), bool(last.pdl))
+    return launches
+
+
+def test_a_ratio_is_of_what_was_launched_alike(
+    beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dataclasses.replace(WITH_PEER, cuda_graph=True)
+    ours, theirs = emulated.run(options)
+    assert ours["launch"] == theirs["launch"] == emulated.BRANCHES
+    assert ours["one_launch"]["launch"] == emulated.GRAPH
+    for phase in rows.PHASES:
+        median = theirs[phase]["median_us"] / ours[phase]["median_us"]
+        assert theirs["ratio_to_ours"][phase]["median"] == pytest.approx(median)
+        assert ours["one_launch"][phase]["median_us"] != ours[phase]["median_us"]
+    assert "not_comparable" not in theirs
+
+
+def test_no_ratio_of_what_was_launched_otherwise(
+    beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ours does not run on branches, such as where they do not run beside each other."""
+
+    def faulty(layer: Any) -> None:
+        raise WrongResult("rank 0 has fault word")
+
+    monkeypatch.setattr(emulated.Branches, "check", faulty)
+    failed: list[str] = []
+    left_out: list[str] = []
+    found = emulated.run(
+        dataclasses.replace(WITH_PEER, batches=(1, 3)), failed=failed, not_measured=left_out
+    )
+    assert [(row["tokens"], row["backend"]) for row in found] == [
+        (tokens, name) for tokens in (1, 3) for name in ("moe_nvlink", "flashinfer")
+    ]
+    for row in found[1::2]:
+        assert "ratio_to_ours" not in row
+        assert row["not_comparable"] == f"{emulated.BRANCHES}; ours: {emulated.PLAIN}"
+    said = "ours on branches, from 1 tokens on: WrongResult: rank 0 has fault word"
+    assert failed == left_out == [said], "once: it is not tried again"
 
 
 # FlashInfer.
@@ -233,7 +394,6 @@ def test_a_new_parameter_without_default_is_refused(
 def test_what_flashinfer_cannot_do(
     fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.common.is_installed", lambda name: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     good = dataclasses.replace(WITH_PEER, device="cuda")
     assert emulated.unavailable("flashinfer", good) is None
@@ -248,19 +408,77 @@ def test_what_flashinfer_cannot_do(
         assert said in reason
 
 
-def test_flashinfer_beside_ours(
-    fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(emulated_flashinfer, "unavailable", lambda options: None)
-    monkeypatch.setattr(emulated_flashinfer, "probe", lambda options: None)
-    monkeypatch.setattr(api_module, "version", lambda: "0.0 (a stand-in)")
-    ours, theirs = emulated.run(WITH_PEER, explicit=True)
+def test_flashinfer_beside_ours(beside: None) -> None:
+    failed: list[str] = []
+    ours, theirs = emulated.run(WITH_PEER, explicit=True, failed=failed)
+    assert failed == []
     assert (ours["backend"], theirs["backend"]) == ("moe_nvlink", "flashinfer")
     assert "flashinfer 0.0 (a stand-in); nothing; marks empty slots" in theirs["given"]
     for phase in ("dispatch", "combine", "both"):
-        median = theirs[phase]["median_us"] / ours[phase]["median_us"]
-        assert theirs["ratio_to_ours"][phase]["median"] == pytest.approx(median)
         assert theirs[phase]["ceiling_us"] == ours[phase]["ceiling_us"]
+
+
+def test_ours_is_measured_where_flashinfer_does_not_load(
+    beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for by name, it is missed; ours is there."""
+    monkeypatch.undo()
+    monkeypatch.setattr(emulated_flashinfer, "unavailable", lambda options: None)
+    monkeypatch.setattr("benchmarks.common.is_installed", lambda name: True)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # its import fails
+    for explicit in (True, False):
+        failed: list[str] = []
+        left_out: list[str] = []
+        (row,) = emulated.run(WITH_PEER, explicit=explicit, failed=failed, not_measured=left_out)
+        assert (row["backend"], row["launch"]) == ("moe_nvlink", emulated.PLAIN)
+        assert "flashinfer: flashinfer does not import here" in left_out[0]
+        assert failed == (left_out if explicit else [])
+    with pytest.raises(OptionError, match="flashinfer does not import here"):
+        emulated.run(dataclasses.replace(WITH_PEER, backends=("flashinfer",)))
+
+
+def test_ours_goes_on_where_flashinfer_fails_later(
+    beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = fake_flashinfer.moe_a2a_initialize, []
+
+    def once(*args: Any, **named: Any) -> torch.Tensor:
+        calls.append(named["max_num_tokens"])
+        if named["max_num_tokens"] == 3:
+            raise RuntimeError("out of memory")
+        return right(*args, **named)
+
+    monkeypatch.setattr(api_module, "load", lambda: types.SimpleNamespace(**api(once), version="0"))
+    failed: list[str] = []
+    found = emulated.run(dataclasses.replace(WITH_PEER, batches=(1, 3, 4)), failed=failed)
+    assert [(row["tokens"], row["backend"]) for row in found] == [
+        *((1, "moe_nvlink"), (1, "flashinfer"), (3, "moe_nvlink"), (4, "moe_nvlink")),
+    ]
+    assert failed == ["flashinfer, from 3 tokens on: RuntimeError: out of memory"]
+    assert 4 not in calls, "it is not tried again"
+
+
+def api(initialize: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """As load()'s, with one function in the place of another."""
+    return vars(fake_flashinfer) | {"moe_a2a_initialize": initialize}
+
+
+def test_a_peer_that_went_wrong_while_it_was_timed_has_no_row(
+    beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, checks = emulated_flashinfer.Layer.check, []
+
+    def second(layer: Any) -> None:
+        checks.append(1)
+        right(layer)
+        if len(checks) == 2:
+            raise WrongResult("a row")
+
+    monkeypatch.setattr(emulated_flashinfer.Layer, "check", second)
+    failed: list[str] = []
+    (row,) = emulated.run(WITH_PEER, failed=failed)
+    assert row["backend"] == "moe_nvlink"
+    assert failed == ["flashinfer, from 3 tokens on: WrongResult: a row"]
 
 
 def test_a_trial_that_fails_leaves_it_out(
@@ -270,6 +488,7 @@ def test_a_trial_that_fails_leaves_it_out(
     broken.write_text("#!/bin/sh\necho 'RuntimeError: trap' >&2\nexit 3\n")
     broken.chmod(0o700)
     monkeypatch.setattr(emulated_flashinfer, "unavailable", lambda options: None)
+    monkeypatch.setattr(api_module, "missing", lambda: None)
     monkeypatch.setattr(sys, "executable", str(broken))
     left_out: list[str] = []
     (row,) = emulated.run(WITH_PEER, not_measured=left_out)
@@ -358,7 +577,7 @@ def test_branches_begin_and_end_together(monkeypatch: pytest.MonkeyPatch) -> Non
         lambda rank: log.append(f"dispatch {rank} on {current[-1]}"),
         lambda rank: log.append(f"combine {rank} on {current[-1]}"),
     ]
-    emulated_flashinfer.forked([Stream("s0"), Stream("s1")], *verbs)()
+    cuda_clock.forked([Stream("s0"), Stream("s1")], *verbs)()
     assert log == [
         *("s0 after here", "s1 after here"),
         *("dispatch 0 on s0", "combine 0 on s0", "dispatch 1 on s1", "combine 1 on s1"),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bench_moe_comm
-from benchmarks.moe_comm import backends, processes, timing
+from benchmarks.moe_comm import backends, emulated_flashinfer, processes, timing
 from benchmarks.moe_comm.accounting import traffic
 from benchmarks.moe_comm.backends import Context, Side, WrongResult, base
 from benchmarks.moe_comm.options import OptionError, Options
@@ -173,7 +173,7 @@ def test_a_backend_that_loses_or_alters_a_row_is_refused(tmp_path: Path) -> None
 def test_a_wrong_result_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(_options: Options) -> list[dict[str, Any]]:
+    def wrong(_options: Options, _show: Any) -> list[dict[str, Any]]:
         raise WrongResult("gloo_gather, 5 tokens per rank, rank 1: rows of rank 0")
 
     file = tmp_path / "result.json"
@@ -183,7 +183,29 @@ def test_a_wrong_result_writes_nothing(
         bench_moe_comm.main()
     assert caught.value.code == 1
     assert not file.exists()
-    assert "wrong result, nothing is reported" in capsys.readouterr().err
+    assert "wrong result, nothing of its batch is reported" in capsys.readouterr().err
+
+
+def test_a_peer_that_fails_ends_in_status_1_and_our_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line of a machine whose FlashInfer does not load."""
+    monkeypatch.setattr(emulated_flashinfer, "unavailable", lambda options: None)
+    monkeypatch.setattr(emulated_flashinfer, "probe", lambda options: "does not load")
+    file = tmp_path / "result.json"
+    asked = command("--device", "rehearsal", "--emulate_ranks", "2", "--batches", "1")[1:]
+    asked += ["--iters", "2", "--backend", "moe_nvlink", "flashinfer", "--output_file", str(file)]
+    monkeypatch.setattr(sys, "argv", asked)
+    with pytest.raises(SystemExit) as caught:
+        bench_moe_comm.main()
+    assert caught.value.code == 1
+    said = capsys.readouterr()
+    assert "failed: all but this was measured: flashinfer: does not load" in said.err
+    assert f"written: {file}" in said.out
+    result = json.loads(file.read_text())
+    assert "incomplete" not in result
+    assert [row["backend"] for row in result["rows"]] == ["moe_nvlink"]
+    assert result["not_measured"].count("flashinfer: does not load") == 1
 
 
 # A whole run.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from benchmarks import report
+from benchmarks import common, report
 from benchmarks.moe_comm import options, plots, rows
 from benchmarks.moe_comm.accounting import Traffic
 from benchmarks.reporting import documents, figures, goals, tables
@@ -76,14 +76,24 @@ def comm(
 ) -> dict[str, Any]:
     """A result as bench_moe_comm writes it, of planted times of two ranks."""
     asked = options.Options(backends=("moe_nvlink", peer), batches=(tokens,), iters=4, **more)
-    made = []
-    for backend, microseconds in zip(asked.backends, (ours_us, theirs_us), strict=True):
-        times = torch.tensor([[1.0], [1.02], [0.98], [1.0]], dtype=torch.float64) * microseconds
-        samples = {phase: times.repeat(1, 2) for phase in rows.PHASES}
-        ceilings = {phase: torch.full((4, 2), 10.0) for phase in rows.PHASES}
-        extra = {"given": f"what {backend} is spared"}
-        made.append(rows.make_row(asked, backend, tokens, samples, TRAFFIC, ceilings, extra))
-    return rows.result(asked, made, ceiling="memcpy", machine=MACHINE)
+    times = zip(asked.backends, (ours_us, theirs_us), strict=True)
+    return written(asked, [planted(asked, name, us, tokens) for name, us in times])
+
+
+def planted(asked: options.Options, backend: str, us: float, tokens: int) -> dict[str, Any]:
+    """A row."""
+    times = torch.tensor([[1.0], [1.02], [0.98], [1.0]], dtype=torch.float64) * us
+    samples = {phase: times.repeat(1, 2) for phase in rows.PHASES}
+    ceilings = {phase: torch.full((4, 2), 10.0) for phase in rows.PHASES}
+    extra = {"given": f"what {backend} is spared"}
+    return rows.make_row(asked, backend, tokens, samples, TRAFFIC, ceilings, extra)
+
+
+def written(asked: options.Options, made: list[dict[str, Any]], **machine: str) -> dict[str, Any]:
+    """The rows' result."""
+    rows.add_ratios(made)
+    head = rows.head(asked, ceiling="memcpy", machine=MACHINE | machine)
+    return rows.Growing(common.Record(None, head), []).finish(made)
 
 
 # --- this repository ------------------------------------------------------------------------------
@@ -332,8 +342,7 @@ def test_goals_look_at_their_own_configuration_and_the_newest_file(tmp_path: Pat
 
 
 def test_goals_of_a_gpu_are_of_that_gpu(tmp_path: Path) -> None:
-    gpu = {"device": "cuda", "emulate_ranks": True, "ep_size": 8, "cuda_graph": True}
-    result = comm(5.0, 10.0, tokens=64, peer="flashinfer", **gpu)
+    result = comm(5.0, 10.0, tokens=64, peer="flashinfer", **EMULATED)
     result["machine"]["gpu"] = "NVIDIA H100"
     write(tmp_path, "2031-01-02-gpu-moe-comm.json", result)
     assert verdicts(tmp_path)[4][0] == "not measured"
@@ -342,6 +351,63 @@ def test_goals_of_a_gpu_are_of_that_gpu(tmp_path: Path) -> None:
     assert verdicts(tmp_path)[4] == ("met", "0.50x (0.50x..0.50x); 64 tokens")
     assert verdicts(tmp_path)[5][0] == "**not met**"  # combine: 0.4 is asked
     assert verdicts(tmp_path)[6][0] == "not measured"
+
+
+EMULATED: dict[str, Any] = {
+    "device": "cuda",
+    "emulate_ranks": True,
+    "ep_size": 8,
+    "cuda_graph": True,
+}
+
+
+def emulated_on_gpu(ours_launch: str, theirs_launch: str) -> dict[str, Any]:
+    """A result of an H200 on which ours and FlashInfer were launched so."""
+    asked = options.Options(batches=(64,), iters=4, **EMULATED)
+    ours, theirs = planted(asked, "moe_nvlink", 5.0, 64), planted(asked, "flashinfer", 10.0, 64)
+    ours["launch"], theirs["launch"] = ours_launch, theirs_launch
+    return written(asked, [ours, theirs], gpu="NVIDIA H200")
+
+
+def test_a_goal_is_judged_where_both_were_launched_alike(tmp_path: Path) -> None:
+    name = "2031-01-02-gpu-moe-comm.json"
+    write(tmp_path, name, emulated_on_gpu("branches", "branches"))
+    assert verdicts(tmp_path)[4] == ("met", "0.50x (0.50x..0.50x); 64 tokens, branches")
+    write(tmp_path, name, emulated_on_gpu("one launch", "branches"))
+    assert verdicts(tmp_path)[4] == ("not measured", "")
+    (result,) = load(tmp_path / "benchmarks/results")
+    page = Page("README.md", tmp_path)
+    assert tables.by_kind(page, result).splitlines()[-1].count("| not comparable |") == 1
+    said = "FlashInfer moe_a2a, 64 tokens: no ratio, because it is launched as branches; ours: one"
+    assert said in tables.moe_comm_notes(page, result)
+
+
+def test_ours_in_one_launch_stands_beside_what_is_compared(tmp_path: Path) -> None:
+    result = emulated_on_gpu("branches", "branches")
+    alone = {phase: result["rows"][0][phase] | {"median_us": 4.0} for phase in rows.PHASES}
+    result["rows"][0]["one_launch"] = {"launch": "one launch", **alone}
+    path = write(tmp_path, "2031-01-02-gpu-moe-comm.json", result)
+    text = tables.by_kind(Page("README.md", tmp_path), Result(path, result))
+    ours, one, theirs = (line.strip("| ").split(" | ") for line in text.splitlines()[-3:])
+    assert (ours[1], ours[2], ours[5]) == ("**moe_nvlink**, branches", "5 (4.93..5.07)", "1")
+    assert (one[1], one[2]) == ("**moe_nvlink**, one launch", "4 (4.93..5.07)")
+    assert one[5] == "not comparable"
+    assert theirs[5] == "2.00 (2.00..2.00)"
+
+
+def test_a_result_of_a_run_that_did_not_end_is_refused(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = options.Options(iters=4)
+    record = common.Record(
+        checkout / "benchmarks/results/2031-01-02-cpu-moe-comm.json", rows.head(asked)
+    )
+    growing = rows.Growing(record, [])
+    growing([planted(asked, "moe_nvlink", 5.0, 1)])
+    assert report.main([], checkout) == 1
+    said = capsys.readouterr().err
+    assert "2031-01-02-cpu-moe-comm.json: incomplete" in said
+    assert "measure again, or keep it elsewhere" in said
 
 
 def test_a_knee_needs_its_explanation(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 
+from benchmarks import common
 from benchmarks.moe_comm import accounting, options, routers, rows
 from benchmarks.moe_comm.options import OptionError, Options
 from moe_nvlink_plugin import reference
@@ -246,7 +247,9 @@ def test_a_row_is_of_the_slowest_rank() -> None:
 
 def test_ratios_and_what_is_written() -> None:
     ours, theirs = make("moe_nvlink", 1.0, iter_stats=True), make("gloo_gather", 3.0)
-    written = rows.result(small("uniform"), [ours, theirs], ceiling="a copy")
+    rows.add_ratios([ours, theirs])
+    head = rows.head(small("uniform"), ceiling="a copy")
+    written = rows.Growing(common.Record(None, head), []).finish([ours, theirs])
     ratio = written["rows"][1]["ratio_to_ours"]["both"]
     assert ratio == {"median": 3.0, "q25": 3.0, "q75": 3.0}
     assert "ratio_to_ours" not in written["rows"][0]
