@@ -152,8 +152,10 @@ class Workspace:
             memory = self._transport.reserve(self.group, reserved, self.device)
         memory_has_grown = False
         try:
-            memory.extend(layout.extents(before))
-            memory_has_grown = True
+            # A layout may grow within memory that is mapped already, which comes in whole pages.
+            if extents := layout.extents(before):
+                memory.extend(extents)
+            memory_has_grown = bool(extents)
             all_or_none(
                 self.group,
                 "initialising the workspace",

@@ -45,6 +45,25 @@ def test_a_workspace_of_another_group_is_refused() -> None:
         assert isinstance(outcomes[1], ConfigError)
 
 
+def test_a_layer_that_grows_within_what_is_mapped() -> None:
+    """Regions come in whole pages, so a row of a few bytes more may need no more memory."""
+
+    def rank_main(group: ThreadGroup) -> tuple[int, int]:
+        small, wide = (config(2, group.rank, hidden_size=HIDDEN + more) for more in (0, 1))
+        with MoeAllToAll.create(small, group) as first:
+            before = first.workspace_bytes
+            with MoeAllToAll.create(wide, group, share_with=first) as second:
+                rows = {**plain(), "hidden_states": torch.ones(3, HIDDEN + 1)}
+                for layer, inputs in ((second, rows), (first, plain())):
+                    received = layer.dispatch(**inputs)
+                    combined = layer.combine(received.hidden_states, received.metadata)
+                    assert torch.equal(combined, inputs["hidden_states"])
+                return before, second.workspace_bytes
+
+    for before, after in run_ranks(2, rank_main):
+        assert before == after, "the case this test is about"
+
+
 def test_ranks_that_mean_different_workspaces_are_told() -> None:
     """Rank 0's would have to grow, rank 1's would not: one of them would wait for the other."""
 
