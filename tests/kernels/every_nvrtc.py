@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import emulated_head
+from moe_nvlink_plugin import precompile
 from moe_nvlink_plugin.errors import MoeNvlinkError
 from moe_nvlink_plugin.jit import header, nvrtc, source
 from moe_nvlink_plugin.precompile import Geometry, HeadGeometry
@@ -97,10 +98,8 @@ def kernels(whole: bool = False) -> list[Kernel]:
 
 
 def kinds() -> list[Geometry]:
-    """Of DeepSeek-V3: rows as they come, each recipe, each format of combine, each alone."""
-    recipes = [Geometry(8, recipe=name) for name in header.quantisers()]
-    formats = [name for name, code in header.combine_formats().items() if code]
-    return recipes + [Geometry(8, combine=name) for name in formats]
+    """Of layers: rows as they come, each recipe, each format of combine."""
+    return [kind for kind in precompile.kinds() if isinstance(kind, Geometry)]
 
 
 def _layers() -> Iterator[Kernel]:
