@@ -220,7 +220,7 @@ def _outcomes(tasks: list[Task], jobs: int) -> Iterator[_Outcome]:
     if jobs == 1:
         yield from map(_work, tasks)
         return
-    # Processes: NVRTC compiles one program at a time in each.
+    # Processes: in how many threads of one process NVRTC gains is not measured.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
         try:

@@ -174,9 +174,14 @@ def _missing(found: Facts, architecture: str) -> list[str]:
 
 
 def _shortened(log: str) -> str:
-    """A compiler's log as a reason: how it begins, and the last line, which says what to do."""
+    """A compiler's log as a reason: its first error between the first line, which names the
+    compiler, and the last, which says what to do.
+    """
     lines = log.splitlines()
-    return log if len(lines) <= 6 else "\n".join([*lines[:4], "...", lines[-1]])
+    if len(lines) <= 6:
+        return log
+    errors = [line for line in lines[1:-1] if ": error: " in line]
+    return "\n".join([lines[0], *errors[:1], "...", lines[-1]])
 
 
 def _is_nvlink(peer: Peer) -> bool:

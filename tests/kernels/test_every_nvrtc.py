@@ -31,6 +31,10 @@ def oldest_release() -> Path:
     return folder
 
 
+def test_messages_name_the_oldest() -> None:
+    assert nvrtc.TRIED[0] == every_nvrtc.oldest()
+
+
 def check(release: Release) -> None:
     assert not release.refused(), every_nvrtc.complaints(release.refused())
     assert len(release.outcomes) == len(every_nvrtc.kernels())

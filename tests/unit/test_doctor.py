@@ -345,19 +345,25 @@ def test_kernels_that_cannot_be_had(fake: Fake) -> None:
 
 
 def test_a_long_log_is_shortened_in_the_verdict(fake: Fake) -> None:
-    log = "\n".join(["NVRTC 13.0 failed", *map("line {}".format, range(50)), "what to do"])
+    """NVRTC's warnings come before its errors."""
+    lines = [*map("(1): warning: {}".format, range(50)), "(2): error: no", "(3): error: nor this"]
+    log = "\n".join(["NVRTC 13.0 failed", *lines, "what to do"])
     found = with_kernels(good(fake(devices=1)), Found("13.0"), {KINDS[1]: log})
     line = str(doctor.judge_gpu_ranks([found]))
-    assert line.endswith(f"{KINDS[1]}: NVRTC 13.0 failed line 0 line 1 line 2 ... what to do")
+    assert line.endswith(f"{KINDS[1]}: NVRTC 13.0 failed (2): error: no ... what to do")
     assert log in report.as_text([found], [])
 
 
-def compiled_as(refuse: Callable[[str], bool]) -> Callable[..., bytes]:
+def compiled_as(
+    refuse: Callable[[str], bool], seen: list[str] | None = None
+) -> Callable[..., bytes]:
     """An NVRTC that refuses some texts; of the others it makes the beginning of a cubin."""
 
     def compile_cubin(text: str, architecture: str, *, strict: bool = True) -> bytes:
         if refuse(text):
             raise CompileError(f"NVRTC 13.0 failed for {architecture}:\nmoe_nvlink.cu(9): error")
+        if seen is not None:
+            seen.append(text)
         return b"\x7fELF".ljust(18, b"\0") + (190).to_bytes(2, "little")
 
     return compile_cubin
@@ -375,7 +381,7 @@ def test_one_kind_that_nvrtc_refuses(
     """Doctor compiles each kind, and does not say "will work" if one of them is refused."""
     refused = precompile.kinds()[number]
     texts: list[str] = []
-    monkeypatch.setattr(nvrtc, "compile_cubin", compiled_as(lambda text: bool(texts.append(text))))
+    monkeypatch.setattr(nvrtc, "compile_cubin", compiled_as(lambda text: False, texts))
     precompile.Task("sm_90a", refused, env.pdl()).kernels()
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", f"{os.environ['MOE_NVLINK_CACHE_DIR']} of doctor")
     monkeypatch.setattr(nvrtc, "compile_cubin", compiled_as(lambda text: text in texts))
