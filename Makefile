@@ -18,6 +18,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 ENV_READY := $(VENV)/.ready
 ENV_COMPILED := $(VENV)/.compiled
+# The oldest NVRTC that pyproject.toml allows, beside the environment's own.
+OLDEST_NVRTC := $(shell sed -n 's/.*"nvidia-cuda-nvrtc>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 SOURCES = $(shell find kernels -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 # A few minutes, anywhere. Those that take longer, or a GPU, or a server: benchmarks/README.md.
 BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --skip-torch --iterations 10" \
@@ -62,11 +64,15 @@ $(ENV_COMPILED): $(ENV_READY)
 	@$(PY) -m compileall -qq -j 2 -x '$(NOT_COMPILED)' $(VENV)/lib/python3*/site-packages || true
 	@touch $@
 
+$(VENV)/nvrtc-$(OLDEST_NVRTC): | $(ENV_READY)
+	@echo "  installing NVRTC $(OLDEST_NVRTC), for the tests to compile with"
+	@$(PIP) install --no-compile --no-deps --target $@ "nvidia-cuda-nvrtc==$(OLDEST_NVRTC)"
+
 demo: env
 	@$(PY) -m moe_nvlink_plugin.integration.vllm.demo $(DEMO_ARGS)
 
 # Two processes, of which each compiles or waits much of the time; `-n 0` in PYTEST_ARGS: none.
-test: lint
+test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC)
 	@$(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 # --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.

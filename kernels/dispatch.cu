@@ -348,14 +348,21 @@ HD void put_tokens(const DispatchArgs& args, const Cta& cta, bool failed, uint32
   }
 }
 
-// The same with the activations quantised. The parts of a row's amax stand under the same barrier as
-// its route, and are two for the same reason.
+// The same with the activations quantised, by what with_quantiser hands over. The parts of a row's
+// amax stand under the same barrier as its route, and are two for the same reason.
+//
+// A class, not a generic lambda: NVRTC 13.0 and 13.1 take a generic lambda for a function of the
+// host, which device code may not call.
 template <class Config>
-HD void quantise_and_put_tokens(const DispatchArgs& args, const Cta& cta, bool failed,
-                                uint32_t* send_counters, QuantisingDispatchShared& shared) {
-  float scale = 1.0f;
-  if (args.global_scale != 0) scale = load_word(reinterpret_cast<const float*>(args.global_scale));
-  with_quantiser<Config>(args, cta, scale, [&](const auto& quantising) {
+struct QuantiseAndPutTokens {
+  const DispatchArgs& args;
+  const Cta& cta;
+  bool failed;
+  uint32_t* send_counters;
+  QuantisingDispatchShared& shared;
+
+  template <class Kind>
+  HD void operator()(const Kind& quantising) const {
     int turn = 0;
     for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
       TokenRoute& route = shared.routes[turn];
@@ -368,7 +375,16 @@ HD void quantise_and_put_tokens(const DispatchArgs& args, const Cta& cta, bool f
       quantising.put(token, route, shared.amax[turn]);
       turn = 1 - turn;
     }
-  });
+  }
+};
+
+template <class Config>
+HD void quantise_and_put_tokens(const DispatchArgs& args, const Cta& cta, bool failed,
+                                uint32_t* send_counters, QuantisingDispatchShared& shared) {
+  float scale = 1.0f;
+  if (args.global_scale != 0) scale = load_word(reinterpret_cast<const float*>(args.global_scale));
+  with_quantiser<Config>(args, cta, scale,
+                         QuantiseAndPutTokens<Config>{args, cta, failed, send_counters, shared});
 }
 
 HD int num_finishers(const Cta& cta) {

@@ -84,6 +84,17 @@ PRESETS = {
 }
 
 
+def kinds() -> list[Geometry | HeadGeometry]:
+    """Each kind of kernel in the commonest geometry, DeepSeek-V3's: rows as they come, which is the
+    first, each recipe, each format of combine, and a shared LM head.
+    """
+    common = PRESETS["deepseek-v3"]
+    recipes = [dataclasses.replace(common, recipe=name) for name in header.quantisers()]
+    formats = [name for name, code in header.combine_formats().items() if code]
+    layers = recipes + [dataclasses.replace(common, combine=name) for name in formats]
+    return [*layers, HeadGeometry(common.dtype)]
+
+
 def parse_geometry(text: str) -> Geometry | HeadGeometry:
     """A preset's name, or "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4", where all but top_k
     may be left out; both together as "qwen3,recipe=mxfp8"; or "lm_head,dtype=bf16". Local.
@@ -142,7 +153,13 @@ def default_architectures() -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Task:
+class Task:
+    """Kernels that are compiled together, for one architecture.
+
+    Attributes:
+        pdl: for launches with programmatic dependent launch.
+    """
+
     architecture: str
     geometry: Geometry | HeadGeometry
     pdl: bool
@@ -175,7 +192,7 @@ class _Task:
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    task: _Task
+    task: Task
     size_bytes: int = 0
     seconds: float = 0.0
     was_there: bool = False
@@ -189,7 +206,7 @@ class _Outcome:
         return f"  {what:32} {self.size_bytes:7} bytes, {how}"
 
 
-def _work(task: _Task) -> _Outcome:
+def _work(task: Task) -> _Outcome:
     start = time.monotonic()
     try:
         was_there = task.is_cached()
@@ -199,11 +216,11 @@ def _work(task: _Task) -> _Outcome:
     return _Outcome(task, len(cubin), time.monotonic() - start, was_there)
 
 
-def _outcomes(tasks: list[_Task], jobs: int) -> Iterator[_Outcome]:
+def _outcomes(tasks: list[Task], jobs: int) -> Iterator[_Outcome]:
     if jobs == 1:
         yield from map(_work, tasks)
         return
-    # Processes: NVRTC compiles one program at a time in each.
+    # Processes: in how many threads of one process NVRTC gains is not measured.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
         try:
@@ -239,7 +256,7 @@ def precompile(
     start = time.monotonic()
     target = _open_cache(folder)
     parts = dict.fromkeys(part for geometry in geometries for part in geometry.parts())
-    tasks = [_Task(name, part, pdl) for name in dict.fromkeys(architectures) for part in parts]
+    tasks = [Task(name, part, pdl) for name in dict.fromkeys(architectures) for part in parts]
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     print(f"kernels for GPUs, {'with' if pdl else 'without'} programmatic dependent launch:")
     failed = 0

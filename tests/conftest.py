@@ -22,6 +22,7 @@ PATIENT = (
     "tests/litmus/",
     "tests/kernels/test_assembly.py",
     "tests/kernels/test_combine_nvrtc.py",
+    "tests/kernels/test_every_nvrtc.py",
     "tests/kernels/test_head_nvrtc.py",
     "tests/kernels/test_nvrtc.py",
     "tests/kernels/test_sanitizers.py",

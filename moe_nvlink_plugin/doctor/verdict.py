@@ -130,11 +130,8 @@ def _gpu_reasons(found: Facts) -> list[str]:
     usable = usable_devices(found)
     if not usable:
         reasons += _by_gpu(own)
-    reasons += [
-        found.kernels.architectures[name].error
-        for name in sorted({device.architecture for device in usable})
-        if found.kernels.architectures[name].error
-    ]
+    for name in sorted({device.architecture for device in usable}):
+        reasons += _kernel_reasons(found, name)
     kinds = sorted({device.capability for device in usable})
     if len(kinds) > 1:
         reasons.append(
@@ -151,6 +148,40 @@ def _gpu_reasons(found: Facts) -> list[str]:
     if pairs:
         reasons.append(_no_nvlink(f"GPUs {_listed(pairs)}"))
     return reasons
+
+
+def _kernel_reasons(found: Facts, architecture: str) -> list[str]:
+    """Kinds of kernels that NVRTC refuses. If there is no NVRTC, a cache without rows as they come
+    counts, and what else it lacks is a note: an image has the kinds that it was made for.
+    """
+    kinds = found.kernels.architectures[architecture]
+    refused = _missing(found, architecture)
+    if not refused:
+        return []
+    first = next(iter(kinds))
+    if found.kernels.nvrtc.error:
+        return [kinds[first].error] if first in refused else []
+    error = _shortened(kinds[refused[0]].error)
+    if len(refused) == len(kinds):
+        return [error]
+    return [f"no kernels on {architecture} for {'; '.join(refused)}: {error}"]
+
+
+def _missing(found: Facts, architecture: str) -> list[str]:
+    """Kinds of kernels that are not there."""
+    kinds = found.kernels.architectures[architecture]
+    return [kind for kind, answer in kinds.items() if answer.error]
+
+
+def _shortened(log: str) -> str:
+    """A compiler's log as a reason: its first error between the first line, which names the
+    compiler, and the last, which says what to do.
+    """
+    lines = log.splitlines()
+    if len(lines) <= 6:
+        return log
+    errors = [line for line in lines[1:-1] if ": error: " in line]
+    return "\n".join([lines[0], *errors[:1], "...", lines[-1]])
 
 
 def _is_nvlink(peer: Peer) -> bool:
@@ -236,6 +267,14 @@ def _gpu_notes(found: Facts) -> list[str]:
         notes.append(f"{len(usable)} GPU{'s' * (len(usable) > 1)} ({'; '.join(kinds)})")
         unusable = [device for device in found.own_devices() if device not in usable]
         notes += [f"{text} (CUDA_VISIBLE_DEVICES hides a GPU)" for text in _by_gpu(unusable)]
+    for name in sorted({device.architecture for device in usable}):
+        missing = _missing(found, name)
+        if missing and found.kernels.nvrtc.error:
+            notes.append(
+                f"there is no NVRTC, and the cache has no kernels on {name} for "
+                f"{'; '.join(missing)}: a layer that needs them stops at start-up and says what to "
+                "run"
+            )
     return notes
 
 

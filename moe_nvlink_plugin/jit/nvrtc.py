@@ -27,6 +27,10 @@ OPTIONS = ("--std=c++20", "--fmad=false", "--ptxas-options=--warn-on-spills")
 #: What ptxas warns of is a mistake of ours; the tests compile with it.
 STRICT = ("--ptxas-options=--warning-as-error",)
 
+#: The oldest NVRTC that pyproject.toml allows, and the newest one that has compiled every kernel:
+#: tests/kernels/every_nvrtc.py.
+TRIED = ("13.0.48", "13.5.37")
+
 _INSTALL = "pip install 'moe-nvlink-plugin[cuda]'"
 _CUDA_MACHINE = 190  # e_machine of an ELF file for NVIDIA GPUs
 _SEAL_BYTES = hashlib.sha256().digest_size
@@ -199,9 +203,9 @@ def _compile_for_user(text: str, architecture: str) -> bytes:
             cubin = compile_cubin(text, architecture, strict=False)
         except CompileError as error:
             raise CompileError(
-                f"{error}\nPlease report this log. Meanwhile: another NVRTC may take the text (the "
-                "tests run with 13.0.88: pip install nvidia-cuda-nvrtc==13.0.88), or fill a cache "
-                "with `moe-nvlink precompile` on another machine and set MOE_NVLINK_CACHE_DIR"
+                f"{error}\nPlease report this log. Meanwhile: NVRTC {TRIED[0]} and {TRIED[1]} have "
+                f"compiled every kernel (pip install nvidia-cuda-nvrtc=={TRIED[1]}), or fill a "
+                "cache with `moe-nvlink precompile` on another machine and set MOE_NVLINK_CACHE_DIR"
             ) from error
         logger.warning("the kernels work but are slower than they should be: %s", strict_error)
         return cubin
@@ -243,7 +247,7 @@ def _check_architecture(nvrtc: Any, architecture: str) -> None:
         raise UnsupportedError(
             f"NVRTC {_version(nvrtc)} does not know {architecture} (it knows "
             f"{', '.join(f'sm_{number}' for number in sorted(known))}); install another: "
-            "pip install -U 'nvidia-cuda-nvrtc>=13.0.48,<14'"
+            f"pip install -U 'nvidia-cuda-nvrtc>={TRIED[0]},<14'"
         )
 
 

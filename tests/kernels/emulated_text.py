@@ -240,12 +240,16 @@ struct QuantiseShared {
   RowAmax amax[2];
 };
 
+// A class as QuantiseAndPutTokens is, and for the same reason.
 template <class Config>
-HD void quantise_body(const DispatchArgs& args, const Cta& cta, QuantiseShared& shared) {
-  float scale = 1.0f;
-  if (args.global_scale != 0) scale = load_word(reinterpret_cast<const float*>(args.global_scale));
-  const uint64_t rank = static_cast<uint64_t>(args.geometry.ep_rank);
-  with_quantiser<Config>(args, cta, scale, [&](const auto& quantising) {
+struct QuantiseTokens {
+  const DispatchArgs& args;
+  const Cta& cta;
+  QuantiseShared& shared;
+
+  template <class Kind>
+  HD void operator()(const Kind& quantising) const {
+    const uint64_t rank = static_cast<uint64_t>(args.geometry.ep_rank);
     int turn = 0;
     for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
       TokenRoute& route = shared.routes[turn];
@@ -259,7 +263,14 @@ HD void quantise_body(const DispatchArgs& args, const Cta& cta, QuantiseShared& 
       quantising.put(token, route, shared.amax[turn]);
       turn = 1 - turn;
     }
-  });
+  }
+};
+
+template <class Config>
+HD void quantise_body(const DispatchArgs& args, const Cta& cta, QuantiseShared& shared) {
+  float scale = 1.0f;
+  if (args.global_scale != 0) scale = load_word(reinterpret_cast<const float*>(args.global_scale));
+  with_quantiser<Config>(args, cta, scale, QuantiseTokens<Config>{args, cta, shared});
 }
 
 }  // namespace moe_nvlink

@@ -21,19 +21,20 @@ from typing import Any
 
 import pytest
 
-from moe_nvlink_plugin import cli, doctor, driver, env
+from moe_nvlink_plugin import cli, doctor, driver, env, precompile
 from moe_nvlink_plugin.doctor import gpu, inquiry, report, together
 from moe_nvlink_plugin.doctor.gpu import Fabric, Gpus, Peer, Trial
 from moe_nvlink_plugin.doctor.inquiry import EntryPoint, Facts, Found
 from moe_nvlink_plugin.doctor.verdict import Verdict, device_reasons, numbered
-from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.errors import CompileError, ConfigError
+from moe_nvlink_plugin.jit import host, nvrtc
 from tests import fake_cuda
 
 pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).resolve().parents[2]
 Fake = Callable[..., Gpus]
+KINDS = tuple(map(str, precompile.kinds()))
 _answers: dict[object, Gpus] = {}
 
 
@@ -84,7 +85,9 @@ def good(gpus: Gpus, **changes: Any) -> Facts:
         cache=Found("/cache"),
         cpu=inquiry.Cpu(Found("g++"), Found("loaded"), Found("1 GiB"), "1:1"),
         gpus=gpus,
-        kernels=inquiry.Kernels(Found("13.0"), {name: Found("in the cache") for name in names}),
+        kernels=inquiry.Kernels(
+            Found("13.0"), {name: dict.fromkeys(KINDS, Found("in the cache")) for name in names}
+        ),
         variables=dict.fromkeys(env.VARIABLES),
         bad_variables=(),
     )
@@ -327,28 +330,106 @@ def test_software(fake: Fake, changes: dict[str, Any], expected: str) -> None:
     assert not verdict.works
 
 
+def with_kernels(found: Facts, nvrtc: Found, missing: dict[str, str]) -> Facts:
+    """A machine without these kinds of kernels for sm_90a, and why."""
+    kinds = {kind: Found(error=missing.get(kind, "")) for kind in KINDS}
+    return dataclasses.replace(found, kernels=inquiry.Kernels(nvrtc, {"sm_90a": kinds}))
+
+
 def test_kernels_that_cannot_be_had(fake: Fake) -> None:
     log = "NVRTC 13.0 failed for sm_90a:\nits log\nmore"
-    kernels = inquiry.Kernels(Found("13.0"), {"sm_90a": Found(error=log)})
-    found = good(fake(devices=1), kernels=kernels)
+    found = with_kernels(good(fake(devices=1)), Found("13.0"), dict.fromkeys(KINDS, log))
     line = str(doctor.judge_gpu_ranks([found]))
     assert line == "GPU ranks: will not work: NVRTC 13.0 failed for sm_90a: its log more"
     assert log in report.as_text([found], [])
 
 
-def test_needed_architectures_are_compiled(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_long_log_is_shortened_in_the_verdict(fake: Fake) -> None:
+    """NVRTC's warnings come before its errors."""
+    lines = [*map("(1): warning: {}".format, range(50)), "(2): error: no", "(3): error: nor this"]
+    log = "\n".join(["NVRTC 13.0 failed", *lines, "what to do"])
+    found = with_kernels(good(fake(devices=1)), Found("13.0"), {KINDS[1]: log})
+    line = str(doctor.judge_gpu_ranks([found]))
+    assert line.endswith(f"{KINDS[1]}: NVRTC 13.0 failed (2): error: no ... what to do")
+    assert log in report.as_text([found], [])
+
+
+def compiled_as(
+    refuse: Callable[[str], bool], seen: list[str] | None = None
+) -> Callable[..., bytes]:
+    """An NVRTC that refuses some texts; of the others it makes the beginning of a cubin."""
+
+    def compile_cubin(text: str, architecture: str, *, strict: bool = True) -> bytes:
+        if refuse(text):
+            raise CompileError(f"NVRTC 13.0 failed for {architecture}:\nmoe_nvlink.cu(9): error")
+        if seen is not None:
+            seen.append(text)
+        return b"\x7fELF".ljust(18, b"\0") + (190).to_bytes(2, "little")
+
+    return compile_cubin
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "empty cache"))
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
+def test_one_kind_that_nvrtc_refuses(
+    fake: Fake, empty_cache: None, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
+    """Doctor compiles each kind, and does not say "will work" if one of them is refused."""
+    refused = precompile.kinds()[number]
+    texts: list[str] = []
+    monkeypatch.setattr(nvrtc, "compile_cubin", compiled_as(lambda text: False, texts))
+    precompile.Task("sm_90a", refused, env.pdl()).kernels()
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", f"{os.environ['MOE_NVLINK_CACHE_DIR']} of doctor")
+    monkeypatch.setattr(nvrtc, "compile_cubin", compiled_as(lambda text: text in texts))
+    gpus = fake(devices=1)
+    found = good(gpus, kernels=inquiry._kernels(gpus))
+    (line,) = doctor.judge_gpu_ranks([found]).reasons
+    assert line.startswith(f"no kernels on sm_90a for {refused}: NVRTC 13.0 failed for sm_90a:")
+    assert "pip install nvidia-cuda-nvrtc==" in line
+    text = report.as_text([found], [doctor.judge_gpu_ranks([found])])
+    assert f"NO  kernels for sm_90a, {refused}: NVRTC 13.0 failed" in text
+    assert f"ok  kernels for sm_90a: {len(KINDS) - 1} compiled now, of {len(KINDS)} kinds" in text
+
+
+def test_kernels_that_are_refused_are_all_named(fake: Fake) -> None:
+    log = "NVRTC 13.0 failed for sm_90a:\nits log"
+    found = with_kernels(good(fake(devices=1)), Found("13.0"), dict.fromkeys(KINDS[1:3], log))
+    line = str(doctor.judge_gpu_ranks([found]))
+    assert f"no kernels on sm_90a for {KINDS[1]}; {KINDS[2]}: NVRTC 13.0 failed" in line
+    assert not doctor.judge_gpu_ranks([found]).works
+
+
+def test_an_image_with_some_kinds_and_no_compiler(fake: Fake) -> None:
+    """It was made for these: the others are a note. Without rows as they come nothing works."""
+    no_nvrtc = Found(error="cuda-bindings finds no NVRTC library")
+    found = with_kernels(good(fake(devices=1)), no_nvrtc, dict.fromkeys(KINDS[2:], "not cached"))
+    verdict = doctor.judge_gpu_ranks([found])
+    assert verdict.works
+    assert f"no NVRTC, and the cache has no kernels on sm_90a for {KINDS[2]}; " in str(verdict)
+    found = with_kernels(good(fake(devices=1)), no_nvrtc, dict.fromkeys(KINDS, "run precompile"))
+    assert doctor.judge_gpu_ranks([found]).reasons == ("run precompile",)
+
+
+def test_needed_architectures_are_compiled(
+    fake: Fake, empty_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus = fake(devices=1, capability="10.0")
-    assert inquiry._kernels(gpus).architectures.keys() == {"sm_100a"}
-    found = inquiry._kernels(gpus).architectures["sm_100a"]
-    assert found == Found("top_k=8, bf16: in the cache"), found.error
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "compile_cubin", compiled_as(lambda text: False))
+        first, again = (inquiry._kernels(gpus).architectures for _ in range(2))
+    assert first == {"sm_100a": dict.fromkeys(KINDS, Found("compiled now"))}
+    assert again == {"sm_100a": dict.fromkeys(KINDS, Found("in the cache"))}
     # A machine without a compiler and with an empty cache.
-    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "another"))
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", f"{os.environ['MOE_NVLINK_CACHE_DIR']} of another")
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    error = inquiry._kernels(gpus).architectures["sm_100a"].error
-    assert "moe-nvlink precompile --arch sm_100a --geometry top_k=8,dtype=bf16" in error
+    kinds = inquiry._kernels(gpus).architectures["sm_100a"]
+    for kind, answer in kinds.items():
+        line = f"moe-nvlink precompile --arch sm_100a --geometry {kind}"
+        assert line in answer.error
 
 
 @pytest.mark.parametrize(
@@ -630,7 +711,10 @@ def test_the_command_as_json(library: Path, monkeypatch: pytest.MonkeyPatch) -> 
     answer = json.loads(done.stdout)
     found = inquiry.from_json(json.dumps(answer["ranks"][0]))
     assert [device.name for device in found.gpus.devices] == ["Fake GPU"]
-    assert found.kernels.architectures.keys() == {"sm_90a"}
+    # By this environment's NVRTC, or in the cache of this run.
+    kinds = found.kernels.architectures["sm_90a"]
+    assert tuple(kinds) == KINDS
+    assert not [answer.error for answer in kinds.values() if answer.error]
     assert [verdict["who"] for verdict in answer["verdicts"]] == ["GPU ranks", "CPU ranks"]
 
 

@@ -212,6 +212,8 @@ def test_a_failure_shows_the_log_and_what_to_do(compiler: Any, folder: Path) -> 
     text = str(caught.value)
     for part in ("failed for sm_90a:\n", "no_such_type", "report", "MOE_NVLINK_CACHE_DIR"):
         assert part in text
+    oldest, newest = nvrtc.TRIED
+    assert f"NVRTC {oldest} and {newest} have compiled every kernel" in text
     assert not list(folder.glob("*.cubin"))
 
 
