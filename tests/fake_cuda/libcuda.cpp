@@ -588,6 +588,7 @@ Status cuMemSetAccess(Address address, size_t size, const AccessDesc* access, si
     for (const Mapping* mapping : found) {
       const Memory& memory = *mapping->memory;
       const bool is_peer = memory.host == host_number() && memory.device != device;
+      // One of the statuses that the manual allows; which of them is for this it does not say.
       CHECK(!is_peer || has_p2p(), CUDA_ERROR_INVALID_DEVICE);
     }
   }
