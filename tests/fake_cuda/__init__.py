@@ -8,11 +8,14 @@ A process with that environment imports cuda.bindings as it is and finds the fak
 (the keywords of `environment`) are read at every call, so os.environ changes them late:
 
     devices (4), sms (4 each), memory (bytes of each, 8 GiB), capability ("9.0"), driver (13000),
-    max_threads (of a CTA, 1024), mig (0), p2p (1), atomics (1: NVLink), vmm (1),
+    mig (0), p2p (1), atomics (1: NVLink), vmm (1),
     fabric ("0", "1" or "broken": promised, but no IMEX channel), domain (0; of FABRIC handles),
-    host (0; makes the uuids differ), shared_uuid (0), capturing (0; launches are kept for replay),
+    host (0; makes the uuids differ), shared_uuid (0),
     most_ctas (4; threads of a launch), kernels (path of the host library),
     fail ("cuMemMap:2:CUDA_ERROR_OUT_OF_MEMORY", several with commas; KILL as error: kill -9)
+
+After a failure that a kernel would leave, such as CUDA_ERROR_ILLEGAL_ADDRESS, every later call in
+that context returns it, as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from typing import Any
 from moe_nvlink_plugin.jit import cache, host
 
 SOURCE = Path(__file__).with_name("libcuda.cpp")
+_INCLUDE = re.compile(r'^#include "(\w+\.h)".*\n', re.MULTILINE)
 _FLAGS = (
     *("-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
     "-Wl,-soname,libcuda.so.1",  # so that whoever opens libcuda.so.1 later gets this one
@@ -49,6 +54,8 @@ def _constants() -> Iterator[str]:
         "CUmemAllocationType",
         "CUmemLocationType",
         "CUmoduleLoadingMode",
+        "CUdriverProcAddressQueryResult",
+        "CUstream_flags",
         "CUstreamCaptureMode",
         "CUstreamCaptureStatus",
     ):
@@ -64,11 +71,16 @@ def _constants() -> Iterator[str]:
     yield "};"
 
 
+def _included(match: re.Match[str]) -> str:
+    """What stands in the place of an #include of ours: the cache knows a build by its text."""
+    if match[1] == "driver_constants.h":
+        return "\n".join(_constants()) + "\n"
+    return SOURCE.with_name(match[1]).read_text()
+
+
 def build(folder: Path) -> Path:
     """A directory with libcuda.so.1 in it; compiled on first use, then from the cache."""
-    text = SOURCE.read_text().replace(
-        '#include "driver_constants.h"', "\n".join(_constants()) + "\n//"
-    )
+    text = _INCLUDE.sub(_included, SOURCE.read_text())
     made = cache.get_or_build(
         "\0".join((text, *_FLAGS)), ".so", lambda target: host.compile_text(text, target, _FLAGS)
     )
@@ -91,7 +103,7 @@ def environment(library_dir: Path, kernels: Path | None = None, **options: Any) 
 
 
 class LastLaunch(ctypes.Structure):
-    """struct Launch of libcuda.cpp."""
+    """struct LaunchRecord of abi.h."""
 
     _fields_ = (
         ("name", ctypes.c_char * 64),
@@ -103,7 +115,7 @@ class LastLaunch(ctypes.Structure):
         ("args_bytes", ctypes.c_uint32),
         ("stream", ctypes.c_uint64),
         ("count", ctypes.c_uint64),
-        ("args", ctypes.c_uint8 * 4096),
+        ("args", ctypes.c_uint8 * 32764),
     )
 
 
@@ -141,9 +153,20 @@ class Control:
         return LastLaunch.from_buffer_copy(self._library.fake_cuda_last_launch().contents)
 
     def replay(self) -> None:
-        """Runs what was launched while FAKE_CUDA_CAPTURING was 1."""
+        """Runs what was launched in captures that have ended."""
         status = self._library.fake_cuda_replay()
         assert status == 0, status
+
+    def expose(self, address: int, size_bytes: int) -> None:
+        """Lets the host touch mapped device memory until it is unmapped; it cannot otherwise."""
+        status = self._library.fake_cuda_expose(
+            ctypes.c_uint64(address), ctypes.c_size_t(size_bytes)
+        )
+        assert status == 0, f"{size_bytes} bytes at {address:#x}: {status}"
+
+    def resident(self, major: int, threads: int, registers: int, shared_bytes: int) -> int:
+        """CTAs of such a kernel on one SM."""
+        return int(self._library.fake_cuda_resident(major, threads, registers, shared_bytes))
 
     def captured(self) -> int:
         """Launches kept for replay."""

@@ -1,9 +1,13 @@
 // A CUDA driver without a GPU, for tests only: device memory is memfd, a launch calls the host build
-// of the kernel. What the real driver refuses is refused here too (misaligned or overlapping maps,
-// unknown handles, memory that nobody was given access to), so that a mistake is an error in a test.
-// How it is set up from outside: the FAKE_CUDA_* variables, read at every call, and fake_cuda_*().
-// What it cannot show: streams (a launch has finished when it returns), and anything about speed.
+// of the kernel. What the real driver refuses is refused here too, so that a mistake is an error in a
+// test. How it is set up from outside: settings.h, and fake_cuda_*(). __init__.py puts the headers in.
+//
+// What it cannot show: anything about speed; streams (a launch has finished when it returns); what
+// a kernel does with its CTA's shape, shared memory and alignment, for the host build has its own
+// threads. The host cannot touch device memory, but for what tests expose (tensors over the rank's
+// own workspace) and while a kernel of the same process runs.
 #include <dlfcn.h>
+#include <elf.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -11,8 +15,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -20,275 +24,75 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
-
-#include "driver_constants.h"  // written by __init__.py from cuda.bindings: all the enumerators
-
-using Status = int;
-using Handle = unsigned long long;
-using Address = unsigned long long;
 
 namespace {
 
-constexpr size_t kGranularity = size_t{2} << 20;
+#include "driver_constants.h"  // written by __init__.py from cuda.bindings: all the enumerators
+#include "abi.h"
+#include "settings.h"
+#include "cubin.h"
+#include "multiprocessor.h"
+#include "memory.h"
+#include "capture.h"
+#include "entries.h"
+
 constexpr int kMostDevices = 128;
-constexpr int kPoison = 0xCC;  // fresh device memory holds anything; here always this
 
-// ---- what the C ABI of the driver looks like
-
-struct Location {
-  int type;
-  int id;
-};
-struct AllocationProp {
-  int type;
-  int handle_types;
-  Location location;
-  void* win32;
-  unsigned char flags[8];
-};
-struct AccessDesc {
-  Location location;
-  int flags;
-};
-struct LaunchAttribute {
-  int id;
-  int pad;
-  unsigned char value[64];
-};
-struct LaunchConfig {
-  unsigned grid[3];
-  unsigned block[3];
-  unsigned shared_bytes;
-  void* stream;
-  LaunchAttribute* attributes;
-  unsigned num_attributes;
-};
-static_assert(sizeof(AllocationProp) == 32 && sizeof(AccessDesc) == 12);
-static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
-
-struct FabricBlob {  // 64 bytes, opaque to the caller
-  uint64_t magic, size, inode;
-  int32_t pid, fd, device, domain;
-  uint8_t rest[24];
-};
-static_assert(sizeof(FabricBlob) == 64);
-constexpr uint64_t kMagic = 0x66616b6563756461;
-
-// ---- state
-
-struct Memory {  // lives while a handle or a mapping of it does
-  int fd;        // -1 when no handle is left: the mappings keep the pages
-  size_t size;
-  int device;
-  int handle_types;
-  bool imported;
-  int handles = 1;
-  int mappings = 0;
-};
-struct Mapping {
-  size_t size;
-  Memory* memory;
-  std::set<int> readers;  // devices that may touch it
-};
 struct Context {
   int device;
+  Status sticky = 0;  // what every call returns from now on
 };
 struct Module {
-  std::vector<uint8_t> image;
+  Cubin cubin;
 };
 struct Function {
   Module* module;
   std::string name;
-};
-struct Launch {  // the last one is readable from Python: keep in step with LastLaunch there
-  char name[64];
-  uint32_t grid[3], block[3];
-  uint32_t shared_bytes, num_attributes, pdl, args_bytes;
-  uint64_t stream, count;
-  uint8_t args[4096];
+  const Kernel* kernel;
 };
 
 std::mutex lock;
 bool initialised = false;
-Handle next_handle = 0x1000;
-std::map<Handle, Memory*> handles;
-std::map<Address, size_t> reservations, host_memory, plain_memory;
-std::map<Address, Mapping> mappings;
 std::set<Module*> modules;
 std::map<Function*, std::unique_ptr<Function>> functions;
 std::map<std::string, long> calls;
 std::string failures;  // set by fake_cuda_fail; beside FAKE_CUDA_FAIL
 Launch last_launch{};
+uint64_t num_launches = 0;
 std::vector<Launch> captured;
 Context contexts[kMostDevices];
 thread_local std::vector<Context*> context_stack;
 
-std::string option(const char* name, const char* fallback) {
-  const char* value = getenv(name);
-  return value != nullptr && *value != 0 ? value : fallback;
-}
-long number(const char* name, long fallback) {
-  const std::string text = option(name, "");
-  return text.empty() ? fallback : strtol(text.c_str(), nullptr, 0);
-}
-int num_devices() {
-  return static_cast<int>(number("FAKE_CUDA_DEVICES", 4));
-}
-bool capturing() {
-  return number("FAKE_CUDA_CAPTURING", 0) != 0;
-}
-
-// ---- failures on demand: "cuMemMap:2:CUDA_ERROR_OUT_OF_MEMORY,..."; KILL ends the process instead
-
-Status injected(const std::string& spec, const std::string& name, long call) {
-  size_t at = 0;
-  while (at < spec.size()) {
-    const size_t end = std::min(spec.find(',', at), spec.size());
-    const std::string one = spec.substr(at, end - at);
-    at = end + 1;
-    const size_t first = one.find(':'), second = one.find(':', first + 1);
-    if (second == std::string::npos || one.substr(0, first) != name) continue;
-    if (strtol(one.c_str() + first + 1, nullptr, 10) != call) continue;
-    const std::string what = one.substr(second + 1);
-    if (what == "KILL") kill(getpid(), SIGKILL);
-    for (const auto& [text, value] : kResults) {
-      if (what == text) return value;
-    }
-    abort();  // a misspelt name would be a test that tests nothing
-  }
-  return 0;
-}
-
-Status enter(const char* name) {
-  const std::lock_guard guard(lock);
-  const long call = ++calls[name];
-  for (const std::string& spec : {option("FAKE_CUDA_FAIL", ""), failures}) {
-    if (const Status failed = injected(spec, name, call)) return failed;
-  }
-  return initialised ? 0 : CUDA_ERROR_NOT_INITIALIZED;
-}
-#define ENTER(name)                                        \
-  do {                                                     \
-    if (const Status failed = enter(#name)) return failed; \
-  } while (false)
-#define CHECK(condition, error)     \
-  do {                              \
-    if (!(condition)) return error; \
-  } while (false)
-
 Context* current() {
   return context_stack.empty() ? nullptr : context_stack.back();
 }
-bool is_device(int device) {
-  return device >= 0 && device < num_devices();
-}
-bool aligned(size_t value) {
-  return value % kGranularity == 0;
-}
-void* pointer(Address address) {
-  return reinterpret_cast<void*>(address);
-}
-Address address_of(void* pointer) {
-  return reinterpret_cast<Address>(pointer);
-}
 
-// All functions below this line expect the lock to be held where they look at the state.
+enum Rule { kAlways, kWorks, kUnsafe };  // answers after a sticky error, does not, nor in captures
 
-bool inside_one(const std::map<Address, size_t>& ranges, Address address, size_t size) {
-  auto next = ranges.upper_bound(address);
-  if (next == ranges.begin()) return false;
-  --next;
-  return address + size <= next->first + next->second;
-}
-
-bool overlaps_mapping(Address address, size_t size) {
-  const auto next = mappings.lower_bound(address);
-  if (next != mappings.end() && next->first < address + size) return true;
-  return next != mappings.begin() &&
-         std::prev(next)->first + std::prev(next)->second.size > address;
-}
-
-// The mappings that make up [address, address + size) exactly, or nothing.
-std::vector<Mapping*> exactly(Address address, size_t size) {
-  std::vector<Mapping*> found;
-  Address at = address;
-  while (at < address + size) {
-    const auto one = mappings.find(at);
-    if (one == mappings.end()) return {};
-    found.push_back(&one->second);
-    at += one->second.size;
+// What every call begins with.
+Status enter(const char* name, Rule rule) {
+  const std::lock_guard guard(lock);
+  const long call = ++calls[name];
+  for (const std::string& spec : {option("FAKE_CUDA_FAIL", ""), failures}) {
+    const Status failed = injected(spec, name, call);
+    if (is_sticky(failed) && current() != nullptr) current()->sticky = failed;
+    if (failed != 0) return failed;
   }
-  return at == address + size ? found : std::vector<Mapping*>{};
+  CHECK(initialised, CUDA_ERROR_NOT_INITIALIZED);
+  if (rule != kAlways && current() != nullptr && current()->sticky != 0) return current()->sticky;
+  return rule == kUnsafe ? check_unsafe() : 0;
 }
-
-Status may_touch(Address address, size_t size) {
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
-  if (inside_one(host_memory, address, size) || inside_one(plain_memory, address, size)) return 0;
-  CHECK(inside_one(reservations, address, size), CUDA_ERROR_INVALID_VALUE);
-  for (Address at = address; at < address + size;) {
-    auto next = mappings.upper_bound(at);
-    CHECK(next != mappings.begin(), CUDA_ERROR_ILLEGAL_ADDRESS);
-    --next;
-    CHECK(at < next->first + next->second.size, CUDA_ERROR_ILLEGAL_ADDRESS);
-    CHECK(next->second.readers.count(current()->device) != 0, CUDA_ERROR_ILLEGAL_ADDRESS);
-    at = next->first + next->second.size;
-  }
-  return 0;
-}
-
-size_t used_bytes(int device) {
-  size_t used = 0;
-  std::set<Memory*> all;
-  for (const auto& [_, memory] : handles) all.insert(memory);
-  for (const auto& [_, mapping] : mappings) all.insert(mapping.memory);
-  for (const Memory* memory : all) {
-    if (memory->device == device && !memory->imported) used += memory->size;
-  }
-  return used;
-}
-size_t total_bytes() {
-  return static_cast<size_t>(number("FAKE_CUDA_MEMORY", long{8} << 30));
-}
-
-void drop_if_unused(Memory* memory) {
-  if (memory->handles == 0 && memory->fd >= 0) {
-    close(memory->fd);
-    memory->fd = -1;
-  }
-  if (memory->handles == 0 && memory->mappings == 0) delete memory;
-}
-
-Status check_prop(const AllocationProp* prop) {
-  CHECK(prop != nullptr && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED, CUDA_ERROR_INVALID_VALUE);
-  CHECK(prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_INVALID_VALUE);
-  CHECK(is_device(prop->location.id), CUDA_ERROR_INVALID_DEVICE);
-  const int known = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR | CU_MEM_HANDLE_TYPE_FABRIC;
-  CHECK((prop->handle_types & ~known) == 0, CUDA_ERROR_INVALID_VALUE);
-  if ((prop->handle_types & CU_MEM_HANDLE_TYPE_FABRIC) != 0) {
-    // Without an IMEX channel the attribute says yes and the allocation fails.
-    const std::string fabric = option("FAKE_CUDA_FABRIC", "0");
-    CHECK(fabric != "0", CUDA_ERROR_NOT_SUPPORTED);
-    CHECK(fabric == "1", CUDA_ERROR_NOT_PERMITTED);
-  }
-  return 0;
-}
-
-Status adopt(int fd, size_t size, int device, int handle_types, bool imported, Handle* out) {
-  *out = next_handle++;
-  handles[*out] = new Memory{fd, size, device, handle_types, imported};
-  return 0;
-}
-
-Status import_fd(int fd, int device, uint64_t inode, int type, Handle* out) {
-  struct stat status{};
-  if (fd < 0 || fstat(fd, &status) != 0 || !aligned(status.st_size) || status.st_size == 0 ||
-      (inode != 0 && inode != status.st_ino)) {
-    if (fd >= 0) close(fd);
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  return adopt(fd, static_cast<size_t>(status.st_size), device, type, true, out);
-}
+#define BEGIN(name, rule)                                        \
+  do {                                                           \
+    if (const Status failed = enter(#name, rule)) return failed; \
+  } while (false)
+#define ASK(name) BEGIN(name, kAlways)
+#define ENTER(name) BEGIN(name, kWorks)
+#define ENTER_UNSAFE(name) BEGIN(name, kUnsafe)
+#define REQUIRE_CONTEXT() CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT)
 
 // ---- launches
 
@@ -299,13 +103,55 @@ void* host_symbol(const std::string& name) {
   return library == nullptr ? nullptr : dlsym(library, name.c_str());
 }
 
-size_t args_bytes(const std::string& kernel) {
+// Of the struct that the host build of a kernel takes; 0: there is no such kernel.
+size_t host_args_bytes(const std::string& kernel) {
   const std::string prefix = "moe_nvlink_";
   if (kernel.rfind(prefix, 0) != 0) return 0;
   std::string name = kernel.substr(prefix.size());
-  if (name.rfind("head_", 0) == 0) name = "head";  // the kernels of a shared LM head have one struct
+  if (name.rfind("head_", 0) == 0)
+    name = "head";  // the kernels of a shared LM head have one struct
   void* size = host_symbol(prefix + "sizeof_" + name + "_args");
   return size == nullptr ? 0 : static_cast<size_t>(reinterpret_cast<int (*)()>(size)());
+}
+
+// The arguments as the cubin lays them out; a host build that has them otherwise cannot run them.
+Status copy_args(const Function& function, void** params, std::vector<uint8_t>* args) {
+  const Kernel& kernel = *function.kernel;
+  const size_t on_host = host_args_bytes(function.name);
+  CHECK(on_host != 0, CUDA_ERROR_NOT_FOUND);
+  if (on_host != kernel.args_bytes) {
+    fprintf(stderr, "fake_cuda: %s takes %zu bytes of arguments, its host build %zu\n",
+            function.name.c_str(), kernel.args_bytes, on_host);
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  CHECK(kernel.args_bytes <= kMostArgsBytes, CUDA_ERROR_INVALID_VALUE);
+  args->resize(kernel.args_bytes);
+  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
+    CHECK(params[i] != nullptr, CUDA_ERROR_INVALID_VALUE);
+    const Parameter& one = kernel.parameters[i];
+    memcpy(args->data() + one.offset, params[i], one.size);
+  }
+  return 0;
+}
+
+// Those that are known to go together; a real driver may take more.
+Status read_attributes(const LaunchConfig& config, bool* pdl, bool* cooperative) {
+  *pdl = *cooperative = false;
+  for (unsigned i = 0; i < config.num_attributes; ++i) {
+    const LaunchAttribute& one = config.attributes[i];
+    int value;
+    memcpy(&value, one.value, sizeof(value));
+    CHECK(value == 0 || value == 1, CUDA_ERROR_INVALID_VALUE);
+    if (one.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+      *pdl = value != 0;
+    } else if (one.id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
+      *cooperative = value != 0;
+    } else {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+  }
+  CHECK(!*pdl || !*cooperative, CUDA_ERROR_INVALID_VALUE);
+  return 0;
 }
 
 // More CTAs than this would be more threads than a test machine has use for; the kernels must give
@@ -316,29 +162,44 @@ Status run(const Launch& launch) {
   const auto destroy = reinterpret_cast<void (*)(void*)>(host_symbol("moe_nvlink_grid_destroy"));
   const auto kernel = reinterpret_cast<void (*)(const void*, void*)>(host_symbol(launch.name));
   CHECK(create != nullptr && destroy != nullptr && kernel != nullptr, CUDA_ERROR_NOT_FOUND);
-  void* grid = create(std::min(static_cast<int>(launch.grid[0]), most));
+  void* grid = create(std::min(static_cast<int>(launch.config.grid[0]), most));
   CHECK(grid != nullptr, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
-  kernel(launch.args, grid);
+  std::vector<Address> opened;
+  {
+    const std::lock_guard guard(lock);
+    opened = use(launch.device);
+  }
+  kernel(launch.args.data(), grid);
+  {
+    const std::lock_guard guard(lock);
+    leave(opened);
+  }
   destroy(grid);
   return 0;
 }
 
-size_t image_bytes(const uint8_t* image) {  // an ELF64 file ends with one of its header tables
-  uint64_t programs, sections;
-  uint16_t sizes[5];
-  memcpy(&programs, image + 32, 8);
-  memcpy(&sections, image + 40, 8);
-  memcpy(sizes, image + 54, 10);
-  return std::max(programs + uint64_t{sizes[0]} * sizes[1],
-                  sections + uint64_t{sizes[2]} * sizes[3]);
+// A copy that the host waits for, of [address, address + size): on the legacy stream.
+template <typename Copy>
+Status copy_now(Address address, size_t size, Copy copy) {
+  REQUIRE_CONTEXT();
+  const std::lock_guard guard(lock);
+  const int device = current()->device;
+  if (const Status bad = check_legacy(device)) return bad;
+  if (const Status bad = check_unsafe()) return bad;
+  if (const Status bad = may_touch(device, address, size)) return bad;
+  const std::vector<Address> opened = use(device);
+  copy();
+  leave(opened);
+  return 0;
 }
 
-void capability(int* major, int* minor) {
-  const std::string text = option("FAKE_CUDA_CAPABILITY", "9.0");
-  *major = atoi(text.c_str());
-  *minor = atoi(text.c_str() + text.find('.') + 1);
+Multiprocessor multiprocessor() {
+  int major, minor;
+  capability(&major, &minor);
+  return Multiprocessor::of(major);
 }
 
+// -1: not known here, where a zero could be wrong.
 int attribute_value(int attribute) {
   int major, minor;
   capability(&major, &minor);
@@ -348,25 +209,24 @@ int attribute_value(int attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
       return minor;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-      return number("FAKE_CUDA_SMS", 4);
+      return num_sms();
     case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
       return 32;
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
       return 1024;
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR:
-      return 2048;
+      return multiprocessor().threads;
     case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
     case CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH:
-      return 1;
-    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-      return number("FAKE_CUDA_VMM", 1);
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
       return 1;
+    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
+      return static_cast<int>(number("FAKE_CUDA_VMM", 1));
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
       return option("FAKE_CUDA_FABRIC", "0") != "0";
     default:
-      return 0;
+      return -1;
   }
 }
 
@@ -378,7 +238,7 @@ extern "C" {
 // ---- start, versions, devices
 
 Status cuInit(unsigned flags) {
-  const Status failed = enter("cuInit");
+  const Status failed = enter("cuInit", kAlways);
   if (failed != 0 && failed != CUDA_ERROR_NOT_INITIALIZED) return failed;
   CHECK(flags == 0, CUDA_ERROR_INVALID_VALUE);
   CHECK(num_devices() > 0, CUDA_ERROR_NO_DEVICE);
@@ -389,7 +249,7 @@ Status cuInit(unsigned flags) {
 }
 
 Status cuDriverGetVersion(int* version) {
-  *version = static_cast<int>(number("FAKE_CUDA_DRIVER", 13000));
+  *version = driver_version();
   return 0;
 }
 
@@ -405,12 +265,9 @@ Status cuGetErrorString(Status error, const char** out) {
   return cuGetErrorName(error, out);
 }
 
-Status cuGetProcAddress_v2(const char* name, void** out, int, unsigned long long, int* found) {
-  static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  *out = dlsym(self, (std::string(name) + "_v2").c_str());
-  if (*out == nullptr) *out = dlsym(self, name);
-  if (found != nullptr) *found = *out == nullptr ? 1 : 0;
-  return *out == nullptr ? CUDA_ERROR_NOT_FOUND : 0;
+Status cuGetProcAddress_v2(const char* name, void** out, int version, unsigned long long,
+                           int* found) {
+  return find_entry(name, out, version, found);
 }
 
 // NVRTC asks for tables of the driver's inner functions, and does without them.
@@ -420,20 +277,20 @@ Status cuGetExportTable(const void** table, const void*) {
 }
 
 Status cuDeviceGetCount(int* count) {
-  ENTER(cuDeviceGetCount);
+  ASK(cuDeviceGetCount);
   *count = num_devices();
   return 0;
 }
 
 Status cuDeviceGet(int* device, int ordinal) {
-  ENTER(cuDeviceGet);
+  ASK(cuDeviceGet);
   CHECK(is_device(ordinal), CUDA_ERROR_INVALID_DEVICE);
   *device = ordinal;
   return 0;
 }
 
 Status cuDeviceGetName(char* name, int size, int device) {
-  ENTER(cuDeviceGetName);
+  ASK(cuDeviceGetName);
   CHECK(is_device(device), CUDA_ERROR_INVALID_DEVICE);
   const bool mig = number("FAKE_CUDA_MIG", 0) != 0;
   snprintf(name, static_cast<size_t>(size), "Fake GPU%s", mig ? " MIG 1g.10gb" : "");
@@ -441,120 +298,188 @@ Status cuDeviceGetName(char* name, int size, int device) {
 }
 
 Status cuDeviceGetUuid_v2(char* uuid, int device) {
-  ENTER(cuDeviceGetUuid);
+  ASK(cuDeviceGetUuid);
   CHECK(is_device(device), CUDA_ERROR_INVALID_DEVICE);
   memset(uuid, 0xAB, 16);
   // Devices are told apart by host too, where a test pretends that there are several.
-  uuid[14] = static_cast<char>(number("FAKE_CUDA_HOST", 0));
+  uuid[14] = static_cast<char>(host_number());
   uuid[15] = static_cast<char>(number("FAKE_CUDA_SHARED_UUID", 0) != 0 ? 0 : device);
   return 0;
 }
 
 Status cuDeviceTotalMem_v2(size_t* bytes, int device) {
-  ENTER(cuDeviceTotalMem);
+  ASK(cuDeviceTotalMem);
   CHECK(is_device(device), CUDA_ERROR_INVALID_DEVICE);
   *bytes = total_bytes();
   return 0;
 }
 
 Status cuDeviceGetAttribute(int* value, int attribute, int device) {
-  ENTER(cuDeviceGetAttribute);
+  ASK(cuDeviceGetAttribute);
   CHECK(is_device(device), CUDA_ERROR_INVALID_DEVICE);
   *value = attribute_value(attribute);
-  return 0;
+  return *value < 0 ? CUDA_ERROR_INVALID_VALUE : 0;
 }
 
 Status cuDeviceGetPCIBusId(char* id, int size, int device) {
-  ENTER(cuDeviceGetPCIBusId);
+  ASK(cuDeviceGetPCIBusId);
   CHECK(is_device(device), CUDA_ERROR_INVALID_DEVICE);
   snprintf(id, static_cast<size_t>(size), "0000:%02x:00.0", device + 1);
   return 0;
 }
 
 Status cuDeviceCanAccessPeer(int* can, int device, int peer) {
-  ENTER(cuDeviceCanAccessPeer);
+  ASK(cuDeviceCanAccessPeer);
   CHECK(is_device(device) && is_device(peer), CUDA_ERROR_INVALID_DEVICE);
-  *can = device != peer && number("FAKE_CUDA_P2P", 1) != 0;
+  *can = device != peer && has_p2p();
   return 0;
 }
 
 Status cuDeviceGetP2PAttribute(int* value, int attribute, int device, int peer) {
-  ENTER(cuDeviceGetP2PAttribute);
+  ASK(cuDeviceGetP2PAttribute);
   CHECK(is_device(device) && is_device(peer) && device != peer, CUDA_ERROR_INVALID_DEVICE);
-  const bool access = number("FAKE_CUDA_P2P", 1) != 0;
-  const bool atomics = access && number("FAKE_CUDA_ATOMICS", 1) != 0;
-  *value = attribute == CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED ? atomics : access;
+  const bool atomics = has_p2p() && number("FAKE_CUDA_ATOMICS", 1) != 0;
+  *value = attribute == CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED ? atomics : has_p2p();
   return 0;
 }
 
 // ---- contexts
 
 Status cuDevicePrimaryCtxRetain(Context** context, int device) {
-  ENTER(cuDevicePrimaryCtxRetain);
+  ASK(cuDevicePrimaryCtxRetain);
   CHECK(is_device(device), CUDA_ERROR_INVALID_DEVICE);
   *context = &contexts[device];
   return 0;
 }
 Status cuDevicePrimaryCtxRelease_v2(int) {
-  ENTER(cuDevicePrimaryCtxRelease);
+  ASK(cuDevicePrimaryCtxRelease);
   return 0;
 }
 
 Status cuCtxPushCurrent_v2(Context* context) {
-  ENTER(cuCtxPushCurrent);
+  ASK(cuCtxPushCurrent);
   CHECK(context != nullptr, CUDA_ERROR_INVALID_CONTEXT);
   context_stack.push_back(context);
   return 0;
 }
 Status cuCtxPopCurrent_v2(Context** context) {
-  ENTER(cuCtxPopCurrent);
+  ASK(cuCtxPopCurrent);
   CHECK(!context_stack.empty(), CUDA_ERROR_INVALID_CONTEXT);
   if (context != nullptr) *context = context_stack.back();
   context_stack.pop_back();
   return 0;
 }
 Status cuCtxSetCurrent(Context* context) {
-  ENTER(cuCtxSetCurrent);
+  ASK(cuCtxSetCurrent);
   if (!context_stack.empty()) context_stack.pop_back();
   if (context != nullptr) context_stack.push_back(context);
   return 0;
 }
 Status cuCtxGetCurrent(Context** context) {
-  ENTER(cuCtxGetCurrent);
+  ASK(cuCtxGetCurrent);
   *context = current();
   return 0;
 }
 Status cuCtxGetDevice(int* device) {
-  ENTER(cuCtxGetDevice);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  ASK(cuCtxGetDevice);
+  REQUIRE_CONTEXT();
   *device = current()->device;
   return 0;
 }
-// Waiting and synchronous copies break a capture, as cudaStreamCaptureModeGlobal has it.
 Status cuCtxSynchronize() {
   ENTER(cuCtxSynchronize);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
-  CHECK(!capturing(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-  return 0;
+  REQUIRE_CONTEXT();
+  const std::lock_guard guard(lock);
+  return check_wait(current()->device);
 }
 
-Status cuStreamSynchronize(void*) {
-  ENTER(cuStreamSynchronize);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
-  CHECK(!capturing(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+// ---- streams
+
+Status cuStreamCreate(void** out, unsigned flags) {
+  ENTER(cuStreamCreate);
+  REQUIRE_CONTEXT();
+  CHECK(flags <= CU_STREAM_NON_BLOCKING, CUDA_ERROR_INVALID_VALUE);
+  const std::lock_guard guard(lock);
+  auto made = std::make_unique<Stream>(Stream{current()->device, flags == 0, nullptr});
+  *out = made.get();
+  streams[*out] = std::move(made);
   return 0;
 }
-Status cuStreamIsCapturing(void*, int* status) {
+Status cuStreamDestroy_v2(void* stream) {
+  ENTER(cuStreamDestroy);
+  const std::lock_guard guard(lock);
+  return streams.erase(stream) == 1 ? 0 : CUDA_ERROR_INVALID_HANDLE;
+}
+
+Status cuStreamSynchronize(void* handle) {
+  ENTER(cuStreamSynchronize);
+  REQUIRE_CONTEXT();
+  const std::lock_guard guard(lock);
+  Stream* stream;
+  if (const Status bad = find_stream(handle, current()->device, &stream)) return bad;
+  if (stream == nullptr) {
+    if (const Status bad = check_legacy(current()->device)) return bad;
+  } else if (breaks_captures([&](const Stream& one) { return &one == stream; })) {
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  }
+  return check_unsafe();
+}
+
+Status cuStreamIsCapturing(void* handle, int* status) {
   ENTER(cuStreamIsCapturing);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
-  *status = capturing() ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  REQUIRE_CONTEXT();
+  const std::lock_guard guard(lock);
+  const int device = current()->device;
+  Stream* stream;
+  if (const Status bad = find_stream(handle, device, &stream)) return bad;
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  if (stream == nullptr) {  // the one use of the legacy stream that breaks no capture
+    for (const auto& [_, one] : streams) {
+      CHECK(!captured_beside_legacy(*one, device), CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    }
+  } else if (stream->capture != nullptr) {
+    *status = stream->capture->broken ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                      : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+  }
   return 0;
 }
 
 Status cuThreadExchangeStreamCaptureMode(int* mode) {
   ENTER(cuThreadExchangeStreamCaptureMode);
-  thread_local int mine = CU_STREAM_CAPTURE_MODE_GLOBAL;
-  std::swap(mine, *mode);
+  CHECK(*mode >= 0 && *mode <= CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
+  std::swap(thread_mode, *mode);
+  return 0;
+}
+
+Status cuStreamBeginCapture_v2(void* handle, int mode) {
+  ENTER(cuStreamBeginCapture);
+  REQUIRE_CONTEXT();
+  CHECK(mode >= 0 && mode <= CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
+  const std::lock_guard guard(lock);
+  Stream* stream;
+  if (const Status bad = find_stream(handle, current()->device, &stream)) return bad;
+  CHECK(stream != nullptr, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+  CHECK(stream->capture == nullptr, CUDA_ERROR_ILLEGAL_STATE);
+  stream->capture = std::make_unique<Capture>(Capture{mode, std::this_thread::get_id(), false, {}});
+  return 0;
+}
+
+// The graph is for fake_cuda_replay; its handle says no more than that there is one.
+Status cuStreamEndCapture(void* handle, void** graph) {
+  ENTER(cuStreamEndCapture);
+  REQUIRE_CONTEXT();
+  *graph = nullptr;
+  const std::lock_guard guard(lock);
+  Stream* stream;
+  if (const Status bad = find_stream(handle, current()->device, &stream)) return bad;
+  CHECK(stream != nullptr && stream->capture != nullptr, CUDA_ERROR_ILLEGAL_STATE);
+  CHECK(stream->capture->mode == CU_STREAM_CAPTURE_MODE_RELAXED ||
+            stream->capture->thread == std::this_thread::get_id(),
+        CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+  const std::unique_ptr<Capture> ended = std::move(stream->capture);
+  CHECK(!ended->broken, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+  captured.insert(captured.end(), ended->launches.begin(), ended->launches.end());
+  *graph = &captured;
   return 0;
 }
 
@@ -568,7 +493,7 @@ Status cuMemGetAllocationGranularity(size_t* bytes, const AllocationProp* prop, 
 }
 
 Status cuMemAddressReserve(Address* out, size_t size, size_t alignment, Address, Handle flags) {
-  ENTER(cuMemAddressReserve);
+  ENTER_UNSAFE(cuMemAddressReserve);
   CHECK(size != 0 && aligned(size) && flags == 0, CUDA_ERROR_INVALID_VALUE);
   CHECK((alignment & (alignment - 1)) == 0, CUDA_ERROR_INVALID_VALUE);
   const size_t unit = std::max(alignment, kGranularity);
@@ -585,7 +510,7 @@ Status cuMemAddressReserve(Address* out, size_t size, size_t alignment, Address,
 }
 
 Status cuMemAddressFree(Address address, size_t size) {
-  ENTER(cuMemAddressFree);
+  ENTER_UNSAFE(cuMemAddressFree);
   const std::lock_guard guard(lock);
   const auto found = reservations.find(address);
   CHECK(found != reservations.end() && found->second == size, CUDA_ERROR_INVALID_VALUE);
@@ -596,28 +521,19 @@ Status cuMemAddressFree(Address address, size_t size) {
 }
 
 Status cuMemCreate(Handle* out, size_t size, const AllocationProp* prop, Handle flags) {
-  ENTER(cuMemCreate);
+  ENTER_UNSAFE(cuMemCreate);
   if (const Status bad = check_prop(prop)) return bad;
   CHECK(size != 0 && aligned(size) && flags == 0, CUDA_ERROR_INVALID_VALUE);
   const std::lock_guard guard(lock);
   CHECK(used_bytes(prop->location.id) + size <= total_bytes(), CUDA_ERROR_OUT_OF_MEMORY);
-  const int fd = memfd_create("fake_cuda", MFD_CLOEXEC);
-  CHECK(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
-  void* bytes = MAP_FAILED;
-  if (ftruncate(fd, static_cast<off_t>(size)) == 0) {
-    bytes = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  }
-  if (bytes == MAP_FAILED) {
-    close(fd);
-    return CUDA_ERROR_OUT_OF_MEMORY;
-  }
-  memset(bytes, kPoison, size);
-  munmap(bytes, size);
-  return adopt(fd, size, prop->location.id, prop->handle_types, false, out);
+  const int device = prop->location.id;
+  const int fd = create_fd(size, device);
+  CHECK(fd >= 0, CUDA_ERROR_OUT_OF_MEMORY);
+  return adopt(Memory{fd, size, host_number(), device, prop->handle_types, false}, out);
 }
 
 Status cuMemRelease(Handle handle) {
-  ENTER(cuMemRelease);
+  ENTER_UNSAFE(cuMemRelease);
   const std::lock_guard guard(lock);
   const auto found = handles.find(handle);
   CHECK(found != handles.end(), CUDA_ERROR_INVALID_VALUE);
@@ -628,7 +544,7 @@ Status cuMemRelease(Handle handle) {
 }
 
 Status cuMemMap(Address address, size_t size, size_t offset, Handle handle, Handle flags) {
-  ENTER(cuMemMap);
+  ENTER_UNSAFE(cuMemMap);
   const std::lock_guard guard(lock);
   const auto found = handles.find(handle);
   CHECK(found != handles.end() && flags == 0 && offset == 0, CUDA_ERROR_INVALID_VALUE);
@@ -645,7 +561,7 @@ Status cuMemMap(Address address, size_t size, size_t offset, Handle handle, Hand
 }
 
 Status cuMemUnmap(Address address, size_t size) {
-  ENTER(cuMemUnmap);
+  ENTER_UNSAFE(cuMemUnmap);
   const std::lock_guard guard(lock);
   const std::vector<Mapping*> found = exactly(address, size);
   CHECK(!found.empty(), CUDA_ERROR_INVALID_VALUE);
@@ -660,21 +576,30 @@ Status cuMemUnmap(Address address, size_t size) {
 }
 
 Status cuMemSetAccess(Address address, size_t size, const AccessDesc* access, size_t count) {
-  ENTER(cuMemSetAccess);
+  ENTER_UNSAFE(cuMemSetAccess);
   const std::lock_guard guard(lock);
   const std::vector<Mapping*> found = exactly(address, size);
   CHECK(!found.empty() && count > 0, CUDA_ERROR_INVALID_VALUE);
   for (size_t i = 0; i < count; ++i) {
+    const int device = access[i].location.id;
     CHECK(access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_INVALID_VALUE);
-    CHECK(is_device(access[i].location.id), CUDA_ERROR_INVALID_DEVICE);
+    CHECK(is_device(device), CUDA_ERROR_INVALID_DEVICE);
     CHECK(access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE, CUDA_ERROR_INVALID_VALUE);
+    for (const Mapping* mapping : found) {
+      const Memory& memory = *mapping->memory;
+      const bool is_peer = memory.host == host_number() && memory.device != device;
+      // One of the statuses that the manual allows; which of them is for this it does not say.
+      CHECK(!is_peer || has_p2p(), CUDA_ERROR_INVALID_DEVICE);
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
     for (Mapping* mapping : found) mapping->readers.insert(access[i].location.id);
   }
-  return mprotect(pointer(address), size, PROT_READ | PROT_WRITE) == 0 ? 0 : CUDA_ERROR_UNKNOWN;
+  return 0;
 }
 
 Status cuMemExportToShareableHandle(void* out, Handle handle, int type, Handle flags) {
-  ENTER(cuMemExportToShareableHandle);
+  ENTER_UNSAFE(cuMemExportToShareableHandle);
   const std::lock_guard guard(lock);
   const auto found = handles.find(handle);
   CHECK(found != handles.end() && flags == 0, CUDA_ERROR_INVALID_VALUE);
@@ -697,11 +622,11 @@ Status cuMemExportToShareableHandle(void* out, Handle handle, int type, Handle f
 }
 
 Status cuMemImportFromShareableHandle(Handle* out, void* shared, int type) {
-  ENTER(cuMemImportFromShareableHandle);
+  ENTER_UNSAFE(cuMemImportFromShareableHandle);
   const std::lock_guard guard(lock);
   if (type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
     const int theirs = static_cast<int>(reinterpret_cast<intptr_t>(shared));
-    return import_fd(fcntl(theirs, F_DUPFD_CLOEXEC, 0), -1, 0, type, out);
+    return import_fd(fcntl(theirs, F_DUPFD_CLOEXEC, 0), 0, type, out);
   }
   CHECK(type == CU_MEM_HANDLE_TYPE_FABRIC && shared != nullptr, CUDA_ERROR_INVALID_VALUE);
   FabricBlob blob;
@@ -711,14 +636,14 @@ Status cuMemImportFromShareableHandle(Handle* out, void* shared, int type) {
   CHECK(blob.domain == number("FAKE_CUDA_DOMAIN", 0), CUDA_ERROR_NOT_PERMITTED);
   char path[64];
   snprintf(path, sizeof(path), "/proc/%d/fd/%d", blob.pid, blob.fd);
-  return import_fd(open(path, O_RDWR | O_CLOEXEC), blob.device, blob.inode, type, out);
+  return import_fd(open(path, O_RDWR | O_CLOEXEC), blob.inode, type, out);
 }
 
 // ---- other memory
 
 Status cuMemGetInfo_v2(size_t* free_bytes, size_t* all_bytes) {
   ENTER(cuMemGetInfo);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  REQUIRE_CONTEXT();
   const std::lock_guard guard(lock);
   *all_bytes = total_bytes();
   *free_bytes = *all_bytes - used_bytes(current()->device);
@@ -726,29 +651,32 @@ Status cuMemGetInfo_v2(size_t* free_bytes, size_t* all_bytes) {
 }
 
 Status cuMemAlloc_v2(Address* out, size_t size) {
-  ENTER(cuMemAlloc);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  ENTER_UNSAFE(cuMemAlloc);
+  REQUIRE_CONTEXT();
   CHECK(size != 0, CUDA_ERROR_INVALID_VALUE);
-  CHECK(!capturing(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-  void* found = aligned_alloc(256, (size + 255) / 256 * 256);
-  CHECK(found != nullptr, CUDA_ERROR_OUT_OF_MEMORY);
-  memset(found, kPoison, size);
+  void* made = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK(made != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
+  memset(made, kPoison, size);
   const std::lock_guard guard(lock);
-  plain_memory[address_of(found)] = size;
-  *out = address_of(found);
+  *out = address_of(made);
+  allocations[*out] = Mapping{size, nullptr, {current()->device}};
+  protect(*out, allocations[*out]);
   return 0;
 }
 Status cuMemFree_v2(Address address) {
-  ENTER(cuMemFree);
+  ENTER_UNSAFE(cuMemFree);
   const std::lock_guard guard(lock);
-  CHECK(plain_memory.erase(address) == 1, CUDA_ERROR_INVALID_VALUE);
-  free(pointer(address));
+  const auto found = allocations.find(address);
+  CHECK(found != allocations.end(), CUDA_ERROR_INVALID_VALUE);
+  munmap(pointer(address), found->second.size);
+  allocations.erase(found);
   return 0;
 }
 
 Status cuMemHostAlloc(void** out, size_t size, unsigned) {
-  ENTER(cuMemHostAlloc);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  ENTER_UNSAFE(cuMemHostAlloc);
+  REQUIRE_CONTEXT();
   CHECK(size != 0, CUDA_ERROR_INVALID_VALUE);
   *out = aligned_alloc(4096, (size + 4095) / 4096 * 4096);
   CHECK(*out != nullptr, CUDA_ERROR_OUT_OF_MEMORY);
@@ -758,8 +686,8 @@ Status cuMemHostAlloc(void** out, size_t size, unsigned) {
   return 0;
 }
 Status cuMemFreeHost(void* address) {
-  ENTER(cuMemFreeHost);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  ENTER_UNSAFE(cuMemFreeHost);
+  REQUIRE_CONTEXT();
   const std::lock_guard guard(lock);
   CHECK(host_memory.erase(address_of(address)) == 1, CUDA_ERROR_INVALID_VALUE);
   free(address);
@@ -773,61 +701,31 @@ Status cuMemHostGetDevicePointer_v2(Address* out, void* address, unsigned flags)
   return 0;
 }
 
-static Status fill(Address address, unsigned char byte, size_t size) {
-  {
-    const std::lock_guard guard(lock);
-    if (const Status bad = may_touch(address, size)) return bad;
-  }
-  memset(pointer(address), byte, size);
-  return 0;
-}
 Status cuMemsetD8_v2(Address address, unsigned char byte, size_t size) {
   ENTER(cuMemsetD8);
-  CHECK(!capturing(), CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
-  return fill(address, byte, size);
+  return copy_now(address, size, [=] { memset(pointer(address), byte, size); });
 }
-Status cuMemsetD8Async(Address address, unsigned char byte, size_t size, void*) {
-  ENTER(cuMemsetD8Async);
-  return fill(address, byte, size);
-}
-
 Status cuMemcpyDtoH_v2(void* target, Address source, size_t size) {
   ENTER(cuMemcpyDtoH);
-  CHECK(!capturing(), CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
-  {
-    const std::lock_guard guard(lock);
-    if (const Status bad = may_touch(source, size)) return bad;
-  }
-  memcpy(target, pointer(source), size);
-  return 0;
+  return copy_now(source, size, [=] { memcpy(target, pointer(source), size); });
 }
 Status cuMemcpyHtoD_v2(Address target, const void* source, size_t size) {
   ENTER(cuMemcpyHtoD);
-  CHECK(!capturing(), CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
-  {
-    const std::lock_guard guard(lock);
-    if (const Status bad = may_touch(target, size)) return bad;
-  }
-  memcpy(pointer(target), source, size);
-  return 0;
+  return copy_now(target, size, [=] { memcpy(pointer(target), source, size); });
 }
 
 // ---- modules and launches
 
 Status cuModuleLoadData(Module** out, const void* image) {
-  ENTER(cuModuleLoadData);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
-  const auto* bytes = static_cast<const uint8_t*>(image);
-  CHECK(bytes != nullptr && memcmp(bytes,
-                                   "\x7f"
-                                   "ELF",
-                                   4) == 0,
-        CUDA_ERROR_INVALID_IMAGE);
+  ENTER_UNSAFE(cuModuleLoadData);
+  REQUIRE_CONTEXT();
+  auto made = std::make_unique<Module>();
+  CHECK(made->cubin.read(static_cast<const uint8_t*>(image)), CUDA_ERROR_INVALID_IMAGE);
   int major, minor;
   capability(&major, &minor);
-  CHECK(bytes[49] == major * 10 + minor, CUDA_ERROR_NO_BINARY_FOR_GPU);  // e_flags: the SM version
+  CHECK(made->cubin.runs_on(major, minor), CUDA_ERROR_NO_BINARY_FOR_GPU);
   const std::lock_guard guard(lock);
-  *out = new Module{{bytes, bytes + image_bytes(bytes)}};
+  *out = made.release();
   modules.insert(*out);
   return 0;
 }
@@ -840,7 +738,7 @@ Status cuModuleGetLoadingMode(int* mode) {
 }
 
 Status cuModuleUnload(Module* module) {
-  ENTER(cuModuleUnload);
+  ENTER_UNSAFE(cuModuleUnload);
   const std::lock_guard guard(lock);
   CHECK(modules.erase(module) == 1, CUDA_ERROR_INVALID_HANDLE);
   for (auto one = functions.begin(); one != functions.end();) {
@@ -854,19 +752,16 @@ Status cuModuleGetFunction(Function** out, Module* module, const char* name) {
   ENTER(cuModuleGetFunction);
   const std::lock_guard guard(lock);
   CHECK(modules.count(module) == 1, CUDA_ERROR_INVALID_HANDLE);
-  const std::string symbol = std::string(1, '\0') + name + std::string(1, '\0');
-  const auto& image = module->image;
-  CHECK(std::search(image.begin(), image.end(), symbol.begin(), symbol.end(),
-                    [](uint8_t a, char b) { return a == static_cast<uint8_t>(b); }) != image.end(),
-        CUDA_ERROR_NOT_FOUND);
-  auto made = std::make_unique<Function>(Function{module, name});
+  const Kernel* kernel = module->cubin.kernel(name);
+  CHECK(kernel != nullptr, CUDA_ERROR_NOT_FOUND);
+  auto made = std::make_unique<Function>(Function{module, name, kernel});
   *out = made.get();
   functions[*out] = std::move(made);
   return 0;
 }
 
 Status cuFuncLoad(Function* function) {
-  ENTER(cuFuncLoad);
+  ENTER_UNSAFE(cuFuncLoad);
   const std::lock_guard guard(lock);
   return functions.count(function) == 1 ? 0 : CUDA_ERROR_INVALID_HANDLE;
 }
@@ -875,59 +770,71 @@ Status cuFuncGetAttribute(int* value, int attribute, Function* function) {
   ENTER(cuFuncGetAttribute);
   const std::lock_guard guard(lock);
   CHECK(functions.count(function) == 1, CUDA_ERROR_INVALID_HANDLE);
-  *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
-               ? static_cast<int>(number("FAKE_CUDA_MAX_THREADS", 1024))
-               : 0;
+  switch (attribute) {
+    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
+      *value = Multiprocessor::most_threads(*function->kernel);
+      return 0;
+    case CU_FUNC_ATTRIBUTE_NUM_REGS:
+      *value = function->kernel->registers;
+      return 0;
+    case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES:
+      *value = function->kernel->shared_bytes;
+      return 0;
+    default:
+      return CUDA_ERROR_INVALID_VALUE;
+  }
+}
+
+Status cuFuncGetParamInfo(Function* function, size_t index, size_t* offset, size_t* size) {
+  ENTER(cuFuncGetParamInfo);
+  const std::lock_guard guard(lock);
+  CHECK(functions.count(function) == 1, CUDA_ERROR_INVALID_HANDLE);
+  CHECK(index < function->kernel->parameters.size(), CUDA_ERROR_INVALID_VALUE);
+  *offset = function->kernel->parameters[index].offset;
+  if (size != nullptr) *size = function->kernel->parameters[index].size;
   return 0;
 }
 
 Status cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function* function, int threads,
-                                                   size_t) {
+                                                   size_t dynamic_shared) {
   ENTER(cuOccupancyMaxActiveBlocksPerMultiprocessor);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  REQUIRE_CONTEXT();
   const std::lock_guard guard(lock);
   CHECK(functions.count(function) == 1, CUDA_ERROR_INVALID_HANDLE);
   CHECK(threads > 0 && threads <= 1024, CUDA_ERROR_INVALID_VALUE);
-  *blocks = std::min(32, 2048 / threads);
+  *blocks = multiprocessor().resident(*function->kernel, threads, dynamic_shared);
   return 0;
 }
 
 Status cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** params,
                         void** extra) {
   ENTER(cuLaunchKernelEx);
-  CHECK(current() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  REQUIRE_CONTEXT();
   CHECK(params != nullptr && extra == nullptr, CUDA_ERROR_INVALID_VALUE);
-  Launch launch{};
+  Launch launch{"", current()->device, *config, 0, {}};
   {
     const std::lock_guard guard(lock);
     CHECK(functions.count(function) == 1, CUDA_ERROR_INVALID_HANDLE);
-    snprintf(launch.name, sizeof(launch.name), "%s", function->name.c_str());
-  }
-  unsigned threads = 1, blocks = 1;
-  for (int i = 0; i < 3; ++i) {
-    threads *= launch.block[i] = config->block[i];
-    blocks *= launch.grid[i] = config->grid[i];
-  }
-  CHECK(blocks > 0 && threads > 0 && threads <= 1024, CUDA_ERROR_INVALID_VALUE);
-  launch.shared_bytes = config->shared_bytes;
-  launch.stream = address_of(config->stream);
-  launch.num_attributes = config->num_attributes;
-  for (unsigned i = 0; i < config->num_attributes; ++i) {
-    const LaunchAttribute& one = config->attributes[i];
-    if (one.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
-      memcpy(&launch.pdl, one.value, sizeof(int));
+    launch.name = function->name;
+    bool pdl, cooperative;
+    if (const Status bad = read_attributes(*config, &pdl, &cooperative)) return bad;
+    launch.pdl = pdl;
+    if (const Status bad =
+            check_shape(*config, *function->kernel, cooperative, num_sms(), multiprocessor())) {
+      return bad;
     }
-  }
-  const size_t size = args_bytes(launch.name);
-  CHECK(size != 0 && size <= sizeof(launch.args), CUDA_ERROR_NOT_FOUND);
-  launch.args_bytes = static_cast<uint32_t>(size);
-  memcpy(launch.args, params[0], size);  // the driver's own copy: the caller may change its struct
-  {
-    const std::lock_guard guard(lock);
-    launch.count = last_launch.count + 1;
+    if (const Status bad = copy_args(*function, params, &launch.args)) return bad;
+    Stream* stream;
+    if (const Status bad = find_stream(config->stream, launch.device, &stream)) return bad;
+    if (stream == nullptr) {
+      if (const Status bad = check_legacy(launch.device)) return bad;
+    }
+    const bool captures = stream != nullptr && stream->capture != nullptr;
+    CHECK(!captures || !stream->capture->broken, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    ++num_launches;
     last_launch = launch;
-    if (capturing()) {
-      captured.push_back(launch);
+    if (captures) {
+      stream->capture->launches.push_back(launch);
       return 0;
     }
   }
@@ -951,7 +858,7 @@ long fake_cuda_live(const char* name) {
   if (what == "mappings") return static_cast<long>(mappings.size());
   if (what == "reservations") return static_cast<long>(reservations.size());
   if (what == "host_allocations") return static_cast<long>(host_memory.size());
-  if (what == "allocations") return static_cast<long>(plain_memory.size());
+  if (what == "allocations") return static_cast<long>(allocations.size());
   if (what == "modules") return static_cast<long>(modules.size());
   return -1;
 }
@@ -964,11 +871,47 @@ void fake_cuda_calls(char* out, size_t size) {
   snprintf(out, size, "%s", text.c_str());
 }
 
-const Launch* fake_cuda_last_launch() {
-  return &last_launch;
+const LaunchRecord* fake_cuda_last_launch() {
+  static LaunchRecord record;
+  const std::lock_guard guard(lock);
+  const LaunchConfig& config = last_launch.config;
+  record = {};
+  snprintf(record.name, sizeof(record.name), "%s", last_launch.name.c_str());
+  std::copy(config.grid, config.grid + 3, record.grid);
+  std::copy(config.block, config.block + 3, record.block);
+  record.shared_bytes = config.shared_bytes;
+  record.num_attributes = config.num_attributes;
+  record.pdl = last_launch.pdl;
+  record.args_bytes = static_cast<uint32_t>(last_launch.args.size());
+  record.stream = address_of(config.stream);
+  record.count = num_launches;
+  std::copy(last_launch.args.begin(), last_launch.args.end(), record.args);
+  return &record;
 }
 
-// Runs what was launched during the capture, in order, with the arguments of that time.
+// CTAs of such a kernel on an SM of that compute capability.
+int fake_cuda_resident(int major, int threads, int registers, int shared_bytes) {
+  Kernel kernel;
+  kernel.registers = registers;
+  kernel.shared_bytes = shared_bytes;
+  return Multiprocessor::of(major).resident(kernel, threads, 0);
+}
+
+// Lets the host touch this device memory until it is unmapped: it is about to have a tensor there,
+// where a GPU's tensor would be.
+Status fake_cuda_expose(Address address, size_t size) {
+  const std::lock_guard guard(lock);
+  const auto found = around(address, size);
+  CHECK(!found.empty(), CUDA_ERROR_INVALID_VALUE);
+  for (const auto& [at, mapping] : found) {
+    CHECK(!mapping->readers.empty(), CUDA_ERROR_INVALID_VALUE);
+    mapping->exposed = true;
+    protect(at, *mapping);
+  }
+  return 0;
+}
+
+// Runs what was launched in captures, in order, with the arguments of that time.
 Status fake_cuda_replay() {
   for (const Launch& launch : captured) {
     if (const Status failed = run(launch)) return failed;

@@ -6,12 +6,14 @@ Here the ranks' memory is the host transport's; test_nvlink_exchange.py puts bot
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import gc
 import logging
-import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver
+from moe_nvlink_plugin.arguments import element_code
 from moe_nvlink_plugin.errors import (
     CompileError,
     ConfigError,
@@ -29,12 +32,13 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     UnsupportedError,
 )
+from moe_nvlink_plugin.executors import cuda
 from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests import fake_cuda
-from tests.fake_cuda.transport import install
+from tests.fake_cuda.transport import capturing, install
 from tests.kernels import cases, compare
 from tests.kernels.processes import run_processes
 
@@ -155,12 +159,18 @@ def launches_of_many_tokens() -> tuple[Any, ...]:
         return described(fake_cuda.control().last_launch())
 
 
-def launches_beside_another_channel() -> list[tuple[Any, ...]]:
+def launches_beside_another_channel() -> list[tuple[int, tuple[Any, ...]]]:
+    """CTAs of its kind that an SM holds, and each launch."""
     with alone(max_tokens_per_rank=400, num_channels=2) as layer:
+        kernels = cuda._kernels(0, 4, element_code(torch.bfloat16), False, 0, 0)
         received = layer.dispatch(*inputs(layer, 400), channel=1)
         seen = [described(fake_cuda.control().last_launch())]
         layer.combine(layer.combine_input(channel=1), received.metadata)
-        return [*seen, described(fake_cuda.control().last_launch())]
+        seen.append(described(fake_cuda.control().last_launch()))
+        with driver.on_device(0):
+            pairs = zip(kernels, seen, strict=True)
+            held = [kernel.blocks_per_sm(block[0]) for kernel, (_, _, block, *_rest) in pairs]
+        return list(zip(held, seen, strict=True))
 
 
 def test_a_channel_leaves_room_for_the_others(
@@ -168,7 +178,8 @@ def test_a_channel_leaves_room_for_the_others(
 ) -> None:
     """Kernels that wait for the peers must not keep each other off the GPU."""
     seen = in_driver(launches_beside_another_channel, tmp_path, monkeypatch, sms=20)
-    for name, grid, _block, pdl, *_rest in seen:
+    for held, (name, grid, block, pdl, *_rest) in seen:
+        assert 1 <= held < 2048 // block[0], "registers are fewer than threads"
         assert grid[0] == 10, f"{name}: a CTA on each of half of the SMs"
         assert pdl == 0, "a kernel that starts early behind this one would take the other half"
 
@@ -323,15 +334,14 @@ def capture_and_replay() -> list[bool]:
     outcome = []
     with alone() as layer:
         hidden, ids, weights = inputs(layer, 8)
-        os.environ["FAKE_CUDA_CAPTURING"] = "1"
         allocations = control.live()
-        control.fail()  # starts counting the calls
-        received = layer.dispatch(hidden, ids, weights)  # the first call after create
-        output = torch.empty_like(hidden)
-        # What experts would be in the graph: they write where combine reads.
-        layer.combine(layer.combine_input(), received.metadata, output=output)
-        calls = set(control.calls())
-        os.environ["FAKE_CUDA_CAPTURING"] = "0"
+        with capturing():
+            control.fail()  # starts counting the calls
+            received = layer.dispatch(hidden, ids, weights)  # the first call after create
+            output = torch.empty_like(hidden)
+            # What experts would be in the graph: they write where combine reads.
+            layer.combine(layer.combine_input(), received.metadata, output=output)
+            calls = set(control.calls())
         outcome.append(calls <= ALLOWED_IN_CAPTURE)
         outcome.append(control.live() == allocations)
         outcome.append(control.captured() == 2)
@@ -374,10 +384,9 @@ def drop_after_capture() -> list[bool]:
         layer = alone()
         hidden, ids, weights = inputs(layer, 8)
         output = torch.empty_like(hidden)
-        os.environ["FAKE_CUDA_CAPTURING"] = str(int(captures))
-        received = layer.dispatch(hidden, ids, weights)
-        layer.combine(layer.combine_input(), received.metadata, output=output)
-        os.environ["FAKE_CUDA_CAPTURING"] = "0"
+        with capturing() if captures else contextlib.nullcontext():
+            received = layer.dispatch(hidden, ids, weights)
+            layer.combine(layer.combine_input(), received.metadata, output=output)
         slots = received.metadata.send_slots  # a graph's pool would keep them
         del layer, received  # nobody calls close
         gc.collect()
@@ -396,15 +405,14 @@ def test_layers_dropped_after_a_capture_leave_the_graph_its_memory(
 def grow_during_capture() -> tuple[str, str]:
     messages = []
     with alone() as layer:
-        os.environ["FAKE_CUDA_CAPTURING"] = "1"
         (group,) = ThreadGroup.ranks(1)
-        for share_with in (layer, None):
-            try:
-                larger = config(group, hidden_size=8192)
-                MoeAllToAll.create(larger, group, share_with=share_with)
-            except ExchangeStateError as error:
-                messages.append(str(error))
-        os.environ["FAKE_CUDA_CAPTURING"] = "0"
+        larger = config(group, hidden_size=8192)
+        with capturing():
+            for share_with in (layer, None):
+                try:
+                    MoeAllToAll.create(larger, group, share_with=share_with)
+                except ExchangeStateError as error:
+                    messages.append(str(error))
         round_trip(layer)
         MoeAllToAll.create(config(group, hidden_size=8192), group, share_with=layer).close()
     first, second = messages
@@ -507,12 +515,11 @@ def test_a_launch_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def close_during_capture() -> list[int]:
     rounds = []
-    for capturing in ("0", "1"):
+    for captures in (False, True):
         layer = alone()
         round_trip(layer)
-        os.environ["FAKE_CUDA_CAPTURING"] = capturing
-        layer.close()
-        os.environ["FAKE_CUDA_CAPTURING"] = "0"
+        with capturing() if captures else contextlib.nullcontext():
+            layer.close()
         rounds.append(layer.stats().rounds)
     return rounds
 
@@ -524,16 +531,35 @@ def test_close_during_a_capture_reads_nothing(
     assert in_driver(close_during_capture, tmp_path, monkeypatch) == [1, 0]
 
 
+@contextlib.contextmanager
+def capturing_elsewhere() -> Iterator[None]:
+    """Another thread captures meanwhile; what breaks its capture is raised at the end."""
+    begun, done = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with capturing():
+            begun.set()
+            done.wait(60)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(capture)
+        try:
+            assert begun.wait(60)
+            yield
+        finally:
+            done.set()
+        other.result()
+
+
 def drop_during_capture() -> tuple[int, int, set[str]]:
     control = fake_cuda.control()
     layer = alone()
     round_trip(layer)
-    control.fail()
-    os.environ["FAKE_CUDA_CAPTURING"] = "1"  # by somebody else
-    del layer
-    gc.collect()
-    os.environ["FAKE_CUDA_CAPTURING"] = "0"
-    calls = control.calls()
+    with capturing_elsewhere():
+        control.fail()
+        del layer
+        gc.collect()
+        calls = control.calls()
     second = alone()
     control.fail("cuMemFreeHost:1:CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
     second.close()  # not an error: a few words stay

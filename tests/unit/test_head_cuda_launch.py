@@ -23,7 +23,7 @@ from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests import fake_cuda
-from tests.fake_cuda.transport import install
+from tests.fake_cuda.transport import capturing, install
 from tests.kernels.processes import run_processes
 from tests.unit.small_head import check_argmax, check_logits, config, problem
 from tests.unit.test_cuda_launch import ALLOWED_IN_CAPTURE, described
@@ -187,12 +187,11 @@ def replays() -> dict[str, bool]:
     with alone(vocab_size=500) as head:
         one = problem(head.config, [8])
         hidden = one.rows[0].clone()
-        os.environ["FAKE_CUDA_CAPTURING"] = "1"
         allocations = control.live()
-        control.fail()  # starts counting the calls
-        ids = sharded_argmax(hidden, one.weight, group=head)
-        calls = set(control.calls())
-        os.environ["FAKE_CUDA_CAPTURING"] = "0"
+        with capturing():
+            control.fail()  # starts counting the calls
+            ids = sharded_argmax(hidden, one.weight, group=head)
+            calls = set(control.calls())
         outcome = {
             "waits": not calls <= ALLOWED_IN_CAPTURE,
             "allocates": control.live() != allocations,

@@ -85,7 +85,15 @@ def pretend_host(rank: int) -> None:
 def peers_bytes(memory: NvlinkMemory, size: int, offset: int) -> list[int]:
     """The byte at `offset` of every rank's workspace, as this rank sees it."""
     bases = (memory.base_ptr + rank * memory.rank_stride for rank in range(size))
-    return [ctypes.c_uint8.from_address(base + offset).value for base in bases]
+    return [byte_at(memory._index, base + offset) for base in bases]
+
+
+def byte_at(index: int, address: int) -> int:
+    """Of device memory, as GPU `index` sees it."""
+    byte = ctypes.c_uint8()
+    with driver.on_device(index):
+        driver.call("cuMemcpyDtoH", ctypes.addressof(byte), address, 1)
+    return byte.value
 
 
 # ---- what it is for
@@ -618,7 +626,7 @@ def leaking_body(group: ThreadGroup) -> None:
     memory.close()
     del memory
     assert state()[0]["mappings"] == 1
-    assert ctypes.c_uint8.from_address(address).value == 5
+    assert byte_at(0, address) == 5
 
 
 def test_what_torch_is_given() -> None:
