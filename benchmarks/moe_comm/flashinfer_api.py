@@ -139,7 +139,7 @@ def version() -> str:
 def unavailable(options: Options) -> str | None:
     """Why FlashInfer cannot run these options here; None: it can, as far as a look shows."""
     if not common.is_installed("flashinfer"):
-        return "not installed; benchmarks/carry_wheels.sh --list flashinfer names its wheels"
+        return "not installed; benchmarks/carry.sh packs it for a machine without a network"
     if options.device != "cuda" or not torch.cuda.is_available():
         return "its kernels need a GPU: --device cuda on a machine that has one"
     for name, value, most in (

@@ -2,7 +2,8 @@
 
 Exit status 0: the tool found nothing. CANNOT_RUN: it is not installed, or it refuses this machine's
 runtime; the last line says which. Otherwise it found something, or the program failed.
-`--rehearse` runs the program without the tool, on the stand-in for the driver.
+`--rehearse` runs the program without the tool, on the stand-in for the driver; with
+`--command-only` nothing.
 """
 
 from __future__ import annotations
@@ -76,9 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("tool", choices=TOOLS)
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--command-only", action="store_true")
     arguments = parser.parse_args()
     if arguments.rehearse:
         print("without the tool:", " ".join(command(arguments.tool)), flush=True)
+        if arguments.command_only:
+            return
         program = [sys.executable, "-m", "tests.gpu.sanitized", "--backend", "stand-in"]
         raise SystemExit(subprocess.run(program, cwd=ROOT, check=False).returncode)
     status, said = watch(arguments.tool)
