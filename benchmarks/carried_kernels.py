@@ -3,8 +3,8 @@
     python -m benchmarks.carried_kernels     # benchmarks/carry.sh calls this
 
 No list of kernels is kept: the GPU tests and the benchmarks run here up to the place where they ask
-for machine code, against the stand-in for the driver, and no further. What is missed all the same is
-compiled on the GPU's machine, whose summary counts it.
+for machine code, against the stand-in for the driver, and no further. What is missed all the same
+is compiled on the GPU's machine, whose summary counts it.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def up_to_machine_code() -> Iterator[None]:
             (processes, "run_processes", _run_processes),
             (torch.cuda, "is_available", lambda: True),  # GPU tests are not skipped
             (torch.cuda, "Stream", lambda *args: None),
+            (torch.cuda, "stream", contextlib.nullcontext),
             (real_path, "quantiser_rows", lambda device: quantiser_rows("cpu")),
         ):
             stack.enter_context(mock.patch.object(holder, name, instead))

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -312,6 +312,8 @@ class Run:
         self._scratch = Path(tempfile.mkdtemp(prefix="junit-"))
         self._environment = dict(os.environ)
         self._cubins = _cubins()
+        self._running: list[Running] = []
+        self._stopped = False
         self.outcomes: list[Outcome] = []
         self.facts: dict[str, Any] = {
             "stage": stage.name,
@@ -328,17 +330,19 @@ class Run:
             report.say(f"\nnothing could run: {reason}")
             self._write({"nothing_could_run": reason})
             return 2
-        if self.rehearse:
-            self._environment |= _stand_in(self._scratch)
-        try:
-            for group in self.stage.steps:
-                self._run_group(group, report)
-                self._write()
-        except KeyboardInterrupt:
-            report.say("\nended from outside")
-        self._leave_out(report)
+        for group in self.stage.steps:
+            self._run_group(group, report)
+            self._write()
         self._conclude(report)
         return int(any(_is_bad(outcome) for outcome in self.outcomes))
+
+    def stop(self) -> None:
+        """Ends the steps that run and begins no other; the summary is still written. Of a signal's
+        handler, which may run between any two lines of this program.
+        """
+        self._stopped = True
+        for process in self._running:
+            process.end()
 
     def _introduce(self, report: Report) -> str | None:
         """Says where this is; why nothing can run here, or None."""
@@ -353,8 +357,12 @@ class Run:
         report.say("One GPU: nothing here shows NVLink's latency, bandwidth or ordering.")
         if facts["missing"]:
             return f"these packages are missing: {', '.join(facts['missing'])}"
-        if not self.rehearse and not facts["cuda"]:
-            return "torch sees no CUDA device"
+        if not self.rehearse:
+            return None if facts["cuda"] else "torch sees no CUDA device"
+        try:
+            self._environment |= _stand_in(self._scratch)
+        except subprocess.CalledProcessError:
+            return "the stand-in for the driver could not be built; what stopped it stands above"
         return None
 
     def _left_s(self) -> float:
@@ -367,28 +375,24 @@ class Run:
         for step, command in zip(ready, commands, strict=True):
             report.say(f"\n== {step.name}\n{' '.join(command)}")
         # All before the first thread: what runs between fork and exec then has no locks to fear.
-        running = [Running(command, self._environment) for command in commands]
+        self._running = running = [Running(command, self._environment) for command in commands]
+        if self._stopped:
+            self.stop()
         with ThreadPoolExecutor(max(1, len(ready))) as pool:
             ended = [
                 pool.submit(process.wait, limit, report, f"[{step.name}] " if group[1:] else "")
                 for process, step, limit in zip(running, ready, limits, strict=True)
             ]
-            try:
-                for future, process, step, limit in zip(ended, running, ready, limits, strict=True):
-                    status, last = future.result()
-                    seconds = process.ended - process.started
-                    self._add(self._judge(step, status, last, limit, seconds), report)
-            except KeyboardInterrupt:
-                for process, step in zip(running, ready, strict=True):
-                    process.end()
-                    seconds = round(time.monotonic() - process.started, 1)
-                    if step.name not in {outcome.step for outcome in self.outcomes}:
-                        self._add(Outcome(step.name, "cut", seconds, "ended from outside"), report)
-                raise
+            for future, process, step, limit in zip(ended, running, ready, limits, strict=True):
+                status, last = future.result()
+                seconds = process.ended - process.started
+                self._add(self._judge(step, status, last, limit, seconds), report)
 
     def _may_run(self, step: Step, report: Report) -> bool:
         reason = ""
-        if self._left_s() < LEAST_S:
+        if self._stopped:
+            reason = "ended from outside"
+        elif self._left_s() < LEAST_S:
             reason = "the stage's time was over"
         elif step.needs and not self.rehearse and importlib.util.find_spec(step.needs) is None:
             reason = f"{step.needs} was not carried (benchmarks/carry.sh) and is not installed"
@@ -414,6 +418,8 @@ class Run:
         outcome, detail = "passed" if status == 0 else "failed", ""
         if status is None:
             outcome, detail = "cut", f"at {limit_s:.0f} s"
+        elif status and self._stopped:
+            outcome, detail = "cut", "ended from outside"
         elif status == CANNOT_RUN:
             outcome, detail = "not run", last
         elif status:
@@ -429,14 +435,6 @@ class Run:
             if outcome == "passed" and not rows:
                 outcome = "failed"
         return Outcome(step.name, outcome, round(seconds, 1), detail)
-
-    def _leave_out(self, report: Report) -> None:
-        """Names what did not come to its turn when the run was ended from outside."""
-        known = {outcome.step for outcome in self.outcomes}
-        for group in self.stage.steps:
-            for step in group:
-                if step.name not in known:
-                    self._add(Outcome(step.name, "not run", 0.0, "ended from outside"), report)
 
     def _conclude(self, report: Report) -> None:
         compiled = _cubins() - self._cubins
@@ -548,16 +546,6 @@ def _stand_in(folder: Path) -> dict[str, str]:
     return found
 
 
-@contextlib.contextmanager
-def _ended_as_by_hand() -> Iterator[None]:
-    """SIGTERM ends the step that runs and writes the summary, as ^C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="on_gpu.sh", description="The stages of a GPU's minutes.")
     parser.add_argument("stage", choices=[*STAGES, "again"])
@@ -575,7 +563,9 @@ def main() -> None:
     run = Run(
         stage, given.results, time.strftime("%Y-%m-%d", time.gmtime()), rehearse=given.rehearse
     )
-    with _ended_as_by_hand(), run.report_path.open("w") as file:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_given: run.stop())
+    with run.report_path.open("w") as file:
         status = run.run(Report(file))
     raise SystemExit(status)
 
