@@ -77,8 +77,7 @@ END
 
 flashinfer() {
   library
-  local site
-  site=$(mktemp -d)
+  site=$(mktemp -d) # not local: removed when this program ends
   trap 'rm -rf "$site"' EXIT
   packages "$site" --python-version "$PYTHON_VERSION" --implementation cp \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \

@@ -53,7 +53,7 @@ def create(device: str, **values: Any) -> HeadGroup:
 
 def create_of(mine: HeadConfig, group: Any, device: str) -> HeadGroup:
     """This rank's."""
-    patience_s = min(mine.timeout_s, WAIT_S[device])
+    patience_s = min(mine.timeout_s or WAIT_S[device], WAIT_S[device])
     return HeadGroup.create(dataclasses.replace(mine, timeout_s=patience_s), group, device)
 
 
