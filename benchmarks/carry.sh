@@ -27,7 +27,7 @@ CARRY=${CARRY:-$repository/.carry}
 MOST_KIB=$((40 * 1024))
 # The release whose interface benchmarks/moe_comm/flashinfer_api.py was read from; what importing its
 # flashinfer.comm needs and that machine lacks; and headers that compiling it needs.
-FLASHINFER=(flashinfer-python==0.7.2.post1 "apache-tvm-ffi>=0.1.11,<0.2" tabulate)
+FLASHINFER=(flashinfer-python==0.7.2.post1 "apache-tvm-ffi>=0.1.11,<0.2" tabulate nvidia-ml-py)
 HEADERS="nvidia-cublas>=13.0,<13.2"
 module=mnnvl_moe_alltoall
 
@@ -58,7 +58,7 @@ library() {
   # Where a script stands in the place of nvcc, the toolkit is often beside it.
   if [ ! -f "$cuda/include/cuda_runtime.h" ] && [ -d "$cuda/cuda" ]; then cuda=$cuda/cuda; fi
   mkdir -p "$work/stub"
-  if [ ! -d "$work/site" ]; then packages "$work/site" "${FLASHINFER[@]}" nvidia-ml-py; fi
+  if [ ! -d "$work/site" ]; then packages "$work/site" "${FLASHINFER[@]}"; fi
   if [ ! -d "$work/headers" ]; then packages "$work/headers" "$HEADERS"; fi
   # Linked against a driver without symbols; the real one has them.
   gcc -shared -Wl,-soname,libcuda.so.1 -x c /dev/null -o "$work/stub/libcuda.so"
@@ -86,8 +86,7 @@ flashinfer() {
   rm -rf "$site"/flashinfer/data
   mkdir -p "$site/flashinfer/data/aot/$module"
   cp "build/flashinfer/$module.so" "$site/flashinfer/data/aot/$module"
-  find "$site" -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*_testing.so' \) \
-    -delete
+  find "$site" -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' \) -delete
   tar -C "$site" -czf "$CARRY/flashinfer.tar.gz" .
 }
 
