@@ -161,7 +161,7 @@ def unsupported(options: Options) -> str | None:
 def missing() -> str | None:
     """Why what is installed here cannot be called; None: it can."""
     if not common.is_installed("flashinfer"):
-        return "not installed; benchmarks/carry_wheels.sh --list flashinfer names its wheels"
+        return "not installed; benchmarks/carry.sh packs it for a machine without a network"
     try:
         load()
     except DriftError as error:

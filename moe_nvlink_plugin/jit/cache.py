@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import filelock
-import platformdirs
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import CompileError
@@ -84,6 +83,9 @@ def shipped_directory() -> Path | None:
 
 
 def _user_directory() -> Path:
+    # Here, not above: a machine lent for minutes may lack it, and sets MOE_NVLINK_CACHE_DIR.
+    import platformdirs
+
     path = Path(platformdirs.user_cache_dir("moe_nvlink"))
     if not path.is_absolute():  # a container's user without an entry in passwd
         raise CompileError(

@@ -22,6 +22,10 @@ from moe_nvlink_plugin.testing import ThreadGroup
 from tests.kernels import cases, compare, emulated
 from tests.kernels.cases import Case, Inputs, Seen
 
+#: Seconds that a rank waits for the others. Its peers on one GPU are a time slice away; a test that
+#: is stuck must not use up the minutes of a lent one. Of CPU ranks on a busy machine: more.
+WAIT_S = {"cuda": 10.0, "cpu": 60.0}
+
 ONE_RANK = Case(
     name="one rank",
     tokens=(0,),
@@ -51,6 +55,7 @@ def create(case: Case, device: str, group: Any = None, **changes: Any) -> MoeAll
     """The layer of this rank; without a group the only one."""
     group = ThreadGroup.ranks(1)[0] if group is None else group
     ep_rank = group.rank if isinstance(group, ThreadGroup) else dist.get_rank(group)
+    changes = {"timeout_s": WAIT_S[device]} | changes
     config = dataclasses.replace(case.config(ep_rank), **changes)
     return MoeAllToAll.create(config, group, device)
 
@@ -337,9 +342,8 @@ def process_grows(ep_rank: int, ep_size: int, device: str, rounds: int) -> list[
         seen = []
         for number, of_round in enumerate(emulated.varying_inputs(case, rounds)):
             if number == rounds // 2:
-                grown = MoeAllToAll.create(
-                    larger.config(ep_rank), dist.group.WORLD, device, share_with=layer
-                )
+                config = dataclasses.replace(larger.config(ep_rank), timeout_s=WAIT_S[device])
+                grown = MoeAllToAll.create(config, dist.group.WORLD, device, share_with=layer)
                 mine = cases.make_inputs(larger, (64,) * ep_size)[ep_rank]
                 compare.assert_same_bits(
                     poisoned_round(grown, mine.to(device)).combined,

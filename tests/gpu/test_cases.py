@@ -14,7 +14,7 @@ import torch
 from tests.kernels import cases, emulated
 from tests.kernels.cases import CASES, COMBINE_FORMATS, CORE_RECIPE_CASES, RECIPES, Case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 
 def name_of(case: Case) -> str:

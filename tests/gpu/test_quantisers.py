@@ -12,7 +12,7 @@ import torch
 from tests.gpu import real_path, vllm_quantisers
 from tests.kernels import cases, compare
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 
 @pytest.mark.parametrize("recipe", cases.RECIPES)

@@ -1,11 +1,9 @@
 """A shared LM head on a GPU: HeadGroup, the nvlink transport, the CUDA executor, torch's product.
-
-As test_real_path.py: processes take turns on the one device, so nothing here is a measurement.
+One rank; test_real_processes.py has several.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,9 @@ import torch
 
 from moe_nvlink_plugin import sharded_argmax
 from tests.gpu import real_head
-from tests.kernels import processes
 from tests.unit.small_head import ids_of, problem
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 with_and_without_pdl = pytest.mark.parametrize("pdl", ["0", "1"], ids=["plain", "pdl"])
 
@@ -87,25 +84,3 @@ def test_kernels_on_memory_of_torchs(dtype: torch.dtype) -> None:
     rank = real_head.LoneRank("cuda", dtype)
     for one in real_head.problems(rank.config, 4):
         rank.check(one)
-
-
-# Processes over CUDA VMM and file descriptors.
-
-
-@pytest.mark.parametrize(("size", "pdl"), [(2, "1"), (4, "0")])
-def test_processes(size: int, pdl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
-    rounds = processes.run_processes(size, real_head.process_rounds, tmp_path, "cuda", 50)
-    assert rounds == [100] * size
-
-
-def test_processes_that_replay_graphs_of_different_sizes(tmp_path: Path) -> None:
-    rounds = processes.run_processes(3, real_head.process_replays, tmp_path, "cuda", 100)
-    assert rounds == [100] * 3
-
-
-def test_a_missing_process(tmp_path: Path) -> None:
-    """The one that waits names the one that is missing, and its context lives."""
-    first, last = processes.run_processes(2, real_head.process_missing, tmp_path, "cuda")
-    assert first == ("head gather", (1,), 8.0)
-    assert last == ()

@@ -10,7 +10,7 @@ import torch
 from tests.kernels import cases, emulated
 from tests.kernels.cases import Case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 
 SMALL = Case(
     name="small",

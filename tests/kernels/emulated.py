@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from moe_nvlink_plugin import arguments, checks, driver, reference
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.executors.shape import Limits, Shape
-from moe_nvlink_plugin.jit import host, nvrtc
+from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.layout import Region, WorkspaceLayout, payload_rows
 from moe_nvlink_plugin.plugins import find_recipe
@@ -126,12 +127,23 @@ def ctas_per_rank(ranks: int, num_sms: int, ctas_per_sm: int, wanted: int) -> in
 
 @functools.cache
 def cubin(top_k: int, element: int, count: int, architecture: str, **options: Any) -> bytes:
-    """Machine code of the emulated kernels; options of emulated_text.device_source.
-
-    With sleeps and whole rounds in them they may spill registers, which is no mistake here.
-    """
+    """Machine code of the emulated kernels; options of emulated_text.device_source."""
     text = emulated_text.device_source(top_k, element, count, **options)
-    return nvrtc.compile_cubin(text, architecture, strict=False)
+    return load_or_compile(text, architecture)
+
+
+def load_or_compile(text: str, architecture: str) -> bytes:
+    """Machine code of one text, through the product's cache on disk.
+
+    So benchmarks/carry.sh can compile it ahead of a GPU's minutes. With sleeps and whole rounds in
+    them the kernels may spill registers, which is no mistake here.
+    """
+
+    def build(target: Path) -> None:
+        target.write_bytes(nvrtc.compile_cubin(text, architecture, strict=False))
+
+    key = "\0".join(("emulated", architecture, *nvrtc.OPTIONS, text))
+    return cache.load_or_build(key, ".cubin", build, Path.read_bytes)
 
 
 def broken_cubin(line: str, instead: str) -> Callable[..., bytes]:
@@ -141,7 +153,7 @@ def broken_cubin(line: str, instead: str) -> Callable[..., bytes]:
         top_k: int, element: int, count: int, architecture: str, **options: Any
     ) -> bytes:
         text = emulated_text.device_source(top_k, element, count, **options)
-        return nvrtc.compile_cubin(replace_once(text, line, instead), architecture, strict=False)
+        return load_or_compile(replace_once(text, line, instead), architecture)
 
     return compile_broken
 

@@ -12,8 +12,8 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing import forkserver
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +32,8 @@ PRELOADED = [
     "tests.kernels.cases",
     "tests.kernels.compare",
 ]
+#: Longer than ranks on a GPU wait for a peer (tests/gpu/real_path.py).
+GRACE_S = 15.0
 #: What they are forked from starts with this, not with what the first test to need ranks has set:
 #: ranks of later tests would find its stand-in of a driver, by the linker's path.
 _ENVIRONMENT = dict(os.environ)
@@ -65,10 +67,9 @@ def run_processes(
     try:
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(timeout_s)
-        codes = [process.exitcode for process in processes]
         expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(ep_size)]
+        _join(processes, expected, timeout_s)
+        codes = [process.exitcode for process in processes]
         assert codes == expected, f"exit codes of the ranks: {codes}"
     finally:
         for process in processes:
@@ -80,6 +81,23 @@ def run_processes(
         None if rank in killed else pickle.loads(file.read_bytes())
         for rank, file in enumerate(files)
     ]
+
+
+def _join(
+    processes: Sequence[multiprocessing.process.BaseProcess],
+    expected: Sequence[int],
+    timeout_s: float,
+) -> None:
+    """Waits for all of them; once one has failed, the others get GRACE_S to say what they saw."""
+    give_up = time.monotonic() + timeout_s
+    running = {process.sentinel: number for number, process in enumerate(processes)}
+    while running and (left := give_up - time.monotonic()) > 0:
+        for ended in connection.wait(list(running), left):
+            assert isinstance(ended, int)
+            number = running.pop(ended)
+            processes[number].join()
+            if processes[number].exitcode != expected[number]:
+                give_up = min(give_up, time.monotonic() + GRACE_S)
 
 
 def _rank_main(

@@ -205,7 +205,7 @@ def test_the_benchmarks_quantiser_compiles(recipe: str, architecture: str) -> No
 
 
 def test_the_bug_for_racecheck_compiles() -> None:
-    """tests/gpu/test_sanitizers.py takes a barrier out of this text."""
+    """tests/gpu/sanitized.py takes a barrier out of this text."""
     intact = emulated_text.device_source(2, constants()["kElementBf16"], 8)
     broken = sanitized.without_barrier(intact)
     barriers = [

@@ -1,4 +1,4 @@
-"""benchmarks/on_gpu.sh without a GPU: rehearsed, and told that there is none."""
+"""benchmarks/on_gpu.sh without a GPU: every stage rehearsed; what becomes of steps that fail."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import common
-from benchmarks.moe_comm import flashinfer_api
+from benchmarks import common, gpu_stages
+from benchmarks.gpu_stages import STAGES, STEPS, Report, Run, Stage, Step
+from benchmarks.moe_comm import flashinfer_api, options
 from moe_nvlink_plugin.doctor import inquiry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,53 +27,74 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(540)
 
 
-def run(folder: Path, *options: str, **variables: str) -> tuple[int, str]:
-    """Exit status and the report."""
+def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Exit status of on_gpu.sh, and all it said."""
+    nothing_carried = {"CARRY": str(folder / "no-such-folder")}
     done = subprocess.run(
-        ["bash", str(ROOT / "benchmarks/on_gpu.sh"), *options],
-        env=os.environ | {"OUT": str(folder), "PYTHON": sys.executable} | variables,
-        capture_output=True,
+        ["bash", str(ROOT / "benchmarks/on_gpu.sh"), *arguments],
+        env=os.environ
+        | {"OUT": str(folder), "PYTHON": sys.executable}
+        | nothing_carried
+        | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
         timeout=520,
     )
-    (report,) = folder.glob("*.txt")
-    assert done.stdout == report.read_text(), "the report is what was printed"
     return done.returncode, done.stdout
 
 
-def test_rehearsal(tmp_path: Path) -> None:
-    status, report = run(tmp_path, "--rehearse", BENCH_COMMIT="0123abc")
-    assert status == 0, report
-    assert re.search(r"^date     \d{4}-\d\d-\d\d$", report, re.MULTILINE)
-    assert "commit   0123abc\n" in report
-    assert "command  benchmarks/on_gpu.sh --rehearse\n" in report
-    assert "== doctor: exit status 0" in report
-    assert "CPU ranks: will work" in report
-    assert re.search(r"\d+ passed", report)
-    (emulated,) = tmp_path.glob("*-rehearsal-moe-comm.json")
-    (launch,) = tmp_path.glob("*-rehearsal-launch.json")
-    (recipes,) = tmp_path.glob("*-rehearsal-recipes.json")
-    (lm_head,) = tmp_path.glob("*-rehearsal-lm-head.json")
-    result = json.loads(emulated.read_text())
-    assert [row["tokens"] for row in result["rows"]] == [1, 4]
-    assert result["options"]["router"] == "perfect"
-    for row in result["rows"]:
-        both = (row["both"], row["plain_launches"]["both"])
+def outcomes(folder: Path, stage: str, kind: str = "rehearsal") -> dict[str, str]:
+    """Step -> what the summary says of it."""
+    (summary,) = folder.glob(f"*-{kind}-{stage}.json")
+    return {step["step"]: step["outcome"] for step in json.loads(summary.read_text())["steps"]}
+
+
+def result(folder: Path, name: str) -> Any:
+    (file,) = folder.glob(f"*-rehearsal-{name}.json")
+    return json.loads(file.read_text())
+
+
+# The stages, small, from the first command to the last.
+
+
+def test_smoke_rehearsed(tmp_path: Path) -> None:
+    status, said = run(tmp_path, "--rehearse", "smoke", BENCH_COMMIT="0123abc")
+    assert status == 0, said
+    (report,) = tmp_path.glob("*-rehearsal-smoke.txt")
+    assert said == report.read_text(), "the report is what was printed"
+    assert re.search(r"^commit   0123abc$", said, re.MULTILINE)
+    assert "carried  nothing; benchmarks/carry.sh" in said
+    assert "CPU ranks: will work" in said
+    assert said.count("all rounds verified") == 1, "the sanitizers' program, on the stand-in"
+    skipped = {"real", "two-processes"}
+    expected = {name: "not run" if name in skipped else "passed" for name in outcomes_of("smoke")}
+    assert outcomes(tmp_path, "smoke") == expected
+    assert re.search(r"^  real +not run .* 0 passed, \d+ skipped: no CUDA device$", said, re.M)
+    assert said.endswith("all well\n")
+    assert [row["tokens"] for row in result(tmp_path, "emulated")["rows"]] == [1, 4]
+
+
+def test_numbers_rehearsed(tmp_path: Path) -> None:
+    status, said = run(tmp_path, "--rehearse", "numbers")
+    assert status == 0, said
+    assert outcomes(tmp_path, "numbers") == dict.fromkeys(outcomes_of("numbers"), "passed")
+    assert len(list(tmp_path.iterdir())) <= 8, "as many files come back from a lent machine"
+    emulated = result(tmp_path, "moe-comm")
+    assert emulated["options"]["router"] == "perfect"
+    for row in emulated["rows"]:
+        both = (row["both"], row["plain_launches"]["both"]) if "plain_launches" in row else ()
         assert all(times["median_us"] > 0 for times in both)
-        logical = row["tokens"] * 2 * 64 * 2  # two ranks, rows of 64 bf16
-        dispatch = row["dispatch"]
-        assert dispatch["logical_gb_s"] == pytest.approx(logical / dispatch["median_us"] / 1e3)
-    assert any("NVLink" in text for text in result["not_measured"])
-    found = {row["name"]: row for row in json.loads(recipes.read_text())["rows"]}
+    assert any("NVLink" in text for text in emulated["not_measured"])
+    found = {row["name"]: row for row in result(tmp_path, "recipes")["rows"]}
     per_row = {name: row["wire_bytes_per_token"] for name, row in found.items()}
     # Of 256 elements with 8 ids and weights; in nvfp4 half a byte each, and 16 scales.
     assert per_row["nvfp4 fused"] / per_row["fp8_tensor fused"] == (128 + 16 + 64) / (256 + 64)
-    assert found["mxfp8 fused"]["over_quantiser"]["ratio"] > 0
-    (group,) = json.loads(lm_head.read_text())["groups"]
+    (group,) = result(tmp_path, "lm-head")["groups"]
     weights = {row["split_weight_bytes"] / row["replicated_weight_bytes"] for row in group["rows"]}
     assert weights == {512 / 1000}, "half of the vocabulary, rounded up to 16"
-    rows = json.loads(launch.read_text())["rows"]
+    rows = result(tmp_path, "launch")["rows"]
     by_hand, by_op = (
         rows[name]["median_us"]
         for name in ("driver: cuLaunchKernelEx by cuda.bindings", "dispatch: MoeAllToAll, torch op")
@@ -76,22 +102,297 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert 0 < by_hand < by_op
 
 
-def test_a_failed_step_is_named_and_the_others_run(tmp_path: Path) -> None:
-    """A benchmark's compiler that is not there; the other steps do not need it."""
-    options = ("--rehearse", "--no-tests")
-    status, report = run(tmp_path, *options, MOE_NVLINK_CXX="no-such-compiler")
-    assert status == 1, report
-    assert re.search(r"FAILED after \d+ s: .*benchmark: launch \(exit status 1\)", report)
-    assert "== benchmark: launch: exit status 1" in report
-    assert "== benchmark: LM head: exit status" in report
-    assert "== tests" not in report
+def test_breadth_rehearsed(tmp_path: Path) -> None:
+    status, said = run(tmp_path, "--rehearse", "breadth")
+    assert status == 0, said
+    found = outcomes(tmp_path, "breadth")
+    assert list(found) == outcomes_of("breadth")
+    assert {name for name, outcome in found.items() if outcome == "passed"} == {
+        *("racecheck", "memcheck", "synccheck", "initcheck")
+    }
+    assert re.search(r"^\[cases\] ", said, re.MULTILINE), "which of those side by side said it"
+    for tool in ("racecheck", "memcheck", "synccheck"):
+        assert re.search(rf"--tool {tool} .*--kernel-name kernel_substring=moe_nvlink", said)
+
+
+def outcomes_of(stage: str) -> list[str]:
+    return [step.name for group in STAGES[stage].steps for step in group]
+
+
+def test_again_runs_what_is_named(tmp_path: Path) -> None:
+    status, said = run(tmp_path, "--rehearse", "again", "launch", "synccheck")
+    assert status == 0, said
+    assert outcomes(tmp_path, "again") == {"launch": "passed", "synccheck": "passed"}
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    """What a rehearsal itself needs; on a GPU only the launch benchmark does."""
+    names = ("launch", "synccheck")
+    status, said = run(tmp_path, "--rehearse", "again", *names, MOE_NVLINK_CXX="no-such-compiler")
+    assert status == 2, said
+    assert "'no-such-compiler' not found" in said
+    assert "nothing could run: the stand-in for the driver could not be built" in said
+
+
+# What the plan promises.
+
+
+def test_limits_add_up() -> None:
+    """What all steps may take at most is what the stage has; and what a lease has."""
+    for stage in STAGES.values():
+        longest = sum(max(step.limit_s for step in group) for group in stage.steps)
+        assert gpu_stages.START_S + longest <= stage.limit_s, stage.name
+    limits = {name: stage.limit_s for name, stage in STAGES.items()}
+    assert limits == {"smoke": 240, "numbers": 420, "breadth": 420}
+    assert sum(limits.values()) + gpu_stages.AGAIN_S <= 30 * 60
+    of_all = [step for stage in STAGES.values() for group in stage.steps for step in group]
+    assert {step.name: step for step in of_all} == STEPS
+    assert all(STEPS[step.name] == step for step in of_all), "one name, one step"
+
+
+def test_benchmarks_take_the_options_of_the_stages() -> None:
+    """Also where a rehearsal replaces them."""
+    for step in STEPS.values():
+        if "bench_moe_comm.py" in step.command[0]:
+            request = options.parse("", step.command[1:])
+            assert request.options.ep_size == 8
+            assert (request.options.device, request.options.emulate_ranks) == ("cuda", True)
+
+
+def test_again_refuses(tmp_path: Path) -> None:
+    for arguments, wanted in (
+        (["again", "nosuch"], "no step is called nosuch; the steps are doctor, real, "),
+        (["again"], "again which step?"),
+        (["smoke", "doctor"], "smoke takes no names; on_gpu.sh again doctor does"),
+        (["again", "cases", "rounds", "processes"], "may take 640 s, and one call has 480 s"),
+        (["everything"], "invalid choice: 'everything'"),
+    ):
+        status, said = run(tmp_path, *arguments)
+        assert status == 2
+        assert wanted in said
+    assert not list(tmp_path.iterdir()), "nothing was begun"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu(tmp_path: Path) -> None:
-    status, report = run(tmp_path)
+    carried = tmp_path / "carried"
+    (carried / "kernels").mkdir(parents=True)
+    (carried / "kernels/0123.cubin").write_bytes(b"code")
+    cache = tmp_path / "cache"
+    status, said = run(tmp_path, "smoke", CARRY=str(carried), MOE_NVLINK_CACHE_DIR=str(cache))
+    assert status == 2
+    assert "nothing could run: torch sees no CUDA device" in said
+    assert "carried  1 kernels, no FlashInfer (benchmarks/carry.sh packs it)" in said
+    assert (cache / "0123.cubin").read_bytes() == b"code"
+    (summary,) = tmp_path.glob("*-gpu-smoke.json")
+    assert "no CUDA device" in json.loads(summary.read_text())["nothing_could_run"]
+
+
+# Steps that go wrong.
+
+
+@pytest.fixture
+def conduct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, dict[str, Any], str]]:
+    """Runs steps as a machine with a GPU would."""
+    here = {"missing": [], "cuda": True, "python": "3", "torch": "2", "gpu": "a GPU"}
+    monkeypatch.setattr(gpu_stages, "_look", lambda: here)
+
+    def conducted(*groups: tuple[Step, ...], limit_s: float = 100) -> tuple[int, Any, str]:
+        run = Run(Stage("tried", limit_s, groups), tmp_path, "2026-01-01", rehearse=False)
+        with run.report_path.open("w") as file:
+            status = run.run(Report(file))
+        summary = json.loads((tmp_path / "2026-01-01-gpu-tried.json").read_text())
+        steps = {step.pop("step"): step for step in summary["steps"]}
+        return status, steps, capsys.readouterr().out
+
+    return conducted
+
+
+def script(name: str, text: str, limit_s: float = 60, *more: str) -> Step:
+    return Step(name, limit_s, ("-c", text, *more))
+
+
+def test_a_failed_step_is_named_and_the_others_run(conduct: Any) -> None:
+    status, steps, said = conduct(
+        (script("first", "raise SystemExit('no such thing')"),),
+        (script("second", "print('done')"),),
+    )
     assert status == 1
-    assert "no CUDA device: nothing was run" in report
+    assert (steps["first"]["outcome"], steps["second"]["outcome"]) == ("failed", "passed")
+    assert steps["first"]["detail"] == "exit status 1"
+    assert "no such thing" in said
+    assert said.endswith("NOT WELL: first; again: on_gpu.sh again first\n")
+
+
+#: Starts a process that heeds no ^C, says which, and waits for ever.
+STUCK = """
+import subprocess, sys, time
+deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(300)"
+print("deaf", subprocess.Popen([sys.executable, "-c", deaf]).pid, flush=True)
+time.sleep(300)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def gone(said: str) -> bool:
+    """Whether the processes that were named end within seconds."""
+    pids = [int(pid) for pid in re.findall(r"deaf (\d+)", said)]
+    assert pids
+    give_up = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
+def test_a_stuck_step_is_cut_with_all_its_processes(conduct: Any) -> None:
+    status, steps, said = conduct((script("stuck", STUCK, 10),), (script("next", ""),))
+    assert status == 1
+    assert (steps["stuck"]["outcome"], steps["next"]["outcome"]) == ("cut", "passed")
+    assert steps["stuck"]["detail"] == "at 10 s"
+    assert gone(said)
+
+
+def test_a_step_that_ends_leaves_no_process(conduct: Any) -> None:
+    """A rank that still spins would take the GPU's time from the next step."""
+    ends = STUCK.replace("time.sleep(300)\n", "")
+    status, steps, said = conduct((script("ends", ends),))
+    assert (status, steps["ends"]["outcome"]) == (0, "passed")
+    assert gone(said)
+
+
+def test_steps_side_by_side_are_cut_one_by_one(conduct: Any) -> None:
+    waits = "import time; time.sleep(300)"
+    status, steps, said = conduct(
+        (script("one", waits, 3), script("two", "print('done')"), script("three", waits, 3)),
+    )
+    assert status == 1
+    assert [steps[name]["outcome"] for name in ("one", "two", "three")] == ["cut", "passed", "cut"]
+    assert "[two] done\n" in said
+
+
+def test_when_the_stages_time_is_over(conduct: Any) -> None:
+    waits = script("waits", "import time; time.sleep(300)")
+    status, steps, _said = conduct((waits,), (script("late", ""),), limit_s=7)
+    assert status == 1
+    assert (steps["waits"]["outcome"], steps["late"]["outcome"]) == ("cut", "not run")
+    assert steps["late"]["detail"] == "the stage's time was over"
+
+
+#: A benchmark that records each batch, and does not come to the end of the third.
+BATCHES = """
+import json, os, sys, time
+rows = []
+for tokens in (1, 4):
+    rows.append({"tokens": tokens})
+    with open(sys.argv[1] + ".unfinished", "w") as file:
+        json.dump({"rows": rows}, file)
+    os.replace(file.name, sys.argv[1])
+print("deaf", os.getpid(), flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_cut_benchmark_keeps_its_batches(conduct: Any, tmp_path: Path) -> None:
+    status, steps, said = conduct((script("bench", BATCHES, 10, "{results}-bench.json"),))
+    assert (status, steps["bench"]["outcome"]) == (1, "cut")
+    assert steps["bench"]["detail"] == "at 10 s, 2 rows in 2026-01-01-gpu-bench.json"
+    left = json.loads((tmp_path / "2026-01-01-gpu-bench.json").read_text())
+    assert [row["tokens"] for row in left["rows"]] == [1, 4]
+    assert gone(said)
+
+
+def test_a_benchmark_without_a_result_has_failed(conduct: Any, tmp_path: Path) -> None:
+    """It printed "not measured", say; and what lay there before is not its own."""
+    old = tmp_path / "2026-01-01-gpu-bench.json"
+    old.write_text('{"rows": [1]}')
+    os.utime(old, (1e9, 1e9))
+    status, steps, _said = conduct((script("bench", "", 60, "{results}-bench.json"),))
+    assert (status, steps["bench"]["outcome"]) == (1, "failed")
+    assert steps["bench"]["detail"] == f"0 rows in {old.name}"
+
+
+def test_what_the_machine_cannot_do_is_no_failure(conduct: Any) -> None:
+    """A tool that its runtime refuses, and a package that was not carried."""
+    refuses = "print('the runtime refuses it'); raise SystemExit(77)"
+    lacking = Step("lacking", 60, ("-c", ""), needs="no_such_package")
+    status, steps, _said = conduct((script("refused", refuses),), (lacking,))
+    assert status == 0
+    assert {step["outcome"] for step in steps.values()} == {"not run"}
+    assert steps["refused"]["detail"] == "the runtime refuses it"
+    assert "no_such_package was not carried (benchmarks/carry.sh)" in steps["lacking"]["detail"]
+
+
+TESTS = """
+import pytest
+@pytest.mark.skipif({all_skipped}, reason="not here")
+def test_fails(): assert False
+@pytest.mark.skip(reason="not here")
+def test_skipped(): pass
+@pytest.mark.skipif({all_skipped}, reason="not here")
+def test_passes(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("all_skipped", "status", "outcome", "detail"),
+    [
+        (False, 1, "failed", "1 passed, 1 failed: test_fails, 1 skipped: not here"),
+        (True, 0, "not run", "0 passed, 3 skipped: not here"),
+    ],
+)
+def test_what_became_of_tests(
+    all_skipped: bool, status: int, outcome: str, detail: str, conduct: Any, tmp_path: Path
+) -> None:
+    """Tests that were skipped, all of them, have not passed."""
+    file = tmp_path / "test_some.py"
+    file.write_text(TESTS.format(all_skipped=all_skipped))
+    command = ("-m", "pytest", "-q", "-c", os.devnull, "--junit-xml={junit}", str(file))
+    ended, steps, _said = conduct((Step("tests", 100, command),))
+    assert (ended, steps["tests"]["outcome"]) == (status, outcome)
+    assert steps["tests"]["detail"] == detail
+
+
+#: A machine with a GPU, whose one step is stuck; on a command line of its own.
+ENDED = f"""
+import sys
+from pathlib import Path
+from benchmarks import gpu_stages
+gpu_stages._look = lambda: {{"missing": [], "cuda": True}}
+gpu_stages.STAGES["smoke"] = gpu_stages.Stage("smoke", 200, (
+    (gpu_stages.Step("stuck", 150, ("-c", {STUCK!r})),),
+    (gpu_stages.Step("next", 10, ("-c", "")),)))
+sys.argv[1:] = ["smoke", "--results", sys.argv[1]]
+gpu_stages.main()
+"""
+
+
+def test_ended_from_outside(tmp_path: Path) -> None:
+    """The summary is there all the same, and no process is left."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    said = ""
+    while not re.match(r"deaf \d", said):
+        said = process.stdout.readline()
+        assert said, "it ended by itself"
+    process.send_signal(signal.SIGTERM)
+    rest, _none = process.communicate(timeout=60)
+    assert process.returncode == 1, rest
+    assert outcomes(tmp_path, "smoke", "gpu") == {"stuck": "cut", "next": "not run"}
+    assert gone(said)
+
+
+# What such a machine lacks.
 
 
 def test_a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,50 +408,26 @@ def test_a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inquiry._own_version() == "not installed"
 
 
-def wheels(*options: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(ROOT / "benchmarks/carry_wheels.sh"), *options],
-        env=os.environ | {"PYTHON": python},
+def test_platformdirs_is_not_needed_where_the_cache_is_named(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['platformdirs'] = None\n"
+        "import moe_nvlink_plugin.cli\n"
+        "from moe_nvlink_plugin.jit import cache\n"
+        "print(cache.directory())"
+    )
+    cache = tmp_path / "cache"
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"MOE_NVLINK_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         check=False,
     )
+    assert said.stdout.strip() == str(cache), said.stderr
 
 
-def test_wheels_to_carry(tmp_path: Path) -> None:
-    command = wheels().stdout
-    assert "pip download" in command
-    assert "platformdirs" in command
-    assert "://" not in command, "a host is the caller's choice"
-    here = wheels("--missing")
-    assert (here.returncode, here.stdout) == (0, "")
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
-    bare.chmod(0o700)
-    there = wheels("--missing", python=str(bare))
-    assert there.returncode == 1
-    assert {"platformdirs", "torch", "cuda-bindings"} <= set(there.stdout.split())
-
-
-def test_wheels_of_the_peer() -> None:
-    """Those of the release whose interface the adapter was read from."""
-    listed = wheels("--list", "flashinfer").stdout.split()
-    assert listed[0] == f"flashinfer-python=={flashinfer_api.READ_FROM}"
-    assert "apache-tvm-ffi" in listed
-    refused = wheels("--list", "other")
-    assert refused.returncode == 2
-    assert "not 'other'" in refused.stderr
-
-
-def test_limits_of_the_steps_leave_room_for_the_last() -> None:
-    """With FlashInfer, and without: what all steps may take at most is what there is."""
-    text = (ROOT / "benchmarks/on_gpu.sh").read_text()
-    of_all = int(re.findall(r"left=\$\(\((\d+)", text)[0])
-    assert of_all <= 8 * 60
-    measured = text[text.index("measure_all() {") : text.index("has_flashinfer() {")]
-    steps = {name: int(limit) for name, limit in re.findall(r'step "([^"]+)" (\d+)', measured)}
-    without, with_peer = (int(limit) for limit in re.findall(r"tests_limit=(\d+)", measured))
-    doctor = 30
-    alone = doctor + without + sum(steps.values()) - steps["benchmark: FlashInfer"]
-    assert alone <= of_all
-    assert doctor + with_peer + sum(steps.values()) <= of_all
+def test_the_peer_that_is_carried() -> None:
+    """The release whose interface the adapter was read from."""
+    text = (ROOT / "benchmarks/carry.sh").read_text()
+    assert f"flashinfer-python=={flashinfer_api.READ_FROM} " in text
+    assert "://" not in text, "a host is the caller's choice"

@@ -1,0 +1,192 @@
+"""Compiles into MOE_NVLINK_CACHE_DIR what the stages of on_gpu.sh will need on an sm_90a GPU.
+
+    python -m benchmarks.carried_kernels     # benchmarks/carry.sh calls this
+
+No list of kernels is kept: the GPU tests and the benchmarks run here up to the place where they ask
+for machine code, against the stand-in for the driver, and no further. What is missed all the same
+is compiled on the GPU's machine, whose summary counts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks import bench_recipes, gpu_stages, stand_in
+from benchmarks.moe_comm import emulated as one_gpu
+from benchmarks.moe_comm import options
+from moe_nvlink_plugin import AllToAllConfig, HeadConfig
+from moe_nvlink_plugin.arguments import quantiser_code
+from moe_nvlink_plugin.executors.cuda import CudaExecutor
+from moe_nvlink_plugin.layout import payload_rows
+from moe_nvlink_plugin.plugins import find_recipe
+from tests.gpu import real_head, real_path, sanitized
+from tests.kernels import emulated, emulated_text, processes
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Of the stand-in, whose device 0 is an sm_90a GPU.
+DEVICE = torch.device("cpu", 0)
+
+
+class Compiled(Exception):  # noqa: N818 - it is what was wanted
+    """There is machine code in the cache; nothing more is to be done."""
+
+
+def layer(config: AllToAllConfig) -> None:
+    """The kernels that the product launches for a layer."""
+    recipe = find_recipe(config)
+    row_bytes = {name: row.row_bytes for name, row in payload_rows(config, recipe).items()}
+    CudaExecutor(DEVICE).launcher(config, row_bytes, quantiser_code(recipe, config.hidden_size))
+
+
+def head(config: HeadConfig) -> None:
+    """The kernels that the product launches for a shared LM head."""
+    CudaExecutor(DEVICE).head_launcher(config)
+
+
+def _create_layer(case: Any, device: str, group: Any = None, **changes: Any) -> None:
+    layer(dataclasses.replace(case.config(0), **changes))
+    raise Compiled
+
+
+def _create_head(device: str, **values: Any) -> None:
+    head(real_head.config(**values))
+    raise Compiled
+
+
+def _lone_rank(self: object, device: str, dtype: torch.dtype) -> None:
+    _create_head(device, dtype=dtype)
+
+
+def _run_processes(size: int, body: Callable[..., Any], *_args: Any, **_options: Any) -> None:
+    if body.__module__ == real_head.__name__:
+        head(real_head.config(size, 0))
+    else:
+        layer(real_path.of_processes(size).config(0))
+    raise Compiled
+
+
+@contextlib.contextmanager
+def up_to_machine_code() -> Iterator[None]:
+    """In here whoever asks for machine code gets Compiled."""
+    compile_one, quantiser_rows = emulated.load_or_compile, real_path.quantiser_rows
+
+    def compile_and_stop(text: str, architecture: str) -> bytes:
+        compile_one(text, architecture)
+        raise Compiled
+
+    with contextlib.ExitStack() as stack:
+        for holder, name, instead in (
+            (emulated, "load_or_compile", compile_and_stop),
+            (real_path, "create", _create_layer),
+            (real_head, "create", _create_head),
+            (real_head.LoneRank, "__init__", _lone_rank),
+            (processes, "run_processes", _run_processes),
+            (torch.cuda, "is_available", lambda: True),  # GPU tests are not skipped
+            (torch.cuda, "Stream", lambda *args: None),
+            (torch.cuda, "stream", contextlib.nullcontext),
+            (real_path, "quantiser_rows", lambda device: quantiser_rows("cpu")),
+        ):
+            stack.enter_context(mock.patch.object(holder, name, instead))
+        yield
+
+
+class OfTests:
+    """A plugin of pytest: a test passes where it has asked for machine code."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[None]:
+        """Swallows Compiled, the only way to pass."""
+        try:
+            yield
+        except Compiled:
+            return True  # type: ignore[return-value]
+        pytest.fail("this test has not asked for machine code: see benchmarks/carried_kernels.py")
+
+
+def of_tests(*selected: str) -> int:
+    """pytest's exit status."""
+    ours = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "-rf", "--timeout=300")
+    with up_to_machine_code():
+        return int(pytest.main([*ours, *selected], plugins=[OfTests()]))
+
+
+def asked(body: Callable[[], Any]) -> None:
+    """Runs what will ask for machine code."""
+    try:
+        body()
+    except Compiled:
+        return
+    raise AssertionError(f"{body} has not asked for machine code")
+
+
+def of_benchmarks() -> None:
+    """Each command of the stages, by its own options; the sanitizers' program."""
+    for step in gpu_stages.STEPS.values():
+        program, *given = step.command
+        if program == "benchmarks/bench_moe_comm.py":
+            request = options.parse("", given)
+            asked(lambda of=request.options: one_gpu.make_backend(of))  # type: ignore[misc]
+        elif program == "benchmarks/bench_recipes.py":
+            with mock.patch.object(sys, "argv", [program, *given]):
+                arguments = bench_recipes.parse()
+            _of_recipes(bench_recipes.gpu_options(arguments), arguments)
+    for case in (sanitized.CASE, sanitized.QUANTISED):
+        asked(lambda of=case: emulated.make_backend("cuda", of, ctas=2))  # type: ignore[misc]
+    with mock.patch.object(emulated_text, "device_source", emulated_text.device_source):
+        sanitized.break_barrier()
+        asked(lambda: emulated.make_backend("cuda", sanitized.CASE, ctas=2))
+    layer(options.Options(batches=(1,)).config(0, 64))  # bench_launch.py: one layer's size as any
+
+
+def _of_recipes(plain: options.Options, arguments: Any) -> None:
+    """As bench_recipes.measure_emulated and measure_formats make them."""
+    changed = [dataclasses.replace(plain, combine=name) for name in arguments.combines]
+    quantised = [dataclasses.replace(plain, recipe=name) for name in arguments.recipes]
+    for of in (plain, *changed, *quantised):
+        asked(lambda of=of: one_gpu.make_backend(of))  # type: ignore[misc]
+    for of in quantised:
+        asked(lambda of=of: one_gpu.make_backend(of, post_quant=True))  # type: ignore[misc]
+        alone = dataclasses.replace(of, top_k=1)
+        asked(lambda of=alone: one_gpu.make_backend(of, alone=True))  # type: ignore[misc]
+
+
+def main() -> None:
+    """Status 1 where a test or a benchmark did not come as far as to ask."""
+    with up_to_machine_code():
+        of_benchmarks()
+    # The sanitizers' tests start programs, whose kernels are compiled above. The others ask for
+    # what real_path.py's tests ask for, the one after vLLM is loaded, the other on the GPU.
+    left_out = ("--ignore=tests/gpu/test_sanitizers.py", "--ignore=tests/gpu/test_quantisers.py")
+    bad_input = "--deselect=tests/gpu/test_real_path.py::test_bad_input"
+    status = of_tests("tests/gpu", *left_out, bad_input)
+    found = len(list(Path(os.environ["MOE_NVLINK_CACHE_DIR"]).glob("*.cubin")))
+    print(f"{found} files of machine code", flush=True)
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    if "FAKE_CUDA_KERNELS" in os.environ:
+        main()
+    else:  # the linker reads its path when a process starts
+        with tempfile.TemporaryDirectory() as folder:
+            with mock.patch.dict(os.environ):
+                found = stand_in.environment(Path(folder))
+            os.chdir(ROOT)
+            status = os.spawnve(
+                os.P_WAIT,
+                sys.executable,
+                [sys.executable, "-m", "benchmarks.carried_kernels"],
+                os.environ | found,
+            )
+        raise SystemExit(status)

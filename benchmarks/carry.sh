@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Fills .carry with what a machine with a GPU, without a network and lent for minutes should not have
+# to make itself: compiled kernels for sm_90a, and FlashInfer with its one library compiled.
+#
+#   benchmarks/carry.sh                   # a quarter of an hour the first time; then on_gpu.sh, there
+#   benchmarks/carry.sh --kernels         # without FlashInfer: minutes
+#
+# Prints the folder's size and fails above 40 MiB. PYTHON is an interpreter that has this package and
+# the tests' packages (.venv/bin/python); PYTHON_VERSION (3.12) is the other machine's. FlashInfer is
+# compiled by the nvcc of CUDA_HOME, or on the PATH, which must be of CUDA 13; build/flashinfer
+# keeps what was compiled.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+repository=$PWD
+case "${1:-}" in
+  "") with_flashinfer=1 ;;
+  --kernels) with_flashinfer=0 ;;
+  *)
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' benchmarks/carry.sh
+    exit 2
+    ;;
+esac
+
+PYTHON=${PYTHON:-.venv/bin/python}
+PYTHON_VERSION=${PYTHON_VERSION:-3.12}
+CARRY=${CARRY:-$repository/.carry}
+MOST_KIB=$((40 * 1024))
+# The release whose interface benchmarks/moe_comm/flashinfer_api.py was read from; what importing its
+# flashinfer.comm needs and that machine lacks; and headers that compiling it needs.
+FLASHINFER=(flashinfer-python==0.7.2.post1 "apache-tvm-ffi>=0.1.11,<0.2" tabulate nvidia-ml-py)
+HEADERS="nvidia-cublas>=13.0,<13.2"
+module=mnnvl_moe_alltoall
+
+kernels() {
+  local cache=$CARRY/kernels
+  mkdir -p "$cache" && chmod 700 "$cache"
+  MOE_NVLINK_CACHE_DIR=$cache MOE_NVLINK_TESTS_CACHE_DIR=$cache \
+    "$PYTHON" -m benchmarks.carried_kernels
+  find "$cache" -type f ! -name '*.cubin' -delete # locks, and what runs on this CPU alone
+}
+
+packages() { # TARGET PIP-OPTION... : FlashInfer and what it imports
+  local target=$1
+  shift
+  "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps --no-compile \
+    --only-binary=:all: --target "$target" "$@"
+}
+
+# Compiled by the Python that is here; the library does not depend on it.
+library() {
+  local work=$repository/build/flashinfer cuda
+  if [ -f "$work/$module.so" ]; then return; fi
+  cuda=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}
+  if [ ! -x "$cuda/bin/nvcc" ]; then
+    echo "FlashInfer's library needs nvcc of CUDA 13: set CUDA_HOME, or take --kernels" >&2
+    exit 1
+  fi
+  # Where a script stands in the place of nvcc, the toolkit is often beside it.
+  if [ ! -f "$cuda/include/cuda_runtime.h" ] && [ -d "$cuda/cuda" ]; then cuda=$cuda/cuda; fi
+  mkdir -p "$work/stub"
+  if [ ! -d "$work/site" ]; then packages "$work/site" "${FLASHINFER[@]}"; fi
+  if [ ! -d "$work/headers" ]; then packages "$work/headers" "$HEADERS"; fi
+  # Linked against a driver without symbols; the real one has them.
+  gcc -shared -Wl,-soname,libcuda.so.1 -x c /dev/null -o "$work/stub/libcuda.so"
+  echo "compiling FlashInfer's $module: some five minutes of processor time"
+  CUDA_HOME=$cuda FLASHINFER_CUDA_ARCH_LIST=9.0a FLASHINFER_WORKSPACE_BASE=$work \
+    FLASHINFER_EXTRA_LDFLAGS="-L$work/stub" PYTHONPATH="$work/site" \
+    CPATH="$work/headers/nvidia/cu13/include:$cuda/include/cccl" \
+    PATH="$(cd "$(dirname "$PYTHON")" && pwd):$PATH" "$PYTHON" - "$work/$module.so" <<'END'
+import shutil, sys
+from flashinfer.jit.comm import gen_moe_alltoall_module
+spec = gen_moe_alltoall_module()
+spec.build()
+shutil.copy(spec.jit_library_path, sys.argv[1])
+END
+}
+
+flashinfer() {
+  library
+  site=$(mktemp -d) # not local: removed when this program ends
+  trap 'rm -rf "$site"' EXIT
+  packages "$site" --python-version "$PYTHON_VERSION" --implementation cp \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 "${FLASHINFER[@]}"
+  # Sources that only compiling needs, 360 MB, stay here.
+  rm -rf "$site"/flashinfer/data
+  mkdir -p "$site/flashinfer/data/aot/$module"
+  cp "build/flashinfer/$module.so" "$site/flashinfer/data/aot/$module"
+  find "$site" -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' \) -delete
+  tar -C "$site" -czf "$CARRY/flashinfer.tar.gz" .
+}
+
+mkdir -p "$CARRY"
+kernels
+if [ "$with_flashinfer" = 1 ]; then flashinfer; fi
+kib=$(du -sk "$CARRY" | cut -f1)
+echo "$CARRY: $((kib / 1024)) MiB, $(find "$CARRY" -name '*.cubin' | wc -l) kernels$(
+  [ ! -f "$CARRY/flashinfer.tar.gz" ] || echo ", FlashInfer"
+)"
+if [ "$kib" -gt "$MOST_KIB" ]; then
+  echo "more than the $((MOST_KIB / 1024)) MiB that may travel; leave something out" >&2
+  exit 1
+fi
