@@ -715,6 +715,11 @@ def legacy_body(kernel: Any, args: _Args) -> None:
     """The default stream waits for blocking streams: it may not be used while one captures."""
     implicit, base = "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", int(driver.call("cuMemAlloc", 8))
     blocking, default = stream_of(0), driver.api().CUstream(0)
+    other = stream_of()
+    begin(other)
+    driver.call(*launch_of(configured(), kernel, args))  # as torch's streams: nobody's concern
+    assert status_of(default) == 0
+    driver.call("cuStreamEndCapture", other)
     begin(blocking, "RELAXED")
     refused(implicit, "cuStreamIsCapturing", default)
     assert status_of(blocking) == 1, "asking breaks nothing"
