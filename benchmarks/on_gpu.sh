@@ -23,6 +23,7 @@ if [ $# -eq 0 ]; then
 fi
 
 PYTHON=${PYTHON:-python3}
+if [[ $PYTHON == */* && $PYTHON != /* ]]; then PYTHON=$PWD/$PYTHON; fi
 carry=${CARRY:-$repository/.carry}
 results=${OUT:-$repository/benchmarks/results}
 mkdir -p "$results" && results=$(cd "$results" && pwd) || exit 2

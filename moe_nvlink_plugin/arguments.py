@@ -1,7 +1,7 @@
 """Fills the kernels' argument structs (kernels/include/moe_nvlink/args.h) of a layer and channel.
 
-What does not change from call to call is set here, once; the caller adds num_tokens, timeout_ns,
-the addresses of the call's tensors and, for combine, hidden_splits.
+What does not change from call to call is set here, once; the caller adds num_tokens, the addresses
+of the call's tensors, for combine hidden_splits, and while ranks start a longer timeout_ns.
 """
 
 from __future__ import annotations
@@ -116,10 +116,12 @@ def head_arguments(
     config: HeadConfig, regions: Mapping[str, Region], base_ptr: int, rank_stride: int
 ) -> Any:
     """HeadArgs of the rank `config.tp_rank`; arguments as for dispatch. The caller adds row_bound,
-    num_rows, timeout_ns, is_compact, soft_cap, scale and the addresses of the call's tensors.
+    num_rows, is_compact, soft_cap, scale and the addresses of the call's tensors.
     """
     args: Any = structs()["HeadArgs"]()
     args.window_base, args.rank_stride = base_ptr, rank_stride
+    assert config.timeout_s is not None
+    args.timeout_ns = int(config.timeout_s * 1e9)
     for name in ("tp_size", "tp_rank", "vocab_size", "hidden_size", "shard_size"):
         setattr(args.geometry, name, getattr(config, name))
     args.geometry.max_rows_per_rank = config.max_rows_per_rank
@@ -147,6 +149,8 @@ def _common(
 ) -> Any:
     args: Any = structs()[struct]()
     args.window_base, args.rank_stride = base_ptr, rank_stride
+    assert config.timeout_s is not None
+    args.timeout_ns = int(config.timeout_s * 1e9)
     geometry = args.geometry
     for name in ("ep_size", "ep_rank", "num_experts", "top_k", "hidden_size"):
         setattr(geometry, name, getattr(config, name))
