@@ -119,7 +119,7 @@ SMOKE = Stage(
     (
         (Step("doctor", 45, ("-m", "moe_nvlink_plugin", "doctor")),),
         (_tests("real", 60, "tests/gpu/test_real_path.py", "tests/gpu/test_real_head.py"),),
-        (_tests("two-processes", 25, "tests/gpu/test_real_processes.py::test_rounds[2-1]"),),
+        (_tests("two-processes", 25, "tests/gpu/test_real_processes.py::test_rounds[2]"),),
         (_emulated("emulated", 35, *_OURS, "--batches", "1", "64", "2048"),),
         (_MEMCHECK,),
         (_emulated("flashinfer", 30, *_THEIRS, "--batches", "64", "--iters", "10", needs=_PEER),),
