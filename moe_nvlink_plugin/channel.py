@@ -39,9 +39,7 @@ class Channel:
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
         self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
         self._combine_args = combine_arguments(config, self._regions, *window)
-        assert config.timeout_s is not None
-        assert config.first_timeout_s is not None
-        self._timeouts = Timeouts(config.first_timeout_s, config.timeout_s)
+        self._timeouts = Timeouts.of(config)
         self._faults = Faults(workspace, index, config.ep_rank, ep_size, self._timeouts)
 
     def _view(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:

@@ -40,14 +40,13 @@ def fill_defaults(config: object, **defaults: Callable[[], object]) -> None:
 
 
 def fill_timeouts(config: Any) -> None:
-    """Writes first_timeout_s of a frozen configuration where it is None; before fill_defaults.
+    """Writes first_timeout_s of a frozen configuration that has no timeout; before fill_defaults.
 
-    A caller who gives timeout_s alone means every wait.
+    A caller who gives timeout_s alone means every wait: first_timeout_s then stays None, so that
+    dataclasses.replace(config, timeout_s=...) means every wait as well.
     """
-    if config.first_timeout_s is None:
-        given = config.timeout_s
-        seconds = env.first_timeout_s() if given is None else given
-        object.__setattr__(config, "first_timeout_s", seconds)
+    if config.first_timeout_s is None and config.timeout_s is None:
+        object.__setattr__(config, "first_timeout_s", env.first_timeout_s())
 
 
 def local_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
@@ -165,7 +164,10 @@ def check_timeouts(timeout_s: object, first_timeout_s: object) -> None:
     Raises:
         ConfigError: naming the field, its value and the limit.
     """
-    for name, seconds in {"timeout_s": timeout_s, "first_timeout_s": first_timeout_s}.items():
+    given = {"timeout_s": timeout_s, "first_timeout_s": first_timeout_s}
+    if first_timeout_s is None:  # as timeout_s
+        del given["first_timeout_s"]
+    for name, seconds in given.items():
         if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
             raise ConfigError(f"{name}={seconds!r} must be between 0 and 1e6 seconds")
 

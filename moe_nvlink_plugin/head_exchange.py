@@ -66,9 +66,7 @@ class HeadExchange:
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
         self._args = head_arguments(config, regions, *window)
         self._launcher = workspace.executor.head_launcher(config, workspace.memory.ranks_on_device)
-        assert config.timeout_s is not None
-        assert config.first_timeout_s is not None
-        self._timeouts = Timeouts(config.first_timeout_s, config.timeout_s)
+        self._timeouts = Timeouts.of(config)
         self._faults = Faults(workspace, 0, config.tp_rank, config.tp_size, self._timeouts)
         self.handle = next(_handles)
         _live[self.handle] = self

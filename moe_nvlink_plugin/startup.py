@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Timeouts(NamedTuple):
@@ -16,6 +16,12 @@ class Timeouts(NamedTuple):
 
     first: float
     later: float
+
+    @classmethod
+    def of(cls, config: Any) -> Timeouts:
+        """Those of an AllToAllConfig or HeadConfig."""
+        first = config.first_timeout_s
+        return cls(config.timeout_s if first is None else first, config.timeout_s)
 
 
 class Startup:

@@ -28,6 +28,7 @@ const std::map<int, std::string> kEntries = {
     {11000, " cuDevicePrimaryCtxRelease "},
     {11040, " cuDeviceGetUuid "},
     {11060, " cuLaunchKernelEx "},
+    {11070, " cuModuleGetLoadingMode "},
     {12000, " cuGetProcAddress "},
     {12040, " cuFuncGetParamInfo cuFuncLoad "},
 };

@@ -4,6 +4,7 @@ errors say of it.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -111,14 +112,15 @@ def test_where_the_limits_come_from(kind: type, monkeypatch: pytest.MonkeyPatch)
     }[kind]
 
     def limits(**given: float) -> tuple[float, float]:
-        made = kind(**sizes, dtype=torch.float32, **given)
-        return made.first_timeout_s, made.timeout_s
+        return Timeouts.of(kind(**sizes, dtype=torch.float32, **given))
 
     for name in ("MOE_NVLINK_TIMEOUT_S", "MOE_NVLINK_FIRST_TIMEOUT_S"):
         monkeypatch.delenv(name, raising=False)
     assert limits() == (1800, 300)
     assert limits(timeout_s=5) == (5, 5), "one number given in code is meant for every wait"
     assert limits(timeout_s=5, first_timeout_s=9) == (9, 5)
+    made = kind(**sizes, dtype=torch.float32, timeout_s=5)
+    assert Timeouts.of(dataclasses.replace(made, timeout_s=6)) == (6, 6)
     assert limits(first_timeout_s=9) == (9, 300)
     monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "7200")
     assert limits() == (7200, 7200), "start-up is not shorter than what comes after it"
