@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -184,9 +185,16 @@ class _Room:
         return limits.beside_others(self._share) if self.is_shared else limits
 
 
-@functools.cache  # once a process
+_advice = threading.Lock()
+_advised = False
+
+
 def _advise_eager_loading() -> None:
-    if driver.loads_lazily():
+    """Once a process; ranks may be its threads."""
+    global _advised
+    with _advice:
+        is_first, _advised = not _advised, True
+    if is_first and driver.loads_lazily():
         logger.warning(
             "moe_nvlink: num_channels is above 1, and this process loads a kernel, anybody's, at "
             "its first launch. The driver may wait for that until the GPU is idle. If a kernel of "

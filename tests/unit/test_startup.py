@@ -92,9 +92,11 @@ def test_the_error_names_the_first_limit() -> None:
     def rank_main(group: ThreadGroup) -> None:
         mine = config(2, group.rank, timeout_s=0.2, first_timeout_s=0.6)
         with MoeAllToAll.create(mine, group) as layer:
-            if group.rank == 0:
-                layer.dispatch(**{**good(), "extra_payloads": ()})
-            group.all_gather_object(None)
+            try:
+                if group.rank == 0:
+                    layer.dispatch(**{**good(), "extra_payloads": ()})
+            finally:
+                group.all_gather_object(None)
 
     outcome, _ = try_ranks(2, rank_main)
     assert isinstance(outcome, ExchangeTimeoutError)

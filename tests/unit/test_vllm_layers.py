@@ -121,7 +121,7 @@ def attached():
         all2all_manager.MoeNvlinkAll2AllManager,
     )
     mtp.put_in_place = lambda config, device: placed.append([config.name, device])
-    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options: options
+    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options, **_more: options
     for name, size, method in [
         ("whole", 1, "mtp"),
         ("shared", 2, "mtp"),

@@ -423,6 +423,7 @@ def test_a_late_rank_is_named(contexts: Contexts, monkeypatch: pytest.MonkeyPatc
                 dtype=torch.float32,
             ),
             timeout_s=0.5,
+            first_timeout_s=0.5,
         )
         with HeadGroup.create(config, group) as shared:
             head = DraftHead(shared, None)
