@@ -348,11 +348,28 @@ HD void put_tokens(const DispatchArgs& args, const Cta& cta, bool failed, uint32
   }
 }
 
-// The same with the activations quantised, by what with_quantiser hands over. The parts of a row's
-// amax stand under the same barrier as its route, and are two for the same reason.
-//
-// A class, not a generic lambda: NVRTC 13.0 and 13.1 take a generic lambda for a function of the
-// host, which device code may not call.
+// The same with the activations quantised. The parts of a row's amax stand under the same barrier as
+// its route, and are two for the same reason.
+template <class Config, class Kind>
+HD void put_quantised_tokens(const DispatchArgs& args, const Cta& cta, bool failed,
+                             uint32_t* send_counters, QuantisingDispatchShared& shared,
+                             const Kind& quantising) {
+  int turn = 0;
+  for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
+    TokenRoute& route = shared.routes[turn];
+    if (cta.thread < Cta::kWarpThreads) {
+      route_in_warp<Config>(args, cta, token, failed, send_counters, route);
+    }
+    quantising.prepare(token, shared.amax[turn]);
+    cta.sync();  // the route and the parts of the row's amax are whole
+    put_token<Config>(args, cta, shared, route, token);
+    quantising.put(token, route, shared.amax[turn]);
+    turn = 1 - turn;
+  }
+}
+
+// For with_quantiser. A class, not a generic lambda: NVRTC 13.0 and 13.1 take a generic lambda for a
+// function of the host, which device code may not call.
 template <class Config>
 struct QuantiseAndPutTokens {
   const DispatchArgs& args;
@@ -363,18 +380,7 @@ struct QuantiseAndPutTokens {
 
   template <class Kind>
   HD void operator()(const Kind& quantising) const {
-    int turn = 0;
-    for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
-      TokenRoute& route = shared.routes[turn];
-      if (cta.thread < Cta::kWarpThreads) {
-        route_in_warp<Config>(args, cta, token, failed, send_counters, route);
-      }
-      quantising.prepare(token, shared.amax[turn]);
-      cta.sync();  // the route and the parts of the row's amax are whole
-      put_token<Config>(args, cta, shared, route, token);
-      quantising.put(token, route, shared.amax[turn]);
-      turn = 1 - turn;
-    }
+    put_quantised_tokens<Config>(args, cta, failed, send_counters, shared, quantising);
   }
 };
 

@@ -103,8 +103,8 @@ NO_BARRIER_BEHIND_CLEARING = Edit("combine_barrier", r"cta\.sync\(\);", turn=0)
 NO_BARRIER_BEHIND_ROUTE = Edit("route_token", r"cta\.sync\(\);")
 NO_BARRIER_OF_WARP = Edit("route_in_warp", r"cta\.sync_warp\(\);")
 ONE_ROUTE = Edit("put_tokens", r"turn = 1 - turn;")
-QUANTISING_ONE_ROUTE = Edit("quantise_and_put_tokens", r"turn = 1 - turn;")
-QUANTISING_BARRIER_OF_WARP = Edit("quantise_and_put_tokens", r"cta\.sync\(\);", "cta.sync_warp();")
+QUANTISING_ONE_ROUTE = Edit("put_quantised_tokens", r"turn = 1 - turn;")
+QUANTISING_BARRIER_OF_WARP = Edit("put_quantised_tokens", r"cta\.sync\(\);", "cta.sync_warp();")
 ONE_BUFFER = Edit("combine_items", r"turn = 1 - turn;")
 NO_BARRIER_BEHIND_ITEM = Edit("combine_items", r"cta\.sync\(\);")
 ROWS_RELAXED = Edit("completes_rows", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu")
@@ -514,7 +514,7 @@ def route_of_three_tokens(kernels: Kernels) -> str:
 
 def route_of_three_quantised_tokens(kernels: Kernels) -> str:
     """The same where the tokens are quantised, and with each its part of the row's amax."""
-    body = "quantise_and_put_tokens"
+    body = "put_quantised_tokens"
     where = buffers(kernels, body, "shared.routes[turn]", "turn = 1 - turn;")
     assert kernels.bodies[body].count("shared.amax[turn]") == 2
     tokens = list(enumerate(where, 1))
