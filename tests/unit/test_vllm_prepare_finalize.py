@@ -292,7 +292,7 @@ def _manager(cpu_group: Any) -> Any:
     from moe_nvlink_plugin.integration.vllm import all2all_manager, options
 
     manager = object.__new__(all2all_manager.MoeNvlinkAll2AllManager)
-    manager.options, manager._met = options.Options(), False
+    manager.options, manager._met, manager._holds_startup = options.Options(), False, False
     manager.cpu_group, manager.rank = cpu_group, cpu_group.rank()
     manager.world_size = cpu_group.size()
     manager._exchanges, manager._draft_heads = {}, {}
