@@ -24,8 +24,6 @@ SOURCES = $(shell find kernels -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 # A few minutes, anywhere. Those that take longer, or a GPU, or a server: benchmarks/README.md.
 BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --skip-torch --iterations 10" \
 	bench_launch.py
-# mypy does not follow import hooks, so it gets the package in the shape it has once installed.
-PACKAGE_VIEW := build/package-view
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test upstream-tests lint typecheck bench clean distclean
@@ -69,7 +67,7 @@ $(VENV)/nvrtc-$(OLDEST_NVRTC): | $(ENV_READY)
 	@$(PIP) install --no-compile --no-deps --target $@ "nvidia-cuda-nvrtc==$(OLDEST_NVRTC)"
 
 demo: env
-	@$(PY) -m moe_nvlink_plugin.integration.vllm.demo $(DEMO_ARGS)
+	@$(PY) -m moe_nvlink_plugin.integration.demo $(DEMO_ARGS)
 
 # Two processes, of which each compiles or waits much of the time; `-n 0` in PYTEST_ARGS: none.
 test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC)
@@ -77,7 +75,7 @@ test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC)
 
 # --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
 upstream-tests: env
-	@$(PY) -m moe_nvlink_plugin.integration.vllm.upstream $(UPSTREAM_ARGS)
+	@$(PY) -m tests.upstream $(UPSTREAM_ARGS)
 
 # The type checker has one process, so it runs beside the compilation of a new environment.
 lint: $(ENV_READY)
@@ -87,11 +85,7 @@ lint: $(ENV_READY)
 	@$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
 
 typecheck: $(ENV_READY)
-	@rm -rf $(PACKAGE_VIEW) && mkdir -p $(PACKAGE_VIEW)/moe_nvlink_plugin
-	@ln -s $(CURDIR)/moe_nvlink_plugin/* $(CURDIR)/kernels $(CURDIR)/integration \
-		$(PACKAGE_VIEW)/moe_nvlink_plugin
-	@MYPYPATH=$(PACKAGE_VIEW) $(PY) -m mypy --explicit-package-bases \
-		$(PACKAGE_VIEW)/moe_nvlink_plugin tests benchmarks
+	@$(PY) -m mypy --explicit-package-bases moe_nvlink_plugin tests benchmarks
 
 bench: env
 	@for run in $(BENCHMARKS); do echo "== $$run"; $(PY) benchmarks/$$run || exit 1; done

@@ -4,8 +4,8 @@
     python benchmarks/bench_launch.py --driver real    # on a GPU: enqueuing alone
 
 One rank, because the host does the same for any number. Each level contains the one above it; the
-difference is what it adds. Against the stand-in driver (tests/fake_cuda) the first row is that
-driver's own cost, which a real one replaces by its own; the differences are ours on any machine.
+difference is what it adds. Against the stand-in driver (tests/support/fake_cuda) the first row is
+that driver's own cost, which a real one replaces by its own; the differences are ours on any machine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import describe_gpu, describe_run, write_json
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, env, exchange
-from moe_nvlink_plugin.arguments import element_code
-from moe_nvlink_plugin.executors.cuda import CudaExecutor
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, env
+from moe_nvlink_plugin.exchange import layer as exchange
+from moe_nvlink_plugin.exchange.arguments import element_code
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
-from tests import fake_cuda
-from tests.fake_cuda.transport import LaunchedByDriver, install
+from tests.support import fake_cuda
+from tests.support.fake_cuda.transport import LaunchedByDriver, install
 
 #: What the stand-in driver calls at a launch: nothing, so that only the way there is timed.
 NO_KERNELS = """

@@ -40,8 +40,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.emulated_head import Backend, CpuBackend, CudaBackend, EmulatedHead
 from benchmarks.moe_comm import cuda_clock
-from moe_nvlink_plugin import HeadConfig, HeadGroup, driver, head_cost, sharded_argmax
+from moe_nvlink_plugin import HeadConfig, HeadGroup, driver, sharded_argmax
 from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.lm_head import cost as head_cost
 
 #: Calls without rows, for the fixed cost of both exchanges.
 EMPTY_CALLS = 50

@@ -41,17 +41,18 @@ from benchmarks.moe_comm.options import OURS
 from benchmarks.moe_comm.options import Options as GpuOptions
 from benchmarks.moe_comm.routers import RankTokens
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, driver
-from moe_nvlink_plugin.arguments import element_code, quantiser_code
 from moe_nvlink_plugin.config import COMBINE_FORMATS
-from moe_nvlink_plugin.executors import shape
+from moe_nvlink_plugin.exchange.arguments import element_code, quantiser_code
 from moe_nvlink_plugin.jit import host
-from moe_nvlink_plugin.layout import combine_row, quantised_combine_rows
-from moe_nvlink_plugin.plugins import find_recipe
+from moe_nvlink_plugin.launch import shape
+from moe_nvlink_plugin.memory.layout import combine_row, quantised_combine_rows
+from moe_nvlink_plugin.plugins.manager import find_recipe
 from moe_nvlink_plugin.recipes import QuantisingRecipe
 from moe_nvlink_plugin.testing import random_inputs
 from tests.gpu import vllm_quantisers
-from tests.kernels import cases, compare, emulated
+from tests.kernels import cases, compare
 from tests.kernels.cases import Inputs
+from tests.support import emulated
 
 RECIPES = ("fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
 #: Largest representable over the largest activation, which random ones seldom pass.

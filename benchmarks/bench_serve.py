@@ -29,9 +29,9 @@ from benchmarks.serving.servers import (
     NotExchangedError,
     one_rank_tokens,
 )
-from moe_nvlink_plugin.integration.vllm.demo.demo import EP_SIZE
-from moe_nvlink_plugin.integration.vllm.demo.server import ServerError
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import TinyModel
+from moe_nvlink_plugin.integration.demo.demo import EP_SIZE
+from moe_nvlink_plugin.integration.demo.server import ServerError
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import TinyModel
 
 SHOWS = (
     "HTTP requests to vLLM servers whose two workers, API server and client share the cores of "

@@ -26,12 +26,13 @@ from benchmarks import bench_recipes, gpu_stages, stand_in
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig
-from moe_nvlink_plugin.arguments import quantiser_code
-from moe_nvlink_plugin.executors.cuda import CudaExecutor
-from moe_nvlink_plugin.layout import payload_rows
-from moe_nvlink_plugin.plugins import find_recipe
+from moe_nvlink_plugin.exchange.arguments import quantiser_code
+from moe_nvlink_plugin.launch.cuda import CudaExecutor
+from moe_nvlink_plugin.memory.layout import payload_rows
+from moe_nvlink_plugin.plugins.manager import find_recipe
 from tests.gpu import real_head, real_path, sanitized
-from tests.kernels import emulated, emulated_text, processes
+from tests.support import emulated, emulated_text
+from tests.support import ranks as processes
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Of the stand-in, whose device 0 is an sm_90a GPU.

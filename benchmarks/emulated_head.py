@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 
 from moe_nvlink_plugin import HeadConfig, driver
-from moe_nvlink_plugin.arguments import element_code, head_arguments
-from moe_nvlink_plugin.executors import shape
+from moe_nvlink_plugin.exchange.arguments import element_code, head_arguments
 from moe_nvlink_plugin.jit import host, nvrtc, source
 from moe_nvlink_plugin.jit.header import structs
-from moe_nvlink_plugin.layout import WorkspaceLayout
-from tests.kernels import emulated
+from moe_nvlink_plugin.launch import shape
+from moe_nvlink_plugin.memory.layout import WorkspaceLayout
+from tests.support import emulated
 
 #: kernel -> its shared memory
 KERNELS = {"head_gather": "HeadShared", "head_argmax": "HeadArgmaxShared"}
@@ -67,7 +67,7 @@ extern "C" void moe_nvlink_emulated_{kernel}(const moe_nvlink::HeadArgs* of, voi
 
 
 def stand_in_source(count: int) -> str:
-    """What tests/fake_cuda runs when these kernels are launched: a thread per rank."""
+    """What tests/support/fake_cuda runs when these kernels are launched: a thread per rank."""
     entries = (_STAND_IN_ENTRY.format(kernel=name, count=count) for name in KERNELS)
     return source.host_source() + "".join(entries)
 

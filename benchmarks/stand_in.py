@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 from moe_nvlink_plugin.jit import host
-from tests import fake_cuda
-from tests.kernels import emulated, emulated_text
+from tests.support import emulated, emulated_text, fake_cuda
 
 
 def environment(folder: Path) -> dict[str, str]:

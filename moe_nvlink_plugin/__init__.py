@@ -41,12 +41,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .all_to_all import Dispatched, DispatchMetadata, MoeAllToAll
     from .config import AllToAllConfig
-    from .head_config import HeadConfig
-    from .lm_head import HeadGroup, HeadStats, sharded_argmax, sharded_logits
+    from .exchange.all_to_all import Dispatched, DispatchMetadata, MoeAllToAll
+    from .lm_head.config import HeadConfig
+    from .lm_head.group import HeadGroup, HeadStats, sharded_argmax, sharded_logits
+    from .memory.workspace import ExchangeStats
     from .recipes import QuantisingRecipe
-    from .workspace import ExchangeStats
 
 _HOMES = {
     "AllToAllConfig": "config",

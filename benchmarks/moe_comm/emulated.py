@@ -3,7 +3,7 @@
     rows = emulated.run(options)      # options.emulate_ranks; device "cuda" or "rehearsal"
 
 Ours runs in two forms. Alone (Layer), a verb of all ranks is one cooperative launch
-(tests/kernels/emulated.py): blockIdx.y is the rank, each has its share of the SMs and the launch
+(tests/support/emulated.py): blockIdx.y is the rank, each has its share of the SMs and the launch
 shape the product would choose for that share. Beside a peer (Branches), every rank launches the
 product's own kernels on a branch of one graph, because that is how the peer's kernels must run; a
 ratio is of this form only, and the first one stands beside it as `one_launch`.
@@ -26,11 +26,11 @@ from typing import Any, Protocol
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig
-from moe_nvlink_plugin.executors import shape
-from moe_nvlink_plugin.executors.cuda import CudaExecutor
-from moe_nvlink_plugin.layout import WorkspaceLayout
-from moe_nvlink_plugin.plugins import find_recipe
-from tests.kernels import emulated
+from moe_nvlink_plugin.launch import shape
+from moe_nvlink_plugin.launch.cuda import CudaExecutor
+from moe_nvlink_plugin.memory.layout import WorkspaceLayout
+from moe_nvlink_plugin.plugins.manager import find_recipe
+from tests.support import emulated
 
 from . import accounting, emulated_flashinfer, rows
 from .accounting import Traffic
@@ -367,7 +367,7 @@ def make_backend(
 
 
 def stand_in_backend(options: Options) -> emulated.Backend:
-    """What a GPU would be given, on the driver of tests/fake_cuda: for the tests."""
+    """What a GPU would be given, on the driver of tests/support/fake_cuda: for the tests."""
     config = config_of(options, 0, 1)
     return emulated.CudaBackend(
         options.ep_size, 1, config, pdl=options.pdl, device="cpu", as_product=True

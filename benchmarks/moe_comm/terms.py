@@ -14,7 +14,7 @@ between its parts in proportion to what time each would save if it were a little
 (path ** overlap : stream ** overlap), so terms add up to the verb's time.
 
 Two protocols are described by the same terms with other counts: the published kernels (REFERENCE)
-and ours (OURS, whose grids are those of moe_nvlink_plugin/executors/shape.py). Constants are fitted
+and ours (OURS, whose grids are those of moe_nvlink_plugin/launch/shape.py). Constants are fitted
 by benchmarks/model.py. **All that comes from here is predicted; nothing here has been measured.**
 Times in microseconds, bandwidths in GB/s (1e9), sizes in bytes, one rank's view.
 """
@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moe_nvlink_plugin.executors import shape
+from moe_nvlink_plugin.launch import shape
 
 VERBS = ("dispatch", "combine")
 ROUTERS = ("perfect", "uniform")

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin.all_to_all import Dispatched, DispatchMetadata
 from moe_nvlink_plugin.config import AllToAllConfig
+from moe_nvlink_plugin.exchange.all_to_all import Dispatched, DispatchMetadata
 
 #: Which exchange the workers get: a key of EXCHANGES; unset or empty leaves ours.
 EXCHANGE_VARIABLE = "BENCH_SERVE_EXCHANGE"
@@ -272,7 +272,9 @@ def register() -> None:
 
     Raises KeyError for an exchange that does not exist.
     """
-    manager: Any = importlib.import_module("moe_nvlink_plugin.integration.vllm.all2all_manager")
+    manager: Any = importlib.import_module(
+        "moe_nvlink_plugin.integration.vllm.plugin.all2all_manager"
+    )
     name = os.environ.get(EXCHANGE_VARIABLE)
     kind: Any = EXCHANGES[name] if name else manager.MoeAllToAll
     if os.environ.get(TIMED_VARIABLE) == "1":

@@ -6,11 +6,7 @@ import dataclasses
 import random
 from pathlib import Path
 
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import (
-    MODELS,
-    TinyModel,
-    write_checkpoint,
-)
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, TinyModel, write_checkpoint
 
 #: Of a prompt. Short: the first token's step reads it, and decoding is what is measured.
 PROMPT_TOKENS = 4

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_nvlink_plugin.integration.vllm.demo.demo import EAGER, EP_SIZE, SERVE_FLAGS
-from moe_nvlink_plugin.integration.vllm.demo.server import VllmServer
+from moe_nvlink_plugin.integration.demo.demo import EAGER, EP_SIZE, SERVE_FLAGS
+from moe_nvlink_plugin.integration.demo.server import VllmServer
 
 from . import gloo_plugin
 from .measure import ask_ranks

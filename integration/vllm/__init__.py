@@ -27,13 +27,13 @@ def platform_plugin() -> str | None:
     neither CPU nor CUDA, is ambiguous, or belongs to another out-of-tree platform plugin (vLLM
     allows one of those at a time, and ours is the one that can do without).
     """
-    from .platform import choose
+    from .plugin.platform import choose
 
     return choose()
 
 
 def register() -> None:
     """Lets ``LLM`` and ``EngineArgs`` take ``all2all_backend="moe_nvlink"``. Local, idempotent."""
-    from .flag import patch_engine_args
+    from .plugin.flag import patch_engine_args
 
     patch_engine_args()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moe_nvlink_plugin.errors import UnsupportedError
 
-from .drafts import DRAFTS
+from .draft.drafts import DRAFTS
 
 logger = logging.getLogger("vllm.plugins.moe_nvlink")
 

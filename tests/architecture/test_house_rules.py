@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Who may touch the environment, and why.
 READERS = {
     "moe_nvlink_plugin/env.py": "the one place where our variables are read",
-    "integration/vllm/demo/server.py": "hands its own environment on to the server it starts",
-    "integration/vllm/upstream/": "sets up the processes of vLLM's tests, which never serve",
+    "integration/demo/server.py": "hands its own environment on to the server it starts",
+    "tests/upstream/": "sets up the processes of vLLM's tests, which never serve",
 }
 MACHINE_PATH = re.compile(r"/(work|tmp|home|root|Users|opt)/[A-Za-z0-9_.-]+")
 #: Paths of the operating system that mean the same everywhere.
@@ -72,7 +72,7 @@ def test_using_the_public_names_needs_no_cuda_and_no_vllm() -> None:
     ours = imported_by(f"from moe_nvlink_plugin import {names}")
     # torch itself imports CUDA's Python bindings where they are installed.
     more = ours - imported_by("import torch, torch.distributed")
-    assert "moe_nvlink_plugin.all_to_all" in more
+    assert "moe_nvlink_plugin.exchange.all_to_all" in more
     assert not {name for name in more if name.split(".")[0] in {"vllm", "cuda"}}
 
 

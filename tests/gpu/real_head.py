@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax, sharded_logits
-from moe_nvlink_plugin.arguments import head_arguments
 from moe_nvlink_plugin.errors import ExchangeTimeoutError, InputError
-from moe_nvlink_plugin.executors import executor_for, with_index
+from moe_nvlink_plugin.exchange.arguments import head_arguments
 from moe_nvlink_plugin.jit.header import structs
-from moe_nvlink_plugin.layout import REGION_ALIGNMENT, WorkspaceLayout
+from moe_nvlink_plugin.launch import executor_for, with_index
+from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, WorkspaceLayout
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.gpu.real_path import WAIT_S
-from tests.kernels import emulated
+from tests.support import emulated
 from tests.unit import small_head
 from tests.unit.small_head import Problem, check_argmax, check_logits, ids_of, logits_of, problem
 

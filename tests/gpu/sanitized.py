@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from tests.gpu import real_head
-from tests.kernels import cases, emulated, emulated_text
+from tests.kernels import cases
 from tests.kernels.cases import Case
-from tests.kernels.delays import replace_once
+from tests.support import emulated, emulated_text
+from tests.support.delays import replace_once
 
 CASE = Case(
     name="sanitized",

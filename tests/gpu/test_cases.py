@@ -11,8 +11,9 @@ import random
 import pytest
 import torch
 
-from tests.kernels import cases, emulated
+from tests.kernels import cases
 from tests.kernels.cases import CASES, COMBINE_FORMATS, CORE_RECIPE_CASES, RECIPES, Case
+from tests.support import emulated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

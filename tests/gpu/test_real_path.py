@@ -13,7 +13,8 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeStateError
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.gpu import real_path
-from tests.kernels import cases, emulated
+from tests.kernels import cases
+from tests.support import emulated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

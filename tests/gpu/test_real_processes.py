@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import real_head, real_path
-from tests.kernels import processes
+from tests.support import ranks as processes
 
 JOIN_S = 60.0
 

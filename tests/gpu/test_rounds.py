@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from tests.kernels import cases, emulated
+from tests.kernels import cases
 from tests.kernels.cases import Case
+from tests.support import emulated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_nvlink_plugin import combine_formats, recipes
+from moe_nvlink_plugin import recipes
+from moe_nvlink_plugin.recipes import combine_formats
 
 RECIPES = {recipe.name: recipe for recipe in (recipes.FP8_BLOCK, recipes.MXFP8, recipes.NVFP4)}
 MODE_FILE = "mode.json"

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
-from moe_nvlink_plugin.integration.vllm.demo import processes
-from moe_nvlink_plugin.integration.vllm.demo.server import (
+from moe_nvlink_plugin.integration.demo import processes
+from moe_nvlink_plugin.integration.demo.server import (
     API_SERVER,
     CPU_ENVIRONMENT,
     ServerError,

@@ -13,19 +13,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moe_nvlink_plugin.integration.vllm.demo import processes
-from moe_nvlink_plugin.integration.vllm.demo.demo import EXIT_INTERRUPTED
+from moe_nvlink_plugin.integration.demo import processes
+from moe_nvlink_plugin.integration.demo.demo import EXIT_INTERRUPTED
 from tests.integration.servers import FAST_SERVER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 #: Looking through /proc takes a tenth of a second of CPU time, which servers that start need, too.
 LOOK_S = 0.5
-DEMO = ("-m", "moe_nvlink_plugin.integration.vllm.demo")
+DEMO = ("-m", "moe_nvlink_plugin.integration.demo")
 #: The same with servers that start faster, where how processes start is not the point.
 FAST_DEMO = (
     "-c",
-    "from moe_nvlink_plugin.integration.vllm.demo import demo, server\n"
+    "from moe_nvlink_plugin.integration.demo import demo, server\n"
     f"server.API_SERVER = {FAST_SERVER}\n"
     "raise SystemExit(demo.main())\n",
 )

@@ -23,8 +23,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm.demo.server import VllmServer
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
+from moe_nvlink_plugin.integration.demo.server import VllmServer
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
 from tests.integration import stop_on_order
 from tests.integration.servers import (
     Asking,

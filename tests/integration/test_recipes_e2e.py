@@ -22,12 +22,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm.demo.server import VllmServer
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import (
-    Experts,
-    TinyModel,
-    write_checkpoint,
-)
+from moe_nvlink_plugin.integration.demo.server import VllmServer
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import Experts, TinyModel, write_checkpoint
 from tests.integration import quantise_reference
 from tests.integration.quantise_reference import Mode
 from tests.integration.servers import EpServer, ForkedServer, Requests, write_plugin

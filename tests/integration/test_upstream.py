@@ -12,9 +12,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm import upstream
-from moe_nvlink_plugin.integration.vllm.upstream import fetch
-from moe_nvlink_plugin.integration.vllm.upstream.selection import all_groups
+from tests.upstream import fetch
+from tests.upstream.selection import all_groups
 
 #: One layer on two ranks.
 CASE = "False-moe_nvlink-2-1-True"
@@ -35,7 +34,7 @@ def tree() -> Path:
 
 
 def run(tree: Path, logs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", upstream.__name__, "--tree", str(tree), "--logs", str(logs)]
+    command = [sys.executable, "-m", "tests.upstream", "--tree", str(tree), "--logs", str(logs)]
     with subprocess.Popen(
         [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

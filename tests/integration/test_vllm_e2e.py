@@ -18,13 +18,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm.demo import processes
-from moe_nvlink_plugin.integration.vllm.demo.server import CPU_ENVIRONMENT, ServerError
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import (
-    MODELS,
-    TinyModel,
-    write_checkpoint,
-)
+from moe_nvlink_plugin.integration.demo import processes
+from moe_nvlink_plugin.integration.demo.server import CPU_ENVIRONMENT, ServerError
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, TinyModel, write_checkpoint
 from tests.integration import stop_on_order
 from tests.integration.servers import (
     EpServer,

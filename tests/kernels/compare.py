@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_nvlink_plugin import combine_formats, reference
+from moe_nvlink_plugin import reference
+from moe_nvlink_plugin.recipes import combine_formats
 from tests.kernels import cases
 from tests.kernels.cases import Case, Inputs, Seen, expert_rows, make_inputs, run_case
 

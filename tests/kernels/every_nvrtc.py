@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import emulated_head
-from moe_nvlink_plugin import precompile
 from moe_nvlink_plugin.errors import MoeNvlinkError
 from moe_nvlink_plugin.jit import header, nvrtc, source
-from moe_nvlink_plugin.precompile import Geometry, HeadGeometry
-from tests.kernels import emulated_text
+from moe_nvlink_plugin.tools import precompile
+from moe_nvlink_plugin.tools.precompile import Geometry, HeadGeometry
+from tests.support import emulated_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "nvidia-cuda-nvrtc"

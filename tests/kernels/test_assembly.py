@@ -13,7 +13,7 @@ import subprocess
 import pytest
 
 from moe_nvlink_plugin.jit import host, source
-from tests.kernels import builds
+from tests.support import builds
 
 pytestmark = builds.ON_X86
 

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import HeadGroup, sharded_argmax
-from moe_nvlink_plugin.combine_formats import FORMATS
 from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.recipes.combine_formats import FORMATS
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.kernels import (
-    builds,
     cases,
     compare,
     test_combine_formats,
@@ -28,6 +27,7 @@ from tests.kernels import (
     test_quantisers,
 )
 from tests.kernels.cases import RECIPES, Case
+from tests.support import builds
 
 pytestmark = [builds.ON_X86, pytest.mark.timeout(300)]
 

@@ -9,7 +9,6 @@ import pytest
 
 from moe_nvlink_plugin.jit import nvrtc, source
 from moe_nvlink_plugin.jit.header import constants
-from tests.kernels.delays import replace_once
 from tests.kernels.test_nvrtc import (
     BF16,
     Instruction,
@@ -18,6 +17,7 @@ from tests.kernels.test_nvrtc import (
     disassemble,
     generic_accesses,
 )
+from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -1,4 +1,4 @@
-"""tests/kernels/emulated.py on the CPU: what tests/gpu runs on a GPU, run here as far as it goes.
+"""tests/support/emulated.py on the CPU: what tests/gpu runs on a GPU, run here as far as it goes.
 
 The kernels' GPU entry points are compiled, for every architecture, and counted against an H100.
 """
@@ -22,12 +22,13 @@ from benchmarks.moe_comm.options import Options
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
-from tests import fake_cuda
 from tests.gpu import sanitized
 from tests.gpu import test_rounds as test_gpu_rounds
-from tests.kernels import cases, compare, delays, emulated, emulated_text, processes
+from tests.kernels import cases, compare
 from tests.kernels.cases import CASES, RECIPE_CASES, Case
 from tests.kernels.test_nvrtc import cuobjdump
+from tests.support import delays, emulated, emulated_text, fake_cuda
+from tests.support import ranks as processes
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -8,7 +8,7 @@ import pytest
 
 from moe_nvlink_plugin.jit import nvrtc
 from tests.gpu import test_rounds
-from tests.kernels import emulated
+from tests.support import emulated
 
 KERNEL = (2, 0, 8, "sm_90a")
 

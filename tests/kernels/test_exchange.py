@@ -10,12 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, exchange
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
-from tests.kernels import cases, compare, delays
+from tests.kernels import cases, compare
 from tests.kernels.cases import CASES, RECIPE_CASES, RECIPES, Case, Inputs
+from tests.support import delays
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,7 +13,7 @@ import torch
 from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.jit.header import constants
 from tests.kernels import test_specialised
-from tests.kernels.head_ranks import Call, HeadRanks, Round, build, check, head_ranks, make_calls
+from tests.support.head_ranks import Call, HeadRanks, Round, build, check, head_ranks, make_calls
 
 pytestmark = pytest.mark.timeout(240)
 

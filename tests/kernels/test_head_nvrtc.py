@@ -8,7 +8,6 @@ import re
 import pytest
 
 from moe_nvlink_plugin.jit import nvrtc, source
-from tests.kernels.delays import replace_once
 from tests.kernels.test_nvrtc import (
     BF16,
     FP16,
@@ -20,6 +19,7 @@ from tests.kernels.test_nvrtc import (
     generic_accesses,
     longest_run_of_loads,
 )
+from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -17,11 +17,11 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError
 from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.transport import nvlink
-from tests import fake_cuda
-from tests.fake_cuda.transport import install
 from tests.kernels import cases, compare
 from tests.kernels.cases import Case, Seen
-from tests.kernels.processes import run_processes
+from tests.support import fake_cuda
+from tests.support.fake_cuda.transport import install
+from tests.support.ranks import run_processes
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 pytestmark = pytest.mark.timeout(200)

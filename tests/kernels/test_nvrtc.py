@@ -21,7 +21,7 @@ import pytest
 from moe_nvlink_plugin.errors import CompileError
 from moe_nvlink_plugin.jit import nvrtc, source
 from moe_nvlink_plugin.jit.header import constants
-from tests.kernels.delays import replace_once
+from tests.support.delays import replace_once
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 pytestmark = pytest.mark.timeout(280)

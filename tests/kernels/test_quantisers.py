@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_nvlink_plugin import arguments
+from moe_nvlink_plugin.exchange import arguments
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.recipes import QuantisedRows, fp8, mxfp8, nvfp4

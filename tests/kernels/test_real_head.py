@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu import real_head
-from tests.kernels import processes
+from tests.support import ranks as processes
 from tests.unit.small_head import ids_of
 
 pytestmark = pytest.mark.timeout(240)

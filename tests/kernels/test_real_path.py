@@ -9,7 +9,8 @@ import pytest
 
 from moe_nvlink_plugin.jit import host
 from tests.gpu import real_path
-from tests.kernels import cases, processes
+from tests.kernels import cases
+from tests.support import ranks as processes
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import Dispatched, MoeAllToAll, exchange
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
+from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import cases, compare, delays, processes
+from tests.kernels import cases, compare
 from tests.kernels.cases import Case, Inputs, Seen
+from tests.support import delays
+from tests.support import ranks as processes
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -22,7 +22,7 @@ import pytest
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.jit import source
-from tests.kernels.delays import replace_once
+from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -11,7 +11,7 @@ from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.jit.header import constants
 from tests.kernels import compare
 from tests.kernels.cases import Case, make_inputs, run_case
-from tests.kernels.delays import replace_once
+from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(180)
 

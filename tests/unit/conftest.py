@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin import MoeAllToAll
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import write_checkpoint
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import write_checkpoint
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.unit.small_exchange import config
 

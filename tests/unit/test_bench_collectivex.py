@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks import collectivex
 from benchmarks.collectivex import RECORDED
-from tests.kernels.processes import run_processes
+from tests.support.ranks import run_processes
 
 EP_SIZE, TOKENS, HIDDEN, TOP_K, EXPERTS = 2, 5, 256, 3, 8
 

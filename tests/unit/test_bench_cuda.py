@@ -28,10 +28,9 @@ from benchmarks.moe_comm.cuda_clock import SPAN, Seen
 from benchmarks.moe_comm.options import OptionError, Options
 from benchmarks.moe_comm.routers import tokens_of
 from moe_nvlink_plugin.jit import host
-from tests import fake_cuda
-from tests.kernels import emulated_text
-from tests.kernels.emulated import FLAGS, CudaBackend
-from tests.kernels.processes import run_processes
+from tests.support import emulated_text, fake_cuda
+from tests.support.emulated import FLAGS, CudaBackend
+from tests.support.ranks import run_processes
 from tests.unit import fake_flashinfer
 
 SMALL = Options(

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from benchmarks import bench_lm_head, emulated_head
-from moe_nvlink_plugin import head_cost
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import elements
-from tests import fake_cuda
-from tests.kernels import emulated, processes
+from moe_nvlink_plugin.lm_head import cost as head_cost
+from tests.support import emulated, fake_cuda
+from tests.support import ranks as processes
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--vocab", "1000", "--hidden", "64", "--rows", "1", "5", "--iterations", "3"]

@@ -25,7 +25,7 @@ from benchmarks.moe_comm.backends import Context, Side, WrongResult, base
 from benchmarks.moe_comm.options import OptionError, Options
 from benchmarks.moe_comm.routers import tokens_of
 from moe_nvlink_plugin import reference
-from tests.kernels.processes import run_processes
+from tests.support.ranks import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Options(

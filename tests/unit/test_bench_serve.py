@@ -20,7 +20,7 @@ from benchmarks import bench_serve
 from benchmarks.serving import gloo_plugin, measure, model, servers
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.integration import vllm as porch
-from tests.kernels.processes import run_processes
+from tests.support.ranks import run_processes
 
 EP_SIZE, HIDDEN, TOP_K, EXPERTS = 2, 32, 3, 8
 #: Tokens of each rank, step by step: ragged, alike, none, and a size that came before.

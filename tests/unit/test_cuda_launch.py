@@ -1,5 +1,5 @@
-"""Launches through unmodified cuda-python on the tests' own driver (tests/fake_cuda): what is asked
-of the driver, and that the kernels, run by it from the host build, give the right rows.
+"""Launches through unmodified cuda-python on the tests' own driver (tests/support/fake_cuda): what
+is asked of the driver, and that the kernels, run by it from the host build, give the right rows.
 
 Here the ranks' memory is the host transport's; test_nvlink_exchange.py puts both together.
 """
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver
-from moe_nvlink_plugin.arguments import element_code
 from moe_nvlink_plugin.errors import (
     CompileError,
     ConfigError,
@@ -32,15 +31,16 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.executors import cuda
+from moe_nvlink_plugin.exchange.arguments import element_code
 from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.launch import cuda
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
-from tests import fake_cuda
-from tests.fake_cuda.transport import capturing, install
 from tests.kernels import cases, compare
-from tests.kernels.processes import run_processes
+from tests.support import fake_cuda
+from tests.support.fake_cuda.transport import capturing, install
+from tests.support.ranks import run_processes
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 pytestmark = pytest.mark.timeout(200)

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_nvlink_plugin.integration.vllm.demo import demo, formats, processes, report, server
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MODELS, write_checkpoint
+from moe_nvlink_plugin.integration.demo import demo, formats, processes, report, server
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
 
 PROMPTS = [[1, 2, 3], [4]]
 ANSWERS = report.Answers([[10, 11, 12, 13], [20, 21]], 0.5)
@@ -213,7 +213,7 @@ def test_the_watchdog_ends_the_session_when_its_owner_is_gone(
 ) -> None:
     leader, segment = stubborn
     owner_code = (
-        "import time; from moe_nvlink_plugin.integration.vllm.demo import processes;"
+        "import time; from moe_nvlink_plugin.integration.demo import processes;"
         f"w = processes.start_watchdog({leader.pid}); print(w.pid, flush=True); time.sleep(600)"
     )
     owner = subprocess.Popen([sys.executable, "-c", owner_code], stdout=subprocess.PIPE, text=True)

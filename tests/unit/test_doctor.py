@@ -1,7 +1,7 @@
 """moe-nvlink doctor: the truth on a machine without a GPU, and against the fake driver.
 
-What a driver answers comes from tests/fake_cuda in a child process, as in real use; software is
-written down here, for no test environment has torch's CUDA build.
+What a driver answers comes from tests/support/fake_cuda in a child process, as in real use;
+software is written down here, for no test environment has torch's CUDA build.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import Any
 
 import pytest
 
-from moe_nvlink_plugin import cli, doctor, driver, env, precompile
-from moe_nvlink_plugin.doctor import gpu, inquiry, report, together
-from moe_nvlink_plugin.doctor.gpu import Fabric, Gpus, Peer, Trial
-from moe_nvlink_plugin.doctor.inquiry import EntryPoint, Facts, Found
-from moe_nvlink_plugin.doctor.verdict import Verdict, device_reasons, numbered
+from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.errors import CompileError, ConfigError
 from moe_nvlink_plugin.jit import host, nvrtc
-from tests import fake_cuda
+from moe_nvlink_plugin.tools import cli, doctor, precompile
+from moe_nvlink_plugin.tools.doctor import gpu, inquiry, report, together
+from moe_nvlink_plugin.tools.doctor.gpu import Fabric, Gpus, Peer, Trial
+from moe_nvlink_plugin.tools.doctor.inquiry import EntryPoint, Facts, Found
+from moe_nvlink_plugin.tools.doctor.verdict import Verdict, device_reasons, numbered
+from tests.support import fake_cuda
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -162,7 +163,8 @@ def test_nothing_stays_behind(library: Path, call: str) -> None:
     """All that a trial has made is given back, also when it fails in the middle."""
     options: dict[str, Any] = {"fail": f"{call}:1:CUDA_ERROR_UNKNOWN"} if call else {}
     code = (
-        "from moe_nvlink_plugin.doctor import gpu; from tests.fake_cuda import control;"
+        "from moe_nvlink_plugin.tools.doctor import gpu;"
+        "from tests.support.fake_cuda import control;"
         "import os; before = len(os.listdir('/proc/self/fd'));"
         "device, = gpu._gather(None).devices; print(device.posix_fd, device.fabric_handle);"
         "assert device.posix_fd.tried and device.fabric_handle.tried;"
@@ -300,7 +302,7 @@ def test_a_driver_that_crashes(fake: Fake) -> None:
 
 def test_this_process_stays_free_of_the_driver(library: Path) -> None:
     code = (
-        "from moe_nvlink_plugin.doctor import gpu; assert gpu.probe().devices;"
+        "from moe_nvlink_plugin.tools.doctor import gpu; assert gpu.probe().devices;"
         "raise SystemExit('libcuda.so' in open('/proc/self/maps').read())"
     )
     variables = {**os.environ, **fake_cuda.environment(library, devices=1)}

@@ -21,9 +21,9 @@ from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import DriverError, UnsupportedError
 from moe_nvlink_plugin.jit import host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
-from tests.fake_cuda import build, control, environment
-from tests.kernels.processes import run_processes
 from tests.kernels.test_nvrtc import cuobjdump
+from tests.support.fake_cuda import build, control, environment
+from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -214,7 +214,7 @@ def share_body(base: int, handle: Any) -> None:
 _TOUCH = """
 import ctypes
 from moe_nvlink_plugin import driver
-from tests.fake_cuda import control
+from tests.support.fake_cuda import control
 from tests.unit.test_fake_cuda import MIB, access, prop
 base = int(driver.call("cuMemAddressReserve", 2 * MIB, 0, 0, 0))
 driver.call("cuMemMap", base, 2 * MIB, 0, driver.call("cuMemCreate", 2 * MIB, prop(), 0), 0)

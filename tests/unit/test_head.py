@@ -22,14 +22,14 @@ from moe_nvlink_plugin import (
     sharded_argmax,
     sharded_logits,
 )
-from moe_nvlink_plugin.arguments import head_arguments
 from moe_nvlink_plugin.errors import ExchangeStateError
-from moe_nvlink_plugin.head_config import MAX_VOCAB_SIZE
+from moe_nvlink_plugin.exchange.arguments import head_arguments
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
-from moe_nvlink_plugin.layout import REGION_ALIGNMENT, WorkspaceLayout
+from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
+from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, WorkspaceLayout
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels.processes import run_processes
+from tests.support.ranks import run_processes
 from tests.unit import small_exchange
 from tests.unit.small_head import (
     CAPACITY,

@@ -25,11 +25,11 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.executors.host import HostExecutor
-from moe_nvlink_plugin.head_config import MAX_VOCAB_SIZE
 from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.launch.host import HostExecutor
+from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from tests.kernels.processes import run_processes
+from tests.support.ranks import run_processes
 from tests.unit.small_head import (
     CAPACITY,
     HIDDEN,

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_nvlink_plugin import HeadConfig, driver, head_cost
+from moe_nvlink_plugin import HeadConfig, driver
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.head_cost import HeadShape, Rates
+from moe_nvlink_plugin.lm_head import cost as head_cost
+from moe_nvlink_plugin.lm_head.cost import HeadShape, Rates
 
 #: DeepSeek-R1's head in bf16, and a GPU of the machine that the observation was made on.
 DEEPSEEK = HeadShape(129280, 7168, 2)

@@ -22,9 +22,9 @@ from moe_nvlink_plugin.errors import DriverError, ExchangeStateError, ExchangeTi
 from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests import fake_cuda
-from tests.fake_cuda.transport import capturing, install
-from tests.kernels.processes import run_processes
+from tests.support import fake_cuda
+from tests.support.fake_cuda.transport import capturing, install
+from tests.support.ranks import run_processes
 from tests.unit.small_head import check_argmax, check_logits, config, problem
 from tests.unit.test_cuda_launch import ALLOWED_IN_CAPTURE, described
 

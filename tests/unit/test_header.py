@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from moe_nvlink_plugin import AllToAllConfig, ExchangeStats, layout
-from moe_nvlink_plugin.arguments import formats_code
+from moe_nvlink_plugin import AllToAllConfig, ExchangeStats
 from moe_nvlink_plugin.config import COMBINE_FORMATS, MAX_CALLER_PAYLOADS, MAX_RANKS, MAX_TOP_K
 from moe_nvlink_plugin.errors import CompileError
+from moe_nvlink_plugin.exchange.arguments import formats_code
 from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.memory import layout
 from moe_nvlink_plugin.recipes import BUILT_IN
 
 

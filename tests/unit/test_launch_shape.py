@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.executors.shape import (
+from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.jit.source import read_kernel_file
+from moe_nvlink_plugin.launch.shape import (
     LANE_ELEMENTS,
     LOGITS_BYTES_PER_CTA,
     MARKED_BYTES_PER_CTA,
@@ -24,8 +26,6 @@ from moe_nvlink_plugin.executors.shape import (
     quantising_lanes,
     share,
 )
-from moe_nvlink_plugin.jit.header import constants
-from moe_nvlink_plugin.jit.source import read_kernel_file
 
 H200_SMS = 132
 THREADS_PER_SM = 2048

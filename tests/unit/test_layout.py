@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.layout import (
+from moe_nvlink_plugin.memory.layout import (
     REGION_ALIGNMENT,
     Region,
     WorkspaceLayout,

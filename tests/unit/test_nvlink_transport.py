@@ -32,9 +32,9 @@ from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport import Extent, nvlink, topology, vmm
 from moe_nvlink_plugin.transport.nvlink import NvlinkMemory, NvlinkTransport
-from tests.fake_cuda import build, control, environment
-from tests.fake_cuda.transport import FakeNvlinkTransport
-from tests.kernels.processes import run_processes
+from tests.support.fake_cuda import build, control, environment
+from tests.support.fake_cuda.transport import FakeNvlinkTransport
+from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(120)
 

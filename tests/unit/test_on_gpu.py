@@ -20,7 +20,7 @@ import torch
 from benchmarks import common, gpu_stages
 from benchmarks.gpu_stages import STAGES, STEPS, Report, Run, Stage, Step
 from benchmarks.moe_comm import flashinfer_api, options
-from moe_nvlink_plugin.doctor import inquiry
+from moe_nvlink_plugin.tools.doctor import inquiry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -411,7 +411,7 @@ def test_a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_platformdirs_is_not_needed_where_the_cache_is_named(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['platformdirs'] = None\n"
-        "import moe_nvlink_plugin.cli\n"
+        "import moe_nvlink_plugin.tools.cli\n"
         "from moe_nvlink_plugin.jit import cache\n"
         "print(cache.directory())"
     )

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, ops
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
-from tests.kernels.processes import run_processes
+from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -24,7 +24,7 @@ from moe_nvlink_plugin.errors import (
     UnsupportedError,
 )
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from tests.kernels.processes import run_processes
+from tests.support.ranks import run_processes
 from tests.unit.small_exchange import (
     HIDDEN,
     config,

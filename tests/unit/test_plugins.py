@@ -11,9 +11,12 @@ import pluggy
 import pytest
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, builtin_plugins, hookspecs, plugins
+from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.plugins import builtin as builtin_plugins
+from moe_nvlink_plugin.plugins import hookspecs
+from moe_nvlink_plugin.plugins import manager as plugins
 from moe_nvlink_plugin.transport.host import HostTransport
 
 pytestmark = pytest.mark.timeout(90)

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_nvlink_plugin import cli, driver, precompile
+from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import CompileError, ConfigError, MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.jit import header, host, nvrtc
+from moe_nvlink_plugin.tools import cli, precompile
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -218,7 +219,9 @@ def test_a_process_that_is_killed(
 
 
 def test_compiling_processes_import_no_torch() -> None:
-    code = "import sys, moe_nvlink_plugin.precompile; raise SystemExit('torch' in sys.modules)"
+    code = (
+        "import sys, moe_nvlink_plugin.tools.precompile; raise SystemExit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

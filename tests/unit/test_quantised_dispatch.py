@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, QuantisingRecipe, ops
-from moe_nvlink_plugin.arguments import quantiser_code
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, QuantisingRecipe
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError, InputError
+from moe_nvlink_plugin.exchange import ops
+from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, PayloadRow
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 

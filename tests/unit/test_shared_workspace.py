@@ -19,9 +19,9 @@ from moe_nvlink_plugin.errors import (
     TransportError,
 )
 from moe_nvlink_plugin.jit.host import HostLibrary
+from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport.host import HostMemory
-from moe_nvlink_plugin.workspace import Workspace
 from tests.unit.small_exchange import HIDDEN, assert_still_works, config, good
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,7 +13,7 @@ import torch
 
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig, MoeAllToAll
 from moe_nvlink_plugin.errors import ConfigError, ExchangeTimeoutError
-from moe_nvlink_plugin.startup import Startup, Timeouts
+from moe_nvlink_plugin.memory.startup import Startup, Timeouts
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.unit.small_exchange import config, good
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.integration.vllm.upstream import cli, expectations, fetch, models
-from moe_nvlink_plugin.integration.vllm.upstream.expectations import Rule
-from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
-from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
-from moe_nvlink_plugin.integration.vllm.upstream.run import Part, Ran
-from moe_nvlink_plugin.integration.vllm.upstream.selection import all_groups
 from tests.unit.upstream_toys import toy_group, toy_tree
+from tests.upstream import cli, expectations, fetch, models
+from tests.upstream.expectations import Rule
+from tests.upstream.groups import Device, Group, Plugin
+from tests.upstream.outcomes import Outcome, Result
+from tests.upstream.run import Part, Ran
+from tests.upstream.selection import all_groups
 
 VERSION = "0.32.0"
 TESTS = """

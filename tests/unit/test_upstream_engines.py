@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from moe_nvlink_plugin.integration.vllm.upstream import models
-from moe_nvlink_plugin.integration.vllm.upstream.adapt import engines, redirects
+from tests.upstream import models
+from tests.upstream.adapt import engines, redirects
 
 MOE = "ibm-research/PowerMoE-3b"
 DENSE = "hmellor/tiny-random-LlamaForCausalLM"

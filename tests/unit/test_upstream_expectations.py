@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.integration.vllm.upstream import expectations
-from moe_nvlink_plugin.integration.vllm.upstream.expectations import Rule, differences, updated
-from moe_nvlink_plugin.integration.vllm.upstream.groups import Device
-from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
+from tests.upstream import expectations
+from tests.upstream.expectations import Rule, differences, updated
+from tests.upstream.groups import Device
+from tests.upstream.outcomes import Outcome, Result
 
 PASSED = Result(Outcome.PASSED)
 FAILED = Result(Outcome.FAILED, "ValueError: no such kernel\nand more")
@@ -161,7 +161,7 @@ def test_a_version_without_a_file_names_those_there_are(tmp_path: Path) -> None:
 
 
 def test_the_files_of_the_repository_can_be_read_and_name_groups_that_exist() -> None:
-    from moe_nvlink_plugin.integration.vllm.upstream.selection import all_groups
+    from tests.upstream.selection import all_groups
 
     files = list(expectations.FOLDER.glob("*.yaml"))
     assert files
@@ -234,7 +234,7 @@ def test_a_groups_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None
 
 
 def test_every_group_that_runs_on_cpus_has_expectations_of_each_version_that_does() -> None:
-    from moe_nvlink_plugin.integration.vllm.upstream.selection import all_groups
+    from tests.upstream.selection import all_groups
 
     (path,) = expectations.FOLDER.glob("*-cpu.yaml")
     groups = {group.name for group in all_groups() if Device.CPU in group.devices}

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moe_nvlink_plugin.integration.vllm.upstream import family
+from tests.upstream import family
 
 #: A process with shared memory, a child, a server in a session of its own, and the server's child.
 PROGRAM = """

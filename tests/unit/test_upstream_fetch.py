@@ -13,8 +13,8 @@ import pytest
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import compat
-from moe_nvlink_plugin.integration.vllm.upstream import fetch
-from moe_nvlink_plugin.integration.vllm.upstream.fetch import FetchError, Index, UnreachableError
+from tests.upstream import fetch
+from tests.upstream.fetch import FetchError, Index, UnreachableError
 
 VERSION = "9.8.7"
 TOP = f"vllm-{VERSION}"

@@ -20,21 +20,15 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm.upstream import cli, expectations, fetch, settings
-from moe_nvlink_plugin.integration.vllm.upstream.adapt import (
-    cpu_device,
-    drafts,
-    gpu_layers,
-    processes,
-    shared_gpu,
-)
-from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Group, Plugin
-from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
-from moe_nvlink_plugin.integration.vllm.upstream.run import Job, Part, Ran, environment
-from moe_nvlink_plugin.integration.vllm.upstream.selection import gpu
 from tests.unit.upstream_toys import toy_tree
+from tests.upstream import cli, expectations, fetch, settings
+from tests.upstream.adapt import cpu_device, drafts, gpu_layers, processes, shared_gpu
+from tests.upstream.groups import Device, Group, Plugin
+from tests.upstream.outcomes import Outcome, Result
+from tests.upstream.run import Job, Part, Ran, environment
+from tests.upstream.selection import gpu
 
-PACKAGE = "moe_nvlink_plugin.integration.vllm.upstream"
+PACKAGE = "tests.upstream"
 
 
 @pytest.fixture
@@ -222,7 +216,7 @@ def test_a_rank_that_fails_is_named_and_the_others_are_not_waited_for(
 
 
 def test_a_configuration_of_a_test_asks_for_us() -> None:
-    from moe_nvlink_plugin.integration.vllm import flag
+    from moe_nvlink_plugin.integration.vllm.plugin import flag
 
     made = types.SimpleNamespace(parallel_config=types.SimpleNamespace(all2all_backend="other"))
     assert not flag.is_selected(made)

@@ -15,10 +15,9 @@ import pytest
 from huggingface_hub import HfApi
 
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.integration.vllm import upstream
-from moe_nvlink_plugin.integration.vllm.upstream.adapt import dummy_plugins, vllm_command
+from tests.upstream.adapt import dummy_plugins, vllm_command
 
-WITHOUT = Path(str(upstream.__file__)).parent / "without_plugin"
+WITHOUT = Path(__file__).parents[1] / "upstream" / "without_plugin"
 
 ENTRY_POINTS = """
 from importlib.metadata import entry_points
@@ -54,7 +53,7 @@ def test_they_are_gone_in_a_child_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["moe_nvlink_plugin", "moe_nvlink_plugin.integration.vllm.platform"]
+    "name", ["moe_nvlink_plugin", "moe_nvlink_plugin.integration.vllm.plugin.platform"]
 )
 def test_imports_are_refused(name: str) -> None:
     code = f"""
@@ -99,7 +98,7 @@ def test_a_sitecustomize_of_the_user_still_runs(tmp_path: Path) -> None:
 
 def within(name: str) -> Any:
     """A plugin of `within`, which is a folder of modules and no package."""
-    path = Path(str(upstream.__file__)).parent / "within" / f"{name}.py"
+    path = Path(__file__).parents[1] / "upstream" / "within" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -109,7 +108,7 @@ def within(name: str) -> Any:
 
 
 def test_plugins_of_both_sides_import_nothing_of_ours() -> None:
-    folder = Path(str(upstream.__file__)).parent / "within"
+    folder = Path(__file__).parents[1] / "upstream" / "within"
     names = sorted(path.stem for path in folder.glob("*.py"))
     assert {"moe_nvlink_upstream_hub", "moe_nvlink_upstream_quick_cleanup"} <= set(names)
     run_python("; ".join(f"import {name}" for name in names), WITHOUT, folder)
@@ -124,7 +123,7 @@ def test_cleanup_between_tests_sees_young_objects_only(tmp_path: Path) -> None:
         "    assert gc.get_freeze_count() > 1000\n"
         "    assert len(gc.get_objects()) < gc.get_freeze_count()\n"
     )
-    folder = Path(str(upstream.__file__)).parent / "within"
+    folder = Path(__file__).parents[1] / "upstream" / "within"
     code = f"import pytest; raise SystemExit(pytest.main(['-q', {str(tmp_path)!r}, *PLUGIN]))"
     run_python(f"PLUGIN = ['-p', 'moe_nvlink_upstream_quick_cleanup']\n{code}", folder)
     with pytest.raises(AssertionError):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
 
-from moe_nvlink_plugin.integration.vllm.upstream import models
+from tests.upstream import models
 
 MOE = "ibm-research/PowerMoE-3b"
 

@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from moe_nvlink_plugin.integration.vllm.upstream import breaks, settings
-from moe_nvlink_plugin.integration.vllm.upstream.adapt import cpu_device, moe_layer
+from tests.upstream import breaks, settings
+from tests.upstream.adapt import cpu_device, moe_layer
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda", 1)])
@@ -111,7 +111,7 @@ class ProcessGroupInfo:
 
 WORKERS = """
 import os, time, torch
-from moe_nvlink_plugin.integration.vllm.upstream.adapt import processes
+from tests.upstream.adapt import processes
 
 def add(info, config, group, path):
     total = torch.tensor([info.rank + 1])
@@ -158,7 +158,7 @@ def hang(info, config, group):
 
 PROGRAM = """
 import os, sys, time, workers
-from moe_nvlink_plugin.integration.vllm.upstream.adapt import processes
+from tests.upstream.adapt import processes
 
 def launch(name, *words):
     started = time.monotonic()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result, read_run
+from tests.upstream.outcomes import Outcome, Result, read_run
 
 START: dict[str, Any] = {"$report_type": "SessionStart", "pytest_version": "9"}
 FINISH: dict[str, Any] = {"$report_type": "SessionFinish", "exitstatus": 0}

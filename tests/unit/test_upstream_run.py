@@ -10,20 +10,12 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
-from moe_nvlink_plugin.integration.vllm.upstream import run as running
-from moe_nvlink_plugin.integration.vllm.upstream.expectations import Rule
-from moe_nvlink_plugin.integration.vllm.upstream.groups import Device, Plugin
-from moe_nvlink_plugin.integration.vllm.upstream.outcomes import Outcome, Result
-from moe_nvlink_plugin.integration.vllm.upstream.run import (
-    Job,
-    Part,
-    Ran,
-    environment,
-    is_below,
-    jobs_of,
-    run,
-)
 from tests.unit.upstream_toys import ASKED, CONFTEST, run_toy, toy_group, toy_tree
+from tests.upstream import run as running
+from tests.upstream.expectations import Rule
+from tests.upstream.groups import Device, Plugin
+from tests.upstream.outcomes import Outcome, Result
+from tests.upstream.run import Job, Part, Ran, environment, is_below, jobs_of, run
 
 A = "tests/test_a.py"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.integration.vllm.upstream import table
-from moe_nvlink_plugin.integration.vllm.upstream.expectations import Rule
-from moe_nvlink_plugin.integration.vllm.upstream.groups import Plugin
 from tests.unit.upstream_toys import toy_group
+from tests.upstream import table
+from tests.upstream.expectations import Rule
+from tests.upstream.groups import Plugin
 
 RULES = {
     "two": [Rule("*", 7, "passed")],

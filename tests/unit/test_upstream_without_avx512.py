@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_nvlink_plugin.integration.vllm import upstream
-
-HERE = Path(str(upstream.__file__)).parent
+HERE = Path(__file__).parents[1] / "upstream"
 WITHOUT_AVX512, WITHOUT_PLUGIN = HERE / "without_avx512", HERE / "without_plugin"
 
 #: torch on a CPU that has it all: the function that torch.cpu's others ask, and one of those.

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.vllm.cpu_fp8_experts import (
+from moe_nvlink_plugin.integration.vllm.moe.cpu_fp8_experts import (
     dequantised_blocks,
     serve_without_amx,
 )

@@ -23,9 +23,9 @@ from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.prepare_finalize import Arrived
+from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import Arrived
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.unit.vllm_layer import (
     CAPACITY,

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration import vllm as adapter
-from moe_nvlink_plugin.integration.vllm import flag, platform
+from moe_nvlink_plugin.integration.vllm.plugin import flag, platform
 
 ASKED = {flag.KEY: flag.BACKEND}
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm import input_scales
-from tests.kernels.processes import run_processes
+from moe_nvlink_plugin.integration.vllm.moe import input_scales
+from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(120)
 

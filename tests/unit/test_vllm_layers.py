@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import all2all_manager, communicator, layers, lm_head, mtp
-from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import MoeNvlinkAll2AllManager
 
 results = {}
 

@@ -32,7 +32,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from moe_nvlink_plugin import ExchangeStats, HeadConfig, HeadGroup, head_cost
+from moe_nvlink_plugin import ExchangeStats, HeadConfig, HeadGroup
 from moe_nvlink_plugin.errors import (
     ConfigError,
     DisagreementError,
@@ -41,10 +41,16 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.integration.vllm import drafts, flag, lm_head, mtp, options
-from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
-from moe_nvlink_plugin.integration.vllm.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
-from moe_nvlink_plugin.integration.vllm.lm_head import DraftHead, MoeNvlinkLogitsProcessor, Plan
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
+from moe_nvlink_plugin.integration.vllm.draft import drafts, lm_head, mtp
+from moe_nvlink_plugin.integration.vllm.draft.lm_head import (
+    DraftHead,
+    MoeNvlinkLogitsProcessor,
+    Plan,
+)
+from moe_nvlink_plugin.integration.vllm.plugin import flag, options
+from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.lm_head import cost as head_cost
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 
 pytestmark = pytest.mark.usefixtures("environment")

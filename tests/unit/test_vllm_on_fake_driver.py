@@ -17,12 +17,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from moe_nvlink_plugin.groups import as_group
-from moe_nvlink_plugin.integration.vllm.options import Options
+from moe_nvlink_plugin.integration.vllm.plugin.options import Options
 from moe_nvlink_plugin.jit import host, source
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, NVFP4
-from tests import fake_cuda
-from tests.fake_cuda.transport import OnFakeDriver, install
-from tests.kernels.processes import run_processes
+from tests.support import fake_cuda
+from tests.support.fake_cuda.transport import OnFakeDriver, install
+from tests.support.ranks import run_processes
 from tests.unit.test_vllm_quantised import GLOBAL_SCALES, experts_of
 from tests.unit.vllm_layer import (
     CAPACITY,

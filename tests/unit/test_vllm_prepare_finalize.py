@@ -23,7 +23,7 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     UnsupportedError,
 )
-from tests.kernels.processes import run_processes
+from tests.support.ranks import run_processes
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 5
 VOCAB = 100
@@ -115,7 +115,7 @@ def _expert_map(config: AllToAllConfig) -> torch.Tensor:
 
 
 def _prepare_finalize(exchange: MoeAllToAll, expert_map: torch.Tensor | None = None) -> Any:
-    from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAndFinalize
+    from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 
     return CpuPrepareAndFinalize(exchange, expert_map)
 
@@ -289,7 +289,7 @@ def _ragged_rounds(ep_rank: int, ep_size: int) -> list[float]:
 
 def _manager(cpu_group: Any) -> Any:
     """Our manager without vLLM's parallel state behind it."""
-    from moe_nvlink_plugin.integration.vllm import all2all_manager, options
+    from moe_nvlink_plugin.integration.vllm.plugin import all2all_manager, options
 
     manager = object.__new__(all2all_manager.MoeNvlinkAll2AllManager)
     manager.options, manager._met, manager._holds_startup = options.Options(), False, False
@@ -303,7 +303,7 @@ def _manager(cpu_group: Any) -> Any:
 
 def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
     """What the manager's counters say after rounds of one of its two geometries."""
-    from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry
+    from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import Geometry
 
     manager = _manager(dist.group.WORLD)
     small = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32)
@@ -326,7 +326,7 @@ def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
 
 def _capacities(ep_rank: int, ep_size: int) -> tuple[list[int], list[bool], int]:
     """Of exchanges by capacity: their capacities, if they lie where the largest does, its size."""
-    from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry
+    from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import Geometry
 
     manager = _manager(dist.group.WORLD)
     exchanges = manager.exchanges_by_capacity(
@@ -345,7 +345,7 @@ def _capacities(ep_rank: int, ep_size: int) -> tuple[list[int], list[bool], int]
 
 def _agreement(ep_rank: int, ep_size: int) -> list[str]:
     """What ranks are told that propose the same, then different scales, then one problem."""
-    from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry, Proposal
+    from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import Geometry, Proposal
 
     manager = _manager(dist.group.WORLD)
     geometry = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32, "nvfp4")

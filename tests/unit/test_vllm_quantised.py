@@ -28,7 +28,6 @@ from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
 )
 
 from moe_nvlink_plugin import MoeAllToAll
-from moe_nvlink_plugin.combine_formats import error_bound
 from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.errors import (
     ConfigError,
@@ -36,13 +35,15 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.integration.vllm import all2all_manager, formats, layers
-from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry, Proposal
-from moe_nvlink_plugin.integration.vllm.cpu_prepare_finalize import CpuPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.formats import DispatchFormat, choose
-from moe_nvlink_plugin.integration.vllm.options import Options
+from moe_nvlink_plugin.integration.vllm.moe import formats, layers
+from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.moe.formats import DispatchFormat, choose
+from moe_nvlink_plugin.integration.vllm.plugin import all2all_manager
+from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import Geometry, Proposal
+from moe_nvlink_plugin.integration.vllm.plugin.options import Options
 from moe_nvlink_plugin.recipes import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN, MXFP8, NVFP4
+from moe_nvlink_plugin.recipes.combine_formats import error_bound
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.unit.vllm_layer import (
     CAPACITY,

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from moe_nvlink_plugin import ExchangeStats
-from moe_nvlink_plugin.integration.vllm.stats import StatsWriter
+from moe_nvlink_plugin.integration.common.stats import StatsWriter
 
 ABOUT = {"ep_rank": 3, "ep_size": 4}
 

@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.integration.vllm import compat, flag, validation
-from moe_nvlink_plugin.integration.vllm.options import KEY, Options, options_of
+from moe_nvlink_plugin.integration.vllm import compat
+from moe_nvlink_plugin.integration.vllm.plugin import flag, validation
+from moe_nvlink_plugin.integration.vllm.plugin.options import KEY, Options, options_of
 
 README = Path(__file__).parents[2] / "integration" / "README.md"
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError
-from moe_nvlink_plugin.integration.vllm.watch import FailureWatch
+from moe_nvlink_plugin.integration.common.watch import FailureWatch
 
 
 def test_a_failure_ends_the_worker_once(caplog: pytest.LogCaptureFixture) -> None:

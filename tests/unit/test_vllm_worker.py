@@ -10,8 +10,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm import flag, worker
-from moe_nvlink_plugin.integration.vllm.all2all_manager import Geometry, MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.plugin import flag, worker
+from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import (
+    Geometry,
+    MoeNvlinkAll2AllManager,
+)
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.unit.small_exchange import config
 

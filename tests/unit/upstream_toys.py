@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from moe_nvlink_plugin.integration.vllm.upstream.groups import Group, Plugin
-from moe_nvlink_plugin.integration.vllm.upstream.run import Job, Part, Ran, Where, run
+from tests.upstream.groups import Group, Plugin
+from tests.upstream.run import Job, Part, Ran, Where, run
 
 #: Does what vLLM does when our package is installed: it asks our entry point for a platform.
 ASKED = """
@@ -14,7 +14,7 @@ import importlib.metadata, sys, types
 
 platforms = sys.modules["vllm.platforms"] = types.ModuleType("vllm.platforms")
 platforms._current_platform = None
-ours = "moe_nvlink_plugin.integration.vllm.platform"
+ours = "moe_nvlink_plugin.integration.vllm.plugin.platform"
 if importlib.metadata.entry_points(group="vllm.platform_plugins", name="moe_nvlink"):
     sys.modules[ours] = types.ModuleType(ours)
 """

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
-from moe_nvlink_plugin.integration.vllm.cuda_prepare_finalize import CudaPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.formats import DispatchFormat, choose
-from moe_nvlink_plugin.integration.vllm.options import Options
+from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.moe.formats import DispatchFormat, choose
+from moe_nvlink_plugin.integration.vllm.plugin.options import Options
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 128, 6
 

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.moe_comm.options import Options
 from benchmarks.moe_comm.routers import RankTokens
-from moe_nvlink_plugin import Dispatched, MoeAllToAll, exchange
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
+from moe_nvlink_plugin.exchange import layer as exchange
 
 from .base import (
     Complaints,

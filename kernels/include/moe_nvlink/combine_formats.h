@@ -1,6 +1,6 @@
 // How the experts' rows travel in combine: as they are, or quantised per block. For each format what
 // one thread loads of one row and adds to its sums (a "part"), what its elements are made of, and the
-// bytes that a row takes. moe_nvlink_plugin/combine_formats.py has the same arithmetic in torch.
+// bytes that a row takes. moe_nvlink_plugin/recipes/combine_formats.py has the same arithmetic in torch.
 #pragma once
 
 #include "args.h"

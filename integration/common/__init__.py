@@ -1,0 +1,1 @@
+"""What every framework's adapter needs. Knows no framework."""

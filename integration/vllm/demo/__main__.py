@@ -1,5 +1,0 @@
-"""`python -m moe_nvlink_plugin.integration.vllm.demo`, which is what `make demo` runs."""
-
-from .demo import main
-
-raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""The MTP drafts whose LM head ranks can share, by what a configuration says of them.
+
+Nothing here imports vLLM: it runs in every process that builds a configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from moe_nvlink_plugin.integration.vllm.plugin.options import AUTO, KEY, MTP_LM_HEAD, Options, names
+
+#: `speculative_config.method` of drafts that come with their target.
+METHOD = "mtp"
+_VARIABLE = "MOE_NVLINK_MTP_LM_HEAD_TP"
+_OFF = f'remove "{MTP_LM_HEAD}" and {_VARIABLE}, which leaves the head whole'
+
+
+class Draft(NamedTuple):
+    """One of vLLM's draft classes.
+
+    head_in_layer: the LM head and the norm before it are in the layer of the step
+    (``shared_head``), not in the model (``lm_head``).
+    """
+
+    module: str
+    name: str
+    head_in_layer: bool
+
+
+_MODELS = "vllm.model_executor.models"
+
+#: By the name vLLM has for the draft's architecture.
+DRAFTS: dict[str, Draft] = {
+    "DeepSeekMTPModel": Draft(f"{_MODELS}.deepseek_mtp", "DeepSeekMTP", True),
+    "Glm4MoeMTPModel": Draft(f"{_MODELS}.glm4_moe_mtp", "Glm4MoeMTP", True),
+    "Qwen3NextMTP": Draft(f"{_MODELS}.qwen3_next_mtp", "Qwen3NextMTP", False),
+    "Qwen3_5MTP": Draft(f"{_MODELS}.qwen3_5_mtp", "Qwen3_5MTP", False),
+    "Qwen3_5MoeMTP": Draft(f"{_MODELS}.qwen3_5_mtp", "Qwen3_5MoeMTP", False),
+}
+
+
+def is_mtp(vllm_config: Any) -> bool:
+    """Whether the configuration drafts with its target's own MTP layers. Local, any object."""
+    return getattr(getattr(vllm_config, "speculative_config", None), "method", None) == METHOD
+
+
+def shares_head(vllm_config: Any, options: Options) -> bool:
+    """Whether ranks are to share the head of this configuration's draft. Local."""
+    return options.shares_lm_head and is_mtp(vllm_config)
+
+
+def architecture(vllm_config: Any) -> str:
+    """vLLM's name for the draft's architecture. Local; the configuration `is_mtp`."""
+    found = vllm_config.speculative_config.draft_model_config.hf_config.architectures
+    return str((found or ["none"])[0])
+
+
+def greedy(speculative: Any) -> bool:
+    """Whether each draft token is an argmax, and nobody looks at the logits behind it. Local."""
+    return speculative.draft_sample_method == "greedy" and not getattr(
+        speculative, "enable_adaptive_verification", False
+    )
+
+
+def ask_for_tokens(vllm_config: Any, options: Options) -> None:
+    """Lets vLLM ask a greedy draft for tokens (`get_top_tokens`) instead of logits.
+
+    Local, idempotent. With it only pairs of value and token travel back. Changes
+    ``speculative_config.use_local_argmax_reduction``.
+    """
+    if shares_head(vllm_config, options) and greedy(vllm_config.speculative_config):
+        vllm_config.speculative_config.use_local_argmax_reduction = True
+
+
+def problems(vllm_config: Any, options: Options) -> Iterator[str]:
+    """What in the configuration stands against a shared head, with the flag to change. Local."""
+    if not options.shares_lm_head:
+        return
+    if not is_mtp(vllm_config):
+        if names(vllm_config, MTP_LM_HEAD):
+            yield (
+                f'additional_config["{KEY}"]: {MTP_LM_HEAD}={options.mtp_lm_head_tp_size!r} is for '
+                "the LM head of an MTP draft, and there is none: add --speculative-config "
+                f'\'{{"method": "{METHOD}", "num_speculative_tokens": 1}}\', or {_OFF}.'
+            )
+        return
+    yield from _parallel(vllm_config.parallel_config, options.mtp_lm_head_tp_size)
+    yield from _draft(vllm_config)
+    yield from _head(vllm_config)
+
+
+def _parallel(parallel: Any, size: int | str) -> Iterator[str]:
+    if parallel.tensor_parallel_size > 1:
+        yield (
+            f"{MTP_LM_HEAD}={size!r} with --tensor-parallel-size {parallel.tensor_parallel_size}: "
+            "tensor parallelism has split the LM head already. Set --tensor-parallel-size to 1, or "
+            f"{_OFF}."
+        )
+    ranks = parallel.data_parallel_size
+    if size == AUTO or not isinstance(size, int):
+        return
+    if size > ranks or ranks % size:
+        fitting = ", ".join(str(n) for n in range(2, ranks + 1) if ranks % n == 0)
+        yield (
+            f"{MTP_LM_HEAD}={size} (or {_VARIABLE}) does not divide --data-parallel-size {ranks}: "
+            f"set it to one of {fitting or 'none'}, or to auto, or {_OFF}."
+        )
+
+
+def _draft(vllm_config: Any) -> Iterator[str]:
+    name = architecture(vllm_config)
+    if name not in DRAFTS:
+        yield (
+            f"{MTP_LM_HEAD} serves the drafts {', '.join(DRAFTS)}; this model's is {name}: {_OFF}."
+        )
+
+
+def _head(vllm_config: Any) -> Iterator[str]:
+    model = vllm_config.model_config
+    if model is not None and model.head_dtype != model.dtype:
+        yield (
+            f"{MTP_LM_HEAD} multiplies in the model's type {model.dtype}, and head_dtype is "
+            f'{model.head_dtype}: remove "head_dtype" from --hf-overrides, or {_OFF}.'
+        )
+    quantised = getattr(vllm_config.speculative_config, "draft_lm_head_quantization", None)
+    if quantised is not None:
+        yield (
+            f"{MTP_LM_HEAD} with draft_lm_head_quantization {quantised}: a shared head is not "
+            f"quantised. Remove the latter from --speculative-config, or {_OFF}."
+        )

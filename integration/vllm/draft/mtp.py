@@ -1,0 +1,191 @@
+"""vLLM's MTP drafts with a shared LM head: subclasses that tell when a step begins.
+
+A draft step is one forward of the draft and one look at its LM head. vLLM's V1 runner leaves the
+look out where it runs the forward for company only (a rank without requests, a profile run, inputs
+that are too long for the draft); then there is no attention metadata, and we look at the head in
+its place, with no rows. The V2 runner always looks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.distributed import get_ep_group
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.model_executor.models import ModelRegistry
+
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND
+from moe_nvlink_plugin.integration.vllm.plugin.options import MTP_LM_HEAD
+
+from .drafts import DRAFTS, Draft, architecture
+from .lm_head import DraftHead, MoeNvlinkLogitsProcessor
+
+
+class MoeNvlinkDraft:
+    """Mixin in front of one of vLLM's draft classes.
+
+    ``forward`` stays vLLM's: what is compiled or captured of it is what it was. ``__call__`` is
+    outside of both.
+    """
+
+    _serves_idle = False
+    _draft_head: DraftHead | None = None
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        """Collective: all ranks build their draft at the same point of start-up."""
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        processor = self._processor()
+        if not isinstance(processor, MoeNvlinkLogitsProcessor):
+            raise UnsupportedError(
+                f"{MTP_LM_HEAD}: {type(self).__name__} has a {type(processor).__name__} for its "
+                "logits instead of ours. Please report this with the command that started vLLM."
+            )
+        self._serves_idle = not vllm_config.use_v2_model_runner
+        self._draft_head = _manager().draft_head(vllm_config, processor.org_vocab_size)
+        processor.draft_head = self._draft_head
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's forward, then our part in a step that nobody here has rows for."""
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if self._draft_head is not None and is_forward_context_available():
+            context = get_forward_context()
+            lm_head = self._head(kwargs.get("spec_step_idx", 0))
+            self._draft_head.check(lm_head)
+            self._draft_head.forward_ran(_largest_batch(context))
+            if self._serves_idle and context.attn_metadata is None:
+                self._draft_head.serve_idle(lm_head)
+        return output
+
+    def get_top_tokens(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
+        """`[n] int64`: the draft tokens of `[n, hidden]`. Collective once the head is shared."""
+        rows = self._normed(hidden_states, spec_step_idx)
+        tokens: torch.Tensor = self._processor().get_top_tokens(self._head(spec_step_idx), rows)
+        return tokens
+
+    # Where a draft keeps its head. Looked up at every step: vLLM replaces it after construction.
+
+    def _processor(self) -> Any:
+        raise NotImplementedError
+
+    def _head(self, step: int) -> Any:
+        raise NotImplementedError
+
+    def _normed(self, hidden_states: torch.Tensor, step: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class HeadInModel(MoeNvlinkDraft):
+    """One ``lm_head`` for all steps; the forward ends with the norm before it."""
+
+    def _processor(self) -> Any:
+        return self.logits_processor  # type: ignore[attr-defined]
+
+    def _head(self, step: int) -> Any:
+        return self.lm_head  # type: ignore[attr-defined]
+
+    def _normed(self, hidden_states: torch.Tensor, step: int) -> torch.Tensor:
+        return hidden_states
+
+
+class HeadInLayer(MoeNvlinkDraft):
+    """A ``shared_head`` in each layer: the norm, and the head behind it."""
+
+    def _processor(self) -> Any:
+        return self.model.logits_processor  # type: ignore[attr-defined]
+
+    def _shared_head(self, step: int) -> Any:
+        model = self.model  # type: ignore[attr-defined]
+        return model.layers[
+            str(model.mtp_start_layer_idx + step % model.num_mtp_layers)
+        ].shared_head
+
+    def _head(self, step: int) -> Any:
+        return self._shared_head(step).head
+
+    def _normed(self, hidden_states: torch.Tensor, step: int) -> torch.Tensor:
+        rows: torch.Tensor = self._shared_head(step)(hidden_states)
+        return rows
+
+
+def _largest_batch(context: Any) -> int | None:
+    """Tokens of the rank with most of them, in the forward that a context belongs to."""
+    metadata = context.dp_metadata
+    return None if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
+
+
+def _manager() -> MoeNvlinkAll2AllManager:
+    manager = get_ep_group().device_communicator.all2all_manager
+    if not isinstance(manager, MoeNvlinkAll2AllManager):
+        raise UnsupportedError(
+            f"{MTP_LM_HEAD}: the expert-parallel group has {type(manager).__name__} instead of our "
+            "manager. Please report this with the command that started vLLM."
+        )
+    return manager
+
+
+def put_in_place(vllm_config: Any, device_type: str) -> None:
+    """Makes vLLM build our subclass of this configuration's draft. Local, idempotent.
+
+    Raises UnsupportedError when vLLM lacks the draft's class, when another plugin has registered
+    one in its place, or when vLLM would replay the calls that we look at.
+    """
+    _refuse_replayed_calls(vllm_config, device_type)
+    name = architecture(vllm_config)
+    ours = _subclass(_imported(DRAFTS[name]), DRAFTS[name])
+    draft_config = vllm_config.speculative_config.draft_model_config
+    present, _ = ModelRegistry.resolve_model_cls([name], draft_config)
+    if not issubclass(present, MoeNvlinkDraft):
+        if present is not ours.__bases__[1]:
+            raise UnsupportedError(
+                f"{MTP_LM_HEAD}: another plugin has already registered {present.__module__}."
+                f"{present.__qualname__} for {name}. Disable that plugin (VLLM_PLUGINS lists those "
+                f'to load), or remove "{MTP_LM_HEAD}".'
+            )
+        ModelRegistry.register_model(name, ours)
+    built = get_model_cls(draft_config)
+    if not issubclass(built, MoeNvlinkDraft):
+        raise UnsupportedError(
+            f"{MTP_LM_HEAD}: vLLM would build {built.__qualname__} although ours is registered for "
+            f"{name}. Please report this with the command that started vLLM."
+        )
+
+
+def _refuse_replayed_calls(vllm_config: Any, device_type: str) -> None:
+    """A breakable graph of the V1 runner replays what a call launched, without the call."""
+    if (
+        device_type == "cuda"
+        and not vllm_config.use_v2_model_runner
+        and envs.VLLM_USE_BREAKABLE_CUDAGRAPH
+    ):
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: {MTP_LM_HEAD} with vLLM's V1 model runner and breakable "
+            "CUDA graphs: set VLLM_USE_BREAKABLE_CUDAGRAPH=0 (or VLLM_USE_V2_MODEL_RUNNER=1)."
+        )
+
+
+def _imported(draft: Draft) -> type:
+    try:
+        found: type = getattr(importlib.import_module(draft.module), draft.name)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"{MTP_LM_HEAD}: this vLLM has no {draft.module}.{draft.name} ({error}). Remove "
+            f'"{MTP_LM_HEAD}", which leaves the head whole.'
+        ) from error
+    return found
+
+
+def _subclass(base: type, draft: Draft) -> type:
+    mixin = HeadInLayer if draft.head_in_layer else HeadInModel
+
+    class SharedHeadDraft(mixin, base):  # type: ignore[valid-type, misc]
+        pass
+
+    SharedHeadDraft.__name__ = SharedHeadDraft.__qualname__ = f"MoeNvlink{draft.name}"
+    SharedHeadDraft.__doc__ = f"{draft.module}.{draft.name} with a shared LM head."
+    return SharedHeadDraft

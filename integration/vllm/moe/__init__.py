@@ -1,0 +1,1 @@
+"""The backend inside vLLM's MoE layers."""

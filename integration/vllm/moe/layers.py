@@ -1,0 +1,232 @@
+"""Our classes in the place of vLLM's ``RoutedExperts`` and ``MoERunner``, and what they change.
+
+Both go in through ``register_oot``, vLLM's hook for replacing a layer class at instantiation. The
+quant methods stay vLLM's own objects: weight loaders test their class names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_ep_group
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.platforms import current_platform
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
+from moe_nvlink_plugin.integration.vllm.plugin import replacement
+from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import (
+    Geometry,
+    MoeNvlinkAll2AllManager,
+    Proposal,
+)
+from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND, selected_here
+
+from . import input_scales
+from .cpu_prepare_finalize import CpuPrepareAndFinalize
+from .cuda_prepare_finalize import CudaPrepareAndFinalize
+from .formats import DispatchFormat, choose
+from .prepare_finalize import MoeNvlinkPrepareAndFinalize
+
+logger = logging.getLogger("vllm.plugins.moe_nvlink")
+
+
+def put_in_place() -> None:
+    """Registers both classes with vLLM. Local, idempotent.
+
+    Raises UnsupportedError when another plugin has replaced one of them.
+    """
+    replacement.put_in_place(RoutedExperts, MoeNvlinkRoutedExperts)
+    replacement.put_in_place(MoERunner, MoeNvlinkMoERunner)
+
+
+class MoeNvlinkRoutedExperts(RoutedExperts):
+    """vLLM's routed experts, with our prepare/finalize in their modular kernel."""
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        ours = selected_here() and moe_config.moe_parallel_config.use_all2all_kernels
+        if ours and hasattr(moe_config, "require_decomposed_backend"):
+            # vLLM 0.33 and newer: leaves out experts that route inside their kernel.
+            moe_config.require_decomposed_backend = True
+        quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
+        if ours:
+            if current_platform.is_cpu():
+                from .cpu_fp8_experts import serve_without_amx
+
+                serve_without_amx(quant_method)
+            _rebuild_after_loading(quant_method)
+        return quant_method
+
+
+class MoeNvlinkMoERunner(MoERunner):
+    """vLLM's runner, with the MoE layer behind one opaque op on every platform."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if selected_here() and not isinstance(self.routed_experts, MoeNvlinkRoutedExperts):
+            raise UnsupportedError(
+                f"--all2all-backend {BACKEND}: layer {self.layer_name} brings its own experts "
+                f"class {type(self.routed_experts).__name__}, which our exchange cannot enter. "
+                "Use another backend for this model."
+            )
+
+    def _select_forward(self) -> Any:
+        """The custom op also on CPU, where vLLM would let Dynamo trace into the exchange."""
+        ops = torch.ops.vllm
+        return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
+
+
+def _rebuild_after_loading(quant_method: Any) -> None:
+    """Wraps this instance's process_weights_after_loading: the kernel exists only after it."""
+    original = quant_method.process_weights_after_loading
+
+    @functools.wraps(original)
+    def process_weights_after_loading(layer: Any) -> None:
+        input_scales.share(layer, lambda: get_ep_group().cpu_group)
+        # Where weights are updated in place, ranks do not wait for each other.
+        expected = not _is_ours(getattr(quant_method, "moe_kernel", None))
+        with _told_to_all(layer) if expected else contextlib.nullcontext():
+            original(layer)
+        if not _is_ours(quant_method.moe_kernel):
+            _rebuild_kernel(quant_method, layer)
+
+    quant_method.process_weights_after_loading = process_weights_after_loading
+
+
+def _is_ours(kernel: Any) -> bool:
+    """Whether a modular kernel has our prepare/finalize already. Local."""
+    if kernel is None or kernel.is_monolithic:
+        return False
+    return isinstance(kernel.prepare_finalize, MoeNvlinkPrepareAndFinalize)
+
+
+@contextlib.contextmanager
+def _told_to_all(layer: Any) -> Iterator[None]:
+    """Around a local step of setting up a layer: the other ranks get a PeerError for its exception.
+
+    They wait in `agree`, which every rank calls after such a step.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = Proposal(layer.layer_name, problem=f"{type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):  # this rank's own exception says more
+            _manager().agree(told)
+        raise
+
+
+def _manager() -> MoeNvlinkAll2AllManager:
+    """The EP group's. Local."""
+    manager = get_ep_group().device_communicator.all2all_manager
+    if not isinstance(manager, MoeNvlinkAll2AllManager):
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: the expert-parallel group has "
+            f"{type(manager).__name__} instead of our manager. Please report this with the "
+            "command that started vLLM."
+        )
+    return manager
+
+
+def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
+    """Puts our prepare/finalize in front of the experts vLLM chose. Collective over the EP group.
+
+    Raises UnsupportedError for experts outside the modular kernel, for an expert placement that is
+    not contiguous, and for rows or scales in a format that cannot travel; ConfigError for a hidden
+    size that the format cannot do; PeerError where another rank raises any of that.
+    """
+    kernel = quant_method.moe_kernel
+    with _told_to_all(layer):
+        _check_modular(quant_method, layer)
+    moe = layer.moe_config
+    manager = _manager()
+    geometry = Geometry(
+        num_experts=moe.num_experts,
+        top_k=moe.experts_per_token,
+        hidden_size=moe.hidden_dim,
+        # A sequence-parallel slice is at most the batch divided by the slices, rounded up.
+        max_tokens_per_rank=-(-moe.max_num_tokens // moe.sp_size),
+        dtype=moe.in_dtype,
+    )
+    chosen = _agreed_format(manager, layer.layer_name, kernel.fused_experts, geometry)
+    if chosen.recipe is not None:
+        geometry = geometry._replace(recipe=chosen.recipe.name)
+    exchanges = _exchanges(manager, geometry)
+    with _told_to_all(layer):
+        prepare_finalize = _prepare_finalize(manager, exchanges, layer.expert_map, chosen)
+        quant_method.moe_kernel = mk.FusedMoEKernel(prepare_finalize, kernel.fused_experts)
+    manager.agree(Proposal(layer.layer_name))
+    logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, geometry, chosen)
+
+
+def _check_modular(quant_method: Any, layer: Any) -> None:
+    kernel = quant_method.moe_kernel
+    if kernel is None or kernel.is_monolithic:
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: {layer.layer_name} is served by "
+            f"{type(quant_method).__name__} without vLLM's modular kernel. Where experts of "
+            "vLLM's choice route inside their kernel, choose others with --moe-backend (triton is "
+            "one); or use weights in another format, or another backend."
+        )
+
+
+def _agreed_format(
+    manager: MoeNvlinkAll2AllManager, layer_name: str, experts: Any, geometry: Geometry
+) -> DispatchFormat:
+    """How the layer's rows travel. Collective: one rank's refusal is told to all."""
+
+    def find_recipe(name: str) -> Any:
+        return MoeAllToAll.check(manager.config(geometry._replace(recipe=name)))
+
+    chosen, scale = DispatchFormat(), None
+    problem: Exception | None = None
+    try:
+        chosen = choose(
+            experts,
+            geometry.hidden_size,
+            geometry.dtype,
+            manager.device,
+            manager.options,
+            find_recipe,
+        )
+        scale = chosen.static_scale(experts.quant_config)
+    except Exception as error:
+        problem = error
+    mine = Proposal(
+        layer_name,
+        geometry._replace(recipe=None if chosen.recipe is None else chosen.recipe.name),
+        scale,
+        None if problem is None else f"{type(problem).__name__}: {problem}",
+        None if chosen.global_scale is None else float(chosen.global_scale),
+    )
+    manager.agree(mine)
+    if isinstance(problem, MoeNvlinkError):
+        raise type(problem)(f"--all2all-backend {BACKEND}: {layer_name}: {problem}") from problem
+    if problem is not None:
+        raise problem
+    return chosen
+
+
+def _exchanges(manager: MoeNvlinkAll2AllManager, geometry: Geometry) -> list[MoeAllToAll]:
+    """Those that a layer needs on this rank's device. Collective where it creates them."""
+    if manager.device.type == "cuda":
+        return manager.exchanges_by_capacity(geometry)
+    return [manager.exchange(geometry)]
+
+
+def _prepare_finalize(
+    manager: MoeNvlinkAll2AllManager,
+    exchanges: list[MoeAllToAll],
+    expert_map: torch.Tensor | None,
+    chosen: DispatchFormat,
+) -> MoeNvlinkPrepareAndFinalize:
+    """The class for this rank's device. Local."""
+    if manager.device.type == "cuda":
+        return CudaPrepareAndFinalize(exchanges, expert_map, chosen)
+    return CpuPrepareAndFinalize(exchanges[0], expert_map, chosen)

@@ -1,0 +1,1 @@
+"""How vLLM finds the backend: flag, platform, validation, worker, communicator."""

@@ -1,0 +1,57 @@
+"""Our all-to-all manager in the communicator of vLLM's expert-parallel group.
+
+A worker builds its communicators after its configuration is current and before any model layer
+exists, so this is also where our layer classes are put in place: only in workers, only on request.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from moe_nvlink_plugin.integration.vllm.draft import drafts
+
+from . import flag, worker
+from .options import options_of
+
+logger = logging.getLogger("vllm.plugins.moe_nvlink")
+
+
+def attach(communicator: Any, device: torch.device) -> None:
+    """Replaces the all-to-all manager of an EP communicator by ours, once the flag asks for it.
+
+    device: where this rank's layers work. Collective over the communicator's group when it takes
+    effect. Raises UnsupportedError when this vLLM lacks a name we need, or when CPU ranks are not
+    on one host, ConfigError for options that we do not have.
+    """
+    if not communicator.use_all2all or not flag.selected_here():
+        return
+    from vllm.config import get_current_vllm_config_or_none
+
+    from moe_nvlink_plugin.integration.vllm import compat
+
+    vllm_config = get_current_vllm_config_or_none()
+    options = options_of(vllm_config)
+    shares_head = drafts.shares_head(vllm_config, options)
+    # Before the modules that import them.
+    compat.check_names(device.type, drafts=shares_head)
+    from moe_nvlink_plugin.integration.vllm.moe import layers
+
+    from .all2all_manager import MoeNvlinkAll2AllManager
+
+    layers.put_in_place()
+    if shares_head:
+        from moe_nvlink_plugin.integration.vllm.draft import lm_head, mtp
+
+        lm_head.put_in_place()
+        mtp.put_in_place(vllm_config, device.type)
+    elif options.shares_lm_head:
+        logger.info("MOE_NVLINK_MTP_LM_HEAD_TP is set, and there is no MTP draft to use it for")
+    communicator.all2all_manager = MoeNvlinkAll2AllManager(
+        communicator.cpu_group,
+        device=device,
+        options=options,
+        holds_startup=worker.is_in_place(vllm_config),
+    )

@@ -1,0 +1,145 @@
+"""What we refuse at start-up, with the flag to change. Run in every process that builds a config.
+
+A rule here is a combination nobody has run through our exchange, or one that vLLM would accept in
+silence because it believes to be talking to ``allgather_reducescatter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.integration.vllm import compat
+from moe_nvlink_plugin.integration.vllm.draft import drafts
+
+from .flag import BACKEND, CARRIER
+from .options import AUTO, UNQUANTISED, Options, options_of
+
+#: Devices whose ranks a transport of ours serves.
+DEVICES = ("cpu", "cuda")
+
+# vLLM's CPU experts kernel works on columns of 32; it is checked here because vLLM's own refusal
+# names neither the size nor the model.
+CPU_HIDDEN_MULTIPLE = 32
+
+
+def check(vllm_config: Any, device_type: str) -> Options:
+    """Returns the options, or raises UnsupportedError listing everything that we cannot serve.
+
+    Local. vllm_config: vLLM's VllmConfig with our backend selected; device_type: "cpu" or "cuda".
+    """
+    problems = [
+        *_device(device_type),
+        *_parallel(vllm_config.parallel_config),
+        *_untried_sizes(vllm_config.parallel_config, device_type),
+    ]
+    problems += _features(vllm_config)
+    options = Options()
+    try:
+        options = options_of(vllm_config)
+    except ConfigError as error:
+        problems.append(f"{error}.")
+    if vllm_config.model_config is not None and not problems:
+        problems += _model(vllm_config, device_type, options)
+    problems += drafts.problems(vllm_config, options)
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND} cannot serve this configuration "
+            f"(vLLM {compat.vllm_version()}):{listed}\n"
+            "Change what is listed, or drop the flag to let vLLM use its own backend."
+        )
+    compat.warn_if_untried(device_type)
+    return options
+
+
+def _device(device_type: str) -> Iterator[str]:
+    if device_type not in DEVICES:
+        yield (
+            f"device {device_type}: the exchange has transports for {' and '.join(DEVICES)} ranks. "
+            "Drop the flag."
+        )
+
+
+def _parallel(parallel: Any) -> Iterator[str]:
+    if not parallel.enable_expert_parallel:
+        yield "expert parallelism is off: add --enable-expert-parallel."
+    if parallel.data_parallel_size < 2:
+        yield (
+            f"--data-parallel-size is {parallel.data_parallel_size}: with one data-parallel rank "
+            "vLLM's MoE layers exchange no tokens. Use 2 or more, or drop the flag."
+        )
+    if parallel.all2all_backend != CARRIER:
+        yield (
+            f"--all2all-backend {parallel.all2all_backend} is set beside additional_config: "
+            f"name one backend, {parallel.all2all_backend} or {BACKEND}."
+        )
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        yield (
+            f"dual batch overlap (--enable-dbo, --ubatch-size {parallel.ubatch_size}): "
+            "remove these flags."
+        )
+    if parallel.enable_elastic_ep:
+        yield "elastic expert parallelism: remove --enable-elastic-ep."
+    if parallel.enable_eplb:
+        yield "expert load balancing: remove --enable-eplb."
+
+
+def _untried_sizes(parallel: Any, device_type: str) -> Iterator[str]:
+    for size, option, what in (
+        (parallel.prefill_context_parallel_size, "--prefill-context-parallel-size", "PCP"),
+        (parallel.pipeline_parallel_size, "--pipeline-parallel-size", "pipeline parallelism"),
+    ):
+        if size > 1:
+            yield f"{what}: {option} is {size}, set it to 1."
+    # GPUs of several hosts may be in one NVLink domain; the transport looks and refuses others.
+    if device_type == "cpu" and parallel.nnodes > 1:
+        yield (
+            f"CPU ranks on several hosts: --nnodes is {parallel.nnodes}, set it to 1; the host "
+            "transport is shared memory."
+        )
+
+
+def _features(vllm_config: Any) -> Iterator[str]:
+    if vllm_config.lora_config is not None:
+        yield "LoRA: remove --enable-lora (adapters would not follow their tokens)."
+
+
+def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str]:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_experts = model.get_num_experts()
+    if num_experts <= 0:
+        yield f"model {model.model} has no MoE layers: drop the flag."
+        return
+    ep_size = parallel.data_parallel_size * parallel.tensor_parallel_size
+    if num_experts < ep_size:
+        yield (
+            f"{num_experts} experts on {ep_size} ranks (--data-parallel-size times "
+            "--tensor-parallel-size): every rank needs at least one expert."
+        )
+    hidden_size = model.get_hidden_size()
+    named = options.dispatch not in (AUTO, UNQUANTISED)
+    try:  # the limits of the exchange itself, before any worker has started
+        config = AllToAllConfig(
+            ep_size=ep_size,
+            ep_rank=0,
+            num_experts=num_experts,
+            top_k=model.get_num_experts_per_tok(),
+            hidden_size=hidden_size,
+            max_tokens_per_rank=vllm_config.scheduler_config.max_num_batched_tokens,
+            dtype=model.dtype,
+            combine=options.combine,
+            # What "auto" becomes is known only when the experts are chosen.
+            recipe=options.dispatch if named else None,
+        )
+        MoeAllToAll.check(config)
+    except ConfigError as error:
+        also = f" (dispatch may also be {AUTO} or {UNQUANTISED})" if named else ""
+        yield f"the exchange cannot serve {model.model}: {error}{also}."
+    if device_type == "cpu" and hidden_size % CPU_HIDDEN_MULTIPLE:
+        yield (
+            f"hidden_size {hidden_size} of {model.model}: vLLM's CPU experts need a multiple of "
+            f"{CPU_HIDDEN_MULTIPLE}."
+        )

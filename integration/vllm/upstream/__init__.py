@@ -1,6 +1,0 @@
-"""vLLM's own tests, run against our backend.
-
-`python -m moe_nvlink_plugin.integration.vllm.upstream` (`make upstream-tests`) fetches vLLM's
-source distribution, runs a selection of its tests with our plugin, and holds every outcome against
-an expectations file. No file of vLLM is kept in this repository.
-"""

@@ -1,0 +1,167 @@
+"""Fills the kernels' argument structs (kernels/include/moe_nvlink/args.h) of a layer and channel.
+
+What does not change from call to call is set here, once; the caller adds num_tokens, the addresses
+of the call's tensors, for combine hidden_splits, and while ranks start a longer timeout_ns.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moe_nvlink_plugin.config import COMBINE_FORMATS, AllToAllConfig
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.jit.header import combine_formats, constants, structs
+from moe_nvlink_plugin.lm_head.config import HeadConfig
+from moe_nvlink_plugin.memory.layout import Region
+from moe_nvlink_plugin.recipes import (
+    BUILT_IN,
+    PayloadRow,
+    QuantisingRecipe,
+    Recipe,
+    unquantised_recipe_of,
+)
+
+_ELEMENTS = {
+    torch.bfloat16: "kElementBf16",
+    torch.float16: "kElementFp16",
+    torch.float32: "kElementFp32",
+}
+
+
+def element_code(dtype: torch.dtype) -> int:
+    """kElement* of config.h for an activation type that combine reduces."""
+    return constants()[_ELEMENTS[dtype]]
+
+
+def combine_code(config: AllToAllConfig) -> int:
+    """kCombine* of config.h for the format in which partial rows travel back."""
+    assert config.combine is not None
+    return combine_formats()[config.combine]
+
+
+def formats_code(config: AllToAllConfig) -> int:
+    """7 bits for the recipe and combine's format, other ones for every pair of ours.
+
+    Layers whose rows have other formats must not be taken for each other in a round, even where
+    their rows are of the same size. A stranger's recipe shares its code with one in 96.
+    """
+    names = [recipe.name for recipe in BUILT_IN]
+    name = config.recipe or unquantised_recipe_of(config.dtype).name
+    if name not in names:
+        return 32 + zlib.crc32(f"{name} {config.combine}".encode()) % 96
+    return len(COMBINE_FORMATS) * names.index(name) + combine_code(config)
+
+
+def quantiser_code(recipe: Recipe, hidden_size: int) -> int:
+    """kQuantiser* of config.h: how dispatch makes this recipe's rows; kQuantiserNone: it cannot.
+
+    Raises:
+        ConfigError: the recipe names a quantiser that the kernels do not have, or that makes other
+            rows than it says.
+    """
+    name = recipe.quantiser if isinstance(recipe, QuantisingRecipe) else None
+    code = constants().get(f"kQuantiser{name}")
+    if code is None:
+        raise ConfigError(
+            f"recipe {recipe.name} names quantiser {name!r}, which the kernels do not have; with "
+            '"None" its own quantise() is called before dispatch'
+        )
+    for ours in BUILT_IN:
+        if isinstance(ours, QuantisingRecipe) and ours.quantiser == name:
+            rows = [(r.hidden_row(hidden_size), r.scales_row(hidden_size)) for r in (recipe, ours)]
+            if rows[0] != rows[1]:
+                raise ConfigError(
+                    f"recipe {recipe.name} names quantiser {name!r} for rows {rows[0]}, but that "
+                    f'makes {rows[1]}; with "None" its own quantise() is called before dispatch'
+                )
+    return code
+
+
+def dispatch_arguments(
+    config: AllToAllConfig,
+    rows: Mapping[str, PayloadRow],
+    regions: Mapping[str, Region],
+    base_ptr: int,
+    rank_stride: int,
+) -> Any:
+    """DispatchArgs of the rank `config.ep_rank`.
+
+    Args:
+        rows: layout.payload_rows(config, recipe).
+        regions: of the channel, by name.
+        base_ptr: address of rank 0's workspace.
+        rank_stride: bytes from one rank's workspace to the next.
+    """
+    args = _common("DispatchArgs", config, regions, base_ptr, rank_stride)
+    args.num_payloads = len(rows)
+    for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
+        payload.region, payload.row_bytes = regions[name].block, row.row_bytes
+    return args
+
+
+def combine_arguments(
+    config: AllToAllConfig, regions: Mapping[str, Region], base_ptr: int, rank_stride: int
+) -> Any:
+    """CombineArgs of the rank `config.ep_rank`; arguments as for dispatch."""
+    args = _common("CombineArgs", config, regions, base_ptr, rank_stride)
+    args.region = regions["combine"].block
+    args.hidden_splits = 1
+    args.format = combine_code(config)
+    for field in ("rows_region", "scales_region", "row_scales_region"):
+        name = "combine_" + field.removesuffix("_region")
+        if name in regions:
+            setattr(args, field, regions[name].block)
+    return args
+
+
+def head_arguments(
+    config: HeadConfig, regions: Mapping[str, Region], base_ptr: int, rank_stride: int
+) -> Any:
+    """HeadArgs of the rank `config.tp_rank`; arguments as for dispatch. The caller adds row_bound,
+    num_rows, is_compact, soft_cap, scale and the addresses of the call's tensors.
+    """
+    args: Any = structs()["HeadArgs"]()
+    args.window_base, args.rank_stride = base_ptr, rank_stride
+    assert config.timeout_s is not None
+    args.timeout_ns = int(config.timeout_s * 1e9)
+    for name in ("tp_size", "tp_rank", "vocab_size", "hidden_size", "shard_size"):
+        setattr(args.geometry, name, getattr(config, name))
+    args.geometry.max_rows_per_rank = config.max_rows_per_rank
+    args.geometry.element = element_code(config.dtype)
+    args.rows_region = regions["head_rows"].block
+    args.pairs_region = regions["head_pairs"].block
+    if config.full_logits:
+        args.logits_region = regions["head_logits"].block
+    args.row_splits = 1
+    _set_control(args, regions)
+    return args
+
+
+def _set_control(args: Any, regions: Mapping[str, Region]) -> None:
+    for name, _type in structs()["ControlRegions"]._fields_:  # type: ignore[misc]
+        setattr(args.control, name, regions[name].block)
+
+
+def _common(
+    struct: str,
+    config: AllToAllConfig,
+    regions: Mapping[str, Region],
+    base_ptr: int,
+    rank_stride: int,
+) -> Any:
+    args: Any = structs()[struct]()
+    args.window_base, args.rank_stride = base_ptr, rank_stride
+    assert config.timeout_s is not None
+    args.timeout_ns = int(config.timeout_s * 1e9)
+    geometry = args.geometry
+    for name in ("ep_size", "ep_rank", "num_experts", "top_k", "hidden_size"):
+        setattr(geometry, name, getattr(config, name))
+    geometry.max_tokens_per_rank = config.max_tokens_per_rank
+    geometry.element = element_code(config.dtype)
+    geometry.formats = formats_code(config)
+    _set_control(args, regions)
+    return args

@@ -1,0 +1,135 @@
+"""One layer on one channel of the workspace: its views, its arguments, its launches."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_nvlink_plugin.errors import MoeNvlinkError
+from moe_nvlink_plugin.memory.faults import Faults
+from moe_nvlink_plugin.memory.startup import Timeouts
+
+from .arguments import combine_arguments, dispatch_arguments
+
+if TYPE_CHECKING:
+    from .layer import LayerExchange
+
+
+class Channel:
+    """Prebuilt arguments and views. A lock of the workspace lets one thread at a time use it."""
+
+    def __init__(self, layer: LayerExchange, index: int) -> None:
+        config, workspace = layer.config, layer.workspace
+        self._layer = weakref.proxy(layer)
+        self._index = index
+        self._regions = workspace.layout.channel_regions(index)
+        self._workspace = workspace
+        row_bytes = {name: row.row_bytes for name, row in layer.rows.items()}
+        self._launcher = workspace.executor.launcher(
+            config, row_bytes, layer.quantiser, workspace.memory.ranks_on_device
+        )
+        self._views = [
+            self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
+        ]
+        self.combine_region = self._view("combine", config.dtype, config.hidden_size)
+        self._formats = (layer.recipe.name, config.combine)
+        ep_size = config.ep_size
+        self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
+        window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
+        self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
+        self._combine_args = combine_arguments(config, self._regions, *window)
+        self._timeouts = Timeouts.of(config)
+        self._faults = Faults(workspace, index, config.ep_rank, ep_size, self._timeouts)
+
+    def _view(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        num_slots = self._layer.num_slots
+        size = num_slots * elements * dtype.itemsize
+        return (
+            self._workspace.region_bytes(self._regions[name], size)
+            .view(dtype)
+            .view(num_slots, elements)
+        )
+
+    def dispatch(
+        self,
+        payloads: list[torch.Tensor | None],
+        num_tokens: int,
+        quantiser: int,
+        global_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Launches dispatch; returns send_slots `[num_tokens, top_k] int32`.
+
+        payloads: in the order of the regions; None for one that the quantiser writes.
+        """
+        args = self._dispatch_args
+        top_k = args.geometry.top_k
+        device = self.recv_counts.device
+        slots = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
+        args.geometry.num_tokens = num_tokens
+        args.send_slots = slots.data_ptr()
+        args.quantiser = quantiser
+        args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
+        for entry, tensor in zip(args.payloads, payloads, strict=False):
+            entry.source = 0 if tensor is None else tensor.data_ptr()
+        args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
+        self._launcher.dispatch(args)
+        return slots
+
+    def combine(
+        self, expert_output: torch.Tensor, send_slots: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Launches combine; copies expert_output's rows first where they lie elsewhere."""
+        if expert_output.data_ptr() != self.combine_region.data_ptr():
+            self._copy_rows(expert_output)
+        args = self._combine_args
+        args.geometry.num_tokens = send_slots.shape[0]
+        args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
+        startup = self._workspace.startup
+        args.timeout_ns = startup.timeout_ns(self._timeouts)
+        self._launcher.combine(args)
+        startup.complete_round()
+
+    def _copy_rows(self, expert_output: torch.Tensor) -> None:
+        if self._workspace.executor.asynchronous:
+            # How many rows are filled is known on the GPU only, and asking would wait for it.
+            self.combine_region.copy_(expert_output)
+            return
+        # Empty slots, mostly the many, are read by nobody. Not recv_counts: the caller may have
+        # written to those.
+        geometry = self._dispatch_args.geometry
+        capacity = geometry.max_tokens_per_rank
+        counts = self._workspace.words(self._regions["rows_from"], geometry.ep_size, torch.int32)
+        for source, count in enumerate(counts.tolist()):
+            rows = slice(source * capacity, source * capacity + count)
+            self.combine_region[rows].copy_(expert_output[rows])
+
+    def view(self, index: int) -> torch.Tensor:
+        """A fresh view of what arrived of a payload, counted in order of the regions."""
+        return self._views[index].view(self._layer.num_slots, -1)
+
+    def received_scales(self) -> torch.Tensor:
+        """What arrived of the scales; a fresh view."""
+        return self.view(list(self._layer.rows).index("recv_scales"))
+
+    def received(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """What arrived of an extra payload, in `like`'s dtype and row shape."""
+        first = len(self._views) - len(self._layer.config.extra_payload_bytes)
+        rows = self.view(first + index).view(like.dtype)
+        return rows.view(rows.shape[0], *like.shape[1:])
+
+    def fault(self, *, ask_device: bool = True) -> MoeNvlinkError | None:
+        """What went wrong in a verb, as far as the host knows: Faults.error."""
+        return self._faults.error(self._disagreement, ask_device=ask_device)
+
+    def _disagreement(self, peer: int, phase: str, epoch: int) -> str:
+        mine = self._dispatch_args.geometry
+        names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
+        values = [f"{name}={getattr(mine, name)}" for name in names]
+        values += [f"recipe={self._formats[0]}", f"combine={self._formats[1]}"]
+        return (
+            f"in {phase} of epoch {epoch} rank {peer} used a layer of another geometry or format "
+            f"than rank {mine.ep_rank} ({', '.join(values)}); all ranks must call the same layers "
+            "in the same order"
+        )

@@ -1,0 +1,245 @@
+"""One layer's exchange on one workspace: checks a call and the order of calls, then launches.
+
+This is what the torch ops run. It is found by an integer handle, because that is what an op in a
+compiled graph can carry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from moe_nvlink_plugin.config import AllToAllConfig
+from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
+from moe_nvlink_plugin.memory.layout import payload_rows
+from moe_nvlink_plugin.memory.workspace import Workspace
+from moe_nvlink_plugin.recipes import QuantisingRecipe, Recipe
+
+from . import checks
+from .arguments import quantiser_code
+from .channel import Channel
+
+_handles = itertools.count(1)
+_live: weakref.WeakValueDictionary[int, LayerExchange] = weakref.WeakValueDictionary()
+
+
+def find(handle: int) -> LayerExchange:
+    """The layer a handle stands for.
+
+    Raises:
+        ExchangeStateError: it has been closed.
+    """
+    layer = _live.get(handle)
+    if layer is None:
+        raise ExchangeStateError(
+            f"exchange {handle} is closed; create a new MoeAllToAll before dispatching"
+        )
+    return layer
+
+
+def _word(words: torch.Tensor, index: int) -> ctypes.c_int64:
+    # As it lies in memory: to index the tensor would take longer than the rest of a launch.
+    if words.dtype is not torch.int64 or words.is_cuda or not 0 <= index < words.numel():
+        raise ExchangeStateError(
+            f"pending is {words.dtype} {tuple(words.shape)} on {words.device}, not the workspace's "
+            "state; call MoeAllToAll.dispatch and .combine"
+        )
+    return ctypes.c_int64.from_address(words.data_ptr() + 8 * index)
+
+
+class Activations(NamedTuple):
+    """What dispatch is given of the tokens themselves: see MoeAllToAll.dispatch."""
+
+    hidden_states: torch.Tensor
+    scales: torch.Tensor | None
+    global_scale: torch.Tensor | None
+
+
+class LayerExchange:
+    """Dispatch and combine of one geometry. A lock per channel lets one thread at a time use it."""
+
+    def __init__(self, config: AllToAllConfig, recipe: Recipe, workspace: Workspace) -> None:
+        self.config = config
+        self.recipe = recipe
+        self.quantising = recipe if isinstance(recipe, QuantisingRecipe) else None
+        self.quantiser = quantiser_code(recipe, config.hidden_size)
+        self.rows = payload_rows(config, recipe)
+        self._checked_scales: set[tuple[int, int]] = set()
+        self.num_slots = config.ep_size * config.max_tokens_per_rank
+        self.workspace = workspace
+        self.rounds = [0] * config.num_channels  # dispatches so far, by channel
+        # Now, not at the first round: what cannot be had is an error of create, on all ranks, and
+        # the first round may already be captured. Not inference tensors, whatever the caller is in:
+        # they are written to in either mode.
+        with torch.inference_mode(False):
+            self._channels = [Channel(self, index) for index in range(config.num_channels)]
+        self.handle = next(_handles)
+        _live[self.handle] = self
+
+    def close(self) -> None:
+        """Forgets the handle, gives the workspace back once no verb is running. Local."""
+        if _live.pop(self.handle, None) is None:
+            return
+        with contextlib.ExitStack() as locks:
+            for index in range(self.config.num_channels):
+                locks.enter_context(self.workspace.channel_lock(index))
+            self._channels = []
+            self.workspace.abandon(self.handle)
+            self.workspace.release()
+
+    def channel(self, index: int) -> Channel:
+        """Views and arguments of one channel.
+
+        Raises:
+            InputError: the configuration has no such channel.
+        """
+        checks.channel(index, self.config.num_channels)
+        find(self.handle)
+        return self._channels[index]
+
+    def check_round(self, number: int, channel_index: int) -> None:
+        """For metadata kept from an earlier dispatch, whose slots would name the wrong rows.
+
+        Raises:
+            ExchangeStateError: there has been another dispatch since.
+        """
+        checks.channel(channel_index, self.config.num_channels)
+        if number != self.rounds[channel_index]:
+            raise ExchangeStateError(
+                f"metadata of dispatch {number} on channel {channel_index}, but the last one was "
+                f"{self.rounds[channel_index]}; pass what the last dispatch returned"
+            )
+
+    def check_device(self, *tensors: torch.Tensor) -> None:
+        """For the ops' fakes, which torch also runs, without a word, for tensors on `meta`.
+
+        Raises:
+            InputError: a tensor is not where this exchange works.
+        """
+        for tensor in tensors:
+            checks.on_device("a tensor", tensor, self.workspace.device)
+
+    def dispatch(
+        self,
+        pending: torch.Tensor,
+        given: Activations,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        extra_payloads: list[torch.Tensor],
+        channel_index: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ops.py. Collective."""
+        rows, fused = self._rows_to_send(given)
+        checks.dispatch_inputs(self, rows, topk_ids, topk_weights, extra_payloads, fused=fused)
+        ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
+        payloads: list[torch.Tensor | None] = [ids, topk_weights, rows.hidden_states]
+        if "recv_scales" in self.rows:
+            payloads.append(rows.scales)
+        payloads += extra_payloads
+        num_tokens = rows.hidden_states.shape[0]
+        checks.channel(channel_index, self.config.num_channels)
+        with self.workspace.channel_lock(channel_index):
+            channel = self._usable_channel(channel_index)
+            dispatched = _word(pending, channel_index)
+            if dispatched.value != 0:
+                raise ExchangeStateError(
+                    f"dispatch twice on channel {channel_index}: the dispatch before has not been "
+                    "combined; call combine first, or use another channel"
+                )
+            quantiser = self.quantiser if fused else 0
+            slots = channel.dispatch(payloads, num_tokens, quantiser, rows.global_scale)
+            self._raise_fault(channel)
+            dispatched.value = self.handle
+            self.rounds[channel_index] += 1
+        ids, weights, hidden = (channel.view(index) for index in range(3))
+        return ids, weights, hidden, channel.recv_counts.view(-1), slots
+
+    def _rows_to_send(self, given: Activations) -> tuple[Activations, bool]:
+        """What the kernel is to read, and whether it quantises that."""
+        recipe = self.quantising
+        if (
+            recipe is None
+            or given.scales is not None
+            or given.hidden_states.dtype != self.config.dtype
+        ):
+            checks.global_scale(self, given.global_scale, needed=False)
+            return given, False
+        checks.global_scale(self, given.global_scale, needed=recipe.needs_global_scale)
+        if self.quantiser:
+            return given, True
+        checks.activations(self, given.hidden_states)
+        rows = recipe.quantise(given.hidden_states, given.global_scale)
+        return Activations(rows.rows, rows.scales, None), False
+
+    def first_sight(self, scale: torch.Tensor) -> bool:
+        """Whether this tensor's value has not been looked at yet. Local; remembers it."""
+        # Tensors made in inference mode do not count what is written to them.
+        version = 0 if scale.is_inference() else scale._version
+        key = (scale.data_ptr(), version)
+        if key in self._checked_scales:
+            return False
+        self._checked_scales.add(key)
+        return True
+
+    def combine(
+        self,
+        pending: torch.Tensor,
+        expert_output: torch.Tensor,
+        send_slots: torch.Tensor,
+        output: torch.Tensor | None,
+        channel_index: int,
+    ) -> torch.Tensor:
+        """See ops.py. Collective."""
+        checks.combine_inputs(self, expert_output, send_slots, output)
+        if output is None:
+            shape = (send_slots.shape[0], self.config.hidden_size)
+            output = torch.empty(shape, dtype=self.config.dtype, device=expert_output.device)
+        checks.channel(channel_index, self.config.num_channels)
+        with self.workspace.channel_lock(channel_index):
+            channel = self._usable_channel(channel_index)
+            dispatched = _word(pending, channel_index)
+            if dispatched.value != self.handle:
+                raise ExchangeStateError(
+                    f"combine without dispatch on channel {channel_index}: this layer has no "
+                    "dispatch waiting there; call dispatch first"
+                )
+            channel.combine(expert_output, send_slots, output)
+            self._raise_fault(channel)
+            dispatched.value = 0
+        return output
+
+    def _usable_channel(self, index: int) -> Channel:
+        self.workspace.check_usable()
+        channel = self.channel(index)
+        # Of an earlier verb: one that runs after its launch can only be heard of later.
+        self._raise_fault(channel)
+        return channel
+
+    def synchronize(self) -> None:
+        """Waits for what this thread's stream has been given, and reports what failed. Local.
+
+        Raises:
+            ExchangeTimeoutError, DisagreementError, PeerError: a verb failed; the workspace is
+                unusable from now on.
+        """
+        self.workspace.executor.synchronize()
+        for channel in self._channels:
+            self._raise_fault(channel)
+
+    def failure(self) -> MoeNvlinkError | None:
+        """What went wrong in a verb. Local; waits for nothing, changes nothing; for any thread."""
+        if self.workspace.broken is not None:
+            return self.workspace.broken
+        faults = (channel.fault(ask_device=False) for channel in list(self._channels))
+        return next((fault for fault in faults if fault is not None), None)
+
+    def _raise_fault(self, channel: Channel) -> None:
+        fault = channel.fault()
+        if fault is not None:
+            self.workspace.broken = fault
+            raise fault

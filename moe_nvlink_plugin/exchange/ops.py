@@ -1,0 +1,179 @@
+"""torch.ops.moe_nvlink.dispatch and .combine with their fakes, side by side.
+
+`pending` is the workspace's state tensor: both ops write it, so a compiled graph neither reorders
+nor drops them. `handle` is the layer (exchange.find). Registered with Library.define/impl: a call
+through torch.library.custom_op costs several times as much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import inductor
+from . import layer as exchange
+
+# Lives as long as the process. torch ships no types for Library.
+_library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-untyped-call]
+
+_library.define(
+    "dispatch(Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
+    "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel)"
+    " -> (Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, Tensor recv_counts, "
+    "Tensor send_slots)"
+)
+# What else travelled, one payload a call: an op that writes an argument, as dispatch does, cannot
+# be compiled when it returns a list.
+_library.define("received_scales(Tensor recv_counts, int handle, int channel) -> Tensor")
+_library.define(
+    "received(Tensor recv_counts, Tensor like, int index, int handle, int channel) -> Tensor"
+)
+_library.define(
+    "combine(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, int channel)"
+    " -> Tensor"
+)
+_library.define(
+    "combine_out(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, "
+    "Tensor(b!) output, int handle, int channel) -> ()"
+)
+
+
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _dispatch(
+    pending: torch.Tensor,
+    hidden_states: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    extra_payloads: list[torch.Tensor],
+    global_scale: torch.Tensor | None,
+    handle: int,
+    channel: int,
+) -> Five:
+    return exchange.find(handle).dispatch(
+        pending,
+        exchange.Activations(hidden_states, scales, global_scale),
+        topk_ids,
+        topk_weights,
+        extra_payloads,
+        channel,
+    )
+
+
+def _dispatch_fake(
+    pending: torch.Tensor,
+    hidden_states: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    extra_payloads: list[torch.Tensor],
+    global_scale: torch.Tensor | None,
+    handle: int,
+    channel: int,
+) -> Five:
+    inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
+    layer = exchange.find(handle)
+    optional = [tensor for tensor in (scales, global_scale) if tensor is not None]
+    layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *optional)
+    ids, weights, hidden = (
+        hidden_states.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
+        for row in list(layer.rows.values())[:3]
+    )
+    counts = hidden_states.new_empty((layer.config.ep_size,), dtype=torch.int32)
+    slots = hidden_states.new_empty((hidden_states.shape[0], layer.config.top_k), dtype=torch.int32)
+    return ids, weights, hidden, counts, slots
+
+
+def _received_scales(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
+    """The scales beside the hidden states; recv_counts as for `received`."""
+    return exchange.find(handle).channel(channel).received_scales()
+
+
+def _received_scales_fake(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
+    inductor.keep_outputs(torch.ops.moe_nvlink.received_scales.default)
+    layer = exchange.find(handle)
+    row = layer.rows["recv_scales"]
+    return recv_counts.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
+
+
+def _received(
+    recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
+) -> torch.Tensor:
+    """Extra payload `index`, in the dtype and row shape of `like`.
+
+    recv_counts, of the dispatch, is here for the order of the two only.
+    """
+    return exchange.find(handle).channel(channel).received(index, like)
+
+
+def _received_fake(
+    recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
+) -> torch.Tensor:
+    inductor.keep_outputs(torch.ops.moe_nvlink.received.default)
+    return like.new_empty((exchange.find(handle).num_slots, *like.shape[1:]))
+
+
+def _combine(
+    pending: torch.Tensor,
+    expert_output: torch.Tensor,
+    send_slots: torch.Tensor,
+    handle: int,
+    channel: int,
+) -> torch.Tensor:
+    return exchange.find(handle).combine(pending, expert_output, send_slots, None, channel)
+
+
+def _combine_fake(
+    pending: torch.Tensor,
+    expert_output: torch.Tensor,
+    send_slots: torch.Tensor,
+    handle: int,
+    channel: int,
+) -> torch.Tensor:
+    layer = exchange.find(handle)
+    layer.check_device(expert_output, send_slots)
+    shape = (send_slots.shape[0], layer.config.hidden_size)
+    return expert_output.new_empty(shape, dtype=layer.config.dtype)
+
+
+def _combine_out(
+    pending: torch.Tensor,
+    expert_output: torch.Tensor,
+    send_slots: torch.Tensor,
+    output: torch.Tensor,
+    handle: int,
+    channel: int,
+) -> None:
+    exchange.find(handle).combine(pending, expert_output, send_slots, output, channel)
+
+
+def _combine_out_fake(
+    pending: torch.Tensor,
+    expert_output: torch.Tensor,
+    send_slots: torch.Tensor,
+    output: torch.Tensor,
+    handle: int,
+    channel: int,
+) -> None:
+    exchange.find(handle).check_device(expert_output, send_slots, output)
+
+
+for _name, _implementation, _fake in (
+    ("dispatch", _dispatch, _dispatch_fake),
+    ("received_scales", _received_scales, _received_scales_fake),
+    ("received", _received, _received_fake),
+    ("combine", _combine, _combine_fake),
+    ("combine_out", _combine_out, _combine_out_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
+    torch.library.register_fake(f"moe_nvlink::{_name}", _fake, lib=_library)
+
+dispatch = torch.ops.moe_nvlink.dispatch.default
+received_scales = torch.ops.moe_nvlink.received_scales.default
+received = torch.ops.moe_nvlink.received.default
+combine = torch.ops.moe_nvlink.combine.default
+combine_out = torch.ops.moe_nvlink.combine_out.default

@@ -1,0 +1,1 @@
+"""An LM head that ranks share."""

@@ -1,0 +1,290 @@
+"""When it pays to split the vocabulary product of a draft step over a group of ranks.
+
+The rule, per step of `rows` rows a rank, a head of `V` rows of `H` elements, groups of `g`:
+
+    one rank alone   max(V*H*element / read, 2*rows*V*H / flops)
+    a group          max(S*H*element / read, 2*g*rows*S*H / flops) + exchange
+                     + rows*(g-1)*(H*element + 8) / link
+
+`S` is a rank's share of the vocabulary, about V/g. A group reads 1/g of the head and multiplies as
+much as before, so splitting gains what reading the rest takes and pays with two exchanges: rows out
+to g-1 peers, one pair of value and id per row back from each. The logits are as many either way and
+are left out. Once multiplying takes as long as reading the whole head there is nothing to gain, and
+the gain only falls as rows grow: `crossover_rows` is where it ends.
+
+All rates are estimates: data sheets times what we take to be reachable, and an exchange that has
+been measured on no GPU. A log line made of them says "expected". Every function is local, plain
+arithmetic, called outside a CUDA graph; none allocates device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from moe_nvlink_plugin import driver
+from moe_nvlink_plugin.config import check_int
+from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+
+from .config import MAX_VOCAB_SIZE, SHARD_MULTIPLE
+
+#: What a rank sends back for a row of another: 32 bits of value, 32 of the token's id.
+PAIR_BYTES = 8
+#: No size here is larger than this, whatever it counts.
+_MOST = MAX_VOCAB_SIZE
+
+
+class HeadShape(NamedTuple):
+    """An LM head `[vocab_size, hidden_size]`; its elements and the rows' have `element_bytes`."""
+
+    vocab_size: int
+    hidden_size: int
+    element_bytes: int
+
+    @property
+    def head_bytes(self) -> int:
+        """Of the whole head."""
+        return self.vocab_size * self.hidden_size * self.element_bytes
+
+
+class Rates(NamedTuple):
+    """What a rank reaches: bytes per second of its memory, multiplications and additions per
+    second, bytes per second to its peers (one way), seconds of both exchanges without rows.
+    """
+
+    read_bytes_per_s: float
+    flops_per_s: float
+    link_bytes_per_s: float
+    exchange_s: float
+
+
+class DataSheet(NamedTuple):
+    """One GPU: memory in TB/s; dense bf16 and plain fp32 TFLOPS; NVLink in GB/s, one way."""
+
+    memory_tb_s: float
+    bf16_tflops: float
+    fp32_tflops: float
+    link_gb_s: float
+
+
+#: Words of a device's name -> figures; the first entry whose words are all there. bf16: half of the
+#: figure with sparsity; link: half of the figure of both directions.
+#: Sources: NVIDIA's data sheets of H100 (SXM, NVL; PCIe: of 2022), H200 (SXM, NVL), GH200 (its
+#: faster memory) and Blackwell (GB200 NVL72, HGX B200), as other pages repeat them: the sheets
+#: themselves were not at hand. H20, B300 and GB300: tables of third parties alone.
+DATA_SHEETS: dict[tuple[str, ...], DataSheet] = {
+    ("H100", "PCIe"): DataSheet(2.0, 756, 51, 300),
+    ("H100", "NVL"): DataSheet(3.9, 835, 60, 300),
+    ("H100",): DataSheet(3.35, 989, 67, 450),
+    ("H200", "NVL"): DataSheet(4.8, 835, 60, 450),
+    ("H200",): DataSheet(4.8, 989, 67, 450),
+    ("H20",): DataSheet(4.0, 148, 44, 450),
+    ("GH200",): DataSheet(4.9, 990, 67, 450),
+    ("B200",): DataSheet(7.7, 2250, 75, 900),
+    ("GB200",): DataSheet(8.0, 2500, 80, 900),
+    ("B300",): DataSheet(7.7, 2250, 75, 900),
+    ("GB300",): DataSheet(8.0, 2500, 80, 900),
+}
+
+#: Shares of a data sheet's figures taken to be reachable. Assumed, not measured.
+READ_SHARE, FLOPS_SHARE, LINK_SHARE = 0.85, 0.7, 0.75
+
+#: Two exchanges on a GPU, seconds. NOT MEASURED: each a launch, stores to the peers, a signal and
+#: the wait for the slowest. Between two figures that users report of one 8-byte all-reduce in a
+#: node: 2.3 to 3 us of NCCL's symmetric kernels (NVIDIA/nccl issue 1940), 6 to 17 us of PyTorch's
+#: one-shot all-reduce (pytorch/pytorch issue 131739).
+GPU_EXCHANGE_S = 2 * 10e-6
+
+#: CPU ranks, by element size. Work of one rank on one machine (AMD EPYC with AVX2, 2 cores, others
+#: busy on it), 2026-11-22, benchmarks/results/2026-11-22-cpu-lm-head-busy.json:
+#:     python benchmarks/bench_lm_head.py --rows 1 2 4 8 16 32 64 128
+#: 4 bytes: the whole head with 8 rows (below that a row costs less, above it more than reading) and
+#: with 128. 2 bytes, which this CPU has no instructions for: 1 row and 16, with --dtype bfloat16
+#: --vocab 8192. Link: --vocab 16 --rows 512. Exchange: a call without rows, 4 ranks on 2 cores.
+#: The rule is rough here: with 4 bytes splitting saved work at 128 rows too, and not at every lower
+#: number (benchmarks/README.md).
+CPU_RATES = {
+    2: Rates(8.2e9, 10.6e9, 3.5e9, 1e-3),
+    4: Rates(2.9e9, 54e9, 3.5e9, 1e-3),
+}
+
+
+def rates_of(device: torch.device, element_bytes: int = 2) -> Rates:
+    """Rates of a device for elements of 2 (bf16, fp16) or 4 bytes (fp32, without TF32).
+
+    A GPU that is not in DATA_SHEETS, a MIG slice or a GPU whose driver does not answer gets of each
+    column the figure that speaks most against splitting, and twice the exchange.
+
+    Raises:
+        ConfigError: other elements.
+    """
+    if element_bytes not in (2, 4):
+        raise ConfigError(f"element_bytes={element_bytes!r}: there are rates for 2 and 4 bytes")
+    if device.type == "cpu":
+        return CPU_RATES[element_bytes]
+    return rates_of_gpu(_name_of(device), element_bytes)
+
+
+def _name_of(device: torch.device) -> str:
+    try:
+        return driver.device(device.index or 0).name
+    except UnsupportedError:
+        return "unknown"
+
+
+def rates_of_gpu(name: str, element_bytes: int = 2) -> Rates:
+    """As rates_of, by the name that the driver gives the GPU ("NVIDIA H100 80GB HBM3")."""
+    words = set(name.split())
+    found = next((sheet for key, sheet in DATA_SHEETS.items() if words >= {*key}), None)
+    if found is None or "MIG" in words:
+        return _reached(_worst_for_splitting(), element_bytes, 2 * GPU_EXCHANGE_S)
+    return _reached(found, element_bytes, GPU_EXCHANGE_S)
+
+
+def _worst_for_splitting() -> DataSheet:
+    memory, bf16, fp32, link = zip(*DATA_SHEETS.values(), strict=True)
+    return DataSheet(max(memory), min(bf16), min(fp32), min(link))
+
+
+def _reached(sheet: DataSheet, element_bytes: int, exchange_s: float) -> Rates:
+    tflops = sheet.bf16_tflops if element_bytes == 2 else sheet.fp32_tflops
+    return Rates(
+        sheet.memory_tb_s * 1e12 * READ_SHARE,
+        tflops * 1e12 * FLOPS_SHARE,
+        sheet.link_gb_s * 1e9 * LINK_SHARE,
+        exchange_s,
+    )
+
+
+def step_seconds(shape: HeadShape, rows: int, tp_size: int, rates: Rates) -> float:
+    """Expected seconds of one draft step's head for `rows` rows a rank; tp_size 1: not split.
+
+    Raises:
+        ConfigError: a size that is none, or a rate that is none.
+    """
+    _check(shape, rates, rows=rows, tp_size=tp_size)
+    share = _widest_share(shape, tp_size)
+    read_s = share * shape.hidden_size * shape.element_bytes / rates.read_bytes_per_s
+    multiply_s = 2 * tp_size * rows * share * shape.hidden_size / rates.flops_per_s
+    if tp_size == 1:
+        return max(read_s, multiply_s)
+    link_s = exchanged_bytes(shape, rows, tp_size) / rates.link_bytes_per_s
+    return max(read_s, multiply_s) + rates.exchange_s + link_s
+
+
+def exchanged_bytes(shape: HeadShape, rows: int, tp_size: int) -> int:
+    """Bytes a rank sends to others in one step: its rows to each, and a pair for each of theirs."""
+    return rows * (tp_size - 1) * (shape.hidden_size * shape.element_bytes + PAIR_BYTES)
+
+
+def _widest_share(shape: HeadShape, tp_size: int) -> int:
+    """Vocabulary rows of the first rank, which has no fewer than any other (HeadConfig.shard)."""
+    even = -(-shape.vocab_size // tp_size)
+    return min(shape.vocab_size, -(-even // SHARD_MULTIPLE) * SHARD_MULTIPLE)
+
+
+def crossover_rows(shape: HeadShape, tp_size: int, rates: Rates, most_rows: int) -> int:
+    """Most rows a rank, up to `most_rows`, at which splitting is expected to be faster; 0: never.
+
+    It is faster with every number of rows below that, too: see the module's text.
+
+    Raises:
+        ConfigError: as step_seconds.
+    """
+    _check(shape, rates, tp_size=tp_size, most_rows=most_rows)
+    faster, slower = 0, most_rows + 1
+    while slower - faster > 1:
+        rows = (faster + slower) // 2
+        if step_seconds(shape, rows, tp_size, rates) < step_seconds(shape, rows, 1, rates):
+            faster = rows
+        else:
+            slower = rows
+    return faster
+
+
+def choose_size(shape: HeadShape, candidates: Iterable[int], most_rows: int, rates: Rates) -> int:
+    """The group size with the least expected time; 1 where none of the candidates pays.
+
+    A size's time is the mean over 1, 2, 4 .. most_rows rows a rank of the better of splitting and
+    not splitting, since a step above the crossover does not split. The smaller of equals.
+
+    Raises:
+        ConfigError: as step_seconds.
+    """
+    sampled = _sampled_rows(most_rows)
+
+    def mean_s(tp_size: int) -> float:
+        sizes = (1, tp_size)
+        best = [min(step_seconds(shape, rows, size, rates) for size in sizes) for rows in sampled]
+        return sum(best) / len(best)
+
+    return min(sorted({1, *candidates}), key=mean_s)
+
+
+def _sampled_rows(most_rows: int) -> list[int]:
+    """1, 2, 4 .. and most_rows itself."""
+    check_int("most_rows", most_rows, 1, _MOST)
+    return [*_powers_below(most_rows), most_rows]
+
+
+def _powers_below(bound: int) -> Iterator[int]:
+    rows = 1
+    while rows < bound:
+        yield rows
+        rows *= 2
+
+
+def report(shape: HeadShape, tp_size: int, most_rows: int, rates: Rates) -> str:
+    """What splitting is expected to do, in a few lines for a log.
+
+    Raises:
+        ConfigError: as step_seconds.
+    """
+    _check(shape, rates, tp_size=tp_size, most_rows=most_rows)
+    whole = shape.head_bytes
+    head = (
+        f"LM head {shape.vocab_size} x {shape.hidden_size}, {shape.element_bytes} bytes an element"
+    )
+    if tp_size == 1:
+        return f"{head}: not split, every rank reads {_size(whole)} in each draft step"
+    part = _widest_share(shape, tp_size) * shape.hidden_size * shape.element_bytes
+    crossover = crossover_rows(shape, tp_size, rates, most_rows)
+    rows = [n for n in _sampled_rows(most_rows) if n in (1, 8, 32, 128, most_rows)]
+    bytes_out = ", ".join(f"{n}: {_size(exchanged_bytes(shape, n, tp_size))}" for n in rows)
+    gains = ", ".join(f"{n}: {_gain(shape, n, tp_size, rates)}" for n in rows)
+    return "\n".join(
+        (
+            f"{head}: {_size(whole)} read per rank and draft step, "
+            f"{_size(part)} in groups of {tp_size}",
+            f"exchanged per rank and draft step, by rows a rank: {bytes_out}",
+            f"expected time of a draft step's head, by rows a rank: {gains}",
+            _crossover_line(crossover, most_rows),
+        )
+    )
+
+
+def _crossover_line(crossover: int, most_rows: int) -> str:
+    if crossover == most_rows:
+        return f"splitting is expected to pay with every number of rows up to {most_rows}"
+    if crossover == 0:
+        return "splitting is not expected to pay with any number of rows"
+    return f"splitting is expected to pay up to {crossover} rows a rank"
+
+
+def _gain(shape: HeadShape, rows: int, tp_size: int, rates: Rates) -> str:
+    alone_s, split_s = (step_seconds(shape, rows, size, rates) for size in (1, tp_size))
+    return f"{alone_s * 1e6:.4g} -> {split_s * 1e6:.4g} us ({alone_s / split_s:.2f}x)"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.4g} MB" if count >= 1e6 else f"{count / 1e3:.4g} kB"
+
+
+def _check(shape: HeadShape, rates: Rates, **sizes: int) -> None:
+    for name, value in {**shape._asdict(), **sizes}.items():
+        check_int(name, value, 1, _MOST)
+    for name, rate in rates._asdict().items():
+        if not 0 <= rate < float("inf") or (rate == 0 and name != "exchange_s"):
+            raise ConfigError(f"{name}={rate!r} is no rate; take those of rates_of(device)")

@@ -1,0 +1,212 @@
+"""A shared LM head on its workspace: checks a call, gathers, multiplies, takes what peers found.
+
+The product is torch's. On CPU ranks the filled rows are copied together for it; on a GPU, where the
+host does not know how many those are, it takes all slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_nvlink_plugin.errors import ExchangeStateError, InputError, MoeNvlinkError
+from moe_nvlink_plugin.exchange import checks
+from moe_nvlink_plugin.exchange.arguments import head_arguments
+from moe_nvlink_plugin.memory.faults import Faults
+from moe_nvlink_plugin.memory.startup import Timeouts
+from moe_nvlink_plugin.memory.workspace import Workspace
+
+from .config import HeadConfig
+
+_handles = itertools.count(1)
+_live: weakref.WeakValueDictionary[int, HeadExchange] = weakref.WeakValueDictionary()
+
+
+def find(handle: int) -> HeadExchange:
+    """The group a handle stands for.
+
+    Raises:
+        ExchangeStateError: it has been closed.
+    """
+    head = _live.get(handle)
+    if head is None:
+        raise ExchangeStateError(f"head group {handle} is closed; create a new HeadGroup")
+    return head
+
+
+class HeadCall(NamedTuple):
+    """One call of a verb: see sharded_argmax."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    soft_cap: float | None
+    scale: float
+    row_bound: int
+
+
+class HeadExchange:
+    """Both verbs of one group. A lock lets one thread at a time use it."""
+
+    def __init__(self, config: HeadConfig, workspace: Workspace) -> None:
+        self.config = config
+        self.workspace = workspace
+        regions = workspace.layout.channel_regions(0)
+        self._regions = regions
+        slots = config.tp_size * config.max_rows_per_rank
+        # Not inference tensors, whatever the caller is in: they are written to in either mode.
+        with torch.inference_mode(False):
+            self._rows = self._view("head_rows", slots * config.hidden_size)
+            self._logits = (
+                self._view("head_logits", slots * config.shard_size) if config.full_logits else None
+            )
+            self._counts = workspace.words(regions["recv_counts"], config.tp_size, torch.int32)
+        window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
+        self._args = head_arguments(config, regions, *window)
+        self._launcher = workspace.executor.head_launcher(config, workspace.memory.ranks_on_device)
+        self._timeouts = Timeouts.of(config)
+        self._faults = Faults(workspace, 0, config.tp_rank, config.tp_size, self._timeouts)
+        self.handle = next(_handles)
+        _live[self.handle] = self
+
+    def _view(self, name: str, elements: int) -> torch.Tensor:
+        size = elements * self.config.dtype.itemsize
+        return self.workspace.region_bytes(self._regions[name], size).view(self.config.dtype)
+
+    def close(self) -> None:
+        """Forgets the handle, gives the workspace back once no verb is running. Local."""
+        if _live.pop(self.handle, None) is None:
+            return
+        with self.workspace.channel_lock(0):
+            self._rows = self._counts = torch.empty(0)
+            self._logits = None
+            self.workspace.release()
+
+    def check_device(
+        self, hidden: torch.Tensor, head_weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """For the ops' fakes, which torch also runs, without a word, for tensors on `meta`.
+
+        Raises:
+            InputError: a tensor is not where this group works.
+        """
+        tensors = {"hidden": hidden, "head_weight": head_weight, "bias": bias}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                checks.on_device(name, tensor, self.workspace.device)
+
+    def argmax(self, call: HeadCall) -> torch.Tensor:
+        """See sharded_argmax. Collective."""
+        checks.head_inputs(self, call)
+        with self.workspace.channel_lock(0):
+            return self._run(call)
+
+    def logits(self, call: HeadCall) -> torch.Tensor:
+        """See sharded_logits. Collective."""
+        if self._logits is None:
+            raise InputError(
+                "sharded_logits needs a group created with full_logits=True: the peers read the "
+                "logits in symmetric memory"
+            )
+        checks.head_inputs(self, call)
+        shape = (call.hidden.shape[0], self.config.vocab_size)
+        output = torch.empty(shape, dtype=self.config.dtype, device=call.hidden.device)
+        with self.workspace.channel_lock(0):
+            self._run(call)
+            self._args.output = output.data_ptr()
+            self._launcher.collect(self._args)
+            self._raise_fault()
+        if call.soft_cap is not None:
+            output.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
+        return output if call.scale == 1.0 else output.mul_(call.scale)
+
+    def _run(self, call: HeadCall) -> torch.Tensor:
+        self.workspace.check_usable()
+        find(self.handle)
+        # Of an earlier verb: one that runs after its launch can only be heard of later.
+        self._raise_fault()
+        args: Any = self._args
+        num_rows = call.hidden.shape[0]
+        args.geometry.num_rows, args.geometry.row_bound = num_rows, call.row_bound
+        args.hidden = call.hidden.data_ptr()
+        args.soft_cap, args.scale = call.soft_cap or 0.0, call.scale
+        startup = self.workspace.startup
+        args.timeout_ns = startup.begin_round(0, self._timeouts)
+        self._launcher.gather(args)
+        self._raise_fault()
+        try:
+            logits = self._product(call)
+            ids = torch.empty(num_rows, dtype=torch.int64, device=call.hidden.device)
+            args.logits, args.output = logits.data_ptr(), ids.data_ptr()
+            args.timeout_ns = startup.timeout_ns(self._timeouts)
+            self._launcher.argmax(args)
+            startup.complete_round()
+        except BaseException as error:
+            # The peers wait for what this rank would have found, and must not meet its next rows.
+            self.workspace.broken = ExchangeStateError(f"a product failed: {error!r}")
+            raise
+        self._raise_fault()
+        return ids
+
+    def _product(self, call: HeadCall) -> torch.Tensor:
+        """Logits of all ranks' rows for this rank's vocabulary, `[rows, width]`."""
+        rows = self._gathered(call.row_bound)
+        first, end = self.config.shard(self.config.tp_rank)
+        shape = (rows.shape[0], end - first)
+        if self._logits is not None:
+            logits = self._logits[: shape[0] * shape[1]].view(shape)
+        else:
+            logits = torch.empty(shape, dtype=self.config.dtype, device=rows.device)
+        if logits.numel():
+            with torch.no_grad():
+                shard = call.weight[first:end].t()
+                if call.bias is None:
+                    torch.mm(rows, shard, out=logits)
+                else:
+                    torch.addmm(call.bias[first:end], rows, shard, out=logits)
+        return logits
+
+    def _gathered(self, row_bound: int) -> torch.Tensor:
+        slots = self._rows.view(-1, self.config.hidden_size)[: self.config.tp_size * row_bound]
+        if self.workspace.executor.asynchronous:
+            self._args.is_compact = 0
+            return slots
+        self._args.is_compact = 1
+        counts = self._counts.tolist()
+        if min(counts) == row_bound:
+            return slots
+        starts = range(0, len(counts) * row_bound, row_bound)
+        return torch.cat([slots[at : at + n] for at, n in zip(starts, counts, strict=True)])
+
+    def _raise_fault(self) -> None:
+        fault = self._faults.error(self._disagreement)
+        if fault is not None:
+            self.workspace.broken = fault
+            raise fault
+
+    def synchronize(self) -> None:
+        """Waits for what this thread's stream has been given, and reports what failed. Local.
+
+        Raises:
+            ExchangeTimeoutError, DisagreementError, PeerError: a verb failed; the group is
+                unusable from now on.
+        """
+        self.workspace.executor.synchronize()
+        self._raise_fault()
+
+    def failure(self) -> MoeNvlinkError | None:
+        """What went wrong in a verb. Local; waits for nothing, changes nothing; for any thread."""
+        return self.workspace.broken or self._faults.error(self._disagreement, ask_device=False)
+
+    def _disagreement(self, peer: int, phase: str, epoch: int) -> str:
+        mine = self._args.geometry
+        names = ("vocab_size", "hidden_size", "max_rows_per_rank", "row_bound")
+        values = ", ".join(f"{name}={getattr(mine, name)}" for name in names)
+        return (
+            f"in {phase} of epoch {epoch} rank {peer} called with another row_bound, or a group of "
+            f"another geometry, than rank {mine.tp_rank} ({values}, dtype={self.config.dtype}); "
+            "all ranks must make the same calls in the same order"
+        )

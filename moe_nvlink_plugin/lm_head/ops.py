@@ -1,0 +1,66 @@
+"""torch.ops.moe_nvlink.head_argmax and .head_logits with their fakes.
+
+`pending` is the workspace's state tensor, declared as written by both, so that a compiled graph
+neither drops nor reorders them: the peers take part in each. `handle` is the group
+(head_exchange.find).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import exchange as head_exchange
+from .exchange import HeadCall
+
+# Lives as long as the process. torch ships no types for Library.
+_library: Any = torch.library.Library("moe_nvlink", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+# pending, the fields of HeadCall in their order, handle.
+_ARGUMENTS = (
+    "(Tensor(a!) pending, Tensor hidden, Tensor head_weight, Tensor? bias, float? soft_cap, "
+    "float scale, int row_bound, int handle) -> Tensor"
+)
+_library.define("head_argmax" + _ARGUMENTS)
+_library.define("head_logits" + _ARGUMENTS)
+
+
+def _head_argmax(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    *call, handle = arguments
+    return head_exchange.find(handle).argmax(HeadCall(*call))
+
+
+def _head_argmax_fake(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    _head, call = _checked(arguments)
+    return call.hidden.new_empty((call.hidden.shape[0],), dtype=torch.int64)
+
+
+def _head_logits(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    *call, handle = arguments
+    return head_exchange.find(handle).logits(HeadCall(*call))
+
+
+def _head_logits_fake(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    head, call = _checked(arguments)
+    return call.hidden.new_empty((call.hidden.shape[0], head.config.vocab_size))
+
+
+def _checked(arguments: tuple[Any, ...]) -> tuple[head_exchange.HeadExchange, HeadCall]:
+    """Of a fake's arguments: the group, and the call, whose tensors are where the group works."""
+    *values, handle = arguments
+    head, call = head_exchange.find(handle), HeadCall(*values)
+    head.check_device(call.hidden, call.weight, call.bias)
+    return head, call
+
+
+for _name, _implementation, _fake in (
+    ("head_argmax", _head_argmax, _head_argmax_fake),
+    ("head_logits", _head_logits, _head_logits_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
+    torch.library.register_fake(f"moe_nvlink::{_name}", _fake, lib=_library)
+
+head_argmax = torch.ops.moe_nvlink.head_argmax.default
+head_logits = torch.ops.moe_nvlink.head_logits.default

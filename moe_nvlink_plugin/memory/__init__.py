@@ -1,0 +1,1 @@
+"""What lies where in symmetric memory, and what a kernel reports there."""

@@ -1,0 +1,115 @@
+"""The fault word of a channel (epoch_flags.h, pack_fault) as an error that says what went wrong."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from moe_nvlink_plugin.errors import (
+    DisagreementError,
+    ExchangeTimeoutError,
+    MoeNvlinkError,
+    PeerError,
+)
+from moe_nvlink_plugin.jit.header import constants
+
+if TYPE_CHECKING:
+    from .startup import Timeouts
+    from .workspace import Workspace
+
+
+class Phase(NamedTuple):
+    """What a kernel waited for.
+
+    Attributes:
+        name: as errors have it.
+        cells: the region that holds the peers' cells.
+    """
+
+    name: str
+    cells: str
+
+
+_PHASES = {
+    "kPhaseDispatch": Phase("dispatch", "dispatch_cells"),
+    "kPhaseCombine": Phase("combine", "combine_cells"),
+    "kPhaseHeadGather": Phase("head gather", "dispatch_cells"),
+    "kPhaseHeadArgmax": Phase("head argmax", "combine_cells"),
+}
+
+
+class Faults:
+    """Reads one channel of one layer.
+
+    Args:
+        rank: this one.
+        size: ranks of the group.
+        timeouts: of the layer's waits.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        channel: int,
+        rank: int,
+        size: int,
+        timeouts: Timeouts,
+    ) -> None:
+        self._workspace, self._channel = workspace, channel
+        self._rank, self._size, self._timeouts = rank, size, timeouts
+
+    def error(
+        self, disagreement: Callable[[int, str, int], str], *, ask_device: bool = True
+    ) -> MoeNvlinkError | None:
+        """What went wrong in a verb, as far as the host knows. Names phase, ranks and epoch.
+
+        disagreement: what to say when rank `peer` used another layer in a phase and epoch. Not
+        kept: as a method of this object's owner it would keep a dropped layer's memory alive.
+        ask_device: find out which ranks are late besides the one that was waited for longest. On a
+        GPU that waits for the device; without it, nothing here does, and any thread may ask.
+        """
+        word = self._workspace.fault(self._channel)
+        if not word:
+            return None
+        code, phase = word >> 56, _phase(word >> 48 & 0xFF)
+        peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
+        if code == constants()["kFaultGeometry"]:
+            return DisagreementError(disagreement(peer, phase.name, epoch))
+        if code == constants()["kFaultAhead"]:
+            return PeerError(
+                f"rank {peer} is ahead of this rank's round, {phase.name} of epoch {epoch}: it "
+                "went on after a failure of its own, which its log names; end all ranks"
+            )
+        if code != constants()["kFaultTimeout"]:
+            return PeerError(
+                f"rank {peer} announced more rows than its slice holds in {phase.name} of epoch "
+                f"{epoch}: somebody wrote into the exchange's memory; end all ranks"
+            )
+        late = (self._late_ranks(phase, epoch) if ask_device else ()) or (peer,)
+        waited_s = self._workspace.startup.waited_s(self._channel, epoch, self._timeouts)
+        is_first = waited_s != self._timeouts.later
+        raised = "first_timeout_s (MOE_NVLINK_FIRST" if is_first else "timeout_s (MOE_NVLINK"
+        return ExchangeTimeoutError(
+            f"rank {self._rank} waited {waited_s:g} s in {phase.name} of epoch {epoch} for "
+            f"rank(s) {', '.join(map(str, late))}; look at those ranks' logs, and raise "
+            f"{raised}_TIMEOUT_S) if they were only slow",
+            phase=phase.name,
+            ranks=late,
+            epoch=epoch,
+        )
+
+    def _late_ranks(self, phase: Phase, epoch: int) -> tuple[int, ...]:
+        if self._workspace.executor.is_capturing():
+            return ()  # reading the cells would wait for the GPU, which a capture forbids
+        region = self._workspace.layout.channel_regions(self._channel)[phase.cells]
+        cells = self._workspace.words(region, self._size, torch.int64)
+        epochs = [cell & 0xFFFFFFFF for cell in cells.tolist()]
+        behind = [ctypes.c_int32(seen - epoch).value < 0 for seen in epochs]
+        return tuple(rank for rank, is_behind in enumerate(behind) if is_behind)
+
+
+def _phase(code: int) -> Phase:
+    return next(phase for name, phase in _PHASES.items() if constants()[name] == code)

@@ -1,0 +1,1 @@
+"""How recipes and transports are found."""

@@ -1,0 +1,263 @@
+"""Formats in which the experts' rows travel back in combine, and how far they may move a sum.
+
+Unquantised, a partial row travels in `AllToAllConfig.dtype`. With a format the rank that owns the
+experts quantises their rows in the head of combine; who combines pulls the quantised rows,
+dequantises, adds in fp32 as a pairwise tree over k and rounds once. What 8 or 4 bits lose is lost,
+so a format is chosen by configuration only. What is here in torch is the reference that the kernel
+(kernels/combine.cu) is compared with bit for bit; its operations round the same on every device.
+
+| format    | region              | row of a slot            | bytes at hidden 7168 |
+|-----------|---------------------|--------------------------|----------------------|
+| fp8_block | combine_rows        | e4m3 `[H]`               | 7168                 |
+|           | combine_scales      | fp32 `[H/128]`           | 224                  |
+| nvfp4     | combine_rows        | packed e2m1 `[H/2]`      | 3584                 |
+|           | combine_scales      | e4m3 `[H/16]`            | 448                  |
+|           | combine_row_scales  | fp32 `[1]`               | 4                    |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+
+from moe_nvlink_plugin.errors import ConfigError
+
+from . import PayloadRow
+from . import fp8 as recipe_fp8
+from .fp8 import E4M3_MAX, divide, to_e4m3
+from .nvfp4 import e2m1_codes, e2m1_values, packed, unpacked
+
+E2M1_MAX = 6.0
+#: Smallest scale of a row of nvfp4: with it the least block scale, 2**-9, is a normal number still.
+LEAST_ROW_SCALE = 2.0**-100
+
+#: Relative error of one fp32 operation.
+_U32 = 2.0**-24
+
+
+class QuantisedPartialRows(NamedTuple):
+    """What travels for `n` partial rows; the fields are the regions' contents."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor
+    row_scales: torch.Tensor | None  # fp32 [n, 1], formats that have them
+
+
+class CombineFormat(Protocol):
+    """One format. Stateless; any device."""
+
+    @property
+    def name(self) -> str:
+        """What AllToAllConfig.combine says."""
+        ...
+
+    def rows(self, hidden_size: int) -> dict[str, PayloadRow]:
+        """Region name -> row of a slot; ConfigError for a size it cannot do."""
+        ...
+
+    def quantise(self, partial_rows: torch.Tensor) -> QuantisedPartialRows:
+        """`[n, H]` of an activation type, as the kernel quantises them."""
+        ...
+
+    def dequantise(self, quantised: QuantisedPartialRows) -> torch.Tensor:
+        """fp32 `[n, H]`: the terms of combine's sum."""
+        ...
+
+    def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
+        """fp64 `[n, H]`: |dequantise(quantise(x)) - x| is at most this where x is finite."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8BlockFormat:
+    """e4m3 with an fp32 scale for every 128 elements: the rule of the recipe fp8_block."""
+
+    name: str = "fp8_block"
+    block: int = 128
+
+    def rows(self, hidden_size: int) -> dict[str, PayloadRow]:
+        _check_hidden_size(self.name, hidden_size, self.block)
+        return {
+            "combine_rows": PayloadRow(torch.float8_e4m3fn, hidden_size),
+            "combine_scales": PayloadRow(torch.float32, hidden_size // self.block),
+        }
+
+    def quantise(self, partial_rows: torch.Tensor) -> QuantisedPartialRows:
+        rows, scales = recipe_fp8.FP8_BLOCK.quantise(partial_rows)
+        assert scales is not None
+        return QuantisedPartialRows(rows, scales, None)
+
+    def dequantise(self, quantised: QuantisedPartialRows) -> torch.Tensor:
+        rows, scales, _ = quantised
+        return recipe_fp8.FP8_BLOCK.dequantise(rows, scales, torch.float32)
+
+    def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
+        scales = self.quantise(partial_rows).scales.double().repeat_interleave(self.block, -1)
+        exact = partial_rows.double().abs()
+        values = exact / scales
+        # Half the distance of e4m3 numbers around the value: 3 bits behind the leading one, and
+        # below 2**-6 the distance stays.
+        half_step = torch.exp2(_floor_log2(values).clamp(min=-6.0) - 4.0)
+        return _with_fp32_roundings(scales * half_step, exact)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nvfp4Format:
+    """e2m1 with an e4m3 scale for every 16 elements and an fp32 scale for each row.
+
+    The row's scale r takes the place of the recipe's global one: r = amax of the row / (448 * 6),
+    so that the largest block's scale is the largest e4m3 number, and the blocks are those of the
+    recipe nvfp4 with global scale 1 / r; but x is multiplied by the reciprocal of s * r, which is
+    what the receiver makes of a block's scale s. A value is e2m1 * (s * r). A NaN or an infinity
+    makes r NaN, and so every value of its row.
+    """
+
+    name: str = "nvfp4"
+    block: int = 16
+
+    def rows(self, hidden_size: int) -> dict[str, PayloadRow]:
+        _check_hidden_size(self.name, hidden_size, self.block)
+        return {
+            "combine_rows": PayloadRow(torch.uint8, hidden_size // 2),
+            "combine_scales": PayloadRow(torch.float8_e4m3fn, hidden_size // self.block),
+            "combine_row_scales": PayloadRow(torch.float32, 1),
+        }
+
+    def quantise(self, partial_rows: torch.Tensor) -> QuantisedPartialRows:
+        rows = partial_rows.float()
+        amax = rows.abs().amax(-1, keepdim=True)
+        row_scales = divide(amax, E4M3_MAX * E2M1_MAX).clamp(min=LEAST_ROW_SCALE)
+        row_scales = torch.where(amax < math.inf, row_scales, math.nan)
+        blocks = recipe_fp8.in_blocks(rows, self.block)
+        scales = to_e4m3(row_scales.reciprocal() * (blocks.abs().amax(-1) * (1.0 / E2M1_MAX)))
+        units = scales.float() * row_scales
+        factors = torch.where(scales.float() == 0.0, 0.0, units.reciprocal())
+        codes = e2m1_codes(blocks * factors.unsqueeze(-1)).flatten(-2)
+        return QuantisedPartialRows(packed(codes), scales, row_scales)
+
+    def dequantise(self, quantised: QuantisedPartialRows) -> torch.Tensor:
+        blocks = recipe_fp8.in_blocks(e2m1_values(unpacked(quantised.rows)), self.block)
+        return (blocks * self._units(quantised).unsqueeze(-1)).flatten(-2)
+
+    def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
+        units = self._units(self.quantise(partial_rows)).double().repeat_interleave(self.block, -1)
+        exact = partial_rows.double().abs()
+        values = exact / units  # inf or NaN where the unit is zero, and with it every value
+        half_step = torch.where(values < 2.0, 0.25, torch.where(values < 4.0, 0.5, 1.0))
+        beyond = values - E2M1_MAX  # of a block whose scale was rounded down
+        error = torch.where(units == 0.0, exact, units * torch.maximum(half_step, beyond))
+        return _with_fp32_roundings(error, exact)
+
+    def _units(self, quantised: QuantisedPartialRows) -> torch.Tensor:
+        assert quantised.row_scales is not None
+        return quantised.scales.float() * quantised.row_scales
+
+
+FP8_BLOCK = Fp8BlockFormat()
+NVFP4 = Nvfp4Format()
+#: By what AllToAllConfig.combine says; None and "bf16" stand for unquantised rows.
+FORMATS: dict[str, CombineFormat] = {one.name: one for one in (FP8_BLOCK, NVFP4)}
+UNQUANTISED_NAMES = (None, "bf16")
+
+
+def combine_format(name: str | None) -> CombineFormat | None:
+    """The format of that name; None for unquantised rows.
+
+    Raises:
+        ConfigError: no such format.
+    """
+    if name in UNQUANTISED_NAMES:
+        return None
+    if name not in FORMATS:
+        raise ConfigError(f"combine={name!r} is no format; use one of bf16, {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def combine_rows(name: str | None, hidden_size: int) -> dict[str, PayloadRow]:
+    """Region name -> row of a slot, beside the experts' own region; empty for unquantised rows.
+
+    Raises:
+        ConfigError: no such format, or a hidden_size that is no multiple of its block.
+    """
+    found = combine_format(name)
+    return {} if found is None else found.rows(hidden_size)
+
+
+def error_bound(
+    partial_rows: torch.Tensor, name: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """How far combine's result may lie from the exact sum of the experts' rows.
+
+    Args:
+        partial_rows: `[n, top_k, H]` of an activation type, finite; rows of zeros for the k that
+            have none.
+        name: of the format.
+        dtype: what combine writes; None: that of partial_rows.
+
+    Returns:
+        fp64 `[n, H]`: |combine's element - exact sum| is at most this, as long as the sum does not
+        overflow `dtype`.
+
+    Derivation. Write x_k for the experts' element, y_k for what the receiver makes of it.
+
+    1. One block. fp8_block: s = max(amax, 1e-10) / 448 puts |x / s| into [0, 448], up to fp32's
+       rounding, which the clamp takes back. e4m3 rounds v = x / s to the nearest of numbers that
+       lie 2**(floor(log2 |v|) - 3) apart, 2**-9 below 2**-6. So |y - x| is at most
+       s * 2**(max(floor(log2 |v|), -6) - 4): never more than the larger of |x| / 16 and
+       amax / (448 * 1024), and at most amax / 28 anywhere in the block.
+       nvfp4: the unit of a block is u = s * r with r = amax of the row / 2688 and s the e4m3 number
+       next to amax of the block / (6 * r). e2m1 numbers lie 0.5 apart below 2, 1 below 4, 2 below
+       6, so |y - x| is at most u times 0.25, 0.5 or 1; where s was rounded down, v = x / u may
+       exceed 6, which saturates: then u * (v - 6), if that is larger. A normal s (amax of the block
+       from amax of the row / 28672 on) is off by a 16th at most: together at most 17/96 of the
+       block's amax. Blocks below that have a subnormal s; the smallest (amax of the block up to
+       6 * 2**-10 * r) have s = 0, send zeros, and |y - x| = |x|.
+       Both: quotient, scale and the receiver's product are each rounded to fp32, which moves |y| by
+       less than 2**-20 of what it is; where that decides a tie the other way, |y - x| is no larger.
+       No element is off by more than itself: zero is one of the numbers rounded to.
+    2. The sum over k is a pairwise tree of depth d = ceil(log2(top_k)) in fp32, so it is off by at
+       most ((1 + 2**-24)**d - 1) * sum_k |y_k| with |y_k| <= |x_k| + the bound of 1.
+    3. One rounding to dtype: half a unit in the last place of the result, 2**-8 (bf16) or 2**-11
+       (fp16) of its magnitude, which is at most |exact sum| + the bounds of 1 and 2; below fp16's
+       normal numbers half its step there, 2**-25.
+    """
+    found = combine_format(name)
+    assert found is not None, "unquantised rows have no blocks"
+    shape = partial_rows.shape
+    flat = partial_rows.reshape(-1, shape[-1])
+    errors = found.error_bound(flat).view(shape)
+    exact = partial_rows.double()
+    depth = math.ceil(math.log2(shape[1])) if shape[1] > 1 else 0
+    terms = (exact.abs() + errors).sum(1)
+    before_rounding = errors.sum(1) + ((1 + _U32) ** depth - 1) * terms
+    relative, absolute = _ROUNDING[dtype or partial_rows.dtype]
+    return before_rounding + relative * (exact.sum(1).abs() + before_rounding) + absolute
+
+
+#: Of a result: half a unit in the last place, relative, and half a step of subnormal numbers.
+_ROUNDING = {
+    torch.bfloat16: (2.0**-8, 2.0**-134),
+    torch.float16: (2.0**-11, 2.0**-25),
+    torch.float32: (0.0, 0.0),
+}
+
+
+def _check_hidden_size(name: str, hidden_size: int, block: int) -> None:
+    if hidden_size % block:
+        raise ConfigError(
+            f"combine={name!r} needs a hidden_size that is a multiple of {block}, got "
+            f"{hidden_size}; use combine='bf16' for this layer"
+        )
+
+
+def _floor_log2(values: torch.Tensor) -> torch.Tensor:
+    """Exact, unlike floor(log2(x)); some negative number for zero."""
+    return torch.frexp(values)[1].double() - 1.0
+
+
+def _with_fp32_roundings(error: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    error = torch.minimum(error, exact)
+    return error + 2.0**-20 * (exact + error)

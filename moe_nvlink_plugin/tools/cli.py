@@ -1,0 +1,126 @@
+"""moe-nvlink: what a user can ask from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
+from moe_nvlink_plugin.jit import header, nvrtc
+
+from . import precompile
+
+_PRECOMPILE = """
+Compiles the GPU kernels into a cache directory, for images that have neither a compiler nor a
+network, and the kernels for CPU ranks where there is a host compiler.
+
+  moe-nvlink precompile --arch sm_90a --geometry deepseek-v3 --cache-dir DIR
+
+Processes find them with MOE_NVLINK_CACHE_DIR=DIR. DIR may belong to root and be read-only there;
+it must not be writable by group or others."""
+
+_DOCTOR = """
+Looks at this machine and says, in the last two lines, whether GPU ranks and CPU ranks will work
+and what to do where they will not. Under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) every
+rank looks at its own GPU and rank 0 prints what all of them found:
+
+  torchrun --nproc-per-node 8 -m moe_nvlink_plugin doctor
+
+The exit code is 0 when GPU ranks or CPU ranks will work, 1 when neither will or a rank is missing.
+Kernels that are not in the cache are compiled into it."""
+
+
+def _geometry(text: str) -> precompile.Geometry | precompile.HeadGeometry:
+    try:
+        return precompile.parse_geometry(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _presets() -> str:
+    return "\n".join(f"  {name:12} {value}" for name, value in precompile.PRESETS.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moe-nvlink", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say whether this machine will work, and what to do where not",
+        description=_DOCTOR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+    compiling = commands.add_parser(
+        "precompile",
+        help="compile kernels ahead of time",
+        description=_PRECOMPILE,
+        epilog="geometries by model:\n" + _presets(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    compiling.add_argument(
+        "--arch",
+        nargs="+",
+        action="extend",
+        choices=nvrtc.ARCHITECTURES,
+        metavar="ARCH",
+        help=f"of the GPUs to compile for, among {', '.join(nvrtc.ARCHITECTURES)} "
+        "(default: this machine's GPUs, all of these where there is none)",
+    )
+    compiling.add_argument(
+        "--geometry",
+        nargs="+",
+        action="extend",
+        type=_geometry,
+        metavar="MODEL|top_k=N,dtype=TYPE[,recipe=RECIPE][,combine=FORMAT]|lm_head[,dtype=TYPE]",
+        help="layers to compile for; lm_head is that of draft ranks which share one (default: all "
+        "models below, and lm_head); "
+        f"TYPE is one of {', '.join(header.elements())}, "
+        f"RECIPE of {', '.join(header.quantisers())}, "
+        f"FORMAT of {', '.join(header.combine_formats())}; a model's name may stand in front of "
+        "recipe= and combine=, as in qwen3,recipe=mxfp8",
+    )
+    compiling.add_argument(
+        "--no-pdl", action="store_true", help="for processes that run with MOE_NVLINK_PDL=0"
+    )
+    compiling.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="where to (default: MOE_NVLINK_CACHE_DIR, else the user's cache directory)",
+    )
+    compiling.add_argument(
+        "--jobs", type=_count, metavar="N", help="processes that compile (default: one per CPU)"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "doctor":
+        from . import doctor
+
+        return doctor.main(as_json=options.json)
+    return precompile.precompile(
+        options.arch or precompile.default_architectures(),
+        options.geometry or [*precompile.PRESETS.values(), precompile.HeadGeometry()],
+        pdl=not options.no_pdl,
+        folder=options.cache_dir,
+        jobs=options.jobs,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the console script."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except MoeNvlinkError as error:
+        print(error, file=sys.stderr)
+        return 1

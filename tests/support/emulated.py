@@ -1,0 +1,832 @@
+"""Many ranks of one exchange on ONE device, in ordinary memory `[ranks, bytes]`: no VMM, no fabric.
+
+The same rounds on two back ends. "cpu": every rank is a thread with a grid of its own, running the
+host build. "cuda": all ranks are one cooperative launch with blockIdx.y = rank, so that they are
+resident together or the launch is refused. "stand-in": the latter's code on tests/support/fake_cuda,
+with tensors of the CPU. Cases, inputs and comparison are cases.py's and compare.py's.
+
+One device shows neither NVLink ordering nor remote latency nor bandwidth.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from moe_nvlink_plugin import driver, reference
+from moe_nvlink_plugin.config import AllToAllConfig
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.exchange import arguments, checks
+from moe_nvlink_plugin.jit import cache, host, nvrtc
+from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.launch.shape import Limits, Shape
+from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout, payload_rows
+from moe_nvlink_plugin.plugins.manager import find_recipe
+from tests.kernels import cases, compare
+from tests.kernels.cases import Case, Inputs, Seen
+from tests.support import emulated_text
+from tests.support.delays import replace_once
+
+#: What combine makes for the peers where rows travel back in a format.
+COMBINE_REGIONS = ("combine_rows", "combine_scales", "combine_row_scales")
+
+#: Of the "cpu" back end: its texts are many, its rows few.
+FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in host.FLAGS)
+
+THREADS = emulated_text.THREADS  # of a CTA on the GPU, where a test does not say otherwise
+
+
+class Backend(Protocol):
+    """What runs a verb of all ranks at once."""
+
+    device: torch.device
+    ctas: int  # per rank, of dispatch
+
+    def prepare(
+        self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
+    ) -> Callable[[], None]:
+        """A launch of `verb` on as many ranks as there are arguments, which it copies.
+
+        On a GPU the launch returns before the kernel has ended; `shape` is one rank's.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives threads or modules back."""
+        ...
+
+
+class CpuBackend:
+    """A thread per rank, each with a grid of `ctas` host CTAs."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, ranks: int, ctas: int, *, delays: bool = False) -> None:
+        self.ctas = ctas
+        path = host.build(emulated_text.host_source(delays=delays), FLAGS)
+        self._library = host.HostLibrary(path)
+        self._of_tests = {
+            verb: getattr(ctypes.CDLL(str(path)), f"emulated_{verb}")
+            for verb in ("rounds", "quantise")
+        }
+        for function in self._of_tests.values():
+            function.restype = None
+            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._grids = [self._library.create_grid(ctas) for _ in range(ranks)]
+        self._threads = concurrent.futures.ThreadPoolExecutor(ranks)
+
+    def prepare(
+        self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
+    ) -> Callable[[], None]:
+        copies = [type(args).from_buffer_copy(args) for args in rank_arguments]
+
+        def launch() -> None:
+            running = [
+                self._threads.submit(self._run, verb, args, grid)
+                for args, grid in zip(copies, self._grids, strict=False)
+            ]
+            for future in running:
+                future.result()
+
+        return launch
+
+    def _run(self, verb: str, args: Any, grid: int) -> None:
+        if verb in self._of_tests:
+            self._of_tests[verb](ctypes.addressof(args), grid)
+        else:
+            getattr(self._library, verb)(args, grid)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for grid in self._grids:
+            self._library.destroy_grid(grid)
+        self._grids = []
+
+
+def ctas_per_rank(ranks: int, num_sms: int, ctas_per_sm: int, wanted: int) -> int:
+    """CTAs each rank can have when all CTAs of all ranks must be resident at the same time.
+
+    Raises:
+        UnsupportedError: not even one.
+    """
+    available = num_sms * ctas_per_sm // ranks
+    if available < 1:
+        raise UnsupportedError(
+            f"{ranks} emulated ranks need {ranks} resident CTAs, this GPU holds "
+            f"{num_sms} SMs x {ctas_per_sm}; emulate fewer ranks"
+        )
+    return min(wanted, available)
+
+
+@functools.cache
+def cubin(top_k: int, element: int, count: int, architecture: str, **options: Any) -> bytes:
+    """Machine code of the emulated kernels; options of emulated_text.device_source."""
+    text = emulated_text.device_source(top_k, element, count, **options)
+    return load_or_compile(text, architecture)
+
+
+def load_or_compile(text: str, architecture: str) -> bytes:
+    """Machine code of one text, through the product's cache on disk.
+
+    So benchmarks/carry.sh can compile it ahead of a GPU's minutes. With sleeps and whole rounds in
+    them the kernels may spill registers, which is no mistake here.
+    """
+
+    def build(target: Path) -> None:
+        target.write_bytes(nvrtc.compile_cubin(text, architecture, strict=False))
+
+    key = "\0".join(("emulated", architecture, *nvrtc.OPTIONS, text))
+    return cache.load_or_build(key, ".cubin", build, Path.read_bytes)
+
+
+def broken_cubin(line: str, instead: str) -> Callable[..., bytes]:
+    """As cubin, of a text in which something stands in the place of one line."""
+
+    def compile_broken(
+        top_k: int, element: int, count: int, architecture: str, **options: Any
+    ) -> bytes:
+        text = emulated_text.device_source(top_k, element, count, **options)
+        return load_or_compile(replace_once(text, line, instead), architecture)
+
+    return compile_broken
+
+
+class CudaBackend:
+    """All ranks in one launch on torch's current stream.
+
+    Without PDL the launch is cooperative. With PDL, which nothing says a cooperative launch may
+    have, residency is what `ctas_per_rank` counted; it holds while this process has the GPU alone.
+
+    Args:
+        post_quant: dispatch takes rows that the caller has quantised.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        ctas: int,
+        config: AllToAllConfig,
+        *,
+        pdl: bool = False,
+        post_quant: bool = False,
+        device: str = "cuda:0",
+        **options: bool,
+    ) -> None:
+        self.device = torch.device(device)
+        self._index = index = self.device.index or 0
+        self._pdl = pdl
+        verbs = emulated_text.verbs(**options)
+        self._count = most_ranks_for(ranks, verbs)
+        gpu = driver.device(index)
+        code = cubin(
+            config.top_k,
+            arguments.element_code(config.dtype),
+            self._count,
+            gpu.architecture,
+            pdl=pdl,
+            quantiser=0
+            if post_quant
+            else arguments.quantiser_code(find_recipe(config), config.hidden_size),
+            combine=arguments.combine_code(config),
+            **options,
+        )
+        self._num_sms = gpu.num_sms
+        with driver.on_device(index):
+            self._module = driver.call("cuModuleLoadData", code)
+            self._kernels = {
+                verb: _Kernel(index, self._module, f"moe_nvlink_emulated_{verb}") for verb in verbs
+            }
+        self._ctas = {
+            verb: ctas_per_rank(ranks, gpu.num_sms, kernel.blocks_per_sm(THREADS), ctas)
+            for verb, kernel in self._kernels.items()
+        }
+        self.ctas = self._ctas[verbs[0]]
+
+    def limits(self, verb: str, ranks: int) -> Limits:
+        """What one of so many ranks may fill: its share of the SMs."""
+        kernel = self._kernels[verb]
+        return Limits(self._num_sms // ranks, kernel.max_threads, kernel.blocks_per_sm)
+
+    def prepare(
+        self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
+    ) -> Callable[[], None]:
+        packed = (emulated_text.struct_of(verb) * self._count)(*rank_arguments)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
+        ranks = len(rank_arguments)
+        blocks, threads = (self._ctas[verb], THREADS) if shape is None else shape[:2]
+        pdl = self._pdl and verb != "rounds"
+
+        @functools.cache
+        def config_on(stream: int) -> Any:
+            return launch_config((blocks, ranks), threads, stream, pdl=pdl)
+
+        def launch(keep: Any = packed) -> None:
+            config = config_on(self._stream())
+            function, pointers = self._kernels[verb].function, ctypes.addressof(parameters)
+            with driver.on_device(self._index):
+                # The driver copies the parameters before it returns.
+                driver.call("cuLaunchKernelEx", config, function, pointers, 0)
+
+        return launch
+
+    def _stream(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def close(self) -> None:
+        if self._module is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with driver.on_device(self._index):
+            driver.call("cuModuleUnload", self._module)
+        self._module = None
+
+
+def most_ranks_for(ranks: int, verbs: Sequence[str] = ("dispatch", "combine")) -> int:
+    """Ranks the kernels are compiled for: few values, so that cases share their machine code."""
+    limit = min(emulated_text.most_ranks(emulated_text.struct_of(verb)) for verb in verbs)
+    found = next((count for count in (8, 64, limit) if ranks <= count), None)
+    if found is None:
+        raise UnsupportedError(f"{ranks} emulated ranks; one launch takes {limit} ranks' arguments")
+    return found
+
+
+class _Kernel:
+    """A function, loaded now rather than while a rank spins."""
+
+    def __init__(self, index: int, module: Any, name: str) -> None:
+        self._index = index
+        self.function = driver.call("cuModuleGetFunction", module, name.encode())
+        driver.call("cuFuncLoad", self.function)
+        attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+        self.max_threads = int(driver.call("cuFuncGetAttribute", attribute, self.function))
+
+    def blocks_per_sm(self, threads: int) -> int:
+        """CTAs of so many threads that one SM holds."""
+        query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        with driver.on_device(self._index):
+            return int(driver.call(query, self.function, threads, 0))
+
+
+def launch_config(grid: tuple[int, int], threads: int, stream: int, *, pdl: bool) -> Any:
+    """CUlaunchConfig of one launch: cooperative, or with programmatic dependent launch."""
+    api = driver.api()
+    attribute = api.CUlaunchAttribute()
+    ids = api.CUlaunchAttributeID
+    if pdl:
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+    else:
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+    config = api.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = 0
+    config.hStream = api.CUstream(stream)
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def make_backend(
+    name: str,
+    case: Case,
+    *,
+    ctas: int = 1,
+    delays: bool = False,
+    **options: bool,
+) -> Backend:
+    """A back end for a case's ranks. On the GPU each rank gets `ctas` CTAs, or what fits.
+
+    `fused`, `pdl`: as in emulated_text.device_source; `post_quant`: as CudaBackend's. The CPU's has
+    all of it, whatever they say.
+    """
+    if name == "cpu":
+        return CpuBackend(case.ep_size, ctas, delays=delays)
+    device = {"cuda": "cuda:0", "stand-in": "cpu"}[name]
+    return CudaBackend(case.ep_size, ctas, case.config(0), device=device, delays=delays, **options)
+
+
+class Received(NamedTuple):
+    """One rank's views of what arrived; as MoeAllToAll's Dispatched."""
+
+    hidden_states: torch.Tensor
+    scales: torch.Tensor | None
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    extras: tuple[torch.Tensor, ...]
+    recv_counts: torch.Tensor
+    send_slots: torch.Tensor
+
+
+def config_of(case: Case, timeout_s: float = 10.0) -> Callable[[int], AllToAllConfig]:
+    """rank -> configuration. A wait that hangs must not use up the minutes of a lent GPU."""
+    return lambda rank: dataclasses.replace(case.config(rank), timeout_s=timeout_s)
+
+
+class EmulatedRanks:
+    """All ranks of one exchange: their workspaces, arguments and views.
+
+    What a launch reads must live until it has been enqueued, and may be freed then: torch gives a
+    GPU's memory out again in the stream's order.
+
+    Args:
+        config_by_rank: rank -> its configuration.
+        hidden_splits: CTAs that share one token's row in combine.
+        post_quant: activations are quantised by the recipe in torch, not by dispatch.
+    """
+
+    def __init__(
+        self,
+        config_by_rank: Callable[[int], AllToAllConfig],
+        backend: Backend,
+        *,
+        hidden_splits: int = 1,
+        post_quant: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.config = config_by_rank(0)
+        self.configs = [config_by_rank(rank) for rank in range(self.config.ep_size)]
+        self.recipe = find_recipe(self.config)
+        self.rows = payload_rows(self.config, self.recipe)
+        self.regions = _packed_regions(WorkspaceLayout.for_geometry(self.config, self.recipe))
+        self.hidden_splits = hidden_splits
+        self.quantiser = (
+            0 if post_quant else arguments.quantiser_code(self.recipe, self.config.hidden_size)
+        )
+        self.global_scale = cases.global_scale(self.config, backend.device)
+        last = max(
+            region.offset + region.size_bytes for of in self.regions for region in of.values()
+        )
+        shape = (self.config.ep_size, -(-last // 4096) * 4096)
+        self.memory = torch.zeros(shape, dtype=torch.uint8, device=backend.device)
+
+    @classmethod
+    def of_case(
+        cls, case: Case, backend: Backend, *, hidden_splits: int = 1, post_quant: bool = False
+    ) -> EmulatedRanks:
+        return cls(config_of(case), backend, hidden_splits=hidden_splits, post_quant=post_quant)
+
+    def view(self, rank: int, name: str, channel: int = 0) -> torch.Tensor:
+        """A payload's or the combine region's rows, `[slots, elements]`, in its dtype."""
+        row = self.rows.get(name)
+        dtype = self.config.dtype if row is None else row.dtype
+        elements = self.config.hidden_size if row is None else row.elements
+        slots = self.config.ep_size * self.config.max_tokens_per_rank
+        return (
+            self._bytes(rank, name, slots * elements * dtype.itemsize, channel)
+            .view(dtype)
+            .view(slots, elements)
+        )
+
+    def _bytes(self, rank: int, name: str, size: int, channel: int) -> torch.Tensor:
+        region = self.regions[channel][name]
+        return self.memory[rank, region.offset : region.offset + size]
+
+    def recv_counts(self, rank: int, channel: int = 0) -> torch.Tensor:
+        return self._bytes(rank, "recv_counts", self.config.ep_size * 4, channel).view(torch.int32)
+
+    def control(self, rank: int, channel: int = 0) -> Any:
+        """A copy of the rank's LocalControl; waits for the device."""
+        kind = structs()["LocalControl"]
+        words = self._bytes(rank, "local", ctypes.sizeof(kind), channel).cpu()
+        return kind.from_buffer_copy(bytes(words.tolist()))
+
+    def dispatch_arguments(self, rank: int, channel: int = 0) -> Any:
+        args = arguments.dispatch_arguments(
+            self.configs[rank],
+            self.rows,
+            self.regions[channel],
+            self.memory.data_ptr(),
+            self.memory.stride(0),
+        )
+        args.quantiser = self.quantiser
+        if self.quantiser and self.global_scale is not None:
+            args.global_scale = self.global_scale.data_ptr()
+        return args
+
+    def sources(self, inputs: Inputs) -> list[torch.Tensor | None]:
+        """What dispatch reads, in the order of its payloads; None for what it makes itself."""
+        hidden, topk_ids, weights, extras = inputs
+        ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
+        scales = None
+        if not self.quantiser:
+            hidden, scales = cases.quantised(self.config, hidden)
+        return [ids, weights, hidden, *([scales] if "recv_scales" in self.rows else []), *extras]
+
+    def combine_arguments(self, rank: int, channel: int = 0) -> Any:
+        args = arguments.combine_arguments(
+            self.configs[rank],
+            self.regions[channel],
+            self.memory.data_ptr(),
+            self.memory.stride(0),
+        )
+        args.hidden_splits = self.hidden_splits
+        return args
+
+    def dispatch(self, inputs: Sequence[Inputs], channel: int = 0) -> list[Received]:
+        """Dispatch of the first `len(inputs)` ranks; their tensors are on the back end's device."""
+        launched, slots, sources = [], [], []
+        for rank, mine in enumerate(inputs):
+            args = self.dispatch_arguments(rank, channel)
+            args.geometry.num_tokens = mine.topk_ids.shape[0]
+            shape = mine.topk_ids.shape
+            slots.append(torch.empty(shape, dtype=torch.int32, device=self.backend.device))
+            args.send_slots = slots[-1].data_ptr()
+            sources.append(self.sources(mine))  # some may be ours alone: keep them
+            set_sources(args, sources[-1])
+            launched.append(args)
+        self.backend.prepare("dispatch", launched)()
+        return [
+            self.received(rank, mine.extras, slots[rank], channel)
+            for rank, mine in enumerate(inputs)
+        ]
+
+    def received(
+        self, rank: int, extras: Sequence[torch.Tensor], slots: torch.Tensor, channel: int = 0
+    ) -> Received:
+        """Views of what lies in the rank's receive buffers; `extras` give dtype and row shape."""
+        arrived = []
+        for index, like in enumerate(extras):
+            rows = self.view(rank, f"recv_extra_{index}", channel).reshape(-1).view(like.dtype)
+            arrived.append(rows.view(-1, *like.shape[1:]))
+        has_scales = "recv_scales" in self.rows
+        return Received(
+            self.view(rank, "recv_hidden_states", channel),
+            self.view(rank, "recv_scales", channel) if has_scales else None,
+            self.view(rank, "recv_topk_ids", channel),
+            self.view(rank, "recv_topk_weights", channel),
+            tuple(arrived),
+            self.recv_counts(rank, channel),
+            slots,
+        )
+
+    def combine(
+        self, send_slots: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], channel: int = 0
+    ) -> None:
+        """Combine of the first `len(outputs)` ranks into `outputs[rank]`."""
+        launched = []
+        for rank, (slots, output) in enumerate(zip(send_slots, outputs, strict=True)):
+            args = self.combine_arguments(rank, channel)
+            args.geometry.num_tokens = output.shape[0]
+            args.send_slots, args.output = slots.data_ptr(), output.data_ptr()
+            launched.append(args)
+        self.backend.prepare("combine", launched)()
+
+    def experts(self, rank: int, received: Received, channel: int = 0) -> None:
+        """cases.expert_rows of all slots, into the combine region; nothing is read on the host."""
+        config = self.configs[rank]
+        hidden = cases.activations(config, received.hidden_states, received.scales)
+        rows = cases.expert_rows(config, rank, hidden, received.topk_ids, received.topk_weights)
+        self.view(rank, "combine", channel).copy_(rows)
+
+    def poison_combine(self, rank: int, channel: int = 0) -> None:
+        """Spoils what the peers read in combine; between dispatch and the experts."""
+        for name, region in self.regions[channel].items():
+            if name == "combine" or name in COMBINE_REGIONS:
+                self._bytes(rank, name, region.size_bytes, channel).fill_(0xFF)
+
+    def poison(self, rank: int, channel: int = 0) -> None:
+        """Spoils what the rank received, with an expert id in every slot; until its combine."""
+        for name in self.rows:
+            if name != "recv_topk_ids":
+                self.view(rank, name, channel).view(torch.uint8).fill_(0xFF)
+        self.view(rank, "recv_topk_ids", channel).fill_(1)
+
+    def run_round(self, inputs: Sequence[Inputs], channel: int = 0) -> list[Seen]:
+        """One poisoned round of all ranks, copied to the CPU."""
+        device = self.backend.device
+        here = [mine.to(device) for mine in inputs]
+        received = self.dispatch(here, channel)
+        seen = []
+        outputs = []
+        for rank, mine in enumerate(received):
+            self.poison_combine(rank, channel)
+            self.experts(rank, mine, channel)
+            outputs.append(torch.full_like(here[rank].hidden_states, float("nan")))
+            scales = () if mine.scales is None else (mine.scales,)
+            payloads = (mine.topk_weights, mine.hidden_states, *scales, *mine.extras)
+            copies = tuple(_copied(payload) for payload in payloads)
+            seen.append((_copied(mine.recv_counts), _copied(mine.topk_ids), copies))
+            self.poison(rank, channel)
+        slots = [mine.send_slots for mine in received]
+        self.combine(slots, outputs, channel)
+        combined = [_copied(output) for output in outputs]  # waits for the device
+        self.check_faults(channel)
+        return [Seen(*mine, _copied(slots[rank]), combined[rank]) for rank, mine in enumerate(seen)]
+
+    def check_faults(self, channel: int = 0) -> None:
+        """AssertionError where a rank has a fault word."""
+        for rank in range(self.config.ep_size):
+            word = int(self.control(rank, channel).fault)
+            assert word == 0, f"rank {rank} has fault word {word:#018x}"
+
+    def run_fused(
+        self, rounds: Sequence[Sequence[Inputs]]
+    ) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+        """All rounds in one launch, experts and poison included: emulated_rounds.
+
+        Returns:
+            `combined[round][rank]`, and recv_counts `[ranks, rounds, ep_size]`, on the CPU.
+        """
+        arrays = [FusedArrays(self, rank, rounds) for rank in range(self.config.ep_size)]
+        self.backend.prepare("rounds", [of_rank.arguments() for of_rank in arrays])()
+        counts = torch.stack([of_rank.recv_counts.cpu() for of_rank in arrays])
+        self.check_faults()
+        outputs = [of_rank.outputs.cpu() for of_rank in arrays]
+        combined = [
+            [outputs[rank][number, : len(mine.topk_ids)] for rank, mine in enumerate(of_round)]
+            for number, of_round in enumerate(rounds)
+        ]
+        return combined, counts
+
+
+class FusedArrays:
+    """What one rank's emulated_rounds reads and writes; the round is the first index."""
+
+    def __init__(self, ranks: EmulatedRanks, rank: int, rounds: Sequence[Sequence[Inputs]]) -> None:
+        config, device = ranks.config, ranks.backend.device
+        assert not config.extra_payload_bytes, "emulated_rounds carries no extra payloads"
+        carried = (None, "fp8_block")
+        assert config.recipe in carried, f"emulated_rounds has experts for {carried}"
+        tokens = (len(rounds), config.max_tokens_per_rank)
+        mine = [of_round[rank] for of_round in rounds]
+        self._ranks, self._rank, self._rounds = ranks, rank, len(rounds)
+        self._tensors = {
+            "num_tokens": torch.tensor([len(inputs.topk_ids) for inputs in mine]).int(),
+            "topk_ids": torch.full((*tokens, config.top_k), 1, dtype=torch.int32),
+            "topk_weights": torch.full((*tokens, config.top_k), float("nan")),
+            "hidden_states": torch.full((*tokens, config.hidden_size), float("nan")).to(
+                config.dtype
+            ),
+            "outputs": torch.full((*tokens, config.hidden_size), float("nan")).to(config.dtype),
+            "recv_counts": torch.full((len(rounds), config.ep_size), -1, dtype=torch.int32),
+            "barrier": torch.zeros(1, dtype=torch.int32),
+        }
+        for number, inputs in enumerate(mine):
+            count = len(inputs.topk_ids)
+            ids = checks.ids_as_int32(inputs.topk_ids, config.num_experts)
+            self._tensors["topk_ids"][number, :count] = ids
+            self._tensors["topk_weights"][number, :count] = inputs.topk_weights
+            self._tensors["hidden_states"][number, :count] = inputs.hidden_states
+        self._tensors = {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        self._slots = torch.empty(tokens[1:] + (config.top_k,), dtype=torch.int32, device=device)
+
+    @property
+    def outputs(self) -> torch.Tensor:
+        return self._tensors["outputs"]
+
+    @property
+    def recv_counts(self) -> torch.Tensor:
+        return self._tensors["recv_counts"]
+
+    def arguments(self) -> emulated_text.RoundsArgs:
+        dispatch = self._ranks.dispatch_arguments(self._rank)
+        combine = self._ranks.combine_arguments(self._rank)
+        dispatch.send_slots = combine.send_slots = self._slots.data_ptr()
+        args = emulated_text.RoundsArgs(dispatch=dispatch, combine=combine, rounds=self._rounds)
+        for name, tensor in self._tensors.items():
+            setattr(args, name, tensor.data_ptr())
+        return args
+
+
+def set_sources(args: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Points dispatch's arguments to what it reads."""
+    for entry, tensor in zip(args.payloads, tensors, strict=False):
+        entry.source = 0 if tensor is None else tensor.data_ptr()
+
+
+def _packed_regions(layout: WorkspaceLayout) -> list[dict[str, Region]]:
+    """The layout's regions, by channel, one behind the other.
+
+    A real layout leaves address space to grow into, which ordinary memory would have to fill.
+    """
+    packed, offset = [], 0
+    for channel in range(layout.num_channels):
+        regions = {}
+        for name, region in layout.channel_regions(channel).items():
+            regions[name] = Region(name, offset, region.size_bytes)
+            offset += -(-region.size_bytes // 256) * 256
+        packed.append(regions)
+    return packed
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+# What tests do with it.
+
+
+def check_case(
+    name: str,
+    case: Case,
+    *,
+    rounds: int = 2,
+    ctas: int = 1,
+    pdl: bool = False,
+    hidden_splits: int = 1,
+    post_quant: bool = False,
+) -> None:
+    """A case of cases.CASES or RECIPE_CASES against the oracle, bit for bit.
+
+    On a GPU what goes through approximate reciprocals is compared as compare.py says.
+    """
+    inputs = cases.make_inputs(case)
+    with contextlib.closing(
+        make_backend(name, case, ctas=ctas, pdl=pdl, post_quant=post_quant)
+    ) as backend:
+        # compare.py expects the source's order of slots where one CTA hands them out.
+        case = with_ctas(case, backend.ctas)
+        ranks = EmulatedRanks.of_case(
+            case, backend, hidden_splits=hidden_splits, post_quant=post_quant
+        )
+        results = [ranks.run_round(inputs, n % case.num_channels) for n in range(rounds)]
+    near = backend.device.type == "cuda"
+    for seen in results:
+        check_round(case, inputs, seen, near=near)
+        for mine, first in zip(seen, results[0], strict=True):
+            compare.assert_same_bits(mine.combined, first.combined, f"{case.name}: a later run")
+
+
+def with_ctas(case: Case, ctas: int) -> Case:
+    """The case as compare.py must see it when `ctas` CTAs hand out a rank's slots."""
+    return dataclasses.replace(case, num_threads=ctas)
+
+
+def check_round(case: Case, inputs: list[Inputs], seen: list[Seen], *, near: bool = False) -> None:
+    compare.check_slots(case, inputs, seen)
+    compare.check_received(case, inputs, seen, near=near)
+    compare.check_combined(case, inputs, seen, near=near)
+
+
+def varying_inputs(case: Case, rounds: int) -> list[list[Inputs]]:
+    """Other tokens and other counts, 0 and capacity among them, in every round."""
+    choose = random.Random(case.seed)
+    return [
+        cases.make_inputs(
+            case, tuple(choose.randint(0, case.capacity) for _ in case.tokens), seed=number
+        )
+        for number in range(rounds)
+    ]
+
+
+def check_rounds(
+    name: str,
+    case: Case,
+    rounds: int,
+    *,
+    ctas: int = 1,
+    pdl: bool = False,
+    delays: bool = False,
+) -> None:
+    """Many poisoned rounds of varying counts; `delays` sows sleeps into the kernels."""
+    inputs = varying_inputs(case, rounds)
+    with contextlib.closing(make_backend(name, case, ctas=ctas, pdl=pdl, delays=delays)) as backend:
+        case = with_ctas(case, backend.ctas)
+        ranks = EmulatedRanks.of_case(case, backend)
+        near = backend.device.type == "cuda"
+        for number, of_round in enumerate(inputs):
+            with naming(f"round {number}"):
+                check_round(case, of_round, ranks.run_round(of_round), near=near)
+
+
+def check_fused(
+    name: str, case: Case, rounds: int, *, ctas: int = 1, timeout_s: float = 20.0
+) -> None:
+    """Many rounds in one launch, ranks running apart, sleeps in the kernels."""
+    inputs = varying_inputs(case, rounds)
+    with contextlib.closing(
+        make_backend(name, case, ctas=ctas, delays=True, fused=True)
+    ) as backend:
+        ranks = EmulatedRanks(config_of(case, timeout_s), backend, hidden_splits=2)
+        combined, counts = ranks.run_fused(inputs)
+    for number, of_round in enumerate(inputs):
+        for rank, mine in enumerate(of_round):
+            what = f"round {number} rank {rank}"
+            expected = compare.expected_combined(case, mine, rank)
+            actual = combined[number][rank]
+            compare.assert_same_bits(compare.one_nan(actual), compare.one_nan(expected), what)
+            table = reference.target_ranks(mine.topk_ids, case.num_experts, case.ep_size)
+            for target in range(case.ep_size):
+                sent = sum(target in row for row in table)
+                assert int(counts[target, number, rank]) == sent, f"{what}: rows to {target}"
+
+
+class StaticRounds:
+    """A round on fixed addresses with fixed token counts, so that a CUDA graph can hold it.
+
+    What changes between two runs is device memory alone: the rows behind a rank's tokens get the
+    id -1 and go nowhere.
+    """
+
+    def __init__(self, ranks: EmulatedRanks) -> None:
+        config, device = ranks.config, ranks.backend.device
+        self._ranks = ranks
+        tokens = config.max_tokens_per_rank
+        self._inputs = [
+            Inputs(
+                torch.zeros((tokens, config.hidden_size), dtype=config.dtype, device=device),
+                torch.full((tokens, config.top_k), -1, dtype=torch.int32, device=device),
+                torch.zeros((tokens, config.top_k), device=device),
+                (),
+            )
+            for _ in ranks.configs
+        ]
+        self.outputs = [torch.empty_like(mine.hidden_states) for mine in self._inputs]
+
+    def fill(self, of_round: Sequence[Inputs]) -> None:
+        """Puts one round's tokens into the fixed buffers; the host waits for nothing."""
+        for fixed, mine in zip(self._inputs, of_round, strict=True):
+            count = len(mine.topk_ids)
+            fixed.topk_ids.fill_(-1)
+            fixed.hidden_states[:count].copy_(mine.hidden_states)
+            fixed.topk_ids[:count].copy_(mine.topk_ids)
+            fixed.topk_weights[:count].copy_(mine.topk_weights)
+
+    def warm_up(self) -> None:
+        """torch's own kernels once, so that none is loaded during a capture; ours not."""
+        for rank, output in enumerate(self.outputs):
+            self._ranks.experts(rank, self._ranks.received(rank, (), output))
+            self._ranks.poison(rank)
+
+    def run(self) -> None:
+        """Dispatch, experts, poison, combine."""
+        received = self._ranks.dispatch(self._inputs)
+        for rank, mine in enumerate(received):
+            self._ranks.poison_combine(rank)
+            self._ranks.experts(rank, mine)
+            self._ranks.poison(rank)
+        self._ranks.combine([mine.send_slots for mine in received], self.outputs)
+
+    def check(self, case: Case, of_round: Sequence[Inputs], outputs: list[torch.Tensor]) -> None:
+        """The tokens' rows against the oracle; the padding's are zero."""
+        for rank, mine in enumerate(of_round):
+            count = len(mine.topk_ids)
+            expected = torch.zeros_like(outputs[rank])
+            expected[:count] = compare.expected_combined(case, mine, rank)
+            what = f"rank {rank}, {count} tokens"
+            compare.assert_same_bits(
+                compare.one_nan(outputs[rank]), compare.one_nan(expected), what
+            )
+
+
+def check_static_rounds(name: str, case: Case, rounds: int, *, pdl: bool = False) -> None:
+    """On a GPU the round is captured once, before anything has run, and replayed."""
+    inputs = varying_inputs(case, rounds)
+    with contextlib.closing(make_backend(name, case, ctas=2, pdl=pdl)) as backend:
+        ranks = EmulatedRanks.of_case(case, backend)
+        static = StaticRounds(ranks)
+        static.warm_up()
+        run = captured(static.run) if backend.device.type == "cuda" else static.run
+        for number, of_round in enumerate(inputs):
+            static.fill([mine.to(backend.device) for mine in of_round])
+            run()
+            with naming(f"round {number}"):
+                static.check(case, of_round, [output.cpu() for output in static.outputs])
+        ranks.check_faults()
+        assert int(ranks.control(0).epoch) == rounds, "rounds that the device has counted"
+
+
+def captured(body: Callable[[], None]) -> Callable[[], None]:
+    """`body` as a CUDA graph's replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph.replay
+
+
+def check_missing_rank(name: str) -> None:
+    """Rank 2 of 3 never comes: the others' fault words name it, and the device goes on."""
+    case = Case(name="missing", tokens=(3, 2, 1))
+    inputs = cases.make_inputs(case)
+    with contextlib.closing(make_backend(name, case, ctas=2)) as backend:
+        ranks = EmulatedRanks(config_of(case, timeout_s=0.3), backend)
+        ranks.dispatch([mine.to(backend.device) for mine in inputs[:2]])
+        words = [int(ranks.control(rank).fault) for rank in range(3)]
+        codes = constants()
+        expected = codes["kFaultTimeout"] << 56 | codes["kPhaseDispatch"] << 48 | 2 << 32 | 1
+        assert words == [expected, expected, 0], [f"{word:#018x}" for word in words]
+        # The context has not been poisoned: a fresh exchange on the same back end works.
+        fresh = EmulatedRanks.of_case(case, backend)
+        check_round(with_ctas(case, backend.ctas), inputs, fresh.run_round(inputs))
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Puts the number of a round in front of what failed in it."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error

@@ -1,0 +1,382 @@
+"""`tests/kernels/moe/test_modular_kernel_combinations.py` with our prepare/finalize, on CPU ranks.
+
+What the harness does not know is told to it: our prepare/finalize and the experts that run on every
+x86 CPU, through its own register functions. Its `make_modular_kernel` then makes vLLM's kernel as
+for "allgather_reducescatter", and that kernel is handed to our production code (`layers`), which
+puts our prepare/finalize into it as it does when a model's weights are loaded.
+
+Beside the cases of the file: four ranks, float16 and float32 (`MORE_CASES`).
+
+Stricter than the file: it compares with an absolute tolerance of 0.03, more than most of its
+outputs are. Here the same output is held against the same reference row by row (`within`), it is
+that of a second round behind one with other tokens, and the exchange's counters are held against
+the rows that the router's ids ask for, so that no test passes without us.
+
+CUDA quantisers of vLLM that the harness and its reference call are plain torch here. vLLM's experts
+for AMX (`X86CPUUnquantizedExperts`, `CPUExpertsFp8`) are not registered: with them the cases would
+depend on the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed import get_ep_group
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+)
+
+from moe_nvlink_plugin.integration.vllm.moe import cpu_fp8_experts, layers
+from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
+from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND, CARRIER, KEY
+
+from . import processes
+from .torch_experts import TorchExperts, export_triton_experts
+
+_MODULE = "tests.kernels.moe.test_modular_kernel_combinations"
+_TOOLS = "tests.kernels.moe.modular_kernel_tools"
+
+#: World size and dtype of further cases, each for our prepare/finalize and CPUUnquantizedExperts.
+MORE_CASES = ((4, torch.bfloat16), (2, torch.float16), (2, torch.float32))
+
+#: How far a row may be from the reference, relative to the reference's norm. Unquantised: roundings
+#: to the dtype between the products and of the ranks' partial sums. FP8: also those to e4m3.
+TOLERANCE = 0.02
+FP8_TOLERANCE = 0.06
+
+
+class Fp8RowsExperts(cpu_fp8_experts.Fp8RowsMixin, CPUUnquantizedExperts):
+    """What `serve_without_amx` makes of vLLM's CPU experts, by a name that can be pickled.
+
+    The harness asks experts for their scheme, vLLM never asks these, which it did not choose.
+    """
+
+    _supports_quant_scheme = staticmethod(
+        lambda weight_key, activation_key: (
+            (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+        )
+    )
+
+
+class Fp8TorchExperts(TorchExperts):
+    """Experts that take FP8 rows with any of the harness's scales, as vLLM's for GPUs do."""
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is not None and activation_key is not None
+
+    def _floats(self, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """rows e4m3, with scales of one element, `[rows, 1]` or of blocks."""
+        assert rows.dtype == torch.float8_e4m3fn, "rows must arrive quantised"
+        assert scales is not None, "rows must arrive with their scales"
+        return _times(rows, scales)
+
+    def _expert(
+        self, rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, expert: int
+    ) -> torch.Tensor:
+        gate, up = (rows @ _times(w1, self.w1_scale[expert]).T).chunk(2, dim=1)
+        middle = (torch.nn.functional.silu(gate) * up).to(self.moe_config.in_dtype)
+        block = self.quant_config.block_shape
+        if block is None:
+            quantised = scaled_fp8_quant(
+                middle, use_per_token_if_dynamic=self.quant_config.per_act_token_quant
+            )
+        else:
+            quantised = per_token_group_quant_fp8(middle, block[1])
+        return _times(*quantised) @ _times(w2, self.w2_scale[expert]).T
+
+
+def _times(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """e4m3 `[rows, columns]` times the scale of the tensor, the row or the block, in fp32."""
+    scales = scales.float()
+    if scales.ndim == 2:
+        for dim in (0, 1):
+            scales = scales.repeat_interleave(values.shape[dim] // scales.shape[dim], dim=dim)
+    return values.float() * scales
+
+
+# Quantisers of vLLM that have no CPU kernel.
+
+
+def scaled_fp8_quant(
+    given: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's, with one scale for all of `[rows, columns]` or one per row, `[1]` or `[rows, 1]`."""
+    values = given.float()
+    if scale is None:
+        largest = values.abs()
+        largest = largest.amax(1, keepdim=True) if use_per_token_if_dynamic else largest.max()
+        scale = _scale_of(largest.reshape(-1, 1) if use_per_token_if_dynamic else largest.view(1))
+    return _e4m3(values / scale), scale
+
+
+def per_token_group_quant_fp8(
+    x: torch.Tensor, group_size: int, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's, with a scale for every `group_size` elements of a row."""
+    groups = x.float().view(*x.shape[:-1], -1, group_size)
+    scales = _scale_of(groups.abs().amax(-1))
+    return _e4m3(groups / scales.unsqueeze(-1)).flatten(-2), scales
+
+
+def _scale_of(largest: torch.Tensor) -> torch.Tensor:
+    return (largest / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-10)
+
+
+def _e4m3(values: torch.Tensor) -> torch.Tensor:
+    info = torch.finfo(torch.float8_e4m3fn)
+    return values.clamp(info.min, info.max).to(torch.float8_e4m3fn)
+
+
+def fused_topk(
+    hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """vLLM's softmax router, which is a CUDA kernel: weights, ids and a third that nobody reads."""
+    assert not renormalize, "the harness does not renormalise"
+    weights, ids = torch.softmax(gating_output.float(), dim=-1).topk(topk, dim=-1)
+    return weights, ids.to(torch.int32), ids
+
+
+# What the harness is told.
+
+
+def _before_import() -> None:
+    """What the harness needs to be importable. Local, idempotent."""
+    import vllm._custom_ops as ops
+    import vllm.model_executor.layers.fused_moe as fused_moe
+    import vllm.model_executor.layers.fused_moe.utils as fused_moe_utils
+
+    torch.accelerator.is_available = lambda: False
+    export_triton_experts()
+    fused_moe.fused_topk = fused_topk
+    ops.scaled_fp8_quant = scaled_fp8_quant
+    fused_moe_utils.per_token_group_quant_fp8 = per_token_group_quant_fp8
+
+
+def adapt() -> None:
+    """Changes the harness in this process, before the test module is imported. Idempotent."""
+    _before_import()
+    common: Any = importlib.import_module(f"{_TOOLS}.common")
+    objects = importlib.import_module(f"{_TOOLS}.mk_objects")
+    if CpuPrepareAndFinalize in objects.PREPARE_FINALIZE_INFO:
+        return
+    _register(objects)
+    common.Config.make_env_data = _with_our_flag(common.Config.make_env_data)
+    kernels = _Kernels(common)
+    common.make_modular_kernel = kernels.make
+    common._maybe_convert_weights_for_experts = kernels.remember_weights
+    common.run_modular_kernel = kernels.run
+    common.reference_moe_impl = kernels.reference
+
+
+def _register(objects: Any) -> None:
+    rows = objects.standard_format
+    floats = [torch.bfloat16, torch.float16, torch.float32]
+    fp8 = [torch.float8_e4m3fn]
+    objects.register_prepare_and_finalize(
+        CpuPrepareAndFinalize,
+        rows,
+        [*floats, *fp8],
+        blocked_quantization_support=True,
+        backend=BACKEND,
+    )
+    objects.register_experts(CPUUnquantizedExperts, rows, floats, False)
+    objects.register_experts(Fp8RowsExperts, rows, fp8, True)
+    objects.register_experts(Fp8TorchExperts, rows, fp8, True)
+
+
+def _with_our_flag(original: Any) -> Any:
+    """Names us where a configuration made without EngineArgs does: beside the carrier."""
+
+    @functools.wraps(original)
+    def make_env_data(config: Any) -> Any:
+        vllm_config, environment = original(config)
+        if config.all2all_backend() == BACKEND:
+            vllm_config.parallel_config.all2all_backend = CARRIER
+            vllm_config.additional_config = {KEY: BACKEND}
+        return vllm_config, environment
+
+    return make_env_data
+
+
+class _Layer(torch.nn.Module):
+    """As much of vLLM's RoutedExperts as its experts and our code look at."""
+
+    def __init__(self, moe_config: Any, expert_map: torch.Tensor | None, weights: Any) -> None:
+        super().__init__()
+        self.layer_name = "of the harness"
+        self.moe_config = moe_config
+        self.activation = moe_config.activation
+        self.expert_map = expert_map
+        for name in ("w13", "w2"):
+            given = name.replace("13", "1")
+            self.keep(f"{name}_weight", getattr(weights, given))
+            self.keep(f"{name}_weight_scale_inv", getattr(weights, f"{given}_scale"))
+
+    def keep(self, name: str, value: torch.Tensor | None) -> None:
+        """A parameter that shares the value's memory; none for None."""
+        if value is not None:
+            self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+
+
+class _Kernels:
+    """The harness's functions in one rank, each around the original."""
+
+    def __init__(self, common: Any) -> None:
+        self._make = common.make_modular_kernel
+        self._convert = common._maybe_convert_weights_for_experts
+        self._run = common.run_modular_kernel
+        self._reference = common.reference_moe_impl
+        self._weights: Any = None  # of this rank; the harness reads them after `make`
+        self._output: torch.Tensor | None = None
+
+    def remember_weights(self, config: Any, rank_weights: Any) -> Any:
+        """In the place of what reorders weights for other experts."""
+        self._weights = self._convert(config, rank_weights)
+        return self._weights
+
+    def make(self, config: Any, vllm_config: Any, quant_config: Any) -> Any:
+        """vLLM's kernel; where our flag is given, with our prepare/finalize."""
+        kernel = self._make(config, vllm_config, quant_config)
+        moe = kernel.fused_experts.moe_config
+        method = SimpleNamespace(moe_kernel=kernel)
+
+        def process_weights_after_loading(layer: Any) -> None:
+            if isinstance(kernel.fused_experts, CPUUnquantizedExperts):
+                kernel.fused_experts.process_weights_after_loading(layer)
+
+        method.process_weights_after_loading = process_weights_after_loading
+        layer = _Layer(moe, _expert_map(config, moe), self._weights)
+        if config.all2all_backend() == BACKEND:
+            # The harness gives every rank a scale of its own. Our code makes them one, in place,
+            # where its reference too finds it.
+            layer.keep("w13_input_scale", quant_config.a1_scale)
+            layers._rebuild_after_loading(method)
+        method.process_weights_after_loading(layer)
+        self._weights.w1, self._weights.w2 = layer.w13_weight.data, layer.w2_weight.data
+        kernel, expected = method.moe_kernel, config.prepare_finalize_type
+        made = type(kernel.prepare_finalize)
+        assert made is expected, f"{made.__name__} was made for {expected.__name__}"
+        if config.all2all_backend() == BACKEND:
+            kernel.apply = functools.partial(_after_other_tokens, kernel.apply)
+        return kernel
+
+    def run(self, pgi: Any, vllm_config: Any, config: Any, weights: Any, tensors: Any) -> Any:
+        """The harness's, and the rows that went through our exchange are counted."""
+        before = _counters(config)
+        with processes.in_step():
+            self._output = self._run(pgi, vllm_config, config, weights, tensors)
+        if before is not None:
+            after = _counters(config) or before
+            moved = tuple(int(now - then) for now, then in zip(after, before, strict=True))
+            once = asked_of(tensors.topk_ids, config.num_local_experts, pgi.rank)
+            asked = tuple(2 * count for count in once)
+            assert moved == asked, (
+                f"rounds, tokens, destinations and remote ones are {moved}, and the router asks "
+                f"for {asked}"
+            )
+        return self._output
+
+    def reference(self, config: Any, weights: Any, tensors: Any) -> torch.Tensor:
+        """The harness's reference; the output that it is made for is held against it here."""
+        expected: torch.Tensor = self._reference(config, weights, tensors)
+        if self._output is not None:
+            tolerance = TOLERANCE if config.quant_dtype is None else FP8_TOLERANCE
+            within(self._output, expected, tolerance)
+        return expected
+
+
+def _after_other_tokens(apply: Any, **named: Any) -> Any:
+    """The second of two rounds that differ in their tokens alone; rows of the first would show."""
+    apply(**{**named, "hidden_states": named["hidden_states"].flip(0)})
+    return apply(**named)
+
+
+def asked_of(topk_ids: torch.Tensor, num_local_experts: int, rank: int) -> tuple[int, ...]:
+    """What one round of `[tokens, top_k]` ids adds to a rank's counters, see `_counters`. Local."""
+    owners = [set(row) for row in (topk_ids // num_local_experts).tolist()]
+    return 1, len(owners), sum(map(len, owners)), sum(len(ranks - {rank}) for ranks in owners)
+
+
+def within(output: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Raises AssertionError unless every row of `[tokens, hidden]` is near its reference. Local."""
+    off = (output.float() - expected.float()).norm(dim=1)
+    size = expected.float().norm(dim=1)
+    wrong = torch.nonzero(~(off <= tolerance * size)).flatten().tolist()
+    if wrong:
+        worst = (off / size).nan_to_num(float("inf")).max().item()
+        raise AssertionError(
+            f"{len(wrong)} of {len(output)} rows are off by more than {tolerance} of their norm, "
+            f"the worst by {worst:.3g}: rows {wrong[:16]}"
+        )
+    print(f"rows are off by {(off / size).max().item():.2e} of their norm at most")
+
+
+def _expert_map(config: Any, moe: Any) -> torch.Tensor | None:
+    if config.world_size == 1:
+        return None
+    parallel = moe.moe_parallel_config
+    placed: torch.Tensor = determine_expert_map(parallel.ep_size, parallel.ep_rank, config.E)[1]
+    return placed
+
+
+def _counters(config: Any) -> tuple[int, ...] | None:
+    """Rounds, tokens, destinations and remote destinations of our exchanges so far."""
+    if config.all2all_backend() != BACKEND:
+        return None
+    manager: Any = get_ep_group().device_communicator.all2all_manager
+    exchanges = list(manager._exchanges.values())
+    if not exchanges:
+        return (0, 0, 0, 0)
+    return tuple(exchanges[0].stats()[:4])  # one exchange's counters are the whole workspace's
+
+
+# What pytest is told.
+
+
+def pytest_collection() -> None:
+    """Behind all conftests, before test modules are imported."""
+    # Weights go to several ranks in one pickle, and a file descriptor can be handed over once.
+    sharing: Any = torch.multiprocessing
+    sharing.set_sharing_strategy("file_system")
+    processes.in_every_rank(adapt)
+    adapt()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Adds `MORE_CASES` to the file's own."""
+    if metafunc.module.__name__ != _MODULE:
+        return
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        cases = mark.args[1]
+        if not any(CpuPrepareAndFinalize in case for case in cases if isinstance(case, tuple)):
+            continue
+        known = set(map(repr, cases))
+        cases += [case for case in _more_cases(cases) if repr(case) not in known]
+
+
+def _more_cases(cases: list[Any]) -> Iterator[Any]:
+    for k, n, e, _, quant, activation, ours, experts, _ in list(cases):
+        if ours is CpuPrepareAndFinalize and experts is CPUUnquantizedExperts:
+            for world_size, dtype in MORE_CASES:
+                yield k, n, e, dtype, quant, activation, ours, experts, world_size
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Our cases need none of the packages that the multi-GPU test asks for."""
+    for item in items:
+        ours = getattr(item, "callspec", None)
+        if ours and ours.params.get("prepare_finalize_type") is CpuPrepareAndFinalize:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "skipif"]

@@ -1,0 +1,329 @@
+"""`tests/kernels/moe/test_moe_layer.py` of vLLM, through our backend.
+
+Its tables of backends get ours, with what it supports, and its ranks a check that the rows went
+through our exchange: a subcase that passes without us fails. The module is adapted in pytest's
+process when its tests are collected, and in every rank by the worker that the launcher starts
+there (`run_subcases`), so that vLLM's own launcher does as well as `processes`.
+
+Its inputs are changed by its own means. They are equal on all ranks and so small that outputs of
+zeros lie within its tolerances; here each data-parallel rank has its own (`_own_inputs`), of a size
+(`input_scale`) at which a missing row shows.
+
+On CPU: the reference is vLLM's `torch_experts` where the file has Triton's kernel, and what vLLM
+keeps from CPUs of its expert load balancing is filled in (`_balance_on_cpu`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.vllm.plugin import validation
+from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND, CARRIER, KEY
+
+from .. import breaks, settings
+from ..groups import Device
+from . import processes
+
+_MODULE = "tests.kernels.moe.test_moe_layer"
+FEW = "--few-subcases"
+
+#: Dispatch formats by the tests' names; "fp8" and "modelopt_fp8" have one scale per tensor, for
+#: which neither vLLM nor we have experts on CPUs without AMX.
+QUANTISATIONS = {
+    Device.CPU: {None, "fp8_blocked"},
+    Device.GPU: {None, "fp8", "fp8_blocked", "modelopt_fp8", "modelopt_fp4"},
+}
+#: Experts with data parallelism, data or tensor parallelism alone, sequence parallel.
+SUPPORTED = (True, False, False, True)
+
+#: Factors of a rank's inputs, by data-parallel rank.
+FACTORS = (1.0, -1.0, 0.75, -0.75)
+
+#: Of the inputs' size by hidden size, unquantised and FP8: outputs that are large beside the file's
+#: absolute tolerances, with roundings that are small beside them. Measured: rows have 0.3 to 5
+#: (FP8: 0.05 to 1), and the largest deviation is at most 0.9 of what is tolerated.
+SCALES = ({256: 16.0, 512: 9.0, 2048: 4.0}, {256: 8.0, 512: 4.2, 2048: 1.4})
+#: More where 64 experts share a token's weights; a gate makes up for it with larger logits.
+MORE_EXPERTS = 1.6
+#: Less where a projection before and one behind the experts enlarge what goes through them.
+TRANSFORMED = {256: 0.75, 512: 0.4, 2048: 0.2}
+
+_subcases: dict[str, Callable[..., None]] = {}  # vLLM's worker of a rank, once it is replaced
+
+
+def adapt(module: Any) -> None:
+    """Fits the test module, of this process, to our backend. Local, idempotent."""
+    if _MODULE in _subcases:
+        return
+    _subcases[_MODULE] = module._parallel_worker
+    device = settings.device()
+    module.BACKENDS.insert(0, BACKEND)  # in place: parametrize marks hold the list
+    module.BACKEND_SUPPORTED_QUANTS[BACKEND] = QUANTISATIONS[device]
+    module.BACKEND_EP_DP_TP_SUPPORT[BACKEND] = SUPPORTED
+    module.EPLB_SUPPORTED_BACKENDS.append(BACKEND)
+    _choose_backend(module, device)
+    module.sp_wrapper = functools.partial(_sequence_parallel, module)
+    module._run_one_config = functools.partial(_run_one_config, module, module._run_one_config)
+    module._parallel_worker = run_subcases
+    if device is Device.CPU:
+        from tests.kernels.utils import torch_experts
+
+        module.fused_experts = functools.partial(_reference, torch_experts)
+        module.make_test_weights = _Remembered(module.make_test_weights)
+        _balance_on_cpu()
+
+
+def run_subcases(*args: Any, **named: Any) -> None:
+    """A rank's work: that of vLLM's `_parallel_worker`, in its adapted module."""
+    adapt(importlib.import_module(_MODULE))
+    breaks.install_chosen()
+    _subcases[_MODULE](*args, **named)
+
+
+# In pytest's process.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option for the fast subset."""
+    parser.addoption(FEW, action="store_true", help="of test_moe_layer: small shapes, 8 experts")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """When the module has been imported, and before its lists of parameters are read."""
+    if metafunc.module.__name__ != _MODULE:
+        return
+    adapt(metafunc.module)
+    generate = metafunc.module.generate_valid_test_configs
+    if not isinstance(generate, functools.partial):
+        few = bool(metafunc.config.getoption(FEW))
+        chosen = functools.partial(_chosen_subcases, generate, few)
+        metafunc.module.generate_valid_test_configs = chosen
+
+
+def _chosen_subcases(
+    generate: Callable[..., list[Any]], few: bool, *args: Any, **named: Any
+) -> list[Any]:
+    """vLLM's, those of equal weights together; `few`: without the large ones."""
+    subcases = generate(*args, **named)
+    if few:
+        subcases = [c for c in subcases if c.k < 1024 and c.num_experts == 8 and c.top_k == 2]
+    return sorted(subcases, key=lambda c: (c.m, c.num_experts, c.use_routed_input_transform))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of equal weights one after the other, the rest where they are."""
+    whose = [i for i, item in enumerate(items) if "no_parallel" in item.nodeid]
+    moved = sorted((items[i] for i in whose), key=_weights_of)
+    for i, item in zip(whose, moved, strict=True):
+        items[i] = item
+
+
+def _weights_of(item: Any) -> tuple[int, ...]:
+    params = item.callspec.params
+    return params["m"], params["num_experts"], params["use_routed_input_transform"]
+
+
+# How a test's configuration asks for us.
+
+
+def _choose_backend(module: Any, device: Device) -> None:
+    """What the command line does with `--all2all-backend moe_nvlink`, for the two classes."""
+    ours: list[Any] = []
+    make_parallel, make_config = module.ParallelConfig, module.VllmConfig
+    allowed = _balancing_allowed if device is Device.CPU else contextlib.nullcontext
+
+    def parallel_config(**named: Any) -> Any:
+        if named.get("all2all_backend") != BACKEND:
+            return make_parallel(**named)
+        named["all2all_backend"] = CARRIER
+        with allowed():
+            ours.append(make_parallel(**named))
+        return ours[-1]
+
+    def vllm_config(**named: Any) -> Any:
+        if not any(named["parallel_config"] is config for config in ours):
+            return make_config(**named)
+        with allowed(), mock.patch.object(validation, "_parallel", _refusals_but_balancing):
+            try:
+                return make_config(additional_config={KEY: BACKEND}, **named)
+            except UnsupportedError as refusal:
+                pytest.skip(f"our backend refuses: {refusal}")
+
+    module.ParallelConfig, module.VllmConfig = parallel_config, vllm_config
+
+
+_refusals = validation._parallel
+
+
+def _refusals_but_balancing(parallel: Any) -> Iterator[str]:
+    """Load balancing is refused in servers; here the exchange is tested under physical ids."""
+    return (problem for problem in _refusals(parallel) if "--enable-eplb" not in problem)
+
+
+# In a rank.
+
+
+def _run_one_config(module: Any, run: Callable[..., None], *args: Any, **named: Any) -> None:
+    """One subcase: vLLM's, with inputs of this rank's own and a look at who moved the rows."""
+    bound = inspect.signature(run).bind(*args, **named)
+    bound.apply_defaults()
+    case = SimpleNamespace(**bound.arguments)
+    if case.backend != BACKEND:
+        return run(*args, **named)
+    bound.arguments["input_scale"] = _input_scale(case) * FACTORS[case.dp_rank % len(FACTORS)]
+    bound.arguments["test_body_fn"] = functools.partial(_through_us, case.test_body_fn)
+    own = functools.partial(_own_inputs, module.setup_moe_test_data, case.dp_rank)
+    # As in vLLM's workers. The file records gradients for nobody, and gloo, which gathers a tensor
+    # parallel group's rows where vLLM's library for the CPU has no shared memory for that, writes
+    # no output that has some.
+    inference = torch.no_grad()
+    inputs = mock.patch.object(module, "setup_moe_test_data", own)
+    with processes.in_step(), inference, inputs:
+        return run(*bound.args, **bound.kwargs)
+
+
+def _input_scale(case: Any) -> float:
+    scale = SCALES[case.quantization is not None][case.k]
+    if case.num_experts > 8 and not case.use_gate:
+        scale *= MORE_EXPERTS
+    return scale * TRANSFORMED[case.k] if case.use_routed_input_transform else scale
+
+
+def _own_inputs(make: Callable[..., Any], dp_rank: int, **named: Any) -> Any:
+    """The rows in another order on each rank, and routed to other experts."""
+    data = make(**named)
+    return dataclasses.replace(
+        data,
+        hidden_states=data.hidden_states.roll(dp_rank, 0),
+        router_logits=data.router_logits.roll(dp_rank, -1),
+    )
+
+
+def _through_us(body: Callable[..., Any], **named: Any) -> Any:
+    """The test's body; AssertionError if its rows did not go through our exchange, once a layer."""
+    from vllm.distributed import get_ep_group
+
+    from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import MoeNvlinkPrepareAndFinalize
+    from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import MoeNvlinkAll2AllManager
+
+    manager = get_ep_group().device_communicator.all2all_manager
+    assert isinstance(manager, MoeNvlinkAll2AllManager), f"the manager is {type(manager).__name__}"
+    moe = named["moe_layer"].moe_config
+    ours = named["moe_layer"]._quant_method.moe_kernel.prepare_finalize
+    assert isinstance(ours, MoeNvlinkPrepareAndFinalize), f"not ours: {type(ours).__name__}"
+    exchange = ours._exchange
+    before = exchange.stats()
+    outputs = body(**named)
+    after = exchange.stats()
+    rounds = 2 if named["vllm_config"].parallel_config.enable_eplb else 1
+    rows = rounds * -(-named["m"] // moe.sp_size)  # of a sequence's slice; the last is padded
+    counted = (after.rounds - before.rounds, after.tokens - before.tokens)
+    assert counted == (rounds, rows), f"{counted} rounds and rows of us, not {(rounds, rows)}"
+    # With balancing the file compares our layer with itself, rebalanced. That is equal to the
+    # reference as well, and an error that both have shows.
+    return named["baseline_output"], outputs[1]
+
+
+def _sequence_parallel(
+    module: Any, layer: Any, is_sequence_parallel: bool | None = None
+) -> Callable[..., torch.Tensor]:
+    """The file's `sp_wrapper`, which hands back the rows of the first slice alone: here of all."""
+    if is_sequence_parallel is None:
+        is_sequence_parallel = layer.moe_config.moe_parallel_config.is_sequence_parallel
+    if not is_sequence_parallel:
+        return layer  # type: ignore[no-any-return]
+
+    def sliced(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        mine = (module.sequence_parallel_chunk(t) for t in (hidden_states, router_logits))
+        gathered: torch.Tensor = module.tensor_model_parallel_all_gather(layer(*mine), 0)
+        return gathered[: hidden_states.shape[0]]
+
+    return sliced
+
+
+# On CPUs.
+
+
+def _reference(
+    torch_experts: Callable[..., torch.Tensor],
+    *,
+    hidden_states: torch.Tensor,
+    quant_config: Any,
+    apply_router_weight_on_input: bool,
+    topk_weights: torch.Tensor,
+    **named: Any,
+) -> torch.Tensor:
+    """vLLM's torch reference, called as the file calls `fused_experts`."""
+    assert quant_config.quant_dtype is None
+    assert not apply_router_weight_on_input
+    return torch_experts(hidden_states, topk_weight=topk_weights, **named)
+
+
+class _Remembered:
+    """`make_test_weights`, which draws the same large weights for many subcases in a row."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._asked: Any = None
+        self._drawn: Any = None
+        self._state_behind: Any = None
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """As drawn the last time, if the generator stands where it stood then."""
+        asked = (args, named, torch.get_rng_state().numpy().tobytes())
+        if asked != self._asked:
+            self._asked = self._drawn = None  # memory for two is not there
+            self._drawn = self._make(*args, **named)
+            self._asked, self._state_behind = asked, torch.get_rng_state()
+        torch.set_rng_state(self._state_behind)
+        return self._drawn
+
+
+class _LikeCuda:
+    """A platform whose checks of expert load balancing are answered as CUDA's are."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_cuda_alike(self) -> bool:
+        """What `ParallelConfig` asks."""
+        return True
+
+
+@contextlib.contextmanager
+def _balancing_allowed() -> Iterator[None]:
+    """Both classes check it: the second looks at the first's fields again."""
+    parallel = importlib.import_module("vllm.config.parallel")
+    with mock.patch.object(parallel, "current_platform", _LikeCuda(parallel.current_platform)):
+        yield
+
+
+def _balance_on_cpu() -> None:
+    """vLLM's routers leave ids logical on CPUs; here they become physical."""
+    router: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.router.base_router")
+    router.eplb_map_to_physical_and_record = _physical_ids
+
+
+def _physical_ids(
+    topk_ids: torch.Tensor, *, logical_to_physical_map: torch.Tensor, **_named: Any
+) -> torch.Tensor:
+    """The first replica of each expert; the tests have one of each. Nothing is recorded."""
+    assert logical_to_physical_map.shape[1] == 1
+    return logical_to_physical_map[topk_ids.long(), 0].to(topk_ids.dtype)

@@ -1,0 +1,249 @@
+"""Tiny stand-ins for the hub's models that vLLM's tests name, so that nothing is downloaded.
+
+Each has a config of the same model class with the sizes of a toy, random weights, and a tokenizer.
+vLLM finds them by the names of the real ones, through its own VLLM_MODEL_REDIRECT_PATH. To add a
+name, add a line to `STAND_INS`.
+
+    python -m upstream.models FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Raise it to write models anew that a cache still has, when what is below has changed.
+VERSION = 1
+REDIRECT_FILE = "redirect.json"
+END_OF_TEXT = "<|endoftext|>"
+#: Logits are about this wide: one token stands out, so that rounding seldom changes which.
+LOGITS_STD = 4.0
+
+_PROSE = (
+    "The quick brown fox jumps over the lazy dog, and this is a test of what it thinks.",
+    "Hello, my name is nobody in particular; what is your name, and where do you come from?",
+    "The capital of a country is where its parliament sits, most of the time.",
+    "A large language model reads the words before and says which word comes next.",
+    "Several engines run in parallel, each with its own data and its own part of the experts.",
+    "Pause the engine, wait until it is idle, then resume the generation of the other tokens.",
+)
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+_DECODER = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+}
+_LLAMA = {**_DECODER, "intermediate_size": 256}
+_OPT = {
+    "hidden_size": 128,
+    "word_embed_proj_dim": 128,
+    "ffn_dim": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+}
+#: PowerMoE's own 40 experts, of which 8 answer for a token; 40 divides by 2, 4 and 8 ranks.
+_GRANITE_MOE = {
+    **_DECODER,
+    "intermediate_size": 64,
+    "num_local_experts": 40,
+    "num_experts_per_tok": 8,
+    "attention_multiplier": 32**-0.5,
+}
+_QWEN_MOE = {
+    **_LLAMA,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
+_LONG_QWEN_MOE = {**_QWEN_MOE, "max_position_embeddings": 131072}
+_EAGLE = {**_LLAMA, "num_hidden_layers": 1, "max_position_embeddings": 131072}
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A toy: transformers' name of the model class, and the sizes that differ from its defaults.
+
+    eagle: it drafts for a model of the same hidden size, whose embeddings and head it shares.
+    """
+
+    model_type: str
+    sizes: Mapping[str, Any]
+    dtype: str = "bfloat16"
+    seed: int = 0
+    eagle: bool = False
+
+
+STAND_INS: Mapping[str, StandIn] = {
+    "facebook/opt-125m": StandIn("opt", _OPT, dtype="float16"),
+    "hmellor/tiny-random-LlamaForCausalLM": StandIn("llama", _LLAMA),
+    "ibm-research/PowerMoE-3b": StandIn("granitemoe", _GRANITE_MOE, dtype="float32"),
+    # Experts in the place of its MLPs: what drafts for it is verified through our exchange.
+    "meta-llama/Llama-3.1-8B-Instruct": StandIn("qwen3_moe", _LONG_QWEN_MOE),
+    "meta-llama/Llama-3.2-1B-Instruct": StandIn("llama", _LLAMA),
+    "Qwen/Qwen3-0.6B": StandIn("qwen3", {**_LLAMA, "head_dim": 32}),
+    "Qwen/Qwen3-30B-A3B": StandIn("qwen3_moe", _QWEN_MOE),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": StandIn("llama", _LLAMA),
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": StandIn("llama", _EAGLE, eagle=True),
+}
+
+
+def redirect_file(folder: Path) -> Path:
+    """The file for VLLM_MODEL_REDIRECT_PATH: the hub's names, and a folder with a model for each.
+
+    Models that `folder` has already are kept; one that is not as this module would write it is
+    written anew. A second process may call this at the same time.
+    """
+    models = {name: str(_model_folder(folder, name)) for name in STAND_INS}
+    for name, model in models.items():
+        if not Path(model).is_dir():
+            _write_once(Path(model), STAND_INS[name])
+    path = folder / REDIRECT_FILE
+    text = json.dumps(models, indent=2, sort_keys=True) + "\n"
+    if not path.exists() or path.read_text("utf-8") != text:
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(text, "utf-8")
+        draft.replace(path)
+    return path
+
+
+def _model_folder(folder: Path, name: str) -> Path:
+    """Its name tells how the model was written, so that a changed one gets a folder of its own."""
+    import transformers
+
+    what = repr((VERSION, transformers.__version__, STAND_INS[name], _source()))
+    digest = hashlib.sha256(what.encode()).hexdigest()[:8]
+    return folder.resolve() / f"{name.replace('/', '--')}-{digest}"
+
+
+@functools.cache
+def _source() -> str:
+    return "".join(inspect.getsource(what) for what in (_config, _tokenizer, _write, _write_eagle))
+
+
+def _write_once(target: Path, stand_in: StandIn) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        draft = Path(scratch) / "model"
+        _write(draft, stand_in)
+        try:
+            draft.rename(target)
+        except OSError:  # another process was faster
+            if not target.is_dir():
+                raise
+
+
+def _write(folder: Path, stand_in: StandIn) -> None:
+    """config.json, model.safetensors and the tokenizer's files."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = _tokenizer()
+    config = _config(stand_in, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stand_in.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head *= LOGITS_STD * head.shape[1] ** -0.5 / head.std()
+        # Its logit is 0, far below the best: a request ends by its length, as its test assumes.
+        head[tokenizer.eos_token_id] = 0
+    model.to(getattr(torch, stand_in.dtype)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if stand_in.eagle:
+        _write_eagle(folder / "model.safetensors")
+    # vLLM would take sampling parameters from it.
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def _write_eagle(weights: Path) -> None:
+    """A language model's file becomes an EAGLE head's: one layer behind a projection."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shared = ("model.embed_tokens.", "lm_head.", "model.norm.", "model.layers.0.input_layernorm.")
+    tensors = load_file(str(weights))
+    own = {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(shared)
+    }
+    norm = own["layers.0.post_attention_layernorm.weight"]
+    size = len(norm)
+    # The embedding of the last token, as it is; of the target's hidden state, nothing.
+    own["fc.weight"] = torch.eye(size, 2 * size, dtype=norm.dtype)
+    save_file(own, weights, metadata={"format": "pt"})
+
+
+def _config(stand_in: StandIn, tokenizer: Any) -> Any:
+    from transformers import AutoConfig
+
+    end = tokenizer.eos_token_id
+    sizes = dict(stand_in.sizes)
+    # Projections keep the variance of what they read, so that every layer has a say.
+    std_name = "init_std" if stand_in.model_type == "opt" else "initializer_range"
+    return AutoConfig.for_model(
+        stand_in.model_type,
+        vocab_size=len(tokenizer),
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+        dtype=stand_in.dtype,
+        **{std_name: sizes["hidden_size"] ** -0.5, **sizes},
+    )
+
+
+def _tokenizer() -> Any:
+    """Byte-level BPE over printable ASCII, so that every token is text by itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token=END_OF_TEXT))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # What byte-level BPE writes for a line's end and a space.
+    letters = ["\u010a", "\u0120", *map(chr, range(0x21, 0x7F))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=256,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=letters,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_PROSE, trainer)
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+    )
+    fast.chat_template = _TEMPLATE
+    return fast
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: write all of them, print the redirect file's path."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path)
+    print(redirect_file(parser.parse_args(arguments).folder))
+
+
+if __name__ == "__main__":
+    main()
