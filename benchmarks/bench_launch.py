@@ -5,7 +5,8 @@
 
 One rank, because the host does the same for any number. Each level contains the one above it; the
 difference is what it adds. Against the stand-in driver (tests/support/fake_cuda) the first row is
-that driver's own cost, which a real one replaces by its own; the differences are ours on any machine.
+that driver's own cost, which a real one replaces by its own; the differences are ours on any
+machine.
 """
 
 from __future__ import annotations

@@ -2,34 +2,29 @@
 
 The path of a token, in order, and where it is written:
 
-    integration/          the porch: vLLM's hooks, in terms of the public names below
-    all_to_all.py         MoeAllToAll: create, dispatch, combine
-    ops.py                torch.ops.moe_nvlink.*, with their fakes (inductor.py: compiled by it)
-    exchange.py           one layer on one workspace: checks.py, the order of calls
-    channel.py            its views and arguments.py on one channel
-    executors/            the launch: on CPU threads (host.py) or a CUDA stream (cuda.py, shape.py)
-    kernels/dispatch.cu   put: route, store rows to the peers, signal, wait
-    kernels/combine.cu    get: wait, load the partial rows, add, store
+    integration/   the porch: one adapter a framework, in terms of the public names below
+    exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); torch.ops.moe_nvlink.*
+                   (ops.py, inductor.py); one layer on one workspace (layer.py, checks.py), and its
+                   views on one channel (channel.py)
+    launch/        how a kernel is started: on CPU threads (host.py), on a CUDA stream (cuda.py)
+    kernels/       dispatch puts: route, store rows to the peers, signal, wait
+                   combine gets: wait, load the partial rows, add, store
 
-An LM head that ranks share goes the same way: lm_head.py (HeadGroup, sharded_argmax and
-sharded_logits), head_ops.py, head_exchange.py, kernels/lm_head.cu. head_config.py has its geometry,
-head_cost.py the rule of when it pays.
+An LM head that ranks share goes the same way from lm_head/: HeadGroup, sharded_argmax and
+sharded_logits (group.py), and the rule of when it pays (cost.py).
 
-Under it: workspace.py places a layout.py in the symmetric memory of a transport/ (host.py: POSIX
-shared memory; nvlink.py: CUDA virtual memory), jit/ makes machine code of kernels/ (g++ or NVRTC)
-and keeps it in a cache, driver.py calls the CUDA driver.
+Under them: memory/ says what lies where in symmetric memory and what a kernel reports there,
+transport/ how peers reach that memory; jit/ makes machine code of kernels/ and keeps it; recipes/
+say what travels there and back; plugins/ find recipes and transports. tools/ are for a shell: the
+command `moe-nvlink` with its doctor and precompile.
 
-Beside the path: config.py (AllToAllConfig), recipes/ (what travels), combine_formats.py (what
-travels back), plugins.py with hookspecs.py and builtin_plugins.py (how recipes and transports are
-found), faults.py (what a kernel reports, as an error), startup.py (how long ranks wait for one
-another), groups.py (collective steps of create), errors.py, env.py, reference.py (the same verbs in
-plain torch, for the tests), and for a shell cli.py with doctor/ (what works on this machine) and
-precompile.py (fills the kernel cache).
+The doorway, for everyone: config.py (AllToAllConfig), errors.py, env.py, groups.py (collective
+steps of create), driver.py (calls of the CUDA driver), reference.py (the same verbs in plain torch)
+and testing.py.
 
-Knowledge goes one way: errors, env, driver <- config, head_config, groups <- recipes, transport <-
-combine_formats <- layout, hookspecs <- plugins, jit <- arguments <- executors <- workspace <-
-faults <- channel <- exchange (and checks) <- ops <- all_to_all <- integration. A test reads these
-arrows off the source.
+Knowledge goes one way: doorway <- recipes, transport <- memory <- plugins, jit <- launch <-
+exchange, lm_head <- integration/common <- integration/vllm. A test reads these arrows off the
+source.
 
 `import moe_nvlink_plugin` is cheap, also where torch is missing: the names below are fetched when
 they are first used.
@@ -50,16 +45,16 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AllToAllConfig": "config",
-    "DispatchMetadata": "all_to_all",
-    "Dispatched": "all_to_all",
-    "ExchangeStats": "workspace",
-    "HeadConfig": "head_config",
-    "HeadGroup": "lm_head",
-    "HeadStats": "lm_head",
-    "MoeAllToAll": "all_to_all",
+    "DispatchMetadata": "exchange.all_to_all",
+    "Dispatched": "exchange.all_to_all",
+    "ExchangeStats": "memory.workspace",
+    "HeadConfig": "lm_head.config",
+    "HeadGroup": "lm_head.group",
+    "HeadStats": "lm_head.group",
+    "MoeAllToAll": "exchange.all_to_all",
     "QuantisingRecipe": "recipes",
-    "sharded_argmax": "lm_head",
-    "sharded_logits": "lm_head",
+    "sharded_argmax": "lm_head.group",
+    "sharded_logits": "lm_head.group",
 }
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 The same rounds on two back ends. "cpu": every rank is a thread with a grid of its own, running the
 host build. "cuda": all ranks are one cooperative launch with blockIdx.y = rank, so that they are
-resident together or the launch is refused. "stand-in": the latter's code on tests/support/fake_cuda,
-with tensors of the CPU. Cases, inputs and comparison are cases.py's and compare.py's.
+resident together or the launch is refused. "stand-in": the latter's code on tests/support/
+fake_cuda, with tensors of the CPU. Cases, inputs and comparison are cases.py's and compare.py's.
 
 One device shows neither NVLink ordering nor remote latency nor bandwidth.
 """
