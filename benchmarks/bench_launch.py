@@ -31,9 +31,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import describe_gpu, describe_run, write_json
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, env
 from moe_nvlink_plugin.exchange import layer as exchange
-from moe_nvlink_plugin.exchange.arguments import element_code
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.support import fake_cuda

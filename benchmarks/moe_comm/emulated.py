@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin.exchange import shapes
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.memory.layout import WorkspaceLayout
@@ -158,15 +159,15 @@ class Layer:
         slots = config.ep_size * config.max_tokens_per_rank
         lanes_bytes = max(row_bytes.values())
         if self.ranks.quantiser:
-            lanes_bytes = shape.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
+            lanes_bytes = shapes.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
         return {
-            "dispatch": shape.dispatch_shape(
+            "dispatch": shapes.dispatch_shape(
                 self.tokens,
                 lanes_bytes,
                 slots * row_bytes["recv_topk_ids"],
                 backend.limits("dispatch", options.ep_size),
             ),
-            "combine": shape.combine_shape(
+            "combine": shapes.combine_shape(
                 self.tokens,
                 options.hidden_size,
                 config.dtype.itemsize,

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax, sharded_logits
 from moe_nvlink_plugin.errors import ExchangeTimeoutError, InputError
-from moe_nvlink_plugin.exchange.arguments import head_arguments
 from moe_nvlink_plugin.jit.header import structs
-from moe_nvlink_plugin.launch import executor_for, with_index
-from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, WorkspaceLayout
+from moe_nvlink_plugin.launch.executors import executor_for, with_index
+from moe_nvlink_plugin.lm_head.arguments import head_arguments
+from moe_nvlink_plugin.lm_head.sizes import head_layout
+from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.gpu.real_path import WAIT_S
 from tests.support import emulated
@@ -206,7 +207,7 @@ class LoneRank:
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.config = config(dtype=dtype)
         self.device = with_index(torch.device(device))
-        layout = WorkspaceLayout.for_head(self.config)
+        layout = head_layout(self.config)
         self._memory = torch.zeros(
             layout.total_bytes + REGION_ALIGNMENT, dtype=torch.uint8, device=self.device
         )

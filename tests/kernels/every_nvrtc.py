@@ -30,10 +30,10 @@ from typing import NamedTuple
 
 from benchmarks import emulated_head
 from moe_nvlink_plugin.errors import MoeNvlinkError
-from moe_nvlink_plugin.jit import header, nvrtc, source
+from moe_nvlink_plugin.jit import header, nvrtc
 from moe_nvlink_plugin.tools import precompile
 from moe_nvlink_plugin.tools.precompile import Geometry, HeadGeometry
-from tests.support import emulated_text
+from tests.support import emulated_text, kernel_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "nvidia-cuda-nvrtc"
@@ -123,7 +123,7 @@ def _whole_layers() -> Iterator[Kernel]:
 
 def _layer(geometry: Geometry, architecture: str, *, pdl: bool = True) -> Kernel:
     text = functools.partial(
-        source.specialised_source, geometry.top_k, header.elements()[geometry.dtype], pdl=pdl
+        kernel_texts.specialised_source, geometry.top_k, header.elements()[geometry.dtype], pdl=pdl
     )
     return Kernel(_family(geometry), _name(geometry, pdl), architecture, _with(text, geometry))
 
@@ -133,7 +133,7 @@ def _heads() -> Iterator[Kernel]:
         nvrtc.ARCHITECTURES, enumerate(header.elements())
     ):
         pdl = number % 2 == 0
-        text = functools.partial(source.head_source, header.elements()[dtype], pdl=pdl)
+        text = functools.partial(kernel_texts.head_source, header.elements()[dtype], pdl=pdl)
         yield Kernel("LM head", _name(HeadGeometry(dtype), pdl), architecture, text)
 
 

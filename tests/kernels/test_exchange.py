@@ -120,7 +120,7 @@ def test_same_bits_though_the_slots_differ(monkeypatch: pytest.MonkeyPatch) -> N
     round to round, and no output bit does.
     """
     library = delays.randomly_delayed()
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     case = Case(name="race", tokens=(64, 64), capacity=64, num_threads=3, top_k=6, hidden_size=96)
     rounds = cases.run_case(case, rounds=20)
     orders = {str([rank.send_slots.tolist() for rank in seen]) for seen in rounds}

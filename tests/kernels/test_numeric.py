@@ -7,6 +7,7 @@ import torch
 
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
+from tests.support import kernel_texts
 
 FORMATS = pytest.mark.parametrize(
     ("element", "dtype"), [("kElementBf16", torch.bfloat16), ("kElementFp16", torch.float16)]
@@ -15,7 +16,9 @@ FORMATS = pytest.mark.parametrize(
 
 def convert(name: str, element: str, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     code = constants()[element]
-    host.load().convert(name, code, source.data_ptr(), target.data_ptr(), source.numel())
+    host.load(kernel_texts.host_source()).convert(
+        name, code, source.data_ptr(), target.data_ptr(), source.numel()
+    )
     return target
 
 

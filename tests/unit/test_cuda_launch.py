@@ -31,14 +31,14 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.exchange.arguments import element_code
 from moe_nvlink_plugin.groups import Group, as_group
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch import cuda
+from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.kernels import cases, compare
-from tests.support import fake_cuda
+from tests.support import fake_cuda, kernel_texts
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
 
@@ -54,7 +54,7 @@ def in_driver(
     **options: Any,
 ) -> Any:
     """`body(*args)` in a process whose CUDA driver is the fake one."""
-    kernels = host.build(source.host_source())
+    kernels = host.build(kernel_texts.host_source())
     library = fake_cuda.build(folder)
     for name, value in fake_cuda.environment(library, kernels, **options).items():
         monkeypatch.setenv(name, value)
@@ -260,7 +260,7 @@ def on_one_gpu(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_channels: int = 1, **options: Any
 ) -> list[list[Any]]:
     """shared_launches of two processes."""
-    kernels = host.build(source.host_source())
+    kernels = host.build(kernel_texts.host_source())
     usual = {"shared_uuid": 1, "sms": 20}
     library = fake_cuda.build(folder)
     for name, value in fake_cuda.environment(library, kernels, **usual | options).items():

@@ -19,9 +19,10 @@ import pytest
 
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import DriverError, UnsupportedError
-from moe_nvlink_plugin.jit import host, nvrtc, source
+from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from tests.kernels.test_nvrtc import cuobjdump
+from tests.support import kernel_texts
 from tests.support.fake_cuda import build, control, environment
 from tests.support.ranks import run_processes
 
@@ -555,14 +556,16 @@ def test_what_the_products_cubins_say(
             kind = "Head" if "head" in name else name.removeprefix("moe_nvlink_").capitalize()
             args_bytes = ctypes.sizeof(structs()[f"{kind}Args"])
             expected[name] = (int(registers), int(shared) - 1024, (0, args_bytes))
-    assert len(expected) == 2 + len(source.HEAD_KERNELS)
+    assert len(expected) == 2 + len(kernel_texts.HEAD_KERNELS)
     assert seen == expected
 
 
 def cubins_body(_rank: int, _size: int, cubins: list[bytes]) -> dict[str, tuple[Any, ...]]:
     attribute = driver.api().CUfunction_attribute
     found = {}
-    for cubin, names in zip(cubins, (("dispatch", "combine"), source.HEAD_KERNELS), strict=True):
+    for cubin, names in zip(
+        cubins, (("dispatch", "combine"), kernel_texts.HEAD_KERNELS), strict=True
+    ):
         with driver.on_device(0):
             loaded = driver.call("cuModuleLoadData", cubin)
             for name in (f"moe_nvlink_{name}" for name in names):

@@ -18,6 +18,7 @@ from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.memory import layout
 from moe_nvlink_plugin.recipes import BUILT_IN
+from tests.support import kernel_texts
 
 
 def test_limits() -> None:
@@ -117,7 +118,7 @@ def test_two_fields_in_the_other_order_are_found(
 
 def test_the_library_agrees_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mirror that has come apart from the header is refused when the library is loaded."""
-    library = host.load()
+    library = host.load(kernel_texts.host_source())
     library._check_sizes()
     for name in ("CombineArgs", "HeadArgs"):
         wrong = {**structs(), name: structs()["DispatchArgs"]}
@@ -150,7 +151,7 @@ def layers_of_every_format() -> list[AllToAllConfig]:
 
 def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
     """Capacities that are powers of two always; of others, about one pair in 128 shares a tag."""
-    library = ctypes.CDLL(str(host.build(source.host_source())))
+    library = ctypes.CDLL(str(host.build(kernel_texts.host_source())))
     library.moe_nvlink_geometry_tag.restype = ctypes.c_uint32
 
     def tag(

@@ -14,7 +14,8 @@ import pytest
 
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import CompileError, UnsupportedError
-from moe_nvlink_plugin.jit import header, nvrtc, source
+from moe_nvlink_plugin.jit import header, nvrtc
+from tests.support import kernel_texts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -231,6 +232,6 @@ def test_a_spill_is_compiled_for_the_user_and_logged(
 
 def test_the_checksum_stands_behind_the_elf_file(compiler: Any, folder: Path) -> None:
     """So that cuobjdump reads the file as it lies in the cache."""
-    cubin = nvrtc.load_or_compile(source.specialised_source(2, 0), "sm_90a")
+    cubin = nvrtc.load_or_compile(kernel_texts.specialised_source(2, 0), "sm_90a")
     (path,) = folder.glob("*.cubin")
     assert path.read_bytes()[: len(cubin)] == cubin

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Not yet there; the command makes it. What the command sets is undone afterwards."""
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "not this one"))
-    monkeypatch.setattr(host, "load", lambda: None)  # seconds of g++ in every test
+    monkeypatch.setattr(host, "load", lambda _text: None)  # seconds of g++ in every test
     return tmp_path / "kernels"
 
 
@@ -313,7 +313,7 @@ def test_without_a_directory_it_is_the_users(
 
     monkeypatch.delenv("MOE_NVLINK_CACHE_DIR", raising=False)
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
-    monkeypatch.setattr(host, "load", lambda: None)
+    monkeypatch.setattr(host, "load", lambda _text: None)
     arguments = ["--arch", "sm_90a", "--geometry", "top_k=1", "--jobs", "1"]
     assert cli.main(["precompile", *arguments]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
