@@ -23,9 +23,11 @@ from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.lm_head import shapes
 from moe_nvlink_plugin.lm_head.arguments import head_arguments
+from moe_nvlink_plugin.lm_head.kernels import ARGMAX, GATHER, HEAD
 from moe_nvlink_plugin.lm_head.sizes import head_layout
 from tests.support import emulated, kernel_texts
 
+RUN = (GATHER, ARGMAX)
 #: kernel -> its shared memory
 KERNELS = {"head_gather": "HeadShared", "head_argmax": "HeadArgmaxShared"}
 
@@ -96,7 +98,8 @@ class CpuBackend:
     """A thread per rank, each with a grid of one host CTA."""
 
     def __init__(self, ranks: int) -> None:
-        self._library = host.load(kernel_texts.host_source())
+        self._library = host.load(HEAD.host_source())
+        self._run = {each.name: self._library.kernel(each.name, each.args_type()) for each in RUN}
         self._grids = [self._library.create_grid(1) for _ in range(ranks)]
         self._threads = concurrent.futures.ThreadPoolExecutor(ranks)
 
@@ -110,7 +113,7 @@ class CpuBackend:
 
         def launch() -> None:
             running = [
-                self._threads.submit(self._library.head, kernel, args, grid)
+                self._threads.submit(self._run[kernel], args, grid)
                 for args, grid in zip(copies, self._grids, strict=True)
             ]
             for future in running:
@@ -204,7 +207,7 @@ class EmulatedHead:
             width_bytes = first.shard_size * first.dtype.itemsize
             argmax = shapes.head_argmax_shape(slots, width_bytes, argmax_limits)
             for args in launched:
-                args.row_splits = argmax.hidden_splits
+                args.row_splits = argmax.splits
         self.gather = backend.prepare("head_gather", launched, gather)
         self.argmax = backend.prepare("head_argmax", launched, argmax)
 

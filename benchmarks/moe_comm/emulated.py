@@ -27,6 +27,7 @@ import torch
 
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.exchange import shapes
+from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.memory.layout import WorkspaceLayout
@@ -193,7 +194,7 @@ class Layer:
             args.geometry.num_tokens = self.tokens
             args.send_slots, args.output = self._slots[rank].data_ptr(), output.data_ptr()
             if "combine" in self.shapes:
-                args.hidden_splits = self.shapes["combine"].hidden_splits
+                args.splits = self.shapes["combine"].hidden_splits
             launched.append(args)
         return launched
 
@@ -269,7 +270,7 @@ class Branches(Layer):
         config = dataclasses.replace(self.ranks.config, max_sms=share)
         row_bytes = {name: row.row_bytes for name, row in self.ranks.rows.items()}
         launchers = [
-            executor.launcher(config, row_bytes, self.ranks.quantiser) for _ in range(ranks)
+            LayerLaunches(executor, config, row_bytes, self.ranks.quantiser) for _ in range(ranks)
         ]
 
         def dispatch(rank: int) -> None:

@@ -369,7 +369,7 @@ def _combine_grid(work: Work, machine: Machine, protocol: Protocol) -> tuple[int
     slots = 0 if work.combine == "bf16" else work.ep_size * work.tokens
     launch = shapes.combine_shape(work.tokens, work.hidden_size, 2, _limits(machine), slots)
     vectors = _ceil_div(work.hidden_size * 2, VECTOR_BYTES)
-    return _ceil_div(vectors, launch.threads * launch.hidden_splits), launch.blocks
+    return _ceil_div(vectors, launch.threads * launch.splits), launch.blocks
 
 
 def _limits(machine: Machine) -> shape.Limits:

@@ -207,15 +207,17 @@ class Variant(NamedTuple):
                 found.append(f"{axis.name}={word}")
         return found
 
+    def codes(self) -> dict[str, int]:
+        """The values by the names of their axes."""
+        return {axis.name: code for axis, code in zip(self.family.axes, self.values, strict=True)}
+
     def instead(self, **values: int | str) -> Variant:
         """The same with other values for some axes; raises as Family.variant."""
-        codes = {axis.name: code for axis, code in zip(self.family.axes, self.values, strict=True)}
-        return self.family.variant(**(codes | values))
+        return self.family.variant(**(self.codes() | values))
 
     def build(self, kernel: Kernel[Any], *, pdl: bool, **instead: int) -> Build:
         """One kernel of the family; `instead` of some values, by the names of their axes."""
-        codes = {axis.name: code for axis, code in zip(self.family.axes, self.values, strict=True)}
-        codes |= instead | {PDL.name: int(pdl)}
+        codes = self.codes() | instead | {PDL.name: int(pdl)}
         return Build(kernel, tuple(codes[axis.name] for axis in kernel.axes))
 
     def builds(self, *, pdl: bool) -> list[Build]:

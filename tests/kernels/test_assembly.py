@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
 from tests.support import builds, kernel_texts
 
 pytestmark = builds.ON_X86
@@ -143,8 +143,9 @@ def with_scalar_sums(text: str) -> str:
 def test_scalar_code_is_noticed() -> None:
     """Rows moved byte by byte, sums made element by element, loops left as they are written."""
     # Without quantisers and the head's kernels, which move vectors too.
-    config = "moe_nvlink::StaticConfig<8, 0>"
-    whole = source._translation_unit(config, source.KERNEL_FILES, source.HOST_FILES)
+    constants = {"int kTopK": "8", "int kTopKBound": "8", "int kElement": "0"}
+    constants |= {"int kQuantiser": "0", "int kCombine": "0"}
+    whole = kernel_texts.host_unit(*kernel_texts.LAYER_FILES, constants=constants)
     text = whole.replace("put_range<kVectorBytes, ", "put_range<1, ")
     assert text != whole
     symbols = disassembly(

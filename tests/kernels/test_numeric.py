@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -16,9 +18,9 @@ FORMATS = pytest.mark.parametrize(
 
 def convert(name: str, element: str, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     code = constants()[element]
-    host.load(kernel_texts.host_source()).convert(
-        name, code, source.data_ptr(), target.data_ptr(), source.numel()
-    )
+    function = getattr(host.load(kernel_texts.host_source())._library, f"moe_nvlink_{name}")
+    pointers = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(target.data_ptr())
+    function(code, *pointers, ctypes.c_int64(source.numel()))
     return target
 
 

@@ -419,8 +419,9 @@ def test_relaxed_text_is_told_apart() -> None:
 
 def test_no_driver_is_needed() -> None:
     code = (
-        "from moe_nvlink_plugin.jit import nvrtc, source;"
-        "assert nvrtc.compile_cubin(kernel_texts.specialised_source(2, 0), 'sm_90a')[:4] == b'\\x7fELF';"
+        "from moe_nvlink_plugin.jit import nvrtc; from tests.support import kernel_texts;"
+        "text = kernel_texts.specialised_source(2, 0);"
+        "assert nvrtc.compile_cubin(text, 'sm_90a')[:4] == b'\\x7fELF';"
         "raise SystemExit('libcuda.so' in open('/proc/self/maps').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_nvlink_plugin.exchange import arguments
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes import QuantisedRows, fp8, mxfp8, nvfp4
 from tests.kernels import quantiser_rows as rows_of
 from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same, differing
@@ -39,7 +39,7 @@ def by_kernel(name: str, source: torch.Tensor, scale: torch.Tensor = ONE) -> Qua
     pointers = [ctypes.c_void_p(0 if out is None else out.data_ptr()) for out in outputs]
     host.load(kernel_texts.host_source())._library.moe_nvlink_quantise_rows(
         constants()[f"kQuantiser{recipe.quantiser}"],
-        arguments.element_code(source.dtype),
+        element_code(source.dtype),
         ctypes.c_void_p(source.data_ptr()),
         ctypes.c_void_p(scale.data_ptr()),
         *pointers,

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvlink_plugin import HeadConfig
-from moe_nvlink_plugin.exchange import arguments
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.lm_head.arguments import head_arguments
 from moe_nvlink_plugin.lm_head.sizes import head_layout
 from moe_nvlink_plugin.memory.layout import Region
 from tests.kernels import test_specialised
@@ -140,7 +140,7 @@ class HeadRanks:
 
     def arguments(self, rank: int, call: Call, of_round: Round) -> Any:
         base, stride = self.memory.data_ptr(), self.memory.stride(0)
-        args = arguments.head_arguments(self.configs[rank], self.regions, base, stride)
+        args = head_arguments(self.configs[rank], self.regions, base, stride)
         args.geometry.num_rows, args.geometry.row_bound = len(call.hidden), of_round.row_bound
         args.hidden = call.hidden.data_ptr()
         args.soft_cap, args.scale = of_round.soft_cap, of_round.scale

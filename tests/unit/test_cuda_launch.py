@@ -31,11 +31,11 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     UnsupportedError,
 )
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch import cuda
-from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.kernels import cases, compare
 from tests.support import fake_cuda, kernel_texts
@@ -162,7 +162,10 @@ def launches_of_many_tokens() -> tuple[Any, ...]:
 def launches_beside_another_channel() -> list[tuple[int, tuple[Any, ...]]]:
     """CTAs of its kind that an SM holds, and each launch."""
     with alone(max_tokens_per_rank=400, num_channels=2) as layer:
-        kernels = cuda._kernels(0, 4, element_code(torch.bfloat16), False, 0, 0)
+        kernels = [
+            cuda._loaded[0, build]
+            for build in LAYER.variant(top_k=4, dtype="bf16").builds(pdl=False)
+        ]
         received = layer.dispatch(*inputs(layer, 400), channel=1)
         seen = [described(fake_cuda.control().last_launch())]
         layer.combine(layer.combine_input(channel=1), received.metadata)

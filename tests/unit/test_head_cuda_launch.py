@@ -90,7 +90,7 @@ def launches() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with alone() as head:
         assert head._head.workspace.executor.asynchronous
-        launcher, room = head._head._launcher, head._head._logits
+        launcher, room = head._head._launches, head._head._logits
         assert room is not None
         one = problem(head.config, [3])
 
