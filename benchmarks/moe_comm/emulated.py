@@ -31,7 +31,7 @@ from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.memory.layout import WorkspaceLayout
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import emulated
 
 from . import accounting, emulated_flashinfer, rows
@@ -194,7 +194,7 @@ class Layer:
             args.geometry.num_tokens = self.tokens
             args.send_slots, args.output = self._slots[rank].data_ptr(), output.data_ptr()
             if "combine" in self.shapes:
-                args.splits = self.shapes["combine"].hidden_splits
+                args.hidden_splits = self.shapes["combine"].splits
             launched.append(args)
         return launched
 
