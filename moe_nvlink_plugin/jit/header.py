@@ -70,7 +70,7 @@ def structs() -> dict[str, type[ctypes.Structure]]:
 
 @functools.cache
 def struct(name: str, path: str = source.ARGS_HEADER) -> type[ctypes.Structure]:
-    """One struct of a file below kernels/; its fields may be structs of args.h.
+    """One struct of a file below kernels/; its fields may be structs of that file and of args.h.
 
     Raises:
         ValueError: the file has no such struct, or a line of the struct is not one field.
@@ -80,7 +80,9 @@ def struct(name: str, path: str = source.ARGS_HEADER) -> type[ctypes.Structure]:
     bodies = dict(_STRUCT.findall(source.read_kernel_file(path)))
     if name not in bodies:
         raise ValueError(f"{path}: no struct {name}; a Kernel names the file of its struct")
-    return _mirror(name, bodies[name], structs())
+    fields = (_FIELD.match(line) for line in bodies[name].splitlines())
+    mine = {field[1] for field in fields if field and field[1] in bodies}
+    return _mirror(name, bodies[name], structs() | {each: struct(each, path) for each in mine})
 
 
 def _mirror(

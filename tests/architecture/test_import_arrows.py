@@ -1,176 +1,257 @@
-"""Who may import whom inside the package, read off the source.
+"""Which room may import which, read off the source.
 
-The table is the picture that a reader of the package needs; a new arrow is a decision, made here.
+ARROWS is the picture that a reader of the package needs. A new arrow is a decision, made there.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "moe_nvlink_plugin"
+VLLM = "integration.vllm"
 
-# A unit is a module or a subpackage right under the package. `None`: may import anything of ours.
-ALLOWED: dict[str, set[str] | None] = {
-    "errors": set(),
-    "env": {"errors"},
-    "config": {"errors", "env"},
-    "driver": {"errors"},
-    "groups": {"errors"},
-    "recipes": {"errors", "env", "config"},
-    "combine_formats": {"errors", "config", "recipes"},
-    "layout": {"errors", "env", "config", "recipes", "combine_formats", "transport", "head_config"},
-    "transport": {"errors", "env", "groups", "driver"},
-    "kernels": set(),
-    "jit": {"errors", "env", "config", "recipes", "layout", "kernels"},
-    "head_cost": {"errors", "config", "driver", "head_config"},
-    "faults": {"errors", "jit"},
-    "startup": set(),
-    "head_config": {"errors", "config"},
-    "head_exchange": {"errors", "arguments", "checks", "faults", "head_config", "startup"}
-    | {"workspace"},
-    "head_ops": {"head_exchange"},
-    "lm_head": {"errors", "executors", "groups", "head_config", "head_exchange", "head_ops"}
-    | {"layout", "plugins", "workspace"},
-    "workspace": {"errors", "env", "config", "recipes", "layout", "transport", "groups"}
-    | {"executors", "startup"},
-    "checks": {"errors", "config", "recipes"},
-    "arguments": {"errors", "config", "recipes", "layout", "jit", "head_config"},
-    # How a kernel is launched: on CPU threads, or by the CUDA driver.
-    "executors": {"errors", "env", "config", "jit", "driver", "arguments", "head_config"},
-    "channel": {"errors", "arguments", "faults", "startup"},
-    "exchange": {"errors", "env", "config", "recipes", "layout", "workspace", "checks", "channel"}
-    | {"arguments"},
-    "inductor": set(),
-    "ops": {"errors", "exchange", "inductor"},
-    "hookspecs": {"errors", "config", "recipes", "transport"},
-    "builtin_plugins": {"errors", "config", "recipes", "transport", "hookspecs"},
-    "plugins": {"errors", "config", "recipes", "transport", "hookspecs", "builtin_plugins"},
-    "all_to_all": {"errors", "env", "config", "groups", "recipes", "layout", "transport", "jit"}
-    | {"workspace", "executors", "exchange", "ops", "hookspecs", "plugins"},
-    "reference": {"errors", "config", "recipes"},
-    "testing": {"errors", "config", "recipes"},
-    "precompile": {"errors", "env", "driver", "jit"},
-    "doctor": None,
-    "cli": {"errors", "precompile", "doctor", "jit"},
-    "__main__": {"cli"},
+#: Room -> rooms it may import; every module belongs to one of them. The package's own __init__ is
+#: none: it is the tour, and fetches public names when they are first used.
+ARROWS: dict[str, set[str]] = {
+    "doorway": set(),
+    "recipes": {"doorway"},
+    "transport": {"doorway"},
+    "jit": {"doorway"},
+    "memory": {"doorway", "recipes", "transport", "jit"},
+    "plugins": {"doorway", "recipes", "transport"},
+    "launch": {"doorway", "jit", "memory"},
+    "exchange": {"doorway", "recipes", "jit", "memory", "plugins", "launch"},
+    "lm_head": {"doorway", "memory", "plugins", "launch"},
+    "tools": {"doorway", "transport", "jit", "plugins", "launch", "exchange", "lm_head"},
+    "integration.common": {"doorway", "public"},
+    VLLM: {"doorway", "public", "integration.common"},
 }
-#: Arrows that exist for the type checker alone, under `if TYPE_CHECKING:`.
-ALLOWED_FOR_TYPES = {
-    ("checks", "exchange"),
-    ("channel", "exchange"),
-    ("checks", "head_exchange"),
-    ("faults", "startup"),
-    ("faults", "workspace"),
-}
-#: Public names: what an adapter, like any other user, may import. `""` is the package itself.
-PUBLIC = {"", "errors", "env", "config", "head_cost"}
+#: Modules right under the package that are no part of the doorway.
+ELSEWHERE = {"__main__": "tools"}
+#: The doorway's modules, and what an adapter, like any other user, may import of other rooms.
+DOORWAY = {"errors", "env", "config", "groups", "driver", "reference", "testing"}
+PUBLIC = {PACKAGE, f"{PACKAGE}.lm_head.cost"}
 
 
-def python_files(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
+class Import(NamedTuple):
+    """One module imports another one of ours.
+
+    Attributes:
+        target: a module, or PACKAGE for the public names.
+    """
+
+    module: str
+    target: str
+    line: int
 
 
-def our_imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
-    """Every import of ours in a file, lazy ones too: line and absolute dotted name."""
-    is_package = path.name == "__init__.py"
+class Tree(NamedTuple):
+    """Modules below one folder, by dotted name."""
+
+    files: Mapping[str, Path]
+
+    @classmethod
+    def below(cls, root: Path, package: str = PACKAGE) -> Tree:
+        """The package, and integration/ beside it, which is installed inside of it."""
+        files = {}
+        for folder in (root / package, root / "integration"):
+            for path in sorted(folder.rglob("*.py")):
+                parts = list(path.relative_to(root).with_suffix("").parts)
+                parts = parts if parts[0] == package else [package, *parts]
+                # A checkout has links to integration/ and kernels/ inside of the package.
+                if (root / package / parts[1]).is_symlink() and path.is_relative_to(root / package):
+                    continue
+                files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        return cls(files)
+
+    def module_of(self, name: str) -> str | None:
+        """The module that a dotted name is, or is defined in; None: none of ours."""
+        parts = name.split(".")
+        for end in range(len(parts), 0, -1):
+            if ".".join(parts[:end]) in self.files:
+                return ".".join(parts[:end])
+        return None
+
+    def imports(self) -> Iterator[Import]:
+        """Every import of ours: lazy ones too, and those for the type checker alone."""
+        for module, path in self.files.items():
+            if module == PACKAGE:
+                continue
+            for line, name in names_imported(path, module):
+                target = self.module_of(name)
+                if target is not None and target != module:
+                    yield Import(module, target, line)
+
+
+def names_imported(path: Path, module: str) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of everything that a file imports from anywhere."""
+    parts = module.split(".")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == PACKAGE:
-                    yield node.lineno, alias.name
+                yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, module, is_package)
-            if base.split(".")[0] == PACKAGE:
-                for alias in node.names:
-                    yield node.lineno, f"{base}.{alias.name}"
+            up = node.level - (path.name == "__init__.py")
+            base = parts[: len(parts) - up] if node.level else []
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                yield node.lineno, ".".join([*base, alias.name])
 
 
-def lines_for_types(path: Path) -> set[int]:
-    """The lines of a file that only a type checker runs."""
-    return {
-        line
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for statement in node.body
-        for line in range(statement.lineno, (statement.end_lineno or 0) + 1)
+def room_of(module: str) -> str:
+    """The room of a module; "public" for the package itself."""
+    parts = module.split(".")[1:]
+    if not parts:
+        return "public"
+    if parts[0] == "integration":
+        # vLLM's entry points stand in the package itself.
+        return ".".join(parts[:2])
+    if len(parts) == 1 and parts[0] in DOORWAY:
+        return "doorway"
+    return ELSEWHERE.get(parts[0], parts[0])
+
+
+def arrow_of(one: Import) -> tuple[str, str]:
+    """The rooms of both ends. Of other rooms an adapter sees what is public."""
+    source, target = room_of(one.module), room_of(one.target)
+    if source.startswith("integration") and one.target in PUBLIC:
+        target = "public"
+    return source, target
+
+
+def new_arrows(imports: Iterable[Import], arrows: Mapping[str, set[str]]) -> list[str]:
+    """Imports from room to room that the table does not have."""
+    found = []
+    for one in imports:
+        source, target = arrow_of(one)
+        if source != target and target not in arrows.get(source, ()):
+            found.append(f"{one.module}:{one.line}: {source} -> {target} ({one.target})")
+    return found
+
+
+def unused_arrows(imports: Iterable[Import], arrows: Mapping[str, set[str]]) -> set[str]:
+    """Permissions of the table without an import."""
+    used = {arrow_of(one) for one in imports}
+    allowed = {(source, target) for source, targets in arrows.items() for target in targets}
+    return {f"{source} -> {target}" for source, target in allowed - used}
+
+
+def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """What cannot be put in an order in which each comes after all that it imports."""
+    below: dict[str, set[str]] = {}
+    for source, target in edges:
+        if source != target:
+            below.setdefault(source, set()).add(target)
+            below.setdefault(target, set())
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            fresh = below[todo.pop()] - seen
+            seen |= fresh
+            todo += fresh
+        return seen
+
+    reach = {name: reached(name) for name in below}
+    rings = {
+        tuple(sorted(other for other in reach[name] if name in reach[other]))
+        for name in below
+        if name in reach[name]
     }
+    return [list(ring) for ring in sorted(rings)]
 
 
-def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = module.split(".")
-    up = node.level - 1 if is_package else node.level
-    return ".".join(parts[: len(parts) - up] + ([node.module] if node.module else []))
+OURS = Tree.below(ROOT)
+#: The demo uses all of the product and is not part of it.
+IMPORTS = [one for one in OURS.imports() if not room_of(one.module).endswith(".demo")]
 
 
-def unit_of(name: str) -> str:
-    """The unit a dotted name belongs to: the second part if it names a file of ours, else ""."""
-    parts = name.split(".")
-    if len(parts) < 2:
-        return ""
-    unit = parts[1]
-    if unit in {"kernels", "integration"}:
-        return unit
-    is_ours = (ROOT / PACKAGE / unit).is_dir() or (ROOT / PACKAGE / f"{unit}.py").exists()
-    return unit if is_ours else ""
+def test_every_module_is_in_a_room() -> None:
+    rooms = {room_of(module) for module in OURS.files} - {"public", "kernels"}
+    assert rooms - {"integration", "integration.demo"} == ARROWS.keys(), "new rooms need a row"
 
 
-def module_name(path: Path) -> str:
-    relative = path.relative_to(ROOT)
-    parts = list(relative.with_suffix("").parts)
-    if parts[-1] == "__init__":
-        parts.pop()
-    return ".".join(parts if parts[0] == PACKAGE else [PACKAGE, *parts])
+def test_no_new_arrow() -> None:
+    assert not (found := new_arrows(IMPORTS, ARROWS)), "\n".join(found)
 
 
-def package_files() -> list[Path]:
-    return [path for path in python_files(PACKAGE) if path != ROOT / PACKAGE / "__init__.py"]
+def test_no_arrow_that_nobody_uses() -> None:
+    assert not (found := unused_arrows(IMPORTS, ARROWS)), f"take away {found}"
 
 
-def test_every_unit_is_in_the_table() -> None:
-    units = {unit_of(module_name(path)) for path in package_files()}
-    assert units <= ALLOWED.keys(), "new modules need a row in ALLOWED"
+def test_no_circle_of_rooms() -> None:
+    assert not circles((room, other) for room, others in ARROWS.items() for other in others)
 
 
-@pytest.mark.parametrize("path", package_files(), ids=lambda path: module_name(path))
-def test_import_arrows_of_the_package(path: Path) -> None:
-    unit = unit_of(module_name(path))
-    allowed = ALLOWED[unit]
-    for line, name in our_imports(path, module_name(path)):
-        target = unit_of(name)
-        assert target != "integration", f"{path}:{line}: the package imports no adapter ({name})"
-        assert target != "testing" or unit == "testing", f"{path}:{line}: imports {name}"
-        arrow = target == unit or allowed is None or target in allowed
-        if not arrow and (unit, target) in ALLOWED_FOR_TYPES:
-            arrow = line in lines_for_types(path)
-        assert arrow, f"{path}:{line}: {unit} -> {target or PACKAGE} is a new arrow ({name})"
+def test_no_circle_of_modules() -> None:
+    """Inside a room neither; imports for the type checker and lazy ones count."""
+    found = circles((one.module, one.target) for one in IMPORTS)
+    assert not found, "\n".join(map(str, found))
 
 
-@pytest.mark.parametrize("path", python_files("integration"), ids=lambda path: module_name(path))
-def test_adapters_use_public_names_only(path: Path) -> None:
-    for line, name in our_imports(path, module_name(path)):
-        target = unit_of(name)
-        assert target in PUBLIC | {"integration"}, f"{path}:{line}: {name} is not public"
+# The reader of imports, on a package of its own.
+
+EXAMPLE = {
+    "__init__.py": "from .jit import cache\n",
+    "env.py": "",
+    "config.py": "from . import env\n",
+    "jit/__init__.py": "",
+    "jit/cache.py": f"import {PACKAGE}.env, os\nfrom ..config import a_name\n",
+    "jit/host.py": (
+        "from typing import TYPE_CHECKING\n"
+        "from . import cache\n"
+        "if TYPE_CHECKING:\n    from .nvrtc import A\n"
+        f"def late():\n    from {PACKAGE} import config, PublicName\n"
+    ),
+    "jit/nvrtc.py": f"from {PACKAGE}.jit.host import b\n",
+    "memory/__init__.py": "from .layout import C\n",
+    "memory/layout.py": f"from {PACKAGE} import memory, jit\n",
+}
 
 
-def test_the_reader_of_imports_sees_every_spelling(tmp_path: Path) -> None:
-    path = tmp_path / "example.py"
-    path.write_text(
-        f"import {PACKAGE}.jit, os\n"
-        "from . import env\n"
-        "from .transport import host\n"
-        f"def late():\n    from {PACKAGE} import config\n"
-        f"from {PACKAGE} import AllToAllConfig\n"
-    )
-    names = [name for _line, name in our_imports(path, f"{PACKAGE}.example")]
-    assert sorted(unit_of(name) for name in names) == ["", "config", "env", "jit", "transport"]
-    # One level deeper a single dot means the subpackage.
-    path.write_text("from . import cache\nfrom .. import env\nfrom ..errors import CompileError\n")
-    names = [name for _line, name in our_imports(path, f"{PACKAGE}.jit.host")]
-    assert [unit_of(name) for name in names] == ["jit", "env", "errors"]
+def example(folder: Path) -> list[tuple[str, str]]:
+    for name, text in EXAMPLE.items():
+        path = folder / PACKAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    short = len(PACKAGE) + 1
+    return sorted((one.module[short:], one.target[short:]) for one in Tree.below(folder).imports())
+
+
+def test_the_reader_sees_every_spelling(tmp_path: Path) -> None:
+    assert example(tmp_path) == [
+        ("config", "env"),
+        ("jit.cache", "config"),
+        ("jit.cache", "env"),
+        ("jit.host", ""),  # a public name
+        ("jit.host", "config"),
+        ("jit.host", "jit.cache"),
+        ("jit.host", "jit.nvrtc"),
+        ("jit.nvrtc", "jit.host"),
+        ("memory", "memory.layout"),
+        ("memory.layout", "jit"),
+        ("memory.layout", "memory"),
+    ]
+
+
+def test_every_circle_is_found(tmp_path: Path) -> None:
+    assert circles(example(tmp_path)) == [["jit.host", "jit.nvrtc"], ["memory", "memory.layout"]]
+    assert circles([("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")]) == [["a", "b", "c"]]
+    assert circles([("a", "b"), ("a", "c"), ("b", "c")]) == []
+
+
+def test_new_and_unused_arrows_are_found() -> None:
+    to_memory = Import(f"{PACKAGE}.jit.host", f"{PACKAGE}.memory.layout", 7)
+    to_cost = Import(f"{PACKAGE}.{VLLM}.plugin.flag", f"{PACKAGE}.lm_head.cost", 8)
+    to_group = Import(f"{PACKAGE}.{VLLM}.plugin.flag", f"{PACKAGE}.lm_head.group", 9)
+    arrows = {"jit": {"doorway"}, VLLM: {"public"}}
+    assert new_arrows([to_memory, to_cost, to_group], arrows) == [
+        f"{to_memory.module}:7: jit -> memory ({to_memory.target})",
+        f"{to_group.module}:9: {VLLM} -> lm_head ({to_group.target})",
+    ]
+    assert unused_arrows([to_memory, to_cost], arrows) == {"jit -> doorway"}
