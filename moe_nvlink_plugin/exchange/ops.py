@@ -1,7 +1,7 @@
 """torch.ops.moe_nvlink.dispatch and .combine with their fakes, side by side.
 
 `pending` is the workspace's state tensor: both ops write it, so a compiled graph neither reorders
-nor drops them. `handle` is the layer (exchange.find). Registered with Library.define/impl: a call
+nor drops them. `handle` is the layer (layer.find). Registered with Library.define/impl: a call
 through torch.library.custom_op costs several times as much.
 """
 

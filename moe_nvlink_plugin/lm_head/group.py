@@ -3,7 +3,7 @@
 With attention data-parallel every rank multiplies its own few rows by the whole vocabulary, and
 reads all of the head's weights for it. Here the ranks of a group put their rows together, each
 multiplies all of them by its part of the vocabulary, and the results go back: a rank reads
-1 / tp_size of the weights, for two small exchanges. head_cost.py says when that pays.
+1 / tp_size of the weights, for two small exchanges. cost.py says when that pays.
 """
 
 from __future__ import annotations

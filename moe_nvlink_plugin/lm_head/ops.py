@@ -2,7 +2,7 @@
 
 `pending` is the workspace's state tensor, declared as written by both, so that a compiled graph
 neither drops nor reorders them: the peers take part in each. `handle` is the group
-(head_exchange.find).
+(exchange.find).
 """
 
 from __future__ import annotations

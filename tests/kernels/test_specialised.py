@@ -1,4 +1,4 @@
-"""What a GPU gets, StaticConfig, on the host: its unrolled loops give the oracle's bits too."""
+"""What a GPU gets, a Config with fixed values, on the host: unrolled loops, the oracle's bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_specialised_build(
     library = built(kernel_texts.specialised_source(top_k, constants()[element], host=True))
     monkeypatch.setattr(host, "load", lambda _text: library)
     case = Case(
-        name=f"StaticConfig<{top_k}, {element}>",
+        name=f"top_k {top_k}, {element}",
         tokens=(8, 3, 0, 7),
         num_experts=25,
         top_k=top_k,
