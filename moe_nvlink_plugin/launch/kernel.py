@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -183,6 +184,7 @@ class Family:
             raise ConfigError(f"unknown: {', '.join(values)}; {self.usage} is what is known")
         return Variant(self, tuple(codes))
 
+    @functools.cache  # noqa: B019 - families live as long as the process
     def host_source(self) -> str:
         """Its host library: every build in one, chosen by the arguments."""
         return host_source((self,))

@@ -1,9 +1,9 @@
 """WorkspaceLayout: the ordered regions of a workspace. The only place where offsets exist.
 
 A layer's regions keep their offsets for the life of the workspace, whatever the batch or dtype and
-whichever layers join later: only so does one barrier per verb protect the rows of the round before
-(kernels/dispatch.cu says how), and only so may a CUDA graph hold their addresses. So every region
-gets address space for several times its size, and grows into it.
+whichever layers join later. Only so does one barrier per verb protect the rows of the round before
+(kernels/exchange/dispatch.cu says how), and only so may a CUDA graph hold their addresses. So every
+region gets address space for several times its size, and grows into it.
 """
 
 from __future__ import annotations
