@@ -13,7 +13,8 @@ from typing import Any
 
 from .source import read_kernel_file
 
-_CONSTANT = re.compile(r"^constexpr int (k\w+) =\s*(-?\d+);", re.MULTILINE)
+#: `constexpr int kName = 1;`, and `kName = 1,` in an enumeration.
+_CONSTANT = re.compile(r"^(?:constexpr int|[ ]) (k\w+) =\s*(-?\d+)[;,]", re.MULTILINE)
 _STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"^\s*(\w+) (\w+)(?:\[(\w+)\])?;")
 
@@ -28,7 +29,7 @@ _SCALARS: dict[str, Any] = {
 
 @functools.cache
 def constants() -> dict[str, int]:
-    """`constexpr int` of config.h, by name."""
+    """Each `constexpr int` and each code of config.h, by name."""
     text = read_kernel_file("include/moe_nvlink/config.h")
     return {name: int(value) for name, value in _CONSTANT.findall(text)}
 

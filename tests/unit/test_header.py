@@ -33,7 +33,13 @@ def test_limits() -> None:
 def test_no_constant_is_overlooked() -> None:
     """However the formatter breaks its line."""
     text = source.read_kernel_file("include/moe_nvlink/config.h")
-    assert len(constants()) == len(re.findall(r"^constexpr int k", text, re.MULTILINE)) > 10
+    limits = re.findall(r"^constexpr int k", text, re.MULTILINE)
+    codes = re.findall(r"^  k\w+ =", text, re.MULTILINE)
+    assert len(constants()) == len(limits) + len(codes)
+    assert len(limits) > 10
+    assert len(codes) == 3 + 6 + 3
+    # Each enumeration ends with its number, which has no value of its own in the text.
+    assert len(re.findall(r"^  kNum\w+,$", text, re.MULTILINE)) == 3
 
 
 @pytest.mark.parametrize("name", ["LocalControl", "ExchangeCounters"])

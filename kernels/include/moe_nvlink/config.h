@@ -1,6 +1,6 @@
-// Limits and codes that kernels and Python share. Python reads the constants from this file
-// (moe_nvlink_plugin/jit/header.py); the limits that config.py and layout.py repeat, because they check
-// before anything is compiled, are compared with these by a test.
+// Limits and codes that kernels and Python share. Python reads the constants and the codes from this
+// file (moe_nvlink_plugin/jit/header.py). config.py and layout.py repeat some limits, because they
+// check before anything is compiled; a test compares the two.
 #pragma once
 
 namespace moe_nvlink {
@@ -20,24 +20,36 @@ constexpr int kTopkIdsPayload = 0;
 constexpr int kTopkWeightsPayload = 1;
 constexpr int kFirstCallerPayload = 2;
 
+// Codes are enumerations that end with their number. Whatever chooses by a code asserts that number,
+// so a new code does not compile until every choice knows it.
+
 // Element types that combine reduces. Sums are always fp32.
-constexpr int kElementBf16 = 0;
-constexpr int kElementFp16 = 1;
-constexpr int kElementFp32 = 2;
+enum ElementCode : int {
+  kElementBf16 = 0,
+  kElementFp16 = 1,
+  kElementFp32 = 2,
+  kNumElements,
+};
 
 // What dispatch does with the activations on their way: nothing, or one of the built-in recipes
-// (kernels/include/moe_nvlink/quantise.h). Rows that come quantised travel as they are.
-constexpr int kQuantiserNone = 0;
-constexpr int kQuantiserFp8Block = 1;
-constexpr int kQuantiserFp8Token = 2;
-constexpr int kQuantiserFp8Tensor = 3;
-constexpr int kQuantiserMxfp8 = 4;
-constexpr int kQuantiserNvfp4 = 5;
+// (quantisers.h). Rows that the caller has quantised travel as they are.
+enum QuantiserCode : int {
+  kQuantiserNone = 0,
+  kQuantiserFp8Block = 1,
+  kQuantiserFp8Token = 2,
+  kQuantiserFp8Tensor = 3,
+  kQuantiserMxfp8 = 4,
+  kQuantiserNvfp4 = 5,
+  kNumQuantisers,
+};
 
 // In what format the experts' rows travel back in combine.
-constexpr int kCombineUnquantised = 0;
-constexpr int kCombineFp8Block = 1;
-constexpr int kCombineNvfp4 = 2;
+enum CombineCode : int {
+  kCombineUnquantised = 0,
+  kCombineFp8Block = 1,
+  kCombineNvfp4 = 2,
+  kNumCombineFormats,
+};
 
 // Phases that a fault word names.
 constexpr int kPhaseDispatch = 1;
@@ -51,13 +63,13 @@ constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slic
 constexpr int kFaultGeometry = 3;  // the peer dispatched through a layer of another geometry
 constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
 
-// A slot that says "this expert of the token has no row of its own": its rank already holds the
-// token because of an earlier expert, or the expert id is no expert.
+// The slot of an expert id without a row of its own: the expert's rank already has the token because
+// of an earlier id, or the id is no expert.
 constexpr int kNoSlot = -1;
 
-// What a kernel is compiled for. RuntimeConfig takes every value from the arguments (host: one
-// shared object serves every geometry); StaticConfig fixes those that shape the code (GPU: the row
-// loops unroll into registers).
+// What a kernel is compiled for. RuntimeConfig takes every value from the arguments: on the host one
+// shared object serves every geometry. StaticConfig fixes the values that shape the code: on the GPU
+// the loops over rows unroll into registers.
 struct RuntimeConfig {
   static constexpr int kTopK = 0;
   static constexpr int kElement = -1;
@@ -67,7 +79,8 @@ struct RuntimeConfig {
   static constexpr int kCombine = -1;
 };
 
-// Pdl: compiled to be launched with programmatic dependent launch (dispatch.cu says what moves).
+// Pdl: compiled to be launched with programmatic dependent launch (dispatch.cu says what that
+// allows).
 template <int TopK, int Element, bool Pdl = true, int Quantiser = kQuantiserNone,
           int Combine = kCombineUnquantised>
 struct StaticConfig {

@@ -14,6 +14,13 @@ HD int rank_in(const HeadGeometry& geometry) {
   return geometry.tp_rank;
 }
 
+HD int num_ranks_in(const Geometry& geometry) {
+  return geometry.ep_size;
+}
+HD int num_ranks_in(const HeadGeometry& geometry) {
+  return geometry.tp_size;
+}
+
 // Address of `rank`'s workspace. Args is DispatchArgs, CombineArgs or HeadArgs.
 template <class Args>
 HD uint64_t window_of(const Args& args, int rank) {
