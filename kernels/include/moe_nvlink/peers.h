@@ -30,12 +30,11 @@ HD void for_each_peer(const Args& args, const Cta& cta, const Visit& visit) {
 // first peer of a row depends on the row and on this rank, so no peer is the first one of every rank.
 template <class Args, class Visit>
 HD void for_each_row_and_peer(const Args& args, const Cta& cta, int num_rows, const Visit& visit) {
-  const int num_ranks = num_ranks_in(args.geometry);
-  const int num_items = num_rows * num_ranks;
+  const int num_items = num_rows * num_ranks_in(args.geometry);
   MOE_NVLINK_ROLLED
   for (int item = cta.block; item < num_items; item += cta.num_blocks) {
-    const int row = item / num_ranks;
-    visit(row, (item + row + rank_in(args.geometry)) % num_ranks);
+    const int row = item / num_ranks_in(args.geometry);
+    visit(row, (item + row + rank_in(args.geometry)) % num_ranks_in(args.geometry));
   }
 }
 
