@@ -1,5 +1,5 @@
-// The receiver's side of combine: load a token's partial rows from the peers, add them in fp32 as a pairwise
-// tree over the positions k, round the sum once and store it.
+// The receiver's side of combine: load a token's partial rows from the peers, add them in fp32 as a
+// pairwise tree over the positions k, round the sum once and store it.
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
@@ -70,8 +70,8 @@ HD void store_sums(char* target, const float* sums, bool wide) {
   }
 }
 
-// Combines elements [first, last) of one token, a multiple of the part's width. This is thread `thread`
-// of the `threads` that share them.
+// Combines elements [first, last) of one token, a multiple of the part's width. This is thread
+// `thread` of the `threads` that share them.
 template <class Config, class Element, class Part, class Rows>
 HD void combine_range(const Rows& source, int top_k, char* output, bool wide, int thread,
                       int threads, int first, int last) {
@@ -80,7 +80,8 @@ HD void combine_range(const Rows& source, int top_k, char* output, bool wide, in
   for (int base = first; base < last; base += threads * Width) {
     const int element = base + thread * Width;
     const int place = element < last ? element : first;
-    // All loads first: the loads of top_k rows are in flight together, which hides a peer's latency.
+    // All loads first: the loads of top_k rows are in flight together, which hides a peer's
+    // latency.
     PartialRow buffer[Config::kTopKBound];
     const PartialRow* rows = source.rows_in(buffer);
     Part loaded[Config::kTopKBound];
@@ -92,8 +93,8 @@ HD void combine_range(const Rows& source, int top_k, char* output, bool wide, in
       if (rows[k].row != nullptr) loaded[k].load(rows[k], place);
     }
     // After the loads, so that a branch stands between loads and sums. In one block of code ptxas
-    // would move the last loads after the first sums, to save registers, and so after the wait for the
-    // first loads: two trips to the peers instead of one.
+    // would move the last loads after the first sums, to save registers, and so after the wait for
+    // the first loads: two trips to the peers instead of one.
     if (element >= last) return;
     float sums[(Config::kTopKBound + 1) / 2][Width];
     add_tree(loaded, rows, top_k, sums);
@@ -101,7 +102,8 @@ HD void combine_range(const Rows& source, int top_k, char* output, bool wide, in
   }
 }
 
-// Finds where the token's partial rows lie, one k per thread. A slot outside the buffers counts as none.
+// Finds where the token's partial rows lie, one k per thread. A slot outside the buffers counts as
+// none.
 template <class Config, int Format, class Shared>
 HD void find_rows(const CombineArgs& args, const Cta& cta, int token, const RowSizes& sizes,
                   int turn, Shared& shared) {
@@ -132,8 +134,8 @@ struct KeptRows {
   HD void take(int /*k*/, int /*top_k*/, PartialRow* /*buffer*/) const {}
 };
 
-// The same for rows that lie in three regions. So many addresses would take the registers of the sums, so
-// the thread reads them again for each part, of a few k at a time.
+// The same for rows that lie in three regions. So many addresses would take the registers of the
+// sums, so the thread reads them again for each part, of a few k at a time.
 struct SharedRows {
   static constexpr int kTogether = 8;
   const uint64_t* rows;
@@ -212,7 +214,8 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
     any = any || addresses[k] != 0;
   }
   if (faulted || !any) {
-    // Without rows the output is zero. After a fault it is NaN, so that it is not taken for a result.
+    // Without rows the output is zero. After a fault it is NaN, so that it is not taken for a
+    // result.
     const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
     auto* words = reinterpret_cast<Word*>(output);
     MOE_NVLINK_ROLLED
@@ -231,8 +234,8 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
   }
 }
 
-// Elements of a part of a quantised row. On the GPU they are 16 bytes of output in a 2-byte type, so
-// that a row has as many parts as without a format; on the host, several vector registers.
+// Elements of a part of a quantised row. On the GPU they are 16 bytes of output in a 2-byte type,
+// so that a row has as many parts as without a format; on the host, several vector registers.
 constexpr int kQuantisedWidth = kVectorBytes / 2;
 
 // Combines one item in the parts that suit the format and the output's alignment.

@@ -1,4 +1,5 @@
-// Combine: get the experts' partial rows back from the ranks that dispatch put them to, and add them up.
+// Combine: get the experts' partial rows back from the ranks that dispatch put them to, and add
+// them up.
 //
 //   P3          CTA 0 signals every rank "my experts have written" (release); every CTA waits once
 //               for all ranks (acquire), then works through its share of the items
@@ -8,18 +9,18 @@
 //               from (target_rank, slot), add in fp32 as a pairwise tree over k, round once to the
 //               activation's type, store once (add_rows.h)
 //
-// hidden_splits: with few tokens a peer's latency is all there is. A row is then better spread over so
-// many CTAs that each thread has one vector of each k to load, all of them in flight at once.
+// hidden_splits: with few tokens a peer's latency is all there is. A row is then better spread over
+// so many CTAs that each thread has one vector of each k to load, all of them in flight at once.
 //
-// The tree is over the positions k: ((0+1)+(2+3))+((4+5)+(6+7)). A k without a row of its own (its rank
-// already has the token, or the id is no expert) stands in it as -0.0, which changes no sum. So the
-// result depends on routing and rows only, not on slots, CTAs or arrival.
-// The partial rows carry the router weights already; combine adds them as they are. Quantised rows
-// become fp32 after the pull and are added by the same tree.
+// The tree is over the positions k: ((0+1)+(2+3))+((4+5)+(6+7)). A k without a row of its own (its
+// rank already has the token, or the id is no expert) stands in it as -0.0, which changes no sum.
+// So the result depends on routing and rows only, not on slots, CTAs or arrival. The partial rows
+// carry the router weights already; combine adds them as they are. Quantised rows become fp32 after
+// the pull and are added by the same tree.
 //
 // No CTA waits for another CTA of its own grid to start, except for CTA 0, which signals without a
-// format. So one place on the GPU is enough for a round to end, whatever other kernels hold the rest, if
-// the GPU starts CTA 0 first (GPUs do; CUDA does not promise it).
+// format. So one place on the GPU is enough for a round to end, whatever other kernels hold the
+// rest, if the GPU starts CTA 0 first (GPUs do; CUDA does not promise it).
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/combine_formats.h"
 #include "../include/moe_nvlink/copy.h"
@@ -35,8 +36,8 @@
 
 namespace moe_nvlink {
 
-// Waits until every rank's experts have written: once per CTA, before its first item. Returns whether a
-// verb of this rank has failed.
+// Waits until every rank's experts have written: once per CTA, before its first item. Returns
+// whether a verb of this rank has failed.
 HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
   cta.sync();  // faulted is cleared before a thread may set it; epoch and has_failed are written
   if (shared.has_failed != 0) return true;
@@ -47,8 +48,8 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
     const int fault = wait_for_peer(args, awaited, peer, AnyCell{}, patience, &cell);
     if (fault != 0) store_relaxed_cta(&shared.faulted, 1);
   });
-  // P4: thread t has acquired rank t's rows. The barrier hands them to the CTA's other threads, which
-  // have polled other ranks. Without it they may read rows from before the signal.
+  // P4: thread t has acquired rank t's rows. The barrier hands them to the CTA's other threads,
+  // which have polled other ranks. Without it they may read rows from before the signal.
   cta.sync();
   return shared.faulted != 0;
 }
@@ -66,7 +67,8 @@ HD Item advance(Item item, Item step, int splits) {
   return Item{item.token + step.token + carry, split - carry * splits};
 }
 
-// Every num_blocks-th item, from the CTA's own number on. Made of arguments only, so before pdl_wait().
+// Every num_blocks-th item, from the CTA's own number on. Made of arguments only, so before
+// pdl_wait().
 struct Share {
   Item first;
   Item step;

@@ -1,5 +1,5 @@
-// What the threads of a CTA of combine share, and what its two sides use: the sender's (send_quantised.h)
-// and the receiver's (add_rows.h).
+// What the threads of a CTA of combine share, and what its two sides use: the sender's
+// (send_quantised.h) and the receiver's (add_rows.h).
 #pragma once
 
 #include "../include/moe_nvlink/args.h"

@@ -1,30 +1,33 @@
-// Dispatch: put every token's payload rows into the receive buffers of the ranks that own its experts,
-// tell each rank how many rows it got, wait for every rank, mark the empty slots.
+// Dispatch: put every token's payload rows into the receive buffers of the ranks that own its
+// experts, tell each rank how many rows it got, wait for every rank, mark the empty slots.
 //
 //   all CTAs    for each token: route, then load each payload row once and store it to each target
-//               (put_rows.h); with a quantiser, quantise the activations on the way (put_quantised.h)
+//               (put_rows.h); with a quantiser, quantise the activations on the way
+//               (put_quantised.h)
 //   P2          each CTA arrives; the last kMaxFinishers to arrive are finishers, the others end
 //   P1          the very last CTA: one cell {tag, count, epoch} to each rank (release); it also
 //               counts the round, clears the counters and bumps the epoch
 //   finishers   each waits for every rank's cell (acquire), then marks its share of the empty slots
 //               with expert id -1
 //
-// One barrier per verb is enough. A rank starts dispatch n+1 only after its combine n. Combine n has
-// waited for every rank's combine signal n, and a rank sends that signal after its experts have read the
-// receive buffers. So no rank overwrites rows that are still being read. Regions never move with batch
-// or dtype, so the same argument covers layers of different geometry on one workspace.
+// One barrier per verb is enough. A rank starts dispatch n+1 only after its combine n. Combine n
+// has waited for every rank's combine signal n, and a rank sends that signal after its experts have
+// read the receive buffers. So no rank overwrites rows that are still being read. Regions never
+// move with batch or dtype, so the same argument covers layers of different geometry on one
+// workspace.
 //
 // Several finishers, because at 64 ranks x 8192 tokens there are 16 MiB of ids to mark, and one SM
-// stores perhaps 100 GB/s (an estimate). The last CTAs to arrive, because a finisher waits, also for its
-// own rank's cell, which needs all CTAs of this grid to have arrived. While the first finisher waits,
-// fewer than kMaxFinishers CTAs are missing, and no more wait. So if the GPU holds kMaxFinishers CTAs
-// at a time, or the whole grid, one place is always left for the missing CTAs. The launcher sees to
-// that. Before its arrival no CTA waits for another.
+// stores perhaps 100 GB/s (an estimate). The last CTAs to arrive, because a finisher waits, also
+// for its own rank's cell, which needs all CTAs of this grid to have arrived. While the first
+// finisher waits, fewer than kMaxFinishers CTAs are missing, and no more wait. So if the GPU holds
+// kMaxFinishers CTAs at a time, or the whole grid, one place is always left for the missing CTAs.
+// The launcher sees to that. Before its arrival no CTA waits for another.
 //
-// Programmatic dependent launch: this kernel may start while the kernel before it still runs. The code
-// before the wait reads arguments and writes shared memory only. Until the wait ends, every word of
-// global memory may still change, the epoch too: the kernel before may be the combine of this workspace,
-// and if that kernel let its dependents start early, the dispatch before it may be running as well.
+// Programmatic dependent launch: this kernel may start while the kernel before it still runs. The
+// code before the wait reads arguments and writes shared memory only. Until the wait ends, every
+// word of global memory may still change, the epoch too: the kernel before may be the combine of
+// this workspace, and if that kernel let its dependents start early, the dispatch before it may be
+// running as well.
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/epoch_flags.h"
@@ -47,15 +50,17 @@ HD int num_finishers(const Cta& cta) {
   return cta.num_blocks < kMaxFinishers ? cta.num_blocks : kMaxFinishers;
 }
 
-// This CTA's number among the finishers; negative if it is none. The last finisher sees all that the
-// other CTAs did.
+// This CTA's number among the finishers; negative if it is none. The last finisher sees all that
+// the other CTAs did.
 HD int arrive(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
-  // P2 release half, per CTA: the barrier puts this CTA's stores before the arrival of its thread 0.
+  // P2 release half, per CTA: the barrier puts this CTA's stores before the arrival of its thread
+  // 0.
   cta.sync();
   if (cta.thread == 0) {
-    // P2: release what this CTA stored and read, acquire what the CTAs before it released. If it were
-    // relaxed, the cells of P1 would cover the last CTA's own rows only: a peer could read stale rows
-    // of every other CTA, and the last CTA could bump the epoch before this CTA has read it.
+    // P2: release what this CTA stored and read, acquire what the CTAs before it released. If it
+    // were relaxed, the cells of P1 would cover the last CTA's own rows only: a peer could read
+    // stale rows of every other CTA, and the last CTA could bump the epoch before this CTA has read
+    // it.
     const uint32_t before = fetch_add_acq_rel_gpu(&local_control(args)->arrivals, 1);
     shared.finisher = static_cast<int>(before) - (cta.num_blocks - num_finishers(cta));
   }
@@ -120,10 +125,10 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
   count_round(args, shared);
 }
 
-// Waits for every rank's cell. If a rank does not come, or comes with another layer's geometry, it leaves
-// a fault word and its rows count as zero. If this rank has failed before, all rows count as zero,
-// without a wait. Patience begins here: no earlier delay, such as a kernel that this one waited for, is
-// held against the peers.
+// Waits for every rank's cell. If a rank does not come, or comes with another layer's geometry, it
+// leaves a fault word and its rows count as zero. If this rank has failed before, all rows count as
+// zero, without a wait. Patience begins here: no earlier delay, such as a kernel that this one
+// waited for, is held against the peers.
 HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
                        DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
@@ -148,9 +153,9 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   });
 }
 
-// Writes expert id -1 into this finisher's share of the slots after each source's rows. All of them: a
-// compiler may store an expression of the ids in their place (Inductor does), so a slot that was empty
-// in the previous round may hold the id of an expert now.
+// Writes expert id -1 into this finisher's share of the slots after each source's rows. All of
+// them: a compiler may store an expression of the ids in their place (Inductor does), so a slot
+// that was empty in the previous round may hold the id of an expert now.
 HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
   int32_t* ids = reinterpret_cast<int32_t*>(
@@ -177,16 +182,16 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
       region_of(args, args.geometry.ep_rank, args.control.send_counters));
   // Tokens, ids and the words that the previous dispatch left come from kernels before this one.
   if constexpr (Config::kPdl) pdl_wait();
-  // Legal here: what the next kernel does before its own wait touches no memory of ours, and its wait
-  // is for the whole of this kernel. Among this project's kernels it would be legal even before our
-  // wait. But a third-party kernel after this one may count on its predecessor's predecessor to be
-  // finished when it starts, and that holds only for a signal after the wait. The next kernel's CTAs
-  // take no place from this kernel's: they start when all CTAs of this kernel have run to here, so each
-  // has its place, also those that wait below.
+  // Legal here: what the next kernel does before its own wait touches no memory of ours, and its
+  // wait is for the whole of this kernel. Among this project's kernels it would be legal even
+  // before our wait. But a third-party kernel after this one may count on its predecessor's
+  // predecessor to be finished when it starts, and that holds only for a signal after the wait. The
+  // next kernel's CTAs take no place from this kernel's: they start when all CTAs of this kernel
+  // have run to here, so each has its place, also those that wait below.
   if constexpr (Config::kPdl) pdl_launch_dependents();
   const bool failed = has_failed(args);
-  // Read here and not at the end, where the last CTA has already written it (P2 orders the two). By the
-  // last thread, because the first warp is to begin with the route.
+  // Read here and not at the end, where the last CTA has already written it (P2 orders the two). By
+  // the last thread, because the first warp is to begin with the route.
   if (cta.thread == cta.num_threads - 1) {
     shared.epoch = load_word(&local_control(args)->epoch) + 1;
     shared.has_failed = failed ? 1 : 0;

@@ -1,8 +1,9 @@
-// Dispatch's rows quantised on the way: a row is loaded, quantised in registers and stored with its scales.
+// Dispatch's rows quantised on the way: a row is loaded, quantised in registers and stored with its
+// scales.
 //
-// One scale for a whole row (fp8_token) needs the row's largest magnitude before the first code. Every
-// thread looks at its part of the row before the barrier that ends the token's routing. That barrier
-// publishes the CTA's parts too. After it the thread loads its part once more, out of L1.
+// One scale for a whole row (fp8_token) needs the row's largest magnitude before the first code.
+// Every thread looks at its part of the row before the barrier that ends the token's routing. That
+// barrier publishes the CTA's parts too. After it the thread loads its part once more, out of L1.
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
@@ -16,9 +17,9 @@
 
 namespace moe_nvlink {
 
-// Where a token's quantised row and its scales go: to each target of its route. Each use computes its
-// address from words in shared memory. As pointers, two for each k, the addresses would take the
-// registers that hold the elements.
+// Where a token's quantised row and its scales go: to each target of its route. Each use computes
+// its address from words in shared memory. As pointers, two for each k, the addresses would take
+// the registers that hold the elements.
 template <class Config>
 struct RouteTargets {
   const TokenRoute& route;
@@ -72,8 +73,8 @@ struct Quantising {
            static_cast<uint64_t>(token) * row_bytes;
   }
 
-  // Runs before the route is whole; a barrier of the CTA stands between this and put(). A row without
-  // a target is not read.
+  // Runs before the route is whole; a barrier of the CTA stands between this and put(). A row
+  // without a target is not read.
   HD void prepare(int token, RowAmax& amax) const {
     if constexpr (Format::kHasRowScale) {
       if (!has_expert(token)) return;
@@ -150,8 +151,8 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
   }
 }
 
-// put_tokens() with the activations quantised. One barrier publishes the parts of a row's amax and its
-// route, and there are two of each for the same reason.
+// put_tokens() with the activations quantised. One barrier publishes the parts of a row's amax and
+// its route, and there are two of each for the same reason.
 template <class Config, class Kind>
 HD void put_quantised_tokens(const DispatchArgs& args, const Cta& cta, bool failed,
                              uint32_t* send_counters, QuantisingDispatchShared& shared,
@@ -170,8 +171,8 @@ HD void put_quantised_tokens(const DispatchArgs& args, const Cta& cta, bool fail
   }
 }
 
-// For with_quantiser(). A class, not a generic lambda: NVRTC 13.0 and 13.1 take a generic lambda for a
-// function of the host, which device code may not call.
+// For with_quantiser(). A class, not a generic lambda: NVRTC 13.0 and 13.1 take a generic lambda
+// for a function of the host, which device code may not call.
 template <class Config>
 struct QuantiseAndPutTokens {
   const DispatchArgs& args;

@@ -1,4 +1,5 @@
-// Dispatch's rows as they are: each payload row of a token is loaded once and stored to each target.
+// Dispatch's rows as they are: each payload row of a token is loaded once and stored to each
+// target.
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
@@ -30,10 +31,11 @@ HD RowPlan plan_row(const Payload& payload, bool is_ids) {
   return RowPlan{bytes, lanes_for(static_cast<int>(payload.row_bytes), bytes), 0};
 }
 
-// Lays the rows of the payloads around the CTA: each row begins at the thread after the last thread of
-// the row before. So threads with little or nothing of a long row move the short rows, and a warp
-// without a part of a row skips it. A quantised row begins at thread 0, because the lanes of a block
-// exchange values; the other rows follow it. Reads arguments only, nothing of an earlier kernel.
+// Lays the rows of the payloads around the CTA: each row begins at the thread after the last thread
+// of the row before. So threads with little or nothing of a long row move the short rows, and a
+// warp without a part of a row skips it. A quantised row begins at thread 0, because the lanes of a
+// block exchange values; the other rows follow it. Reads arguments only, nothing of an earlier
+// kernel.
 template <class Config>
 HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   const int num_payloads = static_cast<int>(args.num_payloads);
@@ -55,8 +57,9 @@ HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shar
   }
 }
 
-// Where the token's row of a payload goes: to each k that has a row of its own. On the GPU the other k
-// stay in the list as null, so that a loop over all k can be unrolled. On the host they are left out.
+// Where the token's row of a payload goes: to each k that has a row of its own. On the GPU the
+// other k stay in the list as null, so that a loop over all k can be unrolled. On the host they are
+// left out.
 template <class Config>
 struct Targets {
   char* rows[Config::kTopKBound];
@@ -84,8 +87,8 @@ struct Targets {
   }
 };
 
-// Puts the ids as routing left them, in shared memory, from where put_row cannot load. So no receiver
-// gets an id that is no expert.
+// Puts the ids as routing left them, in shared memory, from where put_row cannot load. So no
+// receiver gets an id that is no expert.
 template <class Config>
 HD void put_ids(const DispatchArgs& args, const Cta& cta, int lane, const TokenRoute& route,
                 const Targets<Config>& targets) {
@@ -109,8 +112,8 @@ HD bool has_target(const DispatchArgs& args, const TokenRoute& route) {
 }
 
 // Puts the token's rows, without those that the quantiser writes. The router's order of a token's
-// experts is the order of the targets. It differs from token to token and from rank to rank, so no rank
-// is the first target of all.
+// experts is the order of the targets. It differs from token to token and from rank to rank, so no
+// rank is the first target of all.
 template <class Config>
 HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared,
                   const TokenRoute& route, int token) {
@@ -135,9 +138,9 @@ HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared
   }
 }
 
-// Routes and puts every num_blocks-th token. After a token no barrier is needed: a thread that is ahead
-// writes the other route, and it comes back to this route only after the barrier in the next token's
-// route_token(), which every thread that still reads this route must pass too.
+// Routes and puts every num_blocks-th token. After a token no barrier is needed: a thread that is
+// ahead writes the other route, and it comes back to this route only after the barrier in the next
+// token's route_token(), which every thread that still reads this route must pass too.
 template <class Config>
 HD void put_tokens(const DispatchArgs& args, const Cta& cta, bool failed, uint32_t* send_counters,
                    DispatchShared& shared) {

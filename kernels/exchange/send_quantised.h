@@ -1,9 +1,9 @@
-// The sender's side of combine with a format: the CTAs that run take the experts' rows one after another
-// and quantise each to where the peers read it.
+// The sender's side of combine with a format: the CTAs that run take the experts' rows one after
+// another and quantise each to where the peers read it.
 //
-// Rows are not dealt out by CTA number. A CTA may find no place on the GPU, because another stream's
-// kernel holds it. It would keep its rows, the signal would wait for them, and that other kernel perhaps
-// for the peers.
+// Rows are not dealt out by CTA number. A CTA may find no place on the GPU, because another
+// stream's kernel holds it. It would keep its rows, the signal would wait for them, and that other
+// kernel perhaps for the peers.
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
@@ -49,8 +49,8 @@ HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const R
   }
 }
 
-// Takes the number of a row, in the order of the slots, that no CTA has taken. Each CTA goes on until it
-// gets a number from num_rows on. Thread 0.
+// Takes the number of a row, in the order of the slots, that no CTA has taken. Each CTA goes on
+// until it gets a number from num_rows on. Thread 0.
 HD uint32_t take_row(const CombineArgs& args) {
   // Relaxed: it only hands out numbers. Kernels before this one have written the rows.
   return fetch_add_relaxed_gpu(&local_control(args)->rows_taken, 1);
@@ -81,8 +81,8 @@ HD uint32_t quantise_received(const CombineArgs& args, const Cta& cta, uint32_t 
     quantise_slot<Element, Format>(args, cta, slot, sizes, shared.amax);
     ++quantised;
     turn = 1 - turn;
-    // P5 release half, per CTA: the barrier puts this row's stores before the arrival of thread 0. It
-    // also publishes the next row's number and ends the use of this row's amax.
+    // P5 release half, per CTA: the barrier puts this row's stores before the arrival of thread 0.
+    // It also publishes the next row's number and ends the use of this row's amax.
     cta.sync();
   }
   return quantised;
@@ -92,14 +92,14 @@ HD uint32_t quantise_received(const CombineArgs& args, const Cta& cta, uint32_t 
 HD bool completes_rows(const CombineArgs& args, const Cta& cta, uint32_t quantised,
                        uint32_t num_rows, QuantisedCombineShared& shared) {
   if (quantised == 0) {
-    // A CTA without rows has nothing to release and does not arrive. If there are no rows at all, the
-    // CTA that was the first to ask for one signals.
+    // A CTA without rows has nothing to release and does not arrive. If there are no rows at all,
+    // the CTA that was the first to ask for one signals.
     return num_rows == 0 && shared.taken[0] == 0;
   }
   if (cta.thread == 0) {
-    // P5: release the rows this CTA has quantised, acquire the rows of the CTAs before it. If it were
-    // relaxed, the signals of P3 would cover the last CTA's rows only, and a peer could add stale
-    // rows of every other CTA.
+    // P5: release the rows this CTA has quantised, acquire the rows of the CTAs before it. If it
+    // were relaxed, the signals of P3 would cover the last CTA's rows only, and a peer could add
+    // stale rows of every other CTA.
     const uint32_t before =
         fetch_add_acq_rel_gpu(&local_control(args)->combine_arrivals, quantised);
     shared.completes = before + quantised == num_rows ? 1 : 0;
@@ -108,8 +108,8 @@ HD bool completes_rows(const CombineArgs& args, const Cta& cta, uint32_t quantis
   return shared.completes != 0;
 }
 
-// Quantises the rows that this rank has received, and signals the peers (P3) from the CTA that completes
-// them. After a failed verb no CTA does either.
+// Quantises the rows that this rank has received, and signals the peers (P3) from the CTA that
+// completes them. After a failed verb no CTA does either.
 template <class Element, int Format>
 HD void send_quantised(const CombineArgs& args, const Cta& cta, const RowSizes& sizes,
                        QuantisedCombineShared& shared) {

@@ -1,5 +1,5 @@
-// Argmax of the shared LM head: for each row, the token id of the largest logit in the vocabulary of all
-// ranks. round.h says how the head's three kernels work together.
+// Argmax of the shared LM head: for each row, the token id of the largest logit in the vocabulary
+// of all ranks. round.h says how the head's three kernels work together.
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/epoch_flags.h"
@@ -19,9 +19,9 @@ struct HeadArgmaxShared : HeadShared {
   uint64_t parts[2][kMostKeyParts];  // the CTA's largest words, of this item and of the next
 };
 
-// The order of values as numbers. A word is {order, complement of the token id}: the larger word is the
-// larger value, and of equal values the lower id. NaN is above all numbers, and -0 equals +0. The word
-// zero is below every value of every id.
+// The order of values as numbers. A word is {order, complement of the token id}: the larger word is
+// the larger value, and of equal values the lower id. NaN is above all numbers, and -0 equals +0.
+// The word zero is below every value of every id.
 HD uint32_t order_of_value(float value) {
   const uint32_t bits = bits_of_float(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -133,9 +133,9 @@ HD void put_word(const HeadArgs& args, const Cta& cta, int rank, int row, int sp
   store_word(words + place * kMaxHeadSplits + split, word);
 }
 
-// Compares every num_blocks-th item: a row, or one of the parts it is split into. After an item no barrier
-// is needed: a thread that is ahead writes the other parts, and it comes back to these parts only after the
-// next item's barrier, which the threads that still read them must pass too.
+// Compares every num_blocks-th item: a row, or one of the parts it is split into. After an item no
+// barrier is needed: a thread that is ahead writes the other parts, and it comes back to these
+// parts only after the next item's barrier, which the threads that still read them must pass too.
 template <class Element>
 HD void put_words(const HeadArgs& args, const Cta& cta, int num_rows, HeadArgmaxShared& shared) {
   const HeadGeometry& geometry = args.geometry;
@@ -167,8 +167,8 @@ HD void put_words(const HeadArgs& args, const Cta& cta, int num_rows, HeadArgmax
   }
 }
 
-// Threads that share one row's words in take_ids: as many as there often are ranks, so that each waits for
-// one load.
+// Threads that share one row's words in take_ids: as many as there often are ranks, so that each
+// waits for one load.
 constexpr int kIdThreads = Cta::kExchangeThreads < 8 ? Cta::kExchangeThreads : 8;
 
 // The largest word that the ranks lane, lane + kIdThreads, ... have put for this row.
@@ -189,8 +189,9 @@ HD uint64_t largest_of_peers(const HeadArgs& args, const HeadArgmaxShared& share
   return most;
 }
 
-// Stores the token ids of this rank's rows, from what all ranks have put. The last CTA. After a fault the
-// ids are 0, which every vocabulary has: the host raises an error, but the next kernels run before it does.
+// Stores the token ids of this rank's rows, from what all ranks have put. The last CTA. After a
+// fault the ids are 0, which every vocabulary has: the host raises an error, but the next kernels
+// run before it does.
 HD void take_ids(const HeadArgs& args, const Cta& cta, const HeadArgmaxShared& shared) {
   int64_t* ids = reinterpret_cast<int64_t*>(args.output);
   const int lane = cta.thread % kIdThreads;
@@ -243,7 +244,7 @@ HD void head_argmax_body(const HeadArgs& args, const Cta& cta, HeadArgmaxShared&
     wait_for_counts(args, cta, args.control.combine_cells, kPhaseHeadArgmax, kMaxHeadSplits,
                     shared.splits, shared);
   }
-  cta.sync();  // splits and faulted are written; all threads may read what thread t acquired of rank t
+  cta.sync();  // splits and faulted are written; what thread t acquired of rank t, all may read
   take_ids(args, cta, shared);
 }
 

@@ -1,5 +1,5 @@
-// Collect of the shared LM head: fetch this rank's rows of every rank's logits. round.h says how the
-// head's three kernels work together.
+// Collect of the shared LM head: fetch this rank's rows of every rank's logits. round.h says how
+// the head's three kernels work together.
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/numeric.h"

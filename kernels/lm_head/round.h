@@ -1,28 +1,31 @@
-// A round of the shared LM head: a group of ranks holds the same head, and each multiplies the rows of all
-// ranks with its part of the vocabulary, so that it reads only that part of the weights. A library computes
-// the product, between gather and argmax. This file is what the head's three kernels share.
+// A round of the shared LM head: a group of ranks holds the same head, and each multiplies the rows
+// of all ranks with its part of the vocabulary, so that it reads only that part of the weights. A
+// library computes the product, between gather and argmax. This file is what the head's three
+// kernels share.
 //
 //   gather    all CTAs    put this rank's rows into its slice of every rank's rows
 //             P7          each CTA arrives; the others end
-//             P6          the last CTA: one cell {tag, rows, epoch} to each rank (release); waits for
-//                         every rank's (acquire), leaves the counts, bumps the epoch
-//   argmax    all CTAs    for each row of each rank, the largest logit of this rank's vocabulary, as
-//                         one word {order of the value, complement of the token id}, put to the rank
-//                         that the row belongs to
+//             P6          the last CTA: one cell {tag, rows, epoch} to each rank (release); waits
+//                         for every rank's (acquire), leaves the counts, bumps the epoch
+//   argmax    all CTAs    for each row of each rank, the largest logit of this rank's vocabulary,
+//                         as one word {order of the value, complement of the token id}, put to the
+//                         rank that the row belongs to
 //             P9          each CTA arrives; the others end
 //             P8          the last CTA: one cell {tag, splits, epoch} to each rank (release); waits
 //                         for every rank's (acquire), takes the largest word of each own row
-//   collect   all CTAs    if the caller wants all logits: get this rank's rows of every rank's logits
+//   collect   all CTAs    if the caller wants all logits: get this rank's rows of every rank's
+//                         logits
 //
-// Only the last CTA waits, so in one stream nothing is asked of what is resident at once. The next kernel
-// of the stream sees what the peers have put, because it starts after that CTA has ended.
+// Only the last CTA waits, so in one stream nothing is asked of what is resident at once. The next
+// kernel of the stream sees what the peers have put, because it starts after that CTA has ended.
 //
-// Nothing is overwritten that is still being read. A rank puts rows of round n+1 only after its argmax n.
-// Argmax n has waited for every rank's cell of P8, which a rank sends after its product n and the kernels
-// before it: so rows n have been read. The rank puts words n+1, and its product overwrites logits n, only
-// after its gather n+1. Gather n+1 has waited for every rank's cell of P6, which a rank sends after its
-// argmax n and its collect n: so words n and logits n have been read. The counts lie in recv_counts,
-// because a peer, and with it its cell of P6, may be at gather n+1 while this rank is at collect n.
+// Nothing is overwritten that is still being read. A rank puts rows of round n+1 only after its
+// argmax n. Argmax n has waited for every rank's cell of P8, which a rank sends after its product n
+// and the kernels before it: so rows n have been read. The rank puts words n+1, and its product
+// overwrites logits n, only after its gather n+1. Gather n+1 has waited for every rank's cell of
+// P6, which a rank sends after its argmax n and its collect n: so words n and logits n have been
+// read. The counts lie in recv_counts, because a peer, and with it its cell of P6, may be at gather
+// n+1 while this rank is at collect n.
 //
 // Programmatic dependent launch is as in dispatch.cu, with nothing to do before the wait.
 #pragma once
@@ -67,8 +70,8 @@ HD int32_t* head_counts(const HeadArgs& args) {
       region_of(args, args.geometry.tp_rank, args.control.recv_counts));
 }
 
-// True in the CTA that arrives last. That CTA sees all that the others did, and leaves `arrivals` zero for
-// the next launch that counts there.
+// True in the CTA that arrives last. That CTA sees all that the others did, and leaves `arrivals`
+// zero for the next launch that counts there.
 HD bool arrive_last(const Cta& cta, uint32_t* arrivals, HeadShared& shared) {
   // P7 and P9, release half, per CTA: the barrier puts this CTA's stores before its thread 0's
   // arrival.
@@ -91,8 +94,8 @@ HD void signal_round(const HeadArgs& args, const Cta& cta, uint32_t cells, uint3
   signal_peers(args, cta, cells, pack_cell(shared.epoch, count, head_tag(args.geometry)));
 }
 
-// Waits for every rank's cell; its count, at most `most`, goes to `counts`. If a rank does not come, or
-// comes from another call, it leaves a fault word and its count is zero.
+// Waits for every rank's cell; its count, at most `most`, goes to `counts`. If a rank does not
+// come, or comes from another call, it leaves a fault word and its count is zero.
 HD void wait_for_counts(const HeadArgs& args, const Cta& cta, uint32_t cells, int phase,
                         uint32_t most, int32_t* counts, HeadShared& shared) {
   const Awaited awaited{cells, phase, shared.epoch};
@@ -106,7 +109,8 @@ HD void wait_for_counts(const HeadArgs& args, const Cta& cta, uint32_t cells, in
   });
 }
 
-// Reads what argmax and collect need of the round that gather has begun. A barrier of the CTA follows.
+// Reads what argmax and collect need of the round that gather has begun. A barrier of the CTA
+// follows.
 HD void read_round(const HeadArgs& args, const Cta& cta, HeadShared& shared) {
   const bool failed = has_failed(args);
   if (cta.thread == cta.num_threads - 1) {

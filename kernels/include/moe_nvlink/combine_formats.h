@@ -1,6 +1,6 @@
-// How the experts' rows travel in combine: as they are, or quantised per block. For each format: the bytes
-// of a row, what one thread loads of a row and adds to its sums (a part), and how a row is quantised.
-// moe_nvlink_plugin/recipes/combine_formats.py has the same arithmetic in torch.
+// How the experts' rows travel in combine: as they are, or quantised per block. For each format:
+// the bytes of a row, what one thread loads of a row and adds to its sums (a part), and how a row
+// is quantised. moe_nvlink_plugin/recipes/combine_formats.py has the same arithmetic in torch.
 #pragma once
 
 #include "args.h"
@@ -134,9 +134,9 @@ struct Nvfp4Part {
 
 // ---- Quantising, in the blocks of quantise.h. Fp8Block serves unchanged.
 
-// The scale of a row of nvfp4 from its largest magnitude, as bits: the largest block's scale is then
-// e4m3's largest number. Not below 2^-100, so that the least unit of a block is a normal number. NaN if
-// the row has a NaN or an infinity.
+// The scale of a row of nvfp4 from its largest magnitude, as bits: the largest block's scale is
+// then e4m3's largest number. Not below 2^-100, so that the least unit of a block is a normal
+// number. NaN if the row has a NaN or an infinity.
 HD float nvfp4_row_scale(uint32_t amax_bits) {
   constexpr float kLeast = 0x1p-100f;
   if (amax_bits >= 0x7f800000u) return float_of_bits(0x7fc00000u);
@@ -144,8 +144,8 @@ HD float nvfp4_row_scale(uint32_t amax_bits) {
   return scale > kLeast ? scale : kLeast;
 }
 
-// A block of nvfp4 under the scale of its row. It divides as IEEE 754 says on every executor. The recipe
-// Nvfp4 does not, because it must agree with a model's calibration and with other kernels.
+// A block of nvfp4 under the scale of its row. It divides as IEEE 754 says on every executor. The
+// recipe Nvfp4 does not, because it must agree with a model's calibration and with other kernels.
 struct Nvfp4OfRow {
   static constexpr int kBits = Nvfp4::kBits;
   static constexpr int kBlock = Nvfp4::kBlock;

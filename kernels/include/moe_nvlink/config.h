@@ -1,6 +1,6 @@
-// Limits and codes that kernels and Python share. Python reads the constants and the codes from this
-// file (moe_nvlink_plugin/jit/header.py). config.py and layout.py repeat some limits, because they
-// check before anything is compiled; a test compares the two.
+// Limits and codes that kernels and Python share. Python reads the constants and the codes from
+// this file (moe_nvlink_plugin/jit/header.py). config.py and layout.py repeat some limits, because
+// they check before anything is compiled; a test compares the two.
 #pragma once
 
 namespace moe_nvlink {
@@ -20,8 +20,8 @@ constexpr int kTopkIdsPayload = 0;
 constexpr int kTopkWeightsPayload = 1;
 constexpr int kFirstCallerPayload = 2;
 
-// Codes are enumerations that end with their number. Whatever chooses by a code asserts that number,
-// so a new code does not compile until every choice knows it.
+// Codes are enumerations that end with their number. Whatever chooses by a code asserts that
+// number, so a new code does not compile until every choice knows it.
 
 // Element types that combine reduces. Sums are always fp32.
 enum ElementCode : int {
@@ -63,13 +63,13 @@ constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slic
 constexpr int kFaultGeometry = 3;  // the peer dispatched through a layer of another geometry
 constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
 
-// The slot of an expert id without a row of its own: the expert's rank already has the token because
-// of an earlier id, or the id is no expert.
+// The slot of an expert id without a row of its own: the expert's rank already has the token
+// because of an earlier id, or the id is no expert.
 constexpr int kNoSlot = -1;
 
-// What a kernel is compiled for. RuntimeConfig takes every value from the arguments: on the host one
-// shared object serves every geometry. StaticConfig fixes the values that shape the code: on the GPU
-// the loops over rows unroll into registers.
+// What a kernel is compiled for. RuntimeConfig takes every value from the arguments: on the host
+// one shared object serves every geometry. StaticConfig fixes the values that shape the code: on
+// the GPU the loops over rows unroll into registers.
 struct RuntimeConfig {
   static constexpr int kTopK = 0;
   static constexpr int kElement = -1;

@@ -1,6 +1,6 @@
-// Activation types and quantised formats to and from fp32, with the same values on both executors: by the
-// hardware's conversions if the GPU has them, else by arithmetic. The tests compare every pattern up, and
-// a few million fp32 values down, with torch and ml_dtypes.
+// Activation types and quantised formats to and from fp32, with the same values on both executors:
+// by the hardware's conversions if the GPU has them, else by arithmetic. The tests compare every
+// pattern up, and a few million fp32 values down, with torch and ml_dtypes.
 #pragma once
 
 #include "config.h"
@@ -18,8 +18,8 @@ HD uint32_t bits_of_float(float value) {
   MOE_NVLINK_HOST_ONLY(return __builtin_bit_cast(uint32_t, value);)
 }
 
-// The same for registers of several elements, which the host has. Each conversion is written once, for
-// one element (Bits is uint32_t) and for a register of elements.
+// The same for registers of several elements, which the host has. Each conversion is written once,
+// for one element (Bits is uint32_t) and for a register of elements.
 MOE_NVLINK_HOST_ONLY(
     HD FloatRegister float_of_bits(BitRegister bits) {
       return reinterpret_cast<FloatRegister>(bits);
@@ -111,10 +111,10 @@ struct Fp32 {
 struct E4m3 {
   static constexpr float kLargest = 448.0f;
 
-  // Round to nearest even. Numbers above 448, infinity too, become 448, as in the hardware and in torch
-  // from 2.13 on (older versions make NaN of them). NaN becomes 0x7f, of either sign.
-  // Normal numbers: fp32's exponent less 120, cut to 3 mantissa bits. Below 2^-6, subnormal ones:
-  // adding 2^14 makes fp32's own adder round to multiples of 2^-9.
+  // Round to nearest even. Numbers above 448, infinity too, become 448, as in the hardware and in
+  // torch from 2.13 on (older versions make NaN of them). NaN becomes 0x7f, of either sign. Normal
+  // numbers: fp32's exponent less 120, cut to 3 mantissa bits. Below 2^-6, subnormal ones: adding
+  // 2^14 makes fp32's own adder round to multiples of 2^-9.
   HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
 
   // The code in a word as wide as a float, for loops that become vector code.
@@ -170,8 +170,8 @@ struct E4m3 {
   }
 };
 
-// 1 sign, 2 exponent, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two codes to a
-// byte, the first in the low half.
+// 1 sign, 2 exponent, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two codes to
+// a byte, the first in the low half.
 struct E2m1 {
   static constexpr float kLargest = 6.0f;
 
@@ -235,12 +235,13 @@ struct E2m1 {
   }
 };
 
-// x / divisor, rounded as IEEE division rounds it, for many x: RN(1 / divisor) once, then a product and
-// two corrections. Each correction takes the exact remainder. The first leaves the quotient at most one
-// unit off, and from there the second is right by Markstein's theorem. The theorem does not hold for
-// quotients or remainders below fp32's normal numbers; the formats have no codes there but 0. The
-// remainder is taken as divisor * q - x and the reciprocal with the opposite sign, so that -0 stays -0. An
-// infinite divisor makes x * 0, and NaN makes NaN, as in division; which NaN is not promised.
+// x / divisor, rounded as IEEE division rounds it, for many x: RN(1 / divisor) once, then a product
+// and two corrections. Each correction takes the exact remainder. The first leaves the quotient at
+// most one unit off, and from there the second is right by Markstein's theorem. The theorem does
+// not hold for quotients or remainders below fp32's normal numbers; the formats have no codes there
+// but 0. The remainder is taken as divisor * q - x and the reciprocal with the opposite sign, so
+// that -0 stays -0. An infinite divisor makes x * 0, and NaN makes NaN, as in division; which NaN
+// is not promised.
 struct Divider {
   float divisor;
   float reciprocal;

@@ -26,8 +26,8 @@ namespace moe_nvlink {
 // Bytes one thread moves at a time: the widest load it has. A load must be aligned to its width.
 constexpr int kVectorBytes = 16;
 constexpr bool kAlignedVectorsOnly = true;
-// Loads that a thread has in flight while it copies a long row. With more, dispatch would need over 64
-// registers, and 1024 threads, one for each vector of a common row, could not be launched.
+// Loads that a thread has in flight while it copies a long row. With more, dispatch would need over
+// 64 registers, and 1024 threads, one for each vector of a common row, could not be launched.
 constexpr int kVectorsInFlight = 2;
 // Combine adds -0.0 for an absent row. A branch instead would make the loads wait for one another.
 constexpr bool kSkipAbsentRows = false;
@@ -76,8 +76,8 @@ HD uint64_t now_ns() {
   return time;
 }
 
-// What a poll does between two looks: nothing. A thread of a GPU shares its core with no rank that it
-// waits for.
+// What a poll does between two looks: nothing. A thread of a GPU shares its core with no rank that
+// it waits for.
 struct Backoff {
   HD void pause(uint64_t /*waited_ns*/) {}
 };
@@ -87,8 +87,8 @@ HD float fused_multiply_add(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }
 
-// The reciprocal as NVFP4 kernels take it: at most one unit in the last place off; 0 where it would be
-// denormal. The scales that experts' kernels divide by were made with this instruction.
+// The reciprocal as NVFP4 kernels take it: at most one unit in the last place off; 0 where it would
+// be denormal. The scales that experts' kernels divide by were made with this instruction.
 HD float reciprocal_for_fp4(float value) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
@@ -161,8 +161,9 @@ HD uint32_t e2m1_of_8_floats(const float*) {
 HD void floats_of_8_e2m1(uint32_t, float*) {}
 #endif
 
-// Programmatic dependent launch. After pdl_wait() all that the previous kernel of the stream wrote is
-// visible. pdl_launch_dependents() lets the next kernel start the part before its own pdl_wait().
+// Programmatic dependent launch. After pdl_wait() all that the previous kernel of the stream wrote
+// is visible. pdl_launch_dependents() lets the next kernel start the part before its own
+// pdl_wait().
 HD void pdl_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

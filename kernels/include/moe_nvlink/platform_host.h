@@ -70,8 +70,9 @@ inline uint64_t now_ns() {
 }
 
 // A host rank often shares its core with the ranks that it waits for. So it spins for about a
-// microsecond, and then yields the core. In a long wait, while a peer computes, it sleeps for an eighth
-// of the time waited so far: the peers lose next to nothing, and this rank is late by at most an eighth.
+// microsecond, and then yields the core. In a long wait, while a peer computes, it sleeps for an
+// eighth of the time waited so far: the peers lose next to nothing, and this rank is late by at
+// most an eighth.
 struct Backoff {
   static constexpr int kSpins = 32;
   static constexpr uint64_t kYieldNs = 500000;
@@ -122,8 +123,8 @@ inline void pdl_launch_dependents() {}
 
 }  // namespace moe_nvlink
 
-// The kernel `name` as a function: runs the grid on the threads of `grid` (kernels/host/grid.h, which
-// the host's translation unit includes first) and returns when all its CTAs have finished.
+// The kernel `name` as a function: runs the grid on the threads of `grid` (kernels/host/grid.h,
+// which the host's translation unit includes first) and returns when all its CTAs have finished.
 #define MOE_NVLINK_KERNEL(name, Args, Shared, body)                                                \
   extern "C" void name(const moe_nvlink::Args* args, moe_nvlink::host::Grid* grid) {               \
     grid->run<moe_nvlink::Shared>([args](const moe_nvlink::Cta& cta, moe_nvlink::Shared& shared) { \

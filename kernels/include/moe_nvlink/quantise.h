@@ -1,9 +1,9 @@
-// From rows of activations to quantised rows and scales, in registers: each row is loaded once, quantised
-// and stored to its targets.
+// From rows of activations to quantised rows and scales, in registers: each row is loaded once,
+// quantised and stored to its targets.
 //
-// A lane quantises kLaneElements elements at a time (a piece). On the GPU that is 16, so a block of 128
-// belongs to 8 neighbouring lanes, which exchange its largest magnitude. On the host it is 128, whole
-// blocks of every recipe. The caller finds a row's amax (fp8_token): RowAmax.
+// A lane quantises kLaneElements elements at a time (a piece). On the GPU that is 16, so a block of
+// 128 belongs to 8 neighbouring lanes, which exchange its largest magnitude. On the host it is 128,
+// whole blocks of every recipe. The caller finds a row's amax (fp8_token): RowAmax.
 #pragma once
 
 #include "config.h"
@@ -14,8 +14,8 @@
 
 namespace moe_nvlink {
 
-// Where a quantised row goes. store() takes bytes of the row, store_scales() bytes of its scales, at an
-// offset that is a multiple of their number.
+// Where a quantised row goes. store() takes bytes of the row, store_scales() bytes of its scales,
+// at an offset that is a multiple of their number.
 struct OneTarget {
   char* row;
   char* scales;
@@ -47,8 +47,8 @@ HD void load_elements(const char* source, bool wide, typename Element::Storage* 
   }
 }
 
-// Largest magnitude of `Count` elements, as bits of fp32. Compares the stored words: in every element
-// type magnitudes have the order of their bits, and NaN is above all numbers.
+// Largest magnitude of `Count` elements, as bits of fp32. Compares the stored words: in every
+// element type magnitudes have the order of their bits, and NaN is above all numbers.
 template <class Element, int Count>
 HD uint32_t amax_of(const typename Element::Storage* words) {
   using Word = typename Element::Storage;
@@ -75,8 +75,8 @@ HD void scale_elements(const Format& format, float* values) {
   for (int i = 0; i < Count; ++i) values[i] = format.value(values[i]);
 }
 
-// The same for several blocks, which only the host has in one piece: loops that become vector code. For
-// formats whose value is x * factor.
+// The same for several blocks, which only the host has in one piece: loops that become vector code.
+// For formats whose value is x * factor.
 template <class Format, class Element, int Blocks, int Size>
 HD void scale_blocks(const typename Element::Storage* words, float global_scale, float* values,
                      typename Format::Scale* scales) {
@@ -97,8 +97,8 @@ HD void scale_blocks(const typename Element::Storage* words, float global_scale,
   }
 }
 
-// Quantises elements [first, last) in pieces of `Count`, every num_threads-th of this lane. For formats
-// with blocks. Count divides the block, or the block divides Count.
+// Quantises elements [first, last) in pieces of `Count`, every num_threads-th of this lane. For
+// formats with blocks. Count divides the block, or the block divides Count.
 template <class Format, class Element, int Count, class Target>
 HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, int first, int last,
                         float global_scale, const Target& target) {
@@ -179,10 +179,10 @@ HD bool loads_are_wide(uint64_t address, int hidden_size) {
   return vector_bytes_for(address, row_bytes) == kVectorBytes;
 }
 
-// The CTA's threads quantise one row of `hidden_size` elements (a multiple of the recipe's block) and
-// store it to `target`. `lane` numbers them; neighbouring lanes are neighbouring threads, and lane 0 is
-// the first of a warp. On the GPU the target's row lies on a boundary of 16 bytes (e4m3) or 8 (e2m1),
-// its scales on one of a scale; on the host they may lie anywhere.
+// The CTA's threads quantise one row of `hidden_size` elements (a multiple of the recipe's block)
+// and store it to `target`. `lane` numbers them; neighbouring lanes are neighbouring threads, and
+// lane 0 is the first of a warp. On the GPU the target's row lies on a boundary of 16 bytes (e4m3)
+// or 8 (e2m1), its scales on one of a scale; on the host they may lie anywhere.
 //   wide          loads_are_wide()
 //   row_amax      bits; formats with kHasRowScale: the largest magnitude of the whole row
 //   global_scale  of recipes that take one
@@ -236,8 +236,8 @@ HD uint32_t amax_of_lane(const Cta& cta, int lane, const char* row, int hidden_s
   return most;
 }
 
-// A row's amax by way of shared memory: each group of lanes that can exchange values leaves one part,
-// and after a barrier of the CTA every thread takes the largest.
+// A row's amax by way of shared memory: each group of lanes that can exchange values leaves one
+// part, and after a barrier of the CTA every thread takes the largest.
 struct RowAmax {
   static constexpr int kMostParts = 32;
   uint32_t parts[kMostParts];

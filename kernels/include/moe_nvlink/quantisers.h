@@ -1,7 +1,7 @@
 // The formats of the built-in recipes: a block's scale, and the codes of its elements.
 // moe_nvlink_plugin/recipes/ has the same arithmetic in torch, and the tests compare the bits.
-// Magnitudes are compared as bits: for numbers the order is the same, and NaN is above all of them, so
-// that it reaches the scale, as in torch.
+// Magnitudes are compared as bits: for numbers the order is the same, and NaN is above all of them,
+// so that it reaches the scale, as in torch.
 #pragma once
 
 #include "config.h"
@@ -19,8 +19,8 @@ HD float over_448(uint32_t amax_bits) {
   return amax_bits < 0x7f800000u ? Divider(448.0f, 1.0f / 448.0f).quotient(amax) : amax;
 }
 
-// Each format is made of a block's largest magnitude, as bits, and the tensor's scale. It then has the
-// block's scale as it travels, and value(x) is the number whose code the element x becomes.
+// Each format is made of a block's largest magnitude, as bits, and the tensor's scale. It then has
+// the block's scale as it travels, and value(x) is the number whose code the element x becomes.
 //   kBits         of a code
 //   kBlock        elements that share a scale; 0: a whole row
 //   kHasRowScale  a row has one scale, made of its largest magnitude
