@@ -108,15 +108,14 @@ struct HeadArgs {
 
 // Words of this rank that live from launch to launch, so that a replay needs no new values.
 struct LocalControl {
-  uint64_t fault;            // 0, or {code, phase, peer, epoch} (epoch_flags.h)
-  uint64_t host_fault;       // address of a word the host reads without waiting, or 0; set once
-  uint32_t epoch;            // of the last dispatch, or gather; the kernels after it read it
-  uint32_t arrivals;         // CTAs of the running dispatch, or gather, that have put their rows
-  uint32_t rows_put;         // by the last dispatch, for combine's counters
-  uint32_t remote_rows_put;  // the part of them that went to other ranks
-  uint32_t
-      combine_arrivals;  // rows that the running combine has quantised; CTAs of argmax at its end
-  uint32_t rows_taken;   // by CTAs of the running combine with a format; zero between combines
+  uint64_t fault;             // 0, or {code, phase, peer, epoch} (epoch_flags.h)
+  uint64_t host_fault;        // address of a word the host reads without waiting, or 0; set once
+  uint32_t epoch;             // of the last dispatch, or gather; the kernels after it read it
+  uint32_t arrivals;          // CTAs of the running dispatch, or gather, that have put their rows
+  uint32_t rows_put;          // by the last dispatch, for combine's counters
+  uint32_t remote_rows_put;   // the part of them that went to other ranks
+  uint32_t combine_arrivals;  // rows that the running combine has quantised; CTAs that ended argmax
+  uint32_t rows_taken;        // by CTAs of the running combine with a format; zero between combines
 };
 
 // Totals since the workspace was made.
