@@ -133,8 +133,7 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
   if constexpr (Config::kQuantiser >= 0) {
     with_element<Config, Config::kQuantiser>(args, cta, scale, function);
   } else {
-    static_assert(kNumQuantisers == 6);
-    switch (args.quantiser) {
+    switch (static_cast<QuantiserCode>(args.quantiser)) {
       case kQuantiserNone:
         return;
       case kQuantiserFp8Block:

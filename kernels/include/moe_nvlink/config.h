@@ -20,15 +20,19 @@ constexpr int kTopkIdsPayload = 0;
 constexpr int kTopkWeightsPayload = 1;
 constexpr int kFirstCallerPayload = 2;
 
-// Codes are enumerations that end with their number. Whatever chooses by a code asserts that
-// number, so a new code does not compile until every choice knows it.
+// The codes below are enums, so that a switch without a case for one of them does not compile
+// (-Werror=switch of the host compiler); where they are stored or compared they are ints. Whatever
+// else chooses by a code asserts the number of codes: a new code does not compile there either. A
+// test compares the numbers with the enums.
+constexpr int kNumElements = 3;
+constexpr int kNumQuantisers = 6;
+constexpr int kNumCombineFormats = 3;
 
 // Element types that combine reduces. Sums are always fp32.
 enum ElementCode : int {
   kElementBf16 = 0,
   kElementFp16 = 1,
   kElementFp32 = 2,
-  kNumElements,
 };
 
 // What dispatch does with the activations on their way: nothing, or one of the built-in recipes
@@ -40,7 +44,6 @@ enum QuantiserCode : int {
   kQuantiserFp8Tensor = 3,
   kQuantiserMxfp8 = 4,
   kQuantiserNvfp4 = 5,
-  kNumQuantisers,
 };
 
 // In what format the experts' rows travel back in combine.
@@ -48,7 +51,6 @@ enum CombineCode : int {
   kCombineUnquantised = 0,
   kCombineFp8Block = 1,
   kCombineNvfp4 = 2,
-  kNumCombineFormats,
 };
 
 // Phases that a fault word names.
@@ -63,34 +65,22 @@ constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slic
 constexpr int kFaultGeometry = 3;  // the peer dispatched through a layer of another geometry
 constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
 
-// The slot of an expert id without a row of its own: the expert's rank already has the token
-// because of an earlier id, or the id is no expert.
+// The slot of an expert id without a row of its own: the expert's rank already has the token because
+// of an earlier id, or the id is no expert.
 constexpr int kNoSlot = -1;
 
-// What a kernel is compiled for. RuntimeConfig takes every value from the arguments: on the host
-// one shared object serves every geometry. StaticConfig fixes the values that shape the code: on
-// the GPU the loops over rows unroll into registers.
+// What a kernel is compiled for: its `Config`, which each translation unit derives from this one
+// (moe_nvlink_plugin/jit/source.py). The host's Config changes nothing: a kernel takes every value
+// from its arguments, and one shared object serves every geometry. A GPU's Config fixes the values
+// that shape the code, so that loops over rows unroll into registers.
 struct RuntimeConfig {
   static constexpr int kTopK = 0;
   static constexpr int kElement = -1;
   static constexpr int kTopKBound = kMaxTopK;
+  // Compiled to be launched with programmatic dependent launch (dispatch.cu says what it allows).
   static constexpr bool kPdl = false;
   static constexpr int kQuantiser = -1;
   static constexpr int kCombine = -1;
-};
-
-// Pdl: compiled to be launched with programmatic dependent launch (dispatch.cu says what that
-// allows).
-template <int TopK, int Element, bool Pdl = true, int Quantiser = kQuantiserNone,
-          int Combine = kCombineUnquantised>
-struct StaticConfig {
-  static_assert(TopK >= 1 && TopK <= kMaxTopK);
-  static constexpr int kTopK = TopK;
-  static constexpr int kElement = Element;
-  static constexpr int kTopKBound = TopK;
-  static constexpr bool kPdl = Pdl;
-  static constexpr int kQuantiser = Quantiser;
-  static constexpr int kCombine = Combine;
 };
 
 }  // namespace moe_nvlink
