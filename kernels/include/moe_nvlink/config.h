@@ -65,8 +65,8 @@ constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slic
 constexpr int kFaultGeometry = 3;  // the peer dispatched through a layer of another geometry
 constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
 
-// The slot of an expert id without a row of its own: the expert's rank already has the token because
-// of an earlier id, or the id is no expert.
+// The slot of an expert id without a row of its own: the expert's rank already has the token
+// because of an earlier id, or the id is no expert.
 constexpr int kNoSlot = -1;
 
 // What a kernel is compiled for: its `Config`, which each translation unit derives from this one
