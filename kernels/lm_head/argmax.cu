@@ -1,16 +1,17 @@
-// Argmax of the shared LM head: for each row, the token id of the largest logit in the vocabulary of all
-// ranks. round.h says how the head's three kernels work together.
+// Argmax of the shared LM head: for each row, the token id of the largest logit in the vocabulary
+// of all ranks. round.h says how the head's three kernels work together.
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/epoch_flags.h"
 #include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/peers.h"
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/workspace.h"
 #include "round.h"
 
 namespace moe_nvlink {
 
-// The most threads of a CTA, by the number that exchange values without memory.
+// The most threads of a CTA, divided by the threads that exchange values without memory.
 constexpr int kMostKeyParts = 32;
 
 struct HeadArgmaxShared : HeadShared {
@@ -18,12 +19,13 @@ struct HeadArgmaxShared : HeadShared {
   uint64_t parts[2][kMostKeyParts];  // the CTA's largest words, of this item and of the next
 };
 
-// The larger word is the larger value, and of equal values the lower token id. NaN is above all
-// numbers, -0 is +0. Zero is below every value of every id.
+// The order of values as numbers. A word is {order, complement of the token id}: the larger word is
+// the larger value, and of equal values the lower id. NaN is above all numbers, and -0 equals +0.
+// The word zero is below every value of every id.
 HD uint32_t order_of_value(float value) {
   const uint32_t bits = bits_of_float(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
-  // Selections alone: an early return or && would keep the host from making vector code of it.
+  // Selections only: with an early return or && the host compiler makes no vector code of it.
   const uint32_t order = bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
   const uint32_t number = magnitude == 0 ? 0x80000000u : order;
   return magnitude > 0x7f800000u ? 0xffffffffu : number;
@@ -35,7 +37,8 @@ HD int64_t id_of_word(uint64_t word) {
   return static_cast<int64_t>(~static_cast<uint32_t>(word));
 }
 
-// The largest word among `Lanes` threads side by side; all that can exchange values call it together.
+// The largest word among `Lanes` neighbouring threads. All threads that can exchange values call it
+// together.
 template <int Lanes = Cta::kExchangeThreads>
 HD uint64_t largest_of_lanes(const Cta& cta, uint64_t word) {
   const uint32_t order = static_cast<uint32_t>(word >> 32);
@@ -44,7 +47,7 @@ HD uint64_t largest_of_lanes(const Cta& cta, uint64_t word) {
   return word_of(most, cta.max_of_lanes<Lanes>(complement));
 }
 
-// What the head makes of a logit before it is compared.
+// What the head does to a logit before it is compared.
 struct HeadFunction {
   float soft_cap;
   float scale;
@@ -56,7 +59,7 @@ struct HeadFunction {
   }
 };
 
-// Vocabulary rows [first, last) of this rank's. Unsigned, for a step behind 2^31 - 1 must be harmless.
+// Columns [first, last) of this rank's logits. Unsigned, because a step may go beyond 2^31 - 1.
 struct Columns {
   uint32_t first;
   uint32_t last;
@@ -113,24 +116,8 @@ HD uint64_t largest_of_columns(const Cta& cta, const char* row, Columns columns,
   return of_whole > of_rest ? of_whole : of_rest;
 }
 
-// One row of one rank.
-struct HeadRow {
-  int source;  // the rank
-  int index;   // among its rows
-};
-
-HD HeadRow find_head_row(const HeadGeometry& geometry, const int32_t* counts, int row) {
-  HeadRow found{0, row};
-  MOE_NVLINK_ROLLED
-  for (; found.source < geometry.tp_size - 1; ++found.source) {
-    if (found.index < counts[found.source]) break;
-    found.index -= counts[found.source];
-  }
-  return found;
-}
-
-// Where the CTA's words of an item become one, which goes to the row's rank. The first threads.
-HD void put_word(const HeadArgs& args, const Cta& cta, const HeadRow& row, int split,
+// Puts the largest of the CTA's words of an item to the row's rank. The first threads.
+HD void put_word(const HeadArgs& args, const Cta& cta, int rank, int row, int split,
                  const uint64_t* parts) {
   if (cta.thread >= Cta::kExchangeThreads) return;
   uint64_t word = 0;
@@ -141,15 +128,14 @@ HD void put_word(const HeadArgs& args, const Cta& cta, const HeadRow& row, int s
   word = largest_of_lanes(cta, word);
   if (cta.thread != 0) return;
   const HeadGeometry& geometry = args.geometry;
-  uint64_t* words = reinterpret_cast<uint64_t*>(region_of(args, row.source, args.pairs_region));
-  const int64_t place =
-      static_cast<int64_t>(geometry.tp_rank) * geometry.max_rows_per_rank + row.index;
+  uint64_t* words = reinterpret_cast<uint64_t*>(region_of(args, rank, args.pairs_region));
+  const int64_t place = static_cast<int64_t>(geometry.tp_rank) * geometry.max_rows_per_rank + row;
   store_word(words + place * kMaxHeadSplits + split, word);
 }
 
-// Every num_blocks-th item: a row, or one of the parts it is split into. No barrier behind an item: a
-// thread that is ahead writes the other parts; to come back to these it must pass the next item's
-// barrier, and so must the threads that still read them.
+// Compares every num_blocks-th item: a row, or one of the parts it is split into. After an item no
+// barrier is needed: a thread that is ahead writes the other parts, and it comes back to these
+// parts only after the next item's barrier, which the threads that still read them must pass too.
 template <class Element>
 HD void put_words(const HeadArgs& args, const Cta& cta, int num_rows, HeadArgmaxShared& shared) {
   const HeadGeometry& geometry = args.geometry;
@@ -159,12 +145,14 @@ HD void put_words(const HeadArgs& args, const Cta& cta, int num_rows, HeadArgmax
   const uint64_t row_bytes = static_cast<uint64_t>(width) * sizeof(typename Element::Storage);
   const bool wide = vector_bytes_for(args.logits, row_bytes) == kVectorBytes;
   const HeadFunction function{args.soft_cap, args.scale};
+  RowWalk<int32_t> source;
   int turn = 0;
   for (int item = cta.block; item < num_rows * splits; item += cta.num_blocks) {
     const int number = item / splits;
     const int split = item - number * splits;
-    const HeadRow row = find_head_row(geometry, shared.counts, number);
-    const int slot = args.is_compact != 0 ? number : row.source * geometry.row_bound + row.index;
+    source.go_to(number, shared.counts);
+    const int row = number - source.before;
+    const int slot = args.is_compact != 0 ? number : source.rank * geometry.row_bound + row;
     const char* logits =
         reinterpret_cast<const char*>(args.logits) + static_cast<uint64_t>(slot) * row_bytes;
     const Columns columns = columns_of_split(width, split, splits);
@@ -174,46 +162,46 @@ HD void put_words(const HeadArgs& args, const Cta& cta, int num_rows, HeadArgmax
       shared.parts[turn][cta.thread / Cta::kExchangeThreads] = word;
     }
     cta.sync();
-    put_word(args, cta, row, split, shared.parts[turn]);
+    put_word(args, cta, source.rank, row, split, shared.parts[turn]);
     turn = 1 - turn;
   }
 }
 
-// Threads that share one row's words in take_ids: as many as ranks often are, so that each waits for
-// one load.
+// Threads that share one row's words in take_ids: as many as there often are ranks, so that each
+// waits for one load.
 constexpr int kIdThreads = Cta::kExchangeThreads < 8 ? Cta::kExchangeThreads : 8;
 
-// The largest word that the shards lane, lane + kIdThreads, ... have put for this row.
-HD uint64_t largest_of_shards(const HeadArgs& args, const HeadArgmaxShared& shared, int row,
-                              int lane) {
+// The largest word that the ranks lane, lane + kIdThreads, ... have put for this row.
+HD uint64_t largest_of_peers(const HeadArgs& args, const HeadArgmaxShared& shared, int row,
+                             int lane) {
   const HeadGeometry& geometry = args.geometry;
   const uint64_t* words =
       reinterpret_cast<const uint64_t*>(region_of(args, geometry.tp_rank, args.pairs_region));
   uint64_t most = 0;
-  MOE_NVLINK_ROLLED
-  for (int shard = lane; shard < geometry.tp_size; shard += kIdThreads) {
-    const int64_t place = static_cast<int64_t>(shard) * geometry.max_rows_per_rank + row;
+  for_each_peer(args, lane, kIdThreads, [&](int peer) {
+    const int64_t place = static_cast<int64_t>(peer) * geometry.max_rows_per_rank + row;
     MOE_NVLINK_ROLLED
-    for (int split = 0; split < shared.splits[shard]; ++split) {
+    for (int split = 0; split < shared.splits[peer]; ++split) {
       const uint64_t word = load_word(words + place * kMaxHeadSplits + split);
       most = word > most ? word : most;
     }
-  }
+  });
   return most;
 }
 
-// The token ids of this rank's rows, from what all ranks have put. The last CTA. After a fault they
-// are 0, an id that every vocabulary has: the host raises, but on a GPU what is behind runs first.
+// Stores the token ids of this rank's rows, from what all ranks have put. The last CTA. After a
+// fault the ids are 0, which every vocabulary has: the host raises an error, but the next kernels
+// run before it does.
 HD void take_ids(const HeadArgs& args, const Cta& cta, const HeadArgmaxShared& shared) {
   int64_t* ids = reinterpret_cast<int64_t*>(args.output);
   const int lane = cta.thread % kIdThreads;
   const int num_rows = args.geometry.num_rows;
   MOE_NVLINK_ROLLED
   for (int first = 0; first < num_rows; first += cta.num_threads / kIdThreads) {
-    // Threads behind the last row exchange values all the same.
+    // Threads after the last row exchange values too.
     const int row = first + cta.thread / kIdThreads;
     const bool counts = row < num_rows && shared.faulted == 0;
-    const uint64_t part = counts ? largest_of_shards(args, shared, row, lane) : 0;
+    const uint64_t part = counts ? largest_of_peers(args, shared, row, lane) : 0;
     const uint64_t word = largest_of_lanes<kIdThreads>(cta, part);
     if (lane == 0 && row < num_rows) {
       store_word(&ids[row], shared.faulted != 0 ? int64_t{0} : id_of_word(word));
@@ -221,7 +209,7 @@ HD void take_ids(const HeadArgs& args, const Cta& cta, const HeadArgmaxShared& s
   }
 }
 
-// One thread.
+// Adds the words that this rank has put to the totals. One thread.
 HD void count_words(const HeadArgs& args, const HeadShared& shared, int num_rows, int splits) {
   const int others = num_rows - shared.counts[args.geometry.tp_rank];
   ExchangeCounters* totals = exchange_counters(args);
@@ -237,10 +225,11 @@ HD void head_argmax_body(const HeadArgs& args, const Cta& cta, HeadArgmaxShared&
   const int element = Config::kElement >= 0 ? Config::kElement : geometry.element;
   read_round(args, cta, shared);
   cta.sync();
-  const int num_rows = sum_of_counts(shared, geometry.tp_size);
+  const int num_rows = sum_of_ranks(shared.counts, geometry.tp_size);
   // A rank without vocabulary rows, at the end of a short vocabulary, puts nothing.
   const int splits =
       shard_width(geometry, geometry.tp_rank) > 0 ? static_cast<int>(args.row_splits) : 0;
+  static_assert(kNumElements == 3);
   if (shared.has_failed == 0 && splits > 0) {
     if (element == kElementBf16) put_words<Bf16>(args, cta, num_rows, shared);
     if (element == kElementFp16) put_words<Fp16>(args, cta, num_rows, shared);
@@ -250,13 +239,12 @@ HD void head_argmax_body(const HeadArgs& args, const Cta& cta, HeadArgmaxShared&
   if (shared.has_failed != 0) {
     if (cta.thread == 0) shared.faulted = 1;
   } else {
-    signal_ranks(args, cta, args.control.combine_cells, shared.epoch,
-                 static_cast<uint32_t>(splits));
+    signal_round(args, cta, args.control.combine_cells, static_cast<uint32_t>(splits), shared);
     if (cta.thread == cta.num_threads - 1) count_words(args, shared, num_rows, splits);
-    wait_for_ranks(args, cta, args.control.combine_cells, kPhaseHeadArgmax, kMaxHeadSplits,
-                   shared.splits, shared);
+    wait_for_counts(args, cta, args.control.combine_cells, kPhaseHeadArgmax, kMaxHeadSplits,
+                    shared.splits, shared);
   }
-  cta.sync();  // splits and faulted are there; what thread t acquired of rank t, all may read
+  cta.sync();  // splits and faulted are written; what thread t acquired of rank t, all may read
   take_ids(args, cta, shared);
 }
 

@@ -1,40 +1,37 @@
-// Collect of the shared LM head: fetch this rank's rows of every rank's logits. round.h says how the
-// head's three kernels work together.
+// Collect of the shared LM head: fetch this rank's rows of every rank's logits. round.h says how
+// the head's three kernels work together.
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/peers.h"
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/workspace.h"
 #include "round.h"
 
 namespace moe_nvlink {
 
-// An item is the part of one row that one rank has computed.
+// Gets the part of each row that each rank has computed.
 HD void get_logits(const HeadArgs& args, const Cta& cta, const HeadShared& shared) {
   const HeadGeometry& geometry = args.geometry;
   const uint64_t size = static_cast<uint64_t>(element_bytes(geometry.element));
-  const int before = args.is_compact != 0 ? sum_of_counts(shared, geometry.tp_rank)
+  const int before = args.is_compact != 0 ? sum_of_ranks(shared.counts, geometry.tp_rank)
                                           : geometry.tp_rank * geometry.row_bound;
-  const int num_items = geometry.num_rows * geometry.tp_size;
-  MOE_NVLINK_ROLLED
-  for (int item = cta.block; item < num_items; item += cta.num_blocks) {
-    const int row = item / geometry.tp_size;
-    const int rank = (item + row + geometry.tp_rank) % geometry.tp_size;
-    const uint64_t width = static_cast<uint64_t>(shard_width(geometry, rank));
-    const char* source = region_of(args, rank, args.logits_region) +
+  for_each_row_and_peer(args, cta, geometry.num_rows, [&](int row, int peer) {
+    const uint64_t width = static_cast<uint64_t>(shard_width(geometry, peer));
+    const char* source = region_of(args, peer, args.logits_region) +
                          static_cast<uint64_t>(before + row) * width * size;
     const uint64_t place = static_cast<uint64_t>(row) * static_cast<uint64_t>(geometry.vocab_size) +
-                           static_cast<uint64_t>(rank) * static_cast<uint64_t>(geometry.shard_size);
+                           static_cast<uint64_t>(peer) * static_cast<uint64_t>(geometry.shard_size);
     char* target = reinterpret_cast<char*>(args.output) + place * size;
     const uint64_t addresses =
         reinterpret_cast<uint64_t>(source) | reinterpret_cast<uint64_t>(target);
     const int bytes = static_cast<int>(width * size);
     put_row(cta, cta.thread, source, &target, 1, bytes,
             vector_bytes_for(addresses, static_cast<uint64_t>(bytes)));
-  }
+  });
 }
 
-// All bits set: NaN in every element type.
+// Sets all bits of the output: NaN in every element type.
 HD void fill_with_nan(const HeadArgs& args, const Cta& cta) {
   const HeadGeometry& geometry = args.geometry;
   const uint64_t bytes = static_cast<uint64_t>(geometry.num_rows) *

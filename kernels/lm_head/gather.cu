@@ -1,38 +1,34 @@
-// Gather of the shared LM head: put this rank's rows into its slice of every rank's rows. round.h says
-// how the head's three kernels work together.
+// Gather of the shared LM head: put this rank's rows into its slice of every rank's rows. round.h
+// says how the head's three kernels work together.
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/epoch_flags.h"
 #include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/peers.h"
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/workspace.h"
 #include "round.h"
 
 namespace moe_nvlink {
 
-// An item is one row for one rank. The first rank is another one for every rank and row, so that no
-// rank is everybody's first target.
 HD void put_head_rows(const HeadArgs& args, const Cta& cta) {
   const HeadGeometry& geometry = args.geometry;
   const int row_bytes = geometry.hidden_size * element_bytes(geometry.element);
   const uint64_t slice = static_cast<uint64_t>(geometry.tp_rank) *
                          static_cast<uint64_t>(geometry.row_bound) *
                          static_cast<uint64_t>(row_bytes);
-  const int num_items = geometry.num_rows * geometry.tp_size;
-  MOE_NVLINK_ROLLED
-  for (int item = cta.block; item < num_items; item += cta.num_blocks) {
-    const int row = item / geometry.tp_size;
-    const int peer = (item + row + geometry.tp_rank) % geometry.tp_size;
+  for_each_row_and_peer(args, cta, geometry.num_rows, [&](int row, int peer) {
     const uint64_t offset = static_cast<uint64_t>(row) * static_cast<uint64_t>(row_bytes);
     char* target = region_of(args, peer, args.rows_region) + slice + offset;
-    // Looked at for each row: known before the loop, it makes NVRTC write the loop seven times.
+    // Computed for each row: if the width is known before the loop, NVRTC writes the loop seven
+    // times.
     const char* source = reinterpret_cast<const char*>(args.hidden) + offset;
     put_row(cta, cta.thread, source, &target, 1, row_bytes,
             vector_bytes_for(reinterpret_cast<uint64_t>(source), static_cast<uint64_t>(row_bytes)));
-  }
+  });
 }
 
-// One thread.
+// Adds this round to the totals. One thread.
 HD void count_gather(const HeadArgs& args) {
   const HeadGeometry& geometry = args.geometry;
   const uint64_t rows = static_cast<uint64_t>(geometry.num_rows);
@@ -62,19 +58,17 @@ HD void head_gather_body(const HeadArgs& args, const Cta& cta, HeadShared& share
   }
   if (!failed) put_head_rows(args, cta);
   if (!arrive_last(cta, &local->arrivals, shared) || shared.has_failed != 0) return;
-  signal_ranks(args, cta, args.control.dispatch_cells, shared.epoch,
-               static_cast<uint32_t>(geometry.num_rows));
-  // The last thread, which has no peer of its own to wait for where threads outnumber the ranks.
+  signal_round(args, cta, args.control.dispatch_cells, static_cast<uint32_t>(geometry.num_rows),
+               shared);
+  // The last thread: if threads outnumber the ranks, it has no peer to wait for.
   if (cta.thread == cta.num_threads - 1) {
     store_word(&local->epoch, shared.epoch);
     count_gather(args);
   }
-  wait_for_ranks(args, cta, args.control.dispatch_cells, kPhaseHeadGather,
-                 static_cast<uint32_t>(geometry.row_bound), shared.counts, shared);
-  MOE_NVLINK_ROLLED
-  for (int peer = cta.thread; peer < geometry.tp_size; peer += cta.num_threads) {
-    store_word(&head_counts(args)[peer], shared.counts[peer]);
-  }
+  wait_for_counts(args, cta, args.control.dispatch_cells, kPhaseHeadGather,
+                  static_cast<uint32_t>(geometry.row_bound), shared.counts, shared);
+  for_each_peer(args, cta,
+                [&](int peer) { store_word(&head_counts(args)[peer], shared.counts[peer]); });
 }
 
 }  // namespace moe_nvlink

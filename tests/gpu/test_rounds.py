@@ -35,11 +35,11 @@ LEFT_OUT = {
         "const bool faulted = false;",
     ),
     "dispatch": (
-        "int fault = wait_for_epoch(cell_of(args, geometry.ep_rank, "
-        "args.control.dispatch_cells, peer),\n"
-        "                                 epoch, patience, &cell);",
-        "int fault = 0;\n      cell = load_acquire_sys("
-        "cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer));",
+        "const int fault = wait_for_peer(args, awaited, peer, expected, patience, &cell);\n"
+        "      if (fault == 0) count",
+        "cell = load_acquire_sys("
+        "cell_of(args, geometry.ep_rank, args.control.dispatch_cells, peer));\n"
+        "      const int fault = 0;\n      if (fault == 0) count",
     ),
 }
 

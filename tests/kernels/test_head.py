@@ -236,8 +236,8 @@ MISTAKES = {
         "vector_bytes_for(args.logits, row_bytes) == kVectorBytes",
         "true",
     ),
-    "slots as filled rows": (0, "row.source * geometry.row_bound + row.index", "number"),
-    "one word of a row": (4, "split < shared.splits[shard]", "split < 1"),
+    "slots as filled rows": (0, "source.rank * geometry.row_bound + row", "number"),
+    "one word of a row": (4, "split < shared.splits[peer]", "split < 1"),
     "rows at the first slice": (
         0,
         "region_of(args, peer, args.rows_region) + slice",

@@ -86,8 +86,8 @@ def test_registers_and_no_spills(element: int, architecture: str) -> None:
 @each_variant
 def test_rows_and_logits_move_wide(element: int, architecture: str) -> None:
     """Gather and collect have kVectorsInFlight loads of 16 bytes on their way before a store."""
-    text = source.read_kernel_file("include/moe_nvlink/platform.h")
-    in_flight, _on_host = map(int, re.findall(r"int kVectorsInFlight = (\d+);", text))
+    text = source.read_kernel_file("include/moe_nvlink/platform_gpu.h")
+    (in_flight,) = map(int, re.findall(r"int kVectorsInFlight = (\d+);", text))
     for kernel in (GATHER, COLLECT):
         code = listing(element, architecture, kernel)
         assert longest_run_of_loads(code) == in_flight, kernel

@@ -24,14 +24,14 @@ PRELUDE = "namespace moe_nvlink { inline int seeded_bug = 0; }\n"
 #: name -> what stands in the kernel text, and what instead; `{bug}` is the bug's number.
 RACES: dict[str, tuple[str, str]] = {
     "P6 release": (
-        "    store_release_sys(cell_of(args, peer, cells, geometry.tp_rank),",
-        "    (seeded_bug == {bug} && cells == args.control.dispatch_cells ? store_relaxed_sys"
-        " : store_release_sys)(cell_of(args, peer, cells, geometry.tp_rank),",
+        "  store_release_sys(cell_of(args, peer, cells,",
+        "  (seeded_bug == {bug} && cells == args.control.dispatch_cells ? store_relaxed_sys"
+        " : store_release_sys)(cell_of(args, peer, cells,",
     ),
     "P8 release": (
-        " : store_release_sys)(cell_of(args, peer, cells, geometry.tp_rank),",
+        " : store_release_sys)(cell_of(args, peer, cells,",
         " : seeded_bug == {bug} && cells == args.control.combine_cells ? store_relaxed_sys"
-        " : store_release_sys)(cell_of(args, peer, cells, geometry.tp_rank),",
+        " : store_release_sys)(cell_of(args, peer, cells,",
     ),
     "P6 and P8 acquire": (
         "*seen = load_acquire_sys(cell);",
@@ -61,8 +61,8 @@ RACES: dict[str, tuple[str, str]] = {
         " static_cast<uint32_t>(cta.num_blocks) ? 1 : 0;",
     ),
     "barrier behind the counts of argmax": (
-        "  cta.sync();\n  const int num_rows = sum_of_counts",
-        "  if (seeded_bug != {bug}) cta.sync();\n  const int num_rows = sum_of_counts",
+        "  cta.sync();\n  const int num_rows = sum_of_ranks",
+        "  if (seeded_bug != {bug}) cta.sync();\n  const int num_rows = sum_of_ranks",
     ),
     "barrier behind the counts of collect": (
         "  cta.sync();\n  if (shared.has_failed != 0) {\n    fill_with_nan",

@@ -42,9 +42,9 @@ namespace moe_nvlink { inline int seeded_bug = 0; }
 SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
     "P1 release": (
         (
-            "store_release_sys(cell_of(args, peer, args.control.dispatch_cells",
-            "(AWAKE ? store_relaxed_sys : store_release_sys)"
-            "(cell_of(args, peer, args.control.dispatch_cells",
+            "store_release_sys(cell_of(args, peer, cells,",
+            "(AWAKE && cells == args.control.dispatch_cells ? store_relaxed_sys"
+            " : store_release_sys)(cell_of(args, peer, cells,",
         ),
     ),
     "P1 and P3 acquire": (
@@ -131,9 +131,9 @@ SEEDED_BUGS: dict[str, tuple[Edit, ...]] = {
     ),
     "P3 release": (
         (
-            "store_release_sys(cell_of(args, peer, args.control.combine_cells",
-            "(AWAKE ? store_relaxed_sys : store_release_sys)"
-            "(cell_of(args, peer, args.control.combine_cells",
+            ": store_release_sys)(cell_of(args, peer, cells,",
+            ": AWAKE && cells == args.control.combine_cells ? store_relaxed_sys"
+            " : store_release_sys)(cell_of(args, peer, cells,",
         ),
     ),
     "P4 barrier": (

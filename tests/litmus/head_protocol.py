@@ -15,6 +15,7 @@ from tests.litmus.protocol import (
     HAS_ITEMS,
     LOOKS_FOR_FAILURE,
     SEEN,
+    SIGNAL_STORED,
     THREAD_0,
     WAIT,
     WAITS,
@@ -22,6 +23,7 @@ from tests.litmus.protocol import (
     buffers,
     text,
 )
+from tests.litmus.protocol import SIGNAL_RELAXED as CELL_RELAXED
 
 # ---- Statements and conditions of the kernels, by their text.
 
@@ -46,7 +48,6 @@ OTHER_ELEMENTS = r"^element == kElementFp(16|32)$"
 ARRIVAL_RELAXED = Edit("arrive_last", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu")
 NO_BARRIER_BEFORE_ARRIVAL = Edit("arrive_last", r"cta\.sync\(\);", turn=0)
 NO_BARRIER_BEHIND_ARRIVAL = Edit("arrive_last", r"cta\.sync\(\);", turn=1)
-CELL_RELAXED = Edit("signal_ranks", "store_release_sys", "store_relaxed_sys")
 NO_BARRIER_BEHIND_WAIT = Edit("head_argmax_body", r"cta\.sync\(\);", turn=1)
 PARTS_BARRIER_OF_WARP = Edit("put_words", r"cta\.sync\(\);", "cta.sync_warp();")
 ONE_BUFFER = Edit("put_words", r"turn = 1 - turn;")
@@ -92,7 +93,7 @@ def gathering(
     untaken = [A_FAULT]
     _arrive(operands, plain, untaken, arrival, reset)
     if last:
-        operands |= {WAITS: wait, r"signal_ranks: ": cell}
+        operands |= {WAITS: wait, SIGNAL_STORED: cell}
         plain[COUNTS_LEFT] = counts
         if bump is not None:
             plain[EPOCH_BUMP] = bump
@@ -124,7 +125,7 @@ def comparing(
     else:
         plain[WORD_PUT] = put
     if last:
-        operands |= {WAITS: wait, r"signal_ranks: ": cell}
+        operands |= {WAITS: wait, SIGNAL_STORED: cell}
         plain[IDS_TAKEN] = take
     else:
         untaken.append(COMPARED_LAST)

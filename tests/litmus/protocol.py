@@ -43,6 +43,9 @@ ROUTE_WRITTEN = r"route\.rows\[k\] = row"
 PREPARES = r"quantising\.prepare\("
 PUTS_QUANTISED = r"quantising\.put\("
 
+#: The cell that dispatch stores for a peer, and the signal of the other kernels; relaxed in twins.
+CELL_STORED = r"signal_peer: |publish_counts: store_relaxed_sys"
+SIGNAL_STORED = r"signal_peer: |signal_peers: store_relaxed_sys"
 #: A look at a cell, and the acquire behind it.
 WAITS = r"(?:wait_for_epoch|is_reached_in_time): "
 #: An access that looks at what no healthy round writes: left out of the programs.
@@ -67,7 +70,7 @@ FAULT_READ = r"return shared\.faulted"
 SIGNALS = r"^format == kCombineUnquantised && cta\.block == 0 && !failed$"
 QUANTISES = r"^Format != kCombineUnquantised$"
 OTHER_FORMATS = (r"^format == kCombineFp8Block$", r"^format == kCombineNvfp4$")
-OTHER_ELEMENTS = r"^!\(element == kElementBf16\)"
+OTHER_ELEMENTS = r"^element == kElementFp(16|32)$"
 HAS_ITEMS = r"^int item = cta\.block"
 
 ROWS_COUNTED = r"load_word\(&rows_from\(args\)"
@@ -92,8 +95,8 @@ ARRIVAL_ACQUIRES_ONLY = Edit("fetch_add_acq_rel_gpu", r"atom\.acq_rel", "atom.ac
 ARRIVAL_OF_CTA_SCOPE = Edit("fetch_add_acq_rel_gpu", r"acq_rel\.gpu", "acq_rel.cta")
 NO_BARRIER_BEFORE_ARRIVAL = Edit("arrive", r"cta\.sync\(\);", turn=0)
 NO_BARRIER_BEHIND_ARRIVAL = Edit("arrive", r"cta\.sync\(\);", turn=1)
-CELL_RELAXED = Edit("publish_counts", "store_release_sys", "store_relaxed_sys")
-SIGNAL_RELAXED = Edit("signal_peers", "store_release_sys", "store_relaxed_sys")
+CELL_RELAXED = Edit("publish_counts", r"\bsignal_peer\(", "store_relaxed_sys(")
+SIGNAL_RELAXED = Edit("signal_peers", r"\bsignal_peer\(", "store_relaxed_sys(")
 RELEASE_OF_GPU_SCOPE = Edit("store_release_sys", r"release\.sys", "release.gpu")
 ACQUIRE_RELAXED = Edit("wait_for_epoch", "load_acquire_sys", "load_relaxed_sys")
 ACQUIRE_OF_GPU_SCOPE = Edit("load_acquire_sys", r"acquire\.sys", "acquire.gpu")
@@ -184,7 +187,7 @@ def finishing(
         untaken.append(THREAD_0)
     if last:
         operands[r"publish_counts: load"] = count
-        operands[r"publish_counts: .*dispatch_cells"] = cell
+        operands[CELL_STORED] = cell
         operands[r"publish_counts: .*\], 0\)"] = reset
         plain[ROWS_FROM_WRITTEN] = rows_from
     else:
@@ -216,7 +219,7 @@ def combining(
     if signal is None:
         untaken.append(SIGNALS)
     else:
-        operands[r"signal_peers: .*combine_cells"] = signal
+        operands[SIGNAL_STORED] = signal
     if items:
         plain[ROW_READ] = row_read
     else:
@@ -267,7 +270,7 @@ def combining_quantised(
     if signal is None:
         untaken.append(COMPLETES)
     else:
-        operands[r"signal_peers: .*combine_cells"] = signal
+        operands[SIGNAL_STORED] = signal
         plain[ROWS_RESET] = reset
     if item is None:
         untaken.append(HAS_ITEMS)

@@ -44,6 +44,19 @@ def test_no_constant_is_overlooked() -> None:
     assert len(constants()) == len(written) + len(enumerators) > 10
 
 
+@pytest.mark.parametrize(
+    ("prefix", "count"),
+    [
+        ("kElement", "kNumElements"),
+        ("kQuantiser", "kNumQuantisers"),
+        ("kCombine", "kNumCombineFormats"),
+    ],
+)
+def test_each_enum_has_its_number(prefix: str, count: str) -> None:
+    codes = [value for name, value in constants().items() if name.startswith(prefix)]
+    assert sorted(codes) == list(range(constants()[count]))
+
+
 @pytest.mark.parametrize("name", ["LocalControl", "ExchangeCounters"])
 def test_reserved_bytes_hold_the_struct(name: str) -> None:
     assert ctypes.sizeof(structs()[name]) <= layout.STRUCT_BYTES

@@ -52,8 +52,8 @@ def test_one_token_is_dispatched_by_a_thread_per_vector() -> None:
 )
 def test_one_token_is_quantised_by_a_thread_per_16_elements(hidden_size: int, threads: int) -> None:
     """Or per element, where that is how an odd row is stored."""
-    text = read_kernel_file("include/moe_nvlink/platform.h")
-    assert f"constexpr int kLaneElements = {LANE_ELEMENTS};" in text.partition("// --- host")[0]
+    text = read_kernel_file("include/moe_nvlink/platform_gpu.h")
+    assert f"constexpr int kLaneElements = {LANE_ELEMENTS};" in text
     lanes = quantising_lanes(hidden_size)
     assert dispatch_shape(1, lanes * VECTOR_BYTES, 0, limits()).threads == threads
 

@@ -1,8 +1,9 @@
-// The packed arguments of a launch: one struct per kernel (the head's three share HeadArgs), passed
-// by value on the GPU and by pointer on the host. Python builds its ctypes mirror by reading this
-// file, so a field is written once: one field per line, type and name, then who needs it and its unit.
-// Peer memory has no pointer table: rank r's workspace is at window_base + r * rank_stride, and a
-// region lies at the same offset in every rank's. Region offsets count units of kRegionAlignment.
+// The packed arguments of a launch: one struct per kernel (the head's three kernels share
+// HeadArgs), passed by value on the GPU and by pointer on the host. Python builds its ctypes mirror
+// from this file, so a field is written once: one field per line, type and name, then who needs it
+// and its unit. Peer memory has no pointer table: rank r's workspace is at window_base + r *
+// rank_stride, and a region lies at the same offset in every rank's workspace. Region offsets count
+// units of kRegionAlignment.
 #pragma once
 
 #include "config.h"
@@ -12,7 +13,7 @@ namespace moe_nvlink {
 
 struct Geometry {
   int32_t ep_size;              // ranks
-  int32_t ep_rank;              // this one
+  int32_t ep_rank;              // this rank
   int32_t num_experts;          // global
   int32_t top_k;                // ids per token
   int32_t hidden_size;          // elements of a combined row
@@ -22,9 +23,9 @@ struct Geometry {
   uint32_t formats;             // 7 bits that stand for the recipe and combine's format
 };
 
-// With a quantiser, payload kFirstCallerPayload has the activations as its source,
-// [num_tokens, hidden_size] of geometry.element, and the quantised row as its row; the payload
-// behind it, if the recipe has scales, is written by the quantiser and has no source.
+// With a quantiser, the source of payload kFirstCallerPayload is the activations, [num_tokens,
+// hidden_size] of geometry.element, and its row is the quantised row. If the recipe has scales, the
+// quantiser writes the next payload, which has no source.
 struct Payload {
   uint64_t source;     // [num_tokens, row_bytes], this rank's own memory
   uint32_t region;     // [ep_size, max_tokens_per_rank, row_bytes] in every rank's workspace
@@ -71,11 +72,11 @@ struct CombineArgs {
   uint32_t row_scales_region;  // [ep_size, max_tokens_per_rank] f32; formats that have them
 };
 
-// The vocabulary product that the ranks of a group share (lm_head.cu). Rank r has the vocabulary rows
-// from r * shard_size on: shard_size of them, or what is left of vocab_size.
+// The vocabulary product that the ranks of a group share (kernels/lm_head). Rank r has the
+// vocabulary rows from r * shard_size on: shard_size of them, or what is left of vocab_size.
 struct HeadGeometry {
   int32_t tp_size;            // ranks
-  int32_t tp_rank;            // this one
+  int32_t tp_rank;            // this rank
   int32_t vocab_size;         // token ids
   int32_t hidden_size;        // elements of a row
   int32_t shard_size;         // vocabulary rows of a rank
@@ -109,11 +110,11 @@ struct HeadArgs {
 struct LocalControl {
   uint64_t fault;             // 0, or {code, phase, peer, epoch} (epoch_flags.h)
   uint64_t host_fault;        // address of a word the host reads without waiting, or 0; set once
-  uint32_t epoch;             // of the last dispatch, or gather; what follows takes it as it stands
+  uint32_t epoch;             // of the last dispatch, or gather; the kernels after it read it
   uint32_t arrivals;          // CTAs of the running dispatch, or gather, that have put their rows
   uint32_t rows_put;          // by the last dispatch, for combine's counters
   uint32_t remote_rows_put;   // the part of them that went to other ranks
-  uint32_t combine_arrivals;  // rows that the running combine has quantised; CTAs of argmax, done
+  uint32_t combine_arrivals;  // rows that the running combine has quantised; CTAs that ended argmax
   uint32_t rows_taken;        // by CTAs of the running combine with a format; zero between combines
 };
 

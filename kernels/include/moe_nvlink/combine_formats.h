@@ -1,6 +1,6 @@
-// How the experts' rows travel in combine: as they are, or quantised per block. For each format what
-// one thread loads of one row and adds to its sums (a "part"), what its elements are made of, and the
-// bytes that a row takes. moe_nvlink_plugin/recipes/combine_formats.py has the same arithmetic in torch.
+// How the experts' rows travel in combine: as they are, or quantised per block. For each format:
+// the bytes of a row, what one thread loads of a row and adds to its sums (a part), and how a row
+// is quantised. moe_nvlink_plugin/recipes/combine_formats.py has the same arithmetic in torch.
 #pragma once
 
 #include "args.h"
@@ -11,7 +11,7 @@
 
 namespace moe_nvlink {
 
-// Where a partial row lies; null for a k that has none. What a format has no use for is not set.
+// Where a partial row lies; null for a k that has none. A format sets what it uses.
 struct PartialRow {
   const char* row;
   const char* scales;
@@ -25,11 +25,17 @@ struct RowSizes {
   uint64_t row_scale;
 };
 
-HD RowSizes row_sizes(int format, uint64_t element_bytes, int hidden_size) {
+template <int Format>
+HD RowSizes row_sizes(uint64_t element_bytes, int hidden_size) {
   const uint64_t elements = static_cast<uint64_t>(hidden_size);
-  if (format == kCombineFp8Block) return RowSizes{elements, elements / 128 * 4, 0};
-  if (format == kCombineNvfp4) return RowSizes{elements / 2, elements / 16, 4};
-  return RowSizes{elements * element_bytes, 0, 0};
+  if constexpr (Format == kCombineFp8Block) {
+    return RowSizes{elements, elements / 128 * 4, 0};
+  } else if constexpr (Format == kCombineNvfp4) {
+    return RowSizes{elements / 2, elements / 16, 4};
+  } else {
+    static_assert(Format == kCombineUnquantised);
+    return RowSizes{elements * element_bytes, 0, 0};
+  }
 }
 
 // Width elements of one row, as loaded.
@@ -47,7 +53,7 @@ HD void fill_bytes(Vector<Bytes>& vector, unsigned char byte) {
 template <class Element, int Width>
 struct UnquantisedPart {
   static constexpr int kWidth = Width;
-  using Rest = UnquantisedPart<Element, 1>;  // host: for the elements behind the last whole part
+  using Rest = UnquantisedPart<Element, 1>;  // host: for the elements after the last whole part
   Lanes<Element, Width> lanes;
 
   HD void set_absent() {
@@ -126,11 +132,11 @@ struct Nvfp4Part {
   }
 };
 
-// ---- Quantising, in the blocks of quantise.h. Fp8Block serves as it is.
+// ---- Quantising, in the blocks of quantise.h. Fp8Block serves unchanged.
 
-// The scale of a row of nvfp4 from its largest magnitude, as bits: the largest block's scale is then
-// e4m3's largest number. Not below 2^-100, so that the least unit of a block is a normal number; NaN
-// where the row has a NaN or an infinity.
+// The scale of a row of nvfp4 from its largest magnitude, as bits: the largest block's scale is
+// then e4m3's largest number. Not below 2^-100, so that the least unit of a block is a normal
+// number. NaN if the row has a NaN or an infinity.
 HD float nvfp4_row_scale(uint32_t amax_bits) {
   constexpr float kLeast = 0x1p-100f;
   if (amax_bits >= 0x7f800000u) return float_of_bits(0x7fc00000u);
@@ -138,8 +144,8 @@ HD float nvfp4_row_scale(uint32_t amax_bits) {
   return scale > kLeast ? scale : kLeast;
 }
 
-// A block of nvfp4 under the scale of its row. Unlike the recipe Nvfp4, which a model's calibration
-// and other kernels have to agree with, it divides as IEEE 754 says on every executor.
+// A block of nvfp4 under the scale of its row. It divides as IEEE 754 says on every executor. The
+// recipe Nvfp4 does not, because it must agree with a model's calibration and with other kernels.
 struct Nvfp4OfRow {
   static constexpr int kBits = Nvfp4::kBits;
   static constexpr int kBlock = Nvfp4::kBlock;

@@ -1,6 +1,6 @@
-// Limits and codes that kernels and Python share. Python reads the constants from this file
-// (moe_nvlink_plugin/jit/header.py); the limits that config.py and layout.py repeat, because they check
-// before anything is compiled, are compared with these by a test.
+// Limits and codes that kernels and Python share. Python reads the constants and the codes from
+// this file (moe_nvlink_plugin/jit/header.py). config.py and layout.py repeat some limits, because
+// they check before anything is compiled; a test compares the two.
 #pragma once
 
 namespace moe_nvlink {
@@ -21,7 +21,12 @@ constexpr int kTopkWeightsPayload = 1;
 constexpr int kFirstCallerPayload = 2;
 
 // The codes below are enums, so that a switch without a case for one of them does not compile
-// (-Werror=switch of the host compiler); where they are stored or compared they are ints.
+// (-Werror=switch of the host compiler); where they are stored or compared they are ints. Whatever
+// else chooses by a code asserts the number of codes: a new code does not compile there either. A
+// test compares the numbers with the enums.
+constexpr int kNumElements = 3;
+constexpr int kNumQuantisers = 6;
+constexpr int kNumCombineFormats = 3;
 
 // Element types that combine reduces. Sums are always fp32.
 enum ElementCode : int {
@@ -31,7 +36,7 @@ enum ElementCode : int {
 };
 
 // What dispatch does with the activations on their way: nothing, or one of the built-in recipes
-// (kernels/include/moe_nvlink/quantise.h). Rows that come quantised travel as they are.
+// (quantisers.h). Rows that the caller has quantised travel as they are.
 enum QuantiserCode : int {
   kQuantiserNone = 0,
   kQuantiserFp8Block = 1,
@@ -60,19 +65,19 @@ constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slic
 constexpr int kFaultGeometry = 3;  // the peer dispatched through a layer of another geometry
 constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
 
-// A slot that says "this expert of the token has no row of its own": its rank already holds the
-// token because of an earlier expert, or the expert id is no expert.
+// The slot of an expert id without a row of its own: the expert's rank already has the token
+// because of an earlier id, or the id is no expert.
 constexpr int kNoSlot = -1;
 
 // What a kernel is compiled for: its `Config`, which each translation unit derives from this one
-// (moe_nvlink_plugin/jit/source.py). The host's changes nothing, so that a kernel takes every value
-// from its arguments and one shared object serves every geometry. A GPU's fixes the values that shape
-// the code, so that row loops unroll into registers.
+// (moe_nvlink_plugin/jit/source.py). The host's Config changes nothing: a kernel takes every value
+// from its arguments, and one shared object serves every geometry. A GPU's Config fixes the values
+// that shape the code, so that loops over rows unroll into registers.
 struct RuntimeConfig {
   static constexpr int kTopK = 0;
   static constexpr int kElement = -1;
   static constexpr int kTopKBound = kMaxTopK;
-  // Compiled to be launched with programmatic dependent launch (dispatch.cu says what moves).
+  // Compiled to be launched with programmatic dependent launch (dispatch.cu says what it allows).
   static constexpr bool kPdl = false;
   static constexpr int kQuantiser = -1;
   static constexpr int kCombine = -1;

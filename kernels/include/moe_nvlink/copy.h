@@ -18,8 +18,8 @@ HD int vector_bytes_for(uint64_t address, uint64_t row_bytes) {
   return static_cast<int>(bits & (~bits + 1));
 }
 
-// Global-space forms (LDG/STG rather than the generic LD/ST), volatile so that they stay behind the
-// wait or the barrier they are written behind.
+// Global-space forms: LDG and STG, not the generic LD and ST. Volatile, so that they stay after the
+// wait or the barrier that they are written after.
 #define MOE_NVLINK_DEVICE_VECTOR(BYTES, TYPE, PTX, CONSTRAINT)         \
   HD void load_vector(Vector<BYTES>& vector, const char* source) {     \
     TYPE value;                                                        \
@@ -112,15 +112,15 @@ HD int lanes_for(int row_bytes, int vector_bytes) {
   return whole > rest ? whole : rest;
 }
 
-// Moves [first, last) of one row, a multiple of Bytes long, to each target that is not null. This
-// thread takes the vectors lane, lane + num_threads, ...
+// Moves bytes [first, last) of one row, a multiple of Bytes, to each target that is not null. This
+// thread moves the vectors lane, lane + num_threads, ...
 template <int Bytes, int InFlight>
 HD void put_range(const Cta& cta, int lane, const char* source, char* const* targets,
                   int num_targets, int first, int last) {
   const int step = cta.num_threads * Bytes;
   for (int offset = first + lane * Bytes; offset < last; offset += InFlight * step) {
-    // All loads before the first store. Behind the end of the row the first of them is repeated: a
-    // branch would make the loads wait for one another.
+    // All loads before the first store. After the end of the row the first load is repeated,
+    // because a branch would make the loads wait for one another.
     Vector<Bytes> vectors[InFlight];
     MOE_NVLINK_UNROLL
     for (int i = 0; i < InFlight; ++i) {
@@ -139,8 +139,8 @@ HD void put_range(const Cta& cta, int lane, const char* source, char* const* tar
   }
 }
 
-// The CTA's threads move one row of any size to each target that is not null; `lane` numbers them
-// from 0 to num_threads - 1 in any order. `vector_bytes` is what vector_bytes_for() said.
+// Moves one row of any size to each target that is not null. All threads of the CTA; `lane` numbers
+// them from 0 to num_threads - 1 in any order. vector_bytes: of vector_bytes_for().
 HD void put_row(const Cta& cta, int lane, const char* source, char* const* targets, int num_targets,
                 int row_bytes, int vector_bytes) {
   const int whole = row_bytes & ~(vector_bytes - 1);
@@ -170,7 +170,7 @@ HD void put_row(const Cta& cta, int lane, const char* source, char* const* targe
   }
 }
 
-// The CTA's threads write -1 into words [first, last); words[0] lies on a vector's boundary.
+// Writes -1 into words [first, last). All threads of the CTA. words[0] lies on a vector's boundary.
 HD void fill_minus_one(const Cta& cta, int32_t* words, int64_t first, int64_t last) {
   constexpr int64_t kWide = kVectorBytes / 4;
   const int64_t first_vector = (first + kWide - 1) / kWide;
@@ -181,7 +181,7 @@ HD void fill_minus_one(const Cta& cta, int32_t* words, int64_t first, int64_t la
   for (int64_t i = first_vector + cta.thread; i < last_vector; i += cta.num_threads) {
     store_vector(reinterpret_cast<char*>(words + i * kWide), ones);
   }
-  // What lies before the first whole vector and behind the last one; all of a short range.
+  // The words before the first whole vector and after the last one; all words of a short range.
   const int64_t head_end = first_vector * kWide < last ? first_vector * kWide : last;
   const int64_t tail_start = last_vector * kWide > head_end ? last_vector * kWide : head_end;
   MOE_NVLINK_ROLLED

@@ -1,8 +1,8 @@
-// The cells ranks signal each other with, and the bounded wait for them.
-// A cell is one 8-byte word {tag:7, count:25, epoch:32} with a single writer, so all of it arrives
-// together. The tag stands for the sender's geometry: ranks that take different layers for the same
-// round would put rows where the others do not look, and nobody would notice.
-// Epochs only go up and wrap after 2^32 rounds; they are compared by signed difference.
+// The cells by which ranks signal each other, and the bounded wait for a cell. peers.h has the
+// loops. A cell is one 8-byte word {tag:7, count:25, epoch:32} with a single writer, so all of it
+// arrives together. The tag stands for the sender's geometry: if ranks dispatch through layers of
+// different geometry in the same round, rows go to places where the receivers do not look. Epochs
+// only go up and wrap after 2^32 rounds. They are compared by signed difference.
 #pragma once
 
 #include "config.h"
@@ -26,15 +26,15 @@ HD uint32_t cell_tag(uint64_t cell) {
   return static_cast<uint32_t>(cell >> (32 + kCountBits));
 }
 
-// What all ranks of a round must agree on, in 7 bits: two geometries share a tag once in 128 times.
-// Capacities that are powers of two never do: the factor is a de Bruijn sequence, whose bits read
-// differently from every place (a test counts both).
+// What all ranks of a round must agree on, in 7 bits: of 128 pairs of geometries one shares a tag.
+// Geometries that differ only in a capacity that is a power of two never share one: the factor is a
+// de Bruijn sequence, whose bits read differently from every place. A test counts both.
 HD uint32_t geometry_tag(const Geometry& geometry) {
   uint32_t mixed = static_cast<uint32_t>(geometry.top_k) * 0x85ebca6bu;
   mixed = (mixed ^ static_cast<uint32_t>(geometry.hidden_size)) * 0xc2b2ae35u;
   mixed = (mixed ^ mixed >> 15 ^ static_cast<uint32_t>(geometry.num_experts)) * 0x27d4eb2fu;
   mixed ^= static_cast<uint32_t>(geometry.max_tokens_per_rank) * 0x077cb531u;
-  // Last and as they are: two formats of one geometry never share a tag either.
+  // Last and unmixed: two formats of one geometry never share a tag either.
   return mixed >> kCountBits ^ geometry.formats;
 }
 
@@ -48,17 +48,17 @@ HD uint64_t pack_fault(int code, int phase, int peer, uint32_t epoch) {
          static_cast<uint64_t>(peer) << 32 | epoch;
 }
 
-// One thread's patience: for all the cells that it waits for, together. The clock starts at the first
-// look that fails, so a thread that need not wait reads none.
+// How long one thread waits, for all its cells together. The clock starts at the first look that
+// fails, so a thread that need not wait does not read the clock.
 struct Patience {
   uint64_t timeout_ns;
   uint64_t start = 0;  // 0: no look has failed yet
 
   HD explicit Patience(uint64_t nanoseconds) : timeout_ns(nanoseconds) {}
 
-  // Nanoseconds since the first call. Never negative: a GPU's clock may read lower than it did before
-  // (the driver sets it, and it is one for all SMs), and an unsigned difference would then be over
-  // every limit at once.
+  // Nanoseconds since the first call. Never negative: a GPU's clock may read lower than before (the
+  // driver sets it, one clock for all SMs), and an unsigned difference would then be above every
+  // limit.
   HD uint64_t waited_ns() {
     const uint64_t now = now_ns();
     if (start == 0) start = now;
@@ -67,7 +67,7 @@ struct Patience {
   }
 };
 
-// Looks at the cell until it has reached the epoch; false when patience is over. Orders nothing.
+// Looks at the cell until it has reached the epoch. False if the time is over. Orders nothing.
 HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience) {
   Backoff backoff;
   while (!has_reached(load_relaxed_sys(cell), epoch)) {
@@ -82,32 +82,33 @@ HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patie
 // it is visible to this thread; otherwise a kFault* code.
 HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t* seen) {
   if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
-  // The acquire half of P1 (dispatch) and P3 (combine). With a relaxed load here the rows read
-  // afterwards may be older than the cell.
+  // The acquire half of P1 (dispatch), P3 (combine), P6 (gather) and P8 (argmax). If this load were
+  // relaxed, what is read afterwards might be older than the cell.
   *seen = load_acquire_sys(cell);
-  // A peer cannot get ahead: to end a round it needs this rank's signal of that round. One that did
-  // has gone on after a failure, and its rows are of another round.
-  // The acquired value is looked at, not the polled one: what is not used is not loaded, and ptxas
-  // then drops this load (combine) or halves it (dispatch), and count and epoch come from two loads.
+  // A healthy peer is never ahead: to end a round it needs this rank's signal of that round. A peer
+  // that is ahead has gone on after a failure, and its rows are of another round. The epoch
+  // compared is the acquired one, not the polled one. If no use were made of the acquired epoch,
+  // ptxas would drop this load (combine) or halve it (dispatch), and count and epoch would come
+  // from two loads.
   return cell_epoch(*seen) == epoch ? 0 : kFaultAhead;
 }
 
-// Whether a verb of this rank has failed before. From then on its verbs exchange nothing: a late
-// peer could otherwise meet rows of a round that it has not come to. The host stops calling them, but
-// what is in a stream or a graph already still runs.
+// Whether a verb of this rank has failed before. From then on its verbs exchange nothing, so that a
+// late peer does not meet rows of a round that it has not come to. The host stops calling the
+// verbs, but verbs that are already in a stream or a graph still run.
 template <class Args>
 HD bool has_failed(const Args& args) {
   return load_relaxed_sys(&local_control(args)->fault) != 0;
 }
 
-// The fault word is for the host: it turns it into an error that names phase, peer and epoch. The
-// first fault stays; those after it follow from it. Where the host cannot read this rank's workspace
-// without waiting for the device, it has named a word of its own memory (on the GPU pinned and
-// mapped, so in global space too).
+// Leaves a fault word for the host, which makes of it an error that names phase, peer and epoch.
+// The first fault stays, because later faults follow from it. If the host cannot read this rank's
+// workspace without waiting for the device, it has named a word of its own memory, on the GPU
+// pinned and mapped, so in global space too.
 //
-// Not before this rank's own cell of the round is there (cells: the phase's region): its sender looks
-// for failures of earlier verbs first, and must not take this one for such and leave the peers
-// waiting, who then would hear of a missing rank instead of what is wrong.
+// Waits first for this rank's own cell of the round in `cells`. The CTA that sends the cell looks
+// for failures of earlier verbs first. If it took this fault for one of them, it would not signal,
+// and the peers would report a missing rank instead of what is wrong.
 template <class Args>
 HD void report_fault(const Args& args, uint32_t cells, int code, int phase, int peer,
                      uint32_t epoch, Patience& patience) {

@@ -1,17 +1,17 @@
 // Every ordered access of the project, named by operation, order and scope. "sys" reaches the other
-// ranks (other GPUs, other processes), "gpu" the CTAs of this rank, "cta" the threads of one.
+// ranks (other GPUs, other processes), "gpu" the CTAs of this rank, "cta" the threads of one CTA.
 // Release and acquire are properties of the operation itself, never of a fence beside a relaxed
-// access: that is what the PTX model is easiest to reason about in, and the only form the thread
-// sanitizer understands. On the device each is one PTX instruction with its memory clobber, so that
-// the compiler moves nothing across it; on the host each is the std::atomic_ref operation of the
-// same order.
+// access: that form is the easiest to reason about in the PTX model, and the only one that the
+// thread sanitizer understands. On the device each access is one PTX instruction with a memory
+// clobber, so the compiler moves nothing across it. On the host each is the std::atomic_ref
+// operation of the same order.
 #pragma once
 
 #include "platform.h"
 
 namespace moe_nvlink {
 
-// Looks, orders nothing. For polling: an acquire in the loop would empty L1 at every turn.
+// Loads, orders nothing. For polling: an acquire in the loop would empty L1 at every turn.
 HD uint64_t load_relaxed_sys(const uint64_t* address) {
   MOE_NVLINK_DEVICE_ONLY(uint64_t value; asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(
       value) : "l"(__cvta_generic_to_global(address)) : "memory");
@@ -20,7 +20,7 @@ HD uint64_t load_relaxed_sys(const uint64_t* address) {
                            .load(std::memory_order_relaxed);)
 }
 
-// What the writer did before its release of this word is visible to what follows this load.
+// After this load, what the writer did before its release of this word is visible.
 HD uint64_t load_acquire_sys(const uint64_t* address) {
   MOE_NVLINK_DEVICE_ONLY(uint64_t value; asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(
       value) : "l"(__cvta_generic_to_global(address)) : "memory");
@@ -29,7 +29,7 @@ HD uint64_t load_acquire_sys(const uint64_t* address) {
                            .load(std::memory_order_acquire);)
 }
 
-// Whoever acquires this word sees what was done before this store.
+// A thread that acquires this word sees what was done before this store.
 HD void store_release_sys(uint64_t* address, uint64_t value) {
   MOE_NVLINK_DEVICE_ONLY(
       asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(__cvta_generic_to_global(address)),

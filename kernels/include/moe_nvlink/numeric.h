@@ -1,6 +1,6 @@
-// Activation formats and quantised ones to and from fp32. The same values on both executors: by the
-// hardware's conversions where the GPU has them, else by arithmetic. Every pattern up, and a few
-// million fp32 values down, are compared with torch and ml_dtypes in the tests.
+// Activation types and quantised formats to and from fp32, with the same values on both executors:
+// by the hardware's conversions if the GPU has them, else by arithmetic. The tests compare every
+// pattern up, and a few million fp32 values down, with torch and ml_dtypes.
 #pragma once
 
 #include "config.h"
@@ -18,8 +18,8 @@ HD uint32_t bits_of_float(float value) {
   MOE_NVLINK_HOST_ONLY(return __builtin_bit_cast(uint32_t, value);)
 }
 
-// The same of registers of several elements, which the host has. Conversions are written once, for
-// one element (Bits is uint32_t) and for a register of them.
+// The same for registers of several elements, which the host has. Each conversion is written once,
+// for one element (Bits is uint32_t) and for a register of elements.
 MOE_NVLINK_HOST_ONLY(
     HD FloatRegister float_of_bits(BitRegister bits) {
       return reinterpret_cast<FloatRegister>(bits);
@@ -30,6 +30,7 @@ MOE_NVLINK_HOST_ONLY(
     })
 
 HD int element_bytes(int element) {
+  static_assert(kNumElements == 3);
   return element == kElementFp32 ? 4 : 2;
 }
 
@@ -110,13 +111,13 @@ struct Fp32 {
 struct E4m3 {
   static constexpr float kLargest = 448.0f;
 
-  // Round to nearest even; what is larger than 448, infinity too, becomes 448, as in the hardware and
-  // in torch from 2.13 on (older ones make NaN of it). NaN becomes 0x7f, of either sign.
-  // Normal numbers: fp32's exponent less 120, cut to 3 mantissa bits. Below 2^-6, subnormal ones:
-  // adding 2^14 makes fp32's own adder round to multiples of 2^-9.
+  // Round to nearest even. Numbers above 448, infinity too, become 448, as in the hardware and in
+  // torch from 2.13 on (older versions make NaN of them). NaN becomes 0x7f, of either sign. Normal
+  // numbers: fp32's exponent less 120, cut to 3 mantissa bits. Below 2^-6, subnormal ones: adding
+  // 2^14 makes fp32's own adder round to multiples of 2^-9.
   HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
 
-  // As wide as a float, for loops that become vector code.
+  // The code in a word as wide as a float, for loops that become vector code.
   HD static uint32_t code_of(float value) {
     if constexpr (kHasFp8Conversions) return e4m3_pair_of_floats(value, 0.0f) & 0xffu;
     const uint32_t bits = bits_of_float(value);
@@ -169,8 +170,8 @@ struct E4m3 {
   }
 };
 
-// 1 sign, 2 exponent, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two codes to a
-// byte, the first in the low half.
+// 1 sign, 2 exponent, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two codes to
+// a byte, the first in the low half.
 struct E2m1 {
   static constexpr float kLargest = 6.0f;
 
@@ -182,7 +183,7 @@ struct E2m1 {
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t bounded = magnitude < 0x40c00000u ? magnitude : 0x40c00000u;
     const uint32_t normal = ((bounded + 0x1fffffu + ((bounded >> 22) & 1u)) >> 22) - 252u;
-    // Below 1 the steps are 0.5, and so are fp32's behind 2^22.
+    // Below 1 the steps are 0.5, as fp32's are from 2^22 on.
     const uint32_t subnormal = bits_of_float(float_of_bits(bounded) + 4194304.0f) - 0x4a800000u;
     const uint32_t code = (bounded < 0x3f800000u ? subnormal : normal) | ((bits >> 28) & 8u);
     return magnitude > 0x7f800000u ? 7u : code;
@@ -235,12 +236,12 @@ struct E2m1 {
 };
 
 // x / divisor, rounded as IEEE division rounds it, for many x: RN(1 / divisor) once, then a product
-// and two corrections. Each correction takes the exact remainder; the first leaves the quotient at
-// most one unit off, and from there Markstein's theorem makes the second one right. Where quotients
-// or remainders are below fp32's normal numbers it does not hold, and nobody asks: the formats
-// quantised to have nothing there but 0. The remainder is taken as divisor * q - x and the reciprocal
-// with the opposite sign, so that -0 stays -0. An infinite divisor leaves x * 0 and NaN leaves NaN,
-// as division does; which NaN is not promised.
+// and two corrections. Each correction takes the exact remainder. The first leaves the quotient at
+// most one unit off, and from there the second is right by Markstein's theorem. The theorem does
+// not hold for quotients or remainders below fp32's normal numbers; the formats have no codes there
+// but 0. The remainder is taken as divisor * q - x and the reciprocal with the opposite sign, so
+// that -0 stays -0. An infinite divisor makes x * 0, and NaN makes NaN, as in division; which NaN
+// is not promised.
 struct Divider {
   float divisor;
   float reciprocal;

@@ -1,9 +1,8 @@
-// Adding up a token's partial rows where absent ones are left out (the host: there the arithmetic is
-// what combine's time goes into). The sum is that of combine's tree over all k, to the last bit (of
-// NaNs: that it is one): an absent row would add -0.0, which changes nothing, so a node with one empty
-// side is its other side.
-// Elements go through registers, kRegisterFloats at a time; the few shapes that two, three and four
-// rows can have are spelled out.
+// The sum of a token's partial rows without the absent rows: on the host, where combine spends its
+// time on arithmetic. The sum is that of combine's tree over all k, to the last bit; of NaN only
+// that it is one. An absent row would add -0.0, which changes nothing, so a node with one empty
+// side equals its other side. Elements go through registers, kRegisterFloats at a time. The few
+// shapes that the tree of two, three and four rows can have are spelled out.
 #pragma once
 
 #include "combine_formats.h"
@@ -73,7 +72,9 @@ struct Nvfp4Term {
 };
 
 template <class Element, int Format>
-struct TermOf {
+struct TermOf;
+template <class Element>
+struct TermOf<Element, kCombineUnquantised> {
   using Type = UnquantisedTerm<Element>;
 };
 template <class Element>
@@ -143,7 +144,8 @@ HD void sum_rows(const PartialRow* rows, char* output, int thread, int threads, 
   }
 }
 
-// Brings rows[0..2] into the order of Chain<3>: the two whose numbers k part lower in the tree first.
+// Brings rows[0..2] into the order of Chain<3>: the two whose numbers k part lower in the tree
+// first.
 HD void order_three(PartialRow* rows, const int* k) {
   if ((k[0] ^ k[1]) < (k[1] ^ k[2])) return;
   const PartialRow first = rows[0];
@@ -152,7 +154,7 @@ HD void order_three(PartialRow* rows, const int* k) {
   rows[2] = first;
 }
 
-// The same of four for Chain<4>; false where they are two pairs, and stay as they are, for Tree<4>.
+// The same of four for Chain<4>. False if they are two pairs: they stay as they are, for Tree<4>.
 HD bool order_four(PartialRow* rows, const int* k) {
   const int left = k[0] ^ k[1];
   const int middle = k[1] ^ k[2];

@@ -1,152 +1,21 @@
-// Rows of activations to the quantised rows and scales of the built-in recipes, in registers: loaded
-// once, quantised, stored to whoever is to have them. moe_nvlink_plugin/recipes/ has the same
-// arithmetic in torch, and the tests compare the bits.
+// From rows of activations to quantised rows and scales, in registers: each row is loaded once,
+// quantised and stored to its targets.
 //
-// A lane quantises kLaneElements elements at a time (a "piece"). On the GPU that is 16, so a block
-// of 128 belongs to 8 lanes side by side, which exchange its largest magnitude; on the host it is
-// 128, whole blocks of every recipe. A row's amax (fp8_token) is the caller's business: row_amax.
-// Magnitudes are compared as bits: for numbers that is their order, and a NaN is above all of them,
-// so that it reaches the scale, as in torch.
+// A lane quantises kLaneElements elements at a time (a piece). On the GPU that is 16, so a block of
+// 128 belongs to 8 neighbouring lanes, which exchange its largest magnitude. On the host it is 128,
+// whole blocks of every recipe. The caller finds a row's amax (fp8_token): RowAmax.
 #pragma once
 
 #include "config.h"
 #include "copy.h"
 #include "numeric.h"
 #include "platform.h"
+#include "quantisers.h"
 
 namespace moe_nvlink {
 
-HD uint32_t magnitude_bits(float value) {
-  return bits_of_float(value) & 0x7fffffffu;
-}
-
-HD float over_448(uint32_t amax_bits) {
-  const float amax = float_of_bits(amax_bits);
-  return amax_bits < 0x7f800000u ? Divider(448.0f, 1.0f / 448.0f).quotient(amax) : amax;
-}
-
-// ---- The formats. Each is made of a block's largest magnitude, as bits, and the tensor's scale; it
-// then has the block's scale as it travels and gives the number whose code an element becomes.
-
-// Values of e4m3, `Count` codes of a byte.
-struct E4m3Values {
-  static constexpr int kBits = 8;
-  template <int Count>
-  HD static void encode(const float* values, uint8_t* codes) {
-    E4m3::from_floats<Count>(values, codes);
-  }
-};
-
-// scale = max(amax, 1e-10) / 448; value = x / scale.
-struct Fp8Block : E4m3Values {
-  static constexpr int kBlock = 128;
-  using Scale = float;
-  Scale scale;
-  Divider divider;
-  HD Fp8Block(uint32_t amax, float /*global_scale*/)
-      : scale(over_448(amax > 0x2edbe6ffu ? amax : 0x2edbe6ffu)), divider(scale) {}  // 1e-10
-  HD float value(float x) const { return divider.quotient(x); }
-};
-
-// scale = max(amax of the row / 448, 1 / (448 * 512)); value = x / scale.
-struct Fp8Token : E4m3Values {
-  static constexpr int kBlock = 0;
-  static constexpr float kLeast = 1.0f / (448.0f * 512.0f);
-  using Scale = float;
-  Scale scale;
-  Divider divider;
-  HD Fp8Token(uint32_t amax, float /*global_scale*/) : scale(bounded(amax)), divider(scale) {}
-  HD float value(float x) const { return divider.quotient(x); }
-  HD static float bounded(uint32_t amax) {
-    const uint32_t bits = bits_of_float(over_448(amax));
-    const uint32_t least = bits_of_float(kLeast);
-    return float_of_bits(bits > least ? bits : least);
-  }
-};
-
-// The scale is the model's and does not travel; value = x * (1 / scale).
-struct Fp8Tensor : E4m3Values {
-  static constexpr int kBlock = 0;
-  using Scale = void;
-  float reciprocal;
-  HD Fp8Tensor(uint32_t /*amax*/, float global_scale) : reciprocal(1.0f / global_scale) {}
-  HD float value(float x) const { return x * reciprocal; }
-};
-
-// scale = 2^e with the smallest e for which amax / 2^e <= 448, stored as e + 127; value = x / 2^e,
-// which is x * 2^-e. amax = m * 2^n with 1 <= m < 2: e = n - 8 where m <= 1.75 = 448 / 2^8, else
-// n - 7. Infinity has e = 127; NaN makes every value of its block NaN and has the stored byte 0, as
-// torch casts it.
-struct Mxfp8 : E4m3Values {
-  static constexpr int kBlock = 32;
-  using Scale = uint8_t;
-  Scale scale;
-  float factor;
-  HD Mxfp8(uint32_t amax, float /*global_scale*/) {
-    const int wanted = static_cast<int>(amax >> 23) - 8 + ((amax & 0x7fffffu) > 0x600000u ? 1 : 0);
-    int biased = wanted > 0 ? wanted : 0;
-    biased = amax == 0x7f800000u ? 254 : biased;
-    biased = amax > 0x7f800000u ? 0 : biased;
-    scale = static_cast<Scale>(biased);
-    // 2^-127, for infinity, is below fp32's normal numbers.
-    const uint32_t bits = biased == 254 ? 0x00400000u : static_cast<uint32_t>(254 - biased) << 23;
-    factor = float_of_bits(amax > 0x7f800000u ? 0x7fc00000u : bits);
-  }
-  HD float value(float x) const { return x * factor; }
-};
-
-// scale = e4m3(global * amax / 6); value = x / (scale / global), both with reciprocals as vLLM's
-// kernel takes them. A block whose scale is 0 is 0.
-struct Nvfp4 {
-  static constexpr int kBits = 4;
-  static constexpr int kBlock = 16;
-  using Scale = uint8_t;
-  Scale scale;
-  float factor;
-  HD Nvfp4(uint32_t amax, float global_scale) {
-    const float wanted = global_scale * (float_of_bits(amax) * reciprocal_for_fp4(E2m1::kLargest));
-    scale = E4m3::from_float(wanted);
-    const float used = E4m3::to_float(scale);
-    factor = scale == 0 ? 0.0f : reciprocal_for_fp4(used * reciprocal_for_fp4(global_scale));
-  }
-  HD float value(float x) const { return x * factor; }
-  template <int Count>
-  HD static void encode(const float* values, uint8_t* codes) {
-    E2m1::from_floats<Count>(values, codes);
-  }
-};
-
-template <int Quantiser>
-struct FormatOf;
-template <>
-struct FormatOf<kQuantiserFp8Block> {
-  using Type = Fp8Block;
-};
-template <>
-struct FormatOf<kQuantiserFp8Token> {
-  using Type = Fp8Token;
-};
-template <>
-struct FormatOf<kQuantiserFp8Tensor> {
-  using Type = Fp8Tensor;
-};
-template <>
-struct FormatOf<kQuantiserMxfp8> {
-  using Type = Mxfp8;
-};
-template <>
-struct FormatOf<kQuantiserNvfp4> {
-  using Type = Nvfp4;
-};
-
-// Whether scales travel beside the rows.
-HD bool has_scales(int quantiser) {
-  return quantiser != kQuantiserNone && quantiser != kQuantiserFp8Tensor;
-}
-
-// ---- Targets: where a quantised row goes. store() takes bytes of the row, store_scales() bytes of
-// its scales, at an offset which is a multiple of their number.
-
+// Where a quantised row goes. store() takes bytes of the row, store_scales() bytes of its scales,
+// at an offset that is a multiple of their number.
 struct OneTarget {
   char* row;
   char* scales;
@@ -160,9 +29,7 @@ struct OneTarget {
   }
 };
 
-// ---- Pieces.
-
-// `Count` elements from `source`, which lies on a vector's boundary where `wide` says so.
+// Loads `Count` elements from `source`. wide: `source` lies on a vector's boundary.
 template <class Element, int Count>
 HD void load_elements(const char* source, bool wide, typename Element::Storage* words) {
   constexpr int kBytes = Count * static_cast<int>(sizeof(typename Element::Storage));
@@ -180,8 +47,8 @@ HD void load_elements(const char* source, bool wide, typename Element::Storage* 
   }
 }
 
-// Largest magnitude of `Count` elements, as bits of fp32. Taken of the stored words: in every
-// element type a number's magnitude has the order of its bits, and NaN is above all.
+// Largest magnitude of `Count` elements, as bits of fp32. Compares the stored words: in every
+// element type magnitudes have the order of their bits, and NaN is above all numbers.
 template <class Element, int Count>
 HD uint32_t amax_of(const typename Element::Storage* words) {
   using Word = typename Element::Storage;
@@ -201,15 +68,15 @@ HD void floats_of(const typename Element::Storage* words, float* values) {
   for (int i = 0; i < Count; ++i) values[i] = Element::to_float(words[i]);
 }
 
-// `Count` elements that have one scale become the numbers to encode.
+// Makes of `Count` elements with one scale the numbers to encode.
 template <class Format, int Count>
 HD void scale_elements(const Format& format, float* values) {
   MOE_NVLINK_UNROLL
   for (int i = 0; i < Count; ++i) values[i] = format.value(values[i]);
 }
 
-// The same of several blocks, which only the host has in one piece: loops that become vector code, of
-// a format whose number is x * factor.
+// The same for several blocks, which only the host has in one piece: loops that become vector code.
+// For formats whose value is x * factor.
 template <class Format, class Element, int Blocks, int Size>
 HD void scale_blocks(const typename Element::Storage* words, float global_scale, float* values,
                      typename Format::Scale* scales) {
@@ -224,14 +91,14 @@ HD void scale_blocks(const typename Element::Storage* words, float global_scale,
   }
   for (int i = 0; i < Blocks; ++i) scales[i] = static_cast<typename Format::Scale>(wide[i]);
   for (int i = 0; i < Blocks; ++i) {
-    // Unrolled, it becomes vectors of one element of each block.
+    // If this loop were unrolled, vectors would hold one element of each block.
     MOE_NVLINK_ROLLED
     for (int j = 0; j < Size; ++j) values[i * Size + j] *= factors[i];
   }
 }
 
-// Pieces of `Count` elements in [first, last), the lane's every num_threads-th: a block format. Count
-// and the block divide one another.
+// Quantises elements [first, last) in pieces of `Count`, every num_threads-th of this lane. For
+// formats with blocks. Count divides the block, or the block divides Count.
 template <class Format, class Element, int Count, class Target>
 HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, int first, int last,
                         float global_scale, const Target& target) {
@@ -241,7 +108,7 @@ HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, in
   constexpr int kBlocks = Format::kBlock > Count ? 1 : Count / Format::kBlock;
   constexpr int kBlock = Count / kBlocks;  // this lane's part of one
   constexpr int kRowBytes = Count * Format::kBits / 8;
-  // The lanes of a warp go round together, for they exchange values; behind the end of the row they
+  // The lanes of a warp stay together, because they exchange values. Lanes after the end of the row
   // work on its first piece and store nothing.
   const int warp = lane - lane % Cta::kExchangeThreads;
   MOE_NVLINK_ROLLED
@@ -291,7 +158,7 @@ HD void quantise_range(const Cta& cta, int lane, const char* row, bool wide, int
   }
 }
 
-// One element at a time, for rows of an odd size and the rest of others.
+// One element at a time: rows of an odd size, and the rest of the other rows.
 template <class Format, class Element, class Target>
 HD void quantise_elements(const Cta& cta, int lane, const char* row, int first, int last,
                           const Format& format, const Target& target) {
@@ -313,12 +180,12 @@ HD bool loads_are_wide(uint64_t address, int hidden_size) {
 }
 
 // The CTA's threads quantise one row of `hidden_size` elements (a multiple of the recipe's block)
-// and store it to `target`. `lane` numbers them; lanes side by side are threads side by side, and
-// lane 0 is the first of a warp. Row and scales of the target lie on boundaries of what is stored at
-// a time where the host's do not matter: 16 bytes of e4m3, 8 of e2m1, a scale.
+// and store it to `target`. `lane` numbers them; neighbouring lanes are neighbouring threads, and
+// lane 0 is the first of a warp. On the GPU the target's row lies on a boundary of 16 bytes (e4m3)
+// or 8 (e2m1), its scales on one of a scale; on the host they may lie anywhere.
 //   wide          loads_are_wide()
-//   row_amax      bits, recipes with one scale for a row: amax_of_row of the whole of it
-//   global_scale  recipes that are given one
+//   row_amax      bits; formats with kHasRowScale: the largest magnitude of the whole row
+//   global_scale  of recipes that take one
 template <int Quantiser, class Element, class Target>
 HD void quantise_row(const Cta& cta, int lane, const char* row, int hidden_size, bool wide,
                      uint32_t row_amax, float global_scale, const Target& target) {
@@ -330,7 +197,7 @@ HD void quantise_row(const Cta& cta, int lane, const char* row, int hidden_size,
     if (kAlignedVectorsOnly && whole != hidden_size) whole = 0;
     quantise_range<Format, Element, kLaneElements>(cta, lane, row, wide, 0, whole, format, target);
     quantise_elements<Format, Element>(cta, lane, row, whole, hidden_size, format, target);
-    if constexpr (Quantiser == kQuantiserFp8Token) {
+    if constexpr (Format::kHasRowScale) {
       if (lane == 0) {
         target.store_scales(0, *reinterpret_cast<const Vector<4>*>(&format.scale));
       }
@@ -370,7 +237,7 @@ HD uint32_t amax_of_lane(const Cta& cta, int lane, const char* row, int hidden_s
 }
 
 // A row's amax by way of shared memory: each group of lanes that can exchange values leaves one
-// part, and behind a barrier of the CTA every thread takes the largest.
+// part, and after a barrier of the CTA every thread takes the largest.
 struct RowAmax {
   static constexpr int kMostParts = 32;
   uint32_t parts[kMostParts];
@@ -387,7 +254,7 @@ HD void leave_row_amax(const Cta& cta, const char* row, int hidden_size, bool wi
   }
 }
 
-// Behind that barrier: the row's amax, as bits.
+// After that barrier: the row's amax, as bits.
 HD uint32_t take_row_amax(const Cta& cta, const RowAmax& shared) {
   uint32_t most = 0;
   for (int i = cta.thread % Cta::kExchangeThreads; i < cta.num_threads / Cta::kExchangeThreads;

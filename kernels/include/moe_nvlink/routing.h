@@ -9,8 +9,8 @@
 
 namespace moe_nvlink {
 
-// Rank that owns an expert, or kNoSlot where the id is no expert. Ranks own contiguous ranges; when
-// ep_size does not divide num_experts the first (num_experts % ep_size) ranks own one more.
+// The rank that owns an expert; kNoSlot if the id is no expert. Ranks own contiguous ranges. If
+// ep_size does not divide num_experts, the first (num_experts % ep_size) ranks own one expert more.
 HD int target_rank_of(int expert, const Geometry& geometry) {
   if (expert < 0 || expert >= geometry.num_experts) return kNoSlot;
   const int fewest = geometry.num_experts / geometry.ep_size;
@@ -20,9 +20,9 @@ HD int target_rank_of(int expert, const Geometry& geometry) {
   return num_larger + (expert - first_of_smaller) / fewest;
 }
 
-// Where the rows of the token a CTA works on go; in shared memory on the GPU.
+// Where the rows of a CTA's token go. In shared memory on the GPU.
 struct TokenRoute {
-  int32_t ids[kMaxTopK];           // as they travel: what is no expert has become -1
+  int32_t ids[kMaxTopK];           // as they travel: an id that is no expert has become -1
   int32_t target_ranks[kMaxTopK];  // owner of each id, or kNoSlot
   int32_t rows[kMaxTopK];          // row in the target's buffers, or kNoSlot
   uint64_t windows[kMaxTopK];      // address of the target's workspace; where there is a row
@@ -33,8 +33,8 @@ HD int top_k_of(const Geometry& geometry) {
   return Config::kTopK > 0 ? Config::kTopK : geometry.top_k;
 }
 
-// The first warp's part of route_token: it has a thread for every k, so that only its 32 threads
-// need to wait for one another.
+// The first warp's part of route_token(). The warp has a thread for every k, so only its threads
+// wait for one another.
 template <class Config, class Args>
 HD void route_in_warp(const Args& args, const Cta& cta, int token, bool failed,
                       uint32_t* send_counters, TokenRoute& route) {
@@ -74,9 +74,9 @@ HD void route_in_warp(const Args& args, const Cta& cta, int token, bool failed,
   }
 }
 
-// Fills `route` and writes the token's row of send_slots. Collective over the CTA; `route` may be
-// read by all threads afterwards. A slot is a position in my own slice at the target, so no other
-// rank takes part in choosing it. Of a rank that has failed nothing goes anywhere.
+// Fills `route` and writes the token's row of send_slots. All threads of the CTA call it and may
+// read `route` afterwards. A slot is a position in this rank's own slice at the target, so no other
+// rank takes part in its choice. If this rank has failed, no row has a target.
 template <class Config, class Args>
 HD void route_token(const Args& args, const Cta& cta, int token, bool failed,
                     uint32_t* send_counters, TokenRoute& route) {

@@ -14,7 +14,14 @@ HD int rank_in(const HeadGeometry& geometry) {
   return geometry.tp_rank;
 }
 
-// Address of `rank`'s workspace. Args is DispatchArgs, CombineArgs or HeadArgs.
+HD int num_ranks_in(const Geometry& geometry) {
+  return geometry.ep_size;
+}
+HD int num_ranks_in(const HeadGeometry& geometry) {
+  return geometry.tp_size;
+}
+
+// Address of `rank`'s workspace. Args is the argument struct of any kernel.
 template <class Args>
 HD uint64_t window_of(const Args& args, int rank) {
   return args.window_base + static_cast<uint64_t>(rank) * args.rank_stride;
@@ -46,12 +53,12 @@ HD uint32_t* rows_from(const Args& args) {
       region_of(args, rank_in(args.geometry), args.control.rows_from));
 }
 
-// One thread of a launch.
+// Adds to a counter. One thread of a launch.
 HD void add_to_total(uint64_t* total, uint64_t value) {
   store_word(total, load_word(total) + value);
 }
 
-// Cell that `source` writes in `owner`'s workspace.
+// The cell that `source` writes in `owner`'s workspace.
 template <class Args>
 HD uint64_t* cell_of(const Args& args, int owner, uint32_t cells_region, int source) {
   return reinterpret_cast<uint64_t*>(region_of(args, owner, cells_region)) + source;

@@ -1,0 +1,63 @@
+// What the threads of a CTA of combine share, and what its two sides use: the sender's
+// (send_quantised.h) and the receiver's (add_rows.h).
+#pragma once
+
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/combine_formats.h"
+#include "../include/moe_nvlink/config.h"
+#include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/quantise.h"
+#include "../include/moe_nvlink/workspace.h"
+
+namespace moe_nvlink {
+
+struct CombineShared {
+  uint32_t epoch;              // of this round
+  uint32_t has_failed;         // an earlier verb of this rank has failed
+  uint32_t faulted;            // this verb has failed
+  uint64_t rows[2][kMaxTopK];  // addresses of the partial rows, or 0: of this item, of the next
+};
+
+// Whether this build has the code for a format. On the GPU it has one, on the host all.
+template <class Config, int Format>
+constexpr bool kKnows = Config::kCombine < 0 || Config::kCombine == Format;
+
+// The same for rows that travel quantised.
+struct QuantisedCombineShared : CombineShared {
+  uint64_t scales[2][kMaxTopK];      // addresses, as rows
+  uint64_t row_scales[2][kMaxTopK];  // of formats that have them
+  RowAmax amax;                      // of the row that is being quantised
+  uint32_t counts[kMaxRanks];        // rows received from each rank
+  uint32_t taken[2];                 // number of the row that is being quantised, of the next
+  uint32_t completes;                // this CTA has quantised the last row that was missing
+};
+
+template <bool Quantised>
+struct CombineSharedOf {
+  using Type = CombineShared;
+};
+template <>
+struct CombineSharedOf<true> {
+  using Type = QuantisedCombineShared;
+};
+template <class Config>
+using SharedOf = typename CombineSharedOf<Config::kCombine != kCombineUnquantised>::Type;
+
+// Address of a row in a region of rank `target`.
+HD uint64_t address_of_row(const CombineArgs& args, int target, uint32_t region, int row,
+                           uint64_t row_bytes) {
+  return reinterpret_cast<uint64_t>(region_of(args, target, region)) +
+         static_cast<uint64_t>(row) * row_bytes;
+}
+
+// Adds the rows that this rank is about to read to the totals. One thread of the launch.
+HD void count_rows(const CombineArgs& args, const RowSizes& sizes) {
+  ExchangeCounters* totals = exchange_counters(args);
+  const LocalControl* local = local_control(args);
+  const uint64_t row_bytes = sizes.row + sizes.scales + sizes.row_scale;
+  add_to_total(&totals->bytes_combined, load_word(&local->rows_put) * row_bytes);
+  add_to_total(&totals->bytes_combined_remote, load_word(&local->remote_rows_put) * row_bytes);
+}
+
+}  // namespace moe_nvlink

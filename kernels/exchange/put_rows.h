@@ -1,0 +1,156 @@
+// Dispatch's rows as they are: each payload row of a token is loaded once and stored to each
+// target.
+#pragma once
+
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/quantise.h"
+#include "../include/moe_nvlink/routing.h"
+#include "dispatch_shared.h"
+
+namespace moe_nvlink {
+
+template <class Config>
+HD int quantiser_of(const DispatchArgs& args) {
+  return Config::kQuantiser >= 0 ? Config::kQuantiser : static_cast<int>(args.quantiser);
+}
+
+// Whether the quantiser writes this payload's rows.
+template <class Config>
+HD bool is_quantised(const DispatchArgs& args, int payload) {
+  const int quantiser = quantiser_of<Config>(args);
+  if (quantiser == kQuantiserNone) return false;
+  return payload == kFirstCallerPayload ||
+         (payload == kFirstCallerPayload + 1 && has_scales(quantiser));
+}
+
+HD RowPlan plan_row(const Payload& payload, bool is_ids) {
+  // The ids come out of shared memory, one word at a time.
+  const int bytes = is_ids ? 4 : vector_bytes_for(payload.source, payload.row_bytes);
+  return RowPlan{bytes, lanes_for(static_cast<int>(payload.row_bytes), bytes), 0};
+}
+
+// Lays the rows of the payloads around the CTA: each row begins at the thread after the last thread
+// of the row before. So threads with little or nothing of a long row move the short rows, and a
+// warp without a part of a row skips it. A quantised row begins at thread 0, because the lanes of a
+// block exchange values; the other rows follow it. Reads arguments only, nothing of an earlier
+// kernel.
+template <class Config>
+HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
+  const int num_payloads = static_cast<int>(args.num_payloads);
+  MOE_NVLINK_ROLLED
+  for (int i = cta.thread; i < num_payloads; i += cta.num_threads) {
+    int before = 0;
+    if (quantiser_of<Config>(args) != kQuantiserNone) {
+      before = (args.geometry.hidden_size + kLaneElements - 1) / kLaneElements;
+    }
+    MOE_NVLINK_ROLLED
+    for (int j = 0; j < i; ++j) {
+      if (is_quantised<Config>(args, j)) continue;
+      before += plan_row(args.payloads[j], j == kTopkIdsPayload).num_lanes;
+    }
+    RowPlan plan = plan_row(args.payloads[i], i == kTopkIdsPayload);
+    plan.first_thread = before % cta.num_threads;
+    if (is_quantised<Config>(args, i)) plan.num_lanes = 0;
+    shared.plans[i] = plan;
+  }
+}
+
+// Where the token's row of a payload goes: to each k that has a row of its own. On the GPU the
+// other k stay in the list as null, so that a loop over all k can be unrolled. On the host they are
+// left out.
+template <class Config>
+struct Targets {
+  char* rows[Config::kTopKBound];
+  int present;
+
+  // A constant where the loops over it are unrolled: rows stay in registers.
+  HD int count(const Geometry& geometry) const {
+    return kSkipAbsentRows ? present : top_k_of<Config>(geometry);
+  }
+
+  HD Targets(const DispatchArgs& args, const TokenRoute& route, const Payload& payload)
+      : present(0) {
+    const uint64_t region = static_cast<uint64_t>(payload.region) * kRegionAlignment;
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k_of<Config>(args.geometry); ++k) {
+      const int row = route.rows[k];
+      if (kSkipAbsentRows && row == kNoSlot) continue;
+      const int place = kSkipAbsentRows ? present : k;
+      rows[place] = row == kNoSlot
+                        ? nullptr
+                        : reinterpret_cast<char*>(route.windows[k] + region +
+                                                  static_cast<uint64_t>(row) * payload.row_bytes);
+      present = place + 1;
+    }
+  }
+};
+
+// Puts the ids as routing left them, in shared memory, from where put_row cannot load. So no
+// receiver gets an id that is no expert.
+template <class Config>
+HD void put_ids(const DispatchArgs& args, const Cta& cta, int lane, const TokenRoute& route,
+                const Targets<Config>& targets) {
+  const int top_k = top_k_of<Config>(args.geometry);
+  MOE_NVLINK_ROLLED
+  for (int i = lane; i < top_k; i += cta.num_threads) {
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < targets.count(args.geometry); ++k) {
+      if (targets.rows[k] != nullptr) {
+        store_word(reinterpret_cast<int32_t*>(targets.rows[k]) + i, route.ids[i]);
+      }
+    }
+  }
+}
+
+template <class Config>
+HD bool has_target(const DispatchArgs& args, const TokenRoute& route) {
+  bool any = false;
+  for (int k = 0; k < top_k_of<Config>(args.geometry); ++k) any = any || route.rows[k] != kNoSlot;
+  return any;
+}
+
+// Puts the token's rows, without those that the quantiser writes. The router's order of a token's
+// experts is the order of the targets. It differs from token to token and from rank to rank, so no
+// rank is the first target of all.
+template <class Config>
+HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared,
+                  const TokenRoute& route, int token) {
+  // Of a token without a target (padding) nothing is read.
+  if (!has_target<Config>(args, route)) return;
+  MOE_NVLINK_ROLLED
+  for (int i = 0; i < static_cast<int>(args.num_payloads); ++i) {
+    const RowPlan plan = shared.plans[i];
+    const int turned = cta.thread - plan.first_thread;
+    const int lane = turned < 0 ? turned + cta.num_threads : turned;
+    if (lane >= plan.num_lanes) continue;
+    const Payload& payload = args.payloads[i];
+    const Targets<Config> targets(args, route, payload);
+    if (i == kTopkIdsPayload) {
+      put_ids<Config>(args, cta, lane, route, targets);
+    } else {
+      const char* row = reinterpret_cast<const char*>(payload.source) +
+                        static_cast<uint64_t>(token) * payload.row_bytes;
+      put_row(cta, lane, row, targets.rows, targets.count(args.geometry),
+              static_cast<int>(payload.row_bytes), plan.vector_bytes);
+    }
+  }
+}
+
+// Routes and puts every num_blocks-th token. After a token no barrier is needed: a thread that is
+// ahead writes the other route, and it comes back to this route only after the barrier in the next
+// token's route_token(), which every thread that still reads this route must pass too.
+template <class Config>
+HD void put_tokens(const DispatchArgs& args, const Cta& cta, bool failed, uint32_t* send_counters,
+                   DispatchShared& shared) {
+  int turn = 0;
+  for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
+    TokenRoute& route = shared.routes[turn];
+    route_token<Config>(args, cta, token, failed, send_counters, route);
+    put_token<Config>(args, cta, shared, route, token);
+    turn = 1 - turn;
+  }
+}
+
+}  // namespace moe_nvlink

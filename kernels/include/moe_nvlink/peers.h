@@ -1,0 +1,114 @@
+// What a kernel does for each rank of its exchange: every loop over the ranks stands here. A peer
+// is any rank of the exchange, this rank included: a rank signals itself and waits for itself as it
+// does for the others.
+#pragma once
+
+#include "config.h"
+#include "epoch_flags.h"
+#include "memory_order.h"
+#include "platform.h"
+#include "workspace.h"
+
+namespace moe_nvlink {
+
+// Calls visit(peer) for the peers first, first + step, ... Which ranks take part is decided here
+// and in for_each_row_and_peer().
+template <class Args, class Visit>
+HD void for_each_peer(const Args& args, int first, int step, const Visit& visit) {
+  MOE_NVLINK_ROLLED
+  for (int peer = first; peer < num_ranks_in(args.geometry); peer += step) visit(peer);
+}
+
+// The same where the CTA's threads share the peers. In each such loop a thread has the same peers,
+// so what it keeps of a peer needs no barrier before its own next loop.
+template <class Args, class Visit>
+HD void for_each_peer(const Args& args, const Cta& cta, const Visit& visit) {
+  for_each_peer(args, cta.thread, cta.num_threads, visit);
+}
+
+// Calls visit(row, peer) for each of num_rows rows and each peer. The CTAs share these pairs. The
+// first peer of a row depends on the row and on this rank, so no peer is the first one of every
+// rank.
+template <class Args, class Visit>
+HD void for_each_row_and_peer(const Args& args, const Cta& cta, int num_rows, const Visit& visit) {
+  const int num_items = num_rows * num_ranks_in(args.geometry);
+  MOE_NVLINK_ROLLED
+  for (int item = cta.block; item < num_items; item += cta.num_blocks) {
+    const int row = item / num_ranks_in(args.geometry);
+    visit(row, (item + row + rank_in(args.geometry)) % num_ranks_in(args.geometry));
+  }
+}
+
+// Stores the peer's copy of this rank's cell in `cells`.
+template <class Args>
+HD void signal_peer(const Args& args, uint32_t cells, int peer, uint64_t cell) {
+  // P1, P3, P6, P8, release: what this rank has put, written and read comes before the cell.
+  // Without it the peer may see the new epoch and old rows, words or logits.
+  store_release_sys(cell_of(args, peer, cells, rank_in(args.geometry)), cell);
+}
+
+// Stores one cell to every peer. One CTA.
+template <class Args>
+HD void signal_peers(const Args& args, const Cta& cta, uint32_t cells, uint64_t cell) {
+  for_each_peer(args, cta, [&](int peer) { signal_peer(args, cells, peer, cell); });
+}
+
+// What a kernel waits for: the peers' cells of one region, at one epoch.
+struct Awaited {
+  uint32_t cells;
+  int phase;  // kPhase*, which a fault word names
+  uint32_t epoch;
+};
+
+// What a cell must hold beside the epoch.
+struct ExpectedCell {
+  uint32_t tag;
+  uint32_t most;  // the largest count
+  HD int fault_of(uint64_t cell) const {
+    if (cell_tag(cell) != tag) return kFaultGeometry;
+    return cell_count(cell) > most ? kFaultBadCount : 0;
+  }
+};
+
+// A cell that holds nothing else.
+struct AnyCell {
+  HD int fault_of(uint64_t /*cell*/) const { return 0; }
+};
+
+// Waits for the peer's cell. On 0, all that the peer did before it signalled is visible to this
+// thread, and `cell` holds the cell. Otherwise the fault, which has been reported.
+template <class Args, class Expected>
+HD int wait_for_peer(const Args& args, const Awaited& awaited, int peer, const Expected& expected,
+                     Patience& patience, uint64_t* cell) {
+  int fault = wait_for_epoch(cell_of(args, rank_in(args.geometry), awaited.cells, peer),
+                             awaited.epoch, patience, cell);
+  if (fault == 0) fault = expected.fault_of(*cell);
+  if (fault != 0) {
+    report_fault(args, awaited.cells, fault, awaited.phase, peer, awaited.epoch, patience);
+  }
+  return fault;
+}
+
+// The sum of the values of the first `num_ranks` ranks.
+template <class Value>
+HD Value sum_of_ranks(const Value* values, int num_ranks) {
+  Value sum = 0;
+  MOE_NVLINK_ROLLED
+  for (int rank = 0; rank < num_ranks; ++rank) sum += values[rank];
+  return sum;
+}
+
+// Finds the rank that a row came from. Rows have numbers in the order of the ranks: the rows of
+// rank 0, then those of rank 1, ... A walk goes forward only.
+template <class Count>
+struct RowWalk {
+  int rank = 0;
+  Count before = 0;  // rows of the ranks before `rank`
+
+  // counts: rows of each rank. row: less than their sum, and not less than in the call before.
+  HD void go_to(Count row, const Count* counts) {
+    while (row - before >= counts[rank]) before += counts[rank++];
+  }
+};
+
+}  // namespace moe_nvlink

@@ -1,0 +1,151 @@
+// The formats of the built-in recipes: a block's scale, and the codes of its elements.
+// moe_nvlink_plugin/recipes/ has the same arithmetic in torch, and the tests compare the bits.
+// Magnitudes are compared as bits: for numbers the order is the same, and NaN is above all of them,
+// so that it reaches the scale, as in torch.
+#pragma once
+
+#include "config.h"
+#include "numeric.h"
+#include "platform.h"
+
+namespace moe_nvlink {
+
+HD uint32_t magnitude_bits(float value) {
+  return bits_of_float(value) & 0x7fffffffu;
+}
+
+HD float over_448(uint32_t amax_bits) {
+  const float amax = float_of_bits(amax_bits);
+  return amax_bits < 0x7f800000u ? Divider(448.0f, 1.0f / 448.0f).quotient(amax) : amax;
+}
+
+// Each format is made of a block's largest magnitude, as bits, and the tensor's scale. It then has
+// the block's scale as it travels, and value(x) is the number whose code the element x becomes.
+//   kBits         of a code
+//   kBlock        elements that share a scale; 0: a whole row
+//   kHasRowScale  a row has one scale, made of its largest magnitude
+
+// e4m3: codes of one byte.
+struct E4m3Values {
+  static constexpr int kBits = 8;
+  template <int Count>
+  HD static void encode(const float* values, uint8_t* codes) {
+    E4m3::from_floats<Count>(values, codes);
+  }
+};
+
+// scale = max(amax, 1e-10) / 448; value = x / scale.
+struct Fp8Block : E4m3Values {
+  static constexpr int kBlock = 128;
+  static constexpr bool kHasRowScale = false;
+  using Scale = float;
+  Scale scale;
+  Divider divider;
+  HD Fp8Block(uint32_t amax, float /*global_scale*/)
+      : scale(over_448(amax > 0x2edbe6ffu ? amax : 0x2edbe6ffu)), divider(scale) {}  // 1e-10
+  HD float value(float x) const { return divider.quotient(x); }
+};
+
+// scale = max(amax of the row / 448, 1 / (448 * 512)); value = x / scale.
+struct Fp8Token : E4m3Values {
+  static constexpr int kBlock = 0;
+  static constexpr float kLeast = 1.0f / (448.0f * 512.0f);
+  static constexpr bool kHasRowScale = true;
+  using Scale = float;
+  Scale scale;
+  Divider divider;
+  HD Fp8Token(uint32_t amax, float /*global_scale*/) : scale(bounded(amax)), divider(scale) {}
+  HD float value(float x) const { return divider.quotient(x); }
+  HD static float bounded(uint32_t amax) {
+    const uint32_t bits = bits_of_float(over_448(amax));
+    const uint32_t least = bits_of_float(kLeast);
+    return float_of_bits(bits > least ? bits : least);
+  }
+};
+
+// The scale is the model's and does not travel; value = x * (1 / scale).
+struct Fp8Tensor : E4m3Values {
+  static constexpr int kBlock = 0;
+  static constexpr bool kHasRowScale = false;
+  using Scale = void;
+  float reciprocal;
+  HD Fp8Tensor(uint32_t /*amax*/, float global_scale) : reciprocal(1.0f / global_scale) {}
+  HD float value(float x) const { return x * reciprocal; }
+};
+
+// scale = 2^e with the smallest e for which amax / 2^e <= 448, stored as e + 127; value = x / 2^e,
+// which is x * 2^-e. amax = m * 2^n with 1 <= m < 2: if m <= 1.75 = 448 / 2^8, e = n - 8, else
+// e = n - 7. Infinity has e = 127. NaN makes every value of its block NaN and its stored byte 0, as
+// torch casts it.
+struct Mxfp8 : E4m3Values {
+  static constexpr int kBlock = 32;
+  static constexpr bool kHasRowScale = false;
+  using Scale = uint8_t;
+  Scale scale;
+  float factor;
+  HD Mxfp8(uint32_t amax, float /*global_scale*/) {
+    const int wanted = static_cast<int>(amax >> 23) - 8 + ((amax & 0x7fffffu) > 0x600000u ? 1 : 0);
+    int biased = wanted > 0 ? wanted : 0;
+    biased = amax == 0x7f800000u ? 254 : biased;
+    biased = amax > 0x7f800000u ? 0 : biased;
+    scale = static_cast<Scale>(biased);
+    // 2^-127, for infinity, is below fp32's normal numbers.
+    const uint32_t bits = biased == 254 ? 0x00400000u : static_cast<uint32_t>(254 - biased) << 23;
+    factor = float_of_bits(amax > 0x7f800000u ? 0x7fc00000u : bits);
+  }
+  HD float value(float x) const { return x * factor; }
+};
+
+// scale = e4m3(global * amax / 6); value = x / (scale / global), both with reciprocals as vLLM's
+// kernel takes them. A block whose scale is 0 is 0.
+struct Nvfp4 {
+  static constexpr int kBits = 4;
+  static constexpr int kBlock = 16;
+  static constexpr bool kHasRowScale = false;
+  using Scale = uint8_t;
+  Scale scale;
+  float factor;
+  HD Nvfp4(uint32_t amax, float global_scale) {
+    const float wanted = global_scale * (float_of_bits(amax) * reciprocal_for_fp4(E2m1::kLargest));
+    scale = E4m3::from_float(wanted);
+    const float used = E4m3::to_float(scale);
+    factor = scale == 0 ? 0.0f : reciprocal_for_fp4(used * reciprocal_for_fp4(global_scale));
+  }
+  HD float value(float x) const { return x * factor; }
+  template <int Count>
+  HD static void encode(const float* values, uint8_t* codes) {
+    E2m1::from_floats<Count>(values, codes);
+  }
+};
+
+// Not defined for a code without a format, which so does not compile.
+template <int Quantiser>
+struct FormatOf;
+template <>
+struct FormatOf<kQuantiserFp8Block> {
+  using Type = Fp8Block;
+};
+template <>
+struct FormatOf<kQuantiserFp8Token> {
+  using Type = Fp8Token;
+};
+template <>
+struct FormatOf<kQuantiserFp8Tensor> {
+  using Type = Fp8Tensor;
+};
+template <>
+struct FormatOf<kQuantiserMxfp8> {
+  using Type = Mxfp8;
+};
+template <>
+struct FormatOf<kQuantiserNvfp4> {
+  using Type = Nvfp4;
+};
+
+// Whether scales travel beside the rows.
+HD bool has_scales(int quantiser) {
+  static_assert(kNumQuantisers == 6);
+  return quantiser != kQuantiserNone && quantiser != kQuantiserFp8Tensor;
+}
+
+}  // namespace moe_nvlink
