@@ -16,9 +16,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration import vllm as adapter
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY, is_selected
 from moe_nvlink_plugin.integration.vllm.plugin import flag, platform
 
-ASKED = {flag.KEY: flag.BACKEND}
+ASKED = {KEY: BACKEND}
 
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -71,26 +72,26 @@ def test_the_choice_is_added_once() -> None:
     parser = _parser()
     flag.add_choice(parser)
     choices = list(_action(parser, "--all2all-backend").choices)
-    assert choices.count(flag.BACKEND) == 1
-    assert choices[-1] == flag.BACKEND
+    assert choices.count(BACKEND) == 1
+    assert choices[-1] == BACKEND
     assert "moe_nvlink_plugin" in _action(parser, "--all2all-backend").help
 
 
 @pytest.mark.parametrize(
     ("arguments", "backend", "additional"),
     [
-        ([], flag.CARRIER, {}),
-        (["--all2all-backend", "moe_nvlink"], flag.CARRIER, ASKED),
-        (["--all2all_backend=moe_nvlink"], flag.CARRIER, ASKED),
+        ([], CARRIER, {}),
+        (["--all2all-backend", "moe_nvlink"], CARRIER, ASKED),
+        (["--all2all_backend=moe_nvlink"], CARRIER, ASKED),
         (["--all2all-backend", "deepep_v2"], "deepep_v2", {}),
         (["--all2all-backend", "moe_nvlink", "--additional-config", '{"a": 1}'],)
-        + (flag.CARRIER, {**ASKED, "a": 1}),
+        + (CARRIER, {**ASKED, "a": 1}),
         (["--additional-config", '{"a": 1}', "--all2all-backend", "moe_nvlink"],)
-        + (flag.CARRIER, {**ASKED, "a": 1}),
+        + (CARRIER, {**ASKED, "a": 1}),
         (["--all2all-backend", "moe_nvlink", "--additional-config.a", "1"],)
-        + (flag.CARRIER, {**ASKED, "a": 1}),
+        + (CARRIER, {**ASKED, "a": 1}),
         (["--all2all-backend", "moe_nvlink", "--all2all-backend", "naive"], "naive", {}),
-        (["--additional-config", json.dumps(ASKED)], flag.CARRIER, ASKED),
+        (["--additional-config", json.dumps(ASKED)], CARRIER, ASKED),
     ],
 )
 def test_command_line(arguments: list[str], backend: str, additional: dict[str, Any]) -> None:
@@ -121,9 +122,9 @@ def test_python_takes_the_name(checkpoint: Path) -> None:
         data_parallel_size=2,
         additional_config={"mine": 1},
     ).create_engine_config()
-    assert flag.is_selected(config)
+    assert is_selected(config)
     assert config.additional_config == {"mine": 1, **ASKED}
-    assert config.parallel_config.all2all_backend == flag.CARRIER
+    assert config.parallel_config.all2all_backend == CARRIER
 
 
 def test_python_refuses_an_unknown_name(checkpoint: Path) -> None:
@@ -146,8 +147,6 @@ def test_register_warns_when_vllm_has_moved(
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    monkeypatch.setattr(flag.logger, "propagate", True)
-    monkeypatch.setattr(flag.logger.parent, "propagate", True)
     monkeypatch.delattr(EngineArgs, "create_engine_config")
     adapter.register()
     assert not hasattr(EngineArgs, "create_engine_config")
@@ -310,6 +309,6 @@ def test_without_the_flag_vllm_is_as_before(checkpoint: Path) -> None:
     assert theirs.pop("platform") == "CpuPlatform"
     assert ours.pop("choices") == [*theirs.pop("choices"), "moe_nvlink"]
     loaded = [name.rpartition(".")[2] for name in ours.pop("ours")]
-    assert loaded == ["flag", "platform"]
+    assert loaded == ["backend", "plugin", "flag", "platform"]
     assert theirs.pop("ours") == []
     assert ours == theirs
