@@ -5,7 +5,7 @@
   checks the configuration and names our communicator.
 * ``register`` (group ``vllm.general_plugins``) makes ``LLM(all2all_backend="moe_nvlink")`` work.
 
-Four rooms, each of which knows those before it:
+Where things are (``plugin`` imports all of it; ``moe`` and ``draft`` do not import each other):
 
 * ``backend`` and ``choices`` say what a configuration asks of us, ``all2all_manager`` holds what a
   worker has of ours, ``replacement`` puts a class of ours in the place of one of vLLM's. ``compat``

@@ -24,12 +24,15 @@ def layer() -> Iterator[MoeAllToAll]:
 
 
 @pytest.fixture(autouse=True)
-def our_messages_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+def our_messages_reach_pytest() -> Iterator[None]:
     """A vLLM in this process has taken our messages to its own handlers (`common.logs`)."""
     ours = logging.getLogger("moe_nvlink_plugin")
-    monkeypatch.setattr(ours, "handlers", [])
-    monkeypatch.setattr(ours, "level", logging.NOTSET)
-    monkeypatch.setattr(ours, "propagate", True)
+    before = ours.handlers, ours.level, ours.propagate
+    ours.handlers, ours.propagate = [], True
+    ours.setLevel(logging.NOTSET)
+    yield
+    ours.handlers, level, ours.propagate = before
+    ours.setLevel(level)
 
 
 @pytest.fixture

@@ -172,6 +172,108 @@ def test_additional_config_must_be_a_dict(checkpoint: Path) -> None:
         flag.map_engine_args(args)
 
 
+# Where our own modules cannot be imported.
+
+
+def _serve_parser() -> Any:
+    """The parser of `vllm serve`, as vLLM's command line builds it."""
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    cmd_init()[0].subparser_init(parser.add_subparsers(dest="subparser"))
+    return parser
+
+
+_VALIDATION = "moe_nvlink_plugin.integration.vllm.plugin.validation"
+
+
+@pytest.fixture(
+    params=[
+        ("moe_nvlink_plugin.kernels", "moe_nvlink_plugin.kernels"),
+        ("moe_nvlink_plugin.exchange.all_to_all", _VALIDATION),
+    ],
+    ids=["kernels", "exchange"],
+)
+def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Breaks the import of one module; returns what has to be said of it."""
+    broken, needed = request.param
+    monkeypatch.setitem(sys.modules, broken, None)
+    monkeypatch.delitem(sys.modules, _VALIDATION, raising=False)
+    return f"because {needed} cannot be imported: ModuleNotFoundError: import of {broken} halted"
+
+
+def test_the_command_line_says_why_we_cannot_be_used(
+    reason: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    parser = _serve_parser()
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["serve", "model", "--all2all-backend", "moe_nvlink"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"argument --all2all-backend: moe_nvlink cannot be used, {reason}" in told
+    assert "install moe-nvlink-plugin again" in told
+    assert "Traceback" in caplog.text
+    # Nobody who does not ask for us hears of it.
+    caplog.clear()
+    parser.parse_args(["serve", "model", "--all2all-backend", "allgather_reducescatter"])
+    assert caplog.text == ""
+
+
+def test_python_says_why_we_cannot_be_used(checkpoint: Path, reason: str) -> None:
+    args = _engine_args(
+        checkpoint,
+        all2all_backend="moe_nvlink",
+        enable_expert_parallel=True,
+        data_parallel_size=2,
+    )
+    with pytest.raises(UnsupportedError, match=reason):
+        args.create_engine_config()
+
+
+_BROKEN_SERVE = """
+import sys
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ImportError(f"{name} is broken for this test")
+
+sys.meta_path.insert(0, Broken())
+from vllm.entrypoints.cli.serve import cmd_init
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+cmd_init()[0].subparser_init(parser.add_subparsers(dest="subparser"))
+parser.parse_args(["serve", "model"])
+parser.parse_args(["serve", "model", "--all2all-backend", "moe_nvlink"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        # Before our choice is on the command line: what is shown is what our entry points log, or
+        # vLLM, where it cannot load them.
+        ("moe_nvlink_plugin.integration.vllm.plugin.platform", "moe_nvlink is installed, and its"),
+        ("moe_nvlink_plugin.integration.vllm", "Failed to load plugin moe_nvlink"),
+    ],
+    ids=["platform", "entry points"],
+)
+def test_a_plugin_that_cannot_be_loaded_is_logged_as_an_error(broken: str, told: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", _BROKEN_SERVE, broken],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert shown.returncode == 2, shown.stderr[-3000:]
+    assert "invalid choice: 'moe_nvlink'" in shown.stderr
+    (line, *_) = [line for line in shown.stdout.splitlines() if told in line]
+    assert " ERROR " in line, "through vLLM's own handler"
+    assert f"ImportError: {broken} is broken for this test" in shown.stdout
+
+
 # The platform.
 
 

@@ -28,7 +28,7 @@ from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm import all2all_manager
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
-from moe_nvlink_plugin.integration.vllm.draft import logits_processor, mtp
+from moe_nvlink_plugin.integration.vllm.draft import logits_processor as draft_logits, mtp
 from moe_nvlink_plugin.integration.vllm.moe import layers
 from moe_nvlink_plugin.integration.vllm.plugin import communicator
 from moe_nvlink_plugin.testing import ThreadGroup
@@ -104,8 +104,8 @@ def taken():
 
 @scenario
 def logits_processor():
-    logits_processor.put_in_place()
-    logits_processor.put_in_place()
+    draft_logits.put_in_place()
+    draft_logits.put_in_place()
     made = LogitsProcessor.__new__(LogitsProcessor)
     return [sorted(op_registry_oot), type(made).__name__]
 
@@ -116,7 +116,7 @@ def logits_processor_taken():
         pass
 
     LogitsProcessor.register_oot(Theirs)
-    return [refusal(logits_processor.put_in_place), op_registry_oot["LogitsProcessor"] is Theirs]
+    return [refusal(draft_logits.put_in_place), op_registry_oot["LogitsProcessor"] is Theirs]
 
 
 @scenario

@@ -272,7 +272,7 @@ class Bounds(DraftHead):
     """Keeps the bounds that its steps had."""
 
     def __init__(self, group: HeadGroup, crossover: int | None = None) -> None:
-        super().__init__(group, crossover)
+        super().__init__(group, crossover, refuse_unfit)
         self.seen: list[int | None] = []
 
     def next_bound(self) -> int | None:

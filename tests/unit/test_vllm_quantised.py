@@ -599,7 +599,7 @@ def test_one_ranks_problem_is_told_to_all() -> None:
 
 def test_a_problem_that_is_no_refusal_is_told_to_all_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose_or_fail(experts: Any, *rest: Any) -> Any:
-        if experts.static_scale is broken.a1_gscale:
+        if experts._quant_config is broken:
             raise MemoryError("no room")
         return choose(experts, *rest)
 

@@ -126,6 +126,7 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
     kernel, moe, pool = quant_method.moe_kernel, layer.moe_config, _pool()
     with pool.ranks.telling_all(layer.layer_name):
         _check_modular(quant_method, layer)
+        taken = VllmExpertsInput.of(kernel.fused_experts)
     geometry = Geometry(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -134,7 +135,6 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
         max_tokens_per_rank=-(-moe.max_num_tokens // moe.sp_size),
         dtype=moe.in_dtype,
     )
-    taken = VllmExpertsInput.of(kernel.fused_experts)
     chosen = pool.agree_on_format(layer.layer_name, taken, geometry)
     if chosen.recipe is not None:
         geometry = geometry._replace(recipe=chosen.recipe.name)
