@@ -123,10 +123,11 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
     not contiguous, and for rows or scales in a format that cannot travel; ConfigError for a hidden
     size that the format cannot do; PeerError where another rank raises any of that.
     """
-    kernel, moe, pool = quant_method.moe_kernel, layer.moe_config, _pool()
+    kernel, pool = quant_method.moe_kernel, _pool()
     with pool.ranks.telling_all(layer.layer_name):
         _check_modular(quant_method, layer)
         taken = VllmExpertsInput.of(kernel.fused_experts)
+    moe = layer.moe_config
     geometry = Geometry(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
