@@ -8,17 +8,28 @@ import logging
 OURS = "moe_nvlink_plugin"
 
 
-def show_through(framework: logging.Logger) -> None:
-    """Gives our logger the handlers and the level of a framework's logger. Local, idempotent.
+class _Through(logging.Handler):
+    """Hands each record to a framework's logger, which has the handlers and the level."""
 
-    A framework gives handlers to its own logger only. Of other loggers Python prints warnings
-    without a format, and drops the rest. If the framework's logger has no handlers, or ours has
-    some, somebody has configured logging otherwise, and nothing changes here.
+    def __init__(self, framework: logging.Logger) -> None:
+        super().__init__()
+        self._framework = framework
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._framework.isEnabledFor(record.levelno):
+            self._framework.handle(record)
+
+
+def show_through(framework: logging.Logger) -> None:
+    """Sends our messages through a framework's logger. Local, idempotent.
+
+    A framework configures its own logger only: of other loggers Python prints warnings without a
+    format, and drops the rest. The framework may configure its logger later, or again. If our
+    logger has a handler, somebody has configured it, and nothing changes here.
     """
     ours = logging.getLogger(OURS)
-    if ours.handlers or not framework.handlers:
+    if ours.handlers:
         return
-    for handler in framework.handlers:
-        ours.addHandler(handler)
-    ours.setLevel(framework.level)
+    ours.addHandler(_Through(framework))
+    ours.setLevel(logging.DEBUG)  # the framework's level decides
     ours.propagate = False  # the root logger would print each message a second time

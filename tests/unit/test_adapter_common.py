@@ -30,9 +30,9 @@ class ToyInput(ExpertsInput):
     def __init__(self, quant_dtype: Any, static_scale: torch.Tensor | None = None) -> None:
         self._quant_dtype, self._static_scale = quant_dtype, static_scale
 
-    wording = WORDING  # type: ignore[assignment]
-    block_shape = padded_to = None  # type: ignore[assignment]
-    wants_powers_of_two = False  # type: ignore[assignment]
+    wording = WORDING
+    block_shape = padded_to = None
+    wants_powers_of_two = False
 
     @property
     def quant_dtype(self) -> Any:
