@@ -72,8 +72,8 @@ class Plan(NamedTuple):
 def choose_size(whole: Plan, size: int | str, ranks: int, device: torch.device) -> Plan:
     """`whole`, a plan without sharing, with the size and the crossover that a user wants. Local.
 
-    size: `Options.mtp_lm_head_tp_size`. "auto" takes size and crossover from the rule of costs; a
-    number of ranks is taken at its word, and every step is split. ranks: data-parallel size.
+    size: `Options.mtp_lm_head_tp_size`. With "auto", size and crossover come from the rule of
+    costs; with a number of ranks, every step is split. ranks: data-parallel size.
     """
     if size != AUTO:
         return whole._replace(size=int(size))
@@ -97,7 +97,7 @@ def _shape_and_rates(
 def agree(mine: Plan | Exception, ranks: Ranks) -> Plan:
     """Returns the plan, once all ranks have the same. Collective over the data-parallel ranks.
 
-    mine: or why this rank has none; nobody then waits for it in vain.
+    mine: the plan, or why this rank has none, so that no rank waits for it.
 
     Raises:
         Exception: `mine`, where it is one.

@@ -42,8 +42,8 @@ def platform_plugin() -> str | None:
 
     Local. Asks vLLM's own probes, so it initialises no CUDA context. None when vLLM's choice is
     neither CPU nor CUDA, is ambiguous, or belongs to another out-of-tree platform plugin (vLLM
-    allows one of those at a time, and ours is the one that can do without). An exception, which
-    vLLM would log at debug level only, is logged as an error.
+    allows one such plugin at a time, and a server runs without ours). If our platform cannot be
+    imported, logs an error with the traceback; vLLM itself would log it at debug level only.
     """
     _show_logs()
     try:
@@ -58,7 +58,8 @@ def platform_plugin() -> str | None:
 def register() -> None:
     """Lets ``LLM`` and ``EngineArgs`` take ``all2all_backend="moe_nvlink"``. Local, idempotent.
 
-    An exception is logged as an error: vLLM would end here, also where nobody asks for us.
+    If our module cannot be imported, logs an error with the traceback: an exception would end vLLM,
+    also for users who have not chosen our backend.
     """
     _show_logs()
     try:

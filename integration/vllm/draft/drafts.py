@@ -58,7 +58,7 @@ def architecture(vllm_config: Any) -> str:
 
 
 def greedy(speculative: Any) -> bool:
-    """Whether each draft token is an argmax, and nobody looks at the logits behind it. Local."""
+    """Whether each draft token is an argmax, and nobody reads its logits. Local."""
     return speculative.draft_sample_method == "greedy" and not getattr(
         speculative, "enable_adaptive_verification", False
     )

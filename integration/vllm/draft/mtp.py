@@ -94,7 +94,7 @@ class HeadInModel(MoeNvlinkDraft):
 
 
 class HeadInLayer(MoeNvlinkDraft):
-    """A ``shared_head`` in each layer: the norm, and the head behind it."""
+    """A ``shared_head`` in each layer: the norm, then the head."""
 
     def _processor(self) -> Any:
         return self.model.logits_processor  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Prepare and finalize for experts on CUDA ranks: in place, and fit for a CUDA graph.
 
 The experts read the receive buffer where the peers wrote it, all its slots, and write into the
-combine region; nothing is copied, but by `formats` where experts take another format or layout than
+combine region; nothing is copied, but by `common.formats` where experts take another format or layout than
 travels. The host learns nothing of the data: shapes depend on the chosen capacity alone. No call
 here waits for the device, but for dispatch's first look at a static scale outside of captures, and
 all of them can be captured.
@@ -65,7 +65,7 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         self._exchanges = tuple(exchanges)
         device = exchanges[-1].combine_input().device
         # Scalars live on the device: one made during a capture would have to be copied there.
-        # The expert behind our last is another rank's, unless one rank has them all: then it is
+        # The expert after our last is another rank's, unless one rank has them all: then it is
         # expert 0, which spends some work on rows of empty slots.
         self._elsewhere = torch.tensor(
             self._end % config.num_experts, dtype=torch.int32, device=device

@@ -70,7 +70,7 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
 
 
 class MoeNvlinkMoERunner(MoERunner):
-    """vLLM's runner, with the MoE layer behind one opaque op on every platform."""
+    """vLLM's runner, with the MoE layer as one opaque op on every platform."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

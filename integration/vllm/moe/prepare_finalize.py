@@ -4,7 +4,7 @@ Who weights and who reduces: the experts apply the router weights and sum over t
 (vLLM calls that TopKWeightAndReduceNoOP); our combine sums the partial rows of the ranks,
 unweighted.
 
-In which format rows travel is `formats`' to say. What the experts of a device can be handed
+`common.formats` decides in which format rows travel. What the experts of a device can be handed
 differs: `cpu_prepare_finalize` gathers the filled rows, `cuda_prepare_finalize` leaves them where
 the peers put them.
 """
@@ -49,7 +49,7 @@ class Arrived(NamedTuple):
 
 
 class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC):
-    """One per MoE layer; layers of one geometry share the exchange behind it."""
+    """One per MoE layer; layers of one geometry share an exchange."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
 
 
 class ExpertsOutput(NamedTuple):
-    """What finalize is told about the experts' rows.
+    """What vLLM passes to finalize about the experts' rows.
 
     rows: as the experts left them; topk_weights, topk_ids: those that prepare handed out;
     weights_on_input: router weights are in the rows already; impl: what is left to be done.
