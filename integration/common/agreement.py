@@ -1,8 +1,8 @@
 """What the ranks of an expert-parallel group agree on before they exchange anything.
 
 If ranks set a layer up differently, rows would be misplaced; so each rank sends the others what it
-proposes. A rank that cannot set a layer up reports the reason to the others, so that no rank waits for
-it.
+proposes. A rank that cannot set a layer up reports the reason to the others, so that no rank waits
+for it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Prepare and finalize for experts on CUDA ranks: in place, and fit for a CUDA graph.
 
 The experts read the receive buffer where the peers wrote it, all its slots, and write into the
-combine region; nothing is copied, but by `common.formats` where experts take another format or layout than
-travels. The host learns nothing of the data: shapes depend on the chosen capacity alone. No call
-here waits for the device, but for dispatch's first look at a static scale outside of captures, and
-all of them can be captured.
+combine region; nothing is copied, but by `common.formats` if experts take another format or layout
+than travels. The host learns nothing of the data: shapes depend on the chosen capacity alone. No
+call here waits for the device, but for dispatch's first look at a static scale outside of captures,
+and all of them can be captured.
 
 vLLM's CUDA experts take global ids and an expert_map that turns those of other ranks into -1; they
 do not take -1 itself. So a choice of another rank, and every choice of an empty slot, becomes the
