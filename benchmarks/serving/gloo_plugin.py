@@ -272,14 +272,12 @@ def register() -> None:
 
     Raises KeyError for an exchange that does not exist.
     """
-    manager: Any = importlib.import_module(
-        "moe_nvlink_plugin.integration.vllm.plugin.all2all_manager"
-    )
+    pool: Any = importlib.import_module("moe_nvlink_plugin.integration.common.pool")
     name = os.environ.get(EXCHANGE_VARIABLE)
-    kind: Any = EXCHANGES[name] if name else manager.MoeAllToAll
+    kind: Any = EXCHANGES[name] if name else pool.MoeAllToAll
     if os.environ.get(TIMED_VARIABLE) == "1":
         kind = timed(kind)
-    manager.MoeAllToAll = kind
+    pool.MoeAllToAll = kind
 
 
 def install(folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """Ends a worker whose exchange has failed while it only replays CUDA graphs.
 
 On a GPU a verb fails after its call has returned, and the next call raises it. A replayed graph
-makes no calls: without this thread vLLM would go on serving what combine writes then, NaN.
+makes no calls: without this thread a server would go on serving what combine writes then, NaN.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable
 
 from moe_nvlink_plugin.errors import MoeNvlinkError
 
-logger = logging.getLogger("vllm.plugins.moe_nvlink")
+logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.5
 
 
 def end_worker() -> None:
-    """Asks this process to end; vLLM's parent process notices and fails the open requests."""
+    """Asks this process to end; its parent process notices, and fails the open requests."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -15,7 +15,7 @@ from moe_nvlink_plugin.errors import UnsupportedError
 
 from .draft.drafts import DRAFTS
 
-logger = logging.getLogger("vllm.plugins.moe_nvlink")
+logger = logging.getLogger(__name__)
 
 #: Minor versions that our tests have served models with, by device.
 TRIED: dict[str, tuple[str, ...]] = {"cpu": ("0.32",), "cuda": ()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,18 @@ def layer() -> Iterator[MoeAllToAll]:
     (group,) = ThreadGroup.ranks(1)
     with MoeAllToAll.create(config(extra_payload_bytes=(6,), num_channels=2), group) as exchange:
         yield exchange
+
+
+@pytest.fixture(autouse=True)
+def our_messages_reach_pytest() -> Iterator[None]:
+    """A vLLM in this process has taken our messages to its own handlers (`common.logs`)."""
+    ours = logging.getLogger("moe_nvlink_plugin")
+    before = ours.handlers, ours.level, ours.propagate
+    ours.handlers, ours.propagate = [], True
+    ours.setLevel(logging.NOTSET)
+    yield
+    ours.handlers, level, ours.propagate = before
+    ours.setLevel(level)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from benchmarks import bench_serve
 from benchmarks.serving import gloo_plugin, measure, model, servers
 from moe_nvlink_plugin import AllToAllConfig
-from moe_nvlink_plugin.integration import vllm as porch
 from tests.support.ranks import run_processes
 
 EP_SIZE, HIDDEN, TOP_K, EXPERTS = 2, 32, 3, 8
@@ -104,12 +103,12 @@ def test_the_plugin_replaces_the_managers_exchange(
         def stats(self) -> gloo_plugin.PeerStats:
             return gloo_plugin.PeerStats("ours")
 
-    manager = types.SimpleNamespace(MoeAllToAll=Ours)
-    monkeypatch.setitem(sys.modules, f"{porch.__name__}.all2all_manager", manager)
+    pool = types.SimpleNamespace(MoeAllToAll=Ours)
+    monkeypatch.setitem(sys.modules, "moe_nvlink_plugin.integration.common.pool", pool)
     monkeypatch.setenv(gloo_plugin.EXCHANGE_VARIABLE, name)
     monkeypatch.setenv(gloo_plugin.TIMED_VARIABLE, timed)
     gloo_plugin.register()
-    kind = manager.MoeAllToAll
+    kind = pool.MoeAllToAll
     assert issubclass(kind, gloo_plugin.EXCHANGES.get(name, Ours))
     if not name:
         made: Any = kind()

@@ -216,13 +216,13 @@ def test_a_rank_that_fails_is_named_and_the_others_are_not_waited_for(
 
 
 def test_a_configuration_of_a_test_asks_for_us() -> None:
-    from moe_nvlink_plugin.integration.vllm.plugin import flag
+    from moe_nvlink_plugin.integration.vllm import backend
 
     made = types.SimpleNamespace(parallel_config=types.SimpleNamespace(all2all_backend="other"))
-    assert not flag.is_selected(made)
+    assert not backend.is_selected(made)
     assert gpu_layers._naming_us(lambda: made)() is made
-    assert flag.is_selected(made)
-    assert made.parallel_config.all2all_backend == flag.CARRIER
+    assert backend.is_selected(made)
+    assert made.parallel_config.all2all_backend == backend.CARRIER
 
 
 def test_without_expectations_tests_fail_or_pass(tmp_path: Path) -> None:

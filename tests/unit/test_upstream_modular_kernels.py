@@ -12,8 +12,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+from moe_nvlink_plugin.integration.vllm.backend import CARRIER, is_selected
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.plugin.flag import CARRIER, is_selected
 from tests.upstream.adapt import modular_kernels as adapter
 
 #: e4m3 has 3 bits behind the leading one.

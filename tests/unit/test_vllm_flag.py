@@ -16,9 +16,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration import vllm as adapter
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY, is_selected
 from moe_nvlink_plugin.integration.vllm.plugin import flag, platform
 
-ASKED = {flag.KEY: flag.BACKEND}
+ASKED = {KEY: BACKEND}
 
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -71,26 +72,26 @@ def test_the_choice_is_added_once() -> None:
     parser = _parser()
     flag.add_choice(parser)
     choices = list(_action(parser, "--all2all-backend").choices)
-    assert choices.count(flag.BACKEND) == 1
-    assert choices[-1] == flag.BACKEND
+    assert choices.count(BACKEND) == 1
+    assert choices[-1] == BACKEND
     assert "moe_nvlink_plugin" in _action(parser, "--all2all-backend").help
 
 
 @pytest.mark.parametrize(
     ("arguments", "backend", "additional"),
     [
-        ([], flag.CARRIER, {}),
-        (["--all2all-backend", "moe_nvlink"], flag.CARRIER, ASKED),
-        (["--all2all_backend=moe_nvlink"], flag.CARRIER, ASKED),
+        ([], CARRIER, {}),
+        (["--all2all-backend", "moe_nvlink"], CARRIER, ASKED),
+        (["--all2all_backend=moe_nvlink"], CARRIER, ASKED),
         (["--all2all-backend", "deepep_v2"], "deepep_v2", {}),
         (["--all2all-backend", "moe_nvlink", "--additional-config", '{"a": 1}'],)
-        + (flag.CARRIER, {**ASKED, "a": 1}),
+        + (CARRIER, {**ASKED, "a": 1}),
         (["--additional-config", '{"a": 1}', "--all2all-backend", "moe_nvlink"],)
-        + (flag.CARRIER, {**ASKED, "a": 1}),
+        + (CARRIER, {**ASKED, "a": 1}),
         (["--all2all-backend", "moe_nvlink", "--additional-config.a", "1"],)
-        + (flag.CARRIER, {**ASKED, "a": 1}),
+        + (CARRIER, {**ASKED, "a": 1}),
         (["--all2all-backend", "moe_nvlink", "--all2all-backend", "naive"], "naive", {}),
-        (["--additional-config", json.dumps(ASKED)], flag.CARRIER, ASKED),
+        (["--additional-config", json.dumps(ASKED)], CARRIER, ASKED),
     ],
 )
 def test_command_line(arguments: list[str], backend: str, additional: dict[str, Any]) -> None:
@@ -121,9 +122,9 @@ def test_python_takes_the_name(checkpoint: Path) -> None:
         data_parallel_size=2,
         additional_config={"mine": 1},
     ).create_engine_config()
-    assert flag.is_selected(config)
+    assert is_selected(config)
     assert config.additional_config == {"mine": 1, **ASKED}
-    assert config.parallel_config.all2all_backend == flag.CARRIER
+    assert config.parallel_config.all2all_backend == CARRIER
 
 
 def test_python_refuses_an_unknown_name(checkpoint: Path) -> None:
@@ -146,8 +147,6 @@ def test_register_warns_when_vllm_has_moved(
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    monkeypatch.setattr(flag.logger, "propagate", True)
-    monkeypatch.setattr(flag.logger.parent, "propagate", True)
     monkeypatch.delattr(EngineArgs, "create_engine_config")
     adapter.register()
     assert not hasattr(EngineArgs, "create_engine_config")
@@ -171,6 +170,110 @@ def test_additional_config_must_be_a_dict(checkpoint: Path) -> None:
     args.additional_config = object()
     with pytest.raises(ConfigError, match="must be a dict"):
         flag.map_engine_args(args)
+
+
+# Where our own modules cannot be imported.
+
+
+def _serve_parser() -> Any:
+    """The parser of `vllm serve`, as vLLM's command line builds it."""
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    cmd_init()[0].subparser_init(parser.add_subparsers(dest="subparser"))
+    return parser
+
+
+_VALIDATION = "moe_nvlink_plugin.integration.vllm.plugin.validation"
+
+
+@pytest.fixture(
+    params=[
+        ("moe_nvlink_plugin.kernels", "moe_nvlink_plugin.kernels"),
+        ("moe_nvlink_plugin.exchange.all_to_all", _VALIDATION),
+    ],
+    ids=["kernels", "exchange"],
+)
+def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Breaks the import of one module; returns what has to be said of it."""
+    broken, needed = request.param
+    monkeypatch.setitem(sys.modules, broken, None)
+    monkeypatch.delitem(sys.modules, _VALIDATION, raising=False)
+    return f"because {needed} cannot be imported: ModuleNotFoundError: import of {broken} halted"
+
+
+def test_the_command_line_says_why_we_cannot_be_used(
+    reason: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    parser = _serve_parser()
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["serve", "model", "--all2all-backend", "moe_nvlink"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"argument --all2all-backend: moe_nvlink cannot be used, {reason}" in told
+    assert "install moe-nvlink-plugin again" in told
+    assert "Traceback" in caplog.text
+    # Nobody who does not ask for us hears of it.
+    caplog.clear()
+    parser.parse_args(["serve", "model", "--all2all-backend", "allgather_reducescatter"])
+    assert caplog.text == ""
+
+
+def test_python_says_why_we_cannot_be_used(checkpoint: Path, reason: str) -> None:
+    args = _engine_args(
+        checkpoint,
+        all2all_backend="moe_nvlink",
+        enable_expert_parallel=True,
+        data_parallel_size=2,
+    )
+    with pytest.raises(UnsupportedError, match=reason):
+        args.create_engine_config()
+
+
+_BROKEN_SERVE = """
+import sys
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ImportError(f"{name} is broken for this test")
+
+sys.meta_path.insert(0, Broken())
+from vllm.entrypoints.cli.serve import cmd_init
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+cmd_init()[0].subparser_init(parser.add_subparsers(dest="subparser"))
+parser.parse_args(["serve", "model"])
+parser.parse_args(["serve", "model", "--all2all-backend", "moe_nvlink"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        # Before our choice is on the command line, our entry points say it; vLLM does if it cannot
+        # load them. vLLM has not configured its logger yet; Python prints errors all the same.
+        ("moe_nvlink_plugin.integration.vllm.plugin.platform", "moe_nvlink is installed, and its"),
+        ("moe_nvlink_plugin.integration.vllm", "Failed to load plugin moe_nvlink"),
+    ],
+    ids=["platform", "entry points"],
+)
+def test_a_plugin_that_cannot_be_loaded_is_logged_as_an_error(broken: str, told: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", _BROKEN_SERVE, broken],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert shown.returncode == 2, shown.stderr[-3000:]
+    assert "invalid choice: 'moe_nvlink'" in shown.stderr
+    before, reason, _refusal = shown.stderr.partition(
+        f"ImportError: {broken} is broken for this test"
+    )
+    assert told in before
+    assert reason
 
 
 # The platform.
@@ -310,6 +413,6 @@ def test_without_the_flag_vllm_is_as_before(checkpoint: Path) -> None:
     assert theirs.pop("platform") == "CpuPlatform"
     assert ours.pop("choices") == [*theirs.pop("choices"), "moe_nvlink"]
     loaded = [name.rpartition(".")[2] for name in ours.pop("ours")]
-    assert loaded == ["flag", "platform"]
+    assert loaded == ["backend", "plugin", "flag", "platform"]
     assert theirs.pop("ours") == []
     assert ours == theirs

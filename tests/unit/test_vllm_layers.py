@@ -23,8 +23,15 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.vllm import all2all_manager, communicator, layers, lm_head, mtp
-from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.common.agreement import Ranks
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.vllm import all2all_manager
+from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.choices import WORDING
+from moe_nvlink_plugin.integration.vllm.draft import logits_processor as draft_logits, mtp
+from moe_nvlink_plugin.integration.vllm.moe import layers
+from moe_nvlink_plugin.integration.vllm.plugin import communicator
+from moe_nvlink_plugin.testing import ThreadGroup
 
 results = {}
 
@@ -55,7 +62,7 @@ def not_asked():
 def communicators():
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
     from vllm.utils.import_utils import resolve_obj_by_qualname
-    from moe_nvlink_plugin.integration.vllm import cuda_communicator, platform
+    from moe_nvlink_plugin.integration.vllm.plugin import cuda_communicator, platform
 
     def init(self, *args, **kwargs):
         self.given = [*args, *kwargs]
@@ -97,8 +104,8 @@ def taken():
 
 @scenario
 def logits_processor():
-    lm_head.put_in_place()
-    lm_head.put_in_place()
+    draft_logits.put_in_place()
+    draft_logits.put_in_place()
     made = LogitsProcessor.__new__(LogitsProcessor)
     return [sorted(op_registry_oot), type(made).__name__]
 
@@ -109,7 +116,7 @@ def logits_processor_taken():
         pass
 
     LogitsProcessor.register_oot(Theirs)
-    return [refusal(lm_head.put_in_place), op_registry_oot["LogitsProcessor"] is Theirs]
+    return [refusal(draft_logits.put_in_place), op_registry_oot["LogitsProcessor"] is Theirs]
 
 
 @scenario
@@ -149,7 +156,8 @@ def attached():
 
 @scenario
 def not_modular():
-    told = []
+    told, (group,) = [], ThreadGroup.ranks(1)
+    layers._pool = lambda: SimpleNamespace(ranks=Ranks(group, 0, 1, WORDING))
     for kernel in (None, SimpleNamespace(is_monolithic=True)):
         method = SimpleNamespace(moe_kernel=kernel)
         method.process_weights_after_loading = lambda layer: None
@@ -161,7 +169,11 @@ def not_modular():
 
 @scenario
 def naive_path():
-    manager = object.__new__(MoeNvlinkAll2AllManager)
+    def init(self, cpu_group, tcp_store_group=None):
+        self.internode, self.world_size, self.rank = False, 1, 0
+
+    All2AllManagerBase.__init__ = init
+    manager = MoeNvlinkAll2AllManager(None, device=torch.device("cpu"))
     verbs = "dispatch", "dispatch_router_logits", "combine"
     return [refusal(lambda: getattr(manager, verb)(None)) for verb in verbs]
 
@@ -199,12 +211,13 @@ def classes_by_device():
     layers.CudaPrepareAndFinalize = lambda exchanges, *more: made.append(["cuda", exchanges])
     layers.CpuPrepareAndFinalize = lambda exchange, *more: made.append(["cpu", exchange])
     for device in ("cpu", "cuda"):
-        manager = SimpleNamespace(
+        pool = SimpleNamespace(
             device=torch.device(device),
             exchange=lambda geometry: "one",
             exchanges_by_capacity=lambda geometry: ["small", "large"],
         )
-        layers._prepare_finalize(manager, layers._exchanges(manager, None), None, None)
+        exchanges = ExchangePool.exchanges_of_layer(pool, None)
+        layers._prepare_finalize(pool.device, exchanges, None, None)
     return made
 
 

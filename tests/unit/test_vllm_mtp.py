@@ -41,15 +41,20 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     UnsupportedError,
 )
+from moe_nvlink_plugin.integration.common import draft_head
+from moe_nvlink_plugin.integration.common.agreement import Ranks
+from moe_nvlink_plugin.integration.common.draft_head import DraftHead, DraftHeads, Plan
+from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
-from moe_nvlink_plugin.integration.vllm.draft import drafts, lm_head, mtp
-from moe_nvlink_plugin.integration.vllm.draft.lm_head import (
-    DraftHead,
+from moe_nvlink_plugin.integration.vllm import backend, choices
+from moe_nvlink_plugin.integration.vllm.draft import drafts, mtp
+from moe_nvlink_plugin.integration.vllm.draft.logits_processor import (
     MoeNvlinkLogitsProcessor,
-    Plan,
+    plan_of,
+    refuse_unfit,
 )
-from moe_nvlink_plugin.integration.vllm.plugin import flag, options
-from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.draft.mtp import shared_head
 from moe_nvlink_plugin.lm_head import cost as head_cost
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 
@@ -118,6 +123,14 @@ def make_group(group: ThreadGroup, **values: Any) -> HeadGroup:
     return HeadGroup.create(config, group)
 
 
+def head_of(group: HeadGroup, crossover: int | None) -> DraftHead:
+    return DraftHead(group, crossover, refuse_unfit)
+
+
+def ranks_of(group: Any) -> Ranks:
+    return Ranks(group, group.rank, group.size, choices.WORDING)
+
+
 # A draft with the seams of vLLM's, and what its runners do around it.
 
 
@@ -182,8 +195,7 @@ def make_draft(
     processor: LogitsProcessor | None = None,
 ) -> SharedDraft:
     """As a worker builds it; `head` is what its manager hands out."""
-    manager = SimpleNamespace(draft_head=lambda vllm_config, vocab_size: head)
-    monkeypatch.setattr(mtp, "_manager", lambda: manager)
+    monkeypatch.setattr(mtp, "shared_head", lambda vllm_config, vocab_size: head)
     processor = processor or make_processor()
     vllm_config = SimpleNamespace(use_v2_model_runner=v2, processor=processor)
     return SharedDraft(vllm_config=vllm_config)
@@ -218,7 +230,7 @@ def test_a_rank_without_requests_serves_its_shard(
     def body(group: ThreadGroup) -> tuple[int, int]:
         draft = made[group.rank]
         with make_group(group) as shared:
-            head = DraftHead(shared, None)
+            head = head_of(shared, None)
             draft._draft_head = draft.logits_processor.draft_head = head
             for step, busy in enumerate(has_rows):
                 count = 1 + (group.rank + step) % MOST_ROWS
@@ -244,7 +256,7 @@ def test_only_the_v1_runner_leaves_the_look_at_the_head_to_us(
     """The V2 runner samples in dummy runs; a second exchange there would never be answered."""
     (group,) = ThreadGroup.ranks(1)
     with make_group(group) as shared:
-        draft = make_draft(DraftHead(shared, None), monkeypatch, v2=v2)
+        draft = make_draft(head_of(shared, None), monkeypatch, v2=v2)
         with contexts.forward((3,), idle=True):
             hidden = draft(rows_of(0, 3))
         assert shared.stats().rounds == (0 if v2 else 1)
@@ -260,7 +272,7 @@ class Bounds(DraftHead):
     """Keeps the bounds that its steps had."""
 
     def __init__(self, group: HeadGroup, crossover: int | None = None) -> None:
-        super().__init__(group, crossover)
+        super().__init__(group, crossover, refuse_unfit)
         self.seen: list[int | None] = []
 
     def next_bound(self) -> int | None:
@@ -296,7 +308,7 @@ def test_auto_splits_up_to_the_crossover_and_nobody_exchanges_above_it(
     def body(group: ThreadGroup) -> tuple[int, int]:
         draft = made[group.rank]
         with make_group(group) as shared:
-            head = DraftHead(shared, crossover)
+            head = head_of(shared, crossover)
             draft._draft_head = draft.logits_processor.draft_head = head
             for step, counts in enumerate(tokens):
                 busy = group.rank == 0 or step % 2 == 0
@@ -320,7 +332,7 @@ def test_tokens_on_one_rank_and_logits_on_another_meet_in_one_step(
     def body(group: ThreadGroup) -> None:
         draft = made[group.rank]
         with make_group(group, full_logits=True) as shared:
-            draft._draft_head = draft.logits_processor.draft_head = DraftHead(shared, None)
+            draft._draft_head = draft.logits_processor.draft_head = head_of(shared, None)
             for step in range(6):
                 kind = (group.rank + step) % 3
                 rows = None if kind == 2 else rows_of(group.rank, 1 + step % MOST_ROWS, step)
@@ -352,7 +364,7 @@ def test_soft_cap_and_scale_are_applied_once_and_of_any_sign(
         processor, mine, expected = made[group.rank], rows[group.rank], wanted[group.rank]
         with make_group(group, full_logits=True) as shared:
             for crossover in (None, 0):
-                processor.draft_head = DraftHead(shared, crossover)
+                processor.draft_head = head_of(shared, crossover)
                 found = processor.get_top_tokens(make_head(), mine)
                 assert torch.equal(found, expected.argmax(dim=-1))
                 torch.testing.assert_close(processor(make_head(), mine), expected)
@@ -368,7 +380,7 @@ def test_a_bias_is_added_before_the_compare() -> None:
 
     def body(group: ThreadGroup) -> list[int]:
         with make_group(group, full_logits=True) as shared:
-            made[group.rank].draft_head = DraftHead(shared, None)
+            made[group.rank].draft_head = head_of(shared, None)
             tokens = made[group.rank].get_top_tokens(make_head(), rows_of(group.rank, 2), bias)
             logits = made[group.rank](make_head(), rows_of(group.rank, 2), bias)
         return [*tokens.tolist(), *logits.argmax(dim=-1).tolist()]
@@ -382,7 +394,7 @@ def test_a_step_that_is_not_split_is_what_vllm_computes(
     (group,) = ThreadGroup.ranks(1)
     theirs = make_processor(LogitsProcessor)
     with make_group(group) as shared:
-        draft = make_draft(DraftHead(shared, 0), monkeypatch)
+        draft = make_draft(head_of(shared, 0), monkeypatch)
         with contexts.forward((4,), idle=False):
             hidden = draft(rows_of(0, 4))
         assert torch.equal(draft.get_top_tokens(hidden), theirs(draft.lm_head, hidden).argmax(-1))
@@ -401,7 +413,7 @@ def test_the_targets_processor_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None
     (group,) = ThreadGroup.ranks(1)
     with make_group(group) as shared:
         target = make_processor(soft_cap=3.0, scale=2.0)
-        make_draft(DraftHead(shared, None), monkeypatch)  # of which the target hears nothing
+        make_draft(head_of(shared, None), monkeypatch)  # of which the target hears nothing
         theirs = make_processor(LogitsProcessor, soft_cap=3.0, scale=2.0)
         head, rows = make_head(), rows_of(0, 4)
         assert torch.equal(target(head, rows), theirs(head, rows))
@@ -432,7 +444,7 @@ def test_a_late_rank_is_named(contexts: Contexts, monkeypatch: pytest.MonkeyPatc
             first_timeout_s=0.5,
         )
         with HeadGroup.create(config, group) as shared:
-            head = DraftHead(shared, None)
+            head = head_of(shared, None)
             draft = made[group.rank]
             draft._draft_head = draft.logits_processor.draft_head = head
             if group.rank == 1:
@@ -459,7 +471,7 @@ def test_the_head_is_looked_up_at_every_step(
     """vLLM replaces the draft's by the target's after it has built and loaded both."""
     (group,) = ThreadGroup.ranks(1)
     with make_group(group) as shared:
-        draft = make_draft(DraftHead(shared, None), monkeypatch)
+        draft = make_draft(head_of(shared, None), monkeypatch)
         step_v1(draft, contexts, rows_of(0, 3), (3,))
         draft.lm_head = make_head(seed=77)
         found = step_v1(draft, contexts, rows_of(0, 3), (3,))
@@ -473,7 +485,7 @@ def test_a_head_is_looked_at_in_steps_that_auto_does_not_split(
     """The profile run's batch is the largest: it must not take a small one to refuse a head."""
     (group,) = ThreadGroup.ranks(1)
     with make_group(group) as shared:
-        draft = make_draft(DraftHead(shared, 1), monkeypatch)
+        draft = make_draft(head_of(shared, 1), monkeypatch)
         draft.lm_head.quant_method = object()
         with pytest.raises(UnsupportedError, match="quantised"):
             step_v1(draft, contexts, None, (2000,))
@@ -494,7 +506,7 @@ def test_a_head_that_cannot_be_shared_is_refused(change: dict[str, Any], words: 
     head = SimpleNamespace(**{**good, **change})
     (group,) = ThreadGroup.ranks(1)
     with make_group(group) as shared, pytest.raises(UnsupportedError) as caught:
-        DraftHead(shared, None).serve_idle(head)
+        head_of(shared, None).serve_idle(head)
     for word in words:
         assert word in str(caught.value)
 
@@ -504,7 +516,7 @@ def test_the_linear_method_that_keeps_its_weight_is_accepted() -> None:
     (group,) = ThreadGroup.ranks(1)
     head = SimpleNamespace(quant_method=UnquantizedLinearMethod(), weight=make_head().weight)
     with make_group(group) as shared:
-        DraftHead(shared, None).serve_idle(head)
+        head_of(shared, None).serve_idle(head)
         assert shared.stats().rounds == 1
 
 
@@ -568,7 +580,7 @@ def test_tokens_are_the_argmax_of_vllms_own_logits_step_by_step(
     def body(group: ThreadGroup) -> None:
         draft = made[group.rank]
         with make_group(group, full_logits=True) as shared:
-            draft._processor().draft_head = DraftHead(shared, None)
+            draft._processor().draft_head = head_of(shared, None)
             for step in range(3):
                 rows = rows_of(group.rank, 1 + step, step)
                 expected = plain.compute_logits(rows, step)
@@ -710,7 +722,7 @@ def _vllm_config(size: int | str = 2, **values: Any) -> Any:
     }
     model = {"dtype": torch.float32, "head_dtype": torch.float32, **values.pop("model", {})}
     given: dict[str, Any] = {
-        "additional_config": {flag.KEY: flag.BACKEND, options.KEY: {options.MTP_LM_HEAD: size}},
+        "additional_config": {backend.KEY: backend.BACKEND, choices.KEY: {MTP_LM_HEAD: size}},
         "speculative_config": SimpleNamespace(**speculative),
         "parallel_config": SimpleNamespace(**parallel),
         "scheduler_config": SimpleNamespace(max_num_seqs=MOST_ROWS),
@@ -720,11 +732,11 @@ def _vllm_config(size: int | str = 2, **values: Any) -> Any:
 
 
 def test_a_number_of_ranks_is_taken_at_its_word() -> None:
-    plan = lm_head.plan_of(_vllm_config(4), VOCAB, 4, CPU)
+    plan = plan_of(_vllm_config(4), VOCAB, 4, CPU)
     assert plan == Plan(4, None, VOCAB, HIDDEN, MOST_ROWS, torch.float32, False)
     assert plan.config(6).tp_rank == 2
     assert plan.config(6).max_rows_per_rank == MOST_ROWS
-    assert list(lm_head.members_of(6, 4)) == [4, 5, 6, 7]
+    assert list(draft_head.members_of(6, 4)) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -740,7 +752,7 @@ def test_a_number_of_ranks_is_taken_at_its_word() -> None:
 def test_room_for_logits_where_a_step_may_ask_for_them(
     speculative: dict[str, Any], full: bool
 ) -> None:
-    plan = lm_head.plan_of(_vllm_config(speculative=speculative), VOCAB, 4, CPU)
+    plan = plan_of(_vllm_config(speculative=speculative), VOCAB, 4, CPU)
     assert plan.full_logits == full
 
 
@@ -751,7 +763,7 @@ def test_auto_is_the_cost_rules_choice_among_sizes_that_divide(
     """With rates under which one more rank always pays, up to some rows."""
     rates = head_cost.Rates(1e9, 3e9, 1e12, 1e-9)
     monkeypatch.setattr(head_cost, "rates_of", lambda device, element_bytes: rates)
-    plan = lm_head.plan_of(_vllm_config("auto"), 100_000, ranks, CPU)
+    plan = plan_of(_vllm_config("auto"), 100_000, ranks, CPU)
     shape = head_cost.HeadShape(100_000, HIDDEN, 4)
     wanted = {4: 4, 6: 2, 3: 1}[ranks]
     assert plan.size == wanted
@@ -765,80 +777,67 @@ def test_auto_is_the_cost_rules_choice_among_sizes_that_divide(
 def test_auto_leaves_a_head_whole_that_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = head_cost.Rates(1e12, 1e15, 1e6, 1.0)
     monkeypatch.setattr(head_cost, "rates_of", lambda device, element_bytes: rates)
-    plan = lm_head.plan_of(_vllm_config("auto"), VOCAB, 4, CPU)
+    plan = plan_of(_vllm_config("auto"), VOCAB, 4, CPU)
     assert plan.size == 1
     assert "not split" in plan.report(CPU)
 
 
 def test_the_report_says_what_is_read_before_and_after() -> None:
-    text = lm_head.plan_of(_vllm_config(2), 129_280, 4, CPU).report(CPU)
+    text = plan_of(_vllm_config(2), 129_280, 4, CPU).report(CPU)
     assert "groups of 2" in text
     assert "16.55 MB" in text  # 129280 rows of 32 floats
     assert "8.274 MB" in text
 
 
-@pytest.fixture
-def one_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], None]:
-    """torch.distributed's all_gather_object, answering with what a test says."""
+class Answers:
+    """A group whose other ranks pass what a test says."""
 
-    def answer(others: list[Any]) -> None:
-        def all_gather_object(found: list[Any], mine: Any, group: Any) -> None:
-            found[:] = [mine, *others]
+    rank = 0
 
-        monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    def __init__(self, *others: Any) -> None:
+        self.size, self._others = 1 + len(others), others
 
-    return answer
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        return [mine, *self._others]
 
 
-def test_ranks_with_different_plans_are_told(
-    one_process: Callable[[list[Any]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = lm_head.plan_of(_vllm_config(2), VOCAB, 2, CPU)
-    one_process([plan])
-    lm_head.agree(plan, None, 2)
-    one_process(["ConfigError: MOE_NVLINK_TIMEOUT_S='soon' is not a positive number"])
+def test_ranks_with_different_plans_are_told() -> None:
+    plan = plan_of(_vllm_config(2), VOCAB, 2, CPU)
+    same = ranks_of(Answers(plan))
+    assert draft_head.agree(plan, same) == plan
+    problem = "ConfigError: MOE_NVLINK_TIMEOUT_S='soon' is not a positive number"
     with pytest.raises(PeerError, match="rank 1: ConfigError: MOE_NVLINK_TIMEOUT_S='soon'"):
-        lm_head.agree(plan, None, 2)
-    one_process([plan])
+        draft_head.agree(plan, ranks_of(Answers(problem)))
     with pytest.raises(ConfigError, match="mine"):
-        lm_head.agree(ConfigError("mine"), None, 2)
-    one_process([plan._replace(crossover=3)])
+        draft_head.agree(ConfigError("mine"), same)
+    other = plan._replace(crossover=3)
     with pytest.raises(DisagreementError, match=r"rank 0: .*crossover=None.*rank 1: .*crossover=3"):
-        lm_head.agree(plan, None, 2)
+        draft_head.agree(plan, ranks_of(Answers(other)))
 
 
-def _bare_manager(rank: int, ranks: int, device: torch.device = CPU) -> Any:
-    """A manager without vLLM's groups, which has met the others."""
-    manager: Any = object.__new__(MoeNvlinkAll2AllManager)
-    manager.rank, manager.world_size, manager.cpu_group, manager.device = rank, ranks, None, device
-    manager._met, manager._draft_heads, manager._watches, manager._exchanges = True, {}, [], {}
-    manager._stats_writer = None
-    return manager
-
-
-def _manager_alone(one_process: Callable[[list[Any]], None], monkeypatch: Any) -> Any:
-    one_process([])
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """One rank, whose heads are shared with nobody."""
     (group,) = ThreadGroup.ranks(1)
-    monkeypatch.setattr(lm_head, "group_of", lambda cpu_group, rank, size: group)
-    return _bare_manager(0, 1)
+    monkeypatch.setattr(draft_head, "group_of", lambda cpu_group, rank, size: group)
+    return ranks_of(group)
 
 
 def test_the_counters_file_has_a_section_for_the_head(
-    one_process: Callable[[list[Any]], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MOE_NVLINK_STATS_DIR", str(tmp_path))
-    manager = _manager_alone(one_process, monkeypatch)
+    ranks = _alone(monkeypatch)
+    heads = DraftHeads(ranks, CPU)
+    pool = ExchangePool(ranks, CPU, Options(), more_stats=heads.stats)
     exchange: Any = SimpleNamespace(stats=lambda: ExchangeStats(rounds=7))
-    manager._start_stats(exchange)
-    head = manager._create_draft_head(lm_head.plan_of(_vllm_config(1), VOCAB, 1, CPU))
-    manager._draft_heads["plan"] = head
+    pool._start_stats(exchange)
+    head = heads.of_plan(plan_of(_vllm_config(1), VOCAB, 1, CPU), refuse_unfit)
     made = make_processor()
     made.draft_head = head
     for count in (3, 2):
         made.get_top_tokens(make_head(), rows_of(0, count))
-    manager.destroy()
+    pool.close()
+    heads.close()
     written = json.loads((tmp_path / "rank0.json").read_text("utf-8"))
     assert written["rounds"] == 7
     assert written["mtp_lm_head"] == {
@@ -853,30 +852,27 @@ def test_the_counters_file_has_a_section_for_the_head(
 
 def test_a_gpus_head_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU here: the group is a stand-in, the thread is real."""
-    asked = threading.Event()
+    asked_for = threading.Event()
     group = SimpleNamespace(
-        failure=lambda: asked.set(), workspace_bytes=0, close=lambda: None, config=None
+        failure=lambda: asked_for.set(), workspace_bytes=0, close=lambda: None, config=None
     )
-    monkeypatch.setattr(lm_head, "group_of", lambda cpu_group, rank, size: None)
+    ranks = _alone(monkeypatch)
     monkeypatch.setattr(HeadGroup, "create", lambda config, ranks, device: group)
-    manager = _bare_manager(0, 1, torch.device("cuda", 0))
-    manager._create_draft_head(lm_head.plan_of(_vllm_config(1), VOCAB, 1, CPU))
-    assert asked.wait(30)
-    manager.destroy()
-    assert manager._watches == []
+    heads = DraftHeads(ranks, torch.device("cuda", 0))
+    heads.of_plan(plan_of(_vllm_config(1), VOCAB, 1, CPU), refuse_unfit)
+    assert asked_for.wait(30)
+    heads.close()
+    assert heads._watches == []
 
 
-def test_the_manager_owns_the_group_and_closes_it(
-    one_process: Callable[[list[Any]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = _manager_alone(one_process, monkeypatch)
-    plan = lm_head.plan_of(_vllm_config(2), VOCAB, 2, CPU)._replace(size=1)
-    head = manager._create_draft_head(plan)
-    manager._draft_heads[plan] = head
+def test_the_worker_owns_the_group_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = DraftHeads(_alone(monkeypatch), CPU)
+    plan = plan_of(_vllm_config(2), VOCAB, 2, CPU)._replace(size=1)
+    head = heads.of_plan(plan, refuse_unfit)
     head.serve_idle(make_head())
-    assert manager._watches == []  # a CPU rank's verbs raise for themselves
-    manager.destroy()
-    manager.destroy()
+    assert heads._watches == []  # a CPU rank's verbs raise for themselves
+    heads.close()
+    heads.close()
     with pytest.raises(ExchangeStateError):
         head.serve_idle(make_head())
 
@@ -886,23 +882,21 @@ def test_consecutive_ranks_share_and_the_groups_do_not_wait_for_each_other(
 ) -> None:
     """Two groups of two, built by each rank's manager; the second drafts more steps."""
     pairs = [ThreadGroup.ranks(2), ThreadGroup.ranks(2)]
-    ranks_here: dict[int, ThreadGroup] = {}
-
-    def all_gather_object(found: list[Any], mine: Any, group: Any) -> None:
-        found[:] = ranks_here[threading.get_ident()].all_gather_object(mine)
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
-    monkeypatch.setattr(
-        lm_head, "group_of", lambda cpu_group, rank, size: pairs[rank // size][rank % size]
-    )
+    managers = threading.local()
     made = [make_draft(None, monkeypatch) for _ in range(4)]
+    monkeypatch.setattr(
+        draft_head, "group_of", lambda cpu_group, rank, size: pairs[rank // size][rank % size]
+    )
+    monkeypatch.setattr(mtp, "manager_of_ep_group", lambda what: managers.mine)
     vllm_config = _vllm_config(2)
 
     def body(group: ThreadGroup) -> int:
-        ranks_here[threading.get_ident()] = group
-        manager = _bare_manager(group.rank, group.size)
-        head = manager.draft_head(vllm_config, VOCAB)
-        assert head is manager.draft_head(vllm_config, VOCAB)
+        ranks = ranks_of(group)
+        heads = DraftHeads(ranks, CPU)
+        managers.mine = SimpleNamespace(ranks=ranks, heads=heads, pool=SimpleNamespace(device=CPU))
+        head = shared_head(vllm_config, VOCAB)
+        assert head is shared_head(vllm_config, VOCAB)
+        assert head is not None
         draft = made[group.rank]
         draft._draft_head = draft.logits_processor.draft_head = head
         for step in range(2 if group.rank < 2 else 5):
@@ -910,49 +904,48 @@ def test_consecutive_ranks_share_and_the_groups_do_not_wait_for_each_other(
             assert torch.equal(step_v1(draft, contexts, rows, (2,) * 4), unshared(rows))
         group.all_gather_object(None)
         rounds: int = head.stats()["rounds"]
-        manager.destroy()
+        heads.close()
         return rounds
 
     assert run_ranks(4, body) == [2, 2, 5, 5]
 
 
-def test_no_group_is_made_where_the_head_stays_whole(
-    one_process: Callable[[list[Any]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = _manager_alone(one_process, monkeypatch)
+def test_no_group_is_made_where_the_head_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = DraftHeads(_alone(monkeypatch), CPU)
     rates = head_cost.Rates(1e12, 1e15, 1e6, 1.0)
     monkeypatch.setattr(head_cost, "rates_of", lambda device, element_bytes: rates)
-    assert manager.draft_head(_vllm_config("auto"), VOCAB) is None
-    assert manager._draft_heads == {}
+    plan = plan_of(_vllm_config("auto"), VOCAB, 1, CPU)
+    assert heads.head(lambda: plan, refuse_unfit) is None
+    assert heads._heads == {}
 
 
 # What is asked for, and what is refused.
 
 
 def test_the_option_and_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert options.options_of(None).mtp_lm_head_tp_size == 1
-    assert not options.options_of(None).shares_lm_head
+    assert choices.options_of(None).mtp_lm_head_tp_size == 1
+    assert not choices.options_of(None).shares_lm_head
     for text, value in (("4", 4), ("auto", "auto"), ("1", 1), ("", 1)):
         monkeypatch.setenv("MOE_NVLINK_MTP_LM_HEAD_TP", text)
-        assert options.options_of(None).mtp_lm_head_tp_size == value
+        assert choices.options_of(None).mtp_lm_head_tp_size == value
     monkeypatch.setenv("MOE_NVLINK_MTP_LM_HEAD_TP", "8")
-    assert options.options_of(_vllm_config(2)).mtp_lm_head_tp_size == 2
+    assert choices.options_of(_vllm_config(2)).mtp_lm_head_tp_size == 2
     for text in ("0", "-2", "four", "2.5"):
         monkeypatch.setenv("MOE_NVLINK_MTP_LM_HEAD_TP", text)
         with pytest.raises(ConfigError, match=f"MOE_NVLINK_MTP_LM_HEAD_TP='{text}'"):
-            options.options_of(None)
+            choices.options_of(None)
         # What the configuration names goes before it.
-        assert options.options_of(_vllm_config(2)).mtp_lm_head_tp_size == 2
+        assert choices.options_of(_vllm_config(2)).mtp_lm_head_tp_size == 2
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "two", "2", None, [2]])
 def test_a_value_that_is_no_number_of_ranks_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="mtp_lm_head_tp_size="):
-        options.options_of(_vllm_config(value))
+        choices.options_of(_vllm_config(value))
 
 
 def _told(vllm_config: Any) -> list[str]:
-    return list(drafts.problems(vllm_config, options.options_of(vllm_config)))
+    return list(drafts.problems(vllm_config, choices.options_of(vllm_config)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, "auto"])
@@ -1006,10 +999,10 @@ def test_the_variable_alone_asks_nothing_of_a_model_without_a_draft(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOE_NVLINK_MTP_LM_HEAD_TP", "3")
-    bare = _vllm_config(additional_config={flag.KEY: flag.BACKEND}, speculative_config=None)
+    bare = _vllm_config(additional_config={backend.KEY: backend.BACKEND}, speculative_config=None)
     assert _told(bare) == []
-    assert not drafts.shares_head(bare, options.options_of(bare))
-    (problem,) = _told(_vllm_config(additional_config={flag.KEY: flag.BACKEND}))
+    assert not drafts.shares_head(bare, choices.options_of(bare))
+    (problem,) = _told(_vllm_config(additional_config={backend.KEY: backend.BACKEND}))
     assert "does not divide --data-parallel-size 4" in problem
 
 
@@ -1031,7 +1024,7 @@ def test_a_greedy_draft_is_asked_for_tokens(
         size, speculative={"use_local_argmax_reduction": False, **speculative}
     )
     for _ in range(2):
-        drafts.ask_for_tokens(vllm_config, options.options_of(vllm_config))
+        drafts.ask_for_tokens(vllm_config, choices.options_of(vllm_config))
         assert vllm_config.speculative_config.use_local_argmax_reduction == asked
 
 
@@ -1053,11 +1046,11 @@ def _create(model: Path, size: int | str, **values: Any) -> Any:
         **values.pop("speculative_config", {}),
     }
     asked = {
-        "all2all_backend": flag.BACKEND,
+        "all2all_backend": backend.BACKEND,
         "enable_expert_parallel": True,
         "data_parallel_size": 4,
         "dtype": "float32",
-        "additional_config": {options.KEY: {options.MTP_LM_HEAD: size}},
+        "additional_config": {choices.KEY: {MTP_LM_HEAD: size}},
         **values,
     }
     return EngineArgs(
@@ -1095,7 +1088,7 @@ def test_no_rank_drafts_another_number_of_tokens(drafting: Path) -> None:
 def test_probabilistic_drafts_keep_their_logits(drafting: Path) -> None:
     config = _create(drafting, 2, speculative_config={"draft_sample_method": "probabilistic"})
     assert not config.speculative_config.use_local_argmax_reduction
-    assert lm_head.plan_of(config, 500, 4, CPU).full_logits
+    assert plan_of(config, 500, 4, CPU).full_logits
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from moe_nvlink_plugin.groups import as_group
-from moe_nvlink_plugin.integration.vllm.plugin.options import Options
+from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, NVFP4
 from tests.support import fake_cuda

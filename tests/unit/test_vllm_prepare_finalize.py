@@ -23,6 +23,11 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     UnsupportedError,
 )
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Proposal, Ranks
+from moe_nvlink_plugin.integration.common.draft_head import DraftHeads
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from tests.support.ranks import run_processes
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 5
@@ -287,38 +292,30 @@ def _ragged_rounds(ep_rank: int, ep_size: int) -> list[float]:
     return errors
 
 
-def _manager(cpu_group: Any) -> Any:
-    """Our manager without vLLM's parallel state behind it."""
-    from moe_nvlink_plugin.integration.vllm.plugin import all2all_manager, options
+def _ranks(group: Any) -> Ranks:
+    return Ranks(group, group.rank(), group.size(), WORDING)
 
-    manager = object.__new__(all2all_manager.MoeNvlinkAll2AllManager)
-    manager.options, manager._met, manager._holds_startup = options.Options(), False, False
-    manager.cpu_group, manager.rank = cpu_group, cpu_group.rank()
-    manager.world_size = cpu_group.size()
-    manager._exchanges, manager._draft_heads = {}, {}
-    manager._stats_writer, manager._watches = None, []
-    manager.device = torch.device("cpu")
-    return manager
+
+def _pool(group: Any) -> ExchangePool:
+    """A worker's, without vLLM's parallel state behind it."""
+    return ExchangePool(_ranks(group), torch.device("cpu"), Options())
 
 
 def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
-    """What the manager's counters say after rounds of one of its two geometries."""
-    from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import Geometry
-
-    manager = _manager(dist.group.WORLD)
+    """What the pool's counters say after rounds of one of its two geometries."""
+    pool = _pool(dist.group.WORLD)
     small = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32)
     large = Geometry(11, 2, 64, 2 * CAPACITY, torch.float32)
-    first = manager.exchange(small)
-    assert manager.exchange(small) is first
-    second = manager.exchange(large)
+    first = pool.exchange(small)
+    assert pool.exchange(small) is first
+    second = pool.exchange(large)
     assert second is not first
     assert second.workspace_bytes == first.workspace_bytes
-    assert manager.get_handle(small._asdict()) is first
     layer = _prepare_finalize(first)
     for number in range(3):
         _layer(layer, first.config, _work(CAPACITY, number + 10 * ep_rank))
-    manager.destroy()
-    manager.destroy()
+    pool.close()
+    pool.close()
     path = Path(os.environ["MOE_NVLINK_STATS_DIR"], f"rank{ep_rank}.json")
     written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return written
@@ -326,10 +323,8 @@ def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
 
 def _capacities(ep_rank: int, ep_size: int) -> tuple[list[int], list[bool], int]:
     """Of exchanges by capacity: their capacities, if they lie where the largest does, its size."""
-    from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import Geometry
-
-    manager = _manager(dist.group.WORLD)
-    exchanges = manager.exchanges_by_capacity(
+    pool = _pool(dist.group.WORLD)
+    exchanges = pool.exchanges_by_capacity(
         Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, 40, torch.float32)
     )
     largest = exchanges[-1]
@@ -339,15 +334,13 @@ def _capacities(ep_rank: int, ep_size: int) -> tuple[list[int], list[bool], int]
     alone = MoeAllToAll.create(largest.config, dist.group.WORLD)
     grown_by = largest.workspace_bytes - alone.workspace_bytes
     alone.close()
-    manager.destroy()
+    pool.close()
     return [e.config.max_tokens_per_rank for e in exchanges], same_place, grown_by
 
 
 def _agreement(ep_rank: int, ep_size: int) -> list[str]:
     """What ranks are told that propose the same, then different scales, then one problem."""
-    from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import Geometry, Proposal
-
-    manager = _manager(dist.group.WORLD)
+    ranks = _ranks(dist.group.WORLD)
     geometry = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32, "nvfp4")
     same = Proposal("layer 5", geometry, 500.0)
     told = []
@@ -357,7 +350,7 @@ def _agreement(ep_rank: int, ep_size: int) -> list[str]:
         same._replace(problem="no such scale" if ep_rank else None),
     ):
         try:
-            manager.agree(mine)
+            ranks.agree(mine)
             told.append("")
         except MoeNvlinkError as error:
             told.append(f"{type(error).__name__}: {error}")
@@ -368,8 +361,12 @@ def _shared_lm_head(ep_rank: int, ep_size: int) -> tuple[list[int], list[int], s
     """Tokens of a head that two processes share, as they should be, a refusal, and the rounds."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    manager = _manager(dist.group.WORLD)
-    head = manager.draft_head(_drafting(ep_size), VOCAB)
+    from moe_nvlink_plugin.integration.vllm.draft.logits_processor import plan_of, refuse_unfit
+
+    here = torch.device("cpu")
+    heads = DraftHeads(_ranks(dist.group.WORLD), here)
+    head = heads.head(lambda: plan_of(_drafting(ep_size), VOCAB, ep_size, here), refuse_unfit)
+    assert head is not None
     random = torch.Generator().manual_seed(5)
     weight = torch.randn(VOCAB + 28, HIDDEN_SIZE, generator=random)
     lm_head = SimpleNamespace(weight=weight, quant_method=UnquantizedEmbeddingMethod())
@@ -382,15 +379,17 @@ def _shared_lm_head(ep_rank: int, ep_size: int) -> tuple[list[int], list[int], s
             continue
         rows = torch.randn(1 + step % CAPACITY, HIDDEN_SIZE, generator=random)
         bound = head.next_bound()
+        assert bound is not None
         found += head.tokens(lm_head, rows, None, bound, soft_cap=None, scale=1.0).tolist()
         wanted += (rows @ weight[:VOCAB].T).argmax(dim=-1).tolist()
     rounds = head.stats()["rounds"]
     told = ""
     try:
-        manager.draft_head(_drafting(ep_size, CAPACITY + ep_rank), VOCAB)
+        other = _drafting(ep_size, CAPACITY + ep_rank)
+        heads.head(lambda: plan_of(other, VOCAB, ep_size, here), refuse_unfit)
     except MoeNvlinkError as error:
         told = f"{type(error).__name__}: {error}"
-    manager.destroy()
+    heads.close()
     return found, wanted, told, rounds
 
 
@@ -455,7 +454,7 @@ def test_two_processes_with_ragged_and_empty_batches(results: list[dict[str, Any
         assert max(result["_ragged_rounds"]) < 1e-5
 
 
-def test_manager_shares_a_workspace_and_writes_stats(
+def test_a_pool_shares_a_workspace_and_writes_stats(
     results: list[dict[str, Any]], folder: Path
 ) -> None:
     for rank, result in enumerate(results):

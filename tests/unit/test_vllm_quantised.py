@@ -35,13 +35,16 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.integration.vllm.moe import formats, layers
+from moe_nvlink_plugin.integration.common import formats, pool
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
+from moe_nvlink_plugin.integration.common.formats import DispatchFormat, choose
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.vllm.choices import WORDING
+from moe_nvlink_plugin.integration.vllm.moe import experts_input, layers
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.moe.formats import DispatchFormat, choose
-from moe_nvlink_plugin.integration.vllm.plugin import all2all_manager
-from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import Geometry, Proposal
-from moe_nvlink_plugin.integration.vllm.plugin.options import Options
+from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from moe_nvlink_plugin.recipes import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN, MXFP8, NVFP4
 from moe_nvlink_plugin.recipes.combine_formats import error_bound
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
@@ -137,7 +140,7 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         rows, scales = recipe.quantise(given["A"], scale)
         return rows, given["A_scale"] if recipe is FP8_TENSOR else scales
 
-    monkeypatch.setattr(formats, "moe_kernel_quantize_input", quantise)
+    monkeypatch.setattr(experts_input, "moe_kernel_quantize_input", quantise)
     return calls
 
 
@@ -276,7 +279,7 @@ def test_scales_that_are_powers_of_two_come_from_vllm(
     quantised: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepGEMM's rows are the recipe's but for their scales, which arrive as vLLM made them."""
-    monkeypatch.setattr(formats, "is_deep_gemm_e8m0_used", lambda: True)
+    monkeypatch.setattr(experts_input, "is_deep_gemm_e8m0_used", lambda: True)
     assert format_of(experts_of(FP8_BLOCK), Options()).by_framework
     assert not format_of(experts_of(FP8_TOKEN), Options()).by_framework
 
@@ -286,7 +289,7 @@ def test_scales_that_are_powers_of_two_come_from_vllm(
         up = torch.exp2(torch.ceil(torch.log2(scales)))
         return FP8_BLOCK.quantise(given["A"] * scales / up).rows, up
 
-    monkeypatch.setattr(formats, "moe_kernel_quantize_input", quantise)
+    monkeypatch.setattr(experts_input, "moe_kernel_quantize_input", quantise)
     (group,) = ThreadGroup.ranks(1)
     layer = Layer(group, experts=experts_of(FP8_BLOCK))
     hidden, ids, weights = work_of(4, 0)
@@ -305,7 +308,7 @@ def test_one_dynamic_scale_of_what_arrived(monkeypatch: pytest.MonkeyPatch) -> N
         scale = (given["A"].abs().max() / 448.0).reshape(1)
         return FP8_TENSOR.quantise(given["A"], scale).rows, scale
 
-    monkeypatch.setattr(formats, "moe_kernel_quantize_input", quantise)
+    monkeypatch.setattr(experts_input, "moe_kernel_quantize_input", quantise)
 
     def floats_of(rows: torch.Tensor, scales: Any) -> torch.Tensor:
         assert scales.shape == (1,)
@@ -373,7 +376,8 @@ def test_the_global_scale_of_a_named_recipe() -> None:
     given = format_of(experts, Options(dispatch="nvfp4", dispatch_global_scale=16))
     assert torch.equal(usual.global_scale or ONE * 0, torch.tensor([1.0]))
     assert torch.equal(given.global_scale or ONE * 0, torch.tensor([16.0]))
-    assert given.static_scale(experts.quant_config) is None  # a constant, not the checkpoint's
+    # A constant, not the checkpoint's.
+    assert given.static_scale(VllmExpertsInput.of(experts)) is None
     with pytest.raises(UnsupportedError, match="dispatch_global_scale"):
         format_of(experts, Options(dispatch="fp8_tensor"))
     with pytest.raises(UnsupportedError, match=r'mxfp8 takes no scale.*"dispatch_global_scale"'):
@@ -391,13 +395,9 @@ def test_names_that_cannot_be_dispatched_in() -> None:
         format_of(experts, Options(dispatch="fp32"))
 
 
-def test_gpus_are_warned_of_restoring(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpus_are_warned_of_restoring(caplog: pytest.LogCaptureFixture) -> None:
     formats._warn_of_restoring.cache_clear()
-    for logger in (formats.logger, formats.logger.parent):
-        monkeypatch.setattr(logger, "propagate", True)
-    experts = Experts(LEFT_OPEN["NoOP"]())
+    experts = VllmExpertsInput.of(Experts(LEFT_OPEN["NoOP"]()))
     meta: Any = SimpleNamespace(type="cuda")
     choose(experts, 128, torch.float32, meta, Options(dispatch="mxfp8"), lambda name: MXFP8)
     assert "mxfp8 are dequantised to torch.float32" in caplog.text
@@ -412,8 +412,8 @@ def _on_cpu(
     """The error of one round, and the dtype of the rows that the experts are handed."""
     chosen = format_of(experts, options)
     if stand_in:
-        manager = Manager(group, options)
-        chosen = layers._agreed_format(manager, "layer 1", experts, GEOMETRY)  # type: ignore[arg-type]
+        taken = VllmExpertsInput.of(experts)
+        chosen = pool_of(group, options).agree_on_format("layer 1", taken, GEOMETRY)
     values = {"recipe": None if chosen.recipe is None else chosen.recipe.name}
     exchange = MoeAllToAll.create(config_of(group.size, group.rank, **values), group)
     subject = CpuPrepareAndFinalize(exchange, expert_map_of(exchange.config), chosen)
@@ -491,7 +491,7 @@ def test_nvfp4_scales_are_interleaved_behind_dispatch(monkeypatch: pytest.Monkey
         calls.append(scales.clone())
         return scales.flatten() + 1
 
-    monkeypatch.setattr(formats, "nvfp4_block_scale_interleave", interleave)
+    monkeypatch.setattr(experts_input, "nvfp4_block_scale_interleave", interleave)
     handed, linear, slots = _scales_of_a_round(nvfp4(is_scale_swizzled=True), NVFP4)
     (given,) = calls
     assert (given.dtype, given.shape) == (torch.uint8, (slots, HIDDEN_SIZE // 16))
@@ -520,7 +520,7 @@ def test_block_scales_become_column_major_where_asked() -> None:
     chosen = format_of(experts_of(FP8_BLOCK, config), Options())
     scales = torch.rand(6, 3)
     rows = torch.zeros(6, 384, dtype=torch.float8_e4m3fn)
-    _, laid_out = chosen.receive(rows, scales, torch.ones(6, 1), config)
+    _, laid_out = chosen.receive(rows, scales, torch.ones(6, 1), VllmExpertsInput(config))
     assert laid_out is not None
     assert torch.equal(laid_out, scales)
     assert laid_out.stride() == (1, 6)
@@ -536,34 +536,22 @@ def test_a_static_scale_that_is_none(recipe: Any, bad: float) -> None:
     config = nvfp4(given) if recipe is NVFP4 else fp8(a1_scale=given)
     chosen = format_of(experts_of(recipe, config), Options())
     with pytest.raises(UnsupportedError, match=f"the checkpoint is {bad:g}, "):
-        chosen.static_scale(config)
+        chosen.static_scale(VllmExpertsInput(config))
 
 
 def test_a_static_scale_for_each_expert() -> None:
     config = nvfp4(torch.tensor([2.0, 3.0]))
     chosen = format_of(experts_of(NVFP4, config), Options())
     with pytest.raises(UnsupportedError, match=r"of its own \(2, 3\).*MOE_NVLINK_DISPATCH=bf16"):
-        chosen.static_scale(config)
-    assert format_of(experts_of(NVFP4), Options()).static_scale(nvfp4()) == 500.0
-    assert format_of(experts_of(FP8_BLOCK), Options()).static_scale(None) is None
+        chosen.static_scale(VllmExpertsInput(config))
+    assert format_of(experts_of(NVFP4), Options()).static_scale(VllmExpertsInput(nvfp4())) == 500.0
+    assert format_of(experts_of(FP8_BLOCK), Options()).static_scale(VllmExpertsInput(None)) is None
 
 
-class Manager:
-    """As much of the EP group's manager as setting up a layer asks, for ranks as threads."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, group: Any, options: Options) -> None:
-        self.group, self.options = group, options
-
-    def config(self, geometry: Geometry) -> Any:
-        return config_of(self.group.size, self.group.rank, recipe=geometry.recipe)
-
-    def exchange(self, geometry: Geometry) -> MoeAllToAll:
-        return MoeAllToAll.create(self.config(geometry), self.group)
-
-    def agree(self, mine: Proposal) -> None:
-        all2all_manager._refuse_differences(mine, self.group.all_gather_object(mine))
+def pool_of(group: Any, options: Options) -> ExchangePool:
+    """A worker's, for a rank that is a thread."""
+    ranks = Ranks(group, group.rank, group.size, WORDING)
+    return ExchangePool(ranks, torch.device("cpu"), options)
 
 
 GEOMETRY = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32)
@@ -577,12 +565,10 @@ def _set_up(
     """What each rank is told when the ranks' experts have these configurations."""
 
     def rank_main(group: Any) -> str:
-        experts, manager = (
-            Experts(LEFT_OPEN["NoOP"](), configs[group.rank]),
-            Manager(group, options[group.rank]),
-        )
+        experts = VllmExpertsInput.of(Experts(LEFT_OPEN["NoOP"](), configs[group.rank]))
+        mine = pool_of(group, options[group.rank])
         try:
-            chosen = layers._agreed_format(manager, names[group.rank], experts, GEOMETRY)  # type: ignore[arg-type]
+            chosen = mine.agree_on_format(names[group.rank], experts, GEOMETRY)
         except (ConfigError, DisagreementError, MemoryError, PeerError, UnsupportedError) as error:
             return f"{type(error).__name__}: {error}"
         return "" if chosen.recipe is None else chosen.recipe.name
@@ -613,12 +599,12 @@ def test_one_ranks_problem_is_told_to_all() -> None:
 
 def test_a_problem_that_is_no_refusal_is_told_to_all_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose_or_fail(experts: Any, *rest: Any) -> Any:
-        if experts.quant_config is broken:
+        if experts._quant_config is broken:
             raise MemoryError("no room")
         return choose(experts, *rest)
 
     broken = nvfp4()
-    monkeypatch.setattr(layers, "choose", choose_or_fail)
+    monkeypatch.setattr(pool, "choose", choose_or_fail)
     own, others = _set_up([broken, nvfp4()])
     assert own == "MemoryError: no room"
     said = "rank 0: MemoryError: no room"
@@ -656,11 +642,11 @@ class LoadedLayer:
 
 def _load(steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What becomes of two ranks whose layers fail in these steps."""
-    managers = threading.local()
-    monkeypatch.setattr(layers, "_manager", lambda: managers.mine)
+    pools = threading.local()
+    monkeypatch.setattr(layers, "_pool", lambda: pools.mine)
 
     def rank_main(group: Any) -> bool:
-        managers.mine = Manager(group, Options())
+        pools.mine = pool_of(group, Options())
         layer = LoadedLayer(steps[group.rank])
         layers._rebuild_after_loading(layer)
         layer.process_weights_after_loading(layer)
@@ -787,7 +773,7 @@ def test_no_value_is_read_and_no_shape_depends_on_one(
     recipe: Any, way: str, quantised: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interleaved = torch.empty(128, HIDDEN_SIZE // 16, dtype=torch.uint8, device="meta")
-    monkeypatch.setattr(formats, "nvfp4_block_scale_interleave", lambda scales: interleaved)
+    monkeypatch.setattr(experts_input, "nvfp4_block_scale_interleave", lambda scales: interleaved)
     experts = experts_of(recipe)
     chosen = {
         "fused": lambda: format_of(experts, Options()),

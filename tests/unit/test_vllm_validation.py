@@ -13,9 +13,10 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.integration.vllm import compat
-from moe_nvlink_plugin.integration.vllm.plugin import flag, validation
-from moe_nvlink_plugin.integration.vllm.plugin.options import KEY, Options, options_of
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.vllm import backend, compat
+from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
+from moe_nvlink_plugin.integration.vllm.plugin import validation
 
 README = Path(__file__).parents[2] / "integration" / "README.md"
 
@@ -27,7 +28,7 @@ def _create(checkpoint: Path, **values: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     asked = {
-        "all2all_backend": flag.BACKEND,
+        "all2all_backend": backend.BACKEND,
         "enable_expert_parallel": True,
         "data_parallel_size": 2,
         **values,
@@ -46,7 +47,7 @@ def _parallel(**values: Any) -> SimpleNamespace:
         "enable_expert_parallel": True,
         "data_parallel_size": 2,
         "tensor_parallel_size": 1,
-        "all2all_backend": flag.CARRIER,
+        "all2all_backend": backend.CARRIER,
         "enable_dbo": False,
         "ubatch_size": 0,
         "enable_elastic_ep": False,
@@ -77,14 +78,14 @@ def _config(
         model_config=model or _model(),
         lora_config=lora,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
-        additional_config={flag.KEY: flag.BACKEND, **({KEY: options} if options else {})},
+        additional_config={backend.KEY: backend.BACKEND, **({KEY: options} if options else {})},
     )
 
 
 def test_the_good_configuration_passes(checkpoint: Path) -> None:
     validation.check(_config(), "cpu")
-    assert flag.is_selected(_create(checkpoint))
-    assert flag.is_selected(_create(checkpoint, tensor_parallel_size=2))
+    assert backend.is_selected(_create(checkpoint))
+    assert backend.is_selected(_create(checkpoint, tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         _create(
             checkpoint,
             all2all_backend="deepep_v2",
-            additional_config={flag.KEY: flag.BACKEND},
+            additional_config={backend.KEY: backend.BACKEND},
         )
 
 
@@ -156,12 +157,12 @@ def test_all_problems_are_told_at_once() -> None:
 def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:
     config = _create(
         checkpoint,
-        all2all_backend=flag.CARRIER,
+        all2all_backend=backend.CARRIER,
         enable_expert_parallel=False,
         data_parallel_size=1,
         hf_overrides={"hidden_size": 100},
     )
-    assert not flag.is_selected(config)
+    assert not backend.is_selected(config)
 
 
 # What can be chosen.
@@ -298,8 +299,6 @@ def test_an_untried_vllm_is_warned_about(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(compat.logger, "propagate", True)
-    monkeypatch.setattr(compat.logger.parent, "propagate", True)
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
     compat.warn_if_untried(device)
     assert (version in caplog.text) == warns

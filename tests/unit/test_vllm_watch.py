@@ -20,7 +20,7 @@ def test_a_failure_ends_the_worker_once(caplog: pytest.LogCaptureFixture) -> Non
         times.append(len(answers))
         ended.set()
 
-    with caplog.at_level(logging.CRITICAL, logger="vllm.plugins.moe_nvlink"):
+    with caplog.at_level(logging.CRITICAL, logger="moe_nvlink_plugin"):
         watch = FailureWatch(lambda: answers.pop(0), end, period_s=0.001, what="The head")
         assert ended.wait(30)
         watch.close()

@@ -7,14 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm.plugin import flag, worker
-from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import (
-    Geometry,
-    MoeNvlinkAll2AllManager,
-)
+from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+
+from moe_nvlink_plugin.integration.common.agreement import Geometry
+from moe_nvlink_plugin.integration.vllm import backend
+from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.plugin import worker
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.unit.small_exchange import config
 
@@ -40,7 +42,7 @@ def created(checkpoint: Path, **values: Any) -> Any:
 def test_the_flag_makes_the_worker_ours(checkpoint: Path) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    asked = created(checkpoint, all2all_backend=flag.BACKEND)
+    asked = created(checkpoint, all2all_backend=backend.BACKEND)
     assert worker.is_in_place(asked)
     found = resolve_obj_by_qualname(asked.parallel_config.worker_cls)
     assert issubclass(found, (worker.EndsStartup, resolve_obj_by_qualname(CPU)))
@@ -56,7 +58,7 @@ def test_without_the_flag_it_is_vllms(checkpoint: Path) -> None:
 
 
 def test_a_users_own_worker_stays(checkpoint: Path) -> None:
-    config = created(checkpoint, all2all_backend=flag.BACKEND, worker_cls="some.where.Worker")
+    config = created(checkpoint, all2all_backend=backend.BACKEND, worker_cls="some.where.Worker")
     assert config.parallel_config.worker_cls == "some.where.Worker"
     assert not worker.is_in_place(config)
 
@@ -82,21 +84,17 @@ def test_the_manager_holds_startup_for_all_layers(
     holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The geometry that comes first holds it, those on the same workspace with it."""
-    (group,) = ThreadGroup.ranks(1)
-    monkeypatch.setattr("torch.distributed.barrier", lambda group: None)
-    manager = MoeNvlinkAll2AllManager.__new__(MoeNvlinkAll2AllManager)
-    manager.__dict__.update(rank=0, world_size=1, cpu_group=group, internode=False)
-    monkeypatch.setattr(
-        "vllm.distributed.device_communicators.base_device_communicator."
-        "All2AllManagerBase.__init__",
-        lambda self, *groups: None,
-    )
-    import torch
 
-    manager.__init__(group, device=torch.device("cpu"), holds_startup=holds)  # type: ignore[misc]
+    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        self.rank, self.world_size, self.internode = 0, 1, False
+
+    (group,) = ThreadGroup.ranks(1)
+    monkeypatch.setattr(All2AllManagerBase, "__init__", init)
+    manager = MoeNvlinkAll2AllManager(group, device=torch.device("cpu"), holds_startup=holds)
     usual = config()
     geometry = Geometry(4, 2, usual.hidden_size, 8, torch.float32)
-    layers = [manager.exchange(geometry), manager.exchange(geometry._replace(top_k=1))]
+    layers = [manager.pool.exchange(geometry._replace(top_k=top_k)) for top_k in (2, 1)]
+    assert manager.get_handle(geometry._asdict()) is layers[0]
     for layer in layers:
         layer._layer.workspace.startup.complete_round()
     states = {layer._layer.workspace.startup._is_over for layer in layers}
@@ -104,3 +102,5 @@ def test_the_manager_holds_startup_for_all_layers(
     manager.end_startup()
     assert all(layer._layer.workspace.startup._is_over for layer in layers)
     manager.destroy()
+    manager.destroy()
+    assert manager.pool.exchanges == []

@@ -17,9 +17,10 @@ from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.integration.common.formats import DispatchFormat, choose
+from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.moe.formats import DispatchFormat, choose
-from moe_nvlink_plugin.integration.vllm.plugin.options import Options
+from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 128, 6
 
@@ -204,7 +205,8 @@ def format_of(experts: Any, options: Options) -> DispatchFormat:
         return MoeAllToAll.check(config_of(2, 0, recipe=name))
 
     here = torch.device("cpu")
-    chosen = choose(experts, HIDDEN_SIZE, torch.float32, here, options, find_recipe)
+    taken = VllmExpertsInput.of(experts)
+    chosen = choose(taken, HIDDEN_SIZE, torch.float32, here, options, find_recipe)
     return dataclasses.replace(chosen, stand_in=None)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from moe_nvlink_plugin.integration.vllm.plugin.options import AUTO, KEY, MTP_LM_HEAD, Options, names
+from moe_nvlink_plugin.integration.common.options import AUTO, MTP_LM_HEAD, Options
+from moe_nvlink_plugin.integration.vllm.choices import WORDING, names
 
 #: `speculative_config.method` of drafts that come with their target.
 METHOD = "mtp"
@@ -57,7 +58,7 @@ def architecture(vllm_config: Any) -> str:
 
 
 def greedy(speculative: Any) -> bool:
-    """Whether each draft token is an argmax, and nobody looks at the logits behind it. Local."""
+    """Whether each draft token is an argmax, and nobody reads its logits. Local."""
     return speculative.draft_sample_method == "greedy" and not getattr(
         speculative, "enable_adaptive_verification", False
     )
@@ -80,7 +81,7 @@ def problems(vllm_config: Any, options: Options) -> Iterator[str]:
     if not is_mtp(vllm_config):
         if names(vllm_config, MTP_LM_HEAD):
             yield (
-                f'additional_config["{KEY}"]: {MTP_LM_HEAD}={options.mtp_lm_head_tp_size!r} is for '
+                f"{WORDING.options}: {MTP_LM_HEAD}={options.mtp_lm_head_tp_size!r} is for "
                 "the LM head of an MTP draft, and there is none: add --speculative-config "
                 f'\'{{"method": "{METHOD}", "num_speculative_tokens": 1}}\', or {_OFF}.'
             )

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.distributed import get_ep_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models import ModelRegistry
 
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import MoeNvlinkAll2AllManager
-from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND
-from moe_nvlink_plugin.integration.vllm.plugin.options import MTP_LM_HEAD
+from moe_nvlink_plugin.integration.common.draft_head import DraftHead, Plan
+from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD
+from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
 from .drafts import DRAFTS, Draft, architecture
-from .lm_head import DraftHead, MoeNvlinkLogitsProcessor
+from .logits_processor import MoeNvlinkLogitsProcessor, plan_of, refuse_unfit
 
 
 class MoeNvlinkDraft:
@@ -47,7 +47,7 @@ class MoeNvlinkDraft:
                 "logits instead of ours. Please report this with the command that started vLLM."
             )
         self._serves_idle = not vllm_config.use_v2_model_runner
-        self._draft_head = _manager().draft_head(vllm_config, processor.org_vocab_size)
+        self._draft_head = shared_head(vllm_config, processor.org_vocab_size)
         processor.draft_head = self._draft_head
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class HeadInModel(MoeNvlinkDraft):
 
 
 class HeadInLayer(MoeNvlinkDraft):
-    """A ``shared_head`` in each layer: the norm, and the head behind it."""
+    """A ``shared_head`` in each layer: the norm, then the head."""
 
     def _processor(self) -> Any:
         return self.model.logits_processor  # type: ignore[attr-defined]
@@ -119,14 +119,15 @@ def _largest_batch(context: Any) -> int | None:
     return None if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
 
 
-def _manager() -> MoeNvlinkAll2AllManager:
-    manager = get_ep_group().device_communicator.all2all_manager
-    if not isinstance(manager, MoeNvlinkAll2AllManager):
-        raise UnsupportedError(
-            f"{MTP_LM_HEAD}: the expert-parallel group has {type(manager).__name__} instead of our "
-            "manager. Please report this with the command that started vLLM."
-        )
-    return manager
+def shared_head(vllm_config: Any, vocab_size: int) -> DraftHead | None:
+    """This worker's part in the LM head of its draft. Collective, raises as `DraftHeads.head`."""
+    manager = manager_of_ep_group(MTP_LM_HEAD)
+    device = manager.pool.device
+
+    def find_plan() -> Plan:
+        return plan_of(vllm_config, vocab_size, manager.ranks.size, device)
+
+    return manager.heads.head(find_plan, refuse_unfit)
 
 
 def put_in_place(vllm_config: Any, device_type: str) -> None:

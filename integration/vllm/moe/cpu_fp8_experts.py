@@ -23,9 +23,9 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.utils import replace_parameter
 
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
-logger = logging.getLogger("vllm.plugins.moe_nvlink")
+logger = logging.getLogger(__name__)
 
 
 def serve_without_amx(quant_method: Any) -> None:

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 
-from .formats import DispatchFormat
 from .prepare_finalize import (
     UNQUANTISED,
     Arrived,

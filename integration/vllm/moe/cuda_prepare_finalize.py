@@ -1,10 +1,10 @@
 """Prepare and finalize for experts on CUDA ranks: in place, and fit for a CUDA graph.
 
 The experts read the receive buffer where the peers wrote it, all its slots, and write into the
-combine region; nothing is copied, but by `formats` where experts take another format or layout than
-travels. The host learns nothing of the data: shapes depend on the chosen capacity alone. No call
-here waits for the device, but for dispatch's first look at a static scale outside of captures, and
-all of them can be captured.
+combine region; nothing is copied, but by `common.formats` if experts take another format or layout
+than travels. The host learns nothing of the data: shapes depend on the chosen capacity alone. No
+call here waits for the device, but for dispatch's first look at a static scale outside of captures,
+and all of them can be captured.
 
 vLLM's CUDA experts take global ids and an expert_map that turns those of other ranks into -1; they
 do not take -1 itself. So a choice of another rank, and every choice of an empty slot, becomes the
@@ -28,8 +28,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 
-from .formats import DispatchFormat
 from .prepare_finalize import (
     UNQUANTISED,
     Arrived,
@@ -65,7 +65,7 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         self._exchanges = tuple(exchanges)
         device = exchanges[-1].combine_input().device
         # Scalars live on the device: one made during a capture would have to be copied there.
-        # The expert behind our last is another rank's, unless one rank has them all: then it is
+        # The expert after our last is another rank's, unless one rank has them all: then it is
         # expert 0, which spends some work on rows of empty slots.
         self._elsewhere = torch.tensor(
             self._end % config.num_experts, dtype=torch.int32, device=device

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,22 +19,27 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
 from moe_nvlink_plugin import MoeAllToAll
-from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
-from moe_nvlink_plugin.integration.vllm.plugin import replacement
-from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import (
-    Geometry,
-    MoeNvlinkAll2AllManager,
-    Proposal,
-)
-from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND, selected_here
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common import input_scales
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Proposal
+from moe_nvlink_plugin.integration.common.formats import DispatchFormat
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.vllm import replacement
+from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
 
-from . import input_scales
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
-from .formats import DispatchFormat, choose
+from .experts_input import VllmExpertsInput
 from .prepare_finalize import MoeNvlinkPrepareAndFinalize
 
-logger = logging.getLogger("vllm.plugins.moe_nvlink")
+logger = logging.getLogger(__name__)
+
+#: Parameters of vLLM's quant methods that hold static scales of the experts' input.
+INPUT_SCALES = {
+    "w13_input_scale": input_scales.DIVIDES,
+    "w13_input_global_scale": input_scales.MULTIPLIES,
+}
 
 
 def put_in_place() -> None:
@@ -66,7 +70,7 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
 
 
 class MoeNvlinkMoERunner(MoERunner):
-    """vLLM's runner, with the MoE layer behind one opaque op on every platform."""
+    """vLLM's runner, with the MoE layer as one opaque op on every platform."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -89,10 +93,10 @@ def _rebuild_after_loading(quant_method: Any) -> None:
 
     @functools.wraps(original)
     def process_weights_after_loading(layer: Any) -> None:
-        input_scales.share(layer, lambda: get_ep_group().cpu_group)
+        input_scales.share(layer, INPUT_SCALES, lambda: get_ep_group().cpu_group)
         # Where weights are updated in place, ranks do not wait for each other.
         expected = not _is_ours(getattr(quant_method, "moe_kernel", None))
-        with _told_to_all(layer) if expected else contextlib.nullcontext():
+        with _pool().ranks.telling_all(layer.layer_name) if expected else contextlib.nullcontext():
             original(layer)
         if not _is_ours(quant_method.moe_kernel):
             _rebuild_kernel(quant_method, layer)
@@ -107,31 +111,9 @@ def _is_ours(kernel: Any) -> bool:
     return isinstance(kernel.prepare_finalize, MoeNvlinkPrepareAndFinalize)
 
 
-@contextlib.contextmanager
-def _told_to_all(layer: Any) -> Iterator[None]:
-    """Around a local step of setting up a layer: the other ranks get a PeerError for its exception.
-
-    They wait in `agree`, which every rank calls after such a step.
-    """
-    try:
-        yield
-    except Exception as error:
-        told = Proposal(layer.layer_name, problem=f"{type(error).__name__}: {error}")
-        with contextlib.suppress(Exception):  # this rank's own exception says more
-            _manager().agree(told)
-        raise
-
-
-def _manager() -> MoeNvlinkAll2AllManager:
-    """The EP group's. Local."""
-    manager = get_ep_group().device_communicator.all2all_manager
-    if not isinstance(manager, MoeNvlinkAll2AllManager):
-        raise UnsupportedError(
-            f"--all2all-backend {BACKEND}: the expert-parallel group has "
-            f"{type(manager).__name__} instead of our manager. Please report this with the "
-            "command that started vLLM."
-        )
-    return manager
+def _pool() -> ExchangePool:
+    """This worker's. Local."""
+    return manager_of_ep_group(f"--all2all-backend {BACKEND}").pool
 
 
 def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
@@ -141,11 +123,11 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
     not contiguous, and for rows or scales in a format that cannot travel; ConfigError for a hidden
     size that the format cannot do; PeerError where another rank raises any of that.
     """
-    kernel = quant_method.moe_kernel
-    with _told_to_all(layer):
+    kernel, pool = quant_method.moe_kernel, _pool()
+    with pool.ranks.telling_all(layer.layer_name):
         _check_modular(quant_method, layer)
+        taken = VllmExpertsInput.of(kernel.fused_experts)
     moe = layer.moe_config
-    manager = _manager()
     geometry = Geometry(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -154,14 +136,14 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
         max_tokens_per_rank=-(-moe.max_num_tokens // moe.sp_size),
         dtype=moe.in_dtype,
     )
-    chosen = _agreed_format(manager, layer.layer_name, kernel.fused_experts, geometry)
+    chosen = pool.agree_on_format(layer.layer_name, taken, geometry)
     if chosen.recipe is not None:
         geometry = geometry._replace(recipe=chosen.recipe.name)
-    exchanges = _exchanges(manager, geometry)
-    with _told_to_all(layer):
-        prepare_finalize = _prepare_finalize(manager, exchanges, layer.expert_map, chosen)
+    exchanges = pool.exchanges_of_layer(geometry)
+    with pool.ranks.telling_all(layer.layer_name):
+        prepare_finalize = _prepare_finalize(pool.device, exchanges, layer.expert_map, chosen)
         quant_method.moe_kernel = mk.FusedMoEKernel(prepare_finalize, kernel.fused_experts)
-    manager.agree(Proposal(layer.layer_name))
+    pool.ranks.agree(Proposal(layer.layer_name))
     logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, geometry, chosen)
 
 
@@ -176,57 +158,13 @@ def _check_modular(quant_method: Any, layer: Any) -> None:
         )
 
 
-def _agreed_format(
-    manager: MoeNvlinkAll2AllManager, layer_name: str, experts: Any, geometry: Geometry
-) -> DispatchFormat:
-    """How the layer's rows travel. Collective: one rank's refusal is told to all."""
-
-    def find_recipe(name: str) -> Any:
-        return MoeAllToAll.check(manager.config(geometry._replace(recipe=name)))
-
-    chosen, scale = DispatchFormat(), None
-    problem: Exception | None = None
-    try:
-        chosen = choose(
-            experts,
-            geometry.hidden_size,
-            geometry.dtype,
-            manager.device,
-            manager.options,
-            find_recipe,
-        )
-        scale = chosen.static_scale(experts.quant_config)
-    except Exception as error:
-        problem = error
-    mine = Proposal(
-        layer_name,
-        geometry._replace(recipe=None if chosen.recipe is None else chosen.recipe.name),
-        scale,
-        None if problem is None else f"{type(problem).__name__}: {problem}",
-        None if chosen.global_scale is None else float(chosen.global_scale),
-    )
-    manager.agree(mine)
-    if isinstance(problem, MoeNvlinkError):
-        raise type(problem)(f"--all2all-backend {BACKEND}: {layer_name}: {problem}") from problem
-    if problem is not None:
-        raise problem
-    return chosen
-
-
-def _exchanges(manager: MoeNvlinkAll2AllManager, geometry: Geometry) -> list[MoeAllToAll]:
-    """Those that a layer needs on this rank's device. Collective where it creates them."""
-    if manager.device.type == "cuda":
-        return manager.exchanges_by_capacity(geometry)
-    return [manager.exchange(geometry)]
-
-
 def _prepare_finalize(
-    manager: MoeNvlinkAll2AllManager,
+    device: torch.device,
     exchanges: list[MoeAllToAll],
     expert_map: torch.Tensor | None,
     chosen: DispatchFormat,
 ) -> MoeNvlinkPrepareAndFinalize:
     """The class for this rank's device. Local."""
-    if manager.device.type == "cuda":
+    if device.type == "cuda":
         return CudaPrepareAndFinalize(exchanges, expert_map, chosen)
     return CpuPrepareAndFinalize(exchanges[0], expert_map, chosen)

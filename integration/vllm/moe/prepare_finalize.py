@@ -4,7 +4,7 @@ Who weights and who reduces: the experts apply the router weights and sum over t
 (vLLM calls that TopKWeightAndReduceNoOP); our combine sums the partial rows of the ranks,
 unweighted.
 
-In which format rows travel is `formats`' to say. What the experts of a device can be handed
+`common.formats` decides in which format rows travel. What the experts of a device can be handed
 differs: `cpu_prepare_finalize` gathers the filled rows, `cuda_prepare_finalize` leaves them where
 the peers put them.
 """
@@ -20,8 +20,9 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
+from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 
-from .formats import DispatchFormat
+from .experts_input import VllmExpertsInput
 
 #: Activations as they are, for experts that take floats.
 UNQUANTISED = DispatchFormat()
@@ -48,7 +49,7 @@ class Arrived(NamedTuple):
 
 
 class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC):
-    """One per MoE layer; layers of one geometry share the exchange behind it."""
+    """One per MoE layer; layers of one geometry share an exchange."""
 
     def __init__(
         self,
@@ -121,17 +122,17 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         UnsupportedError when the experts take another format than the layer was set up for,
         ExchangeTimeoutError when a rank does not arrive.
         """
-        wanted = None if defer_input_quant else quant_config.quant_dtype
-        if wanted != self._format.quant_dtype:
+        experts = VllmExpertsInput(quant_config, takes_floats=defer_input_quant)
+        if experts.quant_dtype != self._format.quant_dtype:
             raise UnsupportedError(
-                f"the experts ask for rows of {wanted}, the exchange was set up for "
+                f"the experts ask for rows of {experts.quant_dtype}, the exchange was set up for "
                 f"{self._format.quant_dtype} when their weights were loaded. Please report this "
                 "with the command that started vLLM."
             )
         if apply_router_weight_on_input:
             a1 = _weighted(a1, topk_weights)
         exchange = self._exchange_of_this_step()
-        sent = self._format.send(a1.contiguous(), quant_config)
+        sent = self._format.send(a1.contiguous(), experts)
         received = exchange.dispatch(
             sent.rows,
             self._destinations(topk_ids).contiguous(),
@@ -141,9 +142,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         )
         self._round = Round(exchange, received)
         arrived = self._hand_out(received)
-        rows, scales = self._format.receive(
-            arrived.rows, arrived.scales, arrived.weights, quant_config
-        )
+        rows, scales = self._format.receive(arrived.rows, arrived.scales, arrived.weights, experts)
         return rows, scales, None, arrived.ids, arrived.weights
 
     def finalize(
@@ -197,7 +196,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
 
 
 class ExpertsOutput(NamedTuple):
-    """What finalize is told about the experts' rows.
+    """What vLLM passes to finalize about the experts' rows.
 
     rows: as the experts left them; topk_weights, topk_ids: those that prepare handed out;
     weights_on_input: router weights are in the rows already; impl: what is left to be done.

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from moe_nvlink_plugin.integration.vllm.backend import selected_here
+from moe_nvlink_plugin.integration.vllm.choices import options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-from . import flag, worker
-from .options import options_of
+from . import worker
 
-logger = logging.getLogger("vllm.plugins.moe_nvlink")
+logger = logging.getLogger(__name__)
 
 
 def attach(communicator: Any, device: torch.device) -> None:
@@ -26,7 +27,7 @@ def attach(communicator: Any, device: torch.device) -> None:
     effect. Raises UnsupportedError when this vLLM lacks a name we need, or when CPU ranks are not
     on one host, ConfigError for options that we do not have.
     """
-    if not communicator.use_all2all or not flag.selected_here():
+    if not communicator.use_all2all or not selected_here():
         return
     from vllm.config import get_current_vllm_config_or_none
 
@@ -37,15 +38,14 @@ def attach(communicator: Any, device: torch.device) -> None:
     shares_head = drafts.shares_head(vllm_config, options)
     # Before the modules that import them.
     compat.check_names(device.type, drafts=shares_head)
+    from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
     from moe_nvlink_plugin.integration.vllm.moe import layers
-
-    from .all2all_manager import MoeNvlinkAll2AllManager
 
     layers.put_in_place()
     if shares_head:
-        from moe_nvlink_plugin.integration.vllm.draft import lm_head, mtp
+        from moe_nvlink_plugin.integration.vllm.draft import logits_processor, mtp
 
-        lm_head.put_in_place()
+        logits_processor.put_in_place()
         mtp.put_in_place(vllm_config, device.type)
     elif options.shares_lm_head:
         logger.info("MOE_NVLINK_MTP_LM_HEAD_TP is set, and there is no MTP draft to use it for")

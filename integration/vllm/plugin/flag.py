@@ -1,24 +1,16 @@
-"""How a user asks for us: from ``--all2all-backend moe_nvlink`` to ``additional_config``.
-
-``ParallelConfig.all2all_backend`` takes a closed list of names. Our choice therefore travels in
-``additional_config["all2all_backend"]``, which vLLM hands to every process and hashes into its
-compile cache, while ``parallel_config`` keeps ``allgather_reducescatter``: the value under which
-vLLM picks the experts classes and the sequence-parallel MoE that we can serve.
-"""
+"""How a user asks for us: from ``--all2all-backend moe_nvlink`` to ``additional_config``."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-
-BACKEND = "moe_nvlink"
-CARRIER = "allgather_reducescatter"
-KEY = "all2all_backend"
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
 
 _OPTION = "--all2all-backend"
 _ADDITIONAL_OPTION = "--additional-config"
@@ -27,20 +19,31 @@ _HELP = (
     " (needs --enable-expert-parallel and --data-parallel-size of 2 or more)."
 )
 
-logger = logging.getLogger("vllm.plugins.moe_nvlink")
+#: Modules with which everything that serving imports in this process is there. Workers compile the
+#: kernels: whether their sources are there would be known only when a model has been loaded.
+_NEEDED = ("moe_nvlink_plugin.kernels", "moe_nvlink_plugin.integration.vllm.plugin.validation")
+
+logger = logging.getLogger(__name__)
 
 
-def is_selected(vllm_config: Any) -> bool:
-    """Whether this configuration asks for our backend. Local; any object, None included."""
-    additional = getattr(vllm_config, "additional_config", None)
-    return isinstance(additional, dict) and additional.get(KEY) == BACKEND
+def require_all_of_ours() -> None:
+    """Raises UnsupportedError with the reason if the backend cannot be imported. Local.
 
+    The choice stands on the command line without it: otherwise vLLM would call our name an invalid
+    choice, and the reason would reach nobody.
+    """
+    try:
+        for name in _NEEDED:
+            importlib.import_module(name)
+    except Exception as error:
+        logger.exception("moe_nvlink cannot be imported")
+        import moe_nvlink_plugin
 
-def selected_here() -> bool:
-    """Whether vLLM's current configuration (the one set around worker start-up) asks for us."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    return is_selected(get_current_vllm_config_or_none())
+        raise UnsupportedError(
+            f"{BACKEND} cannot be used, because {name} cannot be imported: "
+            f"{type(error).__name__}: {error}. The package is {moe_nvlink_plugin.__path__[0]}: "
+            "install moe-nvlink-plugin again, or choose another backend."
+        ) from error
 
 
 class _BackendAction(argparse._StoreAction):
@@ -55,6 +58,10 @@ class _BackendAction(argparse._StoreAction):
     ) -> None:
         additional = getattr(namespace, "additional_config", None) or {}
         if values == BACKEND:
+            try:
+                require_all_of_ours()
+            except UnsupportedError as error:
+                parser.error(f"argument {_OPTION}: {error}")
             namespace.additional_config = {**additional, KEY: BACKEND}
             values = CARRIER
         elif additional.get(KEY) == BACKEND:  # the last flag wins

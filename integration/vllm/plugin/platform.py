@@ -6,11 +6,15 @@ import logging
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from moe_nvlink_plugin.integration.vllm import backend
+
 from . import flag
 
-logger = logging.getLogger("vllm.plugins.moe_nvlink")
+logger = logging.getLogger(__name__)
 
 _GROUP = "vllm.platform_plugins"
+#: The module of our entry points, `integration.vllm`.
+_ADAPTER = __name__.removesuffix(".plugin.platform")
 _PREFIX = "MoeNvlink"
 # The platforms of vLLM that we stand on, and the communicator each gets from us.
 _COMMUNICATORS = {
@@ -43,8 +47,9 @@ class MoeNvlinkPlatform(_Base):
 
         That chooses the worker's class, which becomes ours.
         """
-        is_selected = flag.is_selected(vllm_config)
+        is_selected = backend.is_selected(vllm_config)
         if is_selected:
+            flag.require_all_of_ours()
             from moe_nvlink_plugin.integration.vllm.draft import drafts
 
             from . import validation
@@ -59,7 +64,7 @@ class MoeNvlinkPlatform(_Base):
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         """Our communicator in a worker that was asked for it, vLLM's own everywhere else."""
-        if flag.selected_here():
+        if backend.selected_here():
             return f"{__package__}.{cls._communicator}"
         return str(super().get_device_communicator_cls())
 
@@ -88,7 +93,7 @@ def _another_plugin_is_active() -> bool:
 
     allowed = envs.VLLM_PLUGINS
     for entry in entry_points(group=_GROUP):
-        ours = entry.value.partition(":")[0] == __package__
+        ours = entry.value.partition(":")[0] == _ADAPTER
         if ours or (allowed is not None and entry.name not in allowed):
             continue
         try:
@@ -100,7 +105,7 @@ def _another_plugin_is_active() -> bool:
                 "Platform plugin %s is active, and vLLM takes one: --all2all-backend %s is not "
                 "available. Set VLLM_PLUGINS to choose another.",
                 entry.name,
-                flag.BACKEND,
+                backend.BACKEND,
             )
             return True
     return False

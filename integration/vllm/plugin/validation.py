@@ -11,11 +11,11 @@ from typing import Any
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.integration.common.options import AUTO, UNQUANTISED, Options
 from moe_nvlink_plugin.integration.vllm import compat
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
+from moe_nvlink_plugin.integration.vllm.choices import options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
-
-from .flag import BACKEND, CARRIER
-from .options import AUTO, UNQUANTISED, Options, options_of
 
 #: Devices whose ranks a transport of ours serves.
 DEVICES = ("cpu", "cuda")

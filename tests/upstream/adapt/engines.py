@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
 from .. import settings
 from ..groups import Device

@@ -106,8 +106,9 @@ def kernel_of(group: Any, experts: Any, sizes: Mapping[str, Any], dispatch: str 
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
     from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
-    from moe_nvlink_plugin.integration.vllm.moe.formats import choose
-    from moe_nvlink_plugin.integration.vllm.plugin.options import Options
+    from moe_nvlink_plugin.integration.common.formats import choose
+    from moe_nvlink_plugin.integration.common.options import Options
+    from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 
     world = {"ep_size": group.size(), "ep_rank": group.rank()}
 
@@ -115,7 +116,7 @@ def kernel_of(group: Any, experts: Any, sizes: Mapping[str, Any], dispatch: str 
         return MoeAllToAll.check(AllToAllConfig(**world, **sizes, recipe=name))
 
     chosen = choose(
-        experts,
+        VllmExpertsInput.of(experts),
         sizes["hidden_size"],
         sizes["dtype"],
         device(),
@@ -583,7 +584,7 @@ def _eplb_in_rank() -> None:
 
 def _naming_us(original: Callable[..., Any]) -> Callable[..., Any]:
     """Configurations that ask for us, as `--all2all-backend moe_nvlink` would leave them."""
-    from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND, CARRIER, KEY
+    from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
 
     def vllm_config(*arguments: Any, **named: Any) -> Any:
         made = original(*arguments, **named)
@@ -626,7 +627,7 @@ def _graph_in_parent(module: Any) -> None:
     parallel_config, vllm_config = module.ParallelConfig, module.VllmConfig
 
     def carried(**named: Any) -> Any:
-        from moe_nvlink_plugin.integration.vllm.plugin.flag import CARRIER
+        from moe_nvlink_plugin.integration.vllm.backend import CARRIER
 
         if named.get("all2all_backend") == _MORI:
             named["all2all_backend"] = CARRIER

@@ -35,9 +35,9 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Static128BlockSym,
 )
 
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
 from moe_nvlink_plugin.integration.vllm.moe import cpu_fp8_experts, layers
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND, CARRIER, KEY
 
 from . import processes
 from .torch_experts import TorchExperts, export_triton_experts
@@ -336,7 +336,7 @@ def _counters(config: Any) -> tuple[int, ...] | None:
     if config.all2all_backend() != BACKEND:
         return None
     manager: Any = get_ep_group().device_communicator.all2all_manager
-    exchanges = list(manager._exchanges.values())
+    exchanges = manager.pool.exchanges
     if not exchanges:
         return (0, 0, 0, 0)
     return tuple(exchanges[0].stats()[:4])  # one exchange's counters are the whole workspace's

@@ -29,8 +29,8 @@ import pytest
 import torch
 
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
 from moe_nvlink_plugin.integration.vllm.plugin import validation
-from moe_nvlink_plugin.integration.vllm.plugin.flag import BACKEND, CARRIER, KEY
 
 from .. import breaks, settings
 from ..groups import Device
@@ -217,8 +217,8 @@ def _through_us(body: Callable[..., Any], **named: Any) -> Any:
     """The test's body; AssertionError if its rows did not go through our exchange, once a layer."""
     from vllm.distributed import get_ep_group
 
+    from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
     from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import MoeNvlinkPrepareAndFinalize
-    from moe_nvlink_plugin.integration.vllm.plugin.all2all_manager import MoeNvlinkAll2AllManager
 
     manager = get_ep_group().device_communicator.all2all_manager
     assert isinstance(manager, MoeNvlinkAll2AllManager), f"the manager is {type(manager).__name__}"

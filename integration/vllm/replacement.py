@@ -8,7 +8,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 
 from moe_nvlink_plugin.errors import UnsupportedError
 
-from .flag import BACKEND
+from .backend import BACKEND
 
 
 def put_in_place(original: Any, ours: type) -> None:

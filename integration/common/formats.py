@@ -1,52 +1,94 @@
-"""In which format a layer's rows travel, and what is done to them before and behind that.
+"""In which format a layer's rows travel, and what is done to them before and after that.
 
 `choose` decides it once per layer, when the weights are loaded, from what the experts take:
 
 | experts take | "dispatch" | before dispatch | travels | on arrival |
 |---|---|---|---|---|
 | floats | auto, bf16 | | activations | |
-| rows of a recipe | auto | quantised, by our kernel or by vLLM | the recipe | |
-| quantised rows | bf16 | | activations | quantised by vLLM |
+| rows of a recipe | auto | quantised, by our kernel or by the framework | the recipe | |
+| quantised rows | bf16 | | activations | quantised by the framework |
 | floats | a recipe | quantised by our kernel | the recipe | dequantised |
 | quantised rows | another recipe | quantised by our kernel | that one | both, in this order |
 
 Experts that quantise for themselves take floats.
 
 Scales travel row by row. What mixes rows, an interleaved or column-major layout, is made here of
-those that arrived. All of it is plain torch and vLLM's own ops on shapes that depend on no value.
+those that arrived. All of it is plain torch and the framework's own ops on shapes that depend on no
+value.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
-from vllm.model_executor.layers.quantization.utils.mxfp8_utils import swizzle_mxfp8_scale
-from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
-from vllm.utils.flashinfer import nvfp4_block_scale_interleave
 
 from moe_nvlink_plugin import QuantisingRecipe
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.vllm.plugin.options import (
-    AUTO,
-    FRAMEWORK,
-    KEY,
-    QUANTISE_ON_ARRIVAL,
-    UNQUANTISED,
-    Options,
-)
 
-logger = logging.getLogger("vllm.plugins.moe_nvlink")
+from .options import AUTO, FRAMEWORK, UNQUANTISED, Options, Wording
+
+logger = logging.getLogger(__name__)
 
 #: Global scales of recipes named by a user who gave none: blocks of nvfp4 up to 2688 keep their
 #: amax, those below 0.006 become zeros.
 DEFAULT_GLOBAL_SCALES = {"nvfp4": 1.0}
+
+
+class ExpertsInput(abc.ABC):
+    """What the experts of one layer take, and the framework's way of making it."""
+
+    @property
+    @abc.abstractmethod
+    def wording(self) -> Wording:
+        """Of the framework's messages."""
+
+    @property
+    @abc.abstractmethod
+    def quant_dtype(self) -> Any:
+        """Of rows: a torch dtype, "mxfp8", "nvfp4" or a name of the framework's; None: floats."""
+
+    @property
+    @abc.abstractmethod
+    def block_shape(self) -> Sequence[int] | None:
+        """Rows and columns that one scale of the weights covers; None: there are no such blocks.
+
+        A scale of the activations covers the columns of one row.
+        """
+
+    @property
+    @abc.abstractmethod
+    def per_token(self) -> bool:
+        """Whether each row has one dynamic scale."""
+
+    @property
+    @abc.abstractmethod
+    def padded_to(self) -> int | None:
+        """The framework pads rows to a multiple of so many elements; None or 0: it does not."""
+
+    @property
+    @abc.abstractmethod
+    def static_scale(self) -> torch.Tensor | None:
+        """The checkpoint's, which the framework's quantiser is given; None: scales are dynamic."""
+
+    @property
+    @abc.abstractmethod
+    def wants_powers_of_two(self) -> bool:
+        """Whether scales of FP8 blocks have to be powers of two."""
+
+    @abc.abstractmethod
+    def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Float rows `[n, hidden_size]`, quantised by the framework; linear scales. Local."""
+
+    @abc.abstractmethod
+    def laid_out(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Scales `[n, ...]` of these rows in the layout that the experts' kernel reads. Local."""
 
 
 class Sent(NamedTuple):
@@ -62,14 +104,15 @@ class DispatchFormat:
     """One layer's way through the table above.
 
     Attributes:
-        quant_dtype: FusedMoEQuantConfig.quant_dtype of rows the experts take; None: floats.
+        quant_dtype: ExpertsInput.quant_dtype of the rows that the experts take; None: floats.
         recipe: what travels; None: the activations as they are.
-        by_framework: vLLM's quantiser makes the recipe's rows, not ours.
+        by_framework: the framework's quantiser makes the recipe's rows, not ours.
         restored_to: rows that arrived are dequantised to this type; None: they are not.
-        on_arrival: vLLM's quantiser makes what the experts take of float rows that arrived.
+        on_arrival: the framework's quantiser makes what the experts take of float rows that
+            arrived.
         global_scale: `[1]` fp32 for a recipe that a user named; None: the model's own.
-        stand_in: takes the place of vLLM's quantiser, with its bits, where that has no kernel (on
-            CPU, but for MXFP8); None: nothing does.
+        stand_in: takes the place of the framework's quantiser, with its bits, where that has no
+            kernel (on CPU, but for MXFP8); None: nothing does.
     """
 
     quant_dtype: Any = None
@@ -87,16 +130,16 @@ class DispatchFormat:
             self.recipe is not None and self.recipe.needs_global_scale and self.restored_to is None
         )
 
-    def send(self, a1: torch.Tensor, quant_config: Any) -> Sent:
+    def send(self, a1: torch.Tensor, experts: ExpertsInput) -> Sent:
         """`[num_tokens, hidden_size]` activations as they go into dispatch. Local; capturable."""
         if self.recipe is None:
             return Sent(a1)
-        scale = self._global_scale(quant_config)
+        scale = self._global_scale(experts)
         if not self.by_framework:
             return Sent(a1, None, scale)
         if a1.shape[0] == 0:  # a launch for no rows is an error of some quantisers
             return Sent(*self.recipe.quantise(a1, scale))
-        rows, scales = self._by_vllm(a1, quant_config)
+        rows, scales = self._by_framework(a1, experts)
         travels = self.recipe.scales_row(a1.shape[1]) is not None
         return Sent(rows.contiguous(), _contiguous(scales) if travels else None)
 
@@ -105,12 +148,12 @@ class DispatchFormat:
         rows: torch.Tensor,
         scales: torch.Tensor | None,
         weights: torch.Tensor,
-        quant_config: Any,
+        experts: ExpertsInput,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What arrived, as the experts take it. Local; capturable.
 
         rows `[num_rows, elements]` and scales as dispatch gave them, weights `[num_rows, top_k]`
-        with zeros for choices of other ranks. Returns the experts' hidden_states and a1q_scale.
+        with zeros for choices of other ranks. Returns the experts' rows and scales.
         """
         recipe = self.recipe
         if recipe is not None and self.restored_to is not None:
@@ -118,13 +161,15 @@ class DispatchFormat:
             scales = None
         if self.on_arrival:
             if rows.shape[0]:
-                rows = _without_old_bytes(rows, weights, quant_config)
-                rows, scales = self._by_vllm(rows, quant_config)
+                rows = _without_old_bytes(rows, weights, experts)
+                rows, scales = self._by_framework(rows, experts)
         elif self.quant_dtype is not None and scales is None:
-            scales = quant_config.a1_scale  # one for all rows, equal on all ranks
-        return rows, _laid_out(rows, scales, quant_config)
+            scales = experts.static_scale  # one for all rows, equal on all ranks
+        if scales is not None and scales.ndim == 2 and scales.numel():
+            scales = experts.laid_out(rows, scales)
+        return rows, scales
 
-    def static_scale(self, quant_config: Any) -> float | None:
+    def static_scale(self, experts: ExpertsInput) -> float | None:
         """The model's own scale that all ranks must share, None where there is none. Local.
 
         Waits for the device. Raises UnsupportedError for a value that is no scale, and where every
@@ -132,7 +177,7 @@ class DispatchFormat:
         """
         if not self.has_static_scale:
             return None
-        values = _given_scale(quant_config).flatten().tolist()
+        values = _given_scale(experts).flatten().tolist()
         wrong = [value for value in values if not (math.isfinite(value) and value > 0)]
         if wrong or not values:
             raise UnsupportedError(
@@ -142,31 +187,32 @@ class DispatchFormat:
         if len(set(values)) > 1:
             raise UnsupportedError(
                 f"each expert has a static activation scale of its own ({_some(values)}), but a "
-                f"token is quantised once for all its experts. {QUANTISE_ON_ARRIVAL}"
+                "token is quantised once for all its experts. "
+                f"{experts.wording.quantise_on_arrival}"
             )
         return float(values[0])
 
-    def _global_scale(self, quant_config: Any) -> torch.Tensor | None:
+    def _global_scale(self, experts: ExpertsInput) -> torch.Tensor | None:
         if self.recipe is None or not self.recipe.needs_global_scale:
             return None
         if self.global_scale is not None:
             return self.global_scale
-        return _first(_given_scale(quant_config))  # all are equal: `static_scale` has looked
+        return _first(_given_scale(experts))  # all are equal: `static_scale` has looked
 
-    def _by_vllm(
-        self, rows: torch.Tensor, quant_config: Any
+    def _by_framework(
+        self, rows: torch.Tensor, experts: ExpertsInput
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.stand_in is None:
-            return by_vllm(rows, quant_config)
-        scale = _first(_given_scale(quant_config)) if self.stand_in.needs_global_scale else None
+            return experts.quantised(rows)
+        scale = _first(_given_scale(experts)) if self.stand_in.needs_global_scale else None
         quantised = self.stand_in.quantise(rows, scale)
         if quantised.scales is None:
-            return quantised.rows, quant_config.a1_scale
+            return quantised.rows, experts.static_scale
         return quantised
 
 
 def choose(
-    experts: Any,
+    experts: ExpertsInput,
     hidden_size: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -175,96 +221,79 @@ def choose(
 ) -> DispatchFormat:
     """How rows of a layer with these experts travel. Local; equal on all ranks for equal arguments.
 
-    experts: vLLM's; hidden_size and dtype of the activations; find_recipe: name to recipe, raises
-    ConfigError for what this layer cannot use. Raises that, and UnsupportedError for a format that
-    no recipe is, naming what to do instead.
+    hidden_size and dtype: of the activations; find_recipe: name to recipe, raises ConfigError for
+    what this layer cannot use. Raises that, and UnsupportedError for a format that no recipe is,
+    naming what to do instead.
     """
-    quant_config = experts.quant_config
-    takes_floats = quant_config.quant_dtype is None or experts.expects_unquantized_inputs
+    takes_floats = experts.quant_dtype is None
     if takes_floats and options.dispatch in (AUTO, UNQUANTISED):
         return DispatchFormat()
-    name, why_not = (None, "") if takes_floats else _recipe_name(quant_config, hidden_size)
+    name, why_not = (None, "") if takes_floats else _recipe_name(experts, hidden_size)
     if not takes_floats and options.dispatch in (AUTO, name):
         if name is None:
-            raise UnsupportedError(f"{why_not} {QUANTISE_ON_ARRIVAL}")
-        chosen = _of_the_model(quant_config, _quantising(find_recipe(name)), options)
+            raise UnsupportedError(f"{why_not} {experts.wording.quantise_on_arrival}")
+        chosen = _of_the_model(experts, _quantising(find_recipe(name), experts), options)
     elif options.dispatch == UNQUANTISED:
-        chosen = DispatchFormat(quant_config.quant_dtype, on_arrival=True)
+        chosen = DispatchFormat(experts.quant_dtype, on_arrival=True)
     else:
-        named = _quantising(find_recipe(options.dispatch))
+        named = _quantising(find_recipe(options.dispatch), experts)
         if device.type == "cuda":
             _warn_of_restoring(named.name, dtype)
         chosen = DispatchFormat(
-            None if takes_floats else quant_config.quant_dtype,
+            experts.quant_dtype,
             named,
             restored_to=dtype,
             on_arrival=not takes_floats,
-            global_scale=_named_global_scale(named, device, options),
+            global_scale=_named_global_scale(named, device, options, experts.wording),
         )
     if device.type == "cpu" and name not in (None, "mxfp8"):
-        chosen = dataclasses.replace(chosen, stand_in=_quantising(find_recipe(name)))
+        chosen = dataclasses.replace(chosen, stand_in=_quantising(find_recipe(name), experts))
     return chosen
-
-
-def by_vllm(rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Float rows `[n, hidden_size]`, quantised by vLLM as the experts want them; linear scales."""
-    quantised: tuple[torch.Tensor, torch.Tensor | None] = moe_kernel_quantize_input(
-        A=rows,
-        A_scale=_given_scale(quant_config),
-        quant_dtype=quant_config.quant_dtype,
-        per_act_token_quant=quant_config.per_act_token_quant,
-        block_shape=quant_config.block_shape,
-        is_scale_swizzled=False,
-        mx_alignment=quant_config.mx_alignment,
-    )
-    return quantised
 
 
 # Which recipe the experts take.
 
 
-def _of_the_model(quant_config: Any, recipe: QuantisingRecipe, options: Options) -> DispatchFormat:
-    # DeepGEMM's block scales are powers of two, which ours are not; their rows are alike.
-    powers_of_two = recipe.name == "fp8_block" and is_deep_gemm_e8m0_used()
+def _of_the_model(
+    experts: ExpertsInput, recipe: QuantisingRecipe, options: Options
+) -> DispatchFormat:
+    # Our kernel makes scales of blocks that are no powers of two; its rows are alike.
+    powers_of_two = recipe.name == "fp8_block" and experts.wants_powers_of_two
     return DispatchFormat(
-        quant_config.quant_dtype,
+        experts.quant_dtype,
         recipe,
         by_framework=options.quantise == FRAMEWORK or powers_of_two,
     )
 
 
-def _recipe_name(quant_config: Any, hidden_size: int) -> tuple[str | None, str]:
+def _recipe_name(experts: ExpertsInput, hidden_size: int) -> tuple[str | None, str]:
     """The recipe whose rows and scales these experts take, or None and the reason."""
-    quant_dtype = quant_config.quant_dtype
+    quant_dtype, block = experts.quant_dtype, experts.block_shape
     if quant_dtype == torch.float8_e4m3fn:
-        return _fp8_recipe_name(quant_config)
-    if quant_dtype == "mxfp8" and quant_config.block_shape in (None, [1, 32]):
-        alignment = quant_config.mx_alignment
-        if alignment and hidden_size % alignment:
+        return _fp8_recipe_name(experts)
+    if quant_dtype == "mxfp8" and block in (None, [1, 32]):
+        if experts.padded_to and hidden_size % experts.padded_to:
             return None, (
                 f"these experts want MXFP8 rows of {hidden_size} elements padded to a multiple of "
-                f"{alignment}, which no recipe does."
+                f"{experts.padded_to}, which no recipe does."
             )
         return "mxfp8", ""
     if quant_dtype == "nvfp4":
-        if quant_config.a1_gscale is None:
+        if experts.static_scale is None:
             return None, "NVFP4 activations without a static global scale have no recipe."
         return "nvfp4", ""
-    return None, (
-        f"activations quantised to {quant_dtype} (block_shape {quant_config.block_shape}) have no "
-        "recipe."
-    )
+    return None, f"activations quantised to {quant_dtype} (block_shape {block}) have no recipe."
 
 
-def _fp8_recipe_name(quant_config: Any) -> tuple[str | None, str]:
-    block = quant_config.block_shape
+def _fp8_recipe_name(experts: ExpertsInput) -> tuple[str | None, str]:
+    block = experts.block_shape
     if block is not None:
         if block[1] == 128:  # activations have blocks of one row, whatever block[0] says
             return "fp8_block", ""
         return None, f"FP8 activations in blocks of {block[1]} have no recipe, those of 128 have."
-    if quant_config.a1_scale is not None:  # vLLM's quantiser too takes a given scale first
+    if experts.static_scale is not None:  # frameworks' quantisers too take a given scale first
         return "fp8_tensor", ""
-    if quant_config.per_act_token_quant:
+    if experts.per_token:
         return "fp8_token", ""
     return None, (
         "FP8 activations with one dynamic scale per tensor: each rank would have its own, and the "
@@ -272,30 +301,32 @@ def _fp8_recipe_name(quant_config: Any) -> tuple[str | None, str]:
     )
 
 
-def _given_scale(quant_config: Any) -> Any:
-    """The static scale of the experts' input, as vLLM hands it to its quantiser."""
-    is_nvfp4 = quant_config.quant_dtype == "nvfp4"
-    return quant_config.a1_gscale if is_nvfp4 else quant_config.a1_scale
+def _given_scale(experts: ExpertsInput) -> torch.Tensor:
+    """The static scale of a format that has one."""
+    scale = experts.static_scale
+    assert scale is not None, experts.quant_dtype
+    return scale
 
 
-def _quantising(recipe: Any) -> QuantisingRecipe:
+def _quantising(recipe: Any, experts: ExpertsInput) -> QuantisingRecipe:
     if not isinstance(recipe, QuantisingRecipe):
         raise UnsupportedError(
             f"recipe {recipe.name} does not say how to quantise and dequantise, which a dispatch "
-            f"of vLLM's activations needs. For unquantised rows of any type say {UNQUANTISED}."
+            f"of {experts.wording.framework}'s activations needs. For unquantised rows of any "
+            f"type say {UNQUANTISED}."
         )
     return recipe
 
 
 def _named_global_scale(
-    recipe: QuantisingRecipe, device: torch.device, options: Options
+    recipe: QuantisingRecipe, device: torch.device, options: Options, wording: Wording
 ) -> torch.Tensor | None:
     scale = options.dispatch_global_scale
     if not recipe.needs_global_scale:
         if scale is not None:
             raise UnsupportedError(
                 f"dispatch in {recipe.name} takes no scale of yours, its rows bring their own: "
-                f'remove "dispatch_global_scale" from additional_config["{KEY}"].'
+                f'remove "dispatch_global_scale" from {wording.options}.'
             )
         return None
     if scale is None:
@@ -303,7 +334,7 @@ def _named_global_scale(
     if scale is None:
         raise UnsupportedError(
             f"dispatch in {recipe.name} needs a scale that this model does not bring: add "
-            f'"dispatch_global_scale" to additional_config["{KEY}"], the scale that a value is '
+            f'"dispatch_global_scale" to {wording.options}, the scale that a value is '
             "divided by, or name a recipe that finds its own (fp8_token)."
         )
     return torch.full((1,), scale, dtype=torch.float32, device=device)
@@ -324,35 +355,18 @@ def _warn_of_restoring(name: str, dtype: torch.dtype) -> None:
 
 
 def _without_old_bytes(
-    rows: torch.Tensor, weights: torch.Tensor, quant_config: Any
+    rows: torch.Tensor, weights: torch.Tensor, experts: ExpertsInput
 ) -> torch.Tensor:
-    """Rows for vLLM's quantiser; zeros in empty slots where it takes one maximum of them all."""
+    """Rows for the framework's quantiser; if it takes one maximum of all, zeros in empty slots."""
     one_scale_for_all = (
-        isinstance(quant_config.quant_dtype, torch.dtype)
-        and quant_config.block_shape is None
-        and not quant_config.per_act_token_quant
-        and _given_scale(quant_config) is None
+        isinstance(experts.quant_dtype, torch.dtype)
+        and experts.block_shape is None
+        and not experts.per_token
+        and experts.static_scale is None
     )
     if not one_scale_for_all:
         return rows
     return rows.masked_fill((weights == 0).all(1, keepdim=True), 0.0)
-
-
-def _laid_out(
-    rows: torch.Tensor, scales: torch.Tensor | None, quant_config: Any
-) -> torch.Tensor | None:
-    """Scales `[num_rows, ...]` of these rows in the layout that the experts' kernel reads."""
-    if scales is None or scales.ndim != 2 or scales.numel() == 0:
-        return scales
-    if quant_config.is_scale_swizzled and quant_config.quant_dtype == "nvfp4":
-        interleaved: torch.Tensor = nvfp4_block_scale_interleave(scales.view(torch.uint8))
-        return interleaved
-    if quant_config.is_scale_swizzled and quant_config.quant_dtype == "mxfp8":
-        swizzled: torch.Tensor = swizzle_mxfp8_scale(scales, *rows.shape)
-        return swizzled
-    if getattr(quant_config, "is_scale_transposed", False):  # vLLM 0.33 and newer
-        return scales.t().contiguous().t()
-    return scales
 
 
 def _first(scale: torch.Tensor) -> torch.Tensor:

@@ -1,39 +1,54 @@
-"""What a user can choose beside the backend: ``additional_config["moe_nvlink"]``, some variables.
+"""What a user can choose beside the backend: the fields of `Options`, and some variables.
 
-The keys are the fields of `Options`. ``MOE_NVLINK_DISPATCH``, ``MOE_NVLINK_COMBINE`` and
-``MOE_NVLINK_MTP_LM_HEAD_TP`` are the defaults of three of them.
+``MOE_NVLINK_DISPATCH``, ``MOE_NVLINK_COMBINE`` and ``MOE_NVLINK_MTP_LM_HEAD_TP`` are the defaults
+of three of them. Where a user writes the others depends on the framework: `Wording`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.errors import ConfigError
 
-KEY = "moe_nvlink"
 AUTO = "auto"
 UNQUANTISED = "bf16"
 FUSED, FRAMEWORK = "fused", "framework"
 
-#: The way out of most refusals of a format.
-QUANTISE_ON_ARRIVAL = (
-    "To serve it all the same, let rows travel unquantised and vLLM quantise those that arrived: "
-    f'--additional-config \'{{"{KEY}": {{"dispatch": "{UNQUANTISED}"}}}}\', or '
-    f"MOE_NVLINK_DISPATCH={UNQUANTISED}."
-)
+
+class Wording(NamedTuple):
+    """How users of a framework write what messages tell them to write.
+
+    framework: its name. flag: what chooses our backend. options: where our options stand.
+    unquantised: what sets `Options.dispatch` to `UNQUANTISED` there.
+    """
+
+    framework: str
+    flag: str
+    options: str
+    unquantised: str
+
+    @property
+    def quantise_on_arrival(self) -> str:
+        """The way out of most refusals of a format."""
+        return (
+            f"To serve it all the same, let rows travel unquantised and {self.framework} quantise "
+            f"those that arrived: {self.unquantised}, or MOE_NVLINK_DISPATCH={UNQUANTISED}."
+        )
 
 
 class Options(NamedTuple):
     """One worker's choices; equal on all ranks.
 
     dispatch: "auto": the format that the model's experts take. "bf16": activations as they are,
-        in the model's own type; where experts take quantised rows, vLLM quantises what arrived.
+        in the model's own type; where experts take quantised rows, the framework quantises what
+        arrived.
         Any other: the name of a recipe, made float again on arrival for experts that take floats.
     combine: AllToAllConfig.combine.
     quantise: who quantises before an "auto" dispatch. "fused": our kernel, where its bits are those
-        of vLLM's quantiser. "framework": vLLM's quantiser.
+        of the framework's quantiser. "framework": the framework's quantiser.
     dispatch_global_scale: of a recipe named in `dispatch` that takes one; nvfp4 has 1.0 otherwise.
     mtp_lm_head_tp_size: how many consecutive data-parallel ranks share the LM head of an MTP draft;
         1: every rank has it for itself. "auto": what pays by `head_cost`, step by step.
@@ -57,17 +72,17 @@ MTP_LM_HEAD = "mtp_lm_head_tp_size"
 _ALLOWED = {"combine": COMBINE_FORMATS, "quantise": (FUSED, FRAMEWORK)}
 
 
-def options_of(vllm_config: Any) -> Options:
-    """The choices of a configuration (any object, None included). Local.
+def read(given: Any, wording: Wording) -> Options:
+    """The choices of a user. Local.
+
+    given: what stands where the framework has our options; None or {}: nothing does.
 
     Raises:
-        ConfigError: an unknown key, or a value that is not allowed; both are listed. The names of
-            recipes are checked with the model, by `validation`.
+        ConfigError: no mapping, an unknown key, or a value that is not allowed; all are listed. The
+            names of recipes are checked with the model, by the adapter.
     """
-    additional = getattr(vllm_config, "additional_config", None)
-    given = (additional.get(KEY) if isinstance(additional, dict) else None) or {}
-    where = f'additional_config["{KEY}"]'
-    if not isinstance(given, dict):
+    given, where = given or {}, wording.options
+    if not isinstance(given, Mapping):
         raise ConfigError(f"{where} is a {type(given).__name__}, it must be a dict of {_keys()}")
     unknown = sorted(set(given) - set(Options._fields), key=str)
     if unknown:
@@ -90,18 +105,11 @@ def options_of(vllm_config: Any) -> Options:
     return chosen
 
 
-def names(vllm_config: Any, option: str) -> bool:
-    """Whether a configuration that `options_of` accepts names the option itself. Local."""
-    additional = getattr(vllm_config, "additional_config", None)
-    given = additional.get(KEY) if isinstance(additional, dict) else None
-    return isinstance(given, dict) and option in given
-
-
 def _keys() -> str:
     return ", ".join(Options._fields)
 
 
-def _source(field: str, given: dict[str, Any], where: str) -> str:
+def _source(field: str, given: Mapping[str, Any], where: str) -> str:
     """Where a value came from, as a user would look for it."""
     return f"{where}: {field}" if field in given else f"MOE_NVLINK_{field.upper()}"
 

@@ -1,42 +1,38 @@
-"""The LM head of an MTP draft, shared by consecutive data-parallel ranks.
+"""The LM head of a model that drafts tokens (MTP), shared by consecutive data-parallel ranks.
 
 `DraftHead` is one worker's part: it knows how many rows the next draft step may have on any rank,
 decides by that number alone whether the step is split, and calls the core. Every rank has the same
-number, from vLLM's own agreement on batch sizes, so every rank decides alike; a rank without
-requests takes part with no rows.
-
-`MoeNvlinkLogitsProcessor` stands where vLLM has its ``LogitsProcessor``. Only a draft's is ever
-given a `DraftHead`; the target's does what vLLM's does.
+number, from the framework's own agreement on batch sizes, so every rank decides alike; a rank
+without requests takes part with no rows.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from moe_nvlink_plugin import HeadConfig, HeadGroup, HeadStats, sharded_argmax, sharded_logits
-from moe_nvlink_plugin.errors import (
-    DisagreementError,
-    MoeNvlinkError,
-    PeerError,
-    UnsupportedError,
-)
-from moe_nvlink_plugin.integration.vllm.plugin import replacement
-from moe_nvlink_plugin.integration.vllm.plugin.options import AUTO, MTP_LM_HEAD, options_of
+from moe_nvlink_plugin.errors import DisagreementError, MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.lm_head import cost as head_cost
 
-from . import drafts
+from .agreement import Ranks, refuse_failed
+from .options import AUTO, MTP_LM_HEAD
+from .watch import FailureWatch
 
-logger = logging.getLogger("vllm.plugins.moe_nvlink")
+logger = logging.getLogger(__name__)
 
 #: Group sizes that "auto" chooses from, where they divide the data-parallel size.
 AUTO_SIZES = (2, 4, 8)
+
+#: What a user writes if a head cannot be shared.
+WAY_OUT = f'Remove "{MTP_LM_HEAD}", which leaves the head whole.'
+
+#: Raises UnsupportedError for a head that cannot be shared: the head, and what the group expects.
+RefuseUnfit: TypeAlias = Callable[[Any, HeadConfig], None]
 
 
 class Plan(NamedTuple):
@@ -73,33 +69,21 @@ class Plan(NamedTuple):
         return head_cost.report(shape, self.size, self.most_rows, rates)
 
 
-def plan_of(vllm_config: Any, vocab_size: int, ranks: int, device: torch.device) -> Plan:
-    """What this rank would do for its draft. Local.
+def choose_size(whole: Plan, size: int | str, ranks: int, device: torch.device) -> Plan:
+    """`whole`, a plan without sharing, with the size and the crossover that a user wants. Local.
 
-    vllm_config: with a draft that `drafts.problems` has found nothing against. ranks: data-parallel
-    size. "auto" takes the size and the crossover from `head_cost`; a number of ranks is taken at
-    its word, and every step is split.
+    size: `Options.mtp_lm_head_tp_size`. With "auto", size and crossover come from the rule of
+    costs; with a number of ranks, every step is split. ranks: data-parallel size.
     """
-    options = options_of(vllm_config)
-    speculative = vllm_config.speculative_config
-    whole = Plan(
-        size=1,
-        crossover=None,
-        vocab_size=vocab_size,
-        hidden_size=speculative.draft_model_config.get_hidden_size(),
-        most_rows=vllm_config.scheduler_config.max_num_seqs,
-        dtype=vllm_config.model_config.dtype,
-        full_logits=not (drafts.greedy(speculative) and speculative.use_local_argmax_reduction),
-    )
-    if options.mtp_lm_head_tp_size != AUTO:
-        return whole._replace(size=int(options.mtp_lm_head_tp_size))
+    if size != AUTO:
+        return whole._replace(size=int(size))
     shape, rates = _shape_and_rates(whole, device)
-    sizes = [size for size in AUTO_SIZES if ranks % size == 0]
-    size = head_cost.choose_size(shape, sizes, whole.most_rows, rates)
-    if size == 1:
+    sizes = [candidate for candidate in AUTO_SIZES if ranks % candidate == 0]
+    chosen = head_cost.choose_size(shape, sizes, whole.most_rows, rates)
+    if chosen == 1:
         return whole
-    crossover = head_cost.crossover_rows(shape, size, rates, whole.most_rows)
-    return whole._replace(size=size, crossover=crossover)
+    crossover = head_cost.crossover_rows(shape, chosen, rates, whole.most_rows)
+    return whole._replace(size=chosen, crossover=crossover)
 
 
 def _shape_and_rates(
@@ -110,24 +94,21 @@ def _shape_and_rates(
     return shape, head_cost.rates_of(device, element_bytes)
 
 
-def agree(mine: Plan | Exception, cpu_group: Any, ranks: int) -> Plan:
+def agree(mine: Plan | Exception, ranks: Ranks) -> Plan:
     """Returns the plan, once all ranks have the same. Collective over the data-parallel ranks.
 
-    mine: or why this rank has none; nobody then waits for it in vain.
+    mine: the plan, or why this rank has none, so that no rank waits for it.
 
     Raises:
         Exception: `mine`, where it is one.
         PeerError: another rank has no plan.
         DisagreementError: on all ranks; "auto" on different GPUs is one way to it.
     """
-    everyones: list[Any] = [None] * ranks
     told = mine if isinstance(mine, Plan) else f"{type(mine).__name__}: {mine}"
-    torch.distributed.all_gather_object(everyones, told, group=cpu_group)
+    everyones = ranks.gather(told)
     if not isinstance(mine, Plan):
         raise mine
-    failed = [f"rank {rank}: {t}" for rank, t in enumerate(everyones) if isinstance(t, str)]
-    if failed:
-        raise PeerError(f"{MTP_LM_HEAD} cannot be set up on another rank; {'; '.join(failed)}")
+    refuse_failed([t if isinstance(t, str) else None for t in everyones], MTP_LM_HEAD)
     if any(theirs != mine for theirs in everyones):
         listed = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(everyones))
         raise DisagreementError(
@@ -150,12 +131,27 @@ def group_of(cpu_group: Any, rank: int, size: int) -> Any:
     return torch.distributed.new_group(members, backend="gloo", use_local_synchronization=True)
 
 
+def refuse_shape(lm_head: Any, config: HeadConfig) -> None:
+    """Raises UnsupportedError for a head of another size or type than the group's. Local.
+
+    lm_head: has the `weight`, `[rows, hidden_size]`.
+    """
+    weight = lm_head.weight
+    rows, columns = weight.shape if weight.ndim == 2 else (0, 0)
+    if rows < config.vocab_size or columns != config.hidden_size or weight.dtype != config.dtype:
+        raise UnsupportedError(
+            f"{MTP_LM_HEAD}: the draft's LM head is {list(weight.shape)} {weight.dtype}, needed "
+            f"are [{config.vocab_size} or more, {config.hidden_size}] {config.dtype}. {WAY_OUT}"
+        )
+
+
 class DraftHead:
     """One worker's part in a shared LM head."""
 
-    def __init__(self, group: HeadGroup, crossover: int | None) -> None:
-        """crossover: as in `Plan`. Takes over `group`, and closes it."""
+    def __init__(self, group: HeadGroup, crossover: int | None, refuse_unfit: RefuseUnfit) -> None:
+        """crossover: as in `Plan`. refuse_unfit: what `check` asks. Takes over `group`."""
         self.group = group
+        self._refuse_unfit = refuse_unfit
         self._crossover = crossover
         self._largest_batch: int | None = None
         self._known: Any = None
@@ -164,7 +160,7 @@ class DraftHead:
     def forward_ran(self, largest_batch: int | None) -> None:
         """Notes the largest batch of any rank in the draft's forward; it bounds the rows after it.
 
-        Local. None: vLLM has agreed on none.
+        Local. None: the ranks have agreed on none.
         """
         self._largest_batch = largest_batch
 
@@ -222,11 +218,11 @@ class DraftHead:
     def check(self, lm_head: Any) -> None:
         """Of every forward, split or not: a head that cannot be shared ends the profile run.
 
-        Local. Raises UnsupportedError as `refuse_unfit`. Not when the draft is built: vLLM puts the
-        target's head in the place of the draft's after that.
+        Local. Raises UnsupportedError as `refuse_unfit`. Not when the draft is built: a framework
+        may put the target's head in the place of the draft's after that.
         """
         if lm_head is not self._known:
-            refuse_unfit(lm_head, self.group.config)
+            self._refuse_unfit(lm_head, self.group.config)
             self._known = lm_head
 
     def _weight(self, lm_head: Any) -> torch.Tensor:
@@ -252,77 +248,69 @@ class DraftHead:
         self.group.close()
 
 
-def refuse_unfit(lm_head: Any, config: HeadConfig) -> None:
-    """Raises UnsupportedError for a head whose rows cannot be multiplied as they lie. Local."""
-    way_out = f'Remove "{MTP_LM_HEAD}", which leaves the head whole.'
-    method = getattr(lm_head, "quant_method", None)
-    if not isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
-        raise UnsupportedError(
-            f"{MTP_LM_HEAD}: the draft's LM head is quantised ({type(method).__name__}), and a "
-            f"shared head is multiplied in the model's type. {way_out}"
+class DraftHeads:
+    """The shared heads of one worker's drafts, one per plan."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        """device: where this rank's drafts work."""
+        self._ranks, self._device = ranks, device
+        self._heads: dict[Plan, DraftHead] = {}
+        self._watches: list[FailureWatch] = []
+
+    def head(self, find_plan: Callable[[], Plan], refuse_unfit: RefuseUnfit) -> DraftHead | None:
+        """This worker's part in the LM head of a draft; None where every rank keeps it whole.
+
+        Collective over all ranks, of which groups of consecutive ones then create a `HeadGroup`;
+        raises what that raises and what find_plan raises, and DisagreementError when ranks would
+        group differently. Logs what the head costs.
+        """
+        mine: Plan | Exception
+        try:
+            mine = find_plan()
+            mine.config(self._ranks.rank)  # reads this host's variables
+        except Exception as error:
+            mine = error
+        self._ranks.meet()
+        plan = agree(mine, self._ranks)
+        if self._ranks.rank == 0:
+            logger.info("moe_nvlink draft, every rank: %s", plan.report(self._device))
+        if plan.size == 1:
+            return None
+        return self.of_plan(plan, refuse_unfit)
+
+    def of_plan(self, plan: Plan, refuse_unfit: RefuseUnfit) -> DraftHead:
+        """The head of a plan that the ranks have agreed on. Collective when it creates."""
+        if plan not in self._heads:
+            self._heads[plan] = self._create(plan, refuse_unfit)
+        return self._heads[plan]
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """The section of the counters' file, {} without a head. Local."""
+        heads = [head.stats() for head in list(self._heads.values())]
+        return {"mtp_lm_head": heads[0]} if heads else {}
+
+    def close(self) -> None:
+        """Gives up the heads' memory. Local, idempotent."""
+        for watch in self._watches:
+            watch.close()
+        self._watches.clear()
+        for head in self._heads.values():
+            head.close()
+        self._heads.clear()
+
+    def _create(self, plan: Plan, refuse_unfit: RefuseUnfit) -> DraftHead:
+        rank = self._ranks.rank
+        group = HeadGroup.create(
+            plan.config(rank), group_of(self._ranks.group, rank, plan.size), self._device
         )
-    weight = lm_head.weight
-    rows, columns = weight.shape if weight.ndim == 2 else (0, 0)
-    if rows < config.vocab_size or columns != config.hidden_size or weight.dtype != config.dtype:
-        raise UnsupportedError(
-            f"{MTP_LM_HEAD}: the draft's LM head is {list(weight.shape)} {weight.dtype}, needed "
-            f"are [{config.vocab_size} or more, {config.hidden_size}] {config.dtype}. {way_out}"
+        if self._device.type == "cuda":
+            self._watches.append(FailureWatch(group.failure, what="The draft's shared LM head"))
+        logger.info(
+            "moe_nvlink draft head of rank %d: shared with ranks %s, split up to %s rows a rank, "
+            "%.4g MB of symmetric memory",
+            rank,
+            list(members_of(rank, plan.size)),
+            plan.most_rows if plan.crossover is None else plan.crossover,
+            group.workspace_bytes / 1e6,
         )
-
-
-class MoeNvlinkLogitsProcessor(LogitsProcessor):
-    """vLLM's logits processor; a draft's goes through `draft_head` once that is set."""
-
-    draft_head: DraftHead | None = None
-
-    def get_top_tokens(
-        self,
-        lm_head: Any,
-        hidden_states: torch.Tensor,
-        embedding_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`[n] int64`: the draft tokens of `[n, hidden]`. Collective for a draft's."""
-        tokens: torch.Tensor
-        if self.draft_head is None:
-            tokens = super().get_top_tokens(lm_head, hidden_states, embedding_bias)
-            return tokens
-        bound = self.draft_head.next_bound()
-        if bound is not None:
-            return self.draft_head.tokens(
-                lm_head,
-                hidden_states,
-                embedding_bias,
-                bound,
-                soft_cap=self.soft_cap,
-                scale=self.scale,
-            )
-        # As without us, where the argmax of what `forward` returns would be taken. vLLM's own
-        # get_top_tokens refuses a scale that is not positive, which a split step does not.
-        logits = super()._get_logits(hidden_states, lm_head, embedding_bias)
-        if self.soft_cap is not None:
-            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        tokens = logits.argmax(dim=-1)
-        return tokens
-
-    def _get_logits(
-        self,
-        hidden_states: torch.Tensor,
-        lm_head: Any,
-        embedding_bias: torch.Tensor | None,
-        skip_gather: bool = False,
-    ) -> torch.Tensor | None:
-        """`[n, vocab]`, to which `forward` applies soft cap and scale. Collective for a draft's."""
-        bound = None if self.draft_head is None else self.draft_head.next_bound()
-        if bound is None or self.draft_head is None:
-            logits: torch.Tensor | None = super()._get_logits(
-                hidden_states, lm_head, embedding_bias, skip_gather
-            )
-            return logits
-        return self.draft_head.logits(lm_head, hidden_states, embedding_bias, bound)
-
-
-def put_in_place() -> None:
-    """Registers our logits processor. Local, idempotent; UnsupportedError as `replacement`."""
-    replacement.put_in_place(LogitsProcessor, MoeNvlinkLogitsProcessor)
+        return DraftHead(group, plan.crossover, refuse_unfit)

@@ -1,0 +1,35 @@
+"""Shows our log messages where a framework shows its own."""
+
+from __future__ import annotations
+
+import logging
+
+#: The logger above every logger of ours.
+OURS = "moe_nvlink_plugin"
+
+
+class _Through(logging.Handler):
+    """Hands each record to a framework's logger, which has the handlers and the level."""
+
+    def __init__(self, framework: logging.Logger) -> None:
+        super().__init__()
+        self._framework = framework
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._framework.isEnabledFor(record.levelno):
+            self._framework.handle(record)
+
+
+def show_through(framework: logging.Logger) -> None:
+    """Sends our messages through a framework's logger. Local, idempotent.
+
+    A framework configures its own logger only: of other loggers Python prints warnings without a
+    format, and drops the rest. The framework may configure its logger later, or again. If our
+    logger has a handler, somebody has configured it, and nothing changes here.
+    """
+    ours = logging.getLogger(OURS)
+    if ours.handlers:
+        return
+    ours.addHandler(_Through(framework))
+    ours.setLevel(logging.DEBUG)  # the framework's level decides
+    ours.propagate = False  # the root logger would print each message a second time

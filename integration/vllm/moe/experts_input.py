@@ -1,0 +1,97 @@
+"""What vLLM's experts take, in the words of `common.formats`: their FusedMoEQuantConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.model_executor.layers.quantization.utils.mxfp8_utils import swizzle_mxfp8_scale
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+from vllm.utils.flashinfer import nvfp4_block_scale_interleave
+
+from moe_nvlink_plugin.integration.common.formats import ExpertsInput
+from moe_nvlink_plugin.integration.common.options import Wording
+from moe_nvlink_plugin.integration.vllm.choices import WORDING
+
+
+class VllmExpertsInput(ExpertsInput):
+    """One FusedMoEQuantConfig; made anew for each call, holds nothing of its own."""
+
+    def __init__(self, quant_config: Any, *, takes_floats: bool = False) -> None:
+        """takes_floats: the experts quantise for themselves, whatever quant_config says."""
+        self._quant_config = quant_config
+        self._takes_floats = takes_floats
+
+    @classmethod
+    def of(cls, experts: Any) -> VllmExpertsInput:
+        """What vLLM's experts object takes. Local."""
+        floats = experts.quant_config.quant_dtype is None or experts.expects_unquantized_inputs
+        return cls(experts.quant_config, takes_floats=floats)
+
+    @property
+    def wording(self) -> Wording:
+        """Of vLLM's messages."""
+        return WORDING
+
+    @property
+    def quant_dtype(self) -> Any:
+        """As vLLM has it; None for experts that quantise for themselves."""
+        return None if self._takes_floats else self._quant_config.quant_dtype
+
+    @property
+    def block_shape(self) -> Any:
+        """As vLLM has it: `[rows, columns]`."""
+        return self._quant_config.block_shape
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each row has one dynamic scale."""
+        return bool(self._quant_config.per_act_token_quant)
+
+    @property
+    def padded_to(self) -> int | None:
+        """MXFP8 only."""
+        alignment: int | None = self._quant_config.mx_alignment
+        return alignment
+
+    @property
+    def static_scale(self) -> torch.Tensor | None:
+        """As vLLM hands it to its quantiser."""
+        config = self._quant_config
+        scale: torch.Tensor | None = (
+            config.a1_gscale if config.quant_dtype == "nvfp4" else config.a1_scale
+        )
+        return scale
+
+    @property
+    def wants_powers_of_two(self) -> bool:
+        """DeepGEMM does, on some GPUs."""
+        return bool(is_deep_gemm_e8m0_used())
+
+    def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Float rows `[n, hidden_size]`, quantised as the experts want them; linear scales."""
+        config = self._quant_config
+        quantised: tuple[torch.Tensor, torch.Tensor | None] = moe_kernel_quantize_input(
+            A=rows,
+            A_scale=self.static_scale,
+            quant_dtype=config.quant_dtype,
+            per_act_token_quant=config.per_act_token_quant,
+            block_shape=config.block_shape,
+            is_scale_swizzled=False,
+            mx_alignment=config.mx_alignment,
+        )
+        return quantised
+
+    def laid_out(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Scales `[n, ...]` of these rows in the layout that the experts' kernel reads."""
+        config = self._quant_config
+        if config.is_scale_swizzled and config.quant_dtype == "nvfp4":
+            interleaved: torch.Tensor = nvfp4_block_scale_interleave(scales.view(torch.uint8))
+            return interleaved
+        if config.is_scale_swizzled and config.quant_dtype == "mxfp8":
+            swizzled: torch.Tensor = swizzle_mxfp8_scale(scales, *rows.shape)
+            return swizzled
+        if getattr(config, "is_scale_transposed", False):  # vLLM 0.33 and newer
+            return scales.t().contiguous().t()
+        return scales

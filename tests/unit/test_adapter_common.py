@@ -1,0 +1,115 @@
+"""What adapters share, used by an adapter for a framework that does not exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_nvlink_plugin.errors import MoeNvlinkError
+from moe_nvlink_plugin.integration import common
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
+from moe_nvlink_plugin.integration.common.formats import ExpertsInput
+from moe_nvlink_plugin.integration.common.options import Options, Wording, read
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+
+WORDING = Wording("Toy", "--toy-backend moe_nvlink", "toy.yaml", "dispatch: bf16 in toy.yaml")
+GEOMETRY = Geometry(
+    num_experts=4, top_k=2, hidden_size=128, max_tokens_per_rank=3, dtype=torch.float32
+)
+CPU = torch.device("cpu")
+
+
+class ToyInput(ExpertsInput):
+    """Experts that take FP8 rows with the given static scale, one per token without one."""
+
+    def __init__(self, quant_dtype: Any, static_scale: torch.Tensor | None = None) -> None:
+        self._quant_dtype, self._static_scale = quant_dtype, static_scale
+
+    wording = WORDING
+    block_shape = padded_to = None
+    wants_powers_of_two = False
+
+    @property
+    def quant_dtype(self) -> Any:
+        return self._quant_dtype
+
+    @property
+    def static_scale(self) -> torch.Tensor | None:
+        return self._static_scale
+
+    @property
+    def per_token(self) -> bool:
+        return self._static_scale is None
+
+    def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pytest.fail("our own kernel quantises")
+
+    def laid_out(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return scales
+
+
+def pool_of(group: ThreadGroup) -> ExchangePool:
+    return ExchangePool(Ranks(group, group.rank, group.size, WORDING), CPU, Options())
+
+
+@pytest.mark.parametrize("quant_dtype", [None, torch.float8_e4m3fn])
+def test_a_layer_from_set_up_to_result(quant_dtype: Any) -> None:
+    """Experts that return what they are given, so that each token comes back top_k times."""
+
+    def body(group: ThreadGroup) -> float:
+        pool, experts = pool_of(group), ToyInput(quant_dtype)
+        chosen = pool.agree_on_format("layer 0", experts, GEOMETRY)
+        assert (chosen.recipe is None) == (quant_dtype is None)
+        name = None if chosen.recipe is None else chosen.recipe.name
+        (exchange,) = pool.exchanges_of_layer(GEOMETRY._replace(recipe=name))
+        hidden = torch.randn(2, 128, generator=torch.Generator().manual_seed(group.rank))
+        sent = chosen.send(hidden, experts)
+        # One expert of each rank.
+        ids = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+        got = exchange.dispatch(
+            sent.rows, ids, torch.ones(2, 2), scales=sent.scales, global_scale=sent.global_scale
+        )
+        rows, scales = chosen.receive(got.hidden_states, got.scales, got.topk_weights, experts)
+        region = exchange.combine_input()
+        region.copy_(rows.float() if scales is None else rows.float() * scales)
+        result = exchange.combine(region, got.metadata)
+        error = float((result - 2 * hidden).abs().max())
+        pool.close()
+        return error
+
+    assert max(run_ranks(2, body)) < (1e-6 if quant_dtype is None else 0.5)
+
+
+def test_refusals_speak_the_frameworks_words() -> None:
+    def body(group: ThreadGroup) -> str:
+        experts = ToyInput(torch.float8_e4m3fn, torch.tensor(1.0 + group.rank))
+        pool = pool_of(group)
+        with pytest.raises(MoeNvlinkError) as caught:
+            pool.agree_on_format("layer 0", experts, GEOMETRY)
+        return str(caught.value)
+
+    for told in run_ranks(2, body):
+        assert told.startswith("--toy-backend moe_nvlink: the static activation scale of layer 0")
+        assert "Toy takes it from the experts of each rank" in told
+        assert "let rows travel unquantised and Toy quantise those that arrived" in told
+        assert "dispatch: bf16 in toy.yaml" in told
+
+
+def test_options_name_the_place_they_stand_in() -> None:
+    assert read({"dispatch": "bf16"}, WORDING).dispatch == "bf16"
+    with pytest.raises(MoeNvlinkError, match=r"toy\.yaml has no 'dispach'; its keys are dispatch"):
+        read({"dispach": "bf16"}, WORDING)
+
+
+def test_it_names_no_framework() -> None:
+    (folder,) = common.__path__
+    sources = sorted(Path(folder).glob("*.py"))
+    assert len(sources) > 5
+    for path in sources:
+        found = re.search("vllm|sglang|flashinfer", path.read_text("utf-8"), re.IGNORECASE)
+        assert found is None, f"{path}: {found}"
