@@ -88,7 +88,7 @@ def _another_plugin_is_active() -> bool:
 
     allowed = envs.VLLM_PLUGINS
     for entry in entry_points(group=_GROUP):
-        ours = entry.value.partition(":")[0] == __package__
+        ours = __name__.startswith(f"{entry.value.partition(':')[0]}.")
         if ours or (allowed is not None and entry.name not in allowed):
             continue
         try:
