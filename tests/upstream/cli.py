@@ -21,40 +21,29 @@ from .outcomes import Outcome, Result
 from .run import Job, Part, Ran, Where, is_below, jobs_of, run, sides, stopping
 from .selection import all_groups
 
-#: Differences of one group that are printed; `--all` prints every one.
-SHOWN = 40
 #: Gives the run of a group, with our plugin or without.
 _Pick = Callable[[Group, bool], Ran]
 
 
 def main(arguments: Sequence[str]) -> int:
     """0 if every outcome is as expected, 1 if not, 2 if nothing could be run."""
-    own, extra = _split(list(arguments))
-    options = _parser().parse_args(own)
+    options = _parser().parse_args(arguments)
     try:
         if options.list:
             return _list()
         if options.write_table:
             table.write()
             return 0
-        return _run(options, extra)
+        return _run(options, tuple(options.pytest))
     except MoeNvlinkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _split(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    if "--" not in arguments:
-        return arguments, ()
-    at = arguments.index("--")
-    return arguments[:at], tuple(arguments[at + 1 :])
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m upstream",
+        prog="python -m tests.upstream",
         description="Runs vLLM's own tests against our backend, and compares every outcome.",
-        epilog="After -- come arguments of pytest, such as -k EXPRESSION, for a part of a group.",
     )
     add = parser.add_argument
     add("--version", default=fetch.installed_version(), help="of vLLM (default: the installed)")
@@ -67,9 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--without-avx512", action="store_true", help="as on CPUs that have AVX2 alone")
     add("--list", action="store_true", help="show the groups and the breaks, run nothing")
     add("--write-table", action="store_true", help="renew integration/README.md, run nothing")
-    add("--all", action="store_true", help=f"print all differences, not {SHOWN} of each group")
     add("--tree", type=Path, metavar="FOLDER", help="unpacked tests of vLLM: nothing is fetched")
     add("--logs", type=Path, metavar="FOLDER", help="where logs go (default: a new folder)")
+    add("pytest", nargs="*", help="after --: arguments of pytest, such as -k EXPRESSION")
     return parser
 
 
@@ -108,11 +97,12 @@ def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
             runs = {plugin: pick(part.group, plugin) for plugin in sides(part.group)}
             if options.update and not any(ran.ending for ran in runs.values()):
                 known = tuple(expectations.updated(known or (), runs[True].results))
-                expectations.write_group(path, name, known)
+                rules[name] = known
+                expectations.write(path, rules)
             differences = differences_of(part, known, runs, whole=whole, places=options.fast)
             if known is None:
                 print(f"{name}: no expectation yet; --update writes them", flush=True)
-            _report(part.group, runs, differences, len(differences) if options.all else SHOWN)
+            _report(part.group, runs, differences)
             found += len(differences)
     print(f"{found} differences" if found else "every outcome is as expected", flush=True)
     return 1 if found else 0
@@ -259,14 +249,12 @@ def compared(with_it: Mapping[str, Result], without: Mapping[str, Result]) -> li
     return found
 
 
-def _report(group: Group, runs: Mapping[bool, Ran], differences: Sequence[str], shown: int) -> None:
+def _report(group: Group, runs: Mapping[bool, Ran], differences: Sequence[str]) -> None:
     counts = Counter(result.outcome.value for result in runs[True].results.values())
     said = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
     seconds = " + ".join(f"{ran.seconds:.0f}" for ran in runs.values())
     logs = ", ".join(str(ran.output) for ran in runs.values())
     verdict = f"{len(differences)} DIFFERENCES, output in {logs}" if differences else "as expected"
     print(f"{group.name}: {said or 'no test'}; {verdict} ({seconds} s)", flush=True)
-    for line in differences[:shown]:
-        print(f"  {line}")
-    if len(differences) > shown:
-        print(f"  ... and {len(differences) - shown} more", flush=True)
+    for line in differences:
+        print(f"  {line}", flush=True)

@@ -22,7 +22,8 @@ from .groups import Device, Group, Plugin
 from .outcomes import Result
 
 HERE = Path(__file__).resolve().parent
-PACKAGE = __package__ or "tests.upstream"
+#: Our name where vLLM's tests run, see `within/moe_nvlink_upstream.py`.
+PACKAGE = "moe_nvlink_upstream"
 #: Nothing has been reported for so long beyond a test's own time: pytest cannot end it by itself.
 GRACE_S = 120
 #: A proxy that is not there: tests that fetch fail alike on machines with and without a network.
@@ -37,7 +38,7 @@ CPU = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-#: Of torch's and oneDNN's kernels, beside what `without_avx512` does for vLLM's.
+#: Of torch's and oneDNN's kernels, beside what `hiding` does for vLLM's.
 WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 #: Of the user's environment, what would change outcomes.
 FOREIGN = (
@@ -193,11 +194,13 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     own |= {"VLLM_MODEL_REDIRECT_PATH": str(where.redirects), "HF_HOME": str(where.hub)}
     # What vLLM keeps of models and compiled graphs: not among what it keeps for the user.
     own |= {"VLLM_CACHE_ROOT": str(fetch.CACHE / "vllm")}
-    first = [] if job.plugin else [str(HERE / "without_plugin")]
+    hidden = [] if job.plugin else ["plugin"]
     if where.without_avx512:
-        first.append(str(HERE / "without_avx512"))
+        hidden.append("avx512")
         own |= WITHOUT_AVX512
-    own |= {"PYTHONPATH": os.pathsep.join([*first, str(where.tree), str(HERE / "within")])}
+    own |= {settings.HIDE: ",".join(hidden)}
+    first = [HERE / "hiding"] if hidden else []
+    own |= {"PYTHONPATH": os.pathsep.join(map(str, [*first, where.tree, HERE / "within"]))}
     return own | {"TMPDIR": str(scratch)} | dict(job.group.environment)
 
 
