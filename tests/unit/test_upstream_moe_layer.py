@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 
 from tests.upstream import breaks, settings
 from tests.upstream.adapt import cpu_device, moe_layer
+from tests.upstream.run import HERE
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda", 1)])
@@ -111,7 +112,7 @@ class ProcessGroupInfo:
 
 WORKERS = """
 import os, time, torch
-from tests.upstream.adapt import processes
+from moe_nvlink_upstream.adapt import processes
 
 def add(info, config, group, path):
     total = torch.tensor([info.rank + 1])
@@ -141,14 +142,11 @@ def all_raise(info, config, group):
     print("all have gone on")
 
 def one_stays_behind(info, config, group):
-    raises(0)
-    torch.distributed.barrier()
     if info.rank == 1:
-        raises(1)
-    else:
-        with processes.in_step():
-            time.sleep(600)
-    torch.distributed.barrier()
+        raises(7)
+        torch.distributed.barrier()
+    with processes.in_step():
+        torch.distributed.new_group([0, 1])
 
 def hang(info, config, group):
     torch.distributed.barrier()
@@ -158,23 +156,22 @@ def hang(info, config, group):
 
 PROGRAM = """
 import os, sys, time, workers
-from tests.upstream.adapt import processes
+from moe_nvlink_upstream.adapt import processes
 
 def launch(name, *words):
     started = time.monotonic()
     try:
         processes.launch(2, getattr(workers, name), None, {"SAID": "hello"}, *words)
-    except processes.RanksError as error:
+    except Exception as error:
         print(f"{name} failed:", error)
-    print(f"{name} took less than 150 s:", time.monotonic() - started < 150)
+    print(f"{name} took less than 100 s:", time.monotonic() - started < 100)
 
 processes.install()
 launch("add", sys.argv[1])
 print("left:", [os.path.exists(open(f"memory{rank}").read()) for rank in range(2)])
 launch("one_raises")
-processes.STEP_GRACE_S = 200.0
 launch("all_raise")
-processes.STEP_GRACE_S = 1.0
+os.environ[processes.COLLECTIVE_S] = "3"
 launch("one_stays_behind")
 os.environ[processes.LIMIT_S] = "8"
 launch("hang")
@@ -194,7 +191,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, f"{folder}/written"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{HERE / 'within'}"},
         capture_output=True,
         text=True,
         timeout=250,
@@ -215,10 +212,9 @@ def test_shared_memory_of_a_launch_goes_with_it(said: str) -> None:
 
 
 def test_a_rank_that_raises_is_named_and_the_others_end(said: str) -> None:
-    assert "one_raises failed: of 2 ranks:" in said, said
-    assert "rank 1 ended with 1" in said
+    assert "one_raises failed: \n\n-- Process 1 terminated" in said, said
     assert "out of rows" in said
-    assert "one_raises took less than 150 s: True" in said, "rank 0 would have slept for 600 s"
+    assert "one_raises took less than 100 s: True" in said, "rank 0 would have slept for 600 s"
 
 
 def test_ranks_that_raise_alike_go_on(said: str) -> None:
@@ -226,13 +222,12 @@ def test_ranks_that_raise_alike_go_on(said: str) -> None:
     assert "all_raise failed" not in said
 
 
-def test_a_rank_that_raises_while_others_wait_for_it_is_named(said: str) -> None:
+def test_ranks_that_wait_for_one_that_raised_give_up(said: str) -> None:
     """It goes on to a barrier, and so does not end."""
-    assert "one_stays_behind failed: of 2 ranks:" in said, said
-    assert "rank 1 raised in step 1, and 1 s later rank(s) 0 had not come to its end" in said
-    assert "ValueError: no row 1" in said
-    assert "one_stays_behind took less than 150 s: True" in said
+    assert "one_stays_behind failed: " in said, said
+    assert "ValueError: no row 7" in said
+    assert "one_stays_behind took less than 100 s: True" in said
 
 
 def test_a_rank_that_hangs_is_named(said: str) -> None:
-    assert "rank 1 has not ended within 8 s" in said, said
+    assert "hang failed: rank(s) [1] have not ended within 8 s" in said, said
