@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.unit.upstream_toys import toy_tree
 from tests.upstream import cli, expectations, fetch, settings
-from tests.upstream.adapt import cpu_device, drafts, gpu_layers, processes, shared_gpu
+from tests.upstream.adapt import drafts, gpu_layers, processes, shared_gpu
 from tests.upstream.groups import Device, Group, Plugin
 from tests.upstream.outcomes import Outcome, Result
 from tests.upstream.run import Job, Part, Ran, environment
@@ -54,27 +54,6 @@ def test_every_rank_sits_on_a_device_that_exists(world_size: int, gpus: int) -> 
         assert max(per_device) - min(per_device) <= 1
     if gpus == 0 or gpus >= world_size:
         assert {seat.node for seat in seats} == {0}
-
-
-def test_a_launchers_arguments_get_the_seat(on_gpus: Any) -> None:
-    arguments = (3, 4, 4, 0, "tcp://localhost:1", print)
-    on_gpus(1)
-    assert shared_gpu.seated(arguments) == (0, 4, 1, 3, "tcp://localhost:1", print)
-    on_gpus(2)
-    assert shared_gpu.seated(arguments) == (1, 4, 2, 1, "tcp://localhost:1", print)
-    on_gpus(8)
-    assert shared_gpu.seated(arguments) == arguments
-
-
-def test_sharing_and_counting(on_gpus: Any) -> None:
-    on_gpus(0)
-    assert not shared_gpu.shares(2)
-    on_gpus(1)
-    assert shared_gpu.shares(2)
-    assert shared_gpu.device_count() == cpu_device.MOST_RANKS
-    on_gpus(8)
-    assert not shared_gpu.shares(8)
-    assert shared_gpu.device_count() == 8
 
 
 def prepare() -> None:
@@ -163,10 +142,6 @@ def test_nothing_is_claimed_of_gpus_that_nobody_has_run() -> None:
     assert "NEVER RUN" in path.read_text("utf-8")
     for module in (gpu, gpu_layers, shared_gpu):
         assert "never" in (module.__doc__ or "").lower(), module.__name__
-
-
-def test_placement_is_the_exchanges_own() -> None:
-    assert gpu_layers.placement(1, 2, 6).tolist() == [-1, -1, -1, 0, 1, 2]
 
 
 def test_skip_marks_for_another_library_alone_are_dropped() -> None:

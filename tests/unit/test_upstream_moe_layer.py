@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,43 +34,6 @@ def test_factories_and_moves_take_cuda_for_the_cpu() -> None:
         module = torch.nn.Linear(2, 2, device="cuda").to("cuda")
     assert {t.device.type for t in [made, *moved, module.weight]} == {"cpu"}
     assert moved[-1].dtype == torch.float64
-
-
-def test_equal_questions_get_the_weights_that_were_drawn_before() -> None:
-    drawn: list[int] = []
-
-    def draw(count: int) -> torch.Tensor:
-        drawn.append(count)
-        return torch.randn(count)
-
-    remembered = moe_layer._Remembered(draw)
-    torch.manual_seed(7)
-    first, behind = remembered(4), torch.rand(1)
-    torch.manual_seed(7)
-    assert remembered(4) is first
-    assert torch.rand(1) == behind
-    assert drawn == [4]
-    torch.manual_seed(8)
-    assert not torch.equal(remembered(4), first), "another state of the generator draws again"
-    remembered(5)
-    assert drawn == [4, 4, 5]
-
-
-def test_physical_ids_are_those_of_the_map() -> None:
-    ids = torch.tensor([[0, 2], [1, 0]], dtype=torch.int32)
-    physical = moe_layer._physical_ids(ids, logical_to_physical_map=torch.tensor([[2], [0], [1]]))
-    assert physical.tolist() == [[2, 1], [0, 2]]
-    assert physical.dtype == torch.int32
-
-
-def test_every_slice_of_a_sequence_comes_back() -> None:
-    halves = SimpleNamespace(
-        sequence_parallel_chunk=lambda t: t[:3],
-        tensor_model_parallel_all_gather=lambda t, dim: torch.cat([t, t + 3], dim),
-    )
-    layer = moe_layer._sequence_parallel(halves, lambda rows, _logits: rows * 2, True)
-    rows = torch.zeros(5, 1)
-    assert layer(rows, rows).shape == (5, 1), "padding goes, the second slice stays"
 
 
 def test_ranks_have_rows_and_routes_of_their_own() -> None:

@@ -46,7 +46,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Runs vLLM's own tests against our backend, and compares every outcome.",
     )
     add = parser.add_argument
-    add("--version", default=fetch.installed_version(), help="of vLLM (default: the installed)")
     add("--group", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
     add("--fast", action="store_true", help="the fast subset of each group")
     add("--gpu", type=int, default=0, metavar="N", help="on N GPUs instead of CPUs")
@@ -77,9 +76,9 @@ def _list() -> int:
 
 def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
     groups = _groups(options, extra)
-    fetch.check_version(options.version)
-    where = _where(options)
-    path = expectations.file_of(options.version, where.device)
+    version = fetch.supported_version()
+    where = _where(options, version)
+    path = expectations.file_of(version, where.device)
     rules = expectations.read(path)
     whole = not (options.fast or extra)
     parts = [Part(group, group.fast if options.fast else group.arguments) for group in groups]
@@ -150,10 +149,10 @@ def chosen(groups: Sequence[Group], names: Sequence[str], device: Device, gpus: 
     return [group for group in found if not names or group.name in names]
 
 
-def _where(options: argparse.Namespace) -> Where:
+def _where(options: argparse.Namespace, version: str) -> Where:
     if options.tree:
-        fetch.check_tree(options.tree, options.version)
-    tree = options.tree.resolve() if options.tree else fetch.tree(options.version)
+        fetch.check_tree(options.tree, version)
+    tree = options.tree.resolve() if options.tree else fetch.tree(version)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="moe_nvlink_upstream_"))
     return Where(
         tree,

@@ -68,19 +68,15 @@ def installed_version() -> str:
     return ""
 
 
-def check_version(version: str) -> None:
-    """Tests of one version say nothing about another."""
+def supported_version() -> str:
+    """The installed version, whose tests are run; UnsupportedError for one that we have not read."""
+    version = installed_version()
     if version not in compat.READ:
-        known = ", ".join(compat.READ)
-        raise UnsupportedError(f"vLLM {version} is none of the supported versions: {known}")
-    installed = installed_version()
-    if installed != version:
         raise UnsupportedError(
-            f"the tests of vLLM {version} are for vLLM {version}, and "
-            + (f"{installed} is installed: " if installed else "none is installed: ")
-            + f"install vLLM {version} (a version without a build for CPUs needs a GPU), or run "
-            f"the tests of the installed one with --version {installed or 'VERSION'}"
+            f"vLLM {version or '(none)'} is installed, and its tests are run with one of: "
+            f"{', '.join(compat.READ)}; install one of them (make env does)"
         )
+    return version
 
 
 def check_tree(tree: Path, version: str) -> None:
