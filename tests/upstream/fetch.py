@@ -69,7 +69,7 @@ def installed_version() -> str:
 
 
 def supported_version() -> str:
-    """The installed version, whose tests are run; UnsupportedError for one that we have not read."""
+    """The installed version, whose tests are run; UnsupportedError for one we have not read."""
     version = installed_version()
     if version not in compat.READ:
         raise UnsupportedError(

@@ -146,7 +146,7 @@ def _run(plan: Launch) -> None:
     multiprocessing.set_forkserver_preload([f"{__package__}.warm"])
     limit_s = float(os.environ.get(LIMIT_S, DEFAULT_LIMIT_S))
     end = time.monotonic() + limit_s
-    ranks = start_processes(
+    ranks = start_processes(  # type: ignore[no-untyped-call]
         rank_main, (plan,), plan.world_size, join=False, daemon=True, start_method="forkserver"
     )
     try:
@@ -163,7 +163,7 @@ def join_together(ranks: Sequence[Any]) -> None:
 
     Raises torch's ProcessExitedException for the first that failed.
     """
-    context = ProcessContext(ranks, [""] * len(ranks))
+    context = ProcessContext(ranks, [""] * len(ranks))  # type: ignore[no-untyped-call]
     try:
         while not context.join(grace_period=GRACE_S):
             pass

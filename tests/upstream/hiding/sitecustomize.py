@@ -13,13 +13,14 @@ Imports nothing of ours, and little else: it runs before everything in every pro
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _PACKAGE = "moe_nvlink_plugin"
@@ -68,12 +69,12 @@ class _WithoutAvx512:
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
-            execute = loader.exec_module
-            loader.exec_module = lambda module: (execute(module), _deny_avx512(module))
+            loader.exec_module = functools.partial(_deny_avx512, loader.exec_module)
         return spec
 
 
-def _deny_avx512(module: Any) -> None:
+def _deny_avx512(execute: Callable[[Any], None], module: Any) -> None:
+    execute(module)
     asked = module.get_capabilities  # everything else in the module asks this function
     module.get_capabilities = lambda: types.MappingProxyType(
         {name: not name.startswith(_DENIED) and has for name, has in asked().items()}
