@@ -236,7 +236,7 @@ def test_engines_of_one_gpu_have_the_hubs_models_as_they_are(
     where.redirects.write_text(json.dumps({"Qwen/Qwen3-0.6B": "a toy"}), "utf-8")
     found = {}
     for group in gpu.GROUPS:
-        variables = environment(where, Job((Part(group, ()),)), tmp_path)
+        variables = environment(where, Job(Part(group, ())), tmp_path)
         monkeypatch.setenv("VLLM_MODEL_REDIRECT_PATH", variables["VLLM_MODEL_REDIRECT_PATH"])
         utils.maybe_model_redirect.cache_clear()
         found[group.name] = utils.maybe_model_redirect("Qwen/Qwen3-0.6B")

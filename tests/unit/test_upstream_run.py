@@ -7,14 +7,13 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.upstream_toys import ASKED, CONFTEST, run_toy, toy_group, toy_tree
 from tests.upstream import run as running
 from tests.upstream import settings
-from tests.upstream.expectations import Rule
 from tests.upstream.groups import Device, Plugin
 from tests.upstream.outcomes import Outcome, Result, read_run
 from tests.upstream.run import Job, Part, Ran, environment, is_below, jobs_of, run
@@ -151,7 +150,7 @@ def test_a_test_that_takes_too_long_fails_and_the_next_runs(tmp_path: Path) -> N
     text = "import time\ndef test_slow(): time.sleep(600)\ndef test_next(): pass\n"
     where = toy_tree(tmp_path, {"test_a.py": text})
     group = replace(toy_group(), test_timeout_s=5)  # for the next one, on a busy machine
-    ran = run(where, Job((Part(group, group.arguments),)))
+    ran = run(where, Job(Part(group, group.arguments)))
     assert outcomes_of(ran) == {"test_slow": "failed", "test_next": "passed"}
     assert "Timeout" in ran.results[f"{A}::test_slow"].message
 
@@ -180,7 +179,7 @@ def test_hangs():
 
     monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=quick, sleep=time.sleep))
     group = replace(toy_group(), test_timeout_s=1)
-    ran = run(where, Job((Part(group, group.arguments),)))
+    ran = run(where, Job(Part(group, group.arguments)))
     assert outcomes_of(ran) == {"test_hangs": "not run"}
     assert "ended after 121 s without a report" in ran.ending
     assert hangs.exists()
@@ -201,7 +200,7 @@ def test_what_is_left_out_is_neither_run_nor_imported(tmp_path: Path, places: li
     where = toy_tree(tmp_path, files)
     group = toy_group(*places)
     leave = ("tests/*::test_two", "tests/deep/*.py")
-    ran = run(where, Job((Part(group, group.arguments),), leave))
+    ran = run(where, Job(Part(group, group.arguments), leave))
     assert ran.results == {
         f"{A}::test_one": Result(Outcome.PASSED),
         f"{A}::test_two": Result(Outcome.LEFT_OUT),
@@ -278,13 +277,13 @@ def test_a_run_for_which_vllm_did_not_take_our_platform_says_nothing(
     where = toy_tree(tmp_path, files)
     for plugin, words in ((Plugin.SELECTED, of_selected), (Plugin.INSTALLED, of_installed)):
         group = toy_group(plugin=plugin)
-        ending = run(where, Job((Part(group, group.arguments),))).ending
+        ending = run(where, Job(Part(group, group.arguments))).ending
         assert ending == (words and f"vLLM {words} in this run")
 
 
 def test_gpus_are_hidden_from_runs_on_cpus_alone(tmp_path: Path) -> None:
     where = toy_tree(tmp_path, {})
-    job = Job((Part(toy_group(), ()),))
+    job = Job(Part(toy_group(), ()))
     on_cpu = environment(where, job, tmp_path)
     assert on_cpu["CUDA_VISIBLE_DEVICES"] == ""
     assert on_cpu["MOE_NVLINK_UPSTREAM_DEVICE"] == "cpu"
@@ -301,7 +300,7 @@ def test_avx512_is_hidden_with_the_plugin_and_without_it(
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     where = replace(toy_tree(tmp_path, {}), without_avx512=True)
     group = toy_group(plugin=Plugin.COMPARED)
-    for job in jobs_of([Part(group, group.arguments)], {}):
+    for job in jobs_of(Part(group, group.arguments), ()).values():
         own = environment(where, job, tmp_path)
         assert own["PYTHONPATH"].split(os.pathsep)[0].endswith("hiding")
         assert own[settings.HIDE] == ("avx512" if job.plugin else "plugin,avx512")
@@ -314,14 +313,11 @@ def test_avx512_is_hidden_with_the_plugin_and_without_it(
 def test_a_break_reaches_the_run_with_the_plugin_alone(tmp_path: Path) -> None:
     where = replace(toy_tree(tmp_path, {}), broken="dropped-row")
     group = toy_group(plugin=Plugin.COMPARED)
-    with_it, without = jobs_of([Part(group, group.arguments)], {})
+    with_it, without = jobs_of(Part(group, group.arguments), ()).values()
     line = running.command(where, with_it, tmp_path, tmp_path)
     assert line[line.index(f"{running.PACKAGE}.breaks") - 1] == "-p"
     assert f"{running.PACKAGE}.breaks" not in running.command(where, without, tmp_path, tmp_path)
     assert environment(where, with_it, tmp_path)["MOE_NVLINK_UPSTREAM_BREAK"] == "dropped-row"
-
-
-# Which groups share a process.
 
 
 @pytest.mark.parametrize(
@@ -341,43 +337,6 @@ def test_a_break_reaches_the_run_with_the_plugin_alone(tmp_path: Path) -> None:
 )
 def test_what_is_below_a_place(place: str, node: str, expected: bool) -> None:
     assert is_below(place, node) is expected
-
-
-def test_groups_that_are_set_alike_share_a_process() -> None:
-    one, two = (toy_group(f"tests/{name}.py", name=name) for name in ("one", "two"))
-    compared = toy_group("tests/three.py", plugin=Plugin.COMPARED, name="three")
-    compared = replace(compared, test_timeout_s=77)
-    options = toy_group("tests/four.py", "-k", "x", name="four")
-    adapted = replace(toy_group("tests/five.py", name="five"), adapters=("some",))
-    set_otherwise = replace(
-        toy_group("tests/six.py", name="six"), environment=MappingProxyType({"A": "1"})
-    )
-    groups = (one, two, compared, options, adapted, set_otherwise)
-    parts = [Part(group, group.arguments) for group in groups]
-    rules = {"two": (Rule("x*", 1, "cannot run", "It hangs.", run=False),)}
-    shared = jobs_of(parts, rules, shared=True)
-    assert [job.name for job in shared] == [
-        "one+two+three",
-        "three-without-plugin",
-        "four",
-        "five",
-        "six",
-    ]
-    assert shared[0].leave_out == ("x*",)
-    assert [job.test_timeout_s for job in shared] == [77, 77, 20, 20, 20]
-    assert [job.name for job in jobs_of(parts, rules)] == [
-        *("one", "two", "three", "three-without-plugin", "four", "five", "six")
-    ]
-
-
-def test_each_group_of_a_shared_process_gets_its_own_tests(tmp_path: Path) -> None:
-    text = "def test_one(): pass\n"
-    where = toy_tree(tmp_path, {"test_a.py": text, "test_ab.py": text})
-    groups = [toy_group(f"tests/test_{name}.py", name=name) for name in ("a", "ab")]
-    (job,) = jobs_of([Part(group, group.arguments) for group in groups], {}, shared=True)
-    ran = run(where, job)
-    for group in groups:
-        assert list(ran.of(job, group).results) == [f"tests/test_{group.name}.py::test_one"]
 
 
 def test_a_report_that_was_cut_is_none(tmp_path: Path) -> None:

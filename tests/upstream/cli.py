@@ -8,8 +8,8 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
@@ -18,11 +18,8 @@ from . import expectations, fetch, models, table
 from .expectations import Rule
 from .groups import Device, Group, Plugin
 from .outcomes import Outcome, Result
-from .run import Job, Part, Ran, Where, is_below, jobs_of, run, sides, stopping
+from .run import Job, Part, Ran, Where, is_below, jobs_of, run, stopping
 from .selection import all_groups
-
-#: Gives the run of a group, with our plugin or without.
-_Pick = Callable[[Group, bool], Ran]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -86,14 +83,14 @@ def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
         parts = [part for part in parts if part.words]
     if not parts:
         raise ConfigError("none of these groups has a fast subset: leave --fast out")
-    jobs = jobs_of(parts, rules, extra, shared=options.fast)
+    jobs = [jobs_of(part, rules.get(part.group.name, ()), extra) for part in parts]
     found = 0
-    with _started(where, jobs, options.jobs) as pick:
-        for part in parts:
+    with _started(where, jobs, options.jobs) as started:
+        for part, futures in zip(parts, started, strict=True):
             name = part.group.name
             # On GPUs nobody has run them yet: a group without a section has no expectations.
             known = rules.get(name, None if where.device is Device.GPU else ())
-            runs = {plugin: pick(part.group, plugin) for plugin in sides(part.group)}
+            runs = {plugin: future.result() for plugin, future in futures.items()}
             if options.update and not any(ran.ending for ran in runs.values()):
                 known = tuple(expectations.updated(known or (), runs[True].results))
                 rules[name] = known
@@ -177,18 +174,16 @@ def _hub(gpus: int) -> Path:
 
 
 @contextlib.contextmanager
-def _started(where: Where, jobs: Sequence[Job], at_once: int) -> Iterator[_Pick]:
-    """All processes; what it gives waits for the one of a group. Ends what still runs."""
+def _started(
+    where: Where, jobs: Sequence[Mapping[bool, Job]], at_once: int
+) -> Iterator[list[dict[bool, Future[Ran]]]]:
+    """All processes, as what waits for each. Ends those that still run."""
     pool = ThreadPoolExecutor(at_once)
-    runs = {job: pool.submit(run, where, job) for job in jobs}
-
-    def pick(group: Group, plugin: bool) -> Ran:
-        ours = (job for job in jobs if job.plugin is plugin and group in job.groups)
-        job = next(ours)
-        return runs[job].result().of(job, group)
-
     try:
-        yield pick
+        yield [
+            {plugin: pool.submit(run, where, job) for plugin, job in of_part.items()}
+            for of_part in jobs
+        ]
     finally:
         stopping.set()
         pool.shutdown(cancel_futures=True)
