@@ -192,7 +192,7 @@ def _says(result: Result) -> str:
 
 
 def write(path: Path, rules: Mapping[str, Sequence[Rule]]) -> None:
-    """Writes the rules of all groups behind the comments that the file begins with."""
+    """Writes the rules of all groups after the comments that the file begins with."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
     sections = [

@@ -172,7 +172,7 @@ def _write(folder: Path, stand_in: StandIn) -> None:
 
 
 def _write_eagle(weights: Path) -> None:
-    """A language model's file becomes an EAGLE head's: one layer behind a projection."""
+    """A language model's file becomes an EAGLE head's: one layer after a projection."""
     import torch
     from safetensors.torch import load_file, save_file
 
