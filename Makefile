@@ -1,6 +1,7 @@
 # make demo    watch a vLLM server run expert parallelism through our dispatch and combine
 # make test    every check and every test
 # make upstream-tests  a selection of vLLM's own tests, run against our backend
+# make dist    the wheel and the sdist in dist/, each installed and used from an empty directory
 # make lint    the linters and the type checker alone
 # make bench   the benchmarks that run anywhere, a few minutes
 # make env     the environment all of them use (they create it when it is missing)
@@ -26,7 +27,7 @@ BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --skip-torch --it
 	bench_launch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test upstream-tests lint typecheck bench clean distclean
+.PHONY: help env demo test upstream-tests dist lint typecheck bench clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p; s/^# \(PYTHON.*\)/\1/p' Makefile
@@ -76,6 +77,9 @@ test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC)
 # --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
 upstream-tests: env
 	@$(PY) -m tests.upstream $(UPSTREAM_ARGS)
+
+dist: env
+	@$(PY) -m tests.dist dist
 
 # The type checker has one process, so it runs beside the compilation of a new environment.
 lint: $(ENV_READY)

@@ -7,14 +7,12 @@ workers. The bytes are those of the exchange's counters.
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, ExchangeStats, MoeAllToAll, QuantisingRecipe
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 
 #: None is bfloat16 as it is, which the others are held against.
 RECIPES = (None, "fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
@@ -60,7 +58,7 @@ def _measure_one(recipe: str | None, hidden_size: int, num_tokens: int) -> Recip
         recipe=recipe,
     )
     total = ExchangeStats()
-    for counted in _as_ranks(EP_SIZE, lambda group: _one_round(config, group)):
+    for counted in run_ranks(EP_SIZE, lambda group: _one_round(config, group)):
         total = total.plus(counted)
     found = MoeAllToAll.check(config)
     scales = found.scales_row(hidden_size)
@@ -70,7 +68,7 @@ def _measure_one(recipe: str | None, hidden_size: int, num_tokens: int) -> Recip
     )
 
 
-def _one_round(config: AllToAllConfig, group: _Rank) -> ExchangeStats:
+def _one_round(config: AllToAllConfig, group: ThreadGroup) -> ExchangeStats:
     exchange = MoeAllToAll.create(dataclasses.replace(config, ep_rank=group.rank), group)
     try:
         draw = torch.Generator().manual_seed(group.rank)
@@ -85,27 +83,3 @@ def _one_round(config: AllToAllConfig, group: _Rank) -> ExchangeStats:
         return exchange.stats()
     finally:
         exchange.close()
-
-
-class _Rank:
-    """A group of threads, as far as the exchange asks for one."""
-
-    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(slots)
-        self._slots, self._barrier = slots, barrier
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Collective."""
-        self._slots[self.rank] = value
-        self._barrier.wait()
-        values = list(self._slots)
-        self._barrier.wait()
-        return values
-
-
-def _as_ranks(size: int, body: Callable[[_Rank], ExchangeStats]) -> list[ExchangeStats]:
-    slots: list[Any] = [None] * size
-    barrier = threading.Barrier(size, timeout=60)
-    ranks = [_Rank(rank, slots, barrier) for rank in range(size)]
-    with ThreadPoolExecutor(max_workers=size) as pool:
-        return list(pool.map(body, ranks))

@@ -1,76 +1,150 @@
-"""What a user installs: a pure-Python wheel that carries every kernel source and its types."""
+"""What a user installs: pure-Python archives with every kernel source, and nothing of our tools.
+
+And the checkout beside an installation: Python finds our package wherever it is started.
+"""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Iterator
 from importlib import metadata, resources
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-KERNELS = ROOT / "kernels"
-#: What pip needs of the repository to build; build/ and environments stay out of the copy.
-BUILD_INPUTS = ["pyproject.toml", "README.md", "LICENSE"]
-BUILD_INPUTS += ["moe_nvlink_plugin", "kernels", "integration"]
+from tests import dist
+
+ROOT = dist.ROOT
+PACKAGE = "moe_nvlink_plugin"
+#: The package's folders by what stands for them in the checkout.
+PLACES = {
+    PACKAGE: PACKAGE,
+    "kernels": f"{PACKAGE}/kernels",
+    "integration": f"{PACKAGE}/integration",
+}
 KERNEL_SUFFIXES = {".cu", ".h", ".cpp"}
+#: Of a wheel, beside the package.
+INFORMATION = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt"}
+INFORMATION |= {"licenses/LICENSE"}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that no earlier build's leftovers get into it."""
-    source = tmp_path_factory.mktemp("source")
-    for name in BUILD_INPUTS:
-        path = ROOT / name
-        copy = shutil.copytree if path.is_dir() else shutil.copy
-        copy(path, source / name)
-    target = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    command += ["--no-build-isolation", "--wheel-dir", str(target), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+def built(tmp_path_factory: pytest.TempPathFactory) -> dist.Built:
+    return dist.build(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module")
+def installed(built: dist.Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an installation of the wheel: not editable, as a user has it."""
+    return dist.install(built.wheel, tmp_path_factory.mktemp("installed") / "venv") / "python"
+
+
+def product() -> Iterator[tuple[str, Path]]:
+    """What ships, by its name in the package."""
+    for folder, place in PLACES.items():
+        for path in (ROOT / folder).rglob("*"):
+            name = path.relative_to(ROOT / folder)
+            is_ours_alone = folder == "integration" and name.parts[0] == "demo"
+            ships = path.suffix in {".py", *KERNEL_SUFFIXES} or path.name in {"py.typed"}
+            ships = ships or (folder != PACKAGE and name.as_posix() == "README.md")
+            if ships and not is_ours_alone:
+                yield f"{place}/{name.as_posix()}", path
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_wheel_is_the_product_and_nothing_else(built: dist.Built) -> None:
+    """Not the demo, not tests, not the runner of vLLM's tests; every byte as in the checkout."""
+    assert built.wheel.name.endswith("-py3-none-any.whl")
+    expected = {name: path.read_bytes() for name, path in product()}
+    for needed in ("__init__.py", "integration/common/__init__.py", "integration/vllm/__init__.py"):
+        assert f"{PACKAGE}/{needed}" in expected
+    assert any(name.endswith(".cu") for name in expected)
+    held = contents(built.wheel)
+    information = {name for name in held if name.split("/")[0].endswith(".dist-info")}
+    assert {name: held[name] for name in held if name not in information} == expected
+    assert {name.split("/", 1)[1] for name in information} == INFORMATION
+
+
+def test_the_sdist_has_the_same_and_builds_the_same_wheel(
+    built: dist.Built, tmp_path: Path
+) -> None:
+    """`build` made the wheel of the sdist; pip makes this one of the sources."""
+    with tarfile.open(built.sdist) as archive:
+        held = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+        assert all(member.isfile() or member.isdir() for member in archive), "links lead nowhere"
+    assert {name for name, _ in product()} <= held
+    assert not [name for name in held if "demo" in name.split("/") or name.startswith("tests")]
+    source = tmp_path / "source"
+    source.mkdir()
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    command += ["--wheel-dir", str(tmp_path), str(dist.copy_sources(source))]
+    subprocess.run(command, check=True, timeout=240)
+    (of_sources,) = tmp_path.glob("*.whl")
+    assert contents(of_sources) == contents(built.wheel)
+
+
+# Beside vLLM, and in the checkout.
+
+VLLM_SERVE = """
+from vllm.entrypoints.cli.serve import cmd_init
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = cmd_init()[0].subparser_init(FlexibleArgumentParser().add_subparsers())
+chosen = parser.parse_args(["model", "--all2all-backend", "moe_nvlink"])
+assert chosen.additional_config == {"all2all_backend": "moe_nvlink"}, chosen.additional_config
+
+import moe_nvlink_plugin.kernels
+print(moe_nvlink_plugin.__file__)
+"""
+
+
+def printed(python: Path, folder: Path, *arguments: str) -> str:
+    """What Python prints when it is started in a folder."""
+    done = subprocess.run(
+        [str(python), *arguments], cwd=folder, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = target.glob("*.whl")
-    return built
+    return done.stdout
 
 
-@pytest.fixture(scope="module")
-def members(wheel: Path) -> set[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+@pytest.mark.parametrize(
+    ("is_editable", "is_in_checkout"), [(False, True), (False, False), (True, False)]
+)
+def test_vllm_serve_knows_our_flag_wherever_it_is_started(
+    installed: Path, tmp_path: Path, *, is_editable: bool, is_in_checkout: bool
+) -> None:
+    """In the checkout Python takes the package that lies there: it must be as whole as the wheel's.
+
+    Elsewhere Python takes what is installed.
+    """
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    python = Path(sys.executable) if is_editable else installed
+    folder = ROOT if is_in_checkout else tmp_path
+    found = Path(printed(python, folder, "-c", VLLM_SERVE).splitlines()[-1])
+    expected = ROOT / PACKAGE if is_editable or is_in_checkout else installed.parents[1]
+    assert found.is_relative_to(expected)
 
 
-def test_wheel_is_pure_python(wheel: Path, members: set[str]) -> None:
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert not [name for name in members if name.endswith((".so", ".pyd", ".cubin", ".o"))]
+@pytest.mark.parametrize("script", ["bench_moe_comm.py", "bench_serve.py"])
+def test_benchmarks_run_beside_an_installed_wheel(installed: Path, script: str) -> None:
+    """Both import the product, one also the demo, which the wheel does not have."""
+    assert "usage" in printed(installed, ROOT, f"benchmarks/{script}", "--help")
 
 
-def test_wheel_has_every_kernel_source(wheel: Path, members: set[str]) -> None:
-    sources = [path for path in KERNELS.rglob("*") if path.suffix in KERNEL_SUFFIXES]
-    assert sources
-    with zipfile.ZipFile(wheel) as archive:
-        for path in sources:
-            name = f"moe_nvlink_plugin/kernels/{path.relative_to(KERNELS).as_posix()}"
-            assert name in members
-            assert archive.read(name) == path.read_bytes()
-
-
-def test_wheel_has_every_module(members: set[str]) -> None:
-    """Packages are listed one by one in pyproject.toml, so a new one can be forgotten there."""
-    places = {"moe_nvlink_plugin": "", "kernels": "moe_nvlink_plugin/", "integration": ""}
-    places["integration"] = "moe_nvlink_plugin/"
-    for folder, prefix in places.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            assert prefix + path.relative_to(ROOT).as_posix() in members
-
-
-def test_wheel_has_types_licence_and_nothing_else_on_top(members: set[str]) -> None:
-    assert "moe_nvlink_plugin/py.typed" in members
-    assert any(name.endswith("/licenses/LICENSE") for name in members)
-    top = {name.split("/")[0] for name in members}
-    assert all(name.startswith("moe_nvlink_plugin") for name in top), top
+def test_the_demo_runs_from_the_checkout_beside_an_installed_wheel(
+    installed: Path, tmp_path: Path
+) -> None:
+    demo = f"{PACKAGE}.integration.demo"
+    assert "usage" in printed(installed, ROOT, "-m", demo, "--help")
+    code = f"import importlib.util; print(importlib.util.find_spec({demo!r}))"
+    assert printed(installed, tmp_path, "-c", code) == "None\n"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +153,7 @@ def test_wheel_has_types_licence_and_nothing_else_on_top(members: set[str]) -> N
 )
 def test_vllm_finds_us(group: str, attribute: str) -> None:
     (found,) = metadata.entry_points(group=group, name="moe_nvlink")
-    assert found.value == f"moe_nvlink_plugin.integration.vllm:{attribute}"
+    assert found.value == f"{PACKAGE}.integration.vllm:{attribute}"
     assert callable(found.load())
 
 
@@ -89,4 +163,4 @@ def test_command_line_is_installed() -> None:
 
 
 def test_kernel_sources_are_found_where_the_package_is_installed() -> None:
-    assert (resources.files("moe_nvlink_plugin.kernels") / "exchange" / "dispatch.cu").is_file()
+    assert (resources.files(f"{PACKAGE}.kernels") / "include/moe_nvlink/args.h").is_file()

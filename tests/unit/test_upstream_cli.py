@@ -164,8 +164,6 @@ def test_an_update_writes_what_a_person_must_explain(
     ("arguments", "words"),
     [
         (["--group", "toys"], "there is no group toys; there are: toy"),
-        (["--version", "0.33.0"], "0.32.0 is installed"),
-        (["--version", "1.0"], "none of the supported versions"),
         (["--break", "everything"], "there is no break 'everything'; there are: "),
         (["--jobs", "0"], "--jobs 0: at least one process"),
         (["--update", "--fast"], "--update needs whole groups"),

@@ -106,12 +106,6 @@ def test_the_first_rule_that_fits_counts() -> None:
 
 # The file.
 
-GROUP = """\
-  - tests: {tests}
-    count: 1
-    outcome: passed
-"""
-
 
 def entry(**changes: object) -> str:
     """A rule's YAML: a valid failure with changed or removed keys."""
@@ -195,42 +189,41 @@ def test_an_update_writes_no_rule_for_a_test_that_was_not_run() -> None:
 
 def test_new_rules_are_few_and_unexplained() -> None:
     results = {
-        "a.py::test_x": PASSED,
-        "a.py::test_y[1]": PASSED,
+        "a.py::test_x[1]": PASSED,
+        "a.py::test_x[2]": PASSED,
         "b.py::test_x[1]": PASSED,
-        "b.py::test_x[2]": PASSED,
         "b.py::test_x[3]": FAILED,
         "b.py::test_y": SKIPPED,
         "c.py": FAILED,
     }
     rules = updated([], results)
     assert rules == [
-        Rule("a.py::*", 2, "passed"),
+        Rule("a.py::test_x[*", 2, "passed"),
+        Rule("b.py::test_x[1]", 1, "passed"),
         Rule("b.py::test_x[3]", 1, "failed", "TODO", "ValueError: no such kernel"),
-        Rule("b.py::test_x[*", 2, "passed"),
         Rule("b.py::test_y", 1, "cannot run", "TODO", "Skipped: needs a GPU"),
         Rule("c.py", 1, "failed", "TODO", "ValueError: no such kernel"),
     ]
     assert len(differences(rules, results)) == 3, "the three reasons"
 
 
-def test_a_groups_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
+def test_rules_are_read_as_they_were_written_and_the_files_head_stays(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
-    before = "# A head.\n\none:\n" + GROUP.format(tests="one") + "\n# About two.\ntwo:\n"
-    before += "  # a comment\n" + GROUP.format(tests="two") + "\nthree:\n" + GROUP.format(tests="x")
-    path.write_text(before)
-    rules = [Rule("n: 'e\"w", 3, "cannot run", "So: it is.", "# [x]", run=False), BAD]
-    expectations.write_group(path, "two", rules)
-    text = path.read_text()
-    assert text.startswith("# A head.\n\none:\n" + GROUP.format(tests="one") + "\n# About two.\n")
-    assert text.endswith("\nthree:\n" + GROUP.format(tests="x"))
-    assert expectations.read(path)["two"] == tuple(rules)
-    expectations.write_group(path, "four", [GOOD])
-    assert path.read_text().startswith(text)
-    assert expectations.read(path)["four"] == (GOOD,)
-    expectations.write_group(path, "four", RULES)
-    assert expectations.read(path)["four"] == RULES
-    assert list(expectations.read(path)) == ["one", "two", "three", "four"]
+    path.write_text("# A head.\n# And more.\none: []\n")
+    strange = Rule("n: 'e\"w", 3, "cannot run", "So: it is.", "# [x]", run=False)
+    rules = {"one": (strange, BAD), "two": RULES}
+    expectations.write(path, rules)
+    assert path.read_text().startswith("# A head.\n# And more.\n\none:\n  - tests: ")
+    assert expectations.read(path) == rules
+
+
+def test_the_files_of_the_repository_are_as_they_would_be_written(tmp_path: Path) -> None:
+    """So that --update changes what it should, and nothing else."""
+    for path in expectations.FOLDER.glob("*.yaml"):
+        copy = tmp_path / path.name
+        copy.write_bytes(path.read_bytes())
+        expectations.write(copy, expectations.read(copy))
+        assert copy.read_bytes() == path.read_bytes()
 
 
 def test_every_group_that_runs_on_cpus_has_expectations_of_each_version_that_does() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,75 +44,45 @@ def sdist(folder: Path, files: Mapping[str, str] = FILES, links: Mapping[str, st
     return path
 
 
-def index_of(archive: Path, sha256: str | None = None) -> Index:
-    """A simple index in a folder; "" for a link without a hash."""
-    if sha256 is None:
+@pytest.fixture
+def index_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], Index]:
+    """A simple index in a folder, whose archive is the known one; `listed` is what it says."""
+
+    def make(archive: Path, listed: str = "") -> Index:
         sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
-    folder = archive.parent / "simple" / "vllm"
-    folder.mkdir(parents=True)
-    href = archive.as_uri() + (f"#sha256={sha256}" if sha256 else "")
-    (folder / "index.html").write_text(f'<html><a href="{href}">{archive.name}</a></html>')
-    return Index(urls=(folder.parent.as_uri(),))
+        monkeypatch.setitem(fetch.SHA256, VERSION, sha256)
+        folder = archive.parent / "simple" / "vllm"
+        folder.mkdir(parents=True)
+        href = f"{archive.as_uri()}#sha256={listed or sha256}"
+        (folder / "index.html").write_text(f'<html><a href="{href}">{archive.name}</a></html>')
+        return Index(urls=(folder.parent.as_uri(),))
+
+    return make
 
 
-def test_what_tests_need_is_unpacked_and_vllm_is_not(tmp_path: Path) -> None:
+def test_what_tests_need_is_unpacked_once_and_vllm_is_not(
+    tmp_path: Path, index_of: Callable[..., Index]
+) -> None:
     index = index_of(sdist(tmp_path / "source"))
     tree = fetch.tree(VERSION, tmp_path / "cache", index)
     assert (tree / "tests" / "deep" / "test_one.py").read_text() == "def test_one(): pass\n"
     assert not (tree / "vllm").exists()
-    assert {path.parent for path in tree.parent.iterdir()} == {tmp_path / "cache"}
     assert len(list(tree.parent.iterdir())) == 2, "the tree and its lock, no archive"
+    assert fetch.tree(VERSION, tmp_path / "cache", Index(urls=("file:///nowhere",))) == tree
 
 
-def test_a_second_call_fetches_nothing(tmp_path: Path) -> None:
-    index = index_of(sdist(tmp_path / "source"))
-    first = fetch.tree(VERSION, tmp_path / "cache", index)
-    assert fetch.tree(VERSION, tmp_path / "cache", Index(urls=("file:///nowhere",))) == first
-
-
-def damage_lost(tree: Path) -> None:
-    (tree / "tests" / "conftest.py").unlink()
-
-
-def damage_cut(tree: Path) -> None:
-    (tree / "tests" / "deep" / "test_one.py").write_text("")
-
-
-def damage_unfinished(tree: Path) -> None:
-    (tree / fetch.MANIFEST).unlink()
-
-
-@pytest.mark.parametrize("damage", [damage_lost, damage_cut, damage_unfinished])
-def test_a_tree_that_is_not_whole_is_fetched_again(
-    tmp_path: Path, damage: Callable[[Path], None]
+def test_an_archive_with_another_hash_is_refused(
+    tmp_path: Path, index_of: Callable[..., Index], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = index_of(sdist(tmp_path / "source"))
-    tree = fetch.tree(VERSION, tmp_path / "cache", index)
-    damage(tree)
-    assert fetch.tree(VERSION, tmp_path / "cache", index) == tree
-    assert (tree / "tests" / "conftest.py").exists()
-    assert (tree / "tests" / "deep" / "test_one.py").read_text() != ""
-
-
-def test_a_file_with_another_hash_is_refused(tmp_path: Path) -> None:
-    index = index_of(sdist(tmp_path / "source"), "0" * 64)
-    with pytest.raises(FetchError, match="Hash mismatch|hash"):
+    """Whether the index says so, or says what is expected and gives another file."""
+    archive = sdist(tmp_path / "source")
+    index = index_of(archive, "0" * 64)
+    with pytest.raises(FetchError, match=f"with sha256 {fetch.SHA256[VERSION]}"):
+        fetch.tree(VERSION, tmp_path / "cache", index)
+    monkeypatch.setitem(fetch.SHA256, VERSION, "0" * 64)
+    with pytest.raises(FetchError, match="not the source distribution"):
         fetch.tree(VERSION, tmp_path / "cache", index)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
-
-
-def test_a_link_without_a_hash_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match="sha256 not given; expected: any sha256"):
-        fetch.tree(VERSION, tmp_path / "cache", index_of(sdist(tmp_path / "source"), ""))
-
-
-def test_a_file_is_refused_whose_hash_is_not_the_known_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The index vouches for its file, and it is still not the one that was read."""
-    monkeypatch.setitem(fetch.SHA256, VERSION, "1" * 64)
-    with pytest.raises(FetchError, match=f"expected: {'1' * 64}"):
-        fetch.tree(VERSION, tmp_path / "cache", index_of(sdist(tmp_path / "source")))
 
 
 def test_every_version_has_a_known_hash() -> None:
@@ -119,13 +90,10 @@ def test_every_version_has_a_known_hash() -> None:
     assert all(len(bytes.fromhex(sha256)) == 32 for sha256 in fetch.SHA256.values())
 
 
-def test_an_index_without_the_version_says_so(tmp_path: Path) -> None:
-    index = index_of(sdist(tmp_path / "source"))
-    with pytest.raises(FetchError, match=r"offers no source distribution of vllm 1\.2\.3"):
-        fetch.tree("1.2.3", tmp_path / "cache", index)
-
-
-def test_without_a_network_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_network_the_error_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fetch.SHA256, VERSION, "0" * 64)
     index = Index(urls=("http://user:secret@127.0.0.1:9/simple/",))
     with pytest.raises(
         UnreachableError, match=r"from http://127\.0\.0\.1:9/.*--tree FOLDER"
@@ -174,16 +142,13 @@ def test_a_tree_of_the_user_must_be_of_the_version_and_without_vllm(tmp_path: Pa
         fetch.check_tree(tree, VERSION)
 
 
-def test_tests_of_one_version_are_not_run_against_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "installed_version", lambda: "0.32.0")
-    fetch.check_version("0.32.0")
-    with pytest.raises(UnsupportedError, match=r"0\.32\.0 is installed: install vLLM 0\.33\.0"):
-        fetch.check_version("0.33.0")
-    with pytest.raises(UnsupportedError, match="none of the supported versions: 0"):
-        fetch.check_version("0.1.0")
-    monkeypatch.setattr(fetch, "installed_version", lambda: "")
-    with pytest.raises(UnsupportedError, match="none is installed"):
-        fetch.check_version("0.32.0")
+def test_a_version_that_we_have_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = iter(["0.32.0", "0.1.0", ""])
+    monkeypatch.setattr(fetch, "installed_version", lambda: next(installed))
+    assert fetch.supported_version() == "0.32.0"
+    for named in ("vLLM 0.1.0 is installed", "(none)"):
+        with pytest.raises(UnsupportedError, match=re.escape(named)):
+            fetch.supported_version()
 
 
 def test_the_index_is_the_one_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,30 +1,23 @@
-"""The runs of vLLM's tests without our plugin are without it, and otherwise like the others."""
+"""What lets vLLM's tests of plugins, of the hub and of its command run on a machine like this."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import HfApi
 
 from moe_nvlink_plugin.errors import ConfigError
 from tests.upstream.adapt import dummy_plugins, vllm_command
+from tests.upstream.run import HERE
 
-WITHOUT = Path(__file__).parents[1] / "upstream" / "without_plugin"
-
-ENTRY_POINTS = """
-from importlib.metadata import entry_points
-for group in ("vllm.platform_plugins", "vllm.general_plugins"):
-    for entry in entry_points(group=group):
-        print(entry.value)
-"""
+WITHIN = HERE / "within"
 
 
 def run_python(code: str, *pythonpath: Path) -> str:
@@ -37,85 +30,8 @@ def run_python(code: str, *pythonpath: Path) -> str:
     return done.stdout
 
 
-def is_listed(printed: str) -> bool:
-    return "moe_nvlink_plugin.integration.vllm:platform_plugin" in printed.splitlines()
-
-
-def test_entry_points_are_gone() -> None:
-    assert is_listed(run_python(ENTRY_POINTS))
-    assert "moe_nvlink" not in run_python(ENTRY_POINTS, WITHOUT)
-
-
-def test_they_are_gone_in_a_child_process() -> None:
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ENTRY_POINTS!r}])"
-    assert is_listed(run_python(child))
-    assert "moe_nvlink" not in run_python(child, WITHOUT)
-
-
-@pytest.mark.parametrize(
-    "name", ["moe_nvlink_plugin", "moe_nvlink_plugin.integration.vllm.plugin.platform"]
-)
-def test_imports_are_refused(name: str) -> None:
-    code = f"""
-try:
-    import {name}
-except ModuleNotFoundError as error:
-    print("refused:", error)
-else:
-    print("imported")
-"""
-    assert run_python(code).strip() == "imported"
-    refused = run_python(code, WITHOUT)
-    assert refused.startswith("refused:")
-    assert "PYTHONPATH" in refused
-
-
-def test_other_distributions_stay() -> None:
-    code = """
-from importlib import metadata
-names = sorted({d.metadata["Name"] for d in metadata.distributions()} - {None})
-print("moe-nvlink-plugin" in names, metadata.version("torch"))
-print([name for name in names if name != "moe-nvlink-plugin"])
-try:
-    metadata.version("moe_nvlink_plugin")
-except metadata.PackageNotFoundError:
-    print("not found")
-"""
-    installed = run_python(code)
-    assert installed.startswith("True ")
-    assert run_python(code, WITHOUT) == installed.replace("True", "False", 1) + "not found\n"
-
-
-def test_a_sitecustomize_of_the_user_still_runs(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("USERS = 'here'\n")
-    code = "import sitecustomize; print(sitecustomize.USERS)" + ENTRY_POINTS
-    installed, hidden = run_python(code, tmp_path), run_python(code, WITHOUT, tmp_path)
-    assert installed.startswith("here\n")
-    assert is_listed(installed)
-    assert hidden.startswith("here\n")
-    assert not is_listed(hidden)
-
-
-def within(name: str) -> Any:
-    """A plugin of `within`, which is a folder of modules and no package."""
-    path = Path(__file__).parents[1] / "upstream" / "within" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_plugins_of_both_sides_import_nothing_of_ours() -> None:
-    folder = Path(__file__).parents[1] / "upstream" / "within"
-    names = sorted(path.stem for path in folder.glob("*.py"))
-    assert {"moe_nvlink_upstream_hub", "moe_nvlink_upstream_quick_cleanup"} <= set(names)
-    run_python("; ".join(f"import {name}" for name in names), WITHOUT, folder)
-
-
 def test_cleanup_between_tests_sees_young_objects_only(tmp_path: Path) -> None:
-    # As vLLM's conftest does behind each test: what was there before the tests must stay frozen.
+    # As vLLM's conftest does after each test: what was there before the tests must stay frozen.
     (tmp_path / "test_toy.py").write_text(
         "import gc\n"
         "def test_it():\n"
@@ -123,11 +39,10 @@ def test_cleanup_between_tests_sees_young_objects_only(tmp_path: Path) -> None:
         "    assert gc.get_freeze_count() > 1000\n"
         "    assert len(gc.get_objects()) < gc.get_freeze_count()\n"
     )
-    folder = Path(__file__).parents[1] / "upstream" / "within"
     code = f"import pytest; raise SystemExit(pytest.main(['-q', {str(tmp_path)!r}, *PLUGIN]))"
-    run_python(f"PLUGIN = ['-p', 'moe_nvlink_upstream_quick_cleanup']\n{code}", folder)
+    run_python(f"PLUGIN = ['-p', 'moe_nvlink_upstream_quick_cleanup']\n{code}", WITHIN)
     with pytest.raises(AssertionError):
-        run_python(f"PLUGIN = []\n{code}", folder)
+        run_python(f"PLUGIN = []\n{code}", WITHIN)
 
 
 @pytest.fixture
@@ -144,7 +59,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HfApi:
         raise LookupError(repo_id)
 
     monkeypatch.setattr(HfApi, "snapshot_download", refuse)
-    within("moe_nvlink_upstream_hub").serve_snapshots()
+    monkeypatch.syspath_prepend(WITHIN)
+    importlib.import_module("moe_nvlink_upstream_hub").serve_snapshots()
     return HfApi()
 
 
@@ -166,9 +82,9 @@ def test_engine_arguments_keep_a_name_that_the_hub_is_not_asked_for(hub: HfApi) 
     assert hub.snapshot_download("m", ignore_patterns="*") == "m"
 
 
-def write_toy_plugin(folder: Path, answer: str) -> None:
-    (folder / "toy_plugin").mkdir(parents=True, exist_ok=True)
-    (folder / "toy_plugin" / "__init__.py").write_text(f"def answer():\n    return {answer!r}\n")
+def write_toy_plugin(folder: Path) -> None:
+    (folder / "toy_plugin").mkdir(parents=True)
+    (folder / "toy_plugin" / "__init__.py").write_text("def answer():\n    return 42\n")
     (folder / "setup.py").write_text(
         "from setuptools import setup\n"
         "setup(name='toy_plugin', version='1', packages=['toy_plugin'],\n"
@@ -182,42 +98,29 @@ print([entry.load()() for entry in entry_points(group="toy.group")])
 """
 
 
-def test_a_dummy_plugin_is_installed_where_it_is_wanted(tmp_path: Path) -> None:
-    source, cache = tmp_path / "toy", tmp_path / "cache"
-    write_toy_plugin(source, "first")
-    before = sorted(source.rglob("*"))
-    installed = dummy_plugins.install(source, cache)
-    assert sorted(source.rglob("*")) == before  # vLLM's tree stays as it was unpacked
-    assert run_python(ANSWER, installed) == "['first']\n"
-    assert run_python(ANSWER) == "[]\n"
-    assert dummy_plugins.install(source, cache) == installed
-
-    write_toy_plugin(source, "second")
-    changed = dummy_plugins.install(source, cache)
-    assert run_python(ANSWER, changed) == "['second']\n"
-    assert sorted(cache.iterdir()) == sorted([installed, changed])
-
-
-def test_dummy_plugins_are_exposed_to_child_processes_too(
+def test_a_dummy_plugin_is_there_for_this_process_and_its_children_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    source, folder = tmp_path / "toy", tmp_path / "folder"
+    write_toy_plugin(source)
+    before = sorted(source.rglob("*"))
+    installed = dummy_plugins.install([source], folder)
+    assert sorted(source.rglob("*")) == before, "vLLM's tree stays as it was unpacked"
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "before"))
-    dummy_plugins.expose([tmp_path / "one", tmp_path / "two"])
-    dummy_plugins.expose([tmp_path / "one"])
-    folders = [str(tmp_path / name) for name in ("before", "one", "two")]
-    assert os.environ["PYTHONPATH"].split(os.pathsep) == folders
-    assert [entry for entry in sys.path if entry in folders] == folders[1:]
+    assert run_python(ANSWER) == "[]\n"
+    dummy_plugins.expose(installed)
+    folders = os.environ["PYTHONPATH"].split(os.pathsep)
+    assert folders == [str(tmp_path / "before"), str(installed)]
+    assert run_python(ANSWER, *map(Path, folders)) == "[42]\n"
+    assert sys.path[-1] == str(installed)
 
 
 def test_a_dummy_plugin_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no setup\.py"):
-        dummy_plugins.install(tmp_path / "nothing", tmp_path / "cache")
-    write_toy_plugin(tmp_path / "broken", "x")
+    write_toy_plugin(tmp_path / "broken")
     (tmp_path / "broken" / "setup.py").write_text("raise RuntimeError('broken on purpose')\n")
     with pytest.raises(ConfigError, match="broken on purpose"):
-        dummy_plugins.install(tmp_path / "broken", tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
+        dummy_plugins.install([tmp_path / "broken"], tmp_path / "folder")
 
 
 def test_the_vllm_command_knows_the_cpu_build(

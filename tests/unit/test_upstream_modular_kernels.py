@@ -10,10 +10,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from moe_nvlink_plugin.integration.vllm.backend import CARRIER, is_selected
-from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from tests.upstream.adapt import modular_kernels as adapter
 
 #: e4m3 has 3 bits behind the leading one.
@@ -58,12 +55,6 @@ def test_quantised_rows_times_their_scales_are_the_rows(scales: str) -> None:
     assert float(lost.max()) < E4M3_STEP
 
 
-def test_a_given_scale_is_used() -> None:
-    quantised, scale = adapter.scaled_fp8_quant(torch.full((1, 4), 6.0), torch.tensor([2.0]))
-    assert quantised.float().tolist() == [[3.0] * 4]
-    assert scale.item() == 2.0
-
-
 @pytest.mark.parametrize("weights_on_input", [False, True])
 def test_experts_weight_and_sum_what_they_dequantise(weights_on_input: bool) -> None:
     experts: Any = object.__new__(adapter.Fp8TorchExperts)
@@ -97,33 +88,3 @@ def test_experts_weight_and_sum_what_they_dequantise(weights_on_input: bool) -> 
         expected = dense if weights_on_input else dense * weights[row]
         error = (output[row] - expected).norm()
         assert float(error) <= 2 * E4M3_STEP * float(expected.norm())
-
-
-def test_our_name_becomes_the_carrier_and_a_key() -> None:
-    def original(_config: Any) -> Any:
-        parallel = SimpleNamespace(all2all_backend="given")
-        return SimpleNamespace(parallel_config=parallel, additional_config={}), {"A": "1"}
-
-    wrapped = adapter._with_our_flag(original)
-    ours, environment = wrapped(SimpleNamespace(all2all_backend=lambda: "moe_nvlink"))
-    assert (ours.parallel_config.all2all_backend, is_selected(ours)) == (CARRIER, True)
-    assert environment == {"A": "1"}
-    other, _ = wrapped(SimpleNamespace(all2all_backend=lambda: None))
-    assert (other.parallel_config.all2all_backend, is_selected(other)) == ("given", False)
-
-
-def test_the_router_gives_the_largest_of_a_softmax() -> None:
-    logits = torch.log(torch.tensor([[1.0, 5.0, 4.0]]))
-    weights, ids, _ = adapter.fused_topk(rows(1, 4), logits, 2, False)
-    assert ids.tolist() == [[1, 2]]
-    torch.testing.assert_close(weights, torch.tensor([[0.5, 0.4]]))
-
-
-def test_further_cases_are_of_our_experts_without_quantisation() -> None:
-    quant: Any = None
-    ours, floats = CpuPrepareAndFinalize, CPUUnquantizedExperts
-    case = (2048, 1024, 32, torch.bfloat16, quant, "silu", ours, floats, 2)
-    other = (*case[:6], ours, adapter.Fp8TorchExperts, 2)
-    further = list(adapter._more_cases([case, other]))
-    assert [(made[8], made[3]) for made in further] == list(adapter.MORE_CASES)
-    assert all(made[:3] == case[:3] and made[7] is floats for made in further)

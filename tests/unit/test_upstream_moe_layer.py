@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ pytest.importorskip("vllm")
 
 from tests.upstream import breaks, settings
 from tests.upstream.adapt import cpu_device, moe_layer
+from tests.upstream.run import HERE
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda", 1)])
@@ -34,43 +34,6 @@ def test_factories_and_moves_take_cuda_for_the_cpu() -> None:
         module = torch.nn.Linear(2, 2, device="cuda").to("cuda")
     assert {t.device.type for t in [made, *moved, module.weight]} == {"cpu"}
     assert moved[-1].dtype == torch.float64
-
-
-def test_equal_questions_get_the_weights_that_were_drawn_before() -> None:
-    drawn: list[int] = []
-
-    def draw(count: int) -> torch.Tensor:
-        drawn.append(count)
-        return torch.randn(count)
-
-    remembered = moe_layer._Remembered(draw)
-    torch.manual_seed(7)
-    first, behind = remembered(4), torch.rand(1)
-    torch.manual_seed(7)
-    assert remembered(4) is first
-    assert torch.rand(1) == behind
-    assert drawn == [4]
-    torch.manual_seed(8)
-    assert not torch.equal(remembered(4), first), "another state of the generator draws again"
-    remembered(5)
-    assert drawn == [4, 4, 5]
-
-
-def test_physical_ids_are_those_of_the_map() -> None:
-    ids = torch.tensor([[0, 2], [1, 0]], dtype=torch.int32)
-    physical = moe_layer._physical_ids(ids, logical_to_physical_map=torch.tensor([[2], [0], [1]]))
-    assert physical.tolist() == [[2, 1], [0, 2]]
-    assert physical.dtype == torch.int32
-
-
-def test_every_slice_of_a_sequence_comes_back() -> None:
-    halves = SimpleNamespace(
-        sequence_parallel_chunk=lambda t: t[:3],
-        tensor_model_parallel_all_gather=lambda t, dim: torch.cat([t, t + 3], dim),
-    )
-    layer = moe_layer._sequence_parallel(halves, lambda rows, _logits: rows * 2, True)
-    rows = torch.zeros(5, 1)
-    assert layer(rows, rows).shape == (5, 1), "padding goes, the second slice stays"
 
 
 def test_ranks_have_rows_and_routes_of_their_own() -> None:
@@ -111,7 +74,7 @@ class ProcessGroupInfo:
 
 WORKERS = """
 import os, time, torch
-from tests.upstream.adapt import processes
+from moe_nvlink_upstream.adapt import processes
 
 def add(info, config, group, path):
     total = torch.tensor([info.rank + 1])
@@ -141,14 +104,11 @@ def all_raise(info, config, group):
     print("all have gone on")
 
 def one_stays_behind(info, config, group):
-    raises(0)
-    torch.distributed.barrier()
     if info.rank == 1:
-        raises(1)
-    else:
-        with processes.in_step():
-            time.sleep(600)
-    torch.distributed.barrier()
+        raises(7)
+        torch.distributed.barrier()
+    with processes.in_step():
+        torch.distributed.new_group([0, 1])
 
 def hang(info, config, group):
     torch.distributed.barrier()
@@ -158,23 +118,22 @@ def hang(info, config, group):
 
 PROGRAM = """
 import os, sys, time, workers
-from tests.upstream.adapt import processes
+from moe_nvlink_upstream.adapt import processes
 
 def launch(name, *words):
     started = time.monotonic()
     try:
         processes.launch(2, getattr(workers, name), None, {"SAID": "hello"}, *words)
-    except processes.RanksError as error:
+    except Exception as error:
         print(f"{name} failed:", error)
-    print(f"{name} took less than 150 s:", time.monotonic() - started < 150)
+    print(f"{name} took less than 100 s:", time.monotonic() - started < 100)
 
 processes.install()
 launch("add", sys.argv[1])
 print("left:", [os.path.exists(open(f"memory{rank}").read()) for rank in range(2)])
 launch("one_raises")
-processes.STEP_GRACE_S = 200.0
 launch("all_raise")
-processes.STEP_GRACE_S = 1.0
+os.environ[processes.COLLECTIVE_S] = "3"
 launch("one_stays_behind")
 os.environ[processes.LIMIT_S] = "8"
 launch("hang")
@@ -194,7 +153,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, f"{folder}/written"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{HERE / 'within'}"},
         capture_output=True,
         text=True,
         timeout=250,
@@ -215,10 +174,9 @@ def test_shared_memory_of_a_launch_goes_with_it(said: str) -> None:
 
 
 def test_a_rank_that_raises_is_named_and_the_others_end(said: str) -> None:
-    assert "one_raises failed: of 2 ranks:" in said, said
-    assert "rank 1 ended with 1" in said
+    assert "one_raises failed: \n\n-- Process 1 terminated" in said, said
     assert "out of rows" in said
-    assert "one_raises took less than 150 s: True" in said, "rank 0 would have slept for 600 s"
+    assert "one_raises took less than 100 s: True" in said, "rank 0 would have slept for 600 s"
 
 
 def test_ranks_that_raise_alike_go_on(said: str) -> None:
@@ -226,13 +184,12 @@ def test_ranks_that_raise_alike_go_on(said: str) -> None:
     assert "all_raise failed" not in said
 
 
-def test_a_rank_that_raises_while_others_wait_for_it_is_named(said: str) -> None:
+def test_ranks_that_wait_for_one_that_raised_give_up(said: str) -> None:
     """It goes on to a barrier, and so does not end."""
-    assert "one_stays_behind failed: of 2 ranks:" in said, said
-    assert "rank 1 raised in step 1, and 1 s later rank(s) 0 had not come to its end" in said
-    assert "ValueError: no row 1" in said
-    assert "one_stays_behind took less than 150 s: True" in said
+    assert "one_stays_behind failed: " in said, said
+    assert "ValueError: no row 7" in said
+    assert "one_stays_behind took less than 100 s: True" in said
 
 
 def test_a_rank_that_hangs_is_named(said: str) -> None:
-    assert "rank 1 has not ended within 8 s" in said, said
+    assert "hang failed: rank(s) [1] have not ended within 8 s" in said, said

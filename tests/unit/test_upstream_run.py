@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.upstream_toys import ASKED, CONFTEST, run_toy, toy_group, toy_tree
 from tests.upstream import run as running
-from tests.upstream.expectations import Rule
+from tests.upstream import settings
 from tests.upstream.groups import Device, Plugin
-from tests.upstream.outcomes import Outcome, Result
+from tests.upstream.outcomes import Outcome, Result, read_run
 from tests.upstream.run import Job, Part, Ran, environment, is_below, jobs_of, run
 
 A = "tests/test_a.py"
@@ -63,7 +64,9 @@ def test_subtests(subtests):
     with subtests.test("one"):
         assert False, "in a subtest"
 """
-    ran = run_toy(toy_tree(tmp_path, {"test_a.py": text, "test_b.py": "import nothing_such"}))
+    files = {"test_a.py": text, "test_b.py": "import nothing_such"}
+    files["test_c.py"] = "import pytest\npytest.skip('no triton', allow_module_level=True)\n"
+    ran = run_toy(toy_tree(tmp_path, files))
     assert ran.ending == ""
     results = {node.removeprefix(A + "::"): result for node, result in ran.results.items()}
     said = {name: result.outcome for name, result in results.items()}
@@ -80,6 +83,7 @@ def test_subtests(subtests):
         "test_xpasses": Outcome.PASSED,
         "test_subtests": Outcome.FAILED,
         "tests/test_b.py": Outcome.FAILED,
+        "tests/test_c.py": Outcome.SKIPPED,
     }
     for name, words in {
         "test_fails": ["ValueError: the failure", "OSError: the cause"],
@@ -91,6 +95,7 @@ def test_subtests(subtests):
         "test_xpasses": ["vLLM expected a failure: thought"],
         "test_subtests": ["in a subtest"],
         "tests/test_b.py": ["No module named 'nothing_such'"],
+        "tests/test_c.py": ["no triton"],
     }.items():
         assert all(word in results[name].message for word in words), results[name]
 
@@ -112,6 +117,28 @@ def test_after(): pass
     assert ran.results[f"{A}::test_after"].message == ran.ending
 
 
+def test_a_crash_in_a_teardown_leaves_its_test_not_run(tmp_path: Path) -> None:
+    text = """
+import os, pytest
+
+@pytest.fixture
+def crashes():
+    yield
+    os._exit(0)
+
+def test_crash(crashes): pass
+"""
+    assert outcomes_of(run_toy(toy_tree(tmp_path, {"test_a.py": text}))) == {
+        "test_crash": "not run"
+    }
+
+
+def test_a_run_that_stops_by_itself_says_so(tmp_path: Path) -> None:
+    text = "def test_bad(): assert False\ndef test_later(): pass\n"
+    ran = run_toy(toy_tree(tmp_path, {"test_a.py": text}), "tests", "-x")
+    assert ran.results[f"{A}::test_later"] == Result(Outcome.NOT_RUN, "pytest stopped before it")
+
+
 def test_an_exit_in_the_middle_is_not_taken_for_the_end(tmp_path: Path) -> None:
     """The exit code alone says that all is well."""
     text = "import os\ndef test_exit(): os._exit(0)\ndef test_after(): pass\n"
@@ -123,7 +150,7 @@ def test_a_test_that_takes_too_long_fails_and_the_next_runs(tmp_path: Path) -> N
     text = "import time\ndef test_slow(): time.sleep(600)\ndef test_next(): pass\n"
     where = toy_tree(tmp_path, {"test_a.py": text})
     group = replace(toy_group(), test_timeout_s=5)  # for the next one, on a busy machine
-    ran = run(where, Job((Part(group, group.arguments),)))
+    ran = run(where, Job(Part(group, group.arguments)))
     assert outcomes_of(ran) == {"test_slow": "failed", "test_next": "passed"}
     assert "Timeout" in ran.results[f"{A}::test_slow"].message
 
@@ -144,14 +171,15 @@ def test_hangs():
 """
     where = toy_tree(tmp_path, {"test_a.py": text})
     hangs = where.tree / "hangs"
+    looks = itertools.count()
 
-    def much_later() -> float:
-        """However long pytest takes to start, the patience begins to run when the test hangs."""
-        return time.monotonic() + (1000 if hangs.exists() else 0)
+    def quick() -> float:
+        """A clock that runs by 30 s at each look, once the test hangs."""
+        return time.monotonic() + (30 * next(looks) if hangs.exists() else 0)
 
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=much_later, sleep=time.sleep))
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=quick, sleep=time.sleep))
     group = replace(toy_group(), test_timeout_s=1)
-    ran = run(where, Job((Part(group, group.arguments),)))
+    ran = run(where, Job(Part(group, group.arguments)))
     assert outcomes_of(ran) == {"test_hangs": "not run"}
     assert "ended after 121 s without a report" in ran.ending
     assert hangs.exists()
@@ -172,18 +200,11 @@ def test_what_is_left_out_is_neither_run_nor_imported(tmp_path: Path, places: li
     where = toy_tree(tmp_path, files)
     group = toy_group(*places)
     leave = ("tests/*::test_two", "tests/deep/*.py")
-    ran = run(where, Job((Part(group, group.arguments),), leave))
+    ran = run(where, Job(Part(group, group.arguments), leave))
     assert ran.results == {
         f"{A}::test_one": Result(Outcome.PASSED),
         f"{A}::test_two": Result(Outcome.LEFT_OUT),
         "tests/deep/test_b.py": Result(Outcome.LEFT_OUT),
-    }
-
-
-def test_what_pytest_was_told_to_deselect_is_not_counted_as_left_out(tmp_path: Path) -> None:
-    where = toy_tree(tmp_path, {"test_a.py": "def test_one(): pass\ndef test_two(): pass\n"})
-    assert outcomes_of(run_toy(where, "tests", "-k", "one", leave_out="*two")) == {
-        "test_one": "passed"
     }
 
 
@@ -256,13 +277,13 @@ def test_a_run_for_which_vllm_did_not_take_our_platform_says_nothing(
     where = toy_tree(tmp_path, files)
     for plugin, words in ((Plugin.SELECTED, of_selected), (Plugin.INSTALLED, of_installed)):
         group = toy_group(plugin=plugin)
-        ending = run(where, Job((Part(group, group.arguments),))).ending
+        ending = run(where, Job(Part(group, group.arguments))).ending
         assert ending == (words and f"vLLM {words} in this run")
 
 
 def test_gpus_are_hidden_from_runs_on_cpus_alone(tmp_path: Path) -> None:
     where = toy_tree(tmp_path, {})
-    job = Job((Part(toy_group(), ()),))
+    job = Job(Part(toy_group(), ()))
     on_cpu = environment(where, job, tmp_path)
     assert on_cpu["CUDA_VISIBLE_DEVICES"] == ""
     assert on_cpu["MOE_NVLINK_UPSTREAM_DEVICE"] == "cpu"
@@ -277,32 +298,26 @@ def test_avx512_is_hidden_with_the_plugin_and_without_it(
 ) -> None:
     """And what the user says of torch's own kernels is neither added to that nor left in a run."""
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-    hidden = replace(toy_tree(tmp_path, {}), without_avx512=True)
+    where = replace(toy_tree(tmp_path, {}), without_avx512=True)
     group = toy_group(plugin=Plugin.COMPARED)
-    for job in jobs_of([Part(group, group.arguments)], {}):
-        own = environment(hidden, job, tmp_path)
-        folders = [Path(folder).name for folder in own["PYTHONPATH"].split(os.pathsep)]
-        assert folders[: len(folders) - 2] == [
-            *(() if job.plugin else ("without_plugin",)),
-            "without_avx512",
-        ]
+    for job in jobs_of(Part(group, group.arguments), ()).values():
+        own = environment(where, job, tmp_path)
+        assert own["PYTHONPATH"].split(os.pathsep)[0].endswith("hiding")
+        assert own[settings.HIDE] == ("avx512" if job.plugin else "plugin,avx512")
         assert own["ATEN_CPU_CAPABILITY"] == "avx2"
-        seen = environment(replace(hidden, without_avx512=False), job, tmp_path)
-        assert "without_avx512" not in seen["PYTHONPATH"]
+        seen = environment(replace(where, without_avx512=False), job, tmp_path)
+        assert seen[settings.HIDE] == ("" if job.plugin else "plugin")
         assert "ATEN_CPU_CAPABILITY" not in seen
 
 
 def test_a_break_reaches_the_run_with_the_plugin_alone(tmp_path: Path) -> None:
     where = replace(toy_tree(tmp_path, {}), broken="dropped-row")
     group = toy_group(plugin=Plugin.COMPARED)
-    with_it, without = jobs_of([Part(group, group.arguments)], {})
+    with_it, without = jobs_of(Part(group, group.arguments), ()).values()
     line = running.command(where, with_it, tmp_path, tmp_path)
     assert line[line.index(f"{running.PACKAGE}.breaks") - 1] == "-p"
     assert f"{running.PACKAGE}.breaks" not in running.command(where, without, tmp_path, tmp_path)
     assert environment(where, with_it, tmp_path)["MOE_NVLINK_UPSTREAM_BREAK"] == "dropped-row"
-
-
-# Which groups share a process.
 
 
 @pytest.mark.parametrize(
@@ -324,38 +339,10 @@ def test_what_is_below_a_place(place: str, node: str, expected: bool) -> None:
     assert is_below(place, node) is expected
 
 
-def test_groups_that_are_set_alike_share_a_process() -> None:
-    one, two = (toy_group(f"tests/{name}.py", name=name) for name in ("one", "two"))
-    compared = toy_group("tests/three.py", plugin=Plugin.COMPARED, name="three")
-    compared = replace(compared, test_timeout_s=77)
-    options = toy_group("tests/four.py", "-k", "x", name="four")
-    adapted = replace(toy_group("tests/five.py", name="five"), adapters=("some",))
-    set_otherwise = replace(
-        toy_group("tests/six.py", name="six"), environment=MappingProxyType({"A": "1"})
-    )
-    groups = (one, two, compared, options, adapted, set_otherwise)
-    parts = [Part(group, group.arguments) for group in groups]
-    rules = {"two": (Rule("x*", 1, "cannot run", "It hangs.", run=False),)}
-    shared = jobs_of(parts, rules, shared=True)
-    assert [job.name for job in shared] == [
-        "one+two+three",
-        "three-without-plugin",
-        "four",
-        "five",
-        "six",
-    ]
-    assert shared[0].leave_out == ("x*",)
-    assert [job.test_timeout_s for job in shared] == [77, 77, 20, 20, 20]
-    assert [job.name for job in jobs_of(parts, rules)] == [
-        *("one", "two", "three", "three-without-plugin", "four", "five", "six")
-    ]
-
-
-def test_each_group_of_a_shared_process_gets_its_own_tests(tmp_path: Path) -> None:
-    text = "def test_one(): pass\n"
-    where = toy_tree(tmp_path, {"test_a.py": text, "test_ab.py": text})
-    groups = [toy_group(f"tests/test_{name}.py", name=name) for name in ("a", "ab")]
-    (job,) = jobs_of([Part(group, group.arguments) for group in groups], {}, shared=True)
-    ran = run(where, job)
-    for group in groups:
-        assert list(ran.of(job, group).results) == [f"tests/test_{group.name}.py::test_one"]
+def test_a_report_that_was_cut_is_none(tmp_path: Path) -> None:
+    """The process was killed while it wrote."""
+    report, chosen = tmp_path / "reports", tmp_path / "chosen"
+    report.write_text('{"nodeid": "t.py::test", "when": "teardown", "outcome": "pas')
+    chosen.write_text('{"chosen": ["t.py::test"], "left_out": []}')
+    assert read_run(report, chosen, "killed") == {"t.py::test": Result(Outcome.NOT_RUN, "killed")}
+    assert read_run(tmp_path / "none", tmp_path / "nothing", "killed") == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -60,10 +59,3 @@ def test_the_readme_has_the_table_of_the_expectations_files() -> None:
     """`make upstream-tests UPSTREAM_ARGS=--write-table` renews it."""
     document = table.README.read_text(encoding="utf-8")
     assert table.replaced(document, table.text()) == document
-
-
-def test_writing_renews_the_file(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{table.BEGIN}\n{table.END}\n")
-    table.write(readme)
-    assert table.HEADER in readme.read_text()

@@ -44,4 +44,4 @@ def run_toy(where: Where, *arguments: str, plugin: bool = True, leave_out: str =
     """One pytest process over the tree."""
     group = toy_group(*arguments)
     leave = (leave_out,) if leave_out else ()
-    return run(where, Job((Part(group, group.arguments),), leave, plugin=plugin))
+    return run(where, Job(Part(group, group.arguments), leave, plugin=plugin))

@@ -8,8 +8,8 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
@@ -18,46 +18,31 @@ from . import expectations, fetch, models, table
 from .expectations import Rule
 from .groups import Device, Group, Plugin
 from .outcomes import Outcome, Result
-from .run import Job, Part, Ran, Where, is_below, jobs_of, run, sides, stopping
+from .run import Job, Part, Ran, Where, is_below, jobs_of, run, stopping
 from .selection import all_groups
-
-#: Differences of one group that are printed; `--all` prints every one.
-SHOWN = 40
-#: Gives the run of a group, with our plugin or without.
-_Pick = Callable[[Group, bool], Ran]
 
 
 def main(arguments: Sequence[str]) -> int:
     """0 if every outcome is as expected, 1 if not, 2 if nothing could be run."""
-    own, extra = _split(list(arguments))
-    options = _parser().parse_args(own)
+    options = _parser().parse_args(arguments)
     try:
         if options.list:
             return _list()
         if options.write_table:
             table.write()
             return 0
-        return _run(options, extra)
+        return _run(options, tuple(options.pytest))
     except MoeNvlinkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _split(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    if "--" not in arguments:
-        return arguments, ()
-    at = arguments.index("--")
-    return arguments[:at], tuple(arguments[at + 1 :])
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m upstream",
+        prog="python -m tests.upstream",
         description="Runs vLLM's own tests against our backend, and compares every outcome.",
-        epilog="After -- come arguments of pytest, such as -k EXPRESSION, for a part of a group.",
     )
     add = parser.add_argument
-    add("--version", default=fetch.installed_version(), help="of vLLM (default: the installed)")
     add("--group", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
     add("--fast", action="store_true", help="the fast subset of each group")
     add("--gpu", type=int, default=0, metavar="N", help="on N GPUs instead of CPUs")
@@ -67,9 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--without-avx512", action="store_true", help="as on CPUs that have AVX2 alone")
     add("--list", action="store_true", help="show the groups and the breaks, run nothing")
     add("--write-table", action="store_true", help="renew integration/README.md, run nothing")
-    add("--all", action="store_true", help=f"print all differences, not {SHOWN} of each group")
     add("--tree", type=Path, metavar="FOLDER", help="unpacked tests of vLLM: nothing is fetched")
     add("--logs", type=Path, metavar="FOLDER", help="where logs go (default: a new folder)")
+    add("pytest", nargs="*", help="after --: arguments of pytest, such as -k EXPRESSION")
     return parser
 
 
@@ -88,9 +73,9 @@ def _list() -> int:
 
 def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
     groups = _groups(options, extra)
-    fetch.check_version(options.version)
-    where = _where(options)
-    path = expectations.file_of(options.version, where.device)
+    version = fetch.supported_version()
+    where = _where(options, version)
+    path = expectations.file_of(version, where.device)
     rules = expectations.read(path)
     whole = not (options.fast or extra)
     parts = [Part(group, group.fast if options.fast else group.arguments) for group in groups]
@@ -98,21 +83,22 @@ def _run(options: argparse.Namespace, extra: tuple[str, ...]) -> int:
         parts = [part for part in parts if part.words]
     if not parts:
         raise ConfigError("none of these groups has a fast subset: leave --fast out")
-    jobs = jobs_of(parts, rules, extra, shared=options.fast)
+    jobs = [jobs_of(part, rules.get(part.group.name, ()), extra) for part in parts]
     found = 0
-    with _started(where, jobs, options.jobs) as pick:
-        for part in parts:
+    with _started(where, jobs, options.jobs) as started:
+        for part, futures in zip(parts, started, strict=True):
             name = part.group.name
             # On GPUs nobody has run them yet: a group without a section has no expectations.
             known = rules.get(name, None if where.device is Device.GPU else ())
-            runs = {plugin: pick(part.group, plugin) for plugin in sides(part.group)}
+            runs = {plugin: future.result() for plugin, future in futures.items()}
             if options.update and not any(ran.ending for ran in runs.values()):
                 known = tuple(expectations.updated(known or (), runs[True].results))
-                expectations.write_group(path, name, known)
+                rules[name] = known
+                expectations.write(path, rules)
             differences = differences_of(part, known, runs, whole=whole, places=options.fast)
             if known is None:
                 print(f"{name}: no expectation yet; --update writes them", flush=True)
-            _report(part.group, runs, differences, len(differences) if options.all else SHOWN)
+            _report(part.group, runs, differences)
             found += len(differences)
     print(f"{found} differences" if found else "every outcome is as expected", flush=True)
     return 1 if found else 0
@@ -160,10 +146,10 @@ def chosen(groups: Sequence[Group], names: Sequence[str], device: Device, gpus: 
     return [group for group in found if not names or group.name in names]
 
 
-def _where(options: argparse.Namespace) -> Where:
+def _where(options: argparse.Namespace, version: str) -> Where:
     if options.tree:
-        fetch.check_tree(options.tree, options.version)
-    tree = options.tree.resolve() if options.tree else fetch.tree(options.version)
+        fetch.check_tree(options.tree, version)
+    tree = options.tree.resolve() if options.tree else fetch.tree(version)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="moe_nvlink_upstream_"))
     return Where(
         tree,
@@ -188,18 +174,16 @@ def _hub(gpus: int) -> Path:
 
 
 @contextlib.contextmanager
-def _started(where: Where, jobs: Sequence[Job], at_once: int) -> Iterator[_Pick]:
-    """All processes; what it gives waits for the one of a group. Ends what still runs."""
+def _started(
+    where: Where, jobs: Sequence[Mapping[bool, Job]], at_once: int
+) -> Iterator[list[dict[bool, Future[Ran]]]]:
+    """All processes, as what waits for each. Ends those that still run."""
     pool = ThreadPoolExecutor(at_once)
-    runs = {job: pool.submit(run, where, job) for job in jobs}
-
-    def pick(group: Group, plugin: bool) -> Ran:
-        ours = (job for job in jobs if job.plugin is plugin and group in job.groups)
-        job = next(ours)
-        return runs[job].result().of(job, group)
-
     try:
-        yield pick
+        yield [
+            {plugin: pool.submit(run, where, job) for plugin, job in of_part.items()}
+            for of_part in jobs
+        ]
     finally:
         stopping.set()
         pool.shutdown(cancel_futures=True)
@@ -259,14 +243,12 @@ def compared(with_it: Mapping[str, Result], without: Mapping[str, Result]) -> li
     return found
 
 
-def _report(group: Group, runs: Mapping[bool, Ran], differences: Sequence[str], shown: int) -> None:
+def _report(group: Group, runs: Mapping[bool, Ran], differences: Sequence[str]) -> None:
     counts = Counter(result.outcome.value for result in runs[True].results.values())
     said = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
     seconds = " + ".join(f"{ran.seconds:.0f}" for ran in runs.values())
     logs = ", ".join(str(ran.output) for ran in runs.values())
     verdict = f"{len(differences)} DIFFERENCES, output in {logs}" if differences else "as expected"
     print(f"{group.name}: {said or 'no test'}; {verdict} ({seconds} s)", flush=True)
-    for line in differences[:shown]:
-        print(f"  {line}")
-    if len(differences) > shown:
-        print(f"  ... and {len(differences) - shown} more", flush=True)
+    for line in differences:
+        print(f"  {line}", flush=True)

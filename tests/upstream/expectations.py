@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import filelock
 import yaml
 
 from moe_nvlink_plugin.errors import ConfigError
@@ -164,35 +164,19 @@ def updated(rules: Sequence[Rule], results: Mapping[str, Result]) -> list[Rule]:
 
 
 def _new_rules(results: Mapping[str, Result]) -> list[Rule]:
-    """One rule for a file whose tests all passed, else by function: most tests by a wildcard."""
-    files: dict[str, dict[str, Result]] = {}
+    """One rule for the tests of a function that all ended alike, else one for each test."""
+    functions: dict[str, dict[str, Result]] = {}
     for node, result in results.items():
-        files.setdefault(node.split("::")[0], {})[node] = result
-    rules: list[Rule] = []
-    for file, tests in files.items():
-        if len(tests) > 1 and all(r.outcome is Outcome.PASSED for r in tests.values()):
-            rules.append(Rule(f"{file}::*", len(tests), PASSED))
-            continue
-        functions: dict[str, dict[str, Result]] = {}
-        for node, result in tests.items():
-            functions.setdefault(node.split("[")[0], {})[node] = result
-        for function, of_function in functions.items():
-            rules += _rules_of_function(function, of_function)
-    return rules
-
-
-def _rules_of_function(function: str, results: Mapping[str, Result]) -> list[Rule]:
-    kinds = {node: (_expected(result), _says(result)) for node, result in results.items()}
-    most, _ = Counter(kinds.values()).most_common(1)[0]
+        functions.setdefault(node.split("[")[0], {})[node] = result
     rules = []
-    for node, (outcome, says) in kinds.items():
-        if (outcome, says) != most or len(results) == 1:
+    for function, tests in functions.items():
+        new = {node: (_expected(result), _says(result)) for node, result in tests.items()}
+        count = 1
+        if len(new) > 1 and len(set(new.values())) == 1:
+            new, count = {f"{function}[*": next(iter(new.values()))}, len(new)
+        for pattern, (outcome, says) in new.items():
             reason = "" if outcome == PASSED else TODO
-            rules.append(Rule(node, 1, outcome, reason, says))
-    if len(results) > 1:
-        count = sum(kind == most for kind in kinds.values())
-        reason = "" if most[0] == PASSED else TODO
-        rules.append(Rule(f"{function}[*", count, most[0], reason, most[1]))
+            rules.append(Rule(pattern, count, outcome, reason, says))
     return rules
 
 
@@ -207,19 +191,14 @@ def _says(result: Result) -> str:
     return next((line.strip()[:120] for line in result.message.splitlines() if line.strip()), "")
 
 
-def write_group(path: Path, group: str, rules: Sequence[Rule]) -> None:
-    """Replaces one group's section; the rest of the file stays as it is, comments too."""
-    with filelock.FileLock(f"{path}.lock"):
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        section = f"{group}:\n" + "".join(map(_as_yaml, rules))
-        start = re.search(rf"^{re.escape(group)}:.*\n", text, re.MULTILINE)
-        if start is None:
-            text = text.rstrip("\n") + ("\n\n" if text.strip() else "") + section
-        else:
-            following = re.search(r"^(\n*#|\n*[^\s#-])", text[start.end() :], re.MULTILINE)
-            rest = text[start.end() + following.start() :] if following else ""
-            text = text[: start.start()] + section + rest
-        path.write_text(text, encoding="utf-8")
+def write(path: Path, rules: Mapping[str, Sequence[Rule]]) -> None:
+    """Writes the rules of all groups after the comments that the file begins with."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    head = "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    sections = [
+        f"\n{group}:\n" + "".join(map(_as_yaml, of_group)) for group, of_group in rules.items()
+    ]
+    path.write_text(head + "".join(sections), encoding="utf-8")
 
 
 def _as_yaml(rule: Rule) -> str:

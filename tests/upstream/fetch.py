@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
 import logging
 import re
-import shutil
 import ssl
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import filelock
 import platformdirs
@@ -38,8 +35,6 @@ SHA256 = {
     "0.32.0": "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad",
     "0.33.0": "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112",
 }
-#: Written last: the sizes of all files.
-MANIFEST = "unpacked.json"
 ATTEMPTS = 3
 TIMEOUT_S = 60.0
 
@@ -73,19 +68,15 @@ def installed_version() -> str:
     return ""
 
 
-def check_version(version: str) -> None:
-    """Tests of one version say nothing about another."""
+def supported_version() -> str:
+    """The installed version, whose tests are run; UnsupportedError for one we have not read."""
+    version = installed_version()
     if version not in compat.READ:
-        known = ", ".join(compat.READ)
-        raise UnsupportedError(f"vLLM {version} is none of the supported versions: {known}")
-    installed = installed_version()
-    if installed != version:
         raise UnsupportedError(
-            f"the tests of vLLM {version} are for vLLM {version}, and "
-            + (f"{installed} is installed: " if installed else "none is installed: ")
-            + f"install vLLM {version} (a version without a build for CPUs needs a GPU), or run "
-            f"the tests of the installed one with --version {installed or 'VERSION'}"
+            f"vLLM {version or '(none)'} is installed, and its tests are run with one of: "
+            f"{', '.join(compat.READ)}; install one of them (make env does)"
         )
+    return version
 
 
 def check_tree(tree: Path, version: str) -> None:
@@ -104,34 +95,17 @@ def check_tree(tree: Path, version: str) -> None:
 
 
 def tree(version: str, cache: Path = CACHE, index: Index | None = None) -> Path:
-    """The unpacked files of a version; fetched when they are not there, or no longer whole."""
+    """The unpacked files of a version; fetched if they are not there."""
     cache.mkdir(parents=True, exist_ok=True)
     target = cache / f"{version}-{'-'.join(name.split('.')[0] for name in KEPT)}"
     with filelock.FileLock(cache / f"{version}.lock"):
-        if _is_whole(target):
-            return target
-        shutil.rmtree(target, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=f"{version}.", dir=cache) as scratch:
-            archive = download(version, Path(scratch), index or pips_index())
-            unpacked = unpack(archive, version, Path(scratch) / "unpacked")
-            check_tree(unpacked, version)
-            sizes = {
-                path.relative_to(unpacked).as_posix(): path.stat().st_size
-                for path in unpacked.rglob("*")
-                if path.is_file()
-            }
-            (unpacked / MANIFEST).write_text(json.dumps(sizes), encoding="utf-8")
-            unpacked.rename(target)
+        if not target.is_dir():
+            with tempfile.TemporaryDirectory(prefix=f"{version}.", dir=cache) as scratch:
+                archive = download(version, Path(scratch), index or pips_index())
+                unpacked = unpack(archive, version, Path(scratch) / "unpacked")
+                check_tree(unpacked, version)
+                unpacked.rename(target)
     return target
-
-
-def _is_whole(target: Path) -> bool:
-    """Systems that clean caches remove files one by one."""
-    try:
-        sizes = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
-        return all((target / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
 
 
 def pips_index() -> Index:
@@ -173,7 +147,7 @@ def _default_index() -> str:
 
 
 def download(version: str, folder: Path, index: Index) -> Path:
-    """The archive, once its hash is what it should be."""
+    """The archive, if its hash is the known one."""
     import httpx2
     from unearth import PackageFinder
     from unearth.auth import MultiDomainBasicAuth
@@ -182,6 +156,7 @@ def download(version: str, folder: Path, index: Index) -> Path:
 
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     verify = ssl.create_default_context(cafile=index.cert) if index.cert else True
+    known = {"sha256": [SHA256[version]]}
     with PyPIClient(
         trusted_hosts=index.trusted_hosts, verify=verify, timeout=TIMEOUT_S, proxy=index.proxy
     ) as session:
@@ -198,9 +173,13 @@ def download(version: str, folder: Path, index: Index) -> Path:
         )
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                links = [package.link for package in finder.find_matches(f"vllm=={version}")]
-                link, sha256 = _believed(version, links, index)
-                return finder.download(link, folder, {"sha256": [sha256]})
+                found = next(iter(finder.find_matches(f"vllm=={version}", hashes=known)), None)
+                if found is None:
+                    raise FetchError(
+                        f"{_names(index)} offers no source distribution of vllm {version} with "
+                        f"sha256 {SHA256[version]}"
+                    )
+                return finder.download(found.link, folder, known)
             except UnpackError as error:  # its hash is another, or the index refuses to give it
                 raise FetchError(f"not the source distribution of {version}: {error}") from error
             except httpx2.HTTPError as error:
@@ -211,22 +190,6 @@ def download(version: str, folder: Path, index: Index) -> Path:
                         "URL), or unpack the source distribution yourself and use --tree FOLDER"
                     ) from error
     raise AssertionError("unreachable")
-
-
-def _believed(version: str, links: Iterable[Any], index: Index) -> tuple[Any, str]:
-    """The first link with the hash that is known, or with any where none is."""
-    offered = []
-    for link in links:
-        (sha256,) = (link.hash_option or {}).get("sha256", [""])
-        if sha256 and sha256 == SHA256.get(version, sha256):
-            return link, sha256
-        offered.append(f"{link.filename} with sha256 {sha256 or 'not given'}")
-    if not offered:
-        raise FetchError(f"{_names(index)} offers no source distribution of vllm {version}")
-    raise FetchError(
-        f"none of what {_names(index)} offers can be believed: {'; '.join(offered)}; expected: "
-        + (SHA256.get(version) or "any sha256")
-    )
 
 
 def _names(index: Index) -> str:

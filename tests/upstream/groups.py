@@ -28,10 +28,9 @@ class Group:
     """Some of vLLM's tests, run by one pytest process (COMPARED: by two, one after the other).
 
     `arguments` and `fast` are pytest's: paths below the unpacked source distribution, node ids,
-    options. `fast` is what the fast subset runs of this group; empty: nothing. It is quickest
-    without options: groups that are set alike then share a process. `adapters` are modules of
-    `adapt`, loaded by name before anything of vLLM is collected, in this order; a COMPARED group
-    can have none.
+    options. `fast` is what the fast subset runs of this group; empty: nothing. `adapters` are
+    modules of `adapt`, loaded by name before anything of vLLM is collected, in this order; a
+    COMPARED group can have none.
     """
 
     name: str  #: of the group's section in the expectations files

@@ -3,20 +3,17 @@
 Each has a config of the same model class with the sizes of a toy, random weights, and a tokenizer.
 vLLM finds them by the names of the real ones, through its own VLLM_MODEL_REDIRECT_PATH. To add a
 name, add a line to `STAND_INS`.
-
-    python -m upstream.models FOLDER
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import inspect
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +172,7 @@ def _write(folder: Path, stand_in: StandIn) -> None:
 
 
 def _write_eagle(weights: Path) -> None:
-    """A language model's file becomes an EAGLE head's: one layer behind a projection."""
+    """A language model's file becomes an EAGLE head's: one layer after a projection."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -236,14 +233,3 @@ def _tokenizer() -> Any:
     )
     fast.chat_template = _TEMPLATE
     return fast
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: write all of them, print the redirect file's path."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("folder", type=Path)
-    print(redirect_file(parser.parse_args(arguments).folder))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,9 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from . import family, fetch, outcomes, settings
 from .expectations import Rule, left_out
@@ -22,7 +21,8 @@ from .groups import Device, Group, Plugin
 from .outcomes import Result
 
 HERE = Path(__file__).resolve().parent
-PACKAGE = __package__ or "tests.upstream"
+#: Our name where vLLM's tests run, see `within/moe_nvlink_upstream.py`.
+PACKAGE = "moe_nvlink_upstream"
 #: Nothing has been reported for so long beyond a test's own time: pytest cannot end it by itself.
 GRACE_S = 120
 #: A proxy that is not there: tests that fetch fail alike on machines with and without a network.
@@ -37,7 +37,7 @@ CPU = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-#: Of torch's and oneDNN's kernels, beside what `without_avx512` does for vLLM's.
+#: Of torch's and oneDNN's kernels, beside what `hiding` does for vLLM's.
 WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 #: Of the user's environment, what would change outcomes.
 FOREIGN = (
@@ -77,21 +77,12 @@ class Part:
         """The words that are paths or node ids, not options and their values."""
         return [word for word in self.words if word.startswith("tests/")]
 
-    @property
-    def has_options(self) -> bool:
-        """Whether the words would mean something else in the company of another part's."""
-        return len(self.places) != len(self.words)
-
-    def covers(self, node: str) -> bool:
-        """Whether a test of this id is the part's."""
-        return any(is_below(place, node) for place in self.places)
-
 
 @dataclass(frozen=True, eq=False)
 class Job:
     """One pytest process."""
 
-    parts: tuple[Part, ...]
+    part: Part
     leave_out: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()  #: arguments of pytest
     plugin: bool = True  #: False: our package is hidden from it
@@ -99,23 +90,12 @@ class Job:
     @property
     def name(self) -> str:
         """Of its files."""
-        names = "+".join(part.group.name for part in self.parts)
-        return names + ("" if self.plugin else "-without-plugin")
-
-    @property
-    def groups(self) -> list[Group]:
-        """Whose tests it runs."""
-        return [part.group for part in self.parts]
+        return self.group.name + ("" if self.plugin else "-without-plugin")
 
     @property
     def group(self) -> Group:
-        """One whose adapters and environment are those of all."""
-        return self.parts[0].group
-
-    @property
-    def test_timeout_s(self) -> int:
-        """That of the most patient group."""
-        return max(group.test_timeout_s for group in self.groups)
+        """Whose tests it runs."""
+        return self.part.group
 
 
 @dataclass(frozen=True)
@@ -127,53 +107,17 @@ class Ran:
     output: Path
     ending: str = ""  #: how, if not by itself
 
-    def of(self, job: Job, group: Group) -> Ran:
-        """What of it is one group's."""
-        if len(job.parts) == 1:
-            return self
-        (part,) = (part for part in job.parts if part.group is group)
-        results = {node: result for node, result in self.results.items() if part.covers(node)}
-        return replace(self, results=results)
-
 
 def is_below(place: str, node: str) -> bool:
     """Whether pytest, told to run `place` (a folder, file, test or its id), runs the test."""
     return node == place or (node.startswith(place) and node[len(place.rstrip("/"))] in "/:[")
 
 
-def sides(group: Group) -> tuple[bool, ...]:
-    """With our plugin, and for some also without it."""
-    return (True, False) if group.plugin is Plugin.COMPARED else (True,)
-
-
-def jobs_of(
-    parts: Sequence[Part],
-    rules: Mapping[str, Sequence[Rule]],
-    extra: tuple[str, ...] = (),
-    *,
-    shared: bool = False,
-) -> list[Job]:
-    """A process for each part, two for a COMPARED one; `shared`: one for parts that are set alike.
-
-    Starting one takes as long as many tests do.
-    """
-    alike: dict[Any, list[Part]] = {}
-    for part in parts:
-        group = part.group
-        setting = (group.adapters, tuple(sorted(group.environment.items())))
-        alone = part.has_options or not shared
-        for plugin in sides(group):
-            key = (plugin, group.name if alone else "", setting)
-            alike.setdefault(key, []).append(part)
-    return [
-        Job(
-            tuple(together),
-            tuple(name for part in together for name in left_out(rules.get(part.group.name, ()))),
-            extra,
-            plugin,
-        )
-        for (plugin, *_), together in alike.items()
-    ]
+def jobs_of(part: Part, rules: Sequence[Rule], extra: tuple[str, ...] = ()) -> dict[bool, Job]:
+    """A process with our plugin, and for a COMPARED group also one without it."""
+    sides = (True, False) if part.group.plugin is Plugin.COMPARED else (True,)
+    leave = tuple(left_out(rules))
+    return {plugin: Job(part, leave, extra, plugin) for plugin in sides}
 
 
 def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
@@ -193,11 +137,13 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     own |= {"VLLM_MODEL_REDIRECT_PATH": str(where.redirects), "HF_HOME": str(where.hub)}
     # What vLLM keeps of models and compiled graphs: not among what it keeps for the user.
     own |= {"VLLM_CACHE_ROOT": str(fetch.CACHE / "vllm")}
-    first = [] if job.plugin else [str(HERE / "without_plugin")]
+    hidden = [] if job.plugin else ["plugin"]
     if where.without_avx512:
-        first.append(str(HERE / "without_avx512"))
+        hidden.append("avx512")
         own |= WITHOUT_AVX512
-    own |= {"PYTHONPATH": os.pathsep.join([*first, str(where.tree), str(HERE / "within")])}
+    own |= {settings.HIDE: ",".join(hidden)}
+    first = [HERE / "hiding"] if hidden else []
+    own |= {"PYTHONPATH": os.pathsep.join(map(str, [*first, where.tree, HERE / "within"]))}
     return own | {"TMPDIR": str(scratch)} | dict(job.group.environment)
 
 
@@ -211,9 +157,9 @@ def command(where: Where, job: Job, report: Path, selection: Path) -> list[str]:
     adapters = [f"adapt.{name}" for name in job.group.adapters] if job.plugin else []
     adapters += ["breaks"] if where.broken and job.plugin else []
     line += [word for name in adapters for word in ("-p", f"{PACKAGE}.{name}")]
-    line += [f"--timeout={job.test_timeout_s}", "--timeout-method=signal"]
+    line += [f"--timeout={job.group.test_timeout_s}", "--timeout-method=signal"]
     line += [f"--report-log={report}", "-ra", "--tb=short", "--continue-on-collection-errors"]
-    return [*line, *(word for part in job.parts for word in part.words), *job.extra]
+    return [*line, *job.part.words, *job.extra]
 
 
 def run(where: Where, job: Job) -> Ran:
@@ -241,7 +187,7 @@ def run(where: Where, job: Job) -> Ran:
                 start_new_session=True,
             )
             try:
-                ending = _wait(process, report, job.test_timeout_s + GRACE_S)
+                ending = _wait(process, report, job.group.test_timeout_s + GRACE_S)
             finally:
                 family.end(process, scratch)
     finally:
@@ -257,7 +203,7 @@ def _vacuous(job: Job, chosen: Path) -> str:
     Beside another platform plugin ours stays out; so where it is only INSTALLED, it must have been
     asked.
     """
-    if job.plugin and all(group.plugin is Plugin.INSTALLED for group in job.groups):
+    if job.plugin and job.group.plugin is Plugin.INSTALLED:
         verb, so_it_was = "ask", outcomes.platform_asked(chosen)
     else:
         verb, so_it_was = "take", outcomes.platform_taken(chosen)

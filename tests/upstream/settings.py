@@ -9,6 +9,8 @@ from .groups import Device
 DEVICE = "MOE_NVLINK_UPSTREAM_DEVICE"
 GPUS = "MOE_NVLINK_UPSTREAM_GPUS"
 BREAK = "MOE_NVLINK_UPSTREAM_BREAK"
+#: What `hiding/sitecustomize.py` hides.
+HIDE = "MOE_NVLINK_UPSTREAM_HIDE"
 
 
 def device() -> Device:

@@ -9,7 +9,7 @@ Beside the cases of the file: four ranks, float16 and float32 (`MORE_CASES`).
 
 Stricter than the file: it compares with an absolute tolerance of 0.03, more than most of its
 outputs are. Here the same output is held against the same reference row by row (`within`), it is
-that of a second round behind one with other tokens, and the exchange's counters are held against
+that of a second round after one with other tokens, and the exchange's counters are held against
 the rows that the router's ids ask for, so that no test passes without us.
 
 CUDA quantisers of vLLM that the harness and its reference call are plain torch here. vLLM's experts
@@ -346,7 +346,7 @@ def _counters(config: Any) -> tuple[int, ...] | None:
 
 
 def pytest_collection() -> None:
-    """Behind all conftests, before test modules are imported."""
+    """After all conftests, before test modules are imported."""
     # Weights go to several ranks in one pickle, and a file descriptor can be handed over once.
     sharing: Any = torch.multiprocessing
     sharing.set_sharing_strategy("file_system")

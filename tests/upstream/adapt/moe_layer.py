@@ -57,7 +57,7 @@ FACTORS = (1.0, -1.0, 0.75, -0.75)
 SCALES = ({256: 16.0, 512: 9.0, 2048: 4.0}, {256: 8.0, 512: 4.2, 2048: 1.4})
 #: More where 64 experts share a token's weights; a gate makes up for it with larger logits.
 MORE_EXPERTS = 1.6
-#: Less where a projection before and one behind the experts enlarge what goes through them.
+#: Less where a projection before and one after the experts enlarge what goes through them.
 TRANSFORMED = {256: 0.75, 512: 0.4, 2048: 0.2}
 
 _subcases: dict[str, Callable[..., None]] = {}  # vLLM's worker of a rank, once it is replaced
@@ -280,7 +280,7 @@ class _Remembered:
         self._make = make
         self._asked: Any = None
         self._drawn: Any = None
-        self._state_behind: Any = None
+        self._state_after: Any = None
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """As drawn the last time, if the generator stands where it stood then."""
@@ -288,8 +288,8 @@ class _Remembered:
         if asked != self._asked:
             self._asked = self._drawn = None  # memory for two is not there
             self._drawn = self._make(*args, **named)
-            self._asked, self._state_behind = asked, torch.get_rng_state()
-        torch.set_rng_state(self._state_behind)
+            self._asked, self._state_after = asked, torch.get_rng_state()
+        torch.set_rng_state(self._state_after)
         return self._drawn
 
 

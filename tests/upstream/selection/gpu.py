@@ -8,7 +8,7 @@ FlashInfer's and DeepEP's tests also run on CPU processes, with experts in torch
 
 On a machine with N GPUs, vLLM's CUDA build and this package's extra `upstream` installed:
 
-    python -m upstream --gpu N [--group NAME ...]
+    python -m tests.upstream --gpu N [--group NAME ...]
 
 Without a network there, copy the folder `moe_nvlink/upstream` of the user's cache (80 MB: vLLM's
 tests, unpacked, and the models' stand-ins) from a machine where a run has filled it. Models without

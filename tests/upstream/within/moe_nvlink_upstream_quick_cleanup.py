@@ -1,6 +1,6 @@
 """A pytest plugin of every upstream run: vLLM's cleanup between tests without a second each.
 
-Its conftest collects garbage behind every test, over all that torch and vLLM have imported, after
+Its conftest collects garbage after every test, over all that torch and vLLM have imported, after
 thawing what is frozen. Here what exists once tests are collected stays frozen, and only what is
 younger is looked through. Imports nothing of our package, as runs without our plugin load it too.
 """
