@@ -292,10 +292,12 @@ def _evaluated(parts: tuple[Node, ...]) -> tuple[tuple[Node, Node, tuple[str, ..
         if node.type == "lambda_expression":
             continue
         for child, guards in _operands(node):
-            found += [(*call, guards + inner) for *call, inner in _evaluated((child,))]
-        name = cpp.name_node(_part(node, "function")) if node.type == "call_expression" else None
-        if name is not None:
-            found.append((node, name, ()))
+            inner = _evaluated((child,))
+            found += [(call, name, guards + others) for call, name, others in inner]
+        called = node.type == "call_expression"
+        named = cpp.name_node(_part(node, "function")) if called else None
+        if named is not None:
+            found.append((node, named, ()))
     return tuple(found)
 
 

@@ -97,18 +97,24 @@ def closing(text: str, opening: int) -> int:
 
 def functions(text: str) -> Iterator[Function]:
     """All definitions in what plain() gives, in their order."""
-    for node in inside(parse(text)):
+    for node in _definitions(parse(text)):
         body, declarator = node.child_by_field_name("body"), _declarator(node)
-        if node.type != "function_definition" or body is None or declarator is None:
+        if body is None or declarator is None:
             continue
         name = declarator.child_by_field_name("declarator")
         if name is not None and body.type == "compound_statement":
-            yield Function(
-                _name_of_class(node) if name.type == "operator_name" else last_name(name),
-                tuple(parameters(declarator)),
-                body.start_byte + 1,
-                body.end_byte - 1,
-            )
+            is_operator = name.type == "operator_name"
+            called = _name_of_class(node) if is_operator else last_name(name)
+            inner = body.start_byte + 1, body.end_byte - 1
+            yield Function(called, tuple(_parameters(declarator)), *inner)
+
+
+def _definitions(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
+    if node.type == "function_definition":
+        yield node
+    else:
+        for child in node.named_children:
+            yield from _definitions(child)
 
 
 def _declarator(node: tree_sitter.Node | None) -> tree_sitter.Node | None:
@@ -128,8 +134,7 @@ def _name_of_class(node: tree_sitter.Node) -> str:
     return text_of(name) if name else ""
 
 
-def parameters(declarator: tree_sitter.Node) -> Iterator[str]:
-    """Names of the parameters of a function or of a lambda."""
+def _parameters(declarator: tree_sitter.Node) -> Iterator[str]:
     listed = declarator.child_by_field_name("parameters")
     for child in listed.named_children if listed else ():
         named = child.child_by_field_name("declarator")
