@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_nvlink_plugin.jit import source
-from tests.support import sanitizers
+from tests.support import kernel_texts, sanitizers
 from tests.support.delays import replace_once
 from tests.support.sanitizers import Bugs, Edit, instead, without
 
@@ -75,9 +74,7 @@ NUMBERS = {name: number for number, name in enumerate(BUGS, 1)}
 
 def kernel_text() -> str:
     """The kernels for one element type, with all bugs asleep."""
-    text = source._translation_unit(
-        "moe_nvlink::RuntimeConfig", source.HEAD_FILES, ("host/grid.h",)
-    )
+    text = kernel_texts.host_unit(*kernel_texts.HEAD_FILES)
     text = replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
     return "#include <cstddef>\n" + sanitizers.seed(text, BUGS, NUMBERS)
 

@@ -26,8 +26,7 @@ from typing import NamedTuple
 
 from tree_sitter import Node
 
-from moe_nvlink_plugin.jit import source
-from tests.support import cpp
+from tests.support import cpp, kernel_texts
 
 ASSEMBLY = re.compile(r'asm\s+volatile\s*\(\s*"([^"]+)"')
 #: Ordered accesses. Of other instructions (mov, cvt) there is nothing to say.
@@ -377,7 +376,7 @@ def _key_of(call: Call, operands: Mapping[str, Operands]) -> str:
 
 @functools.cache
 def _kernels() -> str:
-    return source.specialised_source(8, 0) + source.head_source(0)
+    return kernel_texts.specialised_source(8, 0) + kernel_texts.head_source(0)
 
 
 @functools.cache
