@@ -72,7 +72,7 @@ demo: env
 
 # Two processes, of which each compiles or waits much of the time; `-n 0` in PYTEST_ARGS: none.
 test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC)
-	@$(PY) -m pytest -n 2 $(PYTEST_ARGS)
+	@$(PY) -m pytest -n 2 --max-worker-restart 0 $(PYTEST_ARGS)
 
 # --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
 upstream-tests: env

@@ -12,20 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+from tests.support.turns import Turn
 
 #: Compilers, and models of the protocol: no clock of theirs minds that they get little of the
-#: processors. They run beside servers, which wait for each other much of the time. Not here: ranks
-#: that give each other less than a minute and a half.
+#: processors. They give way to the servers, and so does what their process runs after them. Ranks
+#: that give each other less than a minute and a half are not here. The longest come first.
 PATIENT = (
-    "tests/architecture/",
-    "tests/litmus/",
-    "tests/kernels/test_assembly.py",
-    "tests/kernels/test_combine_nvrtc.py",
     "tests/kernels/test_every_nvrtc.py",
+    "tests/kernels/test_assembly.py",
     "tests/kernels/test_head_nvrtc.py",
     "tests/kernels/test_nvrtc.py",
+    "tests/kernels/test_combine_nvrtc.py",
     "tests/kernels/test_sanitizers.py",
+    "tests/kernels/test_head_sanitizers.py",
+    "tests/architecture/",
+    "tests/litmus/",
 )
 #: What runs alone, in this order: tests that see the shared memory of every process of this user or
 #: measure a wait of a second; ranks that spin on a GPU and want all of it.
@@ -34,9 +36,11 @@ ALONE = (
     "tests/unit/test_other_ranks.py",
     "tests/gpu/",
 )
-#: Servers fill two cores by themselves, and their minutes are wasted when a unit test would have
-#: told the same.
+#: The longest of all, one at a time, so they start first. In a single process they come last: their
+#: minutes are wasted when a unit test would have told the same.
 SERVERS = ("tests/integration/",)
+#: Whether this is one of the processes of `pytest -n 2`.
+IS_ONE_OF_MANY = "PYTEST_XDIST_WORKER" in os.environ
 #: Set for what tests start: the cache of this run.
 RUN_CACHE = "MOE_NVLINK_TESTS_CACHE_DIR"
 
@@ -49,7 +53,7 @@ def cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     run has compiled no other need compile.
     """
     run = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if IS_ONE_OF_MANY:
         run = run.parent
     folder = Path(os.environ.get(RUN_CACHE, run / "kernels-cache"))
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -59,18 +63,81 @@ def cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    last: list[str | tuple[str, ...]] = [SERVERS, *reversed(ALONE), PATIENT]
-    items.sort(key=lambda item: [item.nodeid.startswith(place) for place in last])
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    kinds = [SERVERS, (), PATIENT, ALONE] if IS_ONE_OF_MANY else [(), PATIENT, ALONE, SERVERS]
+    items.sort(key=lambda item: _places(item, kinds))
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _places(item: pytest.Item, kinds: list[tuple[str, ...]]) -> tuple[int, int]:
+    """Which kind a test is of, and its place among the kind's files."""
+    for number, files in enumerate(kinds):
+        for place, file in enumerate(files):
+            if item.nodeid.startswith(file):
+                return number, place
+    return kinds.index(()), 0
+
+
+def _group(nodeid: str) -> str:
+    """What one process runs: a file's tests, with its fixtures and what it has compiled; all that
+    start servers; all that run alone.
+    """
+    for files in (SERVERS, ALONE):
+        if nodeid.startswith(files):
+            return files[0]
+    return nodeid.split("::", 1)[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups go to processes in their order.
+
+    Not by --dist loadgroup: pytest 9.2 does not read the `_nodeid` that pytest-xdist 3.8 writes the
+    group into, and every test is then a group.
+    """
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
+
+
+@functools.cache
+def _turn(folder: Path) -> Turn:
+    return Turn(folder / "lock")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
+    """What runs alone waits until no other process is inside a group, and holds the others up."""
+    if not IS_ONE_OF_MANY:
+        return (yield)
+    turn, group = _turn(item.config.cache.mkdir("turns")), _group(item.nodeid)
+    if not turn.is_held:
+        turn.take(alone=group == ALONE[0])
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or _group(nextitem.nodeid) != group:
+            turn.give_back()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ and item.nodeid.startswith(PATIENT):
+    if IS_ONE_OF_MANY and item.nodeid.startswith(PATIENT):
         _step_back()
 
 
@@ -85,12 +152,3 @@ def _step_back() -> None:
     os.nice(10)
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("10")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of `pytest -n 2`: files go to processes in the order above."""
-    from tests.scheduler import FilesThenAlone, Kinds
-
-    config.option.loadscopereorder = False
-    return FilesThenAlone(Kinds(PATIENT, SERVERS, ALONE), config, log)

@@ -16,8 +16,7 @@ import torch
 from tests.gpu import real_head
 from tests.kernels import cases
 from tests.kernels.cases import Case
-from tests.support import emulated, emulated_text
-from tests.support.delays import replace_once
+from tests.support import cpp, emulated, emulated_text
 
 CASE = Case(
     name="sanitized",
@@ -33,14 +32,16 @@ CASE = Case(
 QUANTISED = dataclasses.replace(
     cases.with_formats(CASE, "fp8_token", "nvfp4"), name="quantised", hidden_size=528
 )
-#: Behind it threads read what other warps wrote; without it they are only late or early, they touch
-#: nothing they should not.
-BARRIER = "  cta.sync();  // counts of all peers in shared memory\n"
 
 
 def without_barrier(text: str) -> str:
-    """The kernel text without one CTA barrier of dispatch."""
-    return replace_once(text, BARRIER, "")
+    """The kernel text without one CTA barrier of dispatch.
+
+    After it threads read what other warps wrote; without it they are only late or early, they touch
+    nothing they should not.
+    """
+    marks = "mark_empty_slots(args, cta, shared);"
+    return cpp.replace(text, "dispatch_body", f"cta.sync(); {marks}", marks)
 
 
 def run(case: Case, ranks: emulated.EmulatedRanks, *, check: bool) -> None:

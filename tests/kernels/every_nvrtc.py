@@ -1,12 +1,13 @@
 """Every kernel text that is compiled for GPUs, and what a release of NVRTC makes of it.
 
     python -m tests.kernels.every_nvrtc                    # every release in pip's index
-    python -m tests.kernels.every_nvrtc 13.0.88 --whole    # one release, the whole list
+    python -m tests.kernels.every_nvrtc 13.0.88 --list whole    # one release, the whole list
 
 Prints a table: how many kernels of each family each release compiles, and how many it refuses. A
 kernel of the product for which ptxas has a warning, such as a register spill, counts as refused.
 pip installs each release into a temporary folder, and each runs in a process of its own, because a
-process loads one NVRTC. Needs no GPU. test_every_nvrtc.py does the same with two releases.
+process loads one NVRTC. Needs no GPU. test_every_nvrtc.py does the same with
+two releases and a sample of the list.
 """
 
 from __future__ import annotations
@@ -96,6 +97,20 @@ def kernels(whole: bool = False) -> list[Kernel]:
     """
     layers = _whole_layers() if whole else _layers()
     return [*layers, *_heads(), *_emulated_verbs(), *_emulated_others()]
+
+
+def sample() -> list[Kernel]:
+    """Of the short list, what is for the oldest architecture and for the newest."""
+    ends = (nvrtc.ARCHITECTURES[0], nvrtc.ARCHITECTURES[-1])
+    return [kernel for kernel in kernels() if kernel.architecture in ends]
+
+
+#: By the name that the command knows it by.
+LISTS: dict[str, Callable[[], list[Kernel]]] = {
+    "sample": sample,
+    "short": kernels,
+    "whole": functools.partial(kernels, whole=True),
+}
 
 
 def kinds() -> list[Variant]:
@@ -224,7 +239,7 @@ def _run(command: list[str]) -> str:
 
 
 def compile_all(
-    folder: Path | None, *, whole: bool = False, time_limit_s: float = TIME_LIMIT_S
+    folder: Path | None, *, which: str = "short", time_limit_s: float = TIME_LIMIT_S
 ) -> Release:
     """What one NVRTC makes of the list, in a process of its own.
 
@@ -236,7 +251,7 @@ def compile_all(
         "-m",
         "tests.kernels.every_nvrtc",
         "--child",
-        *(["--whole"] if whole else []),
+        *("--list", which),
     ]
     variables = dict(os.environ)
     if folder is not None:
@@ -262,7 +277,7 @@ def compile_all(
     return Release(version, loaded, outcomes, time.monotonic() - start)
 
 
-def _child(library: str | None, whole: bool) -> None:
+def _child(library: str | None, which: str) -> None:
     """Prints which NVRTC this process has, then each outcome, as lines of JSON."""
     if library is not None:
         ctypes.CDLL(library)  # cuda-bindings takes the one that the process has
@@ -271,7 +286,7 @@ def _child(library: str | None, whole: bool) -> None:
     (loaded,) = set(re.findall(r"(/\S*/libnvrtc\.so\.\S+)$", maps, re.MULTILINE))
     print(json.dumps([version, loaded]))
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for outcome in pool.map(outcome_of, kernels(whole)):
+        for outcome in pool.map(outcome_of, LISTS[which]()):
             print(json.dumps(outcome))
 
 
@@ -314,17 +329,17 @@ def main() -> int:
     """The command of the module's docstring. 1 if a release refuses a kernel."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("versions", nargs="*", help="releases (default: all of pip's index)")
-    parser.add_argument("--whole", action="store_true", help="the whole list, not the short one")
+    parser.add_argument("--list", choices=LISTS, default="short", help="which kernels")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        _child(next(iter(options.versions), None), options.whole)
+        _child(next(iter(options.versions), None), options.list)
         return 0
     found: dict[str, Release] = {}
     for version in options.versions or releases():
         with tempfile.TemporaryDirectory() as folder:
             install(version, Path(folder))
-            found[version] = compile_all(Path(folder), whole=options.whole)
+            found[version] = compile_all(Path(folder), which=options.list)
         refused = found[version].refused()
         print(f"{version}: {_cell(found[version].outcomes)}", file=sys.stderr)
         print(complaints(refused), end="\n" if refused else "", file=sys.stderr)

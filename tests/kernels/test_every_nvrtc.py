@@ -1,5 +1,7 @@
-"""Every kernel for GPUs compiles with the oldest NVRTC that pyproject.toml allows, and with this
-environment's, which is the newest in a new environment. Compiled, not run.
+"""Every kind of kernel for GPUs compiles with the oldest NVRTC that pyproject.toml allows, and with
+this environment's, which is the newest in a new environment. Compiled, not run.
+
+Here for the oldest architecture and the newest; every_nvrtc.py compiles all, with every release.
 """
 
 from __future__ import annotations
@@ -37,19 +39,26 @@ def test_messages_name_the_oldest() -> None:
 
 def check(release: Release) -> None:
     assert not release.refused(), every_nvrtc.complaints(release.refused())
-    assert len(release.outcomes) == len(every_nvrtc.kernels())
+    assert len(release.outcomes) == len(every_nvrtc.sample())
 
 
-def test_the_oldest_compiles_every_kernel() -> None:
-    release = every_nvrtc.compile_all(oldest_release(), time_limit_s=1700)
+def test_the_oldest_compiles_every_kind() -> None:
+    release = every_nvrtc.compile_all(oldest_release(), which="sample", time_limit_s=1700)
     assert every_nvrtc.oldest().startswith(f"{release.version}.")
     check(release)
 
 
-def test_this_environments_compiles_every_kernel() -> None:
-    release = every_nvrtc.compile_all(None, time_limit_s=1700)
+def test_this_environments_compiles_every_kind() -> None:
+    release = every_nvrtc.compile_all(None, which="sample", time_limit_s=1700)
     assert release.version == nvrtc.version()
     check(release)
+
+
+def test_the_sample_has_every_family_for_both_architectures() -> None:
+    ends = {nvrtc.ARCHITECTURES[0], nvrtc.ARCHITECTURES[-1]}
+    families = {one.family for one in every_nvrtc.kernels(whole=True)}
+    found = {(one.family, one.architecture) for one in every_nvrtc.sample()}
+    assert found == set(itertools.product(families, ends))
 
 
 def test_the_list_has_every_kind_of_kernel() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.jit.header import constants
 from tests.kernels import test_specialised
 from tests.support.head_ranks import Call, HeadRanks, Round, build, check, head_ranks, make_calls
+from tests.support.ranks import run_threads
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -127,8 +126,7 @@ def run_all(
     def rank_main(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [ranks.run_rank(rank, calls, of_round) for calls, of_round in rounds]
 
-    with concurrent.futures.ThreadPoolExecutor(len(ranks.configs)) as pool:
-        by_rank = list(pool.map(rank_main, range(len(ranks.configs))))
+    by_rank = run_threads(len(ranks.configs), rank_main)
     return [list(of_round) for of_round in zip(*by_rank, strict=True)]
 
 
@@ -193,14 +191,7 @@ def test_ranks_with_other_row_bounds(on_host: Path) -> None:
     config, calls = two_ranks(timeout_s=20.0)
     with head_ranks(config, on_host) as ranks:
         gathers = [ranks.arguments(rank, calls[rank], Round(3 + rank)) for rank in range(2)]
-        threads = [
-            threading.Thread(target=ranks.launch, args=("head_gather", rank, gathers[rank]))
-            for rank in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(2, lambda rank: ranks.launch("head_gather", rank, gathers[rank]))
         assert ranks.fault(0) == ("kFaultGeometry", "kPhaseHeadGather", 1, 1)
         assert ranks.fault(1) == ("kFaultGeometry", "kPhaseHeadGather", 0, 1)
         assert ranks.view(0, "recv_counts", torch.int32).tolist() == [3, 0]

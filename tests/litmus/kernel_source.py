@@ -11,8 +11,9 @@ adds what the text does not say: the operands of each access, which branches thi
 which calls are the plain accesses whose order is in question. An access the test has no operands
 for is an error, so a new one in the kernels can not stay unnoticed here.
 
-This reads just enough C++ for that: calls, blocks, if, else, for, while and early returns. A loop's
-body is taken once, unless a test asks for more turns; so is that of a lambda, where it stands.
+tree-sitter reads the C++. A loop's body is taken once, unless a test asks for more turns. What a
+function is handed to call, a lambda or an object of a class with operator(), is taken where the
+function calls it.
 """
 
 from __future__ import annotations
@@ -21,38 +22,32 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tests.support import kernel_texts
+from tree_sitter import Node
 
-COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-#: A macro that tells the compiler how to unroll the loop behind it.
-LOOP_MACRO = re.compile(r"\b[A-Z_]+(?=\s+(?:for|while)\b)")
-DEFINITION = re.compile(r"\bHD\s+[\w:<>,*&\s]+?\b(\w+)\s*\(")
+from tests.support import cpp, kernel_texts
+
 ASSEMBLY = re.compile(r'asm\s+volatile\s*\(\s*"([^"]+)"')
-CONTROL = re.compile(r"(if|for|while|switch)\b(?:\s*constexpr\b)?\s*\(")
-CONTROL_WITHIN = re.compile(r"\b(if|for|while|switch|do|case)\b")
-#: A function handed to another one, which calls it: its body is taken where it stands.
-LAMBDA = re.compile(r"\[&\]\s*(?:\([^()]*\)\s*)?\{")
-CALL = re.compile(r"\b(\w+)\s*(?:<[\w:,\s]*>)?\s*\(")
 #: Ordered accesses. Of other instructions (mov, cvt) there is nothing to say.
 ACCESS = re.compile(r"(ld|st|atom)\.(weak|relaxed|acquire|release|acq_rel)\.(cta|gpu|sys)\b")
 BARRIERS = {"__syncthreads": "bar.sync", "__syncwarp": "bar.warp.sync"}
+LOOPS = ("for_statement", "for_range_loop", "while_statement", "do_statement")
+BLOCKS = ("compound_statement", "case_statement", "else_clause")
+CALLS = ("call_expression", "compound_literal_expression")
+LEAVES = ("return_statement", "continue_statement", "break_statement")
 
 
 class SourceError(ValueError):
     """The kernels' text is not what the litmus programs were written for."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """A primitive or a plain access where it stands: in which function, under which conditions."""
+class Call(NamedTuple):
+    """A primitive or a plain access where it stands: in which function."""
 
     function: str
     name: str
     text: str
-    guards: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.function}: {self.text}"
@@ -72,12 +67,12 @@ class Edit(NamedTuple):
 
 
 class Kernels:
-    """The text of all kernels as a GPU gets it, with these edits made first."""
+    """The text of all kernels as a GPU gets it, or another one, with these edits made first."""
 
-    def __init__(self, *edits: Edit) -> None:
-        # What both units share stands there twice, and counts once.
-        text = kernel_texts.specialised_source(8, 0) + kernel_texts.head_source(0)
-        self.bodies = _definitions(LOOP_MACRO.sub("", COMMENT.sub("", text)))
+    def __init__(self, *edits: Edit, text: str | None = None) -> None:
+        definitions = _definitions(_kernels() if text is None else text)
+        self.parameters = {name: parameters for name, (parameters, _) in definitions.items()}
+        self.bodies = {name: body for name, (_, body) in definitions.items()}
         for edit in edits:
             self._make(edit)
         self.primitives = {
@@ -97,17 +92,13 @@ class Kernels:
     @functools.cached_property
     def expanded(self) -> frozenset[str]:
         """Functions a primitive is called in, directly or not."""
+        calls = {name: _called(body) for name, body in self.bodies.items()}
         found: set[str] = set()
-        grown = True
+        grown = set(self.primitives)
         while grown:
-            grown = False
-            for name, body in self.bodies.items():
-                calls = {match[1] for match in CALL.finditer(body)}
-                if name not in found | set(self.primitives) and calls & (
-                    found | set(self.primitives)
-                ):
-                    found.add(name)
-                    grown = True
+            reaches = found | set(self.primitives)
+            grown = {name for name in calls.keys() - reaches if calls[name] & reaches}
+            found |= grown
         return frozenset(found)
 
     def thread(
@@ -129,9 +120,7 @@ class Kernels:
         said = {key: _turns(value) for key, value in (*operands.items(), *plain.items())}
         unused = set(said)
         lines = []
-        for call in self.calls(function, tuple(plain), turns or {}):
-            if any(re.search(pattern, guard) for pattern in untaken for guard in call.guards):
-                continue
+        for call in self.calls(function, tuple(plain), untaken, turns or {}):
             instruction = "" if call.name in plain else self.primitives[call.name]
             if instruction and not ACCESS.match(instruction):
                 lines.append(instruction)
@@ -146,36 +135,231 @@ class Kernels:
         return "; ".join(lines)
 
     def calls(
-        self, function: str, plain: tuple[str, ...], turns: Mapping[str, int]
+        self,
+        function: str,
+        plain: tuple[str, ...],
+        untaken: Sequence[str],
+        turns: Mapping[str, int],
     ) -> Iterator[Call]:
         """Primitives and plain accesses in the order of the text, with what is called expanded."""
         if function not in self.bodies:
             raise SourceError(f"no function {function} in the kernels")
-        for text, guards in _statements(self.bodies[function], (), turns):
-            for call in self._calls_in(function, text, plain):
-                if call.name in self.expanded and call.name not in plain:
-                    for inner in self.calls(call.name, plain, turns):
-                        yield replace(inner, guards=guards + inner.guards)
-                else:
-                    yield replace(call, guards=guards)
+        yield from _Reader(self, plain, untaken, turns).function(function, {})
 
-    def _calls_in(self, function: str, text: str, plain: tuple[str, ...]) -> Iterator[Call]:
-        found = []
-        for match in CALL.finditer(text):
-            if match[1] in self.primitives or match[1] in self.expanded:
-                end = _matching(text, match.end() - 1)
-                found.append(
-                    (match.start(), Call(function, match[1], text[match.start() : end], ()))
-                )
-        for pattern in plain:
-            matches = re.finditer(pattern, text)
-            found += [(match.start(), Call(function, pattern, match[0], ())) for match in matches]
-        if found and CONTROL_WITHIN.search(text):
-            raise SourceError(f"can not tell what {text!r} in {function} depends on")
-        taken = {place for place, call in found if call.name in plain}
-        for place, call in sorted(found, key=lambda item: item[0]):
-            if call.name in plain or place not in taken:
-                yield call
+
+class _Scope(NamedTuple):
+    """The function whose text is read, and what its names stand for that can be called."""
+
+    function: str
+    names: dict[str, _Callable]
+
+
+class _Callable(NamedTuple):
+    """A lambda's body, or that of an operator(), and where it was written."""
+
+    body: Node
+    scope: _Scope
+
+
+class _Reader(NamedTuple):
+    """Goes through the branches that a thread takes."""
+
+    kernels: Kernels
+    plain: tuple[str, ...]
+    untaken: Sequence[str]
+    turns: Mapping[str, int]
+
+    def function(self, name: str, names: dict[str, _Callable]) -> Iterator[Call]:
+        yield from self._statement(self._body(name), _Scope(name, names))
+
+    def _body(self, name: str) -> Node:
+        body = _tree(self.kernels.bodies[name])
+        if body.has_error:
+            wrong = next(node for node in cpp.inside(body) if node.is_error or node.is_missing)
+            raise SourceError(
+                f"can not tell what {cpp.text_of(wrong.parent or wrong)!r} in {name} does"
+            )
+        return body
+
+    def _takes(self, *guards: str) -> bool:
+        return not any(re.search(no, guard) for no in self.untaken for guard in guards)
+
+    def _statement(self, node: Node, scope: _Scope) -> Iterator[Call]:
+        if node.type in ("if_statement", "switch_statement"):
+            yield from self._branches(node, scope)
+        elif node.type in LOOPS:
+            yield from self._loop(node, scope)
+        elif node.type in BLOCKS:
+            yield from self._block(node, scope)
+        else:
+            yield from self._simple(node, (node,), scope)
+
+    def _block(self, node: Node, scope: _Scope) -> Iterator[Call]:
+        """What stands behind `if (condition) return;` runs where the condition is false."""
+        value = node.child_by_field_name("value")  # of a case
+        for child in node.named_children:
+            if child != value:
+                yield from self._statement(child, scope)
+            ends = child.type == "if_statement" and _leaves(child)
+            if ends and not self._takes(f"!({_head(child)})"):
+                return
+
+    def _branches(self, node: Node, scope: _Scope) -> Iterator[Call]:
+        head, condition = _head(node), _part(node, "condition")
+        yield from self._simple(condition, (condition,), scope)
+        if node.type == "switch_statement":
+            for case in _part(node, "body").named_children:
+                value = case.child_by_field_name("value")
+                if self._takes(f"{head} == {cpp.text_of(value)}" if value else f"{head}: default"):
+                    yield from self._statement(case, scope)
+            return
+        if self._takes(head):
+            yield from self._statement(_part(node, "consequence"), scope)
+        otherwise = node.child_by_field_name("alternative")
+        if otherwise is not None and self._takes(f"!({head})"):
+            yield from self._statement(otherwise, scope)
+
+    def _loop(self, node: Node, scope: _Scope) -> Iterator[Call]:
+        head, body = _head(node), _part(node, "body")
+        parts = tuple(child for child in node.named_children if child != body)
+        times = [n for loop, n in self.turns.items() if re.search(loop, head)]
+        for _ in range(times[0] if times else 1):
+            of_head = self._simple(node, parts, scope)
+            of_body = self._statement(body, scope) if self._takes(head) else ()
+            yield from (*of_body, *of_head) if node.type == "do_statement" else (*of_head, *of_body)
+
+    def _simple(self, node: Node, parts: tuple[Node, ...], scope: _Scope) -> Iterator[Call]:
+        """Parts of a node that hold no statements but those of lambdas."""
+        for part in parts:
+            self._name_callable(part, scope)
+        first, text = _masked(node, parts)
+        found = [
+            (first + match.start(), Call(scope.function, pattern, match[0]))
+            for pattern in self.plain
+            for match in re.finditer(pattern, text)
+        ]
+        hidden, place = {start for start, _ in found}, 0
+        for call, name, guards in _evaluated(parts):
+            place = max(place, name.start_byte)
+            if name.start_byte not in hidden and self._takes(*guards):
+                found += [(place, one) for one in self._called(call, name, scope)]
+        yield from (call for _, call in sorted(found, key=lambda item: item[0]))
+
+    def _called(self, node: Node, of: Node, scope: _Scope) -> Iterator[Call]:
+        name = cpp.text_of(of)
+        arguments = _part(node, "arguments").named_children
+        given = [self._callable(argument, scope) for argument in arguments]
+        if name in scope.names:
+            body, of_author = scope.names[name]
+            yield from self._statement(body, of_author)
+        elif name in self.kernels.primitives:
+            text = (node.text or b"").decode()[of.start_byte - node.start_byte :]
+            yield Call(scope.function, name, text)
+        elif name in self.kernels.expanded or (any(given) and name in self.kernels.bodies):
+            parameters = self.kernels.parameters[name]
+            pairs = zip(parameters, given, strict=False)
+            yield from self.function(name, {of: body for of, body in pairs if body is not None})
+        else:  # whatever it is, it calls what it is given
+            for one in filter(None, given):
+                yield from self._statement(one.body, one.scope)
+
+    def _name_callable(self, node: Node, scope: _Scope) -> None:
+        """After `auto name = [&] { ... };` the name stands for the lambda."""
+        for made in node.named_children if node.type == "declaration" else ():
+            value = made.child_by_field_name("value")
+            callable_ = self._callable(value, scope) if value is not None else None
+            if callable_ is not None:
+                scope.names[cpp.last_name(_part(made, "declarator"))] = callable_
+
+    def _callable(self, node: Node, scope: _Scope) -> _Callable | None:
+        if node.type == "lambda_expression":
+            return _Callable(_part(node, "body"), scope)
+        if node.type == "identifier":
+            return scope.names.get(cpp.text_of(node))
+        if node.type == "compound_literal_expression":
+            name = cpp.last_name(_part(node, "type"))
+            if name in self.kernels.bodies:
+                return _Callable(self._body(name), _Scope(name, {}))
+        return None
+
+
+@functools.cache
+def _evaluated(parts: tuple[Node, ...]) -> tuple[tuple[Node, Node, tuple[str, ...]], ...]:
+    """Calls, the name in each and its conditions, as they are evaluated: arguments come first."""
+    found: list[tuple[Node, Node, tuple[str, ...]]] = []
+    for node in parts:
+        if node.type == "lambda_expression":
+            continue
+        for child, guards in _operands(node):
+            inner = _evaluated((child,))
+            found += [(call, name, guards + others) for call, name, others in inner]
+        called = node.type == "call_expression"
+        named = cpp.name_node(_part(node, "function")) if called else None
+        if named is not None:
+            found.append((node, named, ()))
+    return tuple(found)
+
+
+def _operands(node: Node) -> Iterator[tuple[Node, tuple[str, ...]]]:
+    """What is evaluated for a node, and under which conditions."""
+    condition = node.child_by_field_name("condition")
+    if node.type == "conditional_expression" and condition is not None:
+        head = cpp.text_of(condition)
+        yield condition, ()
+        yield _part(node, "consequence"), (head,)
+        yield _part(node, "alternative"), (f"!({head})",)
+        return
+    left, operator = node.child_by_field_name("left"), node.child_by_field_name("operator")
+    short = {"&&": "{}", "||": "!({})"}.get(cpp.text_of(operator) if operator else "")
+    for child in node.named_children:
+        guarded = short is not None and left is not None and child != left
+        yield child, (short.format(cpp.text_of(left)),) if guarded and short and left else ()
+
+
+def _part(node: Node, name: str) -> Node:
+    part = node.child_by_field_name(name)
+    if part is None:
+        raise SourceError(f"{cpp.text_of(node)!r} has no {name}")
+    return part
+
+
+@functools.cache
+def _head(node: Node) -> str:
+    """What stands between the parentheses of an if, a switch or a loop."""
+    condition = node.child_by_field_name("condition")
+    if condition is not None and node.type not in ("for_statement", "for_range_loop"):
+        return cpp.text_of(condition)[1:-1].strip()
+    text, (opening, closing) = (node.text or b"").decode(), _parentheses(node)
+    return text[opening + 1 : closing].strip()
+
+
+def _parentheses(node: Node) -> tuple[int, int]:
+    """Where those of a for stand in its text."""
+    places = [child.start_byte - node.start_byte for child in node.children if child.type in "()"]
+    return places[0], places[-1]
+
+
+@functools.cache
+def _leaves(node: Node) -> bool:
+    """Whether an if's last statement ends the function, the loop or its turn."""
+    last: Node | None = _part(node, "consequence")
+    while last is not None and last.type == "compound_statement":
+        last = last.named_children[-1] if last.named_children else None
+    return last is not None and last.type in LEAVES
+
+
+@functools.cache
+def _masked(node: Node, parts: tuple[Node, ...]) -> tuple[int, str]:
+    """Where parts of a node begin, and their text without the bodies of lambdas."""
+    if not parts:
+        return 0, ""
+    first, last = parts[0].start_byte, parts[-1].end_byte
+    text = (node.text or b"").decode()[first - node.start_byte : last - node.start_byte]
+    lambdas = [n for part in parts for n in cpp.inside(part) if n.type == "lambda_expression"]
+    for body in (_part(one, "body") for one in lambdas):
+        start, end = body.start_byte - first, body.end_byte - first
+        text = text[:start] + " " * (end - start) + text[end:]
+    return first, text
 
 
 def _turns(value: Operands) -> Iterator[str]:
@@ -190,15 +374,36 @@ def _key_of(call: Call, operands: Mapping[str, Operands]) -> str:
     return keys[0]
 
 
-def _definitions(text: str) -> dict[str, str]:
-    """Name -> body of every HD function; of two the first, which is the GPU's (platform.h)."""
-    bodies: dict[str, str] = {}
-    for match in DEFINITION.finditer(text):
-        after = _matching(text, match.end() - 1)
-        start = re.compile(r"\s*(?:const\s*)?\{").match(text, after)
-        if start:
-            bodies.setdefault(match[1], text[start.end() : _matching(text, start.end() - 1) - 1])
-    return bodies
+@functools.cache
+def _kernels() -> str:
+    return kernel_texts.specialised_source(8, 0) + kernel_texts.head_source(0)
+
+
+@functools.cache
+def _definitions(text: str) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Name -> parameters and body, on one line, of every function.
+
+    Of two the first: the GPU's (platform.h), and what both units share stands there twice.
+    """
+    text = cpp.plain(text)
+    found: dict[str, tuple[tuple[str, ...], str]] = {}
+    for name, parameters, start, end in cpp.functions(text):
+        found.setdefault(name, (parameters, " ".join(text[start:end].split())))
+    return found
+
+
+@functools.cache
+def _tree(body: str) -> Node:
+    """The compound statement of a function with this body."""
+    [function] = cpp.parse(f"void read() {{ {' '.join(body.split())} }}").named_children[:1]
+    return _part(function, "body")
+
+
+@functools.cache
+def _called(body: str) -> frozenset[str]:
+    """Names of what is called in it; of objects with operator(), that of their class."""
+    calls = [node for node in cpp.inside(_tree(body)) if node.type in CALLS]
+    return frozenset(cpp.last_name(node.children[0]) for node in calls)
 
 
 def _instruction(body: str) -> str | None:
@@ -213,77 +418,3 @@ def _instruction(body: str) -> str | None:
     if access:
         return access[0] + (".add" if access[1] == "atom" else "")
     return match[1].split(";")[0] if match[1].startswith("griddepcontrol.wait") else None
-
-
-def _matching(text: str, opening: int) -> int:
-    """Where what the bracket at `opening` opens has been closed."""
-    depth = 0
-    for place in range(opening, len(text)):
-        depth += (text[place] in "([{") - (text[place] in ")]}")
-        if depth == 0:
-            return place + 1
-    raise SourceError(f"a bracket is never closed: {text[opening : opening + 40]!r}")
-
-
-def _statements(
-    text: str, guards: tuple[str, ...], turns: Mapping[str, int]
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(text, conditions it stands under) of every simple statement and every condition."""
-    place = 0
-    while (place := _skip_space(text, place)) < len(text):
-        control = CONTROL.match(text, place)
-        if not control:
-            end, inner = _simple(text, place)
-            if inner is None:
-                yield text[place:end], guards
-            else:
-                yield from _statements(inner, guards, turns)
-            place = end
-            continue
-        header_end = _matching(text, control.end() - 1)
-        condition = " ".join(text[control.end() : header_end - 1].split())
-        body, place = _body(text, header_end)
-        times = [n for loop, n in turns.items() if re.search(loop, condition)]
-        for _ in range(times[0] if times else 1):
-            yield condition, guards
-            yield from _statements(body, guards + (condition,), turns)
-        otherwise = re.compile(r"\s*else\b").match(text, place)
-        if otherwise:
-            body_of_else, place = _body(text, otherwise.end())
-            yield from _statements(body_of_else, guards + (f"!({condition})",), turns)
-        elif control[1] == "if" and re.search(r"\breturn\b[^;]*;\s*$", body):
-            guards = guards + (f"!({condition})",)
-
-
-def _skip_space(text: str, place: int) -> int:
-    while place < len(text) and (text[place].isspace() or text[place] == ";"):
-        place += 1
-    return place
-
-
-def _simple(text: str, place: int) -> tuple[int, str | None]:
-    """End of the statement at `place`, and what is inside if it is a block or has a lambda."""
-    if text[place] == "{":
-        end = _matching(text, place)
-        return end, text[place + 1 : end - 1]
-    end = place
-    while end < len(text) and text[end] != ";":
-        end = _matching(text, end) if text[end] in "([{" else end + 1
-    lambda_ = LAMBDA.search(text, place, end)
-    if lambda_:
-        return end, text[lambda_.end() : _matching(text, lambda_.end() - 1) - 1]
-    return min(end + 1, len(text)), None
-
-
-def _body(text: str, place: int) -> tuple[str, int]:
-    """The statement behind a condition or an else, and where it ends."""
-    place = _skip_space(text, place)
-    control = CONTROL.match(text, place)
-    if control:
-        _, end = _body(text, _matching(text, control.end() - 1))
-        otherwise = re.compile(r"\s*else\b").match(text, end)
-        if otherwise:
-            _, end = _body(text, otherwise.end())
-        return text[place:end], end
-    end, inner = _simple(text, place)
-    return (text[place:end] if inner is None else inner), end

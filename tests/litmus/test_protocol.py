@@ -179,3 +179,83 @@ def test_what_the_reader_can_not_follow_is_an_error() -> None:
     odd = Edit("arrive", r"cta\.sync\(\);", "likely(1) if (left) cta.sync();")
     with pytest.raises(SourceError, match="can not tell what"):
         Kernels(odd).thread("arrive", {r"->arrivals": ""})
+
+
+#: No kernel of ours: what ours do not write today and may tomorrow.
+TOY = """
+struct Cta {
+  HD void sync() const { __syncthreads(); }
+};
+HD void store_release_sys(uint64_t* cell, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(cell), "l"(value) : "memory");
+}
+MOE_NVLINK_HOST_ONLY(HD void store_release_sys(uint64_t* cell) { *cell = 1; })
+HD uint64_t load_acquire_sys(const uint64_t* cell) {
+  uint64_t value;
+  MOE_NVLINK_DEVICE_ONLY(asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(cell));)
+  return value;
+}
+template <class Visit>
+HD void for_each_peer(const Args& args, const Cta& cta, const Visit& visit) {
+  for (int peer = cta.thread; peer < args.ep_size; peer += cta.num_threads) {
+    if (is_dead(args, peer)) continue;
+    visit(peer);
+  }
+  cta.sync();
+}
+template <class Config>
+struct Signals {
+  uint64_t* cells;
+  HD void operator()(int peer) const { store_release_sys(cells + peer, 1); }
+};
+template <class Config>
+HD void toy_body(const Args& args, const Cta& cta) {
+  BODY
+}
+"""
+STORE, LOAD, SYNC = "st.release.sys a, 1", "ld.acquire.sys r, b", "bar.sync"
+#: name -> body, conditions that are false, what the thread does.
+SHAPES: dict[str, tuple[str, list[str], list[str]]] = {
+    "range": ("for (const Peer& peer : args.peers) { store_release_sys(a, 1); }", [], [STORE]),
+    "continue": ("for (;;) { if (odd) continue; store_release_sys(a, 1); }", [r"^!\(odd"], []),
+    "break": ("for (;;) { if (odd) { break; } store_release_sys(a, 1); }", [r"^odd$"], [STORE]),
+    "do": ("do { cta.sync(); } while (load_acquire_sys(b) == 0);", [], [SYNC, LOAD]),
+    "case": (
+        "switch (args.kind) { case kOne: cta.sync(); break; default: store_release_sys(a, 1); }",
+        ["default"],
+        [SYNC],
+    ),
+    "choice": ("left ? store_release_sys(a, 1) : cta.sync();", ["^left$"], [SYNC]),
+    "and": ("if (left && load_acquire_sys(b) != 0) cta.sync();", ["^left$"], [SYNC]),
+    "or": ("if (left || load_acquire_sys(b) != 0) cta.sync();", [r"^!\(left\)$"], [SYNC]),
+    "arguments": ("store_release_sys(a, load_acquire_sys(b));", [], [LOAD, STORE]),
+    "lambda": (
+        "for_each_peer(args, cta, [&](int peer) {\n"
+        "  if (peer == 0) return;  // cta.sync();\n  store_release_sys(a, 1);\n});",
+        [],
+        [STORE, SYNC],
+    ),
+    "lambda of a peer that is dead": (
+        "for_each_peer(args, cta, [&](int peer) { store_release_sys(a, 1); });",
+        [r"^!\(is_dead"],
+        [SYNC],
+    ),
+    "named lambda": (
+        "const auto signal = [&](int peer) { store_release_sys(a, 1); };"
+        " cta.sync(); for_each_peer(args, cta, signal);",
+        [],
+        [SYNC, STORE, SYNC],
+    ),
+    "lambda that nobody calls": ("const auto no = [&] { store_release_sys(a, 1); };", [], []),
+    "lambda for a function of others": ("elsewhere([&] { cta.sync(); });", [], [SYNC]),
+    "object": ("for_each_peer(args, cta, Signals<Config>{a});", [], [STORE, SYNC]),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_of_code_are_read(name: str) -> None:
+    body, untaken, expected = SHAPES[name]
+    operands: dict[str, Operands] = {": store_release": "a, 1", ": load_acquire": "r, b"}
+    used = {k: v for k, v in operands.items() if any(line.endswith(str(v)) for line in expected)}
+    toy = Kernels(text=TOY.replace("BODY", body))
+    assert toy.thread("toy_body", used, {}, untaken) == "; ".join(expected)

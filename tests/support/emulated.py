@@ -10,7 +10,6 @@ One device shows neither NVLink ordering nor remote latency nor bandwidth.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -36,6 +35,7 @@ from tests.kernels import cases, compare
 from tests.kernels.cases import Case, Inputs, Seen
 from tests.support import emulated_text
 from tests.support.delays import replace_once
+from tests.support.ranks import RankThreads
 
 #: What combine makes for the peers where rows travel back in a format.
 COMBINE_REGIONS = ("combine_rows", "combine_scales", "combine_row_scales")
@@ -83,7 +83,7 @@ class CpuBackend:
             function.restype = None
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._grids = [self._library.create_grid(ctas) for _ in range(ranks)]
-        self._threads = concurrent.futures.ThreadPoolExecutor(ranks)
+        self._threads = RankThreads(ranks)
 
     def prepare(
         self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
@@ -91,12 +91,9 @@ class CpuBackend:
         copies = [type(args).from_buffer_copy(args) for args in rank_arguments]
 
         def launch() -> None:
-            running = [
-                self._threads.submit(self._run, verb, args, grid)
-                for args, grid in zip(copies, self._grids, strict=False)
-            ]
-            for future in running:
-                future.result()
+            self._threads.run(
+                lambda rank: self._run(verb, copies[rank], self._grids[rank]), range(len(copies))
+            )
 
         return launch
 
@@ -107,7 +104,7 @@ class CpuBackend:
             self._library.kernel(verb, type(args))(args, grid)
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.close()
         for grid in self._grids:
             self._library.destroy_grid(grid)
         self._grids = []

@@ -6,7 +6,6 @@ logits by slots, as on a GPU; libraries made from other texts; ranks that come l
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -26,6 +25,7 @@ from moe_nvlink_plugin.memory.layout import Region
 from tests.kernels import test_specialised
 from tests.support import emulated_text, kernel_texts
 from tests.support.delays import replace_once
+from tests.support.ranks import run_threads
 
 _GRID = """
 extern "C" moe_nvlink::host::Grid* moe_nvlink_grid_create(int num_blocks) {
@@ -193,10 +193,8 @@ class HeadRanks:
         self, calls: Sequence[Call], of_round: Round, ranks: Sequence[int] | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The round of these ranks, all by default, each in a thread of its own."""
-        here = range(len(calls)) if ranks is None else ranks
-        with concurrent.futures.ThreadPoolExecutor(len(here)) as pool:
-            futures = [pool.submit(self.run_rank, rank, calls, of_round) for rank in here]
-            return [future.result() for future in futures]
+        here = list(range(len(calls)) if ranks is None else ranks)
+        return run_threads(len(here), lambda place: self.run_rank(here[place], calls, of_round))
 
 
 @contextlib.contextmanager

@@ -1,25 +1,37 @@
-"""Ranks as processes that meet over gloo; what each returns comes back through a file.
+"""The one launcher of ranks: as processes that meet over gloo, or as threads of this process.
 
-They are forked from a process that has imported torch and has no threads: that takes 3 s of CPU
-time, and the tests start some hundred ranks.
+    run_processes(2, body, folder, "an argument")   # [body(0, 2, "an argument"), body(1, 2, ...)]
+    run_threads(2, body)                            # [body(0), body(1)]
+
+What a rank returns comes back in the order of the ranks. If a rank fails, the other processes get
+GRACE_S to say what they saw and are then killed; threads cannot be killed. An error names the rank.
+
+CPU ranks are forked from a process that has imported torch and has no threads: to import it takes
+3 s of CPU time, and the tests start some hundred ranks. With a GPU, ask for "spawn".
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 #: What bodies need, the modules they stand in included; nothing that reads the environment.
 PRELOADED = [
@@ -39,6 +51,35 @@ GRACE_S = 15.0
 _ENVIRONMENT = dict(os.environ)
 
 
+class Failure(NamedTuple):
+    """How a rank ended that should have ended otherwise.
+
+    Attributes:
+        kind: the name of the exception's class, or "" if it raised none.
+        message: of the exception, or what became of the process.
+        trace: of the exception.
+    """
+
+    kind: str
+    message: str
+    trace: str = ""
+
+
+class RankError(AssertionError):
+    """Ranks that failed, the first of them first."""
+
+    def __init__(self, failures: Mapping[int, Failure]) -> None:
+        self.failures = dict(failures)
+        told = [
+            f"rank {rank}: {kind}{': ' if kind else ''}{message}\n{trace}".rstrip()
+            for rank, (kind, message, trace) in self.failures.items()
+        ]
+        super().__init__("\n".join(told))
+
+
+# Processes.
+
+
 def run_processes(
     ep_size: int,
     body: Callable[..., Any],
@@ -46,36 +87,52 @@ def run_processes(
     *args: Any,
     killed: tuple[int, ...] = (),
     timeout_s: float = 200.0,
+    method: str = "forkserver",
+    meets: bool = True,
+    ends_with_parent: bool = False,
 ) -> list[Any]:
     """`[body(rank, ep_size, *args) for rank in ...]`, each in its own process, all at once.
 
     `body` must stand at the top of an importable module. torch.distributed is initialised there,
     and os.environ is as it is here now.
-    Ranks in `killed` are expected to die by SIGKILL; None stands in the place of their result.
+
+    Args:
+        folder: an empty one, for what ranks return and for their meeting.
+        killed: ranks that are expected to die by SIGKILL; their result is None.
+        method: of multiprocessing.
+        meets: False: `body` initialises torch.distributed itself, or needs none.
+        ends_with_parent: ranks end when this process does, even by SIGKILL.
+
+    Raises:
+        RankError: a rank raised, ended otherwise than expected, or had not ended after `timeout_s`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
-        forkserver.ensure_running()
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(PRELOADED)
+        with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+            forkserver.ensure_running()
+    options = _Options(dict(os.environ), str(folder), len(killed), meets, ends_with_parent)
     processes = [
-        context.Process(
-            target=_rank_main,
-            args=(dict(os.environ), rank, ep_size, body, str(folder), args, len(killed)),
-        )
+        context.Process(target=_rank_main, args=(options, rank, ep_size, body, args))
         for rank in range(ep_size)
     ]
     try:
         for process in processes:
             process.start()
         expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(ep_size)]
-        _join(processes, expected, timeout_s)
-        codes = [process.exitcode for process in processes]
-        assert codes == expected, f"exit codes of the ranks: {codes}"
+        ended = _join(processes, expected, timeout_s)
+        failures = {
+            rank: _failure(processes[rank], folder / f"error{rank}", timeout_s)
+            for rank in [*ended, *(rank for rank in range(ep_size) if rank not in ended)]
+            if processes[rank].exitcode != expected[rank]
+        }
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
                 process.join()
+    if failures:
+        raise RankError(failures)
     files = [folder / f"result{rank}" for rank in range(ep_size)]
     return [
         None if rank in killed else pickle.loads(file.read_bytes())
@@ -83,49 +140,92 @@ def run_processes(
     ]
 
 
+class _Options(NamedTuple):
+    """What every rank is told."""
+
+    environment: Mapping[str, str]
+    folder: str
+    num_killed: int
+    meets: bool
+    ends_with_parent: bool
+
+
 def _join(
     processes: Sequence[multiprocessing.process.BaseProcess],
     expected: Sequence[int],
     timeout_s: float,
-) -> None:
-    """Waits for all of them; once one has failed, the others get GRACE_S to say what they saw."""
+) -> list[int]:
+    """Waits for all of them, or GRACE_S once one has failed; the ranks in the order they ended."""
     give_up = time.monotonic() + timeout_s
     running = {process.sentinel: number for number, process in enumerate(processes)}
+    order = []
     while running and (left := give_up - time.monotonic()) > 0:
         for ended in connection.wait(list(running), left):
             assert isinstance(ended, int)
             number = running.pop(ended)
+            order.append(number)
             processes[number].join()
             if processes[number].exitcode != expected[number]:
                 give_up = min(give_up, time.monotonic() + GRACE_S)
+    return order
+
+
+def _failure(
+    process: multiprocessing.process.BaseProcess, error: Path, timeout_s: float
+) -> Failure:
+    if error.exists():
+        failure: Failure = pickle.loads(error.read_bytes())
+        return failure
+    if process.exitcode is None:
+        return Failure(
+            "", f"still ran {timeout_s:.0f} s after its start or {GRACE_S:.0f} s after a failure"
+        )
+    return Failure("", f"exit status {process.exitcode}")
 
 
 def _rank_main(
-    environment: Mapping[str, str],
-    ep_rank: int,
-    ep_size: int,
-    body: Callable[..., Any],
-    folder: str,
-    args: tuple[Any, ...],
-    num_killed: int,
+    options: _Options, ep_rank: int, ep_size: int, body: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    _live_in(environment)
+    if options.ends_with_parent:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    _live_in(options.environment)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=ep_rank, world_size=ep_size
-    )
-    result = body(ep_rank, ep_size, *args)
-    unfinished = Path(folder, f"unfinished{ep_rank}")
-    unfinished.write_bytes(pickle.dumps(result))
-    unfinished.rename(Path(folder, f"result{ep_rank}"))
+    folder = Path(options.folder)
+    try:
+        if options.meets:
+            meeting = f"file://{folder}/store"
+            dist.init_process_group("gloo", init_method=meeting, rank=ep_rank, world_size=ep_size)
+        result = body(ep_rank, ep_size, *args)
+        _leave(folder / f"result{ep_rank}", result)
+    except BaseException as error:
+        told = Failure(type(error).__name__, str(error), traceback.format_exc())
+        _leave(folder / f"error{ep_rank}", told)
+        raise
+    if not options.meets:
+        return
     # Not by a barrier: a test may have left the group's collectives out of step.
     give_up = time.monotonic() + 60
     while (
-        len(list(Path(folder).glob("result*"))) < ep_size - num_killed
+        len(list(folder.glob("result*"))) < ep_size - options.num_killed
         and time.monotonic() < give_up
     ):
         time.sleep(0.01)
     dist.destroy_process_group()
+
+
+def _leave(file: Path, value: Any) -> None:
+    """A file that is there is whole."""
+    unfinished = file.with_name(f"unfinished-{file.name}")
+    unfinished.write_bytes(pickle.dumps(value))
+    unfinished.rename(file)
+
+
+def _end_with_parent() -> None:
+    """The parent may have had no time to end its ranks, and they are a server's children."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _live_in(environment: Mapping[str, str]) -> None:
@@ -138,3 +238,54 @@ def _live_in(environment: Mapping[str, str]) -> None:
         if folder and driver.exists():
             ctypes.CDLL(str(driver))
             break
+
+
+# Threads.
+
+
+class RankThreads:
+    """A thread for each rank, for verbs that are launched over and over."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pool = concurrent.futures.ThreadPoolExecutor(size)
+
+    def run(
+        self,
+        body: Callable[[int], T],
+        ranks: Iterable[int] | None = None,
+        timeout_s: float = 250.0,
+    ) -> list[T]:
+        """`[body(rank) for rank in ranks]`, all by default, all at once.
+
+        Raises:
+            Exception: what the first rank in their order raised, once all have ended.
+            RankError: ranks have not ended after `timeout_s`.
+        """
+        here = list(range(self.size) if ranks is None else ranks)
+        futures = [self._pool.submit(body, rank) for rank in here]
+        running = concurrent.futures.wait(futures, timeout_s).not_done
+        late = [rank for rank, future in zip(here, futures, strict=True) if future in running]
+        if late:
+            self._pool.shutdown(wait=False)
+            message = f"still ran after {timeout_s:.0f} s"
+            raise RankError({rank: Failure("", message) for rank in late})
+        for rank, future in zip(here, futures, strict=True):
+            error = future.exception()
+            if error is not None:
+                if sys.version_info >= (3, 11):
+                    error.add_note(f"on rank {rank}")
+                raise error
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def run_threads(size: int, body: Callable[[int], T], timeout_s: float = 250.0) -> list[T]:
+    """`[body(rank) for rank in range(size)]`, all at once; as RankThreads.run."""
+    threads = RankThreads(size)
+    try:
+        return threads.run(body, timeout_s=timeout_s)
+    finally:
+        threads._pool.shutdown(wait=False)
