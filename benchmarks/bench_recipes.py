@@ -49,10 +49,8 @@ from moe_nvlink_plugin.memory.layout import combine_row, quantised_combine_rows
 from moe_nvlink_plugin.plugins.manager import find_recipe
 from moe_nvlink_plugin.recipes import QuantisingRecipe
 from moe_nvlink_plugin.testing import random_inputs
-from tests.gpu import vllm_quantisers
-from tests.kernels import cases, compare
-from tests.kernels.cases import Inputs
-from tests.support import emulated
+from tests.support import cases, compare, emulated, vllm_quantisers
+from tests.support.cases import Inputs
 
 RECIPES = ("fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
 #: Largest representable over the largest activation, which random ones seldom pass.

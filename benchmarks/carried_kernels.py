@@ -30,8 +30,7 @@ from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.memory.layout import payload_rows
 from moe_nvlink_plugin.plugins.manager import find_recipe
-from tests.gpu import real_head, real_path, sanitized
-from tests.support import emulated, emulated_text
+from tests.support import emulated, emulated_text, real_head, real_path, sanitized
 from tests.support import ranks as processes
 
 ROOT = Path(__file__).resolve().parents[1]

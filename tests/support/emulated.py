@@ -31,9 +31,8 @@ from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.shape import Limits, Shape
 from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout, payload_rows
 from moe_nvlink_plugin.plugins.manager import find_recipe
-from tests.kernels import cases, compare
-from tests.kernels.cases import Case, Inputs, Seen
-from tests.support import emulated_text
+from tests.support import cases, compare, emulated_text
+from tests.support.cases import Case, Inputs, Seen
 from tests.support.delays import replace_once
 
 #: What combine makes for the peers where rows travel back in a format.

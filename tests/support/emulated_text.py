@@ -126,7 +126,7 @@ HD float activation(const RoundsArgs& args, const char* rows, const float* scale
   return Element::to_float(Element::from_float(value * scales[index / 128]));
 }
 
-// tests/kernels/cases.py expert_rows, the same operations in the same order: the same bits.
+// tests/support/cases.py expert_rows, the same operations in the same order: the same bits.
 template <class Element>
 HD void experts(const RoundsArgs& args, const Cta& cta) {
   const Geometry& geometry = args.dispatch.geometry;

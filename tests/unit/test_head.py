@@ -30,8 +30,7 @@ from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
 from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, WorkspaceLayout
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support.ranks import run_processes
-from tests.unit import small_exchange
-from tests.unit.small_head import (
+from tests.support.small_head import (
     CAPACITY,
     VOCAB,
     Problem,
@@ -42,6 +41,7 @@ from tests.unit.small_head import (
     logits_of,
     problem,
 )
+from tests.unit import small_exchange
 
 pytestmark = pytest.mark.timeout(120)
 

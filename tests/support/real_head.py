@@ -23,10 +23,9 @@ from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch import executor_for, with_index
 from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, WorkspaceLayout
 from moe_nvlink_plugin.testing import ThreadGroup
-from tests.gpu.real_path import WAIT_S
-from tests.support import emulated
-from tests.unit import small_head
-from tests.unit.small_head import Problem, check_argmax, check_logits, ids_of, logits_of, problem
+from tests.support import emulated, small_head
+from tests.support.real_path import WAIT_S
+from tests.support.small_head import Problem, check_argmax, check_logits, ids_of, logits_of, problem
 
 CAPACITY = 8
 #: Rows of the calls that are captured, each into a graph of its own.
