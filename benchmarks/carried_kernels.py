@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import bench_recipes, gpu_stages, stand_in
+from benchmarks import bench_recipes, gpu_steps, stand_in
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig
@@ -132,7 +132,7 @@ def asked(body: Callable[[], Any]) -> None:
 
 def of_benchmarks() -> None:
     """Each command of the stages, by its own options; the sanitizers' program."""
-    for step in gpu_stages.STEPS.values():
+    for step in gpu_steps.STEPS.values():
         program, *given = step.command
         if program == "benchmarks/bench_moe_comm.py":
             request = options.parse("", given)
