@@ -140,7 +140,7 @@ def of_benchmarks() -> None:
         elif program == "benchmarks/bench_recipes.py":
             with mock.patch.object(sys, "argv", [program, *given]):
                 arguments = bench_recipes.parse()
-            _of_recipes(bench_recipes.gpu_options(arguments), arguments)
+            _of_recipes(bench_recipes.options_of(arguments), arguments)
     for case in (sanitized.CASE, sanitized.QUANTISED):
         asked(lambda of=case: emulated.make_backend("cuda", of, ctas=2))  # type: ignore[misc]
     with mock.patch.object(emulated_text, "device_source", emulated_text.device_source):
