@@ -41,14 +41,17 @@ from benchmarks.moe_comm.options import OURS, Options
 from benchmarks.moe_comm.routers import RankTokens
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, driver
 from moe_nvlink_plugin.config import COMBINE_FORMATS
-from moe_nvlink_plugin.exchange.arguments import element_code, quantiser_code
+from moe_nvlink_plugin.exchange import shapes
+from moe_nvlink_plugin.exchange.arguments import quantiser_code
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.launch import shape
+from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.memory.layout import combine_row, quantised_combine_rows
 from moe_nvlink_plugin.plugins.manager import find_recipe
 from moe_nvlink_plugin.recipes import QuantisingRecipe
 from moe_nvlink_plugin.testing import random_inputs
-from tests.support import cases, compare, emulated, vllm_quantisers
+from tests.support import cases, compare, emulated, kernel_texts, vllm_quantisers
 from tests.support.cases import Inputs
 from tests.support.ranks import run_processes
 
@@ -186,7 +189,7 @@ def kernel_quantiser(config: AllToAllConfig, hidden: torch.Tensor) -> Callable[[
     scale = global_scale(recipe.name)
     rows, scales = recipe.quantise(hidden, scale)
     rows, scales = torch.empty_like(rows), None if scales is None else torch.empty_like(scales)
-    function = host.load()._library.moe_nvlink_quantise_rows
+    function = host.load(kernel_texts.host_source())._library.moe_nvlink_quantise_rows
     function.restype = None
     function.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 4 + [ctypes.c_int64, ctypes.c_int]
     tensors = (hidden, scale, rows, scales)
@@ -242,7 +245,9 @@ def row_bytes(config: AllToAllConfig, name: str) -> int:
 
 def on_cpu(arguments: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of each number of tokens, from ranks that are processes."""
-    host.load()  # compiled once, here, rather than by ranks that wait for each other
+    # Compiled once, here, rather than by ranks that wait for each other.
+    host.load(LAYER.host_source())
+    host.load(kernel_texts.host_source())
     for tokens in arguments.tokens:
         with tempfile.TemporaryDirectory() as folder:
             yield run_processes(
@@ -344,9 +349,9 @@ def quantiser_alone(
         launched.append(args)
     launch_shape = None
     if isinstance(backend, emulated.CudaBackend):
-        lanes_bytes = shape.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
+        lanes_bytes = shapes.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
         limits = backend.limits("quantise", options.ep_size)
-        launch_shape = shape.dispatch_shape(tokens, lanes_bytes, 0, limits)
+        launch_shape = shapes.dispatch_shape(tokens, lanes_bytes, 0, limits)
     launch = backend.prepare("quantise", launched, launch_shape)
     launch()
     near = options.recipe == "nvfp4" and backend.device.type == "cuda"

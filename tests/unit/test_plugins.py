@@ -13,11 +13,12 @@ import torch
 
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.plugins import builtin as builtin_plugins
 from moe_nvlink_plugin.plugins import hookspecs
 from moe_nvlink_plugin.plugins import manager as plugins
 from moe_nvlink_plugin.transport.host import HostTransport
+from tests.support import kernel_texts
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -201,8 +202,8 @@ for rows, _scales, seen in by_rank:
     for row, scale, origin in zip(got_rows, got_scales, extras[:, 0].tolist()):
         here = (by_rank[origin][0] == row).all(1) & (by_rank[origin][1] == scale).all(1)
         assert int(here.sum()) == 1, "a row and its scales as the recipe made them"
-print(hashlib.sha256(source.host_source().encode()).hexdigest())
-print(host.load()._library._name)
+print(hashlib.sha256(kernel_texts.host_source().encode()).hexdigest())
+print(host.load(kernel_texts.host_source())._library._name)
 """
 
 
@@ -234,7 +235,7 @@ def test_a_third_party_quantiser(tmp_path: Path) -> None:
     text, and the same compiled library.
     """
     install(tmp_path, "stranger", STRANGER)
-    text = source.host_source()
+    text = kernel_texts.host_source()
     library = host.build(text)
     done = run(tmp_path, QUANTISES)
     assert done.returncode == 0, done.stderr

@@ -30,15 +30,15 @@
 // stands before the wait reads arguments and writes shared memory only; every word of global memory,
 // the epoch too, may still change: the kernel before may be the combine of this workspace, and
 // if it signalled its own dependents early, the dispatch before that one may be running as well.
-#include "include/moe_nvlink/args.h"
-#include "include/moe_nvlink/copy.h"
-#include "include/moe_nvlink/epoch_flags.h"
-#include "include/moe_nvlink/memory_order.h"
-#include "include/moe_nvlink/numeric.h"
-#include "include/moe_nvlink/platform.h"
-#include "include/moe_nvlink/quantise.h"
-#include "include/moe_nvlink/routing.h"
-#include "include/moe_nvlink/workspace.h"
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/epoch_flags.h"
+#include "../include/moe_nvlink/memory_order.h"
+#include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/quantise.h"
+#include "../include/moe_nvlink/routing.h"
+#include "../include/moe_nvlink/workspace.h"
 
 namespace moe_nvlink {
 
@@ -318,7 +318,9 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
   if constexpr (Config::kQuantiser >= 0) {
     with_element<Config, Config::kQuantiser>(args, cta, scale, function);
   } else {
-    switch (args.quantiser) {
+    switch (static_cast<QuantiserCode>(args.quantiser)) {
+      case kQuantiserNone:
+        return;
       case kQuantiserFp8Block:
         return with_element<Config, kQuantiserFp8Block>(args, cta, scale, function);
       case kQuantiserFp8Token:
@@ -327,7 +329,7 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
         return with_element<Config, kQuantiserFp8Tensor>(args, cta, scale, function);
       case kQuantiserMxfp8:
         return with_element<Config, kQuantiserMxfp8>(args, cta, scale, function);
-      default:
+      case kQuantiserNvfp4:
         return with_element<Config, kQuantiserNvfp4>(args, cta, scale, function);
     }
   }
