@@ -39,12 +39,13 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.columns import Columns, print_headings, print_row
-from benchmarks.emulated_head import Backend, CpuBackend, CudaBackend, EmulatedHead
+from benchmarks.emulated_head import EmulatedHead
 from benchmarks.moe_comm import cuda_clock
 from moe_nvlink_plugin import HeadConfig, HeadGroup, driver, sharded_argmax
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.lm_head import cost as head_cost
 from moe_nvlink_plugin.lm_head.kernels import HEAD
+from tests.support import emulated
 from tests.support.ranks import run_processes
 
 #: Calls without rows, for the fixed cost of both exchanges.
@@ -337,7 +338,7 @@ def on_cpu(of: Group) -> dict[str, Any]:
     return found
 
 
-def emulated(of: Group) -> dict[str, Any]:
+def on_device(of: Group) -> dict[str, Any]:
     """A group of ranks on one device."""
     found: dict[str, Any] = {"rows": []}
     with contextlib.closing(make_backend(of.options, of.size)) as backend:
@@ -347,14 +348,15 @@ def emulated(of: Group) -> dict[str, Any]:
     return found
 
 
-def make_backend(options: Options, size: int) -> Backend:
-    if options.device == "cuda":
-        return CudaBackend(size, options.config(size, 0, max(options.rows)))
-    return CpuBackend(size)
+def make_backend(options: Options, size: int) -> emulated.Backend:
+    if options.device != "cuda":
+        return emulated.CpuBackend(size, ctas=1)
+    config = options.config(size, 0, max(options.rows))
+    return emulated.CudaBackend(size, 1, config, as_product=True)
 
 
 def measure_emulated(
-    options: Options, size: int, rows: int, head: torch.Tensor, backend: Backend
+    options: Options, size: int, rows: int, head: torch.Tensor, backend: emulated.Backend
 ) -> dict[str, Any]:
     """Median microseconds of a step's parts, each alone with nothing of ours in L2 before it."""
     hidden = [make_rows(options, rank, rows) for rank in range(size)]
@@ -419,22 +421,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, help="JSON of rows and machine, written after every number of rows"
     )
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
+    return given
 
 
 def main() -> None:
     arguments = parse()
-    arguments.dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
         return
-    measure_group, columns = (on_cpu, ON_CPU) if arguments.device == "cpu" else (emulated, EMULATED)
+    measure_group, columns, shows = on_cpu, ON_CPU, SHOWS[0]
+    if arguments.device != "cpu":
+        measure_group, columns, shows = on_device, EMULATED, SHOWS[1]
     arguments.device = arguments.device.replace("rehearsal", "cpu")
     options = common.options_from(Options, arguments)
     machine = common.describe_run() | {"load_before": os.getloadavg()}
     machine |= common.describe_gpu() if options.device == "cuda" else {}
     known = {"machine": machine, "options": dataclasses.asdict(options)}
-    record = common.Record(arguments.output, known | {"shows": SHOWS[columns is EMULATED]})
+    record = common.Record(arguments.output, known | {"shows": shows})
     groups: list[dict[str, Any]] = []
     print_headings(columns)
     head = make_head(options)
