@@ -48,7 +48,7 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.memory.layout import combine_row, quantised_combine_rows
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisingRecipe
 from moe_nvlink_plugin.testing import random_inputs
 from tests.support import cases, compare, emulated, kernel_texts, vllm_quantisers

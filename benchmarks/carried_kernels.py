@@ -31,7 +31,7 @@ from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.memory.layout import payload_rows
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import emulated, emulated_text, real_head, real_path, sanitized
 from tests.support import ranks as processes
 

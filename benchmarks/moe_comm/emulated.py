@@ -31,7 +31,7 @@ from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.memory.layout import WorkspaceLayout
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import emulated
 
 from . import accounting, emulated_flashinfer, rows

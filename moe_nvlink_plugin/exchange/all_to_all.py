@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_nvlink_plugin import plugins
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
@@ -16,7 +17,6 @@ from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory import layout
 from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
-from moe_nvlink_plugin.plugins import manager as plugins
 from moe_nvlink_plugin.recipes import Recipe
 
 from . import layer as exchange

@@ -5,7 +5,7 @@ Imports no torch: `moe-nvlink precompile` starts processes that compile.
 
 from __future__ import annotations
 
-import operator
+from typing import Any
 
 from moe_nvlink_plugin.jit import header
 from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Axis, Family, Kernel
@@ -43,6 +43,10 @@ COMBINE_FORMAT = Axis(
 )
 
 
+def _num_tokens(args: Any) -> int:
+    return int(args.geometry.num_tokens)
+
+
 def _dispatch_shape(num_tokens: int, sizes: DispatchSizes, limits: Limits) -> Shape:
     return dispatch_shape(num_tokens, sizes.row_bytes, sizes.empty_bytes, limits)
 
@@ -56,7 +60,7 @@ DISPATCH: Kernel[DispatchSizes] = Kernel(
     source="exchange/dispatch.cu",
     struct="DispatchArgs",
     axes=(TOP_K, ELEMENT, QUANTISER, PDL),
-    count=operator.attrgetter("geometry.num_tokens"),
+    count=_num_tokens,
     shape=_dispatch_shape,
     phase=Phase("dispatch", "kPhaseDispatch", "dispatch_cells"),
 )
@@ -65,7 +69,7 @@ COMBINE: Kernel[CombineSizes] = Kernel(
     source="exchange/combine.cu",
     struct="CombineArgs",
     axes=(TOP_K, ELEMENT, COMBINE_FORMAT, PDL),
-    count=operator.attrgetter("geometry.num_tokens"),
+    count=_num_tokens,
     shape=_combine_shape,
     splits="hidden_splits",
     phase=Phase("combine", "kPhaseCombine", "combine_cells"),

@@ -71,11 +71,15 @@ class Axis:
         return f"{self.name}={self.placeholder}"
 
 
+def _no_yes() -> dict[str, int]:
+    return {"no": 0, "yes": 1}
+
+
 #: Activation type: kElement* of config.h.
 ELEMENT = Axis("dtype", ("int kElement",), header.elements, default="bf16", placeholder="TYPE")
 #: Whether a build has the instructions of programmatic dependent launch: the executor chooses. A
 #: launch with the attribute needs them; without the attribute they do nothing.
-PDL = Axis("pdl", ("bool kPdl",), lambda: {"no": 0, "yes": 1}, default="yes")
+PDL = Axis("pdl", ("bool kPdl",), _no_yes, default="yes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +151,7 @@ class Family:
     def axes(self) -> tuple[Axis, ...]:
         """What a caller chooses: every axis of a kernel, PDL apart."""
         every = (axis for kernel in self.kernels for axis in kernel.axes)
-        return tuple(axis for axis in dict.fromkeys(every) if axis is not PDL)
+        return tuple(axis for axis in dict.fromkeys(every) if axis != PDL)
 
     @property
     def phases(self) -> tuple[Phase, ...]:

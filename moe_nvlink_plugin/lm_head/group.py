@@ -18,7 +18,7 @@ from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differ
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory.workspace import Workspace
-from moe_nvlink_plugin.plugins.manager import find_transport
+from moe_nvlink_plugin.plugins import find_transport
 
 from . import exchange as head_exchange
 from . import ops as head_ops

@@ -5,7 +5,6 @@ Imports no torch: `moe-nvlink precompile` starts processes that compile.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Family, Kernel
@@ -14,7 +13,9 @@ from moe_nvlink_plugin.memory.phases import Phase
 
 from .shapes import RowSizes, head_argmax_shape, head_rows_shape
 
-_num_rows = operator.attrgetter("geometry.num_rows")
+
+def _num_rows(args: Any) -> int:
+    return int(args.geometry.num_rows)
 
 
 def _most_rows(args: Any) -> int:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .hookspecs import hookimpl
-from .manager import find_recipe, find_transport
+from .registry import ENTRY_POINT_GROUP, find_recipe, find_transport, manager
 
-__all__ = ["find_recipe", "find_transport", "hookimpl"]
+__all__ = ["ENTRY_POINT_GROUP", "find_recipe", "find_transport", "hookimpl", "manager"]

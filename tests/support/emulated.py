@@ -31,7 +31,7 @@ from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.shape import Limits, Shape
 from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout, payload_rows
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import cases, compare, emulated_text
 from tests.support.cases import Case, Inputs, Seen
 from tests.support.delays import replace_once

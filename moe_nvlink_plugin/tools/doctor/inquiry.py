@@ -276,7 +276,7 @@ def _transports() -> tuple[dict[str, bool], str]:
     """Whether each installed transport serves a GPU, and what went wrong."""
     import torch
 
-    from moe_nvlink_plugin.plugins import manager as plugins
+    from moe_nvlink_plugin import plugins
 
     gpu = torch.device("cuda", 0)
     found = {}
