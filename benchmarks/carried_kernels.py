@@ -137,7 +137,7 @@ def of_benchmarks() -> None:
     """Each command of the stages, by its own options; the sanitizers' program."""
     for step in gpu_steps.STEPS.values():
         program, *given = step.command
-        with mock.patch.object(sys, "argv", step.command):
+        with mock.patch.object(sys, "argv", [*step.command]):
             if program == "benchmarks/bench_moe_comm.py":
                 asked(one_gpu.make_backend, options.parse("", given).options)
             elif program == "benchmarks/bench_recipes.py":

@@ -428,6 +428,20 @@ def test_platformdirs_is_not_needed_where_the_cache_is_named(tmp_path: Path) -> 
     assert said.stdout.strip() == str(cache), said.stderr
 
 
+#: Of the extras `bench` and others, which such a machine does not have.
+LACKING = ("matplotlib", "pandas", "platformdirs", "psutil", "scipy", "tabulate", "tqdm")
+
+
+def test_benchmarks_of_the_stages_need_only_what_the_stages_look_for() -> None:
+    names = {step.command[0] for step in STEPS.values() if step.command[0].endswith(".py")}
+    modules = [name.removesuffix(".py").replace("/", ".") for name in sorted(names)]
+    assert len(modules) == 4
+    block = f"import sys; sys.modules.update(dict.fromkeys({LACKING!r}))"
+    program = "\n".join([block, *(f"import {module}" for module in modules)])
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_peer_that_is_carried() -> None:
     """The release whose interface the adapter was read from."""
     text = (ROOT / "benchmarks/carry.sh").read_text()
