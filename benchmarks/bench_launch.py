@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import describe_gpu, describe_run, write_json
+from benchmarks.columns import print_headings, print_row
+from benchmarks.common import describe_gpu, describe_run, summary, write_json
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, env
 from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.exchange.formats import Activations
@@ -41,6 +40,11 @@ from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.support import fake_cuda
 from tests.support.fake_cuda.transport import LaunchedByDriver, install
+from tests.support.ranks import run_processes
+
+#: Calls between two looks at the clock.
+CALLS = 50
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared")
 
 #: What the stand-in driver calls at a launch: nothing, so that only the way there is timed.
 NO_KERNELS = """
@@ -83,25 +87,21 @@ def bare_launch(config: AllToAllConfig) -> tuple[Any, Any]:
     return prepared, function
 
 
-def microseconds(body: Callable[[], Any], batches: int, calls: int = 50) -> dict[str, float]:
-    """Host time of one call: median and 95th percentile of the batches' means."""
+def microseconds(
+    body: Callable[[], Any], batches: int, *, repeats_itself: bool = False
+) -> dict[str, float]:
+    """Host time of one call: summary of the means of batches of CALLS calls.
+
+    repeats_itself: one call of the body is a whole batch.
+    """
     samples = []
     for _ in range(batches):
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(1 if repeats_itself else CALLS):
             body()
-        samples.append((time.perf_counter() - start) / calls * 1e6)
+        samples.append((time.perf_counter() - start) / CALLS * 1e6)
         drain()
     return summary(samples)
-
-
-def summary(samples: list[float]) -> dict[str, float]:
-    ordered = sorted(samples)
-    return {
-        "median_us": statistics.median(ordered),
-        "min_us": ordered[0],
-        "p95_us": ordered[int(0.95 * (len(ordered) - 1))],
-    }
 
 
 def drain() -> None:
@@ -153,17 +153,24 @@ class Levels:
         args = self.arguments()
         config, function = bare_launch(self.layer.config)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        address, count = ctypes.addressof(pointers), 50
+        address = ctypes.addressof(pointers)
         launch = driver.api().cuLaunchKernelEx
         symbol = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p)
-        handle = (config.getPtr(), int(function), address, count)
+        handle = (config.getPtr(), int(function), address, CALLS)
+
+        def from_c() -> None:
+            loop(symbol, *handle)
+
+        def bindings() -> None:
+            launch(config, function, address, 0)
+
         with driver.on_device(0):
-            from_c = microseconds(lambda: loop(symbol, *handle), self._batches, calls=1)
-            bindings = microseconds(lambda: launch(config, function, address, 0), self._batches)
-        return {
-            "driver: cuLaunchKernelEx from C": {k: v / count for k, v in from_c.items()},
-            "driver: cuLaunchKernelEx by cuda.bindings": bindings,
-        }
+            return {
+                "driver: cuLaunchKernelEx from C": microseconds(
+                    from_c, self._batches, repeats_itself=True
+                ),
+                "driver: cuLaunchKernelEx by cuda.bindings": microseconds(bindings, self._batches),
+            }
 
     def executor(self) -> dict[str, float]:
         """The launcher: shape by token count, stream, context, status."""
@@ -215,38 +222,33 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     install()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "loop.so")
-        host.compile_text(LOOP, path, ("-std=c++20", "-O2", "-fPIC", "-shared"))
+        host.compile_text(LOOP, path, _FLAGS)
         loop = ctypes.CDLL(str(path)).launch_often
         loop.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long]
         loop.restype = None
         levels = Levels(arguments)
-        rows = {
-            **levels.bare(loop),
-            "dispatch: CUDA executor": levels.executor(),
-            **levels.verbs(),
-        }
-    gpu = describe_gpu() if arguments.driver == "real" else {}
-    return {"gpu": gpu, "pdl": env.pdl(), "rows": rows}
+        rows = levels.bare(loop) | {"dispatch: CUDA executor": levels.executor()} | levels.verbs()
+    for name, inner in WITHIN.items():
+        rows[name]["added_us"] = rows[name]["median_us"] - rows[inner]["median_us"]
+    return {"pdl": env.pdl(), "rows": rows}
+
+
+def rank_main(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    return measure(arguments)
 
 
 def measure_on_fake(arguments: argparse.Namespace) -> dict[str, Any]:
     """In a process of its own, which finds the stand-in before any real driver."""
+    text = NO_KERNELS
+    for name in ("Dispatch", "Combine"):
+        size = ctypes.sizeof(structs()[f"{name}Args"])
+        text = text.replace(f"{name.upper()}_BYTES", str(size))
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder, "kernels.so")
-        text = NO_KERNELS
-        for name in ("Dispatch", "Combine"):
-            size = ctypes.sizeof(structs()[f"{name}Args"])
-            text = text.replace(f"{name.upper()}_BYTES", str(size))
-        host.compile_text(text, kernels, ("-std=c++20", "-O2", "-fPIC", "-shared"))
-        library = fake_cuda.build(Path(folder))
-        done = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--inside"],
-            env=os.environ | fake_cuda.environment(library, kernels, sms=132),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        host.compile_text(text, kernels, _FLAGS)
+        variables = fake_cuda.environment(fake_cuda.build(Path(folder)), kernels, sms=132)
+        with mock.patch.dict(os.environ, variables):
+            found: dict[str, Any] = run_processes(1, rank_main, Path(folder), arguments)[0]
     return found
 
 
@@ -260,14 +262,13 @@ WITHIN = {
 }
 
 
-def print_table(rows: dict[str, dict[str, float]]) -> None:
-    print("| level | us, median | of it added here | min | p95 |")
-    print("|---|---|---|---|---|")
-    for name, row in rows.items():
-        inner = WITHIN.get(name)
-        added = f"{row['median_us'] - rows[inner]['median_us']:.2f}" if inner else ""
-        cells = [f"{row['median_us']:.2f}", added, f"{row['min_us']:.2f}", f"{row['p95_us']:.2f}"]
-        print(f"| {name} | {' | '.join(cells)} |")
+COLUMNS = {
+    "level": "{level}",
+    "us, median": "{median_us:.2f}",
+    "of it added here": "{added_us:.2f}",
+    "min": "{min_us:.2f}",
+    "p95": "{p95_us:.2f}",
+}
 
 
 def parse() -> argparse.Namespace:
@@ -276,32 +277,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--output", type=Path, help="write rows and machine as JSON")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
-    if arguments.inside:
-        print(json.dumps(measure(arguments)))
-        return
-    if arguments.driver == "real" and not torch.cuda.is_available():
+    is_real = arguments.driver == "real"
+    if is_real and not torch.cuda.is_available():
         print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
         return
-    found = measure(arguments) if arguments.driver == "real" else measure_on_fake(arguments)
-    print_table(found["rows"])
+    found = measure(arguments) if is_real else measure_on_fake(arguments)
+    print_headings(COLUMNS)
+    for level, row in found["rows"].items():
+        print_row(COLUMNS, row | {"level": level})
     if arguments.output:
-        machine = describe_run() | found["gpu"]
-        write_json(
-            arguments.output,
-            {
-                "machine": machine,
-                "driver": "stand-in, does nothing" if arguments.driver == "fake" else "real",
-                "pdl": found["pdl"],
-                "tokens": arguments.tokens,
-                "rows": found["rows"],
-            },
-        )
+        about = {
+            "machine": describe_run() | (describe_gpu() if is_real else {}),
+            "driver": "real" if is_real else "stand-in, does nothing",
+            "tokens": arguments.tokens,
+        }
+        write_json(arguments.output, about | found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@
 
 Both are timed on all ranks of a group at once, in turns, in one run, on one copy of the weights
 that all ranks map. Before a time is reported every token id must have the largest of the replicated
-logits, within rounding. The crossover found is printed beside the one that head_cost.py expects.
+logits, within rounding. The crossover found is printed beside the crossover that
+moe_nvlink_plugin/lm_head/cost.py expects.
 
 On one GPU, where ranks are emulated, the parts of a step are timed by themselves: the product of
 one rank, which has the GPU alone, and the two kernels of all ranks at once. NVLink is not in them.
@@ -20,8 +21,8 @@ benchmarks/README.md says how times are taken, and what CPU ranks do not show.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -33,21 +34,29 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-
-from moe_nvlink_plugin.lm_head.kernels import HEAD
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.emulated_head import Backend, CpuBackend, CudaBackend, EmulatedHead
+from benchmarks.columns import Columns, print_headings, print_row
+from benchmarks.emulated_head import EmulatedHead
 from benchmarks.moe_comm import cuda_clock
 from moe_nvlink_plugin import HeadConfig, HeadGroup, driver, sharded_argmax
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.lm_head import cost as head_cost
+from moe_nvlink_plugin.lm_head.kernels import HEAD
+from tests.support import emulated
+from tests.support.ranks import run_processes
 
 #: Calls without rows, for the fixed cost of both exchanges.
 EMPTY_CALLS = 50
+#: Of CPU ranks, of emulated ranks.
+SHOWS = (
+    "CPU ranks: processes that share the cores and the memory of one host",
+    "ranks emulated on one device: weights and kernels, nothing of NVLink",
+)
+#: After which ranks that are stuck end a run.
+LONGEST_GROUP_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +124,8 @@ class Rank:
         most_rows = max(options.rows)
         self.group = HeadGroup.create(options.config(size, rank, most_rows), dist.group.WORLD)
         self.hidden = make_rows(options, rank, most_rows)
-        head.view(-1)[
-            :: 4096 // head.itemsize
-        ].sum()  # a first touch of every page, before any time
+        # A first touch of every page, before any time.
+        head.view(-1)[:: 4096 // head.itemsize].sum()
 
     def replicated(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         logits = torch.mm(self.hidden[:rows], self.head.T)
@@ -220,39 +228,43 @@ def measure(rank: Rank, rows: int) -> dict[str, Any]:
 
 
 def expected(options: Options, size: int, rows: int) -> dict[str, float]:
-    """What head_cost.py says about the same step."""
+    """What the rule in moe_nvlink_plugin/lm_head/cost.py says about the same step."""
     alone_s, split_s = (
         head_cost.step_seconds(options.shape, rows, n, options.rates) for n in (1, size)
     )
     return {"expected_ratio": alone_s / split_s}
 
 
-def rank_main(
-    rank: int, options: Options, size: int, head: torch.Tensor, folder: str, growing: Growing
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{size}", rank=rank, world_size=size
-    )
-    mine = Rank(options, size, rank, head)
-    exchange_us = mine.exchange_us()
-    measured = []
-    for rows in options.rows:
-        measured.append(measure(mine, rows))
+class Group(NamedTuple):
+    """A group that is to be measured, and the result file, where `done` have their places."""
+
+    options: Options
+    size: int
+    head: torch.Tensor
+    record: common.Record
+    done: list[dict[str, Any]]
+
+    def tell(self, columns: Columns, found: dict[str, Any]) -> None:
+        """Prints the last row that was measured, and records this group behind those done."""
+        print_row(columns, found["rows"][-1])
+        found |= crossover(self.options, self.size, found["rows"])
+        self.record.write({"groups": [*self.done, found]})
+
+
+def rank_main(rank: int, _size: int, of: Group) -> dict[str, Any]:
+    """The group's result, on one of its ranks. Rank 0 also prints and records it row by row."""
+    mine = Rank(of.options, of.size, rank, of.head)
+    found: dict[str, Any] = {"exchange_us": mine.exchange_us(), "rows": []}
+    for rows in of.options.rows:
+        found["rows"].append(measure(mine, rows))
         if rank == 0:
-            print_row(ON_CPU, measured[-1])
-            made = crossover(options, size, measured)
-            found = {"exchange_us": exchange_us, **made, "rows": measured}
-            growing.write(found)
-    if rank == 0:
-        Path(folder, f"group{size}.json").write_text(json.dumps(found))
-    dist.barrier()  # gloo ends a process that takes the group down while another still uses it
+            of.tell(ON_CPU, found)
     mine.group.close()
-    dist.destroy_process_group()
+    return found
 
 
 def crossover(options: Options, size: int, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where splitting stops being faster, of the rows measured, and what head_cost.py expects.
+    """Where splitting stops being faster, of the rows measured, and what the cost rule expects.
 
     None: no measured number of rows is on that side. On CPU ranks also by work rather than time,
     which what else the machine does hardly touches.
@@ -274,116 +286,77 @@ def sides(measured: list[dict[str, Any]], ratio: str) -> dict[str, int | None]:
     }
 
 
-#: Columns of a table -> the field, and what it is multiplied by.
 ON_CPU = {
-    "group": ("tp_size", 1),
-    "rows/rank": ("rows", 1),
-    "replicated ms": ("replicated_us", 1e-3),
-    "split ms": ("split_us", 1e-3),
-    "x faster": ("ratio", 1.0),
-    "least": ("ratio_least", 1.0),
-    "most": ("ratio_most", 1.0),
-    "replicated work ms": ("replicated_work_us", 1e-3),
-    "split work ms": ("split_work_us", 1e-3),
-    "x less work": ("work_ratio", 1.0),
-    "expected x": ("expected_ratio", 1.0),
-    "sent a rank, bytes": ("sent_bytes", 1),
-    "turns": ("turns", 1),
-    "warm": ("warm", 1),
+    "group": "{tp_size}",
+    "rows/rank": "{rows}",
+    "replicated us": "{replicated_us:.0f}",
+    "split us": "{split_us:.0f}",
+    "x faster": "{ratio:.2f}",
+    "least": "{ratio_least:.2f}",
+    "most": "{ratio_most:.2f}",
+    "replicated work us": "{replicated_work_us:.0f}",
+    "split work us": "{split_work_us:.0f}",
+    "x less work": "{work_ratio:.2f}",
+    "expected x": "{expected_ratio:.2f}",
+    "sent a rank, bytes": "{sent_bytes}",
+    "turns": "{turns}",
+    "warm": "{warm}",
 }
 EMULATED = {
-    "group": ("tp_size", 1),
-    "rows/rank": ("rows", 1),
-    "replicated us": ("replicated_us", 1.0),
-    "product us": ("product_us", 1.0),
-    "gather, all ranks us": ("gather_us", 1.0),
-    "argmax, all ranks us": ("argmax_us", 1.0),
-    "x faster": ("ratio", 1.0),
-    "expected x": ("expected_ratio", 1.0),
-    "weights MB, replicated": ("replicated_weight_bytes", 1e-6),
-    "weights MB, split": ("split_weight_bytes", 1e-6),
+    "group": "{tp_size}",
+    "rows/rank": "{rows}",
+    "replicated us": "{replicated_us:.1f}",
+    "product us": "{product_us:.1f}",
+    "gather, all ranks us": "{gather_us:.1f}",
+    "argmax, all ranks us": "{argmax_us:.1f}",
+    "x faster": "{ratio:.2f}",
+    "expected x": "{expected_ratio:.2f}",
+    "weight bytes, replicated": "{replicated_weight_bytes}",
+    "weight bytes, split": "{split_weight_bytes}",
 }
-
-
-def print_head(columns: dict[str, tuple[str, float]]) -> None:
-    print("| " + " | ".join(columns) + " |")
-    print("|---" * len(columns) + "|", flush=True)
-
-
-def print_row(columns: dict[str, tuple[str, float]], row: dict[str, Any]) -> None:
-    cells = [row[field] * factor for field, factor in columns.values()]
-    texts = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
-    print("| " + " | ".join(texts) + " |", flush=True)
 
 
 def print_crossover(found: dict[str, Any]) -> None:
-    parts = [
-        f"groups of {found['tp_size']}: faster up to {found['faster_up_to']} rows a rank",
-        f"slower from {found['slower_from']} (of those measured)",
-        f"expected by head_cost.py up to {found['expected_up_to']}",
+    texts = [
+        "groups of {tp_size}: faster up to {faster_up_to} rows a rank",
+        "slower from {slower_from} (of those measured)",
+        "expected up to {expected_up_to}",
     ]
     if "by_work" in found:
-        by_work = found["by_work"]
-        parts.append(
-            f"by work: less up to {by_work['faster_up_to']}, more from {by_work['slower_from']}"
-        )
+        texts += ["by work: less up to {by_work[faster_up_to]}, more from {by_work[slower_from]}"]
     if "exchange_us" in found:
-        parts.append(f"both exchanges without rows take {found['exchange_us']:.0f} us")
-    print("; ".join(parts), flush=True)
+        texts += ["both exchanges without rows take {exchange_us:.0f} us"]
+    print("; ".join(texts).format_map(found), flush=True)
 
 
-@dataclasses.dataclass
-class Growing:
-    """The result file, which is written after every number of rows; `groups` are over."""
-
-    record: common.Record
-    groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-    def write(self, *unfinished: dict[str, Any]) -> None:
-        self.record.write({"groups": [*self.groups, *unfinished]})
-
-
-def on_cpu(options: Options, growing: Growing) -> None:
-    """One result per group size."""
-    host.load(
-        HEAD.host_source()
-    )  # compiled once, here, rather than by ranks that wait for each other
-    print_head(ON_CPU)
-    head = make_head(options)
+def on_cpu(of: Group) -> dict[str, Any]:
+    """A group of processes."""
+    host.load(HEAD.host_source())  # compiled once, rather than by ranks that wait for each other
     with tempfile.TemporaryDirectory() as folder:
-        for size in options.groups:
-            mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
-                rank_main, (options, size, head, folder, growing), nprocs=size
-            )
-            growing.groups.append(json.loads(Path(folder, f"group{size}.json").read_text()))
-            print_crossover(growing.groups[-1])
+        made = run_processes(of.size, rank_main, Path(folder), of, timeout_s=LONGEST_GROUP_S)
+    found: dict[str, Any] = made[0]
+    return found
 
 
-def emulated(options: Options, growing: Growing) -> None:
-    """One result per group size, of ranks on one device."""
-    print_head(EMULATED)
-    head = make_head(options)
-    for size in options.groups:
-        backend = make_backend(options, size)
-        measured = []
-        for rows in options.rows:
-            measured.append(measure_emulated(options, size, rows, head, backend))
-            print_row(EMULATED, measured[-1])
-            found = {**crossover(options, size, measured), "rows": measured}
-            growing.write(found)
-        backend.close()
-        growing.groups.append(found)
-        print_crossover(found)
+def on_device(of: Group) -> dict[str, Any]:
+    """A group of ranks on one device."""
+    found: dict[str, Any] = {"rows": []}
+    with contextlib.closing(make_backend(of.options, of.size)) as backend:
+        for rows in of.options.rows:
+            found["rows"].append(measure_emulated(of.options, of.size, rows, of.head, backend))
+            of.tell(EMULATED, found)
+    return found
 
 
-def make_backend(options: Options, size: int) -> Backend:
-    if options.device == "cuda":
-        return CudaBackend(size, options.config(size, 0, max(options.rows)))
-    return CpuBackend(size)
+def make_backend(options: Options, size: int) -> emulated.Backend:
+    if options.device != "cuda":
+        return emulated.CpuBackend(size, ctas=1)
+    config = options.config(size, 0, max(options.rows))
+    return emulated.CudaBackend(size, 1, config, as_product=True)
 
 
 def measure_emulated(
-    options: Options, size: int, rows: int, head: torch.Tensor, backend: Backend
+    options: Options, size: int, rows: int, head: torch.Tensor, backend: emulated.Backend
 ) -> dict[str, Any]:
     """Median microseconds of a step's parts, each alone with nothing of ours in L2 before it."""
     hidden = [make_rows(options, rank, rows) for rank in range(size)]
@@ -427,8 +400,7 @@ def parse() -> argparse.Namespace:
         "--device",
         default="cpu",
         choices=["cpu", "cuda", "rehearsal"],
-        help="cuda: ranks emulated on one GPU; rehearsal: the same on CPU threads, whose times "
-        "mean nothing",
+        help="cuda: ranks emulated on one GPU; rehearsal: the same on CPU threads",
     )
     parser.add_argument("--vocab", type=int, default=129280)
     parser.add_argument("--hidden", type=int, default=7168)
@@ -449,31 +421,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, help="JSON of rows and machine, written after every number of rows"
     )
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
+    return given
 
 
 def main() -> None:
     arguments = parse()
-    arguments.dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
         return
-    on_processes = arguments.device == "cpu"
+    measure_group, columns, shows = on_cpu, ON_CPU, SHOWS[0]
+    if arguments.device != "cpu":
+        measure_group, columns, shows = on_device, EMULATED, SHOWS[1]
     arguments.device = arguments.device.replace("rehearsal", "cpu")
     options = common.options_from(Options, arguments)
     machine = common.describe_run() | {"load_before": os.getloadavg()}
-    if on_processes:
-        measure_all = on_cpu
-        shows = "CPU ranks: processes that share the cores and the memory of one host"
-    else:
-        measure_all = emulated
-        machine |= common.describe_gpu() if options.device == "cuda" else {}
-        shows = "ranks emulated on one device: weights and kernels, nothing of NVLink"
-    head = {"machine": machine, "options": dataclasses.asdict(options), "shows": shows}
-    growing = Growing(common.Record(arguments.output, head))
-    measure_all(options, growing)
+    machine |= common.describe_gpu() if options.device == "cuda" else {}
+    known = {"machine": machine, "options": dataclasses.asdict(options)}
+    record = common.Record(arguments.output, known | {"shows": shows})
+    groups: list[dict[str, Any]] = []
+    print_headings(columns)
+    head = make_head(options)
+    for size in options.groups:
+        groups.append(measure_group(Group(options, size, head, record, groups)))
+        print_crossover(groups[-1])
     machine["load_after"] = os.getloadavg()
-    growing.record.write({"groups": growing.groups}, complete=True)
+    record.write({"groups": groups}, complete=True)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
+from benchmarks.columns import print_headings, print_row
 from benchmarks.serving import measure, model
 from benchmarks.serving.servers import (
     BACKENDS,
@@ -145,11 +148,11 @@ def _start(
 
 
 def _check_exchanged(
-    server: ExpertParallelServer, waves: measure.Waves, options: Options
+    server: ExpertParallelServer, waves: pd.DataFrame, options: Options
 ) -> list[dict[str, Any]]:
     """Counters of the ranks; every generated token but the last has passed every MoE layer."""
     per_request = (model.PROMPT_TOKENS + options.tokens - 1) * options.layers
-    requests = sum(len(taken) * count for count, taken in waves[server.name].items())
+    requests = int(waves.concurrency[waves.backend == server.name].sum())
     return server.check_exchanged(requests * per_request)
 
 
@@ -157,24 +160,20 @@ def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result for people."""
-    lines = [f"{'at once':>8} {'backend':<22} {'tokens/s':>9}  quartiles        ours / peer"]
-    rows = sorted(result["rows"], key=lambda row: row["concurrency"])
-    for row in rows:
-        rate = row["decode_tokens_per_s"]
-        ratio = result["ratio"].get(row["backend"], {}).get(str(row["concurrency"]))
-        times = (
-            ""
-            if ratio is None
-            else f"{ratio['median']:.2f} ({ratio['q25']:.2f}-{ratio['q75']:.2f})"
-        )
-        lines.append(
-            f"{row['concurrency']:>8} {row['backend']:<22} {rate['median']:>9.0f}  "
-            f"{rate['q25']:.0f}-{rate['q75']:.0f}".ljust(58)
-            + times
-        )
-    return "\n".join(lines)
+COLUMNS = {
+    "at once": "{concurrency}",
+    "backend": "{backend}",
+    "tokens/s": "{decode_tokens_per_s[median]:.0f}",
+    "quartiles": "{decode_tokens_per_s[q25]:.0f}-{decode_tokens_per_s[q75]:.0f}",
+    "ours / peer": "{ratio[median]:.2f} ({ratio[q25]:.2f}-{ratio[q75]:.2f})",
+}
+
+
+def print_table(result: dict[str, Any]) -> None:
+    print_headings(COLUMNS)
+    for row in sorted(result["rows"], key=lambda row: int(row["concurrency"])):
+        ratios = result["ratio"].get(row["backend"])
+        print_row(COLUMNS, row | ({"ratio": ratios[str(row["concurrency"])]} if ratios else {}))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -191,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (measure.WrongTokensError, NotExchangedError, ServerError) as error:
             print(f"nothing was measured: {error}", file=sys.stderr)
             return 1
-    print(table(result))
+    print_table(result)
     if given.output_file is not None:
         common.write_json(given.output_file, result)
     return 0

@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import bench_recipes, gpu_stages, stand_in
+from benchmarks import bench_lm_head, bench_recipes, common, gpu_steps, stand_in
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig
@@ -32,8 +32,7 @@ from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.memory.layout import payload_rows
 from moe_nvlink_plugin.plugins import find_recipe
-from tests.gpu import real_head, real_path, sanitized
-from tests.support import emulated, emulated_text
+from tests.support import emulated, emulated_text, real_head, real_path, sanitized
 from tests.support import ranks as processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,10 +124,10 @@ def of_tests(*selected: str) -> int:
         return int(pytest.main([*ours, *selected], plugins=[OfTests()]))
 
 
-def asked(body: Callable[[], Any]) -> None:
+def asked(body: Callable[..., Any], *given: Any, **options: Any) -> None:
     """Runs what will ask for machine code."""
     try:
-        body()
+        body(*given, **options)
     except Compiled:
         return
     raise AssertionError(f"{body} has not asked for machine code")
@@ -136,33 +135,40 @@ def asked(body: Callable[[], Any]) -> None:
 
 def of_benchmarks() -> None:
     """Each command of the stages, by its own options; the sanitizers' program."""
-    for step in gpu_stages.STEPS.values():
+    for step in gpu_steps.STEPS.values():
         program, *given = step.command
-        if program == "benchmarks/bench_moe_comm.py":
-            request = options.parse("", given)
-            asked(lambda of=request.options: one_gpu.make_backend(of))  # type: ignore[misc]
-        elif program == "benchmarks/bench_recipes.py":
-            with mock.patch.object(sys, "argv", [program, *given]):
-                arguments = bench_recipes.parse()
-            _of_recipes(bench_recipes.gpu_options(arguments), arguments)
+        with mock.patch.object(sys, "argv", [*step.command]):
+            if program == "benchmarks/bench_moe_comm.py":
+                asked(one_gpu.make_backend, options.parse("", given).options)
+            elif program == "benchmarks/bench_recipes.py":
+                _of_recipes(bench_recipes.parse())
+            elif program == "benchmarks/bench_lm_head.py":
+                _of_head(bench_lm_head.parse())
     for case in (sanitized.CASE, sanitized.QUANTISED):
-        asked(lambda of=case: emulated.make_backend("cuda", of, ctas=2))  # type: ignore[misc]
+        asked(emulated.make_backend, "cuda", case, ctas=2)
     with mock.patch.object(emulated_text, "device_source", emulated_text.device_source):
         sanitized.break_barrier()
-        asked(lambda: emulated.make_backend("cuda", sanitized.CASE, ctas=2))
+        asked(emulated.make_backend, "cuda", sanitized.CASE, ctas=2)
     layer(options.Options(batches=(1,)).config(0, 64))  # bench_launch.py: one layer's size as any
 
 
-def _of_recipes(plain: options.Options, arguments: Any) -> None:
-    """As bench_recipes.measure_emulated and measure_formats make them."""
-    changed = [dataclasses.replace(plain, combine=name) for name in arguments.combines]
-    quantised = [dataclasses.replace(plain, recipe=name) for name in arguments.recipes]
-    for of in (plain, *changed, *quantised):
-        asked(lambda of=of: one_gpu.make_backend(of))  # type: ignore[misc]
-    for of in quantised:
-        asked(lambda of=of: one_gpu.make_backend(of, post_quant=True))  # type: ignore[misc]
-        alone = dataclasses.replace(of, top_k=1)
-        asked(lambda of=alone: one_gpu.make_backend(of, alone=True))  # type: ignore[misc]
+def _of_recipes(arguments: Any) -> None:
+    """What bench_recipes.Device makes."""
+    plain = bench_recipes.options_of(arguments)
+    for name in arguments.combines:
+        asked(one_gpu.make_backend, dataclasses.replace(plain, combine=name))
+    asked(one_gpu.make_backend, plain)
+    for name in arguments.recipes:
+        quantised = dataclasses.replace(plain, recipe=name)
+        asked(one_gpu.make_backend, quantised)
+        asked(one_gpu.make_backend, quantised, post_quant=True)
+        asked(one_gpu.make_backend, dataclasses.replace(quantised, top_k=1), alone=True)
+
+
+def _of_head(arguments: Any) -> None:
+    made = common.options_from(bench_lm_head.Options, arguments)
+    for size in made.groups:
+        asked(bench_lm_head.make_backend, made, size)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""The stages of a first half hour on one GPU: which steps, in which order, for how long at most.
+"""Run a stage of gpu_steps.py: each step within its limit, whatever becomes of the others.
 
     python -m benchmarks.gpu_stages [--rehearse] smoke --results DIR     # on_gpu.sh calls this
 
-A step is a program of its own. One that is stuck is ended with all processes it has started, and
-the next one begins. What is left after each step: everything that was said, a summary, and the
-result files that the benchmarks write batch by batch. Nothing but Python's own library is imported
-here, so that a machine that lacks a package is told which.
+A step is a program of its own. If a step is stuck, the runner ends it with all processes that it
+has started, and begins the next one. After each step these files are complete: everything that was
+said, a summary, and the result files that the benchmarks write batch by batch. This module imports
+Python's own library alone, so that it can name the packages that a machine lacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -26,193 +28,35 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-#: What a stage keeps back of its time: the machine's first import of torch, and the summary.
-START_S = 10.0
-#: Of `again`, whatever it is given.
-AGAIN_S = 480.0
-#: With less, a step is not begun.
+from benchmarks.gpu_steps import STAGES, STEPS, Stage, Step, again
+
+#: A step does not begin with less time left.
 LEAST_S = 5.0
-#: What a step gets between the signal that asks it to end and the one that ends it.
+#: What a step gets between the signal that asks it to end and the signal that ends it.
 GRACE_S = 4.0
 #: A rehearsal shares two processors with other tests.
 REHEARSAL_FACTOR = 4.0
 #: A program's exit status for "cannot run here"; its last line says why (tests/gpu/watched.py).
 CANNOT_RUN = 77
+#: Why steps were left out.
+TIME_WAS_OVER, ENDED = "the stage's time was over", "ended from outside"
 
 PACKAGES = (
     *("torch", "numpy", "cuda.bindings.driver", "cuda.bindings.nvrtc", "filelock", "pluggy"),
     *("pytest", "pytest_timeout", "hypothesis"),
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One program.
-
-    Attributes:
-        name: in the summary, and what `again` takes.
-        limit_s: after which it is ended.
-        command: what follows the interpreter. `{results}` is where its result file's name begins,
-            `{junit}` a scratch file.
-        rehearsed: what is added in a rehearsal; of an option given twice the last one counts.
-        needs: a module without which it is not begun.
-    """
-
-    name: str
-    limit_s: float
-    command: tuple[str, ...]
-    rehearsed: tuple[str, ...] = ()
-    needs: str = ""
-
-    @property
-    def result(self) -> str | None:
-        """Its result file, as in the command."""
-        return next((part for part in self.command if part.startswith("{results}")), None)
+_REPORT = logging.getLogger("gpu_stages")
+_REPORT.setLevel(logging.INFO)
+_REPORT.propagate = False
+say = _REPORT.info
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """Steps in their order, most valuable first; those of one tuple run side by side."""
-
-    name: str
-    limit_s: float
-    steps: tuple[tuple[Step, ...], ...]
-
-
-def _tests(name: str, limit_s: float, *selected: str) -> Step:
-    """GPU tests. A test that takes too long is ended alone, not with all that follow it."""
-    options = ("-q", "-p", "no:cacheprovider", "--timeout-method=signal", "--durations=5")
-    command = ("-m", "pytest", "-m", "gpu", *options, "--junit-xml={junit}", *selected)
-    return Step(name, limit_s, command)
-
-
-_SMALL = (
-    *("--device", "rehearsal", "--emulate_ranks", "2", "--profile", "custom"),
-    *("--hidden_size", "64", "--top_k", "8", "--num_experts", "256"),
-    *("--batches", "1", "4", "--iters", "10", "--warmup", "1", "--backend", "moe_nvlink"),
-)
-
-
-def _emulated(name: str, limit_s: float, *options: str, needs: str = "") -> Step:
-    command = (
-        *("benchmarks/bench_moe_comm.py", "--perfect_router", "--device", "cuda"),
-        *("--emulate_ranks", "8", *options, "--output_file", f"{{results}}-{name}.json"),
-    )
-    return Step(name, limit_s, command, _SMALL, needs)
-
-
-def _watched(tool: str) -> Step:
-    rehearsed = ("--rehearse",) if tool == "memcheck" else ("--rehearse", "--command-only")
-    return Step(tool, 35, ("-m", "tests.gpu.watched", tool), rehearsed)
-
-
-_MEMCHECK = _watched("memcheck")
-_OURS, _THEIRS = ("--backend", "moe_nvlink"), ("--backend", "flashinfer")
-_PEER = "flashinfer"
-_BATCHES = ("--batches", "1", "4", "16", "64", "128", "256", "512", "1024", "2048")
-
-SMOKE = Stage(
-    "smoke",
-    240,
-    (
-        (Step("doctor", 45, ("-m", "moe_nvlink_plugin", "doctor")),),
-        (_tests("real", 60, "tests/gpu/test_real_path.py", "tests/gpu/test_real_head.py"),),
-        (_tests("two-processes", 25, "tests/gpu/test_real_processes.py::test_rounds[2]"),),
-        (_emulated("emulated", 35, *_OURS, "--batches", "1", "64", "2048"),),
-        (_MEMCHECK,),
-        (_emulated("flashinfer", 30, *_THEIRS, "--batches", "64", "--iters", "10", needs=_PEER),),
-    ),
-)
-
-NUMBERS = Stage(
-    "numbers",
-    420,
-    (
-        # Beside FlashInfer where it is there; the goals are at most 64 and at 2048.
-        (_emulated("moe-comm", 170, *_BATCHES),),
-        (_emulated("pdl", 40, *_OURS, "--pdl", "--kernel_breakdown", "--batches", "16", "2048"),),
-        (
-            Step(
-                "recipes",
-                75,
-                (
-                    *("benchmarks/bench_recipes.py", "--device", "cuda", "--ep-size", "8"),
-                    *("--tokens", "16", "128", "2048", "--iterations", "100"),
-                    *("--output", "{results}-recipes.json"),
-                ),
-                (
-                    *("--device", "rehearsal", "--ep-size", "2", "--tokens", "4"),
-                    *("--hidden-size", "256", "--num-experts", "8", "--iterations", "5"),
-                ),
-            ),
-        ),
-        (
-            Step(
-                "lm-head",
-                45,
-                (
-                    *("benchmarks/bench_lm_head.py", "--device", "cuda", "--iterations", "50"),
-                    *("--output", "{results}-lm-head.json"),
-                ),
-                (
-                    *("--device", "rehearsal", "--groups", "2", "--vocab", "1000"),
-                    *("--hidden", "64", "--rows", "1", "4", "--iterations", "5"),
-                ),
-            ),
-        ),
-        (
-            Step(
-                "launch",
-                30,
-                ("benchmarks/bench_launch.py", "--driver", "real", "--output")
-                + ("{results}-launch.json",),
-                ("--driver", "fake", "--batches", "5"),
-            ),
-        ),
-        # Once more, for the spread from run to run.
-        (_emulated("spread", 45, *_OURS, "--batches", "1", "4", "16", "64"),),
-    ),
-)
-
-BREADTH = Stage(
-    "breadth",
-    420,
-    (
-        (
-            _tests("cases", 210, "tests/gpu/test_cases.py", "tests/gpu/test_quantisers.py"),
-            _tests("rounds", 210, "tests/gpu/test_rounds.py"),
-            _tests("processes", 210, "tests/gpu/test_real_processes.py"),
-        ),
-        (_watched("racecheck"),),
-        (_MEMCHECK,),
-        (_watched("synccheck"),),
-        (_watched("initcheck"),),
-        (_tests("planted-bugs", 55, "tests/gpu/test_sanitizers.py", "-k", "the_tool_looks"),),
-    ),
-)
-
-STAGES = {stage.name: stage for stage in (SMOKE, NUMBERS, BREADTH)}
-STEPS = {step.name: step for stage in STAGES.values() for group in stage.steps for step in group}
-
-
-def again(names: Sequence[str]) -> Stage:
-    """The named steps, one after the other.
-
-    Raises:
-        ValueError: there is no such step, or one call has not the time for all of them.
-    """
-    unknown = [name for name in names if name not in STEPS]
-    if unknown or not names:
-        what = f"no step is called {', '.join(unknown)}" if unknown else "again which step?"
-        raise ValueError(f"{what}; the steps are {', '.join(STEPS)}")
-    needed = START_S + sum(STEPS[name].limit_s for name in names)
-    if needed > AGAIN_S:
-        raise ValueError(
-            f"{', '.join(names)} may take {needed:g} s, and one call has {AGAIN_S:g} s; name fewer"
-        )
-    return Stage("again", AGAIN_S, tuple((STEPS[name],) for name in names))
+def report_to(path: Path) -> None:
+    """From now on `say` writes to the terminal and to this file."""
+    _REPORT.handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(path, "w")]
 
 
 @dataclasses.dataclass
@@ -224,27 +68,23 @@ class Outcome:
     seconds: float = 0.0
     detail: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.step:14} {self.outcome:8} {self.seconds:6.1f} s  {self.detail}"
 
-class Report:
-    """What is said, to the terminal and to a file, also by several steps at once."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file, self._lock = file, threading.Lock()
-
-    def say(self, text: str = "") -> None:
-        with self._lock:
-            for out in (sys.stdout, self._file):
-                out.write(text + "\n")
-                out.flush()
+    @property
+    def is_bad(self) -> bool:
+        """What a machine cannot do (a tool that its runtime refuses) is named, and no failure."""
+        return self.outcome in ("failed", "cut") or self.detail in (TIME_WAS_OVER, ENDED)
 
 
 class Running:
-    """A step's process, in a process group of its own, so that it can be ended with all it started.
+    """A step's process, in a process group of its own, which one signal ends.
 
-    Not in a session of its own: whoever ends this program's session must end the step too.
+    The group stays in this program's session: whoever ends the session ends the step too.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.last_line = ""
         self.started = self.ended = time.monotonic()
         self._process = subprocess.Popen(
             command,
@@ -257,37 +97,32 @@ class Running:
             preexec_fn=os.setpgrp,
         )
 
-    def wait(self, limit_s: float, report: Report, prefix: str) -> tuple[int | None, str]:
-        """Exit status, None where it was ended; and the last line it printed."""
-        last = [""]
-
-        def read() -> None:
-            assert self._process.stdout is not None
-            for line in self._process.stdout:
-                last[0] = line.strip() or last[0]
-                report.say(prefix + line.rstrip("\n"))
-
-        reader = threading.Thread(target=read, daemon=True)
+    def wait(self, limit_s: float, prefix: str) -> int | None:
+        """The exit status; None: its time ran out. No process of the step is left."""
+        reader = threading.Thread(target=self._read, args=(prefix,), daemon=True)
         reader.start()
+        status = None
         try:
-            status: int | None = self._process.wait(limit_s)
+            status = self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            status = None
-            self._signal(signal.SIGINT)  # pytest says what it has, then
+            self.signal(signal.SIGINT)  # pytest says what it has, then
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
         finally:
-            self.end()
+            self.signal(signal.SIGKILL)  # ranks that are left would keep the GPU busy
             self._process.wait()
             self.ended = time.monotonic()
         reader.join(GRACE_S)
-        return status, last[0]
+        return status
 
-    def end(self) -> None:
-        """Ranks that are left would keep the GPU busy."""
-        self._signal(signal.SIGKILL)
+    def _read(self, prefix: str) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.last_line = line.strip() or self.last_line
+            say("%s", prefix + line.rstrip("\n"))
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to all processes of the step."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -296,7 +131,7 @@ class Run:
     """One stage on this machine.
 
     Args:
-        results: folder that what is left goes to.
+        results: folder for the report, the summary and the benchmarks' result files.
         date: in front of every file's name.
         rehearse: small, without a GPU.
     """
@@ -304,10 +139,10 @@ class Run:
     def __init__(self, stage: Stage, results: Path, date: str, *, rehearse: bool) -> None:
         self.stage, self.rehearse = stage, rehearse
         self._factor = REHEARSAL_FACTOR if rehearse else 1.0
+        self._limit_s = stage.limit_s * self._factor
         self._started = time.monotonic()
-        kind = "rehearsal" if rehearse else "gpu"
-        self.prefix = results / f"{date}-{kind}"
-        self._summary = results / f"{date}-{kind}-{stage.name}.json"
+        self._prefix = f"{results / date}-{'rehearsal' if rehearse else 'gpu'}"
+        self._summary = Path(f"{self._prefix}-{stage.name}.json")
         self.report_path = self._summary.with_suffix(".txt")
         self._scratch = Path(tempfile.mkdtemp(prefix="junit-"))
         self._environment = dict(os.environ)
@@ -320,108 +155,108 @@ class Run:
             "date": date,
             "commit": os.environ.get("BENCH_COMMIT", "unknown"),
             "rehearsal": rehearse,
-            "limit_s": stage.limit_s * self._factor,
+            "limit_s": self._limit_s,
         }
 
-    def run(self, report: Report) -> int:
+    def run(self) -> int:
         """Exit status: 0 all well, 1 a step failed, was cut or had no time, 2 nothing could run."""
-        reason = self._introduce(report)
+        reason = self._introduce()
         if reason is not None:
-            report.say(f"\nnothing could run: {reason}")
-            self._write({"nothing_could_run": reason})
+            say(f"\nnothing could run: {reason}")
+            self.facts["nothing_could_run"] = reason
+            self._write()
             return 2
         for group in self.stage.steps:
-            self._run_group(group, report)
+            self._run_group(group)
             self._write()
-        self._conclude(report)
-        return int(any(_is_bad(outcome) for outcome in self.outcomes))
+        return self._conclude()
 
     def stop(self) -> None:
-        """Ends the steps that run and begins no other; the summary is still written. Of a signal's
-        handler, which may run between any two lines of this program.
+        """Ends the steps that run and begins no other; the summary is still written.
+
+        A signal's handler calls this between any two lines of this program.
         """
         self._stopped = True
         for process in self._running:
-            process.end()
+            process.signal(signal.SIGKILL)
 
-    def _introduce(self, report: Report) -> str | None:
-        """Says where this is; why nothing can run here, or None."""
-        facts = _look()
-        self.facts |= facts
+    def _introduce(self) -> str | None:
+        """Says where this is. Returns why nothing can run here, or None."""
+        self.facts |= _look()
         for name in ("stage", "date", "commit", "python", "torch", "gpu"):
-            report.say(f"{name:8} {self.facts.get(name)}")
-        report.say(f"carried  {os.environ.get('GPU_STAGES_CARRIED', 'nothing')}")
+            say(f"{name:8} {self.facts.get(name)}")
+        say(f"carried  {os.environ.get('GPU_STAGES_CARRIED', 'nothing')}")
         if self.rehearse:
-            report.say("A rehearsal, small, on CPU ranks and the stand-in for the driver.")
-            report.say("None of its times means anything, and GPU tests are only collected.")
-        report.say("One GPU: nothing here shows NVLink's latency, bandwidth or ordering.")
-        if facts["missing"]:
-            return f"these packages are missing: {', '.join(facts['missing'])}"
+            say("A rehearsal, small, on CPU ranks and the stand-in for the driver.")
+            say("None of its times means anything, and GPU tests are only collected.")
+        say("One GPU: nothing here shows NVLink's latency, bandwidth or ordering.")
+        if self.facts["missing"]:
+            return f"these packages are missing: {', '.join(self.facts['missing'])}"
         if not self.rehearse:
-            return None if facts["cuda"] else "torch sees no CUDA device"
-        try:
-            self._environment |= _stand_in(self._scratch)
-        except subprocess.CalledProcessError:
+            return None if self.facts["cuda"] else "torch sees no CUDA device"
+        command = [sys.executable, "-m", "benchmarks.stand_in", str(self._scratch)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
             return "the stand-in for the driver could not be built; what stopped it stands above"
+        self._environment |= json.loads(done.stdout)
         return None
 
     def _left_s(self) -> float:
-        return self.stage.limit_s * self._factor - (time.monotonic() - self._started)
+        return self._limit_s - (time.monotonic() - self._started)
 
-    def _run_group(self, group: tuple[Step, ...], report: Report) -> None:
-        ready = [step for step in group if self._may_run(step, report)]
+    def _run_group(self, group: tuple[Step, ...]) -> None:
+        ready = [step for step in group if self._may_run(step)]
         limits = [min(step.limit_s * self._factor, self._left_s()) for step in ready]
         commands = [self._command(step) for step in ready]
         for step, command in zip(ready, commands, strict=True):
-            report.say(f"\n== {step.name}\n{' '.join(command)}")
+            say("%s", f"\n== {step.name}\n{' '.join(command)}")
         # All before the first thread: what runs between fork and exec then has no locks to fear.
-        self._running = running = [Running(command, self._environment) for command in commands]
+        self._running = [Running(command, self._environment) for command in commands]
         if self._stopped:
             self.stop()
-        with ThreadPoolExecutor(max(1, len(ready))) as pool:
-            ended = [
-                pool.submit(process.wait, limit, report, f"[{step.name}] " if group[1:] else "")
-                for process, step, limit in zip(running, ready, limits, strict=True)
-            ]
-            for future, process, step, limit in zip(ended, running, ready, limits, strict=True):
-                status, last = future.result()
-                seconds = process.ended - process.started
-                self._add(self._judge(step, status, last, limit, seconds), report)
+        with ThreadPoolExecutor(len(group)) as pool:
+            prefixes = [f"[{step.name}] " if group[1:] else "" for step in ready]
+            statuses = pool.map(Running.wait, self._running, limits, prefixes)
+            for step, process, status, limit in zip(
+                ready, self._running, statuses, limits, strict=True
+            ):
+                self._add(self._judge(step, process, status, limit))
 
-    def _may_run(self, step: Step, report: Report) -> bool:
+    def _may_run(self, step: Step) -> bool:
         reason = ""
         if self._stopped:
-            reason = "ended from outside"
+            reason = ENDED
         elif self._left_s() < LEAST_S:
-            reason = "the stage's time was over"
-        elif step.needs and not self.rehearse and importlib.util.find_spec(step.needs) is None:
+            reason = TIME_WAS_OVER
+        elif step.needs and not self.rehearse and not _is_there(step.needs):
             reason = f"{step.needs} was not carried (benchmarks/carry.sh) and is not installed"
         if reason:
-            self._add(Outcome(step.name, "not run", 0.0, reason), report)
+            self._add(Outcome(step.name, "not run", detail=reason))
         return not reason
 
-    def _add(self, outcome: Outcome, report: Report) -> None:
+    def _add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        report.say(f"== {_line(outcome)}")
+        say("%s", f"== {outcome}")
 
     def _command(self, step: Step) -> list[str]:
         parts = step.command + (step.rehearsed if self.rehearse else ())
-        places = {"{results}": str(self.prefix), "{junit}": str(self._junit(step))}
-        return [sys.executable, *(_filled(part, places) for part in parts)]
+        return [sys.executable, *map(self._filled, parts, [step] * len(parts))]
+
+    def _filled(self, part: str, step: Step) -> str:
+        return part.replace("{results}", self._prefix).replace("{junit}", str(self._junit(step)))
 
     def _junit(self, step: Step) -> Path:
         return self._scratch / f"{step.name}.xml"
 
-    def _judge(
-        self, step: Step, status: int | None, last: str, limit_s: float, seconds: float
-    ) -> Outcome:
+    def _judge(self, step: Step, process: Running, status: int | None, limit_s: float) -> Outcome:
+        seconds = round(process.ended - process.started, 1)
         outcome, detail = "passed" if status == 0 else "failed", ""
         if status is None:
             outcome, detail = "cut", f"at {limit_s:.0f} s"
         elif status and self._stopped:
-            outcome, detail = "cut", "ended from outside"
+            outcome, detail = "cut", ENDED
         elif status == CANNOT_RUN:
-            outcome, detail = "not run", last
+            outcome, detail = "not run", process.last_line
         elif status:
             detail = f"exit status {status}"
         if self._junit(step).exists():
@@ -429,54 +264,33 @@ class Run:
             if outcome == "passed" and not ran:
                 outcome = "not run"
         elif step.result is not None:
-            written = Path(_filled(step.result, {"{results}": str(self.prefix)}))
+            written = Path(self._filled(step.result, step))
             rows = _rows_of(written, not_before=time.time() - seconds - 1)
-            detail = ", ".join(part for part in (detail, f"{rows} rows in {written.name}") if part)
+            detail += f"{', ' if detail else ''}{rows} rows in {written.name}"
             if outcome == "passed" and not rows:
                 outcome = "failed"
-        return Outcome(step.name, outcome, round(seconds, 1), detail)
+        return Outcome(step.name, outcome, seconds, detail)
 
-    def _conclude(self, report: Report) -> None:
-        compiled = _cubins() - self._cubins
-        report.say(f"\nkernels compiled here, because they were not carried: {compiled}")
-        self.facts["kernels_compiled_here"] = compiled
+    def _conclude(self) -> int:
+        compiled = self.facts["kernels_compiled_here"] = _cubins() - self._cubins
+        say(f"\nkernels compiled here, because they were not carried: {compiled}")
         self._write()
-        seconds = time.monotonic() - self._started
-        report.say(f"\nsummary of {self.stage.name} after {seconds:.0f} s:")
+        say(f"\nsummary of {self.stage.name} after {time.monotonic() - self._started:.0f} s:")
         for outcome in self.outcomes:
-            report.say("  " + _line(outcome))
-        bad = [outcome.step for outcome in self.outcomes if _is_bad(outcome)]
-        if bad:
-            report.say(f"NOT WELL: {', '.join(bad)}; again: on_gpu.sh again {' '.join(bad)}")
-        else:
-            report.say("all well")
+            say("%s", f"  {outcome}")
+        bad = [outcome.step for outcome in self.outcomes if outcome.is_bad]
+        names = ", ".join(bad)
+        say(f"NOT WELL: {names}; again: on_gpu.sh again {' '.join(bad)}" if bad else "all well")
+        return int(bool(bad))
 
-    def _write(self, more: dict[str, Any] | None = None) -> None:
+    def _write(self) -> None:
         """After every step: this program may be ended at any time."""
         seconds = round(time.monotonic() - self._started, 1)
         steps = [dataclasses.asdict(outcome) for outcome in self.outcomes]
-        document = self.facts | (more or {}) | {"seconds": seconds, "steps": steps}
         unfinished = self._summary.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(document, indent=1) + "\n")
+        text = json.dumps(self.facts | {"seconds": seconds, "steps": steps}, indent=1)
+        unfinished.write_text(text + "\n")
         unfinished.replace(self._summary)
-
-
-def _filled(part: str, places: dict[str, str]) -> str:
-    for name, value in places.items():
-        part = part.replace(name, value)
-    return part
-
-
-def _line(outcome: Outcome) -> str:
-    return f"{outcome.step:14} {outcome.outcome:8} {outcome.seconds:6.1f} s  {outcome.detail}"
-
-
-def _is_bad(outcome: Outcome) -> bool:
-    """What a machine cannot do (a tool that its runtime refuses) is named, and no failure."""
-    no_time = outcome.outcome == "not run" and (
-        "time was over" in outcome.detail or "from outside" in outcome.detail
-    )
-    return outcome.outcome in ("failed", "cut") or no_time
 
 
 def _tests_of(junit: Path) -> tuple[str, int]:
@@ -493,7 +307,7 @@ def _tests_of(junit: Path) -> tuple[str, int]:
 
 
 def _rows_of(path: Path, *, not_before: float) -> int:
-    """Of a result file; 0 where there is none, or it was there before."""
+    """Rows of a result file; 0: there is no file, or it was there before."""
     try:
         if path.stat().st_mtime < not_before:
             return 0
@@ -507,43 +321,33 @@ def _cubins() -> int:
     return len(list(Path(os.environ.get("MOE_NVLINK_CACHE_DIR", "/nowhere")).glob("*.cubin")))
 
 
-_LOOK = """
-import importlib.util, json, sys
-def there(name):
-    try: return importlib.util.find_spec(name) is not None
-    except ImportError: return False
-facts = {"missing": [name for name in sys.argv[1:] if not there(name)], "cuda": False}
-facts["python"] = sys.version.split()[0]
-facts["torch"] = facts["gpu"] = None
-if "torch" not in facts["missing"]:
-    import torch
-    facts["torch"] = torch.__version__
-    if torch.cuda.is_available():
-        facts["cuda"], facts["gpu"] = True, torch.cuda.get_device_name(0)
-print(json.dumps(facts))
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a package that it would be in
+        return False
+
+
+_ASK_TORCH = """
+import torch
+print(torch.__version__)
+print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
 """
 
 
 def _look() -> dict[str, Any]:
-    """What this machine has; asked in another process, which loads torch."""
-    facts: dict[str, Any] = {"missing": ["a Python that answers"], "cuda": False}
-    with contextlib.suppress(subprocess.TimeoutExpired, ValueError, IndexError):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _LOOK, *PACKAGES],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        facts = json.loads(done.stdout.splitlines()[-1])
-    return facts
-
-
-def _stand_in(folder: Path) -> dict[str, str]:
-    command = [sys.executable, "-m", "benchmarks.stand_in", str(folder)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    """What this machine has. Another process loads torch."""
+    missing = [name for name in PACKAGES if not _is_there(name)]
+    facts: dict[str, Any] = {"missing": missing, "python": platform.python_version()}
+    version, gpu = None, ""
+    if "torch" not in missing:
+        command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
+        try:
+            said = subprocess.check_output(command, text=True, timeout=120)
+            version, gpu = said.removesuffix("\n").split("\n")[-2:]
+        except subprocess.SubprocessError:
+            missing.append("a torch that answers")
+    return facts | {"torch": version, "gpu": gpu or None, "cuda": bool(gpu)}
 
 
 def main() -> None:
@@ -565,9 +369,8 @@ def main() -> None:
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_given: run.stop())
-    with run.report_path.open("w") as file:
-        status = run.run(Report(file))
-    raise SystemExit(status)
+    report_to(run.report_path)
+    raise SystemExit(run.run())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 #   benchmarks/on_gpu.sh again NAME...  steps of these by name: what was mended, once more
 #   --rehearse  before the stage: the same steps, small, on CPU ranks and the stand-in for the driver
 #
-# benchmarks/gpu_stages.py has the steps and their limits. Leaves <date>-gpu-<stage>.txt (all that was
+# benchmarks/gpu_steps.py has the steps and their limits. Leaves <date>-gpu-<stage>.txt (all that was
 # said), <date>-gpu-<stage>.json (what became of each step) and a JSON file a benchmark in $OUT, or
 # in benchmarks/results/ where OUT is not set. Exit status: 0 all well, 1 a step failed, was cut or
 # found no time, 2 nothing could run.
@@ -36,9 +36,11 @@ scratch=$(mktemp -d) || exit 2
 trap 'rm -rf "$scratch"' EXIT
 export TMPDIR="$scratch"
 
-# The package in the shape it has once installed: kernels/ and integration/ inside it.
+# The package in the shape that it has once installed: kernels/ and integration/ are folders in it. In
+# a checkout they are links, which a copy that was sent to another machine may have lost.
 view="$scratch/view"
 mkdir "$view" && cp -r moe_nvlink_plugin tests benchmarks pyproject.toml "$view" || exit 2
+rm -rf "$view/moe_nvlink_plugin/kernels" "$view/moe_nvlink_plugin/integration" || exit 2
 cp -r kernels integration "$view/moe_nvlink_plugin" || exit 2
 export PYTHONPATH="$view:$scratch/site"
 

@@ -17,6 +17,7 @@ import importlib
 import os
 import shutil
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,14 +144,14 @@ class GlooExchange:
         return self._steps[capacity]
 
     def _count(self, tokens: int, step: Buffers) -> None:
-        before, peers, padded = self._stats, self._given.ep_size - 1, len(step.reduced)
-        self._stats = PeerStats(
-            self.name,
-            before.rounds + 1,
-            before.tokens + tokens,
-            before.padded_tokens + padded,
-            before.bytes_allgather + peers * sum(sent.nbytes for sent, _received in step.wires),
-            before.bytes_reducescatter + peers * step.reduced.nbytes,
+        before, peers = self._stats, self._given.ep_size - 1
+        gathered = sum(sent.nbytes for sent, _received in step.wires)
+        self._stats = before._replace(
+            rounds=before.rounds + 1,
+            tokens=before.tokens + tokens,
+            padded_tokens=before.padded_tokens + len(step.reduced),
+            bytes_allgather=before.bytes_allgather + peers * gathered,
+            bytes_reducescatter=before.bytes_reducescatter + peers * step.reduced.nbytes,
         )
 
 
@@ -187,37 +188,27 @@ class Buffers:
             (torch.int32, config.top_k),
             (torch.float32, config.top_k),
         )
+        widths = [dtype.itemsize * elements for dtype, elements in columns]
         rows = config.ep_size * capacity
-        if packed:
-            width = sum(dtype.itemsize * elements for dtype, elements in columns)
-            send, receive = (torch.zeros(n, width, dtype=torch.uint8) for n in (capacity, rows))
-            sent, received = _columns(send, columns), _columns(receive, columns)
-            wires: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ((send, receive),)
-        else:
-            sent, received = (
-                tuple(torch.zeros(n, elements, dtype=dtype) for dtype, elements in columns)
-                for n in (capacity, rows)
-            )
-            wires = tuple(zip(sent, received, strict=True))
+        ends = []
+        for count in (capacity, rows):
+            if packed:
+                whole = torch.zeros(count, sum(widths), dtype=torch.uint8)
+                parts, wire = torch.split(whole, widths, dim=1), [whole]
+            else:
+                parts = tuple(torch.zeros(count, width, dtype=torch.uint8) for width in widths)
+                wire = [*parts]
+            of_type = zip(parts, columns, strict=True)
+            ends.append((wire, tuple(part.view(dtype) for part, (dtype, _elements) in of_type)))
+        (send, sent), (receive, received) = ends
         return Buffers(
             dataclasses.replace(config, max_tokens_per_rank=capacity),
-            wires,
+            tuple(zip(send, receive, strict=True)),
             sent,
             received,
             torch.zeros(rows, config.hidden_size, dtype=config.dtype),
             torch.zeros(capacity, config.hidden_size, dtype=config.dtype),
         )
-
-
-def _columns(
-    packed: torch.Tensor, columns: tuple[tuple[torch.dtype, int], ...]
-) -> tuple[torch.Tensor, ...]:
-    views, start = [], 0
-    for dtype, elements in columns:
-        end = start + dtype.itemsize * elements
-        views.append(packed[:, start:end].view(dtype))
-        start = end
-    return tuple(views)
 
 
 def _tokens_of_step() -> list[int]:
@@ -251,20 +242,11 @@ def timed(kind: Any) -> Any:
                 self.exchange_s += time.perf_counter() - started
 
         def stats(self) -> Any:
-            return WithSeconds(super().stats()._asdict(), self.exchange_s)
+            """With the one method that our manager calls."""
+            counters = {**super().stats()._asdict(), "exchange_s": self.exchange_s}
+            return types.SimpleNamespace(_asdict=lambda: counters)
 
     return Timed
-
-
-@dataclasses.dataclass(frozen=True)
-class WithSeconds:
-    """Counters beside the seconds they took, with the one method that our manager calls."""
-
-    counters: dict[str, Any]
-    exchange_s: float
-
-    def _asdict(self) -> dict[str, Any]:
-        return {**self.counters, "exchange_s": self.exchange_s}
 
 
 def register() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import statistics
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import pandas as pd
+import psutil
 
 from benchmarks import common
 
@@ -17,9 +18,11 @@ IDLE_SHARE = 0.1
 IDLE_WINDOW_S = 0.15
 IDLE_LIMIT_S = 10.0
 
+QUANTILES = {"median": 0.5, "q25": 0.25, "q75": 0.75}
+
 
 class WrongTokensError(Exception):
-    """A server's tokens differ from those of the one-rank server; nothing may be reported."""
+    """A server's tokens differ from the one-rank server's; nothing may be reported."""
 
 
 class Asked(NamedTuple):
@@ -30,14 +33,10 @@ class Asked(NamedTuple):
 
 
 class Server(Protocol):
-    """One server that is up: see servers.py."""
+    """A server that is up: see servers.py."""
 
     name: str
-
-    @property
-    def pids(self) -> list[int]:
-        """Its processes."""
-        ...
+    pids: list[int]
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
         """Tokens for prompts that are sent at once, spread over the ranks in turn."""
@@ -47,33 +46,33 @@ class Server(Protocol):
 class Wave(NamedTuple):
     """One measurement: generated tokens per second, and what else used the cores meanwhile."""
 
+    backend: str
+    concurrency: int
+    round: int
     tokens_per_s: float
     tokens_checked: int
     own_cores: float
     other_cores: float
 
 
-#: name of the server -> concurrency -> its waves, in the order of the rounds
-Waves = dict[str, dict[int, list[Wave]]]
-
-
-def run_wave(server: Server, asked: Asked, concurrency: int, others: Sequence[Server]) -> Wave:
+def run_wave(
+    server: Server, asked: Asked, concurrency: int, number: int, others: Sequence[Server]
+) -> Wave:
     """`concurrency` requests at once, from sending them to the last answer.
 
     Raises:
         WrongTokensError: a token is not the one-rank server's.
     """
     prompts, expected = asked.prompts[:concurrency], asked.expected[:concurrency]
-    own, other = [server.pids], [one.pids for one in others]
-    before = (_cpu_s(own), _cpu_s(other))
+    before = [cpu_seconds([server]), cpu_seconds(others)]
     started = time.perf_counter()
     answers = server.answer(prompts, len(expected[0]))
     seconds = time.perf_counter() - started
-    after = (_cpu_s(own), _cpu_s(other))
+    after = [cpu_seconds([server]), cpu_seconds(others)]
     check(server.name, answers, expected)
     tokens = sum(map(len, answers))
-    own_cores, other_cores = ((b - a) / seconds for a, b in zip(before, after, strict=True))
-    return Wave(tokens / seconds, tokens, own_cores, other_cores)
+    cores = ((b - a) / seconds for a, b in zip(before, after, strict=True))
+    return Wave(server.name, concurrency, number, tokens / seconds, tokens, *cores)
 
 
 def check(name: str, answers: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
@@ -94,10 +93,13 @@ def interleave(
     concurrencies: Sequence[int],
     rounds: int,
     progress: Callable[[str], None],
-) -> Waves:
-    """One unmeasured, checked wave each, then `rounds` of them, the servers taking turns."""
+) -> pd.DataFrame:
+    """Waves as rows: `rounds` of each server, which take turns.
+
+    Each server first answers a checked wave that is not measured.
+    """
     by_name = {server.name: server for server in servers}
-    waves: Waves = {name: {c: [] for c in concurrencies} for name in by_name}
+    waves = []
     for concurrency in concurrencies:
         for number in range(-1, rounds):
             for name in common.order_of(list(by_name), number):
@@ -105,11 +107,10 @@ def interleave(
                 others = [one for one in servers if one is not server]
                 for other in others:
                     wait_until_idle(other)
-                wave = run_wave(server, asked, concurrency, others)
-                if number >= 0:
-                    waves[name][concurrency].append(wave)
+                wave = run_wave(server, asked, concurrency, number, others)
+                waves += [wave] if number >= 0 else []
                 progress(f"{name}, {concurrency} at once: {wave.tokens_per_s:.0f} tokens/s")
-    return waves
+    return pd.DataFrame(waves, columns=Wave._fields)
 
 
 def wait_until_idle(server: Server) -> None:
@@ -119,63 +120,54 @@ def wait_until_idle(server: Server) -> None:
     """
     deadline = time.monotonic() + IDLE_LIMIT_S
     while time.monotonic() < deadline:
-        before = _cpu_s([server.pids])
+        before = cpu_seconds([server])
         time.sleep(IDLE_WINDOW_S)
-        if _cpu_s([server.pids]) - before < IDLE_SHARE * IDLE_WINDOW_S:
+        if cpu_seconds([server]) - before < IDLE_SHARE * IDLE_WINDOW_S:
             return
 
 
-def _cpu_s(groups: Sequence[Sequence[int]]) -> float:
-    return sum(cpu_seconds(pid) for pids in groups for pid in pids)
+def cpu_seconds(servers: Iterable[Server]) -> float:
+    """CPU time of the servers' processes and their threads so far; 0 for those that are gone."""
+    seconds = 0.0
+    for pid in (pid for server in servers for pid in server.pids):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            seconds += times.user + times.system
+    return seconds
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of its threads so far; 0 when it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0.0
-    fields = text.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def spread(values: Any) -> dict[str, float]:
+    """Median and quartiles of a series."""
+    return {name: float(values.quantile(q)) for name, q in QUANTILES.items()}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    # One value has no quartiles but itself.
-    several = [*values, *values] if len(values) == 1 else values
-    low, _middle, high = statistics.quantiles(several, n=4, method="inclusive")
-    return {"median": statistics.median(values), "q25": low, "q75": high}
-
-
-def rows_of(waves: Waves) -> list[dict[str, Any]]:
+def rows_of(waves: pd.DataFrame) -> list[dict[str, Any]]:
     """One row per server and concurrency."""
+    groups = waves.groupby(["backend", "concurrency"])
     return [
         {
             "backend": name,
-            "concurrency": concurrency,
-            "decode_tokens_per_s": spread([wave.tokens_per_s for wave in taken]),
-            "tokens_checked": sum(wave.tokens_checked for wave in taken),
-            "cores_used": statistics.median(wave.own_cores for wave in taken),
-            "cores_used_by_idle_servers": max(wave.other_cores for wave in taken),
+            "concurrency": int(concurrency),
+            "decode_tokens_per_s": spread(of.tokens_per_s),
+            "tokens_checked": int(of.tokens_checked.sum()),
+            "cores_used": float(of.own_cores.median()),
+            "cores_used_by_idle_servers": float(of.other_cores.max()),
         }
-        for name, by_concurrency in waves.items()
-        for concurrency, taken in by_concurrency.items()
+        for name in waves.backend.unique()
+        for concurrency in waves.concurrency.unique()
+        for of in [groups.get_group((name, concurrency))]
     ]
 
 
-def ratios_of(waves: Waves, ours: str) -> dict[str, dict[str, dict[str, float]]]:
+def ratios_of(waves: pd.DataFrame, ours: str) -> dict[str, dict[str, dict[str, float]]]:
     """By peer and concurrency: our throughput over the peer's, round by round, with spread."""
+    rates = waves.set_index(["concurrency", "round", "backend"]).tokens_per_s.unstack()
     return {
-        peer: {
-            str(concurrency): spread(
-                [
-                    mine.tokens_per_s / theirs.tokens_per_s
-                    for mine, theirs in zip(waves[ours][concurrency], taken, strict=True)
-                ]
-            )
-            for concurrency, taken in by_concurrency.items()
+        str(peer): {
+            str(concurrency): spread(ratios)
+            for concurrency, ratios in (rates[ours] / rates[peer]).groupby("concurrency")
         }
-        for peer, by_concurrency in waves.items()
+        for peer in rates.columns
         if peer != ours
     }
 
@@ -189,11 +181,10 @@ def ask_ranks(
 
     complete: sends prompts to a rank and returns their tokens.
     """
-    shares = [list(prompts[rank::ranks]) for rank in range(ranks)]
-    with ThreadPoolExecutor(max_workers=ranks) as pool:
-        pending = [
-            pool.submit(complete, share, rank) if share else None
-            for rank, share in enumerate(shares)
-        ]
-        found = [iter(one.result()) if one is not None else iter(()) for one in pending]
-    return [next(found[number % ranks]) for number in range(len(prompts))]
+    found: list[list[int]] = [[] for _ in prompts]
+    asked = range(min(ranks, len(prompts)))
+    with ThreadPoolExecutor(ranks) as pool:
+        shares = pool.map(complete, (prompts[rank::ranks] for rank in asked), asked)
+        for rank, answers in enumerate(shares):
+            found[rank::ranks] = answers
+    return found

@@ -1,7 +1,7 @@
 """The case list on a GPU: every rank of a case in one cooperative launch on one device.
 
 Quantised rows are held to the recipes' torch code, bit for bit but for nvfp4, whose codes may be
-one away (tests/kernels/compare.py says why). test_quantisers.py has the framework's own quantisers.
+one away (tests/support/compare.py says why). test_quantisers.py has the framework's own quantisers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import random
 import pytest
 import torch
 
-from tests.kernels import cases
-from tests.kernels.cases import CASES, COMBINE_FORMATS, CORE_RECIPE_CASES, RECIPES, Case
-from tests.support import emulated
+from tests.support import cases, emulated
+from tests.support.cases import CASES, COMBINE_FORMATS, CORE_RECIPE_CASES, RECIPES, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu import real_path, vllm_quantisers
-from tests.kernels import cases, compare
+from tests.support import cases, compare, real_path, vllm_quantisers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import sharded_argmax
-from tests.gpu import real_head
-from tests.unit.small_head import ids_of, problem
+from tests.support import real_head
+from tests.support.small_head import ids_of, problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

@@ -12,9 +12,7 @@ import torch
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeStateError
 from moe_nvlink_plugin.testing import ThreadGroup
-from tests.gpu import real_path
-from tests.kernels import cases
-from tests.support import emulated
+from tests.support import cases, emulated, real_path
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import real_head, real_path
 from tests.support import ranks as processes
+from tests.support import real_head, real_path
 
 JOIN_S = 60.0
 

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.kernels import cases
-from tests.kernels.cases import Case
-from tests.support import emulated
+from tests.support import cases, emulated
+from tests.support.cases import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 

@@ -1,4 +1,4 @@
-"""compute-sanitizer over tests/gpu/sanitized.py: python -m tests.gpu.watched TOOL [--break]
+"""compute-sanitizer over tests/support/sanitized.py: python -m tests.gpu.watched TOOL [--break]
 
 Exit status 0: the tool found nothing. CANNOT_RUN: it is not installed, or it refuses this machine's
 runtime; the last line says which. Otherwise it found something, or the program failed.
@@ -45,7 +45,7 @@ def sanitizer() -> str | None:
 
 def command(tool: str, *, broken: bool = False) -> list[str]:
     """The tool over the program, `broken` with the bug that this tool must find."""
-    program = [sys.executable, "-m", "tests.gpu.sanitized"]
+    program = [sys.executable, "-m", "tests.support.sanitized"]
     options = ["--break", tool] if broken else []
     return [sanitizer() or "compute-sanitizer", "--tool", tool, *_USUAL, *_OPTIONS[tool]] + [
         *program,
@@ -83,7 +83,7 @@ def main() -> None:
         print("without the tool:", " ".join(command(arguments.tool)), flush=True)
         if arguments.command_only:
             return
-        program = [sys.executable, "-m", "tests.gpu.sanitized", "--backend", "stand-in"]
+        program = [sys.executable, "-m", "tests.support.sanitized", "--backend", "stand-in"]
         raise SystemExit(subprocess.run(program, cwd=ROOT, check=False).returncode)
     status, said = watch(arguments.tool)
     print(said[-6000:])

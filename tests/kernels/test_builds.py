@@ -18,16 +18,9 @@ from moe_nvlink_plugin import HeadGroup, sharded_argmax
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import (
-    cases,
-    compare,
-    test_combine_formats,
-    test_head,
-    test_numeric,
-    test_quantisers,
-)
-from tests.kernels.cases import RECIPES, Case
-from tests.support import builds
+from tests.kernels import test_combine_formats, test_head, test_numeric, test_quantisers
+from tests.support import builds, cases, compare
+from tests.support.cases import RECIPES, Case
 
 pytestmark = [builds.ON_X86, pytest.mark.timeout(300)]
 

@@ -23,11 +23,10 @@ from moe_nvlink_plugin.jit import header, host
 from moe_nvlink_plugin.recipes import combine_formats
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS, QuantisedPartialRows, error_bound
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import cases, compare
-from tests.kernels.cases import Case
-from tests.kernels.compare import assert_same_bits, one_nan, unsigned_nan
 from tests.kernels.test_specialised import AS_ON_THE_GPU
-from tests.support import delays, kernel_texts
+from tests.support import cases, compare, delays, kernel_texts
+from tests.support.cases import Case
+from tests.support.compare import assert_same_bits, one_nan, unsigned_nan
 from tests.support.delays import replace_once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

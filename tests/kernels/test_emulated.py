@@ -22,13 +22,11 @@ from benchmarks.moe_comm.options import Options
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
-from tests.gpu import sanitized
 from tests.gpu import test_rounds as test_gpu_rounds
-from tests.kernels import cases, compare
-from tests.kernels.cases import CASES, RECIPE_CASES, Case
 from tests.kernels.test_nvrtc import cuobjdump
-from tests.support import delays, emulated, emulated_text, fake_cuda
+from tests.support import cases, compare, delays, emulated, emulated_text, fake_cuda, sanitized
 from tests.support import ranks as processes
+from tests.support.cases import CASES, RECIPE_CASES, Case
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -206,7 +204,7 @@ def test_the_benchmarks_quantiser_compiles(recipe: str, architecture: str) -> No
 
 
 def test_the_bug_for_racecheck_compiles() -> None:
-    """tests/gpu/sanitized.py takes a barrier out of this text."""
+    """tests/support/sanitized.py takes a barrier out of this text."""
     intact = emulated_text.device_source(2, constants()["kElementBf16"], 8)
     broken = sanitized.without_barrier(intact)
     barriers = [

@@ -17,9 +17,8 @@ from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
-from tests.kernels import cases, compare
-from tests.kernels.cases import CASES, RECIPE_CASES, RECIPES, Case, Inputs
-from tests.support import delays
+from tests.support import cases, compare, delays
+from tests.support.cases import CASES, RECIPE_CASES, RECIPES, Case, Inputs
 
 pytestmark = pytest.mark.timeout(180)
 

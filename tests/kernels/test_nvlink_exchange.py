@@ -17,9 +17,8 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.transport import nvlink
-from tests.kernels import cases, compare
-from tests.kernels.cases import Case, Seen
-from tests.support import fake_cuda, kernel_texts
+from tests.support import cases, compare, fake_cuda, kernel_texts
+from tests.support.cases import Case, Seen
 from tests.support.fake_cuda.transport import install
 from tests.support.ranks import run_processes
 

@@ -10,9 +10,8 @@ import torch
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import cases, compare
-from tests.kernels.cases import Case
-from tests.support import delays
+from tests.support import cases, compare, delays
+from tests.support.cases import Case
 
 
 def test_a_clock_that_goes_back_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""tests/gpu/real_head.py on CPU ranks: the GPU tests' own code, run before there is a GPU."""
+"""tests/support/real_head.py on CPU ranks: the GPU tests' own code, run before there is a GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import real_head
 from tests.support import ranks as processes
-from tests.unit.small_head import ids_of
+from tests.support import real_head
+from tests.support.small_head import ids_of
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -1,4 +1,4 @@
-"""tests/gpu/real_path.py on CPU ranks: the GPU tests' own code, run before there is a GPU."""
+"""tests/support/real_path.py on CPU ranks: the GPU tests' own code, run before there is a GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
-from tests.gpu import real_path
-from tests.kernels import cases
+from tests.support import cases, real_path
 from tests.support import ranks as processes
 
 pytestmark = pytest.mark.timeout(240)

@@ -17,10 +17,9 @@ from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import cases, compare
-from tests.kernels.cases import Case, Inputs, Seen
-from tests.support import delays
+from tests.support import cases, compare, delays
 from tests.support import ranks as processes
+from tests.support.cases import Case, Inputs, Seen
 
 pytestmark = pytest.mark.timeout(240)
 

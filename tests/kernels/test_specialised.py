@@ -9,9 +9,8 @@ import torch
 
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
-from tests.kernels import compare
-from tests.kernels.cases import Case, make_inputs, run_case
-from tests.support import kernel_texts
+from tests.support import compare, kernel_texts
+from tests.support.cases import Case, make_inputs, run_case
 from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(180)

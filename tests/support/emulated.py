@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from moe_nvlink_plugin import driver, reference
+from moe_nvlink_plugin import HeadConfig, driver, reference
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import arguments, checks
@@ -31,9 +31,8 @@ from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.shape import Limits, Shape
 from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout, payload_rows
 from moe_nvlink_plugin.plugins import find_recipe
-from tests.kernels import cases, compare
-from tests.kernels.cases import Case, Inputs, Seen
-from tests.support import emulated_text
+from tests.support import cases, compare, emulated_text
+from tests.support.cases import Case, Inputs, Seen
 from tests.support.delays import replace_once
 from tests.support.ranks import RankThreads
 
@@ -165,6 +164,7 @@ class CudaBackend:
     have, residency is what `ctas_per_rank` counted; it holds while this process has the GPU alone.
 
     Args:
+        config: of a layer, or of a shared LM head, whose verbs are head_gather and head_argmax.
         post_quant: dispatch takes rows that the caller has quantised.
     """
 
@@ -172,7 +172,7 @@ class CudaBackend:
         self,
         ranks: int,
         ctas: int,
-        config: AllToAllConfig,
+        config: AllToAllConfig | HeadConfig,
         *,
         pdl: bool = False,
         post_quant: bool = False,
@@ -182,21 +182,18 @@ class CudaBackend:
         self.device = torch.device(device)
         self._index = index = self.device.index or 0
         self._pdl = pdl
-        verbs = emulated_text.verbs(**options)
+        top_k, formats = 0, dict[str, Any](head=True)
+        if isinstance(config, AllToAllConfig):
+            top_k, formats = config.top_k, {"combine": arguments.combine_code(config)}
+            if not post_quant:
+                recipe = find_recipe(config)
+                formats["quantiser"] = arguments.quantiser_code(recipe, config.hidden_size)
+        made = options | formats
+        verbs = emulated_text.verbs(**made)
         self._count = most_ranks_for(ranks, verbs)
         gpu = driver.device(index)
-        code = cubin(
-            config.top_k,
-            element_code(config.dtype),
-            self._count,
-            gpu.architecture,
-            pdl=pdl,
-            quantiser=0
-            if post_quant
-            else arguments.quantiser_code(find_recipe(config), config.hidden_size),
-            combine=arguments.combine_code(config),
-            **options,
-        )
+        element = element_code(config.dtype)
+        code = cubin(top_k, element, self._count, gpu.architecture, pdl=pdl, **made)
         self._num_sms = gpu.num_sms
         with driver.on_device(index):
             self._module = driver.call("cuModuleLoadData", code)

@@ -23,7 +23,11 @@ VERBS = {
     "combine": ("CombineArgs", "SharedOf<Config>", "combine_body"),
     "rounds": ("RoundsArgs", "RoundsShared", "rounds_body"),
     "quantise": ("DispatchArgs", "QuantiseShared", "quantise_body"),
+    "head_gather": ("HeadArgs", "HeadShared", "head_gather_body"),
+    "head_argmax": ("HeadArgs", "HeadArgmaxShared", "head_argmax_body"),
 }
+#: Those whose body is a kernel's of the product.
+OF_PRODUCT = ("dispatch", "combine", "head_gather", "head_argmax")
 
 
 class RoundsArgs(ctypes.Structure):
@@ -126,7 +130,7 @@ HD float activation(const RoundsArgs& args, const char* rows, const float* scale
   return Element::to_float(Element::from_float(value * scales[index / 128]));
 }
 
-// tests/kernels/cases.py expert_rows, the same operations in the same order: the same bits.
+// tests/support/cases.py expert_rows, the same operations in the same order: the same bits.
 template <class Element>
 HD void experts(const RoundsArgs& args, const Cta& cta) {
   const Geometry& geometry = args.dispatch.geometry;
@@ -282,13 +286,13 @@ THREADS = 256
 #: Per verb, on the GPU. `{count}` ranks at most; gridDim.y of them run.
 _DEVICE_ENTRY = """
 namespace moe_nvlink {{
-struct Emulated{args} {{
+struct Emulated_{verb} {{
   {args} of[{count}];
 }};
 }}  // namespace moe_nvlink
 
 extern "C" __global__ void {bounds} moe_nvlink_emulated_{verb}(
-    const __grid_constant__ moe_nvlink::Emulated{args} args) {{
+    const __grid_constant__ moe_nvlink::Emulated_{verb} args) {{
   __shared__ moe_nvlink::{shared} shared;
   moe_nvlink::{body}<Config>(args.of[blockIdx.y], moe_nvlink::this_cta(), shared);
 }}
@@ -380,8 +384,12 @@ def struct_of(verb: str) -> type[ctypes.Structure]:
     return RoundsArgs if name == "RoundsArgs" else structs()[name]
 
 
-def verbs(*, fused: bool = False, alone: bool = False, **_options: int) -> tuple[str, ...]:
+def verbs(
+    *, fused: bool = False, alone: bool = False, head: bool = False, **_options: int
+) -> tuple[str, ...]:
     """Verbs that device_source makes with these options."""
+    if head:
+        return ("head_gather", "head_argmax")
     if alone:
         return ("quantise",)
     return ("rounds",) if fused else ("dispatch", "combine")
@@ -396,6 +404,7 @@ def device_source(
     delays: bool = False,
     fused: bool = False,
     alone: bool = False,
+    head: bool = False,
     as_product: bool = False,
     quantiser: int = 0,
     combine: int = 0,
@@ -407,24 +416,23 @@ def device_source(
         delays: sleeps sown in.
         fused: moe_nvlink_emulated_rounds instead.
         alone: moe_nvlink_emulated_quantise instead; needs a quantiser.
+        head: moe_nvlink_emulated_head_gather and _head_argmax instead; top_k is of no account.
         as_product: for CTAs of any size, as the product's kernels are.
     """
-    text, entries = re.subn(
-        r"^MOE_NVLINK_KERNEL\(.*\)\n",
-        "",
-        kernel_texts.specialised_source(
-            top_k, element, pdl=pdl, quantiser=quantiser, combine=combine
-        ),
-        flags=re.MULTILINE,
+    text = kernel_texts.specialised_source(
+        top_k, element, pdl=pdl, quantiser=quantiser, combine=combine
     )
-    assert entries == 2, f"{entries} entry points of the product"
+    if head:
+        text = kernel_texts.head_source(element, pdl=pdl)
+    text, entries = re.subn(r"^MOE_NVLINK_KERNEL\(.*\)\n", "", text, flags=re.MULTILINE)
+    assert entries == (3 if head else 2), f"{entries} entry points of the product"
     if fused:
         text += _ROUNDS
     if alone:
         text += _QUANTISE
     if delays:
         text = with_delays(text, host=False)
-    for verb in verbs(fused=fused, alone=alone):
+    for verb in verbs(fused=fused, alone=alone, head=head):
         args, shared, body = VERBS[verb]
         fields: dict[str, Any] = {"args": args, "shared": shared, "body": body}
         fields["bounds"] = "" if as_product else f"__launch_bounds__({THREADS})"
@@ -442,8 +450,7 @@ def stand_in_source(count: int) -> str:
     """The host library that tests/support/fake_cuda runs when emulated kernels are launched."""
     text = host_source(delays=True)
     for verb, (args, _shared, _body) in VERBS.items():
-        of_product = verb in ("dispatch", "combine")
-        function = f"{'moe_nvlink' if of_product else 'emulated'}_{verb}"
+        function = f"{'moe_nvlink' if verb in OF_PRODUCT else 'emulated'}_{verb}"
         window = ".dispatch.window_base" if verb == "rounds" else ".window_base"
         fields = {"args": args, "function": function, "window": window}
         text += _STAND_IN_ENTRY.format(verb=verb, count=count, **fields)

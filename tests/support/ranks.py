@@ -41,10 +41,10 @@ PRELOADED = [
     "cuda.bindings.driver",
     "moe_nvlink_plugin.testing",
     "tests.support.fake_cuda.transport",
-    "tests.kernels.cases",
-    "tests.kernels.compare",
+    "tests.support.cases",
+    "tests.support.compare",
 ]
-#: Longer than ranks on a GPU wait for a peer (tests/gpu/real_path.py).
+#: Longer than ranks on a GPU wait for a peer (tests/support/real_path.py).
 GRACE_S = 15.0
 #: What they are forked from starts with this, not with what the first test to need ranks has set:
 #: ranks of later tests would find its stand-in of a driver, by the linker's path.

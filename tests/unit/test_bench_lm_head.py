@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_lm_head, emulated_head
+from benchmarks import bench_lm_head
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import elements
 from moe_nvlink_plugin.lm_head import cost as head_cost
-from tests.support import emulated, fake_cuda
+from tests.support import emulated, emulated_text, fake_cuda
 from tests.support import ranks as processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,15 +131,15 @@ def test_the_crossover_that_is_reported() -> None:
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 def test_the_kernels_compile_for_a_gpu(architecture: str) -> None:
-    text = emulated_head.device_source(elements()["bf16"], 8)
+    text = emulated_text.device_source(0, elements()["bf16"], 8, head=True, as_product=True)
     code = nvrtc.compile_cubin(text, architecture)
-    for kernel in emulated_head.KERNELS:
+    for kernel in emulated_text.verbs(head=True):
         assert f"moe_nvlink_emulated_{kernel}".encode() in code
 
 
 def test_the_gpu_code_on_a_stand_in_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, loaded, packed and launched by unmodified cuda-python, with a GPU's shapes."""
-    kernels = host.build(emulated_head.stand_in_source(count=4), emulated.FLAGS)
+    kernels = host.build(emulated_text.stand_in_source(count=8), emulated.FLAGS)
     library = fake_cuda.build(tmp_path)
     for name, value in fake_cuda.environment(library, kernels, sms=132).items():
         monkeypatch.setenv(name, value)
@@ -156,7 +156,8 @@ def test_the_gpu_code_on_a_stand_in_driver(tmp_path: Path, monkeypatch: pytest.M
 def _on_stand_in(_rank: int, _size: int) -> tuple[Any, ...]:
     head = bench_lm_head.make_head(OPTIONS)
     config = OPTIONS.config(4, 0, 5)
-    with contextlib.closing(emulated_head.CudaBackend(4, config, "cpu")) as backend:
+    backend = emulated.CudaBackend(4, 1, config, device="cpu", as_product=True)
+    with contextlib.closing(backend):
         row = bench_lm_head.measure_emulated(OPTIONS, 4, 5, head, backend)
         last = fake_cuda.control().last_launch()
     assert row["argmax_us"] > 0

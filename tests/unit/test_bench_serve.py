@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,14 +183,18 @@ def test_an_answer_that_is_too_short_is_wrong() -> None:
 
 
 def test_ratios_pair_the_waves_of_a_round() -> None:
-    def waves(*rates: float) -> dict[int, list[measure.Wave]]:
-        return {4: [measure.Wave(rate, 1, 1.5, 0.1) for rate in rates]}
-
-    found = {"ours": waves(10, 30, 20), "peer": waves(5, 10, 20)}
-    assert measure.ratios_of(found, "ours") == {
+    rates = {"ours": (10, 30, 20), "peer": (5, 10, 20)}
+    waves = pd.DataFrame(
+        [
+            measure.Wave(name, 4, number, rate, 1, 1.5, 0.1)
+            for name, of in rates.items()
+            for number, rate in enumerate(of)
+        ]
+    )
+    assert measure.ratios_of(waves, "ours") == {
         "peer": {"4": {"median": 2.0, "q25": 1.5, "q75": 2.5}}
     }
-    assert measure.spread([7.0]) == {"median": 7.0, "q25": 7.0, "q75": 7.0}
+    assert measure.spread(pd.Series([7.0])) == {"median": 7.0, "q25": 7.0, "q75": 7.0}
 
 
 def test_requests_go_to_the_ranks_in_turn() -> None:
@@ -201,12 +206,15 @@ def test_requests_go_to_the_ranks_in_turn() -> None:
 
 
 def test_cpu_seconds_of_a_process_that_works() -> None:
-    before = measure.cpu_seconds(os.getpid())
+    server = FakeServer("this one", [])
+    server.pids = [os.getpid()]
+    before = measure.cpu_seconds([server])
     sum(range(3_000_000))
-    assert measure.cpu_seconds(os.getpid()) > before
+    assert measure.cpu_seconds([server]) > before
     ended = subprocess.Popen(["true"])
     ended.wait()
-    assert measure.cpu_seconds(ended.pid) == 0.0
+    server.pids = [ended.pid]
+    assert measure.cpu_seconds([server]) == 0.0
 
 
 def server_with_counters(
@@ -304,7 +312,7 @@ def test_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [server.options for server in STARTED] == [{"max_num_seqs": 2, "timed": False}] * 2
     assert all(server.stopped for server in STARTED)
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 1 + len(rows)
+    assert len(printed) == 2 + len(rows)
     ratio = result["ratio"]["gloo_ag_rs"]["3"]["median"]
     assert f"{ratio:.2f} (" in printed[-1]
 

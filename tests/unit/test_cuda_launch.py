@@ -37,8 +37,7 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch import cuda
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
-from tests.kernels import cases, compare
-from tests.support import fake_cuda, kernel_texts
+from tests.support import cases, compare, fake_cuda, kernel_texts
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
 

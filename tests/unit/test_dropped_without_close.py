@@ -16,7 +16,8 @@ import torch
 
 from moe_nvlink_plugin import HeadGroup, MoeAllToAll, sharded_argmax
 from moe_nvlink_plugin.testing import ThreadGroup
-from tests.unit import small_exchange, small_head
+from tests.support import small_head
+from tests.unit import small_exchange
 
 
 def _layer() -> tuple[Any, Any]:

@@ -33,8 +33,7 @@ from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support import kernel_texts
 from tests.support.ranks import run_processes
-from tests.unit import small_exchange
-from tests.unit.small_head import (
+from tests.support.small_head import (
     CAPACITY,
     VOCAB,
     Problem,
@@ -45,6 +44,7 @@ from tests.unit.small_head import (
     logits_of,
     problem,
 )
+from tests.unit import small_exchange
 
 pytestmark = pytest.mark.timeout(120)
 

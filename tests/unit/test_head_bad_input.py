@@ -31,7 +31,7 @@ from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.support.ranks import run_processes
-from tests.unit.small_head import (
+from tests.support.small_head import (
     CAPACITY,
     HIDDEN,
     VOCAB,

@@ -25,7 +25,7 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support import fake_cuda, kernel_texts
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
-from tests.unit.small_head import check_argmax, check_logits, config, problem
+from tests.support.small_head import check_argmax, check_logits, config, problem
 from tests.unit.test_cuda_launch import ALLOWED_IN_CAPTURE, described
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")

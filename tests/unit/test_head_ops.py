@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from moe_nvlink_plugin import HeadGroup, sharded_argmax, sharded_logits
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.unit.small_head import (
+from tests.support.small_head import (
     CAPACITY,
     HIDDEN,
     check_argmax,

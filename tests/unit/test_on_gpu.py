@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from benchmarks import common, gpu_stages
-from benchmarks.gpu_stages import STAGES, STEPS, Report, Run, Stage, Step
+from benchmarks.gpu_stages import Run
+from benchmarks.gpu_steps import AGAIN_S, STAGES, START_S, STEPS, Stage, Step
 from benchmarks.moe_comm import flashinfer_api, options
 from moe_nvlink_plugin.tools.doctor import inquiry
 
@@ -141,10 +142,10 @@ def test_limits_add_up() -> None:
     """What all steps may take at most is what the stage has; and what a lease has."""
     for stage in STAGES.values():
         longest = sum(max(step.limit_s for step in group) for group in stage.steps)
-        assert gpu_stages.START_S + longest <= stage.limit_s, stage.name
+        assert START_S + longest <= stage.limit_s, stage.name
     limits = {name: stage.limit_s for name, stage in STAGES.items()}
     assert limits == {"smoke": 240, "numbers": 420, "breadth": 420}
-    assert sum(limits.values()) + gpu_stages.AGAIN_S <= 30 * 60
+    assert sum(limits.values()) + AGAIN_S <= 30 * 60
     of_all = [step for stage in STAGES.values() for group in stage.steps for step in group]
     assert {step.name: step for step in of_all} == STEPS
     assert all(STEPS[step.name] == step for step in of_all), "one name, one step"
@@ -201,8 +202,8 @@ def conduct(
 
     def conducted(*groups: tuple[Step, ...], limit_s: float = 100) -> tuple[int, Any, str]:
         run = Run(Stage("tried", limit_s, groups), tmp_path, "2026-01-01", rehearse=False)
-        with run.report_path.open("w") as file:
-            status = run.run(Report(file))
+        gpu_stages.report_to(run.report_path)
+        status = run.run()
         summary = json.loads((tmp_path / "2026-01-01-gpu-tried.json").read_text())
         steps = {step.pop("step"): step for step in summary["steps"]}
         return status, steps, capsys.readouterr().out
@@ -366,10 +367,11 @@ ENDED = f"""
 import sys
 from pathlib import Path
 from benchmarks import gpu_stages
+from benchmarks.gpu_steps import STAGES, Stage, Step
 gpu_stages._look = lambda: {{"missing": [], "cuda": True}}
-gpu_stages.STAGES["smoke"] = gpu_stages.Stage("smoke", 200, (
-    (gpu_stages.Step("stuck", 150, ("-c", {STUCK!r})),),
-    (gpu_stages.Step("next", 10, ("-c", "")),)))
+STAGES["smoke"] = Stage("smoke", 200, (
+    (Step("stuck", 150, ("-c", {STUCK!r})),),
+    (Step("next", 10, ("-c", "")),)))
 sys.argv[1:] = ["smoke", "--results", sys.argv[1]]
 gpu_stages.main()
 """
@@ -424,6 +426,20 @@ def test_platformdirs_is_not_needed_where_the_cache_is_named(tmp_path: Path) -> 
         check=False,
     )
     assert said.stdout.strip() == str(cache), said.stderr
+
+
+#: Of the extras `bench` and others, which such a machine does not have.
+LACKING = ("matplotlib", "pandas", "platformdirs", "psutil", "scipy", "tabulate", "tqdm")
+
+
+def test_benchmarks_of_the_stages_need_only_what_the_stages_look_for() -> None:
+    names = {step.command[0] for step in STEPS.values() if step.command[0].endswith(".py")}
+    modules = [name.removesuffix(".py").replace("/", ".") for name in sorted(names)]
+    assert len(modules) == 4
+    block = f"import sys; sys.modules.update(dict.fromkeys({LACKING!r}))"
+    program = "\n".join([block, *(f"import {module}" for module in modules)])
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_peer_that_is_carried() -> None:

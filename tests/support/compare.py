@@ -14,8 +14,8 @@ import torch
 
 from moe_nvlink_plugin import reference
 from moe_nvlink_plugin.recipes import combine_formats
-from tests.kernels import cases
-from tests.kernels.cases import Case, Inputs, Seen, expert_rows, make_inputs, run_case
+from tests.support import cases
+from tests.support.cases import Case, Inputs, Seen, expert_rows, make_inputs, run_case
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

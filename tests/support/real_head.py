@@ -25,10 +25,9 @@ from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.lm_head.sizes import head_layout
 from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT
 from moe_nvlink_plugin.testing import ThreadGroup
-from tests.gpu.real_path import WAIT_S
-from tests.support import emulated
-from tests.unit import small_head
-from tests.unit.small_head import Problem, check_argmax, check_logits, ids_of, logits_of, problem
+from tests.support import emulated, small_head
+from tests.support.real_path import WAIT_S
+from tests.support.small_head import Problem, check_argmax, check_logits, ids_of, logits_of, problem
 
 CAPACITY = 8
 #: Rows of the calls that are captured, each into a graph of its own.

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.testing import ThreadGroup
-from tests.kernels import cases, compare
-from tests.kernels.cases import Case, Inputs, Seen
-from tests.support import emulated
+from tests.support import cases, compare, emulated
+from tests.support.cases import Case, Inputs, Seen
 
 #: Seconds that a rank waits for the others. Its peers on one GPU are a time slice away; a test that
 #: is stuck must not use up the minutes of a lent one. Of CPU ranks on a busy machine: more.

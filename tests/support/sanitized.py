@@ -1,4 +1,4 @@
-"""A small exchange for compute-sanitizer to watch: python -m tests.gpu.sanitized [--break TOOL]
+"""A small exchange for compute-sanitizer to watch: python -m tests.support.sanitized [--break TOOL]
 
 `--break` puts a bug in that the tool must find: memcheck a combine that writes behind its output,
 racecheck a barrier of dispatch that is not there.
@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.gpu import real_head
-from tests.kernels import cases
-from tests.kernels.cases import Case
-from tests.support import cpp, emulated, emulated_text
+from tests.support import cases, cpp, emulated, emulated_text, real_head
+from tests.support.cases import Case
 
 CASE = Case(
     name="sanitized",

@@ -1,0 +1,169 @@
+"""The steps of a first half hour on one GPU: their order, their limits, their small rehearsals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+#: What a stage keeps back of its time: the machine's first import of torch, and the summary.
+START_S = 10.0
+#: What `again` may take, whichever steps it is given.
+AGAIN_S = 480.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One program.
+
+    Attributes:
+        name: what the summary calls the step, and what `again` takes.
+        limit_s: when the runner ends the step.
+        command: what follows the interpreter. `{results}` is where the result file's name begins,
+            `{junit}` a scratch file.
+        rehearsed: what a rehearsal appends; if an option is given twice, the last one counts.
+        needs: a module without which the step does not begin.
+    """
+
+    name: str
+    limit_s: float
+    command: tuple[str, ...]
+    rehearsed: tuple[str, ...] = ()
+    needs: str = ""
+
+    @property
+    def result(self) -> str | None:
+        """The result file, as the command spells it."""
+        return next((part for part in self.command if part.startswith("{results}")), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps in their order, most valuable first; the steps of one tuple run side by side."""
+
+    name: str
+    limit_s: float
+    steps: tuple[tuple[Step, ...], ...]
+
+
+def _step(name: str, limit_s: float, command: str, rehearsed: str = "", needs: str = "") -> Step:
+    return Step(name, limit_s, tuple(command.split()), tuple(rehearsed.split()), needs)
+
+
+def _tests(name: str, limit_s: float, selected: str) -> Step:
+    """GPU tests. If one test takes too long, pytest ends that test alone."""
+    options = "-q -p no:cacheprovider --timeout-method=signal --durations=5 --junit-xml={junit}"
+    return _step(name, limit_s, f"-m pytest -m gpu {options} {selected}")
+
+
+def _emulated(name: str, limit_s: float, options: str, needs: str = "") -> Step:
+    every = "--perfect_router --device cuda --emulate_ranks 8"
+    return _step(
+        name,
+        limit_s,
+        f"benchmarks/bench_moe_comm.py {every} {options} --output_file {{results}}-{name}.json",
+        "--device rehearsal --emulate_ranks 2 --profile custom --hidden_size 64 --top_k 8"
+        " --num_experts 256 --batches 1 4 --iters 10 --warmup 1 --backend moe_nvlink",
+        needs,
+    )
+
+
+def _watched(tool: str) -> Step:
+    rehearsed = "--rehearse" if tool == "memcheck" else "--rehearse --command-only"
+    return _step(tool, 35, f"-m tests.gpu.watched {tool}", rehearsed)
+
+
+_MEMCHECK = _watched("memcheck")
+
+SMOKE = Stage(
+    "smoke",
+    240,
+    (
+        (_step("doctor", 45, "-m moe_nvlink_plugin doctor"),),
+        (_tests("real", 60, "tests/gpu/test_real_path.py tests/gpu/test_real_head.py"),),
+        (_tests("two-processes", 25, "tests/gpu/test_real_processes.py::test_rounds[2]"),),
+        (_emulated("emulated", 35, "--backend moe_nvlink --batches 1 64 2048"),),
+        (_MEMCHECK,),
+        (
+            _emulated(
+                "flashinfer", 30, "--backend flashinfer --batches 64 --iters 10", needs="flashinfer"
+            ),
+        ),
+    ),
+)
+
+NUMBERS = Stage(
+    "numbers",
+    420,
+    (
+        # Beside FlashInfer if it is there. The goals are at 64 tokens or fewer, and at 2048.
+        (_emulated("moe-comm", 170, "--batches 1 4 16 64 128 256 512 1024 2048"),),
+        (_emulated("pdl", 40, "--backend moe_nvlink --pdl --kernel_breakdown --batches 16 2048"),),
+        (
+            _step(
+                "recipes",
+                75,
+                "benchmarks/bench_recipes.py --device cuda --ep-size 8 --tokens 16 128 2048"
+                " --iterations 100 --output {results}-recipes.json",
+                "--device rehearsal --ep-size 2 --tokens 4 --hidden-size 256 --num-experts 8"
+                " --iterations 5",
+            ),
+        ),
+        (
+            _step(
+                "lm-head",
+                45,
+                "benchmarks/bench_lm_head.py --device cuda --iterations 50"
+                " --output {results}-lm-head.json",
+                "--device rehearsal --groups 2 --vocab 1000 --hidden 64 --rows 1 4 --iterations 5",
+            ),
+        ),
+        (
+            _step(
+                "launch",
+                30,
+                "benchmarks/bench_launch.py --driver real --output {results}-launch.json",
+                "--driver fake --batches 5",
+            ),
+        ),
+        # Once more, for the spread from run to run.
+        (_emulated("spread", 45, "--backend moe_nvlink --batches 1 4 16 64"),),
+    ),
+)
+
+BREADTH = Stage(
+    "breadth",
+    420,
+    (
+        (
+            _tests("cases", 210, "tests/gpu/test_cases.py tests/gpu/test_quantisers.py"),
+            _tests("rounds", 210, "tests/gpu/test_rounds.py"),
+            _tests("processes", 210, "tests/gpu/test_real_processes.py"),
+        ),
+        (_watched("racecheck"),),
+        (_MEMCHECK,),
+        (_watched("synccheck"),),
+        (_watched("initcheck"),),
+        (_tests("planted-bugs", 55, "tests/gpu/test_sanitizers.py -k the_tool_looks"),),
+    ),
+)
+
+STAGES = {stage.name: stage for stage in (SMOKE, NUMBERS, BREADTH)}
+STEPS = {step.name: step for stage in STAGES.values() for group in stage.steps for step in group}
+
+
+def again(names: Sequence[str]) -> Stage:
+    """The named steps, one after the other.
+
+    Raises:
+        ValueError: there is no such step, or one call has not the time for all of them.
+    """
+    unknown = [name for name in names if name not in STEPS]
+    if unknown or not names:
+        what = f"no step is called {', '.join(unknown)}" if unknown else "again which step?"
+        raise ValueError(f"{what}; the steps are {', '.join(STEPS)}")
+    needed = START_S + sum(STEPS[name].limit_s for name in names)
+    if needed > AGAIN_S:
+        raise ValueError(
+            f"{', '.join(names)} may take {needed:g} s, and one call has {AGAIN_S:g} s; name fewer"
+        )
+    return Stage("again", AGAIN_S, tuple((STEPS[name],) for name in names))
