@@ -62,7 +62,6 @@ GROWTH_CPU, GROWTH_GPU = ("*-cpu-growth.json",), ("*-gpu-growth.json",)
 RECIPES = ("*-cpu-recipes.json",)
 MODEL = ("*-model.json",)
 SERVE = ("*-cpu-serve.json",)
-SHORT = {"moe_comm": tables.moe_comm((1, 16, 128, 2048)), "recipes": tables.recipes((128, 2048))}
 
 _COMM = "python benchmarks/bench_moe_comm.py"
 _OUT = "--output_file benchmarks/results/DATE"
@@ -86,12 +85,6 @@ MEASURE_LAUNCH = (
 )
 
 
-def short(page: Page, result: Result) -> str:
-    """The table of the kind, with README's numbers of tokens where there are more."""
-    render = SHORT.get(result.kind)
-    return render(page, result) if render else tables.by_kind(page, result)
-
-
 def whole(page: Page, result: Result) -> str:
     """All rows, and what is to be said beside them."""
     parts = [tables.by_kind(page, result)]
@@ -101,10 +94,7 @@ def whole(page: Page, result: Result) -> str:
 
 
 BLOCKS = (
-    Block("exchange", README, CPU_TABLE, short, MEASURE_CPU),
-    Block("gpu", README, GPU_TABLE, short, MEASURE_GPU),
-    Block("serve", README, SERVE, tables.by_kind, MEASURE_SERVE),
-    Block("recipes", README, RECIPES, short, MEASURE_RECIPES),
+    Block("serve", METHODS, SERVE, tables.by_kind, MEASURE_SERVE),
     Block("exchange-all", METHODS, CPU_TABLE, whole, MEASURE_CPU),
     Block("gpu-all", METHODS, GPU_TABLE, whole, MEASURE_GPU),
     Block("recipes-all", METHODS, RECIPES, tables.by_kind, MEASURE_RECIPES),
@@ -116,7 +106,7 @@ BLOCKS = (
 )
 #: Plots are blocks, too: `![what it shows](file)`, or that it was not measured.
 PLOTS = (
-    figures.Plot("plot-latency", README, CPU_TABLE[:1], "latency", "Time against tokens per rank"),
+    figures.Plot("plot-latency", METHODS, CPU_TABLE[:1], "latency", "Time against tokens per rank"),
     figures.Plot(
         "plot-bandwidth", METHODS, CPU_TABLE[:1], "bandwidth", "GB/s beside the copy ceiling"
     ),

@@ -44,6 +44,10 @@ def draw_little(_result: dict[str, Any], folder: Path, source: str) -> list[Path
     return [picture(folder / f"{name}.png", source) for name in names]
 
 
+#: Of README.md, after its section of figures.
+LAST_HEADING = "\n## Where to read on\n"
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the documents and results, in order."""
@@ -107,11 +111,11 @@ def test_this_repository_says_what_its_results_say() -> None:
 
 
 def test_a_changed_digit(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = checkout / "README.md"
+    readme = checkout / report.METHODS
     marked = next(
         line.text
-        for line in documents.lines(readme.read_text(), "README.md")
-        if line.block == "recipes" and "| nvfp4 |" in line.text
+        for line in documents.lines(readme.read_text(), report.METHODS)
+        if line.block == "recipes-all" and "| nvfp4 |" in line.text
     )
     change(readme, marked, marked.replace("| nvfp4 | 1", "| nvfp4 | 9"))
     before = readme.read_text()
@@ -243,17 +247,17 @@ def test_numbers_of_other_sections_are_their_own(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("<!-- report: recipes -->", "<!-- report: recipe -->", "nowhere stands.*recipes"),
-        ("<!-- report: recipes -->\n", "", "where block None is open"),
-        ("\n## Development\n", "\n<!-- report: goals -->\n## Development\n", "has no <!-- end"),
+        ("<!-- report: goals -->", "<!-- report: goal -->", "nowhere stands.*goals"),
+        ("<!-- report: goals -->\n", "", "where block None is open"),
+        (LAST_HEADING, f"\n<!-- report: goals -->{LAST_HEADING}", "has no <!-- end"),
         (
-            "\n## Development\n",
-            "\n<!-- report: fantasy -->\n<!-- end report -->\n## Development\n",
-            "no block 'fantasy'; those of this document: exchange",
+            LAST_HEADING,
+            f"\n<!-- report: fantasy -->\n<!-- end report -->{LAST_HEADING}",
+            "no block 'fantasy'; those of this document: goals",
         ),
         (
-            "\n## Development\n",
-            "\n<!-- report: goals -->\n<!-- end report -->\n## Development\n",
+            LAST_HEADING,
+            f"\n<!-- report: goals -->\n<!-- end report -->{LAST_HEADING}",
             "block goals stands twice",
         ),
     ],
@@ -274,7 +278,7 @@ def test_a_file_of_another_shape_is_named(
 ) -> None:
     write(checkout, "2031-01-02-cpu-recipes.json", {"machine": MACHINE, "rows": [{"verb": 1}]})
     assert report.main(["--check"], checkout) == 1
-    assert "block recipes: 2031-01-02-cpu-recipes.json is not as" in capsys.readouterr().err
+    assert "block recipes-all: 2031-01-02-cpu-recipes.json is not as" in capsys.readouterr().err
     write(checkout, "2031-01-02-cpu-recipes.json", {"machine": MACHINE, "kind": "weather"})
     assert report.main(["--check"], checkout) == 1
     assert "no table for results of kind 'weather'" in capsys.readouterr().err
@@ -307,7 +311,7 @@ def test_table_of_bench_moe_comm(checkout: Path) -> None:
     assert "Ceiling: memcpy." in notes
     assert "what gloo_gather is spared" in notes
     # The newer kind takes the place of the old table.
-    assert "moe-comm.json" in report.Report(checkout).render("README.md", "exchange")
+    assert "moe-comm.json" in report.Report(checkout).render(report.METHODS, "exchange-all")
 
 
 def verdicts(root: Path) -> list[tuple[str, str]]:
