@@ -107,7 +107,8 @@ def test_the_table_of_variables_is_that_of_env() -> None:
 
 def test_the_checks_notice_what_is_missing() -> None:
     text = (
-        "# A heading: two\n`tests/unit/test_documents.py` `kernels/no_such_file.cu` `vllm/envs.py`\n"
+        "# A heading: two\n"
+        "`tests/unit/test_documents.py` `kernels/no_such_file.cu` `vllm/envs.py`\n"
         "[here](#a-heading-two) [gone](#a-heading) [file](README.md) [none](none.md)\n"
         "```\npython benchmarks/no_such_script.py --output benchmarks/results/DATE.json\n```\n"
     )
