@@ -33,7 +33,7 @@ HOST_DEFAULTS: dict[str, Callable[[], object]] = {
 
 
 def fill_defaults(config: object, **defaults: Callable[[], object]) -> None:
-    """Replace None by its default in the named fields of a frozen configuration. Local."""
+    """Replace None by the field's default in each named field of a frozen configuration. Local."""
     for name, default in defaults.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, default())
@@ -86,15 +86,15 @@ class AllToAllConfig:
             a rank may still compile, load or tune its experts. None takes timeout_s if the caller
             gives it, else MOE_NVLINK_FIRST_TIMEOUT_S.
         num_channels: number of independent sets of control and buffers, one per micro-batch in
-            flight. If it is above 1 on a GPU, each channel's kernels take a share of the SMs, one
-            CTA on each SM, and run without programmatic dependent launch, so that kernels of
+            flight. On a GPU, if it is above 1, each channel's kernels take a share of the SMs, one
+            CTA per SM, and run without programmatic dependent launch, so that kernels of
             several streams can wait side by side. Layers that share a workspace and run side by
             side need the same number. Start the ranks with CUDA_MODULE_LOADING=EAGER: by default
             the driver loads each kernel, third-party kernels too, at its first launch, and may
             first wait until the GPU is idle. If a kernel of one channel waits there for a rank
             whose host waits likewise in another channel, neither continues.
         num_threads: host threads per rank. None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
-        max_sms: limit of a launch: it has at most as many CTAs as this number of SMs can hold. The
+        max_sms: number of SMs. A launch has at most as many CTAs as this number of SMs holds; the
             GPU may place them on any SMs. None takes MOE_NVLINK_MAX_SMS; if that is unset, all SMs.
             May differ by rank. Several channels, or several ranks on one GPU, lower the limit to
             their share.

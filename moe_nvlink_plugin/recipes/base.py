@@ -78,7 +78,7 @@ class QuantisingRecipe(Recipe, Protocol):
 
     @property
     def needs_global_scale(self) -> bool:
-        """Whether `quantise` needs one fp32 scale for the whole tensor; that scale stays here."""
+        """Whether `quantise` needs one fp32 scale for the whole tensor; it does not travel."""
         ...
 
     @property

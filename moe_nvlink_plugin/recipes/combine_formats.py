@@ -208,7 +208,7 @@ def error_bound(
     Derivation. x_k is the experts' element, and y_k is the receiver's dequantised element.
 
     1. One block. fp8_block: s = max(amax, 1e-10) / 448 puts |x / s| into [0, 448], up to fp32's
-       rounding, which the clamp takes back. e4m3 rounds v = x / s to the nearest of numbers that
+       rounding, which the clamp corrects. e4m3 rounds v = x / s to the nearest of numbers that
        lie 2**(floor(log2 |v|) - 3) apart, 2**-9 below 2**-6. So |y - x| is at most
        s * 2**(max(floor(log2 |v|), -6) - 4): never more than the larger of |x| / 16 and
        amax / (448 * 1024), and at most amax / 28 anywhere in the block.
@@ -220,8 +220,8 @@ def error_bound(
        block's amax. Blocks below that have a subnormal s; the smallest (amax of the block up to
        6 * 2**-10 * r) have s = 0, send zeros, and |y - x| = |x|.
        Both: quotient, scale and the receiver's product are each rounded to fp32, which moves |y| by
-       less than 2**-20 of what it is; where that decides a tie the other way, |y - x| is no larger.
-       No element is off by more than itself: zero is one of the numbers rounded to.
+       less than 2**-20 of its value; if that turns a tie the other way, |y - x| is no larger.
+       No element is off by more than its magnitude, because zero is among the rounded numbers.
     2. The sum over k is a pairwise tree of depth d = ceil(log2(top_k)) in fp32, so it is off by at
        most ((1 + 2**-24)**d - 1) * sum_k |y_k| with |y_k| <= |x_k| + the bound of 1.
     3. One rounding to dtype: half a unit in the last place of the result, 2**-8 (bf16) or 2**-11

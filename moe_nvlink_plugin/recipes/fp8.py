@@ -187,7 +187,7 @@ class Fp8TokenRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8TensorRecipe:
-    """Recipe fp8_tensor: e4m3 `[n, H]` under the caller's global_scale, which stays here; any H.
+    """Recipe fp8_tensor: e4m3 `[n, H]` under a global_scale that does not travel; any H.
 
     value = e4m3(clamp(x * (1 / global_scale), -448, 448)); the reciprocal is rounded first.
     """

@@ -182,7 +182,10 @@ def _take(connection: socket.socket, peer: int, count: int, descriptors: list[in
                 1, socket.CMSG_SPACE(_MOST_IN_PACKET * _INTS.itemsize), socket.MSG_CMSG_CLOEXEC
             )
         except TimeoutError as error:
-            raise TransportError(f"rank {peer} stopped in the middle of its descriptors") from error
+            raise TransportError(
+                f"rank {peer} sent {len(descriptors)} of its {count} descriptors and then nothing; "
+                "look at its log"
+            ) from error
         for level, kind, packed in messages:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(packed) // _INTS.itemsize * _INTS.itemsize
@@ -192,7 +195,10 @@ def _take(connection: socket.socket, peer: int, count: int, descriptors: list[in
                 f"cannot take rank {peer}'s descriptors: too many open files; raise `ulimit -n`"
             )
         if not data:
-            raise TransportError(f"rank {peer} hung up before it had sent its descriptors")
+            raise TransportError(
+                f"rank {peer} closed the connection before it had sent its descriptors; look at "
+                "its log"
+            )
         connection.send(b".")
 
 

@@ -117,7 +117,8 @@ class NvlinkMemory:
         unit = vmm.granularity(index, sharing)
         if vmm.GRANULARITY % unit != 0:
             raise UnsupportedError(
-                f"GPU {index} maps {unit} bytes at a time, this release knows {vmm.GRANULARITY}"
+                f"GPU {index} maps memory in units of {unit} bytes, and this release supports "
+                f"{vmm.GRANULARITY}; use another all-to-all backend on this machine"
             )
         self.rank_stride = round_up(max(reserve_bytes, 1), vmm.GRANULARITY)
         try:

@@ -45,7 +45,7 @@ def draw_little(_result: dict[str, Any], folder: Path, source: str) -> list[Path
 
 
 #: Of README.md, after its section of figures.
-LAST_HEADING = "\n## Where to read on\n"
+LAST_HEADING = "\n## Further reading\n"
 
 
 @pytest.fixture
