@@ -47,7 +47,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "MOE_NVLINK_STATS_DIR": (
         "unset",
-        "vLLM: directory in which each worker writes its counters to rank<N>.json",
+        "vLLM: directory in which each worker writes its counters: rank0.json and so on",
     ),
 }
 
