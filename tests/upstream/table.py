@@ -14,7 +14,7 @@ from .expectations import CANNOT_RUN, FAILED, PASSED, Rule
 from .groups import Device, Group, Plugin
 from .selection import all_groups
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[2] / "integration" / "README.md"
 BEGIN = "<!-- upstream tests: written by `--write-table` -->"
 END = "<!-- end of upstream tests -->"
 HEADER = (
