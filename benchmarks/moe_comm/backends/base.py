@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.moe_comm.accounting import Traffic
 from benchmarks.moe_comm.options import Options
 from benchmarks.moe_comm.routers import RankTokens, owners, target_table, tokens_of
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe, combine_formats
 
 #: For the recipes that are given their scale: largest activation expected, over largest number.
