@@ -4,14 +4,16 @@ A token passes these folders, in this order:
 
     integration/   the porch: one adapter per framework, which uses the public names below
     exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); torch.ops.moe_nvlink.*
-                   (ops.py, inductor.py); one layer on one workspace (layer.py, checks.py), and its
-                   views on one channel (channel.py)
-    launch/        starts a kernel: on CPU threads (host.py) or on a CUDA stream (cuda.py)
+                   (ops.py, inductor.py); one layer on one workspace (layer.py, checks.py), its
+                   views on one channel (channel.py), and its two kernels (kernels.py)
+    launch/        says what a kernel is (Kernel, kernel.py), and starts one: on CPU threads
+                   (host.py) or on a CUDA stream (cuda.py)
     kernels/       dispatch puts: it routes, stores rows to the peers, signals, waits
                    combine gets: it waits, loads the partial rows, adds, stores
 
 A shared LM head takes the same path from lm_head/: HeadGroup, sharded_argmax and sharded_logits
-(group.py), and the rule that estimates when sharing pays (cost.py).
+(group.py), its three kernels (kernels.py), and the rule that estimates when sharing pays (cost.py).
+A new kernel is one .cu file, one argument struct in args.h, one Kernel, and its caller.
 
 Five folders serve them. memory/ says what lies where in symmetric memory and what a kernel reports
 there. transport/ says how peers reach that memory. jit/ makes machine code from kernels/ and keeps
