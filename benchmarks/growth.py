@@ -2,8 +2,6 @@
 
     python benchmarks/growth.py --output_file growth.json            # ranks are processes on CPUs
     python benchmarks/growth.py --device cuda --output_file g.json   # ranks emulated on one GPU
-    python benchmarks/growth.py --dimensions ranks --output_file growth.json   # adds, or replaces
-    python benchmarks/growth.py --refit growth.json                  # its points, other curves
 
 Times are bench_moe_comm's, by its code. Every point off its curve by more than its own spread is a
 knee; all are printed and named in the file. benchmarks/README.md says what the curves are made of.
@@ -14,16 +12,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -39,6 +36,9 @@ Row = dict[str, Any]
 Measure = Callable[[Options], list[Row]]
 
 PHASES = ("dispatch", "combine")
+TOO_LARGE = "more than the GPU's memory"
+#: Tokens per rank where another dimension moves.
+BASE_TOKENS = 64
 #: Batches up to this have `iters` iterations; larger ones as many less, but no fewer than these.
 FULL_ITERS_UP_TO, LEAST_ITERS = 512, 8
 
@@ -221,21 +221,6 @@ def measure_on(device: str) -> Measure:
     return emulated.run
 
 
-class Budget:
-    """Seconds for all runs; none: as many as it takes."""
-
-    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._seconds = clock, seconds
-        self._start = clock()
-
-    def spent(self) -> float:
-        return self._clock() - self._start
-
-    def allows(self, seconds: float) -> bool:
-        """Whether a run that may take this long still fits."""
-        return self._seconds is None or self.spent() + seconds <= self._seconds
-
-
 class Sweep(NamedTuple):
     """The points of one dimension, by phase; which were not measured, with reasons; what failed."""
 
@@ -265,70 +250,46 @@ def _fewer(iters: int, times: float) -> int:
     return min(iters, max(LEAST_ITERS, int(iters / times)))
 
 
-def sweep(base: Options, name: str, measure: Measure, budget: Budget, passes: int) -> Sweep:
-    """Measures a dimension as far as the budget goes, in passes up and down its values.
+def sweep(base: Options, name: str, measure: Measure, passes: int) -> Sweep:
+    """Measures a dimension in passes up and down its values.
 
     What else the machine does between two passes is so in the spread of every point. A run that
     ends without a result ends the sweep, one that cannot be is left out; what was measured stays.
     """
-    planned, failed = list(runs(base, name)), ""
-    seconds: dict[int, float] = {}
+    dimension, planned, failed = DIMENSIONS[name], list(runs(base, name)), ""
     left_out: dict[int, str] = {}
-    taken: dict[str, dict[float, list[Point]]] = {p: {} for p in DIMENSIONS[name].phases}
-    for index in _order(len(planned), passes):
-        what = f"{name} {_value(planned[index], name)}"
-        # What was never run is dearer than what was.
-        if failed or not budget.allows(seconds.get(index, 2 * max(seconds.values(), default=0.0))):
-            left_out[index] = (
-                f"{what}: {failed or f'{budget.spent():.0f} s of the budget were spent'}"
-            )
-            continue
-        start = budget.spent()
-        try:
-            rows = measure(planned[index])
-        except (RunError, OptionError) as error:
-            # Options that cannot be, by the memory they take, are this point's alone.
-            failed = str(error) if isinstance(error, RunError) else ""
-            left_out[index] = f"{what}: {error}"
-            continue
-        if not rows:  # of emulated ranks
-            left_out[index] = f"{what}: more than the GPU's memory"
-            continue
-        _add_points(taken, DIMENSIONS[name], planned[index], rows)
-        seconds[index] = budget.spent() - start
-        print(f"measured {what}: {seconds[index]:.1f} s", flush=True)
-    points = {phase: [_together(of[x]) for x in sorted(of)] for phase, of in taken.items()}
-    missing = [text for index, text in sorted(left_out.items()) if index not in seconds]
+    taken: list[Row] = []
+    done = set[int]()
+    up = list(enumerate(planned))
+    for number in range(passes):
+        for index, options in up[::-1] if number % 2 else up:
+            what, start = f"{name} {_value(options, name)}", time.monotonic()
+            left_out[index] = f"{what}: {failed or TOO_LARGE}"
+            try:
+                rows = [] if failed else measure(options)
+            except (RunError, OptionError) as error:
+                # Options that cannot be, by the memory they take, are this point's alone.
+                failed = str(error) if isinstance(error, RunError) else ""
+                left_out[index] = f"{what}: {error}"
+                continue
+            for row in rows:  # none of emulated ranks that the GPU's memory does not hold
+                done.add(index)
+                x = dimension.x(options, row["tokens"])
+                taken += [{"phase": phase, "x": x, **row[phase]} for phase in dimension.phases]
+            print(f"{what}: {time.monotonic() - start:.1f} s", flush=True)
+    points = {phase: _together(taken, phase) for phase in dimension.phases}
+    missing = [text for index, text in sorted(left_out.items()) if index not in done]
     return Sweep(points, missing, failed)
 
 
-def _order(count: int, passes: int) -> list[int]:
-    up = list(range(count))
-    return [index for number in range(passes) for index in (up[::-1] if number % 2 else up)]
-
-
-def _add_points(
-    taken: dict[str, dict[float, list[Point]]],
-    dimension: Dimension,
-    options: Options,
-    rows: Sequence[Row],
-) -> None:
-    for row in rows:
-        x = dimension.x(options, row["tokens"])
-        for phase, of in taken.items():
-            found = row[phase]
-            point = Point(x, found["median_us"], found["q25_us"], found["q75_us"])
-            of.setdefault(x, []).append(point)
-
-
-def _together(passes: Sequence[Point]) -> Point:
+def _together(taken: Sequence[Row], phase: str) -> list[Point]:
     """One point of several passes: the median of medians, and the widest quartiles."""
-    return Point(
-        passes[0].x,
-        statistics.median(point.us for point in passes),
-        min(point.q25_us for point in passes),
-        max(point.q75_us for point in passes),
-    )
+    if not taken:
+        return []
+    rows = pd.DataFrame(taken)
+    by = {"median_us": "median", "q25_us": "min", "q75_us": "max"}
+    found = rows[rows.phase == phase].groupby("x").agg(by)
+    return [Point(*(float(value) for value in row)) for row in found.itertuples()]
 
 
 def _value(options: Options, name: str) -> str:
@@ -349,13 +310,9 @@ def series_of(
     """
     dimension = DIMENSIONS[name]
     found = growth_fit.fit(points, dimension.terms(base, place))
-    series = {
-        "name": f"{name}: {phase}",
-        "dimension": name,
-        "phase": phase,
-        "x_label": dimension.x_label,
-        **growth_fit.described(found, f"{base.device}-{name}-{phase}"),
-    }
+    series = {"name": f"{name}: {phase}", "dimension": name, "phase": phase}
+    series |= {"x_label": dimension.x_label}
+    series |= found.described(f"{base.device}-{name}-{phase}")
     series["fit"]["where"] = dimension.where
     series["options"] = dataclasses.asdict(base)
     if name == "ranks" and place.ranks_share:
@@ -413,9 +370,8 @@ def base_point(arguments: argparse.Namespace, name: str) -> Options:
         OptionError: out of the limits of bench_moe_comm.
     """
     on_cpu = arguments.device == "cpu"
-    tokens = arguments.base_tokens
-    if name == "ranks" and on_cpu:
-        tokens = max(1, tokens // 4)  # the memory of 64 ranks is this machine's, too
+    # The memory of 64 ranks is this machine's, too.
+    tokens = BASE_TOKENS // 4 if name == "ranks" and on_cpu else BASE_TOKENS
     return Options(
         backends=(OURS,),
         ep_size=4 if on_cpu else 8,
@@ -426,103 +382,42 @@ def base_point(arguments: argparse.Namespace, name: str) -> Options:
         device=arguments.device,
         emulate_ranks=not on_cpu,
         cuda_graph=arguments.device == "cuda",
-        threads=arguments.threads,
     )
 
 
-def shows(device: str) -> str:
-    if device == "cpu":
-        return (
-            "CPU ranks are processes: where they outnumber the cores they take turns, and the time "
-            "is that of all turns"
-        )
-    if device == "cuda":
-        return "Ranks emulated on one GPU share its SMs and memory; nothing of NVLink is in it"
-    return "Rehearsal on CPU threads: times mean nothing"
+SHOWS = {
+    "cpu": "CPU ranks are processes: where they outnumber the cores they take turns, and the time "
+    "is that of all turns",
+    "cuda": "Ranks emulated on one GPU share its SMs and memory; nothing of NVLink is in it",
+    "rehearsal": "Rehearsal on CPU threads: times mean nothing",
+}
 
 
 def measured(arguments: argparse.Namespace, measure: Measure) -> dict[str, Any]:
-    """The result: the dimensions asked for, one after the other, each with its part of the time."""
-    place, budget_s = place_of(arguments.device), arguments.budget_s
-    made, left_out = [], []
-    for done, name in enumerate(arguments.dimensions):
-        part = None if budget_s is None else budget_s / len(arguments.dimensions)
+    """The result: the dimensions asked for, one after the other."""
+    place, made, left_out = place_of(arguments.device), list[Row](), list[str]()
+    for name in arguments.dimensions:
         base = base_point(arguments, name)
-        found = sweep(base, name, measure, Budget(part), arguments.passes)
+        found = sweep(base, name, measure, arguments.passes)
         left_out += found.left_out
         for phase, points in found.points.items():
             try:
                 made.append(series_of(base, place, name, phase, points))
             except ValueError as error:
                 left_out.append(f"curve of {name}, {phase}: {error}")
-        print(f"{done + 1} of {len(arguments.dimensions)} dimensions", flush=True)
         if found.failed:
             break
+    gpu = common.describe_gpu() if arguments.device == "cuda" else {}
     return {
         "schema": 1,
         "kind": "growth",
         "device": arguments.device,
-        "machine": common.describe_run() | _gpu(arguments.device),
+        "machine": common.describe_run() | gpu,
         "place": place._asdict(),
-        "shows": shows(arguments.device),
+        "shows": SHOWS[arguments.device],
         "not_measured": left_out,
         "series": made,
     }
-
-
-def _gpu(device: str) -> dict[str, Any]:
-    return common.describe_gpu() if device == "cuda" else {}
-
-
-def refitted(result: dict[str, Any]) -> dict[str, Any]:
-    """The same points under the curves of today; explanations stay with the knees that stay."""
-    place = Place(**result["place"])
-    series = []
-    for old in result["series"]:
-        points = [Point(*point) for point in old["points"]]
-        base = Options(**{name: _tupled(value) for name, value in old["options"].items()})
-        new = series_of(base, place, old["dimension"], old["phase"], points)
-        for name in set(old) - set(new):
-            new[name] = old[name]
-        series.append(new)
-    return result | {"series": series}
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def check_addable(path: Path, device: str, place: Place) -> None:
-    """Whether a file's curves may stand beside new ones; asked before anything is measured.
-
-    Raises:
-        OptionError: the file is of another device or machine.
-    """
-    if not path.exists():
-        return
-    old = json.loads(path.read_text())
-    for name, new in (("device", device), ("place", place._asdict())):
-        if old.get(name) != new:
-            raise OptionError(
-                f"{path} is of {name} {old.get(name)}, this run of {new}; write another file, or "
-                "delete this one"
-            )
-
-
-def added_to(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """With the other dimensions that the file has already, each saying which command it is of."""
-    machine = result["machine"]
-    for series in result["series"]:
-        series["run"] = {name: machine[name] for name in ("date", "commit", "command")}
-    if not path.exists():
-        return result
-    old = json.loads(path.read_text())
-    new = {series["dimension"] for series in result["series"]}
-    kept = [series for series in old["series"] if series["dimension"] not in new]
-    order = list(DIMENSIONS)
-    together = sorted(kept + result["series"], key=lambda each: order.index(each["dimension"]))
-    left_out = [text for text in old["not_measured"] if not text.startswith(tuple(new))]
-    return result | {"series": together, "not_measured": left_out + result["not_measured"]}
 
 
 # --- the command line
@@ -530,36 +425,21 @@ def added_to(path: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "rehearsal"])
-    parser.add_argument(
-        "--dimensions",
-        nargs="+",
-        default=list(DIMENSIONS),
-        choices=list(DIMENSIONS),
-        metavar="NAME",
-    )
-    parser.add_argument("--base_tokens", type=int, default=64, help="per rank, where others move")
-    parser.add_argument("--hidden_size", type=int, default=7168, help="likewise")
-    parser.add_argument("--iters", type=int, default=30, help="fewer for large batches")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument(
-        "--passes", type=int, default=2, help="over all values; a point's spread is over them"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU rank")
-    parser.add_argument(
-        "--budget_s", type=float, help="stop before a run that would take longer, and say so"
-    )
-    parser.add_argument("--output_file", type=Path, help="JSON; dimensions it has already are kept")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG; needs --output_file")
-    parser.add_argument("--refit", type=Path, metavar="FILE", help="measure nothing, fit anew")
+    add, names = parser.add_argument, list(DIMENSIONS)
+    add("--device", default="cpu", choices=list(SHOWS))
+    add("--dimensions", nargs="+", default=names, choices=names, metavar="NAME")
+    add("--hidden_size", type=int, default=7168, help="where the payload does not move")
+    add("--iters", type=int, default=30, help="fewer for large batches")
+    add("--warmup", type=int, default=3)
+    add("--passes", type=int, default=2, help="over all values; a point's spread is over them")
+    add("--output_file", type=Path, help="JSON")
+    add("--plot", type=Path, metavar="FOLDER", help="PNG; needs --output_file")
     made = parser.parse_args(arguments)
-    if made.plot and not (made.output_file or made.refit):
+    if made.plot and not made.output_file:
         parser.error("--plot draws a result file; add --output_file FILE")
     if made.passes < 1:
         parser.error(f"--passes {made.passes} must be at least 1; raise it")
-    if made.budget_s is not None and made.budget_s <= 0:
-        parser.error(f"--budget_s {made.budget_s} must be above 0; leave it out for no limit")
-    if made.device == "cuda" and not made.refit and not torch.cuda.is_available():
+    if made.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu")
     try:
         base_point(made, "tokens")
@@ -568,33 +448,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return made
 
 
-def _result(asked: argparse.Namespace, measure: Measure | None) -> dict[str, Any]:
-    if asked.refit:
-        return refitted(json.loads(asked.refit.read_text()))
-    path = asked.output_file
-    if path:
-        check_addable(path, asked.device, place_of(asked.device))
-    found = measured(asked, measure or measure_on(asked.device))
-    return added_to(path, found) if path else found
-
-
 def main(arguments: Sequence[str] | None = None, measure: Measure | None = None) -> None:
     asked = parse(arguments)
-    path = asked.refit or asked.output_file
     try:
-        result = _result(asked, measure)
+        result = measured(asked, measure or measure_on(asked.device))
     except OptionError as error:
         sys.exit(str(error))
     for line in itertools.chain.from_iterable(printed(series) for series in result["series"]):
         print(line)
     for text in result["not_measured"]:
         print(f"not measured: {text}")
-    if path:
-        common.write_json(path, result)
+    if asked.output_file:
+        common.write_json(asked.output_file, result)
     if asked.plot:
         from benchmarks.moe_comm import plots
 
-        plots.plot_file(path, asked.plot)
+        plots.plot_file(asked.output_file, asked.plot)
 
 
 if __name__ == "__main__":

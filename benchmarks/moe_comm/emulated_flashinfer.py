@@ -228,7 +228,7 @@ class Layer:
         self.combine()
         for rank, output in enumerate(ranks.outputs):
             mine = ranks.inputs[rank]
-            check_output(self.name, ranks.options, rank, mine, output, exact=False)
+            check_output(self.name, ranks.options, rank, mine, output, "sum")
 
     def close(self) -> None:
         """Waits, so that graphs and buffers may go."""

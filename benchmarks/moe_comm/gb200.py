@@ -112,7 +112,7 @@ def tables() -> list[Published]:
 
 
 def held_out() -> list[Published]:
-    """Figures that no fit sees: quantised rows, and the same kernels as third parties timed them."""
+    """Figures that no fit sees: quantised rows, and the kernels as third parties timed them."""
     return published("recipes", "elsewhere", "small layer")
 
 
