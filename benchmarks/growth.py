@@ -2,6 +2,7 @@
 
     python benchmarks/growth.py --output_file growth.json            # ranks are processes on CPUs
     python benchmarks/growth.py --device cuda --output_file g.json   # ranks emulated on one GPU
+    python benchmarks/growth.py --dimensions ranks --output_file growth.json   # adds, or replaces
 
 Times are bench_moe_comm's, by its code. Every point off its curve by more than its own spread is a
 knee; all are printed and named in the file. benchmarks/README.md says what the curves are made of.
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
+import json
 import math
 import os
 import sys
@@ -36,9 +39,9 @@ Row = dict[str, Any]
 Measure = Callable[[Options], list[Row]]
 
 PHASES = ("dispatch", "combine")
-TOO_LARGE = "more than the GPU's memory"
 #: Tokens per rank where another dimension moves.
 BASE_TOKENS = 64
+_now = time.monotonic
 #: Batches up to this have `iters` iterations; larger ones as many less, but no fewer than these.
 FULL_ITERS_UP_TO, LEAST_ITERS = 512, 8
 
@@ -250,35 +253,46 @@ def _fewer(iters: int, times: float) -> int:
     return min(iters, max(LEAST_ITERS, int(iters / times)))
 
 
-def sweep(base: Options, name: str, measure: Measure, passes: int) -> Sweep:
+def sweep(
+    base: Options, name: str, measure: Measure, passes: int, budget_s: float = math.inf
+) -> Sweep:
     """Measures a dimension in passes up and down its values.
 
     What else the machine does between two passes is so in the spread of every point. A run that
     ends without a result ends the sweep, one that cannot be is left out; what was measured stays.
+
+    Args:
+        budget_s: no run begins that may end after so many seconds.
     """
     dimension, planned, failed = DIMENSIONS[name], list(runs(base, name)), ""
+    began, seconds = _now(), dict[int, float]()
     left_out: dict[int, str] = {}
     taken: list[Row] = []
-    done = set[int]()
     up = list(enumerate(planned))
     for number in range(passes):
         for index, options in up[::-1] if number % 2 else up:
-            what, start = f"{name} {_value(options, name)}", time.monotonic()
-            left_out[index] = f"{what}: {failed or TOO_LARGE}"
+            what, start = f"{name} {_value(options, name)}", _now()
+            # What was never run is dearer than what was.
+            likely_s = seconds.get(index, 2 * max(seconds.values(), default=0.0))
+            if failed or start - began + likely_s > budget_s:
+                spent = f"{start - began:.0f} s of the budget were spent"
+                left_out[index] = f"{what}: {failed or spent}"
+                continue
             try:
-                rows = [] if failed else measure(options)
+                rows = measure(options)
             except (RunError, OptionError) as error:
                 # Options that cannot be, by the memory they take, are this point's alone.
                 failed = str(error) if isinstance(error, RunError) else ""
                 left_out[index] = f"{what}: {error}"
                 continue
-            for row in rows:  # none of emulated ranks that the GPU's memory does not hold
-                done.add(index)
+            left_out[index] = f"{what}: more than the GPU's memory"  # where there are no rows
+            for row in rows:
+                seconds[index] = _now() - start
                 x = dimension.x(options, row["tokens"])
                 taken += [{"phase": phase, "x": x, **row[phase]} for phase in dimension.phases]
-            print(f"{what}: {time.monotonic() - start:.1f} s", flush=True)
+            print(f"{what}: {_now() - start:.1f} s", flush=True)
     points = {phase: _together(taken, phase) for phase in dimension.phases}
-    missing = [text for index, text in sorted(left_out.items()) if index not in done]
+    missing = [text for index, text in sorted(left_out.items()) if index not in seconds]
     return Sweep(points, missing, failed)
 
 
@@ -396,9 +410,10 @@ SHOWS = {
 def measured(arguments: argparse.Namespace, measure: Measure) -> dict[str, Any]:
     """The result: the dimensions asked for, one after the other."""
     place, made, left_out = place_of(arguments.device), list[Row](), list[str]()
+    budget_s = (arguments.budget_s or math.inf) / len(arguments.dimensions)
     for name in arguments.dimensions:
         base = base_point(arguments, name)
-        found = sweep(base, name, measure, arguments.passes)
+        found = sweep(base, name, measure, arguments.passes, budget_s)
         left_out += found.left_out
         for phase, points in found.points.items():
             try:
@@ -420,6 +435,32 @@ def measured(arguments: argparse.Namespace, measure: Measure) -> dict[str, Any]:
     }
 
 
+def added_to(path: Path, made: Callable[[], dict[str, Any]], **here: Any) -> dict[str, Any]:
+    """The result, with the other dimensions that the file has already.
+
+    Args:
+        here: device and place; asked before anything is measured.
+
+    Raises:
+        OptionError: the file is of another device or machine.
+    """
+    old = json.loads(path.read_text()) if path.exists() else here | {"series": []}
+    for name, value in here.items():
+        if old.get(name) != value:
+            raise OptionError(
+                f"{path} is of {name} {old.get(name)}, this run of {value}; write another file, or "
+                "delete this one"
+            )
+    result = made()
+    run = {name: result["machine"][name] for name in ("date", "commit", "command")}
+    new = {series["dimension"]: None for series in result["series"]}
+    together = [series | {"run": run} for series in result["series"]]
+    together += [series for series in old["series"] if series["dimension"] not in new]
+    together.sort(key=lambda series: list(DIMENSIONS).index(series["dimension"]))
+    kept = [text for text in old.get("not_measured", []) if not text.startswith(tuple(new))]
+    return result | {"series": together, "not_measured": kept + result["not_measured"]}
+
+
 # --- the command line
 
 
@@ -432,13 +473,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--iters", type=int, default=30, help="fewer for large batches")
     add("--warmup", type=int, default=3)
     add("--passes", type=int, default=2, help="over all values; a point's spread is over them")
-    add("--output_file", type=Path, help="JSON")
+    add("--budget_s", type=float, help="begin no run that may take longer, and say so")
+    add("--output_file", type=Path, help="JSON; dimensions it has already are kept")
     add("--plot", type=Path, metavar="FOLDER", help="PNG; needs --output_file")
     made = parser.parse_args(arguments)
     if made.plot and not made.output_file:
         parser.error("--plot draws a result file; add --output_file FILE")
     if made.passes < 1:
         parser.error(f"--passes {made.passes} must be at least 1; raise it")
+    if made.budget_s is not None and made.budget_s <= 0:
+        parser.error(f"--budget_s {made.budget_s} must be above 0; leave it out for no limit")
     if made.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu")
     try:
@@ -450,8 +494,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None, measure: Measure | None = None) -> None:
     asked = parse(arguments)
+    made = functools.partial(measured, asked, measure or measure_on(asked.device))
+    here = {"device": asked.device, "place": place_of(asked.device)._asdict()}
     try:
-        result = measured(asked, measure or measure_on(asked.device))
+        result = added_to(asked.output_file, made, **here) if asked.output_file else made()
     except OptionError as error:
         sys.exit(str(error))
     for line in itertools.chain.from_iterable(printed(series) for series in result["series"]):

@@ -483,22 +483,6 @@ def print_fit(made: Row) -> None:
     _print("Errors (predicted / published - 1)", rows, [*columns, "worst_at.tokens", "bias"])
 
 
-def print_errors(made: Row) -> None:
-    columns = ["verb", "ep_size", "tokens", "recipe", "published_us", "predicted_us", "error"]
-    for name in ("fitted", "without_sync", "held_out"):
-        _print(
-            f"Figures, {name}: published and predicted", made["validation"][name]["rows"], columns
-        )
-
-
-def print_predictions(made: Row) -> None:
-    columns = ["machine", "protocol", "ep_size", "tokens", "router", "recipe", "combine_format"]
-    for verb in terms.VERBS:
-        columns += [f"{verb}.{name}" for name in ("us", "low_us", "high_us", "logical_gb_s")]
-    title = "PREDICTED, with the range over the fits"
-    _print(title, made["predictions"], [*columns, "is_extrapolated"])
-
-
 def print_where(made: Row) -> None:
     for row in made["where"]:
         if row["protocol"] == terms.OURS.name:
@@ -528,13 +512,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--plot names its result file in the PNGs; add --output_file F")
     made = result(study())
     print_fit(made)
-    for is_asked, show in (
-        (given.errors, print_errors),
-        (given.predict, print_predictions),
-        (given.where, print_where),
-    ):
-        if is_asked:
-            show(made)
+    for name in ("fitted", "without_sync", "held_out") if given.errors else ():
+        columns = ["verb", "ep_size", "tokens", "recipe", "published_us", "predicted_us", "error"]
+        _print(f"Figures, {name}", made["validation"][name]["rows"], columns)
+    if given.predict:
+        columns = ["machine", "protocol", "ep_size", "tokens", "router", "recipe", "combine_format"]
+        times = ("us", "low_us", "high_us", "logical_gb_s")
+        columns += [f"{verb}.{name}" for verb in terms.VERBS for name in times]
+        title = "PREDICTED, with the range over the fits"
+        _print(title, made["predictions"], [*columns, "is_extrapolated"])
+    if given.where:
+        print_where(made)
     if given.output_file is not None:
         common.write_json(given.output_file, made)
     if given.plot is not None:

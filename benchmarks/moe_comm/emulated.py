@@ -54,7 +54,6 @@ BRANCHES = "a launch a rank and kernel, on branches of one graph"
 
 #: Of the row of ours in one launch, what stays where ours on branches takes its place.
 ONE_LAUNCH = ("launch", "given", *PHASES, "shapes", "kernels", "not_profiled")
-ONE_LAUNCH += ("both_back_to_back_us",)
 
 VERBS = ("dispatch", "combine")
 
@@ -505,8 +504,6 @@ def _told(options: Options, mine: Any, clock: Clock, verbs: dict[str, Body]) -> 
             extra["not_profiled"] = str(error)
     if shapes := getattr(mine, "shapes", {}):
         extra["shapes"] = {verb: chosen._asdict() for verb, chosen in shapes.items()}
-    if not mine.branches:
-        extra["both_back_to_back_us"] = clock.back_to_back(mine.both)
     return extra
 
 

@@ -234,7 +234,8 @@ def parser(description: str) -> argparse.ArgumentParser:
         epilog="Method, units and what is not measured: benchmarks/README.md.",
     )
     made.add_argument("--list", action="store_true", help="what could run here, and why not; end")
-    add = made.add_argument_group("what is measured").add_argument
+    what_is = made.add_argument_group("what is measured")
+    add = what_is.add_argument
     what = f"of {', '.join(BACKENDS)}; or all. *_full: packing, unpacking and reducing are timed"
     names: Any = {"type": str.lower, "choices": [*BACKENDS, "all"], "metavar": "NAME"}
     add("--backend", nargs="+", help=what, **names)
@@ -246,8 +247,10 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--combine", default="bf16", choices=COMBINE_FORMATS, help="what comes back")
     add("--dtype", default="bfloat16", choices=list(_UNQUANTISED))
     add("--ep_size", type=int, help="ranks; default 4 on CPUs, all GPUs, or 8")
-    add("--router", choices=ROUTERS, help="default: uniform (random experts)")
-    add("--perfect_router", action="store_true", help="--router perfect")
+    routers = what_is.add_mutually_exclusive_group()
+    routers.add_argument("--router", choices=ROUTERS, default="uniform")
+    perfect: Any = {"action": "store_const", "const": "perfect", "dest": "router"}
+    routers.add_argument("--perfect_router", help="--router perfect", **perfect)
     add("-b", "--minbatch", type=int, help="first batch, in tokens per rank")
     add("-e", "--maxbatch", type=int, help="last batch")
     add("-i", "--stepbatch", type=int, help="batches grow by so many; default 128")
@@ -310,7 +313,6 @@ def options_of(given: argparse.Namespace) -> Options:
         "batches": _batches(given),
         "iters": _or(given.iters, 50 if on_cpu else 200),
         "warmup": _or(given.warmup, 5 if on_cpu else 20),
-        "router": _router(given),
         "emulate_ranks": given.emulate_ranks is not None,
         "pdl": _pdl(given),
         "cuda_graph": given.device == "cuda" if given.cuda_graph is None else given.cuda_graph,
@@ -362,14 +364,6 @@ def _pdl(given: argparse.Namespace) -> bool:
     if given.pdl and not env.pdl():
         raise OptionError("--pdl and MOE_NVLINK_PDL=0 contradict each other; unset the variable")
     return env.pdl()
-
-
-def _router(given: argparse.Namespace) -> str:
-    if given.perfect_router and given.router not in (None, "perfect"):
-        raise OptionError(
-            f"--perfect_router and --router {given.router} contradict each other; give one of them"
-        )
-    return "perfect" if given.perfect_router else given.router or "uniform"
 
 
 def _batches(given: argparse.Namespace) -> tuple[int, ...]:

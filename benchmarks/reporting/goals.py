@@ -67,91 +67,67 @@ def goals_table(page: Page, results: Sequence[Result]) -> str:
     return table(columns, [goal.row(page, results) for goal in GOALS])
 
 
-class Layer(NamedTuple):
-    """DeepSeek-V3's layer in bf16 as bench_moe_comm.py measures it; `gpu`: part of its name."""
-
-    device: str
-    ep_size: int
-    tokens: Callable[[int], bool]
-    gpu: str = ""
-
-    def rows(self, result: Result, backend: str) -> list[Row]:
-        """The result's rows of this configuration."""
-        emulated = self.device == "cuda"
-        asked = {"device": self.device, "emulate_ranks": emulated, "cuda_graph": emulated}
-        asked |= {"ep_size": self.ep_size, "hidden_size": 7168, "top_k": 8, "num_experts": 256}
-        asked |= {"recipe": "bf16", "combine": "bf16", "dtype": "bfloat16", "pdl": False}
-        is_asked = (
-            result.kind == "moe_comm"
-            and all(result.options.get(name) == value for name, value in asked.items())
-            and result.options.get("router") in ROUTERS
-            and self.gpu in str(result.machine.get("gpu", ""))
-        )
-        rows = result.data["rows"] if is_asked else []
-        return [row for row in rows if row["backend"] == backend and self.tokens(row["tokens"])]
-
-
-#: Of a row: the value and its quartiles; None: the row has no such value.
-Value = Callable[[Row], tuple[float, float | None, float | None] | None]
+#: DeepSeek-V3's layer in bf16, as bench_moe_comm.py measures it on CPU ranks and on one H200.
+_LAYER = {"hidden_size": 7168, "top_k": 8, "num_experts": 256, "pdl": False}
+_LAYER |= {"recipe": "bf16", "combine": "bf16", "dtype": "bfloat16"}
+_CPU = _LAYER | {"device": "cpu", "ep_size": 4, "emulate_ranks": False, "cuda_graph": False}
+_GPU = _LAYER | {"device": "cuda", "ep_size": 8, "emulate_ranks": True, "cuda_graph": True}
 
 
 def of_layer(
-    layer: Layer, backend: str, value: Value, worst: Callable[..., Any]
+    asked: Row, batches: range, backend: str, what: str, *phases: str
 ) -> Callable[[Sequence[Result]], Found | None]:
-    """The worst row of the newest file that has any of the layer.
+    """The worst row and phase of the newest file that has any of the layer at these batches.
 
     A peer's row that was launched otherwise than ours has no ratio (moe_comm/rows.py), so none.
+
+    Args:
+        what: "times ours", "part" (ours over the peer), or "of_ceiling" (of the copy's speed).
     """
+    worst: Callable[..., Found] = max if what == "part" else min
 
     def measured(results: Sequence[Result]) -> Found | None:
         for result in reversed(results):
             found = [
-                Found(taken[0], result, taken[1], taken[2], _which(row))
-                for row in layer.rows(result, backend)
-                if (taken := value(row)) is not None
+                Found(value, result, low, high, _which(row))
+                for row in _rows(result, asked, batches, backend)
+                for value, low, high in _values(row, what, phases)
             ]
             if found:
-                return worst(found, key=lambda each: each.value)  # type: ignore[no-any-return]
+                return worst(found, key=lambda each: each.value)
         return None
 
     return measured
 
 
+def _rows(result: Result, asked: Row, batches: range, backend: str) -> Iterator[Row]:
+    is_asked = (
+        result.kind == "moe_comm"
+        and all(result.options.get(name) == value for name, value in asked.items())
+        and result.options.get("router") in ROUTERS
+        and (asked["device"] == "cpu" or "H200" in str(result.machine.get("gpu")))
+    )
+    for row in result.data["rows"] if is_asked else []:
+        if row["backend"] == backend and row["tokens"] in batches:
+            yield row
+
+
+def _values(
+    row: Row, what: str, phases: Sequence[str]
+) -> Iterator[tuple[float, float | None, float | None]]:
+    """Value and quartiles of each phase that has them."""
+    for phase in phases:
+        if what == "of_ceiling":
+            if (share := row[phase].get("of_ceiling")) is not None:
+                yield share, None, None
+        elif ratio := row.get("ratio_to_ours", {}).get(phase):
+            found = ratio["median"], ratio["q25"], ratio["q75"]
+            yield (1 / found[0], 1 / found[2], 1 / found[1]) if what == "part" else found
+
+
 def _which(row: Row) -> str:
     """Its batch; of emulated ranks, how they were launched."""
     return f"{row['tokens']} tokens" + (f", {row['launch']}" if "launch" in row else "")
-
-
-def peer_over_ours(*phases: str) -> Value:
-    """How many times ours the peer takes; of several phases the one where that is least."""
-
-    def value(row: Row) -> tuple[float, float, float] | None:
-        ratios = row.get("ratio_to_ours", {})
-        found = [ratios[phase] for phase in phases if phase in ratios]
-        return min(((each["median"], each["q25"], each["q75"]) for each in found), default=None)
-
-    return value
-
-
-def ours_over_peer(phase: str) -> Value:
-    """Which part of the peer's time ours takes."""
-
-    def value(row: Row) -> tuple[float, float, float] | None:
-        ratio = row.get("ratio_to_ours", {}).get(phase)
-        return (1 / ratio["median"], 1 / ratio["q75"], 1 / ratio["q25"]) if ratio else None
-
-    return value
-
-
-def of_ceiling(*phases: str) -> Value:
-    """Which part of the copy's speed; of several phases the least."""
-
-    def value(row: Row) -> tuple[float, None, None] | None:
-        found = [row.get(phase, {}).get("of_ceiling") for phase in phases]
-        taken = [each for each in found if each is not None]
-        return (min(taken), None, None) if taken else None
-
-    return value
 
 
 def served(results: Sequence[Result]) -> Found | None:
@@ -211,24 +187,20 @@ def model_error(results: Sequence[Result]) -> Found | None:
     return Found(checked["fitted"]["summary"]["median"], result, remark=remark)
 
 
-CPU_128 = Layer("cpu", 4, lambda tokens: tokens == 128)
-CPU_2048 = Layer("cpu", 4, lambda tokens: tokens == 2048)
-H200_64 = Layer("cuda", 8, lambda tokens: tokens <= 64, "H200")
-H200_2048 = Layer("cuda", 8, lambda tokens: tokens == 2048, "H200")
-
 _EP4 = "CPU, 4 ranks, hidden 7168, top_k 8, bf16, 128 tokens per rank: dispatch + combine"
 _SERVER = "CPU, demo server, 2 ranks: decode tokens/s against gloo AG/RS through the same seams"
 _EMULATED = "one H200, 8 ranks emulated, L2 flushed"
 _ALIKE = f"{_EMULATED}, each rank on a branch of one graph"
 _PART = "part of FlashInfer moe_a2a's time"
 _GROWTH = "curves of time against tokens, ranks, top_k and payload"
-_OVER_GLOO = of_layer(CPU_128, "gloo_gather", peer_over_ours("both"), min)
-_OVER_ALL_TO_ALL = of_layer(CPU_128, "all_to_all", peer_over_ours("both"), min)
-_CPU_COPY = of_layer(CPU_2048, OURS, of_ceiling("both"), min)
-_DISPATCH = of_layer(H200_64, "flashinfer", ours_over_peer("dispatch"), max)
-_COMBINE = of_layer(H200_64, "flashinfer", ours_over_peer("combine"), max)
-_RATES = of_layer(H200_2048, "flashinfer", peer_over_ours("dispatch", "combine"), min)
-_GPU_COPY = of_layer(H200_2048, OURS, of_ceiling("dispatch", "combine"), min)
+_128, _2048, _SMALL = range(128, 129), range(2048, 2049), range(1, 65)
+_OVER_GLOO = of_layer(_CPU, _128, "gloo_gather", "times ours", "both")
+_OVER_ALL_TO_ALL = of_layer(_CPU, _128, "all_to_all", "times ours", "both")
+_CPU_COPY = of_layer(_CPU, _2048, OURS, "of_ceiling", "both")
+_DISPATCH = of_layer(_GPU, _SMALL, "flashinfer", "part", "dispatch")
+_COMBINE = of_layer(_GPU, _SMALL, "flashinfer", "part", "combine")
+_RATES = of_layer(_GPU, _2048, "flashinfer", "times ours", "dispatch", "combine")
+_GPU_COPY = of_layer(_GPU, _2048, OURS, "of_ceiling", "dispatch", "combine")
 _MEMCPY = "same at 2048 tokens: bytes/s against memcpy of the same bytes by the same cores"
 _MODEL = "analytical model: median error against the published GB200 rows"
 GOALS = (
