@@ -374,7 +374,7 @@ _MAKE: dict[str, Callable[..., Any]] = {
     "ours on branches": lambda options, tokens, backend, inputs: Branches(
         options, tokens, backend, inputs=inputs
     ),
-    "flashinfer": lambda options, tokens, _backend, inputs: emulated_flashinfer.Layer(
+    "flashinfer": lambda options, tokens, _backend, inputs: emulated_flashinfer.make_layer(
         options, tokens, inputs
     ),
 }

@@ -68,7 +68,7 @@ def goals_table(page: Page, results: Sequence[Result]) -> str:
 
 
 #: DeepSeek-V3's layer in bf16, as bench_moe_comm.py measures it on CPU ranks and on one H200.
-_LAYER = {"hidden_size": 7168, "top_k": 8, "num_experts": 256, "pdl": False}
+_LAYER: Row = {"hidden_size": 7168, "top_k": 8, "num_experts": 256, "pdl": False}
 _LAYER |= {"recipe": "bf16", "combine": "bf16", "dtype": "bfloat16"}
 _CPU = _LAYER | {"device": "cpu", "ep_size": 4, "emulate_ranks": False, "cuda_graph": False}
 _GPU = _LAYER | {"device": "cuda", "ep_size": 8, "emulate_ranks": True, "cuda_graph": True}

@@ -512,8 +512,8 @@ def test_a_row_that_the_peer_loses_is_found(
 
     def losing() -> None:
         right()
-        rows = layer.ranks.received[2][0]
-        ids = layer.ranks.received[2][1]
+        rows = layer.received[2][0]
+        ids = layer.received[2][1]
         source, slot, _k = (ids >= 0).nonzero()[0].tolist()
         rows[source, slot] = 0
 
