@@ -10,8 +10,8 @@ import re
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
 
-KERNEL_FILES = ("dispatch.cu", "combine.cu")
-HEAD_FILES = ("lm_head.cu",)
+KERNEL_FILES = ("exchange/dispatch.cu", "exchange/combine.cu")
+HEAD_FILES = ("lm_head/gather.cu", "lm_head/argmax.cu", "lm_head/collect.cu")
 HEAD_KERNELS = ("head_gather", "head_argmax", "head_collect")
 HOST_FILES = ("host/grid.h", "host/library.cpp")
 

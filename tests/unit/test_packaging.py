@@ -89,4 +89,4 @@ def test_command_line_is_installed() -> None:
 
 
 def test_kernel_sources_are_found_where_the_package_is_installed() -> None:
-    assert (resources.files("moe_nvlink_plugin.kernels") / "dispatch.cu").is_file()
+    assert (resources.files("moe_nvlink_plugin.kernels") / "exchange" / "dispatch.cu").is_file()

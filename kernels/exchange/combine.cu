@@ -22,16 +22,16 @@
 // if the GPU starts CTA 0 first (GPUs do; CUDA does not promise it). With a format the rows are not
 // dealt out by CTA number for this reason: a CTA that finds no place, because another stream's kernel
 // holds it, would keep its rows, the signal would wait for them, and that kernel perhaps for the peers.
-#include "include/moe_nvlink/args.h"
-#include "include/moe_nvlink/combine_formats.h"
-#include "include/moe_nvlink/copy.h"
-#include "include/moe_nvlink/epoch_flags.h"
-#include "include/moe_nvlink/memory_order.h"
-#include "include/moe_nvlink/numeric.h"
-#include "include/moe_nvlink/platform.h"
-#include "include/moe_nvlink/present_rows.h"
-#include "include/moe_nvlink/routing.h"
-#include "include/moe_nvlink/workspace.h"
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/combine_formats.h"
+#include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/epoch_flags.h"
+#include "../include/moe_nvlink/memory_order.h"
+#include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/present_rows.h"
+#include "../include/moe_nvlink/routing.h"
+#include "../include/moe_nvlink/workspace.h"
 
 namespace moe_nvlink {
 

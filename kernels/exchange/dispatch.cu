@@ -30,15 +30,15 @@
 // stands before the wait reads arguments and writes shared memory only; every word of global memory,
 // the epoch too, may still change: the kernel before may be the combine of this workspace, and
 // if it signalled its own dependents early, the dispatch before that one may be running as well.
-#include "include/moe_nvlink/args.h"
-#include "include/moe_nvlink/copy.h"
-#include "include/moe_nvlink/epoch_flags.h"
-#include "include/moe_nvlink/memory_order.h"
-#include "include/moe_nvlink/numeric.h"
-#include "include/moe_nvlink/platform.h"
-#include "include/moe_nvlink/quantise.h"
-#include "include/moe_nvlink/routing.h"
-#include "include/moe_nvlink/workspace.h"
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/epoch_flags.h"
+#include "../include/moe_nvlink/memory_order.h"
+#include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/quantise.h"
+#include "../include/moe_nvlink/routing.h"
+#include "../include/moe_nvlink/workspace.h"
 
 namespace moe_nvlink {
 

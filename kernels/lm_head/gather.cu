@@ -1,0 +1,82 @@
+// Gather of the shared LM head: put this rank's rows into its slice of every rank's rows. round.h says
+// how the head's three kernels work together.
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/epoch_flags.h"
+#include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/workspace.h"
+#include "round.h"
+
+namespace moe_nvlink {
+
+// An item is one row for one rank. The first rank is another one for every rank and row, so that no
+// rank is everybody's first target.
+HD void put_head_rows(const HeadArgs& args, const Cta& cta) {
+  const HeadGeometry& geometry = args.geometry;
+  const int row_bytes = geometry.hidden_size * element_bytes(geometry.element);
+  const uint64_t slice = static_cast<uint64_t>(geometry.tp_rank) *
+                         static_cast<uint64_t>(geometry.row_bound) *
+                         static_cast<uint64_t>(row_bytes);
+  const int num_items = geometry.num_rows * geometry.tp_size;
+  MOE_NVLINK_ROLLED
+  for (int item = cta.block; item < num_items; item += cta.num_blocks) {
+    const int row = item / geometry.tp_size;
+    const int peer = (item + row + geometry.tp_rank) % geometry.tp_size;
+    const uint64_t offset = static_cast<uint64_t>(row) * static_cast<uint64_t>(row_bytes);
+    char* target = region_of(args, peer, args.rows_region) + slice + offset;
+    // Looked at for each row: known before the loop, it makes NVRTC write the loop seven times.
+    const char* source = reinterpret_cast<const char*>(args.hidden) + offset;
+    put_row(cta, cta.thread, source, &target, 1, row_bytes,
+            vector_bytes_for(reinterpret_cast<uint64_t>(source), static_cast<uint64_t>(row_bytes)));
+  }
+}
+
+// One thread.
+HD void count_gather(const HeadArgs& args) {
+  const HeadGeometry& geometry = args.geometry;
+  const uint64_t rows = static_cast<uint64_t>(geometry.num_rows);
+  const uint64_t ranks = static_cast<uint64_t>(geometry.tp_size);
+  const uint64_t row_bytes = static_cast<uint64_t>(geometry.hidden_size) *
+                             static_cast<uint64_t>(element_bytes(geometry.element));
+  ExchangeCounters* totals = exchange_counters(args);
+  add_to_total(&totals->rounds, 1);
+  add_to_total(&totals->tokens, rows);
+  add_to_total(&totals->destinations, rows * ranks);
+  add_to_total(&totals->remote_destinations, rows * (ranks - 1));
+  add_to_total(&totals->bytes_dispatched, rows * ranks * row_bytes);
+  add_to_total(&totals->bytes_dispatched_remote, rows * (ranks - 1) * row_bytes);
+}
+
+template <class Config>
+HD void head_gather_body(const HeadArgs& args, const Cta& cta, HeadShared& shared) {
+  if constexpr (Config::kPdl) pdl_wait();
+  if constexpr (Config::kPdl) pdl_launch_dependents();
+  const HeadGeometry& geometry = args.geometry;
+  LocalControl* local = local_control(args);
+  const bool failed = has_failed(args);
+  if (cta.thread == cta.num_threads - 1) {
+    shared.epoch = load_word(&local->epoch) + 1;
+    shared.has_failed = failed ? 1 : 0;
+    shared.faulted = 0;
+  }
+  if (!failed) put_head_rows(args, cta);
+  if (!arrive_last(cta, &local->arrivals, shared) || shared.has_failed != 0) return;
+  signal_ranks(args, cta, args.control.dispatch_cells, shared.epoch,
+               static_cast<uint32_t>(geometry.num_rows));
+  // The last thread, which has no peer of its own to wait for where threads outnumber the ranks.
+  if (cta.thread == cta.num_threads - 1) {
+    store_word(&local->epoch, shared.epoch);
+    count_gather(args);
+  }
+  wait_for_ranks(args, cta, args.control.dispatch_cells, kPhaseHeadGather,
+                 static_cast<uint32_t>(geometry.row_bound), shared.counts, shared);
+  MOE_NVLINK_ROLLED
+  for (int peer = cta.thread; peer < geometry.tp_size; peer += cta.num_threads) {
+    store_word(&head_counts(args)[peer], shared.counts[peer]);
+  }
+}
+
+}  // namespace moe_nvlink
+
+MOE_NVLINK_KERNEL(moe_nvlink_head_gather, HeadArgs, HeadShared, head_gather_body)
