@@ -85,7 +85,7 @@ def measured(request: Request) -> None:
             result(made)
 
         print(rows.HEADER, flush=True)
-        left_out = {"not_measured": not_measured, "failed": failed}
+        left_out: Any = {"not_measured": not_measured, "failed": failed}
         found = emulated.run(options, explicit=request.explicit, show=show, **left_out)
     else:
         names = processes.runnable(options, explicit=request.explicit, left_out=not_measured)

@@ -324,7 +324,7 @@ def series_of(
     """
     dimension = DIMENSIONS[name]
     found = growth_fit.fit(points, dimension.terms(base, place))
-    series = {"name": f"{name}: {phase}", "dimension": name, "phase": phase}
+    series: Row = {"name": f"{name}: {phase}", "dimension": name, "phase": phase}
     series |= {"x_label": dimension.x_label}
     series |= found.described(f"{base.device}-{name}-{phase}")
     series["fit"]["where"] = dimension.where

@@ -243,34 +243,17 @@ def validation(found: Study) -> Row:
 
 def parameter_rows(found: Study) -> list[Row]:
     """Every constant: value, standard error, range over the other fits, what one would expect."""
-    rows: list[Row] = [
-        {
-            "name": "launch_us",
-            "unit": "us",
-            "value": found.full.constants.launch_us,
-            "known_from": "assumed",
-            "range": list(LAUNCH_RANGE),
-            "meaning": "one more kernel in a stream or graph",
-        }
-    ]
+    launch: Row = {"name": "launch_us", "unit": "us", "value": found.full.constants.launch_us}
+    launch |= {"known_from": "assumed", "range": list(LAUNCH_RANGE)}
+    rows = [launch | {"meaning": "one more kernel in a stream or graph"}]
     for parameter in PARAMETERS:
-        values = [
-            getattr(one, parameter.name) for one in (found.full.constants, *found.alternatives)
-        ]
-        low, high = parameter.expected
-        rows.append(
-            {
-                "name": parameter.name,
-                "unit": parameter.unit,
-                "value": values[0],
-                "known_from": "fitted",
-                "standard_error": getattr(found.full.errors, parameter.name),
-                "range": [min(values), max(values)],
-                "expected": [low, high],
-                "is_plausible": low <= values[0] <= high,
-                "meaning": parameter.meaning,
-            }
-        )
+        name, (low, high) = parameter.name, parameter.expected
+        values = [getattr(one, name) for one in (found.full.constants, *found.alternatives)]
+        row = {"name": name, "unit": parameter.unit, "value": values[0], "known_from": "fitted"}
+        row |= {"standard_error": getattr(found.full.errors, name)}
+        row |= {"range": [min(values), max(values)], "expected": [low, high]}
+        row |= {"is_plausible": low <= values[0] <= high, "meaning": parameter.meaning}
+        rows.append(row)
     return rows
 
 

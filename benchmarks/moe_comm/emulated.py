@@ -460,7 +460,9 @@ def measure(
     inputs, traffic = make_inputs(options, tokens), accounting.traffic(options, tokens)
     made: list[Row] = []
     with contextlib.ExitStack() as stack:
-        sides = {"copy": PlainCopy(traffic, range(options.ep_size), device_of(options))}
+        sides: dict[str, Any] = {
+            "copy": PlainCopy(traffic, range(options.ep_size), device_of(options))
+        }
         bodies = {("copy", phase): getattr(sides["copy"], phase) for phase in PHASES}
         before: dict[tuple[str, str], Body] = {}
         for name in list(wanted):

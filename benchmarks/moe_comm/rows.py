@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def _phase(samples: torch.Tensor, traffic: Traffic, phase: str, ceiling: Any) ->
 
 
 #: Of --iter_stats.
-_STATS = {
+_STATS: dict[str, Callable[[list[float]], float]] = {
     "mean": statistics.fmean,
     "median": statistics.median,
     "stdev": statistics.stdev,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.moe_comm import plots
+from benchmarks.moe_comm import plots, rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,7 +150,7 @@ def test_bandwidth_stands_beside_the_ceiling(figures: dict[str, Figure]) -> None
         assert len(points(axes, "moe_nvlink")) == len(BATCHES)
     made = result()
     for one in made["rows"]:
-        for name in plots.PHASES:
+        for name in rows.PHASES:
             del one[name]["ceiling_gb_s"]
     figure = plots.figures_of(made)["bandwidth"]
     assert not [label for label in labels(figure) if "ceiling" in label]
