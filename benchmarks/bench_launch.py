@@ -31,9 +31,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import describe_gpu, describe_run, write_json
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, env
 from moe_nvlink_plugin.exchange import layer as exchange
-from moe_nvlink_plugin.exchange.arguments import element_code
-from moe_nvlink_plugin.jit import host, nvrtc
+from moe_nvlink_plugin.exchange.formats import Activations
+from moe_nvlink_plugin.exchange.kernels import DISPATCH
+from moe_nvlink_plugin.exchange.launches import LayerLaunches, variant
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.support import fake_cuda
@@ -63,8 +66,9 @@ extern "C" void launch_often(int (*launch)(const void*, void*, void**, void**), 
 def bare_launch(config: AllToAllConfig) -> tuple[Any, Any]:
     """A launch configuration of dispatch for one CTA, and the function."""
     api = driver.api()
-    element = element_code(config.dtype)
-    cubin = nvrtc.kernels_for(config.top_k, element, driver.device(0).architecture, env.pdl())
+    wanted = variant(config, 0)
+    build = wanted.build(DISPATCH, pdl=env.pdl())
+    cubin = machine_code.cubin_for(build, driver.device(0).architecture, wanted)
     with driver.on_device(0):
         module = driver.call("cuModuleLoadData", cubin)
         function = driver.call("cuModuleGetFunction", module, b"moe_nvlink_dispatch")
@@ -132,7 +136,7 @@ class Levels:
         executor = self.inner.workspace.executor
         assert isinstance(executor, CudaExecutor)
         row_bytes = {name: row.row_bytes for name, row in self.inner.rows.items()}
-        self.launcher = executor.launcher(config, row_bytes, 0)
+        self.launcher = LayerLaunches(executor, config, row_bytes, 0)
         self.received = self.layer.dispatch(*self.inputs)
         self.layer.combine(self.layer.combine_input(), self.received.metadata, output=self.output)
         drain()
@@ -173,7 +177,7 @@ class Levels:
         region = self.layer.combine_input()
 
         def checked_dispatch() -> Any:
-            given = exchange.Activations(hidden, None, None)
+            given = Activations(hidden, None, None)
             return self.inner.dispatch(pending, given, ids, weights, [], 0)
 
         def checked_combine(received: Any) -> None:

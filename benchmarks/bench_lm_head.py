@@ -35,6 +35,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from moe_nvlink_plugin.lm_head.kernels import HEAD
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
@@ -343,7 +345,9 @@ class Growing:
 
 def on_cpu(options: Options, growing: Growing) -> None:
     """One result per group size."""
-    host.load()  # compiled once, here, rather than by ranks that wait for each other
+    host.load(
+        HEAD.host_source()
+    )  # compiled once, here, rather than by ranks that wait for each other
     print_head(ON_CPU)
     head = make_head(options)
     with tempfile.TemporaryDirectory() as folder:

@@ -32,6 +32,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from moe_nvlink_plugin.exchange import shapes
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from tests.support import kernel_texts
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
@@ -42,11 +46,12 @@ from benchmarks.moe_comm.options import Options as GpuOptions
 from benchmarks.moe_comm.routers import RankTokens
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, driver
 from moe_nvlink_plugin.config import COMBINE_FORMATS
-from moe_nvlink_plugin.exchange.arguments import element_code, quantiser_code
+from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.launch import shape
+from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.memory.layout import combine_row, quantised_combine_rows
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisingRecipe
 from moe_nvlink_plugin.testing import random_inputs
 from tests.gpu import vllm_quantisers
@@ -238,7 +243,7 @@ def kernel_quantiser(
     rows, scales = recipe.quantise(hidden, global_scale(recipe.name))
     rows, scales = torch.empty_like(rows), None if scales is None else torch.empty_like(scales)
     scale = global_scale(recipe.name)
-    function = host.load()._library.moe_nvlink_quantise_rows
+    function = host.load(kernel_texts.host_source())._library.moe_nvlink_quantise_rows
     function.restype = None
     function.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 4 + [ctypes.c_int64, ctypes.c_int]
     given = (
@@ -386,7 +391,9 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def on_cpu(options: Options, tokens: list[int], record: common.Record) -> list[dict[str, Any]]:
-    host.load()  # compiled once, here, rather than by ranks that wait for each other
+    host.load(
+        LAYER.host_source()
+    )  # compiled once, here, rather than by ranks that wait for each other
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
             rank_main, (options, tokens, folder, record), nprocs=options.ep_size
@@ -421,9 +428,9 @@ class Alone:
             launched.append(args)
         launch_shape = None
         if isinstance(backend, emulated.CudaBackend):
-            lanes_bytes = shape.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
+            lanes_bytes = shapes.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
             limits = backend.limits("quantise", options.ep_size)
-            launch_shape = shape.dispatch_shape(tokens, lanes_bytes, 0, limits)
+            launch_shape = shapes.dispatch_shape(tokens, lanes_bytes, 0, limits)
         self._keep = (ids, launched)
         self.run = backend.prepare("quantise", launched, launch_shape)
 

@@ -27,9 +27,11 @@ from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
+from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
+from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.memory.layout import payload_rows
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from tests.gpu import real_head, real_path, sanitized
 from tests.support import emulated, emulated_text
 from tests.support import ranks as processes
@@ -47,12 +49,13 @@ def layer(config: AllToAllConfig) -> None:
     """The kernels that the product launches for a layer."""
     recipe = find_recipe(config)
     row_bytes = {name: row.row_bytes for name, row in payload_rows(config, recipe).items()}
-    CudaExecutor(DEVICE).launcher(config, row_bytes, quantiser_code(recipe, config.hidden_size))
+    quantiser = quantiser_code(recipe, config.hidden_size)
+    LayerLaunches(CudaExecutor(DEVICE), config, row_bytes, quantiser)
 
 
 def head(config: HeadConfig) -> None:
     """The kernels that the product launches for a shared LM head."""
-    CudaExecutor(DEVICE).head_launcher(config)
+    HeadLaunches(CudaExecutor(DEVICE), config)
 
 
 def _create_layer(case: Any, device: str, group: Any = None, **changes: Any) -> None:

@@ -17,13 +17,17 @@ from typing import Any, Protocol
 import torch
 
 from moe_nvlink_plugin import HeadConfig, driver
-from moe_nvlink_plugin.exchange.arguments import element_code, head_arguments
-from moe_nvlink_plugin.jit import host, nvrtc, source
+from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch import shape
-from moe_nvlink_plugin.memory.layout import WorkspaceLayout
-from tests.support import emulated
+from moe_nvlink_plugin.launch.arguments import element_code
+from moe_nvlink_plugin.lm_head import shapes
+from moe_nvlink_plugin.lm_head.arguments import head_arguments
+from moe_nvlink_plugin.lm_head.kernels import ARGMAX, GATHER, HEAD
+from moe_nvlink_plugin.lm_head.sizes import head_layout
+from tests.support import emulated, kernel_texts
 
+RUN = (GATHER, ARGMAX)
 #: kernel -> its shared memory
 KERNELS = {"head_gather": "HeadShared", "head_argmax": "HeadArgmaxShared"}
 
@@ -41,10 +45,10 @@ def device_source(element: int, count: int) -> str:
     text, entries = re.subn(
         r"^MOE_NVLINK_KERNEL\(.*\)\n",
         "",
-        source.head_source(element, pdl=False),
+        kernel_texts.head_source(element, pdl=False),
         flags=re.MULTILINE,
     )
-    assert entries == len(source.HEAD_KERNELS), f"{entries} entry points of the product"
+    assert entries == len(kernel_texts.HEAD_KERNELS), f"{entries} entry points of the product"
     text += f"namespace moe_nvlink {{ struct EmulatedHead {{ HeadArgs of[{count}]; }}; }}\n"
     return text + "".join(_ENTRY.format(kernel=name, shared=of) for name, of in KERNELS.items())
 
@@ -69,7 +73,7 @@ extern "C" void moe_nvlink_emulated_{kernel}(const moe_nvlink::HeadArgs* of, voi
 def stand_in_source(count: int) -> str:
     """What tests/support/fake_cuda runs when these kernels are launched: a thread per rank."""
     entries = (_STAND_IN_ENTRY.format(kernel=name, count=count) for name in KERNELS)
-    return source.host_source() + "".join(entries)
+    return kernel_texts.host_source() + "".join(entries)
 
 
 class Backend(Protocol):
@@ -94,7 +98,8 @@ class CpuBackend:
     """A thread per rank, each with a grid of one host CTA."""
 
     def __init__(self, ranks: int) -> None:
-        self._library = host.load()
+        self._library = host.load(HEAD.host_source())
+        self._run = {each.name: self._library.kernel(each.name, each.args_type()) for each in RUN}
         self._grids = [self._library.create_grid(1) for _ in range(ranks)]
         self._threads = concurrent.futures.ThreadPoolExecutor(ranks)
 
@@ -108,7 +113,7 @@ class CpuBackend:
 
         def launch() -> None:
             running = [
-                self._threads.submit(self._library.head, kernel, args, grid)
+                self._threads.submit(self._run[kernel], args, grid)
                 for args, grid in zip(copies, self._grids, strict=True)
             ]
             for future in running:
@@ -183,7 +188,7 @@ class EmulatedHead:
         self.configs, self.hidden = configs, hidden
         first = configs[0]
         self.rows, self.device = len(hidden[0]), hidden[0].device
-        (self._regions,) = emulated._packed_regions(WorkspaceLayout.for_head(first))
+        (self._regions,) = emulated._packed_regions(head_layout(first))
         end = max(region.offset + region.size_bytes for region in self._regions.values())
         shape_of_all = (first.tp_size, -(-end // 4096) * 4096)
         self._memory = torch.zeros(shape_of_all, dtype=torch.uint8, device=self.device)
@@ -197,12 +202,12 @@ class EmulatedHead:
         gather_limits, argmax_limits = (backend.limits(name) for name in KERNELS)
         row_bytes = first.hidden_size * first.dtype.itemsize
         if gather_limits is not None:
-            gather = shape.head_rows_shape(self.rows, row_bytes, first.tp_size, gather_limits)
+            gather = shapes.head_rows_shape(self.rows, row_bytes, first.tp_size, gather_limits)
         if argmax_limits is not None:
             width_bytes = first.shard_size * first.dtype.itemsize
-            argmax = shape.head_argmax_shape(slots, width_bytes, argmax_limits)
+            argmax = shapes.head_argmax_shape(slots, width_bytes, argmax_limits)
             for args in launched:
-                args.row_splits = argmax.hidden_splits
+                args.row_splits = argmax.splits
         self.gather = backend.prepare("head_gather", launched, gather)
         self.argmax = backend.prepare("head_argmax", launched, argmax)
 

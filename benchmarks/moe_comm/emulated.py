@@ -26,10 +26,12 @@ from typing import Any
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin.exchange import shapes
+from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.memory.layout import WorkspaceLayout
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import emulated
 
 from . import accounting, emulated_flashinfer, expected, rows
@@ -125,15 +127,15 @@ class Layer:
         slots = config.ep_size * config.max_tokens_per_rank
         lanes_bytes = max(row_bytes.values())
         if self.ranks.quantiser:
-            lanes_bytes = shape.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
+            lanes_bytes = shapes.quantising_lanes(options.hidden_size) * shape.VECTOR_BYTES
         return {
-            "dispatch": shape.dispatch_shape(
+            "dispatch": shapes.dispatch_shape(
                 self.tokens,
                 lanes_bytes,
                 slots * row_bytes["recv_topk_ids"],
                 backend.limits("dispatch", options.ep_size),
             ),
-            "combine": shape.combine_shape(
+            "combine": shapes.combine_shape(
                 self.tokens,
                 options.hidden_size,
                 config.dtype.itemsize,
@@ -159,7 +161,7 @@ class Layer:
             args.geometry.num_tokens = self.tokens
             args.send_slots, args.output = self._slots[rank].data_ptr(), output.data_ptr()
             if "combine" in self.shapes:
-                args.hidden_splits = self.shapes["combine"].hidden_splits
+                args.hidden_splits = self.shapes["combine"].splits
             launched.append(args)
         return launched
 
@@ -236,7 +238,7 @@ class Branches(Layer):
         config = dataclasses.replace(self.ranks.config, max_sms=share)
         row_bytes = {name: row.row_bytes for name, row in self.ranks.rows.items()}
         launchers = [
-            executor.launcher(config, row_bytes, self.ranks.quantiser) for _ in range(ranks)
+            LayerLaunches(executor, config, row_bytes, self.ranks.quantiser) for _ in range(ranks)
         ]
 
         def dispatch(rank: int) -> None:
@@ -504,8 +506,8 @@ def _told(options: Options, mine: Any, clock: Clock, verbs: dict[str, Body]) -> 
             extra["kernels"] = {verb: kernels for verb, kernels in of.items() if kernels}
         except (RuntimeError, ValueError) as error:  # the figures without it are worth the row
             extra["not_profiled"] = str(error)
-    if shapes := getattr(mine, "shapes", {}):
-        extra["shapes"] = {verb: chosen._asdict() for verb, chosen in shapes.items()}
+    if launched := getattr(mine, "shapes", {}):
+        extra["shapes"] = {verb: chosen._asdict() for verb, chosen in launched.items()}
     return extra
 
 

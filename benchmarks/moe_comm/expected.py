@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe, combine_formats
 
 from .options import Options

@@ -190,15 +190,15 @@ class _TimedLauncher:
 
     def __init__(self, layer: MoeAllToAll) -> None:
         self._channel: Any = exchange.find(layer._handle).channel(0)
-        self._launcher: Any = self._channel._launcher
+        self._launcher: Any = self._channel._launches
         self.last = (0.0, 0.0)
 
     def __enter__(self) -> _TimedLauncher:
-        self._channel._launcher = self
+        self._channel._launches = self
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self._channel._launcher = self._launcher
+        self._channel._launches = self._launcher
 
     def dispatch(self, args: Any) -> None:
         self._timed(self._launcher.dispatch, args)

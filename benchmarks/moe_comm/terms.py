@@ -26,6 +26,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from moe_nvlink_plugin.exchange import shapes
 from moe_nvlink_plugin.launch import shape
 
 VERBS = ("dispatch", "combine")
@@ -352,11 +353,11 @@ def _dispatch_grid(work: Work, machine: Machine, protocol: Protocol) -> tuple[in
         return passes + (others if protocol.one_payload_after_another else 0), 0
     # What is loaded is a row of bf16 where dispatch quantises it.
     loaded = work.hidden_size * FORMATS["bf16" if protocol.quantises else work.recipe][0]
-    launch = shape.dispatch_shape(work.tokens, int(loaded), _empty_bytes(work), _limits(machine))
+    launch = shapes.dispatch_shape(work.tokens, int(loaded), _empty_bytes(work), _limits(machine))
     vectors = _ceil_div(loaded, VECTOR_BYTES)
     in_flight = OUR_LOADS_IN_FLIGHT if vectors > launch.threads else 1
     return _ceil_div(vectors, launch.threads * in_flight), min(
-        launch.blocks, shape.MOST_MARKING_CTAS
+        launch.blocks, shapes.MOST_MARKING_CTAS
     )
 
 
@@ -366,9 +367,9 @@ def _combine_grid(work: Work, machine: Machine, protocol: Protocol) -> tuple[int
         row = work.hidden_size * FORMATS[work.combine][0]
         return _ceil_div(row, REFERENCE_THREADS * VECTOR_BYTES), work.tokens
     slots = 0 if work.combine == "bf16" else work.ep_size * work.tokens
-    launch = shape.combine_shape(work.tokens, work.hidden_size, 2, _limits(machine), slots)
+    launch = shapes.combine_shape(work.tokens, work.hidden_size, 2, _limits(machine), slots)
     vectors = _ceil_div(work.hidden_size * 2, VECTOR_BYTES)
-    return _ceil_div(vectors, launch.threads * launch.hidden_splits), launch.blocks
+    return _ceil_div(vectors, launch.threads * launch.splits), launch.blocks
 
 
 def _limits(machine: Machine) -> shape.Limits:

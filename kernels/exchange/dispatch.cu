@@ -318,7 +318,9 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
   if constexpr (Config::kQuantiser >= 0) {
     with_element<Config, Config::kQuantiser>(args, cta, scale, function);
   } else {
-    switch (args.quantiser) {
+    switch (static_cast<QuantiserCode>(args.quantiser)) {
+      case kQuantiserNone:
+        return;
       case kQuantiserFp8Block:
         return with_element<Config, kQuantiserFp8Block>(args, cta, scale, function);
       case kQuantiserFp8Token:
@@ -327,7 +329,7 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
         return with_element<Config, kQuantiserFp8Tensor>(args, cta, scale, function);
       case kQuantiserMxfp8:
         return with_element<Config, kQuantiserMxfp8>(args, cta, scale, function);
-      default:
+      case kQuantiserNvfp4:
         return with_element<Config, kQuantiserNvfp4>(args, cta, scale, function);
     }
   }

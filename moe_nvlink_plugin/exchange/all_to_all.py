@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_nvlink_plugin import plugins
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
-from moe_nvlink_plugin.launch import executor_for, with_index
+from moe_nvlink_plugin.launch.base import Executor
+from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory import layout
 from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
-from moe_nvlink_plugin.plugins import manager as plugins
 from moe_nvlink_plugin.recipes import Recipe
 
 from . import layer as exchange
@@ -341,7 +342,7 @@ class MoeAllToAll:
 
 def _prepare(
     config: AllToAllConfig, group: Group, device: torch.device, share_with: MoeAllToAll | None
-) -> tuple[Recipe, Workspace]:
+) -> tuple[Recipe, Workspace[Executor]]:
     """All that can fail on this rank alone."""
     if (group.size, group.rank) != (config.ep_size, config.ep_rank):
         raise ConfigError(
@@ -366,7 +367,7 @@ def _prepare(
 
 
 def _check_agreement(
-    config: AllToAllConfig, group: Group, workspace: Workspace, *, shares: bool
+    config: AllToAllConfig, group: Group, workspace: Workspace[Executor], *, shares: bool
 ) -> None:
     """Also that all ranks mean the same workspace: else some would grow theirs, and wait."""
     values = {

@@ -10,12 +10,11 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from moe_nvlink_plugin.config import COMBINE_FORMATS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.jit.header import combine_formats, constants, structs
-from moe_nvlink_plugin.lm_head.config import HeadConfig
+from moe_nvlink_plugin.jit.header import combine_formats, constants
+from moe_nvlink_plugin.launch.arguments import Window, element_code, new_arguments
+from moe_nvlink_plugin.launch.kernel import Kernel
 from moe_nvlink_plugin.memory.layout import Region
 from moe_nvlink_plugin.recipes import (
     BUILT_IN,
@@ -25,16 +24,7 @@ from moe_nvlink_plugin.recipes import (
     unquantised_recipe_of,
 )
 
-_ELEMENTS = {
-    torch.bfloat16: "kElementBf16",
-    torch.float16: "kElementFp16",
-    torch.float32: "kElementFp32",
-}
-
-
-def element_code(dtype: torch.dtype) -> int:
-    """kElement* of config.h for an activation type that combine reduces."""
-    return constants()[_ELEMENTS[dtype]]
+from .kernels import COMBINE, DISPATCH
 
 
 def combine_code(config: AllToAllConfig) -> int:
@@ -96,7 +86,7 @@ def dispatch_arguments(
         base_ptr: address of rank 0's workspace.
         rank_stride: bytes from one rank's workspace to the next.
     """
-    args = _common("DispatchArgs", config, regions, base_ptr, rank_stride)
+    args = _common(DISPATCH, config, regions, Window(base_ptr, rank_stride))
     args.num_payloads = len(rows)
     for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
@@ -107,7 +97,7 @@ def combine_arguments(
     config: AllToAllConfig, regions: Mapping[str, Region], base_ptr: int, rank_stride: int
 ) -> Any:
     """CombineArgs of the rank `config.ep_rank`; arguments as for dispatch."""
-    args = _common("CombineArgs", config, regions, base_ptr, rank_stride)
+    args = _common(COMBINE, config, regions, Window(base_ptr, rank_stride))
     args.region = regions["combine"].block
     args.hidden_splits = 1
     args.format = combine_code(config)
@@ -118,50 +108,14 @@ def combine_arguments(
     return args
 
 
-def head_arguments(
-    config: HeadConfig, regions: Mapping[str, Region], base_ptr: int, rank_stride: int
-) -> Any:
-    """HeadArgs of the rank `config.tp_rank`; arguments as for dispatch. The caller adds row_bound,
-    num_rows, is_compact, soft_cap, scale and the addresses of the call's tensors.
-    """
-    args: Any = structs()["HeadArgs"]()
-    args.window_base, args.rank_stride = base_ptr, rank_stride
-    assert config.timeout_s is not None
-    args.timeout_ns = int(config.timeout_s * 1e9)
-    for name in ("tp_size", "tp_rank", "vocab_size", "hidden_size", "shard_size"):
-        setattr(args.geometry, name, getattr(config, name))
-    args.geometry.max_rows_per_rank = config.max_rows_per_rank
-    args.geometry.element = element_code(config.dtype)
-    args.rows_region = regions["head_rows"].block
-    args.pairs_region = regions["head_pairs"].block
-    if config.full_logits:
-        args.logits_region = regions["head_logits"].block
-    args.row_splits = 1
-    _set_control(args, regions)
-    return args
-
-
-def _set_control(args: Any, regions: Mapping[str, Region]) -> None:
-    for name, _type in structs()["ControlRegions"]._fields_:  # type: ignore[misc]
-        setattr(args.control, name, regions[name].block)
-
-
 def _common(
-    struct: str,
-    config: AllToAllConfig,
-    regions: Mapping[str, Region],
-    base_ptr: int,
-    rank_stride: int,
+    kernel: Kernel[Any], config: AllToAllConfig, regions: Mapping[str, Region], window: Window
 ) -> Any:
-    args: Any = structs()[struct]()
-    args.window_base, args.rank_stride = base_ptr, rank_stride
-    assert config.timeout_s is not None
-    args.timeout_ns = int(config.timeout_s * 1e9)
+    args = new_arguments(kernel, regions, window, config.timeout_s)
     geometry = args.geometry
     for name in ("ep_size", "ep_rank", "num_experts", "top_k", "hidden_size"):
         setattr(geometry, name, getattr(config, name))
     geometry.max_tokens_per_rank = config.max_tokens_per_rank
     geometry.element = element_code(config.dtype)
     geometry.formats = formats_code(config)
-    _set_control(args, regions)
     return args

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING
-
 import torch
 
 from moe_nvlink_plugin.errors import MoeNvlinkError
+from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.memory.faults import Faults
 from moe_nvlink_plugin.memory.startup import Timeouts
+from moe_nvlink_plugin.memory.workspace import Workspace
 
 from .arguments import combine_arguments, dispatch_arguments
-
-if TYPE_CHECKING:
-    from .layer import LayerExchange
+from .formats import LayerFormat
+from .kernels import LAYER
+from .launches import LayerLaunches
 
 
 class Channel:
     """Prebuilt arguments and views. A lock of the workspace lets one thread at a time use it."""
 
-    def __init__(self, layer: LayerExchange, index: int) -> None:
-        config, workspace = layer.config, layer.workspace
-        self._layer = weakref.proxy(layer)
+    def __init__(self, layer: LayerFormat, workspace: Workspace[Executor], index: int) -> None:
+        config = layer.config
+        self._layer = layer
         self._index = index
         self._regions = workspace.layout.channel_regions(index)
         self._workspace = workspace
         row_bytes = {name: row.row_bytes for name, row in layer.rows.items()}
-        self._launcher = workspace.executor.launcher(
-            config, row_bytes, layer.quantiser, workspace.memory.ranks_on_device
+        ranks_on_device = workspace.memory.ranks_on_device
+        self._launches = LayerLaunches(
+            workspace.executor, config, row_bytes, layer.quantiser, ranks_on_device
         )
         self._views = [
             self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
         ]
         self.combine_region = self._view("combine", config.dtype, config.hidden_size)
-        self._formats = (layer.recipe.name, config.combine)
         ep_size = config.ep_size
         self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
         self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
         self._combine_args = combine_arguments(config, self._regions, *window)
         self._timeouts = Timeouts.of(config)
-        self._faults = Faults(workspace, index, config.ep_rank, ep_size, self._timeouts)
+        self._faults = Faults(
+            workspace, index, config.ep_rank, ep_size, self._timeouts, LAYER.phases
+        )
 
     def _view(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
         num_slots = self._layer.num_slots
@@ -74,7 +75,7 @@ class Channel:
         for entry, tensor in zip(args.payloads, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
-        self._launcher.dispatch(args)
+        self._launches.dispatch(args)
         return slots
 
     def combine(
@@ -88,7 +89,7 @@ class Channel:
         args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
-        self._launcher.combine(args)
+        self._launches.combine(args)
         startup.complete_round()
 
     def _copy_rows(self, expert_output: torch.Tensor) -> None:
@@ -127,7 +128,7 @@ class Channel:
         mine = self._dispatch_args.geometry
         names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
         values = [f"{name}={getattr(mine, name)}" for name in names]
-        values += [f"recipe={self._formats[0]}", f"combine={self._formats[1]}"]
+        values += [f"recipe={self._layer.recipe.name}", f"combine={self._layer.config.combine}"]
         return (
             f"in {phase} of epoch {epoch} rank {peer} used a layer of another geometry or format "
             f"than rank {mine.ep_rank} ({', '.join(values)}); all ranks must call the same layers "

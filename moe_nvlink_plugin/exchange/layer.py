@@ -10,19 +10,19 @@ import contextlib
 import ctypes
 import itertools
 import weakref
-from typing import NamedTuple
 
 import torch
 
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
-from moe_nvlink_plugin.memory.layout import payload_rows
+from moe_nvlink_plugin.launch.base import Executor
+from moe_nvlink_plugin.memory.tensors import check_device
 from moe_nvlink_plugin.memory.workspace import Workspace
-from moe_nvlink_plugin.recipes import QuantisingRecipe, Recipe
+from moe_nvlink_plugin.recipes import Recipe
 
 from . import checks
-from .arguments import quantiser_code
 from .channel import Channel
+from .formats import Activations, LayerFormat
 
 _handles = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, LayerExchange] = weakref.WeakValueDictionary()
@@ -52,32 +52,27 @@ def _word(words: torch.Tensor, index: int) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(words.data_ptr() + 8 * index)
 
 
-class Activations(NamedTuple):
-    """What dispatch is given of the tokens themselves: see MoeAllToAll.dispatch."""
-
-    hidden_states: torch.Tensor
-    scales: torch.Tensor | None
-    global_scale: torch.Tensor | None
-
-
 class LayerExchange:
     """Dispatch and combine of one geometry. A lock per channel lets one thread at a time use it."""
 
-    def __init__(self, config: AllToAllConfig, recipe: Recipe, workspace: Workspace) -> None:
+    def __init__(
+        self, config: AllToAllConfig, recipe: Recipe, workspace: Workspace[Executor]
+    ) -> None:
         self.config = config
         self.recipe = recipe
-        self.quantising = recipe if isinstance(recipe, QuantisingRecipe) else None
-        self.quantiser = quantiser_code(recipe, config.hidden_size)
-        self.rows = payload_rows(config, recipe)
+        self.format = LayerFormat.of(config, recipe, workspace.device)
+        self.rows = self.format.rows
+        self.num_slots = self.format.num_slots
+        self.quantiser = self.format.quantiser
         self._checked_scales: set[tuple[int, int]] = set()
-        self.num_slots = config.ep_size * config.max_tokens_per_rank
         self.workspace = workspace
         self.rounds = [0] * config.num_channels  # dispatches so far, by channel
         # Now, not at the first round: what cannot be had is an error of create, on all ranks, and
         # the first round may already be captured. Not inference tensors, whatever the caller is in:
         # they are written to in either mode.
         with torch.inference_mode(False):
-            self._channels = [Channel(self, index) for index in range(config.num_channels)]
+            indices = range(config.num_channels)
+            self._channels = [Channel(self.format, workspace, index) for index in indices]
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -122,7 +117,7 @@ class LayerExchange:
             InputError: a tensor is not where this exchange works.
         """
         for tensor in tensors:
-            checks.on_device("a tensor", tensor, self.workspace.device)
+            check_device("a tensor", tensor, self.workspace.device)
 
     def dispatch(
         self,
@@ -135,7 +130,9 @@ class LayerExchange:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ops.py. Collective."""
         rows, fused = self._rows_to_send(given)
-        checks.dispatch_inputs(self, rows, topk_ids, topk_weights, extra_payloads, fused=fused)
+        checks.dispatch_inputs(
+            self.format, rows, topk_ids, topk_weights, extra_payloads, fused=fused
+        )
         ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
         payloads: list[torch.Tensor | None] = [ids, topk_weights, rows.hidden_states]
         if "recv_scales" in self.rows:
@@ -161,20 +158,29 @@ class LayerExchange:
 
     def _rows_to_send(self, given: Activations) -> tuple[Activations, bool]:
         """What the kernel is to read, and whether it quantises that."""
-        recipe = self.quantising
+        recipe, scale = self.format.quantising, given.global_scale
         if (
             recipe is None
             or given.scales is not None
             or given.hidden_states.dtype != self.config.dtype
         ):
-            checks.global_scale(self, given.global_scale, needed=False)
+            checks.global_scale(self.format, scale, needed=False)
             return given, False
-        checks.global_scale(self, given.global_scale, needed=recipe.needs_global_scale)
+        needed, unseen = recipe.needs_global_scale, self._may_look_at(scale)
+        checks.global_scale(self.format, scale, needed=needed, read_value=unseen)
         if self.quantiser:
             return given, True
-        checks.activations(self, given.hidden_states)
-        rows = recipe.quantise(given.hidden_states, given.global_scale)
+        checks.activations(self.format, given.hidden_states)
+        rows = recipe.quantise(given.hidden_states, scale)
         return Activations(rows.rows, rows.scales, None), False
+
+    def _may_look_at(self, scale: torch.Tensor | None) -> bool:
+        """Whether the value of a scale is to be checked now."""
+        executor = self.workspace.executor
+        if not executor.asynchronous:
+            return True
+        # To look at a number on a GPU waits for it, which a capture forbids.
+        return scale is not None and not executor.is_capturing() and self.first_sight(scale)
 
     def first_sight(self, scale: torch.Tensor) -> bool:
         """Whether this tensor's value has not been looked at yet. Local; remembers it."""
@@ -195,7 +201,7 @@ class LayerExchange:
         channel_index: int,
     ) -> torch.Tensor:
         """See ops.py. Collective."""
-        checks.combine_inputs(self, expert_output, send_slots, output)
+        checks.combine_inputs(self.format, expert_output, send_slots, output)
         if output is None:
             shape = (send_slots.shape[0], self.config.hidden_size)
             output = torch.empty(shape, dtype=self.config.dtype, device=expert_output.device)

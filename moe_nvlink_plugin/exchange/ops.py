@@ -13,6 +13,7 @@ import torch
 
 from . import inductor
 from . import layer as exchange
+from .formats import Activations
 
 # Lives as long as the process. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-untyped-call]
@@ -55,7 +56,7 @@ def _dispatch(
 ) -> Five:
     return exchange.find(handle).dispatch(
         pending,
-        exchange.Activations(hidden_states, scales, global_scale),
+        Activations(hidden_states, scales, global_scale),
         topk_ids,
         topk_weights,
         extra_payloads,

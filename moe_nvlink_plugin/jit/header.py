@@ -1,7 +1,8 @@
 """Reads kernels/include/moe_nvlink/{config,args}.h: constants, and ctypes mirrors of the structs.
 
 The headers are the only place where a field or a limit is written; this module keeps Python from
-having its own copy. It understands what those two files contain and refuses anything else.
+having its own copy. It understands what those two files contain and refuses anything else. A struct
+or a constant may also stand in another file below kernels/, such as the file of its kernel.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import functools
 import re
 from typing import Any
 
-from .source import read_kernel_file
+from . import source
 
-_CONSTANT = re.compile(r"^constexpr int (k\w+) =\s*(-?\d+);", re.MULTILINE)
+_CONSTANT = re.compile(r"^(?:constexpr int |  )(k\w+) =\s*(-?\d+)[;,]", re.MULTILINE)
 _STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"^\s*(\w+) (\w+)(?:\[(\w+)\])?;")
 
@@ -27,9 +28,9 @@ _SCALARS: dict[str, Any] = {
 
 
 @functools.cache
-def constants() -> dict[str, int]:
-    """`constexpr int` of config.h, by name."""
-    text = read_kernel_file("include/moe_nvlink/config.h")
+def constants(path: str = source.CONFIG_HEADER) -> dict[str, int]:
+    """Each `constexpr int` and each enumerator of a file below kernels/, by name."""
+    text = source.read_kernel_file(path)
     return {name: int(value) for name, value in _CONSTANT.findall(text)}
 
 
@@ -62,10 +63,31 @@ def _named(prefix: str) -> dict[str, int]:
 def structs() -> dict[str, type[ctypes.Structure]]:
     """Structs of args.h as ctypes.Structure classes, by name."""
     found: dict[str, type[ctypes.Structure]] = {}
-    for name, body in _STRUCT.findall(read_kernel_file("include/moe_nvlink/args.h")):
-        fields = [_field(line, found) for line in body.splitlines() if line.strip()]
-        found[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    for name, body in _STRUCT.findall(source.read_kernel_file(source.ARGS_HEADER)):
+        found[name] = _mirror(name, body, found)
     return found
+
+
+@functools.cache
+def struct(name: str, path: str = source.ARGS_HEADER) -> type[ctypes.Structure]:
+    """One struct of a file below kernels/; its fields may be structs of args.h.
+
+    Raises:
+        ValueError: the file has no such struct, or a line of the struct is not one field.
+    """
+    if path == source.ARGS_HEADER and name in structs():
+        return structs()[name]
+    bodies = dict(_STRUCT.findall(source.read_kernel_file(path)))
+    if name not in bodies:
+        raise ValueError(f"{path}: no struct {name}; a Kernel names the file of its struct")
+    return _mirror(name, bodies[name], structs())
+
+
+def _mirror(
+    name: str, body: str, known: dict[str, type[ctypes.Structure]]
+) -> type[ctypes.Structure]:
+    fields = [_field(line, known) for line in body.splitlines() if line.strip()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def _field(line: str, known: dict[str, type[ctypes.Structure]]) -> tuple[str, Any]:

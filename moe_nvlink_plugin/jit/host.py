@@ -7,6 +7,7 @@ import functools
 import platform
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from moe_nvlink_plugin.errors import CompileError
 
 from . import cache
 from .header import structs
-from .source import HEAD_KERNELS, host_source
 
 # -ffp-contract=off: a fused multiply-add would round differently from machine to machine.
 FLAGS = (
     "-std=c++20",
+    "-Werror=switch",  # a switch over codes of config.h has a case for each
     "-O3",
     "-march=native",
     "-ffp-contract=off",
@@ -30,6 +31,9 @@ FLAGS = (
 )
 
 _COMPILE_TIMEOUT_S = 280.0
+
+#: Structs that the executors and the kernels share, by the suffix of the exported function.
+_CONTROL_STRUCTS = {"local_control": "LocalControl", "exchange_counters": "ExchangeCounters"}
 
 
 def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> None:
@@ -75,7 +79,7 @@ class HostLibrary:
     """Launches the kernels of one shared object on CPU threads.
 
     Raises:
-        CompileError: the library's argument structs differ from the headers'.
+        CompileError: the library's control structs differ from the mirrors in Python.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,25 +87,30 @@ class HostLibrary:
         self._library.moe_nvlink_grid_create.restype = ctypes.c_void_p
         self._library.moe_nvlink_grid_create.argtypes = [ctypes.c_int]
         self._library.moe_nvlink_grid_destroy.argtypes = [ctypes.c_void_p]
-        for verb in ("dispatch", "combine", *HEAD_KERNELS):
-            function = getattr(self._library, f"moe_nvlink_{verb}")
-            function.restype = None
-            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self._check_sizes()
+        for name, struct in _CONTROL_STRUCTS.items():
+            self._check_size(name, structs()[struct])
 
-    def _check_sizes(self) -> None:
-        names = {
-            "dispatch_args": "DispatchArgs",
-            "combine_args": "CombineArgs",
-            "head_args": "HeadArgs",
-            "local_control": "LocalControl",
-            "exchange_counters": "ExchangeCounters",
-        }
-        for suffix, struct in names.items():
-            here = ctypes.sizeof(structs()[struct])
-            there = getattr(self._library, f"moe_nvlink_sizeof_{suffix}")()
-            if here != there:
-                raise CompileError(f"{struct} has {there} bytes in the library, {here} in Python")
+    def _check_size(self, name: str, struct: type[ctypes.Structure]) -> None:
+        here = ctypes.sizeof(struct)
+        there = getattr(self._library, f"moe_nvlink_sizeof_{name}")()
+        if here != there:
+            raise CompileError(
+                f"{struct.__name__} has {there} bytes in the library, {here} in Python"
+            )
+
+    def kernel(self, name: str, struct: type[ctypes.Structure]) -> Callable[[Any, int], None]:
+        """The kernel of that name as a function of (arguments, grid), where `struct` is the
+        mirror of its arguments. The function returns when the kernel has finished; ctypes lets
+        other Python threads run meanwhile.
+
+        Raises:
+            CompileError: the library's struct differs from the mirror.
+        """
+        self._check_size(f"{name}_args", struct)
+        function = getattr(self._library, f"moe_nvlink_{name}")
+        function.restype = None
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        return lambda args, grid: function(ctypes.addressof(args), grid)
 
     def create_grid(self, num_threads: int) -> int:
         """Threads to launch on; destroy_grid gives them back."""
@@ -114,25 +123,8 @@ class HostLibrary:
         """Ends the grid's threads; no launch may be running on it."""
         self._library.moe_nvlink_grid_destroy(grid)
 
-    def dispatch(self, args: Any, grid: int) -> None:
-        """Runs dispatch; returns when it has finished (ctypes lets other Python threads run)."""
-        self._library.moe_nvlink_dispatch(ctypes.byref(args), grid)
-
-    def combine(self, args: Any, grid: int) -> None:
-        """Runs combine; returns when it has finished."""
-        self._library.moe_nvlink_combine(ctypes.byref(args), grid)
-
-    def head(self, kernel: str, args: Any, grid: int) -> None:
-        """Runs one of HEAD_KERNELS; returns when it has finished."""
-        getattr(self._library, f"moe_nvlink_{kernel}")(ctypes.byref(args), grid)
-
-    def convert(self, name: str, element: int, source: int, target: int, count: int) -> None:
-        """`name` is to_float or from_float; for the tests of numeric.h."""
-        function = getattr(self._library, f"moe_nvlink_{name}")
-        function(element, ctypes.c_void_p(source), ctypes.c_void_p(target), ctypes.c_int64(count))
-
 
 @functools.cache
-def load() -> HostLibrary:
-    """The process's host library; compiled on first use (some 10 s), then from the cache."""
-    return HostLibrary(build(host_source()))
+def load(text: str) -> HostLibrary:
+    """The process's library of this text; compiled on first use (seconds), then from the cache."""
+    return HostLibrary(build(text))

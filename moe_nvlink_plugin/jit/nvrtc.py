@@ -12,10 +12,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moe_nvlink_plugin.errors import CompileError, MoeNvlinkError, UnsupportedError
+from moe_nvlink_plugin.errors import CompileError, UnsupportedError
 
-from . import cache, header
-from .source import head_source, specialised_source
+from . import cache
 
 logger = logging.getLogger(__name__)
 
@@ -98,97 +97,13 @@ def load_or_compile(text: str, architecture: str) -> bytes:
     return cache.load_or_build(_key(text, architecture), ".cubin", build, _unsealed)
 
 
-def kernels_for(
-    top_k: int, element: int, architecture: str, pdl: bool, quantiser: int = 0, combine: int = 0
-) -> bytes:
-    """The cubin with both kernels that a GPU of `architecture` is given. Local.
-
-    Args:
-        element: activation type, one of the kElement constants of config.h.
-        pdl: for launches with programmatic dependent launch.
-        quantiser: kQuantiser* that dispatch is made for.
-        combine: kCombine* that combine is made for.
-
-    Raises:
-        UnsupportedError: it is not in the cache and cannot be compiled here; the message has the
-            line that fills a cache elsewhere.
-        CompileError: NVRTC refused it, or the cache directory cannot be used.
-    """
-    try:
-        text = specialised_source(top_k, element, pdl=pdl, quantiser=quantiser, combine=combine)
-        return load_or_compile(text, architecture)
-    except UnsupportedError as error:
-        line = precompile_line(top_k, element, architecture, pdl, quantiser, combine)
-        raise UnsupportedError(
-            f"no compiled kernels for {_words(top_k, element, quantiser, combine)} on "
-            f"{architecture} in "
-            f"{_searched()}: {error}; or run, where NVRTC is,\n  {line} --cache-dir DIR\n"
-            "and set MOE_NVLINK_CACHE_DIR=DIR here"
-        ) from error
-
-
-def is_cached(
-    top_k: int, element: int, architecture: str, pdl: bool, quantiser: int = 0, combine: int = 0
-) -> bool:
-    """Whether kernels_for would find them compiled. Local; compiles nothing.
+def is_cached(text: str, architecture: str) -> bool:
+    """Whether load_or_compile would find the machine code of this text. Local; compiles nothing.
 
     Raises:
         CompileError: the cache directory cannot be used.
     """
-    text = specialised_source(top_k, element, pdl=pdl, quantiser=quantiser, combine=combine)
-    key = _key(text, architecture)
-    return cache.load(key, ".cubin", _unsealed) is not None
-
-
-def head_kernels_for(element: int, architecture: str, pdl: bool) -> bytes:
-    """The cubin of the shared LM head's kernels (HEAD_KERNELS of source.py); as kernels_for."""
-    try:
-        return load_or_compile(head_source(element, pdl=pdl), architecture)
-    except UnsupportedError as error:
-        dtype = _name_of(header.elements(), element)
-        line = f"moe-nvlink precompile --arch {architecture} --geometry lm_head,dtype={dtype}"
-        line = line if pdl else f"{line} --no-pdl"
-        raise UnsupportedError(
-            f"no compiled kernels for a shared LM head of {dtype} on {architecture} in "
-            f"{_searched()}: {error}; or run, where NVRTC is,\n  {line} --cache-dir DIR\n"
-            "and set MOE_NVLINK_CACHE_DIR=DIR here"
-        ) from error
-
-
-def head_is_cached(element: int, architecture: str, pdl: bool) -> bool:
-    """Whether head_kernels_for would find them compiled; as is_cached."""
-    key = _key(head_source(element, pdl=pdl), architecture)
-    return cache.load(key, ".cubin", _unsealed) is not None
-
-
-def precompile_line(
-    top_k: int, element: int, architecture: str, pdl: bool, quantiser: int = 0, combine: int = 0
-) -> str:
-    """The command that puts them into a cache."""
-    geometry = _words(top_k, element, quantiser, combine).replace(" ", "")
-    line = f"moe-nvlink precompile --arch {architecture} --geometry {geometry}"
-    return line if pdl else f"{line} --no-pdl"
-
-
-def _words(top_k: int, element: int, quantiser: int, combine: int) -> str:
-    words = f"top_k={top_k}, dtype={_name_of(header.elements(), element)}"
-    if quantiser:
-        words += f", recipe={_name_of(header.quantisers(), quantiser)}"
-    if combine:
-        words += f", combine={_name_of(header.combine_formats(), combine)}"
-    return words
-
-
-def _name_of(names: dict[str, int], wanted: int) -> str:
-    return next(name for name, value in names.items() if value == wanted)
-
-
-def _searched() -> str:
-    try:
-        found = {cache.shipped_directory(), cache.directory()} - {None}
-    except MoeNvlinkError as error:
-        return f"the cache ({error})"
-    return " or ".join(sorted(map(str, found)))
+    return cache.load(_key(text, architecture), ".cubin", _unsealed) is not None
 
 
 def _key(text: str, architecture: str) -> str:

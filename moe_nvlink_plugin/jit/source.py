@@ -6,13 +6,16 @@ import functools
 import importlib.resources
 import posixpath
 import re
+from collections.abc import Sequence
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
 
-KERNEL_FILES = ("exchange/dispatch.cu", "exchange/combine.cu")
-HEAD_FILES = ("lm_head/gather.cu", "lm_head/argmax.cu", "lm_head/collect.cu")
-HEAD_KERNELS = ("head_gather", "head_argmax", "head_collect")
+#: Limits, codes, and RuntimeConfig, from which every Config is derived.
+CONFIG_HEADER = "include/moe_nvlink/config.h"
+#: The argument structs of the kernels.
+ARGS_HEADER = "include/moe_nvlink/args.h"
+#: What every host library has beside its kernels.
 HOST_FILES = ("host/grid.h", "host/library.cpp")
 
 
@@ -23,7 +26,7 @@ def read_kernel_file(path: str) -> str:
     return root.joinpath(*path.split("/")).read_text(encoding="utf-8")
 
 
-def amalgamate(paths: tuple[str, ...]) -> str:
+def amalgamate(paths: Sequence[str]) -> str:
     """The files' text with every `#include "..."` replaced, once each, by what it names."""
     seen: set[str] = set()
 
@@ -41,44 +44,40 @@ def amalgamate(paths: tuple[str, ...]) -> str:
     return "".join(inline(path) for path in paths)
 
 
-def host_source() -> str:
-    """The host library: every geometry, every element type, chosen by the arguments."""
-    files = (*KERNEL_FILES, *HEAD_FILES)
-    return _translation_unit("moe_nvlink::RuntimeConfig", files, HOST_FILES)
-
-
-def specialised_source(
-    top_k: int,
-    element: int,
-    *,
-    pdl: bool = True,
-    host: bool = False,
-    quantiser: int = 0,
-    combine: int = 0,
+def translation_unit(
+    config: str, kernel_files: Sequence[str], host_files: Sequence[str] = ()
 ) -> str:
-    """Both kernels for one top_k and element type: what a GPU gets, or the same on the host.
+    """The kernels of these files, compiled for one Config.
 
-    `pdl`: with the instructions of programmatic dependent launch. A launch with its attribute needs
-    them; without the attribute they do nothing. The host build has none either way.
-    `quantiser`, `combine`: kQuantiser* of dispatch and kCombine* of combine.
+    Args:
+        config: C++ that declares `Config`, for which the entry points of the kernels are compiled.
+        kernel_files: below kernels/.
+        host_files: what stands before them.
     """
-    values = f"{top_k}, {element}, {str(pdl).lower()}, {quantiser}, {combine}"
-    config = f"moe_nvlink::StaticConfig<{values}>"
-    if not host:
-        return _translation_unit(config, KERNEL_FILES, ())
-    # The host library has all kernels.
-    return _translation_unit(config, (*KERNEL_FILES, *HEAD_FILES), HOST_FILES)
+    text = amalgamate((CONFIG_HEADER, *host_files, *kernel_files))
+    # `config` names RuntimeConfig and constants of config.h, so it follows config.h; the entry
+    # points name Config, so it precedes the first of them.
+    marker = f"// ---- kernels/{kernel_files[0]}\n"
+    return text.replace(marker, f"{config}\n{marker}")
 
 
-def head_source(element: int, *, pdl: bool = True) -> str:
-    """The kernels of the shared LM head for one element type, as a GPU gets them."""
-    # Nothing there is unrolled by top_k.
-    config = f"moe_nvlink::StaticConfig<1, {element}, {str(pdl).lower()}>"
-    return _translation_unit(config, HEAD_FILES, ())
+def config_text(constants: dict[str, str]) -> str:
+    """C++ that declares a `Config` whose constants (`int kTopK` -> `8`) have these values.
+
+    Every other constant comes from RuntimeConfig: the kernel then reads its arguments.
+    """
+    lines = (f"  static constexpr {name} = {value};\n" for name, value in constants.items())
+    return f"struct Config : moe_nvlink::RuntimeConfig {{\n{''.join(lines)}}};\n"
 
 
-def _translation_unit(config: str, files: tuple[str, ...], host_files: tuple[str, ...]) -> str:
-    text = amalgamate(("include/moe_nvlink/config.h", *host_files, *files))
-    # The kernels' entry points name Config: it stands behind config.h and before the first of them.
-    marker = f"// ---- kernels/{files[0]}\n"
-    return text.replace(marker, f"using Config = {config};\n{marker}")
+def sizes_text(structs: dict[str, str]) -> str:
+    """C++ with one exported function a kernel: the bytes of the kernel's argument struct.
+
+    Args:
+        structs: kernel -> struct.
+    """
+    return "".join(
+        f'extern "C" int moe_nvlink_sizeof_{kernel}_args() {{\n'
+        f"  return sizeof(moe_nvlink::{struct});\n}}\n"
+        for kernel, struct in structs.items()
+    )

@@ -11,21 +11,18 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from moe_nvlink_plugin import driver, env
-from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import CompileError, DriverError, MoeNvlinkError
-from moe_nvlink_plugin.exchange.arguments import combine_code, element_code
-from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.jit.header import structs
-from moe_nvlink_plugin.jit.source import HEAD_KERNELS
-from moe_nvlink_plugin.lm_head.config import HeadConfig
 
-from . import shape
+from . import machine_code, shape
+from .base import Budget
+from .kernel import Build, Kernel, S, Variant
 from .shape import Limits, Shape
 
 logger = logging.getLogger(__name__)
@@ -41,8 +38,8 @@ _DEFAULT_STREAM = "while another stream captures a CUDA graph, the default strea
 _TOO_OLD = "they are built by CUDA 13 and need driver 580 or newer"
 
 
-class _Kernel:
-    """One function of a loaded module."""
+class _Function:
+    """The function of a loaded module. The module stays loaded: a CUDA graph may hold it."""
 
     def __init__(self, module: Any, name: str) -> None:
         self.function = driver.call("cuModuleGetFunction", module, name.encode())
@@ -61,29 +58,23 @@ class _Kernel:
         return Limits(num_sms, self.max_threads, self.blocks_per_sm)
 
 
-@functools.cache
-def _kernels(
-    index: int, top_k: int, element: int, pdl: bool, quantiser: int, combine: int
-) -> tuple[_Kernel, _Kernel]:
-    """(dispatch, combine) on a device. The module stays loaded: a CUDA graph may hold it."""
-    architecture = driver.device(index).architecture
-    cubin = nvrtc.kernels_for(top_k, element, architecture, pdl, quantiser, combine)
-    dispatch, combine_kernel = _load(index, cubin, ("dispatch", "combine"))
-    return dispatch, combine_kernel
+#: (index of the device, build) -> what is loaded there.
+_loaded: dict[tuple[int, Build], _Function] = {}
 
 
-@functools.cache
-def _head_kernels(index: int, element: int, pdl: bool) -> dict[str, _Kernel]:
-    """The kernels of the shared LM head by name, as _kernels."""
-    cubin = nvrtc.head_kernels_for(element, driver.device(index).architecture, pdl)
-    return dict(zip(HEAD_KERNELS, _load(index, cubin, HEAD_KERNELS), strict=True))
+def _function(index: int, build: Build, wanted: Variant) -> _Function:
+    """A build, loaded on a device; compiled on first use, or taken from the cache."""
+    found = _loaded.get((index, build))
+    if found is None:
+        cubin = machine_code.cubin_for(build, driver.device(index).architecture, wanted)
+        found = _loaded.setdefault((index, build), _load(index, cubin, build.kernel.entry))
+    return found
 
 
-def _load(index: int, cubin: bytes, names: Iterable[str]) -> list[_Kernel]:
+def _load(index: int, cubin: bytes, entry: str) -> _Function:
     with driver.on_device(index):
         try:
-            module = driver.call("cuModuleLoadData", cubin)
-            return [_Kernel(module, f"moe_nvlink_{name}") for name in names]
+            return _Function(driver.call("cuModuleLoadData", cubin), entry)
         except DriverError as error:
             major, minor = driver.driver_version()
             no_room = error.status == "CUDA_ERROR_OUT_OF_MEMORY"
@@ -98,7 +89,7 @@ class _Prepared(NamedTuple):
 
     config: Any
     stream: Any
-    hidden_splits: int
+    splits: int
 
 
 def _prepared(launch_shape: Shape, stream: int, pdl: bool) -> _Prepared:
@@ -114,22 +105,24 @@ def _prepared(launch_shape: Shape, stream: int, pdl: bool) -> _Prepared:
         attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs = [attribute]
         config.numAttrs = 1
-    return _Prepared(config, config.hStream, launch_shape.hidden_splits)
+    return _Prepared(config, config.hStream, launch_shape.splits)
 
 
-class _Launch:
-    """One kernel of one layer: from a token count to a launch. On the host's hot path: what can be
+class _CudaLaunch:
+    """One kernel of one caller: from arguments to a launch. On the host's hot path: what can be
     looked up once is.
     """
 
     def __init__(
         self,
-        kernel: _Kernel,
+        function: _Function,
+        kernel: Kernel[Any],
         choose: Callable[[int], Shape],
         executor: CudaExecutor,
         pdl: bool,
     ) -> None:
-        self._function, self._choose = kernel.function, choose
+        self._function, self._choose = function.function, choose
+        self._name, self._count, self._splits = kernel.name, kernel.count, kernel.splits
         self._executor, self._pdl = executor, pdl
         self._prepared: dict[tuple[int, int], _Prepared] = {}
         self._launch = driver.api().cuLaunchKernelEx
@@ -137,30 +130,33 @@ class _Launch:
         self._pointers = (ctypes.c_void_p * 1)()
         self._pointers_address = ctypes.addressof(self._pointers)
 
-    def prepare(self, num_tokens: int) -> _Prepared:
-        """The configuration for so many tokens on the current stream; in the device's context,
+    def _prepare(self, count: int) -> _Prepared:
+        """The configuration for so many items on the current stream; in the device's context,
         which a thread of the caller's need not have.
         """
-        key = (num_tokens, self._executor.stream())
+        key = (count, self._executor.stream())
         found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            found = _prepared(self._choose(num_tokens), key[1], self._pdl)
+            found = _prepared(self._choose(count), key[1], self._pdl)
             self._prepared[key] = found
         return found
 
-    def __call__(self, prepared: _Prepared, args: Any) -> None:
-        """The launch; in the device's context."""
-        self._pointers[0] = ctypes.addressof(args)
-        self._executor.note_capture(prepared.stream)
-        (status,) = self._launch(prepared.config, self._function, self._pointers_address, 0)
-        if status != self._success:
-            raise DriverError(
-                f"cuLaunchKernelEx of {type(args).__name__}: {status.name}; {_EARLIER}",
-                call="cuLaunchKernelEx",
-                status=status.name,
-            )
+    def __call__(self, args: Any) -> None:
+        with self._executor.context():
+            prepared = self._prepare(self._count(args))
+            if self._splits:
+                setattr(args, self._splits, prepared.splits)
+            self._pointers[0] = ctypes.addressof(args)
+            self._executor.note_capture(prepared.stream)
+            (status,) = self._launch(prepared.config, self._function, self._pointers_address, 0)
+            if status != self._success:
+                raise DriverError(
+                    f"cuLaunchKernelEx of {self._name}: {status.name}; {_EARLIER}",
+                    call="cuLaunchKernelEx",
+                    status=status.name,
+                )
 
 
 class _Room:
@@ -173,15 +169,13 @@ class _Room:
             could find none, and peers wait for those.
     """
 
-    def __init__(
-        self, num_sms: int, max_sms: int | None, num_channels: int, ranks_on_device: int
-    ) -> None:
-        self.is_shared = num_channels * ranks_on_device > 1
-        self._num_sms = max_sms or num_sms
-        self._share = shape.share(num_sms, num_channels, ranks_on_device)
+    def __init__(self, num_sms: int, budget: Budget) -> None:
+        self.is_shared = budget.num_channels * budget.ranks_on_device > 1
+        self._num_sms = budget.max_sms or num_sms
+        self._share = shape.share(num_sms, budget.num_channels, budget.ranks_on_device)
 
-    def limits(self, kernel: _Kernel) -> Limits:
-        limits = kernel.limits(self._num_sms)
+    def limits(self, function: _Function) -> Limits:
+        limits = function.limits(self._num_sms)
         return limits.beside_others(self._share) if self.is_shared else limits
 
 
@@ -205,105 +199,23 @@ def _advise_eager_loading() -> None:
 
 
 class _CudaLauncher:
-    def __init__(
-        self,
-        executor: CudaExecutor,
-        config: AllToAllConfig,
-        row_bytes: Mapping[str, int],
-        quantiser: int,
-        ranks_on_device: int,
-    ) -> None:
-        self._executor = executor
-        device = executor.device_facts
-        room = _Room(device.num_sms, config.max_sms, config.num_channels, ranks_on_device)
-        pdl = executor.pdl and not room.is_shared
-        if config.num_channels > 1 and config.ep_size > 1:
+    def __init__(self, executor: CudaExecutor, variant: Variant, budget: Budget) -> None:
+        self._executor, self._variant = executor, variant
+        self._room = _Room(executor.device_facts.num_sms, budget)
+        self._pdl = executor.pdl and not self._room.is_shared
+        if budget.num_channels > 1 and budget.num_ranks > 1:
             _advise_eager_loading()
-        element = element_code(config.dtype)
-        format_code = combine_code(config)
-        dispatch, combine = _kernels(device.index, config.top_k, element, pdl, 0, format_code)
-        widest = max(row_bytes.values())
-        ids_bytes = config.ep_size * config.max_tokens_per_rank * row_bytes["recv_topk_ids"]
-        element_bytes = config.dtype.itemsize
-        slots = config.ep_size * config.max_tokens_per_rank if format_code else 0
 
-        def dispatch_launch(kernel: _Kernel, lanes_bytes: int) -> _Launch:
-            limits = room.limits(kernel)
-            return _Launch(
-                kernel,
-                lambda n: shape.dispatch_shape(n, lanes_bytes, ids_bytes, limits),
-                executor,
-                pdl,
-            )
+    def load(self, kernel: Kernel[S], sizes: S, **instead: int) -> _CudaLaunch:
+        """See Launcher. Compiles the kernel on first use, or takes it from the cache."""
+        build = self._variant.build(kernel, pdl=self._pdl, **instead)
+        function = _function(self._executor.device_facts.index, build, self._variant)
+        limits = self._room.limits(function)
 
-        self._dispatches = {0: dispatch_launch(dispatch, widest)}
-        if quantiser:
-            # Dispatch is the same for every format of combine: one module for all of them.
-            fused, _ = _kernels(device.index, config.top_k, element, pdl, quantiser, 0)
-            lanes = shape.quantising_lanes(config.hidden_size)
-            self._dispatches[quantiser] = dispatch_launch(fused, lanes * shape.VECTOR_BYTES)
-        combine_limits = room.limits(combine)
-        self._combine = _Launch(
-            combine,
-            lambda n: shape.combine_shape(
-                n, config.hidden_size, element_bytes, combine_limits, slots
-            ),
-            executor,
-            pdl,
-        )
+        def choose(count: int) -> Shape:
+            return kernel.shape(count, sizes, limits)
 
-    def dispatch(self, args: Any) -> None:
-        launch = self._dispatches[args.quantiser]
-        with self._executor.context():
-            launch(launch.prepare(args.geometry.num_tokens), args)
-
-    def combine(self, args: Any) -> None:
-        with self._executor.context():
-            prepared = self._combine.prepare(args.geometry.num_tokens)
-            args.hidden_splits = prepared.hidden_splits
-            self._combine(prepared, args)
-
-
-class _CudaHeadLauncher:
-    def __init__(self, executor: CudaExecutor, config: HeadConfig, ranks_on_device: int) -> None:
-        self._executor = executor
-        device = executor.device_facts
-        room = _Room(device.num_sms, config.max_sms, 1, ranks_on_device)
-        pdl = executor.pdl and not room.is_shared
-        kernels = _head_kernels(device.index, element_code(config.dtype), pdl)
-        row_bytes = config.hidden_size * config.dtype.itemsize
-        logits_bytes = config.shard_size * config.dtype.itemsize
-
-        def launch(name: str, choose: Callable[[int, Limits], Shape]) -> _Launch:
-            limits = room.limits(kernels[name])
-            return _Launch(kernels[name], lambda n: choose(n, limits), executor, pdl)
-
-        tp_size = config.tp_size
-        self._gather = launch(
-            "head_gather", lambda n, limits: shape.head_rows_shape(n, row_bytes, tp_size, limits)
-        )
-        self._argmax = launch(
-            "head_argmax", lambda n, limits: shape.head_argmax_shape(n, logits_bytes, limits)
-        )
-        self._collect = launch(
-            "head_collect",
-            lambda n, limits: shape.head_rows_shape(n, logits_bytes, tp_size, limits),
-        )
-
-    def gather(self, args: Any) -> None:
-        with self._executor.context():
-            self._gather(self._gather.prepare(args.geometry.num_rows), args)
-
-    def argmax(self, args: Any) -> None:
-        with self._executor.context():
-            # How many rows there are only the GPU knows.
-            prepared = self._argmax.prepare(args.geometry.row_bound * args.geometry.tp_size)
-            args.row_splits = prepared.hidden_splits
-            self._argmax(prepared, args)
-
-    def collect(self, args: Any) -> None:
-        with self._executor.context():
-            self._collect(self._collect.prepare(args.geometry.num_rows), args)
+        return _CudaLaunch(function, kernel, choose, self._executor, self._pdl)
 
 
 class _MappedFaultWords:
@@ -406,16 +318,6 @@ class CudaExecutor:
         """Pinned host memory, mapped into the GPU."""
         return _MappedFaultWords(self.device_facts.index, count)
 
-    def launcher(
-        self,
-        config: AllToAllConfig,
-        row_bytes: Mapping[str, int],
-        quantiser: int,
-        ranks_on_device: int = 1,
-    ) -> _CudaLauncher:
-        """See Executor. Compiles the kernels on first use, or takes them from the cache."""
-        return _CudaLauncher(self, config, row_bytes, quantiser, ranks_on_device)
-
-    def head_launcher(self, config: HeadConfig, ranks_on_device: int = 1) -> _CudaHeadLauncher:
-        """See Executor. Compiles the kernels on first use, or takes them from the cache."""
-        return _CudaHeadLauncher(self, config, ranks_on_device)
+    def launcher(self, variant: Variant, budget: Budget) -> _CudaLauncher:
+        """See Executor."""
+        return _CudaLauncher(self, variant, budget)

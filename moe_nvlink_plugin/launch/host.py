@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
-from moe_nvlink_plugin.lm_head.config import HeadConfig
+
+from .base import Budget
+from .kernel import Kernel, S, Variant
 
 
 class _HostFaultWords:
@@ -33,35 +34,26 @@ class _HostFaultWords:
 class _HostLauncher:
     def __init__(self, library: host.HostLibrary, num_threads: int) -> None:
         # Threads of its own: two channels may be in flight at the same time.
-        self._grid = library.create_grid(num_threads)
+        self.grid = library.create_grid(num_threads)
         self._library = library
-        weakref.finalize(self, library.destroy_grid, self._grid)
+        weakref.finalize(self, library.destroy_grid, self.grid)
 
-    def dispatch(self, args: Any) -> None:
-        self._library.dispatch(args, self._grid)
-
-    def combine(self, args: Any) -> None:
-        self._library.combine(args, self._grid)
+    def load(self, kernel: Kernel[S], sizes: S, **instead: int) -> _HostLaunch:
+        """See Launcher. One build serves all values."""
+        return _HostLaunch(self, self._library.kernel(kernel.name, kernel.args_type()))
 
 
-class _HostHeadLauncher:
-    def __init__(self, library: host.HostLibrary, num_threads: int) -> None:
-        self._grid = library.create_grid(num_threads)
-        self._library = library
-        weakref.finalize(self, library.destroy_grid, self._grid)
+class _HostLaunch:
+    def __init__(self, launcher: _HostLauncher, run: Callable[[Any, int], None]) -> None:
+        self._launcher = launcher  # whose threads it needs
+        self._run = run
 
-    def gather(self, args: Any) -> None:
-        self._library.head("head_gather", args, self._grid)
-
-    def argmax(self, args: Any) -> None:
-        self._library.head("head_argmax", args, self._grid)
-
-    def collect(self, args: Any) -> None:
-        self._library.head("head_collect", args, self._grid)
+    def __call__(self, args: Any) -> None:
+        self._run(args, self._launcher.grid)
 
 
 class HostExecutor:
-    """Runs the host build of the kernels on `config.num_threads` threads per channel."""
+    """Runs the host build of the kernels, each caller's on threads of their own."""
 
     asynchronous = False
     captured = False
@@ -77,18 +69,6 @@ class HostExecutor:
         """Ordinary memory of this process."""
         return _HostFaultWords(count)
 
-    def launcher(
-        self,
-        config: AllToAllConfig,
-        row_bytes: Mapping[str, int],
-        quantiser: int,
-        ranks_on_device: int = 1,
-    ) -> _HostLauncher:
-        """See Executor. Compiles the host library on first use."""
-        assert config.num_threads is not None
-        return _HostLauncher(host.load(), config.num_threads)
-
-    def head_launcher(self, config: HeadConfig, ranks_on_device: int = 1) -> _HostHeadLauncher:
-        """See Executor. Compiles the host library on first use."""
-        assert config.num_threads is not None
-        return _HostHeadLauncher(host.load(), config.num_threads)
+    def launcher(self, variant: Variant, budget: Budget) -> _HostLauncher:
+        """See Executor. Compiles the family's host library on first use."""
+        return _HostLauncher(host.load(variant.family.host_source()), budget.num_threads)

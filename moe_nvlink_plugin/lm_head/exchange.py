@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError, MoeNvlinkError
-from moe_nvlink_plugin.exchange import checks
-from moe_nvlink_plugin.exchange.arguments import head_arguments
+from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.memory.faults import Faults
 from moe_nvlink_plugin.memory.startup import Timeouts
+from moe_nvlink_plugin.memory.tensors import check_device
 from moe_nvlink_plugin.memory.workspace import Workspace
 
+from .arguments import head_arguments
+from .checks import HeadCall, head_inputs
 from .config import HeadConfig
+from .kernels import HEAD
+from .launches import HeadLaunches
 
 _handles = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, HeadExchange] = weakref.WeakValueDictionary()
@@ -37,21 +41,10 @@ def find(handle: int) -> HeadExchange:
     return head
 
 
-class HeadCall(NamedTuple):
-    """One call of a verb: see sharded_argmax."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    soft_cap: float | None
-    scale: float
-    row_bound: int
-
-
 class HeadExchange:
     """Both verbs of one group. A lock lets one thread at a time use it."""
 
-    def __init__(self, config: HeadConfig, workspace: Workspace) -> None:
+    def __init__(self, config: HeadConfig, workspace: Workspace[Executor]) -> None:
         self.config = config
         self.workspace = workspace
         regions = workspace.layout.channel_regions(0)
@@ -66,9 +59,12 @@ class HeadExchange:
             self._counts = workspace.words(regions["recv_counts"], config.tp_size, torch.int32)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
         self._args = head_arguments(config, regions, *window)
-        self._launcher = workspace.executor.head_launcher(config, workspace.memory.ranks_on_device)
+        ranks_on_device = workspace.memory.ranks_on_device
+        self._launches = HeadLaunches(workspace.executor, config, ranks_on_device)
         self._timeouts = Timeouts.of(config)
-        self._faults = Faults(workspace, 0, config.tp_rank, config.tp_size, self._timeouts)
+        self._faults = Faults(
+            workspace, 0, config.tp_rank, config.tp_size, self._timeouts, HEAD.phases
+        )
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -96,11 +92,11 @@ class HeadExchange:
         tensors = {"hidden": hidden, "head_weight": head_weight, "bias": bias}
         for name, tensor in tensors.items():
             if tensor is not None:
-                checks.on_device(name, tensor, self.workspace.device)
+                check_device(name, tensor, self.workspace.device)
 
     def argmax(self, call: HeadCall) -> torch.Tensor:
         """See sharded_argmax. Collective."""
-        checks.head_inputs(self, call)
+        head_inputs(self.config, self.workspace.device, call)
         with self.workspace.channel_lock(0):
             return self._run(call)
 
@@ -111,13 +107,13 @@ class HeadExchange:
                 "sharded_logits needs a group created with full_logits=True: the peers read the "
                 "logits in symmetric memory"
             )
-        checks.head_inputs(self, call)
+        head_inputs(self.config, self.workspace.device, call)
         shape = (call.hidden.shape[0], self.config.vocab_size)
         output = torch.empty(shape, dtype=self.config.dtype, device=call.hidden.device)
         with self.workspace.channel_lock(0):
             self._run(call)
             self._args.output = output.data_ptr()
-            self._launcher.collect(self._args)
+            self._launches.collect(self._args)
             self._raise_fault()
         if call.soft_cap is not None:
             output.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
@@ -135,14 +131,14 @@ class HeadExchange:
         args.soft_cap, args.scale = call.soft_cap or 0.0, call.scale
         startup = self.workspace.startup
         args.timeout_ns = startup.begin_round(0, self._timeouts)
-        self._launcher.gather(args)
+        self._launches.gather(args)
         self._raise_fault()
         try:
             logits = self._product(call)
             ids = torch.empty(num_rows, dtype=torch.int64, device=call.hidden.device)
             args.logits, args.output = logits.data_ptr(), ids.data_ptr()
             args.timeout_ns = startup.timeout_ns(self._timeouts)
-            self._launcher.argmax(args)
+            self._launches.argmax(args)
             startup.complete_round()
         except BaseException as error:
             # The peers wait for what this rank would have found, and must not meet its next rows.

@@ -15,14 +15,15 @@ import torch
 
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
-from moe_nvlink_plugin.launch import executor_for, with_index
-from moe_nvlink_plugin.memory.layout import WorkspaceLayout
+from moe_nvlink_plugin.launch.base import Executor
+from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory.workspace import Workspace
-from moe_nvlink_plugin.plugins.manager import find_transport
+from moe_nvlink_plugin.plugins import find_transport
 
 from . import exchange as head_exchange
 from . import ops as head_ops
 from .config import HeadConfig
+from .sizes import head_layout
 
 #: Fields of HeadConfig that may differ from rank to rank.
 _OWN_FIELDS = {"tp_rank", "num_threads", "max_sms"}
@@ -85,7 +86,7 @@ class HeadGroup:
         fields = [f.name for f in dataclasses.fields(config) if f.name not in _OWN_FIELDS]
         mine = {name: str(getattr(config, name)) for name in fields}
         refuse_differences(ranks.all_gather_object(mine))
-        workspace.ensure(lambda alignment: WorkspaceLayout.for_head(config, alignment))
+        workspace.ensure(lambda alignment: head_layout(config, alignment))
         try:
             head = all_or_none(
                 ranks,
@@ -242,7 +243,7 @@ def _arguments(
     return pending, hidden, head_weight, bias, soft_cap, scale, bound, group._handle
 
 
-def _prepare(config: HeadConfig, group: Group, device: torch.device) -> Workspace:
+def _prepare(config: HeadConfig, group: Group, device: torch.device) -> Workspace[Executor]:
     """All that can fail on this rank alone."""
     if (group.size, group.rank) != (config.tp_size, config.tp_rank):
         raise ConfigError(

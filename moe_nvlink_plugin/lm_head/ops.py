@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import exchange as head_exchange
-from .exchange import HeadCall
+from .checks import HeadCall
 
 # Lives as long as the process. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "FRAGMENT")  # type: ignore[no-untyped-call]

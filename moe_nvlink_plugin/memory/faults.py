@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -16,29 +16,9 @@ from moe_nvlink_plugin.errors import (
 )
 from moe_nvlink_plugin.jit.header import constants
 
-if TYPE_CHECKING:
-    from .startup import Timeouts
-    from .workspace import Workspace
-
-
-class Phase(NamedTuple):
-    """What a kernel waited for.
-
-    Attributes:
-        name: as errors have it.
-        cells: the region that holds the peers' cells.
-    """
-
-    name: str
-    cells: str
-
-
-_PHASES = {
-    "kPhaseDispatch": Phase("dispatch", "dispatch_cells"),
-    "kPhaseCombine": Phase("combine", "combine_cells"),
-    "kPhaseHeadGather": Phase("head gather", "dispatch_cells"),
-    "kPhaseHeadArgmax": Phase("head argmax", "combine_cells"),
-}
+from .phases import Phase
+from .startup import Timeouts
+from .workspace import Workspace
 
 
 class Faults:
@@ -48,18 +28,21 @@ class Faults:
         rank: this one.
         size: ranks of the group.
         timeouts: of the layer's waits.
+        phases: of the layer's kernels.
     """
 
     def __init__(
         self,
-        workspace: Workspace,
+        workspace: Workspace[Any],
         channel: int,
         rank: int,
         size: int,
         timeouts: Timeouts,
+        phases: Iterable[Phase],
     ) -> None:
         self._workspace, self._channel = workspace, channel
         self._rank, self._size, self._timeouts = rank, size, timeouts
+        self._phases = {phase.code: phase for phase in phases}
 
     def error(
         self, disagreement: Callable[[int, str, int], str], *, ask_device: bool = True
@@ -74,7 +57,7 @@ class Faults:
         word = self._workspace.fault(self._channel)
         if not word:
             return None
-        code, phase = word >> 56, _phase(word >> 48 & 0xFF)
+        code, phase = word >> 56, self._phases[word >> 48 & 0xFF]
         peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
         if code == constants()["kFaultGeometry"]:
             return DisagreementError(disagreement(peer, phase.name, epoch))
@@ -109,7 +92,3 @@ class Faults:
         epochs = [cell & 0xFFFFFFFF for cell in cells.tolist()]
         behind = [ctypes.c_int32(seen - epoch).value < 0 for seen in epochs]
         return tuple(rank for rank, is_behind in enumerate(behind) if is_behind)
-
-
-def _phase(code: int) -> Phase:
-    return next(phase for name, phase in _PHASES.items() if constants()[name] == code)

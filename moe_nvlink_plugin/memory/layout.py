@@ -15,7 +15,6 @@ import torch
 
 from moe_nvlink_plugin.config import MAX_CALLER_PAYLOADS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.lm_head.config import HeadConfig
 from moe_nvlink_plugin.recipes import PayloadRow, Recipe, combine_formats
 from moe_nvlink_plugin.transport import Extent
 
@@ -27,10 +26,6 @@ ROOM = 4
 
 #: Offsets travel as 32-bit counts of REGION_ALIGNMENT.
 MAX_WINDOW_BYTES = REGION_ALIGNMENT << 32
-
-#: Words that a rank may put for one row of a shared LM head; compared with kMaxHeadSplits of
-#: config.h in the tests.
-MAX_HEAD_SPLITS = 8
 
 #: Bytes reserved for the structs LocalControl and ExchangeCounters of args.h (checked on load).
 STRUCT_BYTES = 256
@@ -113,18 +108,6 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     return sizes
 
 
-def _head_sizes(config: HeadConfig) -> dict[str, int]:
-    """Bytes of the regions of a shared LM head."""
-    slots = config.tp_size * config.max_rows_per_rank
-    sizes = {
-        "head_rows": slots * config.hidden_size * config.dtype.itemsize,  # slice s: by rank s
-        "head_pairs": slots * MAX_HEAD_SPLITS * 8,  # slice s: by rank s, of this rank's rows
-    }
-    if config.full_logits:
-        sizes["head_logits"] = slots * config.shard_size * config.dtype.itemsize  # by this rank
-    return sizes
-
-
 #: The control regions lie together in a place of this name; each data region has one of its own.
 _CONTROL = "control"
 
@@ -175,20 +158,25 @@ class WorkspaceLayout:
         Raises:
             ConfigError: more than 8 payloads, or more bytes than a window holds.
         """
-        empty = cls(config.ep_size, 0, {}, {}, 0, alignment, room)
-        return empty._with(config.num_channels, _data_sizes(config, recipe))
+        sizes = _data_sizes(config, recipe)
+        return cls.of(config.ep_size, config.num_channels, sizes, alignment, room)
 
     @classmethod
-    def for_head(
-        cls, config: HeadConfig, alignment: int = REGION_ALIGNMENT, room: int = 1
+    def of(
+        cls,
+        num_ranks: int,
+        num_channels: int,
+        sizes: dict[str, int],
+        alignment: int = REGION_ALIGNMENT,
+        room: int = ROOM,
     ) -> WorkspaceLayout:
-        """What one shared LM head needs; nothing joins it later.
+        """Data regions of these sizes in bytes, for each channel, beside the control regions.
 
         Raises:
             ConfigError: more bytes than a window holds.
         """
-        empty = cls(config.tp_size, 0, {}, {}, 0, alignment, room)
-        return empty._with(1, _head_sizes(config))
+        empty = cls(num_ranks, 0, {}, {}, 0, alignment, room)
+        return empty._with(num_channels, sizes)
 
     def union(self, other: WorkspaceLayout) -> WorkspaceLayout:
         """A layout that serves both; what has a place here keeps it while its room suffices.

@@ -7,16 +7,16 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from moe_nvlink_plugin.config import MAX_CHANNELS
 from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
 from moe_nvlink_plugin.groups import Group, all_or_none
-from moe_nvlink_plugin.launch import Executor, FaultWords
 from moe_nvlink_plugin.transport import SymmetricMemory, Transport
 
+from .executor import Executor, FaultWords
 from .layout import MAX_WINDOW_BYTES, Region, WorkspaceLayout
 from .startup import Startup
 
@@ -52,7 +52,11 @@ class ExchangeStats(NamedTuple):
         return ExchangeStats(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-class Workspace:
+#: The executor as its caller knows it.
+E = TypeVar("E", bound=Executor)
+
+
+class Workspace(Generic[E]):
     """Symmetric memory of one group, the layout in it, and which verb each channel is at.
 
     Attributes:
@@ -67,7 +71,7 @@ class Workspace:
     """
 
     def __init__(
-        self, group: Group, transport: Transport, executor: Executor, device: torch.device
+        self, group: Group, transport: Transport, executor: E, device: torch.device
     ) -> None:
         self.group = group
         self.device = device

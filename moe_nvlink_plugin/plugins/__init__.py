@@ -1,1 +1,8 @@
-"""How recipes and transports are found."""
+"""How recipes and transports are found. A plugin marks its hooks with `hookimpl`."""
+
+from __future__ import annotations
+
+from .hookspecs import hookimpl
+from .registry import ENTRY_POINT_GROUP, find_recipe, find_transport, manager
+
+__all__ = ["ENTRY_POINT_GROUP", "find_recipe", "find_transport", "hookimpl", "manager"]

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
-from moe_nvlink_plugin.jit import header, nvrtc
+from moe_nvlink_plugin.jit import nvrtc
+from moe_nvlink_plugin.launch.kernel import Variant
 
 from . import precompile
+from .shipped import FAMILIES
 
 _PRECOMPILE = """
 Compiles the GPU kernels into a cache directory, for images that have neither a compiler nor a
@@ -31,7 +33,7 @@ The exit code is 0 when GPU ranks or CPU ranks will work, 1 when neither will or
 Kernels that are not in the cache are compiled into it."""
 
 
-def _geometry(text: str) -> precompile.Geometry | precompile.HeadGeometry:
+def _geometry(text: str) -> Variant:
     try:
         return precompile.parse_geometry(text)
     except ConfigError as error:
@@ -46,6 +48,13 @@ def _count(text: str) -> int:
 
 def _presets() -> str:
     return "\n".join(f"  {name:12} {value}" for name, value in precompile.PRESETS.items())
+
+
+def _choices() -> str:
+    """The placeholders of a geometry that stand for names."""
+    axes = dict.fromkeys(axis for family in FAMILIES for axis in family.axes)
+    named = [axis for axis in axes if axis.default is not None]
+    return ", ".join(f"{axis.placeholder} is one of {', '.join(axis.choices())}" for axis in named)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,13 +88,10 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         type=_geometry,
-        metavar="MODEL|top_k=N,dtype=TYPE[,recipe=RECIPE][,combine=FORMAT]|lm_head[,dtype=TYPE]",
+        metavar="|".join(["MODEL", *(family.usage for family in FAMILIES)]),
         help="layers to compile for; lm_head is that of draft ranks which share one (default: all "
-        "models below, and lm_head); "
-        f"TYPE is one of {', '.join(header.elements())}, "
-        f"RECIPE of {', '.join(header.quantisers())}, "
-        f"FORMAT of {', '.join(header.combine_formats())}; a model's name may stand in front of "
-        "recipe= and combine=, as in qwen3,recipe=mxfp8",
+        f"models below, and lm_head); {_choices()}; a model's name may stand in front of recipe= "
+        "and combine=, as in qwen3,recipe=mxfp8",
     )
     compiling.add_argument(
         "--no-pdl", action="store_true", help="for processes that run with MOE_NVLINK_PDL=0"
@@ -109,7 +115,7 @@ def _run(options: argparse.Namespace) -> int:
         return doctor.main(as_json=options.json)
     return precompile.precompile(
         options.arch or precompile.default_architectures(),
-        options.geometry or [*precompile.PRESETS.values(), precompile.HeadGeometry()],
+        options.geometry or precompile.default_geometries(),
         pdl=not options.no_pdl,
         folder=options.cache_dir,
         jobs=options.jobs,

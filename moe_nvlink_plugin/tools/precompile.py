@@ -17,128 +17,87 @@ from pathlib import Path
 
 from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.errors import CompileError, ConfigError, MoeNvlinkError
-from moe_nvlink_plugin.jit import cache, header, host, nvrtc
-from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.jit import cache, host, nvrtc
+from moe_nvlink_plugin.launch import machine_code
+from moe_nvlink_plugin.launch.kernel import Variant
 
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """What the kernels of a layer are compiled for.
-
-    Attributes:
-        top_k: experts per token.
-        dtype: activation type: bf16, fp16 or fp32.
-        recipe: by which dispatch quantises: a name of header.quantisers(); "none" does not.
-        combine: what comes back: a name of header.combine_formats(); "bf16" is dtype as it is.
-    """
-
-    top_k: int
-    dtype: str = "bf16"
-    recipe: str = "none"
-    combine: str = "bf16"
-
-    def __str__(self) -> str:
-        words = f"top_k={self.top_k},dtype={self.dtype}"
-        words += f",recipe={self.recipe}" if self.recipe != "none" else ""
-        return words + (f",combine={self.combine}" if self.combine != "bf16" else "")
-
-    def parts(self) -> tuple[Geometry | HeadGeometry, ...]:
-        """What is compiled by itself: rows as they come with the layer's combine, and dispatch with
-        the recipe, which is the same for every combine.
-        """
-        plain = dataclasses.replace(self, recipe="none")
-        return (plain,) if plain == self else (plain, dataclasses.replace(self, combine="bf16"))
-
-
-#: How the command line spells a HeadGeometry.
-HEAD = "lm_head"
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadGeometry:
-    """What the kernels of a shared LM head are compiled for.
-
-    Attributes:
-        dtype: of rows and logits: bf16, fp16 or fp32.
-    """
-
-    dtype: str = "bf16"
-
-    def __str__(self) -> str:
-        return f"{HEAD},dtype={self.dtype}"
-
-    def parts(self) -> tuple[Geometry | HeadGeometry, ...]:
-        """All of it: they are compiled together."""
-        return (self,)
-
+from .shipped import FAMILIES
 
 #: By model: num_experts_per_tok (gpt-oss: experts_per_token) and torch_dtype of the configuration
 #: that its authors publish with the weights.
 PRESETS = {
-    "deepseek-v3": Geometry(8, "bf16"),
-    "deepseek-r1": Geometry(8, "bf16"),
-    "glm-4.5": Geometry(8, "bf16"),
-    "gpt-oss": Geometry(4, "bf16"),
-    "kimi-k2": Geometry(8, "bf16"),
-    "qwen3": Geometry(8, "bf16"),
+    "deepseek-v3": LAYER.variant(top_k=8, dtype="bf16"),
+    "deepseek-r1": LAYER.variant(top_k=8, dtype="bf16"),
+    "glm-4.5": LAYER.variant(top_k=8, dtype="bf16"),
+    "gpt-oss": LAYER.variant(top_k=4, dtype="bf16"),
+    "kimi-k2": LAYER.variant(top_k=8, dtype="bf16"),
+    "qwen3": LAYER.variant(top_k=8, dtype="bf16"),
 }
 
 
-def kinds() -> list[Geometry | HeadGeometry]:
+def families_without_model() -> list[Variant]:
+    """The families whose every axis has a default, with their defaults."""
+    return [
+        family.variant()
+        for family in FAMILIES
+        if all(axis.default is not None for axis in family.axes)
+    ]
+
+
+def default_geometries() -> list[Variant]:
+    """What is compiled where nobody says what for."""
+    return [*PRESETS.values(), *families_without_model()]
+
+
+def kinds() -> list[Variant]:
     """Each kind of kernel in the commonest geometry, DeepSeek-V3's: rows as they come, which is the
-    first, each recipe, each format of combine, and a shared LM head.
+    first, each recipe, each format of combine, and the families that know no model.
     """
     common = PRESETS["deepseek-v3"]
-    recipes = [dataclasses.replace(common, recipe=name) for name in header.quantisers()]
-    formats = [name for name, code in header.combine_formats().items() if code]
-    layers = recipes + [dataclasses.replace(common, combine=name) for name in formats]
-    return [*layers, HeadGeometry(common.dtype)]
+    found = {common: None}
+    for axis in common.family.axes:
+        if axis.is_silent:
+            found |= {common.instead(**{axis.name: name}): None for name in axis.choices()}
+    return [*found, *families_without_model()]
 
 
-def parse_geometry(text: str) -> Geometry | HeadGeometry:
-    """A preset's name, or "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4", where all but top_k
-    may be left out; both together as "qwen3,recipe=mxfp8"; or "lm_head,dtype=bf16". Local.
+def parse_geometry(text: str) -> Variant:
+    """A preset's name, or a family's values as "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4",
+    where those with a default may be left out; both together as "qwen3,recipe=mxfp8"; of a family
+    with a word, the word and its values, as "lm_head,dtype=bf16". Local.
 
     Raises:
         ConfigError: it is neither; the message has the lists.
     """
-    heads = {str(HeadGeometry(dtype)): HeadGeometry(dtype) for dtype in header.elements()}
-    if text in heads or text == HEAD:
-        return heads.get(text, HeadGeometry())
-    first, _comma, rest = text.partition(",")
+    first, comma, rest = text.partition(",")
     base = PRESETS.get(first)
-    given = text.split(",") if base is None else rest.split(",") if rest else []
+    by_word = {family.word: family for family in FAMILIES}
+    family = base.family if base else by_word.get(first if first else " ", by_word[""])
+    has_word = base is not None or bool(family.word)
+    given = (rest.split(",") if comma else []) if has_word else text.split(",")
     parts = [part.partition("=") for part in given]
-    values = {name.strip(): value.strip() for name, _equals, value in parts}
-    if base is not None:
-        values = {"top_k": str(base.top_k), "dtype": base.dtype} | values
-    if len(values) < len(parts) or not _is_geometry(values):
-        raise ConfigError(
-            f"geometry {text!r} is neither a model ({', '.join(PRESETS)}) nor top_k=N,dtype=TYPE,"
-            f"recipe=RECIPE,combine=FORMAT nor {HEAD},dtype=TYPE with N from 1 to "
-            f"{constants()['kMaxTopK']} and one of "
-            + "; ".join(", ".join(names) for names in _choices().values())
-        )
-    return Geometry(**(values | {"top_k": int(values["top_k"])}))  # type: ignore[arg-type]
+    values: dict[str, int | str] = {name.strip(): value.strip() for name, _equals, value in parts}
+    try:
+        if len(values) < len(parts):
+            raise ConfigError("a value is given twice")
+        return base.instead(**values) if base is not None else family.variant(**values)
+    except ConfigError as error:
+        raise ConfigError(f"geometry {text!r} is neither {_known()}: {error}") from error
 
 
-def _choices() -> dict[str, dict[str, int]]:
-    return {
-        "dtype": header.elements(),
-        "recipe": header.quantisers(),
-        "combine": header.combine_formats(),
-    }
-
-
-def _is_geometry(values: dict[str, str]) -> bool:
-    others = {name: value for name, value in values.items() if name != "top_k"}
-    top_k = values.get("top_k", "")
-    return (
-        top_k.isdecimal()
-        and 1 <= int(top_k) <= constants()["kMaxTopK"]
-        and others.keys() <= _choices().keys()
-        and all(value in _choices()[name] for name, value in others.items())
-    )
+def _known() -> str:
+    """What parse_geometry takes."""
+    usages = " nor ".join(family.usage for family in FAMILIES)
+    axes = dict.fromkeys(axis for family in FAMILIES for axis in family.axes)
+    choices = []
+    for axis in axes:
+        names = list(axis.choices())
+        numbers = [int(name) for name in names if name.isdecimal()]
+        is_range = len(numbers) == len(names)
+        which = f"from {min(numbers)} to {max(numbers)}" if is_range else f"of {', '.join(names)}"
+        choices.append(f"{axis.placeholder} {which}")
+    return f"a model ({', '.join(PRESETS)}) nor {usages} with {'; '.join(choices)}"
 
 
 def default_architectures() -> list[str]:
@@ -154,40 +113,25 @@ def default_architectures() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Kernels that are compiled together, for one architecture.
+    """What a caller with this geometry loads, for one architecture.
 
     Attributes:
         pdl: for launches with programmatic dependent launch.
     """
 
     architecture: str
-    geometry: Geometry | HeadGeometry
+    geometry: Variant
     pdl: bool
 
     def is_cached(self) -> bool:
-        """Whether kernels() would find them."""
-        if isinstance(self.geometry, HeadGeometry):
-            return nvrtc.head_is_cached(*self._head_arguments(self.geometry))
-        return nvrtc.is_cached(*self._arguments(self.geometry))
+        """Whether kernels() would find all of it."""
+        builds = self.geometry.builds(pdl=self.pdl)
+        return all(machine_code.is_cached(build, self.architecture) for build in builds)
 
-    def kernels(self) -> bytes:
-        """The cubin, compiled into the cache where it is not there."""
-        if isinstance(self.geometry, HeadGeometry):
-            return nvrtc.head_kernels_for(*self._head_arguments(self.geometry))
-        return nvrtc.kernels_for(*self._arguments(self.geometry))
-
-    def _head_arguments(self, geometry: HeadGeometry) -> tuple[int, str, bool]:
-        return header.elements()[geometry.dtype], self.architecture, self.pdl
-
-    def _arguments(self, geometry: Geometry) -> tuple[int, int, str, bool, int, int]:
-        return (
-            geometry.top_k,
-            header.elements()[geometry.dtype],
-            self.architecture,
-            self.pdl,
-            header.quantisers()[geometry.recipe],
-            header.combine_formats()[geometry.combine],
-        )
+    def kernels(self) -> list[bytes]:
+        """The cubins, compiled into the cache where they are not there."""
+        builds = self.geometry.builds(pdl=self.pdl)
+        return [machine_code.cubin_for(each, self.architecture, self.geometry) for each in builds]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,10 +154,10 @@ def _work(task: Task) -> _Outcome:
     start = time.monotonic()
     try:
         was_there = task.is_cached()
-        cubin = task.kernels()
+        cubins = task.kernels()
     except MoeNvlinkError as error:
         return _Outcome(task, error=str(error))
-    return _Outcome(task, len(cubin), time.monotonic() - start, was_there)
+    return _Outcome(task, sum(map(len, cubins)), time.monotonic() - start, was_there)
 
 
 def _outcomes(tasks: list[Task], jobs: int) -> Iterator[_Outcome]:
@@ -234,7 +178,7 @@ def _outcomes(tasks: list[Task], jobs: int) -> Iterator[_Outcome]:
 
 def precompile(
     architectures: Sequence[str],
-    geometries: Sequence[Geometry | HeadGeometry],
+    geometries: Sequence[Variant],
     *,
     pdl: bool = True,
     folder: Path | None = None,
@@ -255,8 +199,8 @@ def precompile(
     """
     start = time.monotonic()
     target = _open_cache(folder)
-    parts = dict.fromkeys(part for geometry in geometries for part in geometry.parts())
-    tasks = [Task(name, part, pdl) for name in dict.fromkeys(architectures) for part in parts]
+    wanted = dict.fromkeys(geometries)
+    tasks = [Task(name, each, pdl) for name in dict.fromkeys(architectures) for each in wanted]
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     print(f"kernels for GPUs, {'with' if pdl else 'without'} programmatic dependent launch:")
     failed = 0
@@ -291,7 +235,8 @@ def _open_cache(folder: Path | None) -> Path:
 
 def _host_kernels() -> str:
     try:
-        host.load()
+        for family in FAMILIES:
+            host.load(family.host_source())
     except MoeNvlinkError as error:
         first = str(error).splitlines()[0]
         return f"kernels for CPU ranks: not compiled, GPU ranks do without ({first})"

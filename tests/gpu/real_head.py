@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax, sharded_logits
 from moe_nvlink_plugin.errors import ExchangeTimeoutError, InputError
-from moe_nvlink_plugin.exchange.arguments import head_arguments
 from moe_nvlink_plugin.jit.header import structs
-from moe_nvlink_plugin.launch import executor_for, with_index
-from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, WorkspaceLayout
+from moe_nvlink_plugin.launch.executors import executor_for, with_index
+from moe_nvlink_plugin.lm_head.arguments import head_arguments
+from moe_nvlink_plugin.lm_head.launches import HeadLaunches
+from moe_nvlink_plugin.lm_head.sizes import head_layout
+from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.gpu.real_path import WAIT_S
 from tests.support import emulated
@@ -206,7 +208,7 @@ class LoneRank:
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.config = config(dtype=dtype)
         self.device = with_index(torch.device(device))
-        layout = WorkspaceLayout.for_head(self.config)
+        layout = head_layout(self.config)
         self._memory = torch.zeros(
             layout.total_bytes + REGION_ALIGNMENT, dtype=torch.uint8, device=self.device
         )
@@ -214,7 +216,7 @@ class LoneRank:
         self._regions = layout.channel_regions(0)
         self._offset = base - self._memory.data_ptr()
         executor = executor_for("cuda" if device == "cuda" else "host", self.device)
-        self._launcher = executor.head_launcher(self.config)
+        self._launcher = HeadLaunches(executor, self.config)
         self._args: Any = head_arguments(self.config, self._regions, base, 0)
         self._args.is_compact, self._args.scale = 1, 1.0
 

@@ -12,7 +12,7 @@ import torch
 
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import ctypes
-import dataclasses
 import functools
 import itertools
 import json
@@ -30,10 +29,12 @@ from typing import NamedTuple
 
 from benchmarks import emulated_head
 from moe_nvlink_plugin.errors import MoeNvlinkError
-from moe_nvlink_plugin.jit import header, nvrtc, source
+from moe_nvlink_plugin.exchange.kernels import COMBINE_FORMAT, LAYER, QUANTISER
+from moe_nvlink_plugin.jit import header, nvrtc
+from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.tools import precompile
-from moe_nvlink_plugin.tools.precompile import Geometry, HeadGeometry
-from tests.support import emulated_text
+from tests.support import emulated_text, kernel_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "nvidia-cuda-nvrtc"
@@ -97,9 +98,9 @@ def kernels(whole: bool = False) -> list[Kernel]:
     return [*layers, *_heads(), *_emulated_verbs(), *_emulated_others()]
 
 
-def kinds() -> list[Geometry]:
+def kinds() -> list[Variant]:
     """Of layers: rows as they come, each recipe, each format of combine."""
-    return [kind for kind in precompile.kinds() if isinstance(kind, Geometry)]
+    return [kind for kind in precompile.kinds() if kind.family is LAYER]
 
 
 def _layers() -> Iterator[Kernel]:
@@ -109,21 +110,24 @@ def _layers() -> Iterator[Kernel]:
     top_k = itertools.cycle(_OTHER_TOP_K)
     architectures = itertools.cycle(nvrtc.ARCHITECTURES)
     for kind, dtype in others:
-        geometry = dataclasses.replace(kind, top_k=next(top_k), dtype=dtype)
+        geometry = kind.instead(top_k=next(top_k), dtype=dtype)
         yield _layer(geometry, next(architectures), pdl=False)
 
 
 def _whole_layers() -> Iterator[Kernel]:
     every = itertools.product(kinds(), nvrtc.ARCHITECTURES, header.elements(), (4, 8))
     for kind, architecture, dtype, top_k in every:
-        yield _layer(dataclasses.replace(kind, top_k=top_k, dtype=dtype), architecture)
+        yield _layer(kind.instead(top_k=top_k, dtype=dtype), architecture)
     for kind, architecture in itertools.product(kinds(), nvrtc.ARCHITECTURES):
         yield _layer(kind, architecture, pdl=False)
 
 
-def _layer(geometry: Geometry, architecture: str, *, pdl: bool = True) -> Kernel:
+def _layer(geometry: Variant, architecture: str, *, pdl: bool = True) -> Kernel:
     text = functools.partial(
-        source.specialised_source, geometry.top_k, header.elements()[geometry.dtype], pdl=pdl
+        kernel_texts.specialised_source,
+        geometry.codes()["top_k"],
+        geometry.codes()["dtype"],
+        pdl=pdl,
     )
     return Kernel(_family(geometry), _name(geometry, pdl), architecture, _with(text, geometry))
 
@@ -133,8 +137,8 @@ def _heads() -> Iterator[Kernel]:
         nvrtc.ARCHITECTURES, enumerate(header.elements())
     ):
         pdl = number % 2 == 0
-        text = functools.partial(source.head_source, header.elements()[dtype], pdl=pdl)
-        yield Kernel("LM head", _name(HeadGeometry(dtype), pdl), architecture, text)
+        text = functools.partial(kernel_texts.head_source, header.elements()[dtype], pdl=pdl)
+        yield Kernel("LM head", _name(HEAD.variant(dtype=dtype), pdl), architecture, text)
 
 
 def _emulated_verbs() -> Iterator[Kernel]:
@@ -156,31 +160,30 @@ def _emulated_others() -> Iterator[Kernel]:
     )
     yield Kernel("emulated", "emulated rounds", next(architectures), rounds, strict=False)
     for kind in kinds():
-        if kind.recipe != "none":
+        if kind.codes()["recipe"]:
             alone = functools.partial(
                 emulated_text.device_source, 1, 0, _EMULATED_RANKS, alone=True, as_product=True
             )
-            name = f"emulated quantiser {kind.recipe}"
+            name = f"emulated quantiser {_family(kind)}"
             yield Kernel("emulated", name, next(architectures), _with(alone, kind))
     head = functools.partial(emulated_head.device_source, 0, _EMULATED_RANKS)
     yield Kernel("emulated", "emulated LM head", next(architectures), head)
 
 
-def _with(text: Callable[..., str], geometry: Geometry) -> Callable[[], str]:
-    return functools.partial(
-        text,
-        quantiser=header.quantisers()[geometry.recipe],
-        combine=header.combine_formats()[geometry.combine],
-    )
+def _with(text: Callable[..., str], geometry: Variant) -> Callable[[], str]:
+    codes = geometry.codes()
+    return functools.partial(text, quantiser=codes["recipe"], combine=codes["combine"])
 
 
-def _family(geometry: Geometry) -> str:
-    if geometry.recipe != "none":
-        return geometry.recipe
-    return "unquantised" if geometry.combine == "bf16" else f"combine {geometry.combine}"
+def _family(geometry: Variant) -> str:
+    codes = geometry.codes()
+    if codes["recipe"]:
+        return QUANTISER.word(codes["recipe"])
+    combine = COMBINE_FORMAT.word(codes["combine"])
+    return f"combine {combine}" if codes["combine"] else "unquantised"
 
 
-def _name(geometry: Geometry | HeadGeometry, pdl: bool) -> str:
+def _name(geometry: Variant, pdl: bool) -> str:
     return str(geometry) if pdl else f"{geometry}, no PDL"
 
 

@@ -12,8 +12,8 @@ import subprocess
 
 import pytest
 
-from moe_nvlink_plugin.jit import host, source
-from tests.support import builds
+from moe_nvlink_plugin.jit import host
+from tests.support import builds, kernel_texts
 
 pytestmark = builds.ON_X86
 
@@ -44,7 +44,7 @@ def disassembly(text: str, flags: tuple[str, ...] = host.FLAGS) -> dict[str, str
 @functools.cache
 def of_level(level: str) -> dict[str, str]:
     """The whole library's, as a processor of this level would load it."""
-    return disassembly(source.host_source(), builds.flags(level))
+    return disassembly(kernel_texts.host_source(), builds.flags(level))
 
 
 def code_of(symbols: dict[str, str], verb: str, *helpers: str) -> str:
@@ -143,8 +143,9 @@ def with_scalar_sums(text: str) -> str:
 def test_scalar_code_is_noticed() -> None:
     """Rows moved byte by byte, sums made element by element, loops left as they are written."""
     # Without quantisers and the head's kernels, which move vectors too.
-    config = "moe_nvlink::StaticConfig<8, 0>"
-    whole = source._translation_unit(config, source.KERNEL_FILES, source.HOST_FILES)
+    constants = {"int kTopK": "8", "int kTopKBound": "8", "int kElement": "0"}
+    constants |= {"int kQuantiser": "0", "int kCombine": "0"}
+    whole = kernel_texts.host_unit(*kernel_texts.LAYER_FILES, constants=constants)
     text = whole.replace("put_range<kVectorBytes, ", "put_range<1, ")
     assert text != whole
     symbols = disassembly(
@@ -156,8 +157,6 @@ def test_scalar_code_is_noticed() -> None:
 
 
 def test_an_argmax_of_one_logit_after_the_other_is_noticed() -> None:
-    text = source._translation_unit(
-        "moe_nvlink::RuntimeConfig", source.HEAD_FILES, ("host/grid.h",)
-    )
+    text = kernel_texts.host_unit(*kernel_texts.HEAD_FILES)
     flags = (*host.FLAGS, "-O1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")
     assert not compares_with_vectors(disassembly(text, flags))

@@ -19,7 +19,7 @@ import torch
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, reference
 from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.jit import header, host, source
+from moe_nvlink_plugin.jit import header, host
 from moe_nvlink_plugin.recipes import combine_formats
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS, QuantisedPartialRows, error_bound
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
@@ -27,7 +27,7 @@ from tests.kernels import cases, compare
 from tests.kernels.cases import Case
 from tests.kernels.compare import assert_same_bits, one_nan, unsigned_nan
 from tests.kernels.test_specialised import AS_ON_THE_GPU
-from tests.support import delays
+from tests.support import delays, kernel_texts
 from tests.support.delays import replace_once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -279,12 +279,12 @@ def test_without_a_format_the_rows_travel_as_they_are() -> None:
 
 def test_with_the_constants_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Narrow parts, absent rows as -0.0, four threads a CTA: the branches the host leaves out."""
-    text = source.host_source()
+    text = kernel_texts.host_source()
     for host_line, gpu_line in AS_ON_THE_GPU.items():
         text = replace_once(text, host_line, gpu_line)
     flags = (*("-O1" if flag == "-O3" else flag for flag in host.FLAGS),)
     library = host.HostLibrary(host.build(text, (*flags, "-DMOE_NVLINK_CTA_THREADS=4")))
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     for name in FORMATS:
         for dtype in (BF16, FP32):
             rows = special_rows(640, dtype)
@@ -420,7 +420,7 @@ def test_one_place_on_the_gpu_is_enough(name: str, monkeypatch: pytest.MonkeyPat
         timeout_s=15.0,
     )
     library = delays.few_places(1, last_first=name != "bf16")
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     compare.check_case(case)
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from moe_nvlink_plugin.jit import nvrtc, source
+from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.jit.header import constants
 from tests.kernels.test_nvrtc import (
     BF16,
@@ -17,6 +17,7 @@ from tests.kernels.test_nvrtc import (
     disassemble,
     generic_accesses,
 )
+from tests.support import kernel_texts
 from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(280)
@@ -36,7 +37,7 @@ each_variant = pytest.mark.parametrize(("name", "architecture"), VARIANTS)
 
 
 def text_of(name: str, top_k: int = TOP_K) -> str:
-    return source.specialised_source(top_k, BF16, combine=constants()[f"kCombine{name}"])
+    return kernel_texts.specialised_source(top_k, BF16, combine=constants()[f"kCombine{name}"])
 
 
 @functools.cache

@@ -5,6 +5,8 @@ tests/gpu/test_cases.py runs the same list on a GPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -52,7 +54,8 @@ def test_recipes_are_quantised_in_the_kernel(recipe: str) -> None:
 
     def rank_main(group: ThreadGroup) -> int:
         with MoeAllToAll.create(case.config(group.rank), group) as layer:
-            layer._layer.quantising = Never(layer._layer.quantising)  # type: ignore[assignment]
+            never: Any = Never(layer._layer.format.quantising)
+            layer._layer.format = layer._layer.format._replace(quantising=never)
             received = cases.dispatch(layer, cases.make_inputs(case)[group.rank])
             layer.combine(layer.combine_input(), received.metadata)
             return int(exchange.find(layer._handle).channel(0)._dispatch_args.quantiser)
@@ -120,7 +123,7 @@ def test_same_bits_though_the_slots_differ(monkeypatch: pytest.MonkeyPatch) -> N
     round to round, and no output bit does.
     """
     library = delays.randomly_delayed()
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     case = Case(name="race", tokens=(64, 64), capacity=64, num_threads=3, top_k=6, hidden_size=96)
     rounds = cases.run_case(case, rounds=20)
     orders = {str([rank.send_slots.tolist() for rank in seen]) for seen in rounds}

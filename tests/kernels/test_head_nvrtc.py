@@ -19,11 +19,12 @@ from tests.kernels.test_nvrtc import (
     generic_accesses,
     longest_run_of_loads,
 )
+from tests.support import kernel_texts
 from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(280)
 
-GATHER, ARGMAX, COLLECT = (f"moe_nvlink_{kernel}" for kernel in source.HEAD_KERNELS)
+GATHER, ARGMAX, COLLECT = (f"moe_nvlink_{kernel}" for kernel in kernel_texts.HEAD_KERNELS)
 KERNELS = (GATHER, ARGMAX, COLLECT)
 #: 1024 threads, one for each vector of a row, can be launched with them.
 MAX_REGISTERS = 64
@@ -43,7 +44,7 @@ each_variant = pytest.mark.parametrize(("element", "architecture"), VARIANTS)
 
 @functools.cache
 def cubin(element: int, architecture: str) -> bytes:
-    return nvrtc.compile_cubin(source.head_source(element), architecture)
+    return nvrtc.compile_cubin(kernel_texts.head_source(element), architecture)
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def names_of(element: int, architecture: str, kernel: str) -> tuple[str, ...]:
 
 def broken(line: str, instead: str, kernel: str) -> tuple[str, ...]:
     """Names of the instructions of a text in which something stands in the place of one line."""
-    text = replace_once(source.head_source(BF16), line, instead)
+    text = replace_once(kernel_texts.head_source(BF16), line, instead)
     code = nvrtc.compile_cubin(text, "sm_90a", strict=False)
     return tuple(one.name for one in disassemble(code, kernel))
 
@@ -141,7 +142,7 @@ def test_programmatic_dependent_launch(architecture: str, kernel: str) -> None:
 
 
 def test_without_programmatic_dependent_launch() -> None:
-    code = nvrtc.compile_cubin(source.head_source(BF16, pdl=False), "sm_90a")
+    code = nvrtc.compile_cubin(kernel_texts.head_source(BF16, pdl=False), "sm_90a")
     for kernel in KERNELS:
         names = {one.name for one in disassemble(code, kernel)}
         assert not names & {"ACQBULK", "PREEXIT"}
@@ -158,7 +159,7 @@ def test_an_order_in_local_memory_is_noticed() -> None:
 
 
 def test_relaxed_cells_and_arrivals_are_told_apart() -> None:
-    text = source.head_source(BF16)
+    text = kernel_texts.head_source(BF16)
     relaxed = re.sub(r"(st\.release|ld\.acquire|atom\.acq_rel)", _relaxed, text)
     assert relaxed != text
     names = [

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_nvlink_plugin.jit import source
 from tests.kernels import test_sanitizers
+from tests.support import kernel_texts
 from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(280)
@@ -107,9 +107,7 @@ HD bool is_gather(const uint32_t* arrivals) {
 
 def kernel_text() -> str:
     """The kernels for one element type, with all bugs asleep."""
-    text = source._translation_unit(
-        "moe_nvlink::RuntimeConfig", source.HEAD_FILES, ("host/grid.h",)
-    )
+    text = kernel_texts.host_unit(*kernel_texts.HEAD_FILES)
     text = replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
     for name, (old, new) in BUGS.items():
         text = replace_once(text, old, new.replace("{bug}", str(NUMBERS[name])))

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.transport import nvlink
 from tests.kernels import cases, compare
 from tests.kernels.cases import Case, Seen
-from tests.support import fake_cuda
+from tests.support import fake_cuda, kernel_texts
 from tests.support.fake_cuda.transport import install
 from tests.support.ranks import run_processes
 
@@ -45,7 +45,7 @@ def stand_in_driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
     """Processes started meanwhile have it; with "fabric" they take themselves for other hosts."""
-    kernels = host.build(source.host_source())
+    kernels = host.build(kernel_texts.host_source())
     fabric = int(request.param == "fabric")
     variables = fake_cuda.environment(
         fake_cuda.build(tmp_path), kernels, fabric=fabric, most_ctas=2

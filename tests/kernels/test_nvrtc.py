@@ -21,6 +21,7 @@ import pytest
 from moe_nvlink_plugin.errors import CompileError
 from moe_nvlink_plugin.jit import nvrtc, source
 from moe_nvlink_plugin.jit.header import constants
+from tests.support import kernel_texts
 from tests.support.delays import replace_once
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
@@ -62,7 +63,7 @@ class Instruction(NamedTuple):
 
 @functools.cache
 def cubin(top_k: int, element: int, architecture: str) -> bytes:
-    return nvrtc.compile_cubin(source.specialised_source(top_k, element), architecture)
+    return nvrtc.compile_cubin(kernel_texts.specialised_source(top_k, element), architecture)
 
 
 def cuobjdump(code: bytes, *options: str) -> str:
@@ -255,7 +256,7 @@ def test_programmatic_dependent_launch(architecture: str, kernel: str) -> None:
 @each_kernel
 @each_architecture
 def test_without_programmatic_dependent_launch(architecture: str, kernel: str) -> None:
-    code = nvrtc.compile_cubin(source.specialised_source(8, BF16, pdl=False), architecture)
+    code = nvrtc.compile_cubin(kernel_texts.specialised_source(8, BF16, pdl=False), architecture)
     names = {one.name for one in disassemble(code, kernel)}
     assert not names & {"ACQBULK", "PREEXIT"}
 
@@ -288,7 +289,7 @@ EXCHANGES = {
 @functools.cache
 def quantising_cubin(quantiser: str, architecture: str) -> bytes:
     code = constants()[f"kQuantiser{quantiser}"]
-    text = source.specialised_source(COMMON_TOP_K, BF16, quantiser=code)
+    text = kernel_texts.specialised_source(COMMON_TOP_K, BF16, quantiser=code)
     return nvrtc.compile_cubin(text, architecture)
 
 
@@ -376,7 +377,7 @@ def test_a_quantising_dispatch_touches_nothing_before_its_wait(
 
 def test_arithmetic_instead_of_a_conversion_is_noticed() -> None:
     code = constants()["kQuantiserMxfp8"]
-    text = source.specialised_source(COMMON_TOP_K, BF16, quantiser=code)
+    text = kernel_texts.specialised_source(COMMON_TOP_K, BF16, quantiser=code)
     text = text.replace(
         "constexpr bool kHasFp8Conversions = true;", "constexpr bool kHasFp8Conversions = false;"
     )
@@ -386,7 +387,7 @@ def test_arithmetic_instead_of_a_conversion_is_noticed() -> None:
 
 @each_architecture
 def test_loads_that_wait_for_sums_are_noticed(architecture: str) -> None:
-    text = source.specialised_source(8, BF16)
+    text = kernel_texts.specialised_source(8, BF16)
     text = replace_once(text, "    if (element >= last) return;\n", "")
     text = replace_once(
         text,
@@ -398,7 +399,7 @@ def test_loads_that_wait_for_sums_are_noticed(architecture: str) -> None:
 
 
 def test_a_generic_access_is_noticed() -> None:
-    text = source.specialised_source(8, BF16)
+    text = kernel_texts.specialised_source(8, BF16)
     plain = text.replace("load_word(&local_control(args)->epoch)", "local_control(args)->epoch")
     assert plain != text
     for kernel in KERNELS:
@@ -408,7 +409,7 @@ def test_a_generic_access_is_noticed() -> None:
 
 def test_relaxed_text_is_told_apart() -> None:
     """These checks would notice: without the release no store waits for what came before it."""
-    text = source.specialised_source(8, BF16)
+    text = kernel_texts.specialised_source(8, BF16)
     relaxed = text.replace("st.release.sys", "st.relaxed.sys").replace("ld.acquire", "ld.relaxed")
     assert relaxed != text
     sass = cuobjdump(nvrtc.compile_cubin(relaxed, "sm_90a"), "-sass", "-fun", KERNELS[1])
@@ -418,8 +419,9 @@ def test_relaxed_text_is_told_apart() -> None:
 
 def test_no_driver_is_needed() -> None:
     code = (
-        "from moe_nvlink_plugin.jit import nvrtc, source;"
-        "assert nvrtc.compile_cubin(source.specialised_source(2, 0), 'sm_90a')[:4] == b'\\x7fELF';"
+        "from moe_nvlink_plugin.jit import nvrtc; from tests.support import kernel_texts;"
+        "text = kernel_texts.specialised_source(2, 0);"
+        "assert nvrtc.compile_cubin(text, 'sm_90a')[:4] == b'\\x7fELF';"
         "raise SystemExit('libcuda.so' in open('/proc/self/maps').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)

@@ -18,7 +18,7 @@ from tests.support import delays
 def test_a_clock_that_goes_back_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's clock may be set back. Its difference, taken as unsigned, is beyond every timeout."""
     library = delays.clock_that_goes_back()
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     case = Case(name="clock", tokens=(3, 2))
     inputs = cases.make_inputs(case)
 

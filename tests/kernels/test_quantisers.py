@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from moe_nvlink_plugin.exchange import arguments
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes import QuantisedRows, fp8, mxfp8, nvfp4
 from tests.kernels import quantiser_rows as rows_of
 from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same, differing
+from tests.support import kernel_texts
 
 EVERY_RECIPE = pytest.mark.parametrize("name", RECIPES)
 ONE = torch.ones(1)
@@ -36,9 +37,9 @@ def by_kernel(name: str, source: torch.Tensor, scale: torch.Tensor = ONE) -> Qua
         for row in announced
     ]
     pointers = [ctypes.c_void_p(0 if out is None else out.data_ptr()) for out in outputs]
-    host.load()._library.moe_nvlink_quantise_rows(
+    host.load(kernel_texts.host_source())._library.moe_nvlink_quantise_rows(
         constants()[f"kQuantiser{recipe.quantiser}"],
-        arguments.element_code(source.dtype),
+        element_code(source.dtype),
         ctypes.c_void_p(source.data_ptr()),
         ctypes.c_void_p(scale.data_ptr()),
         *pointers,
@@ -50,7 +51,7 @@ def by_kernel(name: str, source: torch.Tensor, scale: torch.Tensor = ONE) -> Qua
 
 
 def over_array(name: str, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    function = getattr(host.load()._library, f"moe_nvlink_{name}")
+    function = getattr(host.load(kernel_texts.host_source())._library, f"moe_nvlink_{name}")
     pointers = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(target.data_ptr())
     function(*pointers, ctypes.c_int64(source.numel()))
     return target
@@ -161,7 +162,7 @@ def test_every_code_to_float() -> None:
 
 def divided(values: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     quotients = torch.empty_like(values)
-    host.load()._library.moe_nvlink_divide(
+    host.load(kernel_texts.host_source())._library.moe_nvlink_divide(
         ctypes.c_void_p(values.data_ptr()),
         ctypes.c_float(float(divisor)),
         ctypes.c_void_p(quotients.data_ptr()),

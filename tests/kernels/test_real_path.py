@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from tests.gpu import real_path
 from tests.kernels import cases
@@ -48,7 +49,7 @@ def test_bad_input() -> None:
 
 
 def test_processes(tmp_path: Path) -> None:
-    host.load()
+    host.load(LAYER.host_source())
     seen = processes.run_processes(2, real_path.process_rounds, tmp_path, "cpu", 20)
     real_path.check_process_rounds(seen, "cpu", 20)
 

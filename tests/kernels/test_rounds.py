@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.exchange import layer as exchange
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.kernels import cases, compare
@@ -95,7 +96,7 @@ def sometimes(rank: int) -> Callable[[], None]:
 
 def test_thousand_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     library = delays.randomly_delayed()
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     case = Case(
         name="thousand",
         tokens=(0, 0, 0, 0),
@@ -149,7 +150,7 @@ def alternate(
 @pytest.fixture
 def slow_rank_one(monkeypatch: pytest.MonkeyPatch) -> None:
     library = delays.slow_reader(ep_rank=1, milliseconds=4)
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
 
 
 @pytest.mark.usefixtures("slow_rank_one")
@@ -233,7 +234,9 @@ def test_processes(ep_size: int, rounds: int, tmp_path: Path) -> None:
         dtype=torch.bfloat16,
         extras=((torch.uint8, (9,)),),
     )
-    host.load()  # compiled once, here, rather than by ep_size processes that wait for each other
+    host.load(
+        LAYER.host_source()
+    )  # compiled once, here, rather than by ep_size processes that wait for each other
     seen = processes.run_processes(ep_size, _process, tmp_path, case, rounds)
     check_rounds(case, varying_inputs(case, rounds), seen)
 

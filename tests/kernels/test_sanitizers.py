@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin import env
-from moe_nvlink_plugin.jit import source
+from tests.support import kernel_texts
 from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(280)
@@ -264,9 +264,7 @@ def kernel_text(*, quantisers: bool = True, formats: bool = True) -> str:
     """With fewer finishers than the program has CTAs, so that some CTAs are none, and for what the
     program uses of it, which spares the compiler the rest: one element type, no exported functions.
     """
-    text = source._translation_unit(
-        "moe_nvlink::RuntimeConfig", source.KERNEL_FILES, ("host/grid.h",)
-    )
+    text = kernel_texts.host_unit(*kernel_texts.LAYER_FILES)
     text = replace_once(text, "kMaxFinishers = 32", "kMaxFinishers = 2")
     text = replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
     if not quantisers:

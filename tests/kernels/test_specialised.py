@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
 from tests.kernels import compare
 from tests.kernels.cases import Case, make_inputs, run_case
+from tests.support import kernel_texts
 from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(180)
@@ -36,8 +37,8 @@ def test_specialised_build(
     hidden_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library = built(source.specialised_source(top_k, constants()[element], host=True))
-    monkeypatch.setattr(host, "load", lambda: library)
+    library = built(kernel_texts.specialised_source(top_k, constants()[element], host=True))
+    monkeypatch.setattr(host, "load", lambda _text: library)
     case = Case(
         name=f"StaticConfig<{top_k}, {element}>",
         tokens=(8, 3, 0, 7),
@@ -62,7 +63,7 @@ AS_ON_THE_GPU = {
 
 def gpu_like_text(top_k: int, element: int, *, pdl: bool = True) -> str:
     """The specialised host text with the GPU's widths, batches and fewer finishers than CTAs."""
-    text = source.specialised_source(top_k, element, pdl=pdl, host=True)
+    text = kernel_texts.specialised_source(top_k, element, pdl=pdl, host=True)
     for host_line, gpu_line in AS_ON_THE_GPU.items():
         assert gpu_line in text, "the GPU's constant has changed"
         text = replace_once(text, host_line, gpu_line)
@@ -89,7 +90,7 @@ def test_constants_of_the_gpu(
     library = built(
         gpu_like_text(top_k, constants()[element]), f"-DMOE_NVLINK_CTA_THREADS={cta_threads}"
     )
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     case = Case(
         name=f"{cta_threads} threads, {element}",
         tokens=(8, 4),
@@ -168,8 +169,8 @@ def quantised_case(recipe: str, hidden_size: int) -> Case:
     ],
 )
 def test_lanes_of_the_gpu(recipe: str, hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = library_with_lanes(source.host_source())
-    monkeypatch.setattr(host, "load", lambda: library)
+    library = library_with_lanes(kernel_texts.host_source())
+    monkeypatch.setattr(host, "load", lambda _text: library)
     compare.check_case(quantised_case(recipe, hidden_size))
 
 
@@ -179,8 +180,8 @@ def test_lanes_of_the_gpu(recipe: str, hidden_size: int, monkeypatch: pytest.Mon
 def test_lanes_of_the_gpu_in_combine(
     combine: str, hidden_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = library_with_lanes(source.host_source())
-    monkeypatch.setattr(host, "load", lambda: library)
+    library = library_with_lanes(kernel_texts.host_source())
+    monkeypatch.setattr(host, "load", lambda _text: library)
     case = quantised_case("bf16", hidden_size)
     compare.check_case(dataclasses.replace(case, combine=combine, top_k=4))
 
@@ -189,10 +190,10 @@ def test_vectors_across_their_boundary_are_noticed(monkeypatch: pytest.MonkeyPat
     """Rows of 72 bytes stored in pieces of 16."""
     codes = constants()
     quantiser = codes["kQuantiserFp8Tensor"]
-    text = source.specialised_source(3, codes["kElementBf16"], host=True, quantiser=quantiser)
+    text = kernel_texts.specialised_source(3, codes["kElementBf16"], host=True, quantiser=quantiser)
     text = replace_once(text, "if (kAlignedVectorsOnly && whole != hidden_size) whole = 0;", "")
     library = library_with_lanes(text)
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     case = quantised_case("fp8_tensor", 72)
     with pytest.raises(AssertionError, match="first difference"):
         compare.check_received(case, make_inputs(case), run_case(case, rounds=1)[0])
@@ -201,7 +202,7 @@ def test_vectors_across_their_boundary_are_noticed(monkeypatch: pytest.MonkeyPat
 def check_mxfp8(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One round of activations through a build that has no other quantiser."""
     library = library_with_lanes(text)
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     case = quantised_case("mxfp8", 352)
     compare.check_received(case, make_inputs(case), run_case(case, rounds=1)[0])
 
@@ -209,7 +210,7 @@ def check_mxfp8(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def mxfp8_text() -> str:
     codes = constants()
     quantiser = codes["kQuantiserMxfp8"]
-    return source.specialised_source(3, codes["kElementBf16"], host=True, quantiser=quantiser)
+    return kernel_texts.specialised_source(3, codes["kElementBf16"], host=True, quantiser=quantiser)
 
 
 def test_lanes_of_a_specialised_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +227,8 @@ def test_lanes_that_do_not_exchange_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_specialised_build_ignores_run_time_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
     """The build under test is the one that runs: with another top_k it must go wrong."""
-    text = source.specialised_source(1, constants()["kElementFp32"], host=True)
+    text = kernel_texts.specialised_source(1, constants()["kElementFp32"], host=True)
     library = built(text)
-    monkeypatch.setattr(host, "load", lambda: library)
+    monkeypatch.setattr(host, "load", lambda _text: library)
     with pytest.raises(AssertionError, match="wrong library"):
         compare.check_case(Case(name="wrong library", tokens=(3, 3), top_k=4))

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from moe_nvlink_plugin.jit import source
+from tests.support import kernel_texts
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 #: A macro that tells the compiler how to unroll the loop behind it.
@@ -76,7 +76,7 @@ class Kernels:
 
     def __init__(self, *edits: Edit) -> None:
         # What both units share stands there twice, and counts once.
-        text = source.specialised_source(8, 0) + source.head_source(0)
+        text = kernel_texts.specialised_source(8, 0) + kernel_texts.head_source(0)
         self.bodies = _definitions(LOOP_MACRO.sub("", COMMENT.sub("", text)))
         for edit in edits:
             self._make(edit)

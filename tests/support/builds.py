@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
+from tests.support import kernel_texts
 
 #: -march -> what /proc/cpuinfo lists of a processor that executes it, beyond the one before.
 LEVELS = {
@@ -49,4 +50,4 @@ def missing(level: str) -> list[str]:
 @functools.cache
 def library(level: str) -> host.HostLibrary:
     """The whole library of a level, for a processor that executes it."""
-    return host.HostLibrary(host.build(source.host_source(), flags(level)))
+    return host.HostLibrary(host.build(kernel_texts.host_source(), flags(level)))

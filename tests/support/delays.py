@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
+from tests.support import kernel_texts
 
 #: Sleeps now and then, each thread after its own random sequence.
 _RANDOM_DELAY = """
@@ -75,7 +76,7 @@ def _with_prelude(text: str, prelude: str) -> str:
 
 def randomly_delayed() -> host.HostLibrary:
     """A sleep, at random, before every release and arrival, after every wait, between tokens."""
-    text = source.host_source()
+    text = kernel_texts.host_source()
     before = re.compile(
         r"(?<=[\n])( *)(store_release_sys\(cell_of|const uint32_t before =\s+fetch_add_acq)"
     )
@@ -95,7 +96,7 @@ def randomly_delayed() -> host.HostLibrary:
 
 def clock_that_goes_back() -> host.HostLibrary:
     """Each look at the clock reads a microsecond less than the look before; test_looks() counts."""
-    text = source.host_source()
+    text = kernel_texts.host_source()
     clock = re.compile(r"^inline uint64_t now_ns\(\) \{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
     text, clocks = clock.subn(
         "inline std::atomic<uint64_t> looks{0};\n"
@@ -115,7 +116,7 @@ def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:
         "    nanosleep(&time, nullptr);\n  }\n"
     )
     line = "  const bool faulted = combine_barrier(args, cta, shared);\n"
-    return _built(replace_once(source.host_source(), line, line + sleep))
+    return _built(replace_once(kernel_texts.host_source(), line, line + sleep))
 
 
 def few_places(places: int, *, last_first: bool) -> host.HostLibrary:
@@ -126,7 +127,7 @@ def few_places(places: int, *, last_first: bool) -> host.HostLibrary:
     in_line = "cta.num_blocks - 1 - cta.block" if last_first else "cta.block"
     line = "  if (cta.thread == 0) shared.faulted = 0;\n"
     place = f"  const TestPlace place(args.geometry.ep_rank, {in_line}, cta.num_blocks);\n"
-    text = replace_once(source.host_source(), line, place + line)
+    text = replace_once(kernel_texts.host_source(), line, place + line)
     return _built(_with_prelude(text, _FEW_PLACES.replace("PLACES", str(places))))
 
 

@@ -28,9 +28,10 @@ from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import arguments, checks
 from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.shape import Limits, Shape
 from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout, payload_rows
-from moe_nvlink_plugin.plugins.manager import find_recipe
+from moe_nvlink_plugin.plugins import find_recipe
 from tests.kernels import cases, compare
 from tests.kernels.cases import Case, Inputs, Seen
 from tests.support import emulated_text
@@ -103,7 +104,7 @@ class CpuBackend:
         if verb in self._of_tests:
             self._of_tests[verb](ctypes.addressof(args), grid)
         else:
-            getattr(self._library, verb)(args, grid)
+            self._library.kernel(verb, type(args))(args, grid)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -189,7 +190,7 @@ class CudaBackend:
         gpu = driver.device(index)
         code = cubin(
             config.top_k,
-            arguments.element_code(config.dtype),
+            element_code(config.dtype),
             self._count,
             gpu.architecture,
             pdl=pdl,

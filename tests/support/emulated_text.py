@@ -11,8 +11,8 @@ import ctypes
 import re
 from typing import Any
 
-from moe_nvlink_plugin.jit import source
 from moe_nvlink_plugin.jit.header import structs
+from tests.support import kernel_texts
 
 #: Kernel parameters of one launch may take so many bytes (CUDA 12.1 and newer, sm_70 and newer).
 MAX_PARAMETER_BYTES = 32764
@@ -412,7 +412,9 @@ def device_source(
     text, entries = re.subn(
         r"^MOE_NVLINK_KERNEL\(.*\)\n",
         "",
-        source.specialised_source(top_k, element, pdl=pdl, quantiser=quantiser, combine=combine),
+        kernel_texts.specialised_source(
+            top_k, element, pdl=pdl, quantiser=quantiser, combine=combine
+        ),
         flags=re.MULTILINE,
     )
     assert entries == 2, f"{entries} entry points of the product"
@@ -432,7 +434,7 @@ def device_source(
 
 def host_source(*, delays: bool = False) -> str:
     """The host library with emulated_rounds in it; every geometry, chosen by the arguments."""
-    text = source.host_source() + _ROUNDS + _QUANTISE + _HOST_ENTRIES
+    text = kernel_texts.host_source() + _ROUNDS + _QUANTISE + _HOST_ENTRIES
     return with_delays(text, host=True) if delays else text
 
 

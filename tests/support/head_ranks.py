@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvlink_plugin import HeadConfig
-from moe_nvlink_plugin.exchange import arguments
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
-from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout
+from moe_nvlink_plugin.lm_head.arguments import head_arguments
+from moe_nvlink_plugin.lm_head.sizes import head_layout
+from moe_nvlink_plugin.memory.layout import Region
 from tests.kernels import test_specialised
-from tests.support import emulated_text
+from tests.support import emulated_text, kernel_texts
 from tests.support.delays import replace_once
 
 _GRID = """
@@ -48,9 +49,7 @@ def build(
     sleeps: sown into the text.
     edits: what stands in the text, once, and what shall.
     """
-    text = source._translation_unit(
-        "moe_nvlink::RuntimeConfig", source.HEAD_FILES, ("host/grid.h",)
-    )
+    text = kernel_texts.host_unit(*kernel_texts.HEAD_FILES)
     changes = test_specialised.AS_ON_THE_GPU | test_specialised.LANES_OF_THE_GPU
     for old, new in (*(changes.items() if as_on_the_gpu else ()), *edits):
         text = replace_once(text, old, new)
@@ -95,7 +94,7 @@ class HeadRanks:
     def __init__(self, config: HeadConfig, library: Path, ctas: int = 1) -> None:
         self.configs = [dataclasses.replace(config, tp_rank=rank) for rank in range(config.tp_size)]
         self.config = config
-        self.regions = WorkspaceLayout.for_head(config).channel_regions(0)
+        self.regions = head_layout(config).channel_regions(0)
         end = max(region.offset + region.size_bytes for region in self.regions.values())
         # From here on every rank's workspace begins at a multiple of 256 bytes.
         room = torch.zeros(config.tp_size * -(-end // 256) * 256 + 256, dtype=torch.uint8)
@@ -141,7 +140,7 @@ class HeadRanks:
 
     def arguments(self, rank: int, call: Call, of_round: Round) -> Any:
         base, stride = self.memory.data_ptr(), self.memory.stride(0)
-        args = arguments.head_arguments(self.configs[rank], self.regions, base, stride)
+        args = head_arguments(self.configs[rank], self.regions, base, stride)
         args.geometry.num_rows, args.geometry.row_bound = len(call.hidden), of_round.row_bound
         args.hidden = call.hidden.data_ptr()
         args.soft_cap, args.scale = of_round.soft_cap, of_round.scale

@@ -31,14 +31,14 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.exchange.arguments import element_code
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.groups import Group, as_group
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch import cuda
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.kernels import cases, compare
-from tests.support import fake_cuda
+from tests.support import fake_cuda, kernel_texts
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
 
@@ -54,7 +54,7 @@ def in_driver(
     **options: Any,
 ) -> Any:
     """`body(*args)` in a process whose CUDA driver is the fake one."""
-    kernels = host.build(source.host_source())
+    kernels = host.build(kernel_texts.host_source())
     library = fake_cuda.build(folder)
     for name, value in fake_cuda.environment(library, kernels, **options).items():
         monkeypatch.setenv(name, value)
@@ -162,7 +162,10 @@ def launches_of_many_tokens() -> tuple[Any, ...]:
 def launches_beside_another_channel() -> list[tuple[int, tuple[Any, ...]]]:
     """CTAs of its kind that an SM holds, and each launch."""
     with alone(max_tokens_per_rank=400, num_channels=2) as layer:
-        kernels = cuda._kernels(0, 4, element_code(torch.bfloat16), False, 0, 0)
+        kernels = [
+            cuda._loaded[0, build]
+            for build in LAYER.variant(top_k=4, dtype="bf16").builds(pdl=False)
+        ]
         received = layer.dispatch(*inputs(layer, 400), channel=1)
         seen = [described(fake_cuda.control().last_launch())]
         layer.combine(layer.combine_input(channel=1), received.metadata)
@@ -260,7 +263,7 @@ def on_one_gpu(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_channels: int = 1, **options: Any
 ) -> list[list[Any]]:
     """shared_launches of two processes."""
-    kernels = host.build(source.host_source())
+    kernels = host.build(kernel_texts.host_source())
     usual = {"shared_uuid": 1, "sms": 20}
     library = fake_cuda.build(folder)
     for name, value in fake_cuda.environment(library, kernels, **usual | options).items():

@@ -23,7 +23,9 @@ import pytest
 
 from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.errors import CompileError, ConfigError
+from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
 from moe_nvlink_plugin.jit import host, nvrtc
+from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import cli, doctor, precompile
 from moe_nvlink_plugin.tools.doctor import gpu, inquiry, report, together
 from moe_nvlink_plugin.tools.doctor.gpu import Fabric, Gpus, Peer, Trial
@@ -376,16 +378,23 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "empty cache"))
 
 
-@pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
+def own_texts(refused: Variant) -> list[str]:
+    """What is compiled for one kind and for no other."""
+    of_kinds = {
+        kind: {build.text() for build in kind.builds(pdl=env.pdl())} for kind in precompile.kinds()
+    }
+    mine = of_kinds.pop(refused)
+    return sorted(mine.difference(*of_kinds.values()))
+
+
+@pytest.mark.parametrize("number", range(1, len(KINDS)), ids=KINDS[1:])
 def test_one_kind_that_nvrtc_refuses(
     fake: Fake, empty_cache: None, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Doctor compiles each kind, and does not say "will work" if one of them is refused."""
     refused = precompile.kinds()[number]
-    texts: list[str] = []
-    monkeypatch.setattr(nvrtc, "compile_cubin", compiled_as(lambda text: False, texts))
-    precompile.Task("sm_90a", refused, env.pdl()).kernels()
-    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", f"{os.environ['MOE_NVLINK_CACHE_DIR']} of doctor")
+    texts = own_texts(refused)
+    assert texts
     monkeypatch.setattr(nvrtc, "compile_cubin", compiled_as(lambda text: text in texts))
     gpus = fake(devices=1)
     found = good(gpus, kernels=inquiry._kernels(gpus))
@@ -395,6 +404,19 @@ def test_one_kind_that_nvrtc_refuses(
     text = report.as_text([found], [doctor.judge_gpu_ranks([found])])
     assert f"NO  kernels for sm_90a, {refused}: NVRTC 13.0 failed" in text
     assert f"ok  kernels for sm_90a: {len(KINDS) - 1} compiled now, of {len(KINDS)} kinds" in text
+
+
+def test_rows_as_they_come_that_nvrtc_refuses(
+    fake: Fake, empty_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer needs them, so doctor names every kind of layer."""
+    text = precompile.kinds()[0].build(DISPATCH, pdl=env.pdl()).text()
+    monkeypatch.setattr(nvrtc, "compile_cubin", compiled_as(lambda one: one == text))
+    gpus = fake(devices=1)
+    found = good(gpus, kernels=inquiry._kernels(gpus))
+    (line,) = doctor.judge_gpu_ranks([found]).reasons
+    of_layers = [str(kind) for kind in precompile.kinds() if kind.family is LAYER]
+    assert line.startswith(f"no kernels on sm_90a for {'; '.join(of_layers)}: NVRTC 13.0 failed")
 
 
 def test_kernels_that_are_refused_are_all_named(fake: Fake) -> None:

@@ -19,8 +19,11 @@ import pytest
 
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import DriverError, UnsupportedError
-from moe_nvlink_plugin.jit import host, nvrtc, source
-from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.jit import host, nvrtc
+from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.launch import machine_code
+from moe_nvlink_plugin.lm_head.kernels import HEAD
 from tests.kernels.test_nvrtc import cuobjdump
 from tests.support.fake_cuda import build, control, environment
 from tests.support.ranks import run_processes
@@ -540,14 +543,16 @@ def test_what_the_products_cubins_say(
     architecture: str, fake: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Registers and shared memory as cuobjdump reads them; arguments as Python packs them."""
-    cubins = [
-        nvrtc.kernels_for(8, constants()["kElementBf16"], architecture, pdl=True),
-        nvrtc.head_kernels_for(constants()["kElementBf16"], architecture, pdl=True),
-    ]
+    variants = (LAYER.variant(top_k=8, dtype="bf16"), HEAD.variant(dtype="bf16"))
+    cubins = {
+        build.kernel.entry: machine_code.cubin_for(build, architecture, variant)
+        for variant in variants
+        for build in variant.builds(pdl=True)
+    }
     number = architecture.removeprefix("sm_").removesuffix("a")
     seen = fake(cubins_body, cubins, capability=f"{number[:-1]}.{number[-1]}")
     expected = {}
-    for cubin in cubins:
+    for cubin in cubins.values():
         lines = re.findall(
             r"Function (\w+):\n *REG:(\d+) .*?SHARED:(\d+)", cuobjdump(cubin, "-res-usage")
         )
@@ -555,25 +560,24 @@ def test_what_the_products_cubins_say(
             kind = "Head" if "head" in name else name.removeprefix("moe_nvlink_").capitalize()
             args_bytes = ctypes.sizeof(structs()[f"{kind}Args"])
             expected[name] = (int(registers), int(shared) - 1024, (0, args_bytes))
-    assert len(expected) == 2 + len(source.HEAD_KERNELS)
+    assert expected.keys() == cubins.keys()
     assert seen == expected
 
 
-def cubins_body(_rank: int, _size: int, cubins: list[bytes]) -> dict[str, tuple[Any, ...]]:
+def cubins_body(_rank: int, _size: int, cubins: dict[str, bytes]) -> dict[str, tuple[Any, ...]]:
     attribute = driver.api().CUfunction_attribute
     found = {}
-    for cubin, names in zip(cubins, (("dispatch", "combine"), source.HEAD_KERNELS), strict=True):
+    for name, cubin in cubins.items():
         with driver.on_device(0):
             loaded = driver.call("cuModuleLoadData", cubin)
-            for name in (f"moe_nvlink_{name}" for name in names):
-                kernel = driver.call("cuModuleGetFunction", loaded, name.encode())
-                found[name] = (
-                    driver.call("cuFuncGetAttribute", attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, kernel),
-                    driver.call(
-                        "cuFuncGetAttribute", attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel
-                    ),
-                    driver.call("cuFuncGetParamInfo", kernel, 0),
-                )
+            kernel = driver.call("cuModuleGetFunction", loaded, name.encode())
+            found[name] = (
+                driver.call("cuFuncGetAttribute", attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, kernel),
+                driver.call(
+                    "cuFuncGetAttribute", attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel
+                ),
+                driver.call("cuFuncGetParamInfo", kernel, 0),
+            )
     return found
 
 

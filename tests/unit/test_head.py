@@ -23,12 +23,15 @@ from moe_nvlink_plugin import (
     sharded_logits,
 )
 from moe_nvlink_plugin.errors import ExchangeStateError
-from moe_nvlink_plugin.exchange.arguments import head_arguments
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.lm_head.arguments import head_arguments
 from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
-from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, WorkspaceLayout
+from moe_nvlink_plugin.lm_head.kernels import ARGMAX, GATHER
+from moe_nvlink_plugin.lm_head.sizes import head_layout
+from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.support import kernel_texts
 from tests.support.ranks import run_processes
 from tests.unit import small_exchange
 from tests.unit.small_head import (
@@ -314,7 +317,7 @@ class LastRank:
             timeout_s=0.05,
             num_threads=1,
         )
-        layout = WorkspaceLayout.for_head(self.config)
+        layout = head_layout(self.config)
         self._regions = layout.channel_regions(0)
         self.memory = torch.zeros(layout.total_bytes + REGION_ALIGNMENT, dtype=torch.uint8)
         base = -(-self.memory.data_ptr() // REGION_ALIGNMENT) * REGION_ALIGNMENT
@@ -331,20 +334,27 @@ class LastRank:
 
     def run(self, logits: torch.Tensor) -> int:
         """The id of the largest logit of this rank's vocabulary."""
-        library, hidden, ids = host.load(), torch.ones(1).half(), torch.full((1,), -1)
+        library, hidden, ids = (
+            host.load(kernel_texts.host_source()),
+            torch.ones(1).half(),
+            torch.full((1,), -1),
+        )
+        gather, argmax = (
+            library.kernel(kernel.name, kernel.args_type()) for kernel in (GATHER, ARGMAX)
+        )
         grid = library.create_grid(1)
         try:
             self.args.hidden, self.args.logits = hidden.data_ptr(), logits.data_ptr()
             self.args.output = ids.data_ptr()
             # Alone it waits in vain, but its own cell tells the tag of this geometry.
-            library.head("head_gather", self.args, grid)
+            gather(self.args, grid)
             tag = int(self.words("dispatch_cells")[127]) >> (32 + constants()["kCountBits"])
             self.memory.zero_()
             no_rows = tag << (32 + constants()["kCountBits"]) | 1
             for cells in ("dispatch_cells", "combine_cells"):
                 self.words(cells)[:127] = ctypes.c_int64(no_rows).value
-            library.head("head_gather", self.args, grid)
-            library.head("head_argmax", self.args, grid)
+            gather(self.args, grid)
+            argmax(self.args, grid)
         finally:
             library.destroy_grid(grid)
         control: Any = structs()["LocalControl"]

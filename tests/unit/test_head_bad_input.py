@@ -26,8 +26,9 @@ from moe_nvlink_plugin.errors import (
     UnsupportedError,
 )
 from moe_nvlink_plugin.jit.header import constants
-from moe_nvlink_plugin.launch.host import HostExecutor
+from moe_nvlink_plugin.lm_head import exchange
 from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
+from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.support.ranks import run_processes
 from tests.unit.small_head import (
@@ -171,19 +172,19 @@ def segments(pids: list[int]) -> list[str]:
 
 def test_kernels_that_one_rank_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error on both ranks, nothing left behind, and the next attempt works."""
-    intact = HostExecutor.head_launcher
 
-    def launcher(self: HostExecutor, mine: HeadConfig, ranks_on_device: int) -> Any:
-        if mine.tp_rank == 1:
-            raise CompileError("no host compiler")
-        return intact(self, mine)
+    class Failing(HeadLaunches):
+        def __init__(self, executor: Any, mine: HeadConfig, ranks_on_device: int) -> None:
+            if mine.tp_rank == 1:
+                raise CompileError("no host compiler")
+            super().__init__(executor, mine, ranks_on_device)
 
     def rank_main(group: ThreadGroup) -> None:
         with HeadGroup.create(config(2, group.rank), group) as head:
             check_argmax(head, problem(config(2), [1, 2]))
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostExecutor, "head_launcher", launcher)
+        patch.setattr(exchange, "HeadLaunches", Failing)
         first, second = try_ranks(2, rank_main)
     assert isinstance(first, PeerError)
     assert "loading the kernels failed on another rank; rank 1: CompileError" in str(first)

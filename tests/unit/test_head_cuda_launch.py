@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax
 from moe_nvlink_plugin.errors import DriverError, ExchangeStateError, ExchangeTimeoutError
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.support import fake_cuda
+from tests.support import fake_cuda, kernel_texts
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
 from tests.unit.small_head import check_argmax, check_logits, config, problem
@@ -39,7 +39,7 @@ VOCAB, HIDDEN, CAPACITY = 40_000, 256, 8
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Processes that are started now have the fake driver, with 132 SMs."""
     folder = tmp_path_factory.mktemp("driver")
-    kernels = host.build(source.host_source())
+    kernels = host.build(kernel_texts.host_source())
     with pytest.MonkeyPatch.context() as patch:
         library = fake_cuda.build(folder)
         for name, value in fake_cuda.environment(library, kernels, sms=132).items():
@@ -90,7 +90,7 @@ def launches() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with alone() as head:
         assert head._head.workspace.executor.asynchronous
-        launcher, room = head._head._launcher, head._head._logits
+        launcher, room = head._head._launches, head._head._logits
         assert room is not None
         one = problem(head.config, [3])
 

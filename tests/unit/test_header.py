@@ -14,10 +14,14 @@ from moe_nvlink_plugin import AllToAllConfig, ExchangeStats
 from moe_nvlink_plugin.config import COMBINE_FORMATS, MAX_CALLER_PAYLOADS, MAX_RANKS, MAX_TOP_K
 from moe_nvlink_plugin.errors import CompileError
 from moe_nvlink_plugin.exchange.arguments import formats_code
+from moe_nvlink_plugin.exchange.kernels import COMBINE, LAYER
 from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.lm_head.kernels import GATHER, HEAD
+from moe_nvlink_plugin.lm_head.shapes import MOST_HEAD_SPLITS
 from moe_nvlink_plugin.memory import layout
 from moe_nvlink_plugin.recipes import BUILT_IN
+from tests.support import kernel_texts
 
 
 def test_limits() -> None:
@@ -27,13 +31,17 @@ def test_limits() -> None:
     # Beside the caller's: expert ids and router weights.
     assert numbers["kMaxPayloads"] == MAX_CALLER_PAYLOADS + numbers["kFirstCallerPayload"]
     assert numbers["kRegionAlignment"] == layout.REGION_ALIGNMENT
-    assert numbers["kMaxHeadSplits"] == layout.MAX_HEAD_SPLITS
+    assert numbers["kMaxHeadSplits"] == MOST_HEAD_SPLITS
 
 
 def test_no_constant_is_overlooked() -> None:
     """However the formatter breaks its line."""
     text = source.read_kernel_file("include/moe_nvlink/config.h")
-    assert len(constants()) == len(re.findall(r"^constexpr int k", text, re.MULTILINE)) > 10
+    enums = re.findall(r"^enum \w+ : int \{(.*?)^\};", text, re.MULTILINE | re.DOTALL)
+    enumerators = [name for body in enums for name in re.findall(r"\bk\w+", body)]
+    assert len(enums) == 3
+    written = re.findall(r"^constexpr int k", text, re.MULTILINE)
+    assert len(constants()) == len(written) + len(enumerators) > 10
 
 
 @pytest.mark.parametrize("name", ["LocalControl", "ExchangeCounters"])
@@ -117,13 +125,16 @@ def test_two_fields_in_the_other_order_are_found(
 
 def test_the_library_agrees_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mirror that has come apart from the header is refused when the library is loaded."""
-    library = host.load()
-    library._check_sizes()
-    for name in ("CombineArgs", "HeadArgs"):
-        wrong = {**structs(), name: structs()["DispatchArgs"]}
-        monkeypatch.setattr(host, "structs", lambda wrong=wrong: wrong)
-        with pytest.raises(CompileError, match=f"{name} has"):
-            library._check_sizes()
+    library = host.load(kernel_texts.host_source())
+    for kernel in (*LAYER.kernels, *HEAD.kernels):
+        library.kernel(kernel.name, kernel.args_type())
+    for kernel in (COMBINE, GATHER):
+        with pytest.raises(CompileError, match="DispatchArgs has"):
+            library.kernel(kernel.name, structs()["DispatchArgs"])
+    wrong = {**structs(), "LocalControl": structs()["DispatchArgs"]}
+    monkeypatch.setattr(host, "structs", lambda: wrong)
+    with pytest.raises(CompileError, match="DispatchArgs has"):
+        host.HostLibrary(host.build(kernel_texts.host_source()))
 
 
 def test_a_line_that_is_not_a_field_is_refused() -> None:
@@ -150,7 +161,7 @@ def layers_of_every_format() -> list[AllToAllConfig]:
 
 def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
     """Capacities that are powers of two always; of others, about one pair in 128 shares a tag."""
-    library = ctypes.CDLL(str(host.build(source.host_source())))
+    library = ctypes.CDLL(str(host.build(kernel_texts.host_source())))
     library.moe_nvlink_geometry_tag.restype = ctypes.c_uint32
 
     def tag(

@@ -7,24 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.jit.header import constants
-from moe_nvlink_plugin.jit.source import read_kernel_file
-from moe_nvlink_plugin.launch.shape import (
+from moe_nvlink_plugin.exchange.shapes import (
     LANE_ELEMENTS,
-    LOGITS_BYTES_PER_CTA,
     MARKED_BYTES_PER_CTA,
-    MOST_HEAD_SPLITS,
     MOST_MARKING_CTAS,
     QUANTISED_WIDTH,
-    VECTOR_BYTES,
-    WARP,
-    Limits,
     combine_shape,
     dispatch_shape,
+    quantising_lanes,
+)
+from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.jit.source import read_kernel_file
+from moe_nvlink_plugin.launch.shape import VECTOR_BYTES, WARP, Limits, share
+from moe_nvlink_plugin.lm_head.shapes import (
+    LOGITS_BYTES_PER_CTA,
+    MOST_HEAD_SPLITS,
     head_argmax_shape,
     head_rows_shape,
-    quantising_lanes,
-    share,
 )
 
 H200_SMS = 132
@@ -192,9 +191,9 @@ def test_launches_of_a_shared_head_fit(
         assert WARP <= shape.threads <= mine.max_threads
         assert shape.threads % WARP == 0
         assert 1 <= shape.blocks <= mine.resident(shape.threads)
-    assert rows.hidden_splits == 1
-    assert 1 <= argmax.hidden_splits <= MOST_HEAD_SPLITS
-    assert argmax.hidden_splits == 1 or argmax.blocks == max(num_rows, 1) * argmax.hidden_splits
+    assert rows.splits == 1
+    assert 1 <= argmax.splits <= MOST_HEAD_SPLITS
+    assert argmax.splits == 1 or argmax.blocks == max(num_rows, 1) * argmax.splits
 
 
 @given(
@@ -224,13 +223,11 @@ def test_every_grid_is_resident_and_covers_its_rows(
         assert WARP <= shape.threads <= mine.max_threads
         assert shape.threads % WARP == 0
         assert 1 <= shape.blocks <= mine.resident(shape.threads)
-        assert shape.hidden_splits >= 1
+        assert shape.splits >= 1
     # Split for one vector a thread, or less far where not all CTAs would fit; never further.
     elements = QUANTISED_WIDTH if slots else VECTOR_BYTES // element_bytes
-    assert (shape.hidden_splits - 1) * shape.threads * elements < hidden_size
-    assert num_tokens * shape.hidden_splits <= mine.resident(shape.threads) or (
-        shape.hidden_splits == 1
-    )
+    assert (shape.splits - 1) * shape.threads * elements < hidden_size
+    assert num_tokens * shape.splits <= mine.resident(shape.threads) or (shape.splits == 1)
 
 
 @pytest.mark.parametrize("threads", [1, 31])

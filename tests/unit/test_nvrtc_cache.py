@@ -14,7 +14,10 @@ import pytest
 
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import CompileError, UnsupportedError
-from moe_nvlink_plugin.jit import header, nvrtc, source
+from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
+from moe_nvlink_plugin.jit import header, nvrtc
+from moe_nvlink_plugin.launch import machine_code
+from moe_nvlink_plugin.launch.kernel import Build
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -25,6 +28,18 @@ SPILLING = (
     "for (int i = 0; i < 256; ++i) v[i] = p[i * 1024]; "
     "for (int i = 255; i >= 0; --i) p[i] = v[i] * v[255 - i]; }"
 )
+
+
+def build_of(top_k: int, dtype: str = "bf16", *, pdl: bool = True) -> Build:
+    return LAYER.variant(top_k=top_k, dtype=dtype).build(DISPATCH, pdl=pdl)
+
+
+def cubin_of(
+    top_k: int, dtype: str = "bf16", architecture: str = "sm_90a", *, pdl: bool = True
+) -> bytes:
+    """Dispatch as a rank asks for it."""
+    wanted = LAYER.variant(top_k=top_k, dtype=dtype)
+    return machine_code.cubin_for(build_of(top_k, dtype, pdl=pdl), architecture, wanted)
 
 
 @pytest.fixture
@@ -87,14 +102,10 @@ def test_what_the_key_is_made_of(
 
 
 def test_geometries_have_kernels_of_their_own(compiler: Any, folder: Path) -> None:
-    cubins = {
-        nvrtc.kernels_for(2, element, "sm_90a", pdl)
-        for element in header.elements().values()
-        for pdl in (False, True)
-    }
+    cubins = {cubin_of(2, dtype, pdl=pdl) for dtype in header.elements() for pdl in (False, True)}
     assert len(cubins) == len(list(folder.glob("*.cubin"))) == 6
-    assert nvrtc.is_cached(2, 0, "sm_90a", True)
-    assert not nvrtc.is_cached(3, 0, "sm_90a", True)
+    assert nvrtc.is_cached(build_of(2).text(), "sm_90a")
+    assert not nvrtc.is_cached(build_of(3).text(), "sm_90a")
 
 
 # What lies in the cache may be damaged: by a full disk, a bad copy into an image, a bad disk.
@@ -144,18 +155,20 @@ def test_a_damaged_file_is_compiled_anew(
 def test_a_hit_needs_no_compiler(
     compiler: Any, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    cubin = nvrtc.kernels_for(2, 0, "sm_90a", True)
+    cubin = cubin_of(2)
     request.getfixturevalue("no_bindings")
-    assert nvrtc.kernels_for(2, 0, "sm_90a", True) == cubin
+    assert cubin_of(2) == cubin
     with pytest.raises(UnsupportedError, match=r"pip install 'moe-nvlink-plugin\[cuda\]'"):
         nvrtc.load_or_compile(SMALL, "sm_90a")
 
 
 def test_a_hit_loads_no_compiler(compiler: Any, folder: Path) -> None:
-    nvrtc.kernels_for(2, 0, "sm_90a", True)
+    cubin_of(2)
     code = (
-        "import sys; from moe_nvlink_plugin.jit import nvrtc;"
-        "nvrtc.kernels_for(2, 0, 'sm_90a', True);"
+        "import sys; from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER;"
+        "from moe_nvlink_plugin.launch import machine_code;"
+        "wanted = LAYER.variant(top_k=2); build = wanted.build(DISPATCH, pdl=True);"
+        "machine_code.cubin_for(build, 'sm_90a', wanted);"
         "raise SystemExit('cuda.bindings.nvrtc' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
@@ -163,7 +176,7 @@ def test_a_hit_loads_no_compiler(compiler: Any, folder: Path) -> None:
 
 def test_a_miss_without_a_compiler_says_what_to_run(folder: Path, no_bindings: None) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        nvrtc.kernels_for(6, 1, "sm_103a", False)
+        cubin_of(6, "fp16", "sm_103a", pdl=False)
     text = str(caught.value)
     assert text.startswith(f"no compiled kernels for top_k=6, dtype=fp16 on sm_103a in {folder}")
     line = "moe-nvlink precompile --arch sm_103a --geometry top_k=6,dtype=fp16 --no-pdl"
@@ -202,8 +215,8 @@ def test_an_nvrtc_older_than_the_architecture(
     with pytest.raises(
         UnsupportedError, match=r"does not know sm_103a \(it knows sm_80, sm_90, sm_100\)"
     ):
-        nvrtc.kernels_for(2, 0, "sm_103a", True)
-    assert nvrtc.kernels_for(2, 0, "sm_90a", True)
+        cubin_of(2, architecture="sm_103a")
+    assert cubin_of(2)
 
 
 def test_a_failure_shows_the_log_and_what_to_do(compiler: Any, folder: Path) -> None:
@@ -231,6 +244,6 @@ def test_a_spill_is_compiled_for_the_user_and_logged(
 
 def test_the_checksum_stands_behind_the_elf_file(compiler: Any, folder: Path) -> None:
     """So that cuobjdump reads the file as it lies in the cache."""
-    cubin = nvrtc.load_or_compile(source.specialised_source(2, 0), "sm_90a")
+    cubin = nvrtc.load_or_compile(build_of(2).text(), "sm_90a")
     (path,) = folder.glob("*.cubin")
     assert path.read_bytes()[: len(cubin)] == cubin

@@ -11,12 +11,12 @@ import pluggy
 import pytest
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin import AllToAllConfig, plugins
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.plugins import builtin as builtin_plugins
 from moe_nvlink_plugin.plugins import hookspecs
-from moe_nvlink_plugin.plugins import manager as plugins
 from moe_nvlink_plugin.transport.host import HostTransport
 
 pytestmark = pytest.mark.timeout(90)
@@ -145,7 +145,8 @@ import hashlib
 import torch
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, plugins
 from moe_nvlink_plugin.errors import InputError
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import generators, random_inputs, run_ranks
 
 HIDDEN, CAPACITY = 640, 7
@@ -201,8 +202,8 @@ for rows, _scales, seen in by_rank:
     for row, scale, origin in zip(got_rows, got_scales, extras[:, 0].tolist()):
         here = (by_rank[origin][0] == row).all(1) & (by_rank[origin][1] == scale).all(1)
         assert int(here.sum()) == 1, "a row and its scales as the recipe made them"
-print(hashlib.sha256(source.host_source().encode()).hexdigest())
-print(host.load()._library._name)
+print(hashlib.sha256(LAYER.host_source().encode()).hexdigest())
+print(host.load(LAYER.host_source())._library._name)
 """
 
 
@@ -234,7 +235,7 @@ def test_a_third_party_quantiser(tmp_path: Path) -> None:
     text, and the same compiled library.
     """
     install(tmp_path, "stranger", STRANGER)
-    text = source.host_source()
+    text = LAYER.host_source()
     library = host.build(text)
     done = run(tmp_path, QUANTISES)
     assert done.returncode == 0, done.stderr
@@ -250,6 +251,7 @@ def test_a_name_that_is_taken(tmp_path: Path) -> None:
 import torch
 from moe_nvlink_plugin import AllToAllConfig, plugins
 from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.exchange.kernels import LAYER
 config = AllToAllConfig(ep_size=1, ep_rank=0, num_experts=1, top_k=1, hidden_size=32,
                         max_tokens_per_rank=1)
 for find in (lambda: plugins.find_recipe(config),
@@ -287,7 +289,7 @@ def test_without_ours_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The core knows no recipe and no transport by name."""
     empty = pluggy.PluginManager(hookspecs.PROJECT)
     empty.add_hookspecs(hookspecs)
-    monkeypatch.setattr(plugins, "manager", lambda: empty)
+    monkeypatch.setattr(plugins.registry, "manager", lambda: empty)
     config = AllToAllConfig(
         ep_size=1, ep_rank=0, num_experts=1, top_k=1, hidden_size=8, max_tokens_per_rank=1
     )

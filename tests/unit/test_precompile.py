@@ -8,12 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import CompileError, ConfigError, MoeNvlinkError, UnsupportedError
+from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
 from moe_nvlink_plugin.jit import header, host, nvrtc
+from moe_nvlink_plugin.launch import machine_code
+from moe_nvlink_plugin.launch.kernel import Kernel
+from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.tools import cli, precompile
 
 pytestmark = pytest.mark.timeout(120)
@@ -23,7 +28,7 @@ pytestmark = pytest.mark.timeout(120)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Not yet there; the command makes it. What the command sets is undone afterwards."""
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "not this one"))
-    monkeypatch.setattr(host, "load", lambda: None)  # seconds of g++ in every test
+    monkeypatch.setattr(host, "load", lambda _text: None)  # seconds of g++ in every test
     return tmp_path / "kernels"
 
 
@@ -38,10 +43,10 @@ def run(folder: Path, *arguments: str) -> int:
 
 
 def test_geometries() -> None:
-    assert precompile.parse_geometry("deepseek-v3") == precompile.Geometry(8, "bf16")
-    assert precompile.parse_geometry("gpt-oss") == precompile.Geometry(4, "bf16")
-    assert precompile.parse_geometry("top_k=6,dtype=fp16") == precompile.Geometry(6, "fp16")
-    assert precompile.parse_geometry("top_k=6") == precompile.Geometry(6, "bf16")
+    assert precompile.parse_geometry("deepseek-v3") == LAYER.variant(top_k=8, dtype="bf16")
+    assert precompile.parse_geometry("gpt-oss") == LAYER.variant(top_k=4, dtype="bf16")
+    assert precompile.parse_geometry("top_k=6,dtype=fp16") == LAYER.variant(top_k=6, dtype="fp16")
+    assert precompile.parse_geometry("top_k=6") == LAYER.variant(top_k=6, dtype="bf16")
     for geometry in precompile.PRESETS.values():
         assert precompile.parse_geometry(str(geometry)) == geometry
 
@@ -49,24 +54,23 @@ def test_geometries() -> None:
 def test_geometries_with_formats() -> None:
     text = "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4"
     geometry = precompile.parse_geometry(text)
-    assert geometry == precompile.Geometry(8, "bf16", "fp8_block", "nvfp4")
+    assert geometry == LAYER.variant(top_k=8, dtype="bf16", recipe="fp8_block", combine="nvfp4")
     assert str(geometry) == text
-    assert precompile.parse_geometry("top_k=8,recipe=none,combine=bf16") == precompile.Geometry(8)
+    assert precompile.parse_geometry("top_k=8,recipe=none,combine=bf16") == LAYER.variant(top_k=8)
     with_recipe = precompile.parse_geometry("gpt-oss,recipe=mxfp8")
-    assert with_recipe == precompile.Geometry(4, recipe="mxfp8")
-    # As a layer asks for them: rows as they come with its combine, and its recipe by itself.
-    assert [str(part) for part in geometry.parts()] == [
-        "top_k=8,dtype=bf16,combine=nvfp4",
-        "top_k=8,dtype=bf16,recipe=fp8_block",
-    ]
+    assert with_recipe == LAYER.variant(top_k=4, recipe="mxfp8")
+    # As a layer asks for them: rows as they come, rows by its recipe, and its combine.
+    codes = [(build.kernel.name, *build.values) for build in geometry.builds(pdl=True)]
+    assert codes == [("dispatch", 8, 0, 0, 1), ("dispatch", 8, 0, 1, 1), ("combine", 8, 0, 2, 1)]
 
 
 def test_geometries_of_a_shared_head() -> None:
-    assert precompile.parse_geometry("lm_head") == precompile.HeadGeometry("bf16")
+    assert precompile.parse_geometry("lm_head") == HEAD.variant(dtype="bf16")
     for dtype in header.elements():
         geometry = precompile.parse_geometry(f"lm_head,dtype={dtype}")
-        assert geometry == precompile.HeadGeometry(dtype)
-        assert geometry.parts() == (geometry,)
+        assert geometry == HEAD.variant(dtype=dtype)
+        names = [build.kernel.name for build in geometry.builds(pdl=True)]
+        assert names == ["head_gather", "head_argmax", "head_collect"]
         assert precompile.parse_geometry(str(geometry)) == geometry
 
 
@@ -113,25 +117,27 @@ def test_what_it_makes_is_what_ranks_ask_for(
 ) -> None:
     arguments = ["--arch", "sm_90a", "sm_100a", "--geometry", "top_k=2", "top_k=1,dtype=fp32"]
     assert run(folder, *arguments) == 0
-    assert len(list(folder.glob("*.cubin"))) == 4
+    assert len(list(folder.glob("*.cubin"))) == 8
     lines = capsys.readouterr().out.splitlines()
     pattern = re.compile(r"  sm_\d+a +top_k=\d,dtype=\w+ +(\d+) bytes, compiled in \d+\.\d s")
-    sizes = {int(match[1]) for match in map(pattern.fullmatch, lines) if match}
-    # On disk each has a checksum of 32 bytes behind it.
-    assert sizes == {path.stat().st_size - 32 for path in folder.glob("*.cubin")}
+    sizes = [int(match[1]) for match in map(pattern.fullmatch, lines) if match]
+    assert len(sizes) == 4
+    # On disk each kernel has a checksum of 32 bytes behind it.
+    assert sum(sizes) == sum(path.stat().st_size - 32 for path in folder.glob("*.cubin"))
     assert lines[-1].startswith(f"set MOE_NVLINK_CACHE_DIR={folder} ")
     assert "any user may read it" in lines[-1]
     assert folder.stat().st_mode & 0o777 == 0o755
     # A rank of another process, which could not compile.
     code = (
-        "from moe_nvlink_plugin.jit import header, nvrtc; nvrtc.compile_cubin = None;"
-        "nvrtc.kernels_for(1, header.elements()['fp32'], 'sm_100a', True)"
+        "from moe_nvlink_plugin.jit import nvrtc; nvrtc.compile_cubin = None;"
+        "from moe_nvlink_plugin.tools.precompile import LAYER, Task;"
+        "Task('sm_100a', LAYER.variant(top_k=1, dtype='fp32'), True).kernels()"
     )
     environment = {**os.environ, "MOE_NVLINK_CACHE_DIR": str(folder)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
     # Without PDL it is other code.
     assert run(folder, *arguments, "--geometry", "top_k=2", "--no-pdl") == 0
-    assert len(list(folder.glob("*.cubin"))) == 8
+    assert len(list(folder.glob("*.cubin"))) == 16
     assert "was there" not in capsys.readouterr().out
     assert run(folder, *arguments) == 0
     assert capsys.readouterr().out.count("was there") == 4
@@ -142,13 +148,19 @@ def test_formats_are_compiled_by_themselves(
 ) -> None:
     geometry = "top_k=2,recipe=fp8_tensor,combine=fp8_block"
     assert run(folder, "--arch", "sm_90a", "--geometry", geometry) == 0
-    assert len(list(folder.glob("*.cubin"))) == 2
+    assert len(list(folder.glob("*.cubin"))) == 3
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder))
-    recipe, combine = header.quantisers()["fp8_tensor"], header.combine_formats()["fp8_block"]
-    assert nvrtc.is_cached(2, 0, "sm_90a", True, recipe)
-    assert nvrtc.is_cached(2, 0, "sm_90a", True, combine=combine)
-    assert not nvrtc.is_cached(2, 0, "sm_90a", True)
-    line = nvrtc.precompile_line(2, 0, "sm_90a", True, recipe, combine)
+    wanted = precompile.parse_geometry(geometry)
+
+    def is_there(kernel: Kernel[Any], **values: str) -> bool:
+        build = LAYER.variant(top_k=2, **values).build(kernel, pdl=True)
+        return machine_code.is_cached(build, "sm_90a")
+
+    assert is_there(DISPATCH)
+    assert is_there(DISPATCH, recipe="fp8_tensor", combine="nvfp4")
+    assert is_there(COMBINE, combine="fp8_block", recipe="nvfp4")
+    assert not is_there(COMBINE)
+    line = machine_code.precompile_line(wanted, "sm_90a", pdl=True)
     assert line.endswith(" --geometry top_k=2,dtype=bf16,recipe=fp8_tensor,combine=fp8_block")
 
 
@@ -164,25 +176,27 @@ def test_kernels_of_a_shared_head(
     def missing(*_arguments: object, **_options: object) -> bytes:
         raise UnsupportedError("no NVRTC library")
 
-    def of_rank(dtype: str, pdl: bool) -> bytes:
+    def of_rank(dtype: str, pdl: bool) -> list[bytes]:
         monkeypatch.setattr(nvrtc, "compile_cubin", missing)
         monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder))
         try:
-            return nvrtc.head_kernels_for(header.elements()[dtype], "sm_90a", pdl)
+            return precompile.Task("sm_90a", HEAD.variant(dtype=dtype), pdl).kernels()
         finally:
             monkeypatch.setattr(nvrtc, "compile_cubin", really)
 
     for dtype, pdl in (("bf16", True), ("fp32", False)):
-        with pytest.raises(UnsupportedError, match=f"a shared LM head of {dtype}") as caught:
+        with pytest.raises(
+            UnsupportedError, match=f"kernels for lm_head, dtype={dtype} on"
+        ) as caught:
             of_rank(dtype, pdl)
         (line,) = re.findall(r"moe-nvlink precompile (.*) --cache-dir DIR\n", str(caught.value))
         assert run(folder, *line.split()) == 0
         out = capsys.readouterr().out
         assert re.search(rf"sm_90a +lm_head,dtype={dtype} +\d+ bytes, compiled in", out)
-        assert len(of_rank(dtype, pdl)) > 1000
+        assert all(len(cubin) > 1000 for cubin in of_rank(dtype, pdl))
         assert run(folder, *line.split()) == 0
         assert "was there" in capsys.readouterr().out
-    assert len(list(folder.glob("*.cubin"))) == 2
+    assert len(list(folder.glob("*.cubin"))) == 6
 
 
 def test_the_default_has_the_shared_head_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +216,7 @@ def test_several_processes(
     compiler: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "top_k=2", "--jobs", "2") == 0
-    assert len(list(folder.glob("*.cubin"))) == 2
+    assert len(list(folder.glob("*.cubin"))) == 4
     assert "2 of 2" in capsys.readouterr().out
 
 
@@ -241,7 +255,7 @@ def test_no_host_compiler_is_no_failure(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail() -> None:
+    def fail(_text: str) -> None:
         raise CompileError("no host compiler: 'g++' not found; install g++\nsecond line")
 
     monkeypatch.setattr(host, "load", fail)
@@ -275,7 +289,7 @@ def test_one_failure_leaves_the_others(
     assert re.search(r"FAILED sm_90a +top_k=2,dtype=bf16: ", out)
     assert str(error) in out
     assert "1 of 2" in out
-    assert len(list(folder.glob("*.cubin"))) == 1
+    assert len(list(folder.glob("*.cubin"))) == 2
 
 
 def test_a_directory_that_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,7 +327,7 @@ def test_without_a_directory_it_is_the_users(
 
     monkeypatch.delenv("MOE_NVLINK_CACHE_DIR", raising=False)
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
-    monkeypatch.setattr(host, "load", lambda: None)
+    monkeypatch.setattr(host, "load", lambda _text: None)
     arguments = ["--arch", "sm_90a", "--geometry", "top_k=1", "--jobs", "1"]
     assert cli.main(["precompile", *arguments]) == 0
     last = capsys.readouterr().out.splitlines()[-1]

@@ -87,7 +87,7 @@ def test_counters_that_cannot_be_read_do_not_keep_a_workspace_open(
     layer = MoeAllToAll.create(config(), group)
     workspace = layer._layer.workspace
 
-    def broken(_self: Workspace) -> None:
+    def broken(_self: Workspace[Any]) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:

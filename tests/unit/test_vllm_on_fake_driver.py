@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import kernel_texts
+
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from moe_nvlink_plugin.groups import as_group
 from moe_nvlink_plugin.integration.vllm.plugin.options import Options
-from moe_nvlink_plugin.jit import host, source
+from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, NVFP4
 from tests.support import fake_cuda
 from tests.support.fake_cuda.transport import OnFakeDriver, install
@@ -94,7 +96,7 @@ def layer_body(rank: int, size: int) -> list[dict[str, Any]]:
 def test_the_layer_between_processes_on_the_stand_in_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = host.build(source.host_source())
+    kernels = host.build(kernel_texts.host_source())
     variables = fake_cuda.environment(fake_cuda.build(tmp_path), kernels)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -20,24 +20,33 @@ constexpr int kTopkIdsPayload = 0;
 constexpr int kTopkWeightsPayload = 1;
 constexpr int kFirstCallerPayload = 2;
 
+// The codes below are enums, so that a switch without a case for one of them does not compile
+// (-Werror=switch of the host compiler); where they are stored or compared they are ints.
+
 // Element types that combine reduces. Sums are always fp32.
-constexpr int kElementBf16 = 0;
-constexpr int kElementFp16 = 1;
-constexpr int kElementFp32 = 2;
+enum ElementCode : int {
+  kElementBf16 = 0,
+  kElementFp16 = 1,
+  kElementFp32 = 2,
+};
 
 // What dispatch does with the activations on their way: nothing, or one of the built-in recipes
 // (kernels/include/moe_nvlink/quantise.h). Rows that come quantised travel as they are.
-constexpr int kQuantiserNone = 0;
-constexpr int kQuantiserFp8Block = 1;
-constexpr int kQuantiserFp8Token = 2;
-constexpr int kQuantiserFp8Tensor = 3;
-constexpr int kQuantiserMxfp8 = 4;
-constexpr int kQuantiserNvfp4 = 5;
+enum QuantiserCode : int {
+  kQuantiserNone = 0,
+  kQuantiserFp8Block = 1,
+  kQuantiserFp8Token = 2,
+  kQuantiserFp8Tensor = 3,
+  kQuantiserMxfp8 = 4,
+  kQuantiserNvfp4 = 5,
+};
 
 // In what format the experts' rows travel back in combine.
-constexpr int kCombineUnquantised = 0;
-constexpr int kCombineFp8Block = 1;
-constexpr int kCombineNvfp4 = 2;
+enum CombineCode : int {
+  kCombineUnquantised = 0,
+  kCombineFp8Block = 1,
+  kCombineNvfp4 = 2,
+};
 
 // Phases that a fault word names.
 constexpr int kPhaseDispatch = 1;
@@ -55,29 +64,18 @@ constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
 // token because of an earlier expert, or the expert id is no expert.
 constexpr int kNoSlot = -1;
 
-// What a kernel is compiled for. RuntimeConfig takes every value from the arguments (host: one
-// shared object serves every geometry); StaticConfig fixes those that shape the code (GPU: the row
-// loops unroll into registers).
+// What a kernel is compiled for: its `Config`, which each translation unit derives from this one
+// (moe_nvlink_plugin/jit/source.py). The host's changes nothing, so that a kernel takes every value
+// from its arguments and one shared object serves every geometry. A GPU's fixes the values that shape
+// the code, so that row loops unroll into registers.
 struct RuntimeConfig {
   static constexpr int kTopK = 0;
   static constexpr int kElement = -1;
   static constexpr int kTopKBound = kMaxTopK;
+  // Compiled to be launched with programmatic dependent launch (dispatch.cu says what moves).
   static constexpr bool kPdl = false;
   static constexpr int kQuantiser = -1;
   static constexpr int kCombine = -1;
-};
-
-// Pdl: compiled to be launched with programmatic dependent launch (dispatch.cu says what moves).
-template <int TopK, int Element, bool Pdl = true, int Quantiser = kQuantiserNone,
-          int Combine = kCombineUnquantised>
-struct StaticConfig {
-  static_assert(TopK >= 1 && TopK <= kMaxTopK);
-  static constexpr int kTopK = TopK;
-  static constexpr int kElement = Element;
-  static constexpr int kTopKBound = TopK;
-  static constexpr bool kPdl = Pdl;
-  static constexpr int kQuantiser = Quantiser;
-  static constexpr int kCombine = Combine;
 };
 
 }  // namespace moe_nvlink

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -18,8 +17,9 @@ from typing import Any
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import MoeNvlinkError
-from moe_nvlink_plugin.jit import cache, host, nvrtc, source
-from moe_nvlink_plugin.tools import precompile
+from moe_nvlink_plugin.jit import cache, host, nvrtc
+from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.tools import precompile, shipped
 
 from .gpu import GpuDevice, Gpus, own_index, probe
 from .gpu import from_json as gpus_from_json
@@ -244,11 +244,10 @@ def _software() -> Software:
     )
     torch_cuda, torch_error = _torch()
     transports, plugin_error = ({}, "") if torch_error else _transports()
-    text = source.host_source() + source.specialised_source(8, 0)
     return Software(
         plugin=_own_version(),
         python=platform.python_version(),
-        kernel_text=hashlib.sha256(text.encode()).hexdigest()[:16],
+        kernel_text=shipped.kernel_text_digest(),
         torch_cuda=torch_cuda,
         torch_error=torch_error,
         distributions=distributions,
@@ -277,7 +276,7 @@ def _transports() -> tuple[dict[str, bool], str]:
     """Whether each installed transport serves a GPU, and what went wrong."""
     import torch
 
-    from moe_nvlink_plugin.plugins import manager as plugins
+    from moe_nvlink_plugin import plugins
 
     gpu = torch.device("cuda", 0)
     found = {}
@@ -306,10 +305,16 @@ def _cpu() -> Cpu:
         shared_memory_id = ""
     return Cpu(
         compiler=_compiler(),
-        kernels=_ask(lambda: str(host.load() and "compiled and loaded")),
+        kernels=_ask(_host_kernels),
         shared_memory=_shared_memory(),
         shared_memory_id=shared_memory_id,
     )
+
+
+def _host_kernels() -> str:
+    for family in shipped.FAMILIES:
+        host.load(family.host_source())
+    return "compiled and loaded"
 
 
 def _compiler() -> Found:
@@ -344,7 +349,7 @@ def _kernels(gpus: Gpus) -> Kernels:
     return Kernels(found_nvrtc, found)
 
 
-def _kernels_for(architecture: str, kind: precompile.Geometry | precompile.HeadGeometry) -> Found:
+def _kernels_for(architecture: str, kind: Variant) -> Found:
     def compiled() -> str:
         task = precompile.Task(architecture, kind, env.pdl())
         was_there = task.is_cached()

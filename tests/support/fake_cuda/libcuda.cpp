@@ -107,9 +107,7 @@ void* host_symbol(const std::string& name) {
 size_t host_args_bytes(const std::string& kernel) {
   const std::string prefix = "moe_nvlink_";
   if (kernel.rfind(prefix, 0) != 0) return 0;
-  std::string name = kernel.substr(prefix.size());
-  if (name.rfind("head_", 0) == 0)
-    name = "head";  // the kernels of a shared LM head have one struct
+  const std::string name = kernel.substr(prefix.size());
   void* size = host_symbol(prefix + "sizeof_" + name + "_args");
   return size == nullptr ? 0 : static_cast<size_t>(reinterpret_cast<int (*)()>(size)());
 }

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import driver
+from moe_nvlink_plugin import driver, plugins
 from moe_nvlink_plugin.groups import Group
 from moe_nvlink_plugin.launch import cuda
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
-from moe_nvlink_plugin.plugins import manager as plugins
-from moe_nvlink_plugin.plugins.hookspecs import hookimpl
+from moe_nvlink_plugin.plugins import hookimpl
 from moe_nvlink_plugin.transport import Transport
 from moe_nvlink_plugin.transport.host import HostTransport
 from moe_nvlink_plugin.transport.nvlink import NvlinkTransport, View

@@ -1,0 +1,78 @@
+"""Dispatch and combine as kernels: what their builds differ in, and their launch shapes.
+
+Imports no torch: `moe-nvlink precompile` starts processes that compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_nvlink_plugin.jit import header
+from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Axis, Family, Kernel
+from moe_nvlink_plugin.launch.shape import Limits, Shape
+from moe_nvlink_plugin.memory.phases import Phase
+
+from .shapes import CombineSizes, DispatchSizes, combine_shape, dispatch_shape
+
+
+def _counts() -> dict[str, int]:
+    return {str(count): count for count in range(1, header.constants()["kMaxTopK"] + 1)}
+
+
+#: Experts per token: row loops are unrolled so often.
+TOP_K = Axis("top_k", ("int kTopK", "int kTopKBound"), _counts)
+#: What dispatch does with activations. Rows that the caller has quantised travel as they are, so
+#: every layer needs the build for none, too.
+QUANTISER = Axis(
+    "recipe",
+    ("int kQuantiser",),
+    header.quantisers,
+    default="none",
+    is_silent=True,
+    always=(0,),
+    placeholder="RECIPE",
+)
+#: In what format partial rows travel back.
+COMBINE_FORMAT = Axis(
+    "combine",
+    ("int kCombine",),
+    header.combine_formats,
+    default="bf16",
+    is_silent=True,
+    placeholder="FORMAT",
+)
+
+
+def _num_tokens(args: Any) -> int:
+    return int(args.geometry.num_tokens)
+
+
+def _dispatch_shape(num_tokens: int, sizes: DispatchSizes, limits: Limits) -> Shape:
+    return dispatch_shape(num_tokens, sizes.row_bytes, sizes.empty_bytes, limits)
+
+
+def _combine_shape(num_tokens: int, sizes: CombineSizes, limits: Limits) -> Shape:
+    return combine_shape(num_tokens, sizes.hidden_size, sizes.element_bytes, limits, sizes.slots)
+
+
+DISPATCH: Kernel[DispatchSizes] = Kernel(
+    name="dispatch",
+    source="exchange/dispatch.cu",
+    struct="DispatchArgs",
+    axes=(TOP_K, ELEMENT, QUANTISER, PDL),
+    count=_num_tokens,
+    shape=_dispatch_shape,
+    phase=Phase("dispatch", "kPhaseDispatch", "dispatch_cells"),
+)
+COMBINE: Kernel[CombineSizes] = Kernel(
+    name="combine",
+    source="exchange/combine.cu",
+    struct="CombineArgs",
+    axes=(TOP_K, ELEMENT, COMBINE_FORMAT, PDL),
+    count=_num_tokens,
+    shape=_combine_shape,
+    splits="hidden_splits",
+    phase=Phase("combine", "kPhaseCombine", "combine_cells"),
+)
+#: Of one layer.
+LAYER = Family("", (DISPATCH, COMBINE))

@@ -1,0 +1,82 @@
+"""Dispatch and combine of one layer, loaded for one channel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_nvlink_plugin.config import AllToAllConfig
+from moe_nvlink_plugin.launch import shape
+from moe_nvlink_plugin.launch.arguments import element_code
+from moe_nvlink_plugin.launch.base import Budget, Executor
+from moe_nvlink_plugin.launch.kernel import Variant
+
+from .arguments import combine_code
+from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER
+from .shapes import CombineSizes, DispatchSizes, quantising_lanes
+
+
+def variant(config: AllToAllConfig, quantiser: int) -> Variant:
+    """What a layer needs compiled.
+
+    Args:
+        quantiser: kQuantiser* of config.h that dispatch may be launched with, beside None.
+    """
+    return LAYER.variant(
+        top_k=config.top_k,
+        dtype=element_code(config.dtype),
+        recipe=quantiser,
+        combine=combine_code(config),
+    )
+
+
+class LayerLaunches:
+    """Both verbs of one layer on one channel. One thread at a time.
+
+    Args:
+        row_bytes: bytes of one token's row, by payload.
+        quantiser: as for `variant`.
+        ranks_on_device: as SymmetricMemory has it.
+
+    Raises:
+        CompileError: the kernels cannot be had, or threads cannot be started.
+        ConfigError: the device has no room for what may wait there at the same time.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: AllToAllConfig,
+        row_bytes: Mapping[str, int],
+        quantiser: int,
+        ranks_on_device: int = 1,
+    ) -> None:
+        assert config.num_threads is not None
+        threads, ranks = config.num_threads, config.ep_size
+        budget = Budget(threads, config.max_sms, ranks, config.num_channels, ranks_on_device)
+        launcher = executor.launcher(variant(config, quantiser), budget)
+        slots = ranks * config.max_tokens_per_rank
+        loaded_bytes = {0: max(row_bytes.values())}
+        if quantiser:
+            lanes = quantising_lanes(config.hidden_size)
+            loaded_bytes[quantiser] = lanes * shape.VECTOR_BYTES
+        self._dispatches = {
+            code: launcher.load(
+                DISPATCH,
+                DispatchSizes(widest, slots * row_bytes["recv_topk_ids"]),
+                **{QUANTISER.name: code},
+            )
+            for code, widest in loaded_bytes.items()
+        }
+        sizes = CombineSizes(
+            config.hidden_size, config.dtype.itemsize, slots if combine_code(config) else 0
+        )
+        self._combine = launcher.load(COMBINE, sizes)
+
+    def dispatch(self, args: Any) -> None:
+        """Launches dispatch with DispatchArgs, which it copies; num_tokens is read from them."""
+        self._dispatches[args.quantiser](args)
+
+    def combine(self, args: Any) -> None:
+        """Launches combine with CombineArgs, which it copies; sets their hidden_splits."""
+        self._combine(args)

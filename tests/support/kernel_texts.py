@@ -1,0 +1,70 @@
+"""Texts of the product's kernels, put together as tests and benchmarks want them.
+
+The product compiles each kernel by itself for a GPU, and one host library for each family.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from moe_nvlink_plugin.exchange.kernels import COMBINE_FORMAT, LAYER, QUANTISER, TOP_K
+from moe_nvlink_plugin.jit import source
+from moe_nvlink_plugin.launch import kernel
+from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Axis
+from moe_nvlink_plugin.lm_head.kernels import HEAD
+
+LAYER_FILES = tuple(each.source for each in LAYER.kernels)
+HEAD_FILES = tuple(each.source for each in HEAD.kernels)
+HEAD_KERNELS = tuple(each.name for each in HEAD.kernels)
+
+_INCLUDE = re.compile(r'^#include ".*"\n', re.MULTILINE)
+
+
+@functools.cache
+def conversions() -> str:
+    """conversions.cpp as it follows the text of dispatch."""
+    path = Path(__file__).with_name("conversions.cpp")
+    return _INCLUDE.sub("", path.read_text(encoding="utf-8"))
+
+
+def host_source() -> str:
+    """A host library with all of the product's kernels and with conversions.cpp."""
+    return kernel.host_source((LAYER, HEAD)) + conversions()
+
+
+def host_unit(*files: str, constants: dict[str, str] | None = None) -> str:
+    """These kernels on host threads, for a program of the tests' own.
+
+    Args:
+        constants: of Config, as `{"int kTopK": "8"}`.
+    """
+    return source.translation_unit(source.config_text(constants or {}), files, ("host/grid.h",))
+
+
+def specialised_source(
+    top_k: int,
+    element: int,
+    *,
+    pdl: bool = True,
+    host: bool = False,
+    quantiser: int = 0,
+    combine: int = 0,
+) -> str:
+    """Dispatch and combine in one unit for one top_k and element type: as a GPU gets them, or a
+    host library of all kernels with the same values.
+
+    Args:
+        quantiser, combine: kQuantiser* of dispatch and kCombine* of combine.
+    """
+    values: dict[Axis, int] = {TOP_K: top_k, ELEMENT: element, PDL: int(pdl)}
+    values |= {QUANTISER: quantiser, COMBINE_FORMAT: combine}
+    if host:
+        return kernel.host_source((LAYER, HEAD), values)
+    return kernel.gpu_source(LAYER.kernels, values)
+
+
+def head_source(element: int, *, pdl: bool = True) -> str:
+    """The kernels of the shared LM head in one unit for one element type, as a GPU gets them."""
+    return kernel.gpu_source(HEAD.kernels, {ELEMENT: element, PDL: int(pdl)})
