@@ -112,49 +112,51 @@ def _two_rates(name: str, end: float) -> tuple[Term, ...]:
     )
 
 
-def tokens_terms(base: Options, place: Place) -> tuple[Term, ...]:
+_FIXED = Term("a", "", lambda _x: 1.0)
+Terms = tuple[Term, ...]
+
+
+def tokens_terms(base: Options, place: Place) -> Terms:
     return _two_rates("n", fitting(base, place, row_bytes(base)))
 
 
-def payload_terms(base: Options, place: Place) -> tuple[Term, ...]:
+def payload_terms(base: Options, place: Place) -> Terms:
     return _two_rates("B", fitting(base, place, base.batches[0]))
 
 
-def quantised_payload_terms(base: Options, place: Place) -> tuple[Term, ...]:
+def quantised_payload_terms(_base: Options, _place: Place) -> Terms:
     """Copying and quantising both grow with the row, so that one rate holds both."""
-    del base, place
-    return Term("a", "", lambda _x: 1.0), Term("b", "B", lambda x: x)
+    return _FIXED, Term("b", "B", lambda x: x)
 
 
-def top_k_terms(base: Options, place: Place) -> tuple[Term, ...]:
-    del place
-
+def top_k_terms(base: Options, _place: Place) -> Terms:
     def rows(k: float) -> float:
         return base.batches[0] * expected_ranks(base.ep_size, k, base.num_experts)
 
-    return Term("a", "", lambda _k: 1.0), Term("b", "rows", rows), Term("c", "k", lambda k: k)
+    return _FIXED, Term("b", "rows", rows), Term("c", "k", lambda k: k)
 
 
-def ranks_terms(base: Options, place: Place) -> tuple[Term, ...]:
+def ranks_terms(base: Options, place: Place) -> Terms:
     """On CPUs all of it waits for a core; on one GPU the rows of all ranks share the memory."""
 
     def share(ranks: float) -> float:
-        return max(1.0, ranks / place.cores) if place.ranks_share else 1.0
+        return max(1.0, ranks / place.cores)
 
     def rows(ranks: float) -> float:
         return base.batches[0] * expected_ranks(ranks, base.top_k, base.num_experts)
 
-    if place.ranks_share:
-        return (
-            Term("a", "s", share),
-            Term("b", "s*rows", lambda n: share(n) * rows(n)),
-            Term("c", "s*N", lambda n: share(n) * n),
-        )
-    return (
-        Term("a", "", lambda _n: 1.0),
-        Term("b", "N*rows", lambda n: n * rows(n)),
-        Term("c", "N", lambda n: n),
-    )
+    if not place.ranks_share:
+        return _FIXED, Term("b", "N*rows", lambda n: n * rows(n)), Term("c", "N", lambda n: n)
+    copied = Term("b", "s*rows", lambda n: share(n) * rows(n))
+    return Term("a", "s", share), copied, Term("c", "s*N", lambda n: share(n) * n)
+
+
+def _tokens(_options: Options, tokens: int) -> float:
+    return tokens
+
+
+def _bytes(options: Options, _tokens: int) -> float:
+    return row_bytes(options)
 
 
 _ROWS = "rows: tokens x expected number of different ranks of a token's experts"
@@ -162,50 +164,36 @@ _CACHE = "the number is where the rows of all ranks fill the machine's last cach
 _HIDDEN = (512, 1024, 2048, 4096, 7168, 16384)
 
 
+def _option(field: str, x_label: str, values: tuple[int, ...], *rest: Any) -> Dimension:
+    """A dimension that is an option of its own."""
+    where = (lambda value: {field: value}), lambda options, _tokens: getattr(options, field)
+    return Dimension(x_label, values, *where, *rest)
+
+
 def _payload(recipe: str) -> Dimension:
     return Dimension(
         f"bytes of a row, {recipe}",
         _HIDDEN[1:5],
         lambda hidden: {"hidden_size": hidden, "recipe": recipe},
-        lambda options, _tokens: row_bytes(options),
+        _bytes,
         quantised_payload_terms,
         "B: bytes of a row, activations and scales",
         ("dispatch",),
     )
 
 
+_BATCHES, _RANKS = tuple(2**n for n in range(14)), tuple(2**n for n in range(7))
+_OF_N = f"n: tokens per rank; {_CACHE}"
+_OF_RANKS = f"N: ranks; s: ranks per core, at least 1; {_ROWS}"
+_OF_K, _OF_B = f"k: top_k; {_ROWS}", f"B: bytes of a row; {_CACHE}"
 DIMENSIONS: dict[str, Dimension] = {
     "tokens": Dimension(
-        "tokens per rank",
-        tuple(2**n for n in range(14)),
-        lambda tokens: {"batches": (tokens,)},
-        lambda _options, tokens: tokens,
-        tokens_terms,
-        f"n: tokens per rank; {_CACHE}",
+        "tokens per rank", _BATCHES, lambda n: {"batches": (n,)}, _tokens, tokens_terms, _OF_N
     ),
-    "ranks": Dimension(
-        "ranks",
-        (1, 2, 4, 8, 16, 32, 64),
-        lambda ranks: {"ep_size": ranks},
-        lambda options, _tokens: options.ep_size,
-        ranks_terms,
-        f"N: ranks; s: ranks per core, at least 1; {_ROWS}",
-    ),
-    "top_k": Dimension(
-        "experts per token (top_k)",
-        (1, 2, 4, 8, 16, 32),
-        lambda top_k: {"top_k": top_k},
-        lambda options, _tokens: options.top_k,
-        top_k_terms,
-        f"k: top_k; {_ROWS}",
-    ),
+    "ranks": _option("ep_size", "ranks", _RANKS, ranks_terms, _OF_RANKS),
+    "top_k": _option("top_k", "experts per token (top_k)", _RANKS[:6], top_k_terms, _OF_K),
     "payload": Dimension(
-        "bytes of a row, bf16",
-        _HIDDEN,
-        lambda hidden: {"hidden_size": hidden},
-        lambda options, _tokens: row_bytes(options),
-        payload_terms,
-        f"B: bytes of a row; {_CACHE}",
+        "bytes of a row, bf16", _HIDDEN, lambda b: {"hidden_size": b}, _bytes, payload_terms, _OF_B
     ),
     "payload_mxfp8": _payload("mxfp8"),
     "payload_nvfp4": _payload("nvfp4"),
