@@ -31,6 +31,7 @@ from moe_nvlink_plugin import driver
 CANNOT_SHOW = {
     "cpu": "GPUs and NVLink: a wire is a copy in memory here; the experts; the framework around",
     "cuda": "the experts; the framework around the layer",
+    "rehearsal": "speed: this is a rehearsal on CPU threads",
 }
 
 
@@ -41,20 +42,18 @@ def main() -> None:
     try:
         if request.list_only:
             print("\n".join(listed(request.options)))
-            return
-        measured(request)
+        else:
+            measured(request)
     except OptionError as error:
-        raise SystemExit(_said(error, 2)) from None
-    except (backends.WrongResult, processes.RunError) as error:
-        raise SystemExit(_said(error, 1)) from None
-
-
-def _said(error: Exception, status: int) -> int:
-    what = "wrong result, nothing of its batch is reported" if status == 1 else "error"
-    if isinstance(error, processes.RunError):
-        what = "failed"
-    print(f"bench_moe_comm: {what}: {error}", file=sys.stderr)
-    return status
+        what, status = f"error: {error}", 2
+    except backends.WrongResult as error:
+        what, status = f"wrong result, nothing of its batch is reported: {error}", 1
+    except processes.RunError as error:
+        what, status = f"failed: {error}", 1
+    else:
+        return
+    print(f"bench_moe_comm: {what}", file=sys.stderr)
+    raise SystemExit(status)
 
 
 def measured(request: Request) -> None:
@@ -63,67 +62,46 @@ def measured(request: Request) -> None:
     Raises:
         RunError: something that was asked for failed; the rest has been written.
     """
-    options, machine = request.options, _gpu(request.options)
-    if machine is None:
-        print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
-        return
-    cannot_show = CANNOT_SHOW.get(options.device, "speed: this is a rehearsal on CPU threads")
-    not_measured, failed = [cannot_show], list[str]()
+    options, machine = request.options, dict[str, Any]()
+    if options.device == "cuda":
+        if not torch.cuda.is_available():
+            print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
+            return
+        machine = common.describe_gpu()
+    not_measured, failed = [CANNOT_SHOW[options.device]], list[str]()
+
+    def growing(ceiling: str) -> rows.Growing:
+        head = rows.head(options, ceiling=ceiling, machine=machine)
+        return rows.Growing(common.Record(request.output_file, head), not_measured)
+
     if options.emulate_ranks or options.device == "rehearsal":
         from benchmarks.moe_comm import emulated
 
         not_measured.append(emulated.SHOWS)
-        growing = growing_result(request, options, emulated.CEILING, not_measured, machine)
-        found = emulated_rows(request, growing, failed)
+        result = growing(emulated.CEILING)
+
+        def show(made: list[rows.Row]) -> None:
+            print("\n".join(rows.lines(made)), flush=True)
+            result(made)
+
+        print(rows.HEADER, flush=True)
+        left_out: Any = {"not_measured": not_measured, "failed": failed}
+        found = emulated.run(options, explicit=request.explicit, show=show, **left_out)
     else:
         names = processes.runnable(options, explicit=request.explicit, left_out=not_measured)
         options = dataclasses.replace(options, backends=names)
-        how = processes.CEILING_HOW
-        growing = growing_result(request, options, how, not_measured, machine)
-        found = processes.run(options, growing)
+        result = growing(processes.CEILING_HOW)
+        found = processes.run(options, result)
     if not found:  # another rank than 0 of torchrun or srun
         return
-    processes.print_notes(found)
-    for what in not_measured:
-        print(f"not measured: {what}")
-    written(request, growing.finish(found))
+    for line in [*rows.footnotes(found), *(f"not measured: {what}" for what in not_measured)]:
+        print(line)
+    written(request, result.finish(found))
     if failed:
         raise processes.RunError(f"all but this was measured: {'; '.join(failed)}")
 
 
-def growing_result(
-    request: Request,
-    options: Options,
-    ceiling: str,
-    not_measured: list[str],
-    machine: dict[str, Any],
-) -> rows.Growing:
-    """The result file, as it is before the first batch."""
-    head = rows.head(options, ceiling=ceiling, machine=machine)
-    return rows.Growing(common.Record(request.output_file, head), not_measured)
-
-
-def emulated_rows(
-    request: Request, growing: rows.Growing, failed: list[str]
-) -> list[dict[str, Any]]:
-    """All ranks on one GPU, or, as a rehearsal, on CPU threads."""
-    from benchmarks.moe_comm import emulated, table
-
-    def show(made: list[dict[str, Any]]) -> None:
-        print("\n".join(table.lines(made)), flush=True)
-        growing(made)
-
-    print(table.header(), flush=True)
-    return emulated.run(
-        request.options,
-        explicit=request.explicit,
-        not_measured=growing.not_measured,
-        failed=failed,
-        show=show,
-    )
-
-
-def written(request: Request, result: dict[str, Any]) -> None:
+def written(request: Request, result: rows.Row) -> None:
     """Says where the result file is; draws the plots where they were asked for."""
     if request.output_file is not None:
         print(f"written: {request.output_file}")
@@ -131,7 +109,7 @@ def written(request: Request, result: dict[str, Any]) -> None:
         from benchmarks.moe_comm import plots
 
         source = plots.source_of(request.output_file) if request.output_file else "not written"
-        for file in plots.plot_result(result, request.plot, source):
+        for file in plots.plot(result, request.plot, source):
             print(f"written: {file}")
 
 
@@ -143,13 +121,6 @@ def listed(options: Options) -> list[str]:
         found.append(f"{name:18} {'can run' if reason is None else f'cannot: {reason}'}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [*found, f"{'GPUs':18} {gpus}" + ("" if gpus else f" ({driver.unavailable()})")]
-
-
-def _gpu(options: Options) -> dict[str, Any] | None:
-    """What a result says of the GPU; None: one is needed and there is none."""
-    if options.device != "cuda":
-        return {}
-    return common.describe_gpu() if torch.cuda.is_available() else None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What benchmarks share: options, summaries, and what each says beside its numbers: when, where, of
-which commit, by which command.
+"""Share what every benchmark needs: options, summaries, result files, and the facts beside figures
+(date, machine, versions, commit, command).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch
 from moe_nvlink_plugin import driver
 
 T = TypeVar("T")
+
+VECTOR_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 
 
 def add_geometry(
@@ -73,25 +75,23 @@ def order_of(names: Sequence[str], iteration: int) -> list[str]:
 
 
 def describe_run() -> dict[str, Any]:
-    """Date, machine, versions, commit and command of this process."""
+    """Describe this process: date, machine, versions, commit and command."""
+    cpu = _cpu()
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    called = script.relative_to(root) if script.is_relative_to(root) else script.name
     return {
         "date": time.strftime("%Y-%m-%d"),
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "cpu": _cpu(),
-        "cpu_flags": _vector_flags(),
+        "cpu": cpu.get("model name", platform.processor()),
+        # A name such as "AMD EPYC" is several processors; the flags decide what loops become.
+        "cpu_flags": " ".join(f for f in VECTOR_FLAGS if f in cpu.get("flags", "").split()),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "commit": _COMMIT,
-        "command": " ".join(["python", _script(), *sys.argv[1:]]),
+        "command": " ".join(["python", str(called), *sys.argv[1:]]),
     }
-
-
-def _script() -> str:
-    """As it is called from the repository's root."""
-    path, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
-    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 
 def describe_gpu(index: int = 0) -> dict[str, Any]:
@@ -134,11 +134,31 @@ _COMMIT = commit()
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """One benchmark's result, readable and diffable; whole, whenever this process is killed."""
+    """Write one benchmark's result. The file is whole, whenever this process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.write_text(_one_row_a_line(result) + "\n")
     os.replace(unfinished, path)
+
+
+def _one_row_a_line(value: Any) -> str:
+    """JSON with a line for each row of a table, and for each field of what holds a table."""
+    if _is_table(value):
+        return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
+    if not _holds_table(value):
+        return json.dumps(value)
+    fields = (f"{json.dumps(name)}: {_one_row_a_line(each)}" for name, each in value.items())
+    return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(row, dict) for row in value)
+
+
+def _holds_table(value: Any) -> bool:
+    return isinstance(value, dict) and any(
+        _is_table(each) or _holds_table(each) for each in value.values()
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,24 +189,14 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _cpu() -> str:
+def _cpu() -> dict[str, str]:
+    """What Linux says of the first processor."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        return platform.processor()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _vector_flags() -> str:
-    """Kernels' loops become what these allow; a name such as "AMD EPYC" is several processors."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    flags = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
-    wanted = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
-    return " ".join(name for name in wanted if name in flags)
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _colon, value in pairs}
 
 
 def _nvidia_smi(field: str) -> str:

@@ -3,7 +3,6 @@
     python benchmarks/growth.py --output_file growth.json            # ranks are processes on CPUs
     python benchmarks/growth.py --device cuda --output_file g.json   # ranks emulated on one GPU
     python benchmarks/growth.py --dimensions ranks --output_file growth.json   # adds, or replaces
-    python benchmarks/growth.py --refit growth.json                  # its points, other curves
 
 Times are bench_moe_comm's, by its code. Every point off its curve by more than its own spread is a
 knee; all are printed and named in the file. benchmarks/README.md says what the curves are made of.
@@ -13,17 +12,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -39,6 +39,9 @@ Row = dict[str, Any]
 Measure = Callable[[Options], list[Row]]
 
 PHASES = ("dispatch", "combine")
+#: Tokens per rank where another dimension moves.
+BASE_TOKENS = 64
+_now = time.monotonic
 #: Batches up to this have `iters` iterations; larger ones as many less, but no fewer than these.
 FULL_ITERS_UP_TO, LEAST_ITERS = 512, 8
 
@@ -109,49 +112,51 @@ def _two_rates(name: str, end: float) -> tuple[Term, ...]:
     )
 
 
-def tokens_terms(base: Options, place: Place) -> tuple[Term, ...]:
+_FIXED = Term("a", "", lambda _x: 1.0)
+Terms = tuple[Term, ...]
+
+
+def tokens_terms(base: Options, place: Place) -> Terms:
     return _two_rates("n", fitting(base, place, row_bytes(base)))
 
 
-def payload_terms(base: Options, place: Place) -> tuple[Term, ...]:
+def payload_terms(base: Options, place: Place) -> Terms:
     return _two_rates("B", fitting(base, place, base.batches[0]))
 
 
-def quantised_payload_terms(base: Options, place: Place) -> tuple[Term, ...]:
+def quantised_payload_terms(_base: Options, _place: Place) -> Terms:
     """Copying and quantising both grow with the row, so that one rate holds both."""
-    del base, place
-    return Term("a", "", lambda _x: 1.0), Term("b", "B", lambda x: x)
+    return _FIXED, Term("b", "B", lambda x: x)
 
 
-def top_k_terms(base: Options, place: Place) -> tuple[Term, ...]:
-    del place
-
+def top_k_terms(base: Options, _place: Place) -> Terms:
     def rows(k: float) -> float:
         return base.batches[0] * expected_ranks(base.ep_size, k, base.num_experts)
 
-    return Term("a", "", lambda _k: 1.0), Term("b", "rows", rows), Term("c", "k", lambda k: k)
+    return _FIXED, Term("b", "rows", rows), Term("c", "k", lambda k: k)
 
 
-def ranks_terms(base: Options, place: Place) -> tuple[Term, ...]:
+def ranks_terms(base: Options, place: Place) -> Terms:
     """On CPUs all of it waits for a core; on one GPU the rows of all ranks share the memory."""
 
     def share(ranks: float) -> float:
-        return max(1.0, ranks / place.cores) if place.ranks_share else 1.0
+        return max(1.0, ranks / place.cores)
 
     def rows(ranks: float) -> float:
         return base.batches[0] * expected_ranks(ranks, base.top_k, base.num_experts)
 
-    if place.ranks_share:
-        return (
-            Term("a", "s", share),
-            Term("b", "s*rows", lambda n: share(n) * rows(n)),
-            Term("c", "s*N", lambda n: share(n) * n),
-        )
-    return (
-        Term("a", "", lambda _n: 1.0),
-        Term("b", "N*rows", lambda n: n * rows(n)),
-        Term("c", "N", lambda n: n),
-    )
+    if not place.ranks_share:
+        return _FIXED, Term("b", "N*rows", lambda n: n * rows(n)), Term("c", "N", lambda n: n)
+    copied = Term("b", "s*rows", lambda n: share(n) * rows(n))
+    return Term("a", "s", share), copied, Term("c", "s*N", lambda n: share(n) * n)
+
+
+def _tokens(_options: Options, tokens: int) -> float:
+    return tokens
+
+
+def _bytes(options: Options, _tokens: int) -> float:
+    return row_bytes(options)
 
 
 _ROWS = "rows: tokens x expected number of different ranks of a token's experts"
@@ -159,50 +164,36 @@ _CACHE = "the number is where the rows of all ranks fill the machine's last cach
 _HIDDEN = (512, 1024, 2048, 4096, 7168, 16384)
 
 
+def _option(field: str, x_label: str, values: tuple[int, ...], *rest: Any) -> Dimension:
+    """A dimension that is an option of its own."""
+    where = (lambda value: {field: value}), lambda options, _tokens: getattr(options, field)
+    return Dimension(x_label, values, *where, *rest)
+
+
 def _payload(recipe: str) -> Dimension:
     return Dimension(
         f"bytes of a row, {recipe}",
         _HIDDEN[1:5],
         lambda hidden: {"hidden_size": hidden, "recipe": recipe},
-        lambda options, _tokens: row_bytes(options),
+        _bytes,
         quantised_payload_terms,
         "B: bytes of a row, activations and scales",
         ("dispatch",),
     )
 
 
+_BATCHES, _RANKS = tuple(2**n for n in range(14)), tuple(2**n for n in range(7))
+_OF_N = f"n: tokens per rank; {_CACHE}"
+_OF_RANKS = f"N: ranks; s: ranks per core, at least 1; {_ROWS}"
+_OF_K, _OF_B = f"k: top_k; {_ROWS}", f"B: bytes of a row; {_CACHE}"
 DIMENSIONS: dict[str, Dimension] = {
     "tokens": Dimension(
-        "tokens per rank",
-        tuple(2**n for n in range(14)),
-        lambda tokens: {"batches": (tokens,)},
-        lambda _options, tokens: tokens,
-        tokens_terms,
-        f"n: tokens per rank; {_CACHE}",
+        "tokens per rank", _BATCHES, lambda n: {"batches": (n,)}, _tokens, tokens_terms, _OF_N
     ),
-    "ranks": Dimension(
-        "ranks",
-        (1, 2, 4, 8, 16, 32, 64),
-        lambda ranks: {"ep_size": ranks},
-        lambda options, _tokens: options.ep_size,
-        ranks_terms,
-        f"N: ranks; s: ranks per core, at least 1; {_ROWS}",
-    ),
-    "top_k": Dimension(
-        "experts per token (top_k)",
-        (1, 2, 4, 8, 16, 32),
-        lambda top_k: {"top_k": top_k},
-        lambda options, _tokens: options.top_k,
-        top_k_terms,
-        f"k: top_k; {_ROWS}",
-    ),
+    "ranks": _option("ep_size", "ranks", _RANKS, ranks_terms, _OF_RANKS),
+    "top_k": _option("top_k", "experts per token (top_k)", _RANKS[:6], top_k_terms, _OF_K),
     "payload": Dimension(
-        "bytes of a row, bf16",
-        _HIDDEN,
-        lambda hidden: {"hidden_size": hidden},
-        lambda options, _tokens: row_bytes(options),
-        payload_terms,
-        f"B: bytes of a row; {_CACHE}",
+        "bytes of a row, bf16", _HIDDEN, lambda b: {"hidden_size": b}, _bytes, payload_terms, _OF_B
     ),
     "payload_mxfp8": _payload("mxfp8"),
     "payload_nvfp4": _payload("nvfp4"),
@@ -219,21 +210,6 @@ def measure_on(device: str) -> Measure:
     from benchmarks.moe_comm import emulated
 
     return emulated.run
-
-
-class Budget:
-    """Seconds for all runs; none: as many as it takes."""
-
-    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._seconds = clock, seconds
-        self._start = clock()
-
-    def spent(self) -> float:
-        return self._clock() - self._start
-
-    def allows(self, seconds: float) -> bool:
-        """Whether a run that may take this long still fits."""
-        return self._seconds is None or self.spent() + seconds <= self._seconds
 
 
 class Sweep(NamedTuple):
@@ -265,70 +241,57 @@ def _fewer(iters: int, times: float) -> int:
     return min(iters, max(LEAST_ITERS, int(iters / times)))
 
 
-def sweep(base: Options, name: str, measure: Measure, budget: Budget, passes: int) -> Sweep:
-    """Measures a dimension as far as the budget goes, in passes up and down its values.
+def sweep(
+    base: Options, name: str, measure: Measure, passes: int, budget_s: float = math.inf
+) -> Sweep:
+    """Measures a dimension in passes up and down its values.
 
     What else the machine does between two passes is so in the spread of every point. A run that
     ends without a result ends the sweep, one that cannot be is left out; what was measured stays.
+
+    Args:
+        budget_s: no run begins that may end after so many seconds.
     """
-    planned, failed = list(runs(base, name)), ""
-    seconds: dict[int, float] = {}
+    dimension, planned, failed = DIMENSIONS[name], list(runs(base, name)), ""
+    began, seconds = _now(), dict[int, float]()
     left_out: dict[int, str] = {}
-    taken: dict[str, dict[float, list[Point]]] = {p: {} for p in DIMENSIONS[name].phases}
-    for index in _order(len(planned), passes):
-        what = f"{name} {_value(planned[index], name)}"
-        # What was never run is dearer than what was.
-        if failed or not budget.allows(seconds.get(index, 2 * max(seconds.values(), default=0.0))):
-            left_out[index] = (
-                f"{what}: {failed or f'{budget.spent():.0f} s of the budget were spent'}"
-            )
-            continue
-        start = budget.spent()
-        try:
-            rows = measure(planned[index])
-        except (RunError, OptionError) as error:
-            # Options that cannot be, by the memory they take, are this point's alone.
-            failed = str(error) if isinstance(error, RunError) else ""
-            left_out[index] = f"{what}: {error}"
-            continue
-        if not rows:  # of emulated ranks
-            left_out[index] = f"{what}: more than the GPU's memory"
-            continue
-        _add_points(taken, DIMENSIONS[name], planned[index], rows)
-        seconds[index] = budget.spent() - start
-        print(f"measured {what}: {seconds[index]:.1f} s", flush=True)
-    points = {phase: [_together(of[x]) for x in sorted(of)] for phase, of in taken.items()}
+    taken: list[Row] = []
+    up = list(enumerate(planned))
+    for number in range(passes):
+        for index, options in up[::-1] if number % 2 else up:
+            what, start = f"{name} {_value(options, name)}", _now()
+            # What was never run is dearer than what was.
+            likely_s = seconds.get(index, 2 * max(seconds.values(), default=0.0))
+            if failed or start - began + likely_s > budget_s:
+                spent = f"{start - began:.0f} s of the budget were spent"
+                left_out[index] = f"{what}: {failed or spent}"
+                continue
+            try:
+                rows = measure(options)
+            except (RunError, OptionError) as error:
+                # Options that cannot be, by the memory they take, are this point's alone.
+                failed = str(error) if isinstance(error, RunError) else ""
+                left_out[index] = f"{what}: {error}"
+                continue
+            left_out[index] = f"{what}: more than the GPU's memory"  # where there are no rows
+            for row in rows:
+                seconds[index] = _now() - start
+                x = dimension.x(options, row["tokens"])
+                taken += [{"phase": phase, "x": x, **row[phase]} for phase in dimension.phases]
+            print(f"{what}: {_now() - start:.1f} s", flush=True)
+    points = {phase: _together(taken, phase) for phase in dimension.phases}
     missing = [text for index, text in sorted(left_out.items()) if index not in seconds]
     return Sweep(points, missing, failed)
 
 
-def _order(count: int, passes: int) -> list[int]:
-    up = list(range(count))
-    return [index for number in range(passes) for index in (up[::-1] if number % 2 else up)]
-
-
-def _add_points(
-    taken: dict[str, dict[float, list[Point]]],
-    dimension: Dimension,
-    options: Options,
-    rows: Sequence[Row],
-) -> None:
-    for row in rows:
-        x = dimension.x(options, row["tokens"])
-        for phase, of in taken.items():
-            found = row[phase]
-            point = Point(x, found["median_us"], found["q25_us"], found["q75_us"])
-            of.setdefault(x, []).append(point)
-
-
-def _together(passes: Sequence[Point]) -> Point:
+def _together(taken: Sequence[Row], phase: str) -> list[Point]:
     """One point of several passes: the median of medians, and the widest quartiles."""
-    return Point(
-        passes[0].x,
-        statistics.median(point.us for point in passes),
-        min(point.q25_us for point in passes),
-        max(point.q75_us for point in passes),
-    )
+    if not taken:
+        return []
+    rows = pd.DataFrame(taken)
+    by = {"median_us": "median", "q25_us": "min", "q75_us": "max"}
+    found = rows[rows.phase == phase].groupby("x").agg(by)
+    return [Point(*(float(value) for value in row)) for row in found.itertuples()]
 
 
 def _value(options: Options, name: str) -> str:
@@ -349,13 +312,9 @@ def series_of(
     """
     dimension = DIMENSIONS[name]
     found = growth_fit.fit(points, dimension.terms(base, place))
-    series = {
-        "name": f"{name}: {phase}",
-        "dimension": name,
-        "phase": phase,
-        "x_label": dimension.x_label,
-        **growth_fit.described(found, f"{base.device}-{name}-{phase}"),
-    }
+    series: Row = {"name": f"{name}: {phase}", "dimension": name, "phase": phase}
+    series |= {"x_label": dimension.x_label}
+    series |= found.described(f"{base.device}-{name}-{phase}")
     series["fit"]["where"] = dimension.where
     series["options"] = dataclasses.asdict(base)
     if name == "ranks" and place.ranks_share:
@@ -413,9 +372,8 @@ def base_point(arguments: argparse.Namespace, name: str) -> Options:
         OptionError: out of the limits of bench_moe_comm.
     """
     on_cpu = arguments.device == "cpu"
-    tokens = arguments.base_tokens
-    if name == "ranks" and on_cpu:
-        tokens = max(1, tokens // 4)  # the memory of 64 ranks is this machine's, too
+    # The memory of 64 ranks is this machine's, too.
+    tokens = BASE_TOKENS // 4 if name == "ranks" and on_cpu else BASE_TOKENS
     return Options(
         backends=(OURS,),
         ep_size=4 if on_cpu else 8,
@@ -426,103 +384,69 @@ def base_point(arguments: argparse.Namespace, name: str) -> Options:
         device=arguments.device,
         emulate_ranks=not on_cpu,
         cuda_graph=arguments.device == "cuda",
-        threads=arguments.threads,
     )
 
 
-def shows(device: str) -> str:
-    if device == "cpu":
-        return (
-            "CPU ranks are processes: where they outnumber the cores they take turns, and the time "
-            "is that of all turns"
-        )
-    if device == "cuda":
-        return "Ranks emulated on one GPU share its SMs and memory; nothing of NVLink is in it"
-    return "Rehearsal on CPU threads: times mean nothing"
+SHOWS = {
+    "cpu": "CPU ranks are processes: where they outnumber the cores they take turns, and the time "
+    "is that of all turns",
+    "cuda": "Ranks emulated on one GPU share its SMs and memory; nothing of NVLink is in it",
+    "rehearsal": "Rehearsal on CPU threads: times mean nothing",
+}
 
 
 def measured(arguments: argparse.Namespace, measure: Measure) -> dict[str, Any]:
-    """The result: the dimensions asked for, one after the other, each with its part of the time."""
-    place, budget_s = place_of(arguments.device), arguments.budget_s
-    made, left_out = [], []
-    for done, name in enumerate(arguments.dimensions):
-        part = None if budget_s is None else budget_s / len(arguments.dimensions)
+    """The result: the dimensions asked for, one after the other."""
+    place, made, left_out = place_of(arguments.device), list[Row](), list[str]()
+    budget_s = (arguments.budget_s or math.inf) / len(arguments.dimensions)
+    for name in arguments.dimensions:
         base = base_point(arguments, name)
-        found = sweep(base, name, measure, Budget(part), arguments.passes)
+        found = sweep(base, name, measure, arguments.passes, budget_s)
         left_out += found.left_out
         for phase, points in found.points.items():
             try:
                 made.append(series_of(base, place, name, phase, points))
             except ValueError as error:
                 left_out.append(f"curve of {name}, {phase}: {error}")
-        print(f"{done + 1} of {len(arguments.dimensions)} dimensions", flush=True)
         if found.failed:
             break
+    gpu = common.describe_gpu() if arguments.device == "cuda" else {}
     return {
         "schema": 1,
         "kind": "growth",
         "device": arguments.device,
-        "machine": common.describe_run() | _gpu(arguments.device),
+        "machine": common.describe_run() | gpu,
         "place": place._asdict(),
-        "shows": shows(arguments.device),
+        "shows": SHOWS[arguments.device],
         "not_measured": left_out,
         "series": made,
     }
 
 
-def _gpu(device: str) -> dict[str, Any]:
-    return common.describe_gpu() if device == "cuda" else {}
+def added_to(path: Path, made: Callable[[], dict[str, Any]], **here: Any) -> dict[str, Any]:
+    """The result, with the other dimensions that the file has already.
 
-
-def refitted(result: dict[str, Any]) -> dict[str, Any]:
-    """The same points under the curves of today; explanations stay with the knees that stay."""
-    place = Place(**result["place"])
-    series = []
-    for old in result["series"]:
-        points = [Point(*point) for point in old["points"]]
-        base = Options(**{name: _tupled(value) for name, value in old["options"].items()})
-        new = series_of(base, place, old["dimension"], old["phase"], points)
-        for name in set(old) - set(new):
-            new[name] = old[name]
-        series.append(new)
-    return result | {"series": series}
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def check_addable(path: Path, device: str, place: Place) -> None:
-    """Whether a file's curves may stand beside new ones; asked before anything is measured.
+    Args:
+        here: device and place; asked before anything is measured.
 
     Raises:
         OptionError: the file is of another device or machine.
     """
-    if not path.exists():
-        return
-    old = json.loads(path.read_text())
-    for name, new in (("device", device), ("place", place._asdict())):
-        if old.get(name) != new:
+    old = json.loads(path.read_text()) if path.exists() else here | {"series": []}
+    for name, value in here.items():
+        if old.get(name) != value:
             raise OptionError(
-                f"{path} is of {name} {old.get(name)}, this run of {new}; write another file, or "
+                f"{path} is of {name} {old.get(name)}, this run of {value}; write another file, or "
                 "delete this one"
             )
-
-
-def added_to(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """With the other dimensions that the file has already, each saying which command it is of."""
-    machine = result["machine"]
-    for series in result["series"]:
-        series["run"] = {name: machine[name] for name in ("date", "commit", "command")}
-    if not path.exists():
-        return result
-    old = json.loads(path.read_text())
-    new = {series["dimension"] for series in result["series"]}
-    kept = [series for series in old["series"] if series["dimension"] not in new]
-    order = list(DIMENSIONS)
-    together = sorted(kept + result["series"], key=lambda each: order.index(each["dimension"]))
-    left_out = [text for text in old["not_measured"] if not text.startswith(tuple(new))]
-    return result | {"series": together, "not_measured": left_out + result["not_measured"]}
+    result = made()
+    run = {name: result["machine"][name] for name in ("date", "commit", "command")}
+    new = {series["dimension"]: None for series in result["series"]}
+    together = [series | {"run": run} for series in result["series"]]
+    together += [series for series in old["series"] if series["dimension"] not in new]
+    together.sort(key=lambda series: list(DIMENSIONS).index(series["dimension"]))
+    kept = [text for text in old.get("not_measured", []) if not text.startswith(tuple(new))]
+    return result | {"series": together, "not_measured": kept + result["not_measured"]}
 
 
 # --- the command line
@@ -530,36 +454,24 @@ def added_to(path: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "rehearsal"])
-    parser.add_argument(
-        "--dimensions",
-        nargs="+",
-        default=list(DIMENSIONS),
-        choices=list(DIMENSIONS),
-        metavar="NAME",
-    )
-    parser.add_argument("--base_tokens", type=int, default=64, help="per rank, where others move")
-    parser.add_argument("--hidden_size", type=int, default=7168, help="likewise")
-    parser.add_argument("--iters", type=int, default=30, help="fewer for large batches")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument(
-        "--passes", type=int, default=2, help="over all values; a point's spread is over them"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU rank")
-    parser.add_argument(
-        "--budget_s", type=float, help="stop before a run that would take longer, and say so"
-    )
-    parser.add_argument("--output_file", type=Path, help="JSON; dimensions it has already are kept")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG; needs --output_file")
-    parser.add_argument("--refit", type=Path, metavar="FILE", help="measure nothing, fit anew")
+    add, names = parser.add_argument, list(DIMENSIONS)
+    add("--device", default="cpu", choices=list(SHOWS))
+    add("--dimensions", nargs="+", default=names, choices=names, metavar="NAME")
+    add("--hidden_size", type=int, default=7168, help="where the payload does not move")
+    add("--iters", type=int, default=30, help="fewer for large batches")
+    add("--warmup", type=int, default=3)
+    add("--passes", type=int, default=2, help="over all values; a point's spread is over them")
+    add("--budget_s", type=float, help="begin no run that may take longer, and say so")
+    add("--output_file", type=Path, help="JSON; dimensions it has already are kept")
+    add("--plot", type=Path, metavar="FOLDER", help="PNG; needs --output_file")
     made = parser.parse_args(arguments)
-    if made.plot and not (made.output_file or made.refit):
+    if made.plot and not made.output_file:
         parser.error("--plot draws a result file; add --output_file FILE")
     if made.passes < 1:
         parser.error(f"--passes {made.passes} must be at least 1; raise it")
     if made.budget_s is not None and made.budget_s <= 0:
         parser.error(f"--budget_s {made.budget_s} must be above 0; leave it out for no limit")
-    if made.device == "cuda" and not made.refit and not torch.cuda.is_available():
+    if made.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu")
     try:
         base_point(made, "tokens")
@@ -568,33 +480,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return made
 
 
-def _result(asked: argparse.Namespace, measure: Measure | None) -> dict[str, Any]:
-    if asked.refit:
-        return refitted(json.loads(asked.refit.read_text()))
-    path = asked.output_file
-    if path:
-        check_addable(path, asked.device, place_of(asked.device))
-    found = measured(asked, measure or measure_on(asked.device))
-    return added_to(path, found) if path else found
-
-
 def main(arguments: Sequence[str] | None = None, measure: Measure | None = None) -> None:
     asked = parse(arguments)
-    path = asked.refit or asked.output_file
+    made = functools.partial(measured, asked, measure or measure_on(asked.device))
+    here = {"device": asked.device, "place": place_of(asked.device)._asdict()}
     try:
-        result = _result(asked, measure)
+        result = added_to(asked.output_file, made, **here) if asked.output_file else made()
     except OptionError as error:
         sys.exit(str(error))
     for line in itertools.chain.from_iterable(printed(series) for series in result["series"]):
         print(line)
     for text in result["not_measured"]:
         print(f"not measured: {text}")
-    if path:
-        common.write_json(path, result)
+    if asked.output_file:
+        common.write_json(asked.output_file, result)
     if asked.plot:
         from benchmarks.moe_comm import plots
 
-        plots.plot_file(path, asked.plot)
+        plots.plot_file(asked.output_file, asked.plot)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import optimize
+from scipy.optimize import curve_fit
 
 #: Relative residuals above this are damped (scipy's soft_l1): about what a quiet machine repeats.
 DAMPED_FROM = 0.05
@@ -38,57 +38,55 @@ class Term(NamedTuple):
     written: str
     value: Callable[[float], float]
 
-
-class Knee(NamedTuple):
-    """A point off the curve by more than its own spread. `off`: time over the curve's, less 1."""
-
-    point: Point
-    fit_us: float
-    off: float
+    def times(self, factor: str) -> str:
+        return f"{factor}*{self.written}" if self.written else factor
 
 
 class Fit(NamedTuple):
-    """A curve through points. `off`: of each point, its time over the curve's, less 1."""
+    """A curve through points."""
 
     terms: tuple[Term, ...]
     values: tuple[float, ...]
     points: tuple[Point, ...]
-    off: tuple[float, ...]
 
     def us(self, x: float) -> float:
         """The curve's time."""
         return sum(v * term.value(x) for v, term in zip(self.values, self.terms, strict=True))
 
     @property
-    def formula(self) -> str:
-        """With the coefficients' names."""
-        return _sum(
-            term.coefficient + (f"*{term.written}" if term.written else "") for term in self.terms
-        )
+    def off(self) -> list[float]:
+        """Of each point, its time over the curve's, less 1."""
+        return [point.us / self.us(point.x) - 1 for point in self.points]
 
-    @property
-    def printed(self) -> str:
-        """With the coefficients' values; terms that take no time are left out."""
-        return _sum(
-            f"{value:.3g}" + (f"*{term.written}" if term.written else "")
-            for value, term in zip(self.values, self.terms, strict=True)
-            if value > 0
-        )
-
-    def curve(self) -> list[tuple[float, float]]:
-        """(x, us) at even steps of log x, between the first point and the last."""
-        low, high = self.points[0].x, self.points[-1].x
-        steps = np.geomspace(low, high, CURVE_POINTS) if high > low else [low]
-        return [(float(x), self.us(float(x))) for x in steps]
-
-    def knees(self, least_off: float = LEAST_OFF) -> list[Knee]:
+    def knees(self, least_off: float = LEAST_OFF) -> list[dict[str, float]]:
         """Points whose own quartiles do not reach the curve, and that are off by `least_off`."""
         found = []
         for point, off in zip(self.points, self.off, strict=True):
             fit_us = self.us(point.x)
             if not point.q25_us <= fit_us <= point.q75_us and abs(off) > least_off:
-                found.append(Knee(point, fit_us, off))
+                found.append({"x": point.x, "us": point.us, "fit_us": fit_us, "off": off})
         return found
+
+    def described(self, key: str) -> dict[str, Any]:
+        """Points, fit and knees as a result of kind "growth" has them; `key`: of the knees' ids."""
+        named = list(zip(self.values, self.terms, strict=True))
+        # In the printed curve terms that take no time are left out.
+        printed = [term.times(f"{value:.3g}") for value, term in named if value > 0]
+        steps = np.geomspace(self.points[0].x, self.points[-1].x, CURVE_POINTS).tolist()
+        return {
+            "points": [list(point) for point in self.points],
+            "fit": {
+                "formula": " + ".join(term.times(term.coefficient) for term in self.terms),
+                "printed": " + ".join(printed) or "0",
+                "values": {term.coefficient: value for value, term in named},
+                "curve": [[x, self.us(x)] for x in steps],
+                "off": self.off,
+            },
+            # The explanation stands in NOTES.md, beside the id.
+            "knees": [
+                {"id": f"{key}-{knee['x']:g}", **knee, "explanation": ""} for knee in self.knees()
+            ],
+        }
 
 
 def fit(points: Sequence[Point], terms: Sequence[Term]) -> Fit:
@@ -109,61 +107,18 @@ def fit(points: Sequence[Point], terms: Sequence[Term]) -> Fit:
     columns = np.array([[term.value(p.x) / p.us for term in terms] for p in points])
     lengths = np.linalg.norm(columns, axis=0)
     lengths[lengths == 0] = 1.0
-    scaled, ones = columns / lengths, np.ones(len(points))
-    start, _norm = optimize.nnls(scaled, ones)
-    found = optimize.least_squares(
-        lambda values: scaled @ values - ones,
-        np.maximum(start, 1e-9),
-        jac=lambda _values: scaled,
+    scaled, exact = columns / lengths, {"xtol": 1e-12, "ftol": 1e-12, "gtol": None}
+    found, _covariance = curve_fit(
+        lambda rows, *values: rows @ np.array(values),
+        scaled,
+        np.ones(len(points)),
+        p0=np.full(len(terms), 1.0),
         bounds=(0, np.inf),
         loss="soft_l1",
         f_scale=DAMPED_FROM,
-        xtol=1e-12,
-        ftol=1e-12,
+        **exact,
     )
-    values = tuple(_nothing_or(v, v * most) for v, most in _shares(found.x / lengths, columns))
-    plain = Fit(tuple(terms), values, tuple(points), ())
-    return plain._replace(off=tuple(point.us / plain.us(point.x) - 1 for point in points))
-
-
-def described(found: Fit, key: str, least_off: float = LEAST_OFF) -> dict[str, Any]:
-    """Points, fit and knees as a result of kind "growth" has them; `key`: of the knees' ids."""
-    return {
-        "points": [list(point) for point in found.points],
-        "fit": {
-            "formula": found.formula,
-            "printed": found.printed,
-            "values": {
-                term.coefficient: value
-                for term, value in zip(found.terms, found.values, strict=True)
-            },
-            "curve": [list(pair) for pair in found.curve()],
-            "off": list(found.off),
-        },
-        "knees": [
-            {
-                "id": f"{key}-{knee.point.x:g}",
-                "x": knee.point.x,
-                "us": knee.point.us,
-                "fit_us": knee.fit_us,
-                "off": knee.off,
-                "explanation": "",  # in NOTES.md, beside the id
-            }
-            for knee in found.knees(least_off)
-        ],
-    }
-
-
-def _sum(parts: Any) -> str:
-    return " + ".join(parts) or "0"
-
-
-def _shares(values: Any, columns: Any) -> list[tuple[float, float]]:
-    """Each coefficient, and which part of a point's time its term makes at most."""
-    most = columns.max(axis=0)
-    return [(float(value), float(part)) for value, part in zip(values, most, strict=True)]
-
-
-def _nothing_or(value: float, most: float) -> float:
-    """The solver stays a hair above its bound: what never makes a thousandth of a time is zero."""
-    return value if most > 1e-3 else 0.0
+    values = found / lengths
+    # The solver stays a hair above its bound: what never makes a thousandth of a time is zero.
+    values[values * columns.max(axis=0) <= 1e-3] = 0.0
+    return Fit(tuple(terms), tuple(values.tolist()), tuple(points))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
-import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +22,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+from scipy.optimize import least_squares
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,11 +48,12 @@ LAUNCH_RANGE = (0.6, 2.0)
 SOFT_ERROR = 0.05
 
 PREDICTED_EP_SIZES = (8, 16, 32, 64, 72)
-#: Batches of the printed tables and of --where.
-SHOWN_BATCHES = (1, 8, 64, 128, 512, 2048)
+#: Batches of --where.
 WHERE_BATCHES = (1, 64, 512, 2048)
 #: Ideas that save less are not printed.
 LEAST_SAVED_US = 0.1
+
+Row = dict[str, Any]
 
 
 class Parameter(NamedTuple):
@@ -121,8 +124,6 @@ def calibrate(
     Raises:
         ValueError: fewer figures than constants.
     """
-    from scipy.optimize import least_squares
-
     if len(figures) <= len(PARAMETERS):
         raise ValueError(
             f"{len(figures)} figures for {len(PARAMETERS)} constants; give more figures"
@@ -136,22 +137,14 @@ def calibrate(
         return [math.log(reference_us(one, constants) / one.us) for one in figures]
 
     scale = [parameter.start for parameter in PARAMETERS]
-    found = least_squares(
-        residuals,
-        scale if near is None else [_inside(near, parameter) for parameter in PARAMETERS],
-        bounds=(
-            [parameter.low for parameter in PARAMETERS],
-            [parameter.high for parameter in PARAMETERS],
-        ),
-        x_scale=scale,
-        loss="soft_l1",
-        f_scale=SOFT_ERROR,
-    )
+    start = scale if near is None else [_inside(near, parameter) for parameter in PARAMETERS]
+    low, high = [p.low for p in PARAMETERS], [p.high for p in PARAMETERS]
+    damped = {"loss": "soft_l1", "f_scale": SOFT_ERROR}
+    found = least_squares(residuals, start, bounds=(low, high), x_scale=scale, **damped)
     spread = float(found.fun @ found.fun) / (len(figures) - len(PARAMETERS))
     variances = np.diag(np.linalg.pinv(found.jac.T @ found.jac)) * spread
-    return Fit(
-        constants_of(found.x), Constants(0.0, *(float(math.sqrt(max(v, 0.0))) for v in variances))
-    )
+    errors = np.sqrt(np.clip(variances, 0.0, None)).tolist()
+    return Fit(constants_of(found.x), Constants(0.0, *errors))
 
 
 def _inside(near: Constants, parameter: Parameter) -> float:
@@ -161,37 +154,30 @@ def _inside(near: Constants, parameter: Parameter) -> float:
     return min(max(value, parameter.low + margin), parameter.high - margin)
 
 
-def error_rows(figures: Iterable[Published], constants: Constants) -> list[dict[str, Any]]:
+def error_rows(figures: Iterable[Published], constants: Constants) -> list[Row]:
     """Each figure beside the model; error = predicted / published - 1."""
+    names = ("source", "verb", "ep_size", "tokens", "recipe", "has_sync")
     rows = []
     for one in figures:
         predicted = reference_us(one, constants)
-        rows.append(
-            {
-                **{name: getattr(one, name) for name in ("source", "verb", "ep_size", "tokens")},
-                "recipe": one.recipe,
-                "has_sync": one.has_sync,
-                "published_us": one.us,
-                "predicted_us": predicted,
-                "error": predicted / one.us - 1.0,
-            }
-        )
+        times = {"published_us": one.us, "predicted_us": predicted, "error": predicted / one.us - 1}
+        rows.append({name: getattr(one, name) for name in names} | times)
     return rows
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[Row]) -> Row:
     """Of the errors' sizes: median, 90th percentile, worst and where; and the mean error's sign."""
-    ordered = sorted(rows, key=lambda row: abs(row["error"]))
-    sizes = [abs(row["error"]) for row in ordered]
-    worst = {name: ordered[-1][name] for name in ("verb", "ep_size", "tokens", "recipe")}
+    frame = pd.DataFrame(rows)
+    sizes = frame.error.abs()
+    worst = rows[int(sizes.argmax())]
     return {
         "figures": len(rows),
-        "median": statistics.median(sizes),
-        "p90": sizes[math.ceil(0.9 * len(sizes)) - 1],
-        "worst": sizes[-1],
-        "worst_at": worst,
-        "bias": statistics.fmean(row["error"] for row in rows),
-        "within_aim": sum(size <= AIMED_MEDIAN for size in sizes),
+        "median": float(sizes.median()),
+        "p90": float(sizes.quantile(0.9, interpolation="higher")),
+        "worst": float(sizes.max()),
+        "worst_at": {name: worst[name] for name in ("verb", "ep_size", "tokens", "recipe")},
+        "bias": float(frame.error.mean()),
+        "within_aim": int((sizes <= AIMED_MEDIAN).sum()),
     }
 
 
@@ -214,87 +200,68 @@ def study() -> Study:
     Raises:
         TableError: a table contradicts itself.
     """
-    anchors = gb200.without_sync()
-    tables = gb200.tables()
+    tables, anchors = gb200.tables(), gb200.published("without sync")
     full = calibrate(tables + anchors)
     left_out = {
         ep_size: calibrate(
             [one for one in tables + anchors if one.ep_size != ep_size], near=full.constants
         )
-        for ep_size in gb200.TABLES
+        for ep_size in gb200.EP_SIZES
     }
     others = [
         calibrate(tables + anchors, launch_us, near=full.constants) for launch_us in LAUNCH_RANGE
     ]
     others.append(calibrate(tables, near=full.constants))
-    alternatives = [fit.constants for fit in [*left_out.values(), *others]]
-    return Study(full, left_out, alternatives)
+    return Study(full, left_out, [fit.constants for fit in [*left_out.values(), *others]])
 
 
-def validation(found: Study) -> dict[str, Any]:
+def validation(found: Study) -> Row:
     """Errors of the fit, of every table by a fit that has not seen it, and of other figures."""
-    tables = gb200.tables()
-    rows = error_rows(tables, found.full.constants)
+    tables, constants = gb200.tables(), found.full.constants
+    rows = error_rows(tables, constants)
     unseen = {
         ep_size: error_rows([one for one in tables if one.ep_size == ep_size], fit.constants)
         for ep_size, fit in found.left_out.items()
     }
-    held_out = error_rows([*gb200.recipes(), *gb200.elsewhere()], found.full.constants)
-    groups: dict[str, list[dict[str, Any]]] = {}
+    held_out = error_rows(gb200.held_out(), constants)
+    groups: dict[str, list[Row]] = {}
     for row in held_out:
         groups.setdefault(f"{row['source']}: {row['verb']} {row['recipe']}", []).append(row)
+    by_group = {name: summary(rows) for name, rows in groups.items()}
+    without_sync = error_rows(gb200.published("without sync"), constants)
     return {
         "aimed_median": AIMED_MEDIAN,
         "fitted": {"summary": summary(rows), "rows": rows},
-        "without_sync": {"rows": error_rows(gb200.without_sync(), found.full.constants)},
+        "without_sync": {"rows": without_sync},
         "leave_one_out": {
             "summary": summary([row for rows in unseen.values() for row in rows]),
             "by_ep_size": {str(ep_size): summary(rows) for ep_size, rows in unseen.items()},
         },
-        "held_out": {
-            "summary": {name: summary(rows) for name, rows in groups.items()},
-            "rows": held_out,
-        },
+        "held_out": {"summary": by_group, "rows": held_out},
     }
 
 
-def parameter_rows(found: Study) -> list[dict[str, Any]]:
+def parameter_rows(found: Study) -> list[Row]:
     """Every constant: value, standard error, range over the other fits, what one would expect."""
-    rows: list[dict[str, Any]] = [
-        {
-            "name": "launch_us",
-            "unit": "us",
-            "value": found.full.constants.launch_us,
-            "known_from": "assumed",
-            "range": list(LAUNCH_RANGE),
-            "meaning": "one more kernel in a stream or graph",
-        }
-    ]
+    launch: Row = {"name": "launch_us", "unit": "us", "value": found.full.constants.launch_us}
+    launch |= {"known_from": "assumed", "range": list(LAUNCH_RANGE)}
+    rows = [launch | {"meaning": "one more kernel in a stream or graph"}]
     for parameter in PARAMETERS:
-        value = getattr(found.full.constants, parameter.name)
-        others = [getattr(constants, parameter.name) for constants in found.alternatives]
-        low, high = parameter.expected
-        rows.append(
-            {
-                "name": parameter.name,
-                "unit": parameter.unit,
-                "value": value,
-                "known_from": "fitted",
-                "standard_error": getattr(found.full.errors, parameter.name),
-                "range": [min([value, *others]), max([value, *others])],
-                "expected": [low, high],
-                "is_plausible": low <= value <= high,
-                "meaning": parameter.meaning,
-            }
-        )
+        name, (low, high) = parameter.name, parameter.expected
+        values = [getattr(one, name) for one in (found.full.constants, *found.alternatives)]
+        row = {"name": name, "unit": parameter.unit, "value": values[0], "known_from": "fitted"}
+        row |= {"standard_error": getattr(found.full.errors, name)}
+        row |= {"range": [min(values), max(values)], "expected": [low, high]}
+        row |= {"is_plausible": low <= values[0] <= high, "meaning": parameter.meaning}
+        rows.append(row)
     return rows
 
 
-def predict(work: Work, machine: Machine, protocol: Protocol, found: Study) -> dict[str, Any]:
+def predict(work: Work, machine: Machine, protocol: Protocol, found: Study) -> Row:
     """Both verbs of one call, with the range over all fits. `low_us` and `high_us` say how far the
     tables determine the constants, and nothing of what the model leaves out.
     """
-    row: dict[str, Any] = {
+    row: Row = {
         "label": LABEL,
         "machine": machine.name,
         "protocol": protocol.name,
@@ -303,17 +270,14 @@ def predict(work: Work, machine: Machine, protocol: Protocol, found: Study) -> d
         "combine_format": work.combine,
     }
     for verb in terms.VERBS:
-        us = terms.time_us(verb, work, machine, protocol, found.full.constants)
-        all_us = [
-            us,
-            *(terms.time_us(verb, work, machine, protocol, one) for one in found.alternatives),
-        ]
+        every = (found.full.constants, *found.alternatives)
+        all_us = [terms.time_us(verb, work, machine, protocol, one) for one in every]
         row[verb] = {
-            "us": us,
+            "us": all_us[0],
             "low_us": min(all_us),
             "high_us": max(all_us),
-            "logical_gb_s": work.logical_bytes(verb) / us / 1e3,
-            "wire_gb_s": work.wire_bytes(verb) / us / 1e3,
+            "logical_gb_s": work.logical_bytes(verb) / all_us[0] / 1e3,
+            "wire_gb_s": work.wire_bytes(verb) / all_us[0] / 1e3,
         }
     return row
 
@@ -321,32 +285,28 @@ def predict(work: Work, machine: Machine, protocol: Protocol, found: Study) -> d
 def is_extrapolated(work: Work, machine: Machine, protocol: Protocol) -> bool:
     """Whether no published figure of just this machine, kernel and number of ranks was fitted."""
     fitted = machine is terms.GB200 and protocol is terms.REFERENCE
-    return not (fitted and work.ep_size in gb200.TABLES)
+    return not (fitted and work.ep_size in gb200.EP_SIZES)
 
 
-def predictions(found: Study) -> list[dict[str, Any]]:
+def predictions(found: Study) -> list[Row]:
     """The grid of README's plots and tables."""
-    cases: list[tuple[Work, Machine]] = [
+    cases = [
         (Work(ep_size, tokens), terms.GB200)
-        for ep_size in PREDICTED_EP_SIZES
-        for tokens in gb200.BATCHES
+        for ep_size, tokens in itertools.product(PREDICTED_EP_SIZES, gb200.BATCHES)
     ]
     cases += [(Work(8, tokens), terms.H200) for tokens in gb200.BATCHES]
     rows = [
         predict(work, machine, protocol, found)
-        for work, machine in cases
-        for protocol in (terms.REFERENCE, terms.OURS)
+        for (work, machine), protocol in itertools.product(cases, (terms.REFERENCE, terms.OURS))
     ]
     # Recipes, and random routing: ours only, whose dispatch and combine quantise.
-    formats = [
-        *((recipe, "bf16") for recipe in ("fp8_block", "mxfp8", "nvfp4")),
-        *(("bf16", combine) for combine in ("fp8_block", "nvfp4")),
-    ]
-    for machine in (terms.GB200, terms.H200):
-        for tokens in WHERE_BATCHES:
-            for recipe, combine in formats:
-                work = Work(8, tokens, recipe=recipe, combine=combine)
-                rows.append(predict(work, machine, terms.OURS, found))
+    formats = [(recipe, "bf16") for recipe in ("fp8_block", "mxfp8", "nvfp4")]
+    formats += [("bf16", combine) for combine in ("fp8_block", "nvfp4")]
+    for machine, tokens, (recipe, combine) in itertools.product(
+        (terms.GB200, terms.H200), WHERE_BATCHES, formats
+    ):
+        work = Work(8, tokens, recipe=recipe, combine=combine)
+        rows.append(predict(work, machine, terms.OURS, found))
     for recipe in ("bf16", "fp8_block"):
         work = Work(8, 128, recipe=recipe, router="uniform")
         rows.append(predict(work, terms.H200, terms.OURS, found))
@@ -374,6 +334,7 @@ class Idea(NamedTuple):
 #: What one would expect of a round trip without the tables, microseconds: an estimate.
 EXPECTED_REMOTE_US = 2.0
 _SHORT_TRIP = "what if a round trip took 2 us, as one would expect without the tables"
+_BULK = "stores that use the link as loads do (bulk copies)"
 _PDL = "start hidden behind the kernel before (PDL)"
 _NO_LOSS = "no loss with more ranks (order of targets)"
 IDEAS = (
@@ -381,11 +342,7 @@ IDEAS = (
     Idea("combine", _PDL, protocol={"combine_launches": 0}),
     Idea("dispatch", "rows that carry their own flag: no release", {"releases_rows": False}),
     Idea("combine", "partial sums pushed with their flags, read locally", {"pushes_sums": True}),
-    Idea(
-        "dispatch",
-        "stores that use the link as loads do (bulk copies)",
-        constants={"put_share": "get_share"},
-    ),
+    Idea("dispatch", _BULK, constants={"put_share": "get_share"}),
     Idea("combine", "one acquire a GPU, not one a CTA", constants={"turn_us": 0.0}),
     Idea("dispatch", _NO_LOSS, constants={"put_loss": 0.0}),
     Idea("combine", _NO_LOSS, constants={"get_loss": 0.0}),
@@ -398,7 +355,16 @@ IDEAS = (
 )
 
 
-def ideas(work: Work, machine: Machine, constants: Constants) -> list[dict[str, Any]]:
+def _called(work: Work, machine: Machine) -> Row:
+    return {
+        "label": LABEL,
+        "machine": machine.name,
+        "ep_size": work.ep_size,
+        "tokens": work.tokens,
+    }
+
+
+def ideas(work: Work, machine: Machine, constants: Constants) -> list[Row]:
     """What each idea would save of our kernels' time at this call, most first."""
     rows = []
     for idea in IDEAS:
@@ -407,25 +373,11 @@ def ideas(work: Work, machine: Machine, constants: Constants) -> list[dict[str, 
             for name, value in idea.constants.items()
         }
         before = terms.time_us(idea.verb, work, machine, terms.OURS, constants)
-        after = terms.time_us(
-            idea.verb,
-            work._replace(**idea.work),
-            machine,
-            dataclasses.replace(terms.OURS, **idea.protocol),
-            constants._replace(**changes),
-        )
-        rows.append(
-            {
-                "label": LABEL,
-                "idea": idea.name,
-                "verb": idea.verb,
-                "machine": machine.name,
-                "ep_size": work.ep_size,
-                "tokens": work.tokens,
-                "saves_us": before - after,
-                "of": (before - after) / before,
-            }
-        )
+        protocol = dataclasses.replace(terms.OURS, **idea.protocol)
+        changed = (work._replace(**idea.work), machine, protocol, constants._replace(**changes))
+        saved = before - terms.time_us(idea.verb, *changed)
+        told = {"idea": idea.name, "verb": idea.verb, "saves_us": saved, "of": saved / before}
+        rows.append(_called(work, machine) | told)
     return sorted(rows, key=lambda row: -row["saves_us"])
 
 
@@ -440,58 +392,37 @@ STEPS: tuple[tuple[str, Change], ...] = (
 )
 
 
-def steps(work: Work, machine: Machine, constants: Constants) -> list[dict[str, Any]]:
+def steps(work: Work, machine: Machine, constants: Constants) -> list[Row]:
     """What each difference between the published protocol and ours changes, in turn."""
-    protocol = terms.REFERENCE
-    rows = []
+    protocol, rows = terms.REFERENCE, []
     for name, change in STEPS:
         after = dataclasses.replace(protocol, **change)
-        row: dict[str, Any] = {
-            "label": LABEL,
-            "step": name,
-            "machine": machine.name,
-            "ep_size": work.ep_size,
-            "tokens": work.tokens,
-        }
+        row = _called(work, machine) | {"step": name}
         for verb in terms.VERBS:
-            row[f"{verb}_us"] = terms.time_us(
-                verb, work, machine, after, constants
-            ) - terms.time_us(verb, work, machine, protocol, constants)
+            before_us, after_us = (
+                terms.time_us(verb, work, machine, each, constants) for each in (protocol, after)
+            )
+            row[f"{verb}_us"] = after_us - before_us
         rows.append(row)
         protocol = after
     return rows
 
 
-def where(found: Study) -> list[dict[str, Any]]:
+def where(found: Study) -> list[Row]:
     """Terms of both protocols on a GB200, largest first."""
     rows = []
-    for ep_size in (8, 64):
-        for tokens in WHERE_BATCHES:
-            for protocol in (terms.OURS, terms.REFERENCE):
-                for verb in terms.VERBS:
-                    parts = terms.terms(
-                        verb,
-                        Work(ep_size, tokens),
-                        terms.GB200,
-                        protocol,
-                        found.full.constants,
-                    )
-                    rows.append(
-                        {
-                            "label": LABEL,
-                            "machine": terms.GB200.name,
-                            "protocol": protocol.name,
-                            "verb": verb,
-                            "ep_size": ep_size,
-                            "tokens": tokens,
-                            "us": sum(term.us for term in parts),
-                            "terms": [term._asdict() for term in terms.largest_first(parts)],
-                        }
-                    )
+    for ep_size, tokens, protocol, verb in itertools.product(
+        (8, 64), WHERE_BATCHES, (terms.OURS, terms.REFERENCE), terms.VERBS
+    ):
+        work = Work(ep_size, tokens)
+        parts = terms.terms(verb, work, terms.GB200, protocol, found.full.constants)
+        told: Row = {"protocol": protocol.name, "verb": verb, "us": sum(term.us for term in parts)}
+        told["terms"] = [term._asdict() for term in terms.largest_first(parts)]
+        rows.append(_called(work, terms.GB200) | told)
     return rows
 
 
-def result(found: Study) -> dict[str, Any]:
+def result(found: Study) -> Row:
     """All that the model says, as it is written."""
     shown = [Work(ep_size, tokens) for ep_size in (8, 64) for tokens in WHERE_BATCHES]
     constants = found.full.constants
@@ -513,103 +444,41 @@ def result(found: Study) -> dict[str, Any]:
 # ---- What is printed.
 
 
-def print_parameters(made: dict[str, Any]) -> None:
-    print("Constants (fitted to 96 published figures of GB200 and 3 without synchronisation)")
-    print(f"  {'':10s} {'value':>8s} {'+-':>7s}  {'other fits':>15s}  {'expected':>12s}")
-    for row in made["parameters"]:
-        low, high = row["range"]
-        if row["known_from"] == "assumed":
-            print(f"  {row['name']:10s} {row['value']:8.3f} assumed, {low} to {high}: ", end="")
-            print(row["meaning"])
-            continue
-        expected = "{} to {}".format(*row["expected"])
-        print(
-            f"  {row['name']:10s} {row['value']:8.3f} {row['standard_error']:7.3f}  "
-            f"{low:6.3f} ..{high:6.3f}  {expected:>12s}  "
-            f"{'' if row['is_plausible'] else 'OUTSIDE: '}{row['meaning']}"
-        )
+def _print(title: str, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """A table of some columns of the rows."""
+    frame = pd.json_normalize(list(rows))[list(columns)]
+    print(f"\n{title}\n{frame.to_string(index=False, float_format='{:.3f}'.format)}")
 
 
-def print_summary(made: dict[str, Any]) -> None:
+def print_fit(made: Row) -> None:
+    """The constants, and how large the errors are."""
+    columns = ["name", "value", "standard_error", "known_from", "range", "expected"]
+    title = "Constants (fitted to 96 published figures of GB200 and 3 without synchronisation)"
+    _print(title, made["parameters"], [*columns, "is_plausible", "meaning"])
     checked = made["validation"]
-    print("\nErrors (predicted / published - 1)")
-    _print_summary("fitted", checked["fitted"]["summary"])
+    parts = {"fitted": checked["fitted"]["summary"]}
     for ep_size, one in checked["leave_one_out"]["by_ep_size"].items():
-        _print_summary(f"EP{ep_size}, not seen by the fit", one)
-    _print_summary("all four, each not seen", checked["leave_one_out"]["summary"])
-    for name, one in checked["held_out"]["summary"].items():
-        _print_summary(f"held out, {name}", one)
+        parts[f"EP{ep_size}, not seen by the fit"] = one
+    parts["all four, each not seen"] = checked["leave_one_out"]["summary"]
+    parts |= {f"held out, {name}": one for name, one in checked["held_out"]["summary"].items()}
+    rows = [{"of": name} | one for name, one in parts.items()]
+    columns = ["of", "figures", "median", "p90", "worst", "worst_at.verb", "worst_at.ep_size"]
+    _print("Errors (predicted / published - 1)", rows, [*columns, "worst_at.tokens", "bias"])
 
 
-def _print_summary(name: str, one: dict[str, Any]) -> None:
-    at = one["worst_at"]
-    print(
-        f"  {name:38s} {one['figures']:3d} figures  median {one['median']:6.1%}  "
-        f"p90 {one['p90']:6.1%}  worst {one['worst']:6.1%} ({at['verb']} EP{at['ep_size']}, "
-        f"{at['tokens']} tokens)  mean {one['bias']:+.1%}"
-    )
-
-
-def print_errors(made: dict[str, Any]) -> None:
-    checked = made["validation"]
-    for title, part in (
-        ("fitted", checked["fitted"]),
-        ("without synchronisation, fitted", checked["without_sync"]),
-        ("held out", checked["held_out"]),
-    ):
-        print(f"\n{title}: verb, ranks, tokens, format: published us, predicted us, error")
-        for row in part["rows"]:
-            print(
-                f"  {row['verb']:8s} EP{row['ep_size']:<3d} {row['tokens']:5d} {row['recipe']:5s} "
-                f"{row['published_us']:8.1f} {row['predicted_us']:8.1f} {row['error']:+7.1%}"
-            )
-
-
-def print_predictions(made: dict[str, Any]) -> None:
-    print("\nPREDICTED, us: dispatch + combine (range over the fits), logical GB/s of both")
-    for row in made["predictions"]:
-        if row["tokens"] not in SHOWN_BATCHES:
-            continue
-        formats = f"{row['recipe']}/{row['combine_format']}"
-        one, other = row["dispatch"], row["combine"]
-        print(
-            f"  {row['label']} {row['machine']:5s} {row['protocol']:10s} EP{row['ep_size']:<2d} "
-            f"{row['tokens']:4d} {row['router']:7s} {formats:14s} "
-            f"{_ranged(one)} + {_ranged(other)}  {one['logical_gb_s']:5.0f} "
-            f"{other['logical_gb_s']:5.0f}"
-            f"{'' if row['is_extrapolated'] else '  (this kernel is in the tables)'}"
-        )
-
-
-def _ranged(verb: dict[str, float]) -> str:
-    return f"{verb['us']:6.1f} ({verb['low_us']:5.1f}..{verb['high_us']:5.1f})"
-
-
-def print_where(made: dict[str, Any]) -> None:
+def print_where(made: Row) -> None:
     for row in made["where"]:
-        if row["protocol"] != terms.OURS.name:
-            continue
-        print(
-            f"\npredicted: our {row['verb']}, {row['machine']}, EP{row['ep_size']}, "
-            f"{row['tokens']} tokens: {row['us']:.1f} us"
-        )
-        for term in row["terms"]:
-            print(f"  {term['us']:7.2f} us {term['us'] / row['us']:6.1%}  {term['name']}")
-    for title, name, key in (
-        ("from the published protocol to ours", "steps", "step"),
-        ("what an idea would save of ours", "ideas", "idea"),
-    ):
-        print(f"\npredicted: {title}, us")
-        for row in made[name]:
-            if name == "ideas" and row["saves_us"] < LEAST_SAVED_US:
-                continue
-            print(f"  EP{row['ep_size']:<2d} {row['tokens']:4d}  {_changed(row)}  {row[key]}")
-
-
-def _changed(row: dict[str, Any]) -> str:
-    if "saves_us" in row:
-        return f"{row['verb']:8s} {-row['saves_us']:+7.2f} ({-row['of']:+6.1%})"
-    return f"dispatch {row['dispatch_us']:+7.2f} combine {row['combine_us']:+7.2f}"
+        if row["protocol"] == terms.OURS.name:
+            call = (
+                f"our {row['verb']}, {row['machine']}, EP{row['ep_size']}, {row['tokens']} tokens"
+            )
+            parts = [term | {"of": term["us"] / row["us"]} for term in row["terms"]]
+            _print(f"predicted: {call}: {row['us']:.1f} us", parts, ["us", "of", "name"])
+    columns = ["ep_size", "tokens", "dispatch_us", "combine_us", "step"]
+    _print("predicted: from the published protocol to ours", made["steps"], columns)
+    saving = [row for row in made["ideas"] if row["saves_us"] >= LEAST_SAVED_US]
+    columns = ["ep_size", "tokens", "verb", "saves_us", "of", "idea"]
+    _print("predicted: what an idea would save of our kernels", saving, columns)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -625,21 +494,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.plot is not None and given.output_file is None:
         parser.error("--plot names its result file in the PNGs; add --output_file F")
     made = result(study())
-    print_parameters(made)
-    print_summary(made)
-    for is_asked, show in (
-        (given.errors, print_errors),
-        (given.predict, print_predictions),
-        (given.where, print_where),
-    ):
-        if is_asked:
-            show(made)
+    print_fit(made)
+    for name in ("fitted", "without_sync", "held_out") if given.errors else ():
+        columns = ["verb", "ep_size", "tokens", "recipe", "published_us", "predicted_us", "error"]
+        _print(f"Figures, {name}", made["validation"][name]["rows"], columns)
+    if given.predict:
+        columns = ["machine", "protocol", "ep_size", "tokens", "router", "recipe", "combine_format"]
+        times = ("us", "low_us", "high_us", "logical_gb_s")
+        columns += [f"{verb}.{name}" for verb in terms.VERBS for name in times]
+        title = "PREDICTED, with the range over the fits"
+        _print(title, made["predictions"], [*columns, "is_extrapolated"])
+    if given.where:
+        print_where(made)
     if given.output_file is not None:
         common.write_json(given.output_file, made)
     if given.plot is not None:
         from benchmarks.moe_comm import plots
 
-        for path in plots.plot_model(made, given.plot, plots.source_of(given.output_file)):
+        for path in plots.plot_file(given.output_file, given.plot):
             print(f"wrote {path}")
 
 

@@ -10,31 +10,50 @@ what goes into each. A plot says in its PNG which file it was drawn from, with t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
+import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.reporting import documents, figures, goals, tables
-from benchmarks.reporting.files import ReportError, Result, complaints, load, newest
-from benchmarks.reporting.tables import Page
+from benchmarks.moe_comm import plots
+from benchmarks.reporting import goals, tables
+from benchmarks.reporting.files import Page, ReportError, Result, complaints, load, newest
 
 ROOT = Path(__file__).resolve().parents[1]
 README, METHODS = "README.md", "benchmarks/README.md"
 #: Documents -> the section in which measurements stand in blocks only; None: everywhere.
 SECTIONS: dict[str, str | None] = {README: "Benchmarks", METHODS: None}
 WHAT_TO_DO = "run `python benchmarks/report.py`, look at the changes, commit them with the result"
+#: Where the PNGs lie, from the repository's root.
+PLOTS_FOLDER = Path("benchmarks") / "plots"
+
+END = "<!-- end report -->"
+BLOCK = re.compile(r"^<!-- report: ([a-z0-9-]+) -->\n(?:.*\n)*?<!-- end report -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (?:report: .*|end report) -->$", re.MULTILINE)
+
+#: A measured number with its unit, in prose. Sizes and counts of a method are none.
+MEASURED = re.compile(
+    r"\b\d[\d.,]*\s?(?:us|ms|microseconds|milliseconds|GB/s|tokens/s|tokens per second)\b"
+    r"|\b\d[\d.,]*x\b"
+    r"|\b\d[\d.,]*\s?times (?:as |faster|slower|more|less)"
+)
+#: A table's cell that is a number, bold or not, with a unit or not.
+NUMBER = re.compile(r"^\W*\d[\d.,]*\s?(?:x|%|us|ms|GB/s)?(?:\s?\(.*\))?\W*$")
+#: Sections that begin so reason about a model's constants, assumed and fitted: no measurements.
+PREDICTED = "Analytical model"
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A generated part of a document.
+class Block(NamedTuple):
+    """A generated part of a document: `render` makes it of the newest file of `patterns`.
 
-    `patterns`: names of result files, the newest of the first pattern that any file matches is
-    taken; none: the block is of all files. `measure`: the command that makes such a file.
+    `measure`: the command that makes such a file.
     """
 
     name: str
@@ -43,7 +62,7 @@ class Block:
     render: Callable[[Page, Result], str]
     measure: str
 
-    def made_of(self, page: Page, results: Sequence[Result]) -> str:
+    def text(self, page: Page, results: Sequence[Result]) -> str:
         found = newest(results, self.patterns)
         if found is None:
             return f"**Not measured yet**: `{self.measure}`."
@@ -51,90 +70,111 @@ class Block:
             return self.render(page, found)
         except (KeyError, IndexError, TypeError) as error:
             raise ReportError(
-                f"block {self.name}: {found.name} is not as its kind {found.kind!r} should be "
+                f"block {self.name}: {found.name} is not as a file of that name should be "
                 f"({type(error).__name__}: {error}); measure again with `{self.measure}`"
             ) from error
 
 
-CPU_TABLE = ("*-cpu-moe-comm.json", "*-cpu-ep4.json")
-GPU_TABLE = ("*-gpu-moe-comm.json",)
+class Plot(NamedTuple):
+    """A PNG and the block that shows it. `figure`: its name among those of the result's kind."""
+
+    name: str
+    document: str
+    patterns: tuple[str, ...]
+    figure: str
+    shows: str
+
+    def file(self, root: Path) -> Path:
+        return root / PLOTS_FOLDER / f"{self.name.removeprefix('plot-')}.png"
+
+    def text(self, page: Page, results: Sequence[Result]) -> str:
+        found = newest(results, self.patterns)
+        if found is None:
+            return f"(No plot yet. {self.shows}.)"
+        return (
+            f"![{self.shows}]({page.link(self.file(page.root))})\n\n"
+            f"{self.shows}, from [{found.name}]({page.link(found.path)})."
+        )
+
+    def stale(self, root: Path, results: Sequence[Result]) -> str | None:
+        """Why the PNG is not what the newest result file would give; None: it is."""
+        found, path = newest(results, self.patterns), self.file(root)
+        if found is None:
+            return f"{path.name}: no result file is there that it shows" if path.exists() else None
+        if not path.exists():
+            return f"{path.name}: missing; {found.name} is there to draw it from"
+        try:
+            said, wanted = plots.recorded_source(path) or "", plots.source_of(found.path)
+        except OSError as error:
+            raise ReportError(f"{path}: {error}; delete it and run benchmarks/report.py") from error
+        return None if said == wanted else f"{path.name}: drawn from {said!r}, not from {wanted!r}"
+
+    def draw(self, root: Path, results: Sequence[Result]) -> str:
+        """Draws the PNG of the newest file; returns its name.
+
+        Raises:
+            ReportError: the result has no such figure.
+        """
+        found, png = newest(results, self.patterns), self.file(root)
+        assert found is not None
+        png.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                files = {path.stem: path for path in plots.plot_file(found.path, Path(folder))}
+                shutil.copy(files[self.figure], png)
+            except (KeyError, ValueError) as error:
+                raise ReportError(
+                    f"{png.name}: {found.name} gives no figure {self.figure!r} ({error}); name one "
+                    "of benchmarks/moe_comm/plots.py in benchmarks/report.py, or measure again"
+                ) from error
+        return png.name
+
+
+CPU_TABLE, GPU_TABLE = ("*-cpu-moe-comm.json",), ("*-gpu-moe-comm.json",)
 GROWTH_CPU, GROWTH_GPU = ("*-cpu-growth.json",), ("*-gpu-growth.json",)
-RECIPES = ("*-cpu-recipes.json",)
-MODEL = ("*-model.json",)
-SERVE = ("*-cpu-serve.json",)
-SHORT = {"moe_comm": tables.moe_comm((1, 16, 128, 2048)), "recipes": tables.recipes((128, 2048))}
+RECIPES, SERVE, MODEL = ("*-cpu-recipes.json",), ("*-cpu-serve.json",), ("*-model.json",)
+HEAD, LAUNCH = ("*-cpu-lm-head*.json",), ("*-launch*.json",)
 
+_OUT = "benchmarks/results/DATE"
 _COMM = "python benchmarks/bench_moe_comm.py"
-_OUT = "--output_file benchmarks/results/DATE"
-MEASURE_CPU = f"{_COMM} --ep_size 4 --batches 1 16 128 2048 {_OUT}-cpu-moe-comm.json"
-MEASURE_GPU = (
-    f"{_COMM} --device cuda --emulate_ranks 8 --cuda_graph --backend moe_nvlink flashinfer "
-    f"{_OUT}-gpu-moe-comm.json"
-)
-MEASURE_GROWTH = f"python benchmarks/growth.py {_OUT}-cpu-growth.json"
-MEASURE_GROWTH_GPU = f"python benchmarks/growth.py --device cuda {_OUT}-gpu-growth.json"
-MEASURE_SERVE = "python benchmarks/bench_serve.py --output benchmarks/results/DATE-cpu-serve.json"
-MEASURE_MODEL = f"python benchmarks/model.py {_OUT}-model.json"
-MEASURE_RECIPES = (
-    "python benchmarks/bench_recipes.py --output benchmarks/results/DATE-cpu-recipes.json"
-)
-MEASURE_HEAD = (
-    "python benchmarks/bench_lm_head.py --output benchmarks/results/DATE-cpu-lm-head.json"
-)
-MEASURE_LAUNCH = (
-    "python benchmarks/bench_launch.py --output benchmarks/results/DATE-launch-stand-in.json"
-)
+_EMULATED = "--device cuda --emulate_ranks 8 --cuda_graph --backend moe_nvlink flashinfer"
+_CPU = f"{_COMM} --ep_size 4 --batches 1 16 128 2048 --output_file {_OUT}-cpu-moe-comm.json"
+_GPU = f"{_COMM} {_EMULATED} --output_file {_OUT}-gpu-moe-comm.json"
+_GROW = f"python benchmarks/growth.py --output_file {_OUT}-cpu-growth.json"
+_GROW_GPU = f"python benchmarks/growth.py --device cuda --output_file {_OUT}-gpu-growth.json"
+_SERVE = f"python benchmarks/bench_serve.py --output {_OUT}-cpu-serve.json"
+_MODEL = f"python benchmarks/model.py --output_file {_OUT}-model.json"
+_RECIPES = f"python benchmarks/bench_recipes.py --output {_OUT}-cpu-recipes.json"
+_HEAD = f"python benchmarks/bench_lm_head.py --output {_OUT}-cpu-lm-head.json"
+_LAUNCH = f"python benchmarks/bench_launch.py --output {_OUT}-launch-stand-in.json"
 
-
-def short(page: Page, result: Result) -> str:
-    """The table of the kind, with README's numbers of tokens where there are more."""
-    render = SHORT.get(result.kind)
-    return render(page, result) if render else tables.by_kind(page, result)
-
-
-def whole(page: Page, result: Result) -> str:
-    """All rows, and what is to be said beside them."""
-    parts = [tables.by_kind(page, result)]
-    if result.kind == "moe_comm":
-        parts.append(tables.moe_comm_notes(page, result))
-    return "\n\n".join(parts)
-
-
-BLOCKS = (
-    Block("exchange", README, CPU_TABLE, short, MEASURE_CPU),
-    Block("gpu", README, GPU_TABLE, short, MEASURE_GPU),
-    Block("serve", README, SERVE, tables.by_kind, MEASURE_SERVE),
-    Block("recipes", README, RECIPES, short, MEASURE_RECIPES),
-    Block("exchange-all", METHODS, CPU_TABLE, whole, MEASURE_CPU),
-    Block("gpu-all", METHODS, GPU_TABLE, whole, MEASURE_GPU),
-    Block("recipes-all", METHODS, RECIPES, tables.by_kind, MEASURE_RECIPES),
-    Block("growth-cpu", METHODS, GROWTH_CPU, tables.by_kind, MEASURE_GROWTH),
-    Block("growth-gpu", METHODS, GROWTH_GPU, tables.by_kind, MEASURE_GROWTH_GPU),
-    Block("model", METHODS, MODEL, tables.by_kind, MEASURE_MODEL),
-    Block("lm-head", METHODS, ("*-cpu-lm-head*.json",), tables.by_kind, MEASURE_HEAD),
-    Block("launch", METHODS, ("*-launch*.json",), tables.by_kind, MEASURE_LAUNCH),
+BLOCKS: tuple[Block | Plot, ...] = (
+    Block("serve", METHODS, SERVE, tables.serve, _SERVE),
+    Block("exchange-all", METHODS, CPU_TABLE, tables.moe_comm_whole, _CPU),
+    Block("gpu-all", METHODS, GPU_TABLE, tables.moe_comm_whole, _GPU),
+    Block("recipes-all", METHODS, RECIPES, tables.recipes, _RECIPES),
+    Block("growth-cpu", METHODS, GROWTH_CPU, tables.growth, _GROW),
+    Block("growth-gpu", METHODS, GROWTH_GPU, tables.growth, _GROW_GPU),
+    Block("model", METHODS, MODEL, tables.model, _MODEL),
+    Block("lm-head", METHODS, HEAD, tables.lm_head, _HEAD),
+    Block("launch", METHODS, LAUNCH, tables.launch, _LAUNCH),
+    Plot("plot-latency", METHODS, CPU_TABLE, "latency", "Time against tokens per rank"),
+    Plot("plot-bandwidth", METHODS, CPU_TABLE, "bandwidth", "GB/s beside the copy ceiling"),
+    Plot("plot-growth-cpu", METHODS, GROWTH_CPU, "growth", "Points and fitted curves"),
+    Plot("plot-growth-gpu", METHODS, GROWTH_GPU, "growth", "Points and fitted curves"),
+    Plot("plot-model-fit", METHODS, MODEL, "model_fit", "Published times beside the model's"),
+    Plot("plot-model-bandwidth", METHODS, MODEL, "model_bandwidth", "The same as bandwidth"),
+    Plot("plot-model-ours", METHODS, MODEL, "model_ours", "Our kernels, predicted"),
+    Plot("plot-model-where", METHODS, MODEL, "model_where", "Where our time goes, predicted"),
 )
-#: Plots are blocks, too: `![what it shows](file)`, or that it was not measured.
-PLOTS = (
-    figures.Plot("plot-latency", README, CPU_TABLE[:1], "latency", "Time against tokens per rank"),
-    figures.Plot(
-        "plot-bandwidth", METHODS, CPU_TABLE[:1], "bandwidth", "GB/s beside the copy ceiling"
-    ),
-    figures.Plot("plot-growth-cpu", METHODS, GROWTH_CPU, "growth", "Points and fitted curves"),
-    figures.Plot("plot-growth-gpu", METHODS, GROWTH_GPU, "growth", "Points and fitted curves"),
-    figures.Plot(
-        "plot-model-fit", METHODS, MODEL, "model_fit", "Published times beside the model's"
-    ),
-    figures.Plot(
-        "plot-model-bandwidth", METHODS, MODEL, "model_bandwidth", "The same as bandwidth"
-    ),
-    figures.Plot("plot-model-ours", METHODS, MODEL, "model_ours", "Our kernels, predicted"),
-    figures.Plot(
-        "plot-model-where", METHODS, MODEL, "model_where", "Where our time goes, predicted"
-    ),
-)
+PLOTS = [block for block in BLOCKS if isinstance(block, Plot)]
 #: The goals' table is of all files.
 GOALS = ("goals", README)
+
+
+def expected_blocks(document: str) -> list[str]:
+    places = [*((block.name, block.document) for block in BLOCKS), GOALS]
+    return [name for name, where in places if where == document]
 
 
 class Report:
@@ -155,10 +195,7 @@ class Report:
             return goals.goals_table(page, self.results)
         for block in BLOCKS:
             if (block.name, block.document) == (name, document):
-                return block.made_of(page, self.results)
-        for plot in PLOTS:
-            if (plot.name, plot.document) == (name, document):
-                return plot.block(page, self.results)
+                return block.text(page, self.results)
         raise ReportError(
             f"{document}: no block {name!r}; those of this document: "
             f"{', '.join(expected_blocks(document))} (benchmarks/report.py)"
@@ -168,16 +205,28 @@ class Report:
         """The document as it should be.
 
         Raises:
-            ReportError: as `render`; or a block has no place in it.
+            ReportError: as `render`; or the marks do not fit, or a block has no place in it.
         """
         text = (self.root / document).read_text()
-        missing = set(expected_blocks(document)) - set(documents.blocks_of(text, document))
-        if missing:
+        names = BLOCK.findall(text)
+        if len(MARK.findall(text)) != 2 * len(names) or MARK.search(BLOCK.sub("", text)):
             raise ReportError(
-                f"{document}: nowhere stands <!-- report: {sorted(missing)[0]} -->; put it where "
-                f"its table belongs, {documents.END} behind it, or take it out of report.py"
+                f"{document}: {MARK.findall(text)} are not pairs; begin each block with "
+                f"<!-- report: NAME --> and end it with {END}"
             )
-        return documents.rewrite(text, document, lambda name: self.render(document, name))
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ReportError(f"{document}: {', '.join(sorted(twice))} stands twice; delete one")
+        if missing := sorted(set(expected_blocks(document)) - set(names)):
+            raise ReportError(
+                f"{document}: nowhere stands <!-- report: {missing[0]} -->; put it where "
+                f"its table belongs, {END} after it, or take it out of report.py"
+            )
+
+        def made(found: re.Match[str]) -> str:
+            contents = self.render(document, found[1]).strip("\n")
+            return f"<!-- report: {found[1]} -->\n{contents}\n{END}"
+
+        return BLOCK.sub(made, text)
 
     def problems(self) -> Iterator[str]:
         """Everything in which the documents are not what the result files say."""
@@ -189,8 +238,12 @@ class Report:
                 text.splitlines(), wanted.splitlines(), document, "from result files", "", "", 0, ""
             )
             yield from ["\n".join(lines)] if (lines := list(changes)) else []
-            yield from documents.strays(text, document, section)
-        yield from figures.problems(PLOTS, self.root, self.results)
+            yield from strays(text, document, section)
+        yield from (why for plot in PLOTS if (why := plot.stale(self.root, self.results)))
+        known = {plot.file(self.root) for plot in PLOTS}
+        for path in sorted((self.root / PLOTS_FOLDER).glob("*.png")):
+            if path not in known:
+                yield f"{path.name}: no plot of benchmarks/report.py; name it there or delete it"
 
     def write(self) -> list[str]:
         """Rewrites what is out of date; returns the names of what it wrote."""
@@ -200,29 +253,40 @@ class Report:
             if path.read_text() != wanted:
                 path.write_text(wanted)
                 written.append(document)
-        return written + figures.draw_stale(PLOTS, self.root, self.results)
+        stale = [plot for plot in PLOTS if plot.stale(self.root, self.results)]
+        measured = [plot for plot in stale if newest(self.results, plot.patterns)]
+        return written + [plot.draw(self.root, self.results) for plot in measured]
 
 
-def expected_blocks(document: str) -> list[str]:
-    places = [(each.name, each.document) for each in (*BLOCKS, *PLOTS)] + [GOALS]
-    return [name for name, where in places if where == document]
+def strays(text: str, document: str, section: str | None) -> Iterator[str]:
+    """Measurements outside any block: rows of tables with numbers, prose with measured units.
 
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 if out of date"
-    )
-    return parser.parse_args(arguments)
+    `section`: the heading whose text is looked at; None: all of the document.
+    """
+    for generated in (BLOCK, FENCED):  # lines keep their numbers
+        text = generated.sub(lambda found: "\n" * found[0].count("\n"), text)
+    heading = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        heading = line[3:].strip() if line.startswith("## ") else heading
+        if line.startswith("    ") or section not in (None, heading):
+            continue
+        bare, where = re.sub(r"`[^`]*`", "", line), f"{document}:{number}"
+        if bare.startswith("|"):
+            if any(NUMBER.match(cell) for cell in bare.strip("|").split("|")):
+                yield f"{where}: a table's row of numbers: {line}"
+        elif not heading.startswith(PREDICTED) and (measured := MEASURED.search(bare)):
+            yield f"{where}: {measured[0]!r} in prose: {line}"
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    options = parse(arguments)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    what = "change nothing; exit 1 if out of date"
+    parser.add_argument("--check", action="store_true", help=what)
+    options = parser.parse_args(arguments)
     try:
         report = Report(root)
-        if not options.check:
-            for name in report.write():
-                print(f"wrote {name}")
+        for name in [] if options.check else report.write():
+            print(f"wrote {name}")
         problems = list(report.problems())
     except ReportError as error:
         print(error, file=sys.stderr)

@@ -1,33 +1,35 @@
 """Dispatch and combine of mixture-of-experts layers over symmetric memory.
 
-The path of a token, in order, and where it is written:
+A token passes these folders, in this order:
 
-    integration/   the porch: one adapter a framework, in terms of the public names below
+    integration/   the porch: one adapter per framework, which uses the public names below
     exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); torch.ops.moe_nvlink.*
-                   (ops.py, inductor.py); one layer on one workspace (layer.py, checks.py), and its
-                   views on one channel (channel.py)
-    launch/        how a kernel is started: on CPU threads (host.py), on a CUDA stream (cuda.py)
-    kernels/       dispatch puts: route, store rows to the peers, signal, wait
-                   combine gets: wait, load the partial rows, add, store
+                   (ops.py, inductor.py); one layer on one workspace (layer.py, checks.py), its
+                   views on one channel (channel.py), and its two kernels (kernels.py)
+    launch/        says what a kernel is (Kernel, kernel.py), and starts one: on CPU threads
+                   (host.py) or on a CUDA stream (cuda.py)
+    kernels/       dispatch puts: it routes, stores rows to the peers, signals, waits
+                   combine gets: it waits, loads the partial rows, adds, stores
 
-An LM head that ranks share goes the same way from lm_head/: HeadGroup, sharded_argmax and
-sharded_logits (group.py), and the rule of when it pays (cost.py).
+A shared LM head takes the same path from lm_head/: HeadGroup, sharded_argmax and sharded_logits
+(group.py), its three kernels (kernels.py), and the rule that estimates when sharing pays (cost.py).
+A new kernel is one .cu file, one argument struct in args.h, one Kernel, and its caller.
 
-Under them: memory/ says what lies where in symmetric memory and what a kernel reports there,
-transport/ how peers reach that memory; jit/ makes machine code of kernels/ and keeps it; recipes/
-say what travels there and back; plugins/ find recipes and transports. tools/ are for a shell: the
-command `moe-nvlink` with its doctor and precompile.
+Five folders serve them. memory/ says what lies where in symmetric memory and what a kernel reports
+there. transport/ says how peers reach that memory. jit/ makes machine code from kernels/ and keeps
+it. recipes/ say what travels, there and back. plugins/ find recipes and transports. tools/ serves
+the shell: the command `moe-nvlink` with its doctor and precompile.
 
-The doorway, for everyone: config.py (AllToAllConfig), errors.py, env.py, groups.py (collective
-steps of create), driver.py (calls of the CUDA driver), reference.py (the same verbs in plain torch)
-and testing.py.
+The doorway, which every module may use: config.py (AllToAllConfig), errors.py, env.py, groups.py
+(the collective steps of create), driver.py (calls of the CUDA driver), reference.py (the same verbs
+in plain torch) and testing.py.
 
 Knowledge goes one way: doorway <- recipes, transport <- memory <- plugins, jit <- launch <-
 exchange, lm_head <- integration/common <- integration/vllm. A test reads these arrows off the
 source.
 
-`import moe_nvlink_plugin` is cheap, also where torch is missing: the names below are fetched when
-they are first used.
+`import moe_nvlink_plugin` is cheap and needs no torch: Python imports each name below when it is
+first used.
 """
 
 from __future__ import annotations

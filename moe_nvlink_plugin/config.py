@@ -1,4 +1,4 @@
-"""AllToAllConfig: what one MoE layer's exchange looks like, validated once."""
+"""AllToAllConfig: geometry and options of one MoE layer's exchange, validated once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from . import env
 from .errors import ConfigError
 
-#: Limits; the kernels' own constants are compared with these in tests/unit/test_header.py.
+#: Limits. tests/unit/test_header.py compares the kernels' own constants with these.
 MAX_RANKS = 128
 MAX_TOP_K = 32
 MAX_CALLER_PAYLOADS = 8
 MAX_CHANNELS = 64
 
-#: Formats in which partial rows travel back; bf16 stands for rows of config.dtype as they are.
+#: Formats in which partial rows travel back. "bf16" means unquantised rows of config.dtype.
 COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
 
-#: Activation types combine can reduce and write.
+#: Activation types that combine can reduce and write.
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-#: Fields that every configuration has and takes from the environment where they are None.
-#: fill_timeouts sees to first_timeout_s.
+#: Fields of every configuration that take their value from the environment if they are None.
+#: fill_timeouts handles first_timeout_s.
 HOST_DEFAULTS: dict[str, Callable[[], object]] = {
     "timeout_s": env.timeout_s,
     "num_threads": env.host_threads,
@@ -33,29 +33,29 @@ HOST_DEFAULTS: dict[str, Callable[[], object]] = {
 
 
 def fill_defaults(config: object, **defaults: Callable[[], object]) -> None:
-    """Writes a frozen configuration's fields that are None once, to be read as plain values."""
+    """Replace None by the field's default in each named field of a frozen configuration. Local."""
     for name, default in defaults.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, default())
 
 
 def fill_timeouts(config: Any) -> None:
-    """Writes first_timeout_s of a frozen configuration that has no timeout; before fill_defaults.
+    """Set first_timeout_s if the caller gave no timeout. Local; call it before fill_defaults.
 
-    A caller who gives timeout_s alone means every wait: first_timeout_s then stays None, so that
-    dataclasses.replace(config, timeout_s=...) means every wait as well.
+    If the caller gives timeout_s alone, that limit applies to every wait. first_timeout_s then
+    stays None: if the caller later replaces timeout_s, the new limit applies to every wait too.
     """
     if config.first_timeout_s is None and config.timeout_s is None:
         object.__setattr__(config, "first_timeout_s", env.first_timeout_s())
 
 
 def local_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
-    """Experts `[first, end)` that `ep_rank` owns.
+    """Return the range `[first, end)` of experts that `ep_rank` owns. Local.
 
-    Ranks own contiguous ranges; where ep_size does not divide num_experts, the first
-    `num_experts % ep_size` ranks own one expert more than the rest. Local.
+    Ranks own contiguous ranges. If ep_size does not divide num_experts, each of the first
+    `num_experts % ep_size` ranks owns one expert more than each of the others.
     """
-    # Not divmod: torch.compile cannot trace that, and experts ask this inside their layer.
+    # Not divmod: torch.compile cannot trace it, and experts call this function in their layer.
     fewest, num_larger = num_experts // ep_size, num_experts % ep_size
     first = ep_rank * fewest + min(ep_rank, num_larger)
     return first, first + fewest + (1 if ep_rank < num_larger else 0)
@@ -65,42 +65,44 @@ def local_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[in
 class AllToAllConfig:
     """Geometry and options of one layer's dispatch and combine.
 
-    All ranks must be given equal values, `ep_rank` apart; `MoeAllToAll.create` checks it.
+    All ranks must have equal values, except `ep_rank`, `num_threads` and `max_sms`.
+    `MoeAllToAll.create` checks this.
 
     Attributes:
-        ep_size: ranks of the expert-parallel group, 1..128.
-        ep_rank: this rank, 0..ep_size-1.
-        num_experts: routed experts of the layer, over all ranks.
-        top_k: expert ids per token, 1..32.
-        hidden_size: elements of an activation row.
-        max_tokens_per_rank: capacity; the most tokens one rank dispatches in one call.
-        dtype: activation type that combine reduces (in fp32) and writes.
-        recipe: name of the format that travels; None takes the unquantised one of `dtype`.
-        combine: format in which the experts' rows travel back. "bf16": as they are, in `dtype`
-            whichever it is. "fp8_block", "nvfp4": quantised in blocks by the rank that computed
-            them and added in fp32 by the one that gets them; combine_formats.py bounds the error.
-            None takes MOE_NVLINK_COMBINE.
-        timeout_s: seconds to wait for the other ranks; None takes MOE_NVLINK_TIMEOUT_S.
-        first_timeout_s: seconds to wait for them until the first complete round, in which a rank
-            may still compile, load or tune its experts. None takes timeout_s if that is given,
-            else MOE_NVLINK_FIRST_TIMEOUT_S.
-        num_channels: independent control and buffer sets, one for each micro-batch in flight. On a
-            GPU each channel's kernels take a share of the SMs, one CTA on each, and do without
-            programmatic dependent launch, so that those of several streams can wait side by side.
-            Layers that share a workspace and run side by side need the same number. Start the ranks
-            with CUDA_MODULE_LOADING=EAGER: by default the driver loads a kernel, anybody's, at its
-            first launch, and may wait for that until the GPU is idle. If a kernel of one channel
-            waits there for a rank whose host does the same in another channel, neither goes on.
-        num_threads: host threads per rank; None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
-        max_sms: a launch has no more CTAs than so many SMs of a GPU hold, wherever it puts them;
-            None takes MOE_NVLINK_MAX_SMS, and all SMs where that is unset. May differ by rank. The
-            share of each channel, and of each rank on one GPU, bounds it further.
+        ep_size: number of ranks in the expert-parallel group, 1..128.
+        ep_rank: number of this rank, 0..ep_size-1.
+        num_experts: number of routed experts of the layer, over all ranks.
+        top_k: number of expert ids per token, 1..32.
+        hidden_size: number of elements in an activation row.
+        max_tokens_per_rank: capacity: the most tokens that one rank dispatches in one call.
+        dtype: activation type; combine reduces in fp32 and writes this type.
+        recipe: name of the format that dispatch sends; None: the unquantised recipe of `dtype`.
+        combine: format in which the experts' rows travel back. "bf16": unquantised, in `dtype`
+            whichever type it is. "fp8_block", "nvfp4": the rank that computed the rows quantises
+            them in blocks, and the rank that receives them adds them in fp32; combine_formats.py
+            bounds the error. None takes MOE_NVLINK_COMBINE.
+        timeout_s: seconds to wait for the other ranks. None takes MOE_NVLINK_TIMEOUT_S.
+        first_timeout_s: seconds to wait for the other ranks until the first complete round, because
+            a rank may still compile, load or tune its experts. None takes timeout_s if the caller
+            gives it, else MOE_NVLINK_FIRST_TIMEOUT_S.
+        num_channels: number of independent sets of control and buffers, one per micro-batch in
+            flight. On a GPU, if it is above 1, each channel's kernels take a share of the SMs, one
+            CTA per SM, and run without programmatic dependent launch, so that kernels of
+            several streams can wait side by side. Layers that share a workspace and run side by
+            side need the same number. Start the ranks with CUDA_MODULE_LOADING=EAGER: by default
+            the driver loads each kernel, third-party kernels too, at its first launch, and may
+            first wait until the GPU is idle. If a kernel of one channel waits there for a rank
+            whose host waits likewise in another channel, neither continues.
+        num_threads: host threads per rank. None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
+        max_sms: number of SMs. A launch has at most as many CTAs as this number of SMs holds; the
+            GPU may place them on any SMs. None takes MOE_NVLINK_MAX_SMS; if that is unset, all SMs.
+            May differ by rank. Several channels, or several ranks on one GPU, lower the limit to
+            their share.
         extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
-        transport: how peers reach memory; None chooses by device ("host" for cpu, "nvlink" for
-            cuda).
+        transport: name of the transport. None chooses by device: "host" for cpu, "nvlink" for cuda.
 
     Raises:
-        ConfigError: naming the field, its value and the limit.
+        ConfigError: a field is out of range; names the field, its value and the limit.
     """
 
     ep_size: int
@@ -133,8 +135,8 @@ class AllToAllConfig:
         check_int("num_experts", self.num_experts, 1, 2**24)
         check_int("top_k", self.top_k, 1, MAX_TOP_K)
         check_int("hidden_size", self.hidden_size, 1, 2**20)
-        # Slots are numbered in int32 over all sources; 2^24 tokens of one row are 16 MiB times its
-        # bytes, beyond any batch.
+        # The kernels number slots in int32 over all source ranks. 2^24 tokens with rows of 1 byte
+        # take 16 MiB; no batch is larger.
         most_tokens = min(2**24, (2**31 - 1) // self.ep_size)
         check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, most_tokens)
         check_int("num_channels", self.num_channels, 1, MAX_CHANNELS)
@@ -159,13 +161,13 @@ class AllToAllConfig:
 
 
 def check_timeouts(timeout_s: object, first_timeout_s: object) -> None:
-    """Both are seconds that a wait can have.
+    """Check that both limits are seconds between 0 and 1e6. Local.
 
     Raises:
-        ConfigError: naming the field, its value and the limit.
+        ConfigError: a limit is out of range; names the field, its value and the limit.
     """
     given = {"timeout_s": timeout_s, "first_timeout_s": first_timeout_s}
-    if first_timeout_s is None:  # as timeout_s
+    if first_timeout_s is None:  # timeout_s applies to every wait
         del given["first_timeout_s"]
     for name, seconds in given.items():
         if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
@@ -173,10 +175,10 @@ def check_timeouts(timeout_s: object, first_timeout_s: object) -> None:
 
 
 def check_int(name: str, value: object, lowest: int, highest: int) -> None:
-    """A whole number within limits.
+    """Check that `value` is an integer from `lowest` to `highest`. Local.
 
     Raises:
-        ConfigError: naming the field, its value and the limits.
+        ConfigError: it is not; names the field, its value and the limits.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
         raise ConfigError(f"{name}={value!r} must be an integer from {lowest} to {highest}")

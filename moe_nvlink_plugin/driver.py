@@ -1,7 +1,7 @@
-"""The CUDA driver through cuda-python: found first, every status checked. No call of torch.
+"""The CUDA driver through cuda-python, with every status checked. No function here calls torch.
 
-Who needs the driver asks `unavailable()` before anything else: without libcuda, cuda.bindings
-answers a call with an exception of its own kind, and some of its neighbours with a deadlock.
+Call `unavailable()` before anything else. If libcuda is missing, cuda.bindings raises an exception
+of its own kind, and some other modules of cuda-python block forever. Every function is local.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from .errors import DriverError, UnsupportedError
 
-#: Compute capability -> architecture the kernels are compiled for. The `a` forms: FP4 conversions
-#: need them from sm_100a on. griddepcontrol, which every kernel has, needs 9.0.
+#: Compute capability -> architecture that the kernels are compiled for. FP4 conversions need the
+#: `a` forms from sm_100a on. Every kernel has griddepcontrol, which needs compute capability 9.0.
 ARCHITECTURES = {
     (9, 0): "sm_90a",
     (10, 0): "sm_100a",
@@ -27,14 +27,17 @@ ARCHITECTURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What this package asks of a GPU.
+    """Facts about one GPU.
 
     Attributes:
         index: the driver's ordinal in this process, as in torch.device("cuda", index).
-        uuid: 32 hexadecimal digits, the same in every process.
-        capability: (major, minor).
-        total_bytes: memory of the device.
-        is_mig: a MIG slice; NVLink does not reach it.
+        handle: the driver's CUdevice.
+        name: name that the driver gives the GPU, such as "NVIDIA H200".
+        uuid: 32 hexadecimal digits, equal in every process.
+        capability: compute capability, (major, minor).
+        num_sms: number of SMs.
+        total_bytes: bytes of device memory.
+        is_mig: whether the device is a MIG slice, which NVLink does not reach.
     """
 
     index: int
@@ -48,7 +51,7 @@ class Device:
 
     @property
     def architecture(self) -> str:
-        """As NVRTC takes it.
+        """Architecture as NVRTC takes it, such as "sm_90a".
 
         Raises:
             UnsupportedError: the kernels are not built for this GPU.
@@ -65,7 +68,7 @@ class Device:
 
 
 def unavailable() -> str | None:
-    """Why no driver can be called here, or None when one can. Local; never raises."""
+    """Return why this process cannot call the driver, or None if it can. Never raises."""
     try:
         api()
     except UnsupportedError as error:
@@ -75,10 +78,10 @@ def unavailable() -> str | None:
 
 @functools.cache
 def api() -> Any:
-    """The module cuda.bindings.driver, initialised.
+    """Return the module cuda.bindings.driver, after cuInit.
 
     Raises:
-        UnsupportedError: cuda-bindings or the driver is missing, or the driver sees no GPU.
+        UnsupportedError: cuda-bindings or the driver is missing, or the driver finds no GPU.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -103,10 +106,13 @@ def api() -> Any:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """`cuda.bindings.driver.<name>(*arguments)`: its result, a tuple of them, or None.
+    """Call `cuda.bindings.driver.<name>(*arguments)` and check its status.
+
+    Returns:
+        The call's result; a tuple if it has several, None if it has none.
 
     Raises:
-        DriverError: naming the call and the driver's status; `.status` holds the latter's name.
+        DriverError: the driver reports a failure; names the call and the status.
         UnsupportedError: there is no driver, or it is too old to have this call.
     """
     driver = api()
@@ -124,30 +130,31 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def driver_version() -> tuple[int, int]:
-    """The newest CUDA version this driver serves, as (major, minor)."""
+    """Return the newest CUDA version that this driver supports, as (major, minor)."""
     version = int(call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
 
 def loads_lazily() -> bool:
-    """Whether a kernel is loaded at its first launch: CUDA_MODULE_LOADING, as the driver took it
-    when it was initialised.
+    """Return whether the driver loads a kernel at its first launch.
+
+    The driver read CUDA_MODULE_LOADING when it was initialised; a later change has no effect.
     """
     lazy = api().CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING
     return bool(call("cuModuleGetLoadingMode") == lazy)
 
 
 def num_devices() -> int:
-    """GPUs this process sees."""
+    """Return how many GPUs this process sees."""
     return int(call("cuDeviceGetCount"))
 
 
 def device(index: int) -> Device:
-    """Facts about one GPU.
+    """Ask the driver for the facts about GPU `index`.
 
     Raises:
-        UnsupportedError: no driver.
-        DriverError: no such device.
+        UnsupportedError: there is no driver.
+        DriverError: there is no such device.
     """
     handle = call("cuDeviceGet", index)
     attribute = api().CUdevice_attribute
@@ -170,14 +177,15 @@ def device(index: int) -> Device:
 
 @functools.cache
 def _primary_context(index: int) -> Any:
-    # Never released: torch uses the same one for as long as the process lives.
+    # Never released: torch uses the same context for as long as the process lives.
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
 
 
 class on_device:  # noqa: N801 - used as a statement: `with driver.on_device(0):`
-    """The device's primary context, which is also torch's, current in this thread for a while.
+    """Context manager: make the device's primary context, which torch also uses, current here.
 
-    A class of its own rather than a generator: every launch passes here, mostly with nothing to do.
+    It applies to this thread. It is a class and not a generator, because every launch enters it and
+    mostly has nothing to do.
     """
 
     __slots__ = ("_context", "_pushed")
@@ -199,10 +207,10 @@ class on_device:  # noqa: N801 - used as a statement: `with driver.on_device(0):
 
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Calls in it that allocate or free do not spoil a capture that has nothing to do with them.
+    """Context manager: let calls that allocate or free run while a CUDA graph is captured.
 
-    Without it the driver takes them for a mistake of whoever captures a CUDA graph meanwhile, in
-    this thread or another, and ends the capture.
+    Without it, if any thread captures a graph meanwhile, the driver treats such a call as a mistake
+    of that capture and ends the capture.
     """
     relaxed = api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = call("cuThreadExchangeStreamCaptureMode", relaxed)

@@ -1,6 +1,8 @@
-"""Every environment variable of the package: name, default, meaning. Read here and nowhere else.
+"""Every environment variable of the package: name, default, meaning. No other module reads them.
 
-Each function reads the environment when called, so a test or a launcher may set the variable late.
+Each function reads the environment when it is called, so a test or a launcher may set a variable
+late. Every function is local. If a variable has an unusable value, its function raises ConfigError,
+which names the variable, the value and the default.
 """
 
 from __future__ import annotations
@@ -11,34 +13,42 @@ from typing import NamedTuple
 
 from .errors import ConfigError
 
-#: name -> (default as text, meaning); `moe-nvlink doctor` and the README print this table.
+#: name -> (default as text, meaning). `moe-nvlink doctor` prints this table, and
+#: integration/README.md contains it.
 VARIABLES: dict[str, tuple[str, str]] = {
-    "MOE_NVLINK_CACHE_DIR": ("the user's cache directory", "where compiled kernels are kept"),
+    "MOE_NVLINK_CACHE_DIR": ("the user's cache directory", "directory for compiled kernels"),
     "MOE_NVLINK_CXX": ("g++", "host compiler for the CPU ranks' kernels"),
     "MOE_NVLINK_HOST_THREADS": ("1", "threads per CPU rank that dispatch and combine use"),
     "MOE_NVLINK_TIMEOUT_S": ("300", "seconds a rank waits for the others before it reports them"),
     "MOE_NVLINK_FIRST_TIMEOUT_S": (
         "1800",
-        "the same while the ranks start: until the first complete round; in vLLM until the first "
-        "request or CUDA graph",
+        "the same limit while the ranks start: until the first complete round; in vLLM until the "
+        "first request or CUDA graph",
     ),
     "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
-    "MOE_NVLINK_MAX_SMS": ("unset", "SMs that a kernel of ours may fill; unset: all of them"),
-    "MOE_NVLINK_COMBINE": ("bf16", "how rows travel back: bf16 (as they are), fp8_block or nvfp4"),
+    "MOE_NVLINK_MAX_SMS": ("unset", "SMs that each of our kernels may fill; unset: all SMs"),
+    "MOE_NVLINK_COMBINE": (
+        "bf16",
+        "format in which rows travel back: bf16 (unquantised), fp8_block, nvfp4",
+    ),
     "MOE_NVLINK_DISPATCH": (
         "auto",
-        "vLLM: recipe of dispatch; auto: what the model's experts take",
+        "vLLM: recipe of dispatch; auto: the format that the model's experts take",
     ),
     "MOE_NVLINK_MTP_LM_HEAD_TP": (
         "1",
-        "vLLM: data-parallel ranks that share an MTP draft's LM head; 1: none do; or auto",
+        "vLLM: number of data-parallel ranks that share an MTP draft's LM head; 1: no sharing; or "
+        "auto",
     ),
     "MOE_NVLINK_ALLOW_SHARED_GPU": (
         "0",
-        "1: let ranks that are processes of their own share one GPU, each with its part of the SMs "
+        "1: ranks may share a GPU if each is a process of its own; each gets its part of the SMs "
         "(for tests; slow, because without MPS the GPU runs one process at a time)",
     ),
-    "MOE_NVLINK_STATS_DIR": ("unset", "vLLM workers write rank<N>.json with their counters here"),
+    "MOE_NVLINK_STATS_DIR": (
+        "unset",
+        "vLLM: directory in which each worker writes its counters: rank0.json and so on",
+    ),
 }
 
 
@@ -63,23 +73,29 @@ def _positive(name: str, kind: type[int] | type[float], default: float) -> float
 
 
 def cache_dir() -> Path | None:
-    """Directory for compiled kernels, or None for the user's cache directory."""
+    """Return the directory for compiled kernels, or None for the user's cache directory."""
     text = _text("MOE_NVLINK_CACHE_DIR")
     return Path(text).expanduser() if text else None
 
 
 def use_cache_dir(path: Path) -> None:
-    """Sets MOE_NVLINK_CACHE_DIR for this process and those it starts."""
+    """Set MOE_NVLINK_CACHE_DIR for this process and the processes it starts."""
     os.environ["MOE_NVLINK_CACHE_DIR"] = str(path)
 
 
 def current() -> dict[str, str | None]:
-    """The text of every variable of ours, None where it is not set."""
+    """Return the text of every variable of the package; None if it is not set."""
     return {name: _text(name) for name in VARIABLES}
 
 
 class Launched(NamedTuple):
-    """What a launcher such as torchrun tells a process of its rank."""
+    """What a launcher such as torchrun says about a process's rank.
+
+    Attributes:
+        rank: 0..world_size-1.
+        world_size: number of processes that the launcher started.
+        local_rank: number of the process on its host; None if the launcher does not set it.
+    """
 
     rank: int
     world_size: int
@@ -87,10 +103,10 @@ class Launched(NamedTuple):
 
 
 def launched() -> Launched | None:
-    """This process's rank, or None where no launcher has set RANK, WORLD_SIZE and a master.
+    """Return this process's rank; None if no launcher has set RANK, WORLD_SIZE and MASTER_ADDR.
 
     Raises:
-        ConfigError: RANK, WORLD_SIZE or LOCAL_RANK is no such number.
+        ConfigError: RANK, WORLD_SIZE or LOCAL_RANK is not a valid number.
     """
     if not all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         return None
@@ -105,7 +121,7 @@ def launched() -> Launched | None:
 
 
 def cxx() -> str:
-    """Host compiler command."""
+    """Return the command of the host compiler."""
     return _text("MOE_NVLINK_CXX") or "g++"
 
 
@@ -119,53 +135,53 @@ def _switch(name: str, default: bool) -> bool:
 
 
 def pdl() -> bool:
-    """Whether kernels are launched with programmatic dependent launch."""
+    """Return whether kernels use programmatic dependent launch."""
     return _switch("MOE_NVLINK_PDL", True)
 
 
 def allow_shared_gpu() -> bool:
-    """Whether ranks of one group may be on the same GPU, each in a process of its own."""
+    """Return whether ranks of one group may use one GPU, each in a process of its own."""
     return _switch("MOE_NVLINK_ALLOW_SHARED_GPU", False)
 
 
 def max_sms() -> int | None:
-    """Default of AllToAllConfig.max_sms; None is all of the GPU's."""
+    """Return the default of AllToAllConfig.max_sms; None means all SMs of the GPU."""
     if _text("MOE_NVLINK_MAX_SMS") is None:
         return None
     return int(_positive("MOE_NVLINK_MAX_SMS", int, 0))
 
 
 def host_threads() -> int:
-    """Threads per CPU rank."""
+    """Return the number of threads per CPU rank."""
     return int(_positive("MOE_NVLINK_HOST_THREADS", int, 1))
 
 
 def timeout_s() -> float:
-    """Default of AllToAllConfig.timeout_s, in seconds."""
+    """Return the default of AllToAllConfig.timeout_s, in seconds."""
     return _positive("MOE_NVLINK_TIMEOUT_S", float, 300.0)
 
 
 def first_timeout_s() -> float:
-    """Default of AllToAllConfig.first_timeout_s, in seconds; never below MOE_NVLINK_TIMEOUT_S."""
+    """Return the default of AllToAllConfig.first_timeout_s, in seconds; at least timeout_s()."""
     return max(_positive("MOE_NVLINK_FIRST_TIMEOUT_S", float, 1800.0), timeout_s())
 
 
 def combine() -> str:
-    """Default of AllToAllConfig.combine, which checks it."""
+    """Return the default of AllToAllConfig.combine. AllToAllConfig checks it."""
     return _text("MOE_NVLINK_COMBINE") or "bf16"
 
 
 def dispatch() -> str | None:
-    """Name of the recipe that vLLM's layers dispatch in, None where the model decides."""
+    """Return the name of the recipe of vLLM's layers; None if the model decides."""
     text = _text("MOE_NVLINK_DISPATCH")
     return None if text == "auto" else text
 
 
 def mtp_lm_head_tp() -> int | str:
-    """How many data-parallel ranks share the LM head of vLLM's MTP draft: 1 and up, or "auto".
+    """Return how many data-parallel ranks share the LM head of vLLM's MTP draft, or "auto".
 
     Raises:
-        ConfigError: neither of them.
+        ConfigError: the value is neither "auto" nor an integer from 1 up.
     """
     text = _text("MOE_NVLINK_MTP_LM_HEAD_TP") or "1"
     if text == "auto":
@@ -183,6 +199,6 @@ def mtp_lm_head_tp() -> int | str:
 
 
 def stats_dir() -> Path | None:
-    """Directory for the counters' JSON files, or None when they are not wanted."""
+    """Return the directory for the counters' JSON files; None if no files are wanted."""
     text = _text("MOE_NVLINK_STATS_DIR")
     return Path(text) if text else None

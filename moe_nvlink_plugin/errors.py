@@ -1,37 +1,47 @@
-"""The exceptions of this package. A message says what was wrong, what is allowed and what to do."""
+"""Exceptions of this package. A message says what is wrong, what is allowed and what to do."""
 
 from __future__ import annotations
 
 
 class MoeNvlinkError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(MoeNvlinkError, ValueError):
-    """A configuration value is out of range; nothing was allocated."""
+    """A configuration value is out of range. Nothing was allocated."""
 
 
 class InputError(MoeNvlinkError, ValueError):
-    """A tensor handed to a verb has a wrong shape, dtype, device or layout.
+    """A tensor that a verb got has a wrong shape, dtype, device or layout.
 
-    Raised before any memory is touched; the exchange stays usable once all ranks agree again.
+    The verb raises it before it touches memory. The exchange stays usable if every rank then calls
+    the same verb with valid tensors.
     """
 
 
 class DisagreementError(MoeNvlinkError):
-    """The ranks were given different configurations; raised on every rank, naming both values."""
+    """The ranks' configurations differ.
+
+    From `create`: every rank raises it, with every rank's value of each field that differs. From a
+    verb: each rank that notices another geometry in the same round raises it, and names both ranks.
+    """
 
 
 class PeerError(MoeNvlinkError):
-    """Another rank failed during a collective step; names that rank and its cause."""
+    """Another rank failed in a collective step or in a verb. Names that rank and its cause."""
 
 
 class TransportError(MoeNvlinkError):
-    """Symmetric memory could not be created or mapped; what was built has been rolled back."""
+    """A rank could not create or map symmetric memory. What it had created is freed again."""
 
 
 class DriverError(MoeNvlinkError):
-    """A call of the CUDA driver failed. Attributes: call, status (the driver's name for it)."""
+    """A call of the CUDA driver failed.
+
+    Attributes:
+        call: name of the driver's function.
+        status: name of the driver's status, such as "CUDA_ERROR_OUT_OF_MEMORY".
+    """
 
     def __init__(self, message: str, *, call: str, status: str) -> None:
         super().__init__(message)
@@ -40,22 +50,24 @@ class DriverError(MoeNvlinkError):
 
 
 class CompileError(MoeNvlinkError):
-    """A kernel did not compile; carries the compiler's log."""
+    """A kernel did not compile. The message contains the compiler's log."""
 
 
 class UnsupportedError(MoeNvlinkError):
-    """The request is valid but not available here; the message says what to use instead."""
+    """A valid request is not available here. The message says what to use instead."""
 
 
 class ExchangeStateError(MoeNvlinkError, RuntimeError):
-    """A verb was called out of order: after close, combine without dispatch, dispatch twice."""
+    """A verb was called out of order: after close, combine before dispatch, or dispatch twice."""
 
 
 class ExchangeTimeoutError(MoeNvlinkError, TimeoutError):
-    """A rank did not arrive in time. The exchange is unusable afterwards on this rank.
+    """Another rank did not arrive in time. This rank cannot use the exchange afterwards.
 
-    Attributes: phase ("dispatch" or "combine"; of a shared LM head "head gather" or "head argmax"),
-    ranks (all that are late), epoch.
+    Attributes:
+        phase: "dispatch" or "combine"; for a shared LM head "head gather" or "head argmax".
+        ranks: numbers of all ranks that are late.
+        epoch: number of the round.
     """
 
     def __init__(self, message: str, *, phase: str, ranks: tuple[int, ...], epoch: int) -> None:

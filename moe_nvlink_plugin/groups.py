@@ -1,6 +1,7 @@
-"""The few collective steps of start-up, over a torch ProcessGroup or anything alike.
+"""The collective steps of start-up, over a torch ProcessGroup or an object with the same methods.
 
-Nothing here runs between dispatch and combine: it serves `create` and workspace growth only.
+Only `create` and the growth of a workspace use them. Nothing here runs between dispatch and
+combine.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ T = TypeVar("T")
 
 
 class Group(Protocol):
-    """What start-up needs of a group of ranks."""
+    """What start-up needs from a group of ranks: their number, this rank, and one collective."""
 
     rank: int
     size: int
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Collective."""
+        """Return every rank's value, in rank order. Collective; any value that pickle takes."""
         ...
 
 
 class _TorchGroup:
-    """A torch.distributed.ProcessGroup as a Group."""
+    """Adapter from a torch.distributed.ProcessGroup to a Group."""
 
     def __init__(self, group: torch.distributed.ProcessGroup, timeout_s: float) -> None:
         self.rank = group.rank()
@@ -43,7 +44,8 @@ class _TorchGroup:
         return values
 
     def _wait_for_all_ranks(self) -> None:
-        # gloo's own collectives time out without saying who is missing; this barrier says it.
+        # If a rank is missing, gloo's own collectives time out without naming it; this barrier
+        # names it.
         if torch.distributed.get_backend(self._group) != "gloo" or self.size == 1:
             return
         try:
@@ -53,7 +55,7 @@ class _TorchGroup:
 
 
 class _ObjectGroup:
-    """An object with rank, size (values or methods) and all_gather_object as a Group."""
+    """Adapter from an object with rank, size (values or methods) and all_gather_object."""
 
     def __init__(self, group: Any) -> None:
         self.rank = int(_value(group.rank))
@@ -69,7 +71,11 @@ def _value(member: Any) -> Any:
 
 
 def as_group(group: Any, timeout_s: float) -> Group:
-    """Adapts what the caller has. Local.
+    """Adapt the caller's group. Local.
+
+    Args:
+        group: a torch ProcessGroup, or an object with rank, size and all_gather_object.
+        timeout_s: seconds that a collective step on gloo waits for the other ranks.
 
     Raises:
         InputError: `group` is neither a ProcessGroup nor has rank, size and all_gather_object.
@@ -86,10 +92,18 @@ def as_group(group: Any, timeout_s: float) -> Group:
 
 
 def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
-    """Runs `step` on every rank; where it fails on one, raises on all. Collective.
+    """Run `step` on every rank; if it fails on one rank, raise on all ranks. Collective.
 
-    The failing rank raises its own error, the others a PeerError naming that rank and the cause,
-    so nobody waits for a rank that has given up. The caller rolls back on any exception.
+    No rank waits for a rank that has given up. The caller undoes its part on any exception.
+
+    Args:
+        group: the ranks.
+        what: what the step does, for the message: "loading the kernels".
+        step: this rank's part; it may not be collective in itself.
+
+    Raises:
+        Exception: the error of this rank's step.
+        PeerError: another rank's step failed; names that rank and the cause.
     """
     result: T | None = None
     error: Exception | None = None
@@ -101,7 +115,7 @@ def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
     try:
         causes = group.all_gather_object(cause)
     except Exception as lost:
-        if error is not None:  # the likelier reason for what went wrong after it
+        if error is not None:  # this rank's own error is the likelier cause
             raise error from lost
         raise
     if error is not None:
@@ -113,10 +127,13 @@ def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
 
 
 def refuse_differences(everyones: Sequence[Mapping[str, str]]) -> None:
-    """That all ranks have the same values, given those of each in rank order. Local.
+    """Check that all ranks have the same values. Local.
+
+    Args:
+        everyones: for each rank, in rank order: name of a field -> its value.
 
     Raises:
-        DisagreementError: naming each field that differs, and every rank's value of it.
+        DisagreementError: names each field that differs, and every rank's value of it.
     """
     differences = [
         f"{name}: " + ", ".join(f"rank {rank} has {v[name]}" for rank, v in enumerate(everyones))

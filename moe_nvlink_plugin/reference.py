@@ -1,7 +1,8 @@
-"""Dispatch and combine in plain torch, all ranks in one process: what the kernels are held to.
+"""Dispatch and combine in plain torch, with all ranks in one process.
 
-Written from the contract, not from the kernels: loops over tokens and ids where the kernels have
-slots and cells. Slow on purpose.
+The tests compare the kernels with these functions. They follow the contract, not the kernels: they
+loop over tokens and ids, where the kernels use slots and cells. They are slow on purpose. Every
+function is local.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from .config import AllToAllConfig, local_expert_range
 
 @dataclasses.dataclass
 class ReceivedRows:
-    """What one rank receives from one source, in the source's token order.
+    """Rows that one rank receives from one source rank, in the source's token order.
 
-    tokens: indices of the source's tokens; payloads: one `[rows, ...]` tensor per payload, in the
-    order given to dispatch; topk_ids: `[rows, top_k]`, ids that are no experts replaced by -1.
+    Attributes:
+        tokens: indices of the source's tokens.
+        payloads: one `[rows, ...]` tensor per payload, in the order that dispatch got them.
+        topk_ids: `[rows, top_k]`, the type of the source's ids; -1 replaces an id that is no
+            expert.
     """
 
     tokens: list[int]
@@ -28,7 +32,7 @@ class ReceivedRows:
 
 
 def owner_of(expert: int, num_experts: int, ep_size: int) -> int | None:
-    """The rank that owns an expert, or None where the id is no expert."""
+    """Return the rank that owns `expert`, or None if the id is no expert."""
     for rank in range(ep_size):
         first, end = local_expert_range(num_experts, ep_size, rank)
         if first <= expert < end:
@@ -37,9 +41,14 @@ def owner_of(expert: int, num_experts: int, ep_size: int) -> int | None:
 
 
 def target_ranks(topk_ids: torch.Tensor, num_experts: int, ep_size: int) -> list[list[int | None]]:
-    """Per token and k: the rank that gets a row because of this k; None for all others.
+    """Return `table[token][k]`: the rank that gets the token's row because of this k, or None.
 
-    A rank that owns more than one of them gets its row for the first k.
+    If a rank owns several of a token's experts, it gets the row because of the first k.
+
+    Args:
+        topk_ids: `[num_tokens, top_k]` integers, global expert ids.
+        num_experts: number of experts over all ranks.
+        ep_size: number of ranks.
     """
     table: list[list[int | None]] = []
     for ids in topk_ids.tolist():
@@ -59,7 +68,13 @@ def dispatch(
     topk_ids: Sequence[torch.Tensor],
     payloads: Sequence[Sequence[torch.Tensor]],
 ) -> list[list[ReceivedRows]]:
-    """`result[target][source]` of ranks that hold `topk_ids[rank]` and `payloads[rank][i]`."""
+    """Return `received[target][source]`: the rows that each rank receives from each rank.
+
+    Args:
+        config: geometry; its ep_rank is not used.
+        topk_ids: per rank `[num_tokens, top_k]` integers.
+        payloads: per rank a list of `[num_tokens, ...]` tensors.
+    """
     received: list[list[ReceivedRows]] = []
     tables = [target_ranks(ids, config.num_experts, config.ep_size) for ids in topk_ids]
     for target in range(config.ep_size):
@@ -75,7 +90,10 @@ def dispatch(
 
 
 def pairwise_tree(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Sum over k in fp32 as ((0+1)+(2+3))+...; a missing row leaves its partner as it is."""
+    """Add rows in fp32 as ((0+1)+(2+3))+...; a missing row leaves its partner unchanged.
+
+    Returns None if every row is missing.
+    """
     level: list[torch.Tensor | None] = [None if row is None else row.float() for row in rows]
     while len(level) > 1:
         paired: list[torch.Tensor | None] = []
@@ -93,12 +111,16 @@ def combine(
     topk_ids: torch.Tensor,
     partial_rows: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """One rank's result; `partial_rows[target][token]` is what `target` computed for the token.
+    """Add up the partial rows of one rank's tokens.
 
     Args:
+        config: geometry; its ep_rank is not used.
         topk_ids: `[num_tokens, top_k]` of this rank.
-        partial_rows: per target rank `[num_tokens, hidden_size]`; rows of tokens that did not go
-            there are ignored.
+        partial_rows: `partial_rows[target]` is `[num_tokens, hidden_size]`: what the rank `target`
+            computed. Rows of tokens that did not travel to `target` are ignored.
+
+    Returns:
+        `[num_tokens, hidden_size]` config.dtype; zeros for a token without a valid expert.
     """
     table = target_ranks(topk_ids, config.num_experts, config.ep_size)
     result = torch.zeros((len(table), config.hidden_size), dtype=config.dtype)

@@ -1,4 +1,4 @@
-"""For tests and benchmarks only: ranks as threads, routing generators."""
+"""Helpers for tests and benchmarks only: ranks as threads, and generators of routed tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ThreadGroup:
-    """A group whose ranks are threads of this process; `ranks(n)` makes one object per rank."""
+    """Group whose ranks are threads of this process; `ranks(n)` makes one object per rank."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -24,13 +24,13 @@ class ThreadGroup:
 
     @classmethod
     def ranks(cls, size: int) -> list[ThreadGroup]:
-        """One group object per rank."""
+        """Make one group object per rank."""
         slots: list[Any] = [None] * size
         barrier = threading.Barrier(size, timeout=120)
         return [cls(rank, slots, barrier) for rank in range(size)]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Collective."""
+        """Return every rank's value, in rank order. Collective; waits for at most 120 s."""
         self._slots[self.rank] = value
         self._barrier.wait()
         values = list(self._slots)
@@ -39,10 +39,10 @@ class ThreadGroup:
 
 
 def run_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T]:
-    """Runs `body(group)` as every rank at once; returns the results in rank order.
+    """Run `body(group)` as every rank at once, each in a thread; return the results in rank order.
 
     Raises:
-        Exception: the first rank's error, after all ranks have ended.
+        BaseException: the error of the lowest rank that failed, after all ranks have ended.
     """
     outcomes = try_ranks(size, body)
     for outcome in outcomes:
@@ -52,7 +52,7 @@ def run_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T]:
 
 
 def try_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T | BaseException]:
-    """As run_ranks, with an exception in the place of a failed rank's result."""
+    """Run ranks as run_ranks does; the result of a rank that failed is its exception."""
     outcomes: list[T | BaseException] = [RuntimeError("did not run")] * size
 
     def rank_main(group: ThreadGroup) -> None:
@@ -78,9 +78,18 @@ def random_inputs(
     invalid_fraction: float = 0.0,
     duplicate_fraction: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(hidden_states, topk_ids int32, topk_weights) of one rank: distinct random experts a token.
+    """Make one rank's random inputs of dispatch; the experts of a token are distinct.
 
-    A fraction of the ids is replaced by ids that are no experts, another by the token's first id.
+    Args:
+        config: geometry.
+        num_tokens: number of tokens.
+        generator: of torch, on the CPU.
+        invalid_fraction: fraction of the ids that become ids of no expert.
+        duplicate_fraction: fraction of the ids that become the token's first id.
+
+    Returns:
+        hidden_states `[num_tokens, hidden_size]` config.dtype, topk_ids `[num_tokens, top_k]`
+        int32, and topk_weights `[num_tokens, top_k]` float32.
     """
     shape = (num_tokens, config.top_k)
     hidden = torch.randn((num_tokens, config.hidden_size), generator=generator).to(config.dtype)
@@ -96,5 +105,5 @@ def random_inputs(
 
 
 def generators(size: int, seed: int) -> Sequence[torch.Generator]:
-    """One independent generator per rank."""
+    """Make one independent CPU generator per rank."""
     return [torch.Generator().manual_seed(seed * 1000 + rank) for rank in range(size)]

@@ -27,8 +27,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 #: Larger than any L2, so that writing it leaves nothing of ours there.
 FLUSH_BYTES = 256 * 2**20
-#: Rounds in one graph of Clock.back_to_back.
-ROUNDS_PER_GRAPH = 20
 #: Bodies that the profiler sees for one breakdown.
 PROFILED_ROUNDS = 20
 #: Among the kernels of a breakdown: all of them together, by the GPU's clock.
@@ -123,27 +121,6 @@ class Clock:
         memory and no wait.
         """
         return captured(body) if self.on_gpu else body
-
-    def back_to_back(self, body: Body) -> float | None:
-        """Microseconds of one body's share of a graph of many, L2 as they leave it; a GPU's alone.
-
-        No gap that the host could make, and no flush: nearer to a decode step than `flushed`.
-        """
-        if not self.on_gpu:
-            return None
-
-        def rounds() -> None:
-            for _ in range(ROUNDS_PER_GRAPH):
-                body()
-
-        replay = captured(rounds)
-        replay()
-        samples: list[float] = []
-        for _ in range(max(self._iterations // ROUNDS_PER_GRAPH, 5)):
-            pair = self.time_once(replay)
-            self.wait()
-            samples.append(self.microseconds(*pair) / ROUNDS_PER_GRAPH)
-        return statistics.median(samples)
 
     def kernels(self, body: Body, before: Body | None = None) -> dict[str, dict[str, float]]:
         """What the body's kernels take, by torch.profiler; empty on a CPU. As `breakdown` tells."""

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,14 +34,13 @@ from moe_nvlink_plugin.memory.layout import WorkspaceLayout
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import emulated
 
-from . import accounting, emulated_flashinfer, rows
-from .accounting import Traffic
-from .backends import base
+from . import accounting, emulated_flashinfer, expected, rows
 from .cuda_clock import Body, Clock, on_branches
 from .options import OURS, OptionError, Options
 from .processes import runnable
 from .routers import RankTokens, tokens_of
-from .rows import PHASES
+from .rows import PHASES, Row
+from .timing import PlainCopy
 
 SHOWS = "ranks emulated on one GPU: no NVLink latency, bandwidth or ordering"
 CEILING = (
@@ -49,7 +48,6 @@ CEILING = (
     "turns with the backends"
 )
 GIVEN = "nothing: routing, signals and empty slots are in the time; arguments packed before"
-COPY = "copy"
 #: How all ranks' kernels of a verb are launched. Times of two backends are compared where this is
 #: the same.
 PLAIN = "one launch of all ranks"
@@ -57,50 +55,19 @@ GRAPH = f"{PLAIN}, a graph's replay"
 BRANCHES = "a launch a rank and kernel, on branches of one graph"
 
 #: Of the row of ours in one launch, what stays where ours on branches takes its place.
-ONE_LAUNCH = (
-    *("launch", "given", *PHASES, "shapes"),
-    *("kernels", "not_profiled", "plain_launches", "both_back_to_back_us"),
-)
+ONE_LAUNCH = ("launch", "given", *PHASES, "shapes", "kernels", "not_profiled")
 
 VERBS = ("dispatch", "combine")
-
-#: (backend, how it is launched, phase)
-Key = tuple[str, str, str]
-Row = dict[str, Any]
-
-
-class Side(Protocol):
-    """All ranks of one backend at one batch. A body may be called again and again.
-
-    Attributes:
-        name: of options.BACKENDS.
-        given: what it is spared.
-        branches: its bodies replay graphs already, a branch for each rank; else each of them is one
-            launch.
-        before: phase -> what must be done ahead of it, and is not timed.
-    """
-
-    name: str
-    given: str
-    branches: bool
-    before: dict[str, Body]
-    dispatch: Body
-    combine: Body
-    both: Body
-
-    def check(self) -> None:
-        """Both, with the experts of backends.base; raises WrongResult."""
-        ...
-
-    def close(self) -> None:
-        """Gives up what it holds."""
-        ...
 
 
 class Layer:
     """Ours: prepared launches of all ranks for one batch, which need this object alive.
 
     Attributes:
+        given: what it is spared.
+        branches: its bodies replay graphs already, a branch for each rank; else each of them is one
+            launch.
+        before: phase -> what must be done ahead of it, and is not timed.
         both: dispatch and combine, no experts.
 
     Args:
@@ -128,7 +95,7 @@ class Layer:
         self.ranks = emulated.EmulatedRanks(
             lambda rank: config_of(options, rank, tokens), backend, post_quant=post_quant
         )
-        self.ranks.global_scale = base.global_scale(options, backend.device)
+        self.ranks.global_scale = expected.global_scale(options, backend.device)
         self.inputs = make_inputs(options, tokens) if inputs is None else inputs
         self._slots = [torch.empty_like(mine.topk_ids) for mine in self.inputs]
         self._outputs = [torch.empty_like(mine.hidden) for mine in self.inputs]
@@ -202,7 +169,7 @@ class Layer:
         """What dispatch reads, in the order of its payloads; None: it makes the scales itself."""
         rows, scales = mine.hidden, None
         if not self.ranks.quantiser:
-            rows, scales = base.quantised(self.options, mine.hidden)
+            rows, scales = expected.quantised(self.options, mine.hidden)
         has_scales = "recv_scales" in self.ranks.rows
         return [mine.topk_ids, mine.topk_weights, rows, *([scales] if has_scales else [])]
 
@@ -224,17 +191,18 @@ class Layer:
         try:
             self.ranks.check_faults()
         except AssertionError as error:
-            raise base.WrongResult(f"{self.name}, {self.tokens} tokens: {error}") from error
+            raise expected.WrongResult(f"{self.name}, {self.tokens} tokens: {error}") from error
         near = self.ranks.memory.is_cuda and "nvfp4" in (self.options.recipe, self.options.combine)
+        how = "alike" if near else "exact"
         for rank, output in enumerate(self._outputs):
-            check_output(self.name, self.options, rank, self.inputs[rank], output, near=near)
+            check_output(self.name, self.options, rank, self.inputs[rank], output, how)
 
     def _run_experts(self, rank: int) -> None:
         received = self.ranks.received(rank, (), self._slots[rank])
-        hidden = base.activations(self.options, received.hidden_states, received.scales)
+        hidden = expected.activations(self.options, received.hidden_states, received.scales)
         filled = received.topk_ids[:, 0] >= 0
         of_experts = (hidden, received.topk_ids, received.topk_weights)
-        rows = base.expert_rows(self.options, rank, *(part[filled] for part in of_experts))
+        rows = expected.expert_rows(self.options, rank, *(part[filled] for part in of_experts))
         self._send_back(rank, filled, rows)
 
     def _send_back(self, rank: int, filled: torch.Tensor, rows: torch.Tensor) -> None:
@@ -318,36 +286,16 @@ def make_inputs(options: Options, tokens: int) -> list[RankTokens]:
 
 
 def check_output(
-    backend: str,
-    options: Options,
-    rank: int,
-    mine: RankTokens,
-    combined: torch.Tensor,
-    *,
-    exact: bool = True,
-    near: bool = False,
+    backend: str, options: Options, rank: int, mine: RankTokens, combined: torch.Tensor, how: str
 ) -> None:
-    """One rank's combined rows against the experts of backends.base.
-
-    Args:
-        exact: bit for bit as ours, else within the rounding of a sum in any order.
-        near: rows as a whole within a twentieth of their length.
+    """One rank's combined rows against the check's experts; `how`: as expected.check_combined's.
 
     Raises:
         WrongResult: naming backend, batch, rank and place.
     """
-    traffic = accounting.Traffic(0, (), (), 0, 0, 0)  # nobody reads it here
-    context = base.Context(options, rank, mine, None, mine.hidden.device, traffic)
-    complaints = base.Complaints(backend, context)
-    if not near:
-        base.check_combined(complaints, context, combined, exact=exact)
-        complaints.raise_any()
-        return
-    for where, terms in base.terms(options, mine):
-        expected = base.expected_combined(options, terms).float()
-        error = (combined[where].float() - expected).norm(dim=1)
-        bound = 0.05 * expected.norm(dim=1).double()
-        complaints.near(error, torch.zeros_like(error), bound, f"combined from {where.start} on")
+    context = expected.Context(options, rank, mine, None, mine.hidden.device)
+    complaints = expected.Complaints(backend, context)
+    expected.check_combined(complaints, context, combined, how)
     complaints.raise_any()
 
 
@@ -374,26 +322,6 @@ def stand_in_backend(options: Options) -> emulated.Backend:
     return emulated.CudaBackend(
         options.ep_size, 1, config, pdl=options.pdl, device="cpu", as_product=True
     )
-
-
-class Copy:
-    """The ceiling: plain copies on the device of as many bytes as all ranks put in each phase."""
-
-    def __init__(self, traffic: Traffic, device: str) -> None:
-        ranks = range(len(traffic.put_rows))
-        sizes = {p: sum(traffic.put_bytes(p, rank) for rank in ranks) for p in PHASES}
-        most = max(max(sizes.values()), 1)
-        self._source = torch.randint(0, 255, (most,), dtype=torch.uint8, device=device)
-        self._target = torch.empty_like(self._source)
-        self.bodies = {phase: self._body(size) for phase, size in sizes.items()}
-
-    def _body(self, size: int) -> Body:
-        source, target = self._source[:size], self._target[:size]
-
-        def body() -> None:
-            target.copy_(source)
-
-        return body
 
 
 def run(
@@ -442,42 +370,31 @@ def run(
     return found
 
 
-#: Makes one side of a batch: of options, tokens, ours' back end, inputs.
-Make = Callable[[Options, int, emulated.Backend, Sequence[RankTokens]], Side]
+#: What is measured -> what makes it: of options, tokens, ours' back end, inputs.
+_MAKE: dict[str, Callable[..., Any]] = {
+    "ours": lambda options, tokens, backend, inputs: Layer(options, tokens, backend, inputs=inputs),
+    "ours on branches": lambda options, tokens, backend, inputs: Branches(
+        options, tokens, backend, inputs=inputs
+    ),
+    "flashinfer": lambda options, tokens, _backend, inputs: emulated_flashinfer.make_layer(
+        options, tokens, inputs
+    ),
+}
 
 
-def _ours(
-    options: Options, tokens: int, backend: emulated.Backend, inputs: Sequence[RankTokens]
-) -> Side:
-    return Layer(options, tokens, backend, inputs=inputs)
-
-
-def _ours_on_branches(
-    options: Options, tokens: int, backend: emulated.Backend, inputs: Sequence[RankTokens]
-) -> Side:
-    return Branches(options, tokens, backend, inputs=inputs)
-
-
-def _flashinfer(
-    options: Options, tokens: int, backend: emulated.Backend, inputs: Sequence[RankTokens]
-) -> Side:
-    del backend
-    return emulated_flashinfer.Layer(options, tokens, inputs)
-
-
-def _wanted(options: Options, names: Sequence[str], left_out: list[str]) -> list[Make]:
+def _wanted(options: Options, names: Sequence[str], left_out: list[str]) -> list[str]:
     """What is measured, ours first; ours on branches too where a peer is there to compare with.
 
     Raises:
         OptionError: nothing is left.
     """
-    wanted: list[Make] = [_ours] if OURS in names else []
-    if emulated_flashinfer.Layer.name in names:
+    wanted = ["ours"] if OURS in names else []
+    if "flashinfer" in names:
         reason = emulated_flashinfer.probe(options)
         if reason is not None:
-            left_out.append(f"{emulated_flashinfer.Layer.name}: {reason}")
+            left_out.append(f"flashinfer: {reason}")
         else:
-            wanted += [*([_ours_on_branches] if wanted else []), _flashinfer]
+            wanted += [*(["ours on branches"] if wanted else []), "flashinfer"]
     if not wanted:
         raise OptionError(f"no backend can run here: {'; '.join(left_out)}")
     return wanted
@@ -531,7 +448,7 @@ def measure(
     tokens: int,
     clock: Clock,
     backend: emulated.Backend,
-    wanted: list[Make] | None = None,
+    wanted: list[str] | None = None,
     broken: list[str] | None = None,
 ) -> list[Row]:
     """The rows of one batch, ours first; all sides and the copy take turns.
@@ -541,49 +458,69 @@ def measure(
             that does is taken out of the list.
         broken: takes why.
     """
-    wanted, broken = [_ours] if wanted is None else wanted, [] if broken is None else broken
-    inputs = make_inputs(options, tokens)
-    traffic = accounting.traffic(options, tokens)
+    wanted, broken = ["ours"] if wanted is None else wanted, [] if broken is None else broken
+    inputs, traffic = make_inputs(options, tokens), accounting.traffic(options, tokens)
+    made: list[Row] = []
     with contextlib.ExitStack() as stack:
-        sides: dict[Make, Side] = {}
-        for make in list(wanted):
-            with _spared(make, wanted, broken, tokens):
-                side = make(options, tokens, backend, inputs)
-                stack.enter_context(contextlib.closing(side))
-                side.check()
-                sides[make] = side
-        copy = Copy(traffic, device_of(options))
-        bodies: dict[Key, Body] = {(COPY, PLAIN, phase): b for phase, b in copy.bodies.items()}
-        before: dict[Key, Body] = {}
-        for side in sides.values():
-            _add_bodies(options, clock, side, bodies, before)
-        samples = {
-            key: torch.tensor(taken, dtype=torch.float64)[:, None]
-            for key, taken in clock.flushed(bodies, before).items()
+        sides: dict[str, Any] = {
+            "copy": PlainCopy(traffic, range(options.ep_size), device_of(options))
         }
-        made = []
-        for make, side in sides.items():
-            with _spared(make, wanted, broken, tokens):
-                row = _row(options, tokens, side, samples, traffic, clock, bodies)
-                side.check()  # still right after all those rounds
-                if isinstance(side, Layer) and options.cuda_graph and not side.branches:
-                    # And what was timed is the same.
-                    side.check(*(bodies[side.name, GRAPH, verb] for verb in VERBS))
-                made.append(row)
+        bodies = {("copy", phase): getattr(sides["copy"], phase) for phase in PHASES}
+        before: dict[tuple[str, str], Body] = {}
+        for name in list(wanted):
+            with _spared(name, wanted, broken, tokens):
+                mine = _MAKE[name](options, tokens, backend, inputs)
+                stack.enter_context(contextlib.closing(mine))
+                mine.check()
+                replayed = options.cuda_graph and not mine.branches
+                for phase in PHASES:
+                    body = getattr(mine, phase)
+                    bodies[name, phase] = clock.replay(body) if replayed else body
+                before |= {(name, phase): body for phase, body in mine.before.items()}
+                sides[name] = mine
+        taken = clock.flushed(bodies, before)
+        samples = {
+            name: {phase: torch.tensor(taken[name, phase]).double()[:, None] for phase in PHASES}
+            for name in sides
+        }
+        ceilings = samples.pop("copy")
+        for name in samples:
+            with _spared(name, wanted, broken, tokens):
+                mine, verbs = sides[name], {verb: bodies[name, verb] for verb in VERBS}
+                extra = _told(options, mine, clock, verbs)
+                mine.check()  # still right after all those rounds
+                if extra["launch"] == GRAPH:
+                    mine.check(**verbs)  # and what was timed is the same
+                backend_of = (options, mine.name, tokens)
+                made.append(rows.make_row(*backend_of, samples[name], traffic, ceilings, extra))
     return _one_of_ours(made)
 
 
+def _told(options: Options, mine: Any, clock: Clock, verbs: dict[str, Body]) -> Row:
+    """Fields of a side's row beside its times."""
+    launch = BRANCHES if mine.branches else GRAPH if options.cuda_graph else PLAIN
+    extra: Row = {"given": mine.given, "launch": launch, "shows": SHOWS}
+    if options.kernel_breakdown:
+        try:
+            of = {verb: clock.kernels(body, mine.before.get(verb)) for verb, body in verbs.items()}
+            extra["kernels"] = {verb: kernels for verb, kernels in of.items() if kernels}
+        except (RuntimeError, ValueError) as error:  # the figures without it are worth the row
+            extra["not_profiled"] = str(error)
+    if launched := getattr(mine, "shapes", {}):
+        extra["shapes"] = {verb: chosen._asdict() for verb, chosen in launched.items()}
+    return extra
+
+
 @contextlib.contextmanager
-def _spared(make: Make, wanted: list[Make], broken: list[str], tokens: int) -> Iterator[None]:
+def _spared(name: str, wanted: list[str], broken: list[str], tokens: int) -> Iterator[None]:
     """Whatever fails inside ends the run for the first that is wanted, and takes others out."""
     try:
         yield
     except Exception as error:  # a driver's, a library's, a wrong result
-        if make is wanted[0]:
+        if name == wanted[0]:
             raise
-        wanted.remove(make)
-        what = make.__name__.strip("_").replace("_", " ")
-        broken.append(f"{what}, from {tokens} tokens on: {type(error).__name__}: {error}")
+        wanted.remove(name)
+        broken.append(f"{name}, from {tokens} tokens on: {type(error).__name__}: {error}")
 
 
 def _one_of_ours(made: list[Row]) -> list[Row]:
@@ -594,56 +531,3 @@ def _one_of_ours(made: list[Row]) -> list[Row]:
         made = [beside, *made[2:]]
     rows.add_ratios(made)
     return made
-
-
-def _add_bodies(
-    options: Options, clock: Clock, side: Side, bodies: dict[Key, Body], before: dict[Key, Body]
-) -> None:
-    for phase in PHASES:
-        body: Body = getattr(side, phase)
-        if side.branches:
-            bodies[side.name, BRANCHES, phase] = body
-        else:
-            bodies[side.name, PLAIN, phase] = body
-            if options.cuda_graph:
-                bodies[side.name, GRAPH, phase] = clock.replay(body)
-        if phase in side.before:
-            before[side.name, BRANCHES, phase] = side.before[phase]
-
-
-def _row(
-    options: Options,
-    tokens: int,
-    side: Side,
-    samples: dict[Key, torch.Tensor],
-    traffic: Traffic,
-    clock: Clock,
-    bodies: dict[Key, Body],
-) -> Row:
-    def made(launch: str, extra: Row) -> Row:
-        taken = {phase: samples[side.name, launch, phase] for phase in PHASES}
-        return rows.make_row(options, side.name, tokens, taken, traffic, ceilings, extra)
-
-    ceilings = {phase: samples[COPY, PLAIN, phase] for phase in PHASES}
-    launch = BRANCHES if side.branches else GRAPH if options.cuda_graph else PLAIN
-    extra: Row = {"given": side.given, "launch": launch, "shows": SHOWS}
-    if options.kernel_breakdown:
-        extra |= _kernels(side, clock, {verb: bodies[side.name, launch, verb] for verb in VERBS})
-    if isinstance(side, Layer) and side.shapes:
-        extra["shapes"] = {verb: chosen._asdict() for verb, chosen in side.shapes.items()}
-    if side.branches:
-        return made(launch, extra)
-    extra["both_back_to_back_us"] = clock.back_to_back(side.both)
-    if launch == GRAPH:
-        plain = made(PLAIN, extra)
-        extra["plain_launches"] = {phase: plain[phase] for phase in PHASES}
-    return made(launch, extra)
-
-
-def _kernels(side: Side, clock: Clock, bodies: dict[str, Body]) -> Row:
-    """What the profiler tells; where it cannot, why: the figures without it are worth the row."""
-    try:
-        told = {verb: clock.kernels(body, side.before.get(verb)) for verb, body in bodies.items()}
-    except (RuntimeError, ValueError) as error:
-        return {"not_profiled": str(error)}
-    return {"kernels": {verb: kernels for verb, kernels in told.items() if kernels}}

@@ -49,18 +49,23 @@ def unavailable(options: Options) -> str | None:
     return flashinfer_api.unsupported(options)
 
 
-class Ranks:
-    """All ranks' workspaces at one batch, and what one of them does; only kernels wait.
+class Layer:
+    """All ranks at one batch, as emulated.Layer: their workspaces, and verbs of all of them.
+
+    On a CPU, of a stand-in that waits for nobody.
 
     Args:
         api: flashinfer_api.load()'s, or a stand-in.
     """
 
+    name, branches = "flashinfer", True
+
     def __init__(
-        self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any
+        self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any = None
     ) -> None:
+        self._api = api = flashinfer_api.load() if api is None else api
         self.options, self.tokens, self.inputs = options, tokens, inputs
-        self._api = api
+        self._device, ranks = inputs[0].hidden.device, range(options.ep_size)
         self._payloads = [Payloads.of(options, mine) for mine in inputs]
         self.outputs = [torch.empty_like(mine.hidden) for mine in inputs]
         self.received: list[list[torch.Tensor]] = [[] for _ in inputs]
@@ -68,18 +73,40 @@ class Ranks:
         capacity = options.max_tokens or tokens
         size = flashinfer_api.workspace_bytes(options, self._payloads[0], capacity, api)
         shape = (options.ep_size, -(-size // 256) * 256)
-        self._memory = torch.zeros(shape, dtype=torch.uint8, device=inputs[0].hidden.device)
+        self._memory = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        common = {"ep_size": options.ep_size, "max_num_tokens": capacity}
         self._metainfo = [
-            api.moe_a2a_initialize(
-                workspace=self._memory,
-                ep_rank=rank,
-                ep_size=options.ep_size,
-                max_num_tokens=capacity,
-            )
-            for rank in range(options.ep_size)
+            api.moe_a2a_initialize(workspace=self._memory, ep_rank=rank, **common) for rank in ranks
         ]
+        self.given = (
+            f"{flashinfer_api.given(options, api)}; a launch a rank and kernel, on branches of one "
+            "graph, whose fork and join are in its time"
+        )
+        self.before: dict[str, Body] = {}
+        # In this order: combine needs the offset that dispatch names.
+        self.dispatch = self._body(self.dispatch_of)
+        self.combine = self._body(self.combine_of)
+        self.both = self._body(self.dispatch_of, self.combine_of)
 
-    def dispatch(self, rank: int) -> None:
+    def _body(self, *verbs: Callable[[int], None]) -> Body:
+        """The verbs of all ranks; one rank, which waits for nobody, launches without a graph."""
+        count = self.options.ep_size
+        if self._device.type == "cuda" and count > 1:
+            return on_branches(self._device, count, *verbs)
+
+        def in_turn() -> None:
+            for verb in verbs:
+                for rank in range(count):
+                    verb(rank)
+
+        return in_turn
+
+    def spare_waiting(self) -> None:
+        """Combine waits for nobody from here on: see the head of this file."""
+        self.before = {"combine": lambda: self.arm(1), "both": lambda: self.arm(2)}
+        self.given += "; combine's wait for its peers, which on one GPU could last for ever"
+
+    def dispatch_of(self, rank: int) -> None:
         """One rank's, on the current stream."""
         payloads = self._payloads[rank]
         answer = self._api.moe_a2a_dispatch(
@@ -99,7 +126,7 @@ class Ranks:
             enable_pdl=False,
         )
 
-    def combine(self, rank: int) -> None:
+    def combine_of(self, rank: int) -> None:
         """One rank's, on the current stream; after a dispatch of it, which names an offset."""
         self._api.moe_a2a_combine(
             payload=self.partial_rows(rank),
@@ -158,58 +185,6 @@ class Ranks:
             for name, field in fields.items()
         }
 
-
-class Layer:
-    """All ranks at one batch; as emulated.Layer. On a CPU, of a stand-in that waits for nobody.
-
-    Args:
-        api: flashinfer_api.load()'s, or a stand-in.
-    """
-
-    name, branches = "flashinfer", True
-
-    def __init__(
-        self, options: Options, tokens: int, inputs: Sequence[RankTokens], api: Any = None
-    ) -> None:
-        api = flashinfer_api.load() if api is None else api
-        self._device = inputs[0].hidden.device
-        self._on_gpu = self._device.type == "cuda"
-        if self._on_gpu:
-            warm_up(options, api)
-        waits = not self._on_gpu or surely_resident(options, tokens, _num_sms(self._device))
-        self.ranks = Ranks(options, tokens, inputs, api)
-        self.given = (
-            f"{flashinfer_api.given(options, api)}; a launch a rank and kernel, on branches of one "
-            "graph, whose fork and join are in its time"
-        )
-        self.before: dict[str, Body] = {}
-        if not waits:
-            self.spare_waiting()
-        # In this order: combine needs the offset that dispatch names.
-        self.dispatch = self._body(self.ranks.dispatch)
-        self.combine = self._body(self.ranks.combine)
-        self.both = self._body(self.ranks.dispatch, self.ranks.combine)
-
-    def spare_waiting(self) -> None:
-        """Combine waits for nobody from here on: see the head of this file."""
-        self.before = {
-            "combine": lambda: self.ranks.arm(1),
-            "both": lambda: self.ranks.arm(2),
-        }
-        self.given += "; combine's wait for its peers, which on one GPU could last for ever"
-
-    def _body(self, *verbs: Callable[[int], None]) -> Body:
-        count = self.ranks.options.ep_size
-        if self._on_gpu:
-            return on_branches(self._device, count, *verbs)
-
-        def in_turn() -> None:
-            for verb in verbs:
-                for rank in range(count):
-                    verb(rank)
-
-        return in_turn
-
     def check(self) -> None:
         """With the experts of backends.base; each element within the rounding of a sum.
 
@@ -218,44 +193,45 @@ class Layer:
         """
         from .emulated import check_output
 
-        ranks = self.ranks
-        for output in ranks.outputs:
+        for output in self.outputs:
             output.fill_(float("nan"))
         self.dispatch()
-        for rank, arrived in enumerate(ranks.received):
-            experts(ranks.options, rank, arrived, ranks.partial_rows(rank))
+        for rank, arrived in enumerate(self.received):
+            experts(self.options, rank, arrived, self.partial_rows(rank))
         self.before.get("combine", lambda: None)()
         self.combine()
-        for rank, output in enumerate(ranks.outputs):
-            mine = ranks.inputs[rank]
-            check_output(self.name, ranks.options, rank, mine, output, exact=False)
+        for rank, (mine, output) in enumerate(zip(self.inputs, self.outputs, strict=True)):
+            check_output(self.name, self.options, rank, mine, output, "sum")
 
     def close(self) -> None:
         """Waits, so that graphs and buffers may go."""
-        if self._on_gpu:
+        if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def make_layer(options: Options, tokens: int, inputs: Sequence[RankTokens]) -> Layer:
+    """A Layer whose kernels are compiled and loaded, and whose ranks do not wait for ever.
+
+    Compiling takes minutes the first time. A group of one rank does it, which waits for nobody: a
+    capture, or a rank that a peer waits for, would launch collective kernels for the first time.
+    """
+    device = inputs[0].hidden.device
+    if device.type != "cuda":
+        return Layer(options, tokens, inputs)
+    alone = dataclasses.replace(options, ep_size=1, batches=(1,), max_tokens=0, router="uniform")
+    first = Layer(alone, 1, [tokens_of(alone, 1, 0).to(device)])
+    first.both()
+    first.close()
+    layer = Layer(options, tokens, inputs)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if not surely_resident(options, tokens, num_sms):
+        layer.spare_waiting()
+    return layer
 
 
 def surely_resident(options: Options, tokens: int, num_sms: int) -> bool:
     """Whether all CTAs of all ranks' combine run beside each other: a token's each, one an SM."""
     return options.ep_size * tokens <= num_sms
-
-
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def warm_up(options: Options, api: Any) -> None:
-    """Compiles, which takes minutes the first time, and loads the kernels: as a group of one rank.
-
-    A rank alone waits for nobody. Collective kernels are first launched by a capture otherwise, or
-    while a peer waits.
-    """
-    alone = dataclasses.replace(options, ep_size=1, batches=(1,), max_tokens=0, router="uniform")
-    ranks = Ranks(alone, 1, [tokens_of(alone, 1, 0).to("cuda")], api)
-    ranks.dispatch(0)
-    ranks.combine(0)
-    torch.cuda.synchronize()
 
 
 def probe(options: Options) -> str | None:
@@ -285,7 +261,7 @@ def probe(options: Options) -> str | None:
 def _try(options: Options) -> None:
     for tokens in options.batches:
         inputs = [tokens_of(options, tokens, rank).to("cuda") for rank in range(options.ep_size)]
-        layer = Layer(options, tokens, inputs)
+        layer = make_layer(options, tokens, inputs)
         layer.check()
         for phase in ("dispatch", "combine", "both") * _PROBE_ROUNDS:
             layer.before.get(phase, lambda: None)()

@@ -1,22 +1,22 @@
-"""FlashInfer's moe_a2a as these benchmarks call it, held to the signatures of what is installed.
+"""FlashInfer's moe_a2a as these benchmarks call it, always with parameters by name.
 
 Names, parameters and meanings were read in the wheel flashinfer-python 0.7.2.post1, its Python and
-its CUDA sources. Another release may have others: load() then says which, rather than calling them.
+its CUDA sources. If another release lacks a name, load() says which; if a function takes other
+parameters, the first call says which, and a trial in a process of its own finds it (probe).
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from benchmarks import common
 
-from .backends import base
+from . import expected
 from .options import Options
 from .routers import RankTokens
 
@@ -28,50 +28,20 @@ MOST_RANKS, MOST_TOP_K = 64, 22
 NO_EXPERT = -1
 
 _COMM = "flashinfer.comm"
-_RANK = ("ep_rank", "ep_size")
-_ROUND = ("workspace", "metainfo", "runtime_max_tokens_per_rank", *_RANK, "top_k")
-#: "module:name" -> the parameters that are handed over, all by name.
-CALLS: dict[str, tuple[str, ...]] = {
-    f"{_COMM}:moe_a2a_get_workspace_size_per_rank": (
-        "ep_size",
-        "max_num_tokens",
-        "total_dispatch_payload_size_per_token",
-        "combine_payload_size_per_token",
+#: Module -> what is called of it.
+CALLS = {
+    _COMM: (
+        "moe_a2a_get_workspace_size_per_rank",
+        "moe_a2a_initialize",
+        "moe_a2a_dispatch",
+        "moe_a2a_sanitize_expert_ids",
+        "moe_a2a_combine",
+        "moe_a2a_wrap_payload_tensor_in_workspace",
+        "Mapping",
+        "MoeAlltoAll",
     ),
-    f"{_COMM}:moe_a2a_initialize": ("workspace", *_RANK, "max_num_tokens"),
-    f"{_COMM}:moe_a2a_dispatch": (
-        *("token_selected_experts", "input_payloads", *_ROUND),
-        *("num_experts", "enable_pdl"),
-    ),
-    f"{_COMM}:moe_a2a_sanitize_expert_ids": (
-        *("expert_ids", "workspace", "metainfo"),
-        *("ep_rank", "invalid_expert_id", "enable_pdl"),
-    ),
-    f"{_COMM}:moe_a2a_combine": (
-        *("payload", "local_num_tokens", *_ROUND),
-        *("combine_payload_offset", "payload_in_workspace", "output", "enable_pdl"),
-    ),
-    f"{_COMM}:moe_a2a_wrap_payload_tensor_in_workspace": (
-        *("workspace", "leading_shape", "slice_start", "slice_end", "dtype"),
-    ),
-    f"{_COMM}.trtllm_moe_alltoall:get_moe_alltoall_module": (),
-    f"{_COMM}:Mapping": ("world_size", "rank", "gpus_per_node", "tp_size", "moe_ep_size"),
-    f"{_COMM}.mnnvl:MnnvlConfig": ("comm_backend",),
-    f"{_COMM}.mnnvl:TorchDistBackend": ("group",),
-    f"{_COMM}:MoeAlltoAll": (
-        *("mapping", "max_num_tokens", "top_k", "num_experts"),
-        *("workspace_size_per_rank", "mnnvl_config"),
-    ),
-    f"{_COMM}:MoeAlltoAll.dispatch": (
-        *("self", "token_selected_experts", "input_payloads", "runtime_max_tokens_per_rank"),
-        *("invalid_token_expert_id", "expert_id_payload_index"),
-    ),
-    f"{_COMM}:MoeAlltoAll.get_combine_payload_tensor_in_workspace": (
-        *("self", "runtime_max_tokens_per_rank", "hidden_size", "dtype"),
-    ),
-    f"{_COMM}:MoeAlltoAll.combine": (
-        *("self", "payload", "runtime_max_tokens_per_rank", "payload_in_workspace", "output"),
-    ),
+    f"{_COMM}.trtllm_moe_alltoall": ("get_moe_alltoall_module",),
+    f"{_COMM}.mnnvl": ("MnnvlConfig", "TorchDistBackend"),
 }
 
 
@@ -83,49 +53,23 @@ def load() -> SimpleNamespace:
     """The functions and classes of CALLS by their names, and `version`.
 
     Raises:
-        DriftError: one is missing or takes other parameters; or FlashInfer does not import.
+        DriftError: FlashInfer does not import, or lacks one of them.
     """
     try:
-        found = _found()
+        found = {
+            name: getattr(importlib.import_module(module), name)
+            for module, names in CALLS.items()
+            for name in names
+        }
+    except AttributeError as error:
+        raise DriftError(
+            f"flashinfer {version()} is not the one this adapter was read from, {READ_FROM}: "
+            f"{error}; install {READ_FROM} or mend {__name__}.CALLS"
+        ) from error
     except Exception as error:  # whatever it lacks: a driver, a package of its own
         said = f"flashinfer does not import here: {error}; mend it or leave it out"
         raise DriftError(said) from error
-    mistakes = [text for name in CALLS if (text := _mistake(name, found[name]))]
-    if mistakes:
-        raise DriftError(
-            f"flashinfer {version()} is not the one this adapter was read from, {READ_FROM}: "
-            f"{'; '.join(mistakes)}; install {READ_FROM} or mend {__name__}.CALLS"
-        )
-    plain = {name.split(":")[1]: made for name, made in found.items() if "." not in _tail(name)}
-    return SimpleNamespace(**plain, version=version())
-
-
-def _found() -> dict[str, Any]:
-    return {name: _resolve(*name.split(":")) for name in CALLS}
-
-
-def _tail(name: str) -> str:
-    return name.split(":")[1]
-
-
-def _resolve(module: str, path: str) -> Any:
-    """The object, or the name of what is not there."""
-    holder: Any = importlib.import_module(module)
-    for part in path.split("."):
-        if not hasattr(holder, part):
-            return f"{module} has no {path}"
-        holder = getattr(holder, part)
-    return holder
-
-
-def _mistake(name: str, made: Any) -> str:
-    if isinstance(made, str):
-        return made
-    try:
-        inspect.signature(made).bind(**dict.fromkeys(CALLS[name]))
-    except TypeError as error:
-        return f"{_tail(name)}: {error}"
-    return ""
+    return SimpleNamespace(**found, version=version())
 
 
 def version() -> str:
@@ -181,7 +125,7 @@ class Payloads(NamedTuple):
 
     @classmethod
     def of(cls, options: Options, mine: RankTokens) -> Payloads:
-        rows, scales = base.quantised(options, mine.hidden)
+        rows, scales = expected.quantised(options, mine.hidden)
         tensors = [_as_bytes(rows, mine.hidden.dtype), mine.topk_ids, mine.topk_weights]
         if scales is not None:
             tensors.append(_as_bytes(scales, torch.float32))
@@ -202,19 +146,21 @@ def experts(options: Options, rank: int, arrived: list[torch.Tensor], back: torc
     """The check's experts: from what arrived of each payload, `[ep_size, tokens, n]`, to `back`."""
     rows, ids, weights, *scales = (tensor.flatten(0, 1) for tensor in arrived)
     filled = ids[:, 0] >= 0
-    like = base.quantised(options, torch.zeros(1, options.hidden_size, dtype=options.torch_dtype))
+    like = expected.quantised(
+        options, torch.zeros(1, options.hidden_size, dtype=options.torch_dtype)
+    )
     given_scales = None
     if scales and like.scales is not None:
         given_scales = scales[0][filled].contiguous().view(like.scales.dtype)
     mine = rows[filled].contiguous().view(like.rows.dtype)
-    hidden = base.activations(options, mine, given_scales)
-    made = base.expert_rows(options, rank, hidden, ids[filled], weights[filled])
+    hidden = expected.activations(options, mine, given_scales)
+    made = expected.expert_rows(options, rank, hidden, ids[filled], weights[filled])
     back.flatten(0, 1)[filled] = made
 
 
 def given(options: Options, api: SimpleNamespace) -> str:
     """What it is spared, on processes and emulated alike."""
-    spared = "nothing" if base.recipe_of(options) is None else "rows quantised before"
+    spared = "nothing" if expected.recipe_of(options) is None else "rows quantised before"
     return f"flashinfer {api.version}; {spared}; marks empty slots in a launch of its own (timed)"
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,65 +111,13 @@ class Options:
     max_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._check_names()
-        self._check_numbers()
-        self._check_device()
+        for limits in (_names, _least, _together):
+            for mistake in limits(self):
+                raise OptionError(mistake)
         try:
             MoeAllToAll.check(self.config(0, max(self.batches)))
         except ConfigError as error:
             raise OptionError(str(error)) from error
-
-    def _check_names(self) -> None:
-        for name, value, allowed in (
-            ("router", self.router, ROUTERS),
-            ("device", self.device, DEVICES),
-            ("dtype", self.dtype, tuple(_UNQUANTISED)),
-            ("combine", self.combine, COMBINE_FORMATS),
-            *(("backend", backend, BACKENDS) for backend in self.backends),
-        ):
-            if value not in allowed:
-                raise OptionError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
-        if not self.backends or len(set(self.backends)) != len(self.backends):
-            raise OptionError(
-                f"backends={self.backends} must name at least one, and each once; use some of "
-                + ", ".join(BACKENDS)
-            )
-
-    def _check_numbers(self) -> None:
-        for name, value, least in (
-            ("iters", self.iters, 2),  # quartiles need two
-            ("warmup", self.warmup, 0),
-            ("max_tokens", self.max_tokens, 0),
-            ("seed", self.seed, 0),
-            *(("batches", batch, 1) for batch in self.batches or (0,)),
-        ):
-            if value < least:
-                raise OptionError(f"{name}={value} must be at least {least}; raise it")
-        if len(set(self.batches)) != len(self.batches):
-            raise OptionError(f"batches={self.batches} must name each batch once; leave one out")
-        if self.top_k > self.num_experts:
-            raise OptionError(
-                f"top_k={self.top_k} experts a token, none twice, need as many experts, and "
-                f"num_experts={self.num_experts}; lower top_k"
-            )
-        if self.max_tokens and self.max_tokens < max(self.batches):
-            raise OptionError(
-                f"max_tokens={self.max_tokens} is below the largest batch, {max(self.batches)}; "
-                "raise --max_num_tokens_per_rank or leave it out"
-            )
-        if self.router == "perfect" and self.num_experts % self.ep_size:
-            raise OptionError(
-                f"the perfect router needs num_experts={self.num_experts} to be a multiple of "
-                f"ep_size={self.ep_size}; use --router spread"
-            )
-
-    def _check_device(self) -> None:
-        if self.device == "cpu":
-            for name in ("cuda_graph", "pdl", "emulate_ranks"):
-                if getattr(self, name):
-                    raise OptionError(
-                        f"{name} is a GPU's, and device is 'cpu'; add --device cuda or leave it out"
-                    )
 
     def config(self, rank: int, tokens: int) -> AllToAllConfig:
         """Of one rank of our backend for batches of `tokens`."""
@@ -197,6 +145,53 @@ class Options:
     def timeout_s(self) -> float:
         """Seconds a rank waits for the others: more where many of them may share few cores."""
         return 120.0 + 5.0 * self.ep_size
+
+
+def _names(of: Options) -> Iterator[str]:
+    for name, value, allowed in (
+        ("router", of.router, ROUTERS),
+        ("device", of.device, DEVICES),
+        ("dtype", of.dtype, tuple(_UNQUANTISED)),
+        ("combine", of.combine, COMBINE_FORMATS),
+        *(("backend", backend, BACKENDS) for backend in of.backends),
+    ):
+        if value not in allowed:
+            yield f"{name}={value!r} is unknown; use one of {', '.join(allowed)}"
+    if not of.backends or len(set(of.backends)) != len(of.backends):
+        known = ", ".join(BACKENDS)
+        yield f"backends={of.backends} must name at least one, and each once; use some of {known}"
+
+
+def _least(of: Options) -> Iterator[str]:
+    least = {"iters": 2, "warmup": 0, "max_tokens": 0, "seed": 0}  # quartiles need two
+    values = [(name, getattr(of, name), limit) for name, limit in least.items()]
+    for name, value, limit in (*values, *(("batches", batch, 1) for batch in of.batches or (0,))):
+        if value < limit:
+            yield f"{name}={value} must be at least {limit}; raise it"
+
+
+def _together(of: Options) -> Iterator[str]:
+    """Values that do not go with others."""
+    if len(set(of.batches)) != len(of.batches):
+        yield f"batches={of.batches} must name each batch once; leave one out"
+    if of.top_k > of.num_experts:
+        yield (
+            f"top_k={of.top_k} experts a token, none twice, need as many experts, and "
+            f"num_experts={of.num_experts}; lower top_k"
+        )
+    if of.max_tokens and of.max_tokens < max(of.batches):
+        yield (
+            f"max_tokens={of.max_tokens} is below the largest batch, {max(of.batches)}; "
+            "raise --max_num_tokens_per_rank or leave it out"
+        )
+    if of.router == "perfect" and of.num_experts % of.ep_size:
+        yield (
+            f"the perfect router needs num_experts={of.num_experts} to be a multiple of "
+            f"ep_size={of.ep_size}; use --router spread"
+        )
+    for name in ("cuda_graph", "pdl", "emulate_ranks") if of.device == "cpu" else ():
+        if getattr(of, name):
+            yield f"{name} is a GPU's, and device is 'cpu'; add --device cuda or leave it out"
 
 
 class Request(NamedTuple):
@@ -239,77 +234,54 @@ def parser(description: str) -> argparse.ArgumentParser:
         epilog="Method, units and what is not measured: benchmarks/README.md.",
     )
     made.add_argument("--list", action="store_true", help="what could run here, and why not; end")
-    _add_what(made.add_argument_group("what is measured"))
-    _add_how(made.add_argument_group("how"))
-    _add_output(made.add_argument_group("what comes out"))
+    what_is = made.add_argument_group("what is measured")
+    add = what_is.add_argument
+    what = f"of {', '.join(BACKENDS)}; or all. *_full: packing, unpacking and reducing are timed"
+    names: Any = {"type": str.lower, "choices": [*BACKENDS, "all"], "metavar": "NAME"}
+    add("--backend", nargs="+", help=what, **names)
+    add("--profile", default="deepseek_v3", choices=[*PROFILES, CUSTOM])
+    add("--hidden_size", type=int, help="these three: instead of the profile's")
+    add("--top_k", type=int)
+    add("--num_experts", type=int, help="of all ranks")
+    add("--recipe", choices=RECIPES, help="what travels; default: dtype as it is")
+    add("--combine", default="bf16", choices=COMBINE_FORMATS, help="what comes back")
+    add("--dtype", default="bfloat16", choices=list(_UNQUANTISED))
+    add("--ep_size", type=int, help="ranks; default 4 on CPUs, all GPUs, or 8")
+    routers = what_is.add_mutually_exclusive_group()
+    routers.add_argument("--router", choices=ROUTERS, default="uniform")
+    perfect: Any = {"action": "store_const", "const": "perfect", "dest": "router"}
+    routers.add_argument("--perfect_router", help="--router perfect", **perfect)
+    add("-b", "--minbatch", type=int, help="first batch, in tokens per rank")
+    add("-e", "--maxbatch", type=int, help="last batch")
+    add("-i", "--stepbatch", type=int, help="batches grow by so many; default 128")
+    add("-f", "--stepfactor", type=float, help="or by this factor")
+    add("--batches", type=int, nargs="+", help="instead: these batches")
+    capacity = "our capacity; default: the batch"
+    add("--max_num_tokens_per_rank", type=int, default=0, help=capacity)
+    add("--random_seed", type=int, default=1)
+    add = made.add_argument_group("how").add_argument
+    add("--device", default="cpu", choices=DEVICES, metavar="cpu|cuda")
+    add("--emulate_ranks", type=int, metavar="N", help="N ranks on one GPU; sets --ep_size")
+    add("--iters", type=int, help="timed; default 50 on CPUs, 200 on GPUs")
+    add("--warmup", type=int, help="before those; default 5 on CPUs, 20 on GPUs")
+    add("--threads", type=int, default=1, help="of a CPU rank: ours and torch's")
+    graph: Any = {"dest": "cuda_graph", "action": "store_const"}
+    add("--cuda_graph", const=True, help="replay graphs (default on GPUs)", **graph)
+    add("--no_cuda_graph", const=False, **graph)
+    pdl = "programmatic dependent launch; with a GPU for each rank: as MOE_NVLINK_PDL says"
+    add("--pdl", action="store_true", help=pdl)
+    add = made.add_argument_group("what comes out").add_argument
+    kernels = (
+        "GPU: time of each kernel, by the profiler. CPU, ours: time in the kernel's call, of "
+        "that before the last rank had begun, and the Python around it; in iterations of its own"
+    )
+    add("--kernel_breakdown", action="store_true", help=kernels)
+    stats = "mean, median, stdev, min, max of every rank; all samples"
+    add("--iter_stats", action="store_true", help=stats)
+    add("--output_file", type=Path, help="JSON, with machine, commit and command")
+    folder: Any = {"nargs": "?", "const": Path(), "metavar": "FOLDER"}
+    add("--plot", type=Path, help="PNGs; default here", **folder)
     return made
-
-
-def _add_what(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--backend",
-        nargs="+",
-        type=str.lower,
-        choices=[*BACKENDS, "all"],
-        metavar="NAME",
-        help=f"of {', '.join(BACKENDS)}; or all. *_full: packing, unpacking and reducing are timed",
-    )
-    group.add_argument("--profile", default="deepseek_v3", choices=[*PROFILES, CUSTOM])
-    group.add_argument("--hidden_size", type=int, help="these three: instead of the profile's")
-    group.add_argument("--top_k", type=int)
-    group.add_argument("--num_experts", type=int, help="of all ranks")
-    group.add_argument("--recipe", choices=RECIPES, help="what travels; default: dtype as it is")
-    group.add_argument("--combine", default="bf16", choices=COMBINE_FORMATS, help="what comes back")
-    group.add_argument("--dtype", default="bfloat16", choices=list(_UNQUANTISED))
-    group.add_argument("--ep_size", type=int, help="ranks; default 4 on CPUs, all GPUs, or 8")
-    group.add_argument("--router", choices=ROUTERS, help="default: uniform (random experts)")
-    group.add_argument("--perfect_router", action="store_true", help="--router perfect")
-    group.add_argument("-b", "--minbatch", type=int, help="first batch, in tokens per rank")
-    group.add_argument("-e", "--maxbatch", type=int, help="last batch")
-    group.add_argument("-i", "--stepbatch", type=int, help="batches grow by so many; default 128")
-    group.add_argument("-f", "--stepfactor", type=float, help="or by this factor")
-    group.add_argument("--batches", type=int, nargs="+", help="instead: these batches")
-    group.add_argument(
-        "--max_num_tokens_per_rank", type=int, default=0, help="our capacity; default: the batch"
-    )
-    group.add_argument("--random_seed", type=int, default=1)
-
-
-def _add_how(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", default="cpu", choices=DEVICES, metavar="cpu|cuda")
-    group.add_argument(
-        "--emulate_ranks", type=int, metavar="N", help="N ranks on one GPU; sets --ep_size"
-    )
-    group.add_argument("--iters", type=int, help="timed; default 50 on CPUs, 200 on GPUs")
-    group.add_argument("--warmup", type=int, help="before those; default 5 on CPUs, 20 on GPUs")
-    group.add_argument("--threads", type=int, default=1, help="of a CPU rank: ours and torch's")
-    group.add_argument(
-        "--cuda_graph", action="store_const", const=True, help="replay graphs (default on GPUs)"
-    )
-    group.add_argument("--no_cuda_graph", dest="cuda_graph", action="store_const", const=False)
-    group.add_argument(
-        "--pdl",
-        action="store_true",
-        help="programmatic dependent launch; with a GPU for each rank: as MOE_NVLINK_PDL says",
-    )
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--kernel_breakdown",
-        action="store_true",
-        help="GPU: time of each kernel, by the profiler. CPU, ours: time in the kernel's call, of "
-        "that before the last rank had begun, and the Python around it; in iterations of its own",
-    )
-    group.add_argument(
-        "--iter_stats",
-        action="store_true",
-        help="mean, median, stdev, min, max of every rank; all samples",
-    )
-    group.add_argument("--output_file", type=Path, help="JSON, with machine, commit and command")
-    group.add_argument(
-        "--plot", type=Path, nargs="?", const=Path(), metavar="FOLDER", help="PNGs; default here"
-    )
 
 
 def parse(description: str, arguments: Sequence[str] | None = None) -> Request:
@@ -330,31 +302,24 @@ def options_of(given: argparse.Namespace) -> Options:
     Raises:
         OptionError: they contradict each other, or a value is out of its limits.
     """
-    on_cpu = given.device == "cpu"
-    shape = _shape(given)
-    profile = CUSTOM if PROFILES.get(given.profile) != shape else given.profile
-    return Options(
-        backends=_backends(given),
-        profile=profile,
-        **shape._asdict(),
-        recipe=given.recipe or _UNQUANTISED[given.dtype],
-        combine=given.combine,
-        dtype=given.dtype,
-        ep_size=_ep_size(given),
-        batches=_batches(given),
-        iters=_or(given.iters, 50 if on_cpu else 200),
-        warmup=_or(given.warmup, 5 if on_cpu else 20),
-        router=_router(given),
-        device=given.device,
-        emulate_ranks=given.emulate_ranks is not None,
-        pdl=_pdl(given),
-        cuda_graph=given.device == "cuda" if given.cuda_graph is None else given.cuda_graph,
-        kernel_breakdown=given.kernel_breakdown,
-        iter_stats=given.iter_stats,
-        threads=given.threads,
-        seed=given.random_seed,
-        max_tokens=given.max_num_tokens_per_rank,
-    )
+    on_cpu, shape = given.device == "cpu", _shape(given)
+    asked = {field.name for field in dataclasses.fields(Options)} & set(vars(given))
+    values = {name: getattr(given, name) for name in asked}
+    values |= shape._asdict() | {
+        "backends": _backends(given),
+        "profile": CUSTOM if PROFILES.get(given.profile) != shape else given.profile,
+        "recipe": given.recipe or _UNQUANTISED[given.dtype],
+        "ep_size": _ep_size(given),
+        "batches": _batches(given),
+        "iters": _or(given.iters, 50 if on_cpu else 200),
+        "warmup": _or(given.warmup, 5 if on_cpu else 20),
+        "emulate_ranks": given.emulate_ranks is not None,
+        "pdl": _pdl(given),
+        "cuda_graph": given.device == "cuda" if given.cuda_graph is None else given.cuda_graph,
+        "seed": given.random_seed,
+        "max_tokens": given.max_num_tokens_per_rank,
+    }
+    return Options(**values)
 
 
 def _or(value: int | None, default: int) -> int:
@@ -399,14 +364,6 @@ def _pdl(given: argparse.Namespace) -> bool:
     if given.pdl and not env.pdl():
         raise OptionError("--pdl and MOE_NVLINK_PDL=0 contradict each other; unset the variable")
     return env.pdl()
-
-
-def _router(given: argparse.Namespace) -> str:
-    if given.perfect_router and given.router not in (None, "perfect"):
-        raise OptionError(
-            f"--perfect_router and --router {given.router} contradict each other; give one of them"
-        )
-    return "perfect" if given.perfect_router else given.router or "uniform"
 
 
 def _batches(given: argparse.Namespace) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ rank fails, or the user interrupts, no process is left.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import multiprocessing
 import os
@@ -14,9 +15,8 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +29,7 @@ from .accounting import traffic
 from .backends import BACKENDS, Context, Side, WrongResult, unavailable
 from .options import OptionError, Options
 from .routers import tokens_of
-from .rows import Samples, add_ratios, make_row
-from .table import Progress, footnotes, header, lines, per_rank
-from .timing import CEILING, Clock, RankError, SharedBarrier
-
-Row = dict[str, Any]
+from .rows import HEADER, Row, add_ratios, lines, make_row
 
 CEILING_HOW = (
     "torch's copy_ of as many bytes as the rank's put rows, from private to private memory, on all "
@@ -132,23 +128,27 @@ def rank_rows(launch: Launch, options: Options, show: Show | None = None) -> lis
     Raises:
         WrongResult: on every rank, where any of them got another result than it must.
     """
+    from tqdm import tqdm
+
     torch.set_num_threads(options.threads)
     device = _device(launch, options)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=launch.init_method,
         rank=launch.rank,
         world_size=launch.size,
-        timeout=timing.group_timeout(options),
+        timeout=datetime.timedelta(seconds=options.timeout_s + 60),  # that of our verbs, and some
     )
-    steps = (options.iters + options.warmup) * len(options.batches)
-    progress = Progress(steps, shown=launch.rank == 0)
-    found: list[Row] = []
-    with contextlib.closing(progress):
+    steps, found = (options.iters + options.warmup) * len(options.batches), list[Row]()
+    # On rank 0 where stderr is a terminal.
+    with tqdm(total=steps, leave=False, disable=None if launch.rank == 0 else True) as bar:
         for tokens in options.batches:
-            made = _batch(launch, options, tokens, device, progress)
+            bar.set_description(f"{tokens} tokens")
+            made = _batch(launch, options, tokens, device, bar.update)
             found += made
+            if made:
+                bar.clear()
+                print("\n".join(lines(made)), flush=True)
             if made and show is not None:
                 show(made)
     dist.barrier()  # gloo ends a process that takes the group down while another still uses it
@@ -171,62 +171,45 @@ def _device(launch: Launch, options: Options) -> torch.device:
 
 
 def _batch(
-    launch: Launch, options: Options, tokens: int, device: torch.device, progress: Progress
+    launch: Launch, options: Options, tokens: int, device: torch.device, step: Callable[[], Any]
 ) -> list[Row]:
-    group = dist.group.WORLD
-    moved = traffic(options, tokens)
-    mine = tokens_of(options, tokens, launch.rank).to(device)
-    context = Context(options, launch.rank, mine, group, device, moved)
+    group, rank = dist.group.WORLD, launch.rank
+    moved, mine = traffic(options, tokens), tokens_of(options, tokens, rank).to(device)
+    context = Context(options, rank, mine, group, device)
     with contextlib.ExitStack() as stack:
         sides = {
             name: stack.enter_context(contextlib.closing(BACKENDS[name](context)))
             for name in options.backends
         }
         check(sides, context)
-        clock = timing.make_clock(options, group, device, _shared(launch, options, tokens))
-        copy = timing.PlainCopy(moved, launch.rank, device)
-        everyone = sides | {CEILING: copy}
-        taken = timing.take_turns(
-            everyone, options, clock, lambda: progress.step(f"{tokens} tokens")
-        )
+        shared = _shared(launch, options, tokens)
+        clock = timing.CpuClock(group, shared)
+        if device.type == "cuda":
+            clock = timing.GpuClock(options, group, device)
+        copy = timing.PlainCopy(moved, range(rank, rank + 1), device)
+        taken = timing.take_turns(sides | {timing.CEILING: copy}, options, clock, step)
         samples = {name: timing.all_ranks(of, options.ep_size, group) for name, of in taken.items()}
-        kernels = _kernels(sides, options, clock)
+        told: dict[str, Row] = {}
+        if options.kernel_breakdown:
+            told = {name: clock.kernels(side, options.iters) for name, side in sides.items()}
         check(sides, context)  # still right after all those rounds
         dist.barrier(group)  # nobody gives up memory that others still read
-    if launch.rank != 0:
+    if rank != 0:
         return []
-    ceiling = samples.pop(CEILING)
-    made = [
-        make_row(
-            options,
-            name,
-            tokens,
-            samples[name],
-            moved,
-            ceiling,
-            {"given": side.given} | kernels[name],
-        )
-        for name, side in sides.items()
-    ]
+    ceiling, made = samples.pop(timing.CEILING), list[Row]()
+    for name, side in sides.items():
+        extra = {"given": side.given} | ({"kernels": told[name]} if told.get(name) else {})
+        made.append(make_row(options, name, tokens, samples[name], moved, ceiling, extra))
     add_ratios(made)
-    for line in lines(made):
-        progress.say(line)
     return made
 
 
-def _kernels(sides: Mapping[str, Side], options: Options, clock: Clock) -> dict[str, Row]:
-    if not options.kernel_breakdown:
-        return {name: {} for name in sides}
-    told = {name: clock.kernels(side, options.iters) for name, side in sides.items()}
-    return {name: {"kernels": parts} if parts else {} for name, parts in told.items()}
-
-
-def _shared(launch: Launch, options: Options, tokens: int) -> SharedBarrier | None:
+def _shared(launch: Launch, options: Options, tokens: int) -> timing.SharedBarrier | None:
     """Where all ranks were started here, they share a machine, and so memory."""
     if launch.folder is None:
         return None
     file = Path(launch.folder, f"barrier-{tokens}-{options.seed}")
-    return SharedBarrier(file, launch.rank, launch.size, options.timeout_s)
+    return timing.SharedBarrier(file, launch.rank, launch.size, options.timeout_s)
 
 
 def check(sides: Mapping[str, Side], context: Context) -> None:
@@ -261,18 +244,16 @@ def run(options: Options, show: Show | None = None) -> list[Row]:
         RunError: a rank failed otherwise, or the user interrupted.
     """
     launch = external_launch(os.environ)
-    if launch is None:
-        _check_memory(options)
-        print(header(), flush=True)
-        return _run_here(options, show)
-    if launch.size != options.ep_size:
+    if launch is not None and launch.size != options.ep_size:
         raise OptionError(
             f"{launch.size} ranks were started, and ep_size={options.ep_size}; add "
             f"--ep_size {launch.size}"
         )
-    if launch.rank == 0:
-        print(header(), flush=True)
-    return rank_rows(launch, options, show)
+    if launch is None and options.device == "cpu":
+        _check_memory(options)
+    if launch is None or launch.rank == 0:
+        print(HEADER, flush=True)
+    return _run_here(options, show) if launch is None else rank_rows(launch, options, show)
 
 
 def _check_memory(options: Options) -> None:
@@ -281,23 +262,15 @@ def _check_memory(options: Options) -> None:
     Raises:
         OptionError: the largest batch would take more than there is.
     """
-    if options.device != "cpu":
-        return
-    try:
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        told = Path("/proc/meminfo").read_text().split("MemAvailable:")
-        pages = int(told[1].split()[0]) * 1024 if len(told) > 1 else pages
-    except (OSError, ValueError):
-        return
+    import psutil
+
+    free, tokens = psutil.virtual_memory().available, max(options.batches)
     row_bytes = options.hidden_size * options.torch_dtype.itemsize
-    tokens = max(options.batches)
-    slots = options.ep_size**2 * max(options.max_tokens, tokens)  # a capacity is not all touched
     needed = (2 * len(options.backends) + 4) * options.ep_size**2 * tokens * row_bytes
-    if needed > 0.9 * pages:
+    if needed > 0.9 * free:
         raise OptionError(
             f"{tokens} tokens on each of {options.ep_size} ranks take about {needed / 2**30:.0f} "
-            f"GiB ({slots} slots), and {pages / 2**30:.0f} GiB are free; take fewer tokens, ranks "
-            "or backends"
+            f"GiB, and {free / 2**30:.0f} GiB are free; take fewer tokens, ranks or backends"
         )
 
 
@@ -318,7 +291,9 @@ def _run_here(options: Options, show: Show | None) -> list[Row]:
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise _failure(Path(folder), error) from error
         finally:
-            _end(ranks.processes)
+            for process in ranks.processes:
+                process.kill()
+                process.join()
         found: list[Row] = json.loads(Path(folder, "rows.json").read_text())
         return found
 
@@ -329,11 +304,7 @@ def _rank_main(rank: int, options: Options, folder: str, show: Show | None) -> N
     try:
         made = rank_rows(launch, options, show)
     except Exception as error:
-        told = {
-            "kind": type(error).__name__,
-            "message": str(error),
-            "trace": traceback.format_exc(),
-        }
+        told = (type(error).__name__, str(error), traceback.format_exc())
         unfinished = Path(folder, f"unfinished-{rank}")
         unfinished.write_text(json.dumps(told))
         unfinished.rename(Path(folder, _FAILURE.format(rank=rank)))
@@ -355,23 +326,11 @@ def _end_with_parent() -> None:
 @contextlib.contextmanager
 def _terminations_raise() -> Iterator[None]:
     """SIGTERM ends a run as Ctrl-C does, ranks first."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _end(processes: Sequence[Any]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    for process in processes:
-        process.join()
 
 
 def _failure(folder: Path, error: Exception) -> Exception:
@@ -381,34 +340,12 @@ def _failure(folder: Path, error: Exception) -> Exception:
         for rank in range(1024)
         if (file := folder / _FAILURE.format(rank=rank)).exists()
     }
-    for kind, raised in (("WrongResult", WrongResult), ("OptionError", OptionError)):
-        for failure in told.values():
-            if failure["kind"] == kind:
-                return raised(failure["message"])
+    for raised in (WrongResult, OptionError):
+        for kind, message, _trace in told.values():
+            if kind == raised.__name__:
+                return raised(message)
     first = getattr(error, "error_index", min(told, default=0))
-    if first in told:
-        failure = told[first]
-        return RunError(
-            f"rank {first}: {failure['kind']}: {failure['message']}\n{failure['trace']}"
-        )
-    return RunError(f"a rank ended without a word: {error}")
-
-
-def print_notes(found: Sequence[Row]) -> None:
-    """Behind the table: what backends are given, kernels, ranks' statistics."""
-    for line in [*footnotes(found), *per_rank(found)]:
-        print(line, flush=True)
-
-
-__all__ = [
-    "CEILING_HOW",
-    "Launch",
-    "RankError",
-    "RunError",
-    "Samples",
-    "external_launch",
-    "print_notes",
-    "rank_rows",
-    "run",
-    "runnable",
-]
+    if first not in told:
+        return RunError(f"a rank ended without a word: {error}")
+    kind, message, trace = told[first]
+    return RunError(f"rank {first}: {kind}: {message}\n{trace}")

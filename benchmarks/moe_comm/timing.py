@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +16,6 @@ from benchmarks import common
 
 from . import cuda_clock
 from .accounting import Traffic
-from .backends import Side
 from .options import Options
 from .rows import PHASES, Samples
 
@@ -31,28 +29,12 @@ class RankError(RuntimeError):
     """This rank cannot go on: in words for whoever started the run."""
 
 
-class Clock(Protocol):
-    """One rank's clock. Microseconds."""
+class Verbs(Protocol):
+    """What is timed: a backend's side, or the plain copy."""
 
-    def prepare(self, body: Body) -> Body:
-        """What to time in the place of a body: on a GPU perhaps the replay of its graph."""
-        ...
+    def dispatch(self) -> None: ...
 
-    def align(self) -> None:
-        """Returns on all ranks at once, as far as that can be. Collective."""
-        ...
-
-    def time(self, body: Body) -> None:
-        """One sample; it may be known only at the end."""
-        ...
-
-    def finish(self) -> list[float]:
-        """Of all samples since the last call, in their order."""
-        ...
-
-    def kernels(self, side: Side, iterations: int) -> dict[str, Any]:
-        """What the verbs' time is made of, as far as it can be told; or empty. Collective."""
-        ...
+    def combine(self) -> None: ...
 
 
 class SharedBarrier:
@@ -90,41 +72,46 @@ class SharedBarrier:
 
 
 class CpuClock:
-    """Wall clock of a CPU rank.
+    """Wall clock of a CPU rank, in microseconds.
 
     Ranks leave the shared barrier together. gloo's, where there is no other, lets them go one after
     the other and leaves its threads at work: on 2 cores what followed took all backends longer,
     4 ranks of ours with 1 token 1.5 ms instead of 0.7.
     """
 
-    def __init__(self, options: Options, group: Any, shared: SharedBarrier | None) -> None:
+    def __init__(self, group: Any, shared: SharedBarrier | None) -> None:
         self._group, self._shared = group, shared
         self._samples: list[float] = []
 
     def prepare(self, body: Body) -> Body:
+        """What to time in the place of a body: on a GPU perhaps the replay of its graph."""
         return body
 
     def align(self) -> None:
+        """Returns on all ranks at once, as far as that can be. Collective."""
         if self._shared is not None:
             self._shared.wait()
         else:
             dist.barrier(self._group)
 
     def time(self, body: Body) -> None:
+        """One sample; it may be known only at the end."""
         start = time.perf_counter()
         body()
         self._samples.append((time.perf_counter() - start) * 1e6)
 
     def finish(self) -> list[float]:
+        """Of all samples since the last call, in their order."""
         samples, self._samples = self._samples, []
         return samples
 
-    def kernels(self, side: Side, iterations: int) -> dict[str, Any]:
+    def kernels(self, side: Verbs, iterations: int) -> dict[str, Any]:
+        """What the verbs' time is made of, as far as it can be told; or empty. Collective."""
         tell: Any = getattr(side, "kernel_times", None)
         return {} if tell is None else tell(self.align, iterations)
 
 
-class GpuClock:
+class GpuClock(CpuClock):
     """Events of a GPU rank, nothing of ours in L2, graphs where the options say so. Not run yet.
 
     Ranks pass gloo's barrier, then each flushes its L2. How far apart the barrier leaves them is in
@@ -132,21 +119,23 @@ class GpuClock:
     """
 
     def __init__(self, options: Options, group: Any, device: torch.device) -> None:
+        super().__init__(group, None)
         self._clock = cuda_clock.Clock(device, options.iters, options.warmup)
-        self._group, self._graph = group, options.cuda_graph
-        self._word = torch.zeros(1)
+        self._graph, self._word = options.cuda_graph, torch.zeros(1)
         self._pairs: list[tuple[Any, Any]] = []
 
     def prepare(self, body: Body) -> Body:
         if not self._graph:
             return body
-        self._clock.wait()
-        dist.all_reduce(self._word, group=self._group)
+        self._meet()
         return self._clock.replay(body)  # the check has run it, so nothing is made here
 
-    def align(self) -> None:
+    def _meet(self) -> None:
         self._clock.wait()
         dist.all_reduce(self._word, group=self._group)  # of CPU tensors: gloo's
+
+    def align(self) -> None:
+        self._meet()
         self._clock.flush()
 
     def time(self, body: Body) -> None:
@@ -157,91 +146,75 @@ class GpuClock:
         pairs, self._pairs = self._pairs, []
         return [self._clock.microseconds(*pair) for pair in pairs]
 
-    def kernels(self, side: Side, iterations: int) -> dict[str, Any]:
-        def both() -> None:
-            side.dispatch()
-            side.combine()
-
-        return {"both": self._clock.kernels(both)}
-
-
-def make_clock(
-    options: Options, group: Any, device: torch.device, shared: SharedBarrier | None
-) -> Clock:
-    """For this rank's device."""
-    if device.type == "cuda":
-        return GpuClock(options, group, device)
-    return CpuClock(options, group, shared)
+    def kernels(self, side: Verbs, iterations: int) -> dict[str, Any]:
+        return {"both": self._clock.kernels(_bodies(side)[2])}
 
 
 class PlainCopy:
-    """The ceiling: as many bytes as this rank's put rows have, copied once, private to private."""
+    """The ceiling: as many bytes as these ranks' put rows have, copied once, private to private."""
 
-    def __init__(self, traffic: Traffic, rank: int, device: torch.device) -> None:
-        sizes = [traffic.put_bytes(phase, rank) for phase in ("dispatch", "combine")]
-        source = torch.randint(0, 255, (max(sizes),), dtype=torch.uint8, device=device)
-        target = torch.zeros_like(source)
-        self._pairs = [(target[:size], source[:size]) for size in sizes]
+    def __init__(self, traffic: Traffic, ranks: range, device: torch.device | str) -> None:
+        self._sizes = {p: sum(traffic.put_bytes(p, rank) for rank in ranks) for p in PHASES}
+        most = max(1, *self._sizes.values())
+        self._source = torch.randint(0, 255, (most,), dtype=torch.uint8, device=device)
+        self._target = torch.zeros_like(self._source)
+
+    def _copy(self, phase: str) -> None:
+        size = self._sizes[phase]
+        self._target[:size].copy_(self._source[:size])
 
     def dispatch(self) -> None:
-        target, source = self._pairs[0]
-        target.copy_(source)
+        self._copy("dispatch")
 
     def combine(self) -> None:
-        target, source = self._pairs[1]
-        target.copy_(source)
+        self._copy("combine")
 
-
-class _Verbs(Protocol):
-    def dispatch(self) -> None: ...
-
-    def combine(self) -> None: ...
+    def both(self) -> None:
+        self._copy("both")
 
 
 def take_turns(
-    sides: Mapping[str, _Verbs], options: Options, clock: Clock, progress: Callable[[], None]
+    sides: Mapping[str, Verbs], options: Options, clock: CpuClock, progress: Callable[[], Any]
 ) -> dict[str, Samples]:
     """Samples of every side, `[iterations, 1]` of this rank. Collective.
 
     In every iteration each side does dispatch, combine, and both; each comes first in some.
     """
-    bodies = {name: _bodies(side, clock) for name, side in sides.items()}
-    names = list(bodies)
+    # In the order of a layer's calls: a graph's capture runs the Python of the body.
+    bodies = {name: _prepared(side, clock) for name, side in sides.items()}
+    names, order = list(bodies), list[str]()
     for iteration in range(-options.warmup, options.iters):
         if iteration == 0:
             clock.finish()  # the warm-up's
-        for name in common.order_of(names, iteration):
+            order.clear()
+        turns = common.order_of(names, iteration)
+        order += turns
+        for name in turns:
             for body in bodies[name]:
                 clock.align()
                 clock.time(body)
         progress()
-    return _sorted_out(clock.finish(), names, options.iters)
+    times = torch.tensor(clock.finish(), dtype=torch.float64).view(len(order), len(PHASES), 1)
+    found: dict[str, Samples] = {}
+    for name in names:
+        mine = times[[turn for turn, who in enumerate(order) if who == name]]
+        found[name] = dict(zip(PHASES, mine.unbind(1), strict=True))
+    return found
 
 
-def _bodies(side: _Verbs, clock: Clock) -> list[Body]:
+def _bodies(side: Verbs) -> list[Body]:
     """One for each of PHASES."""
 
     def both() -> None:
         side.dispatch()
         side.combine()
 
-    bodies = [side.dispatch, side.combine, both]
-    if not getattr(side, "capturable", True):
-        return bodies
-    # In the order of a layer's calls: a graph's capture runs the Python of the body.
-    return [clock.prepare(body) for body in bodies]
+    return [side.dispatch, side.combine, both]
 
 
-def _sorted_out(taken: Iterable[float], names: list[str], iterations: int) -> dict[str, Samples]:
-    shape = (iterations, len(names), len(PHASES))
-    times = torch.tensor(list(taken), dtype=torch.float64).view(shape)
-    found: dict[str, Samples] = {}
-    for name in names:
-        orders = [common.order_of(names, iteration) for iteration in range(iterations)]
-        turns = torch.tensor([order.index(name) for order in orders])
-        mine = times[torch.arange(iterations), turns]
-        found[name] = {phase: mine[:, number : number + 1] for number, phase in enumerate(PHASES)}
-    return found
+def _prepared(side: Verbs, clock: CpuClock) -> list[Body]:
+    bodies = _bodies(side)
+    return [clock.prepare(b) for b in bodies] if getattr(side, "capturable", True) else bodies
 
 
 def all_ranks(samples: Samples, ep_size: int, group: Any) -> Samples:
@@ -252,8 +225,3 @@ def all_ranks(samples: Samples, ep_size: int, group: Any) -> Samples:
         dist.all_gather(everyone, mine.contiguous(), group=group)
         found[phase] = torch.cat(everyone, dim=1)
     return found
-
-
-def group_timeout(options: Options) -> datetime.timedelta:
-    """Of the group's collectives: that of our verbs, and some."""
-    return datetime.timedelta(seconds=options.timeout_s + 60)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: What every result file says in "machine", as moe_nvlink's benchmarks write it: one of each group.
+#: What the field "machine" of every result file must state: one name of each group.
 REQUIRED = (("date",), ("cpu", "gpu"), ("commit",), ("command",))
 
 
 class ReportError(Exception):
-    """The report cannot be made; the message says of which file, why, and what to do."""
+    """The report cannot be made; the message names the file, the reason and the next step."""
 
 
 class Result(NamedTuple):
@@ -28,39 +29,44 @@ class Result(NamedTuple):
 
     @property
     def machine(self) -> dict[str, Any]:
-        found = self.data.get("machine")
-        return found if isinstance(found, dict) else {}
+        return dict(self.data.get("machine", {}))
 
     @property
     def options(self) -> dict[str, Any]:
-        found = self.data.get("options")
-        return found if isinstance(found, dict) else {}
+        return dict(self.data.get("options", {}))
 
     @property
     def kind(self) -> str:
-        """What the file says it is; of files older than that word, what they look like."""
-        return str(self.data.get("kind") or _old_kind(self.data))
+        return str(self.data.get("kind", ""))
+
+
+class Page(NamedTuple):
+    """A document, named from the repository's root."""
+
+    document: str
+    root: Path
+
+    def link(self, path: Path) -> str:
+        """From the document to a file, as Markdown wants it."""
+        return Path(os.path.relpath(path, (self.root / self.document).parent)).as_posix()
 
 
 def load(folder: Path) -> list[Result]:
-    """Every result file of a folder, by name: the date comes first, so the oldest does.
+    """Read every result file of a folder, oldest first: each name begins with the date.
 
     Raises:
-        ReportError: a file is not JSON, no object, or of a run that did not end.
+        ReportError: a file is not a JSON object, or its run did not end.
     """
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            data = json.loads(path.read_text())
-        except ValueError as error:
+            result = Result(path, dict(json.loads(path.read_text())))
+        except (ValueError, TypeError) as error:
             raise ReportError(f"{path}: not JSON ({error}); measure again or delete it") from error
-        if not isinstance(data, dict):
-            raise ReportError(f"{path}: holds a {type(data).__name__}, a result is an object")
-        if "incomplete" in data:
-            raise ReportError(
-                f"{path}: incomplete ({data['incomplete']}); measure again, or keep it elsewhere"
-            )
-        found.append(Result(path, data))
+        if "incomplete" in result.data:
+            why = result.data["incomplete"]
+            raise ReportError(f"{path}: incomplete ({why}); measure again, or keep it elsewhere")
+        found.append(result)
     return found
 
 
@@ -80,20 +86,5 @@ def complaints(result: Result) -> list[str]:
         for names in REQUIRED
         if all(result.machine.get(name) in (None, "", "unknown") for name in names)
     ]
-    if not missing:
-        return []
-    return [
-        f'{result.name}: "machine" lacks {", ".join(missing)}; write it with common.describe_run()'
-    ]
-
-
-def _old_kind(data: dict[str, Any]) -> str:
-    if "groups" in data:
-        return "lm_head"
-    rows = data.get("rows")
-    if isinstance(rows, dict):
-        return "launch"
-    first = rows[0] if isinstance(rows, list) and rows else {}
-    if "verb" in first:
-        return "recipes"
-    return "exchange" if "both_us" in first else "unknown"
+    lacking = f'{result.name}: "machine" lacks {", ".join(missing)}'
+    return [f"{lacking}; write it with common.describe_run()"] if missing else []

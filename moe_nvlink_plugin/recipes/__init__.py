@@ -1,4 +1,4 @@
-"""Recipes: what travels. A recipe says which rows a token becomes; transport never looks inside."""
+"""Recipes: formats of the rows that travel. Only a recipe knows what a row's bytes mean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
 from .unquantised import BF16, FP16, FP32, unquantised_recipe_of
 
-#: Those of this package, in an order that all ranks have.
+#: Recipes of this package, in the same order on all ranks.
 BUILT_IN: tuple[Recipe, ...] = (
     BF16,
     FP16,

@@ -1,4 +1,4 @@
-"""The shape of a recipe."""
+"""Protocols that a recipe implements."""
 
 from __future__ import annotations
 
@@ -10,47 +10,57 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class PayloadRow:
-    """One payload of a token: `[elements]` of `dtype`."""
+    """Row of one token in one payload: `[elements]` of `dtype`."""
 
     dtype: torch.dtype
     elements: int
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of the row."""
         return self.elements * self.dtype.itemsize
 
 
 class Recipe(Protocol):
-    """Which rows travel for a token of `hidden_size` activations. Stateless.
+    """Format in which `hidden_size` activations of a token travel. Stateless; methods are local.
 
-    Registered through the hook `moe_nvlink_recipes`, ours as well as a stranger's. With these four
-    members the caller quantises before dispatch; see QuantisingRecipe for more.
+    The hook `moe_nvlink_recipes` registers recipes, our own and third-party ones. If a recipe has
+    only these four members, the caller quantises before dispatch; see QuantisingRecipe.
     """
 
     @property
     def name(self) -> str:
-        """What AllToAllConfig.recipe says."""
+        """Name by which AllToAllConfig.recipe selects the recipe."""
         ...
 
     @property
     def activation_dtypes(self) -> tuple[torch.dtype, ...]:
-        """AllToAllConfig.dtype values it can be used with."""
+        """Values of AllToAllConfig.dtype that the recipe supports."""
         ...
 
     def hidden_row(self, hidden_size: int) -> PayloadRow:
-        """The row `dispatch(hidden_states=...)` takes; ConfigError for a size it can't do."""
+        """Return the row that `dispatch(hidden_states=...)` takes.
+
+        Raises:
+            ConfigError: the recipe does not support this hidden_size.
+        """
         ...
 
     def scales_row(self, hidden_size: int) -> PayloadRow | None:
-        """The row of scales beside it, or None."""
+        """Return the row of scales that travels beside hidden_row, or None if there are none.
+
+        Raises:
+            ConfigError: the recipe does not support this hidden_size.
+        """
         ...
 
 
 class QuantisedRows(NamedTuple):
-    """What activations become.
+    """Rows and scales that a recipe makes of activations.
 
-    rows: `[num_tokens, elements of hidden_row]`; scales: `[num_tokens, elements of scales_row]`,
-    None where the recipe sends none.
+    Attributes:
+        rows: `[num_tokens, elements of hidden_row]`, in its dtype.
+        scales: `[num_tokens, elements of scales_row]`, in its dtype; None if the recipe sends none.
     """
 
     rows: torch.Tensor
@@ -59,26 +69,27 @@ class QuantisedRows(NamedTuple):
 
 @runtime_checkable
 class QuantisingRecipe(Recipe, Protocol):
-    """A recipe that also says how activations become its rows and back, in plain torch.
+    """Recipe that also quantises activations and dequantises rows, in plain torch.
 
-    dispatch then takes activations too. Where the kernels have the quantiser they apply it on the
-    way, with the same bits as `quantise`; otherwise dispatch calls `quantise` first.
+    With such a recipe, dispatch takes activations too. If the kernels have the quantiser, dispatch
+    applies it while it sends the rows, with the same bits as `quantise` (nvfp4.py says what differs
+    on a GPU). Otherwise dispatch calls `quantise` first.
     """
 
     @property
     def needs_global_scale(self) -> bool:
-        """Whether `quantise` takes one fp32 scale for the whole tensor, which does not travel."""
+        """Whether `quantise` needs one fp32 scale for the whole tensor; it does not travel."""
         ...
 
     @property
     def quantiser(self) -> str:
-        """kQuantiser* of kernels/include/moe_nvlink/config.h without the prefix; "None": none."""
+        """Name of the kernels' quantiser (kQuantiser* in config.h, without prefix), or "None"."""
         ...
 
     def quantise(
         self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
     ) -> QuantisedRows:
-        """`[num_tokens, hidden_size]` activations as rows that travel. Local; capturable."""
+        """Quantise `[num_tokens, hidden_size]` activations. Local; capturable."""
         ...
 
     def dequantise(
@@ -88,5 +99,5 @@ class QuantisingRecipe(Recipe, Protocol):
         dtype: torch.dtype,
         global_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rows and scales as `[num_tokens, hidden_size]` of `dtype`. Local; capturable."""
+        """Return rows and scales as `[num_tokens, hidden_size]` of `dtype`. Local; capturable."""
         ...

@@ -1,10 +1,11 @@
-"""Formats in which the experts' rows travel back in combine, and how far they may move a sum.
+"""Formats in which the experts' rows travel back in combine, and a bound on their error.
 
-Unquantised, a partial row travels in `AllToAllConfig.dtype`. With a format the rank that owns the
-experts quantises their rows in the head of combine; who combines pulls the quantised rows,
-dequantises, adds in fp32 as a pairwise tree over k and rounds once. What 8 or 4 bits lose is lost,
-so a format is chosen by configuration only. What is here in torch is the reference that the kernel
-(kernels/combine.cu) is compared with bit for bit; its operations round the same on every device.
+Without a format, partial rows travel in `AllToAllConfig.dtype`. With a format, the rank that owns
+the experts quantises their rows at the start of combine. The rank that combines fetches the
+quantised rows, dequantises them, adds them in fp32 as a pairwise tree over k and rounds once.
+Quantising loses bits, so only `AllToAllConfig.combine` turns it on. The tests compare the kernel
+(kernels/exchange/combine.cu) with the torch code here, bit for bit; its operations round the same
+on every device.
 
 | format    | region              | row of a slot            | bytes at hidden 7168 |
 |-----------|---------------------|--------------------------|----------------------|
@@ -31,7 +32,7 @@ from .fp8 import E4M3_MAX, divide, to_e4m3
 from .nvfp4 import e2m1_codes, e2m1_values, packed, unpacked
 
 E2M1_MAX = 6.0
-#: Smallest scale of a row of nvfp4: with it the least block scale, 2**-9, is a normal number still.
+#: Smallest scale of an nvfp4 row: times the least block scale, 2**-9, it is still a normal number.
 LEAST_ROW_SCALE = 2.0**-100
 
 #: Relative error of one fp32 operation.
@@ -39,41 +40,45 @@ _U32 = 2.0**-24
 
 
 class QuantisedPartialRows(NamedTuple):
-    """What travels for `n` partial rows; the fields are the regions' contents."""
+    """Quantised form of `n` partial rows; each field is the content of one region."""
 
     rows: torch.Tensor
     scales: torch.Tensor
-    row_scales: torch.Tensor | None  # fp32 [n, 1], formats that have them
+    row_scales: torch.Tensor | None  # fp32 [n, 1]; None if the format has none
 
 
 class CombineFormat(Protocol):
-    """One format. Stateless; any device."""
+    """Format of combine. Stateless; all methods are local and work on any device."""
 
     @property
     def name(self) -> str:
-        """What AllToAllConfig.combine says."""
+        """Name by which AllToAllConfig.combine selects the format."""
         ...
 
     def rows(self, hidden_size: int) -> dict[str, PayloadRow]:
-        """Region name -> row of a slot; ConfigError for a size it cannot do."""
+        """Return region name -> row of a slot.
+
+        Raises:
+            ConfigError: hidden_size is no multiple of the format's block.
+        """
         ...
 
     def quantise(self, partial_rows: torch.Tensor) -> QuantisedPartialRows:
-        """`[n, H]` of an activation type, as the kernel quantises them."""
+        """Quantise `[n, H]` of an activation type, with the kernel's bits."""
         ...
 
     def dequantise(self, quantised: QuantisedPartialRows) -> torch.Tensor:
-        """fp32 `[n, H]`: the terms of combine's sum."""
+        """Return the terms of combine's sum, fp32 `[n, H]`."""
         ...
 
     def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
-        """fp64 `[n, H]`: |dequantise(quantise(x)) - x| is at most this where x is finite."""
+        """Return a bound on |dequantise(quantise(x)) - x| for finite x, fp64 `[n, H]`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8BlockFormat:
-    """e4m3 with an fp32 scale for every 128 elements: the rule of the recipe fp8_block."""
+    """e4m3 with one fp32 scale per 128 elements, by the rule of the recipe fp8_block."""
 
     name: str = "fp8_block"
     block: int = 128
@@ -98,21 +103,21 @@ class Fp8BlockFormat:
         scales = self.quantise(partial_rows).scales.double().repeat_interleave(self.block, -1)
         exact = partial_rows.double().abs()
         values = exact / scales
-        # Half the distance of e4m3 numbers around the value: 3 bits behind the leading one, and
-        # below 2**-6 the distance stays.
+        # Half the distance between e4m3 numbers near the value: they have 3 bits after the leading
+        # bit, and below 2**-6 the distance is constant.
         half_step = torch.exp2(_floor_log2(values).clamp(min=-6.0) - 4.0)
         return _with_fp32_roundings(scales * half_step, exact)
 
 
 @dataclasses.dataclass(frozen=True)
 class Nvfp4Format:
-    """e2m1 with an e4m3 scale for every 16 elements and an fp32 scale for each row.
+    """e2m1 with one e4m3 scale per 16 elements and one fp32 scale per row.
 
-    The row's scale r takes the place of the recipe's global one: r = amax of the row / (448 * 6),
-    so that the largest block's scale is the largest e4m3 number, and the blocks are those of the
-    recipe nvfp4 with global scale 1 / r; but x is multiplied by the reciprocal of s * r, which is
-    what the receiver makes of a block's scale s. A value is e2m1 * (s * r). A NaN or an infinity
-    makes r NaN, and so every value of its row.
+    The row's scale r replaces the recipe's global scale: r = amax of the row / (448 * 6), so that
+    the scale of the largest block is the largest e4m3 number. The scales s of the blocks are those
+    of the recipe nvfp4 with global scale 1 / r. A value is e2m1 * (s * r), and the quantiser
+    multiplies x by the reciprocal of s * r, the product that the receiver computes. A NaN or an
+    infinity makes r NaN, and with r every value of its row.
     """
 
     name: str = "nvfp4"
@@ -145,9 +150,9 @@ class Nvfp4Format:
     def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
         units = self._units(self.quantise(partial_rows)).double().repeat_interleave(self.block, -1)
         exact = partial_rows.double().abs()
-        values = exact / units  # inf or NaN where the unit is zero, and with it every value
+        values = exact / units  # inf or NaN if the unit is zero; every value is then zero
         half_step = torch.where(values < 2.0, 0.25, torch.where(values < 4.0, 0.5, 1.0))
-        beyond = values - E2M1_MAX  # of a block whose scale was rounded down
+        beyond = values - E2M1_MAX  # positive if the block's scale was rounded down
         error = torch.where(units == 0.0, exact, units * torch.maximum(half_step, beyond))
         return _with_fp32_roundings(error, exact)
 
@@ -158,16 +163,16 @@ class Nvfp4Format:
 
 FP8_BLOCK = Fp8BlockFormat()
 NVFP4 = Nvfp4Format()
-#: By what AllToAllConfig.combine says; None and "bf16" stand for unquantised rows.
+#: Formats by name. None and "bf16" mean unquantised rows.
 FORMATS: dict[str, CombineFormat] = {one.name: one for one in (FP8_BLOCK, NVFP4)}
 UNQUANTISED_NAMES = (None, "bf16")
 
 
 def combine_format(name: str | None) -> CombineFormat | None:
-    """The format of that name; None for unquantised rows.
+    """Return the format of that name; None for unquantised rows. Local.
 
     Raises:
-        ConfigError: no such format.
+        ConfigError: there is no such format.
     """
     if name in UNQUANTISED_NAMES:
         return None
@@ -177,10 +182,10 @@ def combine_format(name: str | None) -> CombineFormat | None:
 
 
 def combine_rows(name: str | None, hidden_size: int) -> dict[str, PayloadRow]:
-    """Region name -> row of a slot, beside the experts' own region; empty for unquantised rows.
+    """Return region name -> row of a slot for the format's regions; {} for unquantised rows. Local.
 
     Raises:
-        ConfigError: no such format, or a hidden_size that is no multiple of its block.
+        ConfigError: there is no such format, or hidden_size is no multiple of its block.
     """
     found = combine_format(name)
     return {} if found is None else found.rows(hidden_size)
@@ -189,22 +194,21 @@ def combine_rows(name: str | None, hidden_size: int) -> dict[str, PayloadRow]:
 def error_bound(
     partial_rows: torch.Tensor, name: str, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """How far combine's result may lie from the exact sum of the experts' rows.
+    """Bound the distance between combine's result and the exact sum of the experts' rows. Local.
 
     Args:
-        partial_rows: `[n, top_k, H]` of an activation type, finite; rows of zeros for the k that
-            have none.
-        name: of the format.
-        dtype: what combine writes; None: that of partial_rows.
+        partial_rows: `[n, top_k, H]` of an activation type, finite; zeros for a k without a row.
+        name: name of the format.
+        dtype: type that combine writes; None: the type of partial_rows.
 
     Returns:
-        fp64 `[n, H]`: |combine's element - exact sum| is at most this, as long as the sum does not
+        fp64 `[n, H]`: an upper bound of |combine's element - exact sum|, if the sum does not
         overflow `dtype`.
 
-    Derivation. Write x_k for the experts' element, y_k for what the receiver makes of it.
+    Derivation. x_k is the experts' element, and y_k is the receiver's dequantised element.
 
     1. One block. fp8_block: s = max(amax, 1e-10) / 448 puts |x / s| into [0, 448], up to fp32's
-       rounding, which the clamp takes back. e4m3 rounds v = x / s to the nearest of numbers that
+       rounding, which the clamp corrects. e4m3 rounds v = x / s to the nearest of numbers that
        lie 2**(floor(log2 |v|) - 3) apart, 2**-9 below 2**-6. So |y - x| is at most
        s * 2**(max(floor(log2 |v|), -6) - 4): never more than the larger of |x| / 16 and
        amax / (448 * 1024), and at most amax / 28 anywhere in the block.
@@ -216,8 +220,8 @@ def error_bound(
        block's amax. Blocks below that have a subnormal s; the smallest (amax of the block up to
        6 * 2**-10 * r) have s = 0, send zeros, and |y - x| = |x|.
        Both: quotient, scale and the receiver's product are each rounded to fp32, which moves |y| by
-       less than 2**-20 of what it is; where that decides a tie the other way, |y - x| is no larger.
-       No element is off by more than itself: zero is one of the numbers rounded to.
+       less than 2**-20 of its value; if that turns a tie the other way, |y - x| is no larger.
+       No element is off by more than its magnitude, because zero is among the rounded numbers.
     2. The sum over k is a pairwise tree of depth d = ceil(log2(top_k)) in fp32, so it is off by at
        most ((1 + 2**-24)**d - 1) * sum_k |y_k| with |y_k| <= |x_k| + the bound of 1.
     3. One rounding to dtype: half a unit in the last place of the result, 2**-8 (bf16) or 2**-11
@@ -237,7 +241,7 @@ def error_bound(
     return before_rounding + relative * (exact.sum(1).abs() + before_rounding) + absolute
 
 
-#: Of a result: half a unit in the last place, relative, and half a step of subnormal numbers.
+#: Type of the result -> half a unit in the last place (relative), half a step of subnormals.
 _ROUNDING = {
     torch.bfloat16: (2.0**-8, 2.0**-134),
     torch.float16: (2.0**-11, 2.0**-25),
@@ -254,7 +258,7 @@ def _check_hidden_size(name: str, hidden_size: int, block: int) -> None:
 
 
 def _floor_log2(values: torch.Tensor) -> torch.Tensor:
-    """Exact, unlike floor(log2(x)); some negative number for zero."""
+    """Return floor(log2(values)), exactly; a negative number for zero."""
     return torch.frexp(values)[1].double() - 1.0
 
 

@@ -1,25 +1,26 @@
-"""e4m3 activations with fp32 scales: per block of 128, per token, or one scale that is given.
+"""e4m3 activations with fp32 scales: one per block of 128, one per token, or a global scale.
 
-The arithmetic is that of the CUDA kernels behind vLLM 0.32's `moe_kernel_quantize_input`, for rows
-of finite numbers bit for bit: `per_token_group_fp8_quant` (blocks), `dynamic_per_token_scaled_fp8_
-quant`, `static_scaled_fp8_quant`. Where its own torch reference, `QuantFP8.forward_native`, differs
-from those kernels the kernels are followed:
+The arithmetic follows the CUDA kernels that vLLM 0.32's `moe_kernel_quantize_input` calls:
+`per_token_group_fp8_quant` (blocks), `dynamic_per_token_scaled_fp8_quant` (tokens) and
+`static_scaled_fp8_quant` (global scale). By their source, rows of finite numbers get the same bits.
+vLLM's torch reference, `QuantFP8.forward_native`, differs from these kernels in three ways; here
+the kernels count:
 
-- blocks: the kernel's least amax is 1e-10, a scale of 2.2e-13; forward_native's least scale is
-  1/(448 * 512), 4.4e-6, so blocks whose amax is below 1/512 differ.
-- tokens: the kernel divides by the scale, forward_native multiplies by its reciprocal, which is
-  rounded: now and then a value falls on the other side of a tie.
-- sizes: the kernel refuses a hidden size that is no multiple of 128, forward_native pads it.
+- Blocks: the kernel's least amax is 1e-10, which gives a scale of 2.2e-13. The reference's least
+  scale is 1/(448 * 512) = 4.4e-6. So blocks with an amax below 1/512 differ.
+- Tokens: the kernel divides by the scale. The reference multiplies by the rounded reciprocal, so a
+  value near a tie may round to the other side.
+- Sizes: the kernel refuses a hidden size that is no multiple of 128. The reference pads it.
 
-Where vLLM works with DeepGEMM (`is_deep_gemm_e8m0_used`) its block scales are rounded up to powers
-of two; that is another format, in which rows travel as vLLM has quantised them.
+If vLLM uses DeepGEMM (`is_deep_gemm_e8m0_used`), it rounds its block scales up to powers of two.
+That is another format; vLLM then quantises the rows before dispatch.
 
-On purpose unlike vLLM's kernels: a NaN makes its block's (its token's) scale NaN and every value in
-it NaN, as in forward_native. The kernels lose it, since fmaxf drops NaN, and send +-448 in its
-place. An infinity makes the scale infinite, so that finite values of its block become zeros and it
-becomes NaN itself (inf / inf). With a given scale NaN stays NaN and infinity becomes 448.
+NaN and infinity differ from vLLM's kernels on purpose. A NaN makes the scale of its block (or
+token) NaN, and so every value in it, as in the reference; vLLM's kernels drop it, because fmaxf
+does, and send +-448. An infinity makes the scale infinite: finite values of its block become 0, and
+the infinity becomes NaN (inf / inf). With a global scale, NaN stays NaN and infinity becomes 448.
 
-Every NaN is stored as 0x7f, whatever its sign was, so that all devices store the same bits.
+Every NaN is stored as 0x7f, whatever its sign, so that all devices store the same bits.
 """
 
 from __future__ import annotations
@@ -37,31 +38,31 @@ from .global_scale import check_global_scale
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
-#: Types that every quantising recipe takes and gives back.
+#: Activation types that every quantising recipe takes and returns.
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """fp32 to e4m3, to nearest even, at most +-448; every NaN becomes 0x7f.
+    """Round fp32 to e4m3, to nearest even and at most +-448; every NaN becomes 0x7f.
 
-    The limit is set here and not left to torch: its cast saturates in 2.13, older ones make NaN of
-    what rounds beyond 448. Local; capturable.
+    The clamp does not rely on torch: the cast of torch 2.13 saturates, and the cast of older
+    versions gives NaN for values that round beyond 448. Local; capturable.
     """
     return torch.where(values.isnan(), float("nan"), values.clamp(-E4M3_MAX, E4M3_MAX)).to(E4M3)
 
 
 def divide(numerator: torch.Tensor, divisor: float) -> torch.Tensor:
-    """fp32 by a number, rounded once. `tensor / 448.0` on a GPU multiplies by torch's 1/448."""
+    """Divide fp32 by a number, rounding once. On a GPU, `tensor / 448.0` multiplies by 1/448."""
     return numerator / numerator.new_full((), divisor)
 
 
 def in_blocks(values: torch.Tensor, block: int) -> torch.Tensor:
-    """`[n, H]` as fp32 `[n, H / block, block]`."""
+    """Return `[n, H]` values as fp32 `[n, H / block, block]`."""
     return values.float().reshape(values.shape[0], values.shape[1] // block, block)
 
 
 def check_block(recipe: str, hidden_size: int, block: int, instead: str) -> None:
-    """Raises ConfigError where blocks do not fill the row."""
+    """Raise ConfigError if hidden_size is no multiple of `block`; it recommends `instead`."""
     if hidden_size % block:
         raise ConfigError(
             f"hidden_size={hidden_size} is not a multiple of {block}, the scale block of recipe "
@@ -70,7 +71,7 @@ def check_block(recipe: str, hidden_size: int, block: int, instead: str) -> None
 
 
 def check_activations(recipe: str, hidden_states: torch.Tensor) -> None:
-    """Raises InputError for what is no `[num_tokens, hidden_size]` of an activation type."""
+    """Raise InputError if the tensor is not `[num_tokens, hidden_size]` of an activation type."""
     if hidden_states.dim() != 2:
         raise InputError(
             f"recipe {recipe} quantises [num_tokens, hidden_size], not a tensor of shape "
@@ -84,7 +85,7 @@ def check_activations(recipe: str, hidden_states: torch.Tensor) -> None:
 
 
 def scales_given(recipe: str, scales: torch.Tensor | None) -> torch.Tensor:
-    """Raises InputError where they are missing."""
+    """Return the scales; raise InputError if they are missing."""
     if scales is None:
         raise InputError(f"rows of recipe {recipe} mean nothing without scales; pass Dispatched's")
     return scales
@@ -92,10 +93,10 @@ def scales_given(recipe: str, scales: torch.Tensor | None) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8BlockRecipe:
-    """e4m3 `[n, H]`, one fp32 scale per 128 elements. H must be a multiple of 128.
+    """Recipe fp8_block: e4m3 `[n, H]`, one fp32 scale per 128 elements; H is a multiple of 128.
 
-    scale = max(amax, 1e-10) / 448; value = e4m3(clamp(x / scale, -448, 448)). Both divisions are
-    rounded as IEEE 754 says.
+    scale = max(amax, 1e-10) / 448; value = e4m3(clamp(x / scale, -448, 448)). Both divisions round
+    as IEEE 754 says.
     """
 
     name: ClassVar[str] = "fp8_block"
@@ -116,11 +117,11 @@ class Fp8BlockRecipe:
     def quantise(
         self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
     ) -> QuantisedRows:
-        """Rows e4m3 `[n, H]`, scales fp32 `[n, H/128]`. Local; capturable.
+        """Return rows e4m3 `[n, H]` and scales fp32 `[n, H/128]`. Local; capturable.
 
         Raises:
             ConfigError: H is no multiple of 128.
-            InputError: not two-dimensional or not of an activation type.
+            InputError: hidden_states is not two-dimensional, or not of an activation type.
         """
         check_activations(self.name, hidden_states)
         check_block(self.name, hidden_states.shape[1], self.block, "fp8_token")
@@ -135,17 +136,17 @@ class Fp8BlockRecipe:
         dtype: torch.dtype,
         global_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """value * scale, rounded to `dtype`. Local; capturable."""
+        """Return value * scale, rounded to `dtype`. Local; capturable."""
         blocks = in_blocks(rows, self.block)
         return (blocks * scales_given(self.name, scales)[:, :, None]).flatten(1).to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8TokenRecipe:
-    """e4m3 `[n, H]`, one fp32 scale per token. Any H.
+    """Recipe fp8_token: e4m3 `[n, H]`, one fp32 scale per token; any H.
 
-    scale = max(amax / 448, 1/(448 * 512)); value = e4m3(clamp(x / scale, -448, 448)). Divisions are
-    rounded as IEEE 754 says.
+    scale = max(amax / 448, 1/(448 * 512)); value = e4m3(clamp(x / scale, -448, 448)). Divisions
+    round as IEEE 754 says.
     """
 
     name: ClassVar[str] = "fp8_token"
@@ -162,10 +163,10 @@ class Fp8TokenRecipe:
     def quantise(
         self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
     ) -> QuantisedRows:
-        """Rows e4m3 `[n, H]`, scales fp32 `[n, 1]`. Local; capturable.
+        """Return rows e4m3 `[n, H]` and scales fp32 `[n, 1]`. Local; capturable.
 
         Raises:
-            InputError: not two-dimensional or not of an activation type.
+            InputError: hidden_states is not two-dimensional, or not of an activation type.
         """
         check_activations(self.name, hidden_states)
         values = hidden_states.float()
@@ -180,13 +181,13 @@ class Fp8TokenRecipe:
         dtype: torch.dtype,
         global_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """value * scale, rounded to `dtype`. Local; capturable."""
+        """Return value * scale, rounded to `dtype`. Local; capturable."""
         return (rows.float() * scales_given(self.name, scales)).to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8TensorRecipe:
-    """e4m3 `[n, H]` with a scale that is given and does not travel. Any H.
+    """Recipe fp8_tensor: e4m3 `[n, H]` under a global_scale that does not travel; any H.
 
     value = e4m3(clamp(x * (1 / global_scale), -448, 448)); the reciprocal is rounded first.
     """
@@ -205,11 +206,13 @@ class Fp8TensorRecipe:
     def quantise(
         self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
     ) -> QuantisedRows:
-        """Rows e4m3 `[n, H]`, no scales. Local; capturable. vLLM calls global_scale a1_scale.
+        """Return rows e4m3 `[n, H]` without scales. Local; capturable.
+
+        vLLM's name for global_scale is a1_scale.
 
         Raises:
-            InputError: not two-dimensional, not of an activation type, or no usable global_scale
-                (its value is not read here: dispatch does that).
+            InputError: hidden_states is not two-dimensional, or not of an activation type; or
+                global_scale is missing, not fp32, or not one element. Dispatch checks its value.
         """
         check_activations(self.name, hidden_states)
         scale = check_global_scale(self.name, global_scale, read_value=False)
@@ -223,7 +226,7 @@ class Fp8TensorRecipe:
         dtype: torch.dtype,
         global_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """value * global_scale, rounded to `dtype`. Local; capturable."""
+        """Return value * global_scale, rounded to `dtype`. Local; capturable."""
         scale = check_global_scale(self.name, global_scale, read_value=False)
         return (rows.float() * scale).to(dtype)
 

@@ -1,4 +1,4 @@
-"""The one scale of a whole tensor that some recipes are given."""
+"""Check of global_scale: the one scale of a whole tensor that some recipes need."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import torch
 
 from moe_nvlink_plugin.errors import InputError
 
-#: Between these a scale and its reciprocal are both normal fp32 numbers. Beyond them a GPU's
-#: approximate reciprocal makes 0 or infinity where a CPU still has a subnormal number.
+#: Between these limits a scale and its reciprocal are both normal fp32 numbers. Beyond them, a
+#: GPU's approximate reciprocal is 0 or infinity, where a CPU still computes a subnormal number.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 
 def check_global_scale(
     recipe: str, scale: torch.Tensor | None, *, read_value: bool = True
 ) -> torch.Tensor:
-    """The scale of one recipe as a 0-d fp32 tensor. Local; without `read_value`, capturable.
+    """Return the recipe's global scale as a 0-d fp32 tensor. Local; capturable without read_value.
 
     Args:
-        recipe: its name, for the message.
-        scale: one fp32 element on any device, of any shape.
-        read_value: look at the number too, which waits for the device of a tensor on a GPU.
+        recipe: name of the recipe, for the message.
+        scale: one fp32 element on any device, in any shape.
+        read_value: also check the number. If the tensor is on a GPU, this waits for the GPU.
 
     Raises:
-        InputError: missing, of another type or size; with `read_value` also zero, negative, NaN,
-            infinite, or so small or large that its reciprocal is no normal fp32 number.
+        InputError: the scale is missing, or of another type or size. With `read_value` also: it is
+            below 2^-126 (zero and negative numbers too), above 2^126, or NaN.
     """
     if scale is None:
         raise InputError(

@@ -1,15 +1,16 @@
 """MXFP8: e4m3 values in blocks of 32 that share a power of two (OCP microscaling).
 
-The rule is that of vLLM 0.32's `mxfp8_e4m3_quantize`: the least power of two that brings amax to
-448 or below. Its torch implementation takes `ceil(log2(amax / 448))` of a logarithm that is rounded
-to fp32. For an amax at most 40 units in the last place above 448 times a power of two (2 around
-1, 39 around 2^100, none around 448) it rounds to the integer and the scale comes out half as large;
-amax then becomes 448 all the same. Here the exponent is read from the bits of amax, exactly. bf16
-and fp16 have no number so close above one of those limits: for them both are equal. On Blackwell
-vLLM asks FlashInfer instead of torch.
+The scale follows the rule of vLLM 0.32's `mxfp8_e4m3_quantize`: the least power of two for which
+amax / scale is at most 448. vLLM's torch implementation computes `ceil(log2(amax / 448))` and
+rounds the logarithm to fp32. This recipe reads the exponent exactly, from the bits of amax. The two
+differ only if amax lies just above 448 times a power of two, by up to 40 units in the last place (2
+around 1, 39 around 2^100, none around 448). vLLM's scale is then half as large, and vLLM clamps
+amax / scale to 448. bf16 and fp16 have no numbers so close to these limits, so for them both rules
+are equal. On Blackwell vLLM calls FlashInfer's quantiser instead of torch.
 
-Sizes: a multiple of 32, or vLLM asserts. FlashInfer's quantiser pads columns to the `mx_alignment`
-of a FusedMoEQuantConfig (256 for MXFP4 weights under its TRT-LLM kernels); this recipe does not.
+The hidden size must be a multiple of 32; vLLM asserts this. FlashInfer's quantiser pads columns to
+the `mx_alignment` of a FusedMoEQuantConfig (256 for MXFP4 weights under its TRT-LLM kernels). This
+recipe does not pad.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from .fp8 import (
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp8Recipe:
-    """e4m3 `[n, H]`, one e8m0 byte b per 32 elements, which stands for 2^(b - 127).
+    """Recipe mxfp8: e4m3 `[n, H]`, one e8m0 byte b per 32 elements, which means 2^(b - 127).
 
-    H must be a multiple of 32. b is the least from 0 to 254 with amax <= 448 * 2^(b - 127), and
-    value = e4m3(clamp(x / 2^(b - 127), -448, 448)).
+    H must be a multiple of 32. b is the least number from 0 to 254 with amax <= 448 * 2^(b - 127),
+    and value = e4m3(clamp(x / 2^(b - 127), -448, 448)).
 
-    As in vLLM's torch implementation on torch 2.13: an infinite amax takes b = 254 and infinity
-    becomes 448 (older torch: NaN); a NaN in the block takes b = 0 and makes every value NaN (0x7f).
+    NaN and infinity follow vLLM's torch implementation on torch 2.13. If amax is infinite, b is 254
+    and infinity becomes 448 (NaN with older torch). If the block has a NaN, b is 0 and every value
+    is NaN (0x7f).
     """
 
     name: ClassVar[str] = "mxfp8"
@@ -60,19 +62,19 @@ class Mxfp8Recipe:
     def quantise(
         self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
     ) -> QuantisedRows:
-        """Rows e4m3 `[n, H]`, scales uint8 `[n, H/32]`. Local; capturable.
+        """Return rows e4m3 `[n, H]` and scales uint8 `[n, H/32]`. Local; capturable.
 
         Raises:
             ConfigError: H is no multiple of 32.
-            InputError: not two-dimensional or not of an activation type.
+            InputError: hidden_states is not two-dimensional, or not of an activation type.
         """
         check_activations(self.name, hidden_states)
         check_block(self.name, hidden_states.shape[1], self.block, "fp8_token")
         blocks = in_blocks(hidden_states, self.block)
         amax = blocks.abs().amax(dim=2)
         exponents = _exponents(amax)
-        # 2^(127 - b): the product has the same bits as the quotient by 2^(b - 127), which is
-        # subnormal for b = 0.
+        # The factor is 2^(127 - b). The product has the same bits as the quotient by 2^(b - 127),
+        # which is subnormal for b = 0.
         values = blocks * _power_of_two(254 - exponents)[:, :, None]
         values = torch.where(amax.isnan()[:, :, None], float("nan"), values)
         return QuantisedRows(to_e4m3(values).flatten(1), exponents.to(torch.uint8))
@@ -84,14 +86,14 @@ class Mxfp8Recipe:
         dtype: torch.dtype,
         global_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """value * 2^(b - 127), rounded to `dtype`; NaN for b = 255. Local; capturable."""
+        """Return value * 2^(b - 127), rounded to `dtype`; NaN for b = 255. Local; capturable."""
         exponents = scales_given(self.name, scales).to(torch.int32)
         blocks = in_blocks(rows, self.block)
         return (blocks * _power_of_two(exponents)[:, :, None]).flatten(1).to(dtype)
 
 
 def _exponents(amax: torch.Tensor) -> torch.Tensor:
-    """The biased exponents of the blocks' powers of two, int32 0..254. 448 is 1.75 * 2^8."""
+    """Return the biased exponents of the blocks' scales, int32 0..254. 448 is 1.75 * 2^8."""
     bits = amax.view(torch.int32)
     beyond = (bits & 0x7FFFFF) > 0x600000  # the mantissa is above 1.75
     exponents = ((bits >> 23) - 8 + beyond.int()).clamp(min=0)
@@ -99,7 +101,7 @@ def _exponents(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
-    """2^(biased - 127) in fp32 for int32 0..254; NaN for 255, which is e8m0's NaN."""
+    """Return 2^(biased - 127) in fp32 for int32 0..254; NaN for 255, which is e8m0's NaN."""
     bits = torch.where(biased == 0, 0x400000, biased << 23)  # 2^-127 is subnormal
     return torch.where(biased == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
 

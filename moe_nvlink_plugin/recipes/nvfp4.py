@@ -1,18 +1,19 @@
-"""NVFP4: e2m1 values, two in a byte, in blocks of 16 with an e4m3 scale, under one given scale.
+"""NVFP4: e2m1 values, two per byte, in blocks of 16 with an e4m3 scale, under one global scale.
 
-The arithmetic is that of vLLM 0.32's CUDA kernel `scaled_fp4_quant` with IEEE reciprocals in place
-of the approximate ones that it (and this package's kernel on a GPU) takes. Where such a factor is
-one unit in the last place off, values on a tie fall to the other side: with g = 1 some 6 in 1000
-codes of bf16 Gaussians, with a g that is no round number 1 in 1000 or none. Against its torch
-reference `ref_nvfp4_quant`:
+The arithmetic follows vLLM 0.32's CUDA kernel `scaled_fp4_quant`, with one difference: reciprocals
+are IEEE's, while vLLM's kernel, and our kernel on a GPU, use approximate reciprocals. If such a
+factor is off by one unit in the last place, a value on a tie rounds to the other side. By
+computation on a CPU this concerns about 6 in 1000 codes of bf16 Gaussians for g = 1, and at most 1
+in 1000 for a g that is no round number. vLLM's torch reference, `ref_nvfp4_quant`, differs from its
+kernel in two ways; here the kernel counts:
 
-- a block whose scale rounds to 0: the kernel multiplies its values by 0; the reference multiplies
-  by 1e-8, which only shows where |x| is above 2.5e7.
-- zeros: the kernel keeps the sign of what rounds to zero (code 8), the reference's +0 loses it.
+- Scales that round to 0: the kernel multiplies the block's values by 0. The reference multiplies
+  them by 1e-8, which shows only if |x| is above 2.5e7.
+- Zeros: the kernel keeps the sign of a value that rounds to zero (code 8). The reference drops it.
 
-vLLM's kernels lose a NaN in amax, since fmaxf drops it, and it becomes 6; here it makes the scale
-of its block NaN (0x7f) and all codes 7, on purpose, as in the reference. Infinity becomes 6 under
-the largest scale.
+NaN differs from vLLM's kernel on purpose. The kernel drops a NaN in amax, because fmaxf does, and
+stores 6. Here, as in the reference, the scale of the block becomes NaN (0x7f) and all its codes 7.
+Infinity becomes 6 under the largest scale.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from .global_scale import check_global_scale
 
 @dataclasses.dataclass(frozen=True)
 class Nvfp4Recipe:
-    """Packed e2m1 uint8 `[n, H/2]`, one e4m3 scale per 16 elements, a given fp32 scale g.
+    """Recipe nvfp4: e2m1 packed in uint8 `[n, H/2]`, one e4m3 scale per 16 elements, fp32 scale g.
 
-    H must be a multiple of 16 (vLLM's quantiser asserts it). g is what vLLM calls a1_gscale: the
-    largest scale there is over the tensor's amax, 448 * 6 / amax.
+    H must be a multiple of 16 (vLLM's quantiser asserts this). The caller gives g as global_scale:
+    448 * 6 / amax of the tensor. vLLM's name for it is a1_gscale.
 
         s = e4m3(min(g * (amax * fp32(1/6)), 448))
         o = 0 where s is 0, else 1 / (s * (1 / g))
@@ -67,12 +68,12 @@ class Nvfp4Recipe:
     def quantise(
         self, hidden_states: torch.Tensor, global_scale: torch.Tensor | None = None
     ) -> QuantisedRows:
-        """Rows uint8 `[n, H/2]`, scales e4m3 `[n, H/16]`. Local; capturable.
+        """Return rows uint8 `[n, H/2]` and scales e4m3 `[n, H/16]`. Local; capturable.
 
         Raises:
             ConfigError: H is no multiple of 16.
-            InputError: not two-dimensional, not of an activation type, or no usable global_scale
-                (its value is not read here: dispatch does that).
+            InputError: hidden_states is not two-dimensional, or not of an activation type; or
+                global_scale is missing, not fp32, or not one element. Dispatch checks its value.
         """
         check_activations(self.name, hidden_states)
         check_block(self.name, hidden_states.shape[1], self.block, "fp8_token")
@@ -92,7 +93,7 @@ class Nvfp4Recipe:
         dtype: torch.dtype,
         global_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """value * (s / g), rounded to `dtype`. Local; capturable."""
+        """Return value * (s / g), rounded to `dtype`. Local; capturable."""
         scale = check_global_scale(self.name, global_scale, read_value=False)
         blocks = in_blocks(e2m1_values(unpacked(rows)), self.block)
         of_blocks = scales_given(self.name, scales).float() / scale
@@ -100,17 +101,17 @@ class Nvfp4Recipe:
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Codes `[n, H]` as bytes `[n, H/2]`, the even element in the low half."""
+    """Pack codes `[n, H]` into bytes `[n, H/2]`, the even element in the low half."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def unpacked(rows: torch.Tensor) -> torch.Tensor:
-    """Bytes `[n, H/2]` as codes `[n, H]`."""
+    """Unpack bytes `[n, H/2]` into codes `[n, H]`."""
     return torch.stack((rows & 15, rows >> 4), dim=2).flatten(1)
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """fp32 to e2m1 codes 0..15 (uint8): to nearest even, at most 6; NaN becomes 7, as in PTX."""
+    """Round fp32 to e2m1 codes 0..15 (uint8), to nearest even, at most 6; NaN becomes 7 (PTX)."""
     size = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)
     # Halfway between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6 the even code wins.
@@ -123,7 +124,7 @@ def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
-    """e2m1 codes 0..15 to fp32: sign, two bits of exponent with bias 1, one of mantissa."""
+    """Return e2m1 codes 0..15 as fp32: sign, 2 bits of exponent with bias 1, 1 bit of mantissa."""
     codes = codes.to(torch.int32)
     size = codes & 7
     normal = ((size >> 1) + 126) << 23 | (size & 1) << 22

@@ -11,7 +11,7 @@ from .base import PayloadRow
 
 @dataclasses.dataclass(frozen=True)
 class UnquantisedRecipe:
-    """hidden_size elements of the activation type."""
+    """Recipe whose row is the token's `hidden_size` activations, unchanged. Any hidden_size."""
 
     name: str
     dtype: torch.dtype
@@ -33,5 +33,5 @@ FP32 = UnquantisedRecipe("fp32", torch.float32)
 
 
 def unquantised_recipe_of(dtype: torch.dtype) -> UnquantisedRecipe:
-    """The recipe that carries activations of `dtype` unchanged."""
+    """Return the recipe that sends activations of `dtype` (bf16, fp16 or fp32) unchanged. Local."""
     return {recipe.dtype: recipe for recipe in (BF16, FP16, FP32)}[dtype]

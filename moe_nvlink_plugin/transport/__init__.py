@@ -1,4 +1,4 @@
-"""How peers reach each other's memory. A transport makes one window over all ranks' workspaces."""
+"""Transports: how peers reach each other's memory, in one window over all ranks' workspaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a transport."""
+"""Protocols that a transport and its memory implement."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moe_nvlink_plugin.groups import Group
 
 
 class Extent(NamedTuple):
-    """A range of every rank's workspace that is to get memory.
+    """Range of every rank's workspace for which `extend` provides memory.
 
     Attributes:
-        offset: bytes from the start of a rank's workspace, a multiple of the transport's
+        offset: bytes from the start of a rank's workspace; a multiple of the transport's
             extent_alignment.
-        size_bytes: any number above 0; memory comes up to the next such multiple, so that an
-            extent which starts there continues this one without a hole.
+        size_bytes: any number above 0. The memory reaches up to the next multiple of
+            extent_alignment, so an extent that starts there continues this one without a gap.
     """
 
     offset: int
@@ -25,9 +25,9 @@ class Extent(NamedTuple):
 
 
 class SymmetricMemory(Protocol):
-    """One window over all ranks' workspaces; rank r's starts at base_ptr + r * rank_stride.
+    """One window over all ranks' workspaces; that of rank r starts at base_ptr + r * rank_stride.
 
-    Both numbers are fixed for the life of the object. They may differ from process to process.
+    Both numbers are fixed for the life of the object. They may differ between processes.
     """
 
     @property
@@ -37,81 +37,91 @@ class SymmetricMemory(Protocol):
 
     @property
     def rank_stride(self) -> int:
-        """Bytes from one rank's workspace to the next: as much as was reserved, or more."""
+        """Bytes from one rank's workspace to the next: at least the reserved bytes."""
         ...
 
     @property
     def ranks_on_device(self) -> int:
-        """Ranks of the group, this one included, whose kernels must fit on this rank's GPU together
-        because they wait for each other there. 1 on CPUs, where a waiting thread keeps nobody out.
+        """Number of ranks, this rank included, whose kernels must fit on this rank's GPU together.
+
+        They must fit because they wait for each other. It is 1 on CPUs, where a waiting thread does
+        not keep another thread from running.
         """
         ...
 
     def extend(self, extents: Sequence[Extent]) -> None:
-        """Puts zeroed memory of every rank behind these ranges. Collective, same on all ranks.
+        """Map zeroed memory of every rank at these ranges. Collective; not capturable.
 
-        What is mapped already keeps its address and its content.
+        Memory that is already mapped keeps its address and its content.
+
+        Args:
+            extents: ranges of every rank's workspace, equal on all ranks.
 
         Raises:
             TransportError, UnsupportedError, DriverError: this rank failed.
-            PeerError: another rank failed; either way nothing of this call remains on any rank.
+            PeerError: another rank failed. In both cases nothing of this call remains on any rank.
         """
         ...
 
     def local(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Bytes of this rank's workspace, `[size_bytes] uint8`; the tensor keeps them mapped.
+        """Return bytes of this rank's workspace, `[size_bytes]` uint8. Local.
 
-        Each call gives a storage of its own: outputs of a torch op must not share one. Local.
+        The tensor keeps the memory mapped. Every call returns a storage of its own, because outputs
+        of a torch op must not share a storage.
 
         Raises:
-            TransportError: the range is not wholly inside what `extend` mapped, or after `close`.
+            TransportError: `extend` has not mapped the whole range, or the memory is closed.
         """
         ...
 
     def close(self) -> None:
-        """Gives the memory up; it is unmapped when the last tensor over it is gone. Local.
+        """Give up the memory; it is unmapped after the last tensor over it is gone. Local.
 
-        Peers keep what they have mapped of it until they close it too. No kernel that uses the
-        window may be running or waiting in a stream.
+        Peers keep their mappings of this memory until they close too. While this runs, no kernel
+        that uses the window may run or wait in a stream.
         """
         ...
 
     def leak(self) -> None:
-        """From now on the window stays mapped until the process ends, also after `close`. Local.
+        """Keep the window mapped until the process ends, even after `close`. Local.
 
-        For a window whose addresses were written into a CUDA graph: nobody can tell when the last
-        replay is over.
+        A window needs this if a CUDA graph has captured its addresses, because nobody knows when
+        the last replay is over.
         """
         ...
 
 
 class Transport(Protocol):
-    """Registered through the hook `moe_nvlink_transports`, ours as well as a stranger's."""
+    """Way to share memory between ranks.
+
+    The hook `moe_nvlink_transports` registers transports, our own and third-party ones.
+    """
 
     @property
     def name(self) -> str:
-        """What AllToAllConfig.transport says."""
+        """Name by which AllToAllConfig.transport selects the transport."""
         ...
 
     @property
     def executor(self) -> str:
-        """What runs the kernels on this memory: "host" or "cuda"."""
+        """Name of the executor that runs the kernels on this memory: "host" or "cuda"."""
         ...
 
     @property
     def extent_alignment(self) -> int:
-        """Extents start at multiples of this many bytes: the least the transport can map."""
+        """Bytes whose multiples extents start at: the smallest unit that the transport maps."""
         ...
 
     def serves(self, device: torch.device) -> bool:
-        """Whether ranks on `device` can use it."""
+        """Return whether ranks on `device` can use the transport. Local."""
         ...
 
     def reserve(self, group: Group, reserve_bytes: int, device: torch.device) -> SymmetricMemory:
-        """A window with room for at least `reserve_bytes` per rank, nothing mapped. Collective.
+        """Reserve a window of at least `reserve_bytes` per rank, with nothing mapped. Collective.
 
-        Whatever all ranks must agree about, they agree about here.
+        The ranks reach all their agreements here.
 
-        Raises, on every rank, an error naming the rank it comes from and the cause.
+        Raises:
+            MoeNvlinkError: on every rank, if one rank fails; names that rank and the cause.
         """
         ...

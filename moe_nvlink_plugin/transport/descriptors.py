@@ -1,11 +1,11 @@
-"""Hands file descriptors to the other ranks of a host: AF_UNIX sockets and SCM_RIGHTS.
+"""Exchange of file descriptors between the ranks of a host, by AF_UNIX sockets and SCM_RIGHTS.
 
-No privilege is needed (to take a descriptor out of another process, pidfd_getfd needs ptrace's).
-Every rank listens under a random abstract name; names and a secret for each travel through the
-group. A thread of each rank then serves one peer after the other, while the rank itself takes what
-arrives in whatever order it comes: so no two ranks can wait for each other. A packet waits for its
-receipt before the next is sent, because the kernel counts descriptors under way per user and
-refuses more than the limit of open files.
+This needs no privilege. (pidfd_getfd, which takes a descriptor out of another process, needs that
+of ptrace.) Every rank listens at a random abstract socket name; the group carries each rank's name
+and a secret to all ranks. A thread of each rank then sends to one peer after the other, while the
+rank itself receives in whatever order packets arrive, so no two ranks can wait for each other. The
+thread sends a packet only after the receipt of the previous packet, because Linux counts the
+descriptors that a user has in transit, and refuses more than the limit of open files.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from moe_nvlink_plugin.errors import TransportError
 
-#: Descriptors in one packet; the kernel takes 253, and of all ranks of a user together no more
-#: than the limit of open files.
+#: Descriptors in one packet. Linux takes 253, and from all ranks of a user together at most the
+#: limit of open files.
 _MOST_IN_PACKET = 64
 _HELLO = struct.Struct("=16sii")  # the listener's secret, the sender's rank, descriptors to come
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
@@ -33,18 +33,23 @@ _POLL_S = 0.1
 
 
 class Address(NamedTuple):
-    """Where a rank listens. Travels through the group, which is as private as the job's control."""
+    """Where a rank listens. The group carries it, and is as private as the job's control.
+
+    Attributes:
+        name: abstract socket name, with its leading zero byte.
+        secret: 16 random bytes that a peer must send first.
+    """
 
     name: bytes
     secret: bytes
 
 
-#: Called with a rank and what it sent.
+#: Function of a rank and the descriptors that it sent.
 Receive = Callable[[int, list[int]], None]
 
 
 class Listener:
-    """This rank's end. Create it, exchange the addresses, call `exchange` on every rank."""
+    """This rank's socket. Create it, give its address to all ranks, then call `exchange`."""
 
     def __init__(self, num_ranks: int) -> None:
         name = b"\0moe_nvlink-" + secrets.token_hex(16).encode()
@@ -52,14 +57,14 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.bind(self.address.name)
-            self._socket.listen(num_ranks)  # no peer's connect() has to wait
+            self._socket.listen(num_ranks)  # so that no peer's connect() waits
             self._socket.settimeout(_POLL_S)
         except BaseException:
             self._socket.close()
             raise
 
     def close(self) -> None:
-        """Local; may be called twice."""
+        """Close the socket. Local; may be called twice."""
         self._socket.close()
 
     def exchange(
@@ -70,13 +75,20 @@ class Listener:
         receive: Receive,
         timeout_s: float,
     ) -> None:
-        """Gives `descriptors` to every peer and calls `receive(peer, descriptors)` for each.
+        """Send `descriptors` to every peer and receive every peer's descriptors. Collective.
 
-        The descriptors that `receive` gets are closed when it returns. When it fails, the peers
-        are served all the same, and its error is raised at the end. Collective.
+        The descriptors that `receive` gets are closed after it returns. If `receive` fails, this
+        rank still serves its peers, and raises the error at the end.
+
+        Args:
+            rank: this rank.
+            addresses: every rank's address, in rank order.
+            descriptors: this rank's open descriptors; they stay the caller's.
+            receive: called as `receive(peer, descriptors)` in this thread, once per peer.
+            timeout_s: seconds for the whole exchange.
 
         Raises:
-            TransportError: a rank did not come within `timeout_s`, or went away; it is named.
+            TransportError: a rank did not send within `timeout_s`, or went away; names the rank.
         """
         deadline = time.monotonic() + timeout_s
         sender = _Sender(rank, addresses, descriptors, deadline)
@@ -85,7 +97,7 @@ class Listener:
         try:
             waiting = taker.run(set(range(len(addresses))) - {rank}, sender)
         finally:
-            sender.join()  # it keeps the deadline too
+            sender.join()  # the sender keeps the deadline too
         for error in [*taker.errors, *sender.errors]:
             raise error
         if waiting:
@@ -96,12 +108,12 @@ class Listener:
             )
 
 
-class _StrangerError(Exception):
-    """Somebody else has connected; whoever it is gets no answer."""
+class _UnknownSenderError(Exception):
+    """The process that has connected is no peer. It gets no answer."""
 
 
 class _Taker:
-    """Takes what the peers send, in the order in which they come."""
+    """Receiver of the peers' packets, in the order in which the peers connect."""
 
     def __init__(
         self, listening: socket.socket, secret: bytes, receive: Receive, deadline: float
@@ -111,7 +123,10 @@ class _Taker:
         self.errors: list[Exception] = []
 
     def run(self, waiting: set[int], sender: _Sender) -> set[int]:
-        """The ranks that never came; it gives up early on those that are gone."""
+        """Receive from the ranks of `waiting`; return the ranks that did not send.
+
+        It returns before the deadline if all of these ranks have gone away.
+        """
         probe_at = 0.0
         while waiting and time.monotonic() < self._deadline:
             gone = set(sender.gone)
@@ -129,17 +144,17 @@ class _Taker:
         return waiting
 
     def _take_from(self, connection: socket.socket, waiting: set[int]) -> int:
-        """The rank that has connected, or -1."""
+        """Receive from one connection; return its rank, or -1 if it is no peer."""
         peer, descriptors = -1, list[int]()
         try:
             if _peer_uid(connection) != os.getuid():
-                raise _StrangerError
+                raise _UnknownSenderError
             connection.settimeout(_left(self._deadline))
             peer, count = self._hello(connection, waiting)
             _take(connection, peer, count, descriptors)
             if not self.errors:
                 self._receive(peer, descriptors)
-        except _StrangerError:
+        except _UnknownSenderError:
             pass
         except Exception as error:
             self.errors.append(error)
@@ -151,23 +166,26 @@ class _Taker:
     def _hello(self, connection: socket.socket, waiting: set[int]) -> tuple[int, int]:
         packet = connection.recv(_HELLO.size)
         if len(packet) != _HELLO.size:
-            raise _StrangerError
+            raise _UnknownSenderError
         secret, peer, count = _HELLO.unpack(packet)
         if not hmac.compare_digest(secret, self._secret) or peer not in waiting:
-            raise _StrangerError
+            raise _UnknownSenderError
         return peer, count
 
 
 def _take(connection: socket.socket, peer: int, count: int, descriptors: list[int]) -> None:
-    """Appends what `peer` sends to `descriptors`, which the caller closes in any case."""
+    """Append the descriptors that `peer` sends to `descriptors`, which the caller always closes."""
     while len(descriptors) < count:
         try:
-            # Not socket.recv_fds: it forgets its flags (CPython 3.11), and with them close-on-exec.
+            # Not socket.recv_fds: in CPython 3.11 it ignores its flags, and so close-on-exec.
             data, messages, flags, _address = connection.recvmsg(
                 1, socket.CMSG_SPACE(_MOST_IN_PACKET * _INTS.itemsize), socket.MSG_CMSG_CLOEXEC
             )
         except TimeoutError as error:
-            raise TransportError(f"rank {peer} stopped in the middle of its descriptors") from error
+            raise TransportError(
+                f"rank {peer} sent {len(descriptors)} of its {count} descriptors and then nothing; "
+                "look at its log"
+            ) from error
         for level, kind, packed in messages:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(packed) // _INTS.itemsize * _INTS.itemsize
@@ -177,16 +195,19 @@ def _take(connection: socket.socket, peer: int, count: int, descriptors: list[in
                 f"cannot take rank {peer}'s descriptors: too many open files; raise `ulimit -n`"
             )
         if not data:
-            raise TransportError(f"rank {peer} hung up before it had sent its descriptors")
+            raise TransportError(
+                f"rank {peer} closed the connection before it had sent its descriptors; look at "
+                "its log"
+            )
         connection.send(b".")
 
 
 class _Sender(threading.Thread):
-    """Serves the peers, the next rank first, so that not all turn to rank 0 at once.
+    """Thread that sends to the peers. It starts with the next rank, so that ranks spread the load.
 
     Attributes:
         gone: ranks whose process has ended, or has given up.
-        errors: what went wrong, one entry a peer.
+        errors: one error per peer to which sending failed.
     """
 
     def __init__(
@@ -208,7 +229,7 @@ class _Sender(threading.Thread):
                 if isinstance(error, ConnectionError):
                     self.gone.add(peer)
                 self.errors.append(TransportError(_explanation(peer, error)))
-            except Exception as error:  # nobody else would ever see it
+            except Exception as error:  # else it would end unseen in this thread
                 self.errors.append(error)
 
     def _send_to(self, peer: int) -> None:
@@ -229,7 +250,7 @@ class _Sender(threading.Thread):
                     raise ConnectionResetError
 
     def probe(self, peers: set[int]) -> None:
-        """Adds those to `gone` that no longer listen. After the thread has ended."""
+        """Add the peers that no longer listen to `gone`. Call it after the thread has ended."""
         for peer in peers:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                 connection.setblocking(False)
@@ -238,7 +259,7 @@ class _Sender(threading.Thread):
                 except ConnectionRefusedError:
                     self.gone.add(peer)
                 except OSError:
-                    pass  # it listens, and has many to serve
+                    pass  # the peer listens, and its queue is full
 
 
 def _left(deadline: float) -> float:

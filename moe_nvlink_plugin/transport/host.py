@@ -1,10 +1,10 @@
-"""Transport `host`: ranks are processes (or threads) of one machine, memory is POSIX shared memory.
+"""Transport `host`: POSIX shared memory between processes (or threads) of one machine.
 
-For every `extend` each rank creates one object, readable and writable by its owner only, that holds
-all extents one behind the other; it opens everybody's, and takes its own name away as soon as all
-ranks have mapped it; from then on no file exists that a crash could leave behind. Before that, the
-creator holds a lock on the file: a file whose lock is free belongs to a rank that died in between,
-and the next rank of the same user removes it.
+In every `extend`, each rank creates one shared memory object, which only its user may read and
+write, and which holds all extents one after the other. Each rank opens and maps the objects of all
+ranks. After all ranks have mapped them, each rank removes the name of its object, so that no file
+exists that a crash could leave. Until then the creator holds a lock on the file. If the lock of a
+file is free, its creator has died, and the next rank of the same user removes the file.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def _mmap(address: int, size: int, protection: int, flags: int, fd: int, offset:
 
 
 def _map_nothing(address: int, size: int) -> int:
-    """Addresses that are taken and that nobody may touch; whatever was mapped there is gone."""
+    """Reserve addresses that nobody may access; it replaces what was mapped there. Local."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return _mmap(address, size, 0, flags | (_MAP_FIXED if address else 0), -1, 0)
 
 
 class _Segment:
-    """This rank's shared memory object, while it has a name."""
+    """Shared memory object of this rank, as long as it has a name."""
 
     def __init__(self, size_bytes: int) -> None:
         self.path, self.fd = _create_locked_file()
@@ -99,13 +99,13 @@ def _create_locked_file() -> tuple[Path, int]:
             if os.fstat(fd).st_nlink == 1:
                 return path, fd
         except BlockingIOError:
-            pass  # a sweeping rank looked at the file between the two calls and removes it
+            pass  # another rank's sweep locked the file between the two calls, and removes it
         os.close(fd)
     raise TransportError(f"cannot keep a file in {_DIRECTORY}: something removes it at once")
 
 
 def _reserve_pages(fd: int, size_bytes: int) -> None:
-    """Takes the memory now: a page missing later would kill the process with SIGBUS."""
+    """Allocate the pages now: if a page were missing later, SIGBUS would kill the process."""
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
@@ -120,17 +120,17 @@ def _reserve_pages(fd: int, size_bytes: int) -> None:
 
 
 def remove_abandoned_segments() -> None:
-    """Removes objects of this user whose creator died before it could. Local."""
+    """Remove this user's objects whose creator died before it removed them. Local."""
     for path in _DIRECTORY.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # gone meanwhile
+            continue  # another rank has removed it
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
         except OSError:
-            pass  # its creator lives
+            pass  # its creator is alive
         finally:
             os.close(fd)
 
@@ -158,7 +158,7 @@ def _open_peer(name: str, size_bytes: int, peer: int) -> int:
 
 
 class HostMemory:
-    """One address window: rank r's objects mapped at base_ptr + r * rank_stride + offset."""
+    """Address window in which rank r's objects lie at base_ptr + r * rank_stride + offset."""
 
     ranks_on_device = 1
 
@@ -167,21 +167,22 @@ class HostMemory:
         self.rank_stride = round_up(max(reserve_bytes, 1), mmap.PAGESIZE)
         self.base_ptr = _map_nothing(0, self.rank_stride * group.size)
         self._mapped = MappedRanges(self.rank_stride, mmap.PAGESIZE)
-        # The ctypes array is what tensors hold on to; the window goes when the last of them does.
+        # Tensors keep the ctypes array alive. After the last of them is gone, the window is
+        # unmapped.
         array = ctypes.c_char * self.rank_stride
         mine = self.base_ptr + group.rank * self.rank_stride
         self._buffer: ctypes.Array[ctypes.c_char] | None = array.from_address(mine)
         self._unmap = weakref.finalize(
             self._buffer, _libc.munmap, self.base_ptr, self.rank_stride * group.size
         )
-        self._unmap.atexit = False  # the process's end does it anyway, after the last access
+        self._unmap.atexit = False  # the process's end unmaps it, after the last access
 
     def extend(self, extents: Sequence[Extent]) -> None:
-        """Zeroed shared memory of every rank behind these ranges. Collective.
+        """Map zeroed shared memory of every rank at these ranges. Collective.
 
         Raises:
             TransportError: this rank could not create, open or map an object.
-            PeerError: another rank could not; everything made here has been rolled back.
+            PeerError: another rank could not. In both cases this call leaves nothing mapped.
         """
         remove_abandoned_segments()
         group = self._group
@@ -211,7 +212,7 @@ class HostMemory:
             self._take_back(pieces)
             raise
         finally:
-            # All ranks have mapped it, or the set-up failed: either way the name has served.
+            # All ranks have mapped the object, or the set-up failed. Nobody needs its name now.
             if segment is not None:
                 segment.close()
         self._mapped.add(extents)
@@ -246,7 +247,7 @@ class HostMemory:
         return self._buffer
 
     def local(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Bytes of this rank's workspace, `[size_bytes] uint8`, in a storage of their own. Local.
+        """Return bytes of this rank's workspace, `[size_bytes]` uint8, as a new storage. Local.
 
         Raises:
             TransportError: the range is not mapped, or the memory is closed.
@@ -256,16 +257,16 @@ class HostMemory:
         return torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=size_bytes)
 
     def close(self) -> None:
-        """Drops this object's hold on the window; tensors over it keep it. Local."""
+        """Give up the window; it stays mapped as long as a tensor over it exists. Local."""
         self._buffer = None
 
     def leak(self) -> None:
-        """The window stays mapped until the process ends. Local."""
+        """Keep the window mapped until the process ends. Local."""
         self._unmap.detach()
 
 
 class _Piece(NamedTuple):
-    """A mapped range of every rank's workspace, and where it lies in the shared object."""
+    """Mapped range of every rank's workspace, and its place in the shared object; all in bytes."""
 
     offset: int
     size_bytes: int
@@ -282,21 +283,26 @@ def _pieces(extents: Sequence[Extent]) -> list[_Piece]:
 
 
 class HostTransport:
-    """POSIX shared memory among the ranks of one machine."""
+    """Transport by POSIX shared memory among the ranks of one machine."""
 
     name = "host"
     executor = "host"
     extent_alignment = mmap.PAGESIZE
 
     def serves(self, device: torch.device) -> bool:
-        """CPU ranks."""
+        """Return whether the device is a CPU. Local."""
         return device.type == "cpu"
 
     def reserve(self, group: Group, reserve_bytes: int, device: torch.device) -> HostMemory:
-        """Addresses for every rank's workspace. Collective.
+        """Reserve addresses for every rank's workspace. Collective.
+
+        Args:
+            group: the ranks.
+            reserve_bytes: bytes per rank.
+            device: not used.
 
         Raises:
             TransportError: this rank's address space is too small.
-            PeerError: another rank's is.
+            PeerError: another rank's address space is too small.
         """
         return all_or_none(group, "reserving addresses", lambda: HostMemory(group, reserve_bytes))

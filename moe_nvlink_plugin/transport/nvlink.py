@@ -1,11 +1,13 @@
-"""Transport `nvlink`: ranks are GPUs of one NVLink domain, each its own process (or a thread, if
-each has a GPU of its own).
+"""Transport `nvlink`: CUDA virtual memory shared among GPUs of one NVLink domain.
 
-One window of addresses covers all ranks' workspaces. An `extend` creates memory on the own GPU,
-one handle per extent, hands it to every other rank (as a file descriptor inside a host, as FABRIC
-bytes between hosts), maps everybody's into the window, and gives the handles back at once: the
-mappings keep the memory alive. Which of the two ways is used, and whether all pairs can reach each
-other, is agreed in `reserve`, before anything is exported.
+Each rank is a process, or a thread that has a GPU of its own. One window of addresses covers all
+ranks' workspaces. In `extend`, each rank creates memory on its own GPU, one handle per extent, and
+sends the handles to every other rank: as file descriptors inside a host, as FABRIC bytes between
+hosts. It maps the memory of all ranks into the window and releases the handles at once, because the
+mappings keep the memory alive. Before that, in `reserve`, the ranks agree which of the two ways
+they use, and whether all pairs of ranks can reach each other.
+
+No GPU has run this. The tests run it through unmodified cuda-python on a stand-in for the driver.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def _on_device(index: int, body: Callable[[], T]) -> T:
 
 
 class _Unused(NamedTuple):
-    """A window nobody refers to any more, still mapped."""
+    """Window without references that is still mapped. Sizes are bytes."""
 
     gpu: int
     base: int
@@ -48,14 +50,14 @@ class _Unused(NamedTuple):
     mappings: list[tuple[int, int]]
 
 
-#: Windows whose last view has gone, which the garbage collector decides: perhaps while some thread
-#: captures a CUDA graph, which waiting for the GPU would break. So they wait here for a call that
-#: may wait for it.
+#: Windows whose last view is gone. The garbage collector chooses that moment, perhaps while a
+#: thread captures a CUDA graph, and waiting for the GPU would break the capture. Therefore the
+#: windows stay here until a call that may wait for the GPU unmaps them.
 _unused: collections.deque[_Unused] = collections.deque()
 
 
 class _Window:
-    """Reserved addresses, and what is mapped there. Views hold it."""
+    """Reserved addresses, and the mappings in them. Views keep the window alive."""
 
     def __init__(self, index: int, size_bytes: int) -> None:
         self.base_ptr = int(driver.call("cuMemAddressReserve", size_bytes, 0, 0, 0))
@@ -63,15 +65,16 @@ class _Window:
         self._free = weakref.finalize(
             self, _unused.append, _Unused(index, self.base_ptr, size_bytes, self.mappings)
         )
-        self._free.atexit = False  # the driver may be gone by then, and the process's end does it
+        self._free.atexit = False  # the driver may be gone by then; the process's end frees it
 
     def leak(self) -> None:
         self._free.detach()
 
 
 def unmap_unused() -> None:
-    """Unmaps the windows nobody refers to. Local; waits for the GPU; not while any thread captures
-    a CUDA graph on it.
+    """Unmap the windows that have no references. Local; waits for the GPU.
+
+    No thread may capture a CUDA graph on that GPU meanwhile.
     """
     while _unused:
         try:
@@ -85,16 +88,16 @@ def unmap_unused() -> None:
                     vmm.quietly("cuMemUnmap", address, size)
                 vmm.quietly("cuMemAddressFree", window.base, window.size_bytes)
         except MoeNvlinkError as error:
-            # Better to keep memory until the process ends than to take it from a running kernel.
+            # The memory stays until the process ends, because a running kernel may still use it.
             vmm.logger.warning("moe_nvlink: a window of GPU %d stays mapped: %s", window.gpu, error)
 
 
 class _Agreed(NamedTuple):
-    """What all ranks know before memory is reserved.
+    """What the ranks have agreed on before they reserve memory.
 
     Attributes:
-        sharing: how they share memory.
-        ranks_on_device: how many of them are on this rank's GPU.
+        sharing: how the ranks share memory.
+        ranks_on_device: how many ranks use this rank's GPU, this rank included.
     """
 
     sharing: vmm.Sharing
@@ -102,7 +105,7 @@ class _Agreed(NamedTuple):
 
 
 class NvlinkMemory:
-    """One address window over the memory of all ranks' GPUs."""
+    """Address window over the memory of all ranks' GPUs."""
 
     def __init__(
         self, group: Group, index: int, agreed: _Agreed, reserve_bytes: int, view: View
@@ -114,7 +117,8 @@ class NvlinkMemory:
         unit = vmm.granularity(index, sharing)
         if vmm.GRANULARITY % unit != 0:
             raise UnsupportedError(
-                f"GPU {index} maps {unit} bytes at a time, this release knows {vmm.GRANULARITY}"
+                f"GPU {index} maps memory in units of {unit} bytes, and this release supports "
+                f"{vmm.GRANULARITY}; use another all-to-all backend on this machine"
             )
         self.rank_stride = round_up(max(reserve_bytes, 1), vmm.GRANULARITY)
         try:
@@ -128,11 +132,11 @@ class NvlinkMemory:
         self._mapped = MappedRanges(self.rank_stride, vmm.GRANULARITY)
 
     def extend(self, extents: Sequence[Extent]) -> None:
-        """Zeroed GPU memory of every rank behind these ranges. Collective, not capturable.
+        """Map zeroed GPU memory of every rank at these ranges. Collective; not capturable.
 
         Raises:
             TransportError: this rank could not create, share or map memory; says what to do.
-            PeerError: another rank could not; everything made here has been rolled back.
+            PeerError: another rank could not. In both cases this call leaves nothing mapped.
         """
         building = _Building(self, tuple(extents))
         with contextlib.ExitStack() as on_failure:
@@ -140,7 +144,7 @@ class NvlinkMemory:
             offer = self._step("creating GPU memory", building.create)
             offers = self._group.all_gather_object(offer)
             self._step("mapping the ranks' memory", lambda: building.connect(offers))
-            # From here on the mappings alone hold the memory, on every rank.
+            # From here on only the mappings keep the memory, on every rank.
             self._step("clearing GPU memory", building.finish)
             on_failure.pop_all()
         self.window.mappings.extend(building.mappings)
@@ -151,17 +155,17 @@ class NvlinkMemory:
 
     @property
     def window(self) -> _Window:
-        """The addresses.
+        """Window of addresses.
 
         Raises:
-            TransportError: after `close`.
+            TransportError: the memory is closed.
         """
         if self._window is None:
             raise TransportError("the GPU memory has been closed")
         return self._window
 
     def local(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Bytes of this rank's workspace, `[size_bytes] uint8`, in a storage of their own. Local.
+        """Return bytes of this rank's workspace, `[size_bytes]` uint8, as a new storage. Local.
 
         Raises:
             TransportError: the range is not mapped, or the memory is closed.
@@ -178,30 +182,29 @@ class NvlinkMemory:
         return made
 
     def close(self) -> None:
-        """Drops this object's hold on the window; tensors over it keep it. Local; waits for the
-        GPU; not while any thread captures a CUDA graph on it.
+        """Give up the window; it stays mapped as long as a tensor over it exists. Local.
 
-        Where a tensor outlives this call, the window is unmapped by the next one of this kind in
-        the process: a close, or an exchange that is made.
+        It waits for the GPU, so no thread may capture a CUDA graph on that GPU meanwhile. If a
+        tensor outlives this call, the next `close` or `reserve` in the process unmaps the window.
         """
         self._window = None
         unmap_unused()
 
     def leak(self) -> None:
-        """The window stays mapped until the process ends. Local; before `close`."""
+        """Keep the window mapped until the process ends. Local; call it before `close`."""
         self.window.leak()
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others in an `extend`."""
+    """Message of a rank to the other ranks in `extend`."""
 
     extents: tuple[Extent, ...]
-    fabric: list[bytes]  # one FABRIC handle an extent, or none
-    address: Address | None  # where descriptors are exchanged, or None
+    fabric: list[bytes]  # one FABRIC handle per extent; empty with descriptors
+    address: Address | None  # where this rank takes descriptors; None with FABRIC handles
 
 
 class _Building:
-    """What one `extend` has made so far on this rank."""
+    """What one `extend` has created so far on this rank."""
 
     def __init__(self, memory: NvlinkMemory, extents: tuple[Extent, ...]) -> None:
         self._memory, self._extents = memory, extents
@@ -211,9 +214,9 @@ class _Building:
         self.mappings: list[tuple[int, int]] = []
 
     def create(self) -> _Offer:
-        """Memory on this rank's GPU, mapped here and ready to be handed out."""
+        """Create memory on this rank's GPU, map it here, and export its handles."""
         memory = self._memory
-        _ = memory.window  # not closed
+        _ = memory.window  # raises if closed
         memory._mapped.check(self._extents)
         is_posix = memory._sharing is vmm.Sharing.POSIX
         prop = vmm.properties(memory._index, memory._sharing)
@@ -248,9 +251,10 @@ class _Building:
             ) from error
 
     def connect(self, offers: Sequence[_Offer]) -> None:
-        """Maps the other ranks' memory.
+        """Map the other ranks' memory.
 
-        With descriptors nothing may fail here before `exchange`: the others wait for this rank.
+        With descriptors nothing may fail here before `exchange`, because the other ranks wait for
+        this rank in it.
         """
         memory = self._memory
         rank = memory._group.rank
@@ -286,7 +290,7 @@ class _Building:
         self._handles.remove(handle)
 
     def finish(self) -> None:
-        """Gives up all but the mappings, and clears this rank's memory."""
+        """Release everything except the mappings, and write zeros to this rank's memory."""
         self._close_exchange()
         for handle in list(self._handles):
             self._release(handle)
@@ -303,7 +307,7 @@ class _Building:
                 os.close(self._shared.pop())
 
     def take_back(self) -> None:
-        """Undoes everything, in the opposite order."""
+        """Undo everything, in reverse order."""
         while self.mappings:
             vmm.quietly("cuMemUnmap", *self.mappings.pop())
         while self._handles:
@@ -327,7 +331,7 @@ def _explained(what: str, hint: str) -> Iterator[None]:
 
 
 class _CudaArray:
-    """GPU memory as torch takes it (numba's protocol); the tensor keeps this object."""
+    """GPU memory in numba's protocol, which torch takes; the tensor keeps this object alive."""
 
     def __init__(self, owner: object, address: int, size_bytes: int) -> None:
         self._owner = owner
@@ -341,24 +345,29 @@ class _CudaArray:
 
 
 class NvlinkTransport:
-    """CUDA virtual memory shared among the GPUs of one NVLink domain."""
+    """Transport by CUDA virtual memory among the GPUs of one NVLink domain."""
 
     name = "nvlink"
     executor = "cuda"
     extent_alignment = vmm.GRANULARITY
 
     def serves(self, device: torch.device) -> bool:
-        """CUDA ranks."""
+        """Return whether the device is a CUDA GPU. Local."""
         return device.type == "cuda"
 
     def reserve(self, group: Group, reserve_bytes: int, device: torch.device) -> NvlinkMemory:
-        """Addresses for every rank's workspace, once all ranks know how to share. Collective.
+        """Agree how to share memory, then reserve addresses for every rank's workspace. Collective.
+
+        Args:
+            group: the ranks.
+            reserve_bytes: bytes per rank.
+            device: GPU of this rank; without an index, torch's current one.
 
         Raises:
-            UnsupportedError: no driver or no such GPU here; or, on every rank: a MIG slice, several
-                ranks on one GPU (allowed for processes by MOE_NVLINK_ALLOW_SHARED_GPU), no NVLink
-                between two of them, or no way to share memory.
-            TransportError: this rank's addresses could not be reserved.
+            UnsupportedError: this rank has no driver or no such GPU. On every rank: there is a MIG
+                slice, two ranks use one GPU (MOE_NVLINK_ALLOW_SHARED_GPU allows it for processes),
+                no NVLink connects two ranks, or there is no way to share memory.
+            TransportError: this rank could not reserve addresses.
             PeerError: another rank failed.
         """
         unmap_unused()
@@ -379,7 +388,7 @@ class NvlinkTransport:
             raise
 
     def _device_index(self, device: torch.device, group: Group) -> int:
-        driver.api()  # says what is missing, where torch would only fail
+        driver.api()  # its error says what is missing; torch's error would not
         return torch.cuda.current_device() if device.index is None else device.index
 
     def _view(self, device: torch.device) -> View:
@@ -392,7 +401,7 @@ class NvlinkTransport:
 
 
 def _agree(group: Group, index: int) -> _Agreed:
-    """What the ranks find out about each other's GPUs. Collective."""
+    """Exchange facts about the ranks' GPUs and decide how to share memory. Collective."""
     with contextlib.ExitStack() as stack:
 
         def look() -> topology.Facts:

@@ -1,4 +1,4 @@
-"""Which GPUs the ranks are on, and how they can reach each other: gathered, compared, decided."""
+"""Which GPUs the ranks use, and how these GPUs can share memory: gather, compare, decide."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INSTEAD = (
 
 
 class Link(enum.Enum):
-    """How one GPU reaches another that this process can see."""
+    """Connection from one GPU to another GPU that this process sees."""
 
     NVLINK = "NVLink"
     PCIE = "PCIe"  # peer to peer, but without atomics
@@ -30,19 +30,23 @@ class Link(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the other ranks must know of this one. Sent to all of them.
+    """Facts about one rank and its GPU, which every rank gets.
 
     Attributes:
-        host: what must be equal for descriptors to be passed: the kernel's boot, and the network
-            namespace, which abstract socket names belong to.
-        host_name: for people.
-        index: of the GPU in its process.
+        host: boot id of Linux and network namespace. If two processes have the same, they can pass
+            descriptors to each other; abstract socket names belong to a network namespace.
+        host_name: name of the host, for messages.
+        index: ordinal of the GPU in the rank's process.
+        name: name that the driver gives the GPU.
+        uuid: 32 hexadecimal digits, equal in every process.
+        capability: compute capability, (major, minor).
+        is_mig: whether the device is a MIG slice.
         posix: whether memory can be shared through file descriptors.
-        fabric_error: why memory cannot be shared through FABRIC handles; "" where it can.
-        fabric_trial: a FABRIC handle of this rank, for the others to try; None where there is none.
-        links: uuid -> how this rank's GPU reaches the others that its process sees.
-        process: name space of process ids, and the id in it. Equal for the threads of one process,
-            and for no two processes of a machine.
+        fabric_error: why memory cannot be shared through FABRIC handles; "" if it can.
+        fabric_trial: a FABRIC handle of this rank that the other ranks try; None if there is none.
+        links: uuid of each other GPU that the rank's process sees -> connection to it.
+        process: namespace of process ids, and process id. Threads of one process have the same; no
+            two processes of a machine do.
         allow_shared_gpu: MOE_NVLINK_ALLOW_SHARED_GPU.
     """
 
@@ -65,7 +69,7 @@ class Facts:
 
 
 def host_id() -> str:
-    """Equal for two processes that can pass descriptors to each other. Local."""
+    """Return a text that is equal in processes that can pass descriptors to each other. Local."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -74,7 +78,7 @@ def host_id() -> str:
 
 
 def _process() -> tuple[str, int]:
-    """Two containers may both have a process 1, so the name space belongs to the id."""
+    """Return (namespace, process id). Two containers may both have a process 1."""
     try:
         return os.readlink("/proc/self/ns/pid"), os.getpid()
     except OSError:  # a sandbox that hides it
@@ -82,11 +86,15 @@ def _process() -> tuple[str, int]:
 
 
 def look(index: int, trial: vmm.FabricTrial) -> Facts:
-    """The facts about this rank on GPU `index`. Local.
+    """Gather the facts about this rank on GPU `index`. Local.
+
+    Args:
+        index: ordinal of the GPU.
+        trial: a trial on that GPU; it must stay open while other ranks import its handle.
 
     Raises:
-        UnsupportedError: no driver, a GPU the kernels are not built for, or one without virtual
-            memory management.
+        UnsupportedError: there is no driver, the kernels are not built for this GPU, or the GPU has
+            no virtual memory management.
         DriverError: there is no such GPU.
     """
     device = driver.device(index)
@@ -133,10 +141,11 @@ def _link(index: int, peer: int) -> Link:
 
 
 def decide(ranks: Sequence[Facts]) -> vmm.Sharing:
-    """How these ranks share memory. A function of its argument: every rank comes to the same.
+    """Decide how these ranks share memory. Local; every rank gets the same result from `ranks`.
 
     Raises:
-        UnsupportedError: they cannot; names the ranks, the cause, and what to use instead.
+        UnsupportedError: they cannot share memory; names the ranks, the cause, and what to use
+            instead.
     """
     _check_devices(ranks)
     _check_one_gpu_each(ranks)
@@ -177,7 +186,7 @@ def _check_devices(ranks: Sequence[Facts]) -> None:
 
 
 def ranks_on_gpu(rank: int, ranks: Sequence[Facts]) -> int:
-    """How many ranks are on the GPU of `rank`, itself included."""
+    """Return how many ranks use the GPU of `rank`, including `rank`. Local."""
     return sum(facts.uuid == ranks[rank].uuid for facts in ranks)
 
 
@@ -187,7 +196,7 @@ def _check_one_gpu_each(ranks: Sequence[Facts]) -> None:
     for rank, facts in enumerate(ranks):
         sibling = threads.setdefault((facts.uuid, facts.process), rank)
         if sibling != rank:
-            # Also where sharing is allowed. On which streams they will launch is not known yet, and
+            # Even if sharing is allowed: nobody knows yet on which streams they will launch, and
             # the hardware may put two streams into one queue.
             raise UnsupportedError(
                 f"ranks {sibling} and {rank} are threads of one process (pid {facts.process[1]}) "
@@ -218,13 +227,14 @@ def _check_links(ranks: Sequence[Facts]) -> None:
 
 
 def check_trials(ranks: Sequence[Facts], unreachable: Sequence[dict[int, str]]) -> None:
-    """That every rank could import every other's FABRIC handle.
+    """Check that every rank could import every other rank's FABRIC handle. Local.
 
     Args:
-        unreachable: of each rank, peer -> why it could not.
+        ranks: the facts about each rank.
+        unreachable: for each rank: peer -> why the import failed.
 
     Raises:
-        UnsupportedError: naming a pair that cannot; the same on every rank.
+        UnsupportedError: an import failed; names a pair of ranks, the same on every rank.
     """
     for rank, failed in enumerate(unreachable):
         for peer, cause in failed.items():
@@ -236,7 +246,7 @@ def check_trials(ranks: Sequence[Facts], unreachable: Sequence[dict[int, str]]) 
 
 
 def try_peers(rank: int, ranks: Sequence[Facts]) -> dict[int, str]:
-    """Peer -> why its FABRIC handle cannot be imported here. Local."""
+    """Try every peer's FABRIC handle; return peer -> why the import failed. Local."""
     failed = {}
     for peer, facts in enumerate(ranks):
         if peer == rank or facts.fabric_trial is None:

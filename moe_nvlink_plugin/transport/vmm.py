@@ -1,4 +1,4 @@
-"""The driver's virtual memory calls, one step each: create, share, map. All of them local."""
+"""The driver's virtual memory calls, one step each: create, share, map. All functions are local."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from moe_nvlink_plugin.errors import DriverError
 
 logger = logging.getLogger(__name__)
 
-#: The least a GPU maps at a time, on every GPU the kernels are built for; checked when used.
+#: Smallest unit in bytes that a GPU maps, on every GPU the kernels are built for. NvlinkMemory
+#: checks it.
 GRANULARITY = 2 * 2**20
 
 
 class Sharing(enum.Enum):
-    """How a handle gets to another process. Values are names of CUmemAllocationHandleType."""
+    """Way of passing a handle to another process. Values are names in CUmemAllocationHandleType."""
 
     POSIX = "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"
     FABRIC = "CU_MEM_HANDLE_TYPE_FABRIC"
 
     @property
     def handle_type(self) -> Any:
-        """As the driver takes it."""
+        """Value that the driver takes."""
         return getattr(driver.api().CUmemAllocationHandleType, self.value)
 
 
 def attribute(index: int, name: str) -> bool:
-    """CU_DEVICE_ATTRIBUTE_<name> of a GPU, as a yes or no."""
+    """Return CU_DEVICE_ATTRIBUTE_<name> of GPU `index` as a bool."""
     number = getattr(driver.api().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
     return bool(driver.call("cuDeviceGetAttribute", number, driver.call("cuDeviceGet", index)))
 
 
 def properties(index: int, sharing: Sharing) -> Any:
-    """Memory of GPU `index` that can be shared that way."""
+    """Return the properties of memory on GPU `index` that ranks share in this way."""
     api = driver.api()
     made = api.CUmemAllocationProp()
     made.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -45,24 +46,24 @@ def properties(index: int, sharing: Sharing) -> Any:
 
 
 def granularity(index: int, sharing: Sharing) -> int:
-    """Bytes that sizes and addresses of such memory must be multiples of."""
+    """Return the bytes of which sizes and addresses of such memory must be multiples."""
     least = driver.api().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(driver.call("cuMemGetAllocationGranularity", properties(index, sharing), least))
 
 
 def export_handle(sharing: Sharing, handle: Any) -> Any:
-    """What the other process needs: a file descriptor, which the caller closes, or 64 bytes."""
+    """Return what another process imports: a descriptor, which the caller closes, or 64 bytes."""
     shared = driver.call("cuMemExportToShareableHandle", handle, sharing.handle_type, 0)
     return int(shared) if sharing is Sharing.POSIX else bytes(shared.data)
 
 
 def import_handle(sharing: Sharing, shared: Any) -> Any:
-    """A handle of another process's memory; the descriptor stays the caller's."""
+    """Return a handle of another process's memory. The descriptor stays the caller's."""
     return driver.call("cuMemImportFromShareableHandle", shared, sharing.handle_type)
 
 
 def allow(index: int, address: int, size_bytes: int) -> None:
-    """Lets GPU `index` read and write what is mapped there."""
+    """Let GPU `index` read and write `size_bytes` bytes of mapped memory at `address`."""
     api = driver.api()
     access = api.CUmemAccessDesc()
     access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -72,13 +73,13 @@ def allow(index: int, address: int, size_bytes: int) -> None:
 
 
 def clear(address: int, size_bytes: int) -> None:
-    """Zeros; the current context's device has finished when this returns."""
+    """Write zeros, and wait until the current context's device has finished."""
     driver.call("cuMemsetD8", address, 0, size_bytes)
     driver.call("cuCtxSynchronize")
 
 
 def quietly(name: str, *arguments: Any) -> None:
-    """A call on the way back: what it cannot undo is logged, for another error is on its way."""
+    """Call the driver to undo a step; log a failure, because another error is being raised."""
     try:
         driver.call(name, *arguments)
     except DriverError as error:
@@ -86,13 +87,15 @@ def quietly(name: str, *arguments: Any) -> None:
 
 
 class FabricTrial:
-    """Whether this GPU can share memory through FABRIC handles.
+    """Trial whether this GPU can share memory through FABRIC handles.
 
-    It is tried: without an IMEX channel the attribute says yes, and the allocation fails.
+    The device attribute is not enough: without an IMEX channel it says yes, and the allocation
+    fails.
 
     Attributes:
-        blob: a handle for the others to try while this object is open; None where it failed.
-        error: why, else "".
+        blob: a handle that other ranks can try to import while this object is open; None if the
+            trial failed.
+        error: why the trial failed, else "".
     """
 
     def __init__(self, index: int) -> None:
@@ -110,7 +113,7 @@ class FabricTrial:
             self.error = str(error)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the memory of the trial. Local; may be called twice."""
         if self._handle is not None:
             quietly("cuMemRelease", self._handle)
             self._handle = None

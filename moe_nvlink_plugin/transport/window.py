@@ -1,4 +1,4 @@
-"""Bookkeeping that both transports share: which part of every rank's workspace is mapped."""
+"""Bookkeeping of both transports: which part of every rank's workspace is mapped."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from .base import Extent
 
 
 def round_up(number: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is not below `number`."""
+    """Return the smallest multiple of `unit` that is at least `number`."""
     return -(-number // unit) * unit
 
 
 class MappedRanges:
-    """The mapped part of one rank's workspace: the same on all ranks. Local."""
+    """Mapped part of a rank's workspace, which is equal on all ranks. All methods are local."""
 
     def __init__(self, stride: int, alignment: int) -> None:
         self._stride = stride
         self._alignment = alignment
-        self._ranges: list[tuple[int, int]] = []  # [start, end), sorted, apart from each other
+        self._ranges: list[tuple[int, int]] = []  # [start, end), sorted, not adjacent
 
     def check(self, extents: Sequence[Extent]) -> None:
-        """That `extents` can be mapped.
+        """Check that `extents` can be mapped.
 
         Raises:
-            TransportError: there is none; one is misaligned, empty, behind the window's end, or
-                overlaps another.
+            TransportError: there is no extent, or an extent is misaligned, is empty, ends after the
+                window, or overlaps another.
         """
         if not extents:
             raise TransportError("no extents to map")
@@ -40,9 +40,9 @@ class MappedRanges:
                 )
             if end > self._stride:
                 raise TransportError(
-                    f"{extent} ends behind the {self._stride} bytes per rank this window was made "
-                    "with, and a window cannot move; create the layers with the largest "
-                    "max_tokens_per_rank and rows first, or close all layers and create them anew"
+                    f"{extent} ends after the {self._stride} bytes per rank of this window, and a "
+                    "window cannot grow or move; create the layers with the largest "
+                    "max_tokens_per_rank and rows first, or close all layers and create them again"
                 )
             for first, last in taken:
                 if extent.offset < last and first < end:
@@ -50,7 +50,7 @@ class MappedRanges:
             taken.append((extent.offset, end))
 
     def add(self, extents: Sequence[Extent]) -> None:
-        """These are mapped now, up to the next multiple of the alignment."""
+        """Record that `extents` are mapped, each up to the next multiple of the alignment."""
         added = [(e.offset, round_up(e.offset + e.size_bytes, self._alignment)) for e in extents]
         merged: list[tuple[int, int]] = []
         for first, last in sorted([*self._ranges, *added]):
@@ -61,10 +61,10 @@ class MappedRanges:
         self._ranges = merged
 
     def require(self, offset: int, size_bytes: int) -> None:
-        """That all of it is mapped.
+        """Check that the whole range is mapped.
 
         Raises:
-            TransportError: it is not.
+            TransportError: a part of it is not mapped.
         """
         end = offset + size_bytes
         inside = (first <= offset and end <= last for first, last in self._ranges)
@@ -73,10 +73,15 @@ class MappedRanges:
 
 
 def check_same_extents(rank: int, extents: Sequence[Extent], everyones: Sequence[object]) -> None:
-    """That all ranks were asked for the same.
+    """Check that all ranks were asked to map the same extents. Local.
+
+    Args:
+        rank: this rank.
+        extents: the extents of this rank.
+        everyones: for each rank, in rank order: its extents as a tuple.
 
     Raises:
-        TransportError: naming a rank that was asked for something else.
+        TransportError: a rank was asked for other extents; names that rank and both requests.
     """
     mine = tuple(extents)
     for peer, theirs in enumerate(everyones):

@@ -1,4 +1,5 @@
-"""FlashInfer's moe_a2a for CPU tensors: names and parameters of 0.7.2.post1, our own workspace.
+"""FlashInfer's moe_a2a for CPU tensors: the names and parameters of 0.7.2.post1 that the benchmarks
+use, and a workspace of our own.
 
 Ranks run one after the other and wait for nobody; or, as MoeAlltoAll, in threads that meet at a
 barrier. `strict`: combine refuses to run where the real one would wait, by the same flags.
@@ -27,7 +28,7 @@ def _aux_bytes(ep_size: int, max_num_tokens: int) -> int:
     return _pad(4 * (ROUTES + ep_size + 2 * 32 * max_num_tokens))
 
 
-def get_moe_alltoall_module(backend: str = "trtllm") -> Any:
+def get_moe_alltoall_module() -> Any:
     return types.SimpleNamespace(
         moe_a2a_get_metainfo_index_pairs=lambda: (
             [f"MOE_A2A_{name}_OFFSET_INDEX" for name in NAMES],
@@ -41,9 +42,6 @@ def moe_a2a_get_workspace_size_per_rank(
     max_num_tokens: int,
     total_dispatch_payload_size_per_token: int,
     combine_payload_size_per_token: int,
-    eplb_stats_num_experts: int = 0,
-    *,
-    backend: str = "trtllm",
 ) -> int:
     slots = ep_size * max_num_tokens
     return (
@@ -58,9 +56,6 @@ def moe_a2a_initialize(
     ep_rank: int,
     ep_size: int,
     max_num_tokens: int,
-    eplb_stats_num_experts: int = 0,
-    *,
-    backend: str = "trtllm",
 ) -> torch.Tensor:
     workspace[ep_rank].zero_()
     payloads = _aux_bytes(ep_size, max_num_tokens)
@@ -85,12 +80,6 @@ def moe_a2a_dispatch(
     top_k: int,
     num_experts: int,
     enable_pdl: bool | None = None,
-    eplb_local_stats: torch.Tensor | None = None,
-    enable_rank_mask: bool = False,
-    active_rank_mask: torch.Tensor | None = None,
-    *,
-    backend: str = "trtllm",
-    recv_view_cache: dict[Any, Any] | None = None,
 ) -> tuple[list[torch.Tensor], int, None]:
     tokens = runtime_max_tokens_per_rank
     workspace[ep_rank].view(torch.int32)[FLAG] += 1
@@ -140,8 +129,6 @@ def moe_a2a_sanitize_expert_ids(
     ep_rank: int,
     invalid_expert_id: int,
     enable_pdl: bool | None = None,
-    *,
-    backend: str = "trtllm",
 ) -> None:
     # Of ranks that have not dispatched yet there is nothing to mark; theirs come with their rows.
     expert_ids[expert_ids == -99] = invalid_expert_id
@@ -169,17 +156,9 @@ def moe_a2a_combine(
     top_k: int,
     combine_payload_offset: int,
     payload_in_workspace: bool = False,
-    output_dtype: torch.dtype | None = None,
-    output_scales: torch.Tensor | None = None,
-    output_scalar_scale: float = 1.0,
-    sf_layout: Any = None,
     output: torch.Tensor | None = None,
     *,
-    use_low_precision: bool = False,
     enable_pdl: bool | None = None,
-    enable_rank_mask: bool = False,
-    active_rank_mask: torch.Tensor | None = None,
-    backend: str = "trtllm",
 ) -> torch.Tensor:
     assert payload_in_workspace
     assert output is not None
@@ -241,12 +220,7 @@ class MoeAlltoAll:
         top_k: int,
         num_experts: int,
         workspace_size_per_rank: int | None = None,
-        hidden_size: int | None = None,
         mnnvl_config: MnnvlConfig | None = None,
-        eplb_stats_num_experts: int = 0,
-        enable_rank_mask: bool = False,
-        *,
-        backend: str = "trtllm",
     ) -> None:
         assert workspace_size_per_rank is not None
         assert mnnvl_config is not None
@@ -269,8 +243,6 @@ class MoeAlltoAll:
         runtime_max_tokens_per_rank: int,
         invalid_token_expert_id: int | None = None,
         expert_id_payload_index: int | None = None,
-        eplb_local_stats: torch.Tensor | None = None,
-        active_rank_mask: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         assert self._phase == "idle"
         self._tokens = len(token_selected_experts)
@@ -315,14 +287,7 @@ class MoeAlltoAll:
         payload: torch.Tensor,
         runtime_max_tokens_per_rank: int,
         payload_in_workspace: bool = False,
-        output_dtype: torch.dtype | None = None,
-        output_scales: torch.Tensor | None = None,
-        output_scalar_scale: float = 1.0,
-        sf_layout: Any = None,
         output: torch.Tensor | None = None,
-        *,
-        use_low_precision: bool = False,
-        active_rank_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._phase == "dispatched"
         self._barrier.wait()

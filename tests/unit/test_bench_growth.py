@@ -19,7 +19,7 @@ from benchmarks.moe_comm.backends import WrongResult
 from benchmarks.moe_comm.options import OptionError, Options
 from benchmarks.moe_comm.processes import RunError
 from benchmarks.reporting import goals, tables
-from benchmarks.reporting.files import Result
+from benchmarks.reporting.files import Page, Result
 
 LINE = (Term("a", "", lambda _x: 1.0), Term("b", "n", lambda x: x))
 CORES, CACHE = 2, 2**25
@@ -43,10 +43,11 @@ def test_a_line_is_found_over_four_decades() -> None:
     assert found.values == pytest.approx((300, 12), rel=0.02)
     assert max(abs(off) for off in found.off) < 0.02
     assert found.knees() == []
-    assert found.formula == "a + b*n"
-    assert found.printed == f"{found.values[0]:.3g} + {found.values[1]:.3g}*n"
-    curve = found.curve()
-    assert (curve[0][0], curve[-1][0]) == (1, 8192)
+    described = found.described("key")
+    assert described["fit"]["formula"] == "a + b*n"
+    assert described["fit"]["printed"] == f"{found.values[0]:.3g} + {found.values[1]:.3g}*n"
+    curve = described["fit"]["curve"]
+    assert (curve[0][0], curve[-1][0]) == pytest.approx((1, 8192))
     assert curve[-1][1] == pytest.approx(300 + 12 * 8192, rel=0.02)
 
 
@@ -61,14 +62,14 @@ def test_a_planted_knee_is_named_and_bends_nothing() -> None:
     found = growth_fit.fit(points(law), LINE)
     assert found.values == pytest.approx((300, 12), rel=0.03)
     (knee,) = found.knees()
-    assert knee.point.x == 256
-    assert knee.off == pytest.approx(0.4, abs=0.03)
-    assert knee.fit_us == pytest.approx(300 + 12 * 256, rel=0.03)
+    assert knee["x"] == 256
+    assert knee["off"] == pytest.approx(0.4, abs=0.03)
+    assert knee["fit_us"] == pytest.approx(300 + 12 * 256, rel=0.03)
 
 
 def test_a_change_of_rate_that_no_term_explains_is_a_knee() -> None:
     law = lambda n: 300 + 12 * n + 60 * max(0, n - 2048)  # noqa: E731
-    assert {knee.point.x for knee in growth_fit.fit(points(law), LINE).knees()} >= {8192}
+    assert {knee["x"] for knee in growth_fit.fit(points(law), LINE).knees()} >= {8192}
 
 
 def test_what_a_points_own_spread_covers_is_no_knee() -> None:
@@ -82,8 +83,8 @@ def test_a_term_that_takes_no_time_is_zero() -> None:
     terms = (*LINE, Term("c", "sqrt(n)", lambda n: n**0.5))
     found = growth_fit.fit(points(lambda n: 300 + 12 * n, noise=0), terms)
     assert found.values == pytest.approx((300, 12, 0), rel=1e-3)
-    assert "sqrt" not in found.printed
-    assert "sqrt" in found.formula
+    assert "sqrt" not in found.described("key")["fit"]["printed"]
+    assert "sqrt" in found.described("key")["fit"]["formula"]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_planted_knee_is_printed_and_listed(
     assert ids == ["cpu-tokens-dispatch-256", "cpu-tokens-combine-256"]
     assert "KNEE cpu-tokens-dispatch-256" in capsys.readouterr().out
     shown = Result(tmp_path / "growth.json", result)
-    text = tables.by_kind(tables.Page("README.md", tmp_path), shown)
+    text = tables.growth(Page("README.md", tmp_path), shown)
     assert "`cpu-tokens-dispatch-256`" in text
     assert "+48%" in text  # the curve gives way by a little
     assert list(goals.unexplained(shown, "`cpu-tokens-dispatch-256`: a reason")) == ids[1:]
@@ -265,19 +266,6 @@ def test_a_wrong_result_is_no_number(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_refit_measures_nothing(tmp_path: Path) -> None:
-    before = measure(tmp_path, Machine({("tokens", 256): 1.5}), "--dimensions", "tokens")
-    path = tmp_path / "growth.json"
-    before["series"][0]["fit"]["values"]["a"] = -1.0
-    path.write_text(json.dumps(before))
-    growth.main(["--refit", str(path)], measure=None)
-    after = json.loads(path.read_text())
-    assert after["series"][0]["fit"]["values"]["a"] > 0
-    assert after["series"][0]["points"] == before["series"][0]["points"]
-    assert after["series"][1] == before["series"][1]
-    assert after["machine"] == before["machine"]
-
-
 def test_passes_go_up_and_down_and_widen_the_spread(tmp_path: Path) -> None:
     class Drifting(Machine):
         def _row(self, options: Options, tokens: int) -> dict[str, Any]:
@@ -307,10 +295,7 @@ def test_a_budget_leaves_points_out_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ticks = itertools.count()
-    budget = growth.Budget
-    monkeypatch.setattr(
-        growth, "Budget", lambda seconds: budget(seconds, lambda: float(next(ticks)))
-    )
+    monkeypatch.setattr(growth, "_now", lambda: float(next(ticks)))
     arguments = ("--dimensions", "top_k", "--passes", "1", "--budget_s", "12")
     result = measure(tmp_path, Machine(), *arguments)
     count = len(result["series"][0]["points"])
@@ -329,7 +314,6 @@ def test_a_budget_leaves_points_out_and_says_so(
         (["--budget_s", "0"], "--budget_s 0.0 must be above 0"),
         (["--passes", "0"], "--passes 0 must be at least 1"),
         (["--dimensions", "weather"], "invalid choice: 'weather'"),
-        (["--base_tokens", "0"], "must be at least 1"),
         (["--hidden_size", "-1"], "hidden_size"),
         (["--plot", "x.png"], "add --output_file"),
         (["--device", "cuda"], "torch sees no GPU"),

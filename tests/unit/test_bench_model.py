@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,36 +162,41 @@ def test_the_tables_are_whole() -> None:
     assert {(one.ep_size, one.verb) for one in tables} == set(
         itertools.product((8, 16, 32, 64), terms.VERBS)
     )
-    assert {one.recipe: one.row_bytes for one in gb200.recipes()} == {"mxfp8": 7392, "nvfp4": 4032}
+    assert {one.recipe: one.row_bytes for one in gb200.published("recipes")} == {
+        "mxfp8": 7392,
+        "nvfp4": 4032,
+    }
 
 
-def change(monkeypatch: pytest.MonkeyPatch, edit: Callable[[list[Any]], None]) -> None:
-    rows = [list(row) for row in gb200.TABLES[16]]
-    edit(rows)
-    changed = dict(gb200.TABLES) | {16: tuple(tuple(row) for row in rows)}
-    monkeypatch.setattr(gb200, "TABLES", changed)
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the published figures, to be changed."""
+    copy = tmp_path / gb200.FILE.name
+    copy.write_text(gb200.FILE.read_text())
+    monkeypatch.setattr(gb200, "FILE", copy)
+    return copy
 
 
-@pytest.mark.parametrize("column", [1, 2, 3, 4])
-def test_a_changed_figure_is_noticed(monkeypatch: pytest.MonkeyPatch, column: int) -> None:
-    def edit(rows: list[Any]) -> None:
-        rows[5][column] = round(rows[5][column] * 1.01, 2)
+@pytest.mark.parametrize(
+    ("figure", "changed"),
+    [
+        ("tables,dispatch,16,32,bf16,20.2,181.98", "tables,dispatch,16,32,bf16,20.4,181.98"),
+        ("tables,combine,16,32,bf16,34.2,107.46", "tables,combine,16,32,bf16,34.2,108.53"),
+        ("recipes,dispatch,8,2048,mxfp8,172.2", "recipes,dispatch,8,2048,mxfp8,127.2"),
+    ],
+)
+def test_a_changed_figure_is_noticed(table: Path, figure: str, changed: str) -> None:
+    assert figure in table.read_text()
+    table.write_text(table.read_text().replace(figure, changed))
+    with pytest.raises(gb200.TableError, match=r"ep_size=\d+, \d+ tokens.*compare it with"):
+        [*gb200.tables(), *gb200.held_out()]
 
-    change(monkeypatch, edit)
-    with pytest.raises(gb200.TableError, match="ep_size=16, 32 tokens.*compare it with the source"):
-        model.study()
 
-
-def test_a_missing_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    change(monkeypatch, lambda rows: rows.__delitem__(3))
-    with pytest.raises(gb200.TableError, match="ep_size=16: the batches are not"):
+def test_a_missing_row_is_noticed(table: Path) -> None:
+    lines = [line for line in table.read_text().splitlines() if ",dispatch,16,8," not in line]
+    table.write_text("\n".join(lines))
+    with pytest.raises(gb200.TableError, match="dispatch, ep_size=16: batches .* are not"):
         gb200.tables()
-
-
-def test_a_changed_recipe_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gb200.RECIPES, "mxfp8", (127.2, 703.4))
-    with pytest.raises(gb200.TableError, match="127.2 us"):
-        gb200.recipes()
 
 
 # ---- The fit.
@@ -199,7 +204,7 @@ def test_a_changed_recipe_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_fit_finds_the_constants_that_made_the_figures() -> None:
     tables = [one for one in gb200.tables() if one.ep_size in (8, 64)]
-    figures = [*tables, *gb200.without_sync()]
+    figures = [*tables, *gb200.published("without sync")]
     synthetic = [one._replace(us=model.reference_us(one, CONSTANTS)) for one in figures]
     found = model.calibrate(synthetic, CONSTANTS.launch_us)
     assert found.constants == pytest.approx(CONSTANTS, rel=0.02)
@@ -228,7 +233,7 @@ def test_errors_stay_below_the_aim(made: dict[str, Any]) -> None:
 
 
 def test_a_table_left_out_is_not_seen(study: model.Study) -> None:
-    assert set(study.left_out) == set(gb200.TABLES)
+    assert set(study.left_out) == set(gb200.EP_SIZES)
     assert len({fit.constants for fit in study.left_out.values()} | {study.full.constants}) == 5
 
 
@@ -316,13 +321,16 @@ def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (written["kind"], written["schema"]) == ("model", 1)
     assert written["machine"]["commit"]
     # A line for each figure.
-    rows = [*gb200.tables(), *gb200.without_sync(), *gb200.recipes(), *gb200.elsewhere()]
-    shown = [line for line in printed.splitlines() if line.startswith(("  dispatch", "  combine"))]
+    rows = [*gb200.tables(), *gb200.published("without sync"), *gb200.held_out()]
+    figures = printed.split("\nFigures, ")[1:]
+    figures[-1] = figures[-1].split("\n\n")[0]
+    shown = [
+        line for part in figures for line in part.splitlines() if " 0." in line or "-0." in line
+    ]
     assert len(shown) == len(rows)
-    for line in printed.splitlines():
-        if "moe_nvlink" in line or "our " in line:
-            assert "predicted" in line.lower(), line
-    assert "EP72" in printed
+    titles = [part.splitlines()[0] for part in printed.split("\n\n")[5:]]
+    assert all(title.lower().startswith("predicted") for title in titles), titles
+    assert " 72 " in printed
     assert "rows through the link" in printed
 
 

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bench_moe_comm
-from benchmarks.moe_comm import backends, emulated_flashinfer, processes, timing
-from benchmarks.moe_comm.accounting import traffic
-from benchmarks.moe_comm.backends import Context, Side, WrongResult, base
+from benchmarks.moe_comm import backends, emulated_flashinfer, expected, processes, timing
+from benchmarks.moe_comm.backends import Context, Side, WrongResult
 from benchmarks.moe_comm.options import OptionError, Options
 from benchmarks.moe_comm.routers import tokens_of
 from moe_nvlink_plugin import reference
@@ -42,13 +41,13 @@ CPU_BACKENDS = ("moe_nvlink", "gloo_gather", "gloo_gather_full", "all_to_all", "
 def test_what_is_expected_is_the_reference(ep_size: int, top_k: int) -> None:
     options = dataclasses.replace(SMALL, ep_size=ep_size, top_k=top_k)
     mine = tokens_of(options, 7, 1)
-    partial = [base.expert_rows(options, rank, *mine) for rank in range(ep_size)]
-    expected = reference.combine(options.config(1, 7), mine.topk_ids, partial)
-    assert not bool((expected == 0).all(dim=1).any())
-    for where, rows in base.terms(options, mine):
-        assert torch.equal(base.expected_combined(options, rows), expected[where])
-        total, bound = base.sum_and_bound(rows)
-        assert bool(((expected[where].double() - total).abs() <= bound).all())
+    partial = [expected.expert_rows(options, rank, *mine) for rank in range(ep_size)]
+    combined = reference.combine(options.config(1, 7), mine.topk_ids, partial)
+    assert not bool((combined == 0).all(dim=1).any())
+    for where, rows in expected.terms(options, mine):
+        assert torch.equal(expected.expected_combined(options, rows), combined[where])
+        total, bound = expected.sum_and_bound(rows)
+        assert bool(((combined[where].double() - total).abs() <= bound).all())
         # Without one of several experts' rows the sum is out of its bound.
         if top_k > 1 and ep_size > 1:
             less = rows.clone()
@@ -58,11 +57,11 @@ def test_what_is_expected_is_the_reference(ep_size: int, top_k: int) -> None:
 
 def test_experts_tell_ranks_ids_and_weights_apart() -> None:
     mine = tokens_of(SMALL, 64, 0)
-    rows = base.expert_rows(SMALL, 0, *mine)
-    assert not torch.equal(rows, base.expert_rows(SMALL, 1, *mine))
+    rows = expected.expert_rows(SMALL, 0, *mine)
+    assert not torch.equal(rows, expected.expert_rows(SMALL, 1, *mine))
     other = mine.topk_weights.clone()
     other[:, 0] += 0.5
-    assert not torch.equal(rows, base.expert_rows(SMALL, 0, mine.hidden, mine.topk_ids, other))
+    assert not torch.equal(rows, expected.expert_rows(SMALL, 0, mine.hidden, mine.topk_ids, other))
     # Where a rank has no expert of a token it adds nothing.
     none = ~(mine.topk_ids < 4).any(dim=1)
     assert bool(none.any())
@@ -73,10 +72,8 @@ def test_experts_tell_ranks_ids_and_weights_apart() -> None:
 
 
 def _context(options: Options, rank: int) -> Context:
-    tokens = options.batches[0]
-    mine = tokens_of(options, tokens, rank)
-    moved = traffic(options, tokens)
-    return Context(options, rank, mine, dist.group.WORLD, torch.device("cpu"), moved)
+    mine = tokens_of(options, options.batches[0], rank)
+    return Context(options, rank, mine, dist.group.WORLD, torch.device("cpu"))
 
 
 def _spoil_dispatch(side: Any, spoil: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -319,29 +316,19 @@ def test_more_than_the_memory_is_refused() -> None:
         processes.run(large)
 
 
-class _Recorder:
+class _Recorder(timing.CpuClock):
     """A clock whose samples say what ran."""
 
     def __init__(self) -> None:
+        super().__init__(None, None)
         self.ran: list[float] = []
-        self.taken: list[float] = []
-
-    def prepare(self, body: Callable[[], None]) -> Callable[[], None]:
-        return body
 
     def align(self) -> None:
         self.ran.clear()
 
     def time(self, body: Callable[[], None]) -> None:
         body()
-        self.taken.append(sum(self.ran))
-
-    def finish(self) -> list[float]:
-        taken, self.taken = self.taken, []
-        return taken
-
-    def kernels(self, side: Side, iterations: int) -> dict[str, Any]:
-        return {}
+        self._samples.append(sum(self.ran))
 
 
 def test_samples_belong_to_what_ran() -> None:

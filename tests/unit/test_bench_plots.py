@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.moe_comm import plots
+from benchmarks.moe_comm import plots, rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,12 +82,12 @@ def model_result() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Figure]:
-    return plots.result_figures(result())
+    return plots.figures_of(result())
 
 
 @pytest.fixture(scope="module")
 def model_figures(model_result: dict[str, Any]) -> dict[str, Figure]:
-    return plots.model_figures(model_result)
+    return plots.figures_of(model_result)
 
 
 def panels(figure: Figure) -> list[Axes]:
@@ -97,13 +95,12 @@ def panels(figure: Figure) -> list[Axes]:
 
 
 def labels(figure: Figure) -> list[str]:
-    found = [text for axes in figure.axes if (text := axes.get_legend())]
-    return [entry.get_text() for legend in found for entry in legend.get_texts()]
+    return [entry.get_text() for legend in figure.legends for entry in legend.get_texts()]
 
 
 def texts(figure: Figure) -> str:
-    """Title and footer."""
-    return f"{figure.get_suptitle()}\n{figure.get_supxlabel()}"
+    """Its title, which says where the numbers are from."""
+    return figure.get_suptitle()
 
 
 def points(axes: Axes, label: str) -> list[tuple[float, float]]:
@@ -153,29 +150,10 @@ def test_bandwidth_stands_beside_the_ceiling(figures: dict[str, Figure]) -> None
         assert len(points(axes, "moe_nvlink")) == len(BATCHES)
     made = result()
     for one in made["rows"]:
-        for name in plots.PHASES:
+        for name in rows.PHASES:
             del one[name]["ceiling_gb_s"]
-    figure = plots.result_figures(made)["bandwidth"]
+    figure = plots.figures_of(made)["bandwidth"]
     assert not [label for label in labels(figure) if "ceiling" in label]
-
-
-def test_recipes_have_a_figure_where_there_are_several() -> None:
-    rows = [
-        row("moe_nvlink", tokens, *formats)
-        for tokens in reversed(BATCHES)
-        for formats in (("bf16", "bf16"), ("mxfp8", "bf16"), ("bf16", "fp8_block"))
-    ]
-    made = plots.result_figures(result(rows=rows))
-    assert labels(made["recipes"]) == [
-        "moe_nvlink, bf16 / bf16",
-        "moe_nvlink, mxfp8 / bf16",
-        "moe_nvlink, bf16 / fp8_block",
-    ]
-    dispatch, combine = panels(made["recipes"])
-    assert (dispatch.get_title(), combine.get_title()) == ("dispatch", "combine")
-    assert points(combine, "moe_nvlink, bf16 / fp8_block") == [(n, 2 * (50 + n)) for n in BATCHES]
-    # The other figures keep them apart too.
-    assert len(labels(made["latency"])) == 3
 
 
 @pytest.mark.parametrize(
@@ -193,10 +171,11 @@ def test_titles_say_what_kind_of_ranks(options: dict[str, Any], said: str) -> No
     assert plots.ranks_of(made) == said
 
 
-def test_the_footer_says_where_the_numbers_are_from(figures: dict[str, Figure]) -> None:
+def test_the_title_says_where_the_numbers_are_from(figures: dict[str, Figure]) -> None:
     for figure in figures.values():
-        assert figure.get_suptitle().endswith("\nCPU ranks: processes on 3 cores")
-        assert figure.get_supxlabel() == "A CPU  |  2026-01-02  |  commit abc1234"
+        _title, ranks, origin = figure.get_suptitle().splitlines()
+        assert ranks == "CPU ranks: processes on 3 cores"
+        assert origin == "A CPU  |  2026-01-02  |  commit abc1234"
 
 
 def test_lines_differ_by_more_than_colour(figures: dict[str, Figure]) -> None:
@@ -253,7 +232,7 @@ def test_stacks_are_whole(model_figures: dict[str, Figure]) -> None:
 
 
 def test_growth_shows_points_and_curves() -> None:
-    (figure,) = plots.growth_figures(growth()).values()
+    (figure,) = plots.figures_of(growth()).values()
     assert "measured, and fitted curve" in figure.get_suptitle()
     assert "CPU ranks" in figure.get_suptitle()
     assert len(panels(figure)) == 4
@@ -263,7 +242,7 @@ def test_growth_shows_points_and_curves() -> None:
         assert points(axes, "measured: median, quartiles") == [(1, 11), (8, 18), (64, 74)]
         assert len(points(axes, "fitted: 10 + tokens")) == 7
     emulated = growth() | {"device": "cuda"}
-    (figure,) = plots.growth_figures(emulated).values()
+    (figure,) = plots.figures_of(emulated).values()
     assert "ranks emulated on one GPU" in figure.get_suptitle()
 
 
@@ -283,36 +262,20 @@ def test_a_png_names_its_result_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "draw", "said"),
+    ("made", "said"),
     [
-        (growth(), plots.result_figures, "kind 'growth'; needs 'moe_comm'"),
-        (result(), plots.growth_figures, "kind 'moe_comm'; needs 'growth'"),
-        (result(), plots.model_figures, "kind 'moe_comm'; needs 'model'"),
-        (result(rows=[]), plots.result_figures, "'rows' is empty"),
-        (growth() | {"series": []}, plots.growth_figures, "'series' is empty"),
+        ({"kind": "serve"}, "no plots of kind 'serve'; needs one of moe_comm, growth, model"),
+        (result(rows=[]), "'rows' is empty"),
+        (growth() | {"series": []}, "'series' is empty"),
     ],
 )
-def test_what_cannot_be_plotted_is_refused(made: dict[str, Any], draw: Any, said: str) -> None:
+def test_what_cannot_be_plotted_is_refused(made: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        draw(made)
-
-
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "serve.json"
-    path.write_text('{"kind": "serve"}')
-    with pytest.raises(ValueError, match=r"serve\.json: kind 'serve'; needs one of moe_comm"):
-        plots.plot_file(path, tmp_path)
+        plots.figures_of(made)
 
 
 def test_a_result_is_left_as_it_is() -> None:
     made = result()
     before = copy.deepcopy(made)
-    plots.result_figures(made)
+    plots.figures_of(made)
     assert made == before
-
-
-def test_matplotlib_is_imported_when_it_is_needed() -> None:
-    code = (
-        "import sys; from benchmarks.moe_comm import plots; sys.exit('matplotlib' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

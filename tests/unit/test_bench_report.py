@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -15,9 +14,8 @@ from PIL import Image, PngImagePlugin
 from benchmarks import common, report
 from benchmarks.moe_comm import options, plots, rows
 from benchmarks.moe_comm.accounting import Traffic
-from benchmarks.reporting import documents, figures, goals, tables
-from benchmarks.reporting.files import ReportError, Result, complaints, load, newest
-from benchmarks.reporting.tables import Page
+from benchmarks.reporting import goals, tables
+from benchmarks.reporting.files import Page, ReportError, Result, complaints, load, newest
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {
@@ -38,17 +36,20 @@ def picture(png: Path, source: str) -> Path:
     return png
 
 
-def draw_little(_result: dict[str, Any], folder: Path, source: str) -> list[Path]:
-    """As any function of plots.py."""
+def draw_little(path: Path, folder: Path) -> list[Path]:
+    """As plots.plot_file."""
     names = {plot.figure for plot in report.PLOTS}
-    return [picture(folder / f"{name}.png", source) for name in names]
+    return [picture(folder / f"{name}.png", plots.source_of(path)) for name in names]
+
+
+#: Of README.md, after its section of figures.
+LAST_HEADING = "\n## Further reading\n"
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the documents and results, in order."""
-    for name in figures.DRAW.values():
-        monkeypatch.setattr(plots, name, draw_little)
+    monkeypatch.setattr(plots, "plot_file", draw_little)
     (tmp_path / "benchmarks").mkdir()
     for document in report.SECTIONS:
         shutil.copy(ROOT / document, tmp_path / document)
@@ -107,12 +108,9 @@ def test_this_repository_says_what_its_results_say() -> None:
 
 
 def test_a_changed_digit(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = checkout / "README.md"
-    marked = next(
-        line.text
-        for line in documents.lines(readme.read_text(), "README.md")
-        if line.block == "recipes" and "| nvfp4 |" in line.text
-    )
+    readme = checkout / report.METHODS
+    block = readme.read_text().split("<!-- report: recipes-all -->")[1].split(report.END)[0]
+    marked = next(line for line in block.splitlines() if "| nvfp4 |" in line)
     change(readme, marked, marked.replace("| nvfp4 | 1", "| nvfp4 | 9"))
     before = readme.read_text()
     assert report.main(["--check"], checkout) == 1
@@ -149,7 +147,7 @@ def test_plots_that_are_missing_outdated_or_nobodys(checkout: Path) -> None:
     def problems() -> str:
         return "\n".join(report.Report(checkout).problems())
 
-    png = checkout / figures.FOLDER / "latency.png"
+    png = checkout / report.PLOTS_FOLDER / "latency.png"
     assert problems() == ""
     result = newest(load(checkout / "benchmarks/results"), report.CPU_TABLE)
     assert result is not None
@@ -169,22 +167,16 @@ def test_plots_that_are_missing_outdated_or_nobodys(checkout: Path) -> None:
         problems()
 
 
-def test_plots_are_drawn_by_functions_that_there_are() -> None:
-    assert all(callable(getattr(plots, name)) for name in figures.DRAW.values())
-
-
 def test_a_plot_is_drawn_of_its_own_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "plot_result", draw_little)
+    monkeypatch.setattr(plots, "plot_file", draw_little)
     path = write(tmp_path, "2031-01-02-cpu-moe-comm.json", comm(200.0, 1800.0))
     result = Result(path, json.loads(path.read_text()))
     known = next(plot for plot in report.PLOTS if plot.figure == "latency")
-    assert figures.draw_stale([known], tmp_path, [result]) == ["latency.png"]
-    png = known.file(tmp_path)
-    assert figures.source_of(png) == plots.source_of(path)
-    assert figures.draw_stale([known], tmp_path, [result]) == []
-    unknown = dataclasses.replace(known, name="plot-fantasy", figure="fantasy")
+    assert known.draw(tmp_path, [result]) == "latency.png"
+    assert plots.recorded_source(known.file(tmp_path)) == plots.source_of(path)
+    assert known.stale(tmp_path, [result]) is None
     with pytest.raises(ReportError, match="no figure 'fantasy'"):
-        figures.draw_stale([unknown], tmp_path, [result])
+        known._replace(name="plot-fantasy", figure="fantasy").draw(tmp_path, [result])
 
 
 @pytest.mark.parametrize("field", ["date", "cpu", "commit", "command"])
@@ -243,18 +235,18 @@ def test_numbers_of_other_sections_are_their_own(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("<!-- report: recipes -->", "<!-- report: recipe -->", "nowhere stands.*recipes"),
-        ("<!-- report: recipes -->\n", "", "where block None is open"),
-        ("\n## Development\n", "\n<!-- report: goals -->\n## Development\n", "has no <!-- end"),
+        ("<!-- report: goals -->", "<!-- report: goal -->", "nowhere stands.*goals"),
+        ("<!-- report: goals -->\n", "", "are not pairs"),
+        (LAST_HEADING, f"\n<!-- report: goals -->{LAST_HEADING}", "are not pairs"),
         (
-            "\n## Development\n",
-            "\n<!-- report: fantasy -->\n<!-- end report -->\n## Development\n",
-            "no block 'fantasy'; those of this document: exchange",
+            LAST_HEADING,
+            f"\n<!-- report: fantasy -->\n<!-- end report -->{LAST_HEADING}",
+            "no block 'fantasy'; those of this document: goals",
         ),
         (
-            "\n## Development\n",
-            "\n<!-- report: goals -->\n<!-- end report -->\n## Development\n",
-            "block goals stands twice",
+            LAST_HEADING,
+            f"\n<!-- report: goals -->\n<!-- end report -->{LAST_HEADING}",
+            "goals stands twice",
         ),
     ],
 )
@@ -274,10 +266,7 @@ def test_a_file_of_another_shape_is_named(
 ) -> None:
     write(checkout, "2031-01-02-cpu-recipes.json", {"machine": MACHINE, "rows": [{"verb": 1}]})
     assert report.main(["--check"], checkout) == 1
-    assert "block recipes: 2031-01-02-cpu-recipes.json is not as" in capsys.readouterr().err
-    write(checkout, "2031-01-02-cpu-recipes.json", {"machine": MACHINE, "kind": "weather"})
-    assert report.main(["--check"], checkout) == 1
-    assert "no table for results of kind 'weather'" in capsys.readouterr().err
+    assert "block recipes-all: 2031-01-02-cpu-recipes.json is not as" in capsys.readouterr().err
     (checkout / "benchmarks/results/2031-01-02-cpu-recipes.json").write_text("{")
     assert report.main(["--check"], checkout) == 1
     assert "not JSON" in capsys.readouterr().err
@@ -290,7 +279,7 @@ def test_table_of_bench_moe_comm(checkout: Path) -> None:
     path = write(checkout, "2031-01-02-cpu-moe-comm.json", comm(200.0, 1800.0))
     page = Page("README.md", checkout)
     result = Result(path, json.loads(path.read_text()))
-    text = tables.by_kind(page, result)
+    text = tables.moe_comm(page, result)
     assert "4 ranks, hidden size 7168, top_k 8, 256 experts, bfloat16" in text
     assert "one rank a process" in text
     assert "commit abc ([result file](benchmarks/results/2031-01-02-cpu-moe-comm.json))" in text
@@ -302,12 +291,12 @@ def test_table_of_bench_moe_comm(checkout: Path) -> None:
     assert cells[5:] == ["1", "0.57 / 0.14", "5%"]
     assert "| 1800 (1773..1827) |" in theirs
     assert "| 9.00 (9.00..9.00) |" in theirs
-    assert "| 128 |" not in tables.moe_comm((1, 16))(page, result)
-    notes = tables.moe_comm_notes(page, result)
+    assert "| 128 |" not in tables.moe_comm(page, result, (1, 16))
+    notes = tables.moe_comm_whole(page, result)
     assert "Ceiling: memcpy." in notes
     assert "what gloo_gather is spared" in notes
     # The newer kind takes the place of the old table.
-    assert "moe-comm.json" in report.Report(checkout).render("README.md", "exchange")
+    assert "moe-comm.json" in report.Report(checkout).render(report.METHODS, "exchange-all")
 
 
 def verdicts(root: Path) -> list[tuple[str, str]]:
@@ -377,9 +366,9 @@ def test_a_goal_is_judged_where_both_were_launched_alike(tmp_path: Path) -> None
     assert verdicts(tmp_path)[4] == ("not measured", "")
     (result,) = load(tmp_path / "benchmarks/results")
     page = Page("README.md", tmp_path)
-    assert tables.by_kind(page, result).splitlines()[-1].count("| not comparable |") == 1
+    assert tables.moe_comm(page, result).splitlines()[-1].count("| not comparable |") == 1
     said = "FlashInfer moe_a2a, 64 tokens: no ratio, because it is launched as branches; ours: one"
-    assert said in tables.moe_comm_notes(page, result)
+    assert said in tables.moe_comm_whole(page, result)
 
 
 def test_ours_in_one_launch_stands_beside_what_is_compared(tmp_path: Path) -> None:
@@ -387,7 +376,7 @@ def test_ours_in_one_launch_stands_beside_what_is_compared(tmp_path: Path) -> No
     alone = {phase: result["rows"][0][phase] | {"median_us": 4.0} for phase in rows.PHASES}
     result["rows"][0]["one_launch"] = {"launch": "one launch", **alone}
     path = write(tmp_path, "2031-01-02-gpu-moe-comm.json", result)
-    text = tables.by_kind(Page("README.md", tmp_path), Result(path, result))
+    text = tables.moe_comm(Page("README.md", tmp_path), Result(path, result))
     ours, one, theirs = (line.strip("| ").split(" | ") for line in text.splitlines()[-3:])
     assert (ours[1], ours[2], ours[5]) == ("**moe_nvlink**, branches", "5 (4.93..5.07)", "1")
     assert (one[1], one[2]) == ("**moe_nvlink**, one launch", "4 (4.93..5.07)")

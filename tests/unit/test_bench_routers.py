@@ -95,7 +95,7 @@ def test_all_backends_need_not_run() -> None:
         ("-f 2", "add -b"),
         ("--iters 1", "iters=1 must be at least 2"),
         ("--router perfect --ep_size 3", "use --router spread"),
-        ("--router zipf --perfect_router", "contradict each other"),
+        ("--router zipf --perfect_router", "not allowed with argument --router"),
         ("--max_num_tokens_per_rank 64", "below the largest batch, 128"),
         ("--recipe nvfp4 --hidden_size 100", "hidden_size=100"),
         ("--recipe bf16 --dtype float16", "takes activations of"),

@@ -207,7 +207,7 @@ def test_a_continued_extent_leaves_no_hole_and_moves_nothing() -> None:
         ([Extent(2**22, 0)], "size above 0"),
         ([Extent(0, 10)], "overlaps mapped bytes"),
         ([Extent(2**22, 2**21 + 1), Extent(2**22 + 2**21, 10)], "overlaps"),
-        ([Extent(2**40, 10)], "bytes per rank this window was made with"),
+        ([Extent(2**40, 10)], "bytes per rank of this window"),
     ],
 )
 def test_extents_that_cannot_be(extents: list[Extent], words: str) -> None:

@@ -577,7 +577,7 @@ def wrong_extents_body(group: ThreadGroup) -> None:
     for extents, words in (
         ([Extent(4096, 1)], "multiple of 2097152"),
         ([Extent(0, 1)], "overlaps"),
-        ([Extent(4 * MIB, 3 * MIB)], "behind the 6291456 bytes"),
+        ([Extent(4 * MIB, 3 * MIB)], "after the 6291456 bytes"),
         ([], "no extents"),
     ):
         with pytest.raises(TransportError, match=words):

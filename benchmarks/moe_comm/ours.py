@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.moe_comm.options import Options
-from benchmarks.moe_comm.routers import RankTokens
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.exchange import layer as exchange
 
-from .base import (
+from .expected import (
     Complaints,
     Context,
     activations,
@@ -23,6 +21,8 @@ from .base import (
     global_scale,
     quantised,
 )
+from .options import OURS, Options
+from .routers import RankTokens
 
 
 class Ours:
@@ -30,6 +30,7 @@ class Ours:
     written to combine_input().
     """
 
+    name = OURS
     given = "nothing"
 
     @staticmethod
@@ -65,7 +66,7 @@ class Ours:
 
     def check(self) -> None:
         """Bit for bit as moe_nvlink_plugin.reference; on a GPU, a row of nvfp4 to a code or two."""
-        context, complaints = self._context, Complaints("moe_nvlink", self._context)
+        context, complaints = self._context, Complaints(self.name, self._context)
         self._output.fill_(float("nan"))
         self.dispatch()
         received = self._received
@@ -80,12 +81,13 @@ class Ours:
         self._rows[filled] = rows
         self.combine()
         self._exchange.synchronize()
-        exact = context.device.type == "cpu" or context.options.recipe != "nvfp4"
-        if exact:
-            check_combined(complaints, context, self._output, exact=True)
-        else:
-            self._check_roughly(complaints)
+        check_combined(complaints, context, self._output, "alike" if self._is_near else "exact")
         complaints.raise_any()
+
+    @property
+    def _is_near(self) -> bool:
+        """A GPU's nvfp4 takes approximate reciprocals, so that a code may be the next one."""
+        return self._context.device.type == "cuda" and self._context.options.recipe == "nvfp4"
 
     def _check_source(
         self, complaints: Complaints, received: Dispatched, source: int, slots: torch.Tensor
@@ -109,53 +111,33 @@ class Ours:
             place.sort().values, torch.arange(count, device=place.device), f"{what}: places"
         )
         mine = slice(source * self._capacity, (source + 1) * self._capacity)
-        self._check_payloads(complaints, received, mine, place, tokens, sent, what)
+        arrived = [received.topk_ids, received.topk_weights, received.hidden_states]
+        if received.scales is not None:
+            arrived.append(received.scales)
+        here_are = [part[mine][place] for part in arrived]
+        self._check_payloads(complaints, here_are, tokens, sent, what)
         empty = received.topk_ids[mine][count:]
         complaints.same(empty, torch.full_like(empty, -1), f"{what}: empty slots")
 
     def _check_payloads(
         self,
         complaints: Complaints,
-        received: Dispatched,
-        mine: slice,
-        place: torch.Tensor,
+        arrived: list[torch.Tensor],
         tokens: RankTokens,
         sent: torch.Tensor,
         what: str,
     ) -> None:
         options = self._context.options
-        rows, scales = quantised(options, tokens.hidden[sent])
-        complaints.same(received.topk_ids[mine][place], tokens.topk_ids[sent], f"{what}: ids")
-        complaints.same(
-            received.topk_weights[mine][place], tokens.topk_weights[sent], f"{what}: weights"
-        )
-        got, got_scales = received.hidden_states[mine][place], received.scales
-        if self._context.device.type == "cuda" and options.recipe == "nvfp4":
-            assert got_scales is not None
-            actual = activations(options, got, got_scales[mine][place])
-            self._rough(complaints, actual, activations(options, rows, scales), what)
+        rows = quantised(options, tokens.hidden[sent])
+        ids, weights, *got = arrived
+        complaints.same(ids, tokens.topk_ids[sent], f"{what}: ids")
+        complaints.same(weights, tokens.topk_weights[sent], f"{what}: weights")
+        if self._is_near:
+            complaints.alike(activations(options, *got), activations(options, *rows), what)
             return
-        complaints.same(got.view(torch.uint8), rows.view(torch.uint8), f"{what}: hidden states")
-        if scales is not None:
-            assert got_scales is not None
-            actual = got_scales[mine][place]
-            complaints.same(actual.view(torch.uint8), scales.view(torch.uint8), f"{what}: scales")
-
-    def _check_roughly(self, complaints: Complaints) -> None:
-        """A GPU's nvfp4 takes approximate reciprocals, so that a code may be the next one."""
-        from .base import expected_combined, terms
-
-        for where, rows in terms(self._context.options, self._context.tokens):
-            expected = expected_combined(self._context.options, rows)
-            self._rough(complaints, self._output[where], expected, "combined")
-
-    def _rough(
-        self, complaints: Complaints, actual: torch.Tensor, expected: torch.Tensor, what: str
-    ) -> None:
-        """A row may be off by a twentieth of its length: a few codes, never another row."""
-        error = (actual.float() - expected.float()).norm(dim=1)
-        zero = torch.zeros_like(error)
-        complaints.near(error, zero, 0.05 * expected.float().norm(dim=1).double(), what)
+        expected = [part for part in rows if part is not None]
+        for name, one, other in zip(("hidden states", "scales"), got, expected, strict=False):
+            complaints.same(one.view(torch.uint8), other.view(torch.uint8), f"{what}: {name}")
 
     # What a CPU rank's time is made of.
 
