@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import emulated_head
 from moe_nvlink_plugin.errors import MoeNvlinkError
 from moe_nvlink_plugin.exchange.kernels import COMBINE_FORMAT, LAYER, QUANTISER
 from moe_nvlink_plugin.jit import header, nvrtc
@@ -181,7 +180,9 @@ def _emulated_others() -> Iterator[Kernel]:
             )
             name = f"emulated quantiser {_family(kind)}"
             yield Kernel("emulated", name, next(architectures), _with(alone, kind))
-    head = functools.partial(emulated_head.device_source, 0, _EMULATED_RANKS)
+    head = functools.partial(
+        emulated_text.device_source, 0, 0, _EMULATED_RANKS, head=True, as_product=True
+    )
     yield Kernel("emulated", "emulated LM head", next(architectures), head)
 
 
