@@ -1,4 +1,4 @@
-"""MoeAllToAll: the two verbs."""
+"""MoeAllToAll: dispatch and combine of one MoE layer."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ _OWN_FIELDS = ("ep_rank", "num_threads", "max_sms")
 
 
 class DispatchMetadata(NamedTuple):
-    """What combine needs to know of a dispatch. Opaque to the caller; valid for one combine.
+    """Facts about a dispatch that its combine needs. Opaque to the caller; valid for one combine.
 
     Attributes:
-        send_slots: `[num_tokens, top_k] int32`, where each token's rows went.
-        channel: the channel they went through.
-        handle: the layer that sent them.
-        round: which of the layer's dispatches through that channel; -1 from compiled code, where
-            the graph itself ties a combine to its dispatch.
+        send_slots: `[num_tokens, top_k]` int32: slot of the row that travelled because of this k;
+            -1 if none did.
+        channel: number of the channel.
+        handle: number of the layer.
+        round: number of the layer's dispatch through this channel. -1 from compiled code, where the
+            graph ties a combine to its dispatch.
     """
 
     send_slots: torch.Tensor
@@ -46,24 +47,25 @@ class DispatchMetadata(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """What this rank received: views into the workspace, valid until the matching combine.
+    """Rows that this rank received, as views into the workspace; valid until the matching combine.
 
-    Rank-major: rows `s * max_tokens_per_rank ... + recv_counts[s]` came from rank s, in its own
-    order; the rows behind them are empty, hold expert id -1 in all of `topk_ids` and anything
-    elsewhere.
+    The rows are rank-major. Rows `s * max_tokens_per_rank` up to, but not including,
+    `s * max_tokens_per_rank + recv_counts[s]` came from rank s, in its order. The remaining rows
+    of each rank's slice are empty: all their `topk_ids` are -1, and their other contents are
+    arbitrary.
 
-    In a function under torch.compile, let only the experts' output that combine takes depend on
-    these tensors. A compiler orders the other readers as it likes, also behind the combine, where
-    the peers' next dispatch may have overwritten the rows; nothing in torch can forbid it that.
+    Under torch.compile, only the experts' output that combine takes may depend on these tensors.
+    The compiler may move any other reader after the combine, where the peers' next dispatch may
+    have overwritten the rows. torch has no means to forbid that.
 
     Attributes:
         hidden_states: `[ep_size * max_tokens_per_rank, elements of the recipe's row]`.
         scales: `[ep_size * max_tokens_per_rank, scales per row]`, or None.
-        topk_ids: `[ep_size * max_tokens_per_rank, top_k] int32`, global ids; -1 is no expert.
+        topk_ids: `[ep_size * max_tokens_per_rank, top_k]` int32, global ids; -1 means no expert.
         topk_weights: `[ep_size * max_tokens_per_rank, top_k] float32`.
-        extra_payloads: each `[ep_size * max_tokens_per_rank, ...]` in the dtype this rank sent.
-        recv_counts: `[ep_size] int32`, rows received from each rank.
-        metadata: for combine.
+        extra_payloads: each `[ep_size * max_tokens_per_rank, ...]`, in the dtype this rank sent.
+        recv_counts: `[ep_size]` int32, number of rows from each rank.
+        metadata: argument of combine.
     """
 
     hidden_states: torch.Tensor
@@ -78,13 +80,13 @@ class Dispatched(NamedTuple):
 class MoeAllToAll:
     """Exchange of one MoE layer among the ranks of an expert-parallel group.
 
-    Who weights, who adds: the experts multiply by the router weights and add up their LOCAL experts
-    for each received row; combine adds those partial rows as they are, in fp32, as a fixed pairwise
-    tree over k. Nothing is weighted or reduced twice.
+    The caller's experts multiply by the router weights and add up the LOCAL experts of each
+    received row. Combine adds these partial rows without weights, in fp32, as a fixed pairwise tree
+    over k. So nothing is weighted or added twice.
 
     Attributes:
-        config: as given to create, defaults filled in.
-        recipe: what travels; a QuantisingRecipe can `dequantise` what was received.
+        config: configuration that `create` got, with defaults filled in.
+        recipe: format that travels. If it is a QuantisingRecipe, it can `dequantise` received rows.
     """
 
     def __init__(self, layer: exchange.LayerExchange) -> None:
@@ -95,12 +97,14 @@ class MoeAllToAll:
 
     @staticmethod
     def check(config: AllToAllConfig) -> Recipe:
-        """The recipe of a configuration whose rows can travel. Local; allocates nothing.
+        """Check that the rows of a configuration can travel; return its recipe. Local.
 
-        For those who refuse a configuration before any rank has started; create checks it too.
+        It allocates nothing. Frameworks use it to refuse a configuration before a rank starts;
+        `create` checks the same.
 
         Raises:
-            ConfigError: an unknown recipe, or a hidden_size that it or combine's format cannot do.
+            ConfigError: the recipe is unknown, or the recipe or the format of combine does not
+                support the hidden_size.
         """
         recipe = plugins.find_recipe(config)
         layout.payload_rows(config, recipe)
@@ -116,22 +120,22 @@ class MoeAllToAll:
         *,
         share_with: MoeAllToAll | None = None,
     ) -> MoeAllToAll:
-        """Makes the exchange of one layer. Collective; not capturable.
+        """Create the exchange of one layer. Collective; not capturable.
 
         Args:
             config: equal on every rank, `ep_rank`, `num_threads` and `max_sms` apart.
             group: a torch ProcessGroup (with a CPU backend), or an object with rank, size and
                 all_gather_object.
             device: where the tensors live.
-            share_with: another layer of the same group, whose workspace serves this one too. It
-                grows where it must, to the union of both needs.
+            share_with: another layer of the same group; both layers then use its workspace, which
+                grows if this layer needs more.
 
         Raises:
             ConfigError: the configuration does not fit the group, or names unknown parts.
-            DisagreementError: on every rank, when the ranks' configurations differ.
-            UnsupportedError: no transport serves the device.
+            DisagreementError: the ranks' configurations differ; raised on every rank.
+            UnsupportedError: no transport supports the device.
             TransportError, CompileError: this rank could not get its memory or its kernels.
-            PeerError: another rank could not, or never came; nothing is left behind.
+            PeerError: another rank failed, or did not arrive. Nothing of this call remains.
         """
         ranks = as_group(group, float(config.timeout_s or 0))
         recipe, workspace = all_or_none(
@@ -165,31 +169,33 @@ class MoeAllToAll:
         global_scale: torch.Tensor | None = None,
         channel: int = 0,
     ) -> Dispatched:
-        """Sends each token once to every rank that owns one of its experts. Collective.
+        """Send each token once to every rank that owns one of its experts. Collective; capturable.
 
         Args:
-            hidden_states: either activations, `[num_tokens, hidden_size]` config.dtype, which a
-                quantising recipe quantises on the way, or rows quantised by the caller,
-                `[num_tokens, elements]` in the recipe's dtype. num_tokens may be 0 and differ from
-                rank to rank, up to max_tokens_per_rank.
-            topk_ids: `[num_tokens, top_k]` int32 or int64, global expert ids; an id outside
-                0..num_experts-1 (as -1, for padding) goes nowhere.
-            topk_weights: `[num_tokens, top_k]` float32; travels, is not applied here.
+            hidden_states: `[num_tokens, hidden_size]` config.dtype: activations, which a quantising
+                recipe quantises while they travel; or `[num_tokens, elements]` in the recipe's
+                dtype: rows that the caller has quantised. num_tokens may be 0, may differ between
+                ranks, and is at most max_tokens_per_rank.
+            topk_ids: `[num_tokens, top_k]` int32 or int64, global expert ids. An id outside
+                0..num_experts-1 (such as -1, for padding) has no destination.
+            topk_weights: `[num_tokens, top_k]` float32. They travel; dispatch does not apply them.
             extra_payloads: each `[num_tokens, ...]`, any dtype; rows of extra_payload_bytes bytes.
-            scales: `[num_tokens, scales per row]` of rows quantised by the caller, for recipes that
-                have them.
-            global_scale: one float32 on the device, for activations and recipes that need it
-                (fp8_tensor, nvfp4); from 2^-126 to 2^126. Checked on CPU; on a GPU only when it is
-                first seen (at its address: not a new one where an old one was) and no CUDA graph is
-                being captured, because that waits for the device.
-            channel: which of the num_channels independent exchanges.
+            scales: `[num_tokens, scales per row]`, if the caller has quantised the rows and the
+                recipe has scales.
+            global_scale: one float32 on the device, from 2^-126 to 2^126; for activations and the
+                recipes that need it (fp8_tensor, nvfp4). On CPU every call checks the value. On a
+                GPU a check waits for the device, so only the first call with a tensor at this
+                address checks it, and no call during the capture of a CUDA graph.
+            channel: number of the independent exchange, 0..num_channels-1.
 
         Raises:
-            InputError: a tensor is not as above; nothing was sent.
-            ExchangeStateError: closed, or the channel's last dispatch has not been combined.
-            ExchangeTimeoutError: a rank did not come within timeout_s.
-            DisagreementError: a rank dispatched through a layer of another geometry.
-            PeerError: a rank went on after a failure of its own.
+            InputError: a tensor is not as above. Nothing was sent.
+            ExchangeStateError: the exchange is closed, or the channel's last dispatch has not been
+                combined.
+            ExchangeTimeoutError: another rank did not arrive within timeout_s (first_timeout_s
+                until the first complete round).
+            DisagreementError: another rank dispatched through a layer of another geometry.
+            PeerError: another rank continued after a failure of its own.
         """
         ids, weights, hidden, counts, slots = ops.dispatch(
             self._layer.workspace.pending,
@@ -218,14 +224,15 @@ class MoeAllToAll:
         )
 
     def combine_input(self, dtype: torch.dtype | None = None, *, channel: int = 0) -> torch.Tensor:
-        """Where the experts may write their output: combine then copies nothing. Local.
+        """Return memory for the experts' output, from which combine copies nothing. Local.
 
         Returns:
-            `[ep_size * max_tokens_per_rank, hidden_size]`, same slots as the received rows. Write
-            to it between dispatch and combine only; rows of empty slots are never read.
+            `[ep_size * max_tokens_per_rank, hidden_size]` config.dtype, in the slots of the
+            received rows. Write to it only between dispatch and combine. Combine never reads empty
+            slots.
 
         Raises:
-            InputError: `dtype` is not config.dtype, the only type combine reduces.
+            InputError: `dtype` is not config.dtype, the only type that combine reduces.
         """
         if dtype not in (None, self.config.dtype):
             raise InputError(
@@ -241,18 +248,18 @@ class MoeAllToAll:
         *,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Fetches the partial rows of this rank's tokens and adds them up. Collective.
+        """Fetch the partial rows of this rank's tokens and add them up. Collective; capturable.
 
         Args:
-            expert_output: `[ep_size * max_tokens_per_rank, hidden_size]` config.dtype, weighted
-                sums over this rank's experts in the slots of the received rows; best the tensor of
-                combine_input(), otherwise it is copied there.
-            metadata: of the dispatch.
-            output: `[num_tokens, hidden_size]` to write to; None allocates it.
+            expert_output: `[ep_size * max_tokens_per_rank, hidden_size]` config.dtype: weighted
+                sums over this rank's experts, in the slots of the received rows. If it is not the
+                tensor of combine_input(), it is copied there first.
+            metadata: that of the dispatch.
+            output: `[num_tokens, hidden_size]` config.dtype to write to; None allocates it.
 
         Returns:
-            `[num_tokens, hidden_size]` config.dtype; zero for a token without a valid expert. The
-            same bits for the same rows and routing, whatever the timing.
+            `[num_tokens, hidden_size]` config.dtype; zeros for a token without a valid expert. The
+            same rows and routing give the same bits, whatever the timing.
 
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
@@ -280,10 +287,10 @@ class MoeAllToAll:
         return -1 if torch.compiler.is_compiling() else self._layer.rounds[channel]
 
     def synchronize(self) -> None:
-        """Waits for this thread's stream, reports what went wrong in verbs. Local; not capturable.
+        """Wait for this thread's stream and raise the error of a verb that failed. Local.
 
-        On CPU ranks a verb has run when it returns. On GPUs it runs later, and a failure is raised
-        by the next verb, or here.
+        Not capturable. On CPU ranks a verb has run when it returns. On GPUs a verb runs later; its
+        error is raised by the next verb, or here.
 
         Raises:
             ExchangeTimeoutError, DisagreementError, PeerError: as dispatch.
@@ -291,30 +298,30 @@ class MoeAllToAll:
         self._layer.synchronize()
 
     def hold_startup(self) -> None:
-        """Lets ranks wait first_timeout_s for one another until `end_startup`. Local.
+        """Make waits last up to first_timeout_s until `end_startup` is called. Local.
 
-        Of all layers on the workspace. For programs whose ranks go on to compile or tune after a
-        first round. Without it start-up lasts until the first complete round. A capture of a CUDA
-        graph ends it too.
+        It applies to all layers on the workspace. Use it if ranks compile or tune after the first
+        round. Without it start-up ends with the first complete round. The capture of a CUDA graph
+        also ends it.
         """
         self._layer.workspace.startup.hold()
 
     def end_startup(self) -> None:
-        """From the next launch on this rank waits timeout_s. Local; idempotent."""
+        """Make waits last up to timeout_s, from this rank's next launch on. Local; idempotent."""
         self._layer.workspace.startup.end()
 
     def failure(self) -> MoeNvlinkError | None:
-        """What went wrong in a verb so far, or None. Local; waits for nothing; for any thread.
+        """Return the error of a verb that failed, or None. Local; any thread may call it.
 
-        For programs that only replay CUDA graphs: no verb of theirs is there to raise it. After a
-        failure the verbs of this rank exchange nothing, and combine writes NaN.
+        It waits for nothing. It serves programs that only replay CUDA graphs, because a replay
+        raises no error. After a failure this rank's verbs exchange nothing, and combine writes NaN.
         """
         return self._layer.failure()
 
     def stats(self) -> ExchangeStats:
-        """This rank's totals over all layers that share the workspace. Local; not capturable.
+        """Return this rank's totals over all layers on the workspace. Local; not capturable.
 
-        Waits for this thread's stream: verbs launched on others may be missing.
+        It waits for this thread's stream. Verbs on other streams may be missing in the totals.
         """
         return self._layer.workspace.stats()
 
@@ -324,12 +331,12 @@ class MoeAllToAll:
         return self._layer.workspace.layout.total_bytes
 
     def close(self) -> None:
-        """Ends this layer's exchange; the last layer of a workspace gives it up. Local.
+        """Close this layer; the last layer on a workspace also gives up the workspace. Local.
 
-        On a GPU it waits for the device, so no thread may be capturing a CUDA graph on it. Tensors
-        that dispatch handed out stay readable: memory they hold on to is given back by the next
-        close or create in the process. Memory that was captured into a CUDA graph stays mapped
-        until the process ends, with a warning: a replay would still write to it.
+        On a GPU it waits for the device, so no thread may capture a CUDA graph on it meanwhile.
+        Tensors that dispatch returned stay readable; the next close or create in the process frees
+        the memory that they kept. If a CUDA graph has captured the memory, it stays mapped until
+        the process ends, and a warning says so, because a replay would still write to it.
         """
         self._layer.close()
 

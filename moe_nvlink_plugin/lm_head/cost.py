@@ -1,20 +1,22 @@
-"""When it pays to split the vocabulary product of a draft step over a group of ranks.
+"""Rule that estimates when it pays to split the LM head's product of a draft step over ranks.
 
-The rule, per step of `rows` rows a rank, a head of `V` rows of `H` elements, groups of `g`:
+The rule gives the time of a step with `rows` rows per rank, a head of `V` rows of `H` elements, and
+groups of `g` ranks:
 
     one rank alone   max(V*H*element / read, 2*rows*V*H / flops)
     a group          max(S*H*element / read, 2*g*rows*S*H / flops) + exchange
                      + rows*(g-1)*(H*element + 8) / link
 
-`S` is a rank's share of the vocabulary, about V/g. A group reads 1/g of the head and multiplies as
-much as before, so splitting gains what reading the rest takes and pays with two exchanges: rows out
-to g-1 peers, one pair of value and id per row back from each. The logits are as many either way and
-are left out. Once multiplying takes as long as reading the whole head there is nothing to gain, and
-the gain only falls as rows grow: `crossover_rows` is where it ends.
+`S` is a rank's share of the vocabulary, about V/g. In a group, each rank reads 1/g of the head and
+multiplies as much as alone. So splitting saves the time of reading the rest, and costs two
+exchanges: a rank sends its rows to g-1 peers, and each peer returns a pair of value and id per row.
+The rule leaves out the logits, because their number is equal in both cases. If multiplying takes as
+long as reading the whole head, splitting saves nothing. The gain falls as rows grow;
+`crossover_rows` returns where it ends.
 
-All rates are estimates: data sheets times what we take to be reachable, and an exchange that has
-been measured on no GPU. A log line made of them says "expected". Every function is local, plain
-arithmetic, called outside a CUDA graph; none allocates device memory.
+All rates are estimates: figures of data sheets times shares that we assume to be reachable, and an
+exchange that no GPU has measured. A log line of them says "expected". Every function is local and
+plain arithmetic, and allocates no device memory. Call it outside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 
 from .config import MAX_VOCAB_SIZE, SHARD_MULTIPLE
 
-#: What a rank sends back for a row of another: 32 bits of value, 32 of the token's id.
+#: Bytes that a rank returns for another rank's row: 32 bits of value, 32 bits of the token's id.
 PAIR_BYTES = 8
-#: No size here is larger than this, whatever it counts.
+#: Limit of every size in this module.
 _MOST = MAX_VOCAB_SIZE
 
 
 class HeadShape(NamedTuple):
-    """An LM head `[vocab_size, hidden_size]`; its elements and the rows' have `element_bytes`."""
+    """LM head `[vocab_size, hidden_size]`; an element of the head or of a row has element_bytes."""
 
     vocab_size: int
     hidden_size: int
@@ -45,13 +47,18 @@ class HeadShape(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """Of the whole head."""
+        """Bytes of the whole head."""
         return self.vocab_size * self.hidden_size * self.element_bytes
 
 
 class Rates(NamedTuple):
-    """What a rank reaches: bytes per second of its memory, multiplications and additions per
-    second, bytes per second to its peers (one way), seconds of both exchanges without rows.
+    """Rates that a rank reaches.
+
+    Attributes:
+        read_bytes_per_s: bytes per second that it reads from its memory.
+        flops_per_s: multiplications and additions per second.
+        link_bytes_per_s: bytes per second to its peers, one way.
+        exchange_s: seconds of both exchanges without rows.
     """
 
     read_bytes_per_s: float
@@ -61,7 +68,7 @@ class Rates(NamedTuple):
 
 
 class DataSheet(NamedTuple):
-    """One GPU: memory in TB/s; dense bf16 and plain fp32 TFLOPS; NVLink in GB/s, one way."""
+    """Figures of a GPU: memory in TB/s; dense bf16 and fp32 TFLOPS; NVLink in GB/s, one way."""
 
     memory_tb_s: float
     bf16_tflops: float
@@ -69,11 +76,11 @@ class DataSheet(NamedTuple):
     link_gb_s: float
 
 
-#: Words of a device's name -> figures; the first entry whose words are all there. bf16: half of the
-#: figure with sparsity; link: half of the figure of both directions.
-#: Sources: NVIDIA's data sheets of H100 (SXM, NVL; PCIe: of 2022), H200 (SXM, NVL), GH200 (its
-#: faster memory) and Blackwell (GB200 NVL72, HGX B200), as other pages repeat them: the sheets
-#: themselves were not at hand. H20, B300 and GB300: tables of third parties alone.
+#: Words of a device's name -> figures. The first entry whose words are all in the name counts. bf16
+#: is half of the figure with sparsity; link is half of the figure for both directions.
+#: Sources: NVIDIA's data sheets of H100 (SXM, NVL; PCIe of 2022), H200 (SXM, NVL), GH200 (its
+#: faster memory) and Blackwell (GB200 NVL72, HGX B200), as other pages quote them; the sheets
+#: themselves were not available. H20, B300 and GB300: third-party tables only.
 DATA_SHEETS: dict[tuple[str, ...], DataSheet] = {
     ("H100", "PCIe"): DataSheet(2.0, 756, 51, 300),
     ("H100", "NVL"): DataSheet(3.9, 835, 60, 300),
@@ -88,7 +95,7 @@ DATA_SHEETS: dict[tuple[str, ...], DataSheet] = {
     ("GB300",): DataSheet(8.0, 2500, 80, 900),
 }
 
-#: Shares of a data sheet's figures taken to be reachable. Assumed, not measured.
+#: Shares of a data sheet's figures that we assume to be reachable. Not measured.
 READ_SHARE, FLOPS_SHARE, LINK_SHARE = 0.85, 0.7, 0.75
 
 #: Two exchanges on a GPU, seconds. NOT MEASURED: each a launch, stores to the peers, a signal and
@@ -112,13 +119,13 @@ CPU_RATES = {
 
 
 def rates_of(device: torch.device, element_bytes: int = 2) -> Rates:
-    """Rates of a device for elements of 2 (bf16, fp16) or 4 bytes (fp32, without TF32).
+    """Return the rates of a device for elements of 2 (bf16, fp16) or 4 bytes (fp32, without TF32).
 
-    A GPU that is not in DATA_SHEETS, a MIG slice or a GPU whose driver does not answer gets of each
-    column the figure that speaks most against splitting, and twice the exchange.
+    If the GPU is not in DATA_SHEETS, is a MIG slice, or its driver does not answer, each rate is
+    the figure of the table that makes splitting slowest, and the exchange takes twice as long.
 
     Raises:
-        ConfigError: other elements.
+        ConfigError: element_bytes is neither 2 nor 4.
     """
     if element_bytes not in (2, 4):
         raise ConfigError(f"element_bytes={element_bytes!r}: there are rates for 2 and 4 bytes")
@@ -135,7 +142,7 @@ def _name_of(device: torch.device) -> str:
 
 
 def rates_of_gpu(name: str, element_bytes: int = 2) -> Rates:
-    """As rates_of, by the name that the driver gives the GPU ("NVIDIA H100 80GB HBM3")."""
+    """Return the rates of the GPU with this name, as the driver gives it ("NVIDIA H100 NVL")."""
     words = set(name.split())
     found = next((sheet for key, sheet in DATA_SHEETS.items() if words >= {*key}), None)
     if found is None or "MIG" in words:
@@ -159,10 +166,16 @@ def _reached(sheet: DataSheet, element_bytes: int, exchange_s: float) -> Rates:
 
 
 def step_seconds(shape: HeadShape, rows: int, tp_size: int, rates: Rates) -> float:
-    """Expected seconds of one draft step's head for `rows` rows a rank; tp_size 1: not split.
+    """Return the expected seconds of the head in one draft step with `rows` rows per rank.
+
+    Args:
+        shape: the head.
+        rows: rows of each rank.
+        tp_size: ranks of a group; 1 means that the product is not split.
+        rates: those of the device.
 
     Raises:
-        ConfigError: a size that is none, or a rate that is none.
+        ConfigError: a size or a rate is out of range.
     """
     _check(shape, rates, rows=rows, tp_size=tp_size)
     share = _widest_share(shape, tp_size)
@@ -175,20 +188,21 @@ def step_seconds(shape: HeadShape, rows: int, tp_size: int, rates: Rates) -> flo
 
 
 def exchanged_bytes(shape: HeadShape, rows: int, tp_size: int) -> int:
-    """Bytes a rank sends to others in one step: its rows to each, and a pair for each of theirs."""
+    """Return the bytes that a rank sends in one step: its rows to each peer, pairs for theirs."""
     return rows * (tp_size - 1) * (shape.hidden_size * shape.element_bytes + PAIR_BYTES)
 
 
 def _widest_share(shape: HeadShape, tp_size: int) -> int:
-    """Vocabulary rows of the first rank, which has no fewer than any other (HeadConfig.shard)."""
+    """Return the vocabulary rows of rank 0, which has as many as any other (HeadConfig.shard)."""
     even = -(-shape.vocab_size // tp_size)
     return min(shape.vocab_size, -(-even // SHARD_MULTIPLE) * SHARD_MULTIPLE)
 
 
 def crossover_rows(shape: HeadShape, tp_size: int, rates: Rates, most_rows: int) -> int:
-    """Most rows a rank, up to `most_rows`, at which splitting is expected to be faster; 0: never.
+    """Return up to how many rows per rank splitting is expected to be faster; 0 means never.
 
-    It is faster with every number of rows below that, too: see the module's text.
+    The result is at most `most_rows`. Splitting is expected to be faster with every smaller number
+    of rows too; the module's text says why.
 
     Raises:
         ConfigError: as step_seconds.
@@ -205,10 +219,11 @@ def crossover_rows(shape: HeadShape, tp_size: int, rates: Rates, most_rows: int)
 
 
 def choose_size(shape: HeadShape, candidates: Iterable[int], most_rows: int, rates: Rates) -> int:
-    """The group size with the least expected time; 1 where none of the candidates pays.
+    """Return the group size with the least expected time; 1 if no candidate pays.
 
-    A size's time is the mean over 1, 2, 4 .. most_rows rows a rank of the better of splitting and
-    not splitting, since a step above the crossover does not split. The smaller of equals.
+    The time of a size is a mean over steps of 1, 2, 4 .. most_rows rows per rank. Each step counts
+    with the faster of splitting and not splitting, because a step above the crossover is not split.
+    Of equal times the smaller size wins.
 
     Raises:
         ConfigError: as step_seconds.
@@ -224,7 +239,7 @@ def choose_size(shape: HeadShape, candidates: Iterable[int], most_rows: int, rat
 
 
 def _sampled_rows(most_rows: int) -> list[int]:
-    """1, 2, 4 .. and most_rows itself."""
+    """Return 1, 2, 4 .. and most_rows itself."""
     check_int("most_rows", most_rows, 1, _MOST)
     return [*_powers_below(most_rows), most_rows]
 
@@ -237,7 +252,7 @@ def _powers_below(bound: int) -> Iterator[int]:
 
 
 def report(shape: HeadShape, tp_size: int, most_rows: int, rates: Rates) -> str:
-    """What splitting is expected to do, in a few lines for a log.
+    """Describe what splitting is expected to do, in a few lines for a log.
 
     Raises:
         ConfigError: as step_seconds.

@@ -1,9 +1,9 @@
-"""HeadGroup and its two verbs: an LM head that several ranks hold and share the work of.
+"""HeadGroup and its two verbs: ranks that hold the same LM head share its product.
 
-With attention data-parallel every rank multiplies its own few rows by the whole vocabulary, and
-reads all of the head's weights for it. Here the ranks of a group put their rows together, each
-multiplies all of them by its part of the vocabulary, and the results go back: a rank reads
-1 / tp_size of the weights, for two small exchanges. cost.py says when that pays.
+If attention is data-parallel, every rank multiplies its own few rows by the whole vocabulary and
+reads all weights of the head for that. In a group, each rank multiplies the rows of all ranks by
+its part of the vocabulary, and each rank gets the results of its own rows. A rank then reads
+1 / tp_size of the weights, at the price of two small exchanges. cost.py estimates when that pays.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _OWN_FIELDS = {"tp_rank", "num_threads", "max_sms"}
 
 
 class HeadStats(NamedTuple):
-    """Totals of one rank since its group was made; counted by the kernels. Bytes and counts.
+    """Totals of one rank since its group was created. The kernels count them.
 
     Attributes:
-        rounds: calls, those without rows included.
-        rows: of this rank.
-        bytes_gathered_remote: of its rows, put to the other ranks.
-        bytes_returned_remote: of words, sent to the other ranks, and of logits, fetched from them.
+        rounds: number of calls, including calls without rows.
+        rows: number of this rank's rows.
+        bytes_gathered_remote: bytes of this rank's rows that it put to the other ranks.
+        bytes_returned_remote: bytes of words that this rank sent to the other ranks, and of logits
+            that it fetched from them.
     """
 
     rounds: int
@@ -46,13 +47,13 @@ class HeadStats(NamedTuple):
 
 
 class HeadGroup:
-    """Ranks that share one vocabulary product.
+    """Group of ranks that share one vocabulary product.
 
-    On a GPU its verbs and those of a MoeAllToAll belong on one stream: kernels of the two that run
-    side by side could keep each other's from finding a place, on two ranks in different order.
+    On a GPU, run its verbs and the verbs of a MoeAllToAll on one stream. If their kernels ran side
+    by side, on two ranks in different order, each could occupy the place that the other needs.
 
     Attributes:
-        config: as given to create, defaults filled in.
+        config: configuration that `create` got, with defaults filled in.
     """
 
     def __init__(self, head: head_exchange.HeadExchange) -> None:
@@ -64,7 +65,7 @@ class HeadGroup:
     def create(
         cls, config: HeadConfig, group: Any, device: torch.device | str = "cpu"
     ) -> HeadGroup:
-        """Makes the group's memory and loads its kernels. Collective; not capturable.
+        """Create the group's memory and load its kernels. Collective; not capturable.
 
         Args:
             config: equal on every rank, `tp_rank`, `num_threads` and `max_sms` apart.
@@ -74,10 +75,10 @@ class HeadGroup:
 
         Raises:
             ConfigError: the configuration does not fit the group, or names an unknown transport.
-            DisagreementError: on every rank, when the ranks' configurations differ.
-            UnsupportedError: no transport serves the device.
+            DisagreementError: the ranks' configurations differ; raised on every rank.
+            UnsupportedError: no transport supports the device.
             TransportError, CompileError: this rank could not get its memory or its kernels.
-            PeerError: another rank could not, or never came; nothing is left behind.
+            PeerError: another rank failed, or did not arrive. Nothing of this call remains.
         """
         ranks = as_group(group, float(config.timeout_s or 0))
         workspace = all_or_none(
@@ -99,10 +100,10 @@ class HeadGroup:
         return cls(head)
 
     def synchronize(self) -> None:
-        """Waits for this thread's stream, reports what went wrong in verbs. Local; not capturable.
+        """Wait for this thread's stream and raise the error of a verb that failed. Local.
 
-        On CPU ranks a verb has run when it returns. On GPUs it runs later, and a failure is raised
-        by the next verb, or here.
+        Not capturable. On CPU ranks a verb has run when it returns. On GPUs a verb runs later; its
+        error is raised by the next verb, or here.
 
         Raises:
             ExchangeTimeoutError, DisagreementError, PeerError: as the verbs.
@@ -110,17 +111,18 @@ class HeadGroup:
         self._head.synchronize()
 
     def failure(self) -> MoeNvlinkError | None:
-        """What went wrong in a verb so far, or None. Local; waits for nothing; for any thread.
+        """Return the error of a verb that failed, or None. Local; any thread may call it.
 
-        For programs that only replay CUDA graphs: no verb of theirs is there to raise it. After a
-        failure the verbs of this rank exchange nothing; token ids are then 0, logits NaN.
+        It waits for nothing. It serves programs that only replay CUDA graphs, because a replay
+        raises no error. After a failure this rank's verbs exchange nothing; token ids are 0 and
+        logits are NaN.
         """
         return self._head.failure()
 
     def stats(self) -> HeadStats:
-        """This rank's totals. Local; not capturable.
+        """Return this rank's totals. Local; not capturable.
 
-        Waits for this thread's stream: verbs launched on others may be missing.
+        It waits for this thread's stream. Verbs on other streams may be missing in the totals.
         """
         totals = self._head.workspace.stats()
         return HeadStats(
@@ -136,10 +138,11 @@ class HeadGroup:
         return self._head.workspace.layout.total_bytes
 
     def close(self) -> None:
-        """Gives the memory up. Local.
+        """Give up the memory. Local.
 
-        On a GPU it waits for the device, so no thread may be capturing a CUDA graph on it. Memory
-        that was captured into a CUDA graph stays mapped until the process ends, with a warning.
+        On a GPU it waits for the device, so no thread may capture a CUDA graph on it meanwhile. If
+        a CUDA graph has captured the memory, it stays mapped until the process ends, and a warning
+        says so.
         """
         self._head.close()
 
@@ -160,38 +163,39 @@ def sharded_argmax(
     scale: float = 1.0,
     row_bound: int | None = None,
 ) -> torch.Tensor:
-    """The token with the largest logit for each row of this rank. Collective; capturable.
+    """Find the token with the largest logit for each row of this rank. Collective; capturable.
 
-    What torch's argmax over the whole head gives: NaN is larger than every number, of equal values
-    the lowest id wins (a row of -inf gives 0), -0 equals +0. The product is rounded to the head's
-    type by torch, as it would be unshared, but of other shapes, so torch may add up in another
-    order: logits closer to each other than that rounding can change places. Soft cap and scale are
-    applied in float32, so they make no ties that the type alone would make.
+    The result is that of torch's argmax over the whole head: NaN is larger than every number, -0
+    equals +0, and of equal values the lowest id wins (a row of -inf gives 0). torch computes the
+    product and rounds it to the head's type, as without sharing. But it multiplies other shapes, so
+    it may add in another order: if two logits are closer to each other than that rounding, they can
+    change places. Soft cap and scale are applied in float32, so they create no additional ties.
 
     Args:
-        hidden: `[num_rows, hidden_size]` config.dtype. num_rows may be 0 and differ from rank to
-            rank, up to row_bound.
-        head_weight: `[vocab_size or more, hidden_size]` config.dtype, the same on all ranks; rows
-            behind vocab_size are never read. Each rank reads config.shard(tp_rank) of it, in place.
-        group: of HeadGroup.create.
+        hidden: `[num_rows, hidden_size]` config.dtype. num_rows may be 0, may differ between ranks,
+            and is at most row_bound.
+        head_weight: `[vocab_size or more, hidden_size]` config.dtype, equal on all ranks. Each rank
+            reads its part, config.shard(tp_rank), in place; no rank reads rows from vocab_size on.
+        group: the group that HeadGroup.create returned.
         bias: `[vocab_size or more]` config.dtype, added to the logits.
-        soft_cap: logits become `soft_cap * tanh(logit / soft_cap)`; None: they do not. A positive
-            normal float32.
-        scale: logits are then multiplied by it; any finite float32.
-        row_bound: the most rows any rank brings in this call, equal on all ranks; None is
+        soft_cap: positive normal float32; logits become `soft_cap * tanh(logit / soft_cap)`. None:
+            no soft cap.
+        scale: finite float32 by which logits are then multiplied.
+        row_bound: the most rows of any rank in this call, equal on all ranks; None means
             max_rows_per_rank. On a GPU the product takes tp_size * row_bound rows, filled or not.
 
     Returns:
-        `[num_rows] int64`.
+        `[num_rows]` int64, token ids.
 
     Raises:
-        InputError: a tensor is not as above; nothing was sent.
+        InputError: a tensor is not as above. Nothing was sent.
         ExchangeStateError: the group is closed, or has failed before.
-        ExchangeTimeoutError: a rank did not come within timeout_s.
-        DisagreementError: a rank called with another row_bound. Two bounds are told from each other
-            by 7 bits, so 1 pair in 128 is not, as 1 and 35; ids are then wrong, memory is not.
-        PeerError: a rank went on after a failure of its own.
-        RuntimeError: of torch, for an argument of another Python type.
+        ExchangeTimeoutError: another rank did not arrive within timeout_s.
+        DisagreementError: another rank called with another row_bound. The ranks compare 7 bits of
+            it, so they do not notice 1 pair of bounds in 128, for example 1 and 35. Ids are then
+            wrong; no other memory is overwritten.
+        PeerError: another rank continued after a failure of its own.
+        RuntimeError: torch rejects an argument of another Python type.
     """
     result: torch.Tensor = head_ops.head_argmax(
         *_arguments(hidden, head_weight, group, bias, soft_cap, scale, row_bound)
@@ -209,9 +213,9 @@ def sharded_logits(
     scale: float = 1.0,
     row_bound: int | None = None,
 ) -> torch.Tensor:
-    """All logits of this rank's rows, for sampling that needs them. Collective; capturable.
+    """Compute all logits of this rank's rows, for sampling. Collective; capturable.
 
-    In one round some ranks may call this and others sharded_argmax.
+    In the same round, some ranks may call this function and others sharded_argmax.
 
     Args:
         As sharded_argmax. The group must have been created with full_logits. Soft cap and scale

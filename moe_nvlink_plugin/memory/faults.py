@@ -1,4 +1,4 @@
-"""The fault word of a channel (epoch_flags.h, pack_fault) as an error that says what went wrong."""
+"""Errors from the fault word of a channel (pack_fault in epoch_flags.h)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from .workspace import Workspace
 
 
 class Faults:
-    """Reads one channel of one layer.
+    """Reader of the fault word of one channel of one layer.
 
     Args:
-        rank: this one.
-        size: ranks of the group.
-        timeouts: of the layer's waits.
-        phases: of the layer's kernels.
+        workspace: the layer's workspace.
+        channel: number of the channel.
+        rank: number of this rank.
+        size: number of ranks in the group.
+        timeouts: limits of the layer's waits.
+        phases: phases of the layer's kernels.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Faults:
     def error(
         self, disagreement: Callable[[int, str, int], str], *, ask_device: bool = True
     ) -> MoeNvlinkError | None:
-        """What went wrong in a verb, as far as the host knows. Names phase, ranks and epoch.
+        """Return the error of a verb that failed, or None. Local. It names phase, ranks and epoch.
 
-        disagreement: what to say when rank `peer` used another layer in a phase and epoch. Not
-        kept: as a method of this object's owner it would keep a dropped layer's memory alive.
-        ask_device: find out which ranks are late besides the one that was waited for longest. On a
-        GPU that waits for the device; without it, nothing here does, and any thread may ask.
+        Args:
+            disagreement: makes the message if `peer` used another layer, from peer, phase and
+                epoch. It is not kept: as a method of this object's owner it would keep the memory
+                of a dropped layer alive.
+            ask_device: also find out which other ranks are late. On a GPU this waits for the
+                device. Without it nothing here waits, and any thread may call.
         """
         word = self._workspace.fault(self._channel)
         if not word:

@@ -1,9 +1,9 @@
-"""WorkspaceLayout: the ordered regions of a workspace. The only place where offsets exist.
+"""WorkspaceLayout: the regions of a workspace, and the only module that computes offsets.
 
-A layer's regions keep their offsets for the life of the workspace, whatever the batch or dtype and
-whichever layers join later. Only so does one barrier per verb protect the rows of the round before
-(kernels/exchange/dispatch.cu says how), and only so may a CUDA graph hold their addresses. So every
-region gets address space for several times its size, and grows into it.
+The regions of a layer keep their offsets for the life of the workspace, whatever the batch or
+dtype, and whichever layers join later. Only because of this, one barrier per verb protects the rows
+of the previous round (kernels/README.md says how), and a CUDA graph may hold their
+addresses. Therefore every region gets address space for several times its size, and grows into it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.recipes import PayloadRow, Recipe, combine_formats
 from moe_nvlink_plugin.transport import Extent
 
-#: Bytes; compared with kRegionAlignment of kernels/include/moe_nvlink/config.h in the tests.
+#: Bytes. The tests compare it with kRegionAlignment of kernels/include/moe_nvlink/config.h.
 REGION_ALIGNMENT = 256
 
-#: Address space of a region, in multiples of what it needs at first. Costs no memory.
+#: Address space of a region as a multiple of its first size. It costs no memory.
 ROOM = 4
 
 #: Offsets travel as 32-bit counts of REGION_ALIGNMENT.
@@ -33,7 +33,7 @@ STRUCT_BYTES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A named, 256-byte-aligned range of every rank's workspace."""
+    """Named range of every rank's workspace; offset in bytes, a multiple of 256."""
 
     name: str
     offset: int
@@ -46,10 +46,10 @@ class Region:
 
 
 def payload_rows(config: AllToAllConfig, recipe: Recipe) -> dict[str, PayloadRow]:
-    """Region name -> row, for every payload of a token, in the order of DispatchArgs.payloads.
+    """Return region name -> row for every payload of a token, in order of DispatchArgs.payloads.
 
     Raises:
-        ConfigError: more than 8 payloads beside expert ids and router weights.
+        ConfigError: there are more than 8 payloads beside expert ids and router weights.
     """
     rows = {
         "recv_topk_ids": PayloadRow(torch.int32, config.top_k),
@@ -71,21 +71,23 @@ def payload_rows(config: AllToAllConfig, recipe: Recipe) -> dict[str, PayloadRow
 
 
 def combine_row(config: AllToAllConfig) -> PayloadRow:
-    """A row of the experts' output."""
+    """Return the row of the experts' output."""
     return PayloadRow(config.dtype, config.hidden_size)
 
 
 def quantised_combine_rows(config: AllToAllConfig) -> dict[str, PayloadRow]:
-    """Region name -> row, for what the peers read in combine where it is not the experts' output.
+    """Return region name -> row for the quantised rows that peers read in combine.
+
+    It is empty if they read the experts' output itself.
 
     Raises:
-        ConfigError: the format of combine cannot take rows of this hidden size.
+        ConfigError: the format of combine does not support this hidden_size.
     """
     return combine_formats.combine_rows(config.combine, config.hidden_size)
 
 
 def _control_sizes(ep_size: int) -> dict[str, int]:
-    """Bytes of the regions that steer a channel. They depend on the group only, so never grow."""
+    """Return the bytes of a channel's control regions. They depend only on the group's size."""
     return {
         "dispatch_cells": ep_size * 8,  # written by the peers
         "combine_cells": ep_size * 8,  # written by the peers
@@ -98,7 +100,7 @@ def _control_sizes(ep_size: int) -> dict[str, int]:
 
 
 def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
-    """Bytes of the regions that hold one channel's rows in this geometry."""
+    """Return the bytes of the regions for one channel's rows in this geometry."""
     slots = config.ep_size * config.max_tokens_per_rank
     rows = payload_rows(config, recipe)
     sizes = {name: slots * row.row_bytes for name, row in rows.items()}  # slice s: by rank s
@@ -117,7 +119,7 @@ _Key = tuple[int, str]
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Address space of a region in every rank's workspace, and the room it has to grow."""
+    """Address space of a region in every rank's workspace, in bytes."""
 
     offset: int
     room: int
@@ -125,15 +127,17 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class WorkspaceLayout:
-    """Regions that serve every one of a set of geometries: each as large as any needs it.
+    """Regions for a set of geometries; each region is as large as the largest geometry needs.
 
     Attributes:
+        ep_size: number of ranks.
+        num_channels: number of channels.
         sizes: bytes of each data region of one channel.
-        places: where they are.
+        places: address space of each region.
         end: bytes of address space in use.
-        outgrown_bytes: memory of places that became too small; layers made before still use it.
-        alignment: bytes that places are aligned to: what the transport maps at a time.
-        room: see ROOM.
+        alignment: bytes to which places are aligned: the unit in which the transport maps.
+        room: multiple as in ROOM.
+        outgrown_bytes: bytes of places that became too small; earlier layers still use them.
     """
 
     ep_size: int
@@ -153,10 +157,10 @@ class WorkspaceLayout:
         alignment: int = REGION_ALIGNMENT,
         room: int = ROOM,
     ) -> WorkspaceLayout:
-        """What one layer needs.
+        """Make the layout of one layer.
 
         Raises:
-            ConfigError: more than 8 payloads, or more bytes than a window holds.
+            ConfigError: there are more than 8 payloads, or more bytes than a window holds.
         """
         sizes = _data_sizes(config, recipe)
         return cls.of(config.ep_size, config.num_channels, sizes, alignment, room)
@@ -170,19 +174,19 @@ class WorkspaceLayout:
         alignment: int = REGION_ALIGNMENT,
         room: int = ROOM,
     ) -> WorkspaceLayout:
-        """Data regions of these sizes in bytes, for each channel, beside the control regions.
+        """Make a layout of data regions of these sizes (bytes) per channel, and control regions.
 
         Raises:
-            ConfigError: more bytes than a window holds.
+            ConfigError: it has more bytes than a window holds.
         """
         empty = cls(num_ranks, 0, {}, {}, 0, alignment, room)
         return empty._with(num_channels, sizes)
 
     def union(self, other: WorkspaceLayout) -> WorkspaceLayout:
-        """A layout that serves both; what has a place here keeps it while its room suffices.
+        """Make a layout for both; a region of this layout keeps its place if it is large enough.
 
         Raises:
-            ConfigError: they are for groups of different size, or too large together.
+            ConfigError: the layouts have different ep_size, or are too large together.
         """
         if self.ep_size != other.ep_size:
             raise ConfigError(
@@ -222,7 +226,7 @@ class WorkspaceLayout:
         return sum(_rounded(size, REGION_ALIGNMENT) for size in sizes)
 
     def channel_regions(self, channel: int) -> dict[str, Region]:
-        """The regions of one channel, by name."""
+        """Return name -> region for one channel."""
         regions = {}
         offset = self.places[channel, _CONTROL].offset
         for name, size in _control_sizes(self.ep_size).items():
@@ -233,7 +237,7 @@ class WorkspaceLayout:
         return regions
 
     def extents(self, before: WorkspaceLayout | None = None) -> list[Extent]:
-        """The memory that must be put behind this layout where `before` has its own already."""
+        """Return the extents that this layout needs in addition to the memory of `before`."""
         mapped = {} if before is None else dict(before._mapped())
         extents = []
         for offset, end in self._mapped():
@@ -243,14 +247,14 @@ class WorkspaceLayout:
         return extents
 
     def _mapped(self) -> Iterator[tuple[int, int]]:
-        """(offset, end) of the memory behind every place."""
+        """Yield (offset, end) of the memory of every place."""
         for (_channel, name), place in self.places.items():
             size = self._control_bytes if name == _CONTROL else self.sizes[name]
             yield place.offset, place.offset + _rounded(size, self.alignment)
 
     @property
     def total_bytes(self) -> int:
-        """Memory of one rank's workspace."""
+        """Bytes of memory of one rank's workspace."""
         return self.outgrown_bytes + sum(end - offset for offset, end in self._mapped())
 
 

@@ -1,7 +1,7 @@
-"""How long ranks wait for one another: longer while some may still compile, load or tune.
+"""Limit of the ranks' waits for one another: longer while ranks may compile, load or tune.
 
-The limit is an argument of each launch. So the kernels know of one limit only, and a CUDA graph
-keeps the limit that its launches were captured with.
+Each launch has its limit as an argument. So a kernel knows one limit only, and a CUDA graph keeps
+the limit of its captured launches.
 """
 
 from __future__ import annotations
@@ -12,58 +12,59 @@ from typing import Any, NamedTuple
 
 
 class Timeouts(NamedTuple):
-    """Seconds that a rank waits for the others: `first` while start-up lasts, `later` after it."""
+    """Seconds that a rank waits for the others: `first` during start-up, `later` after it."""
 
     first: float
     later: float
 
     @classmethod
     def of(cls, config: Any) -> Timeouts:
-        """Those of an AllToAllConfig or HeadConfig."""
+        """Take the limits of an AllToAllConfig or HeadConfig."""
         first = config.first_timeout_s
         return cls(config.timeout_s if first is None else first, config.timeout_s)
 
 
 class Startup:
-    """Which limit the launches on one workspace get. Local to this rank.
+    """Chooser of the limit that each launch on one workspace gets. Local to this rank.
 
-    Start-up lasts until the first complete round; while it is held, until `end`. A capture ends it:
-    what is captured is replayed after start-up, so it gets the later limit.
+    Start-up lasts until the first complete round; if it is held, until `end`. The capture of a CUDA
+    graph also ends it: a graph replays its launches after start-up, so they get the later limit.
 
-    is_capturing: whether launches of this thread now go into a CUDA graph.
+    Args:
+        is_capturing: whether launches of this thread now go into a CUDA graph.
     """
 
     def __init__(self, is_capturing: Callable[[], bool]) -> None:
         self._is_capturing = is_capturing
         self._is_over = self._is_held = False
-        self._rounds: Counter[int] = Counter()  # by channel: begun with the first limit
+        self._rounds: Counter[int] = Counter()  # channel -> rounds that began with the first limit
 
     def hold(self) -> None:
-        """Lets start-up last until `end` is called, however many rounds there are."""
+        """Make start-up last until `end` is called, regardless of the number of rounds."""
         self._is_held = True
 
     def end(self) -> None:
-        """Ends start-up for good."""
+        """End start-up for good."""
         self._is_over = True
 
     def begin_round(self, channel: int, timeouts: Timeouts) -> int:
-        """Nanoseconds that the launch which begins a round may wait."""
+        """Begin a round; return the nanoseconds that its first launch may wait."""
         timeout = self.timeout_ns(timeouts)
         if not self._is_over:
             self._rounds[channel] += 1
         return timeout
 
     def timeout_ns(self, timeouts: Timeouts) -> int:
-        """Nanoseconds that another launch of the round may wait."""
+        """Return the nanoseconds that a further launch of the round may wait."""
         if not self._is_over and self._is_capturing():
             self._is_over = True
         return int((timeouts.later if self._is_over else timeouts.first) * 1e9)
 
     def complete_round(self) -> None:
-        """The launch that ends a round has been made."""
+        """Record that the last launch of a round has been made."""
         if not self._is_held:
             self._is_over = True
 
     def waited_s(self, channel: int, epoch: int, timeouts: Timeouts) -> float:
-        """Seconds that a wait in this round of a channel had; its epochs count from 1."""
+        """Return the limit in seconds of a wait in this round; epochs of a channel start at 1."""
         return timeouts.first if epoch <= self._rounds[channel] else timeouts.later

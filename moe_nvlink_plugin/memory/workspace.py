@@ -1,4 +1,4 @@
-"""A layout placed in symmetric memory, shared by the layers of one expert-parallel group."""
+"""Workspace: a layout in symmetric memory, which the layers of one group share."""
 
 from __future__ import annotations
 
@@ -22,18 +22,27 @@ from .startup import Startup
 
 logger = logging.getLogger(__name__)
 
-#: Address space of a rank's window, in multiples of the first layout's and at least in bytes: room
-#: for layers to come. It costs no memory.
+#: Address space of a rank's window: a multiple of the first layout's, and at least these bytes. It
+#: is room for later layers and costs no memory.
 WINDOW_FACTOR = 4
 LEAST_WINDOW_BYTES = 4 * 2**30
 
 
 class ExchangeStats(NamedTuple):
-    """Totals of one rank since its workspace was made; counted by the kernels. Bytes and counts.
+    """Totals of one rank since its workspace was created. The kernels count them.
 
-    A destination is a unique (token, rank) pair; `remote` ones leave this rank. The last two are
-    what an all-gather of the same payloads and a reduce-scatter of the same outputs would have sent
-    between this rank and its peers.
+    Attributes:
+        rounds: number of rounds.
+        tokens: number of tokens that this rank dispatched.
+        destinations: number of different (token, rank) pairs.
+        remote_destinations: number of these pairs whose rank is another rank.
+        bytes_dispatched: bytes of all rows that dispatch stored.
+        bytes_dispatched_remote: bytes of these rows on other ranks.
+        bytes_combined: bytes of all rows that combine loaded.
+        bytes_combined_remote: bytes of these rows from other ranks.
+        bytes_allgather: bytes that an all-gather of the same payloads would have sent between this
+            rank and its peers.
+        bytes_reducescatter: the same for a reduce-scatter of the same outputs.
     """
 
     rounds: int = 0
@@ -48,7 +57,7 @@ class ExchangeStats(NamedTuple):
     bytes_reducescatter: int = 0
 
     def plus(self, other: ExchangeStats) -> ExchangeStats:
-        """Field by field."""
+        """Add field by field."""
         return ExchangeStats(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -57,17 +66,17 @@ E = TypeVar("E", bound=Executor)
 
 
 class Workspace(Generic[E]):
-    """Symmetric memory of one group, the layout in it, and which verb each channel is at.
+    """Symmetric memory of one group, its layout, and the state of each channel.
 
     Attributes:
         executor: launches kernels on this memory.
-        pending: `[MAX_CHANNELS] int64` on the CPU: 0, or the handle of the layer whose dispatch
-            waits for its combine. It is an argument of both ops, so that a compiled graph keeps
-            their order.
-        broken: why no rank may use the workspace any more, once there is such a reason. It is
-            the workspace's, not a layer's: all layers' rounds share its cells and its epochs.
-        startup: how long the launches on it may wait.
-        name: the same on every rank once all have agreed, and no other workspace's.
+        pending: `[MAX_CHANNELS]` int64 on the CPU: 0, or the handle of the layer whose dispatch has
+            not been combined. It is an argument of both ops, so that a compiled graph keeps their
+            order.
+        broken: why no rank may use the workspace any more; None while it is usable. It belongs to
+            the workspace, because the rounds of all layers share its cells and epochs.
+        startup: limits of the waits of its launches.
+        name: unique name, equal on every rank after the ranks have agreed.
     """
 
     def __init__(
@@ -79,7 +88,7 @@ class Workspace(Generic[E]):
         self.broken: MoeNvlinkError | None = None
         self.startup = Startup(executor.is_capturing)
         self.name = secrets.token_hex(8)
-        # Not an inference tensor, whatever the caller is in: verbs outside that mode write to it.
+        # Not an inference tensor, even in the caller's inference mode: verbs outside it write here.
         with torch.inference_mode(False):
             self.pending = torch.zeros(MAX_CHANNELS, dtype=torch.int64, device="cpu")
         self._locks = [threading.Lock() for _ in range(MAX_CHANNELS)]
@@ -91,16 +100,17 @@ class Workspace(Generic[E]):
         self._users = 0
 
     def ensure(self, layout_for: Callable[[int], WorkspaceLayout]) -> None:
-        """Makes the workspace serve one more geometry, growing it where it must. Collective.
+        """Make room for one more geometry; grow the workspace if needed. Collective.
 
-        layout_for: what is needed, by the bytes that its places must be aligned to.
-
-        What earlier layers use stays where it is, with its content, so they may be in the middle
+        Regions of earlier layers keep their place and content, so these layers may be in the middle
         of a round, and CUDA graphs with their addresses stay valid.
 
+        Args:
+            layout_for: makes the needed layout from the alignment of its places in bytes.
+
         Raises:
-            ExchangeStateError: it is broken, or the stream is capturing a CUDA graph.
-            TransportError, PeerError: the memory could not be had; the old one stays as it was.
+            ExchangeStateError: the workspace is broken, or the stream is capturing a CUDA graph.
+            TransportError, PeerError: a rank could not get memory. The old memory is unchanged.
         """
         wanted = all_or_none(self.group, "fitting the workspace", lambda: self._wanted(layout_for))
         if wanted != self._layout:
@@ -118,10 +128,10 @@ class Workspace(Generic[E]):
         return wanted if self._layout is None else self._layout.union(wanted)
 
     def check_usable(self) -> None:
-        """Before a launch or a change.
+        """Check that a launch or a change is possible. Local.
 
         Raises:
-            ExchangeStateError: a rank has failed here before; the reason is in the message.
+            ExchangeStateError: a rank has failed before; the message says why.
         """
         if self.broken is not None:
             raise ExchangeStateError(
@@ -130,11 +140,11 @@ class Workspace(Generic[E]):
             ) from self.broken
 
     def channel_lock(self, channel: int) -> threading.Lock:
-        """Held by a verb while it runs: one thread at a time uses a channel."""
+        """Return the lock that a verb holds while it runs: one thread at a time uses a channel."""
         return self._locks[channel]
 
     def abandon(self, handle: int) -> None:
-        """For a layer that closes: its unfinished dispatch can never be combined. Local."""
+        """Mark the workspace broken if this closing layer has an uncombined dispatch. Local."""
         if self.broken is None and bool((self.pending == handle).any()):
             self.broken = ExchangeStateError(
                 f"exchange {handle} was closed between its dispatch and its combine"
@@ -157,7 +167,7 @@ class Workspace(Generic[E]):
             memory = self._transport.reserve(self.group, reserved, self.device)
         memory_has_grown = False
         try:
-            # A layout may grow within memory that is mapped already, which comes in whole pages.
+            # Memory comes in whole pages, so a layout may grow within mapped memory.
             if extents := layout.extents(before):
                 memory.extend(extents)
             memory_has_grown = bool(extents)
@@ -171,13 +181,13 @@ class Workspace(Generic[E]):
                 self._faults = None
                 memory.close()
             elif memory_has_grown:
-                # The layout does not know of what is mapped now, and would map it again.
+                # The layout does not contain the memory that is mapped now, and would map it again.
                 self.broken = MoeNvlinkError(f"growing failed half-way: {error}")
             raise
         self._memory, self._layout = memory, layout
         if before is None:
             assert self._faults is not None
-            # Also for layers that are dropped without close.
+            # It also serves layers that are dropped without close.
             self._keep = weakref.finalize(
                 self, _keep_for_graphs, self.group.rank, self.executor, memory, self._faults
             )
@@ -186,7 +196,7 @@ class Workspace(Generic[E]):
     def _connect_faults(
         self, memory: SymmetricMemory, layout: WorkspaceLayout, before: WorkspaceLayout | None
     ) -> None:
-        # The transport hands out zeros, which is what every other control word starts with.
+        # The transport provides zeros, and every other control word starts at zero.
         if self._faults is None:
             self._faults = self.executor.fault_words(MAX_CHANNELS)
         for channel in range(0 if before is None else before.num_channels, layout.num_channels):
@@ -194,19 +204,19 @@ class Workspace(Generic[E]):
             self._faults.connect(channel, memory.local(region.offset, region.size_bytes))
 
     def fault(self, channel: int) -> int:
-        """The channel's fault word as far as it has reached the host; waits for nothing. Local."""
+        """Return the channel's fault word, if it has reached the host. Local; waits for nothing."""
         return 0 if self._faults is None else self._faults.read(channel)
 
     @property
     def layout(self) -> WorkspaceLayout:
-        """The regions in force."""
+        """Layout in use."""
         if self._layout is None:
             raise ExchangeStateError("the workspace has not been allocated")
         return self._layout
 
     @property
     def memory(self) -> SymmetricMemory:
-        """The window over all ranks' workspaces."""
+        """Window over all ranks' workspaces."""
         if self._memory is None:
             raise ExchangeStateError(
                 "the workspace is closed; create a new MoeAllToAll or HeadGroup"
@@ -214,16 +224,16 @@ class Workspace(Generic[E]):
         return self._memory
 
     def region_bytes(self, region: Region, size_bytes: int | None = None) -> torch.Tensor:
-        """The region in this rank's memory, `[size_bytes] uint8`; a view that keeps it mapped."""
+        """Return the region of this rank as `[size_bytes]` uint8; the view keeps it mapped."""
         size = region.size_bytes if size_bytes is None else size_bytes
         return self.memory.local(region.offset, size)
 
     def words(self, region: Region, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first `count` elements of a control region."""
+        """Return the first `count` elements of a control region as a view."""
         return self.region_bytes(region, count * dtype.itemsize).view(dtype)
 
     def stats(self) -> ExchangeStats:
-        """Totals over all channels. Local; waits for this thread's stream; not capturable."""
+        """Return totals of all channels. Local; waits for this thread's stream; not capturable."""
         if self._memory is None:
             return self._last_stats
         total = ExchangeStats()
@@ -234,8 +244,9 @@ class Workspace(Generic[E]):
         return total
 
     def release(self) -> None:
-        """One layer less uses the workspace; the last one closes it. Local; waits for this thread's
-        stream. Other streams' verbs must have ended.
+        """Release the workspace for one layer; the last layer closes it. Local.
+
+        It waits for this thread's stream. The verbs of other streams must have ended.
         """
         self._users -= 1
         if self._users > 0 or self._memory is None:
@@ -258,7 +269,7 @@ class Workspace(Generic[E]):
 def _keep_for_graphs(
     rank: int, executor: Executor, memory: SymmetricMemory, faults: FaultWords
 ) -> None:
-    """Before a workspace goes: leaves its memory to the CUDA graphs that hold its addresses."""
+    """Keep a closing workspace's memory mapped if CUDA graphs have captured its addresses."""
     if executor.captured:
         logger.warning(
             "moe_nvlink: rank %d: the workspace stays mapped until the process ends, because CUDA "

@@ -1,4 +1,4 @@
-"""How recipes and transports are found. A plugin marks its hooks with `hookimpl`."""
+"""Search for recipes and transports. A plugin marks its hooks with `hookimpl`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own recipes and transports, through the same hooks as a stranger's."""
+"""Recipes and transports of this package, through the hooks that third-party plugins use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .hookspecs import hookimpl
 
 @hookimpl
 def moe_nvlink_recipes() -> list[Recipe]:
-    """bf16, fp16, fp32; fp8_block, fp8_token, fp8_tensor, mxfp8, nvfp4."""
+    """Return bf16, fp16, fp32, fp8_block, fp8_token, fp8_tensor, mxfp8 and nvfp4."""
     return list(BUILT_IN)
 
 
 @hookimpl
 def moe_nvlink_transports() -> list[Transport]:
-    """host, nvlink."""
+    """Return host and nvlink."""
     return [HostTransport(), NvlinkTransport()]

@@ -1,5 +1,7 @@
-"""What a plugin of this package can add. Implement these in a module or object marked with
-`pluggy.HookimplMarker("moe_nvlink")` and name it in the entry point group `moe_nvlink.plugins`.
+"""Hooks for plugins of this package.
+
+Implement them in a module or object, mark them with `pluggy.HookimplMarker("moe_nvlink")`, and name
+the module or object in the entry point group `moe_nvlink.plugins`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def moe_nvlink_recipes() -> list[Recipe]:  # type: ignore[empty-body]
-    """Formats that may travel; a name that is taken already is refused."""
+    """Return the plugin's recipes. If two plugins provide one name, looking it up raises."""
 
 
 @hookspec
 def moe_nvlink_transports() -> list[Transport]:  # type: ignore[empty-body]
-    """Ways to reach peers' memory; the first that serves a device is its default."""
+    """Return the plugin's transports. The first that supports a device is its default."""

@@ -1,4 +1,4 @@
-"""The plugin manager: finds recipes and transports by name."""
+"""Plugin manager, which finds recipes and transports by name."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ N = TypeVar("N", bound=_Named)
 
 @functools.cache
 def manager() -> pluggy.PluginManager:
-    """The process's plugin manager, with our plugins and those of installed packages."""
+    """Return the process's plugin manager, with our plugins and those of installed packages."""
     plugins = pluggy.PluginManager(hookspecs.PROJECT)
     plugins.add_hookspecs(hookspecs)
     plugins.register(builtin_plugins, name="builtin")
     plugins.load_setuptools_entrypoints(ENTRY_POINT_GROUP)
-    plugins.check_pending()  # a hook by a name we do not have would never be called: refused
+    plugins.check_pending()  # raises if a plugin has a hook that we would never call
     return plugins
 
 
 def _by_name(hook: Callable[[], list[list[N]]], kind: str) -> dict[str, N]:
     found: dict[str, N] = {}
-    # pluggy calls the plugin registered last first; ours come first here, so that a name is ours
-    # to keep and the error names the newcomer.
+    # pluggy calls the plugin first that was registered last. Here our plugins come first, so that
+    # they keep their names.
     for members in reversed(hook()):
         for member in members:
             if member.name in found:
@@ -52,10 +52,10 @@ def _by_name(hook: Callable[[], list[list[N]]], kind: str) -> dict[str, N]:
 
 
 def find_recipe(config: AllToAllConfig) -> Recipe:
-    """The recipe a configuration asks for.
+    """Return the recipe that the configuration names. Local.
 
     Raises:
-        ConfigError: no plugin provides it, or it does not go with config.dtype.
+        ConfigError: no plugin provides the recipe, or it does not support config.dtype.
     """
     name = config.recipe or unquantised_recipe_of(config.dtype).name
     recipes: dict[str, Recipe] = _by_name(manager().hook.moe_nvlink_recipes, "recipe")
@@ -69,11 +69,11 @@ def find_recipe(config: AllToAllConfig) -> Recipe:
 
 
 def find_transport(name: str | None, device: torch.device) -> Transport:
-    """The transport of that name, or the first that serves the device.
+    """Return the transport of that name; without a name, the first that supports the device. Local.
 
     Raises:
         ConfigError: the name is unknown.
-        UnsupportedError: no transport serves the device.
+        UnsupportedError: no transport, or not the named one, supports the device.
     """
     transports: dict[str, Transport] = _by_name(manager().hook.moe_nvlink_transports, "transport")
     if name is not None and name not in transports:
