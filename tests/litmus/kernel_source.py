@@ -97,7 +97,8 @@ class Kernels:
         grown = set(self.primitives)
         while grown:
             reaches = found | set(self.primitives)
-            grown = {name for name in calls.keys() - reaches if calls[name] & reaches}
+            names = {name.partition("/")[0] for name in reaches}
+            grown = {name for name in calls.keys() - reaches if calls[name] & names}
             found |= grown
         return frozenset(found)
 
@@ -246,8 +247,9 @@ class _Reader(NamedTuple):
         yield from (call for _, call in sorted(found, key=lambda item: item[0]))
 
     def _called(self, node: Node, of: Node, scope: _Scope) -> Iterator[Call]:
-        name = cpp.text_of(of)
-        arguments = _part(node, "arguments").named_children
+        name, arguments = cpp.text_of(of), _part(node, "arguments").named_children
+        if f"{name}/{len(arguments)}" in self.kernels.bodies:
+            name = f"{name}/{len(arguments)}"
         given = [self._callable(argument, scope) for argument in arguments]
         if name in scope.names:
             body, of_author = scope.names[name]
@@ -381,14 +383,19 @@ def _kernels() -> str:
 
 @functools.cache
 def _definitions(text: str) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Name -> parameters and body, on one line, of every function.
+    """Name -> parameters and body, on one line, of every function; "name/3" -> those of a later one
+    with another number of parameters.
 
-    Of two the first: the GPU's (platform.h), and what both units share stands there twice.
+    Of two that are alike the first: the GPU's (platform.h), and what both units share stands there
+    twice.
     """
     text = cpp.plain(text)
     found: dict[str, tuple[tuple[str, ...], str]] = {}
     for name, parameters, start, end in cpp.functions(text):
-        found.setdefault(name, (parameters, " ".join(text[start:end].split())))
+        key = name
+        if name in found and len(found[name][0]) != len(parameters):
+            key = f"{name}/{len(parameters)}"
+        found.setdefault(key, (parameters, " ".join(text[start:end].split())))
     return found
 
 

@@ -196,11 +196,15 @@ HD uint64_t load_acquire_sys(const uint64_t* cell) {
   return value;
 }
 template <class Visit>
-HD void for_each_peer(const Args& args, const Cta& cta, const Visit& visit) {
-  for (int peer = cta.thread; peer < args.ep_size; peer += cta.num_threads) {
+HD void for_each_peer(const Args& args, int first, int step, const Visit& visit) {
+  for (int peer = first; peer < args.ep_size; peer += step) {
     if (is_dead(args, peer)) continue;
     visit(peer);
   }
+}
+template <class Visit>
+HD void for_each_peer(const Args& args, const Cta& cta, const Visit& visit) {
+  for_each_peer(args, cta.thread, cta.num_threads, visit);
   cta.sync();
 }
 template <class Config>
