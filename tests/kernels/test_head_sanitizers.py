@@ -21,13 +21,13 @@ _IS_GATHER = (
 
 RACES: Bugs = {
     "P6 release": instead(
-        "signal_ranks",
+        "signal_peer",
         "store_release_sys",
         "store_relaxed_sys",
         when="cells == args.control.dispatch_cells",
     ),
     "P8 release": instead(
-        "signal_ranks",
+        "signal_peer",
         "store_release_sys",
         "store_relaxed_sys",
         when="cells == args.control.combine_cells",

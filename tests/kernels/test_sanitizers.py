@@ -22,7 +22,12 @@ pytestmark = pytest.mark.timeout(280)
 PROGRAM = Path(__file__).with_name("sanitizer_ranks.cpp")
 
 SEEDED_BUGS: Bugs = {
-    "P1 release": instead("publish_counts", "store_release_sys", "store_relaxed_sys"),
+    "P1 release": instead(
+        "signal_peer",
+        "store_release_sys",
+        "store_relaxed_sys",
+        when="cells == args.control.dispatch_cells",
+    ),
     "P1 and P3 acquire": instead("wait_for_epoch", "load_acquire_sys", "load_relaxed_sys"),
     "P2 release and acquire": instead("arrive", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu"),
     "P2 barrier before the arrival": without(
@@ -77,7 +82,12 @@ SEEDED_BUGS: Bugs = {
         )
     ],
     "second route": instead("put_tokens", "shared.routes[turn]", "shared.routes[0]"),
-    "P3 release": instead("signal_peers", "store_release_sys", "store_relaxed_sys"),
+    "P3 release": instead(
+        "signal_peer",
+        "store_release_sys",
+        "store_relaxed_sys",
+        when="cells == args.control.combine_cells",
+    ),
     "P4 barrier": without("combine_barrier", "cta.sync();", after="return shared.faulted != 0;"),
     "barrier between two items": without("combine_items", "cta.sync();", after="here = next;"),
     "second rows": [
