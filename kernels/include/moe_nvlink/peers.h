@@ -15,8 +15,9 @@ namespace moe_nvlink {
 // and in for_each_row_and_peer().
 template <class Args, class Visit>
 HD void for_each_peer(const Args& args, int first, int step, const Visit& visit) {
+  const int num_ranks = num_ranks_in(args.geometry);
   MOE_NVLINK_ROLLED
-  for (int peer = first; peer < num_ranks_in(args.geometry); peer += step) visit(peer);
+  for (int peer = first; peer < num_ranks; peer += step) visit(peer);
 }
 
 // The same where the CTA's threads share the peers. In each such loop a thread has the same peers,
