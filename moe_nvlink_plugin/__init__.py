@@ -24,9 +24,8 @@ The doorway, which every module may use: config.py (AllToAllConfig), errors.py, 
 (the collective steps of create), driver.py (calls of the CUDA driver), reference.py (the same verbs
 in plain torch) and testing.py.
 
-Knowledge goes one way: doorway <- recipes, transport <- memory <- plugins, jit <- launch <-
-exchange, lm_head <- integration/common <- integration/vllm. A test reads these arrows off the
-source.
+Knowledge goes one way: doorway <- recipes, transport, jit <- memory, plugins <- launch <- exchange,
+lm_head <- integration/common <- integration/vllm. A test reads these arrows off the source.
 
 `import moe_nvlink_plugin` is cheap and needs no torch: Python imports each name below when it is
 first used.

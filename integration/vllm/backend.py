@@ -17,6 +17,10 @@ CARRIER = "allgather_reducescatter"
 KEY = "all2all_backend"
 
 
+class OurPlatform:
+    """Marks platforms of ours, so that one can be told without importing what they need."""
+
+
 def additional(vllm_config: Any) -> dict[str, Any]:
     """``additional_config`` where it is a dict, {} otherwise. Local; any object, None included."""
     found = getattr(vllm_config, "additional_config", None)

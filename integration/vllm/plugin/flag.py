@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY, OurPlatform
 
 _OPTION = "--all2all-backend"
 _ADDITIONAL_OPTION = "--additional-config"
@@ -112,9 +112,7 @@ def map_engine_args(engine_args: Any) -> None:
         return
     from vllm.platforms import current_platform
 
-    from .platform import MoeNvlinkPlatform
-
-    if not isinstance(current_platform, MoeNvlinkPlatform):
+    if not isinstance(current_platform, OurPlatform):
         raise UnsupportedError(
             f'all2all_backend="{BACKEND}" needs the platform plugin of this package, but vLLM runs '
             f"on {type(current_platform).__name__}. Unset VLLM_TARGET_DEVICE, list moe_nvlink in "

@@ -128,7 +128,7 @@ def __getattr__(name: str) -> Any:
 
             base = resolve_obj_by_qualname(qualified)
             members = {"__module__": __name__, "_communicator": communicator}
-            cls = type(name, (MoeNvlinkPlatform, base), members)
+            cls = type(name, (MoeNvlinkPlatform, base, backend.OurPlatform), members)
             globals()[name] = cls
             return cls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
