@@ -51,7 +51,7 @@ VECTOR_BYTES = shape.VECTOR_BYTES
 OUR_LOADS_IN_FLIGHT = 2
 #: Threads an SM holds of kernels with 64 registers a thread: what ours are bounded to, by estimate.
 THREADS_PER_SM = 1024
-#: One SM's stores of expert ids into empty slots, GB/s: an estimate (kernels/dispatch.cu).
+#: One SM's stores of expert ids into empty slots, GB/s: an estimate (kernels/exchange/dispatch.cu).
 MARKING_GB_S = 100.0
 
 
@@ -196,7 +196,7 @@ REFERENCE = Protocol(
     combine_pass_reads=2,
     one_payload_after_another=True,
 )
-#: kernels/dispatch.cu, combine.cu: ids, then all slots at once; arrival, then counters; addresses
+#: kernels/exchange/: ids, then all slots at once; arrival, then counters; addresses
 #: are found while the flags are on their way.
 OURS = Protocol(
     "moe_nvlink",
