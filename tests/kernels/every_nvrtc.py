@@ -31,10 +31,10 @@ from typing import NamedTuple
 from moe_nvlink_plugin.errors import MoeNvlinkError
 from moe_nvlink_plugin.exchange.kernels import COMBINE_FORMAT, LAYER, QUANTISER
 from moe_nvlink_plugin.jit import header, nvrtc
-from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.launch.kernel import Build, Variant
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.tools import precompile
-from tests.support import emulated_text, kernel_texts
+from tests.support import emulated_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "nvidia-cuda-nvrtc"
@@ -119,40 +119,42 @@ def kinds() -> list[Variant]:
 
 def _layers() -> Iterator[Kernel]:
     for kind, architecture in itertools.product(kinds(), nvrtc.ARCHITECTURES):
-        yield _layer(kind, architecture)
+        yield from _builds(kind, architecture)
     others = itertools.product(kinds(), [name for name in header.elements() if name != "bf16"])
     top_k = itertools.cycle(_OTHER_TOP_K)
     architectures = itertools.cycle(nvrtc.ARCHITECTURES)
     for kind, dtype in others:
         geometry = kind.instead(top_k=next(top_k), dtype=dtype)
-        yield _layer(geometry, next(architectures), pdl=False)
+        yield from _builds(geometry, next(architectures), pdl=False)
 
 
 def _whole_layers() -> Iterator[Kernel]:
     every = itertools.product(kinds(), nvrtc.ARCHITECTURES, header.elements(), (4, 8))
     for kind, architecture, dtype, top_k in every:
-        yield _layer(kind.instead(top_k=top_k, dtype=dtype), architecture)
+        yield from _builds(kind.instead(top_k=top_k, dtype=dtype), architecture)
     for kind, architecture in itertools.product(kinds(), nvrtc.ARCHITECTURES):
-        yield _layer(kind, architecture, pdl=False)
+        yield from _builds(kind, architecture, pdl=False)
 
 
-def _layer(geometry: Variant, architecture: str, *, pdl: bool = True) -> Kernel:
-    text = functools.partial(
-        kernel_texts.specialised_source,
-        geometry.codes()["top_k"],
-        geometry.codes()["dtype"],
-        pdl=pdl,
-    )
-    return Kernel(_family(geometry), _name(geometry, pdl), architecture, _with(text, geometry))
+def _builds(geometry: Variant, architecture: str, *, pdl: bool = True) -> Iterator[Kernel]:
+    """The kernels that a GPU gets for a geometry, each as the product compiles it.
+
+    Of a recipe or a format, only the kernel that it changes: the other is in the list already.
+    """
+    plain = set[Build]()
+    if geometry.family is LAYER and _family(geometry) != "unquantised":
+        plain = set(geometry.instead(recipe="none", combine="bf16").builds(pdl=pdl))
+    for build in geometry.builds(pdl=pdl):
+        if build not in plain:
+            name = f"{build.kernel.name} of {_name(geometry, pdl)}"
+            yield Kernel(_family(geometry), name, architecture, build.text)
 
 
 def _heads() -> Iterator[Kernel]:
     for architecture, (number, dtype) in itertools.product(
         nvrtc.ARCHITECTURES, enumerate(header.elements())
     ):
-        pdl = number % 2 == 0
-        text = functools.partial(kernel_texts.head_source, header.elements()[dtype], pdl=pdl)
-        yield Kernel("LM head", _name(HEAD.variant(dtype=dtype), pdl), architecture, text)
+        yield from _builds(HEAD.variant(dtype=dtype), architecture, pdl=number % 2 == 0)
 
 
 def _emulated_verbs() -> Iterator[Kernel]:
@@ -192,6 +194,8 @@ def _with(text: Callable[..., str], geometry: Variant) -> Callable[[], str]:
 
 
 def _family(geometry: Variant) -> str:
+    if geometry.family is HEAD:
+        return "LM head"
     codes = geometry.codes()
     if codes["recipe"]:
         return QUANTISER.word(codes["recipe"])
