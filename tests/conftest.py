@@ -39,21 +39,28 @@ ALONE = (
 #: The longest of all, one at a time, so they start first. In a single process they come last: their
 #: minutes are wasted when a unit test would have told the same.
 SERVERS = ("tests/integration/",)
-#: Whether this is one of the processes of `pytest -n 2`.
-IS_ONE_OF_MANY = "PYTEST_XDIST_WORKER" in os.environ
 #: Set for what tests start: the cache of this run.
 RUN_CACHE = "MOE_NVLINK_TESTS_CACHE_DIR"
 
 
+def _is_one_of_many(config: pytest.Config) -> bool:
+    """Whether this is one of the processes of `pytest -n 2`. A pytest that a test starts is not,
+    though it inherits their variables.
+    """
+    return hasattr(config, "workerinput")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cache_of_this_run(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[None]:
     """Compiled libraries of all the tests, those that tests themselves start among them.
 
     Some are of changed kernel texts and stay out of the user's cache; and what one process of the
     run has compiled no other need compile.
     """
     run = tmp_path_factory.getbasetemp()
-    if IS_ONE_OF_MANY:
+    if _is_one_of_many(pytestconfig):
         run = run.parent
     folder = Path(os.environ.get(RUN_CACHE, run / "kernels-cache"))
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -64,11 +71,12 @@ def cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    kinds = [SERVERS, (), PATIENT, ALONE] if IS_ONE_OF_MANY else [(), PATIENT, ALONE, SERVERS]
+    shared, own = [SERVERS, (), PATIENT, ALONE], [(), PATIENT, ALONE, SERVERS]
+    kinds = shared if _is_one_of_many(config) else own
     items.sort(key=lambda item: _places(item, kinds))
 
 
@@ -123,7 +131,7 @@ def _turn(folder: Path) -> Turn:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
     """What runs alone waits until no other process is inside a group, and holds the others up."""
-    if not IS_ONE_OF_MANY:
+    if not _is_one_of_many(item.config):
         return (yield)
     turn, group = _turn(item.config.cache.mkdir("turns")), _group(item.nodeid)
     if not turn.is_held:
@@ -137,7 +145,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if IS_ONE_OF_MANY and item.nodeid.startswith(PATIENT):
+    if _is_one_of_many(item.config) and item.nodeid.startswith(PATIENT):
         _step_back()
 
 

@@ -24,10 +24,14 @@ def show_through(framework: logging.Logger) -> None:
     """Sends our messages through a framework's logger. Local, idempotent.
 
     A framework configures its own logger only: of other loggers Python prints warnings without a
-    format, and drops the rest. The framework may configure its logger later, or again. If our
-    logger has a handler, somebody has configured it, and nothing changes here.
+    format, and drops the rest. The framework may configure its logger later, or again; call this
+    after it too, because `logging.config.dictConfig` may disable every logger that it does not
+    name. If our logger has a handler, somebody has configured it, and that stays.
     """
     ours = logging.getLogger(OURS)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and f"{name}.".startswith(f"{OURS}."):
+            logger.disabled = False
     if ours.handlers:
         return
     ours.addHandler(_Through(framework))

@@ -19,8 +19,8 @@ Where things are (``plugin`` imports all of it; ``moe`` and ``draft`` do not imp
   ``platform`` -> ``validation``, ``worker`` -> ``communicator`` (one per worker;
   ``cpu_communicator``, ``cuda_communicator``), which puts the rest in place.
 
-Without the flag only ``backend``, ``flag`` and ``platform`` are ever loaded. All of it stands on
-``integration.common``, which knows no framework.
+Without the flag only ``backend``, ``flag``, ``platform`` and ``common.logs`` are ever loaded. All
+of it stands on ``integration.common``, which knows no framework.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def platform_plugin() -> str | None:
     allows one such plugin at a time, and a server runs without ours). If our platform cannot be
     imported, logs an error with the traceback; vLLM itself would log it at debug level only.
     """
-    _show_logs()
     try:
+        _show_logs()
         from .plugin.platform import choose
 
         return choose()
@@ -61,8 +61,8 @@ def register() -> None:
     If our module cannot be imported, logs an error with the traceback: an exception would end vLLM,
     also for users who have not chosen our backend.
     """
-    _show_logs()
     try:
+        _show_logs()
         from .plugin.flag import patch_engine_args
 
         patch_engine_args()

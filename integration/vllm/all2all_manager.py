@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,7 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 
 from moe_nvlink_plugin import MoeAllToAll, env
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common import logs
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.draft_head import DraftHeads
 from moe_nvlink_plugin.integration.common.options import Options
@@ -43,6 +45,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
                 "group are not on one host, and the host transport is shared memory. Start all "
                 "ranks on one host, or drop the flag."
             )
+        logs.show_through(logging.getLogger("vllm"))  # this worker has configured its loggers since
         self.ranks = Ranks(cpu_group, self.rank, self.world_size, WORDING)
         self.heads = DraftHeads(self.ranks, device)
         self.pool = ExchangePool(

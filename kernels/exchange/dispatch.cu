@@ -85,7 +85,9 @@ HD void publish_counts(const DispatchArgs& args, const Cta& cta, DispatchShared&
 // Adds this round to the totals. One thread, while the peers' cells are on their way.
 HD void count_round(const DispatchArgs& args, const DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
-  const uint32_t rows = sum_of_ranks(shared.sent, geometry.ep_size);
+  // Not sum_of_ranks(): the CTA waits for this thread, and an unrolled loop has loads in flight.
+  uint32_t rows = 0;
+  for (int rank = 0; rank < geometry.ep_size; ++rank) rows += shared.sent[rank];
   const uint32_t remote = rows - shared.sent[geometry.ep_rank];
   uint64_t token_bytes = 0;
   MOE_NVLINK_ROLLED
@@ -125,8 +127,8 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
   count_round(args, shared);
 }
 
-// Waits for every rank's cell. If a rank does not come, or comes with another layer's geometry, it
-// leaves a fault word and its rows count as zero. If this rank has failed before, all rows count as
+// Waits for every rank's cell. If a rank does not come, or comes with another layer's geometry,
+// this rank leaves a fault word and takes the rows of the other for zero. If this rank has failed before, all rows count as
 // zero, without a wait. Patience begins here: no earlier delay, such as a kernel that this one
 // waited for, is held against the peers.
 HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,

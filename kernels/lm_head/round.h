@@ -95,7 +95,7 @@ HD void signal_round(const HeadArgs& args, const Cta& cta, uint32_t cells, uint3
 }
 
 // Waits for every rank's cell; its count, at most `most`, goes to `counts`. If a rank does not
-// come, or comes from another call, it leaves a fault word and its count is zero.
+// come, or comes from another call, this rank leaves a fault word and takes the count for zero.
 HD void wait_for_counts(const HeadArgs& args, const Cta& cta, uint32_t cells, int phase,
                         uint32_t most, int32_t* counts, HeadShared& shared) {
   const Awaited awaited{cells, phase, shared.epoch};

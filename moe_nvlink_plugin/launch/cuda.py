@@ -22,7 +22,7 @@ from moe_nvlink_plugin.jit.header import structs
 
 from . import machine_code, shape
 from .base import Budget
-from .kernel import Build, Kernel, S, Variant
+from .kernel import PDL, Build, Kernel, S, Variant
 from .shape import Limits, Shape
 
 logger = logging.getLogger(__name__)
@@ -208,14 +208,16 @@ class _CudaLauncher:
 
     def load(self, kernel: Kernel[S], sizes: S, **instead: int) -> _CudaLaunch:
         """See Launcher. Compiles the kernel on first use, or takes it from the cache."""
-        build = self._variant.build(kernel, pdl=self._pdl, **instead)
+        # A kernel without the axis does not wait for the kernel before it: no early launch for it.
+        pdl = self._pdl and PDL in kernel.axes
+        build = self._variant.build(kernel, pdl=pdl, **instead)
         function = _function(self._executor.device_facts.index, build, self._variant)
         limits = self._room.limits(function)
 
         def choose(count: int) -> Shape:
             return kernel.shape(count, sizes, limits)
 
-        return _CudaLaunch(function, kernel, choose, self._executor, self._pdl)
+        return _CudaLaunch(function, kernel, choose, self._executor, pdl)
 
 
 class _MappedFaultWords:

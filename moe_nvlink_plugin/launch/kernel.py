@@ -222,8 +222,12 @@ class Variant(NamedTuple):
         return self.family.variant(**(self.codes() | values))
 
     def build(self, kernel: Kernel[Any], *, pdl: bool, **instead: int) -> Build:
-        """One kernel of the family; `instead` of some values, by the names of their axes."""
-        codes = self.codes() | instead | {PDL.name: int(pdl)}
+        """One kernel of the family; `instead` of some values, by the names of their axes.
+
+        Raises:
+            ConfigError: no axis has that name, or it has no such code.
+        """
+        codes = self.instead(**instead).codes() | {PDL.name: int(pdl)}
         return Build(kernel, tuple(codes[axis.name] for axis in kernel.axes))
 
     def builds(self, *, pdl: bool) -> list[Build]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import logging.config
 from collections.abc import Iterator
 
 import pytest
@@ -47,7 +48,6 @@ def test_messages_go_through_the_frameworks_handlers_once(framework: Framework) 
 
 
 def test_a_framework_may_configure_its_logger_later_and_again(framework: Framework) -> None:
-    """vLLM calls dictConfig in each of its processes, after it has loaded plugins."""
     logs.show_through(framework.logger)
     ours = logging.getLogger(logs.OURS)
     framework.configure()
@@ -55,6 +55,22 @@ def test_a_framework_may_configure_its_logger_later_and_again(framework: Framewo
     framework.configure(logging.ERROR)
     ours.info("configured again, for errors only")
     assert framework.shown() == ["[framework] configured"]
+
+
+def test_a_configuration_that_disables_other_loggers(framework: Framework) -> None:
+    """vLLM calls dictConfig in each of its processes, after it has loaded plugins; with a user's
+    file, which by Python's default disables the loggers that it does not name.
+    """
+    ours = [logging.getLogger(logs.OURS), pool.logger]
+    logs.show_through(framework.logger)
+    settings = {"version": 1, "loggers": {framework.logger.name: {"level": "INFO"}}}
+    logging.config.dictConfig(settings)
+    framework.configure()
+    assert all(logger.disabled for logger in ours), "otherwise this test shows nothing"
+    logs.show_through(framework.logger)
+    for logger in ours:
+        logger.info(logger.name)
+    assert framework.shown() == [f"[framework] {logger.name}" for logger in ours]
 
 
 def test_somebody_elses_configuration_stays(framework: Framework) -> None:

@@ -255,9 +255,10 @@ parser.parse_args(["serve", "model", "--all2all-backend", "moe_nvlink"])
         # Before our choice is on the command line, our entry points say it; vLLM does if it cannot
         # load them. vLLM has not configured its logger yet; Python prints errors all the same.
         ("moe_nvlink_plugin.integration.vllm.plugin.platform", "moe_nvlink is installed, and its"),
+        ("moe_nvlink_plugin.integration.common.logs", "moe_nvlink is installed, and its"),
         ("moe_nvlink_plugin.integration.vllm", "Failed to load plugin moe_nvlink"),
     ],
-    ids=["platform", "entry points"],
+    ids=["platform", "logs", "entry points"],
 )
 def test_a_plugin_that_cannot_be_loaded_is_logged_as_an_error(broken: str, told: str) -> None:
     shown = subprocess.run(
@@ -387,7 +388,7 @@ print("RESULT" + json.dumps({
                current_platform.dispatch_key, current_platform.dist_backend],
     "replaced": sorted(op_registry_oot),
     "classes": [routed.RoutedExperts.__module__, runner.MoERunner.__module__],
-    "ours": sorted(m for m in sys.modules if m.startswith("moe_nvlink_plugin.integration.vllm.")),
+    "ours": sorted(m for m in sys.modules if m.startswith("moe_nvlink_plugin")),
 }))
 """
 
@@ -412,7 +413,12 @@ def test_without_the_flag_vllm_is_as_before(checkpoint: Path) -> None:
     assert ours.pop("platform") == "MoeNvlinkCpuPlatform"
     assert theirs.pop("platform") == "CpuPlatform"
     assert ours.pop("choices") == [*theirs.pop("choices"), "moe_nvlink"]
-    loaded = [name.rpartition(".")[2] for name in ours.pop("ours")]
-    assert loaded == ["backend", "plugin", "flag", "platform"]
+    package, porch = "moe_nvlink_plugin", "moe_nvlink_plugin.integration"
+    assert ours.pop("ours") == [
+        *(package, f"{package}.errors", porch),
+        *(f"{porch}.common", f"{porch}.common.logs", f"{porch}.vllm"),
+        *(f"{porch}.vllm.{name}" for name in ("backend", "plugin", "plugin.flag")),
+        f"{porch}.vllm.plugin.platform",
+    ]
     assert theirs.pop("ours") == []
     assert ours == theirs

@@ -19,9 +19,14 @@ _HELP = (
     " (needs --enable-expert-parallel and --data-parallel-size of 2 or more)."
 )
 
-#: Modules with which everything that serving imports in this process is there. Workers compile the
-#: kernels: whether their sources are there would be known only when a model has been loaded.
-_NEEDED = ("moe_nvlink_plugin.kernels", "moe_nvlink_plugin.integration.vllm.plugin.validation")
+#: What the server process imports of us, and what workers need that is ours alone. Without this, a
+#: missing part would be known only when a worker has loaded its model.
+_NEEDED = (
+    "moe_nvlink_plugin.kernels",
+    "moe_nvlink_plugin.integration.common.pool",
+    "moe_nvlink_plugin.integration.common.draft_head",
+    "moe_nvlink_plugin.integration.vllm.plugin.validation",
+)
 
 logger = logging.getLogger(__name__)
 

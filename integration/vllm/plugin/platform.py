@@ -6,6 +6,7 @@ import logging
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from moe_nvlink_plugin.integration.common import logs
 from moe_nvlink_plugin.integration.vllm import backend
 
 from . import flag
@@ -49,6 +50,7 @@ class MoeNvlinkPlatform(_Base):
         """
         is_selected = backend.is_selected(vllm_config)
         if is_selected:
+            logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers since
             flag.require_all_of_ours()
             from moe_nvlink_plugin.integration.vllm.draft import drafts
 

@@ -1,4 +1,4 @@
-// What a kernel does for each rank of its exchange: every loop over the ranks stands here. A peer
+// What a kernel does for each rank of its exchange: signals, waits and sums stand here. A peer
 // is any rank of the exchange, this rank included: a rank signals itself and waits for itself as it
 // does for the others.
 #pragma once
@@ -11,8 +11,9 @@
 
 namespace moe_nvlink {
 
-// Calls visit(peer) for the peers first, first + step, ... Which ranks take part is decided here
-// and in for_each_row_and_peer().
+// Calls visit(peer) for the peers first, first + step, ... To leave ranks out, change this loop and
+// for_each_row_and_peer(), give what is kept of a rank left out a zero (the sums read all of them),
+// and have dispatch mark its slots as empty.
 template <class Args, class Visit>
 HD void for_each_peer(const Args& args, int first, int step, const Visit& visit) {
   const int num_ranks = num_ranks_in(args.geometry);
@@ -43,7 +44,9 @@ HD void for_each_row_and_peer(const Args& args, const Cta& cta, int num_rows, co
 // Stores the peer's copy of this rank's cell in `cells`.
 template <class Args>
 HD void signal_peer(const Args& args, uint32_t cells, int peer, uint64_t cell) {
-  // P1, P3, P6, P8, release: what this rank has put, written and read comes before the cell.
+  // P1, P3, P6, P8, release: what this rank has put, written and read comes before the cell. That
+  // holds for the kernels before this one too, which pdl_wait orders: P3 covers the experts' rows,
+  // and the experts' reads of the receive buffers before the peer's next dispatch.
   // Without it the peer may see the new epoch and old rows, words or logits.
   store_release_sys(cell_of(args, peer, cells, rank_in(args.geometry)), cell);
 }

@@ -30,6 +30,8 @@ struct TokenRoute {
 
 template <class Config>
 HD int top_k_of(const Geometry& geometry) {
+  static_assert(Config::kTopK <= kMaxTopK && Config::kTopKBound <= kMaxTopK);
+  static_assert(Config::kTopK <= Config::kTopKBound);
   return Config::kTopK > 0 ? Config::kTopK : geometry.top_k;
 }
 

@@ -313,7 +313,9 @@ def _cpu() -> Cpu:
 
 def _host_kernels() -> str:
     for family in shipped.FAMILIES:
-        host.load(family.host_source())
+        library = host.load(family.host_source())
+        for kernel in family.kernels:
+            library.kernel(kernel.name, kernel.args_type())
     return "compiled and loaded"
 
 
