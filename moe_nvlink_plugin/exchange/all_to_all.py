@@ -19,8 +19,8 @@ from moe_nvlink_plugin.memory import layout
 from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
-from . import layer as exchange
 from . import ops
+from .layer import LayerExchange, find
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class MoeAllToAll:
         recipe: format that travels. If it is a QuantisingRecipe, it can `dequantise` received rows.
     """
 
-    def __init__(self, layer: exchange.LayerExchange) -> None:
+    def __init__(self, layer: LayerExchange) -> None:
         self._layer = layer
         self._handle = layer.handle
         self.config = layer.config
@@ -151,7 +151,7 @@ class MoeAllToAll:
             layer = all_or_none(
                 ranks,
                 "loading the kernels",
-                lambda: exchange.LayerExchange(config, recipe, workspace),
+                lambda: LayerExchange(config, recipe, workspace),
             )
         except Exception:
             workspace.release()
@@ -239,7 +239,7 @@ class MoeAllToAll:
                 f"combine_input of {dtype} was asked for, combine reduces {self.config.dtype}; "
                 "create the exchange with that dtype or convert the experts' output"
             )
-        return exchange.find(self._handle).channel(channel).combine_region
+        return find(self._handle).channel(channel).combine_region
 
     def combine(
         self,
@@ -359,7 +359,7 @@ def _prepare(
     device = with_index(device)
     recipe = plugins.find_recipe(config)
     if share_with is not None:
-        workspace = exchange.find(share_with._handle).workspace
+        workspace = find(share_with._handle).workspace
         theirs = (workspace.group.size, workspace.group.rank, workspace.device)
         if theirs != (group.size, group.rank, device):
             raise ConfigError(

@@ -34,10 +34,11 @@ def combine_code(config: AllToAllConfig) -> int:
 
 
 def formats_code(config: AllToAllConfig) -> int:
-    """7 bits for the recipe and combine's format, other ones for every pair of ours.
+    """Return 7 bits that name the recipe and combine's format; each pair of ours has its own code.
 
-    Layers whose rows have other formats must not be taken for each other in a round, even where
-    their rows are of the same size. A stranger's recipe shares its code with one in 96.
+    If two layers have rows of different formats, ranks must not take one layer for the other in a
+    round, even if the rows have the same size. A third-party recipe has one of 96 codes by its
+    name, so two of them may share a code.
     """
     names = [recipe.name for recipe in BUILT_IN]
     name = config.recipe or unquantised_recipe_of(config.dtype).name

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from . import inductor
-from . import layer as exchange
 from .formats import Activations
+from .layer import find
 
 # Lives as long as the process. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ def _dispatch(
     handle: int,
     channel: int,
 ) -> Five:
-    return exchange.find(handle).dispatch(
+    return find(handle).dispatch(
         pending,
         Activations(hidden_states, scales, global_scale),
         topk_ids,
@@ -76,7 +76,7 @@ def _dispatch_fake(
     channel: int,
 ) -> Five:
     inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
-    layer = exchange.find(handle)
+    layer = find(handle)
     optional = [tensor for tensor in (scales, global_scale) if tensor is not None]
     layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *optional)
     ids, weights, hidden = (
@@ -90,12 +90,12 @@ def _dispatch_fake(
 
 def _received_scales(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
     """The scales beside the hidden states; recv_counts as for `received`."""
-    return exchange.find(handle).channel(channel).received_scales()
+    return find(handle).channel(channel).received_scales()
 
 
 def _received_scales_fake(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
     inductor.keep_outputs(torch.ops.moe_nvlink.received_scales.default)
-    layer = exchange.find(handle)
+    layer = find(handle)
     row = layer.rows["recv_scales"]
     return recv_counts.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
 
@@ -107,14 +107,14 @@ def _received(
 
     recv_counts, of the dispatch, is here for the order of the two only.
     """
-    return exchange.find(handle).channel(channel).received(index, like)
+    return find(handle).channel(channel).received(index, like)
 
 
 def _received_fake(
     recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
 ) -> torch.Tensor:
     inductor.keep_outputs(torch.ops.moe_nvlink.received.default)
-    return like.new_empty((exchange.find(handle).num_slots, *like.shape[1:]))
+    return like.new_empty((find(handle).num_slots, *like.shape[1:]))
 
 
 def _combine(
@@ -124,7 +124,7 @@ def _combine(
     handle: int,
     channel: int,
 ) -> torch.Tensor:
-    return exchange.find(handle).combine(pending, expert_output, send_slots, None, channel)
+    return find(handle).combine(pending, expert_output, send_slots, None, channel)
 
 
 def _combine_fake(
@@ -134,7 +134,7 @@ def _combine_fake(
     handle: int,
     channel: int,
 ) -> torch.Tensor:
-    layer = exchange.find(handle)
+    layer = find(handle)
     layer.check_device(expert_output, send_slots)
     shape = (send_slots.shape[0], layer.config.hidden_size)
     return expert_output.new_empty(shape, dtype=layer.config.dtype)
@@ -148,7 +148,7 @@ def _combine_out(
     handle: int,
     channel: int,
 ) -> None:
-    exchange.find(handle).combine(pending, expert_output, send_slots, output, channel)
+    find(handle).combine(pending, expert_output, send_slots, output, channel)
 
 
 def _combine_out_fake(
@@ -159,7 +159,7 @@ def _combine_out_fake(
     handle: int,
     channel: int,
 ) -> None:
-    exchange.find(handle).check_device(expert_output, send_slots, output)
+    find(handle).check_device(expert_output, send_slots, output)
 
 
 for _name, _implementation, _fake in (

@@ -127,7 +127,7 @@ def _compile_for_user(text: str, architecture: str) -> bytes:
 
 
 def _sealed(cubin: bytes) -> bytes:
-    """With a checksum behind it, where tools that read ELF files do not look."""
+    """Return the cubin and, after it, a checksum; tools that read ELF files do not look there."""
     return cubin + hashlib.sha256(cubin).digest()
 
 
@@ -139,7 +139,7 @@ def _unsealed(path: Path) -> bytes | None:
 
 
 def _nvrtc() -> Any:
-    """cuda.bindings.nvrtc, with the library behind it found."""
+    """Return cuda.bindings.nvrtc after it has found its library."""
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:

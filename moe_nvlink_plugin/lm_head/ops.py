@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from . import exchange as head_exchange
 from .checks import HeadCall
+from .exchange import HeadExchange, find
 
 # Lives as long as the process. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ _library.define("head_logits" + _ARGUMENTS)
 
 def _head_argmax(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
     *call, handle = arguments
-    return head_exchange.find(handle).argmax(HeadCall(*call))
+    return find(handle).argmax(HeadCall(*call))
 
 
 def _head_argmax_fake(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -38,7 +38,7 @@ def _head_argmax_fake(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 def _head_logits(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
     *call, handle = arguments
-    return head_exchange.find(handle).logits(HeadCall(*call))
+    return find(handle).logits(HeadCall(*call))
 
 
 def _head_logits_fake(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -46,10 +46,10 @@ def _head_logits_fake(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return call.hidden.new_empty((call.hidden.shape[0], head.config.vocab_size))
 
 
-def _checked(arguments: tuple[Any, ...]) -> tuple[head_exchange.HeadExchange, HeadCall]:
+def _checked(arguments: tuple[Any, ...]) -> tuple[HeadExchange, HeadCall]:
     """Of a fake's arguments: the group, and the call, whose tensors are where the group works."""
     *values, handle = arguments
-    head, call = head_exchange.find(handle), HeadCall(*values)
+    head, call = find(handle), HeadCall(*values)
     head.check_device(call.hidden, call.weight, call.bias)
     return head, call
 
