@@ -37,6 +37,17 @@ def framework() -> Iterator[Framework]:
     made.logger.removeHandler(made.handler)
 
 
+@pytest.fixture
+def unharmed_loggers() -> Iterator[None]:
+    """Restores every logger of this process after a test: dictConfig disables those of others."""
+    named = logging.root.manager.loggerDict.values()
+    loggers = [logger for logger in named if isinstance(logger, logging.Logger)]
+    before = [(logger, logger.disabled) for logger in loggers]
+    yield
+    for logger, disabled in before:
+        logger.disabled = disabled
+
+
 def test_messages_go_through_the_frameworks_handlers_once(framework: Framework) -> None:
     framework.configure()
     for _ in range(2):
@@ -57,6 +68,7 @@ def test_a_framework_may_configure_its_logger_later_and_again(framework: Framewo
     assert framework.shown() == ["[framework] configured"]
 
 
+@pytest.mark.usefixtures("unharmed_loggers")
 def test_a_configuration_that_disables_other_loggers(framework: Framework) -> None:
     """vLLM calls dictConfig in each of its processes, after it has loaded plugins; with a user's
     file, which by Python's default disables the loggers that it does not name.
