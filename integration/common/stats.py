@@ -1,13 +1,16 @@
-"""Writes what the exchange moved to a JSON file per rank, for whoever watches a server."""
+"""Writes this rank's counters to a JSON file, for whoever watches a server."""
 
 from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.5
 
@@ -15,11 +18,16 @@ _PERIOD_S = 0.5
 class StatsWriter:
     """Keeps ``<directory>/rank<ep_rank>.json`` up to date from a thread of its own.
 
-    A thread, so that a worker that idles after its last request still publishes its last rounds,
-    and the exchange itself never waits for a disk. The file is replaced as a whole: a reader sees
-    one state or the next. Its keys: those of `about` and of what `read` returns.
+    Because a thread writes, an idle worker still publishes its last rounds, and the exchange never
+    waits for a disk. The writer replaces the file as a whole, so a reader sees one state or the
+    next. If the file cannot be written, the writer logs the path and the reason once, and the
+    worker continues: counters are not worth a server.
 
-    watch: False has no thread, and `close` alone writes.
+    Args:
+        directory: created if it does not exist.
+        about: keys of the file that do not change; `ep_rank` is one of them.
+        read: returns the other keys.
+        watch: False starts no thread; then only `close` writes.
     """
 
     def __init__(
@@ -34,8 +42,12 @@ class StatsWriter:
         self._about = {**about, "pid": os.getpid()}
         self._read = read
         self._written: Mapping[str, object] | None = None
+        self._has_warned = False
         self._stop = threading.Event()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._warn(error)
         self._thread = threading.Thread(target=self._run, name="moe-nvlink-stats", daemon=True)
         if watch:
             self._thread.start()
@@ -51,12 +63,26 @@ class StatsWriter:
             return
         content = json.dumps({**self._about, **stats})
         scratch = self.path.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(content + "\n", encoding="utf-8")
-        scratch.replace(self.path)
+        try:
+            scratch.write_text(content + "\n", encoding="utf-8")
+            scratch.replace(self.path)
+        except OSError as error:
+            self._warn(error)
+            return
         self._written = stats
 
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            logger.warning(
+                "moe_nvlink: the counters of this rank are not written to %s: %s; let "
+                "MOE_NVLINK_STATS_DIR name a directory that this process may write to",
+                self.path,
+                error,
+            )
+        self._has_warned = True
+
     def close(self) -> None:
-        """Stops the thread and writes the last state. Local, idempotent."""
+        """Stop the thread and write the last state. Local; idempotent; raises no OSError."""
         if self._stop.is_set():
             return
         self._stop.set()

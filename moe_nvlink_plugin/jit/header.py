@@ -61,19 +61,28 @@ def _named(prefix: str) -> dict[str, int]:
 
 @functools.cache
 def structs() -> dict[str, type[ctypes.Structure]]:
-    """Structs of args.h as ctypes.Structure classes, by name."""
+    """Return the structs of args.h as ctypes.Structure classes, by name.
+
+    Raises:
+        ValueError: args.h has a field that this module does not understand.
+    """
+    path = source.ARGS_HEADER
     found: dict[str, type[ctypes.Structure]] = {}
-    for name, body in _STRUCT.findall(source.read_kernel_file(source.ARGS_HEADER)):
-        found[name] = _mirror(name, body, found)
+    for name, body in _STRUCT.findall(source.read_kernel_file(path)):
+        found[name] = _mirror(name, body, path, found)
     return found
 
 
 @functools.cache
 def struct(name: str, path: str = source.ARGS_HEADER) -> type[ctypes.Structure]:
-    """One struct of a file below kernels/; its fields may be structs of that file and of args.h.
+    """Return one struct of a file below kernels/ as a ctypes.Structure class.
+
+    Its fields may be scalars, structs of args.h and structs of the same file. The length of an
+    array is a constant of config.h or of the same file.
 
     Raises:
-        ValueError: the file has no such struct, or a line of the struct is not one field.
+        ValueError: the file has no such struct, or the struct has a field that this module does not
+            understand. The message names struct, field and file.
     """
     if path == source.ARGS_HEADER and name in structs():
         return structs()[name]
@@ -82,20 +91,34 @@ def struct(name: str, path: str = source.ARGS_HEADER) -> type[ctypes.Structure]:
         raise ValueError(f"{path}: no struct {name}; a Kernel names the file of its struct")
     fields = (_FIELD.match(line) for line in bodies[name].splitlines())
     mine = {field[1] for field in fields if field and field[1] in bodies}
-    return _mirror(name, bodies[name], structs() | {each: struct(each, path) for each in mine})
+    known = structs() | {each: struct(each, path) for each in mine}
+    return _mirror(name, bodies[name], path, known)
 
 
 def _mirror(
-    name: str, body: str, known: dict[str, type[ctypes.Structure]]
+    name: str, body: str, path: str, known: dict[str, type[ctypes.Structure]]
 ) -> type[ctypes.Structure]:
-    fields = [_field(line, known) for line in body.splitlines() if line.strip()]
+    kinds = _SCALARS | known
+    lengths = constants() | constants(path)
+    try:
+        fields = [_field(line, kinds, lengths) for line in body.splitlines() if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"{path}, struct {name}: {error}") from error
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-def _field(line: str, known: dict[str, type[ctypes.Structure]]) -> tuple[str, Any]:
+def _field(line: str, kinds: dict[str, Any], lengths: dict[str, int]) -> tuple[str, Any]:
     match = _FIELD.match(line)
     if match is None:
-        raise ValueError(f"args.h: not one field: {line!r}")
-    type_name, name, count = match.groups()
-    kind = _SCALARS.get(type_name) or known[type_name]
-    return name, kind * constants()[count] if count else kind
+        raise ValueError(f"{line.strip()!r} is not one field; write one field per line")
+    type_name, name, length = match.groups()
+    if type_name not in kinds:
+        raise ValueError(
+            f"field {name} has type {type_name}; use one of {', '.join(_SCALARS)}, a struct of "
+            "args.h, or a struct of the same file"
+        )
+    if length is not None and length not in lengths:
+        raise ValueError(
+            f"field {name} has length {length}; use a constant of config.h or of the same file"
+        )
+    return name, kinds[type_name] * lengths[length] if length else kinds[type_name]

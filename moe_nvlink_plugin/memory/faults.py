@@ -61,7 +61,7 @@ class Faults:
         word = self._workspace.fault(self._channel)
         if not word:
             return None
-        code, phase = word >> 56, self._phases[word >> 48 & 0xFF]
+        code, phase = word >> 56, self._phase(word >> 48 & 0xFF)
         peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
         if code == constants()["kFaultGeometry"]:
             return DisagreementError(disagreement(peer, phase.name, epoch))
@@ -70,10 +70,16 @@ class Faults:
                 f"rank {peer} is ahead of this rank's round, {phase.name} of epoch {epoch}: it "
                 "went on after a failure of its own, which its log names; end all ranks"
             )
-        if code != constants()["kFaultTimeout"]:
+        if code == constants()["kFaultBadCount"]:
             return PeerError(
                 f"rank {peer} announced more rows than its slice holds in {phase.name} of epoch "
                 f"{epoch}: somebody wrote into the exchange's memory; end all ranks"
+            )
+        if code != constants()["kFaultTimeout"]:
+            return PeerError(
+                f"rank {self._rank} found fault word {word:#018x} in the exchange's memory, whose "
+                f"code {code} no kernel writes (config.h): somebody wrote into the memory; end all "
+                "ranks"
             )
         late = (self._late_ranks(phase, epoch) if ask_device else ()) or (peer,)
         waited_s = self._workspace.startup.waited_s(self._channel, epoch, self._timeouts)
@@ -88,7 +94,17 @@ class Faults:
             epoch=epoch,
         )
 
+    def _phase(self, code: int) -> Phase:
+        """Return the phase with this code.
+
+        A workspace may also serve kernels of which this reader knows nothing. Their phase has no
+        name and no cells here, but the fault is still an error to report.
+        """
+        return self._phases.get(code) or Phase(f"phase {code} (of another kernel)", "", cells="")
+
     def _late_ranks(self, phase: Phase, epoch: int) -> tuple[int, ...]:
+        if not phase.cells:
+            return ()
         if self._workspace.executor.is_capturing():
             return ()  # reading the cells would wait for the GPU, which a capture forbids
         region = self._workspace.layout.channel_regions(self._channel)[phase.cells]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +150,58 @@ def test_the_library_agrees_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None
         host.HostLibrary(host.build(kernel_texts.host_source()))
 
 
-def test_a_line_that_is_not_a_field_is_refused() -> None:
-    with pytest.raises(ValueError, match="not one field"):
-        header._field("  int32_t a, b;", {})
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Gives a file below kernels/ another text; what was read meanwhile is forgotten afterwards."""
+    really = source.read_kernel_file
+
+    def give(path: str, text: str) -> None:
+        header.constants.cache_clear()
+        header.struct.cache_clear()
+        monkeypatch.setattr(
+            source, "read_kernel_file", lambda name: text if name == path else really(name)
+        )
+
+    yield give
+    header.constants.cache_clear()
+    header.struct.cache_clear()
+
+
+@pytest.mark.parametrize("path", ["include/moe_nvlink/args.h", "odd/odd.cu"])
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("int32_t a, b;", "'int32_t a, b;' is not one field"),
+        ("double seconds;", "field seconds has type double; use one of int32_t, "),
+        ("uint32_t words[kNowhere];", "field words has length kNowhere; use a constant"),
+        ("uint32_t words[4];", "field words has length 4; use a constant"),
+    ],
+)
+def test_a_field_that_is_not_understood_is_refused(
+    field: str, message: str, path: str, pretend: Callable[[str, str], None]
+) -> None:
+    """The error names file and struct: a new kernel's struct may stand in the kernel's own file."""
+    pretend(path, f"struct Odd {{\n  int32_t first;\n  {field}\n}};\n")
+    of_args: Callable[[], Any] = header.structs.__wrapped__  # leaves what others have read
+    read = of_args if path == source.ARGS_HEADER else lambda: header.struct("Odd", path)
+    with pytest.raises(ValueError, match=re.escape(f"{path}, struct Odd: {message}")):
+        read()
+
+
+def test_a_struct_beside_args_h(pretend: Callable[[str, str], None]) -> None:
+    """Its fields are scalars, structs of args.h, and structs and lengths of its own file."""
+    text = (
+        "constexpr int kWords = 3;\n"
+        "struct Inner {\n  uint64_t cell;\n};\n"
+        "struct Outer {\n  Inner inner;\n  ControlRegions control;\n  int32_t words[kWords];\n};\n"
+    )
+    path = "words/words.cu"
+    pretend(path, text)
+    control = ctypes.sizeof(structs()["ControlRegions"])
+    assert header.struct("Outer", path)._fields_[2][0] == "words"
+    assert ctypes.sizeof(header.struct("Outer", path)) >= 8 + control + 12
+    with pytest.raises(ValueError, match=r"words/words.cu: no struct Missing"):
+        header.struct("Missing", path)
 
 
 def layers_of_every_format() -> list[AllToAllConfig]:

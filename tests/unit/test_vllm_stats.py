@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
+
+import pytest
 
 from moe_nvlink_plugin import ExchangeStats
 from moe_nvlink_plugin.integration.common.stats import StatsWriter
@@ -89,3 +92,35 @@ def test_unchanged_counters_are_not_written_again(tmp_path: Path) -> None:
     counters.count(1)
     writer._write()
     assert writer.path.stat().st_ino != written[1]
+
+
+def test_a_folder_that_cannot_be_made_is_logged_once_and_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error at start-up would reach this rank alone, and the other ranks would wait for it."""
+    (tmp_path / "a file").write_text("")
+    counters = Counters()
+    with caplog.at_level(logging.WARNING, logger="moe_nvlink_plugin"):
+        writer = StatsWriter(tmp_path / "a file" / "folder", ABOUT, counters.read, watch=False)
+        counters.count(2)
+        writer.close()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"not written to {writer.path}: " in message
+    assert "MOE_NVLINK_STATS_DIR" in message
+
+
+def test_a_folder_that_goes_away_leaves_the_thread_running(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counters = Counters()
+    folder = tmp_path / "folder"
+    writer = StatsWriter(folder, ABOUT, counters.read, watch=False)
+    folder.rename(tmp_path / "elsewhere")
+    with caplog.at_level(logging.WARNING, logger="moe_nvlink_plugin"):
+        for rounds in (1, 2):
+            counters.count(rounds)
+            writer._write()
+    assert len(caplog.records) == 1
+    (tmp_path / "elsewhere").rename(folder)
+    writer.close()
+    assert json.loads(writer.path.read_text("utf-8"))["rounds"] == 2
