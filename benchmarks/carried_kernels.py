@@ -28,9 +28,9 @@ from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
+from moe_nvlink_plugin.exchange.sizes import payload_rows
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
-from moe_nvlink_plugin.memory.layout import payload_rows
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import emulated, emulated_text, real_head, real_path, sanitized
 from tests.support import ranks as processes

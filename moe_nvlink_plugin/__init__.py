@@ -7,7 +7,7 @@ A token passes these folders, in this order:
                    (ops.py, inductor.py); one layer on one workspace (layer.py, checks.py), its
                    views on one channel (channel.py), and its two kernels (kernels.py)
     launch/        says what a kernel is (Kernel, kernel.py), and starts one: on CPU threads
-                   (host.py) or on a CUDA stream (cuda.py)
+                   (cpu.py) or on a CUDA stream (cuda.py)
     kernels/       dispatch puts: it routes, stores rows to the peers, signals, waits
                    combine gets: it waits, loads the partial rows, adds, stores
 

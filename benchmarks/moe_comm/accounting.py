@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moe_nvlink_plugin.memory.layout import combine_row, quantised_combine_rows
+from moe_nvlink_plugin.exchange.sizes import combine_row, quantised_combine_rows
 from moe_nvlink_plugin.plugins import find_recipe
 
 from .options import Options

@@ -28,9 +28,9 @@ import torch
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.exchange import shapes
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
+from moe_nvlink_plugin.exchange.sizes import layer_layout
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
-from moe_nvlink_plugin.memory.layout import WorkspaceLayout
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import emulated
 
@@ -434,7 +434,7 @@ def too_large(options: Options, tokens: int) -> str | None:
 def bytes_needed(options: Options, tokens: int) -> int:
     """Of all that one batch allocates: workspaces, inputs, outputs, the copy's two buffers."""
     config = config_of(options, 0, tokens)
-    (regions,) = emulated._packed_regions(WorkspaceLayout.for_geometry(config, find_recipe(config)))
+    (regions,) = emulated._packed_regions(layer_layout(config, find_recipe(config)))
     workspace = max(region.offset + region.size_bytes for region in regions.values())
     rows_bytes = 3 * tokens * options.hidden_size * config.dtype.itemsize
     sides = 1 + 2 * ("flashinfer" in options.backends)  # then ours on branches, too

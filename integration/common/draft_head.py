@@ -17,7 +17,7 @@ import torch.distributed
 
 from moe_nvlink_plugin import HeadConfig, HeadGroup, HeadStats, sharded_argmax, sharded_logits
 from moe_nvlink_plugin.errors import DisagreementError, MoeNvlinkError, UnsupportedError
-from moe_nvlink_plugin.lm_head import cost as head_cost
+from moe_nvlink_plugin.lm_head import cost
 
 from .agreement import Ranks, refuse_failed
 from .options import AUTO, MTP_LM_HEAD
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
     def report(self, device: torch.device) -> str:
         """What sharing is expected to do, for the log. Local."""
         shape, rates = _shape_and_rates(self, device)
-        return head_cost.report(shape, self.size, self.most_rows, rates)
+        return cost.report(shape, self.size, self.most_rows, rates)
 
 
 def choose_size(whole: Plan, size: int | str, ranks: int, device: torch.device) -> Plan:
@@ -79,19 +79,17 @@ def choose_size(whole: Plan, size: int | str, ranks: int, device: torch.device) 
         return whole._replace(size=int(size))
     shape, rates = _shape_and_rates(whole, device)
     sizes = [candidate for candidate in AUTO_SIZES if ranks % candidate == 0]
-    chosen = head_cost.choose_size(shape, sizes, whole.most_rows, rates)
+    chosen = cost.choose_size(shape, sizes, whole.most_rows, rates)
     if chosen == 1:
         return whole
-    crossover = head_cost.crossover_rows(shape, chosen, rates, whole.most_rows)
+    crossover = cost.crossover_rows(shape, chosen, rates, whole.most_rows)
     return whole._replace(size=chosen, crossover=crossover)
 
 
-def _shape_and_rates(
-    plan: Plan, device: torch.device
-) -> tuple[head_cost.HeadShape, head_cost.Rates]:
+def _shape_and_rates(plan: Plan, device: torch.device) -> tuple[cost.HeadShape, cost.Rates]:
     element_bytes = plan.dtype.itemsize
-    shape = head_cost.HeadShape(plan.vocab_size, plan.hidden_size, element_bytes)
-    return shape, head_cost.rates_of(device, element_bytes)
+    shape = cost.HeadShape(plan.vocab_size, plan.hidden_size, element_bytes)
+    return shape, cost.rates_of(device, element_bytes)
 
 
 def agree(mine: Plan | Exception, ranks: Ranks) -> Plan:

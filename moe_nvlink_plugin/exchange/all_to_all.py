@@ -15,11 +15,10 @@ from moe_nvlink_plugin.errors import ConfigError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
-from moe_nvlink_plugin.memory import layout
 from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
-from . import ops
+from . import ops, sizes
 from .layer import LayerExchange, find
 
 logger = logging.getLogger(__name__)
@@ -107,8 +106,8 @@ class MoeAllToAll:
                 support the hidden_size.
         """
         recipe = plugins.find_recipe(config)
-        layout.payload_rows(config, recipe)
-        layout.quantised_combine_rows(config)
+        sizes.payload_rows(config, recipe)
+        sizes.quantised_combine_rows(config)
         return recipe
 
     @classmethod
@@ -144,9 +143,7 @@ class MoeAllToAll:
             lambda: _prepare(config, ranks, torch.device(device), share_with),
         )
         _check_agreement(config, ranks, workspace, shares=share_with is not None)
-        workspace.ensure(
-            lambda alignment: layout.WorkspaceLayout.for_geometry(config, recipe, alignment)
-        )
+        workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
         try:
             layer = all_or_none(
                 ranks,

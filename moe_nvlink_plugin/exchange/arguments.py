@@ -82,7 +82,7 @@ def dispatch_arguments(
     """DispatchArgs of the rank `config.ep_rank`.
 
     Args:
-        rows: layout.payload_rows(config, recipe).
+        rows: sizes.payload_rows(config, recipe).
         regions: of the channel, by name.
         base_ptr: address of rank 0's workspace.
         rank_stride: bytes from one rank's workspace to the next.

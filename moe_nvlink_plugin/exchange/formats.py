@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from moe_nvlink_plugin.config import AllToAllConfig
-from moe_nvlink_plugin.memory.layout import payload_rows
 from moe_nvlink_plugin.recipes import PayloadRow, QuantisingRecipe, Recipe
 
 from .arguments import quantiser_code
+from .sizes import payload_rows
 
 
 class Activations(NamedTuple):

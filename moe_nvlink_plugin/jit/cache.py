@@ -1,12 +1,13 @@
 """Content-addressed files of compiled kernels, shared by all processes of one user.
 
-A file is published by an atomic rename, so a reader sees all of it or none; one process compiles a
-text while the others wait for it. What lies here is executed, so it is believed only where nobody
-but this user and root could have written it: the directory and the file itself belong to one of
-the two, and neither group nor others may write to either.
+A process publishes a file by an atomic rename, so a reader sees all of it or none. One process
+compiles a text while the others wait for it. Processes execute what lies here. Therefore a process
+uses a file only if nobody but this user and root could have written it: directory and file belong
+to one of the two, and neither group nor others may write to them.
 
-MOE_NVLINK_CACHE_DIR may name a directory that came with an image, filled by root and only readable
-here. It is looked into first; what it lacks is compiled into the user's own directory.
+MOE_NVLINK_CACHE_DIR may name a directory that came with an image, which root has filled and this
+user may only read. A process looks there first. What the directory lacks, the process compiles into
+the user's own directory.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: A compilation takes seconds; a lock held longer belongs to a process in trouble.
+#: A compilation takes seconds, so a process that holds a lock for longer has failed or hangs.
 _LOCK_TIMEOUT_S = 300.0
 _ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def directory() -> Path:
-    """The directory that this process publishes into, created if need be.
+    """Return the directory that this process publishes into; create it if needed. Local.
 
     Raises:
-        CompileError: it cannot be created, or others could write into it.
+        CompileError: the directory cannot be created, or others may write to it.
     """
     given = env.cache_dir()
     path = _user_directory() if given is None or shipped_directory() else given
@@ -56,10 +57,11 @@ def directory() -> Path:
 
 
 def shipped_directory() -> Path | None:
-    """MOE_NVLINK_CACHE_DIR where this process may read but not write, else None.
+    """Return MOE_NVLINK_CACHE_DIR if this process may only read it, else None. Local.
 
     Raises:
-        CompileError: it is not readable, or somebody else than this user and root may write to it.
+        CompileError: this process may not read it, or others than this user and root may write to
+            it.
     """
     path = env.cache_dir()
     if path is None:
@@ -70,7 +72,7 @@ def shipped_directory() -> Path | None:
         return None  # directory() makes it
     except OSError as error:
         raise CompileError(f"cannot look into MOE_NVLINK_CACHE_DIR={path}: {error}") from error
-    # access() knows of read-only file systems too, where root itself cannot write.
+    # access() also knows of read-only file systems, where even root cannot write.
     if status.st_uid == os.getuid() and os.access(path, os.W_OK):
         return None
     _check(path, status, {os.getuid(), _ROOT})
@@ -83,7 +85,7 @@ def shipped_directory() -> Path | None:
 
 
 def _user_directory() -> Path:
-    # Here, not above: a machine lent for minutes may lack it, and sets MOE_NVLINK_CACHE_DIR.
+    # Imported here: a borrowed machine may lack platformdirs, and sets MOE_NVLINK_CACHE_DIR.
     import platformdirs
 
     path = Path(platformdirs.user_cache_dir("moe_nvlink"))
@@ -96,7 +98,7 @@ def _user_directory() -> Path:
 
 
 def _check(path: Path, status: os.stat_result, owners: set[int]) -> None:
-    """Raises CompileError where somebody else than `owners` may write into the directory."""
+    """Raise CompileError if others than `owners` may write to the directory."""
     if status.st_uid in owners and not status.st_mode & _OTHERS_WRITE:
         return
     if status.st_uid == os.getuid():
@@ -113,12 +115,17 @@ def _check(path: Path, status: os.stat_result, owners: set[int]) -> None:
 
 
 def load(key: str, suffix: str, read: Callable[[Path], T | None]) -> T | None:
-    """What `read` makes of the file for `key`, or None where there is none that it accepts. Local.
+    """Return what `read` makes of the file for `key`; None if it accepts no such file. Local.
 
-    Writes nothing, and asks for no directory that can be written to.
+    It writes nothing, and needs no directory that this process may write to.
+
+    Args:
+        key: whatever the content depends on.
+        suffix: ending of the file's name.
+        read: reads a file; returns None for a file that it does not accept.
 
     Raises:
-        CompileError: a directory others could write to.
+        CompileError: others may write to a directory.
     """
     shipped = shipped_directory()
     found = None if shipped is None else _read(shipped / _name(key, suffix), read)
@@ -136,12 +143,17 @@ def load(key: str, suffix: str, read: Callable[[Path], T | None]) -> T | None:
 def load_or_build(
     key: str, suffix: str, build: Callable[[Path], None], read: Callable[[Path], T | None]
 ) -> T:
-    """What `read` makes of the file for `key`; `build(target)` makes the file if there is none.
+    """Return what `read` makes of the file for `key`; build the file if there is none. Local.
 
-    `read` returns None for a file it does not accept, which is then built anew. Local.
+    Args:
+        key: whatever the content depends on.
+        suffix: ending of the file's name.
+        build: writes the file to the path that it gets.
+        read: reads a file. If it returns None, the file is built again.
 
     Raises:
-        CompileError: the directory is unusable, the build failed or its lock is held for minutes.
+        CompileError: the directory cannot be used, the build failed, or another process held the
+            lock for 300 s.
     """
     found = load(key, suffix, read)
     if found is not None:
@@ -163,7 +175,7 @@ def load_or_build(
             f"cannot write {path}: {error}; make room there, or set MOE_NVLINK_CACHE_DIR"
         ) from error
     if found is None:
-        raise CompileError(f"{path} was just compiled and is not readable; remove it")
+        raise CompileError(f"{path} was just compiled and cannot be read; remove the file")
     return found
 
 
@@ -175,16 +187,15 @@ def _directory_for_a_miss() -> Path:
         if shipped is None:
             raise
         raise CompileError(
-            f"{shipped} lacks the kernels asked for (add them with `moe-nvlink precompile`), and "
-            f"there is no place to compile them into: {error}"
+            f"{shipped} lacks the needed kernels (add them with `moe-nvlink precompile`), and "
+            f"there is no directory to compile them into: {error}"
         ) from error
 
 
 def get_or_build(key: str, suffix: str, build: Callable[[Path], None]) -> Path:
-    """The file for `key`, made by `build(target)` if it is not there yet. Local.
+    """Return the path of the file for `key`; build the file if there is none. Local.
 
-    Raises:
-        CompileError: as load_or_build.
+    Args and errors are those of load_or_build.
     """
     return load_or_build(key, suffix, build, lambda path: path)
 
@@ -196,7 +207,8 @@ def _name(key: str, suffix: str) -> str:
 def _read(path: Path, read: Callable[[Path], T | None]) -> T | None:
     try:
         status = path.lstat()
-        # Also where the directory is in order: root may have put there what a group may change.
+        # Checked even if the directory is safe: root may have put a file there that a group may
+        # change.
         ours = stat.S_ISREG(status.st_mode) and status.st_uid in (os.getuid(), _ROOT)
         if not ours or status.st_mode & _OTHERS_WRITE:
             logger.warning(
@@ -221,8 +233,8 @@ def _publish(path: Path, build: Callable[[Path], None]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
         target = Path(folder) / path.name
         build(target)
-        target.chmod(0o644)  # whatever the umask: a file its group may change would not be believed
-        # A name must not survive a power failure that its content did not.
+        target.chmod(0o644)  # with some umasks the group could write, and no process would use it
+        # The content reaches the disk before the name, so a power failure leaves no empty file.
         with target.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(target, path)

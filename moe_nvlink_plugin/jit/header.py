@@ -1,8 +1,8 @@
 """Reads kernels/include/moe_nvlink/{config,args}.h: constants, and ctypes mirrors of the structs.
 
-The headers are the only place where a field or a limit is written; this module keeps Python from
-having its own copy. It understands what those two files contain and refuses anything else. A struct
-or a constant may also stand in another file below kernels/, such as the file of its kernel.
+Fields and limits stand in the headers only; Python has no copy of them. This module understands
+what those two files contain, and raises ValueError for anything else. A struct or a constant may
+also stand in another file below kernels/, such as the file of its kernel.
 """
 
 from __future__ import annotations
@@ -29,29 +29,35 @@ _SCALARS: dict[str, Any] = {
 
 @functools.cache
 def constants(path: str = source.CONFIG_HEADER) -> dict[str, int]:
-    """Each `constexpr int` and each enumerator of a file below kernels/, by name."""
+    """Return name -> value of each `constexpr int` and each enumerator of a file below kernels/."""
     text = source.read_kernel_file(path)
     return {name: int(value) for name, value in _CONSTANT.findall(text)}
 
 
 def elements() -> dict[str, int]:
-    """Activation types by the name a user writes: bf16, fp16, fp32."""
+    """Return the codes of the activation types: bf16, fp16, fp32 -> kElement*."""
     return _named("kElement")
 
 
 def quantisers() -> dict[str, int]:
-    """What dispatch can be made for, by the recipe's name: fp8_block, ...; none for as it comes."""
+    """Return the codes of what dispatch does with activations: none, fp8_block, ... -> kQuantiser*.
+
+    The names are those of recipes; none sends rows as they are.
+    """
     return _named("kQuantiser")
 
 
 def combine_formats() -> dict[str, int]:
-    """What combine can be made for, by the name a user writes: fp8_block, nvfp4; bf16 for none."""
+    """Return the codes of combine's formats: bf16, fp8_block, nvfp4 -> kCombine*.
+
+    bf16 sends rows in the layer's own type.
+    """
     formats = _named("kCombine")
     return {"bf16": formats.pop("unquantised"), **formats}
 
 
 def _named(prefix: str) -> dict[str, int]:
-    """The constants of config.h with that prefix: kQuantiserFp8Block as fp8_block."""
+    """Return the constants of config.h with a prefix; kQuantiserFp8Block is fp8_block."""
     return {
         re.sub(r"(?<!^)(?=[A-Z])", "_", name.removeprefix(prefix)).lower(): value
         for name, value in constants().items()

@@ -1,4 +1,4 @@
-"""The host executor: kernels/ compiled by the host compiler and loaded through ctypes."""
+"""The host compiler: kernels/ to a shared object for CPU ranks, which ctypes loads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moe_nvlink_plugin.errors import CompileError
 from . import cache
 from .header import structs
 
-# -ffp-contract=off: a fused multiply-add would round differently from machine to machine.
+# -ffp-contract=off: with fused multiply-add, results would differ from machine to machine.
 FLAGS = (
     "-std=c++20",
-    "-Werror=switch",  # a switch over codes of config.h has a case for each
+    "-Werror=switch",  # a switch over codes of config.h must have a case for each code
     "-O3",
     "-march=native",
     "-ffp-contract=off",
@@ -32,15 +32,21 @@ FLAGS = (
 
 _COMPILE_TIMEOUT_S = 280.0
 
-#: Structs that the executors and the kernels share, by the suffix of the exported function.
+#: Suffix of the exported function that returns a struct's size -> name of the struct.
 _CONTROL_STRUCTS = {"local_control": "LocalControl", "exchange_counters": "ExchangeCounters"}
 
 
 def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> None:
-    """Compiles one translation unit with the host compiler into `target`.
+    """Compile one translation unit with the host compiler. Local; seconds.
+
+    Args:
+        text: the translation unit.
+        target: file to write.
+        flags: arguments of the compiler.
 
     Raises:
-        CompileError: no compiler, or it failed; its log is in the message.
+        CompileError: there is no compiler, it failed, or it took over 280 s. The message has its
+            log.
     """
     command = [*shlex.split(env.cxx()), *flags, "-x", "c++", "-", "-o", str(target)]
     try:
@@ -53,14 +59,17 @@ def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> Non
             "g++) or set MOE_NVLINK_CXX"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise CompileError(f"{command[0]} took over {_COMPILE_TIMEOUT_S:g} s; stopped") from error
+        raise CompileError(
+            f"{command[0]} took over {_COMPILE_TIMEOUT_S:g} s and was stopped; try again when the "
+            "machine is less busy"
+        ) from error
     if done.returncode != 0:
         raise CompileError(f"{shlex.join(command)} failed:\n{done.stderr}")
 
 
 @functools.cache
 def _machine() -> str:
-    # -march=native: a cache on a shared home directory must not serve another CPU's code.
+    # Part of the key because of -march=native: machines with other CPUs may share a home directory.
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -70,16 +79,20 @@ def _machine() -> str:
 
 
 def build(text: str, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The shared object of a translation unit, from the cache or freshly compiled."""
+    """Return the shared object of a translation unit; compile it if the cache lacks it. Local.
+
+    Raises:
+        CompileError: as compile_text, or the cache directory cannot be used.
+    """
     key = "\0".join((text, *flags, env.cxx(), _machine()))
     return cache.get_or_build(key, ".so", lambda target: compile_text(text, target, flags))
 
 
 class HostLibrary:
-    """Launches the kernels of one shared object on CPU threads.
+    """One loaded shared object, whose kernels run on CPU threads.
 
     Raises:
-        CompileError: the library's control structs differ from the mirrors in Python.
+        CompileError: a control struct of the library has another size than its mirror in Python.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,16 +108,22 @@ class HostLibrary:
         there = getattr(self._library, f"moe_nvlink_sizeof_{name}")()
         if here != there:
             raise CompileError(
-                f"{struct.__name__} has {there} bytes in the library, {here} in Python"
+                f"{struct.__name__} has {there} bytes in the library, {here} in Python; the cache "
+                "or the installation is damaged: install moe-nvlink-plugin again and empty the "
+                "cache directory"
             )
 
     def kernel(self, name: str, struct: type[ctypes.Structure]) -> Callable[[Any, int], None]:
-        """The kernel of that name as a function of (arguments, grid), where `struct` is the
-        mirror of its arguments. The function returns when the kernel has finished; ctypes lets
-        other Python threads run meanwhile.
+        """Return a kernel as a function of (arguments, grid). Local.
+
+        The function returns after the kernel has finished. Other Python threads run meanwhile.
+
+        Args:
+            name: the kernel's name.
+            struct: mirror of the kernel's arguments.
 
         Raises:
-            CompileError: the library's struct differs from the mirror.
+            CompileError: the library's struct has another size than the mirror.
         """
         self._check_size(f"{name}_args", struct)
         function = getattr(self._library, f"moe_nvlink_{name}")
@@ -113,18 +132,26 @@ class HostLibrary:
         return lambda args, grid: function(ctypes.addressof(args), grid)
 
     def create_grid(self, num_threads: int) -> int:
-        """Threads to launch on; destroy_grid gives them back."""
+        """Start threads to launch on; return their handle, which destroy_grid takes. Local.
+
+        Raises:
+            CompileError: the threads cannot be started.
+        """
         grid = self._library.moe_nvlink_grid_create(num_threads)
         if not grid:
             raise CompileError(f"cannot start {num_threads} threads; lower num_threads")
         return int(grid)
 
     def destroy_grid(self, grid: int) -> None:
-        """Ends the grid's threads; no launch may be running on it."""
+        """End the grid's threads. Local. No launch may run on the grid."""
         self._library.moe_nvlink_grid_destroy(grid)
 
 
 @functools.cache
 def load(text: str) -> HostLibrary:
-    """The process's library of this text; compiled on first use (seconds), then from the cache."""
+    """Return this process's library of a text. Local; the first use may compile for seconds.
+
+    Raises:
+        CompileError: as `build`, or the library's structs differ from the mirrors in Python.
+    """
     return HostLibrary(build(text))

@@ -1,7 +1,7 @@
-"""The GPU compiler: kernels/ to a cubin by NVRTC, through the cache. Needs no GPU and no driver.
+"""The GPU compiler: NVRTC makes a cubin of kernels/, without a GPU and without a driver.
 
-A cubin in the cache needs neither NVRTC nor cuda-bindings: its key is the text, the architecture
-and the options, whichever NVRTC has compiled it.
+To load a cubin from the cache, a process needs neither NVRTC nor cuda-bindings: the key has the
+text, the architecture and the options, but not the version of NVRTC.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from . import cache
 
 logger = logging.getLogger(__name__)
 
-#: Architectures the kernels are kept compiling for. The `a` forms: FP4 conversions need them.
+#: Architectures for which the tests compile every kernel. FP4 conversions need the `a` forms.
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
-#: What shapes the code. fmad: a fused multiply-add would round differently from the CPU ranks.
+#: Options that shape the code. --fmad=false: with fused multiply-add, results would differ from
+#: those of CPU ranks.
 OPTIONS = ("--std=c++20", "--fmad=false", "--ptxas-options=--warn-on-spills")
-#: What ptxas warns of is a mistake of ours; the tests compile with it.
+#: A warning of ptxas, such as a register spill, is a mistake in the kernels; the tests compile with
+#: this option.
 STRICT = ("--ptxas-options=--warning-as-error",)
 
 #: The oldest NVRTC that pyproject.toml allows, and the newest one that has compiled every kernel:
@@ -36,7 +38,7 @@ _SEAL_BYTES = hashlib.sha256().digest_size
 
 
 def version() -> str:
-    """NVRTC's, as "13.0". Local.
+    """Return the version of NVRTC, such as "13.0". Local.
 
     Raises:
         UnsupportedError: cuda-bindings or NVRTC is not installed.
@@ -45,15 +47,17 @@ def version() -> str:
 
 
 def compile_cubin(text: str, architecture: str, *, strict: bool = True) -> bytes:
-    """Machine code of one translation unit for one architecture. Local.
+    """Compile one translation unit for one architecture; return the cubin. Local; seconds.
 
     Args:
-        strict: a warning of ptxas, such as a register spill, is an error.
+        text: the translation unit.
+        architecture: such as "sm_90a".
+        strict: whether a warning of ptxas, such as a register spill, is an error.
 
     Raises:
         UnsupportedError: cuda-bindings or NVRTC is not installed, or this NVRTC does not know the
             architecture.
-        CompileError: NVRTC refused the text; its log is in the message.
+        CompileError: NVRTC refused the text. The message has its log.
     """
     nvrtc = _nvrtc()
     _check_architecture(nvrtc, architecture)
@@ -80,14 +84,14 @@ def compile_cubin(text: str, architecture: str, *, strict: bool = True) -> bytes
 
 
 def load_or_compile(text: str, architecture: str) -> bytes:
-    """`compile_cubin` through the cache. A damaged file there is compiled anew. Local.
+    """Return the cubin of a text; compile it if the cache lacks it or holds a damaged file. Local.
 
-    A text that compiles with warnings only is compiled for the user all the same: a kernel that
-    spills registers is slow and right, and a server that does not start serves nobody. The log
-    says it once; our tests refuse such a text.
+    If a text compiles only with warnings, the user gets its cubin and one log line: a kernel that
+    spills registers is slow but correct. Our tests refuse such a text.
 
     Raises:
-        UnsupportedError: it is not in the cache, and NVRTC is missing or too old.
+        UnsupportedError: the cubin is not in the cache, and NVRTC is missing or does not know the
+            architecture.
         CompileError: NVRTC refused the text, or the cache directory cannot be used.
     """
 
@@ -98,7 +102,7 @@ def load_or_compile(text: str, architecture: str) -> bytes:
 
 
 def is_cached(text: str, architecture: str) -> bool:
-    """Whether load_or_compile would find the machine code of this text. Local; compiles nothing.
+    """Return whether load_or_compile would find the cubin of a text. Local; compiles nothing.
 
     Raises:
         CompileError: the cache directory cannot be used.
@@ -127,7 +131,7 @@ def _compile_for_user(text: str, architecture: str) -> bytes:
 
 
 def _sealed(cubin: bytes) -> bytes:
-    """Return the cubin and, after it, a checksum; tools that read ELF files do not look there."""
+    """Return the cubin followed by a checksum; tools that read ELF files ignore the checksum."""
     return cubin + hashlib.sha256(cubin).digest()
 
 
@@ -139,7 +143,7 @@ def _unsealed(path: Path) -> bytes | None:
 
 
 def _nvrtc() -> Any:
-    """Return cuda.bindings.nvrtc after it has found its library."""
+    """Return cuda.bindings.nvrtc after it has loaded its library."""
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -155,7 +159,10 @@ def _nvrtc() -> Any:
 
 
 def _check_architecture(nvrtc: Any, architecture: str) -> None:
-    """What NVRTC says of one it does not know is "invalid value for --gpu-architecture"."""
+    """Raise UnsupportedError for an architecture that this NVRTC does not know.
+
+    NVRTC itself would only say "invalid value for --gpu-architecture".
+    """
     known = {int(number) for number in _check(nvrtc, nvrtc.nvrtcGetSupportedArchs())}
     match = re.fullmatch(r"sm_(\d+)[af]?", architecture)
     if match is None or int(match[1]) not in known:

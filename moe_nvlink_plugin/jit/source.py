@@ -1,4 +1,4 @@
-"""Amalgamates kernels/ into one translation unit without includes of ours."""
+"""Makes one translation unit of files below kernels/; their includes of each other are resolved."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import Sequence
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
 
-#: Limits, codes, and RuntimeConfig, from which every Config is derived.
+#: Limits, codes, and the struct RuntimeConfig, from which every Config derives.
 CONFIG_HEADER = "include/moe_nvlink/config.h"
-#: The argument structs of the kernels.
+#: Argument structs of the kernels.
 ARGS_HEADER = "include/moe_nvlink/args.h"
-#: What every host library has beside its kernels.
+#: Files that every host library has beside its kernels.
 HOST_FILES = ("host/grid.h", "host/library.cpp")
 
 
 @functools.cache
 def read_kernel_file(path: str) -> str:
-    """Text of a file below kernels/, by its path there."""
+    """Return the text of a file; `path` is relative to kernels/."""
     root = importlib.resources.files("moe_nvlink_plugin.kernels")
     return root.joinpath(*path.split("/")).read_text(encoding="utf-8")
 
 
 def amalgamate(paths: Sequence[str]) -> str:
-    """The files' text with every `#include "..."` replaced, once each, by what it names."""
+    """Return the files' text; it has the text of each file of ours that they include, once."""
     seen: set[str] = set()
 
     def inline(path: str) -> str:
@@ -47,34 +47,35 @@ def amalgamate(paths: Sequence[str]) -> str:
 def translation_unit(
     config: str, kernel_files: Sequence[str], host_files: Sequence[str] = ()
 ) -> str:
-    """The kernels of these files, compiled for one Config.
+    """Return one translation unit: the kernels of these files for one Config.
 
     Args:
-        config: C++ that declares `Config`, for which the entry points of the kernels are compiled.
-        kernel_files: below kernels/.
-        host_files: what stands before them.
+        config: C++ that declares `Config`, which the entry points of the kernels use.
+        kernel_files: paths below kernels/.
+        host_files: paths of files that precede the kernels.
     """
     text = amalgamate((CONFIG_HEADER, *host_files, *kernel_files))
-    # `config` names RuntimeConfig and constants of config.h, so it follows config.h; the entry
-    # points name Config, so it precedes the first of them.
+    # `config` uses RuntimeConfig and constants of config.h, so it follows config.h. The entry points
+    # use Config, so `config` precedes the first kernel file.
     marker = f"// ---- kernels/{kernel_files[0]}\n"
     return text.replace(marker, f"{config}\n{marker}")
 
 
 def config_text(constants: dict[str, str]) -> str:
-    """C++ that declares a `Config` whose constants (`int kTopK` -> `8`) have these values.
+    """Return C++ that declares a `Config` with these constants (`int kTopK` -> `8`).
 
-    Every other constant comes from RuntimeConfig: the kernel then reads its arguments.
+    Every other constant comes from RuntimeConfig; then the kernel reads the value from its
+    arguments.
     """
     lines = (f"  static constexpr {name} = {value};\n" for name, value in constants.items())
     return f"struct Config : moe_nvlink::RuntimeConfig {{\n{''.join(lines)}}};\n"
 
 
 def sizes_text(structs: dict[str, str]) -> str:
-    """C++ with one exported function a kernel: the bytes of the kernel's argument struct.
+    """Return C++ that exports, for each kernel, a function that returns its struct's bytes.
 
     Args:
-        structs: kernel -> struct.
+        structs: name of the kernel -> name of its struct.
     """
     return "".join(
         f'extern "C" int moe_nvlink_sizeof_{kernel}_args() {{\n'

@@ -1,4 +1,4 @@
-"""What the argument structs of all kernels have in common."""
+"""The fields that the argument structs of all kernels have."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _ELEMENTS = {
 
 
 def element_code(dtype: torch.dtype) -> int:
-    """kElement* of config.h for an activation type."""
+    """Return kElement* of config.h for an activation type: bfloat16, float16 or float32."""
     return constants()[_ELEMENTS[dtype]]
 
 
 class Window(NamedTuple):
-    """Where the workspaces of all ranks are.
+    """Place of all ranks' workspaces in this process's address space.
 
     Attributes:
         base_ptr: address of rank 0's workspace.
-        rank_stride: bytes from one rank's workspace to the next.
+        rank_stride: bytes from one rank's workspace to the next rank's.
     """
 
     base_ptr: int
@@ -39,10 +39,13 @@ class Window(NamedTuple):
 def new_arguments(
     kernel: Kernel[Any], regions: Mapping[str, Region], window: Window, timeout_s: float | None
 ) -> Any:
-    """The kernel's arguments with window, control regions and timeout; zeros elsewhere.
+    """Make a kernel's arguments: window, control regions and timeout are set, all else is 0.
 
     Args:
-        regions: of the channel, by name.
+        kernel: names the struct.
+        regions: regions of the channel, by name.
+        window: place of the workspaces.
+        timeout_s: seconds that the kernel waits for a peer at most.
     """
     args: Any = kernel.args_type()()
     args.window_base, args.rank_stride = window

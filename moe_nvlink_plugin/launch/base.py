@@ -1,24 +1,24 @@
-"""The shape of an executor."""
+"""Protocols of an executor, which launches kernels on one device, and of its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from moe_nvlink_plugin.memory import executor
+from moe_nvlink_plugin.memory.executor import WorkspaceExecutor
 
 from .kernel import Kernel, S, Variant
 
 
 class Budget(NamedTuple):
-    """What the kernels of one caller may use, and beside whom they wait.
+    """What the kernels of one caller may use of a device, and which kernels may wait beside them.
 
     Attributes:
-        num_threads: of a CPU rank.
-        max_sms: SMs that a launch may fill; None: all of a GPU.
+        num_threads: threads of a CPU rank.
+        max_sms: SMs that a launch may fill; None: all SMs of the GPU.
         num_ranks: ranks of the group.
-        num_channels: of the exchange; a kernel of each may wait at the same time.
-        ranks_on_device: as SymmetricMemory has it.
+        num_channels: channels of the exchange; a kernel of each may wait at the same time.
+        ranks_on_device: ranks of the group on this device, as SymmetricMemory counts them.
     """
 
     num_threads: int
@@ -28,29 +28,31 @@ class Budget(NamedTuple):
     ranks_on_device: int = 1
 
 
-#: One loaded kernel, for one thread at a time: launches it with these arguments, which it copies,
-#: and sets the field of Kernel.splits.
+#: Launches one loaded kernel with a struct of arguments. It sets the field that Kernel.splits
+#: names, then copies the struct. One thread at a time may call it. Capturable on a GPU.
 Launch: TypeAlias = Callable[[Any], None]
 
 
 class Launcher(Protocol):
-    """Loads the kernels of one caller on one channel. One thread at a time."""
+    """Loads the kernels of one caller on one channel. One thread at a time may use it."""
 
     def load(self, kernel: Kernel[S], sizes: S, **instead: int) -> Launch:
-        """All that a launch needs is loaded here, so that the first one may be captured.
+        """Load a kernel and all that its launches need, so the first launch may be captured. Local.
 
         Args:
-            sizes: for the kernel's launch shape.
-            instead: of some values of the variant, by the names of their axes.
+            kernel: one of the launcher's family.
+            sizes: what the kernel's launch shape depends on.
+            instead: codes that replace values of the launcher's variant, by the names of the axes.
 
         Raises:
-            CompileError: the kernel cannot be had.
-            ConfigError: the device has no room for what may wait there at the same time.
+            CompileError: the kernel cannot be compiled or loaded.
+            UnsupportedError: the kernel is not in the cache, and there is no compiler.
+            ConfigError: an axis has no such value.
         """
         ...
 
 
-class Executor(executor.Executor, Protocol):
+class Executor(WorkspaceExecutor, Protocol):
     """Launches kernels on one device."""
 
     @property
@@ -59,14 +61,19 @@ class Executor(executor.Executor, Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Waits for what this thread's stream has been given."""
+        """Wait until this thread's stream has done all its work. Local; not capturable."""
         ...
 
     def launcher(self, variant: Variant, budget: Budget) -> Launcher:
-        """For the kernels of one family.
+        """Make the launcher for the kernels of one family. Local.
+
+        Args:
+            variant: the family and the values that its kernels are built for.
+            budget: what the kernels may use.
 
         Raises:
-            CompileError: the kernels cannot be had, or threads cannot be started.
-            ConfigError: the device has no room for what may wait there at the same time.
+            CompileError: the kernels cannot be compiled, or threads cannot be started.
+            ConfigError: the device has no room for all kernels that may wait there at the same
+                time.
         """
         ...

@@ -1,7 +1,7 @@
 """GPU ranks: a launch puts the kernel on the current stream and returns.
 
-A launch allocates nothing and waits for nothing, so it may be captured into a CUDA graph from the
-first one on. The arguments are one packed struct, which the driver copies at the launch.
+A launch allocates nothing and waits for nothing, so a CUDA graph may capture every launch, the
+first one too. The arguments are one packed struct, which the driver copies at the launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .shape import Limits, Shape
 
 logger = logging.getLogger(__name__)
 
-#: Prepared launches that a launcher keeps; serving uses a few dozen token counts and streams.
+#: Most prepared launches that a launcher keeps. A server uses a few dozen token counts and streams.
 _MOST_PREPARED = 4096
 
 _NO_ROOM = "leave more room on the GPU (vLLM: lower --gpu-memory-utilization)"
@@ -39,31 +39,32 @@ _TOO_OLD = "they are built by CUDA 13 and need driver 580 or newer"
 
 
 class _Function:
-    """The function of a loaded module. The module stays loaded: a CUDA graph may hold it."""
+    """Function of a loaded module. The module stays loaded, because a CUDA graph may hold it."""
 
     def __init__(self, module: Any, name: str) -> None:
         self.function = driver.call("cuModuleGetFunction", module, name.encode())
-        # Now, not at the first launch, which may be inside a capture.
+        # The driver loads the code here. The first launch, which may be captured, need not.
         driver.call("cuFuncLoad", self.function)
         attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
         self.max_threads = int(driver.call("cuFuncGetAttribute", attribute, self.function))
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def blocks_per_sm(self, threads: int) -> int:
-        """CTAs of so many threads that one SM holds."""
+        """Return how many CTAs of so many threads one SM holds."""
         query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         return int(driver.call(query, self.function, threads, 0))
 
     def limits(self, num_sms: int) -> Limits:
+        """Return what the function may use of so many SMs."""
         return Limits(num_sms, self.max_threads, self.blocks_per_sm)
 
 
-#: (index of the device, build) -> what is loaded there.
+#: (index of the device, build) -> function that is loaded there.
 _loaded: dict[tuple[int, Build], _Function] = {}
 
 
 def _function(index: int, build: Build, wanted: Variant) -> _Function:
-    """A build, loaded on a device; compiled on first use, or taken from the cache."""
+    """Return a build's function on a device; compile and load the build on first use."""
     found = _loaded.get((index, build))
     if found is None:
         cubin = machine_code.cubin_for(build, driver.device(index).architecture, wanted)
@@ -85,7 +86,7 @@ def _load(index: int, cubin: bytes, entry: str) -> _Function:
 
 
 class _Prepared(NamedTuple):
-    """A launch configuration, made once per shape and stream."""
+    """Launch configuration, made once per shape and stream."""
 
     config: Any
     stream: Any
@@ -109,8 +110,9 @@ def _prepared(launch_shape: Shape, stream: int, pdl: bool) -> _Prepared:
 
 
 class _CudaLaunch:
-    """One kernel of one caller: from arguments to a launch. On the host's hot path: what can be
-    looked up once is.
+    """Launches one kernel of one caller.
+
+    A call is on the host's hot path, so the constructor looks up whatever does not change.
     """
 
     def __init__(
@@ -131,8 +133,9 @@ class _CudaLaunch:
         self._pointers_address = ctypes.addressof(self._pointers)
 
     def _prepare(self, count: int) -> _Prepared:
-        """The configuration for so many items on the current stream; in the device's context,
-        which a thread of the caller's need not have.
+        """Return the configuration for so many items on the current stream.
+
+        The device's context must be current; a caller's thread may lack it.
         """
         key = (count, self._executor.stream())
         found = self._prepared.get(key)
@@ -160,13 +163,13 @@ class _CudaLaunch:
 
 
 class _Room:
-    """What the kernels of one launcher may take of their GPU, beside others that wait there.
+    """What the kernels of one launcher may use of their GPU beside other kernels that wait there.
 
     Attributes:
-        is_shared: kernels of other channels, or of other ranks, may wait on the GPU at the same
-            time. Then no kernel may signal early: the kernel that follows it, ours or a
-            third-party's, would take the places left and wait there; the kernels of the others
-            could find none, and peers wait for those.
+        is_shared: whether kernels of other channels or other ranks may wait on the GPU at the same
+            time. If so, no kernel may let its successor start early. Such a successor, ours or
+            third-party, could fill the free SMs and wait there. Then the other channels' kernels
+            would find no SM, and their peers would wait for them.
     """
 
     def __init__(self, num_sms: int, budget: Budget) -> None:
@@ -184,17 +187,18 @@ _advised = False
 
 
 def _advise_eager_loading() -> None:
-    """Once a process; ranks may be its threads."""
+    """Log the advice once per process, even if several ranks are threads of the process."""
     global _advised
     with _advice:
         is_first, _advised = not _advised, True
     if is_first and driver.loads_lazily():
         logger.warning(
-            "moe_nvlink: num_channels is above 1, and this process loads a kernel, anybody's, at "
-            "its first launch. The driver may wait for that until the GPU is idle. If a kernel of "
-            "one channel waits there for a rank whose host does the same in another channel, "
-            "neither rank goes on. Start all ranks with CUDA_MODULE_LOADING=EAGER, or run the "
-            "whole model once, one channel at a time, before several are in flight"
+            "moe_nvlink: num_channels is above 1, and the driver loads every kernel of this "
+            "process at its first launch. For that the driver may wait until the GPU is idle. If "
+            "a kernel of one channel waits there for a rank whose driver loads in the same way in "
+            "another channel, neither rank continues. Start all ranks with "
+            "CUDA_MODULE_LOADING=EAGER, or run the whole model once, one channel at a time, before "
+            "several channels are in flight"
         )
 
 
@@ -207,8 +211,9 @@ class _CudaLauncher:
             _advise_eager_loading()
 
     def load(self, kernel: Kernel[S], sizes: S, **instead: int) -> _CudaLaunch:
-        """See Launcher. Compiles the kernel on first use, or takes it from the cache."""
-        # A kernel without the axis does not wait for the kernel before it: no early launch for it.
+        """See Launcher. Compile the kernel on first use, or take it from the cache."""
+        # A kernel without the axis does not wait for the kernel before it, so it may not start
+        # before that kernel ends.
         pdl = self._pdl and PDL in kernel.axes
         build = self._variant.build(kernel, pdl=pdl, **instead)
         function = _function(self._executor.device_facts.index, build, self._variant)
@@ -221,7 +226,7 @@ class _CudaLauncher:
 
 
 class _MappedFaultWords:
-    """Words in the host's memory that the GPU writes to directly."""
+    """Words in the host's memory, to which the GPU writes directly."""
 
     def __init__(self, index: int, count: int) -> None:
         flags = driver.api().CU_MEMHOSTALLOC_PORTABLE | driver.api().CU_MEMHOSTALLOC_DEVICEMAP
@@ -237,7 +242,7 @@ class _MappedFaultWords:
     def connect(self, channel: int, local_control: torch.Tensor) -> None:
         field: Any = structs()["LocalControl"].host_fault
         address = self._device_address + 8 * channel
-        # Whatever the default device of the caller is.
+        # The caller may have set another default device.
         word = torch.tensor([address], dtype=torch.int64, device="cpu")
         local_control[field.offset : field.offset + 8].copy_(word.view(torch.uint8))
 
@@ -249,18 +254,20 @@ class _MappedFaultWords:
 
 
 def _free_host_memory(index: int, address: int) -> None:
-    """Runs when the words' last user goes: perhaps in the garbage collector, while this or another
-    thread captures a CUDA graph that has nothing to do with them.
+    """Free fault words after their last user has gone.
+
+    The garbage collector may call this while a thread captures a CUDA graph that does not use the
+    words.
     """
     try:
         with driver.on_device(index), driver.relaxed_capture():
             driver.call("cuMemFreeHost", address)
-    except MoeNvlinkError as error:  # nobody would see it, and a few words are no loss
+    except MoeNvlinkError as error:  # a finalizer cannot raise; few words are lost
         logger.warning("moe_nvlink: fault words of GPU %d stay allocated: %s", index, error)
 
 
 class CudaExecutor:
-    """Launches on the current stream of one GPU.
+    """Launches kernels on the current stream of one GPU.
 
     Raises:
         UnsupportedError: there is no driver, or the kernels are not built for this GPU.
@@ -277,25 +284,27 @@ class CudaExecutor:
         self._no_capture = api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         self._torch_device = device
         self.device_facts = driver.device(device.index or 0)
-        _ = self.device_facts.architecture  # refuses what is not supported, before any memory
+        _ = (
+            self.device_facts.architecture
+        )  # raises for an unsupported GPU before anything is allocated
 
     def stream(self) -> int:
-        """Handle of the stream torch would launch on in this thread."""
+        """Return the handle of the stream on which torch launches in this thread."""
         if self._torch_device.type != "cuda":
             return 0
         return int(torch.cuda.current_stream(self._torch_device).cuda_stream)
 
     def context(self) -> Any:
-        """The device's context, current in this thread."""
+        """Return a context manager that makes the device's context current in this thread."""
         return driver.on_device(self.device_facts.index)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream captures a CUDA graph."""
+        """Return whether the current stream captures a CUDA graph."""
         with self.context():
             return self._captures(driver.api().CUstream(self.stream()))
 
     def note_capture(self, stream: Any) -> None:
-        """Before a launch: remembers whether a graph will hold the workspace's addresses."""
+        """Before a launch, record whether a CUDA graph will hold the workspace's addresses."""
         if not self.captured:
             self.captured = self._captures(stream)
 
@@ -312,12 +321,12 @@ class CudaExecutor:
         return bool(capture != self._no_capture)
 
     def synchronize(self) -> None:
-        """Waits for the current stream."""
+        """See Executor."""
         with self.context():
             driver.call("cuStreamSynchronize", driver.api().CUstream(self.stream()))
 
     def fault_words(self, count: int) -> _MappedFaultWords:
-        """Pinned host memory, mapped into the GPU."""
+        """See WorkspaceExecutor. The words lie in pinned host memory, mapped into the GPU."""
         return _MappedFaultWords(self.device_facts.index, count)
 
     def launcher(self, variant: Variant, budget: Budget) -> _CudaLauncher:

@@ -1,4 +1,4 @@
-"""The choice of an executor."""
+"""Choice of the executor for a device."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import torch
 from moe_nvlink_plugin.errors import UnsupportedError
 
 from .base import Executor
-from .host import HostExecutor
+from .cpu import HostExecutor
 
 
 def executor_for(name: str, device: torch.device) -> Executor:
-    """The executor a transport names, for tensors on `device`. Local.
+    """Make the executor that a transport names. Local.
+
+    Args:
+        name: "host" or "cuda".
+        device: where the tensors are.
 
     Raises:
         UnsupportedError: the GPU or its driver cannot run the kernels.
@@ -25,7 +29,7 @@ def executor_for(name: str, device: torch.device) -> Executor:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device as tensors name it: "cuda" is the current GPU. Local.
+    """Return the device with the index that its tensors have; "cuda" is the current GPU. Local.
 
     Raises:
         UnsupportedError: torch sees no GPU.
@@ -35,6 +39,6 @@ def with_index(device: torch.device) -> torch.device:
     if not torch.cuda.is_available():
         raise UnsupportedError(
             f"device {device}: torch {torch.__version__} sees no GPU; install its CUDA build "
-            "(moe-nvlink doctor tells what else is missing), or use device 'cpu'"
+            "(moe-nvlink doctor says what else is missing), or use device 'cpu'"
         )
     return torch.empty(0, device=device).device

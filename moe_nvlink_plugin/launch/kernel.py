@@ -1,4 +1,4 @@
-"""Kernel: everything that the launch machinery knows of one kernel. Imports no torch.
+"""Kernel: everything that the launch machinery knows of one kernel. The module imports no torch.
 
 A new kernel is one `.cu` file, one argument struct, one `Kernel` in a `Family`, and its caller:
 
@@ -21,22 +21,22 @@ from moe_nvlink_plugin.memory.phases import Phase
 
 from .shape import Limits, Shape
 
-#: What a kernel's launch shape depends on beside the GPU and the call; the kernel's own type.
+#: What a kernel's launch shape depends on, beside the GPU and the call; each kernel has its type.
 S = TypeVar("S")
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A value that the code of a kernel depends on, so that a GPU gets a build for each value.
+    """A value that a kernel's code depends on. A GPU gets one build for each value.
 
     Attributes:
-        name: as a user writes it: `name=value`.
-        constants: the declarations in Config that get the value.
-        choices: the values by the name that a user writes.
-        default: the choice where a user makes none; None: a user must make one.
-        is_silent: the default is not written out.
-        always: values that a caller loads beside the one it asks for.
-        placeholder: what help and errors write for a value.
+        name: name that a user writes: `name=value`.
+        constants: declarations in the C++ struct Config that get the value.
+        choices: returns name that a user writes -> value.
+        default: name of the value if the user writes none; None: the user must write one.
+        is_silent: whether a variant in words leaves out the default.
+        always: values that every caller also loads, whatever value it asks for.
+        placeholder: what help and errors write instead of a value.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Axis:
     placeholder: str = "N"
 
     def code(self, value: int | str) -> int:
-        """The value, given as a code or as the name that a user writes.
+        """Return the value for its code or for the name that a user writes; "08" is "8". Local.
 
         Raises:
-            ConfigError: the axis has no such value; the message lists those it has.
+            ConfigError: the axis has no such value; the message lists its values.
         """
         choices = self.choices()
-        code = choices.get(value) if isinstance(value, str) else value
+        code = choices.get(_as_number(value)) if isinstance(value, str) else value
         if code is None or code not in choices.values():
             raise ConfigError(
                 f"{self.name}={value} is none of the values that kernels are built for; use one "
@@ -63,7 +63,7 @@ class Axis:
         return code
 
     def word(self, code: int) -> str:
-        """The name that a user writes for a code."""
+        """Return the name that a user writes for a code."""
         return next(name for name, value in self.choices().items() if value == code)
 
     @property
@@ -72,14 +72,22 @@ class Axis:
         return f"{self.name}={self.placeholder}"
 
 
+def _as_number(text: str) -> str:
+    """Return a number as choices write it, "8" for "08"; any other text unchanged."""
+    try:
+        return str(int(text))
+    except ValueError:
+        return text
+
+
 def _no_yes() -> dict[str, int]:
     return {"no": 0, "yes": 1}
 
 
-#: Activation type: kElement* of config.h.
+#: Activation type; its codes are kElement* of config.h.
 ELEMENT = Axis("dtype", ("int kElement",), header.elements, default="bf16", placeholder="TYPE")
-#: Whether a build has the instructions of programmatic dependent launch: the executor chooses. A
-#: launch with the attribute needs them; without the attribute they do nothing.
+#: Whether a build has the instructions of programmatic dependent launch. The executor chooses. A
+#: launch with the attribute needs the instructions; without the attribute they have no effect.
 PDL = Axis("pdl", ("bool kPdl",), _no_yes, default="yes")
 
 
@@ -89,15 +97,15 @@ class Kernel(Generic[S]):
 
     Attributes:
         name: the entry point is `moe_nvlink_<name>`.
-        source: its file below kernels/.
-        struct: its arguments, one packed struct.
-        axes: what its builds for a GPU differ in, the architecture apart. The host has one build,
-            which reads every value from the arguments.
-        count: how many items a call has, read from the arguments: the launch shape depends on it.
-        shape: the launch shape for so many items.
-        splits: the field of the arguments that gets the CTAs which share an item; "" for none.
-        phase: what the kernel waits for; None: for nothing that a fault word names.
-        header: the file below kernels/ that declares the struct.
+        source: path of its file below kernels/.
+        struct: name of its packed struct of arguments.
+        axes: values in which its builds for one architecture differ. The host has one build, which
+            reads every value from the arguments.
+        count: reads from the arguments how many items a call has.
+        shape: returns the launch shape for so many items.
+        splits: field of the arguments that gets the number of CTAs which share an item; "": none.
+        phase: what the kernel waits for; None: nothing that a fault word names.
+        header: path of the file below kernels/ that declares the struct.
     """
 
     name: str
@@ -112,11 +120,11 @@ class Kernel(Generic[S]):
 
     @property
     def entry(self) -> str:
-        """Its symbol in a cubin or a host library."""
+        """The kernel's symbol in a cubin or a host library."""
         return f"moe_nvlink_{self.name}"
 
     def args_type(self) -> type[ctypes.Structure]:
-        """The mirror of its argument struct."""
+        """Return the ctypes mirror of the kernel's argument struct."""
         return header.struct(self.struct, self.header)
 
 
@@ -124,14 +132,14 @@ class Build(NamedTuple):
     """One kernel as a GPU gets it, for any architecture.
 
     Attributes:
-        values: a code for every axis of the kernel, in their order.
+        values: one code for each axis of the kernel, in the order of the axes.
     """
 
     kernel: Kernel[Any]
     values: tuple[int, ...]
 
     def text(self) -> str:
-        """Its translation unit."""
+        """Return the build's translation unit."""
         values = dict(zip(self.kernel.axes, self.values, strict=True))
         return gpu_source((self.kernel,), values)
 
@@ -141,8 +149,8 @@ class Family:
     """Kernels that a caller loads together: one host library, one choice on the command line.
 
     Attributes:
-        word: what a choice begins with on the command line; "" for the one family without.
-        kernels: in the order of a round.
+        word: first word of a choice on the command line; "" for the one family without a word.
+        kernels: the kernels in the order of a round.
     """
 
     word: str
@@ -150,18 +158,18 @@ class Family:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """What a caller chooses: every axis of a kernel, PDL apart."""
+        """The axes that a caller chooses values for: all axes of the kernels but PDL."""
         every = (axis for kernel in self.kernels for axis in kernel.axes)
         return tuple(axis for axis in dict.fromkeys(every) if axis != PDL)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """What its kernels wait for."""
+        """What the kernels wait for."""
         return tuple(kernel.phase for kernel in self.kernels if kernel.phase is not None)
 
     @property
     def usage(self) -> str:
-        """How a choice is written, with every part that may be left out in brackets."""
+        """Form of a choice on the command line; a part in brackets may be left out."""
         parts = [self.word] if self.word else []
         for axis in self.axes:
             text = axis.usage if not parts else f",{axis.usage}"
@@ -169,10 +177,14 @@ class Family:
         return "".join(parts)
 
     def variant(self, **values: int | str) -> Variant:
-        """The family for these values, by the names of its axes; defaults for the others.
+        """Return the family with these values; an axis that is not named gets its default. Local.
+
+        Args:
+            values: code or name of the value, by the name of the axis.
 
         Raises:
-            ConfigError: an axis is missing or unknown, or has no such value.
+            ConfigError: an axis without a default is not named, or an axis is unknown, or it has no
+                such value.
         """
         codes = []
         for axis in self.axes:
@@ -186,7 +198,7 @@ class Family:
 
     @functools.cache  # noqa: B019 - families live as long as the process
     def host_source(self) -> str:
-        """Its host library: every build in one, chosen by the arguments."""
+        """Return the text of the family's host library, which reads all values from arguments."""
         return host_source((self,))
 
 
@@ -194,18 +206,18 @@ class Variant(NamedTuple):
     """A family with a value for each of its axes: what a caller needs compiled.
 
     Attributes:
-        values: codes in the order of the axes.
+        values: one code for each axis of the family, in the order of the axes.
     """
 
     family: Family
     values: tuple[int, ...]
 
     def __str__(self) -> str:
-        """As the command line takes it."""
+        """The form that the command line takes."""
         return ",".join(self.words())
 
     def words(self) -> list[str]:
-        """The family's word, and the values that are written out."""
+        """Return the family's word and name=value of each axis but silent ones at their default."""
         found = [self.family.word] if self.family.word else []
         for axis, code in zip(self.family.axes, self.values, strict=True):
             word = axis.word(code)
@@ -214,15 +226,20 @@ class Variant(NamedTuple):
         return found
 
     def codes(self) -> dict[str, int]:
-        """The values by the names of their axes."""
+        """Return name of the axis -> code."""
         return {axis.name: code for axis, code in zip(self.family.axes, self.values, strict=True)}
 
     def instead(self, **values: int | str) -> Variant:
-        """The same with other values for some axes; raises as Family.variant."""
+        """Return this variant with other values for some axes; raises as Family.variant."""
         return self.family.variant(**(self.codes() | values))
 
     def build(self, kernel: Kernel[Any], *, pdl: bool, **instead: int) -> Build:
-        """One kernel of the family; `instead` of some values, by the names of their axes.
+        """Return the build of one kernel of the family. Local.
+
+        Args:
+            kernel: the kernel.
+            pdl: whether the build has the instructions of programmatic dependent launch.
+            instead: codes that replace values of this variant, by the names of the axes.
 
         Raises:
             ConfigError: no axis has that name, or it has no such code.
@@ -231,7 +248,7 @@ class Variant(NamedTuple):
         return Build(kernel, tuple(codes[axis.name] for axis in kernel.axes))
 
     def builds(self, *, pdl: bool) -> list[Build]:
-        """Every build that a caller with these values loads, each once."""
+        """Return every build that a caller with these values loads, each once."""
         found: dict[Build, None] = {}
         for kernel in self.family.kernels:
             always = [(axis.name, value) for axis in kernel.axes for value in axis.always]
@@ -242,13 +259,16 @@ class Variant(NamedTuple):
 
 
 def gpu_source(kernels: tuple[Kernel[Any], ...], values: Mapping[Axis, int]) -> str:
-    """A translation unit of these kernels for these values, without anything of the host's."""
+    """Return the text of these kernels for these values, without the files of the host."""
     config = source.config_text(dict(_constants(values)))
     return source.translation_unit(config, _files(kernels))
 
 
 def host_source(families: tuple[Family, ...], values: Mapping[Axis, int] | None = None) -> str:
-    """A host library of these families; every value that `values` lacks is read from arguments."""
+    """Return the text of a host library of these families.
+
+    The kernels read every value that `values` lacks from their arguments.
+    """
     kernels = tuple(itertools.chain.from_iterable(family.kernels for family in families))
     config = source.config_text(dict(_constants(values or {})))
     text = source.translation_unit(config, _files(kernels), source.HOST_FILES)

@@ -1,11 +1,10 @@
 """Launch geometry of the kernels on a GPU: CTAs, threads, and how many CTAs share a token's row.
 
-Plain arithmetic on counts, so that it can be tested without a GPU. The rules come from how the
-kernels hide latency (kernels/README.md); their constants are estimates until they have
-been measured on a GPU.
+The rules are plain arithmetic on counts, so tests need no GPU. They follow from how the kernels
+hide latency (kernels/README.md). Their constants are estimates; nobody has measured them on a GPU.
 
-A grid never exceeds what a GPU without other work holds at once: a CTA that starts late only makes
-the round longer. Each kernel has a rule of its own, beside the kernel's `Kernel`.
+A grid never exceeds what a GPU without other work holds at once, because a CTA that starts late
+only makes the round longer. The rule of each kernel stands beside its `Kernel`.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ from typing import NamedTuple
 
 from moe_nvlink_plugin.errors import ConfigError
 
-#: Bytes one thread moves at a time (kVectorBytes of platform.h on the GPU).
+#: Bytes that one thread moves at a time (kVectorBytes of platform_gpu.h).
 VECTOR_BYTES = 16
 WARP = 32
-#: Threads of a CTA when there are tokens enough to fill the GPU: several CTAs then share an SM, and
-#: one's barriers hide behind another's copies.
+#: Threads of a CTA if there are enough tokens to fill the GPU. Then several CTAs share an SM, and
+#: while one waits at a barrier, another copies.
 FEW_THREADS = 256
 MOST_THREADS = 1024
 
 
 def share(num_sms: int, num_channels: int, num_ranks: int = 1) -> int:
-    """SMs that a kernel may take if each channel of each rank may have one on a GPU at once.
+    """Return how many SMs a kernel may fill if a kernel of each channel and rank may run at once.
 
-    Two streams may bring the channels to two ranks in different order. If one channel's combine
-    filled a GPU, the other channel's would wait for a place there, while the peer's combine of that
-    channel fills the peer's GPU and waits for this rank's, and the other way round. Ranks that
-    share a GPU keep each other out in the same way, in any order.
+    Without this limit two ranks could wait for each other forever. Two streams may start the
+    channels on two ranks in different order. Then rank 0's combine of channel A could fill its GPU
+    while rank 1's combine of channel B fills the other GPU. Each would wait for a kernel of the
+    other rank that finds no SM. Ranks that share a GPU could block each other in the same way.
 
     Args:
-        num_sms: of the GPU.
-        num_channels: of the exchange.
+        num_sms: SMs of the GPU.
+        num_channels: channels of the exchange.
         num_ranks: ranks of the group on the GPU.
 
     Raises:
-        ConfigError: not every kernel gets an SM.
+        ConfigError: there are more such kernels than SMs.
     """
     if num_channels * num_ranks > num_sms:
         raise ConfigError(
@@ -52,7 +51,13 @@ def share(num_sms: int, num_channels: int, num_ranks: int = 1) -> int:
 
 
 class Shape(NamedTuple):
-    """One launch: CTAs, threads each, and CTAs that share an item, for kernels that split items."""
+    """Shape of one launch.
+
+    Attributes:
+        blocks: CTAs.
+        threads: threads of each CTA.
+        splits: CTAs that share an item; 1 if the kernel does not split items.
+    """
 
     blocks: int
     threads: int
@@ -64,9 +69,9 @@ class Limits:
     """What a kernel may use of a GPU.
 
     Attributes:
-        num_sms: SMs it may fill: the GPU's, or fewer by configuration.
-        max_threads: threads of a CTA that its registers allow.
-        blocks_per_sm: CTAs of so many threads that one SM holds at once; 0 where none fits.
+        num_sms: SMs that the kernel may fill: all, or fewer by configuration.
+        max_threads: most threads of a CTA that the kernel's registers allow.
+        blocks_per_sm: returns how many CTAs of so many threads one SM holds at once; 0: none fits.
     """
 
     num_sms: int
@@ -74,19 +79,20 @@ class Limits:
     blocks_per_sm: Callable[[int], int]
 
     def resident(self, threads: int) -> int:
-        """CTAs of so many threads that run at the same time."""
+        """Return how many CTAs of so many threads run at the same time."""
         return self.num_sms * self.blocks_per_sm(threads)
 
     def beside_others(self, num_sms: int) -> Limits:
-        """These limits if every kernel that waits beside this one has such limits too.
+        """Return these limits for a kernel beside which other kernels with such limits may wait.
 
-        One CTA an SM, because more would promise a place that may not exist. If each of two kernels
-        took half of what all SMs hold, 2 CTAs of 224 threads could wait on every SM, and the
-        other's CTA of 896 threads would fit on none. But if all CTAs together are no more than
-        there are SMs, a CTA that has no place yet always finds an SM without any of them.
+        They allow one CTA per SM, because more CTAs could leave another kernel without a place. If
+        each of two kernels took half of what all SMs hold, 2 CTAs of 224 threads could wait on
+        every SM, and a CTA of 896 threads of the other kernel would fit on none. But if all kernels
+        together have no more CTAs than there are SMs, a CTA without a place always finds an SM
+        that holds no other of them.
 
         Args:
-            num_sms: of `share`.
+            num_sms: the result of `share`.
         """
         return dataclasses.replace(
             self,
@@ -96,10 +102,10 @@ class Limits:
 
 
 def whole_warps(threads: int, most: int) -> int:
-    """At least so many threads, in whole warps, but no more than `most` and no fewer than one."""
+    """Round threads up to whole warps; at most `most` threads and 1024, and at least one warp."""
     return max(min(ceil_div(threads, WARP) * WARP, most // WARP * WARP, MOST_THREADS), WARP)
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Parts of at most `size` that `count` falls into."""
+    """Return how many parts of at most `size` make up `count`."""
     return -(-count // size)

@@ -1,4 +1,4 @@
-"""What a workspace asks of the executor that launches kernels on its memory."""
+"""What a workspace needs of the executor that launches kernels on its memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ import torch
 
 
 class FaultWords(Protocol):
-    """One word per channel that a kernel writes a fault into and the host reads at any time."""
+    """One word per channel: a kernel writes a fault into it, and the host reads it at any time."""
 
     def connect(self, channel: int, local_control: torch.Tensor) -> None:
-        """Tells the kernels of a channel, by its LocalControl bytes, where its word is."""
+        """Write the address of a channel's word into the channel's LocalControl. Local.
+
+        Args:
+            channel: number of the channel.
+            local_control: bytes of the channel's struct LocalControl of args.h.
+        """
         ...
 
     def read(self, channel: int) -> int:
-        """The word (epoch_flags.h, pack_fault), or 0. Waits for nothing."""
+        """Return the word (pack_fault of epoch_flags.h); 0: no fault. Local; waits for nothing."""
         ...
 
     def leak(self) -> None:
-        """Keeps the words until the process ends."""
+        """Keep the words until the process ends. Local."""
         ...
 
 
-class Executor(Protocol):
-    """What one workspace's kernels are launched with."""
+class WorkspaceExecutor(Protocol):
+    """The part of an executor that a workspace uses."""
 
     @property
     def captured(self) -> bool:
@@ -36,5 +41,5 @@ class Executor(Protocol):
         ...
 
     def fault_words(self, count: int) -> FaultWords:
-        """Words that are 0."""
+        """Allocate `count` words, all 0. Local."""
         ...

@@ -1,9 +1,11 @@
 """WorkspaceLayout: the regions of a workspace, and the only module that computes offsets.
 
+The users of a workspace say how large its data regions are (exchange/sizes.py, lm_head/sizes.py).
+
 The regions of a layer keep their offsets for the life of the workspace, whatever the batch or
 dtype, and whichever layers join later. Only because of this, one barrier per verb protects the rows
-of the previous round (kernels/README.md says how), and a CUDA graph may hold their
-addresses. Therefore every region gets address space for several times its size, and grows into it.
+of the previous round (kernels/README.md says how), and a CUDA graph may hold their addresses.
+Therefore every region gets address space for several times its size, and grows into it.
 """
 
 from __future__ import annotations
@@ -11,11 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import torch
-
-from moe_nvlink_plugin.config import MAX_CALLER_PAYLOADS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.recipes import PayloadRow, Recipe, combine_formats
 from moe_nvlink_plugin.transport import Extent
 
 #: Bytes. The tests compare it with kRegionAlignment of kernels/include/moe_nvlink/config.h.
@@ -45,47 +43,6 @@ class Region:
         return self.offset // REGION_ALIGNMENT
 
 
-def payload_rows(config: AllToAllConfig, recipe: Recipe) -> dict[str, PayloadRow]:
-    """Return region name -> row for every payload of a token, in order of DispatchArgs.payloads.
-
-    Raises:
-        ConfigError: there are more than 8 payloads beside expert ids and router weights.
-    """
-    rows = {
-        "recv_topk_ids": PayloadRow(torch.int32, config.top_k),
-        "recv_topk_weights": PayloadRow(torch.float32, config.top_k),
-        "recv_hidden_states": recipe.hidden_row(config.hidden_size),
-    }
-    scales = recipe.scales_row(config.hidden_size)
-    if scales is not None:
-        rows["recv_scales"] = scales
-    for index, row_bytes in enumerate(config.extra_payload_bytes):
-        rows[f"recv_extra_{index}"] = PayloadRow(torch.uint8, row_bytes)
-    if len(rows) > MAX_CALLER_PAYLOADS + 2:
-        raise ConfigError(
-            f"{len(rows) - 2} payloads (hidden states, scales and extra_payload_bytes="
-            f"{config.extra_payload_bytes}) exceed the limit of {MAX_CALLER_PAYLOADS}; "
-            "pack several small extra payloads into one row"
-        )
-    return rows
-
-
-def combine_row(config: AllToAllConfig) -> PayloadRow:
-    """Return the row of the experts' output."""
-    return PayloadRow(config.dtype, config.hidden_size)
-
-
-def quantised_combine_rows(config: AllToAllConfig) -> dict[str, PayloadRow]:
-    """Return region name -> row for the quantised rows that peers read in combine.
-
-    It is empty if they read the experts' output itself.
-
-    Raises:
-        ConfigError: the format of combine does not support this hidden_size.
-    """
-    return combine_formats.combine_rows(config.combine, config.hidden_size)
-
-
 def _control_sizes(ep_size: int) -> dict[str, int]:
     """Return the bytes of a channel's control regions. They depend only on the group's size."""
     return {
@@ -97,17 +54,6 @@ def _control_sizes(ep_size: int) -> dict[str, int]:
         "local": STRUCT_BYTES,
         "counters": STRUCT_BYTES,
     }
-
-
-def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
-    """Return the bytes of the regions for one channel's rows in this geometry."""
-    slots = config.ep_size * config.max_tokens_per_rank
-    rows = payload_rows(config, recipe)
-    sizes = {name: slots * row.row_bytes for name, row in rows.items()}  # slice s: by rank s
-    sizes["combine"] = slots * combine_row(config).row_bytes  # written by this rank's experts
-    for name, row in quantised_combine_rows(config).items():
-        sizes[name] = slots * row.row_bytes  # of those rows, written by combine for the peers
-    return sizes
 
 
 #: The control regions lie together in a place of this name; each data region has one of its own.
@@ -148,22 +94,6 @@ class WorkspaceLayout:
     alignment: int
     room: int
     outgrown_bytes: int = 0
-
-    @classmethod
-    def for_geometry(
-        cls,
-        config: AllToAllConfig,
-        recipe: Recipe,
-        alignment: int = REGION_ALIGNMENT,
-        room: int = ROOM,
-    ) -> WorkspaceLayout:
-        """Make the layout of one layer.
-
-        Raises:
-            ConfigError: there are more than 8 payloads, or more bytes than a window holds.
-        """
-        sizes = _data_sizes(config, recipe)
-        return cls.of(config.ep_size, config.num_channels, sizes, alignment, room)
 
     @classmethod
     def of(

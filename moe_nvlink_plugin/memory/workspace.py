@@ -16,7 +16,7 @@ from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
 from moe_nvlink_plugin.groups import Group, all_or_none
 from moe_nvlink_plugin.transport import SymmetricMemory, Transport
 
-from .executor import Executor, FaultWords
+from .executor import FaultWords, WorkspaceExecutor
 from .layout import MAX_WINDOW_BYTES, Region, WorkspaceLayout
 from .startup import Startup
 
@@ -62,7 +62,7 @@ class ExchangeStats(NamedTuple):
 
 
 #: The executor as its caller knows it.
-E = TypeVar("E", bound=Executor)
+E = TypeVar("E", bound=WorkspaceExecutor)
 
 
 class Workspace(Generic[E]):
@@ -267,7 +267,7 @@ class Workspace(Generic[E]):
 
 
 def _keep_for_graphs(
-    rank: int, executor: Executor, memory: SymmetricMemory, faults: FaultWords
+    rank: int, executor: WorkspaceExecutor, memory: SymmetricMemory, faults: FaultWords
 ) -> None:
     """Keep a closing workspace's memory mapped if CUDA graphs have captured its addresses."""
     if executor.captured:

@@ -1,31 +1,33 @@
 """moe-nvlink precompile: fills a cache, for images that have neither a compiler nor a network.
 
-Imports no torch: every compiling process would pay for it.
+This module imports no torch, because every compiling process would pay for it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import multiprocessing
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_nvlink_plugin import driver, env
-from moe_nvlink_plugin.errors import CompileError, ConfigError, MoeNvlinkError
+from moe_nvlink_plugin.errors import CompileError, ConfigError, MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.exchange.kernels import LAYER
-from moe_nvlink_plugin.jit import cache, host, nvrtc
+from moe_nvlink_plugin.jit import cache, nvrtc
 from moe_nvlink_plugin.launch import machine_code
-from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.launch.kernel import Build, Variant
 
-from .shipped import FAMILIES
+from .shipped import FAMILIES, load_host_libraries
 
-#: By model: num_experts_per_tok (gpt-oss: experts_per_token) and torch_dtype of the configuration
-#: that its authors publish with the weights.
+#: Model -> geometry. The numbers are num_experts_per_tok (gpt-oss: experts_per_token) and
+#: torch_dtype of the configuration that the model's authors publish with the weights.
 PRESETS = {
     "deepseek-v3": LAYER.variant(top_k=8, dtype="bf16"),
     "deepseek-r1": LAYER.variant(top_k=8, dtype="bf16"),
@@ -37,7 +39,7 @@ PRESETS = {
 
 
 def families_without_model() -> list[Variant]:
-    """The families whose every axis has a default, with their defaults."""
+    """Return each family whose axes all have a default, with these defaults."""
     return [
         family.variant()
         for family in FAMILIES
@@ -46,13 +48,15 @@ def families_without_model() -> list[Variant]:
 
 
 def default_geometries() -> list[Variant]:
-    """What is compiled where nobody says what for."""
+    """Return what is compiled if the user names no geometry."""
     return [*PRESETS.values(), *families_without_model()]
 
 
 def kinds() -> list[Variant]:
-    """Each kind of kernel in the commonest geometry, DeepSeek-V3's: rows as they come, which is the
-    first, each recipe, each format of combine, and the families that know no model.
+    """Return each kind of kernel, layers in DeepSeek-V3's geometry, the commonest one.
+
+    The first kind sends rows as they are. Then follow one kind for each recipe, one for each format
+    of combine, and the families that need no model.
     """
     common = PRESETS["deepseek-v3"]
     found = {common: None}
@@ -63,31 +67,46 @@ def kinds() -> list[Variant]:
 
 
 def parse_geometry(text: str) -> Variant:
-    """A preset's name, or a family's values as "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4",
-    where those with a default may be left out; both together as "qwen3,recipe=mxfp8"; of a family
-    with a word, the word and its values, as "lm_head,dtype=bf16". Local.
+    """Return what a user names: a model, or a family with values. Local.
+
+    Args:
+        text: one of these, where values that have a default may be left out:
+            a model: "qwen3";
+            a model and other values: "qwen3,recipe=mxfp8";
+            values: "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4";
+            the word of a family and values: "lm_head,dtype=bf16".
 
     Raises:
-        ConfigError: it is neither; the message has the lists.
+        ConfigError: the text is none of these. The message lists models, names and values.
     """
     first, comma, rest = text.partition(",")
     base = PRESETS.get(first)
     by_word = {family.word: family for family in FAMILIES}
-    family = base.family if base else by_word.get(first if first else " ", by_word[""])
+    family = base.family if base else by_word.get(first, by_word[""])
     has_word = base is not None or bool(family.word)
-    given = (rest.split(",") if comma else []) if has_word else text.split(",")
-    parts = [part.partition("=") for part in given]
-    values: dict[str, int | str] = {name.strip(): value.strip() for name, _equals, value in parts}
     try:
-        if len(values) < len(parts):
-            raise ConfigError("a value is given twice")
+        values = _values((rest.split(",") if comma else []) if has_word else text.split(","))
         return base.instead(**values) if base is not None else family.variant(**values)
     except ConfigError as error:
         raise ConfigError(f"geometry {text!r} is neither {_known()}: {error}") from error
 
 
+def _values(parts: Sequence[str]) -> dict[str, int | str]:
+    found: dict[str, int | str] = {}
+    for part in parts:
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not part.strip():
+            raise ConfigError("nothing stands beside a comma; remove the comma, or add name=value")
+        if not (name and equals and value):
+            raise ConfigError(f"{part!r} is not name=value")
+        if name in found:
+            raise ConfigError(f"{name} is given twice")
+        found[name] = value
+    return found
+
+
 def _known() -> str:
-    """What parse_geometry takes."""
+    """Return what parse_geometry takes, as an error says it."""
     usages = " nor ".join(family.usage for family in FAMILIES)
     axes = dict.fromkeys(axis for family in FAMILIES for axis in family.axes)
     choices = []
@@ -101,7 +120,7 @@ def _known() -> str:
 
 
 def default_architectures() -> list[str]:
-    """Those of the GPUs this process sees, all of them where it sees none. Local.
+    """Return the architectures of the GPUs that this process sees; all if it sees none. Local.
 
     Raises:
         UnsupportedError: the kernels are not built for a GPU of this machine.
@@ -111,68 +130,130 @@ def default_architectures() -> list[str]:
     return sorted({driver.device(index).architecture for index in range(driver.num_devices())})
 
 
+class Compilation(NamedTuple):
+    """One build for one architecture.
+
+    Geometries share builds. Whoever compiles for several geometries compiles each build once:
+    otherwise one process would compile it, and others would wait for its lock.
+    """
+
+    architecture: str
+    build: Build
+
+
+class Compiled(NamedTuple):
+    """Result of one compilation.
+
+    Attributes:
+        size_bytes: bytes of the cubin.
+        seconds: time that it took.
+        was_there: whether the cache had the cubin.
+        error: why there is no cubin; None if there is one.
+    """
+
+    size_bytes: int = 0
+    seconds: float = 0.0
+    was_there: bool = False
+    error: MoeNvlinkError | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What a caller with this geometry loads, for one architecture.
 
     Attributes:
-        pdl: for launches with programmatic dependent launch.
+        pdl: whether launches have programmatic dependent launch.
     """
 
     architecture: str
     geometry: Variant
     pdl: bool
 
-    def is_cached(self) -> bool:
-        """Whether kernels() would find all of it."""
-        builds = self.geometry.builds(pdl=self.pdl)
-        return all(machine_code.is_cached(build, self.architecture) for build in builds)
-
-    def kernels(self) -> list[bytes]:
-        """The cubins, compiled into the cache where they are not there."""
-        builds = self.geometry.builds(pdl=self.pdl)
-        return [machine_code.cubin_for(each, self.architecture, self.geometry) for each in builds]
+    def compilations(self) -> list[Compilation]:
+        """Return one compilation for each build that the caller loads."""
+        return [Compilation(self.architecture, one) for one in self.geometry.builds(pdl=self.pdl)]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Outcome:
+class Outcome:
+    """A task and the results of its compilations, in their order."""
+
     task: Task
-    size_bytes: int = 0
-    seconds: float = 0.0
-    was_there: bool = False
-    error: str = ""
+    results: tuple[Compiled, ...]
+
+    @property
+    def was_there(self) -> bool:
+        """Whether the cache had every build."""
+        return all(result.was_there for result in self.results)
+
+    @property
+    def error(self) -> str:
+        """The first error; "" if there is none."""
+        for (architecture, build), result in zip(
+            self.task.compilations(), self.results, strict=True
+        ):
+            if isinstance(result.error, UnsupportedError):
+                wanted = self.task.geometry
+                return machine_code.missing(build, architecture, wanted, result.error)
+            if result.error is not None:
+                return str(result.error)
+        return ""
 
     def __str__(self) -> str:
+        """The line that the command prints. Builds that tasks share count in each of them."""
         what = f"{self.task.architecture:8} {self.task.geometry}"
         if self.error:
             return f"  FAILED {what}: {self.error}"
-        how = "was there" if self.was_there else f"compiled in {self.seconds:.1f} s"
-        return f"  {what:32} {self.size_bytes:7} bytes, {how}"
+        size_bytes = sum(result.size_bytes for result in self.results)
+        seconds = sum(result.seconds for result in self.results)
+        how = "was there" if self.was_there else f"compiled in {seconds:.1f} s"
+        return f"  {what:32} {size_bytes:7} bytes, {how}"
 
 
-def _work(task: Task) -> _Outcome:
+def compiled(compilation: Compilation) -> Compiled:
+    """Take a build from the cache, or compile it into the cache. Local; its error is a result."""
     start = time.monotonic()
+    text = compilation.build.text()
     try:
-        was_there = task.is_cached()
-        cubins = task.kernels()
+        was_there = nvrtc.is_cached(text, compilation.architecture)
+        cubin = nvrtc.load_or_compile(text, compilation.architecture)
     except MoeNvlinkError as error:
-        return _Outcome(task, error=str(error))
-    return _Outcome(task, sum(map(len, cubins)), time.monotonic() - start, was_there)
+        return Compiled(error=error)
+    return Compiled(len(cubin), time.monotonic() - start, was_there)
 
 
-def _outcomes(tasks: list[Task], jobs: int) -> Iterator[_Outcome]:
+def outcomes(
+    tasks: Sequence[Task], compile_all: Callable[[Sequence[Compilation]], Iterable[Compiled]]
+) -> Iterator[Outcome]:
+    """Yield the outcome of each task, in their order, as soon as its builds are there. Local.
+
+    Args:
+        compile_all: yields the result of each compilation, in their order: a map of `compiled`.
+    """
+    needed = list(dict.fromkeys(one for task in tasks for one in task.compilations()))
+    results = zip(needed, compile_all(needed), strict=True)
+    done: dict[Compilation, Compiled] = {}
+    for task in tasks:
+        mine = task.compilations()
+        while not done.keys() >= set(mine):
+            done.update([next(results)])
+        yield Outcome(task, tuple(done[one] for one in mine))
+
+
+def _compile_all(needed: Sequence[Compilation], jobs: int) -> Iterator[Compiled]:
+    jobs = min(jobs, len(needed))
     if jobs == 1:
-        yield from map(_work, tasks)
+        yield from map(compiled, needed)
         return
-    # Processes: in how many threads of one process NVRTC gains is not measured.
+    # Processes: nobody has measured up to how many threads of one process NVRTC gains.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
         try:
-            yield from pool.map(_work, tasks)
+            yield from pool.map(compiled, needed)
         except BrokenProcessPool as error:
             raise CompileError(
-                "a compiling process was ended from outside, for want of memory perhaps; "
-                "try --jobs 1"
+                "another program ended a compiling process, perhaps because memory ran out; try "
+                "--jobs 1"
             ) from error
 
 
@@ -184,15 +265,18 @@ def precompile(
     folder: Path | None = None,
     jobs: int | None = None,
 ) -> int:
-    """Compiles the kernels of all pairs into a cache, and prints what it made. Local.
+    """Compile the kernels of every pair into a cache, and print what was made. Local.
 
     Args:
-        folder: the cache; None takes MOE_NVLINK_CACHE_DIR or the user's directory. Otherwise it
-            becomes MOE_NVLINK_CACHE_DIR of this process.
-        jobs: processes that compile; None takes one per CPU.
+        architectures: as in nvrtc.ARCHITECTURES.
+        geometries: as parse_geometry returns them.
+        pdl: whether launches have programmatic dependent launch.
+        folder: the cache; it becomes MOE_NVLINK_CACHE_DIR of this process. None takes
+            MOE_NVLINK_CACHE_DIR, or the user's directory.
+        jobs: number of compiling processes; None takes one per CPU.
 
     Returns:
-        0, or 1 when something could not be compiled for a GPU.
+        0; 1 if a kernel could not be compiled for a GPU.
 
     Raises:
         CompileError: the directory cannot be used.
@@ -201,10 +285,10 @@ def precompile(
     target = _open_cache(folder)
     wanted = dict.fromkeys(geometries)
     tasks = [Task(name, each, pdl) for name in dict.fromkeys(architectures) for each in wanted]
-    jobs = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
+    jobs = jobs or len(os.sched_getaffinity(0))
     print(f"kernels for GPUs, {'with' if pdl else 'without'} programmatic dependent launch:")
     failed = 0
-    for outcome in _outcomes(tasks, jobs):
+    for outcome in outcomes(tasks, functools.partial(_compile_all, jobs=jobs)):
         print(outcome, flush=True)
         failed += bool(outcome.error)
     print(_host_kernels(), flush=True)
@@ -222,12 +306,12 @@ def _open_cache(folder: Path | None) -> Path:
     if not given.exists():
         try:
             given.mkdir(parents=True)
-            given.chmod(0o755)  # an image's users are others than who builds it
+            given.chmod(0o755)  # other users than the builder of an image use it
         except OSError as error:
             raise CompileError(f"cannot make {given}: {error}; name another directory") from error
     if cache.shipped_directory() is not None:
         raise CompileError(
-            f"{given} is only readable for user {os.getuid()}; run this as its owner "
+            f"{given} is only readable for user {os.getuid()}; run this command as its owner "
             f"({given.stat().st_uid}), or name another directory with --cache-dir"
         )
     return cache.directory()
@@ -235,12 +319,11 @@ def _open_cache(folder: Path | None) -> Path:
 
 def _host_kernels() -> str:
     try:
-        for family in FAMILIES:
-            host.load(family.host_source())
+        load_host_libraries()
     except MoeNvlinkError as error:
         first = str(error).splitlines()[0]
-        return f"kernels for CPU ranks: not compiled, GPU ranks do without ({first})"
-    return "kernels for CPU ranks: there, for this CPU model; another one compiles its own"
+        return f"kernels for CPU ranks: not compiled; GPU ranks do not need them ({first})"
+    return "kernels for CPU ranks: there, for this CPU model; another CPU model compiles its own"
 
 
 def _how_to_use(target: Path) -> str:
@@ -248,4 +331,4 @@ def _how_to_use(target: Path) -> str:
     who = "any user may read it" if readable else f"readable by user {target.stat().st_uid} only"
     if env.cache_dir() is None:
         return f"in {target}, which is where this user's processes look ({who})"
-    return f"set MOE_NVLINK_CACHE_DIR={target} where they are to be used ({who})"
+    return f"set MOE_NVLINK_CACHE_DIR={target} for the processes that use them ({who})"

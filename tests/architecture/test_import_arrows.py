@@ -21,7 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "recipes": {"doorway"},
     "transport": {"doorway"},
     "jit": {"doorway"},
-    "memory": {"doorway", "recipes", "transport", "jit"},
+    "memory": {"doorway", "transport", "jit"},
     "plugins": {"doorway", "recipes", "transport"},
     "launch": {"doorway", "jit", "memory"},
     "exchange": {"doorway", "recipes", "jit", "memory", "plugins", "launch"},

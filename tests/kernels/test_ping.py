@@ -29,7 +29,7 @@ from moe_nvlink_plugin.memory.phases import Phase
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from moe_nvlink_plugin.tools.precompile import Task
+from moe_nvlink_plugin.tools import precompile
 from moe_nvlink_plugin.transport.host import HostTransport
 from tests.support import fake_cuda
 from tests.support.fake_cuda.transport import install
@@ -227,12 +227,19 @@ def test_nvrtc_compiles_it(
     """As precompile asks for it: with and without PDL, which are two builds."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path))
-    tasks = [Task(architecture, PINGS.variant(), pdl) for pdl in (True, False)]
-    assert not any(task.is_cached() for task in tasks)
-    (with_pdl,), (without,) = (task.kernels() for task in tasks)
+    tasks = [precompile.Task(architecture, PINGS.variant(), pdl) for pdl in (True, False)]
+    first, again = (
+        list(precompile.outcomes(tasks, lambda needed: map(precompile.compiled, needed)))
+        for _ in range(2)
+    )
+    assert not any(outcome.was_there or outcome.error for outcome in first)
+    assert all(outcome.was_there for outcome in again)
+    with_pdl, without = (
+        machine_code.cubin_for(PINGS.variant().build(PING, pdl=pdl), architecture, PINGS.variant())
+        for pdl in (True, False)
+    )
     assert b"moe_nvlink_ping" in with_pdl
     assert with_pdl != without
-    assert all(task.is_cached() for task in tasks)
     line = machine_code.precompile_line(PINGS.variant(), architecture, pdl=False)
     assert line == f"moe-nvlink precompile --arch {architecture} --geometry ping --no-pdl"
 

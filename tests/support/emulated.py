@@ -25,11 +25,12 @@ from moe_nvlink_plugin import HeadConfig, driver, reference
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import arguments, checks
+from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows
 from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.shape import Limits, Shape
-from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout, payload_rows
+from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import cases, compare, emulated_text
 from tests.support.cases import Case, Inputs, Seen
@@ -355,7 +356,7 @@ class EmulatedRanks:
         self.configs = [config_by_rank(rank) for rank in range(self.config.ep_size)]
         self.recipe = find_recipe(self.config)
         self.rows = payload_rows(self.config, self.recipe)
-        self.regions = _packed_regions(WorkspaceLayout.for_geometry(self.config, self.recipe))
+        self.regions = _packed_regions(layer_layout(self.config, self.recipe))
         self.hidden_splits = hidden_splits
         self.quantiser = (
             0 if post_quant else arguments.quantiser_code(self.recipe, self.config.hidden_size)

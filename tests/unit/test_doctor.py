@@ -406,6 +406,27 @@ def test_one_kind_that_nvrtc_refuses(
     assert f"ok  kernels for sm_90a: {len(KINDS) - 1} compiled now, of {len(KINDS)} kinds" in text
 
 
+def test_each_build_is_compiled_once(
+    fake: Fake, empty_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind of layer needs the same dispatch: threads must not wait for one another's."""
+    asked: list[str] = []
+
+    def load_or_compile(text: str, architecture: str) -> bytes:
+        asked.append(text)
+        return b"code"
+
+    monkeypatch.setattr(nvrtc, "load_or_compile", load_or_compile)
+    kernels = inquiry._kernels(fake(devices=2))
+    assert len(asked) == len(set(asked))
+    assert {found.text for found in kernels.architectures["sm_90a"].values()} == {"compiled now"}
+    monkeypatch.setenv("MOE_NVLINK_PDL", "perhaps")
+    kernels = inquiry._kernels(fake(devices=2))
+    assert all(
+        "MOE_NVLINK_PDL" in found.error for found in kernels.architectures["sm_90a"].values()
+    )
+
+
 def test_rows_as_they_come_that_nvrtc_refuses(
     fake: Fake, empty_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

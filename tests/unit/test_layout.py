@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.exchange.sizes import combine_row, layer_layout, payload_rows
 from moe_nvlink_plugin.memory.layout import (
     REGION_ALIGNMENT,
     Region,
     WorkspaceLayout,
-    combine_row,
-    payload_rows,
 )
 from moe_nvlink_plugin.recipes import unquantised_recipe_of
 
@@ -36,7 +35,7 @@ configs = st.builds(
 
 
 def layout_of(*members: AllToAllConfig) -> WorkspaceLayout:
-    layouts = [WorkspaceLayout.for_geometry(c, unquantised_recipe_of(c.dtype)) for c in members]
+    layouts = [layer_layout(c, unquantised_recipe_of(c.dtype)) for c in members]
     return functools.reduce(WorkspaceLayout.union, layouts)
 
 
@@ -97,8 +96,7 @@ def grown(
 ) -> tuple[WorkspaceLayout, WorkspaceLayout]:
     """A workspace's layout for one layer, then for two."""
     before, alone = (
-        WorkspaceLayout.for_geometry(c, unquantised_recipe_of(c.dtype), alignment)
-        for c in (first, second)
+        layer_layout(c, unquantised_recipe_of(c.dtype), alignment) for c in (first, second)
     )
     return before, before.union(alone)
 

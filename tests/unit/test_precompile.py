@@ -19,7 +19,7 @@ from moe_nvlink_plugin.jit import header, host, nvrtc
 from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.kernel import Kernel
 from moe_nvlink_plugin.lm_head.kernels import HEAD
-from moe_nvlink_plugin.tools import cli, precompile
+from moe_nvlink_plugin.tools import cli, precompile, shipped
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(120)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Not yet there; the command makes it. What the command sets is undone afterwards."""
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "not this one"))
-    monkeypatch.setattr(host, "load", lambda _text: None)  # seconds of g++ in every test
+    monkeypatch.setattr(precompile, "load_host_libraries", lambda: None)  # seconds of g++
     return tmp_path / "kernels"
 
 
@@ -72,6 +72,30 @@ def test_geometries_of_a_shared_head() -> None:
         names = [build.kernel.name for build in geometry.builds(pdl=True)]
         assert names == ["head_gather", "head_argmax", "head_collect"]
         assert precompile.parse_geometry(str(geometry)) == geometry
+
+
+@pytest.mark.parametrize("number", ["8", "08", " 8", "+8", "0_8"])
+def test_numbers_as_python_reads_them(number: str) -> None:
+    assert precompile.parse_geometry(f"top_k={number},dtype=bf16") == LAYER.variant(top_k=8)
+    assert precompile.parse_geometry(f"gpt-oss,top_k={number}") == LAYER.variant(top_k=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("qwen3,", "nothing stands beside a comma; remove the comma, or add name=value"),
+        ("lm_head,", "nothing stands beside a comma"),
+        ("top_k=8,,dtype=bf16", "nothing stands beside a comma"),
+        ("top_k", "'top_k' is not name=value"),
+        ("top_k=", "'top_k=' is not name=value"),
+        ("top_k=8,top_k=6", "top_k is given twice"),
+        ("gpt-oss,lm_head", "'lm_head' is not name=value"),
+        ("top_k=08.0", "top_k=08.0 is none of the values"),
+    ],
+)
+def test_why_a_geometry_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f": {re.escape(reason)}"):
+        precompile.parse_geometry(text)
 
 
 def test_names_of_formats() -> None:
@@ -130,8 +154,10 @@ def test_what_it_makes_is_what_ranks_ask_for(
     # A rank of another process, which could not compile.
     code = (
         "from moe_nvlink_plugin.jit import nvrtc; nvrtc.compile_cubin = None;"
-        "from moe_nvlink_plugin.tools.precompile import LAYER, Task;"
-        "Task('sm_100a', LAYER.variant(top_k=1, dtype='fp32'), True).kernels()"
+        "from moe_nvlink_plugin.exchange.kernels import LAYER;"
+        "from moe_nvlink_plugin.launch.machine_code import cubin_for;"
+        "wanted = LAYER.variant(top_k=1, dtype='fp32');"
+        "[cubin_for(each, 'sm_100a', wanted) for each in wanted.builds(pdl=True)]"
     )
     environment = {**os.environ, "MOE_NVLINK_CACHE_DIR": str(folder)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
@@ -180,7 +206,8 @@ def test_kernels_of_a_shared_head(
         monkeypatch.setattr(nvrtc, "compile_cubin", missing)
         monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder))
         try:
-            return precompile.Task("sm_90a", HEAD.variant(dtype=dtype), pdl).kernels()
+            wanted = HEAD.variant(dtype=dtype)
+            return [machine_code.cubin_for(b, "sm_90a", wanted) for b in wanted.builds(pdl=pdl)]
         finally:
             monkeypatch.setattr(nvrtc, "compile_cubin", really)
 
@@ -200,16 +227,56 @@ def test_kernels_of_a_shared_head(
 
 
 def test_the_default_has_the_shared_head_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def work(task: object) -> object:
-        asked.append(task)
-        return precompile._Outcome(task)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(precompile, "_work", work)
+    asked = stub_compiler(monkeypatch)
     assert run(folder, "--arch", "sm_90a") == 0
-    names = {str(task.geometry) for task in asked}  # type: ignore[attr-defined]
-    assert names == {str(each) for each in precompile.PRESETS.values()} | {"lm_head,dtype=bf16"}
+    geometries = [*precompile.PRESETS.values(), HEAD.variant(dtype="bf16")]
+    wanted = {build for geometry in geometries for build in geometry.builds(pdl=True)}
+    assert set(asked) == {precompile.Compilation("sm_90a", build) for build in wanted}
+
+
+def stub_compiler(monkeypatch: pytest.MonkeyPatch) -> list[precompile.Compilation]:
+    """What is asked of the compiler from now on; it makes ten bytes of each in no time."""
+    asked: list[precompile.Compilation] = []
+
+    def compiled(compilation: precompile.Compilation) -> precompile.Compiled:
+        asked.append(compilation)
+        return precompile.Compiled(10, 1.0)
+
+    monkeypatch.setattr(precompile, "compiled", compiled)
+    return asked
+
+
+def test_geometries_that_share_a_build_compile_it_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Processes that were given the same build would wait for the one that compiles it."""
+    asked = stub_compiler(monkeypatch)
+    geometries = ["top_k=2", "top_k=2,recipe=mxfp8", "top_k=2,combine=nvfp4", "lm_head"]
+    assert run(folder, "--arch", "sm_90a", "sm_100a", "--geometry", *geometries) == 0
+    # dispatch as it comes and by mxfp8, combine in bf16 and in nvfp4, three kernels of the head.
+    assert len(asked) == len(set(asked)) == 2 * 7
+    out = capsys.readouterr().out
+    sizes = re.findall(r"(\d+) bytes, compiled in (\d+)\.0 s", out)
+    assert sizes == 2 * [("20", "2"), ("30", "3"), ("20", "2"), ("30", "3")]
+    assert "8 of 8" in out
+
+
+def test_a_shared_build_that_fails_is_told_of_each_geometry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each with the line that fills a cache for it."""
+
+    def compile_cubin(_text: str, _architecture: str, *, strict: bool = True) -> bytes:
+        raise UnsupportedError("no NVRTC library")
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    geometries = ["top_k=2,dtype=bf16", "top_k=2,dtype=bf16,recipe=mxfp8"]
+    assert run(folder, "--arch", "sm_90a", "--geometry", *geometries) == 1
+    out = capsys.readouterr().out
+    assert [
+        line.split()[-3] for line in out.splitlines() if "--cache-dir DIR" in line
+    ] == geometries
+    assert out.count("FAILED") == 2
 
 
 def test_several_processes(
@@ -220,16 +287,16 @@ def test_several_processes(
     assert "2 of 2" in capsys.readouterr().out
 
 
-def _end(task: object) -> None:
+def _end(compilation: object) -> None:
     os._exit(9)
 
 
 def test_a_process_that_is_killed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(precompile, "_work", _end)
+    monkeypatch.setattr(precompile, "compiled", _end)
     assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "top_k=2", "--jobs", "2") == 1
-    assert "ended from outside" in capsys.readouterr().err
+    assert "another program ended a compiling process" in capsys.readouterr().err
 
 
 def test_compiling_processes_import_no_torch() -> None:
@@ -249,19 +316,37 @@ def test_default_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert precompile.default_architectures() == ["sm_100a", "sm_90a"]
 
 
+def test_a_host_library_with_other_structs_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CPU ranks would refuse that library: an image must not be believed to have kernels."""
+
+    def refuse(_name: str, struct: type) -> None:
+        raise CompileError(f"{struct.__name__} has 8 bytes in the library, 16 in Python")
+
+    monkeypatch.setattr(precompile, "load_host_libraries", shipped.load_host_libraries)
+    monkeypatch.setattr(host, "load", lambda _text: SimpleNamespace(kernel=refuse))
+    stub_compiler(monkeypatch)
+    assert run(folder, "--arch", "sm_90a", "--geometry", "top_k=2") == 0
+    assert (
+        "kernels for CPU ranks: not compiled; GPU ranks do not need them (DispatchArgs has 8"
+        in (capsys.readouterr().out)
+    )
+
+
 def test_no_host_compiler_is_no_failure(
     compiler: None,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(_text: str) -> None:
+    def fail() -> None:
         raise CompileError("no host compiler: 'g++' not found; install g++\nsecond line")
 
-    monkeypatch.setattr(host, "load", fail)
+    monkeypatch.setattr(precompile, "load_host_libraries", fail)
     assert run(folder, "--arch", "sm_90a", "--geometry", "top_k=2") == 0
     out = capsys.readouterr().out
-    assert "not compiled, GPU ranks do without (no host compiler: 'g++' not found" in out
+    assert "not compiled; GPU ranks do not need them (no host compiler: 'g++' not found" in out
     assert "second line" not in out
 
 
@@ -327,7 +412,7 @@ def test_without_a_directory_it_is_the_users(
 
     monkeypatch.delenv("MOE_NVLINK_CACHE_DIR", raising=False)
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
-    monkeypatch.setattr(host, "load", lambda _text: None)
+    monkeypatch.setattr(precompile, "load_host_libraries", lambda: None)
     arguments = ["--arch", "sm_90a", "--geometry", "top_k=1", "--jobs", "1"]
     assert cli.main(["precompile", *arguments]) == 0
     last = capsys.readouterr().out.splitlines()[-1]

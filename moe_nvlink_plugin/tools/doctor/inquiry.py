@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_nvlink_plugin import env
-from moe_nvlink_plugin.errors import MoeNvlinkError
-from moe_nvlink_plugin.jit import cache, host, nvrtc
+from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
+from moe_nvlink_plugin.jit import cache, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import precompile, shipped
 
@@ -312,10 +312,7 @@ def _cpu() -> Cpu:
 
 
 def _host_kernels() -> str:
-    for family in shipped.FAMILIES:
-        library = host.load(family.host_source())
-        for kernel in family.kernels:
-            library.kernel(kernel.name, kernel.args_type())
+    shipped.load_host_libraries()
     return "compiled and loaded"
 
 
@@ -335,27 +332,26 @@ def _shared_memory() -> Found:
 
 
 def _kernels(gpus: Gpus) -> Kernels:
-    """Compiles what the cache lacks, several kinds at once: NVRTC works in several threads."""
+    """Compile what the cache lacks, several builds at once: NVRTC works in several threads."""
     needed = sorted({gpu.architecture for gpu in gpus.devices if gpu.architecture})
-    kinds = precompile.kinds()
-    found_nvrtc = _ask(nvrtc.version)
+    pairs = [(name, kind) for name in needed for kind in precompile.kinds()]
+    try:
+        answers = [_compiled(outcome) for outcome in _outcomes(pairs, env.pdl())]
+    except ConfigError as error:  # MOE_NVLINK_PDL; among the bad variables too
+        answers = [Found(error=str(error))] * len(pairs)
+    found: dict[str, dict[str, Found]] = {name: {} for name in needed}
+    for (name, kind), answer in zip(pairs, answers, strict=True):
+        found[name][str(kind)] = answer
+    return Kernels(_ask(nvrtc.version), found)
+
+
+def _outcomes(pairs: list[tuple[str, Variant]], pdl: bool) -> list[precompile.Outcome]:
+    tasks = [precompile.Task(name, kind, pdl) for name, kind in pairs]
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        asked = {
-            name: {str(kind): pool.submit(_kernels_for, name, kind) for kind in kinds}
-            for name in needed
-        }
-        found = {
-            name: {kind: answer.result() for kind, answer in answers.items()}
-            for name, answers in asked.items()
-        }
-    return Kernels(found_nvrtc, found)
+        return list(precompile.outcomes(tasks, lambda all_: pool.map(precompile.compiled, all_)))
 
 
-def _kernels_for(architecture: str, kind: Variant) -> Found:
-    def compiled() -> str:
-        task = precompile.Task(architecture, kind, env.pdl())
-        was_there = task.is_cached()
-        task.kernels()
-        return "in the cache" if was_there else "compiled now"
-
-    return _ask(compiled)
+def _compiled(outcome: precompile.Outcome) -> Found:
+    if outcome.error:
+        return Found(error=outcome.error)
+    return Found("in the cache" if outcome.was_there else "compiled now")

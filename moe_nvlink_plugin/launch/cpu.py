@@ -1,4 +1,4 @@
-"""CPU ranks: a launch is a call that returns when the kernel has run."""
+"""CPU ranks: a launch is a call, which returns after the kernel has run."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class _HostFaultWords:
         return self._words[channel]
 
     def leak(self) -> None:
-        """Nothing: no launch outlives its call."""
+        """Do nothing: no launch outlives its call."""
 
 
 class _HostLauncher:
     def __init__(self, library: host.HostLibrary, num_threads: int) -> None:
-        # Threads of its own: two channels may be in flight at the same time.
+        # Each launcher has its own threads, because two channels may be in flight at the same time.
         self.grid = library.create_grid(num_threads)
         self._library = library
         weakref.finalize(self, library.destroy_grid, self.grid)
 
     def load(self, kernel: Kernel[S], sizes: S, **instead: int) -> _HostLaunch:
-        """See Launcher. One build serves all values."""
+        """See Launcher. The library serves all values; `sizes` and `instead` have no effect."""
         return _HostLaunch(self, self._library.kernel(kernel.name, kernel.args_type()))
 
 
 class _HostLaunch:
     def __init__(self, launcher: _HostLauncher, run: Callable[[Any, int], None]) -> None:
-        self._launcher = launcher  # whose threads it needs
+        self._launcher = launcher  # keeps the threads alive
         self._run = run
 
     def __call__(self, args: Any) -> None:
@@ -53,20 +53,20 @@ class _HostLaunch:
 
 
 class HostExecutor:
-    """Runs the host build of the kernels, each caller's on threads of their own."""
+    """Runs the host build of the kernels. The kernels of each caller have their own threads."""
 
     asynchronous = False
     captured = False
 
     def is_capturing(self) -> bool:
-        """Never: a CUDA graph cannot hold a host call."""
+        """Return False: a CUDA graph cannot hold a call on the host."""
         return False
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: a launch has finished when it returns."""
 
     def fault_words(self, count: int) -> _HostFaultWords:
-        """Ordinary memory of this process."""
+        """See WorkspaceExecutor. The words lie in ordinary memory of this process."""
         return _HostFaultWords(count)
 
     def launcher(self, variant: Variant, budget: Budget) -> _HostLauncher:
