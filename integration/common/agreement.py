@@ -1,7 +1,7 @@
 """What the ranks of an expert-parallel group agree on before they exchange anything.
 
-If ranks set a layer up differently, rows would be misplaced; so each rank sends the others what it
-proposes. A rank that cannot set a layer up reports the reason to the others, so that no rank waits
+If ranks set up a layer differently, rows would be misplaced. Therefore each rank sends its proposal
+to the others. A rank that cannot set up a layer reports the reason to the others, so no rank waits
 for it.
 """
 
@@ -19,7 +19,7 @@ from .options import Wording
 
 
 class Geometry(NamedTuple):
-    """What makes two MoE layers able to share one exchange."""
+    """Sizes and formats of MoE layers; two layers with equal ones can share one exchange."""
 
     num_experts: int
     top_k: int
@@ -30,12 +30,14 @@ class Geometry(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What one rank would set a layer up with.
+    """What one rank proposes for a layer.
 
-    layer: its name; geometry: of its exchange, None where that is not the question; static_scale:
-    that its rows are quantised by, None where they bring their own; problem: why this rank cannot
-    set it up, None where it can; named_scale: of a recipe that a user named, None where it has
-    none.
+    Attributes:
+        layer: name of the layer.
+        geometry: geometry of its exchange; None if the ranks do not compare it in this step.
+        static_scale: scale that quantises its rows; None if they have their own scales.
+        problem: why this rank cannot set up the layer; None if it can.
+        named_scale: global scale of a recipe that a user named; None if it has none.
     """
 
     layer: str
@@ -46,18 +48,23 @@ class Proposal(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one group, as one of them sees it; used at start-up only."""
+    """The ranks of one group, as one of them sees it; used at start-up only.
+
+    Args:
+        group: as `MoeAllToAll.create` takes it: a ProcessGroup with a CPU backend (gloo), or an
+            object with rank, size and all_gather_object.
+        rank: number of this rank.
+        size: number of ranks.
+        wording: words of the framework's messages.
+    """
 
     def __init__(self, group: Any, rank: int, size: int, wording: Wording) -> None:
-        """group: as `MoeAllToAll.create` takes it; a ProcessGroup of a CPU backend (gloo), or an
-        object with rank, size and all_gather_object. wording: of the framework's messages.
-        """
         self.group, self.rank, self.size = group, rank, size
         self.wording = wording
         self._met = False
 
     def gather(self, mine: object) -> list[Any]:
-        """What every rank passes, by rank. Collective."""
+        """Return the objects of all ranks, in rank order. Collective."""
         if not isinstance(self.group, torch.distributed.ProcessGroup):
             return list(self.group.all_gather_object(mine))
         everyones: list[Any] = [None] * self.size
@@ -65,10 +72,10 @@ class Ranks:
         return everyones
 
     def meet(self) -> None:
-        """Waits for all ranks, the first time that it is called. Collective.
+        """Wait for all ranks in the first call; later calls do nothing. Collective.
 
-        Ranks load weights at different speeds, for longer than an exchange would wait: the first
-        to arrive waits as long as the framework's own group does.
+        Ranks load weights at different speeds, and may differ by more time than an exchange waits.
+        Here the first rank waits as long as the framework's own group does.
         """
         if self._met:
             return
@@ -79,35 +86,37 @@ class Ranks:
         self._met = True
 
     def agree(self, mine: Proposal) -> None:
-        """Returns when all ranks propose the same for a layer. Collective.
+        """Compare the proposals of all ranks for a layer. Collective.
+
+        A rank whose own proposal has a problem returns, because its own error says more.
 
         Raises:
-            UnsupportedError: static scales differ; a token quantised by one rank's scale would be
-                read by another's.
+            UnsupportedError: static scales differ. One rank would quantise a token by its scale,
+                and another rank would read it by another scale.
             DisagreementError: anything else differs.
-            PeerError: another rank has a problem; a rank with one of its own returns.
+            PeerError: another rank has a problem.
         """
         self.meet()
         self._refuse_differences(mine, self.gather(mine))
 
     @contextlib.contextmanager
     def telling_all(self, layer: str) -> Iterator[None]:
-        """Surrounds a local step of setting a layer up. Collective if the step raises.
+        """Surround a local step of setting up a layer. Collective if the step raises.
 
-        The other ranks wait in `agree`, which every rank calls after such a step; there they get a
-        PeerError with the exception of this rank, which goes on here.
+        Every rank calls `agree` after such a step. If the step raises on this rank, the other ranks
+        get a PeerError there, which contains this rank's exception. This rank raises the exception.
         """
         try:
             yield
         except Exception as error:
             told = Proposal(layer, problem=f"{type(error).__name__}: {error}")
-            with contextlib.suppress(Exception):  # this rank's own exception says more
+            with contextlib.suppress(Exception):  # the exception of the step says more
                 self.agree(told)
             raise
 
     def _refuse_differences(self, mine: Proposal, everyones: list[Proposal]) -> None:
         if mine.problem is not None:
-            return  # its own error says more
+            return  # this rank's own error says more
         refuse_failed([p.problem for p in everyones], mine.layer)
         if any(
             theirs._replace(static_scale=None) != mine._replace(static_scale=None)
@@ -131,7 +140,7 @@ class Ranks:
 
 
 def refuse_failed(problems: list[str | None], what: str) -> None:
-    """Raises PeerError if a rank has a problem with `what`; problems: None or text, by rank."""
+    """Raise PeerError if a rank has a problem with `what`; problems: text or None, by rank."""
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
     if failed:
         raise PeerError(f"{what} cannot be set up on another rank; {'; '.join(failed)}")

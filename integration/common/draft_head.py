@@ -1,9 +1,9 @@
 """The LM head of a model that drafts tokens (MTP), shared by consecutive data-parallel ranks.
 
-`DraftHead` is one worker's part: it knows how many rows the next draft step may have on any rank,
-decides by that number alone whether the step is split, and calls the core. Every rank has the same
-number, from the framework's own agreement on batch sizes, so every rank decides alike; a rank
-without requests takes part with no rows.
+`DraftHead` is one worker's part. It knows how many rows the next draft step may have on any rank,
+decides by this number alone whether ranks split the step, and calls the core. The number comes from
+the framework's own agreement on batch sizes, so it is equal on every rank, and every rank decides
+alike. A rank without requests takes part with no rows.
 """
 
 from __future__ import annotations
@@ -25,22 +25,28 @@ from .watch import FailureWatch
 
 logger = logging.getLogger(__name__)
 
-#: Group sizes that "auto" chooses from, where they divide the data-parallel size.
+#: Group sizes among which "auto" chooses those that divide the data-parallel size.
 AUTO_SIZES = (2, 4, 8)
 
-#: What a user writes if a head cannot be shared.
+#: What a user can do if a head cannot be shared.
 WAY_OUT = f'Remove "{MTP_LM_HEAD}", which leaves the head whole.'
 
-#: Raises UnsupportedError for a head that cannot be shared: the head, and what the group expects.
+#: Raises UnsupportedError for a head that cannot be shared. Arguments: the head, and the group's
+#: configuration.
 RefuseUnfit: TypeAlias = Callable[[Any, HeadConfig], None]
 
 
 class Plan(NamedTuple):
     """How a worker's draft shares its head; equal on all ranks.
 
-    size: ranks of a group, 1 where each keeps the head to itself. crossover: most rows per rank at
-    which a step is split, None where every step is. most_rows: of one rank in one step.
-    full_logits: whether a step may ask for logits and not for tokens alone.
+    Attributes:
+        size: ranks of a group; 1: each rank computes its whole head.
+        crossover: most rows per rank at which ranks split a step; None: they split every step.
+        vocab_size: rows of the head.
+        hidden_size: elements of a row.
+        most_rows: most rows of one rank in one step.
+        dtype: type of rows and head.
+        full_logits: whether a step may ask for logits, and not for tokens only.
     """
 
     size: int
@@ -52,7 +58,7 @@ class Plan(NamedTuple):
     full_logits: bool
 
     def config(self, rank: int) -> HeadConfig:
-        """Of the group's member with this data-parallel rank. Raises ConfigError as that does."""
+        """Return the configuration of a data-parallel rank's group. Raises as HeadConfig. Local."""
         return HeadConfig(
             tp_size=self.size,
             tp_rank=rank % self.size,
@@ -64,16 +70,20 @@ class Plan(NamedTuple):
         )
 
     def report(self, device: torch.device) -> str:
-        """What sharing is expected to do, for the log. Local."""
+        """Describe for the log what sharing is expected to do. Local."""
         shape, rates = _shape_and_rates(self, device)
         return cost.report(shape, self.size, self.most_rows, rates)
 
 
 def choose_size(whole: Plan, size: int | str, ranks: int, device: torch.device) -> Plan:
-    """`whole`, a plan without sharing, with the size and the crossover that a user wants. Local.
+    """Return a plan with the group size and the crossover that a user wants. Local.
 
-    size: `Options.mtp_lm_head_tp_size`. With "auto", size and crossover come from the rule of
-    costs; with a number of ranks, every step is split. ranks: data-parallel size.
+    Args:
+        whole: the plan without sharing.
+        size: `Options.mtp_lm_head_tp_size`. If it is "auto", size and crossover come from the rule
+            of lm_head/cost.py. If it is a number of ranks, they split every step.
+        ranks: data-parallel size.
+        device: where this rank works.
     """
     if size != AUTO:
         return whole._replace(size=int(size))
@@ -93,14 +103,18 @@ def _shape_and_rates(plan: Plan, device: torch.device) -> tuple[cost.HeadShape, 
 
 
 def agree(mine: Plan | Exception, ranks: Ranks) -> Plan:
-    """Returns the plan, once all ranks have the same. Collective over the data-parallel ranks.
+    """Return the plan if all ranks have the same. Collective over the data-parallel ranks.
 
-    mine: the plan, or why this rank has none, so that no rank waits for it.
+    Args:
+        mine: the plan, or the exception because of which this rank has none. The rank tells it to
+            the others, so no rank waits.
+        ranks: the data-parallel ranks.
 
     Raises:
-        Exception: `mine`, where it is one.
+        Exception: `mine`, if it is one.
         PeerError: another rank has no plan.
-        DisagreementError: on all ranks; "auto" on different GPUs is one way to it.
+        DisagreementError: the plans differ, for example because of "auto" on different GPUs.
+            Raised on every rank.
     """
     told = mine if isinstance(mine, Plan) else f"{type(mine).__name__}: {mine}"
     everyones = ranks.gather(told)
@@ -117,22 +131,24 @@ def agree(mine: Plan | Exception, ranks: Ranks) -> Plan:
 
 
 def members_of(rank: int, size: int) -> range:
-    """The consecutive ranks that share a head with this one."""
+    """Return the consecutive ranks that share a head with this rank, itself included."""
     first = rank - rank % size
     return range(first, first + size)
 
 
 def group_of(cpu_group: Any, rank: int, size: int) -> Any:
-    """A gloo group of this rank's `members_of`. Collective among them."""
+    """Create a gloo group of the ranks `members_of`. Collective among them."""
     world = torch.distributed.get_process_group_ranks(cpu_group)
     members = [world[member] for member in members_of(rank, size)]
     return torch.distributed.new_group(members, backend="gloo", use_local_synchronization=True)
 
 
 def refuse_shape(lm_head: Any, config: HeadConfig) -> None:
-    """Raises UnsupportedError for a head of another size or type than the group's. Local.
+    """Raise UnsupportedError for a head of another size or type than the group's. Local.
 
-    lm_head: has the `weight`, `[rows, hidden_size]`.
+    Args:
+        lm_head: object whose `weight` is `[rows, hidden_size]`.
+        config: the group's configuration.
     """
     weight = lm_head.weight
     rows, columns = weight.shape if weight.ndim == 2 else (0, 0)
@@ -144,10 +160,18 @@ def refuse_shape(lm_head: Any, config: HeadConfig) -> None:
 
 
 class DraftHead:
-    """One worker's part in a shared LM head."""
+    """One worker's part in a shared LM head.
+
+    Args:
+        group: the group; DraftHead closes it.
+        crossover: as in `Plan`.
+        refuse_unfit: raises for a head that cannot be shared; `check` calls it.
+
+    Attributes:
+        steps_whole: number of steps that "auto" did not split.
+    """
 
     def __init__(self, group: HeadGroup, crossover: int | None, refuse_unfit: RefuseUnfit) -> None:
-        """crossover: as in `Plan`. refuse_unfit: what `check` asks. Takes over `group`."""
         self.group = group
         self._refuse_unfit = refuse_unfit
         self._crossover = crossover
@@ -156,17 +180,20 @@ class DraftHead:
         self.steps_whole = 0
 
     def forward_ran(self, largest_batch: int | None) -> None:
-        """Notes the largest batch of any rank in the draft's forward; it bounds the rows after it.
+        """Record the largest batch of any rank in the draft's forward. Local.
 
-        Local. None: the ranks have agreed on none.
+        The step after the forward has at most so many rows on any rank.
+
+        Args:
+            largest_batch: number of tokens; None if the ranks have not agreed on batch sizes.
         """
         self._largest_batch = largest_batch
 
     def next_bound(self) -> int | None:
-        """The most rows of any rank in the step that begins; None: it is not split. Local.
+        """Return the most rows of any rank in the next step; None: ranks do not split it. Local.
 
-        Equal on all ranks. What a forward said holds for one step: where a forward is replayed and
-        says nothing, the bound is the capacity, on all ranks alike.
+        The result is equal on all ranks. What `forward_ran` recorded holds for one step. If a
+        replayed forward has recorded nothing, the bound is the capacity, on all ranks alike.
         """
         most = self.group.config.max_rows_per_rank
         batch, self._largest_batch = self._largest_batch, None
@@ -177,7 +204,7 @@ class DraftHead:
         return None
 
     def serve_idle(self, lm_head: Any) -> None:
-        """Takes part in a step without rows, where it is split. Collective; result unused."""
+        """Take part in a step without rows, if ranks split it. Collective."""
         bound = self.next_bound()
         if bound is not None:
             weight = self._weight(lm_head)
@@ -194,7 +221,19 @@ class DraftHead:
         soft_cap: float | None,
         scale: float,
     ) -> torch.Tensor:
-        """`[n] int64`: the argmax of the whole vocabulary for this rank's rows. Collective."""
+        """Return the argmax over the whole vocabulary for this rank's rows. Collective; capturable.
+
+        Args:
+            lm_head: object whose `weight` is `[rows, hidden_size]`.
+            hidden: `[n, hidden_size]`.
+            bias: `[vocab_size]` or None.
+            bound: result of `next_bound`.
+            soft_cap: as sharded_argmax takes it.
+            scale: as sharded_argmax takes it.
+
+        Returns:
+            `[n]` int64.
+        """
         return sharded_argmax(
             hidden.contiguous(),
             self._weight(lm_head),
@@ -208,16 +247,20 @@ class DraftHead:
     def logits(
         self, lm_head: Any, hidden: torch.Tensor, bias: torch.Tensor | None, bound: int
     ) -> torch.Tensor:
-        """`[n, vocab_size]`: the product of this rank's rows, nothing applied yet. Collective."""
+        """Return the logits `[n, vocab_size]` without soft cap and scale. Collective; capturable.
+
+        The arguments are those of `tokens`.
+        """
         return sharded_logits(
             hidden.contiguous(), self._weight(lm_head), group=self.group, bias=bias, row_bound=bound
         )
 
     def check(self, lm_head: Any) -> None:
-        """Of every forward, split or not: a head that cannot be shared ends the profile run.
+        """Check that a head can be shared. Local. Raises UnsupportedError as `refuse_unfit`.
 
-        Local. Raises UnsupportedError as `refuse_unfit`. Not when the draft is built: a framework
-        may put the target's head in the place of the draft's after that.
+        Every forward calls this, also if ranks do not split its step, so an unfit head ends the
+        profile run. The constructor could not check: after it a framework may replace the draft's
+        head by the target's.
         """
         if lm_head is not self._known:
             self._refuse_unfit(lm_head, self.group.config)
@@ -229,7 +272,7 @@ class DraftHead:
         return weight
 
     def stats(self) -> dict[str, int]:
-        """Counters of this rank; `steps_whole` are those that "auto" did not split. Local."""
+        """Return counters of this rank by name; `steps_whole` as in the class. Local."""
         stats: HeadStats = self.group.stats()
         return {
             "tp_size": self.group.config.tp_size,
@@ -238,29 +281,37 @@ class DraftHead:
         }
 
     def failure(self) -> MoeNvlinkError | None:
-        """As HeadGroup.failure."""
+        """Return what HeadGroup.failure returns. Local."""
         return self.group.failure()
 
     def close(self) -> None:
-        """Gives up the group's memory. Local, idempotent."""
+        """Release the group's memory. Local; idempotent."""
         self.group.close()
 
 
 class DraftHeads:
-    """The shared heads of one worker's drafts, one per plan."""
+    """The shared heads of one worker's drafts, one per plan.
+
+    Args:
+        ranks: the data-parallel ranks.
+        device: where this rank's drafts work.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        """device: where this rank's drafts work."""
         self._ranks, self._device = ranks, device
         self._heads: dict[Plan, DraftHead] = {}
         self._watches: list[FailureWatch] = []
 
     def head(self, find_plan: Callable[[], Plan], refuse_unfit: RefuseUnfit) -> DraftHead | None:
-        """This worker's part in the LM head of a draft; None where every rank keeps it whole.
+        """Return this worker's part in the LM head of a draft; None if ranks do not share it.
 
-        Collective over all ranks, of which groups of consecutive ones then create a `HeadGroup`;
-        raises what that raises and what find_plan raises, and DisagreementError when ranks would
-        group differently. Logs what the head costs.
+        Collective over all ranks; then groups of consecutive ranks each create a `HeadGroup`. Rank
+        0 logs what the head is expected to cost.
+
+        Raises:
+            DisagreementError: the ranks have different plans.
+            PeerError: another rank has no plan.
+            Exception: what find_plan and HeadGroup.create raise.
         """
         mine: Plan | Exception
         try:
@@ -277,18 +328,18 @@ class DraftHeads:
         return self.of_plan(plan, refuse_unfit)
 
     def of_plan(self, plan: Plan, refuse_unfit: RefuseUnfit) -> DraftHead:
-        """The head of a plan that the ranks have agreed on. Collective when it creates."""
+        """Return the head of a plan that the ranks have agreed on. Collective if it is new."""
         if plan not in self._heads:
             self._heads[plan] = self._create(plan, refuse_unfit)
         return self._heads[plan]
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """The section of the counters' file, {} without a head. Local."""
+        """Return the section of the counters' file; {} without a head. Local."""
         heads = [head.stats() for head in list(self._heads.values())]
         return {"mtp_lm_head": heads[0]} if heads else {}
 
     def close(self) -> None:
-        """Gives up the heads' memory. Local, idempotent."""
+        """Release the memory of all heads. Local; idempotent."""
         for watch in self._watches:
             watch.close()
         self._watches.clear()

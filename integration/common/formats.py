@@ -1,6 +1,6 @@
-"""In which format a layer's rows travel, and what is done to them before and after that.
+"""The format in which a layer's rows travel, and what happens to them before and after that.
 
-`choose` decides it once per layer, when the weights are loaded, from what the experts take:
+`choose` decides once per layer, when the weights are loaded, by what the experts take:
 
 | experts take | "dispatch" | before dispatch | travels | on arrival |
 |---|---|---|---|---|
@@ -10,11 +10,11 @@
 | floats | a recipe | quantised by our kernel | the recipe | dequantised |
 | quantised rows | another recipe | quantised by our kernel | that one | both, in this order |
 
-Experts that quantise for themselves take floats.
+Experts that quantise their input themselves take floats.
 
-Scales travel row by row. What mixes rows, an interleaved or column-major layout, is made here of
-those that arrived. All of it is plain torch and the framework's own ops on shapes that depend on no
-value.
+Scales travel row by row. If the experts read scales in a layout that mixes rows (interleaved or
+column-major), this module makes it from the scales that arrived. Everything here is plain torch and
+the framework's own ops, on shapes that depend on no value.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from .options import AUTO, FRAMEWORK, UNQUANTISED, Options, Wording
 
 logger = logging.getLogger(__name__)
 
-#: Global scales of recipes named by a user who gave none: blocks of nvfp4 up to 2688 keep their
-#: amax, those below 0.006 become zeros.
+#: Global scales for a user who named a recipe and no scale. With 1.0, nvfp4 keeps the largest
+#: magnitude of blocks up to 2688, and makes zeros of blocks below 0.006.
 DEFAULT_GLOBAL_SCALES = {"nvfp4": 1.0}
 
 
 class ExpertsInput(abc.ABC):
-    """What the experts of one layer take, and the framework's way of making it."""
+    """What the experts of one layer take, and how the framework makes it."""
 
     @property
     @abc.abstractmethod
     def wording(self) -> Wording:
-        """Of the framework's messages."""
+        """Words of the framework's messages."""
 
     @property
     @abc.abstractmethod
     def quant_dtype(self) -> Any:
-        """Of rows: a torch dtype, "mxfp8", "nvfp4" or a name of the framework's; None: floats."""
+        """Type of rows: a torch dtype, "mxfp8", "nvfp4" or the framework's name; None: floats."""
 
     @property
     @abc.abstractmethod
     def block_shape(self) -> Sequence[int] | None:
-        """Rows and columns that one scale of the weights covers; None: there are no such blocks.
+        """Rows and columns that one scale of the weights covers; None: weights have no blocks.
 
-        A scale of the activations covers the columns of one row.
+        A scale of the activations covers so many columns of one row.
         """
 
     @property
@@ -70,29 +70,32 @@ class ExpertsInput(abc.ABC):
     @property
     @abc.abstractmethod
     def padded_to(self) -> int | None:
-        """The framework pads rows to a multiple of so many elements; None or 0: it does not."""
+        """Number of elements to a multiple of which the framework pads rows; None or 0: none."""
 
     @property
     @abc.abstractmethod
     def static_scale(self) -> torch.Tensor | None:
-        """The checkpoint's, which the framework's quantiser is given; None: scales are dynamic."""
+        """Scale of the checkpoint for the framework's quantiser; None: scales are dynamic."""
 
     @property
     @abc.abstractmethod
     def wants_powers_of_two(self) -> bool:
-        """Whether scales of FP8 blocks have to be powers of two."""
+        """Whether scales of FP8 blocks must be powers of two."""
 
     @abc.abstractmethod
     def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Float rows `[n, hidden_size]`, quantised by the framework; linear scales. Local."""
+        """Quantise float rows `[n, hidden_size]` by the framework; return rows, scales. Local.
+
+        The scales are linear, one row of scales per row.
+        """
 
     @abc.abstractmethod
     def laid_out(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Scales `[n, ...]` of these rows in the layout that the experts' kernel reads. Local."""
+        """Return scales `[n, ...]` of rows in the layout that the experts' kernel reads. Local."""
 
 
 class Sent(NamedTuple):
-    """What `MoeAllToAll.dispatch` is given of the rows."""
+    """Arguments of `MoeAllToAll.dispatch` that hold the rows."""
 
     rows: torch.Tensor
     scales: torch.Tensor | None = None
@@ -105,14 +108,13 @@ class DispatchFormat:
 
     Attributes:
         quant_dtype: ExpertsInput.quant_dtype of the rows that the experts take; None: floats.
-        recipe: what travels; None: the activations as they are.
-        by_framework: the framework's quantiser makes the recipe's rows, not ours.
-        restored_to: rows that arrived are dequantised to this type; None: they are not.
-        on_arrival: the framework's quantiser makes what the experts take of float rows that
-            arrived.
-        global_scale: `[1]` fp32 for a recipe that a user named; None: the model's own.
-        stand_in: takes the place of the framework's quantiser, with its bits, where that has no
-            kernel (on CPU, but for MXFP8); None: nothing does.
+        recipe: format that travels; None: the activations as they are.
+        by_framework: whether the framework's quantiser makes the recipe's rows, and not our kernel.
+        restored_to: type to which this rank dequantises rows on arrival; None: it does not.
+        on_arrival: whether the framework quantises the float rows on arrival for the experts.
+        global_scale: `[1]` float32 for a recipe that a user named; None: the model's own scale.
+        stand_in: recipe that replaces the framework's quantiser, with equal bits, if that has no
+            kernel for the device (on CPU it has one for MXFP8 only); None: nothing replaces it.
     """
 
     quant_dtype: Any = None
@@ -125,19 +127,22 @@ class DispatchFormat:
 
     @property
     def has_static_scale(self) -> bool:
-        """Whether rows are quantised by one rank's static scale and read by another's."""
+        """Whether one rank quantises rows by its static scale and another reads them by its own."""
         return (
             self.recipe is not None and self.recipe.needs_global_scale and self.restored_to is None
         )
 
     def send(self, a1: torch.Tensor, experts: ExpertsInput) -> Sent:
-        """`[num_tokens, hidden_size]` activations as they go into dispatch. Local; capturable."""
+        """Return activations `[num_tokens, hidden_size]` as dispatch takes them.
+
+        Local; capturable.
+        """
         if self.recipe is None:
             return Sent(a1)
         scale = self._global_scale(experts)
         if not self.by_framework:
             return Sent(a1, None, scale)
-        if a1.shape[0] == 0:  # a launch for no rows is an error of some quantisers
+        if a1.shape[0] == 0:  # some quantisers fail for no rows
             return Sent(*self.recipe.quantise(a1, scale))
         rows, scales = self._by_framework(a1, experts)
         travels = self.recipe.scales_row(a1.shape[1]) is not None
@@ -150,10 +155,13 @@ class DispatchFormat:
         weights: torch.Tensor,
         experts: ExpertsInput,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What arrived, as the experts take it. Local; capturable.
+        """Return received rows and scales as the experts take them. Local; capturable.
 
-        rows `[num_rows, elements]` and scales as dispatch gave them, weights `[num_rows, top_k]`
-        with zeros for choices of other ranks. Returns the experts' rows and scales.
+        Args:
+            rows: `[num_rows, elements]`, as dispatch returned them.
+            scales: as dispatch returned them.
+            weights: `[num_rows, top_k]` router weights; 0 for choices of other ranks.
+            experts: what the experts take.
         """
         recipe = self.recipe
         if recipe is not None and self.restored_to is not None:
@@ -164,16 +172,19 @@ class DispatchFormat:
                 rows = _without_old_bytes(rows, weights, experts)
                 rows, scales = self._by_framework(rows, experts)
         elif self.quant_dtype is not None and scales is None:
-            scales = experts.static_scale  # one for all rows, equal on all ranks
+            scales = experts.static_scale  # one scale for all rows, equal on all ranks
         if scales is not None and scales.ndim == 2 and scales.numel():
             scales = experts.laid_out(rows, scales)
         return rows, scales
 
     def static_scale(self, experts: ExpertsInput) -> float | None:
-        """The model's own scale that all ranks must share, None where there is none. Local.
+        """Return the model's own scale, which must be equal on all ranks; None without one. Local.
 
-        Waits for the device. Raises UnsupportedError for a value that is no scale, and where every
-        expert has a scale of its own.
+        It waits for the device.
+
+        Raises:
+            UnsupportedError: the value is not finite or not above 0, or the experts have different
+                scales.
         """
         if not self.has_static_scale:
             return None
@@ -197,7 +208,7 @@ class DispatchFormat:
             return None
         if self.global_scale is not None:
             return self.global_scale
-        return _first(_given_scale(experts))  # all are equal: `static_scale` has looked
+        return _first(_given_scale(experts))  # all are equal: `static_scale` has checked that
 
     def _by_framework(
         self, rows: torch.Tensor, experts: ExpertsInput
@@ -219,11 +230,19 @@ def choose(
     options: Options,
     find_recipe: Callable[[str], Any],
 ) -> DispatchFormat:
-    """How rows of a layer with these experts travel. Local; equal on all ranks for equal arguments.
+    """Decide how rows of a layer travel. Local; equal on all ranks for equal arguments.
 
-    hidden_size and dtype: of the activations; find_recipe: name to recipe, raises ConfigError for
-    what this layer cannot use. Raises that, and UnsupportedError for a format that no recipe is,
-    naming what to do instead.
+    Args:
+        experts: what the experts take.
+        hidden_size: elements of an activation row.
+        dtype: type of the activations.
+        device: where this rank works.
+        options: what the user chose.
+        find_recipe: returns the recipe with a name; raises ConfigError if the layer cannot use it.
+
+    Raises:
+        ConfigError: as find_recipe.
+        UnsupportedError: no recipe has the experts' format. The message says what to do.
     """
     takes_floats = experts.quant_dtype is None
     if takes_floats and options.dispatch in (AUTO, UNQUANTISED):
@@ -251,13 +270,14 @@ def choose(
     return chosen
 
 
-# Which recipe the experts take.
+# The recipe whose rows the experts take.
 
 
 def _of_the_model(
     experts: ExpertsInput, recipe: QuantisingRecipe, options: Options
 ) -> DispatchFormat:
-    # Our kernel makes scales of blocks that are no powers of two; its rows are alike.
+    # Our kernel makes block scales that are no powers of two, so the framework quantises if they
+    # must be.
     powers_of_two = recipe.name == "fp8_block" and experts.wants_powers_of_two
     return DispatchFormat(
         experts.quant_dtype,
@@ -267,7 +287,7 @@ def _of_the_model(
 
 
 def _recipe_name(experts: ExpertsInput, hidden_size: int) -> tuple[str | None, str]:
-    """The recipe whose rows and scales these experts take, or None and the reason."""
+    """Return the name of the recipe whose rows and scales these experts take, or None and why."""
     quant_dtype, block = experts.quant_dtype, experts.block_shape
     if quant_dtype == torch.float8_e4m3fn:
         return _fp8_recipe_name(experts)
@@ -288,10 +308,10 @@ def _recipe_name(experts: ExpertsInput, hidden_size: int) -> tuple[str | None, s
 def _fp8_recipe_name(experts: ExpertsInput) -> tuple[str | None, str]:
     block = experts.block_shape
     if block is not None:
-        if block[1] == 128:  # activations have blocks of one row, whatever block[0] says
+        if block[1] == 128:  # blocks of activations have one row, whatever block[0] is
             return "fp8_block", ""
         return None, f"FP8 activations in blocks of {block[1]} have no recipe, those of 128 have."
-    if experts.static_scale is not None:  # frameworks' quantisers too take a given scale first
+    if experts.static_scale is not None:  # a given scale comes first in frameworks' quantisers too
         return "fp8_tensor", ""
     if experts.per_token:
         return "fp8_token", ""
@@ -302,7 +322,7 @@ def _fp8_recipe_name(experts: ExpertsInput) -> tuple[str | None, str]:
 
 
 def _given_scale(experts: ExpertsInput) -> torch.Tensor:
-    """The static scale of a format that has one."""
+    """Return the static scale of a format that has one."""
     scale = experts.static_scale
     assert scale is not None, experts.quant_dtype
     return scale
@@ -351,13 +371,17 @@ def _warn_of_restoring(name: str, dtype: torch.dtype) -> None:
     )
 
 
-# What arrived.
+# Rows that arrived.
 
 
 def _without_old_bytes(
     rows: torch.Tensor, weights: torch.Tensor, experts: ExpertsInput
 ) -> torch.Tensor:
-    """Rows for the framework's quantiser; if it takes one maximum of all, zeros in empty slots."""
+    """Return rows for the framework's quantiser.
+
+    If the quantiser takes one maximum of all rows, empty slots become zeros, because they hold old
+    bytes.
+    """
     one_scale_for_all = (
         isinstance(experts.quant_dtype, torch.dtype)
         and experts.block_shape is None

@@ -1,10 +1,10 @@
-"""Static activation scales of a checkpoint: one for all ranks, as one rank with all experts has it.
+"""Makes static activation scales of a checkpoint equal on all ranks.
 
-A checkpoint calibrates each expert's input by itself, and a framework quantises a layer's
-activations by the largest scale of the experts that a rank holds. Here a token is quantised once,
-by the rank it comes from, for experts of any rank: the scale must be the same on all of them. So
-before the framework folds the scales into its kernels' arguments, each rank's become the largest of
-all, which is what the framework computes on one rank.
+A checkpoint has one scale for each expert's input, and a framework quantises a layer's activations
+by the largest scale of a rank's experts. With dispatch, the rank of a token quantises it once for
+experts of any rank, so the scale must be equal on all ranks. Therefore, before the framework uses
+the scales for its kernels' arguments, `share` sets the scales of each rank to the largest of all
+ranks. The framework computes the same on one rank that has all experts.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 
-#: Which value of a scale serves every expert: the largest, of a scale that activations are divided
-#: by; the smallest, of one that they are multiplied by.
+#: How to find the scale that serves every expert. If activations are divided by the scale, it is
+#: the largest of all scales; if they are multiplied by it, the smallest.
 DIVIDES, MULTIPLIES = torch.distributed.ReduceOp.MAX, torch.distributed.ReduceOp.MIN
 
 
 def share(layer: Any, scales: Mapping[str, Any], cpu_group: Callable[[], Any]) -> None:
-    """Makes the layer's static input scales one for the group. Collective; nothing without them.
+    """Make the layer's static input scales equal on the group's ranks. Collective if it has any.
 
-    layer: before the framework works with its weights. scales: names of its parameters, and
-    `DIVIDES` or `MULTIPLIES`. cpu_group: asked for the gloo group of the expert-parallel ranks
-    where there is such a scale.
+    Args:
+        layer: a layer whose weights the framework has not processed yet.
+        scales: name of the layer's parameter -> `DIVIDES` or `MULTIPLIES`.
+        cpu_group: returns the gloo group of the expert-parallel ranks; called only if the layer has
+            such a scale.
     """
     for name, operation in scales.items():
         scale = getattr(layer, name, None)

@@ -9,7 +9,7 @@ OURS = "moe_nvlink_plugin"
 
 
 class _Through(logging.Handler):
-    """Hands each record to a framework's logger, which has the handlers and the level."""
+    """Passes each record to a framework's logger, which has the handlers and the level."""
 
     def __init__(self, framework: logging.Logger) -> None:
         super().__init__()
@@ -21,12 +21,12 @@ class _Through(logging.Handler):
 
 
 def show_through(framework: logging.Logger) -> None:
-    """Sends our messages through a framework's logger. Local, idempotent.
+    """Send our messages through a framework's logger. Local; idempotent.
 
-    A framework configures its own logger only: of other loggers Python prints warnings without a
-    format, and drops the rest. The framework may configure its logger later, or again; call this
-    after it too, because `logging.config.dictConfig` may disable every logger that it does not
-    name. If our logger has a handler, somebody has configured it, and that stays.
+    A framework configures its own logger only. Of other loggers Python prints warnings without a
+    format, and drops the rest. Call this function again after the framework has configured its
+    logger, because `logging.config.dictConfig` may disable every logger that it does not name. If
+    our logger already has a handler, this function does not change its handlers or its level.
     """
     ours = logging.getLogger(OURS)
     for name, logger in logging.root.manager.loggerDict.items():

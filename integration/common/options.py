@@ -1,7 +1,7 @@
 """What a user can choose beside the backend: the fields of `Options`, and some variables.
 
-``MOE_NVLINK_DISPATCH``, ``MOE_NVLINK_COMBINE`` and ``MOE_NVLINK_MTP_LM_HEAD_TP`` are the defaults
-of three of them. Where a user writes the others depends on the framework: `Wording`.
+The variables ``MOE_NVLINK_DISPATCH``, ``MOE_NVLINK_COMBINE`` and ``MOE_NVLINK_MTP_LM_HEAD_TP`` are
+the defaults of three fields. Where a user writes the fields depends on the framework: `Wording`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ FUSED, FRAMEWORK = "fused", "framework"
 
 
 class Wording(NamedTuple):
-    """How users of a framework write what messages tell them to write.
+    """How users of a framework write what our messages tell them to write.
 
-    framework: its name. flag: what chooses our backend. options: where our options stand.
-    unquantised: what sets `Options.dispatch` to `UNQUANTISED` there.
+    Attributes:
+        framework: name of the framework.
+        flag: what chooses our backend.
+        options: where our options stand.
+        unquantised: what sets `Options.dispatch` to `UNQUANTISED`.
     """
 
     framework: str
@@ -32,7 +35,7 @@ class Wording(NamedTuple):
 
     @property
     def quantise_on_arrival(self) -> str:
-        """The way out of most refusals of a format."""
+        """What a user can do if a format cannot travel."""
         return (
             f"To serve it all the same, let rows travel unquantised and {self.framework} quantise "
             f"those that arrived: {self.unquantised}, or MOE_NVLINK_DISPATCH={UNQUANTISED}."
@@ -42,16 +45,20 @@ class Wording(NamedTuple):
 class Options(NamedTuple):
     """One worker's choices; equal on all ranks.
 
-    dispatch: "auto": the format that the model's experts take. "bf16": activations as they are,
-        in the model's own type; where experts take quantised rows, the framework quantises what
-        arrived.
-        Any other: the name of a recipe, made float again on arrival for experts that take floats.
-    combine: AllToAllConfig.combine.
-    quantise: who quantises before an "auto" dispatch. "fused": our kernel, where its bits are those
-        of the framework's quantiser. "framework": the framework's quantiser.
-    dispatch_global_scale: of a recipe named in `dispatch` that takes one; nvfp4 has 1.0 otherwise.
-    mtp_lm_head_tp_size: how many consecutive data-parallel ranks share the LM head of an MTP draft;
-        1: every rank has it for itself. "auto": what pays by `head_cost`, step by step.
+    Attributes:
+        dispatch: format that travels.
+            "auto": the format that the model's experts take.
+            "bf16": activations as they are, in the model's own type. If experts take quantised
+            rows, the framework quantises the rows on arrival.
+            Any other: name of a recipe. If experts take floats, this rank dequantises the rows on
+            arrival.
+        combine: as AllToAllConfig.combine.
+        quantise: who quantises before an "auto" dispatch. "fused": our kernel, if its bits equal
+            those of the framework's quantiser. "framework": the framework's quantiser.
+        dispatch_global_scale: scale of a recipe named in `dispatch` that needs one; without it,
+            nvfp4 has 1.0.
+        mtp_lm_head_tp_size: number of consecutive data-parallel ranks that share the LM head of an
+            MTP draft; 1: none share. "auto": decided step by step by the rule of lm_head/cost.py.
     """
 
     dispatch: str = AUTO
@@ -62,24 +69,26 @@ class Options(NamedTuple):
 
     @property
     def shares_lm_head(self) -> bool:
-        """Whether a user wants ranks to share the draft's LM head."""
+        """Whether the user wants ranks to share the draft's LM head."""
         return self.mtp_lm_head_tp_size != 1
 
 
-#: The option of which a variable alone, without a draft to use it for, is no mistake.
+#: Name of the option. If only its variable is set and there is no draft, that is no error.
 MTP_LM_HEAD = "mtp_lm_head_tp_size"
 
 _ALLOWED = {"combine": COMBINE_FORMATS, "quantise": (FUSED, FRAMEWORK)}
 
 
 def read(given: Any, wording: Wording) -> Options:
-    """The choices of a user. Local.
+    """Return the choices of a user. Local.
 
-    given: what stands where the framework has our options; None or {}: nothing does.
+    Args:
+        given: what the user wrote where the framework has our options; None or {}: nothing.
+        wording: words of the framework's messages.
 
     Raises:
-        ConfigError: no mapping, an unknown key, or a value that is not allowed; all are listed. The
-            names of recipes are checked with the model, by the adapter.
+        ConfigError: it is no mapping, or has an unknown key or a value that is not allowed; the
+            message lists what is allowed. The adapter checks names of recipes with the model.
     """
     given, where = given or {}, wording.options
     if not isinstance(given, Mapping):
@@ -110,7 +119,7 @@ def _keys() -> str:
 
 
 def _source(field: str, given: Mapping[str, Any], where: str) -> str:
-    """Where a value came from, as a user would look for it."""
+    """Return where the user wrote a value, in the user's words."""
     return f"{where}: {field}" if field in given else f"MOE_NVLINK_{field.upper()}"
 
 

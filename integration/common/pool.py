@@ -19,12 +19,20 @@ from .watch import FailureWatch
 
 logger = logging.getLogger(__name__)
 
-#: The smallest capacity that gets an exchange of its own; below it, slots cost next to nothing.
+#: The smallest capacity of an exchange; smaller exchanges would save next to nothing.
 SMALLEST_CAPACITY = 8
 
 
 class ExchangePool:
-    """Owns the `MoeAllToAll` objects of one worker; every rank creates them in layer order."""
+    """Owns the `MoeAllToAll` objects of one worker; every rank creates them in layer order.
+
+    Args:
+        ranks: the expert-parallel ranks.
+        device: where this rank's layers work.
+        options: what the user chose.
+        holds_startup: whether the adapter calls `end_startup`.
+        more_stats: returns further keys of the counters' file.
+    """
 
     def __init__(
         self,
@@ -35,10 +43,6 @@ class ExchangePool:
         holds_startup: bool = False,
         more_stats: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """device: where this rank's layers work. holds_startup: somebody calls `end_startup`.
-
-        more_stats: further keys of the file of counters.
-        """
         self.ranks, self.device, self.options = ranks, device, options
         self._holds_startup = holds_startup
         self._more_stats = more_stats
@@ -48,11 +52,11 @@ class ExchangePool:
 
     @property
     def exchanges(self) -> list[MoeAllToAll]:
-        """Every exchange so far, in the order of creation."""
+        """All exchanges, in the order of creation."""
         return list(self._exchanges.values())
 
     def config(self, geometry: Geometry) -> AllToAllConfig:
-        """This rank's configuration of a geometry's exchange. Local; ConfigError as that raises."""
+        """Return this rank's configuration for a geometry. Local; raises as AllToAllConfig."""
         return AllToAllConfig(
             ep_size=self.ranks.size,
             ep_rank=self.ranks.rank,
@@ -61,10 +65,10 @@ class ExchangePool:
         )
 
     def exchange(self, geometry: Geometry) -> MoeAllToAll:
-        """The exchange for a geometry, created on first use. Collective when it creates.
+        """Return the exchange for a geometry; create it on first use. Collective if it is new.
 
-        All exchanges share one workspace, which grows with a new geometry. Raises what
-        `MoeAllToAll.create` raises, ConfigError and DisagreementError among it.
+        All exchanges share one workspace, which grows for a new geometry. Raises as
+        `MoeAllToAll.create`.
         """
         known = geometry in self._exchanges
         found = self._find_or_create(geometry)
@@ -78,12 +82,12 @@ class ExchangePool:
         return found
 
     def exchanges_by_capacity(self, geometry: Geometry) -> list[MoeAllToAll]:
-        """Exchanges that differ in capacity alone, ascending. Collective when it creates.
+        """Return exchanges that differ only in capacity, ascending. Collective if one is new.
 
-        Powers of two, and geometry's own as the last. They lie over each other in the workspace,
-        which therefore is no larger for them.
+        The capacities are powers of two, and the geometry's own as the last. The exchanges use the
+        same memory of the workspace, so the workspace is no larger because of them.
         """
-        # The largest first: the workspace is placed once and need not grow for the others.
+        # Creates the largest first, so the workspace need not grow for the others.
         largest, smaller = self.exchange(geometry), []
         capacity = SMALLEST_CAPACITY
         while capacity < geometry.max_tokens_per_rank:
@@ -92,10 +96,10 @@ class ExchangePool:
         return [*smaller, largest]
 
     def exchanges_of_layer(self, geometry: Geometry) -> list[MoeAllToAll]:
-        """The exchanges that a layer needs on this rank's device. Collective when it creates.
+        """Return the exchanges that a layer needs on this rank's device. Collective if one is new.
 
-        On a GPU the experts are handed every slot of the chosen capacity; CPU ranks copy the filled
-        rows, so that one capacity is enough for them.
+        On a GPU the experts get every slot of the chosen capacity. CPU ranks copy the filled rows,
+        so one capacity is enough for them.
         """
         if self.device.type == "cuda":
             return self.exchanges_by_capacity(geometry)
@@ -104,9 +108,9 @@ class ExchangePool:
     def agree_on_format(
         self, layer: str, experts: ExpertsInput, geometry: Geometry
     ) -> DispatchFormat:
-        """How the layer's rows travel. Collective; if one rank refuses, every rank raises.
+        """Decide how the layer's rows travel. Collective; if one rank refuses, every rank raises.
 
-        Raises what `formats.choose` and `Ranks.agree` raise.
+        Raises as `formats.choose` and `Ranks.agree`.
         """
 
         def find_recipe(name: str) -> Any:
@@ -141,13 +145,13 @@ class ExchangePool:
         return chosen
 
     def end_startup(self) -> None:
-        """This worker has warmed up: from now on its waits have the ordinary limit. Local."""
+        """Give waits the ordinary limit from now on, because this worker has warmed up. Local."""
         self._holds_startup = False
-        for exchange in self._exchanges.values():  # one would do: they share the workspace
+        for exchange in self._exchanges.values():  # one is enough: they share the workspace
             exchange.end_startup()
 
     def close(self) -> None:
-        """Writes the last counters and releases the workspace. Local, idempotent."""
+        """Write the last counters and release the workspace. Local; idempotent."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -172,7 +176,7 @@ class ExchangePool:
         return created
 
     def _begin(self, first: MoeAllToAll) -> None:
-        """What the first exchange does for all: they share workspace, counters and fault words."""
+        """Start what all exchanges share by the workspace: start-up, counters, watch."""
         if self._holds_startup:
             first.hold_startup()
         self._start_stats(first)
@@ -188,6 +192,6 @@ class ExchangePool:
         def read() -> dict[str, Any]:
             return {**exchange.stats()._asdict(), **self._more_stats()}
 
-        # A GPU's are copied from it, which from another thread would spoil the capture of a CUDA
-        # graph: there they are written once, when the worker ends.
+        # To read counters of a GPU, a thread copies them, which would break another thread's
+        # capture of a CUDA graph. There the writer writes once, when the worker ends.
         self._stats_writer = StatsWriter(directory, about, read, watch=self.device.type == "cpu")

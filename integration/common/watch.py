@@ -1,7 +1,8 @@
-"""Ends a worker whose exchange has failed while it only replays CUDA graphs.
+"""Ends a worker whose exchange has failed while the worker only replays CUDA graphs.
 
-On a GPU a verb fails after its call has returned, and the next call raises it. A replayed graph
-makes no calls: without this thread a server would go on serving what combine writes then, NaN.
+On a GPU a verb may fail after its call has returned; then the next call raises the error. But a
+replayed graph makes no calls. Without this thread a server would serve what combine writes after a
+failure: NaN.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ _PERIOD_S = 0.5
 
 
 def end_worker() -> None:
-    """Asks this process to end; its parent process notices, and fails the open requests."""
+    """Ask this process to end; its parent process notices that and fails the open requests."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class FailureWatch:
-    """Asks `failure()` every half second from a thread of its own, and acts once on what it says.
+    """Thread that calls `failure()` every half second; after the first error it calls `end()` once.
 
-    failure: waits for nothing and makes no CUDA call, so it disturbs no capture. what: has failed
-    when it says so, for the log.
+    Args:
+        failure: returns the error or None. It waits for nothing and makes no CUDA call, so it
+            breaks no capture.
+        end: ends the worker.
+        period_s: seconds between two calls.
+        what: what failed, for the log.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class FailureWatch:
                 return
 
     def close(self) -> None:
-        """Ends the thread. Local, idempotent."""
+        """End the thread. Local; idempotent."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""vLLM's all-to-all manager of the expert-parallel group: what one worker has of ours."""
+"""vLLM's all-to-all manager of the expert-parallel group, with one worker's exchanges and heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,18 @@ from .choices import WORDING
 
 
 class MoeNvlinkAll2AllManager(All2AllManagerBase):
-    """Holds the worker's `ExchangePool` and `DraftHeads`, where vLLM looks for its own manager."""
+    """Holds the worker's `ExchangePool` and `DraftHeads` where vLLM expects its own manager.
+
+    Args:
+        cpu_group: a gloo group, which is used at start-up only.
+        tcp_store_group: as vLLM passes it.
+        device: where this rank's layers work.
+        options: what the user chose; None takes the defaults and reads no environment variable.
+        holds_startup: whether the worker calls `end_startup`.
+
+    Raises:
+        UnsupportedError: the CPU ranks are on several hosts.
+    """
 
     def __init__(
         self,
@@ -33,11 +44,6 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         options: Options | None = None,
         holds_startup: bool = False,
     ) -> None:
-        """device: where this rank's layers work. cpu_group: a gloo group, for start-up only.
-
-        options: None takes the defaults, without asking the environment. holds_startup: somebody
-        calls `end_startup`.
-        """
         super().__init__(cpu_group, tcp_store_group)
         if self.internode and device.type == "cpu":
             raise UnsupportedError(
@@ -45,7 +51,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
                 "group are not on one host, and the host transport is shared memory. Start all "
                 "ranks on one host, or drop the flag."
             )
-        logs.show_through(logging.getLogger("vllm"))  # this worker has configured its loggers since
+        logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
         self.ranks = Ranks(cpu_group, self.rank, self.world_size, WORDING)
         self.heads = DraftHeads(self.ranks, device)
         self.pool = ExchangePool(
@@ -57,30 +63,30 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         )
 
     def end_startup(self) -> None:
-        """This worker has warmed up: from now on its waits have the ordinary limit. Local."""
+        """Give waits the ordinary limit from now on, because this worker has warmed up. Local."""
         self.pool.end_startup()
 
     def max_sms_used(self) -> int | None:
-        """SMs that a kernel of ours may fill (MOE_NVLINK_MAX_SMS); None: all of them. Local."""
+        """Return how many SMs our kernels may fill (MOE_NVLINK_MAX_SMS); None: all. Local."""
         return env.max_sms()
 
     def get_handle(self, kwargs: dict[str, Any]) -> MoeAllToAll:
-        """vLLM's name for `ExchangePool.exchange`; kwargs are the fields of `Geometry`."""
+        """Return the exchange for a geometry; kwargs are the fields of `Geometry`. Collective."""
         return self.pool.exchange(Geometry(**kwargs))
 
-    # The three verbs of vLLM's managers without a modular kernel. Layers reach them only when our
-    # prepare/finalize was not put in place, which must not pass in silence.
+    # Layers without a modular kernel call these three verbs. If a layer does, our prepare/finalize
+    # is not in it, which must be an error.
 
     def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served: experts that route inside their kernel cannot take our exchange."""
+        """Raise UnsupportedError: experts that route in their kernel cannot use our exchange."""
         raise self._not_modular()
 
     def dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served: our dispatch is called from our prepare/finalize."""
+        """Raise UnsupportedError: only our prepare/finalize calls our dispatch."""
         raise self._not_modular()
 
     def combine(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served: our combine is called from our prepare/finalize."""
+        """Raise UnsupportedError: only our prepare/finalize calls our combine."""
         raise self._not_modular()
 
     @staticmethod
@@ -91,15 +97,19 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         )
 
     def destroy(self) -> None:
-        """Writes the last counters and releases what the worker has of ours. Local, idempotent."""
+        """Write the last counters; release exchanges and heads. Local; idempotent."""
         self.pool.close()
         self.heads.close()
 
 
 def manager_of_ep_group(what: str) -> MoeNvlinkAll2AllManager:
-    """The manager of this worker's expert-parallel group. Local.
+    """Return the manager of this worker's expert-parallel group. Local.
 
-    what: asks for it, for the message of UnsupportedError, which is raised for another manager.
+    Args:
+        what: what needs the manager, for the message.
+
+    Raises:
+        UnsupportedError: the group has another manager.
     """
     manager = get_ep_group().device_communicator.all2all_manager
     if not isinstance(manager, MoeNvlinkAll2AllManager):

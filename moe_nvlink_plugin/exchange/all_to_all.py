@@ -280,7 +280,7 @@ class MoeAllToAll:
         return output
 
     def _round(self, channel: int) -> int:
-        # A number that grows would have compiled code made anew at every call.
+        # With a number that grows, torch.compile would compile the code again at every call.
         return -1 if torch.compiler.is_compiling() else self._layer.rounds[channel]
 
     def synchronize(self) -> None:
@@ -347,7 +347,7 @@ class MoeAllToAll:
 def _prepare(
     config: AllToAllConfig, group: Group, device: torch.device, share_with: MoeAllToAll | None
 ) -> tuple[Recipe, Workspace[Executor]]:
-    """All that can fail on this rank alone."""
+    """Do the steps of `create` that can fail on this rank alone."""
     if (group.size, group.rank) != (config.ep_size, config.ep_rank):
         raise ConfigError(
             f"the group has {group.size} ranks and this is rank {group.rank}, but ep_size="
@@ -373,7 +373,10 @@ def _prepare(
 def _check_agreement(
     config: AllToAllConfig, group: Group, workspace: Workspace[Executor], *, shares: bool
 ) -> None:
-    """Also that all ranks mean the same workspace: else some would grow theirs, and wait."""
+    """Check that configurations agree, and that all ranks share the same workspace or none.
+
+    Otherwise some ranks would wait in the collective step that grows a workspace.
+    """
     values = {
         field.name: str(getattr(config, field.name))
         for field in dataclasses.fields(config)

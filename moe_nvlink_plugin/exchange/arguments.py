@@ -1,7 +1,7 @@
-"""Fills the kernels' argument structs (kernels/include/moe_nvlink/args.h) of a layer and channel.
+"""Fills the argument structs (kernels/include/moe_nvlink/args.h) for one layer and channel.
 
-What does not change from call to call is set here, once; the caller adds num_tokens, the addresses
-of the call's tensors, for combine hidden_splits, and while ranks start a longer timeout_ns.
+These functions set what does not change from call to call. At each call, the channel sets
+num_tokens, the addresses of the call's tensors, and timeout_ns; the launch sets hidden_splits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .kernels import COMBINE, DISPATCH
 
 
 def combine_code(config: AllToAllConfig) -> int:
-    """kCombine* of config.h for the format in which partial rows travel back."""
+    """Return kCombine* of config.h for the format in which partial rows travel back."""
     assert config.combine is not None
     return combine_formats()[config.combine]
 
@@ -48,26 +48,29 @@ def formats_code(config: AllToAllConfig) -> int:
 
 
 def quantiser_code(recipe: Recipe, hidden_size: int) -> int:
-    """kQuantiser* of config.h: how dispatch makes this recipe's rows; kQuantiserNone: it cannot.
+    """Return kQuantiser* of config.h, by which dispatch makes this recipe's rows. Local.
+
+    The result is kQuantiserNone if dispatch cannot make them, or the recipe does not quantise.
 
     Raises:
-        ConfigError: the recipe names a quantiser that the kernels do not have, or that makes other
-            rows than it says.
+        ConfigError: the recipe names a quantiser that the kernels do not have, or one that makes
+            other rows than the recipe declares.
     """
     name = recipe.quantiser if isinstance(recipe, QuantisingRecipe) else None
     code = constants().get(f"kQuantiser{name}")
     if code is None:
         raise ConfigError(
-            f"recipe {recipe.name} names quantiser {name!r}, which the kernels do not have; with "
-            '"None" its own quantise() is called before dispatch'
+            f"recipe {recipe.name} names quantiser {name!r}, which the kernels do not have; name "
+            '"None", and dispatch calls the recipe\'s own quantise() before it sends'
         )
     for ours in BUILT_IN:
         if isinstance(ours, QuantisingRecipe) and ours.quantiser == name:
             rows = [(r.hidden_row(hidden_size), r.scales_row(hidden_size)) for r in (recipe, ours)]
             if rows[0] != rows[1]:
                 raise ConfigError(
-                    f"recipe {recipe.name} names quantiser {name!r} for rows {rows[0]}, but that "
-                    f'makes {rows[1]}; with "None" its own quantise() is called before dispatch'
+                    f"recipe {recipe.name} names quantiser {name!r} for rows {rows[0]}, but this "
+                    f'quantiser makes {rows[1]}; name "None", and dispatch calls the recipe\'s '
+                    "own quantise() before it sends"
                 )
     return code
 
@@ -79,13 +82,14 @@ def dispatch_arguments(
     base_ptr: int,
     rank_stride: int,
 ) -> Any:
-    """DispatchArgs of the rank `config.ep_rank`.
+    """Make the DispatchArgs of the rank `config.ep_rank`.
 
     Args:
-        rows: sizes.payload_rows(config, recipe).
-        regions: of the channel, by name.
+        config: the layer's configuration.
+        rows: result of sizes.payload_rows.
+        regions: regions of the channel, by name.
         base_ptr: address of rank 0's workspace.
-        rank_stride: bytes from one rank's workspace to the next.
+        rank_stride: bytes from one rank's workspace to the next rank's.
     """
     args = _common(DISPATCH, config, regions, Window(base_ptr, rank_stride))
     args.num_payloads = len(rows)
@@ -97,7 +101,7 @@ def dispatch_arguments(
 def combine_arguments(
     config: AllToAllConfig, regions: Mapping[str, Region], base_ptr: int, rank_stride: int
 ) -> Any:
-    """CombineArgs of the rank `config.ep_rank`; arguments as for dispatch."""
+    """Make the CombineArgs of the rank `config.ep_rank`; arguments as for dispatch_arguments."""
     args = _common(COMBINE, config, regions, Window(base_ptr, rank_stride))
     args.region = regions["combine"].block
     args.hidden_splits = 1

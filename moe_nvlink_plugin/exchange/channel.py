@@ -1,4 +1,4 @@
-"""One layer on one channel of the workspace: its views, its arguments, its launches."""
+"""One layer on one channel of the workspace: views, arguments, launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .launches import LayerLaunches
 
 
 class Channel:
-    """Prebuilt arguments and views. A lock of the workspace lets one thread at a time use it."""
+    """Arguments and views of one layer on one channel, made in advance.
+
+    Callers hold the workspace's lock of the channel, so one thread at a time uses a Channel.
+    """
 
     def __init__(self, layer: LayerFormat, workspace: Workspace[Executor], index: int) -> None:
         config = layer.config
@@ -60,9 +63,14 @@ class Channel:
         quantiser: int,
         global_scale: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Launches dispatch; returns send_slots `[num_tokens, top_k] int32`.
+        """Launch dispatch; return send_slots `[num_tokens, top_k]` int32. Collective; capturable.
 
-        payloads: in the order of the regions; None for one that the quantiser writes.
+        Args:
+            payloads: payloads in the order of the regions; None for a payload that the quantiser
+                writes.
+            num_tokens: tokens of this call.
+            quantiser: kQuantiser* of config.h; 0 sends the rows as they are.
+            global_scale: one float32 for quantisers that need it.
         """
         args = self._dispatch_args
         top_k = args.geometry.top_k
@@ -81,7 +89,10 @@ class Channel:
     def combine(
         self, expert_output: torch.Tensor, send_slots: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """Launches combine; copies expert_output's rows first where they lie elsewhere."""
+        """Launch combine; first copy expert_output if it is not combine_region.
+
+        Collective; capturable. The arguments have the shapes that MoeAllToAll.combine documents.
+        """
         if expert_output.data_ptr() != self.combine_region.data_ptr():
             self._copy_rows(expert_output)
         args = self._combine_args
@@ -94,11 +105,11 @@ class Channel:
 
     def _copy_rows(self, expert_output: torch.Tensor) -> None:
         if self._workspace.executor.asynchronous:
-            # How many rows are filled is known on the GPU only, and asking would wait for it.
+            # Only the GPU knows how many rows are filled, and to ask means to wait for it.
             self.combine_region.copy_(expert_output)
             return
-        # Empty slots, mostly the many, are read by nobody. Not recv_counts: the caller may have
-        # written to those.
+        # Nobody reads empty slots, and most slots are empty. The counts come from rows_from: the
+        # caller may have written to recv_counts.
         geometry = self._dispatch_args.geometry
         capacity = geometry.max_tokens_per_rank
         counts = self._workspace.words(self._regions["rows_from"], geometry.ep_size, torch.int32)
@@ -107,21 +118,25 @@ class Channel:
             self.combine_region[rows].copy_(expert_output[rows])
 
     def view(self, index: int) -> torch.Tensor:
-        """A fresh view of what arrived of a payload, counted in order of the regions."""
+        """Return a new view of a received payload, by its number in the order of the regions.
+
+        Returns:
+            `[ep_size * max_tokens_per_rank, elements of a row]`.
+        """
         return self._views[index].view(self._layer.num_slots, -1)
 
     def received_scales(self) -> torch.Tensor:
-        """What arrived of the scales; a fresh view."""
+        """Return a new view of the received scales."""
         return self.view(list(self._layer.rows).index("recv_scales"))
 
     def received(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """What arrived of an extra payload, in `like`'s dtype and row shape."""
+        """Return a new view of a received extra payload, in the dtype and row shape of `like`."""
         first = len(self._views) - len(self._layer.config.extra_payload_bytes)
         rows = self.view(first + index).view(like.dtype)
         return rows.view(rows.shape[0], *like.shape[1:])
 
     def fault(self, *, ask_device: bool = True) -> MoeNvlinkError | None:
-        """What went wrong in a verb, as far as the host knows: Faults.error."""
+        """Return the error of a verb that failed, or None. See Faults.error."""
         return self._faults.error(self._disagreement, ask_device=ask_device)
 
     def _disagreement(self, peer: int, phase: str, epoch: int) -> str:

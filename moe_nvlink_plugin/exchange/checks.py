@@ -1,4 +1,4 @@
-"""Checks of the tensors handed to dispatch and combine: bad input never reaches memory."""
+"""Checks of the tensors that callers pass to dispatch and combine, before a kernel reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from .formats import Activations, LayerFormat
 
 
 def channel(index: int, num_channels: int) -> None:
-    """A channel the configuration has."""
+    """Check that the configuration has a channel.
+
+    Raises:
+        InputError: it has no such channel.
+    """
     if not 0 <= index < num_channels:
         raise InputError(
             f"channel={index} is not below num_channels={num_channels}; raise num_channels"
@@ -20,10 +24,14 @@ def channel(index: int, num_channels: int) -> None:
 
 
 def activations(layer: LayerFormat, hidden_states: torch.Tensor) -> int:
-    """Activations to be quantised. Returns how many tokens they are.
+    """Check activations that dispatch quantises; return the number of tokens.
+
+    Args:
+        layer: rows of the layer.
+        hidden_states: `[num_tokens, hidden_size]` config.dtype.
 
     Raises:
-        InputError: naming the tensor, what it is and what is expected.
+        InputError: shape, dtype or device is another one. The message names both.
     """
     config = layer.config
     num_tokens = _num_tokens(config.max_tokens_per_rank, hidden_states)
@@ -45,24 +53,27 @@ def _num_tokens(capacity: int, hidden_states: torch.Tensor) -> int:
 def global_scale(
     layer: LayerFormat, scale: torch.Tensor | None, *, needed: bool, read_value: bool = True
 ) -> None:
-    """The scale of a whole tensor, for recipes that take one.
+    """Check the scale of a whole tensor, which some recipes need.
 
     Args:
-        read_value: look at the number too, which waits for a GPU.
+        layer: rows of the layer.
+        scale: one float32 on the layer's device, or None.
+        needed: whether the call needs a scale.
+        read_value: whether to check the value too, which waits for a GPU.
 
     Raises:
-        InputError: missing, not asked for, of another shape, type or device, or a value that no
-            scale has.
+        InputError: the scale is missing or not needed; its shape, dtype or device is wrong; or its
+            value is outside 2^-126..2^126.
     """
     name = layer.recipe.name
     if scale is None:
         if needed:
-            check_global_scale(name, scale)  # says what to do
+            check_global_scale(name, scale)  # raises, and says what to do
         return
     if not needed:
         raise InputError(
             f"recipe {name} takes no global_scale here, only with activations that it quantises by "
-            "one scale; leave it out (the experts get it from you, it does not travel)"
+            "one scale; leave it out (it does not travel; pass it to the experts yourself)"
         )
     check_device("global_scale", scale, layer.device)
     check_global_scale(name, scale, read_value=read_value)
@@ -77,10 +88,18 @@ def dispatch_inputs(
     *,
     fused: bool,
 ) -> None:
-    """All inputs of one dispatch; `fused`: given are activations that the kernel quantises.
+    """Check all tensors of one dispatch. MoeAllToAll.dispatch documents their shapes.
+
+    Args:
+        layer: rows of the layer.
+        given: hidden states, scales and global scale.
+        topk_ids: expert ids.
+        topk_weights: router weights.
+        extra_payloads: further payloads.
+        fused: whether the hidden states are activations that the kernel quantises.
 
     Raises:
-        InputError: naming the tensor, what it is and what is expected.
+        InputError: shape, dtype or device of a tensor is another one. The message names both.
     """
     config, device = layer.config, layer.device
     if fused:
@@ -96,7 +115,7 @@ def dispatch_inputs(
 def _quantised_rows(
     layer: LayerFormat, hidden_states: torch.Tensor, scales: torch.Tensor | None
 ) -> int:
-    """Rows that travel as they are, with the scales their recipe has."""
+    """Check rows that travel as they are, and their scales; return the number of rows."""
     config, device = layer.config, layer.device
     row, scales_row = layer.rows["recv_hidden_states"], layer.rows.get("recv_scales")
     num_tokens = _num_tokens(config.max_tokens_per_rank, hidden_states)
@@ -136,9 +155,10 @@ def _extra_payloads(
 
 
 def ids_as_int32(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int64 ids as int32; what no expert can have still is none, which a plain cast would not keep.
+    """Return ids as int32. Capturable.
 
-    Two launches on a GPU, and nothing to copy there: it may be captured.
+    An int64 id that is no expert stays one; a plain cast could turn it into an expert's id. On a
+    GPU this takes two launches.
     """
     if topk_ids.dtype == torch.int32:
         return topk_ids
@@ -151,10 +171,10 @@ def combine_inputs(
     send_slots: torch.Tensor,
     output: torch.Tensor | None,
 ) -> None:
-    """All inputs of one combine.
+    """Check all tensors of one combine. MoeAllToAll.combine documents their shapes.
 
     Raises:
-        InputError: naming the tensor, what it is and what is expected.
+        InputError: shape, dtype or device of a tensor is another one. The message names both.
     """
     config, device = layer.config, layer.device
     shape = (layer.num_slots, config.hidden_size)

@@ -1,4 +1,4 @@
-"""What one layer sends and gets back, whichever channel it goes through."""
+"""The formats of what one layer sends and gets back, equal on all of its channels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sizes import payload_rows
 
 
 class Activations(NamedTuple):
-    """What dispatch is given of the tokens themselves: see MoeAllToAll.dispatch."""
+    """Arguments of one dispatch that hold the tokens themselves: see MoeAllToAll.dispatch."""
 
     hidden_states: torch.Tensor
     scales: torch.Tensor | None
@@ -25,10 +25,12 @@ class LayerFormat(NamedTuple):
     """The rows of one layer.
 
     Attributes:
-        quantising: the recipe, if it quantises.
+        config: the layer's configuration.
+        recipe: the format that travels.
+        quantising: the recipe if it can quantise, else None.
         quantiser: kQuantiser* of config.h by which dispatch quantises; 0: it does not.
-        rows: of every payload, by its region.
-        device: where the tensors are.
+        rows: name of the region -> row, for every payload.
+        device: device of the tensors.
     """
 
     config: AllToAllConfig
@@ -40,10 +42,11 @@ class LayerFormat(NamedTuple):
 
     @classmethod
     def of(cls, config: AllToAllConfig, recipe: Recipe, device: torch.device) -> LayerFormat:
-        """For a layer of this configuration.
+        """Make the formats of a layer of this configuration.
 
         Raises:
-            ConfigError: the recipe or the number of payloads is none that the kernels can do.
+            ConfigError: the recipe names a quantiser that the kernels do not have or that makes
+                other rows, or there are too many payloads.
         """
         quantising = recipe if isinstance(recipe, QuantisingRecipe) else None
         quantiser = quantiser_code(recipe, config.hidden_size)
@@ -51,5 +54,5 @@ class LayerFormat(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Rows that this rank may receive."""
+        """Number of rows that this rank can receive."""
         return self.config.ep_size * self.config.max_tokens_per_rank

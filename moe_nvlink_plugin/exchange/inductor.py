@@ -1,9 +1,10 @@
-"""Tells Inductor that what dispatch returns is not its memory to reuse.
+"""Keeps Inductor from reusing the memory that dispatch returns.
 
-Inductor takes an op's output for a fresh allocation: it writes later results in place over it, and
-may hand it to other tensors of that size once it is dead. What dispatch returns is the receive
-buffer: the peers put the next round into it as soon as this rank has combined. So its outputs are
-entered in the graph's list of buffers never to be reused. torch has no public way to say this.
+Inductor takes every output of an op for a new allocation. It writes later results over the output
+in place, and after the last use of the output it gives the memory to other tensors of that size.
+But dispatch returns the receive buffer, into which the peers put the next round as soon as this
+rank has combined. Therefore this module enters the outputs of dispatch in the graph's list of
+buffers that are never reused. torch has no public way to do that.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _done: set[Any] = set()
 
 
 def keep_outputs(op: Any) -> None:
-    """Makes Inductor leave the outputs of `op` alone. Local, idempotent.
+    """Keep Inductor from reusing the outputs of `op`. Local; idempotent.
 
-    Called while a graph is traced: Inductor is imported by then if it is the one compiling, and
-    a process that never compiles does not pay for importing it.
+    The fake of an op calls this while torch traces a graph. If Inductor compiles the graph, it has
+    been imported by then; a process that never compiles does not import it.
     """
     if op in _done or _LOWERING not in sys.modules:
         return
@@ -31,8 +32,8 @@ def keep_outputs(op: Any) -> None:
         _register(op)
     except (ImportError, AttributeError) as error:
         logger.warning(
-            "this torch's Inductor cannot be told to leave the receive buffers alone (%s): call "
-            "dispatch and combine outside compiled regions, or set "
+            "moe_nvlink cannot keep this torch's Inductor from reusing the receive buffers (%s): "
+            "call dispatch and combine outside compiled regions, or set "
             "torch._inductor.config.allow_buffer_reuse = inplace_buffers = False",
             error,
         )

@@ -1,6 +1,7 @@
-"""Dispatch and combine as kernels: what their builds differ in, and their launch shapes.
+"""The kernels dispatch and combine: the axes of their builds, and their launch shapes.
 
-Imports no torch: `moe-nvlink precompile` starts processes that compile.
+This module imports no torch, because every compiling process of `moe-nvlink precompile` would pay
+for it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ def _counts() -> dict[str, int]:
     return {str(count): count for count in range(1, header.constants()["kMaxTopK"] + 1)}
 
 
-#: Experts per token: row loops are unrolled so often.
+#: Experts per token. The kernels unroll their loops over rows so many times.
 TOP_K = Axis("top_k", ("int kTopK", "int kTopKBound"), _counts)
-#: What dispatch does with activations. Rows that the caller has quantised travel as they are, so
-#: every layer needs the build for none, too.
+#: How dispatch quantises activations. Every layer also needs the build that does not quantise, for
+#: rows that the caller has quantised.
 QUANTISER = Axis(
     "recipe",
     ("int kQuantiser",),
@@ -32,7 +33,7 @@ QUANTISER = Axis(
     always=(0,),
     placeholder="RECIPE",
 )
-#: In what format partial rows travel back.
+#: Format in which partial rows travel back.
 COMBINE_FORMAT = Axis(
     "combine",
     ("int kCombine",),
@@ -74,5 +75,5 @@ COMBINE: Kernel[CombineSizes] = Kernel(
     splits="hidden_splits",
     phase=Phase("combine", "kPhaseCombine", "combine_cells"),
 )
-#: Of one layer.
+#: The kernels of one layer.
 LAYER = Family("", (DISPATCH, COMBINE))

@@ -17,10 +17,12 @@ from .shapes import CombineSizes, DispatchSizes, quantising_lanes
 
 
 def variant(config: AllToAllConfig, quantiser: int) -> Variant:
-    """What a layer needs compiled.
+    """Return what a layer needs compiled.
 
     Args:
-        quantiser: kQuantiser* of config.h that dispatch may be launched with, beside None.
+        config: the layer's configuration.
+        quantiser: kQuantiser* of config.h by which dispatch quantises; 0: it does not. Every layer
+            can also launch dispatch without a quantiser.
     """
     return LAYER.variant(
         top_k=config.top_k,
@@ -31,16 +33,19 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
 
 
 class LayerLaunches:
-    """Both verbs of one layer on one channel. One thread at a time.
+    """Both verbs of one layer on one channel. One thread at a time may use it.
 
     Args:
-        row_bytes: bytes of one token's row, by payload.
+        executor: launches the kernels.
+        config: the layer's configuration.
+        row_bytes: name of the payload's region -> bytes of one token's row.
         quantiser: as for `variant`.
-        ranks_on_device: as SymmetricMemory has it.
+        ranks_on_device: ranks of the group on this device, as SymmetricMemory counts them.
 
     Raises:
-        CompileError: the kernels cannot be had, or threads cannot be started.
-        ConfigError: the device has no room for what may wait there at the same time.
+        CompileError: the kernels cannot be compiled, or threads cannot be started.
+        UnsupportedError: the kernels are not in the cache, and there is no compiler.
+        ConfigError: the device has no room for all kernels that may wait there at the same time.
     """
 
     def __init__(
@@ -74,9 +79,9 @@ class LayerLaunches:
         self._combine = launcher.load(COMBINE, sizes)
 
     def dispatch(self, args: Any) -> None:
-        """Launches dispatch with DispatchArgs, which it copies; num_tokens is read from them."""
+        """Launch dispatch with DispatchArgs, which the launch copies. Collective; capturable."""
         self._dispatches[args.quantiser](args)
 
     def combine(self, args: Any) -> None:
-        """Launches combine with CombineArgs, which it copies; sets their hidden_splits."""
+        """Launch combine with CombineArgs; set their hidden_splits. Collective; capturable."""
         self._combine(args)

@@ -1,7 +1,7 @@
 """One layer's exchange on one workspace: checks a call and the order of calls, then launches.
 
-This is what the torch ops run. It is found by an integer handle, because that is what an op in a
-compiled graph can carry.
+The torch ops run this code. They find the layer by an integer handle, because an op in a compiled
+graph can carry an integer but no object.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _live: weakref.WeakValueDictionary[int, LayerExchange] = weakref.WeakValueDictio
 
 
 def find(handle: int) -> LayerExchange:
-    """The layer a handle stands for.
+    """Return the layer with this handle. Local.
 
     Raises:
-        ExchangeStateError: it has been closed.
+        ExchangeStateError: the layer is closed.
     """
     layer = _live.get(handle)
     if layer is None:
@@ -43,7 +43,7 @@ def find(handle: int) -> LayerExchange:
 
 
 def _word(words: torch.Tensor, index: int) -> ctypes.c_int64:
-    # As it lies in memory: to index the tensor would take longer than the rest of a launch.
+    # Reads memory directly: to index the tensor would take longer than the rest of a launch.
     if words.dtype is not torch.int64 or words.is_cuda or not 0 <= index < words.numel():
         raise ExchangeStateError(
             f"pending is {words.dtype} {tuple(words.shape)} on {words.device}, not the workspace's "
@@ -53,7 +53,19 @@ def _word(words: torch.Tensor, index: int) -> ctypes.c_int64:
 
 
 class LayerExchange:
-    """Dispatch and combine of one geometry. A lock per channel lets one thread at a time use it."""
+    """Dispatch and combine of one layer. Any thread may call; a lock per channel orders the calls.
+
+    Attributes:
+        config: the layer's configuration.
+        recipe: the format that travels.
+        format: the rows of the layer.
+        rows: name of the region -> row, for every payload.
+        num_slots: number of rows that this rank can receive.
+        quantiser: kQuantiser* of config.h by which dispatch quantises; 0: it does not.
+        workspace: symmetric memory that the layer uses.
+        rounds: number of dispatches so far, by channel.
+        handle: number by which `find` finds the layer.
+    """
 
     def __init__(
         self, config: AllToAllConfig, recipe: Recipe, workspace: Workspace[Executor]
@@ -66,10 +78,10 @@ class LayerExchange:
         self.quantiser = self.format.quantiser
         self._checked_scales: set[tuple[int, int]] = set()
         self.workspace = workspace
-        self.rounds = [0] * config.num_channels  # dispatches so far, by channel
-        # Now, not at the first round: what cannot be had is an error of create, on all ranks, and
-        # the first round may already be captured. Not inference tensors, whatever the caller is in:
-        # they are written to in either mode.
+        self.rounds = [0] * config.num_channels
+        # Loads kernels here and not in the first round: a failure is then an error of `create` on
+        # all ranks, and a CUDA graph may capture the first round. The views must not be inference
+        # tensors, because callers write to them inside and outside of inference mode.
         with torch.inference_mode(False):
             indices = range(config.num_channels)
             self._channels = [Channel(self.format, workspace, index) for index in indices]
@@ -77,7 +89,7 @@ class LayerExchange:
         _live[self.handle] = self
 
     def close(self) -> None:
-        """Forgets the handle, gives the workspace back once no verb is running. Local."""
+        """Drop the handle, wait until no verb runs, release the workspace. Local; idempotent."""
         if _live.pop(self.handle, None) is None:
             return
         with contextlib.ExitStack() as locks:
@@ -88,20 +100,24 @@ class LayerExchange:
             self.workspace.release()
 
     def channel(self, index: int) -> Channel:
-        """Views and arguments of one channel.
+        """Return the layer's Channel with this number. Local.
 
         Raises:
             InputError: the configuration has no such channel.
+            ExchangeStateError: the layer is closed.
         """
         checks.channel(index, self.config.num_channels)
         find(self.handle)
         return self._channels[index]
 
     def check_round(self, number: int, channel_index: int) -> None:
-        """For metadata kept from an earlier dispatch, whose slots would name the wrong rows.
+        """Check that metadata belongs to the last dispatch of a channel. Local.
+
+        The slots in metadata of an earlier dispatch name other rows.
 
         Raises:
-            ExchangeStateError: there has been another dispatch since.
+            InputError: the configuration has no such channel.
+            ExchangeStateError: it belongs to another dispatch.
         """
         checks.channel(channel_index, self.config.num_channels)
         if number != self.rounds[channel_index]:
@@ -111,10 +127,12 @@ class LayerExchange:
             )
 
     def check_device(self, *tensors: torch.Tensor) -> None:
-        """For the ops' fakes, which torch also runs, without a word, for tensors on `meta`.
+        """Check the device of tensors. The fakes of the ops call this. Local.
+
+        If a tensor is on `meta`, torch runs the fake without notice.
 
         Raises:
-            InputError: a tensor is not where this exchange works.
+            InputError: a tensor is not on the exchange's device.
         """
         for tensor in tensors:
             check_device("a tensor", tensor, self.workspace.device)
@@ -128,7 +146,11 @@ class LayerExchange:
         extra_payloads: list[torch.Tensor],
         channel_index: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ops.py. Collective."""
+        """Run dispatch as MoeAllToAll.dispatch documents it. Collective; capturable.
+
+        Returns:
+            topk_ids, topk_weights, hidden_states, recv_counts, send_slots.
+        """
         rows, fused = self._rows_to_send(given)
         checks.dispatch_inputs(
             self.format, rows, topk_ids, topk_weights, extra_payloads, fused=fused
@@ -157,7 +179,7 @@ class LayerExchange:
         return ids, weights, hidden, channel.recv_counts.view(-1), slots
 
     def _rows_to_send(self, given: Activations) -> tuple[Activations, bool]:
-        """What the kernel is to read, and whether it quantises that."""
+        """Return what the kernel reads, and whether it quantises that."""
         recipe, scale = self.format.quantising, given.global_scale
         if (
             recipe is None
@@ -175,16 +197,16 @@ class LayerExchange:
         return Activations(rows.rows, rows.scales, None), False
 
     def _may_look_at(self, scale: torch.Tensor | None) -> bool:
-        """Whether the value of a scale is to be checked now."""
+        """Return whether to check the value of a scale in this call."""
         executor = self.workspace.executor
         if not executor.asynchronous:
             return True
-        # To look at a number on a GPU waits for it, which a capture forbids.
+        # To read a number on a GPU means to wait for the GPU, which a capture forbids.
         return scale is not None and not executor.is_capturing() and self.first_sight(scale)
 
     def first_sight(self, scale: torch.Tensor) -> bool:
-        """Whether this tensor's value has not been looked at yet. Local; remembers it."""
-        # Tensors made in inference mode do not count what is written to them.
+        """Return whether this is the first call for this tensor and its content. Local."""
+        # torch counts no writes to tensors made in inference mode.
         version = 0 if scale.is_inference() else scale._version
         key = (scale.data_ptr(), version)
         if key in self._checked_scales:
@@ -200,7 +222,10 @@ class LayerExchange:
         output: torch.Tensor | None,
         channel_index: int,
     ) -> torch.Tensor:
-        """See ops.py. Collective."""
+        """Run combine as MoeAllToAll.combine documents it; return output.
+
+        Collective; capturable.
+        """
         checks.combine_inputs(self.format, expert_output, send_slots, output)
         if output is None:
             shape = (send_slots.shape[0], self.config.hidden_size)
@@ -222,15 +247,17 @@ class LayerExchange:
     def _usable_channel(self, index: int) -> Channel:
         self.workspace.check_usable()
         channel = self.channel(index)
-        # Of an earlier verb: one that runs after its launch can only be heard of later.
+        # On a GPU an earlier verb may have failed after its call returned.
         self._raise_fault(channel)
         return channel
 
     def synchronize(self) -> None:
-        """Waits for what this thread's stream has been given, and reports what failed. Local.
+        """Wait for this thread's stream and raise the error of a verb that failed. Local.
+
+        Not capturable.
 
         Raises:
-            ExchangeTimeoutError, DisagreementError, PeerError: a verb failed; the workspace is
+            ExchangeTimeoutError, DisagreementError, PeerError: a verb failed. The workspace is
                 unusable from now on.
         """
         self.workspace.executor.synchronize()
@@ -238,7 +265,7 @@ class LayerExchange:
             self._raise_fault(channel)
 
     def failure(self) -> MoeNvlinkError | None:
-        """What went wrong in a verb. Local; waits for nothing, changes nothing; for any thread."""
+        """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""
         if self.workspace.broken is not None:
             return self.workspace.broken
         faults = (channel.fault(ask_device=False) for channel in list(self._channels))

@@ -1,8 +1,9 @@
-"""torch.ops.moe_nvlink.dispatch and .combine with their fakes, side by side.
+"""The ops torch.ops.moe_nvlink.dispatch and .combine, each beside its fake.
 
-`pending` is the workspace's state tensor: both ops write it, so a compiled graph neither reorders
-nor drops them. `handle` is the layer (layer.find). Registered with Library.define/impl: a call
-through torch.library.custom_op costs several times as much.
+`pending` is the workspace's state tensor. Both ops write to it, so a compiled graph neither
+reorders nor drops them. `handle` is the number of the layer (layer.find). The ops are registered by
+Library.define and Library.impl, because a call through torch.library.custom_op costs several times
+as much.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from . import inductor
 from .formats import Activations
 from .layer import find
 
-# Lives as long as the process. torch ships no types for Library.
+# The ops exist as long as this object. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-untyped-call]
 
 _library.define(
@@ -24,8 +25,8 @@ _library.define(
     " -> (Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, Tensor recv_counts, "
     "Tensor send_slots)"
 )
-# What else travelled, one payload a call: an op that writes an argument, as dispatch does, cannot
-# be compiled when it returns a list.
+# One op per further payload: torch cannot compile an op that writes to an argument, as dispatch
+# does, and also returns a list.
 _library.define("received_scales(Tensor recv_counts, int handle, int channel) -> Tensor")
 _library.define(
     "received(Tensor recv_counts, Tensor like, int index, int handle, int channel) -> Tensor"
@@ -89,7 +90,7 @@ def _dispatch_fake(
 
 
 def _received_scales(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
-    """The scales beside the hidden states; recv_counts as for `received`."""
+    """Return the received scales; recv_counts as for `received`."""
     return find(handle).channel(channel).received_scales()
 
 
@@ -103,9 +104,10 @@ def _received_scales_fake(recv_counts: torch.Tensor, handle: int, channel: int) 
 def _received(
     recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
 ) -> torch.Tensor:
-    """Extra payload `index`, in the dtype and row shape of `like`.
+    """Return the received extra payload `index`, in the dtype and row shape of `like`.
 
-    recv_counts, of the dispatch, is here for the order of the two only.
+    recv_counts is an output of the dispatch. It is an argument only so that a compiled graph runs
+    this op after the dispatch.
     """
     return find(handle).channel(channel).received(index, like)
 

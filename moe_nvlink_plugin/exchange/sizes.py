@@ -1,4 +1,4 @@
-"""The regions of a layer in symmetric memory."""
+"""The regions of a layer in symmetric memory, and the rows in them."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def translation_unit(
         host_files: paths of files that precede the kernels.
     """
     text = amalgamate((CONFIG_HEADER, *host_files, *kernel_files))
-    # `config` uses RuntimeConfig and constants of config.h, so it follows config.h. The entry points
-    # use Config, so `config` precedes the first kernel file.
+    # `config` uses RuntimeConfig and constants of config.h, so it follows config.h. The entry
+    # points use Config, so `config` precedes the first kernel file.
     marker = f"// ---- kernels/{kernel_files[0]}\n"
     return text.replace(marker, f"{config}\n{marker}")
 

@@ -15,13 +15,16 @@ from .kernels import GATHER
 def head_arguments(
     config: HeadConfig, regions: Mapping[str, Region], base_ptr: int, rank_stride: int
 ) -> Any:
-    """HeadArgs of the rank `config.tp_rank`, for the three kernels of a call. The caller adds
-    row_bound, num_rows, is_compact, soft_cap, scale and the addresses of the call's tensors.
+    """Make the HeadArgs of the rank `config.tp_rank`, for the three kernels of a call.
+
+    At each call, the caller sets row_bound, num_rows, is_compact, soft_cap, scale, timeout_ns and
+    the addresses of the call's tensors.
 
     Args:
-        regions: of the group, by name.
+        config: the group's configuration.
+        regions: regions of the group, by name.
         base_ptr: address of rank 0's workspace.
-        rank_stride: bytes from one rank's workspace to the next.
+        rank_stride: bytes from one rank's workspace to the next rank's.
     """
     args = new_arguments(GATHER, regions, Window(base_ptr, rank_stride), config.timeout_s)
     for name in ("tp_size", "tp_rank", "vocab_size", "hidden_size", "shard_size"):

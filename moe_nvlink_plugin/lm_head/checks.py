@@ -1,4 +1,4 @@
-"""Checks of what is handed to the verbs of a shared LM head: bad input never reaches memory."""
+"""Checks of what callers pass to the verbs of a shared LM head, before a kernel reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .config import HeadConfig
 
 
 class HeadCall(NamedTuple):
-    """One call of a verb: see sharded_argmax."""
+    """Arguments of one call of a verb: see sharded_argmax."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -24,10 +24,10 @@ class HeadCall(NamedTuple):
 
 
 def head_inputs(config: HeadConfig, device: torch.device, call: HeadCall) -> None:
-    """All inputs of one call of a shared LM head.
+    """Check all arguments of one call. sharded_argmax documents their shapes.
 
     Raises:
-        InputError: naming the argument, what it is and what is expected.
+        InputError: an argument has another shape, dtype, device or value. The message names both.
     """
     bound = call.row_bound
     if not 0 < bound <= config.max_rows_per_rank:
@@ -58,7 +58,7 @@ def head_inputs(config: HeadConfig, device: torch.device, call: HeadCall) -> Non
 
 
 def _head_function(call: HeadCall) -> None:
-    # The kernel has them in float32, where a smaller cap would be 0, which is none.
+    # The kernel takes both as float32. There a smaller cap would become 0, which means no cap.
     numbers = torch.finfo(torch.float32)
     if call.soft_cap is not None and not numbers.tiny <= call.soft_cap <= numbers.max:
         raise InputError(

@@ -1,7 +1,7 @@
-"""A shared LM head on its workspace: checks a call, gathers, multiplies, takes what peers found.
+"""A shared LM head on its workspace: checks a call, gathers rows, multiplies, compares or collects.
 
-The product is torch's. On CPU ranks the filled rows are copied together for it; on a GPU, where the
-host does not know how many those are, it takes all slots.
+torch computes the product. On CPU ranks it gets a copy of the filled rows. On a GPU the host does
+not know how many rows are filled, so torch gets all slots.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _live: weakref.WeakValueDictionary[int, HeadExchange] = weakref.WeakValueDiction
 
 
 def find(handle: int) -> HeadExchange:
-    """The group a handle stands for.
+    """Return the group with this handle. Local.
 
     Raises:
-        ExchangeStateError: it has been closed.
+        ExchangeStateError: the group is closed.
     """
     head = _live.get(handle)
     if head is None:
@@ -42,7 +42,7 @@ def find(handle: int) -> HeadExchange:
 
 
 class HeadExchange:
-    """Both verbs of one group. A lock lets one thread at a time use it."""
+    """Both verbs of one group. Any thread may call; a lock orders the calls."""
 
     def __init__(self, config: HeadConfig, workspace: Workspace[Executor]) -> None:
         self.config = config
@@ -50,7 +50,7 @@ class HeadExchange:
         regions = workspace.layout.channel_regions(0)
         self._regions = regions
         slots = config.tp_size * config.max_rows_per_rank
-        # Not inference tensors, whatever the caller is in: they are written to in either mode.
+        # Not inference tensors: torch writes to them inside and outside of inference mode.
         with torch.inference_mode(False):
             self._rows = self._view("head_rows", slots * config.hidden_size)
             self._logits = (
@@ -73,7 +73,7 @@ class HeadExchange:
         return self.workspace.region_bytes(self._regions[name], size).view(self.config.dtype)
 
     def close(self) -> None:
-        """Forgets the handle, gives the workspace back once no verb is running. Local."""
+        """Drop the handle, wait until no verb runs, release the workspace. Local; idempotent."""
         if _live.pop(self.handle, None) is None:
             return
         with self.workspace.channel_lock(0):
@@ -84,10 +84,12 @@ class HeadExchange:
     def check_device(
         self, hidden: torch.Tensor, head_weight: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        """For the ops' fakes, which torch also runs, without a word, for tensors on `meta`.
+        """Check the device of tensors. The fakes of the ops call this. Local.
+
+        If a tensor is on `meta`, torch runs the fake without notice.
 
         Raises:
-            InputError: a tensor is not where this group works.
+            InputError: a tensor is not on the group's device.
         """
         tensors = {"hidden": hidden, "head_weight": head_weight, "bias": bias}
         for name, tensor in tensors.items():
@@ -95,13 +97,13 @@ class HeadExchange:
                 check_device(name, tensor, self.workspace.device)
 
     def argmax(self, call: HeadCall) -> torch.Tensor:
-        """See sharded_argmax. Collective."""
+        """See sharded_argmax. Collective; capturable."""
         head_inputs(self.config, self.workspace.device, call)
         with self.workspace.channel_lock(0):
             return self._run(call)
 
     def logits(self, call: HeadCall) -> torch.Tensor:
-        """See sharded_logits. Collective."""
+        """See sharded_logits. Collective; capturable."""
         if self._logits is None:
             raise InputError(
                 "sharded_logits needs a group created with full_logits=True: the peers read the "
@@ -122,7 +124,7 @@ class HeadExchange:
     def _run(self, call: HeadCall) -> torch.Tensor:
         self.workspace.check_usable()
         find(self.handle)
-        # Of an earlier verb: one that runs after its launch can only be heard of later.
+        # On a GPU an earlier verb may have failed after its call returned.
         self._raise_fault()
         args: Any = self._args
         num_rows = call.hidden.shape[0]
@@ -141,14 +143,17 @@ class HeadExchange:
             self._launches.argmax(args)
             startup.complete_round()
         except BaseException as error:
-            # The peers wait for what this rank would have found, and must not meet its next rows.
-            self.workspace.broken = ExchangeStateError(f"a product failed: {error!r}")
+            # The peers wait for this rank's words. This rank must not start a next round, because
+            # its rows would mix with those of this round.
+            self.workspace.broken = ExchangeStateError(
+                f"a product failed on this rank: {error!r}; end all ranks"
+            )
             raise
         self._raise_fault()
         return ids
 
     def _product(self, call: HeadCall) -> torch.Tensor:
-        """Logits of all ranks' rows for this rank's vocabulary, `[rows, width]`."""
+        """Return the logits of all ranks' rows for this rank's vocabulary, `[rows, width]`."""
         rows = self._gathered(call.row_bound)
         first, end = self.config.shard(self.config.tp_rank)
         shape = (rows.shape[0], end - first)
@@ -184,17 +189,19 @@ class HeadExchange:
             raise fault
 
     def synchronize(self) -> None:
-        """Waits for what this thread's stream has been given, and reports what failed. Local.
+        """Wait for this thread's stream and raise the error of a verb that failed. Local.
+
+        Not capturable.
 
         Raises:
-            ExchangeTimeoutError, DisagreementError, PeerError: a verb failed; the group is
-                unusable from now on.
+            ExchangeTimeoutError, DisagreementError, PeerError: a verb failed. The group is unusable
+                from now on.
         """
         self.workspace.executor.synchronize()
         self._raise_fault()
 
     def failure(self) -> MoeNvlinkError | None:
-        """What went wrong in a verb. Local; waits for nothing, changes nothing; for any thread."""
+        """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""
         return self.workspace.broken or self._faults.error(self._disagreement, ask_device=False)
 
     def _disagreement(self, peer: int, phase: str, epoch: int) -> str:

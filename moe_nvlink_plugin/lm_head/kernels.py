@@ -1,6 +1,7 @@
-"""The kernels of a shared LM head: what their builds differ in, and their launch shapes.
+"""The kernels of a shared LM head: the axes of their builds, and their launch shapes.
 
-Imports no torch: `moe-nvlink precompile` starts processes that compile.
+This module imports no torch, because every compiling process of `moe-nvlink precompile` would pay
+for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _num_rows(args: Any) -> int:
 
 
 def _most_rows(args: Any) -> int:
-    """How many rows the ranks have brought only the GPU knows; this many they may have."""
+    """Return the most rows of all ranks together; only the GPU knows their number."""
     return int(args.geometry.row_bound * args.geometry.tp_size)
 
 
@@ -36,7 +37,7 @@ GATHER: Kernel[RowSizes] = Kernel(
     shape=_rows_shape,
     phase=Phase("head gather", "kPhaseHeadGather", "dispatch_cells"),
 )
-#: Its sizes: bytes of the logits of one row on this rank.
+#: Its launch shape depends on the bytes of one row's logits on this rank.
 ARGMAX: Kernel[int] = Kernel(
     name="head_argmax",
     source="lm_head/argmax.cu",

@@ -1,4 +1,4 @@
-"""The kernels of one shared LM head, loaded."""
+"""The loaded kernels of one shared LM head."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from .shapes import RowSizes
 
 
 class HeadLaunches:
-    """The three kernels, all with HeadArgs, which a launch copies. One thread at a time.
+    """Three kernels, which all take HeadArgs; a launch copies them. One thread at a time.
+
+    Args:
+        executor: launches the kernels.
+        config: the group's configuration.
+        ranks_on_device: ranks of the group on this device, as SymmetricMemory counts them.
 
     Attributes:
-        gather: reads num_rows.
-        argmax: reads row_bound, sets row_splits.
-        collect: reads num_rows.
+        gather: launches gather; its shape depends on num_rows of the arguments.
+        argmax: launches argmax; its shape depends on row_bound; it sets row_splits.
+        collect: launches collect; its shape depends on num_rows.
 
     Raises:
-        CompileError: the kernels cannot be had, or threads cannot be started.
-        ConfigError: the device has no room for what may wait there at the same time.
+        CompileError: the kernels cannot be compiled, or threads cannot be started.
+        UnsupportedError: the kernels are not in the cache, and there is no compiler.
+        ConfigError: the device has no room for all kernels that may wait there at the same time.
     """
 
     def __init__(self, executor: Executor, config: HeadConfig, ranks_on_device: int = 1) -> None:

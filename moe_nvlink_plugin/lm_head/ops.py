@@ -1,8 +1,8 @@
-"""torch.ops.moe_nvlink.head_argmax and .head_logits with their fakes.
+"""The ops torch.ops.moe_nvlink.head_argmax and .head_logits, each beside its fake.
 
-`pending` is the workspace's state tensor, declared as written by both, so that a compiled graph
-neither drops nor reorders them: the peers take part in each. `handle` is the group
-(exchange.find).
+`pending` is the workspace's state tensor. Both ops declare that they write to it, so a compiled
+graph neither reorders nor drops them; the peers take part in each call. `handle` is the number of
+the group (exchange.find).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from .checks import HeadCall
 from .exchange import HeadExchange, find
 
-# Lives as long as the process. torch ships no types for Library.
+# The ops exist as long as this object. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-# pending, the fields of HeadCall in their order, handle.
+# pending, then the fields of HeadCall in their order, then handle.
 _ARGUMENTS = (
     "(Tensor(a!) pending, Tensor hidden, Tensor head_weight, Tensor? bias, float? soft_cap, "
     "float scale, int row_bound, int handle) -> Tensor"
@@ -47,7 +47,7 @@ def _head_logits_fake(pending: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def _checked(arguments: tuple[Any, ...]) -> tuple[HeadExchange, HeadCall]:
-    """Of a fake's arguments: the group, and the call, whose tensors are where the group works."""
+    """Return the group and the call of a fake's arguments; check the devices of the tensors."""
     *values, handle = arguments
     head, call = find(handle), HeadCall(*values)
     head.check_device(call.hidden, call.weight, call.bias)

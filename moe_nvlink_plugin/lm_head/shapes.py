@@ -13,18 +13,19 @@ from moe_nvlink_plugin.launch.shape import (
     whole_warps,
 )
 
-#: Bytes of a row of logits that a CTA of its own is worth: a few vectors each thread, an estimate.
+#: Bytes of a row's logits for which one more CTA is worth launching: a few vectors per thread. An
+#: estimate.
 LOGITS_BYTES_PER_CTA = 16 * 1024
-#: CTAs that share one row of logits at most (kMaxHeadSplits of config.h).
+#: Most CTAs that share one row of logits (kMaxHeadSplits of config.h).
 MOST_HEAD_SPLITS = 8
 
 
 class RowSizes(NamedTuple):
-    """Of one group.
+    """Sizes of one group on which the launch shapes of gather and collect depend.
 
     Attributes:
-        row_bytes: that one CTA moves at a time.
-        tp_size: ranks.
+        row_bytes: bytes that one CTA moves at a time.
+        tp_size: ranks of the group.
     """
 
     row_bytes: int
@@ -32,27 +33,28 @@ class RowSizes(NamedTuple):
 
 
 def head_rows_shape(num_rows: int, row_bytes: int, tp_size: int, limits: Limits) -> Shape:
-    """Gather and collect of a shared LM head: a CTA moves one row for, or from, one rank at a time.
+    """Return the launch shape of gather and collect: a CTA moves one row to or from one rank.
 
-    No CTA waits for another of its grid, so what is resident limits only what is worth launching.
+    No CTA waits for another CTA of its grid. So a grid need not fit on the GPU at once; a larger
+    one is only not worth launching.
 
     Args:
-        num_rows: of this call on this rank.
-        row_bytes: that one CTA moves at a time.
-        tp_size: ranks.
-        limits: of the kernel on this GPU.
+        num_rows: rows of this call on this rank.
+        row_bytes: bytes that one CTA moves at a time.
+        tp_size: ranks of the group.
+        limits: limits of the kernel on this GPU.
     """
     threads = whole_warps(ceil_div(row_bytes, VECTOR_BYTES), limits.max_threads)
     return Shape(max(min(num_rows * tp_size, limits.resident(threads)), 1), threads)
 
 
 def head_argmax_shape(num_rows: int, row_bytes: int, limits: Limits) -> Shape:
-    """Argmax of a shared LM head: one row per CTA, or a part of it where rows are few.
+    """Return the launch shape of argmax: a CTA takes one row, or a part of it if rows are few.
 
     Args:
-        num_rows: that all ranks together may have brought.
-        row_bytes: logits of one row on this rank.
-        limits: of the kernel on this GPU.
+        num_rows: most rows of all ranks together.
+        row_bytes: bytes of one row's logits on this rank.
+        limits: limits of the kernel on this GPU.
     """
     threads = whole_warps(ceil_div(row_bytes, VECTOR_BYTES), min(FEW_THREADS, limits.max_threads))
     resident = max(limits.resident(threads), 1)

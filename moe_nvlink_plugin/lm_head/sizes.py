@@ -9,10 +9,14 @@ from .shapes import MOST_HEAD_SPLITS
 
 
 def head_layout(config: HeadConfig, alignment: int = REGION_ALIGNMENT) -> WorkspaceLayout:
-    """What one shared LM head needs; nothing joins it later.
+    """Make the layout of one shared LM head. Nothing joins its workspace later.
+
+    Args:
+        config: the group's configuration.
+        alignment: bytes to which the transport aligns places.
 
     Raises:
-        ConfigError: more bytes than a window holds.
+        ConfigError: there are more bytes than a window holds.
     """
     slots = config.tp_size * config.max_rows_per_rank
     sizes = {

@@ -1,4 +1,4 @@
-"""moe-nvlink: what a user can ask from a shell."""
+"""moe-nvlink: the commands of a shell."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .shipped import FAMILIES
 
 _PRECOMPILE = """
 Compiles the GPU kernels into a cache directory, for images that have neither a compiler nor a
-network, and the kernels for CPU ranks where there is a host compiler.
+network. If there is a host compiler, it also compiles the kernels for CPU ranks.
 
   moe-nvlink precompile --arch sm_90a --geometry deepseek-v3 --cache-dir DIR
 
-Processes find them with MOE_NVLINK_CACHE_DIR=DIR. DIR may belong to root and be read-only there;
-it must not be writable by group or others."""
+Processes find the kernels with MOE_NVLINK_CACHE_DIR=DIR. DIR may belong to root, and processes need
+only read it. Neither group nor others may be able to write to it."""
 
 _DOCTOR = """
-Looks at this machine and says, in the last two lines, whether GPU ranks and CPU ranks will work
-and what to do where they will not. Under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) every
-rank looks at its own GPU and rank 0 prints what all of them found:
+Looks at this machine. The last two lines say whether GPU ranks and CPU ranks will work, and if
+not, what to do. Under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) every rank looks at its
+own GPU, and rank 0 prints what all ranks found:
 
   torchrun --nproc-per-node 8 -m moe_nvlink_plugin doctor
 
-The exit code is 0 when GPU ranks or CPU ranks will work, 1 when neither will or a rank is missing.
-Kernels that are not in the cache are compiled into it."""
+The exit code is 0 if GPU ranks or CPU ranks will work, and 1 if neither will or a rank is missing.
+The command compiles kernels that the cache lacks into the cache."""
 
 
 def _geometry(text: str) -> Variant:
@@ -51,7 +51,7 @@ def _presets() -> str:
 
 
 def _choices() -> str:
-    """The placeholders of a geometry that stand for names."""
+    """Return what may stand for each placeholder of a geometry that stands for a name."""
     axes = dict.fromkeys(axis for family in FAMILIES for axis in family.axes)
     named = [axis for axis in axes if axis.default is not None]
     return ", ".join(f"{axis.placeholder} is one of {', '.join(axis.choices())}" for axis in named)
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser(
         "doctor",
-        help="say whether this machine will work, and what to do where not",
+        help="say whether this machine will work, and if not, what to do",
         description=_DOCTOR,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         choices=nvrtc.ARCHITECTURES,
         metavar="ARCH",
-        help=f"of the GPUs to compile for, among {', '.join(nvrtc.ARCHITECTURES)} "
-        "(default: this machine's GPUs, all of these where there is none)",
+        help=f"architectures to compile for, among {', '.join(nvrtc.ARCHITECTURES)} "
+        "(default: this machine's GPUs; all of these if it has none)",
     )
     compiling.add_argument(
         "--geometry",
@@ -89,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         type=_geometry,
         metavar="|".join(["MODEL", *(family.usage for family in FAMILIES)]),
-        help="layers to compile for; lm_head is that of draft ranks which share one (default: all "
-        f"models below, and lm_head); {_choices()}; a model's name may stand in front of recipe= "
-        "and combine=, as in qwen3,recipe=mxfp8",
+        help="layers to compile for; lm_head is the LM head that draft ranks share (default: all "
+        f"models below, and lm_head); {_choices()}; recipe= and combine= may follow a model's "
+        "name, as in qwen3,recipe=mxfp8",
     )
     compiling.add_argument(
         "--no-pdl", action="store_true", help="for processes that run with MOE_NVLINK_PDL=0"
@@ -100,10 +100,10 @@ def _parser() -> argparse.ArgumentParser:
         "--cache-dir",
         type=Path,
         metavar="DIR",
-        help="where to (default: MOE_NVLINK_CACHE_DIR, else the user's cache directory)",
+        help="directory to fill (default: MOE_NVLINK_CACHE_DIR, or the user's cache directory)",
     )
     compiling.add_argument(
-        "--jobs", type=_count, metavar="N", help="processes that compile (default: one per CPU)"
+        "--jobs", type=_count, metavar="N", help="compiling processes (default: one per CPU)"
     )
     return parser
 
@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of the console script."""
+    """Run the console script; return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         return _run(options)

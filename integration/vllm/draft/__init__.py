@@ -1,1 +1,1 @@
-"""Draft models (MTP), and the LM head that their ranks share."""
+"""Draft models (MTP), and the LM head that ranks share."""

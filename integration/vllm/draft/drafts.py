@@ -1,6 +1,6 @@
-"""The MTP drafts whose LM head ranks can share, by what a configuration says of them.
+"""The MTP drafts whose LM head ranks can share, and what a configuration says of them.
 
-Nothing here imports vLLM: it runs in every process that builds a configuration.
+This module imports nothing of vLLM, because it runs in every process that builds a configuration.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from moe_nvlink_plugin.integration.common.options import AUTO, MTP_LM_HEAD, Options
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, names
 
-#: `speculative_config.method` of drafts that come with their target.
+#: `speculative_config.method` of drafts that come with their target model.
 METHOD = "mtp"
 _VARIABLE = "MOE_NVLINK_MTP_LM_HEAD_TP"
 _OFF = f'remove "{MTP_LM_HEAD}" and {_VARIABLE}, which leaves the head whole'
@@ -20,8 +20,11 @@ _OFF = f'remove "{MTP_LM_HEAD}" and {_VARIABLE}, which leaves the head whole'
 class Draft(NamedTuple):
     """One of vLLM's draft classes.
 
-    head_in_layer: the LM head and the norm before it are in the layer of the step
-    (``shared_head``), not in the model (``lm_head``).
+    Attributes:
+        module: module of the class.
+        name: name of the class.
+        head_in_layer: whether the LM head and the norm before it are in the layer of the step
+            (``shared_head``), and not in the model (``lm_head``).
     """
 
     module: str
@@ -31,7 +34,7 @@ class Draft(NamedTuple):
 
 _MODELS = "vllm.model_executor.models"
 
-#: By the name vLLM has for the draft's architecture.
+#: vLLM's name of the draft's architecture -> draft.
 DRAFTS: dict[str, Draft] = {
     "DeepSeekMTPModel": Draft(f"{_MODELS}.deepseek_mtp", "DeepSeekMTP", True),
     "Glm4MoeMTPModel": Draft(f"{_MODELS}.glm4_moe_mtp", "Glm4MoeMTP", True),
@@ -42,32 +45,32 @@ DRAFTS: dict[str, Draft] = {
 
 
 def is_mtp(vllm_config: Any) -> bool:
-    """Whether the configuration drafts with its target's own MTP layers. Local, any object."""
+    """Return whether a configuration drafts with its target's MTP layers. Local; any object."""
     return getattr(getattr(vllm_config, "speculative_config", None), "method", None) == METHOD
 
 
 def shares_head(vllm_config: Any, options: Options) -> bool:
-    """Whether ranks are to share the head of this configuration's draft. Local."""
+    """Return whether ranks share the head of this configuration's draft. Local."""
     return options.shares_lm_head and is_mtp(vllm_config)
 
 
 def architecture(vllm_config: Any) -> str:
-    """vLLM's name for the draft's architecture. Local; the configuration `is_mtp`."""
+    """Return vLLM's name of the draft's architecture. Local; only if `is_mtp`."""
     found = vllm_config.speculative_config.draft_model_config.hf_config.architectures
     return str((found or ["none"])[0])
 
 
 def greedy(speculative: Any) -> bool:
-    """Whether each draft token is an argmax, and nobody reads its logits. Local."""
+    """Return whether each draft token is an argmax and nobody reads its logits. Local."""
     return speculative.draft_sample_method == "greedy" and not getattr(
         speculative, "enable_adaptive_verification", False
     )
 
 
 def ask_for_tokens(vllm_config: Any, options: Options) -> None:
-    """Lets vLLM ask a greedy draft for tokens (`get_top_tokens`) instead of logits.
+    """Make vLLM ask a greedy draft for tokens (`get_top_tokens`) instead of logits.
 
-    Local, idempotent. With it only pairs of value and token travel back. Changes
+    Local; idempotent. Then only pairs of value and token travel back. It sets
     ``speculative_config.use_local_argmax_reduction``.
     """
     if shares_head(vllm_config, options) and greedy(vllm_config.speculative_config):
@@ -75,7 +78,7 @@ def ask_for_tokens(vllm_config: Any, options: Options) -> None:
 
 
 def problems(vllm_config: Any, options: Options) -> Iterator[str]:
-    """What in the configuration stands against a shared head, with the flag to change. Local."""
+    """Yield why a configuration allows no shared head, each with the flag to change. Local."""
     if not options.shares_lm_head:
         return
     if not is_mtp(vllm_config):

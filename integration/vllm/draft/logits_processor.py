@@ -1,7 +1,7 @@
-"""vLLM's LM head of an MTP draft that ranks share: its plan, its limits, and our logits processor.
+"""The shared LM head of vLLM's MTP drafts: its plan, its limits, and our logits processor.
 
-`MoeNvlinkLogitsProcessor` stands where vLLM has its ``LogitsProcessor``. Only a draft's is ever
-given a `DraftHead`; the target's does what vLLM's does.
+vLLM creates `MoeNvlinkLogitsProcessor` instead of its ``LogitsProcessor``. Only the processor of a
+draft gets a `DraftHead`; the target's processor does what vLLM's does.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from . import drafts
 
 
 def plan_of(vllm_config: Any, vocab_size: int, ranks: int, device: torch.device) -> Plan:
-    """What this rank would do for its draft. Local.
+    """Return the plan that this rank proposes for its draft. Local.
 
-    vllm_config: with a draft that `drafts.problems` has found nothing against. ranks: data-parallel
-    size.
+    Args:
+        vllm_config: a configuration for which `drafts.problems` yields nothing.
+        vocab_size: rows of the head.
+        ranks: data-parallel size.
+        device: where this rank works.
     """
     speculative = vllm_config.speculative_config
     whole = Plan(
@@ -49,7 +52,7 @@ def plan_of(vllm_config: Any, vocab_size: int, ranks: int, device: torch.device)
 
 
 def refuse_unfit(lm_head: Any, config: HeadConfig) -> None:
-    """Raises UnsupportedError for a head whose rows cannot be multiplied as they lie. Local."""
+    """Raise UnsupportedError for a quantised head, or one of another size or type. Local."""
     method = getattr(lm_head, "quant_method", None)
     if not isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
         raise UnsupportedError(
@@ -60,7 +63,7 @@ def refuse_unfit(lm_head: Any, config: HeadConfig) -> None:
 
 
 class MoeNvlinkLogitsProcessor(LogitsProcessor):
-    """vLLM's logits processor; a draft's goes through `draft_head` once that is set."""
+    """vLLM's logits processor; it uses `draft_head` if a draft has set it."""
 
     draft_head: DraftHead | None = None
 
@@ -70,7 +73,7 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
         hidden_states: torch.Tensor,
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`[n] int64`: the draft tokens of `[n, hidden]`. Collective for a draft's."""
+        """Return the draft tokens `[n]` int64 of `[n, hidden]`. Collective with `draft_head`."""
         tokens: torch.Tensor
         if self.draft_head is None:
             tokens = super().get_top_tokens(lm_head, hidden_states, embedding_bias)
@@ -85,8 +88,8 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
                 soft_cap=self.soft_cap,
                 scale=self.scale,
             )
-        # As without us, where the argmax of what `forward` returns would be taken. vLLM's own
-        # get_top_tokens refuses a scale that is not positive, which a split step does not.
+        # As without us, where vLLM takes the argmax of what `forward` returns. vLLM's own
+        # get_top_tokens refuses a scale that is not positive; a split step accepts it.
         logits = super()._get_logits(hidden_states, lm_head, embedding_bias)
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
@@ -102,7 +105,10 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
         embedding_bias: torch.Tensor | None,
         skip_gather: bool = False,
     ) -> torch.Tensor | None:
-        """`[n, vocab]`, to which `forward` applies soft cap and scale. Collective for a draft's."""
+        """Return logits `[n, vocab]`; `forward` applies soft cap and scale to them.
+
+        Collective with `draft_head`.
+        """
         bound = None if self.draft_head is None else self.draft_head.next_bound()
         if bound is None or self.draft_head is None:
             logits: torch.Tensor | None = super()._get_logits(
@@ -113,5 +119,5 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
 
 
 def put_in_place() -> None:
-    """Registers our logits processor. Local, idempotent; UnsupportedError as `replacement`."""
+    """Register our logits processor. Local; idempotent; raises as `replacement`."""
     replacement.put_in_place(LogitsProcessor, MoeNvlinkLogitsProcessor)

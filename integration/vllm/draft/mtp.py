@@ -1,9 +1,9 @@
-"""vLLM's MTP drafts with a shared LM head: subclasses that tell when a step begins.
+"""vLLM's MTP drafts with a shared LM head: subclasses that know when a step begins.
 
-A draft step is one forward of the draft and one look at its LM head. vLLM's V1 runner leaves the
-look out where it runs the forward for company only (a rank without requests, a profile run, inputs
-that are too long for the draft); then there is no attention metadata, and we look at the head in
-its place, with no rows. The V2 runner always looks.
+A draft step is one forward of the draft and one call of its LM head. vLLM's V1 runner sometimes
+runs a forward only because other ranks do (a rank without requests, a profile run, inputs that are
+too long for the draft). Then it has no attention metadata and does not call the head, so our
+subclass calls the head without rows. The V2 runner always calls the head.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .logits_processor import MoeNvlinkLogitsProcessor, plan_of, refuse_unfit
 
 
 class MoeNvlinkDraft:
-    """Mixin in front of one of vLLM's draft classes.
+    """Mixin for one of vLLM's draft classes.
 
-    ``forward`` stays vLLM's: what is compiled or captured of it is what it was. ``__call__`` is
-    outside of both.
+    ``forward`` stays vLLM's, so vLLM compiles and captures the same code as without us.
+    ``__call__`` is neither compiled nor captured.
     """
 
     _serves_idle = False
     _draft_head: DraftHead | None = None
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        """Collective: all ranks build their draft at the same point of start-up."""
+        """Build the draft. Collective: all ranks build theirs at the same point of start-up."""
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         processor = self._processor()
         if not isinstance(processor, MoeNvlinkLogitsProcessor):
@@ -51,7 +51,7 @@ class MoeNvlinkDraft:
         processor.draft_head = self._draft_head
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's forward, then our part in a step that nobody here has rows for."""
+        """Run vLLM's forward; then take part in a step for which this rank has no rows."""
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._draft_head is not None and is_forward_context_available():
             context = get_forward_context()
@@ -63,12 +63,13 @@ class MoeNvlinkDraft:
         return output
 
     def get_top_tokens(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
-        """`[n] int64`: the draft tokens of `[n, hidden]`. Collective once the head is shared."""
+        """Return the draft tokens `[n]` int64 of `[n, hidden]`. Collective with a shared head."""
         rows = self._normed(hidden_states, spec_step_idx)
         tokens: torch.Tensor = self._processor().get_top_tokens(self._head(spec_step_idx), rows)
         return tokens
 
-    # Where a draft keeps its head. Looked up at every step: vLLM replaces it after construction.
+    # Where a draft keeps its head. Every step looks it up, because vLLM replaces the head after the
+    # draft has been built.
 
     def _processor(self) -> Any:
         raise NotImplementedError
@@ -81,7 +82,7 @@ class MoeNvlinkDraft:
 
 
 class HeadInModel(MoeNvlinkDraft):
-    """One ``lm_head`` for all steps; the forward ends with the norm before it."""
+    """Draft with one ``lm_head`` for all steps; the forward ends with the norm before the head."""
 
     def _processor(self) -> Any:
         return self.logits_processor  # type: ignore[attr-defined]
@@ -94,7 +95,7 @@ class HeadInModel(MoeNvlinkDraft):
 
 
 class HeadInLayer(MoeNvlinkDraft):
-    """A ``shared_head`` in each layer: the norm, then the head."""
+    """Draft with a ``shared_head`` in each layer: the norm, then the head."""
 
     def _processor(self) -> Any:
         return self.model.logits_processor  # type: ignore[attr-defined]
@@ -114,13 +115,13 @@ class HeadInLayer(MoeNvlinkDraft):
 
 
 def _largest_batch(context: Any) -> int | None:
-    """Tokens of the rank with most of them, in the forward that a context belongs to."""
+    """Return the most tokens of any rank in the forward of a context; None if unknown."""
     metadata = context.dp_metadata
     return None if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
 
 
 def shared_head(vllm_config: Any, vocab_size: int) -> DraftHead | None:
-    """This worker's part in the LM head of its draft. Collective, raises as `DraftHeads.head`."""
+    """Return this worker's part in its draft's LM head. Collective; raises as DraftHeads.head."""
     manager = manager_of_ep_group(MTP_LM_HEAD)
     device = manager.pool.device
 
@@ -131,10 +132,11 @@ def shared_head(vllm_config: Any, vocab_size: int) -> DraftHead | None:
 
 
 def put_in_place(vllm_config: Any, device_type: str) -> None:
-    """Makes vLLM build our subclass of this configuration's draft. Local, idempotent.
+    """Make vLLM build our subclass of this configuration's draft. Local; idempotent.
 
-    Raises UnsupportedError when vLLM lacks the draft's class, when another plugin has registered
-    one in its place, or when vLLM would replay the calls that we look at.
+    Raises:
+        UnsupportedError: vLLM lacks the draft's class, another plugin has replaced it, or vLLM
+            would replay the draft's calls from a graph.
     """
     _refuse_replayed_calls(vllm_config, device_type)
     name = architecture(vllm_config)
@@ -145,8 +147,8 @@ def put_in_place(vllm_config: Any, device_type: str) -> None:
         if present is not ours.__bases__[1]:
             raise UnsupportedError(
                 f"{MTP_LM_HEAD}: another plugin has already registered {present.__module__}."
-                f"{present.__qualname__} for {name}. Disable that plugin (VLLM_PLUGINS lists those "
-                f'to load), or remove "{MTP_LM_HEAD}".'
+                f"{present.__qualname__} for {name}. Disable that plugin (VLLM_PLUGINS lists the "
+                f'plugins to load), or remove "{MTP_LM_HEAD}".'
             )
         ModelRegistry.register_model(name, ours)
     built = get_model_cls(draft_config)
@@ -158,7 +160,10 @@ def put_in_place(vllm_config: Any, device_type: str) -> None:
 
 
 def _refuse_replayed_calls(vllm_config: Any, device_type: str) -> None:
-    """A breakable graph of the V1 runner replays what a call launched, without the call."""
+    """Raise UnsupportedError for breakable graphs of the V1 runner.
+
+    Such a graph replays what a draft's call launched, but does not call the draft.
+    """
     if (
         device_type == "cuda"
         and not vllm_config.use_v2_model_runner

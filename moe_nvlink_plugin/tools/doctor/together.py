@@ -1,4 +1,4 @@
-"""moe-nvlink doctor, alone or as one of several ranks that a launcher has started."""
+"""moe-nvlink doctor, as one process or as one of several ranks that a launcher has started."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from .verdict import judge_cpu_ranks, judge_gpu_ranks
 
 
 def main(*, as_json: bool = False) -> int:
-    """Asks, judges and prints; among several ranks rank 0 prints for all. Collective then.
+    """Ask, judge and print; among several ranks rank 0 prints for all. Collective if a launcher is.
+
+    Args:
+        as_json: whether to print JSON instead of text.
 
     Returns:
-        0 when GPU ranks or CPU ranks will work (the same on every rank), else 1.
+        0 if GPU ranks or CPU ranks will work, else 1; equal on every rank that meets the others.
     """
     mine = facts()
     lost = ""
@@ -31,16 +34,16 @@ def main(*, as_json: bool = False) -> int:
         verdicts = [dataclasses.replace(v, reasons=(lost, *v.reasons)) for v in verdicts]
     if not mine.rank:
         print((report.as_json if as_json else report.as_text)(ranks, verdicts), flush=True)
-    elif lost:  # rank 0 may be the one that is missing
+    elif lost:  # rank 0 may be the missing rank
         print("\n".join(map(str, verdicts)), file=sys.stderr, flush=True)
     return 0 if any(verdict.works for verdict in verdicts) else 1
 
 
 def gather(mine: Facts) -> list[Facts]:
-    """Every rank's facts, in rank order; outside of a launcher this process's. Collective.
+    """Return every rank's facts, in rank order; without a launcher, this process's. Collective.
 
     Raises:
-        PeerError: not all ranks were there in time, or they cannot reach each other.
+        PeerError: a rank did not arrive in time, or the ranks cannot reach each other.
     """
     if mine.rank is None or mine.world_size in (None, 1):
         return [mine]
@@ -52,7 +55,7 @@ def gather(mine: Facts) -> list[Facts]:
 
     try:
         timeout_s = env.timeout_s()
-    except ConfigError:  # among the bad variables that are reported
+    except ConfigError:  # bad_variables has it
         timeout_s = 60.0
     try:
         torch.distributed.init_process_group(
@@ -63,7 +66,7 @@ def gather(mine: Facts) -> list[Facts]:
         )
         group = as_group(torch.distributed.group.WORLD, timeout_s)
         return [from_json(text) for text in group.all_gather_object(to_json(mine))]
-    except (RuntimeError, ValueError) as error:  # torch raises these for whatever went wrong
+    except (RuntimeError, ValueError) as error:  # torch raises these for every failure
         raise PeerError(f"the ranks did not meet: {error}") from error
     finally:
         if torch.distributed.is_initialized():

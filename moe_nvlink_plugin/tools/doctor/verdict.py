@@ -1,7 +1,8 @@
-"""From facts to an answer: will it work, and what to do where it will not. Pure functions.
+"""Judges from facts whether ranks will work, and says what to do if not. Pure functions.
 
-What ranks of a group must have in common is decided in transport/topology.py when a group starts;
-here the same is foretold, for ranks that may not exist yet: one on each GPU that is seen.
+When a group starts, transport/topology.py checks what its ranks must have in common. This module
+predicts the result of these checks, also for ranks that do not exist yet: one on each GPU that the
+process sees.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from moe_nvlink_plugin import driver
 from .gpu import GpuDevice, Peer, Trial
 from .inquiry import Facts
 
-#: Cubins of NVRTC 13 load on drivers of the same major version and on newer ones.
+#: Drivers of CUDA 13 and newer load cubins that NVRTC 13 has made.
 OLDEST_CUDA = (13, 0)
-#: What cuInit says on a machine with NVSwitch until its fabric manager runs.
+#: Error of cuInit on a machine with NVSwitch until the fabric manager runs.
 _NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY"
 _ELSEWHERE = "use another all-to-all backend (vLLM: --all2all-backend allgather_reducescatter)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """On the GPU ranks or the CPU ranks of one machine, or of all that were asked together.
+    """Judgement on the GPU ranks or the CPU ranks of one process, or of all ranks of a launcher.
 
     Attributes:
-        reasons: why it will not work, each with what to do; empty where it will.
-        notes: what is worth knowing all the same.
+        who: "GPU ranks" or "CPU ranks".
+        reasons: why they will not work, each with what to do; empty if they will.
+        notes: other facts worth knowing.
     """
 
     who: str
@@ -37,20 +39,20 @@ class Verdict:
 
     @property
     def works(self) -> bool:
-        """Nothing known speaks against it."""
+        """Whether there is no reason why they will not work."""
         return not self.reasons
 
     def __str__(self) -> str:
-        """One line."""
+        """The verdict in one line."""
         told = self.notes if self.works else self.reasons
         texts = told if len(told) < 2 else [f"({n}) {text}" for n, text in enumerate(told, 1)]
         line = f"{self.who}: {'will work' if self.works else 'will not work'}"
-        # A compiler's log may be among the reasons: it stands above, in full.
+        # A reason may be a compiler's log, which the report has in full above.
         return ": ".join([line, *([" ".join(" ".join(texts).split())] if texts else [])])
 
 
 def judge_gpu_ranks(ranks: Sequence[Facts]) -> Verdict:
-    """On facts of one process, or of every rank in rank order."""
+    """Judge GPU ranks by the facts of one process, or of every rank in rank order."""
     reasons = _by_rank(ranks, _gpu_reasons)
     if len(ranks) > 1:
         reasons += [*_disagreements(ranks), *_kinds(ranks), *_shared_gpus(ranks)]
@@ -60,7 +62,7 @@ def judge_gpu_ranks(ranks: Sequence[Facts]) -> Verdict:
 
 
 def judge_cpu_ranks(ranks: Sequence[Facts]) -> Verdict:
-    """On facts of one process, or of every rank in rank order."""
+    """Judge CPU ranks by the facts of one process, or of every rank in rank order."""
     reasons = _by_rank(ranks, _cpu_reasons)
     if len(ranks) > 1:
         reasons += _disagreements(ranks)
@@ -79,7 +81,7 @@ def judge_cpu_ranks(ranks: Sequence[Facts]) -> Verdict:
 
 
 def _by_rank(ranks: Sequence[Facts], judge: Callable[[Facts], list[str]]) -> list[str]:
-    """What each rank has against it, once; with the ranks it holds for where there are several."""
+    """Return each reason of the ranks once, with the numbers of its ranks if there are several."""
     holders: dict[str, list[int]] = {}
     for number, found in enumerate(ranks):
         for text in judge(found):
@@ -90,7 +92,7 @@ def _by_rank(ranks: Sequence[Facts], judge: Callable[[Facts], list[str]]) -> lis
 
 
 def numbered(what: str, numbers: Sequence[int]) -> str:
-    """ "rank 3" or "ranks 0-2, 5", for numbers in ascending order."""
+    """Return "rank 3" or "ranks 0-2, 5", for numbers in ascending order."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -151,8 +153,10 @@ def _gpu_reasons(found: Facts) -> list[str]:
 
 
 def _kernel_reasons(found: Facts, architecture: str) -> list[str]:
-    """Kinds of kernels that NVRTC refuses. If there is no NVRTC, a cache without rows as they come
-    counts, and what else it lacks is a note: an image has the kinds that it was made for.
+    """Return why kernels of an architecture are missing.
+
+    If there is no NVRTC, only the first kind must be in the cache, which every layer needs. Other
+    missing kinds become a note, because an image has the kinds that it was made for.
     """
     kinds = found.kernels.architectures[architecture]
     refused = _missing(found, architecture)
@@ -168,14 +172,15 @@ def _kernel_reasons(found: Facts, architecture: str) -> list[str]:
 
 
 def _missing(found: Facts, architecture: str) -> list[str]:
-    """Kinds of kernels that are not there."""
+    """Return the kinds of kernels that are missing."""
     kinds = found.kernels.architectures[architecture]
     return [kind for kind, answer in kinds.items() if answer.error]
 
 
 def _shortened(log: str) -> str:
-    """A compiler's log as a reason: its first error between the first line, which names the
-    compiler, and the last, which says what to do.
+    """Shorten a compiler's log to three lines: compiler, first error, what to do.
+
+    The first line of the log names the compiler, and the last one says what to do.
     """
     lines = log.splitlines()
     if len(lines) <= 6:
@@ -207,7 +212,7 @@ def _software_reasons(found: Facts) -> Iterator[str]:
 
 
 def device_reasons(device: GpuDevice) -> list[str]:
-    """What keeps a rank from working on this GPU."""
+    """Return why a rank cannot work on this GPU; empty if it can."""
     if device.error:
         return [f"{device.error}; nvidia-smi and dmesg (Xid) may tell why"]
     reasons = []
@@ -231,12 +236,12 @@ def device_reasons(device: GpuDevice) -> list[str]:
 
 
 def _preferred(device: GpuDevice) -> Trial:
-    """The way its memory is shared inside a host."""
+    """Return the attempt by the handle with which ranks share the GPU's memory inside a host."""
     return device.posix_fd if device.posix_fd.supported else device.fabric_handle
 
 
 def _by_gpu(devices: Sequence[GpuDevice]) -> list[str]:
-    """What each GPU has against it, once, with the GPUs it holds for."""
+    """Return each different reason of the GPUs once, with the numbers of its GPUs."""
     holders: dict[str, list[int]] = {}
     for device in devices:
         for text in device_reasons(device):
@@ -245,7 +250,7 @@ def _by_gpu(devices: Sequence[GpuDevice]) -> list[str]:
 
 
 def usable_devices(found: Facts) -> list[GpuDevice]:
-    """Those of this process that a rank can work on."""
+    """Return the GPUs of this process that a rank can work on."""
     return [device for device in found.own_devices() if not device_reasons(device)]
 
 
@@ -282,7 +287,7 @@ def _gpu_notes(found: Facts) -> list[str]:
 
 
 def _hosts(ranks: Sequence[Facts]) -> dict[str, str]:
-    """host_id -> name, in rank order."""
+    """Return host_id -> name, in rank order."""
     return {found.host_id: found.host for found in ranks}
 
 
@@ -293,7 +298,7 @@ def _listed(texts: Iterable[str], most: int = 8) -> str:
 
 
 def _differing(ranks: Sequence[Facts], what: str, value: Callable[[Facts], str]) -> str:
-    """ "torch differs (2.13.0 on rank 0, 2.14.0 on rank 1)", or ""."""
+    """Return "torch differs (2.13.0 on rank 0, 2.14.0 on rank 1)"; "" if it does not."""
     holders: dict[str, list[int]] = {}
     for number, found in enumerate(ranks):
         holders.setdefault(value(found) or "none", []).append(number)
@@ -304,7 +309,7 @@ def _differing(ranks: Sequence[Facts], what: str, value: Callable[[Facts], str])
 
 
 def _disagreements(ranks: Sequence[Facts]) -> list[str]:
-    """What must be equal."""
+    """Return what differs between ranks and must not."""
     found = [
         _differing(ranks, "moe-nvlink-plugin", lambda found: found.software.plugin),
         _differing(ranks, "the kernels' source", lambda found: found.software.kernel_text),
@@ -322,7 +327,7 @@ def _capability(found: Facts) -> str:
 
 
 def _differences(ranks: Sequence[Facts]) -> list[str]:
-    """What may differ, and is seldom meant to."""
+    """Return what differs between ranks and may, but seldom should."""
     values: dict[str, Callable[[Facts], str]] = {
         "torch": lambda found: found.software.distributions.get("torch", ""),
         "the driver's CUDA": lambda found: found.gpus.cuda_version,
@@ -333,7 +338,7 @@ def _differences(ranks: Sequence[Facts]) -> list[str]:
 
 
 def _owners(ranks: Sequence[Facts]) -> list[tuple[int, Facts, GpuDevice]]:
-    """Each rank that has one GPU, with it."""
+    """Return (rank, facts, GPU) of each rank that has one GPU."""
     return [
         (number, found, found.own_devices()[0])
         for number, found in enumerate(ranks)
@@ -342,7 +347,7 @@ def _owners(ranks: Sequence[Facts]) -> list[tuple[int, Facts, GpuDevice]]:
 
 
 def _sharing(ranks: Sequence[Facts]) -> list[str]:
-    """ "ranks 0-1 are on one GPU (uuid)", of each GPU with several ranks."""
+    """Return "ranks 0-1 are on one GPU (uuid)" for each GPU with several ranks."""
     holders: dict[str, list[int]] = {}
     for number, _found, device in _owners(ranks):
         holders.setdefault(device.uuid, []).append(number)
@@ -363,7 +368,7 @@ def _shared_gpus(ranks: Sequence[Facts]) -> list[str]:
 
 
 def _side_by_side(ranks: Sequence[Facts]) -> list[str]:
-    """What a shared GPU costs where it is allowed."""
+    """Return what a shared GPU costs, if sharing is allowed."""
     cost = (
         "for tests: each rank gets its part of the SMs, and without MPS the GPU runs one process "
         "at a time, so that every wait lasts as long as the others' time slices"
@@ -372,10 +377,10 @@ def _side_by_side(ranks: Sequence[Facts]) -> list[str]:
 
 
 def _unlinked(ranks: Sequence[Facts]) -> list[str]:
-    """Pairs of ranks without NVLink between their GPUs, where one of them sees both."""
+    """Return the pairs of ranks without NVLink between their GPUs, if one rank sees both GPUs."""
     pairs = set()
     for (a, here, mine), (b, _there, theirs) in itertools.permutations(_owners(ranks), 2):
-        # A GPU of another host is not seen, nor is one that the launcher hides.
+        # This rank sees neither GPUs of another host nor GPUs that the launcher hides.
         seen = {device.index for device in here.gpus.devices if device.uuid == theirs.uuid}
         if any(peer.index in seen and not _is_nvlink(peer) for peer in mine.peers):
             pairs.add((min(a, b), max(a, b)))
