@@ -1,1 +1,1 @@
-"""The backend inside vLLM's MoE layers."""
+"""Our classes inside vLLM's MoE layers."""

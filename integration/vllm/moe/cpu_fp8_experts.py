@@ -1,12 +1,12 @@
-"""FP8 experts on a CPU for which vLLM has none: rows travel as FP8, the arithmetic is float.
+"""FP8 experts for CPUs for which vLLM has none: rows travel as FP8, the arithmetic is float.
 
-vLLM's CPU experts for block FP8 need AMX tiles. Without them its oracle chooses no experts class
-(for now, its comment says, until plugins can register theirs) and loading fails. Here the weights
-are dequantised once they are loaded and computed by the unquantised CPU experts. Unlike those, the
-experts take quantised rows, so that dispatch carries what the model's scheme asks for.
+vLLM's CPU experts for block FP8 need AMX tiles. On a CPU without them, vLLM's oracle chooses no
+experts class (until plugins can register theirs, its comment says), and loading fails. Our experts
+dequantise the weights after loading, and vLLM's unquantised CPU experts compute with them. Unlike
+these, our experts take quantised rows, so dispatch carries the format of the model's scheme.
 
-vLLM's own CPU experts (W8A16) see unquantised activations, its GPU ones quantise also between the
-two products. These quantise the input alone.
+vLLM's own CPU experts (W8A16) get unquantised activations. vLLM's GPU experts also quantise between
+the two products. Our experts quantise only the input.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 def serve_without_amx(quant_method: Any) -> None:
-    """Gives an FP8 quant method our experts where vLLM found none for this CPU. Local.
+    """Give an FP8 quant method our experts if vLLM has found none for this CPU. Local.
 
-    Call it before anything else wraps the method's process_weights_after_loading. Leaves every
-    other quant method alone. Raises UnsupportedError for FP8 weights that are not in blocks.
+    It changes no other quant method. Call it before anything else wraps the method's
+    process_weights_after_loading.
+
+    Raises:
+        UnsupportedError: the FP8 weights have no block scales.
     """
     if not isinstance(quant_method, Fp8MoEMethod) or quant_method.experts_cls is not None:
         return
@@ -44,7 +47,7 @@ def serve_without_amx(quant_method: Any) -> None:
         )
     _, unquantised = select_unquantized_moe_backend(moe_config=quant_method.moe)
     quant_method.experts_cls = _taking_fp8_rows(unquantised)
-    # The backend whose weights vLLM hands to the experts as they were loaded.
+    # With this backend, vLLM passes the weights to the experts as it has loaded them.
     quant_method.fp8_backend = Fp8MoeBackend.EMULATION
     original = quant_method.process_weights_after_loading
 
@@ -55,25 +58,25 @@ def serve_without_amx(quant_method: Any) -> None:
 
     quant_method.process_weights_after_loading = process_weights_after_loading
     logger.info(
-        "No FP8 experts of vLLM run on this CPU: weights are dequantised to %s at load, rows "
-        "travel as the model asks.",
+        "vLLM has no FP8 experts for this CPU: moe_nvlink dequantises the weights to %s after "
+        "loading; rows travel in the model's format.",
         quant_method.moe.in_dtype,
     )
 
 
 class Fp8RowsMixin:
-    """In front of experts that compute floats: e4m3 rows and block scales become floats first."""
+    """Mixin for experts that compute floats: it makes floats of e4m3 rows and block scales."""
 
     moe_config: Any
     quant_config: Any
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """False: it is quantised rows that travel."""
+        """False, because quantised rows travel."""
         return False
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Dequantises the weights, then what the float experts do with theirs. Local."""
+        """Dequantise the weights; then process them as the float experts do. Local."""
         for name in ("w13", "w2"):
             weight = getattr(layer, f"{name}_weight")
             scales = getattr(layer, f"{name}_weight_scale_inv")
@@ -84,7 +87,7 @@ class Fp8RowsMixin:
     def apply(
         self, output: torch.Tensor, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
-        """vLLM's apply, with a1q_scale fp32 [num_rows, blocks per row] beside e4m3 rows."""
+        """Run vLLM's apply; a1q_scale is `[num_rows, blocks per row]` float32 for e4m3 rows."""
         scales = kwargs["a1q_scale"]
         if scales is not None:
             width = self.quant_config.block_shape[1]
@@ -102,7 +105,7 @@ def _taking_fp8_rows(base: type[mk.FusedMoEExperts]) -> type[mk.FusedMoEExperts]
 def dequantised_blocks(
     weight: torch.Tensor, scales: torch.Tensor, block: list[int]
 ) -> torch.Tensor:
-    """e4m3 `[experts, rows, columns]` times the scale of its block, in fp32. Local."""
+    """Return e4m3 weights `[experts, rows, columns]` times their block's scale, float32. Local."""
     rows, columns = block
     of_elements = scales.repeat_interleave(rows, dim=1).repeat_interleave(columns, dim=2)
     return weight.float() * of_elements[:, : weight.shape[1], : weight.shape[2]]

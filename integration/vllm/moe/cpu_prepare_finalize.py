@@ -1,9 +1,9 @@
-"""Prepare and finalize for experts on CPU ranks: the filled rows alone, with local ids.
+"""Prepare and finalize for experts on CPU ranks, which get only the filled rows, with local ids.
 
-The receive buffer is rank-major with room for every rank's capacity, mostly empty. vLLM's CPU
-experts compute every row they are given, ignore expert_map and do not check ids, so they get the
-filled rows alone, with local ids; a choice that belongs to another rank becomes local expert 0 with
-weight 0.
+The receive buffer is rank-major. It has room for every rank's capacity, and most of it is empty.
+vLLM's CPU experts compute every row that they get, ignore expert_map and do not check ids. So they
+get only the filled rows, with local ids. The id of another rank's expert becomes local expert 0
+with weight 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         self._slices: list[slice] = []  # the filled rows, one slice per source rank
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """Refuses experts that would leave weighting or summing over their top_k to us. Local."""
+        """Raise UnsupportedError for experts that leave weighting or summing to finalize. Local."""
         super().post_init_setup(fused_experts)
         left_open = fused_experts.finalize_weight_and_reduce_impl()
         if not isinstance(left_open, TopKWeightAndReduceNoOP):
@@ -70,13 +70,13 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
 
 
 def _filled(recv_counts: torch.Tensor, capacity: int) -> list[slice]:
-    """Where the rows of each source rank lie in the rank-major buffers."""
+    """Return the filled rows of each source rank in the rank-major buffers."""
     counts = recv_counts.tolist()
     return [slice(rank * capacity, rank * capacity + n) for rank, n in enumerate(counts) if n]
 
 
 def _gather(buffer: torch.Tensor, slices: list[slice]) -> torch.Tensor:
-    """The filled rows as a contiguous copy; a view would change at the peers' next dispatch."""
+    """Return a contiguous copy of the filled rows; the peers' next dispatch would change a view."""
     if not slices:
         return buffer[:0].clone()
     return torch.cat([buffer[filled] for filled in slices])

@@ -1,16 +1,16 @@
-"""Prepare and finalize for experts on CUDA ranks: in place, and fit for a CUDA graph.
+"""Prepare and finalize for experts on CUDA ranks: in place, and capturable.
 
-The experts read the receive buffer where the peers wrote it, all its slots, and write into the
-combine region; nothing is copied, but by `common.formats` if experts take another format or layout
-than travels. The host learns nothing of the data: shapes depend on the chosen capacity alone. No
-call here waits for the device, but for dispatch's first look at a static scale outside of captures,
-and all of them can be captured.
+The experts read all slots of the receive buffer, where the peers wrote, and write into the combine
+region. Only `common.formats` copies rows, if experts take another format or layout than travels.
+The host learns nothing of the data: shapes depend on the chosen capacity only. A CUDA graph can
+capture every call. No call waits for the device, except that dispatch reads a static scale at its
+first call with it, outside of captures.
 
-vLLM's CUDA experts take global ids and an expert_map that turns those of other ranks into -1; they
-do not take -1 itself. So a choice of another rank, and every choice of an empty slot, becomes the
-id of an expert that lives elsewhere, with weight 0. To the experts this looks like the output of an
-all-gather with some rows in disorder, which is what they are chosen for. Rows of empty slots
-hold old bytes; what experts make of them is read by nobody.
+vLLM's CUDA experts take global ids, and an expert_map that turns ids of other ranks' experts into
+-1; they do not take -1 itself. So every id of another rank's expert, and every id of an empty slot,
+becomes the id of an expert on another rank, with weight 0. To the experts this looks like the
+output of an all-gather with rows in another order, for which vLLM has chosen them. Rows of empty
+slots hold old bytes, and nobody reads what experts make of them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,18 @@ _SERVED = (TopKWeightAndReduceNoOP, TopKWeightAndReduceContiguous, TopKWeightAnd
 
 
 class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
-    """Hands out views of the workspace, and takes the experts' rows in it.
+    """Gives the experts views of the workspace, and takes their rows in it.
 
-    exchanges: of one geometry and one workspace, ascending in capacity. A step goes through the
-    smallest that holds the batch of every rank, so that the experts of a small batch are not handed
-    the slots of the largest one. vLLM has agreed the batch sizes among the ranks by then.
+    A step uses the smallest exchange that holds the batch of every rank, so the experts of a small
+    batch do not get the slots of the largest one. vLLM's ranks have agreed on batch sizes by then.
+
+    Args:
+        exchanges: exchanges of one geometry on one workspace, ascending in capacity.
+        expert_map: vLLM's map of global to local expert ids; None if one rank has all experts.
+        dispatch_format: how rows travel.
+
+    Raises:
+        UnsupportedError: expert_map is missing, or experts are not placed in contiguous ranges.
     """
 
     def __init__(
@@ -64,9 +71,9 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
             )
         self._exchanges = tuple(exchanges)
         device = exchanges[-1].combine_input().device
-        # Scalars live on the device: one made during a capture would have to be copied there.
-        # The expert after our last is another rank's, unless one rank has them all: then it is
-        # expert 0, which spends some work on rows of empty slots.
+        # Scalars are made on the device here, because a capture could not copy them there. The
+        # expert after this rank's last belongs to another rank. If one rank has all experts, it is
+        # expert 0, which then spends some work on rows of empty slots.
         self._elsewhere = torch.tensor(
             self._end % config.num_experts, dtype=torch.int32, device=device
         )
@@ -74,7 +81,7 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         self._nowhere = torch.tensor(-1, dtype=torch.int32, device=device)
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """Refuses experts whose output combine cannot take. Local."""
+        """Raise UnsupportedError for experts whose output combine cannot take. Local."""
         super().post_init_setup(fused_experts)
         name = type(fused_experts).__name__
         left_open = fused_experts.finalize_weight_and_reduce_impl()
@@ -85,11 +92,12 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 f"{TopKWeightAndReduceContiguous.__name__}. Choose others with --moe-backend."
             )
         config = self._exchange.config
-        # Experts that keep ep_rank (FlashInfer's) find their first expert by it, not expert_map.
+        # Experts with an ep_rank (FlashInfer's) compute their first expert from it, without
+        # expert_map.
         if config.num_experts % config.ep_size and hasattr(fused_experts, "ep_rank"):
             raise UnsupportedError(
-                f"{name} takes all ranks to own equally many experts, which {config.num_experts} "
-                f"experts on {config.ep_size} ranks do not allow; vLLM would compute wrong "
+                f"{name} assumes that all ranks own equally many experts, but there are "
+                f"{config.num_experts} experts on {config.ep_size} ranks; vLLM would compute wrong "
                 "results. Choose other experts with --moe-backend (triton is one)."
             )
         hidden_size = config.hidden_size
@@ -107,10 +115,15 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         device: torch.device,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> torch.Tensor | None:
-        """The combine region for experts that finish their rows themselves, None for others. Local.
+        """Return the combine region if experts weight and sum their rows themselves, else None.
 
-        Between prepare and finalize only; then finalize has nothing to copy. shape, dtype, device:
-        of the experts' output.
+        Local. vLLM calls it between prepare and finalize. Then finalize copies nothing.
+
+        Args:
+            shape: shape of the experts' output.
+            dtype: type of the experts' output.
+            device: device of the experts' output.
+            weight_and_reduce_impl: what the experts leave to finalize.
         """
         if self._round is None or not isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP):
             return None
@@ -137,7 +150,7 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
     def _hand_out(self, received: Dispatched) -> Arrived:
         ids = received.topk_ids
         foreign = ids.clamp(self._first, self._end - 1) != ids
-        # Fresh tensors: the receive buffer is the peers' to write, and combine's to rely on.
+        # New tensors, because only the peers may write to the receive buffer.
         return Arrived(
             received.hidden_states,
             received.scales,
@@ -159,7 +172,7 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
 
 
 def _most_tokens_of_a_rank() -> int | None:
-    """The largest batch of this step over all ranks, where vLLM says; the same on every rank."""
+    """Return the most tokens of any rank in this step, equal on every rank; None if unknown."""
     if not is_forward_context_available():
         return None
     metadata = get_forward_context().dp_metadata
@@ -169,9 +182,9 @@ def _most_tokens_of_a_rank() -> int | None:
 
 
 def _padding_mask(num_tokens: int) -> torch.Tensor | None:
-    """`[num_tokens] bool`, the rows that a CUDA graph's fixed size added; None where unknown.
+    """Return `[num_tokens]` bool: the rows that a CUDA graph's fixed size added; None if unknown.
 
-    A mask of another length belongs to the whole sequence, of which this rank has a slice.
+    A mask of another length is for the whole sequence, of which this rank has a slice.
     """
     if not is_forward_context_available():
         return None

@@ -1,4 +1,4 @@
-"""What vLLM's experts take, in the words of `common.formats`: their FusedMoEQuantConfig."""
+"""What vLLM's experts take: their FusedMoEQuantConfig in the terms of `common.formats`."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from moe_nvlink_plugin.integration.vllm.choices import WORDING
 
 
 class VllmExpertsInput(ExpertsInput):
-    """One FusedMoEQuantConfig; made anew for each call, holds nothing of its own."""
+    """View of one FusedMoEQuantConfig. Each call makes a new one.
+
+    Args:
+        quant_config: vLLM's FusedMoEQuantConfig.
+        takes_floats: whether the experts quantise their input themselves, whatever quant_config
+            says.
+    """
 
     def __init__(self, quant_config: Any, *, takes_floats: bool = False) -> None:
-        """takes_floats: the experts quantise for themselves, whatever quant_config says."""
         self._quant_config = quant_config
         self._takes_floats = takes_floats
 
     @classmethod
     def of(cls, experts: Any) -> VllmExpertsInput:
-        """What vLLM's experts object takes. Local."""
+        """Return what an experts object of vLLM takes. Local."""
         floats = experts.quant_config.quant_dtype is None or experts.expects_unquantized_inputs
         return cls(experts.quant_config, takes_floats=floats)
 
     @property
     def wording(self) -> Wording:
-        """Of vLLM's messages."""
+        """Words of vLLM's messages."""
         return WORDING
 
     @property
     def quant_dtype(self) -> Any:
-        """As vLLM has it; None for experts that quantise for themselves."""
+        """vLLM's value; None for experts that quantise their input themselves."""
         return None if self._takes_floats else self._quant_config.quant_dtype
 
     @property
     def block_shape(self) -> Any:
-        """As vLLM has it: `[rows, columns]`."""
+        """vLLM's value: `[rows, columns]`."""
         return self._quant_config.block_shape
 
     @property
@@ -51,13 +56,13 @@ class VllmExpertsInput(ExpertsInput):
 
     @property
     def padded_to(self) -> int | None:
-        """MXFP8 only."""
+        """vLLM's alignment of MXFP8 rows."""
         alignment: int | None = self._quant_config.mx_alignment
         return alignment
 
     @property
     def static_scale(self) -> torch.Tensor | None:
-        """As vLLM hands it to its quantiser."""
+        """The scale that vLLM passes to its quantiser."""
         config = self._quant_config
         scale: torch.Tensor | None = (
             config.a1_gscale if config.quant_dtype == "nvfp4" else config.a1_scale
@@ -66,11 +71,11 @@ class VllmExpertsInput(ExpertsInput):
 
     @property
     def wants_powers_of_two(self) -> bool:
-        """DeepGEMM does, on some GPUs."""
+        """Whether DeepGEMM wants such scales on this GPU."""
         return bool(is_deep_gemm_e8m0_used())
 
     def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Float rows `[n, hidden_size]`, quantised as the experts want them; linear scales."""
+        """See ExpertsInput."""
         config = self._quant_config
         quantised: tuple[torch.Tensor, torch.Tensor | None] = moe_kernel_quantize_input(
             A=rows,
@@ -84,7 +89,7 @@ class VllmExpertsInput(ExpertsInput):
         return quantised
 
     def laid_out(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Scales `[n, ...]` of these rows in the layout that the experts' kernel reads."""
+        """See ExpertsInput."""
         config = self._quant_config
         if config.is_scale_swizzled and config.quant_dtype == "nvfp4":
             interleaved: torch.Tensor = nvfp4_block_scale_interleave(scales.view(torch.uint8))

@@ -1,7 +1,7 @@
-"""Our classes in the place of vLLM's ``RoutedExperts`` and ``MoERunner``, and what they change.
+"""Our classes instead of vLLM's ``RoutedExperts`` and ``MoERunner``, and what they change.
 
-Both go in through ``register_oot``, vLLM's hook for replacing a layer class at instantiation. The
-quant methods stay vLLM's own objects: weight loaders test their class names.
+Both use ``register_oot``, vLLM's hook to replace a layer class when a layer is created. The quant
+methods remain vLLM's own objects, because weight loaders test their class names.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ INPUT_SCALES = {
 
 
 def put_in_place() -> None:
-    """Registers both classes with vLLM. Local, idempotent.
+    """Register both classes with vLLM. Local; idempotent.
 
-    Raises UnsupportedError when another plugin has replaced one of them.
+    Raises:
+        UnsupportedError: another plugin has replaced one of vLLM's classes.
     """
     replacement.put_in_place(RoutedExperts, MoeNvlinkRoutedExperts)
     replacement.put_in_place(MoERunner, MoeNvlinkMoERunner)
@@ -57,7 +58,7 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         ours = selected_here() and moe_config.moe_parallel_config.use_all2all_kernels
         if ours and hasattr(moe_config, "require_decomposed_backend"):
-            # vLLM 0.33 and newer: leaves out experts that route inside their kernel.
+            # vLLM 0.33 and newer then chooses no experts that route inside their kernel.
             moe_config.require_decomposed_backend = True
         quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
         if ours:
@@ -82,19 +83,19 @@ class MoeNvlinkMoERunner(MoERunner):
             )
 
     def _select_forward(self) -> Any:
-        """The custom op also on CPU, where vLLM would let Dynamo trace into the exchange."""
+        """Return the custom op, also on CPU, where vLLM would let Dynamo trace the exchange."""
         ops = torch.ops.vllm
         return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
 
 
 def _rebuild_after_loading(quant_method: Any) -> None:
-    """Wraps this instance's process_weights_after_loading: the kernel exists only after it."""
+    """Wrap process_weights_after_loading of this instance; the kernel exists only after it."""
     original = quant_method.process_weights_after_loading
 
     @functools.wraps(original)
     def process_weights_after_loading(layer: Any) -> None:
         input_scales.share(layer, INPUT_SCALES, lambda: get_ep_group().cpu_group)
-        # Where weights are updated in place, ranks do not wait for each other.
+        # When vLLM updates weights in place, ranks do not wait for each other.
         expected = not _is_ours(getattr(quant_method, "moe_kernel", None))
         with _pool().ranks.telling_all(layer.layer_name) if expected else contextlib.nullcontext():
             original(layer)
@@ -105,23 +106,25 @@ def _rebuild_after_loading(quant_method: Any) -> None:
 
 
 def _is_ours(kernel: Any) -> bool:
-    """Whether a modular kernel has our prepare/finalize already. Local."""
+    """Return whether a modular kernel already has our prepare/finalize. Local."""
     if kernel is None or kernel.is_monolithic:
         return False
     return isinstance(kernel.prepare_finalize, MoeNvlinkPrepareAndFinalize)
 
 
 def _pool() -> ExchangePool:
-    """This worker's. Local."""
+    """Return this worker's pool. Local."""
     return manager_of_ep_group(f"--all2all-backend {BACKEND}").pool
 
 
 def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
-    """Puts our prepare/finalize in front of the experts vLLM chose. Collective over the EP group.
+    """Put our prepare/finalize before the experts that vLLM chose. Collective over the EP group.
 
-    Raises UnsupportedError for experts outside the modular kernel, for an expert placement that is
-    not contiguous, and for rows or scales in a format that cannot travel; ConfigError for a hidden
-    size that the format cannot do; PeerError where another rank raises any of that.
+    Raises:
+        UnsupportedError: the experts are outside of the modular kernel, or are not placed in
+            contiguous ranges, or no recipe has the format that they take.
+        ConfigError: the format does not support the hidden size.
+        PeerError: another rank raised one of these.
     """
     kernel, pool = quant_method.moe_kernel, _pool()
     with pool.ranks.telling_all(layer.layer_name):
@@ -152,8 +155,8 @@ def _check_modular(quant_method: Any, layer: Any) -> None:
     if kernel is None or kernel.is_monolithic:
         raise UnsupportedError(
             f"--all2all-backend {BACKEND}: {layer.layer_name} is served by "
-            f"{type(quant_method).__name__} without vLLM's modular kernel. Where experts of "
-            "vLLM's choice route inside their kernel, choose others with --moe-backend (triton is "
+            f"{type(quant_method).__name__} without vLLM's modular kernel. If vLLM has chosen "
+            "experts that route inside their kernel, choose others with --moe-backend (triton is "
             "one); or use weights in another format, or another backend."
         )
 
@@ -164,7 +167,7 @@ def _prepare_finalize(
     expert_map: torch.Tensor | None,
     chosen: DispatchFormat,
 ) -> MoeNvlinkPrepareAndFinalize:
-    """The class for this rank's device. Local."""
+    """Make the prepare/finalize for this rank's device. Local."""
     if device.type == "cuda":
         return CudaPrepareAndFinalize(exchanges, expert_map, chosen)
     return CpuPrepareAndFinalize(exchanges[0], expert_map, chosen)

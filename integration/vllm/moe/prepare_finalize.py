@@ -1,12 +1,11 @@
 """Dispatch and combine as vLLM's prepare and finalize: what CPU and CUDA ranks have in common.
 
-Who weights and who reduces: the experts apply the router weights and sum over their local experts
-(vLLM calls that TopKWeightAndReduceNoOP); our combine sums the partial rows of the ranks,
-unweighted.
+The experts apply the router weights and sum over their local experts (vLLM calls that
+TopKWeightAndReduceNoOP). Our combine sums the partial rows of the ranks without weights.
 
-`common.formats` decides in which format rows travel. What the experts of a device can be handed
-differs: `cpu_prepare_finalize` gathers the filled rows, `cuda_prepare_finalize` leaves them where
-the peers put them.
+`common.formats` decides in which format rows travel. The experts get different rows on different
+devices: `cpu_prepare_finalize` collects the filled rows, and `cuda_prepare_finalize` leaves rows
+where the peers put them.
 """
 
 from __future__ import annotations
@@ -29,17 +28,20 @@ UNQUANTISED = DispatchFormat()
 
 
 class Round(NamedTuple):
-    """A dispatch that waits for its combine, and the exchange it went through."""
+    """Dispatch that has no combine yet, and its exchange."""
 
     exchange: MoeAllToAll
     received: Dispatched
 
 
 class Arrived(NamedTuple):
-    """Rows that arrived, in the dtypes that travel, with ids and weights for the experts.
+    """Rows that arrived, in the types that travel, with ids and weights for the experts.
 
-    rows `[num_rows, elements]`, scales `[num_rows, scales per row]` or None, ids int32 and weights
-    fp32 `[num_rows, top_k]`, with weight 0 for choices of other ranks.
+    Attributes:
+        rows: `[num_rows, elements]`.
+        scales: `[num_rows, scales per row]` or None.
+        ids: `[num_rows, top_k]` int32.
+        weights: `[num_rows, top_k]` float32; 0 for ids of other ranks' experts.
     """
 
     rows: torch.Tensor
@@ -49,7 +51,16 @@ class Arrived(NamedTuple):
 
 
 class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC):
-    """One per MoE layer; layers of one geometry share an exchange."""
+    """Prepare and finalize of one MoE layer. Layers of one geometry share an exchange.
+
+    Args:
+        exchange: the exchange with the largest capacity.
+        expert_map: vLLM's map of global to local expert ids, or None.
+        dispatch_format: how rows travel.
+
+    Raises:
+        UnsupportedError: vLLM has not placed experts in contiguous ranges.
+    """
 
     def __init__(
         self,
@@ -67,31 +78,31 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         _check_placement(expert_map, self._first, self._end)
         self._round: Round | None = None
 
-    # What vLLM asks about us.
+    # What vLLM asks a prepare/finalize.
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
-        """Rows of tokens, not rows per expert."""
+        """Standard: rows of tokens, not rows per expert."""
         return mk.FusedMoEActivationFormat.Standard
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """int32, what both the exchange and the experts read."""
+        """Return int32, which both the exchange and the experts read."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """None: it bounds the batched activation format only."""
+        """Return None: the value matters for the batched activation format only."""
         return None
 
     def num_dispatchers(self) -> int:
-        """Ranks that put rows into our receive buffer."""
+        """Return the number of ranks that put rows into the receive buffer."""
         return int(self._exchange.config.ep_size)
 
     def output_is_reduced(self) -> bool:
-        """True: after finalize every token's row is complete on its own rank."""
+        """Return True: after finalize every token's row is complete on its own rank."""
         return True
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """Refuses experts whose output has another type than combine reduces. Local."""
+        """Raise UnsupportedError for experts whose output combine does not reduce. Local."""
         config = self._exchange.config
         made = fused_experts.workspace_dtype(config.dtype)
         if made != config.dtype:
@@ -114,13 +125,26 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         quant_config: Any,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
-        """Dispatches, and hands out the rows that arrived. Collective.
+        """Dispatch, and return the rows that arrived. Collective; capturable on CUDA ranks.
 
-        a1 [num_tokens, hidden_size], topk_weights and topk_ids [num_tokens, top_k]; returns rows
-        and scales as the experts take them (README.md has a table), no counts, ids int32 and
-        weights fp32 [num_rows, top_k]; which rows and ids is the subclass's to say. Raises
-        UnsupportedError when the experts take another format than the layer was set up for,
-        ExchangeTimeoutError when a rank does not arrive.
+        Args:
+            a1: `[num_tokens, hidden_size]` activations.
+            topk_weights: `[num_tokens, top_k]`.
+            topk_ids: `[num_tokens, top_k]`, global ids.
+            num_experts: unused; the exchange knows the number.
+            expert_map: unused; the constructor got it.
+            apply_router_weight_on_input: whether to multiply a1 by the weights.
+            quant_config: vLLM's FusedMoEQuantConfig of the experts.
+            defer_input_quant: whether the experts quantise their input themselves.
+
+        Returns:
+            Rows and scales as the experts take them (integration/README.md has a table), None,
+            `[num_rows, top_k]` int32 ids and `[num_rows, top_k]` float32 weights. The subclass
+            decides which rows and ids the experts get.
+
+        Raises:
+            UnsupportedError: the experts take another format than the layer was set up for.
+            ExchangeTimeoutError: a rank did not arrive.
         """
         experts = VllmExpertsInput(quant_config, takes_floats=defer_input_quant)
         if experts.quant_dtype != self._format.quant_dtype:
@@ -154,12 +178,20 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> None:
-        """Takes the experts' rows and combines into output. Collective.
+        """Take the experts' rows and combine into output. Collective; capturable on CUDA ranks.
 
-        output [num_tokens, hidden_size] may share memory with fused_expert_output, whose rows are
-        in the workspace before output is written. topk_weights and topk_ids are those that prepare
-        handed out. Raises ExchangeStateError without a prepare, ExchangeTimeoutError when a rank
-        does not arrive.
+        Args:
+            output: `[num_tokens, hidden_size]`. It may share memory with fused_expert_output, whose
+                rows are in the workspace before combine writes output.
+            fused_expert_output: the experts' rows.
+            topk_weights: weights that prepare returned.
+            topk_ids: ids that prepare returned.
+            apply_router_weight_on_input: whether prepare applied the weights.
+            weight_and_reduce_impl: what the experts leave to finalize.
+
+        Raises:
+            ExchangeStateError: there was no prepare.
+            ExchangeTimeoutError: a rank did not arrive.
         """
         if self._round is None:
             raise ExchangeStateError("finalize without a prepare: call prepare first, once each.")
@@ -179,27 +211,31 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
     # Where the devices differ.
 
     def _exchange_of_this_step(self) -> MoeAllToAll:
-        """The exchange for this step's dispatch; every rank must choose the same. Local."""
+        """Return the exchange for this step; every rank must choose the same. Local."""
         return self._exchange
 
     def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """The ids to dispatch by; -1 sends nothing. Local."""
+        """Return the ids by which to dispatch; -1 sends nothing. Local."""
         return topk_ids
 
     @abc.abstractmethod
     def _hand_out(self, received: Dispatched) -> Arrived:
-        """The rows that this device's experts get; ids and weights as they take them. Local."""
+        """Return the rows, ids and weights that this device's experts get. Local."""
 
     @abc.abstractmethod
     def _fill(self, region: torch.Tensor, received: Dispatched, done: ExpertsOutput) -> None:
-        """Puts the experts' rows, weighted and reduced, into the combine region. Local."""
+        """Put the experts' rows, weighted and reduced, into the combine region. Local."""
 
 
 class ExpertsOutput(NamedTuple):
-    """What vLLM passes to finalize about the experts' rows.
+    """Arguments of finalize about the experts' rows.
 
-    rows: as the experts left them; topk_weights, topk_ids: those that prepare handed out;
-    weights_on_input: router weights are in the rows already; impl: what is left to be done.
+    Attributes:
+        rows: rows as the experts left them.
+        topk_weights: weights that prepare returned.
+        topk_ids: ids that prepare returned.
+        weights_on_input: whether prepare applied the router weights.
+        impl: what the experts leave to finalize.
     """
 
     rows: torch.Tensor
@@ -210,7 +246,7 @@ class ExpertsOutput(NamedTuple):
 
 
 def _weighted(a1: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    """Router weights on the experts' input, as models with one expert a token have them."""
+    """Multiply activations by router weights, for models with one expert per token."""
     if topk_weights.shape[1] != 1:
         raise UnsupportedError(
             f"router weights on the input need top_k 1, this layer has {topk_weights.shape[1]}."
@@ -219,7 +255,7 @@ def _weighted(a1: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
 
 
 def _check_placement(expert_map: torch.Tensor | None, first: int, end: int) -> None:
-    """The exchange owns experts in contiguous ranges; vLLM must have placed them likewise."""
+    """Check that vLLM has placed experts in contiguous ranges, as the exchange does."""
     if expert_map is None:
         return
     placed = torch.nonzero(expert_map >= 0).flatten().tolist()

@@ -1,1 +1,1 @@
-"""How vLLM finds the backend: flag, platform, validation, worker, communicator."""
+"""The parts by which vLLM finds the backend: flag, platform, validation, worker, communicator."""

@@ -1,7 +1,8 @@
-"""Our all-to-all manager in the communicator of vLLM's expert-parallel group.
+"""Puts our all-to-all manager into the communicator of vLLM's expert-parallel group.
 
-A worker builds its communicators after its configuration is current and before any model layer
-exists, so this is also where our layer classes are put in place: only in workers, only on request.
+A worker builds its communicators after it has set its configuration and before it creates model
+layers. Therefore this module also registers our layer classes: only in workers, and only if the
+flag asks for us.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 def attach(communicator: Any, device: torch.device) -> None:
-    """Replaces the all-to-all manager of an EP communicator by ours, once the flag asks for it.
+    """Replace the all-to-all manager of an EP communicator by ours, if the flag asks for it.
 
-    device: where this rank's layers work. Collective over the communicator's group when it takes
-    effect. Raises UnsupportedError when this vLLM lacks a name we need, or when CPU ranks are not
-    on one host, ConfigError for options that we do not have.
+    Collective over the communicator's group if it replaces the manager.
+
+    Args:
+        communicator: the communicator.
+        device: where this rank's layers work.
+
+    Raises:
+        UnsupportedError: this vLLM lacks a name that we need, or CPU ranks are on several hosts.
+        ConfigError: an option is unknown or has a value that is not allowed.
     """
     if not communicator.use_all2all or not selected_here():
         return
@@ -36,7 +43,7 @@ def attach(communicator: Any, device: torch.device) -> None:
     vllm_config = get_current_vllm_config_or_none()
     options = options_of(vllm_config)
     shares_head = drafts.shares_head(vllm_config, options)
-    # Before the modules that import them.
+    # Checked before our modules import these names.
     compat.check_names(device.type, drafts=shares_head)
     from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
     from moe_nvlink_plugin.integration.vllm.moe import layers

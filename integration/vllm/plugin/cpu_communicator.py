@@ -1,4 +1,4 @@
-"""The communicator of every group of a CPU worker; only the expert-parallel group's differs."""
+"""Communicator of a CPU worker's groups; that of the expert-parallel group gets our manager."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .communicator import attach
 
 
 class MoeNvlinkCpuCommunicator(CpuCommunicator):
-    """vLLM's, with our manager where the flag asks for it."""
+    """vLLM's communicator with our manager, if the flag asks for it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         attach(self, torch.device("cpu"))
 
     def destroy(self) -> None:
-        """Releases the workspace with the group. Local."""
+        """Release the workspace together with the group. Local."""
         if self.all2all_manager is not None:
             self.all2all_manager.destroy()
         super().destroy()

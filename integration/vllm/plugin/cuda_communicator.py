@@ -1,4 +1,4 @@
-"""The communicator of every group of a CUDA worker; only the expert-parallel group's differs."""
+"""Communicator of a CUDA worker's groups; that of the expert-parallel group gets our manager."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .communicator import attach
 
 
 class MoeNvlinkCudaCommunicator(CudaCommunicator):
-    """vLLM's, with our manager where the flag asks for it; vLLM's destroy ends that too."""
+    """vLLM's communicator with our manager, if the flag asks for it.
+
+    vLLM's destroy also destroys the manager.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""How a user asks for us: from ``--all2all-backend moe_nvlink`` to ``additional_config``."""
+"""Turns a user's ``--all2all-backend moe_nvlink`` into an entry of ``additional_config``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _HELP = (
     " (needs --enable-expert-parallel and --data-parallel-size of 2 or more)."
 )
 
-#: What the server process imports of us, and what workers need that is ours alone. Without this, a
-#: missing part would be known only when a worker has loaded its model.
+#: Modules that the server process or its workers import. The flag checks them, because otherwise a
+#: missing one would show only after a worker has loaded its model.
 _NEEDED = (
     "moe_nvlink_plugin.kernels",
     "moe_nvlink_plugin.integration.common.pool",
@@ -32,10 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 def require_all_of_ours() -> None:
-    """Raises UnsupportedError with the reason if the backend cannot be imported. Local.
+    """Check that the backend can be imported. Local.
 
-    The choice stands on the command line without it: otherwise vLLM would call our name an invalid
-    choice, and the reason would reach nobody.
+    The choice is on the command line even if the backend cannot be imported. Otherwise vLLM would
+    call our name an invalid choice, and no user would see the reason.
+
+    Raises:
+        UnsupportedError: it cannot be imported; the message has the reason.
     """
     try:
         for name in _NEEDED:
@@ -52,7 +55,7 @@ def require_all_of_ours() -> None:
 
 
 class _BackendAction(argparse._StoreAction):
-    """Stores vLLM's own names as before; turns ours into the carrier and an additional key."""
+    """Stores vLLM's own names as vLLM does; turns our name into the carrier and our key."""
 
     def __call__(
         self,
@@ -75,7 +78,7 @@ class _BackendAction(argparse._StoreAction):
 
 
 class _AdditionalConfigAction(argparse._StoreAction):
-    """Keeps our key when ``--additional-config`` comes after the flag."""
+    """Keeps our key if ``--additional-config`` follows the flag."""
 
     def __call__(
         self,
@@ -91,9 +94,9 @@ class _AdditionalConfigAction(argparse._StoreAction):
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Adds our name to the choices of ``--all2all-backend``. Local, idempotent.
+    """Add our name to the choices of ``--all2all-backend``. Local; idempotent.
 
-    A parser without that option (some of vLLM's tools build one) is left alone.
+    It does not change a parser without that option, such as some of vLLM's tools build.
     """
     options = parser._option_string_actions
     action, additional = options.get(_OPTION), options.get(_ADDITIONAL_OPTION)
@@ -101,17 +104,17 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
         return
     action.choices = [*(action.choices or ()), BACKEND]
     action.help = (action.help or "") + _HELP
-    # The actions stay in the groups and the order that vLLM gave them; only what they do on a
-    # value changes.
+    # The actions keep vLLM's groups and order; only their reaction to a value changes.
     action.__class__ = _BackendAction
     additional.__class__ = _AdditionalConfigAction
 
 
 def map_engine_args(engine_args: Any) -> None:
-    """Rewrites ``EngineArgs(all2all_backend="moe_nvlink")`` in place to what vLLM accepts.
+    """Change ``EngineArgs(all2all_backend="moe_nvlink")`` in place to what vLLM accepts. Local.
 
-    Local. Raises UnsupportedError when vLLM runs on a platform that is not ours, ConfigError when
-    ``additional_config`` is not a dict.
+    Raises:
+        UnsupportedError: vLLM runs on a platform that is not ours.
+        ConfigError: ``additional_config`` is not a dict.
     """
     if engine_args.all2all_backend != BACKEND:
         return
@@ -134,9 +137,9 @@ def map_engine_args(engine_args: Any) -> None:
 
 
 def patch_engine_args() -> None:
-    """Wraps ``EngineArgs.create_engine_config``: the one patch of vLLM in this package.
+    """Wrap ``EngineArgs.create_engine_config``: the only patch of vLLM in this package.
 
-    Local, idempotent. When a later vLLM has moved the method, the command line still works and a
+    Local; idempotent. If a later vLLM has moved the method, the command line still works, and a
     warning says what to write in Python instead.
     """
     from vllm.engine.arg_utils import EngineArgs
@@ -144,8 +147,8 @@ def patch_engine_args() -> None:
     original = getattr(EngineArgs, "create_engine_config", None)
     if original is None or KEY not in getattr(EngineArgs, "__dataclass_fields__", {}):
         logger.warning(
-            'This vLLM has no EngineArgs.create_engine_config: LLM(all2all_backend="%s") will be '
-            'refused. Use LLM(additional_config={"%s": "%s"}) instead.',
+            "This vLLM has no EngineArgs.create_engine_config, so vLLM will refuse "
+            'LLM(all2all_backend="%s"). Use LLM(additional_config={"%s": "%s"}) instead.',
             BACKEND,
             KEY,
             BACKEND,

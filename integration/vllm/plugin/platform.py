@@ -1,4 +1,4 @@
-"""Our subclass of the platform vLLM chooses: three hooks, each a no-op without the flag."""
+"""Our subclass of the platform that vLLM chooses: three hooks, no-ops without the flag."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GROUP = "vllm.platform_plugins"
 #: The module of our entry points, `integration.vllm`.
 _ADAPTER = __name__.removesuffix(".plugin.platform")
 _PREFIX = "MoeNvlink"
-# The platforms of vLLM that we stand on, and the communicator each gets from us.
+# Platform of vLLM that we can extend -> our communicator for it.
 _COMMUNICATORS = {
     "vllm.platforms.cpu.CpuPlatform": "cpu_communicator.MoeNvlinkCpuCommunicator",
     "vllm.platforms.zen_cpu.ZenCpuPlatform": "cpu_communicator.MoeNvlinkCpuCommunicator",
@@ -31,26 +31,27 @@ else:
 
 
 class MoeNvlinkPlatform(_Base):
-    """Mixin in front of one of vLLM's platform classes; everything else is inherited."""
+    """Mixin for one of vLLM's platform classes, which does everything else."""
 
     _communicator = ""
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Adds our choice to vLLM's command line."""
+        """Add our choice to vLLM's command line. Local."""
         super().pre_register_and_update(parser)
         if parser is not None:
             flag.add_choice(parser)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Refuses what we cannot serve, before vLLM's own platform adjusts the configuration.
+        """Check the configuration, let vLLM's platform adjust it, then choose our worker. Local.
 
-        That chooses the worker's class, which becomes ours.
+        Raises:
+            UnsupportedError: we cannot serve the configuration.
         """
         is_selected = backend.is_selected(vllm_config)
         if is_selected:
-            logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers since
+            logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
             flag.require_all_of_ours()
             from moe_nvlink_plugin.integration.vllm.draft import drafts
 
@@ -65,14 +66,14 @@ class MoeNvlinkPlatform(_Base):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Our communicator in a worker that was asked for it, vLLM's own everywhere else."""
+        """Return our communicator if a worker's configuration asks for us, else vLLM's. Local."""
         if backend.selected_here():
             return f"{__package__}.{cls._communicator}"
         return str(super().get_device_communicator_cls())
 
 
 def choose() -> str | None:
-    """See `platform_plugin`. Local."""
+    """Return what `platform_plugin` returns. Local."""
     if _another_plugin_is_active():
         return None
     base = _builtin_choice()
@@ -82,7 +83,7 @@ def choose() -> str | None:
 
 
 def _builtin_choice() -> str:
-    """The platform class vLLM itself would take, "" where it would take none or complain."""
+    """Return the platform class that vLLM itself would take; "" if it would take none or fail."""
     from vllm.platforms import builtin_platform_plugins
 
     found = [name for name in map(_probe, builtin_platform_plugins.values()) if name is not None]
@@ -90,7 +91,7 @@ def _builtin_choice() -> str:
 
 
 def _another_plugin_is_active() -> bool:
-    """Whether a different out-of-tree platform would answer; vLLM stops when two of them do."""
+    """Return whether another out-of-tree platform would answer; vLLM stops if two do."""
     from vllm import envs
 
     allowed = envs.VLLM_PLUGINS
@@ -100,11 +101,11 @@ def _another_plugin_is_active() -> bool:
             continue
         try:
             answer = _probe(entry.load())
-        except Exception:  # vLLM logs a plugin that does not load and goes on; so do we
+        except Exception:  # vLLM logs a plugin that does not load, and continues
             continue
         if answer is not None:
             logger.warning(
-                "Platform plugin %s is active, and vLLM takes one: --all2all-backend %s is not "
+                "Platform plugin %s is active, and vLLM uses one only: --all2all-backend %s is not "
                 "available. Set VLLM_PLUGINS to choose another.",
                 entry.name,
                 backend.BACKEND,
@@ -114,7 +115,7 @@ def _another_plugin_is_active() -> bool:
 
 
 def _probe(plugin: Any) -> str | None:
-    """What one platform plugin answers; a probe that fails says no, as it does in vLLM."""
+    """Return what a platform plugin answers; a probe that fails means None, as in vLLM."""
     try:
         answer = plugin()
     except Exception:
@@ -123,7 +124,7 @@ def _probe(plugin: Any) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Builds ``MoeNvlink<Base>`` when vLLM resolves it: its base cannot be imported earlier."""
+    """Build ``MoeNvlink<Base>`` when vLLM resolves it; the base cannot be imported earlier."""
     for qualified, communicator in _COMMUNICATORS.items():
         if name == _PREFIX + qualified.rpartition(".")[2]:
             from vllm.utils.import_utils import resolve_obj_by_qualname

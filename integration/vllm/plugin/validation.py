@@ -1,7 +1,8 @@
-"""What we refuse at start-up, with the flag to change. Run in every process that builds a config.
+"""Checks a configuration at start-up, in every process that builds one.
 
-A rule here is a combination nobody has run through our exchange, or one that vLLM would accept in
-silence because it believes to be talking to ``allgather_reducescatter``.
+Each rule refuses a combination that nobody has run through our exchange, or that vLLM would accept
+silently because it sees the backend ``allgather_reducescatter``. Each message names the flag to
+change.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
 from moe_nvlink_plugin.integration.vllm.choices import options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-#: Devices whose ranks a transport of ours serves.
+#: Devices whose ranks our transports serve.
 DEVICES = ("cpu", "cuda")
 
-# vLLM's CPU experts kernel works on columns of 32; it is checked here because vLLM's own refusal
-# names neither the size nor the model.
+# vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
+# message names neither the size nor the model.
 CPU_HIDDEN_MULTIPLE = 32
 
 
 def check(vllm_config: Any, device_type: str) -> Options:
-    """Returns the options, or raises UnsupportedError listing everything that we cannot serve.
+    """Return the options of a configuration that we can serve. Local.
 
-    Local. vllm_config: vLLM's VllmConfig with our backend selected; device_type: "cpu" or "cuda".
+    Args:
+        vllm_config: vLLM's VllmConfig, which asks for our backend.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        UnsupportedError: we cannot serve it; the message lists every reason.
     """
     problems = [
         *_device(device_type),
@@ -94,7 +100,7 @@ def _untried_sizes(parallel: Any, device_type: str) -> Iterator[str]:
     ):
         if size > 1:
             yield f"{what}: {option} is {size}, set it to 1."
-    # GPUs of several hosts may be in one NVLink domain; the transport looks and refuses others.
+    # GPUs of several hosts may be in one NVLink domain; the transport checks that.
     if device_type == "cpu" and parallel.nnodes > 1:
         yield (
             f"CPU ranks on several hosts: --nnodes is {parallel.nnodes}, set it to 1; the host "
@@ -121,7 +127,7 @@ def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str
         )
     hidden_size = model.get_hidden_size()
     named = options.dispatch not in (AUTO, UNQUANTISED)
-    try:  # the limits of the exchange itself, before any worker has started
+    try:  # checks the limits of the exchange before any worker starts
         config = AllToAllConfig(
             ep_size=ep_size,
             ep_rank=0,
@@ -131,7 +137,7 @@ def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str
             max_tokens_per_rank=vllm_config.scheduler_config.max_num_batched_tokens,
             dtype=model.dtype,
             combine=options.combine,
-            # What "auto" becomes is known only when the experts are chosen.
+            # What "auto" becomes is not known before vLLM has chosen the experts.
             recipe=options.dispatch if named else None,
         )
         MoeAllToAll.check(config)

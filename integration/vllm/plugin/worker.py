@@ -1,7 +1,7 @@
-"""vLLM's worker, which tells our exchange when it has warmed up.
+"""vLLM's worker, extended: it ends the start-up of our exchange after it has warmed up.
 
-Between a worker's first rounds and its first request lie compilations, autotuning and CUDA graphs,
-which take minutes, and not the same on every rank. Until they are over, ranks wait longer for one
+Between its first rounds and its first request, a worker compiles, tunes and captures CUDA graphs.
+That takes minutes, and differs from rank to rank. Until it is over, ranks wait longer for one
 another (MOE_NVLINK_FIRST_TIMEOUT_S).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-#: What vLLM's platforms write for `worker_cls="auto"`, and our name for it.
+#: Class that vLLM's platforms choose for `worker_cls="auto"` -> name of our subclass.
 _OURS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "MoeNvlinkCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "MoeNvlinkGPUWorker",
@@ -22,10 +22,10 @@ else:
 
 
 class EndsStartup(_Base):
-    """Mixin in front of one of vLLM's workers; everything else is inherited."""
+    """Mixin for one of vLLM's workers, which does everything else."""
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warms up as vLLM does, and then ends start-up."""
+        """Warm up as vLLM does; then end start-up."""
         times = super().compile_or_warm_up_model()
         from vllm.distributed import get_ep_group
 
@@ -34,10 +34,10 @@ class EndsStartup(_Base):
 
 
 def put_in_place(vllm_config: Any) -> None:
-    """Has vLLM start our worker where it would start its own. Local; idempotent.
+    """Make vLLM start our worker wherever it would start its own. Local; idempotent.
 
-    A worker class that the user has chosen stays. Start-up then lasts until the first complete
-    round, as it does without vLLM.
+    It does not replace a worker class that the user has chosen. Start-up then lasts until the first
+    complete round, as it does without vLLM.
     """
     parallel = vllm_config.parallel_config
     if parallel.worker_cls in _OURS:
@@ -45,13 +45,13 @@ def put_in_place(vllm_config: Any) -> None:
 
 
 def is_in_place(vllm_config: Any) -> bool:
-    """Whether the workers are ours. Local."""
+    """Return whether the workers are ours. Local."""
     parallel = getattr(vllm_config, "parallel_config", None)
     return str(getattr(parallel, "worker_cls", "")).startswith(f"{__name__}.")
 
 
 def __getattr__(name: str) -> Any:
-    """Builds our class when vLLM resolves it: its base cannot be imported on every machine."""
+    """Build our class when vLLM resolves it; not every machine can import its base."""
     for qualified, ours in _OURS.items():
         if name == ours:
             from vllm.utils.import_utils import resolve_obj_by_qualname

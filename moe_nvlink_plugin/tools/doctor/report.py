@@ -60,7 +60,7 @@ def _software(found: Facts) -> list[str]:
         for entry in software.entry_points
     ]
     if sum(entry.group == "vllm.platform_plugins" for entry in software.entry_points) > 1:
-        lines.append(f"{_PLAIN}vLLM uses one platform plugin: VLLM_PLUGINS chooses which")
+        lines.append(f"{_PLAIN}vLLM takes one platform plugin: VLLM_PLUGINS chooses which")
     if software.plugin_error:
         lines.append(f"{_NO}{software.plugin_error}")
     transports = [
