@@ -15,7 +15,7 @@
 
 namespace moe_nvlink {
 
-// True for a k that takes no part in the sum. Never on the GPU, where such a row is loaded as -0.0.
+// Whether a k takes no part in the sum. Always false on the GPU, which takes -0.0 for such a row.
 HD bool is_skipped(const PartialRow& row) {
   return kSkipAbsentRows && row.row == nullptr;
 }
@@ -80,8 +80,8 @@ HD void combine_range(const Rows& source, int top_k, char* output, bool wide, in
   for (int base = first; base < last; base += threads * Width) {
     const int element = base + thread * Width;
     const int place = element < last ? element : first;
-    // All loads first: the loads of top_k rows are in flight together, which hides a peer's
-    // latency.
+    // All loads come first, so the loads of top_k rows are in flight together and their latencies
+    // overlap.
     PartialRow buffer[Config::kTopKBound];
     const PartialRow* rows = source.rows_in(buffer);
     Part loaded[Config::kTopKBound];
@@ -92,9 +92,9 @@ HD void combine_range(const Rows& source, int top_k, char* output, bool wide, in
       loaded[k].set_absent();
       if (rows[k].row != nullptr) loaded[k].load(rows[k], place);
     }
-    // After the loads, so that a branch stands between loads and sums. In one block of code ptxas
-    // would move the last loads after the first sums, to save registers, and so after the wait for
-    // the first loads: two trips to the peers instead of one.
+    // This branch stands between the loads and the sums. Without it, ptxas would move the last
+    // loads after the first sums, to save registers. They would then follow the wait for the first
+    // loads: two trips to the peers instead of one.
     if (element >= last) return;
     float sums[(Config::kTopKBound + 1) / 2][Width];
     add_tree(loaded, rows, top_k, sums);
@@ -102,8 +102,8 @@ HD void combine_range(const Rows& source, int top_k, char* output, bool wide, in
   }
 }
 
-// Finds where the token's partial rows lie, one k per thread. A slot outside the buffers counts as
-// none.
+// Finds the addresses of the token's partial rows, one k per thread. A slot outside of the buffers
+// counts as no slot.
 template <class Config, int Format, class Shared>
 HD void find_rows(const CombineArgs& args, const Cta& cta, int token, const RowSizes& sizes,
                   int turn, Shared& shared) {
@@ -127,15 +127,15 @@ HD void find_rows(const CombineArgs& args, const Cta& cta, int token, const RowS
   }
 }
 
-// The addresses that find_rows left, kept by the thread.
+// The addresses that find_rows left, in registers of the thread.
 struct KeptRows {
   const PartialRow* rows;
   HD const PartialRow* rows_in(PartialRow* /*buffer*/) const { return rows; }
   HD void take(int /*k*/, int /*top_k*/, PartialRow* /*buffer*/) const {}
 };
 
-// The same for rows that lie in three regions. So many addresses would take the registers of the
-// sums, so the thread reads them again for each part, of a few k at a time.
+// The same for rows that lie in three regions. So many addresses would take the registers that the
+// sums need. Therefore the thread reads them again for each part of a row, a few k at a time.
 struct SharedRows {
   static constexpr int kTogether = 8;
   const uint64_t* rows;
@@ -153,7 +153,7 @@ struct SharedRows {
   }
 };
 
-// One item: the threads that share a token's row, and where its sum goes.
+// One thread's part of an item, and the address of the token's output row.
 struct ItemWork {
   char* output;
   int thread;  // among `threads`
@@ -214,8 +214,7 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
     any = any || addresses[k] != 0;
   }
   if (faulted || !any) {
-    // Without rows the output is zero. After a fault it is NaN, so that it is not taken for a
-    // result.
+    // Without rows the output is zero. After a fault it is NaN, so nobody takes it for a result.
     const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
     auto* words = reinterpret_cast<Word*>(output);
     MOE_NVLINK_ROLLED
@@ -234,8 +233,9 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
   }
 }
 
-// Elements of a part of a quantised row. On the GPU they are 16 bytes of output in a 2-byte type,
-// so that a row has as many parts as without a format; on the host, several vector registers.
+// Elements of a part of a quantised row. On the GPU a part makes 16 bytes of output in a 2-byte
+// type, so a row has as many parts as without a format. On the host a part fills several vector
+// registers.
 constexpr int kQuantisedWidth = kVectorBytes / 2;
 
 // Combines one item in the parts that suit the format and the output's alignment.

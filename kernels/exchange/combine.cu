@@ -9,18 +9,18 @@
 //               from (target_rank, slot), add in fp32 as a pairwise tree over k, round once to the
 //               activation's type, store once (add_rows.h)
 //
-// hidden_splits: with few tokens a peer's latency is all there is. A row is then better spread over
-// so many CTAs that each thread has one vector of each k to load, all of them in flight at once.
+// hidden_splits: with few tokens the latency of the peers dominates. Then a row is spread over so
+// many CTAs that each thread loads one vector of each k, with all loads in flight at once.
 //
 // The tree is over the positions k: ((0+1)+(2+3))+((4+5)+(6+7)). A k without a row of its own (its
 // rank already has the token, or the id is no expert) stands in it as -0.0, which changes no sum.
 // So the result depends on routing and rows only, not on slots, CTAs or arrival. The partial rows
-// carry the router weights already; combine adds them as they are. Quantised rows become fp32 after
-// the pull and are added by the same tree.
+// already contain the router weights; combine adds the rows as they are. It turns quantised rows
+// into fp32 after it has loaded them, and adds them by the same tree.
 //
-// No CTA waits for another CTA of its own grid to start, except for CTA 0, which signals without a
-// format. So one place on the GPU is enough for a round to end, whatever other kernels hold the
-// rest, if the GPU starts CTA 0 first (GPUs do; CUDA does not promise it).
+// No CTA waits until another CTA of its own grid starts, except for CTA 0, which signals if there
+// is no format. So a round ends if the GPU has room for one CTA at a time, whatever other kernels
+// occupy, provided that the GPU starts CTA 0 first (GPUs do; CUDA does not promise it).
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/combine_formats.h"
 #include "../include/moe_nvlink/copy.h"
@@ -60,15 +60,15 @@ struct Item {
   int split;
 };
 
-// item + step. The loop over the items so needs no division.
+// Returns item + step. With it, the loop over the items needs no division.
 HD Item advance(Item item, Item step, int splits) {
   const int split = item.split + step.split;
   const int carry = split >= splits ? 1 : 0;
   return Item{item.token + step.token + carry, split - carry * splits};
 }
 
-// Every num_blocks-th item, from the CTA's own number on. Made of arguments only, so before
-// pdl_wait().
+// The items of one CTA: every num_blocks-th, from the CTA's own number on. They depend on arguments
+// only, so a CTA computes them before pdl_wait().
 struct Share {
   Item first;
   Item step;
@@ -102,8 +102,8 @@ HD void combine_items(const CombineArgs& args, const Cta& cta, const Share& shar
     }
     combine_item_in_parts<Config, Element, Format>(args, cta, here.token, here.split, faulted, wide,
                                                    shared, turn);
-    // All threads see the next item's addresses, and none reads this item's any more: the next turn
-    // overwrites them.
+    // After the barrier all threads see the next item's addresses, and no thread reads those of
+    // this item, which the next turn overwrites.
     cta.sync();
     here = next;
     turn = 1 - turn;

@@ -1,5 +1,5 @@
-// What the threads of a CTA of combine share, and what its two sides use: the sender's
-// (send_quantised.h) and the receiver's (add_rows.h).
+// What the threads of a CTA of combine share, and what both of its sides use: the sender
+// (send_quantised.h) and the receiver (add_rows.h).
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
@@ -19,11 +19,12 @@ struct CombineShared {
   uint64_t rows[2][kMaxTopK];  // addresses of the partial rows, or 0: of this item, of the next
 };
 
-// Whether this build has the code for a format. On the GPU it has one, on the host all.
+// Whether this build has the code for a format. A build for a GPU has one format, the host's has
+// all.
 template <class Config, int Format>
 constexpr bool kKnows = Config::kCombine < 0 || Config::kCombine == Format;
 
-// The same for rows that travel quantised.
+// The same if rows travel quantised.
 struct QuantisedCombineShared : CombineShared {
   uint64_t scales[2][kMaxTopK];      // addresses, as rows
   uint64_t row_scales[2][kMaxTopK];  // of formats that have them

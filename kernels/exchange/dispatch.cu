@@ -16,18 +16,19 @@
 // move with batch or dtype, so the same argument covers layers of different geometry on one
 // workspace.
 //
-// Several finishers, because at 64 ranks x 8192 tokens there are 16 MiB of ids to mark, and one SM
-// stores perhaps 100 GB/s (an estimate). The last CTAs to arrive, because a finisher waits, also
-// for its own rank's cell, which needs all CTAs of this grid to have arrived. While the first
-// finisher waits, fewer than kMaxFinishers CTAs are missing, and no more wait. So if the GPU holds
-// kMaxFinishers CTAs at a time, or the whole grid, one place is always left for the missing CTAs.
-// The launcher sees to that. Before its arrival no CTA waits for another.
+// There are several finishers, because at 64 ranks x 8192 tokens they have 16 MiB of ids to mark,
+// and one SM stores perhaps 100 GB/s (an estimate). They are the last CTAs to arrive, because a
+// finisher waits for the cells of all ranks, and its own rank sends its cell after all CTAs of this
+// grid have arrived. Waiting finishers and CTAs that have yet to arrive are kMaxFinishers together.
+// So if the GPU holds kMaxFinishers CTAs of this grid at a time, or all of them, a CTA that has yet
+// to arrive always finds a place. The launcher ensures that. Before its arrival no CTA waits for
+// another.
 //
 // Programmatic dependent launch: this kernel may start while the kernel before it still runs. The
 // code before the wait reads arguments and writes shared memory only. Until the wait ends, every
 // word of global memory may still change, the epoch too: the kernel before may be the combine of
-// this workspace, and if that kernel let its dependents start early, the dispatch before it may be
-// running as well.
+// this workspace, and if that kernel let its dependents start early, the dispatch before it may
+// still run as well.
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/epoch_flags.h"
@@ -50,11 +51,10 @@ HD int num_finishers(const Cta& cta) {
   return cta.num_blocks < kMaxFinishers ? cta.num_blocks : kMaxFinishers;
 }
 
-// This CTA's number among the finishers; negative if it is none. The last finisher sees all that
-// the other CTAs did.
+// Returns this CTA's number among the finishers; it is negative if the CTA is no finisher. The last
+// finisher sees all that the other CTAs did.
 HD int arrive(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
-  // P2 release half, per CTA: the barrier puts this CTA's stores before the arrival of its thread
-  // 0.
+  // P2, release half, per CTA: the barrier orders this CTA's stores before the arrival of thread 0.
   cta.sync();
   if (cta.thread == 0) {
     // P2: release what this CTA stored and read, acquire what the CTAs before it released. If it
@@ -85,7 +85,8 @@ HD void publish_counts(const DispatchArgs& args, const Cta& cta, DispatchShared&
 // Adds this round to the totals. One thread, while the peers' cells are on their way.
 HD void count_round(const DispatchArgs& args, const DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
-  // Not sum_of_ranks(): the CTA waits for this thread, and an unrolled loop has loads in flight.
+  // Not sum_of_ranks(), whose loop is rolled: the CTA waits for this thread, and an unrolled loop
+  // has several loads in flight.
   uint32_t rows = 0;
   for (int rank = 0; rank < geometry.ep_size; ++rank) rows += shared.sent[rank];
   const uint32_t remote = rows - shared.sent[geometry.ep_rank];
@@ -110,8 +111,8 @@ HD void count_round(const DispatchArgs& args, const DispatchShared& shared) {
   add_to_total(&totals->bytes_reducescatter, tokens * peers * combined_bytes);
 }
 
-// Ends this rank's part of the round once all its rows are on their way. The last CTA to arrive: no
-// other CTA may write what the CTAs have read until then.
+// Ends this rank's part of the round after all its rows have been stored. Only the last CTA to
+// arrive calls it: until then the other CTAs read what it writes.
 HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   LocalControl* local = local_control(args);
   if (shared.has_failed != 0) {
@@ -128,9 +129,9 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
 }
 
 // Waits for every rank's cell. If a rank does not come, or comes with another layer's geometry,
-// this rank leaves a fault word and takes the rows of the other for zero. If this rank has failed before, all rows count as
-// zero, without a wait. Patience begins here: no earlier delay, such as a kernel that this one
-// waited for, is held against the peers.
+// this rank leaves a fault word and takes 0 for the number of its rows. If this rank has failed
+// before, it takes 0 for every rank and waits for none. Patience begins here, so no earlier delay,
+// such as a kernel that this one waited for, counts against the peers.
 HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
                        DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
@@ -155,9 +156,11 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   });
 }
 
-// Writes expert id -1 into this finisher's share of the slots after each source's rows. All of
-// them: a compiler may store an expression of the ids in their place (Inductor does), so a slot
-// that was empty in the previous round may hold the id of an expert now.
+// Writes expert id -1 into this finisher's share of the slots after each source's rows. It writes
+// to all such slots, because a compiler may store an expression of the ids in their place (Inductor
+// does): a slot that was empty in the previous round may now hold the id of an expert. It goes
+// through the slices of all ranks. If a round leaves a rank out, the rank's count is 0, so its
+// whole slice is marked.
 HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
   int32_t* ids = reinterpret_cast<int32_t*>(
@@ -184,16 +187,16 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
       region_of(args, args.geometry.ep_rank, args.control.send_counters));
   // Tokens, ids and the words that the previous dispatch left come from kernels before this one.
   if constexpr (Config::kPdl) pdl_wait();
-  // Legal here: what the next kernel does before its own wait touches no memory of ours, and its
-  // wait is for the whole of this kernel. Among this project's kernels it would be legal even
-  // before our wait. But a third-party kernel after this one may count on its predecessor's
-  // predecessor to be finished when it starts, and that holds only for a signal after the wait. The
-  // next kernel's CTAs take no place from this kernel's: they start when all CTAs of this kernel
-  // have run to here, so each has its place, also those that wait below.
+  // Legal here: before its own wait, the next kernel touches no memory of ours, and its wait covers
+  // all of this kernel. Between kernels of this project, the signal would be legal even before our
+  // wait. But a third-party kernel after this one may rely on the kernel before this one to be
+  // finished when it starts, which holds only if we signal after our wait. The next kernel's CTAs
+  // take no place from this kernel's CTAs: they start after all CTAs of this kernel have come to
+  // this line, so each of these has its place, also those that wait below.
   if constexpr (Config::kPdl) pdl_launch_dependents();
   const bool failed = has_failed(args);
-  // Read here and not at the end, where the last CTA has already written it (P2 orders the two). By
-  // the last thread, because the first warp is to begin with the route.
+  // Read here and not at the end, when the last CTA has already written it (P2 orders the two). The
+  // last thread reads it, because the first warp shall begin with the route.
   if (cta.thread == cta.num_threads - 1) {
     shared.epoch = load_word(&local_control(args)->epoch) + 1;
     shared.has_failed = failed ? 1 : 0;

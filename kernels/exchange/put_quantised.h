@@ -1,9 +1,10 @@
 // Dispatch's rows quantised on the way: a row is loaded, quantised in registers and stored with its
 // scales.
 //
-// One scale for a whole row (fp8_token) needs the row's largest magnitude before the first code.
-// Every thread looks at its part of the row before the barrier that ends the token's routing. That
-// barrier publishes the CTA's parts too. After it the thread loads its part once more, out of L1.
+// To make one scale for a whole row (fp8_token), the kernel needs the row's largest magnitude
+// before the first code. Every thread finds the largest magnitude of its part before the barrier
+// that ends the token's routing, so that barrier also publishes the parts. After it, the thread
+// loads its part again, from L1.
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
@@ -17,9 +18,9 @@
 
 namespace moe_nvlink {
 
-// Where a token's quantised row and its scales go: to each target of its route. Each use computes
-// its address from words in shared memory. As pointers, two for each k, the addresses would take
-// the registers that hold the elements.
+// The targets of a token's quantised row and scales: each target of its route. Each store computes
+// its address from words in shared memory. Kept as pointers, two for each k, the addresses would
+// take the registers that hold the elements.
 template <class Config>
 struct RouteTargets {
   const TokenRoute& route;
@@ -82,7 +83,8 @@ struct Quantising {
     }
   }
 
-  // Whether the token has an expert, without its route. Each thread looks for itself.
+  // Whether the token has an expert. Each thread reads the ids itself, because the route is not
+  // whole yet.
   HD bool has_expert(int token) const {
     const int top_k = top_k_of<Config>(args.geometry);
     const int32_t* ids = reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source) +
@@ -126,7 +128,8 @@ HD void with_element(const DispatchArgs& args, const Cta& cta, float scale,
   }
 }
 
-// The same for the launch's quantiser: the build's on the GPU; on the host the arguments name one.
+// The same for the launch's quantiser: on the GPU that of the build, on the host that of the
+// arguments.
 template <class Config, class Function>
 HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
                        const Function& function) {
@@ -150,8 +153,8 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
   }
 }
 
-// put_tokens() with the activations quantised. One barrier publishes the parts of a row's amax and
-// its route, and there are two of each for the same reason.
+// put_tokens() that quantises the activations. One barrier publishes a row's route and the parts of
+// its amax. There are two of each for the reason that put_tokens() gives.
 template <class Config, class Kind>
 HD void put_quantised_tokens(const DispatchArgs& args, const Cta& cta, bool failed,
                              uint32_t* send_counters, QuantisingDispatchShared& shared,

@@ -1,4 +1,4 @@
-// Dispatch's rows as they are: each payload row of a token is loaded once and stored to each
+// Dispatch of rows as they are: a CTA loads each payload row of a token once and stores it to each
 // target.
 #pragma once
 
@@ -26,7 +26,7 @@ HD bool is_quantised(const DispatchArgs& args, int payload) {
 }
 
 HD RowPlan plan_row(const Payload& payload, bool is_ids) {
-  // The ids come out of shared memory, one word at a time.
+  // The ids come from shared memory, one word at a time.
   const int bytes = is_ids ? 4 : vector_bytes_for(payload.source, payload.row_bytes);
   return RowPlan{bytes, lanes_for(static_cast<int>(payload.row_bytes), bytes), 0};
 }
@@ -57,15 +57,15 @@ HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shar
   }
 }
 
-// Where the token's row of a payload goes: to each k that has a row of its own. On the GPU the
-// other k stay in the list as null, so that a loop over all k can be unrolled. On the host they are
-// left out.
+// The targets of a token's row of one payload: one for each k that has a row of its own. On the GPU
+// the list has null for every other k, so a loop over all k can be unrolled. On the host the list
+// leaves them out.
 template <class Config>
 struct Targets {
   char* rows[Config::kTopKBound];
   int present;
 
-  // A constant where the loops over it are unrolled: rows stay in registers.
+  // On the GPU a constant, so loops over the targets are unrolled and rows stay in registers.
   HD int count(const Geometry& geometry) const {
     return kSkipAbsentRows ? present : top_k_of<Config>(geometry);
   }
@@ -87,8 +87,8 @@ struct Targets {
   }
 };
 
-// Puts the ids as routing left them, in shared memory, from where put_row cannot load. So no
-// receiver gets an id that is no expert.
+// Puts the ids that routing left in shared memory, from where put_row cannot load. In these, an id
+// that is no expert has become -1.
 template <class Config>
 HD void put_ids(const DispatchArgs& args, const Cta& cta, int lane, const TokenRoute& route,
                 const Targets<Config>& targets) {
@@ -117,7 +117,7 @@ HD bool has_target(const DispatchArgs& args, const TokenRoute& route) {
 template <class Config>
 HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared,
                   const TokenRoute& route, int token) {
-  // Of a token without a target (padding) nothing is read.
+  // No thread reads rows of a token without a target (padding).
   if (!has_target<Config>(args, route)) return;
   MOE_NVLINK_ROLLED
   for (int i = 0; i < static_cast<int>(args.num_payloads); ++i) {

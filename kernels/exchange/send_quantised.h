@@ -1,9 +1,9 @@
 // The sender's side of combine with a format: the CTAs that run take the experts' rows one after
-// another and quantise each to where the peers read it.
+// another, quantise each and store it where the peers read it.
 //
-// Rows are not dealt out by CTA number. A CTA may find no place on the GPU, because another
-// stream's kernel holds it. It would keep its rows, the signal would wait for them, and that other
-// kernel perhaps for the peers.
+// A CTA takes rows by an atomic, not by its number. Another stream's kernel may occupy the place of
+// a CTA on the GPU. If rows belonged to that CTA by number, nobody would quantise them, the signal
+// would wait for them, and the other kernel might wait for the peers.
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
@@ -49,14 +49,14 @@ HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const R
   }
 }
 
-// Takes the number of a row, in the order of the slots, that no CTA has taken. Each CTA goes on
-// until it gets a number from num_rows on. Thread 0.
+// Takes the number of a row that no CTA has taken yet, in the order of the slots. Each CTA
+// continues until it gets num_rows or a larger number. Thread 0.
 HD uint32_t take_row(const CombineArgs& args) {
   // Relaxed: it only hands out numbers. Kernels before this one have written the rows.
   return fetch_add_relaxed_gpu(&local_control(args)->rows_taken, 1);
 }
 
-// Puts the counter back, if `number` is the last one: no CTA takes another before the next combine.
+// Resets the counter if `number` is the last one: no CTA takes another before the next combine.
 HD void end_taking(const CombineArgs& args, const Cta& cta, uint32_t number, uint32_t num_rows) {
   const uint32_t last = num_rows + static_cast<uint32_t>(cta.num_blocks) - 1;
   if (number == last) store_relaxed_gpu(&local_control(args)->rows_taken, 0);
@@ -81,8 +81,8 @@ HD uint32_t quantise_received(const CombineArgs& args, const Cta& cta, uint32_t 
     quantise_slot<Element, Format>(args, cta, slot, sizes, shared.amax);
     ++quantised;
     turn = 1 - turn;
-    // P5 release half, per CTA: the barrier puts this row's stores before the arrival of thread 0.
-    // It also publishes the next row's number and ends the use of this row's amax.
+    // P5, release half, per CTA: the barrier orders this row's stores before the arrival of thread
+    // 0. It also publishes the next row's number and ends the use of this row's amax.
     cta.sync();
   }
   return quantised;
@@ -115,8 +115,8 @@ HD void send_quantised(const CombineArgs& args, const Cta& cta, const RowSizes& 
                        QuantisedCombineShared& shared) {
   if (cta.thread == 0) shared.taken[0] = take_row(args);
   for_each_peer(args, cta, [&](int peer) {
-    // Not from the peer's cell: a CTA that starts after this rank's signal may find the next round
-    // there. Not from recv_counts: the caller has those as a tensor, and may have written to it.
+    // Not from the peer's cell, where a CTA that starts after this rank's signal may find the next
+    // round. Not from recv_counts, which the caller has as a tensor and may have written to.
     shared.counts[peer] = load_word(&rows_from(args)[peer]);
   });
   cta.sync();  // all threads see the counts, the first number, epoch and has_failed

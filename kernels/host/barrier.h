@@ -1,4 +1,4 @@
-// The barrier of a CTA on CPU threads; in builds whose CTAs have more than one (tests).
+// The barrier of a CTA on CPU threads, for builds whose CTAs have several threads (tests).
 #pragma once
 
 #include <sched.h>
@@ -7,9 +7,9 @@
 
 namespace moe_nvlink::host {
 
-// Not std::barrier: its waiting goes through a table that is one for the whole process, and the
-// atomics of that table order threads that the protocol does not, ranks among them, so that the
-// thread sanitizer overlooks what is missing in the protocol.
+// Not std::barrier: it waits through a table that the whole process shares. The atomics of that
+// table order threads that the protocol does not order, also threads of different ranks. The thread
+// sanitizer would then overlook an order that the protocol lacks.
 class Barrier {
  public:
   explicit Barrier(int num_threads) : num_threads_(num_threads) {}

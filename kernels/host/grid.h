@@ -1,9 +1,8 @@
-// A grid on CPU threads: how the host executes a kernel text. Block b of a launch runs on thread b,
-// all blocks at the same time, so that a block may wait for another one (a GPU gives that promise
-// only to the blocks that fit on it).
-// What this executor cannot show: warps, shared-memory banks, PTX scopes narrower than the process,
-// PDL, NVLink ordering and latency; and on x86 a missing acquire goes unnoticed unless the thread
-// sanitizer looks on.
+// A grid on CPU threads: how the host executes a kernel text. Block b of a launch runs on thread b.
+// All blocks run at the same time, so a block may wait for another one (a GPU promises that only
+// for the blocks that fit on it). This executor cannot show warps, shared-memory banks, PTX scopes
+// narrower than the process, PDL, NVLink ordering and latency. On x86 only the thread sanitizer
+// shows a missing acquire.
 #pragma once
 
 #include <atomic>

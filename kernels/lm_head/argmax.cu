@@ -133,9 +133,9 @@ HD void put_word(const HeadArgs& args, const Cta& cta, int rank, int row, int sp
   store_word(words + place * kMaxHeadSplits + split, word);
 }
 
-// Compares every num_blocks-th item: a row, or one of the parts it is split into. After an item no
-// barrier is needed: a thread that is ahead writes the other parts, and it comes back to these
-// parts only after the next item's barrier, which the threads that still read them must pass too.
+// Compares every num_blocks-th item: a row, or one of the parts that CTAs share. No barrier follows
+// an item: a thread that is ahead writes the other parts, and it comes back to these parts only
+// after the next item's barrier, which the threads that still read them must pass too.
 template <class Element>
 HD void put_words(const HeadArgs& args, const Cta& cta, int num_rows, HeadArgmaxShared& shared) {
   const HeadGeometry& geometry = args.geometry;
@@ -167,8 +167,8 @@ HD void put_words(const HeadArgs& args, const Cta& cta, int num_rows, HeadArgmax
   }
 }
 
-// Threads that share one row's words in take_ids: as many as there often are ranks, so that each
-// waits for one load.
+// Threads that share one row's words in take_ids. Groups of up to 8 ranks are common; then each
+// thread waits for one load.
 constexpr int kIdThreads = Cta::kExchangeThreads < 8 ? Cta::kExchangeThreads : 8;
 
 // The largest word that the ranks lane, lane + kIdThreads, ... have put for this row.

@@ -20,8 +20,8 @@ HD void put_head_rows(const HeadArgs& args, const Cta& cta) {
   for_each_row_and_peer(args, cta, geometry.num_rows, [&](int row, int peer) {
     const uint64_t offset = static_cast<uint64_t>(row) * static_cast<uint64_t>(row_bytes);
     char* target = region_of(args, peer, args.rows_region) + slice + offset;
-    // Computed for each row: if the width is known before the loop, NVRTC writes the loop seven
-    // times.
+    // The vector width is computed for each row: if it is known before the loop, NVRTC writes the
+    // loop seven times.
     const char* source = reinterpret_cast<const char*>(args.hidden) + offset;
     put_row(cta, cta.thread, source, &target, 1, row_bytes,
             vector_bytes_for(reinterpret_cast<uint64_t>(source), static_cast<uint64_t>(row_bytes)));

@@ -16,10 +16,10 @@
 //   collect   all CTAs    if the caller wants all logits: get this rank's rows of every rank's
 //                         logits
 //
-// Only the last CTA waits, so in one stream nothing is asked of what is resident at once. The next
-// kernel of the stream sees what the peers have put, because it starts after that CTA has ended.
+// Only the last CTA waits, so in one stream a grid need not fit on the GPU at once. The next kernel
+// of the stream sees what the peers have put, because it starts after that CTA has ended.
 //
-// Nothing is overwritten that is still being read. A rank puts rows of round n+1 only after its
+// No rank overwrites what another still reads. A rank puts rows of round n+1 only after its
 // argmax n. Argmax n has waited for every rank's cell of P8, which a rank sends after its product n
 // and the kernels before it: so rows n have been read. The rank puts words n+1, and its product
 // overwrites logits n, only after its gather n+1. Gather n+1 has waited for every rank's cell of
@@ -94,8 +94,8 @@ HD void signal_round(const HeadArgs& args, const Cta& cta, uint32_t cells, uint3
   signal_peers(args, cta, cells, pack_cell(shared.epoch, count, head_tag(args.geometry)));
 }
 
-// Waits for every rank's cell; its count, at most `most`, goes to `counts`. If a rank does not
-// come, or comes from another call, this rank leaves a fault word and takes the count for zero.
+// Waits for every rank's cell and stores its count, at most `most`, in `counts`. If a rank does not
+// come, or comes from another call, this rank leaves a fault word and takes 0 for the count.
 HD void wait_for_counts(const HeadArgs& args, const Cta& cta, uint32_t cells, int phase,
                         uint32_t most, int32_t* counts, HeadShared& shared) {
   const Awaited awaited{cells, phase, shared.epoch};

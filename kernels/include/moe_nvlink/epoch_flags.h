@@ -1,8 +1,8 @@
-// The cells by which ranks signal each other, and the bounded wait for a cell. peers.h has the
-// loops. A cell is one 8-byte word {tag:7, count:25, epoch:32} with a single writer, so all of it
-// arrives together. The tag stands for the sender's geometry: if ranks dispatch through layers of
-// different geometry in the same round, rows go to places where the receivers do not look. Epochs
-// only go up and wrap after 2^32 rounds. They are compared by signed difference.
+// The cells by which ranks signal each other, and the bounded wait for a cell. The loops over peers
+// are in peers.h. A cell is one 8-byte word {tag:7, count:25, epoch:32} with a single writer, so
+// all of it arrives together. The tag stands for the sender's geometry: if ranks dispatch through
+// layers of different geometry in the same round, rows go to places where the receivers do not
+// look. Epochs only go up and wrap after 2^32 rounds. They are compared by signed difference.
 #pragma once
 
 #include "config.h"
@@ -67,7 +67,7 @@ struct Patience {
   }
 };
 
-// Looks at the cell until it has reached the epoch. False if the time is over. Orders nothing.
+// Reads the cell until it has reached the epoch; returns false if the time is over. Orders nothing.
 HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience) {
   Backoff backoff;
   while (!has_reached(load_relaxed_sys(cell), epoch)) {
@@ -93,22 +93,22 @@ HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, 
   return cell_epoch(*seen) == epoch ? 0 : kFaultAhead;
 }
 
-// Whether a verb of this rank has failed before. From then on its verbs exchange nothing, so that a
-// late peer does not meet rows of a round that it has not come to. The host stops calling the
-// verbs, but verbs that are already in a stream or a graph still run.
+// Whether a verb of this rank has failed before. After a failure the rank's verbs exchange nothing,
+// so a late peer gets no rows of a round that it has not started. The host stops calling the verbs,
+// but verbs that are already in a stream or a graph still run.
 template <class Args>
 HD bool has_failed(const Args& args) {
   return load_relaxed_sys(&local_control(args)->fault) != 0;
 }
 
-// Leaves a fault word for the host, which makes of it an error that names phase, peer and epoch.
-// The first fault stays, because later faults follow from it. If the host cannot read this rank's
-// workspace without waiting for the device, it has named a word of its own memory, on the GPU
-// pinned and mapped, so in global space too.
+// Writes a fault word for the host, which raises an error that names phase, peer and epoch. The
+// first fault stays, because later faults follow from it. If the host cannot read this rank's
+// workspace without waiting for the device, it has named a word of its own memory. A GPU reaches
+// that word in global space, because the host has pinned and mapped it.
 //
-// Waits first for this rank's own cell of the round in `cells`. The CTA that sends the cell looks
-// for failures of earlier verbs first. If it took this fault for one of them, it would not signal,
-// and the peers would report a missing rank instead of what is wrong.
+// Waits first for this rank's own cell of the round in `cells`. The CTA that sends the cell checks
+// for failures of earlier verbs first. If it took this fault for such a failure, it would not
+// signal, and the peers would report a missing rank instead of the cause.
 template <class Args>
 HD void report_fault(const Args& args, uint32_t cells, int code, int phase, int peer,
                      uint32_t epoch, Patience& patience) {

@@ -11,7 +11,7 @@
 
 namespace moe_nvlink {
 
-// Loads, orders nothing. For polling: an acquire in the loop would empty L1 at every turn.
+// Loads without order, for polling: an acquire in the loop would empty L1 in every iteration.
 HD uint64_t load_relaxed_sys(const uint64_t* address) {
   MOE_NVLINK_DEVICE_ONLY(uint64_t value; asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(
       value) : "l"(__cvta_generic_to_global(address)) : "memory");
@@ -37,7 +37,7 @@ HD void store_release_sys(uint64_t* address, uint64_t value) {
   MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint64_t>(*address).store(value, std::memory_order_release);)
 }
 
-// A whole word that only the host reads, after the launch.
+// Stores a whole word that only the host reads, after the launch.
 HD void store_relaxed_sys(uint64_t* address, uint64_t value) {
   MOE_NVLINK_DEVICE_ONLY(
       asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(__cvta_generic_to_global(address)),
@@ -45,7 +45,7 @@ HD void store_relaxed_sys(uint64_t* address, uint64_t value) {
   MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint64_t>(*address).store(value, std::memory_order_relaxed);)
 }
 
-// Takes a number, orders nothing.
+// Adds without order, to hand out numbers.
 HD uint32_t fetch_add_relaxed_gpu(uint32_t* address, uint32_t value) {
   MOE_NVLINK_DEVICE_ONLY(uint32_t before;
                          asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(
@@ -56,7 +56,7 @@ HD uint32_t fetch_add_relaxed_gpu(uint32_t* address, uint32_t value) {
       return std::atomic_ref<uint32_t>(*address).fetch_add(value, std::memory_order_relaxed);)
 }
 
-// Releases what this CTA did, acquires what the CTAs that added before it did.
+// Adds; releases what this CTA did, and acquires what the CTAs did that added before it.
 HD uint32_t fetch_add_acq_rel_gpu(uint32_t* address, uint32_t value) {
   MOE_NVLINK_DEVICE_ONLY(uint32_t before;
                          asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(

@@ -1,6 +1,6 @@
-// What a kernel does for each rank of its exchange: signals, waits and sums stand here. A peer
-// is any rank of the exchange, this rank included: a rank signals itself and waits for itself as it
-// does for the others.
+// What a kernel does for each rank of its exchange: it signals, waits and sums. A peer is any rank
+// of the exchange, this rank included: a rank signals itself and waits for itself as for the
+// others.
 #pragma once
 
 #include "config.h"
@@ -11,9 +11,10 @@
 
 namespace moe_nvlink {
 
-// Calls visit(peer) for the peers first, first + step, ... To leave ranks out, change this loop and
-// for_each_row_and_peer(), give what is kept of a rank left out a zero (the sums read all of them),
-// and have dispatch mark its slots as empty.
+// Calls visit(peer) for the peers first, first + step, ... If a round shall leave ranks out, change
+// this loop and for_each_row_and_peer(), and store the count 0 for each rank that is left out. The
+// sums and dispatch's marking of empty slots go through all ranks, and remain right: such a rank
+// adds no rows, and all slots of its slice are marked as empty.
 template <class Args, class Visit>
 HD void for_each_peer(const Args& args, int first, int step, const Visit& visit) {
   const int num_ranks = num_ranks_in(args.geometry);
@@ -21,8 +22,8 @@ HD void for_each_peer(const Args& args, int first, int step, const Visit& visit)
   for (int peer = first; peer < num_ranks; peer += step) visit(peer);
 }
 
-// The same where the CTA's threads share the peers. In each such loop a thread has the same peers,
-// so what it keeps of a peer needs no barrier before its own next loop.
+// The same, shared by the CTA's threads. A thread has the same peers in each such loop. So between
+// two loops it needs no barrier for what it has stored about its own peers.
 template <class Args, class Visit>
 HD void for_each_peer(const Args& args, const Cta& cta, const Visit& visit) {
   for_each_peer(args, cta.thread, cta.num_threads, visit);
@@ -64,7 +65,7 @@ struct Awaited {
   uint32_t epoch;
 };
 
-// What a cell must hold beside the epoch.
+// What a cell must hold in addition to the epoch.
 struct ExpectedCell {
   uint32_t tag;
   uint32_t most;  // the largest count
@@ -74,7 +75,7 @@ struct ExpectedCell {
   }
 };
 
-// A cell that holds nothing else.
+// Accepts every cell.
 struct AnyCell {
   HD int fault_of(uint64_t /*cell*/) const { return 0; }
 };
@@ -93,7 +94,8 @@ HD int wait_for_peer(const Args& args, const Awaited& awaited, int peer, const E
   return fault;
 }
 
-// The sum of the values of the first `num_ranks` ranks.
+// The sum of the values of the first `num_ranks` ranks. A rank that a round leaves out has the
+// value 0.
 template <class Value>
 HD Value sum_of_ranks(const Value* values, int num_ranks) {
   Value sum = 0;

@@ -5,8 +5,8 @@
 #define MOE_NVLINK_DEVICE_ONLY(...) __VA_ARGS__
 #define MOE_NVLINK_HOST_ONLY(...)
 #define MOE_NVLINK_UNROLL _Pragma("unroll")
-// For loops of few turns, outside the rows. Unrolled code is more code to fetch, and a launch with
-// one token a CTA fetches all of its code cold.
+// For loops of few iterations that move no rows. Unrolled code is more code to fetch, and in a
+// launch with one token per CTA no code is in the instruction cache.
 #define MOE_NVLINK_ROLLED _Pragma("unroll 1")
 
 #if defined(__CUDACC_RTC__)
@@ -76,8 +76,8 @@ HD uint64_t now_ns() {
   return time;
 }
 
-// What a poll does between two looks: nothing. A thread of a GPU shares its core with no rank that
-// it waits for.
+// Between two reads a poll does nothing: a thread of a GPU shares its core with no rank that it
+// waits for.
 struct Backoff {
   HD void pause(uint64_t /*waited_ns*/) {}
 };

@@ -71,8 +71,8 @@ inline uint64_t now_ns() {
 
 // A host rank often shares its core with the ranks that it waits for. So it spins for about a
 // microsecond, and then yields the core. In a long wait, while a peer computes, it sleeps for an
-// eighth of the time waited so far: the peers lose next to nothing, and this rank is late by at
-// most an eighth.
+// eighth of the time that it has waited: the peers lose almost nothing, and this rank wakes up late
+// by at most an eighth of the wait.
 struct Backoff {
   static constexpr int kSpins = 32;
   static constexpr uint64_t kYieldNs = 500000;

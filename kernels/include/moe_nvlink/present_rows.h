@@ -1,8 +1,9 @@
-// The sum of a token's partial rows without the absent rows: on the host, where combine spends its
-// time on arithmetic. The sum is that of combine's tree over all k, to the last bit; of NaN only
-// that it is one. An absent row would add -0.0, which changes nothing, so a node with one empty
-// side equals its other side. Elements go through registers, kRegisterFloats at a time. The few
-// shapes that the tree of two, three and four rows can have are spelled out.
+// The sum of a token's partial rows without the absent rows. Only the host uses it, because there
+// combine spends its time on arithmetic. The sum has the bits of combine's tree over all k; only
+// NaN may have other bits. An absent row would add -0.0, which changes nothing, so a node of the
+// tree with one empty side equals its other side. The sum goes through registers, kRegisterFloats
+// elements at a time. The few shapes that the tree of two, three and four rows can have are written
+// out.
 #pragma once
 
 #include "combine_formats.h"

@@ -140,7 +140,7 @@ HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, in
   }
 }
 
-// The same where one scale holds for the whole row.
+// The same with one scale for the whole row.
 template <class Format, class Element, int Count, class Target>
 HD void quantise_range(const Cta& cta, int lane, const char* row, bool wide, int first, int last,
                        const Format& format, const Target& target) {
