@@ -19,7 +19,7 @@ from .options import Wording
 
 
 class Geometry(NamedTuple):
-    """Sizes and formats of MoE layers; two layers with equal ones can share one exchange."""
+    """Sizes and formats of a MoE layer. Layers of equal geometry can share one exchange."""
 
     num_experts: int
     top_k: int

@@ -24,7 +24,7 @@ READ = ("0.32.0", "0.33.0")
 
 
 class Touched(NamedTuple):
-    """One name of vLLM: where it is, and what we do with it.
+    """One name of vLLM, its place, and what we do with it.
 
     Attributes:
         module: module that has the name.
@@ -33,7 +33,7 @@ class Touched(NamedTuple):
             or read it. "patch": we replace it in place.
         parameters: parameters of a function without self and cls; None: it is no function, or we
             pass on whatever we get. vLLM calls hooks and subclasses, so theirs must be exactly
-            these. We call the others, so these must exist and all further ones must have defaults.
+            these. We call the others, so these must exist, and other parameters must have defaults.
         device: the only device that needs the name; "": both need it.
         since: the first release that has the name. Code looks for such a name at run time, and does
             without it if it is missing.

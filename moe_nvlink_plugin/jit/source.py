@@ -27,7 +27,7 @@ def read_kernel_file(path: str) -> str:
 
 
 def amalgamate(paths: Sequence[str]) -> str:
-    """Return the files' text; it has the text of each file of ours that they include, once."""
+    """Return the files' text, in which each file of ours stands where it is first included."""
     seen: set[str] = set()
 
     def inline(path: str) -> str:

@@ -217,7 +217,7 @@ class Variant(NamedTuple):
         return ",".join(self.words())
 
     def words(self) -> list[str]:
-        """Return the family's word and name=value of each axis but silent ones at their default."""
+        """Return the family's word, and name=value of each axis unless it is silent and at default."""
         found = [self.family.word] if self.family.word else []
         for axis, code in zip(self.family.axes, self.values, strict=True):
             word = axis.word(code)
