@@ -217,7 +217,10 @@ class Variant(NamedTuple):
         return ",".join(self.words())
 
     def words(self) -> list[str]:
-        """Return the family's word, and name=value of each axis unless it is silent and at default."""
+        """Return the family's word and `name=value` of its axes.
+
+        A silent axis is left out if it has its default.
+        """
         found = [self.family.word] if self.family.word else []
         for axis, code in zip(self.family.axes, self.values, strict=True):
             word = axis.word(code)
