@@ -89,9 +89,7 @@ class CpuBackend:
         copies = [type(args).from_buffer_copy(args) for args in rank_arguments]
 
         def launch() -> None:
-            run_threads(
-                len(copies), lambda rank: self._run(verb, copies[rank], self._grids[rank])
-            )
+            run_threads(len(copies), lambda rank: self._run(verb, copies[rank], self._grids[rank]))
 
         return launch
 
