@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.process_state import ProcessState
 from tests.support.turns import Turn
 
 #: Compilers, and models of the protocol: no clock of theirs minds that they get little of the
@@ -68,6 +69,20 @@ def cache_of_this_run(
         for name in ("MOE_NVLINK_CACHE_DIR", RUN_CACHE):
             patch.setenv(name, str(folder))
         yield
+
+
+@pytest.fixture(autouse=True)
+def process_stays_as_it_was() -> Iterator[None]:
+    """Fails a test that leaves its process changed, and undoes the change.
+
+    It fails because the change may be the product's, which a silent repair would hide. It undoes
+    the change so that no other test fails too. A fixture of a wider scope may change the process
+    for as long as the fixture lives.
+    """
+    before = ProcessState.now()
+    yield
+    if changed := before.restore():
+        pytest.fail(f"this test left its process changed: {'; '.join(changed)}", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
