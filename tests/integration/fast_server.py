@@ -7,7 +7,6 @@ Python's own "forkserver", which vLLM offers on its other platforms, itself fork
 has threads. What the processes do then is the same; `make demo`, whose test runs it as it is,
 starts its processes in vLLM's own way.
 
-    python tests/integration/fast_server.py -m vllm.entrypoints.openai.api_server <arguments>
     python tests/integration/fast_server.py --template <number of a socket>
 """
 
@@ -178,8 +177,4 @@ def _report_the_dead(running: dict[int, int]) -> None:
 
 if __name__ == "__main__":
     preload()
-    if sys.argv[1] == "--template":
-        request = fork_on_request(socket.socket(fileno=int(sys.argv[2])))
-    else:
-        request = Request(sys.argv[1:], dict(os.environ))
-    run(request.arguments)
+    run(fork_on_request(socket.socket(fileno=int(sys.argv[2]))).arguments)

@@ -22,7 +22,6 @@ from typing import IO, Any, NamedTuple
 
 from moe_nvlink_plugin.integration.demo import processes
 from moe_nvlink_plugin.integration.demo.server import (
-    API_SERVER,
     CPU_ENVIRONMENT,
     ServerError,
     VllmServer,
@@ -30,8 +29,6 @@ from moe_nvlink_plugin.integration.demo.server import (
 from tests.integration import stop_on_order
 
 _FAST_SERVER = str(Path(__file__).parent / "fast_server.py")
-#: In the place of API_SERVER: vLLM's server with fewer imports, for who cannot ask a template.
-FAST_SERVER = [_FAST_SERVER, *API_SERVER]
 #: Long enough for a slow machine between two MoE layers. Ranks that compile need more than others.
 TIMEOUT_S = 20
 
@@ -69,29 +66,42 @@ class Forked:
 
 
 class Template:
-    """A process that has imported vLLM, of which servers are forked."""
+    """A process that has imported vLLM, of which servers are forked.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    Args:
+        control: Our end of its socket. The process ends when nobody holds our end any more.
+        process: None if another process has started it.
+    """
+
+    def __init__(
+        self, control: socket.socket, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self.control = control
+        self._process = process
+
+    @classmethod
+    def started(cls, environment: Mapping[str, str]) -> Template:
+        """A new one, with these variables over this process's."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # It ends when nobody holds our end of the pair any more.
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, _FAST_SERVER, "--template", str(theirs.fileno())],
                 env={**os.environ, **CPU_ENVIRONMENT, **environment},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        return cls(ours, process)
 
     def fork(self, arguments: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Forked:
         """`python *arguments` in a session of its own, printing to `log`."""
         status, theirs = os.pipe()
         try:
             request = json.dumps([arguments, dict(environment)]).encode()
-            socket.send_fds(self._control, [request], [log.fileno(), theirs])
+            socket.send_fds(self.control, [request], [log.fileno(), theirs])
         finally:
             os.close(theirs)
-        pid = int(self._control.recv(16) or 0)
-        assert pid, f"the template ended with exit code {self._process.wait()}"
+        pid = int(self.control.recv(16) or 0)
+        assert pid, "the template has ended"
         return Forked(pid, status)
 
 
@@ -105,7 +115,7 @@ class Templates(NamedTuple):
 @functools.cache
 def templates() -> Templates:
     """Both of this run; the second imports while the first server is at work."""
-    return Templates(Template({}), Template({"VLLM_PLUGINS": ""}))
+    return Templates(Template.started({}), Template.started({"VLLM_PLUGINS": ""}))
 
 
 class ForkedServer(VllmServer):
