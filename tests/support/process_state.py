@@ -99,7 +99,7 @@ def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 def _set_environment(variables: Mapping[str, str]) -> None:
     kept = {_OF_PYTEST: os.environ[_OF_PYTEST]} if _OF_PYTEST in os.environ else {}
     os.environ.clear()
-    os.environ.update(variables | kept)
+    os.environ.update({**variables, **kept})
 
 
 def _torch_defaults() -> tuple[Any, ...] | None:
