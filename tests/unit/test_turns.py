@@ -1,5 +1,5 @@
-"""What our conftest does for the suite: tests take turns, no death hangs the run, and no test
-leaves its process changed.
+"""What our conftest does for the suite: tests take turns, no death hangs the run, and what
+a test changes in its process is undone.
 """
 
 from __future__ import annotations
@@ -116,11 +116,12 @@ def test_does_not_meet_it():
 """
 
 
-def test_a_test_that_changes_its_process_fails(tmp_path: Path) -> None:
+def test_what_a_test_changes_in_its_process_is_undone(tmp_path: Path) -> None:
     done = suite(tmp_path, {OTHERS[0]: LEAVES}, "-n", "0")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "left its process changed: variables of os.environ, set: LEFT_BEHIND" in done.stdout
-    assert re.search(r"^2 passed, 1 error in ", done.stdout, re.MULTILINE), done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = "::test_leaves_a_variable left its process changed: variables of os.environ, set: LEFT"
+    assert told in done.stdout
+    assert "1 warning in " in done.stdout, "the other test left nothing"
 
 
 def test_a_wait_has_an_end(tmp_path: Path) -> None:
