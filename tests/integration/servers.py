@@ -66,7 +66,7 @@ class Forked:
 
 
 class Template:
-    """A process that has imported vLLM, of which servers are forked.
+    """A process that has imported vLLM, or what vLLM imports, of which others are forked.
 
     Args:
         control: Our end of its socket. The process ends when nobody holds our end any more.
@@ -80,12 +80,16 @@ class Template:
         self._process = process
 
     @classmethod
-    def started(cls, environment: Mapping[str, str]) -> Template:
-        """A new one, with these variables over this process's."""
+    def started(cls, environment: Mapping[str, str], preloaded: str = "servers") -> Template:
+        """Starts one with these variables over this process's.
+
+        Args:
+            preloaded: "servers" or "libraries", see fast_server.py.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, _FAST_SERVER, "--template", str(theirs.fileno())],
+                [sys.executable, _FAST_SERVER, str(theirs.fileno()), preloaded],
                 env={**os.environ, **CPU_ENVIRONMENT, **environment},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -103,6 +107,31 @@ class Template:
         pid = int(self.control.recv(16) or 0)
         assert pid, "the template has ended"
         return Forked(pid, status)
+
+    def run(
+        self, code: str, *arguments: str, folder: Path, environment: Mapping[str, str]
+    ) -> tuple[int, str]:
+        """Runs a program; returns its exit code and what it printed, errors among it.
+
+        Args:
+            folder: An empty one.
+        """
+        program, log = folder / "program.py", folder / "log"
+        program.write_text(code, "utf-8")
+        with log.open("wb") as file:
+            forked = self.fork([str(program), *arguments], environment, file)
+        try:
+            code_of_exit = forked.wait(timeout=250)
+        finally:
+            processes.end_session(forked.pid)
+        return code_of_exit, log.read_text("utf-8")
+
+    def close(self) -> None:
+        """Ends the process. What has been forked lives on."""
+        self.control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 class Templates(NamedTuple):

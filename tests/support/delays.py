@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
-from tests.support import kernel_texts
 
 #: A sleep of up to 50 us for a warp, one time in 16. %clock differs between CTAs and moments.
 _DEVICE_DELAY = """
@@ -104,12 +104,12 @@ def with_delays(text: str, *, on_host: bool) -> str:
 
 def randomly_delayed() -> host.HostLibrary:
     """A library whose ranks sleep at random."""
-    return _built(with_delays(kernel_texts.host_source(), on_host=True))
+    return _built(with_delays(LAYER.host_source(), on_host=True))
 
 
 def clock_that_goes_back() -> host.HostLibrary:
     """Each look at the clock reads a microsecond less than the look before; test_looks() counts."""
-    text = kernel_texts.host_source()
+    text = LAYER.host_source()
     clock = re.compile(r"^inline uint64_t now_ns\(\) \{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
     text, clocks = clock.subn(
         "inline std::atomic<uint64_t> looks{0};\n"
@@ -129,7 +129,7 @@ def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:
         "    nanosleep(&time, nullptr);\n  }\n"
     )
     line = "  const bool faulted = combine_barrier(args, cta, shared);\n"
-    return _built(replace_once(kernel_texts.host_source(), line, line + sleep))
+    return _built(replace_once(LAYER.host_source(), line, line + sleep))
 
 
 def few_places(places: int, *, last_first: bool) -> host.HostLibrary:
@@ -140,10 +140,10 @@ def few_places(places: int, *, last_first: bool) -> host.HostLibrary:
     in_line = "cta.num_blocks - 1 - cta.block" if last_first else "cta.block"
     line = "  if (cta.thread == 0) shared.faulted = 0;\n"
     place = f"  const TestPlace place(args.geometry.ep_rank, {in_line}, cta.num_blocks);\n"
-    text = replace_once(kernel_texts.host_source(), line, place + line)
+    text = replace_once(LAYER.host_source(), line, place + line)
     return _built(_with_prelude(text, _FEW_PLACES.replace("PLACES", str(places))))
 
 
 def _built(text: str) -> host.HostLibrary:
-    # -O1: seconds less to compile, for kernels that sleep most of the time.
-    return host.HostLibrary(host.build(text, (*host.FLAGS, "-O1")))
+    # -O0: seconds less to compile, for kernels that sleep most of the time.
+    return host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))
