@@ -81,7 +81,7 @@ upstream-tests: env
 dist: env
 	@$(PY) -m tests.dist dist
 
-# The type checker runs beside the compilation of a new environment.
+# The type checker has one process, so it runs beside the compilation of a new environment.
 lint: $(ENV_READY)
 	@$(MAKE) --no-print-directory -j 2 env typecheck
 	@$(VENV)/bin/ruff check .
@@ -89,7 +89,7 @@ lint: $(ENV_READY)
 	@$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
 
 typecheck: $(ENV_READY)
-	@$(PY) -m mypy -n 2 --explicit-package-bases moe_nvlink_plugin tests benchmarks
+	@$(PY) -m mypy --explicit-package-bases moe_nvlink_plugin tests benchmarks
 
 bench: env
 	@for run in $(BENCHMARKS); do echo "== $$run"; $(PY) benchmarks/$$run || exit 1; done
