@@ -9,8 +9,8 @@ starts its processes in vLLM's own way.
 
     python tests/integration/fast_server.py <number of a socket> servers
 
-A template of "libraries" has imported what vLLM imports of others, and no module of vLLM or of
-ours: its forks run programs that look at how vLLM and our plugin are imported.
+A template of "libraries" has imported the libraries of vLLM, and no module of vLLM or of ours. Its
+forks run programs that import vLLM and our plugin anew.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SERVERS = (
     "vllm.model_executor.models.glm4_moe_mtp",
     "vllm.model_executor.models.qwen3_moe",
 )
-#: Four fifths of what `import vllm...` costs.
+#: Four fifths of the time that an import of vLLM's server takes.
 LIBRARIES = (
     "torch._inductor.lowering",
     "openai.types.responses",
