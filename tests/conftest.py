@@ -7,12 +7,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.process_state import ProcessState
 from tests.support.turns import Turn
 
 #: Compilers, and models of the protocol: no clock of theirs minds that they get little of the
@@ -42,6 +44,11 @@ SERVERS = ("tests/integration/",)
 #: Set for what tests start: the cache of this run.
 RUN_CACHE = "MOE_NVLINK_TESTS_CACHE_DIR"
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The processes of a run share the cores. A second OpenMP thread of each would spin while it
+    # waits for a core that another process has. OpenMP reads this when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def _is_one_of_many(config: pytest.Config) -> bool:
     """Whether this is one of the processes of `pytest -n 2`. A pytest that a test starts is not,
@@ -68,6 +75,21 @@ def cache_of_this_run(
         for name in ("MOE_NVLINK_CACHE_DIR", RUN_CACHE):
             patch.setenv(name, str(folder))
         yield
+
+
+@pytest.fixture(autouse=True)
+def process_stays_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Undoes what a test leaves changed in its process, and warns.
+
+    The test does not fail: a library may change variables for good when it is first imported or
+    first compiles, and which test comes first depends on timing. A fixture of a wider scope may
+    change the process for as long as the fixture lives.
+    """
+    before = ProcessState.now()
+    yield
+    if changed := before.restore():
+        node, told = request.node.nodeid, "; ".join(changed)
+        warnings.warn(f"{node} left its process changed: {told}", stacklevel=1)
 
 
 @pytest.hookimpl(tryfirst=True)

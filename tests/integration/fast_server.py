@@ -7,8 +7,10 @@ Python's own "forkserver", which vLLM offers on its other platforms, itself fork
 has threads. What the processes do then is the same; `make demo`, whose test runs it as it is,
 starts its processes in vLLM's own way.
 
-    python tests/integration/fast_server.py -m vllm.entrypoints.openai.api_server <arguments>
-    python tests/integration/fast_server.py --template <number of a socket>
+    python tests/integration/fast_server.py <number of a socket> servers
+
+A template of "libraries" has imported the libraries of vLLM, and no module of vLLM or of ours. Its
+forks run programs that import vLLM and our plugin anew.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
-PRELOADED = (
+SERVERS = (
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.core",
     "vllm.v1.engine.coordinator",
@@ -41,6 +43,18 @@ PRELOADED = (
     "vllm.model_executor.models.glm4_moe",
     "vllm.model_executor.models.glm4_moe_mtp",
     "vllm.model_executor.models.qwen3_moe",
+)
+#: Four fifths of the time that an import of vLLM's server takes.
+LIBRARIES = (
+    "torch._inductor.lowering",
+    "openai.types.responses",
+    "transformers.modeling_gguf_pytorch_utils",
+    "transformers.models.auto.image_processing_auto",
+    "scipy.signal",
+    "xgrammar",
+    "fastapi",
+    "aiohttp",
+    "uvicorn",
 )
 #: Bytes of a request, more than any has: the environment is in it.
 REQUEST_BYTES = 1 << 18
@@ -56,18 +70,24 @@ class Request(NamedTuple):
     environment: dict[str, str]
 
 
-def preload() -> None:
+def preload_servers() -> None:
     """Imports what servers need; nothing that a plugin could still want to change is decided."""
-    for name in PRELOADED:
+    for name in SERVERS:
         importlib.import_module(name)
     import vllm.plugins
 
     assert not vllm.plugins.plugins_loaded
 
 
+def preload_libraries() -> None:
+    """Imports what programs with vLLM need; a library that a release of vLLM lacks is left out."""
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def run(arguments: Sequence[str]) -> None:
-    """Runs a module (-m NAME ...) or a script, whose processes are forks of this one as it is."""
-    spawn_by_forking()
+    """Runs a module (-m NAME ...) or a script."""
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__")
@@ -177,9 +197,12 @@ def _report_the_dead(running: dict[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    preload()
-    if sys.argv[1] == "--template":
-        request = fork_on_request(socket.socket(fileno=int(sys.argv[2])))
+    control = socket.socket(fileno=int(sys.argv[1]))
+    if sys.argv[2] == "servers":
+        preload_servers()
+        request = fork_on_request(control)
+        spawn_by_forking()
     else:
-        request = Request(sys.argv[1:], dict(os.environ))
+        preload_libraries()
+        request = fork_on_request(control)
     run(request.arguments)

@@ -22,7 +22,6 @@ from typing import IO, Any, NamedTuple
 
 from moe_nvlink_plugin.integration.demo import processes
 from moe_nvlink_plugin.integration.demo.server import (
-    API_SERVER,
     CPU_ENVIRONMENT,
     ServerError,
     VllmServer,
@@ -30,8 +29,6 @@ from moe_nvlink_plugin.integration.demo.server import (
 from tests.integration import stop_on_order
 
 _FAST_SERVER = str(Path(__file__).parent / "fast_server.py")
-#: In the place of API_SERVER: vLLM's server with fewer imports, for who cannot ask a template.
-FAST_SERVER = [_FAST_SERVER, *API_SERVER]
 #: Long enough for a slow machine between two MoE layers. Ranks that compile need more than others.
 TIMEOUT_S = 20
 
@@ -69,30 +66,72 @@ class Forked:
 
 
 class Template:
-    """A process that has imported vLLM, of which servers are forked."""
+    """A process that has imported vLLM, or the libraries of vLLM; servers and programs fork from it.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    Args:
+        control: Our end of its socket. The process ends when nobody holds our end any more.
+        process: None if another process has started it.
+    """
+
+    def __init__(
+        self, control: socket.socket, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self.control = control
+        self._process = process
+
+    @classmethod
+    def started(cls, environment: Mapping[str, str], preloaded: str = "servers") -> Template:
+        """Starts one with these variables over this process's.
+
+        Args:
+            preloaded: "servers" or "libraries", see fast_server.py.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # It ends when nobody holds our end of the pair any more.
-            self._process = subprocess.Popen(
-                [sys.executable, _FAST_SERVER, "--template", str(theirs.fileno())],
+            process = subprocess.Popen(
+                [sys.executable, _FAST_SERVER, str(theirs.fileno()), preloaded],
                 env={**os.environ, **CPU_ENVIRONMENT, **environment},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        return cls(ours, process)
 
     def fork(self, arguments: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Forked:
         """`python *arguments` in a session of its own, printing to `log`."""
         status, theirs = os.pipe()
         try:
             request = json.dumps([arguments, dict(environment)]).encode()
-            socket.send_fds(self._control, [request], [log.fileno(), theirs])
+            socket.send_fds(self.control, [request], [log.fileno(), theirs])
         finally:
             os.close(theirs)
-        pid = int(self._control.recv(16) or 0)
-        assert pid, f"the template ended with exit code {self._process.wait()}"
+        pid = int(self.control.recv(16) or 0)
+        assert pid, "the template has ended"
         return Forked(pid, status)
+
+    def run(
+        self, code: str, *arguments: str, folder: Path, environment: Mapping[str, str]
+    ) -> tuple[int, str]:
+        """Runs a program; returns its exit code and what it printed, errors among it.
+
+        Args:
+            folder: An empty one.
+        """
+        program, log = folder / "program.py", folder / "log"
+        program.write_text(code, "utf-8")
+        with log.open("wb") as file:
+            forked = self.fork([str(program), *arguments], environment, file)
+        try:
+            code_of_exit = forked.wait(timeout=250)
+        finally:
+            processes.end_session(forked.pid)
+        return code_of_exit, log.read_text("utf-8")
+
+    def close(self) -> None:
+        """Ends the process. What has been forked lives on."""
+        self.control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 class Templates(NamedTuple):
@@ -105,7 +144,7 @@ class Templates(NamedTuple):
 @functools.cache
 def templates() -> Templates:
     """Both of this run; the second imports while the first server is at work."""
-    return Templates(Template({}), Template({"VLLM_PLUGINS": ""}))
+    return Templates(Template.started({}), Template.started({"VLLM_PLUGINS": ""}))
 
 
 class ForkedServer(VllmServer):

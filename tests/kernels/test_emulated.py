@@ -157,7 +157,7 @@ def test_delays_are_sown() -> None:
         (emulated_text.host_source(), True),
         (emulated_text.device_source(2, 0, 8), False),
     ):
-        sown = emulated_text.with_delays(text, host=on_host)
+        sown = delays.with_delays(text, on_host=on_host)
         assert sown.count("test_delay();") - text.count("test_delay();") >= 5
 
 

@@ -11,8 +11,18 @@ import torch
 from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.jit.header import constants
 from tests.kernels import test_specialised
-from tests.support.head_ranks import Call, HeadRanks, Round, build, check, head_ranks, make_calls
+from tests.support.head_ranks import (
+    Call,
+    HeadRanks,
+    Round,
+    awake,
+    build,
+    check,
+    head_ranks,
+    make_calls,
+)
 from tests.support.ranks import run_threads
+from tests.support.sanitizers import Bugs, instead
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -215,31 +225,53 @@ def test_a_rank_that_is_ahead(on_host: Path) -> None:
         assert ranks.fault(0) == ("kFaultAhead", "kPhaseHeadGather", 1, 1)
 
 
-# These checks can fail.
+# These checks can fail. One library has all the mistakes, and each test wakes one.
 
-#: what -> (geometry, what stands in the text, what instead)
-MISTAKES = {
-    "the last of equal values": (4, "if (most <= best) continue;", "if (most < best) continue;"),
-    "zeros of two values": (3, "magnitude == 0 ? 0x80000000u : order", "order"),
-    "a NaN below all": (3, "magnitude > 0x7f800000u ? 0xffffffffu : number", "number"),
-    "vectors on no boundary": (
-        2,
-        "vector_bytes_for(args.logits, row_bytes) == kVectorBytes",
-        "true",
+MISTAKES: Bugs = {
+    "the last of equal values": instead("largest_of_thread", "most <= best", "most < best"),
+    "zeros of two values": instead(
+        "order_of_value", "magnitude == 0 ? 0x80000000u : order", "order"
     ),
-    "slots as filled rows": (0, "source.rank * geometry.row_bound + row", "number"),
-    "one word of a row": (4, "split < shared.splits[peer]", "split < 1"),
-    "rows at the first slice": (
-        0,
+    "a NaN below all": instead(
+        "order_of_value", "magnitude > 0x7f800000u ? 0xffffffffu : number", "number"
+    ),
+    "vectors on no boundary": instead(
+        "put_words", "vector_bytes_for(args.logits, row_bytes) == kVectorBytes", "true"
+    ),
+    "slots as filled rows": instead(
+        "put_words", "source.rank * geometry.row_bound + row", "number"
+    ),
+    "one word of a row": instead("largest_of_peers", "split < shared.splits[peer]", "split < 1"),
+    "rows at the first slice": instead(
+        "put_head_rows",
         "region_of(args, peer, args.rows_region) + slice",
         "region_of(args, peer, args.rows_region)",
     ),
 }
+#: The geometry that shows each mistake.
+SHOWN_BY = dict(zip(MISTAKES, (4, 3, 3, 2, 0, 4, 0), strict=True))
+SHOWING = sorted(set(SHOWN_BY.values()))
+
+
+@pytest.fixture(scope="module")
+def with_mistakes() -> Path:
+    return build(test_specialised.LANE_THREADS, as_on_the_gpu=True, bugs=MISTAKES)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_noticed(mistake: str) -> None:
-    number, old, new = MISTAKES[mistake]
-    library = build(test_specialised.LANE_THREADS, as_on_the_gpu=True, edits=((old, new),))
-    with pytest.raises(AssertionError, match="rank|Tensor-likes"):
-        check_against_torch(*GEOMETRIES[number], library)
+def test_a_mistake_is_noticed(mistake: str, with_mistakes: Path) -> None:
+    geometry = GEOMETRIES[SHOWN_BY[mistake]]
+    with (
+        awake(with_mistakes, MISTAKES, mistake),
+        pytest.raises(AssertionError, match="rank|Tensor"),
+    ):
+        check_against_torch(*geometry, with_mistakes)
+
+
+@pytest.mark.parametrize(
+    ("config", "ctas"), [GEOMETRIES[n] for n in sorted(set(SHOWN_BY.values()))]
+)
+def test_a_sleeping_mistake_does_nothing(
+    config: HeadConfig, ctas: int, with_mistakes: Path
+) -> None:
+    check_against_torch(config, ctas, with_mistakes)

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import re
 
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
-from tests.support import kernel_texts
 
-#: Sleeps now and then, each thread after its own random sequence.
-_RANDOM_DELAY = """
+#: A sleep of up to 50 us for a warp, one time in 16. %clock differs between CTAs and moments.
+_DEVICE_DELAY = """
+namespace moe_nvlink {
+HD void test_delay() {
+  uint32_t state = static_cast<uint32_t>(clock64());
+  state ^= ((blockIdx.y * 1024 + blockIdx.x) * 32 + threadIdx.x / 32 + 1) * 2654435761u;
+  state ^= state << 13;
+  state ^= state >> 17;
+  state ^= state << 5;
+  if (state % 16 == 0) __nanosleep(state / 16 % 50000);
+}
+}  // namespace moe_nvlink
+"""
+
+_HOST_DELAY = """
 #include <time.h>
 #include <atomic>
 namespace moe_nvlink {
@@ -19,15 +32,14 @@ inline void test_delay() {
   state ^= state >> 17;
   state ^= state << 5;
   if (state % 16 == 0) {
-    timespec time{0, static_cast<long>(state / 16 % 100000)};
+    timespec time{0, static_cast<long>(state / 16 % 50000)};
     nanosleep(&time, nullptr);
-  } else if (state % 2 == 0) {
+  } else if (state % 4 == 0) {
     sched_yield();
   }
 }
 }  // namespace moe_nvlink
 """
-
 
 #: A GPU that has places for so many CTAs of combine at a time, because other kernels hold the rest.
 #: A CTA starts when one of those before it in line has ended.
@@ -74,29 +86,30 @@ def _with_prelude(text: str, prelude: str) -> str:
     return replace_once(text, marker, prelude + marker)
 
 
+_BEFORE = r"^HD \w+ (?:store_release_sys|fetch_add_acq_rel_gpu|load_acquire_sys)\([^{;]*\) \{\n"
+_LOOPS = r"for \(int (?:token|item) = [^{]*\{"
+
+
+def with_delays(text: str, *, on_host: bool) -> str:
+    """Random sleeps before every release, arrival and acquire, and between two tokens.
+
+    They stand in the operations themselves, so every use of one gets them.
+    """
+    text, orders = re.subn(_BEFORE, r"\g<0>  test_delay();\n", text, flags=re.MULTILINE)
+    assert orders == 3, f"{orders} ordered operations found in memory_order.h"
+    text, loops = re.subn(_LOOPS, r"\g<0> test_delay();", text)
+    assert loops >= 2, f"{loops} loops over tokens found"
+    return _with_prelude(text, _HOST_DELAY if on_host else _DEVICE_DELAY)
+
+
 def randomly_delayed() -> host.HostLibrary:
-    """A sleep, at random, before every release and arrival, after every wait, between tokens."""
-    text = kernel_texts.host_source()
-    before = re.compile(
-        r"(?<=[\n])( *)(store_release_sys\(cell_of|const uint32_t before =\s+fetch_add_acq)"
-    )
-    text, releases = before.subn(r"\1test_delay();\n\1\2", text)
-    assert releases == 4, f"{releases} places before a release or an arrival"
-    text = replace_once(
-        text,
-        "  *seen = load_acquire_sys(cell);",
-        "  *seen = load_acquire_sys(cell);\n  test_delay();",
-    )
-    text, loops = re.subn(
-        r"(for \(int (?:token|item) = cta\.block;[^{]*\{)", r"\1 test_delay();", text
-    )
-    assert loops >= 2, f"{loops} loops over tokens"
-    return _built(_with_prelude(text, _RANDOM_DELAY))
+    """A library whose ranks sleep at random."""
+    return _built(with_delays(LAYER.host_source(), on_host=True))
 
 
 def clock_that_goes_back() -> host.HostLibrary:
     """Each look at the clock reads a microsecond less than the look before; test_looks() counts."""
-    text = kernel_texts.host_source()
+    text = LAYER.host_source()
     clock = re.compile(r"^inline uint64_t now_ns\(\) \{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
     text, clocks = clock.subn(
         "inline std::atomic<uint64_t> looks{0};\n"
@@ -116,7 +129,7 @@ def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:
         "    nanosleep(&time, nullptr);\n  }\n"
     )
     line = "  const bool faulted = combine_barrier(args, cta, shared);\n"
-    return _built(replace_once(kernel_texts.host_source(), line, line + sleep))
+    return _built(replace_once(LAYER.host_source(), line, line + sleep))
 
 
 def few_places(places: int, *, last_first: bool) -> host.HostLibrary:
@@ -127,10 +140,10 @@ def few_places(places: int, *, last_first: bool) -> host.HostLibrary:
     in_line = "cta.num_blocks - 1 - cta.block" if last_first else "cta.block"
     line = "  if (cta.thread == 0) shared.faulted = 0;\n"
     place = f"  const TestPlace place(args.geometry.ep_rank, {in_line}, cta.num_blocks);\n"
-    text = replace_once(kernel_texts.host_source(), line, place + line)
+    text = replace_once(LAYER.host_source(), line, place + line)
     return _built(_with_prelude(text, _FEW_PLACES.replace("PLACES", str(places))))
 
 
 def _built(text: str) -> host.HostLibrary:
-    # -O1: seconds less to compile, for kernels that sleep most of the time.
-    return host.HostLibrary(host.build(text, (*host.FLAGS, "-O1")))
+    # -O0: seconds less to compile, for kernels that sleep most of the time.
+    return host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))

@@ -35,7 +35,7 @@ from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import cases, compare, emulated_text
 from tests.support.cases import Case, Inputs, Seen
 from tests.support.delays import replace_once
-from tests.support.ranks import RankThreads
+from tests.support.ranks import run_threads
 
 #: What combine makes for the peers where rows travel back in a format.
 COMBINE_REGIONS = ("combine_rows", "combine_scales", "combine_row_scales")
@@ -83,7 +83,6 @@ class CpuBackend:
             function.restype = None
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._grids = [self._library.create_grid(ctas) for _ in range(ranks)]
-        self._threads = RankThreads(ranks)
 
     def prepare(
         self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
@@ -91,9 +90,7 @@ class CpuBackend:
         copies = [type(args).from_buffer_copy(args) for args in rank_arguments]
 
         def launch() -> None:
-            self._threads.run(
-                lambda rank: self._run(verb, copies[rank], self._grids[rank]), range(len(copies))
-            )
+            run_threads(len(copies), lambda rank: self._run(verb, copies[rank], self._grids[rank]))
 
         return launch
 
@@ -104,7 +101,6 @@ class CpuBackend:
             self._library.kernel(verb, type(args))(args, grid)
 
     def close(self) -> None:
-        self._threads.close()
         for grid in self._grids:
             self._library.destroy_grid(grid)
         self._grids = []

@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_nvlink_plugin.jit.header import structs
 from tests.support import kernel_texts
+from tests.support.delays import with_delays
 
 #: Kernel parameters of one launch may take so many bytes (CUDA 12.1 and newer, sm_70 and newer).
 MAX_PARAMETER_BYTES = 32764
@@ -321,57 +322,6 @@ extern "C" void moe_nvlink_emulated_{verb}(const moe_nvlink::{args}* of, void*) 
 }}
 """
 
-#: A sleep of up to 50 us for a warp, one time in 16. %clock differs between CTAs and moments.
-_DEVICE_DELAY = """
-namespace moe_nvlink {
-HD void test_delay() {
-  uint32_t state = static_cast<uint32_t>(clock64());
-  state ^= ((blockIdx.y * 1024 + blockIdx.x) * 32 + threadIdx.x / 32 + 1) * 2654435761u;
-  state ^= state << 13;
-  state ^= state >> 17;
-  state ^= state << 5;
-  if (state % 16 == 0) __nanosleep(state / 16 % 50000);
-}
-}  // namespace moe_nvlink
-"""
-
-_HOST_DELAY = """
-#include <time.h>
-#include <atomic>
-namespace moe_nvlink {
-inline void test_delay() {
-  static std::atomic<uint32_t> seeds{1};
-  thread_local uint32_t state = seeds.fetch_add(1) * 2654435761u | 1u;
-  state ^= state << 13;
-  state ^= state >> 17;
-  state ^= state << 5;
-  if (state % 16 == 0) {
-    timespec time{0, static_cast<long>(state / 16 % 50000)};
-    nanosleep(&time, nullptr);
-  } else if (state % 4 == 0) {
-    sched_yield();
-  }
-}
-}  // namespace moe_nvlink
-"""
-
-_BEFORE = r"^HD \w+ (?:store_release_sys|fetch_add_acq_rel_gpu|load_acquire_sys)\([^{;]*\) \{\n"
-_LOOPS = r"for \(int (?:token|item) = [^{]*\{"
-
-
-def with_delays(text: str, *, host: bool) -> str:
-    """Random sleeps before every release, arrival and acquire, and between two tokens.
-
-    They stand in the operations themselves, so every use of one gets them.
-    """
-    text, orders = re.subn(_BEFORE, r"\g<0>  test_delay();\n", text, flags=re.MULTILINE)
-    assert orders == 3, f"{orders} ordered operations found in memory_order.h"
-    text, loops = re.subn(_LOOPS, r"\g<0> test_delay();", text)
-    assert loops >= 2, f"{loops} loops over tokens found"
-    marker = "// ---- kernels/include/moe_nvlink/memory_order.h\n"
-    assert text.count(marker) == 1
-    return text.replace(marker, (_HOST_DELAY if host else _DEVICE_DELAY) + marker)
-
 
 def most_ranks(struct: type[ctypes.Structure]) -> int:
     """Ranks whose arguments fit into one launch."""
@@ -431,7 +381,7 @@ def device_source(
     if alone:
         text += _QUANTISE
     if delays:
-        text = with_delays(text, host=False)
+        text = with_delays(text, on_host=False)
     for verb in verbs(fused=fused, alone=alone, head=head):
         args, shared, body = VERBS[verb]
         fields: dict[str, Any] = {"args": args, "shared": shared, "body": body}
@@ -443,7 +393,7 @@ def device_source(
 def host_source(*, delays: bool = False) -> str:
     """The host library with emulated_rounds in it; every geometry, chosen by the arguments."""
     text = kernel_texts.host_source() + _ROUNDS + _QUANTISE + _HOST_ENTRIES
-    return with_delays(text, host=True) if delays else text
+    return with_delays(text, on_host=True) if delays else text
 
 
 def stand_in_source(count: int) -> str:

@@ -23,9 +23,10 @@ from moe_nvlink_plugin.lm_head.arguments import head_arguments
 from moe_nvlink_plugin.lm_head.sizes import head_layout
 from moe_nvlink_plugin.memory.layout import Region
 from tests.kernels import test_specialised
-from tests.support import emulated_text, kernel_texts
-from tests.support.delays import replace_once
+from tests.support import kernel_texts, sanitizers
+from tests.support.delays import replace_once, with_delays
 from tests.support.ranks import run_threads
+from tests.support.sanitizers import Bugs
 
 _GRID = """
 extern "C" moe_nvlink::host::Grid* moe_nvlink_grid_create(int num_blocks) {
@@ -34,28 +35,48 @@ extern "C" moe_nvlink::host::Grid* moe_nvlink_grid_create(int num_blocks) {
 extern "C" void moe_nvlink_grid_destroy(moe_nvlink::host::Grid* grid) { delete grid; }
 """
 
+_WAKE = 'extern "C" void moe_nvlink_wake(int bug) { moe_nvlink::seeded_bug = bug; }\n'
+NO_BUGS: Bugs = {}
+
+
+def _numbers(bugs: Bugs) -> dict[str, int]:
+    return {name: number for number, name in enumerate(bugs, 1)}
+
+
+@contextlib.contextmanager
+def awake(library: Path, bugs: Bugs, name: str) -> Iterator[None]:
+    """One of the bugs that `build` has seeded, for as long as the block lasts."""
+    wake = ctypes.CDLL(str(library)).moe_nvlink_wake
+    wake(_numbers(bugs)[name])
+    try:
+        yield
+    finally:
+        wake(0)
+
 
 def build(
     cta_threads: int = 1,
     *,
     as_on_the_gpu: bool = False,
     sleeps: bool = False,
-    edits: Sequence[tuple[str, str]] = (),
+    bugs: Bugs = NO_BUGS,
 ) -> Path:
     """A library of the head's kernels alone, with CTAs of so many threads.
 
     as_on_the_gpu: vectors of 16 bytes that must be aligned, two loads in flight, and warps whose
         threads exchange values; `cta_threads` is then test_specialised.LANE_THREADS.
     sleeps: sown into the text.
-    edits: what stands in the text, once, and what shall.
+    bugs: seeded, and asleep until `awake`.
     """
     text = kernel_texts.host_unit(*kernel_texts.HEAD_FILES)
     changes = test_specialised.AS_ON_THE_GPU | test_specialised.LANES_OF_THE_GPU
-    for old, new in (*(changes.items() if as_on_the_gpu else ()), *edits):
+    for old, new in changes.items() if as_on_the_gpu else ():
         text = replace_once(text, old, new)
+    if bugs:
+        text = sanitizers.seed(text, bugs, _numbers(bugs)) + _WAKE
     if sleeps:
-        text = emulated_text.with_delays(text, host=True)
-    flags = (*host.FLAGS, "-O0" if edits else "-O1", f"-DMOE_NVLINK_CTA_THREADS={cta_threads}")
+        text = with_delays(text, on_host=True)
+    flags = (*host.FLAGS, "-O0" if bugs else "-O1", f"-DMOE_NVLINK_CTA_THREADS={cta_threads}")
     return host.build(text + _GRID, flags)
 
 

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -243,49 +243,35 @@ def _live_in(environment: Mapping[str, str]) -> None:
 # Threads.
 
 
-class RankThreads:
-    """A thread for each rank, for verbs that are launched over and over."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._pool = concurrent.futures.ThreadPoolExecutor(size)
-
-    def run(
-        self,
-        body: Callable[[int], T],
-        ranks: Iterable[int] | None = None,
-        timeout_s: float = 250.0,
-    ) -> list[T]:
-        """`[body(rank) for rank in ranks]`, all by default, all at once.
-
-        Raises:
-            Exception: what the first rank in their order raised, once all have ended.
-            RankError: ranks have not ended after `timeout_s`.
-        """
-        here = list(range(self.size) if ranks is None else ranks)
-        futures = [self._pool.submit(body, rank) for rank in here]
-        running = concurrent.futures.wait(futures, timeout_s).not_done
-        late = [rank for rank, future in zip(here, futures, strict=True) if future in running]
-        if late:
-            self._pool.shutdown(wait=False)
-            message = f"still ran after {timeout_s:.0f} s"
-            raise RankError({rank: Failure("", message) for rank in late})
-        for rank, future in zip(here, futures, strict=True):
-            error = future.exception()
-            if error is not None:
-                if sys.version_info >= (3, 11):
-                    error.add_note(f"on rank {rank}")
-                raise error
-        return [future.result() for future in futures]
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
 def run_threads(size: int, body: Callable[[int], T], timeout_s: float = 250.0) -> list[T]:
-    """`[body(rank) for rank in range(size)]`, all at once; as RankThreads.run."""
-    threads = RankThreads(size)
-    try:
-        return threads.run(body, timeout_s=timeout_s)
-    finally:
-        threads._pool.shutdown(wait=False)
+    """`[body(rank) for rank in range(size)]`, all at once, each in a thread of its own.
+
+    A thread cannot be killed. Each is a daemon, so that a rank that hangs does not hold up the end
+    of this process.
+
+    Raises:
+        Exception: What the first rank in the order of the ranks raised, after all have ended.
+        RankError: Ranks have not ended after `timeout_s`.
+    """
+    futures = {rank: concurrent.futures.Future[T]() for rank in range(size)}
+
+    def rank_main(rank: int) -> None:
+        try:
+            futures[rank].set_result(body(rank))
+        except BaseException as error:
+            futures[rank].set_exception(error)
+
+    for rank in futures:
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True).start()
+    concurrent.futures.wait(futures.values(), timeout_s)
+    late = [rank for rank, future in futures.items() if not future.done()]
+    if late:
+        message = f"still ran after {timeout_s:.0f} s"
+        raise RankError({rank: Failure("", message) for rank in late})
+    for rank, future in futures.items():
+        error = future.exception()
+        if error is not None:
+            if sys.version_info >= (3, 11):
+                error.add_note(f"on rank {rank}")
+            raise error
+    return [future.result() for future in futures.values()]

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import ranks
-from tests.support.ranks import RankError, RankThreads, run_processes, run_threads
+from tests.support.ranks import RankError, run_processes, run_threads
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,9 +93,6 @@ def test_threads() -> None:
         return rank
 
     assert run_threads(3, meet) == [0, 1, 2]
-    threads = RankThreads(3)
-    assert threads.run(lambda rank: -rank, ranks=[2, 0]) == [-2, 0]
-    threads.close()
 
 
 def test_a_thread_that_fails_or_hangs_is_named() -> None:
@@ -107,3 +104,21 @@ def test_a_thread_that_fails_or_hangs_is_named() -> None:
     with pytest.raises(RankError, match=r"^rank 1: still ran after 0 s$"):
         run_threads(2, lambda rank: rank == 0 or release.wait(60), timeout_s=0.3)
     release.set()
+
+
+HANGS = """
+import threading
+from tests.support.ranks import RankError, run_threads
+try:
+    run_threads(2, lambda rank: rank == 0 or threading.Event().wait(), timeout_s=0.3)
+except RankError as error:
+    print(error)
+"""
+
+
+def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
+    """The limit is for a process that does not end."""
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout == "rank 1: still ran after 0 s\n", done.stderr

@@ -1,4 +1,6 @@
-"""How the suite is handed to two processes: some run alone, and no death hangs the run."""
+"""What our conftest does for the suite: tests take turns, no death hangs the run, and what
+a test changes in its process is undone.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ class Ran(NamedTuple):
     end: float
 
 
-def suite(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Runs files with our conftest as `make test` runs ours."""
+def suite(folder: Path, files: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs files with our conftest as `make test` runs ours, with more options of pytest."""
     for name, text in {
         **files,
         "tests/conftest.py": (ROOT / "tests/conftest.py").read_text(),
@@ -68,7 +70,7 @@ def suite(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[st
     (command,) = re.findall(r"^test: .*\n\t@\$\(PY\) (.*)\$", MAKEFILE.read_text(), re.MULTILINE)
     variables = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     return subprocess.run(
-        [sys.executable, *command.split(), "-q"],
+        [sys.executable, *command.split(), "-q", *options],
         cwd=folder,
         env=variables | {"TOLD": str(folder / "told")},
         capture_output=True,
@@ -103,6 +105,23 @@ def test_a_process_that_dies_ends_the_run(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert f"{where}::test_it" in done.stdout, "the test is named that ran when it died"
     assert re.search(r"^1 failed.* in ", done.stdout, re.MULTILINE), done.stdout
+
+
+LEAVES = """
+import os
+def test_leaves_a_variable():
+    os.environ["LEFT_BEHIND"] = "1"
+def test_does_not_meet_it():
+    assert "LEFT_BEHIND" not in os.environ
+"""
+
+
+def test_what_a_test_changes_in_its_process_is_undone(tmp_path: Path) -> None:
+    done = suite(tmp_path, {OTHERS[0]: LEAVES}, "-n", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = "::test_leaves_a_variable left its process changed: variables of os.environ, set: LEFT"
+    assert told in done.stdout
+    assert "1 warning in " in done.stdout, "the other test left nothing"
 
 
 def test_a_wait_has_an_end(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,20 @@ from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration import vllm as adapter
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY, is_selected
 from moe_nvlink_plugin.integration.vllm.plugin import flag, platform
+from tests.integration.servers import Template
 
 ASKED = {KEY: BACKEND}
 
 
 pytestmark = pytest.mark.usefixtures("environment")
+
+
+@pytest.fixture(scope="module")
+def libraries() -> Iterator[Template]:
+    """Runs programs that import vLLM and our plugin anew, without importing their libraries."""
+    template = Template.started({}, preloaded="libraries")
+    yield template
+    template.close()
 
 
 def _parser() -> Any:
@@ -260,19 +270,13 @@ parser.parse_args(["serve", "model", "--all2all-backend", "moe_nvlink"])
     ],
     ids=["platform", "logs", "entry points"],
 )
-def test_a_plugin_that_cannot_be_loaded_is_logged_as_an_error(broken: str, told: str) -> None:
-    shown = subprocess.run(
-        [sys.executable, "-c", _BROKEN_SERVE, broken],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert shown.returncode == 2, shown.stderr[-3000:]
-    assert "invalid choice: 'moe_nvlink'" in shown.stderr
-    before, reason, _refusal = shown.stderr.partition(
-        f"ImportError: {broken} is broken for this test"
-    )
+def test_a_plugin_that_cannot_be_loaded_is_logged_as_an_error(
+    broken: str, told: str, libraries: Template, tmp_path: Path
+) -> None:
+    status, printed = libraries.run(_BROKEN_SERVE, broken, folder=tmp_path, environment=os.environ)
+    assert status == 2, printed[-3000:]
+    assert "invalid choice: 'moe_nvlink'" in printed
+    before, reason, _refusal = printed.partition(f"ImportError: {broken} is broken for this test")
     assert told in before
     assert reason
 
@@ -393,23 +397,20 @@ print("RESULT" + json.dumps({
 """
 
 
-def _neutral(checkpoint: Path, **environment: str) -> dict[str, Any]:
-    shown = subprocess.run(
-        [sys.executable, "-c", _NEUTRAL, str(checkpoint)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    lines = [line for line in shown.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, shown.stderr[-3000:]
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT"))
-    return result
+def test_without_the_flag_vllm_is_as_before(
+    checkpoint: Path, libraries: Template, tmp_path: Path
+) -> None:
+    def config(name: str, **environment: str) -> dict[str, Any]:
+        folder = tmp_path / name
+        folder.mkdir()
+        variables = {**os.environ, **environment}
+        _, printed = libraries.run(_NEUTRAL, str(checkpoint), folder=folder, environment=variables)
+        lines = [line for line in printed.splitlines() if line.startswith("RESULT")]
+        assert lines, printed[-3000:]
+        result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT"))
+        return result
 
-
-def test_without_the_flag_vllm_is_as_before(checkpoint: Path) -> None:
-    ours, theirs = _neutral(checkpoint), _neutral(checkpoint, VLLM_PLUGINS="")
+    ours, theirs = config("ours"), config("theirs", VLLM_PLUGINS="")
     assert ours.pop("platform") == "MoeNvlinkCpuPlatform"
     assert theirs.pop("platform") == "CpuPlatform"
     assert ours.pop("choices") == [*theirs.pop("choices"), "moe_nvlink"]

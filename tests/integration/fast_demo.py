@@ -1,0 +1,40 @@
+"""The demo with servers that are forks of templates, where how they start is not the point.
+
+    python -m tests.integration.fast_demo SOCKET SOCKET SESSIONS <arguments of the demo>
+
+SOCKET: the numbers of both templates' sockets, inherited. SESSIONS: the file to which each server's
+session is appended; a server is a child of its template, not of this process.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+from unittest import mock
+
+from moe_nvlink_plugin.integration.demo import demo
+from tests.integration import servers
+from tests.integration.servers import Forked, ForkedServer, Template, Templates
+
+
+def main(with_ours: str, without: str, sessions: str, *arguments: str) -> int:
+    class NotedServer(ForkedServer):
+        def _start(self, variables: Mapping[str, str], log: IO[bytes]) -> Forked:
+            forked = super()._start(variables, log)
+            with Path(sessions).open("a") as file:
+                file.write(f"{forked.pid}\n")
+            return forked
+
+    given = Templates(*(Template(socket.socket(fileno=int(one))) for one in (with_ours, without)))
+    with (
+        mock.patch.object(servers, "templates", return_value=given),
+        mock.patch.object(demo, "VllmServer", NotedServer),
+    ):
+        return demo.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
