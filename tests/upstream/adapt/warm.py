@@ -1,4 +1,4 @@
-"""Imported once by the process that the tests' ranks are forked from; see `processes`."""
+"""The process that `ranks` forks ranks from imports this module once."""
 
 from __future__ import annotations
 
