@@ -57,7 +57,7 @@ SHARING_ENVIRONMENT = {
 }
 #: Begins the names of vLLM's shared memory. Its workers get it from their executor.
 _IDENTITY = "VLLM_DIST_IDENT"
-_GLOO = {"nccl": "gloo", "cpu:gloo,cuda:nccl": "gloo"}
+_NCCL = ("nccl", "cpu:gloo,cuda:nccl")
 
 _setups: list[Callable[[], None]] = []
 
@@ -197,11 +197,11 @@ def gloo_for_nccl() -> None:
 
 
 def _with_gloo(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    if named.get("backend") in _GLOO:
+    named.pop("device_id", None)
+    if named.get("backend") in _NCCL:
         named["backend"] = "gloo"
-        named.pop("device_id", None)
-    arguments = tuple(_GLOO.get(one, one) if isinstance(one, str) else one for one in arguments)
-    return original(*arguments, **named)
+    first = ["gloo" if isinstance(one, str) and one in _NCCL else one for one in arguments[:1]]
+    return original(*first, *arguments[1:], **named)
 
 
 @pytest.hookimpl(tryfirst=True)
