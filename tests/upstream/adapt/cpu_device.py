@@ -86,7 +86,7 @@ def install() -> None:
     platform.device_count = classmethod(lambda _cls: MOST_RANKS)
     torch._dynamo.config.disable = True
     _replace(torch, {}, "set_default_device")
-    answers = {
+    answers: dict[str, Callable[..., Any]] = {
         "current_accelerator": lambda *_args, **_named: CPU,
         "current_device_index": lambda: 0,
         "device_count": lambda: MOST_RANKS,

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.multiprocessing import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from .. import settings
 from . import ranks

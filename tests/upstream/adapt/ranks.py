@@ -3,9 +3,10 @@
 vLLM's launchers start ranks by torch's `spawn`. As a pytest plugin this module puts its own `spawn`
 in its place. A rank is then prepared before anything of the test is imported in it:
 
-* CPUs: it is forked from a process that has imported torch and vLLM, "cuda" is its CPU
-  (`cpu_device`), and its groups are gloo's. A collective gives up after `COLLECTIVE_S`, because a
-  test of several subcases catches what a subcase raises in one rank, and the others wait for it.
+* CPUs: it is forked from pytest's process, which has imported all that it needs and has no threads.
+  "cuda" is its CPU (`cpu_device`), and its groups are gloo's. A collective gives up after
+  `COLLECTIVE_S`, because a test of several subcases catches what one rank raises in a subcase, and
+  the other ranks wait there.
 * GPUs, NEVER RUN: if a test asks for more ranks than there are GPUs, each rank is told that it is
   on a host of as many GPUs as there are. vLLM's launcher then gives every rank an existing device.
   NCCL refuses two ranks on one device, so their groups are gloo's, and vLLM's own collectives that
@@ -22,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import multiprocessing
 import os
 import time
 import traceback
@@ -37,7 +37,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from .. import settings
-from .cpu_device import MOST_RANKS
+from . import cpu_device
 
 #: Modules of vLLM's tests that start ranks by `spawn`, and tell each rank its device.
 LAUNCHERS = (
@@ -98,7 +98,7 @@ def spawn(
     """
     assert join
     rank_main = _Rank(function, nprocs, seated)
-    method = "spawn" if settings.gpus() else "forkserver"
+    method = "spawn" if settings.gpus() else "fork"
     ranks = start_processes(  # type: ignore[no-untyped-call]
         rank_main, args, nprocs, join=False, daemon=True, start_method=method
     )
@@ -119,14 +119,19 @@ def spawn(
 
 
 class _Rank:
-    """What a rank runs, to be pickled. A rank that reads it is prepared thereby.
+    """What a rank runs, after it has been prepared.
 
-    A process reads its arguments only afterwards, which imports the test's modules.
+    A spawned process is prepared when it reads this, before it reads the arguments, which imports
+    the test's modules. A forked process reads nothing.
     """
 
     def __init__(self, function: Callable[..., Any], world_size: int, seated: bool) -> None:
         self._of = (function.__module__, function.__qualname__, world_size, seated)
         self.identity = uuid.uuid4().hex[:8]
+
+    def __call__(self, *args: Any) -> Any:
+        prepare, told = self.__reduce__()
+        return prepare(*told)(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         environment = {**os.environ, _IDENTITY: self.identity}
@@ -173,8 +178,6 @@ def seat(rank: int, world_size: int, gpus: int) -> Seat:
 
 
 def _prepare_cpu() -> None:
-    from . import cpu_device
-
     cpu_device.install()
     limit = timedelta(seconds=float(os.environ.get(COLLECTIVE_S, "120")))
     torch.distributed.distributed_c10d.default_pg_timeout = limit
@@ -208,11 +211,8 @@ def _with_gloo(original: Callable[..., Any], *arguments: Any, **named: Any) -> A
 def pytest_load_initial_conftests() -> None:
     """Before any module of vLLM's tests is imported."""
     if not settings.gpus():
-        from . import cpu_device
-
         cpu_device.install()
-        multiprocessing.set_forkserver_preload([f"{__package__}.warm"])
-    elif settings.gpus() < MOST_RANKS:
+    elif settings.gpus() < cpu_device.MOST_RANKS:
         _count_shared_devices()
     os.environ.setdefault(_IDENTITY, uuid.uuid4().hex[:8])
     for launcher in LAUNCHERS:
@@ -223,7 +223,7 @@ def _count_shared_devices() -> None:
     """As many devices as the largest test asks for: ranks can share."""
     from vllm.platforms import current_platform
 
-    torch.cuda.device_count = lambda: MOST_RANKS
-    torch.accelerator.device_count = lambda: MOST_RANKS
+    most = cpu_device.MOST_RANKS
+    torch.cuda.device_count = torch.accelerator.device_count = lambda: most
     platform = type(current_platform)
-    platform.device_count = classmethod(lambda _cls: MOST_RANKS)
+    platform.device_count = classmethod(lambda _cls: most)
