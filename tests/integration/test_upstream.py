@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.upstream import fetch
-from tests.upstream.selection import all_groups
+from tests.upstream.groups import all_groups
 
 #: One layer on two ranks.
 CASE = "False-moe_nvlink-2-1-True"
@@ -21,9 +20,9 @@ CASE = "False-moe_nvlink-2-1-True"
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def tree() -> Path:
-    """vLLM's tests, for both of ours."""
+    """vLLM's tests, fetched once."""
     try:
         return fetch.tree(fetch.installed_version())
     except fetch.UnreachableError as error:
@@ -33,8 +32,8 @@ def tree() -> Path:
         pytest.skip(f"no registry can be reached; {error}")
 
 
-def run(tree: Path, logs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.upstream", "--tree", str(tree), "--logs", str(logs)]
+def run(logs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.upstream", "--logs", str(logs)]
     with subprocess.Popen(
         [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -45,31 +44,18 @@ def run(tree: Path, logs: Path, *arguments: str) -> subprocess.CompletedProcess[
     return subprocess.CompletedProcess(process.args, process.returncode, printed, said)
 
 
-def test_the_fast_subset_ends_as_expected(tree: Path, tmp_path: Path) -> None:
+def test_the_fast_subset_ends_as_expected(tmp_path: Path) -> None:
     """Every group's, two processes at a time."""
-    done = run(tree, tmp_path, "--fast", "--jobs", "2")
+    done = run(tmp_path, "--fast", "--jobs", "2")
     logs = "".join(f"\n== {log.name}\n{log.read_text()[-3000:]}" for log in tmp_path.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     assert "every outcome is as expected" in done.stdout
 
 
-@pytest.mark.skipif(
-    not torch.cpu.get_capabilities().get("avx512_f", False),
-    reason="this CPU has no AVX-512: the tests above ran with vLLM's AVX2 library",
-)
-def test_layers_end_as_expected_without_avx512(tree: Path, tmp_path: Path) -> None:
-    """What depends on vLLM's library for the CPU: experts, and how tensor-parallel ranks gather."""
-    done = run(
-        tree, tmp_path, "--fast", "--without-avx512", "--group", "moe-layer", "modular-kernels"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "every outcome is as expected" in done.stdout
-
-
-def test_vllms_tests_catch_a_broken_backend(tree: Path, tmp_path: Path) -> None:
+def test_vllms_tests_catch_a_broken_backend(tmp_path: Path) -> None:
     """One of our classes sends tokens to the next rank's experts; vLLM's comparison fails."""
     done = run(
-        tree, tmp_path, "--group", "moe-layer", "--fast", "--break", "wrong-owner", "--", "-k", CASE
+        tmp_path, "--group", "moe-layer", "--fast", "--break", "wrong-owner", "--", "-k", CASE
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "expected: passed; it is: failed" in done.stdout

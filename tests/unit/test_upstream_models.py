@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 pytest.importorskip("vllm")
 
 from tests.upstream import models
+from tests.upstream.adapt import drafts, engines
 
 MOE = "ibm-research/PowerMoE-3b"
 
@@ -20,8 +21,7 @@ MOE = "ibm-research/PowerMoE-3b"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    models.redirect_file(folder)
-    return folder
+    return models.redirect_file(folder).parent
 
 
 def _redirects(folder: Path) -> dict[str, str]:
@@ -48,16 +48,20 @@ def test_vllm_takes_the_folder_for_the_name(folder: Path, monkeypatch: pytest.Mo
     assert found == _redirects(folder)
 
 
-@pytest.mark.parametrize("name", models.STAND_INS)
-def test_class_and_tokenizer_fit(folder: Path, name: str) -> None:
-    path = _redirects(folder)[name]
-    config = json.loads((Path(path) / "config.json").read_text("utf-8"))
-    tokenizer = _tokenizer(path)
-    assert config["model_type"] == models.STAND_INS[name].model_type
-    assert config["vocab_size"] == len(tokenizer)
-    assert config["eos_token_id"] == tokenizer.eos_token_id
-    tensors = load_file(str(Path(path) / "model.safetensors"))
-    assert {one.dtype for one in tensors.values()} == {getattr(torch, models.STAND_INS[name].dtype)}
+def test_classes_and_tokenizers_fit_and_experts_are_known(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _redirects(folder)
+    monkeypatch.setattr("vllm.transformers_utils.utils.maybe_model_redirect", found.get)
+    for name, stand_in in models.STAND_INS.items():
+        config = json.loads((Path(found[name]) / "config.json").read_text("utf-8"))
+        tokenizer = _tokenizer(found[name])
+        assert config["model_type"] == stand_in.model_type
+        assert config["vocab_size"] == len(tokenizer)
+        assert config["eos_token_id"] == tokenizer.eos_token_id
+        tensors = load_file(str(Path(found[name]) / "model.safetensors"))
+        assert {one.dtype for one in tensors.values()} == {getattr(torch, stand_in.dtype)}
+        assert engines.has_experts(name) is ("moe" in stand_in.model_type)
 
 
 def test_every_token_is_text_and_prompts_come_back(folder: Path) -> None:
@@ -101,24 +105,15 @@ def test_models_are_written_once_and_anew_when_changed(
 ) -> None:
     name = "hmellor/tiny-random-LlamaForCausalLM"
     monkeypatch.setattr(models, "STAND_INS", {name: models.STAND_INS[name]})
-    models.redirect_file(tmp_path)
-    first = Path(_redirects(tmp_path)[name])
-    weights = first / "model.safetensors"
+    first = models.redirect_file(tmp_path).parent
+    weights = first / name / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    models.redirect_file(tmp_path)
+    assert models.redirect_file(tmp_path).parent == first
     assert weights.stat().st_mtime_ns == before
-    other = models.StandIn("llama", models.STAND_INS[name].sizes, seed=1)
-    monkeypatch.setattr(models, "STAND_INS", {name: other})
-    models.redirect_file(tmp_path)
-    second = Path(_redirects(tmp_path)[name])
-    assert second != first
-    assert not torch.equal(
-        load_file(str(second / "model.safetensors"))["lm_head.weight"],
-        load_file(str(weights))["lm_head.weight"],
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [first.name, second.name, models.REDIRECT_FILE]
-    )
+    changed = tmp_path / "models.py"
+    changed.write_text("another text")
+    monkeypatch.setattr(models, "__file__", str(changed))
+    assert models.redirect_file(tmp_path).parent != first
 
 
 def test_an_eagle_head_shares_what_its_target_has(folder: Path) -> None:
@@ -134,3 +129,16 @@ def test_an_eagle_head_shares_what_its_target_has(folder: Path) -> None:
     assert tensors["fc.weight"].shape == (sizes[0], 2 * sizes[0])
     assert {name.split(".")[0] for name in tensors} == {"fc", "layers"}
     assert "layers.0.input_layernorm.weight" not in tensors
+
+
+def test_the_toy_with_drafts_can_be_read(tmp_path: Path) -> None:
+    """By those who will: a tokenizer whose every token the model has."""
+    folder = drafts.write(tmp_path / "toy", "bfloat16")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    assert config["torch_dtype"] == "bfloat16"
+    assert config["max_position_embeddings"] > 2048
+    assert config["num_nextn_predict_layers"] == 1
+    tokenizer = _tokenizer(str(folder))
+    ids = tokenizer("The capital of France is")["input_ids"]
+    assert ids
+    assert max(ids) < len(tokenizer) <= config["vocab_size"]

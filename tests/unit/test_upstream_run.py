@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.upstream_toys import ASKED, CONFTEST, run_toy, toy_group, toy_tree
+from tests.unit.upstream_toys import ASKED, run_toy, toy_group, toy_tree
 from tests.upstream import run as running
-from tests.upstream import settings
-from tests.upstream.groups import Device, Plugin
+from tests.upstream.groups import Plugin
 from tests.upstream.outcomes import Outcome, Result, read_run
-from tests.upstream.run import Job, Part, Ran, environment, is_below, jobs_of, run
+from tests.upstream.run import Job, Ran, environment, run
 
 A = "tests/test_a.py"
 
@@ -69,88 +68,57 @@ def test_subtests(subtests):
     ran = run_toy(toy_tree(tmp_path, files))
     assert ran.ending == ""
     results = {node.removeprefix(A + "::"): result for node, result in ran.results.items()}
-    said = {name: result.outcome for name, result in results.items()}
-    assert said == {
-        "test_passes[a-b]": Outcome.PASSED,
-        "test_passes[x y]": Outcome.PASSED,
-        "test_passes[*]": Outcome.PASSED,
-        "test_fails": Outcome.FAILED,
-        "test_setup": Outcome.FAILED,
-        "test_teardown": Outcome.FAILED,
-        "test_skips": Outcome.SKIPPED,
-        "test_marked": Outcome.SKIPPED,
-        "test_xfails": Outcome.FAILED,
-        "test_xpasses": Outcome.PASSED,
-        "test_subtests": Outcome.FAILED,
-        "tests/test_b.py": Outcome.FAILED,
-        "tests/test_c.py": Outcome.SKIPPED,
-    }
-    for name, words in {
-        "test_fails": ["ValueError: the failure", "OSError: the cause"],
-        "test_setup": ["setup: RuntimeError: no setup"],
-        "test_teardown": ["teardown: RuntimeError: no teardown"],
-        "test_skips": ["Skipped: no reason"],
-        "test_marked": ["marked"],
-        "test_xfails": ["vLLM expects this failure: known"],
-        "test_xpasses": ["vLLM expected a failure: thought"],
-        "test_subtests": ["in a subtest"],
-        "tests/test_b.py": ["No module named 'nothing_such'"],
-        "tests/test_c.py": ["no triton"],
-    }.items():
-        assert all(word in results[name].message for word in words), results[name]
+    failed, skipped, passed = Outcome.FAILED, Outcome.SKIPPED, Outcome.PASSED
+    for name, outcome, words in (
+        ("test_passes[a-b]", passed, ""),
+        ("test_passes[x y]", passed, ""),
+        ("test_passes[*]", passed, ""),
+        ("test_fails", failed, "ValueError: the failure\nOSError: the cause"),
+        ("test_setup", failed, "setup: RuntimeError: no setup"),
+        ("test_teardown", failed, "teardown: RuntimeError: no teardown"),
+        ("test_skips", skipped, "Skipped: no reason"),
+        ("test_marked", skipped, "marked"),
+        ("test_xfails", failed, "vLLM expects this failure: known"),
+        ("test_xpasses", passed, "vLLM expected a failure: thought"),
+        ("test_subtests", failed, "in a subtest"),
+        ("tests/test_b.py", failed, "No module named 'nothing_such'"),
+        ("tests/test_c.py", skipped, "no triton"),
+    ):
+        result = results.pop(name)
+        assert result.outcome is outcome
+        assert words in result.message, result
+    assert not results
 
 
-def test_a_crash_leaves_tests_that_were_not_run(tmp_path: Path) -> None:
-    text = """
-import os, signal
-def test_before(): pass
-def test_crash(): os.kill(os.getpid(), signal.SIGSEGV)
-def test_after(): pass
-"""
+@pytest.mark.parametrize(
+    ("dies", "expected", "ending", "why"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "not run", "ended by SIGSEGV", "ended by SIGSEGV"),
+        ("os._exit(0)", "not run", "", "the process ended before it"),  # whose exit code is good
+        ("request.addfinalizer(lambda: os._exit(0))", "not run", "", "the process ended before it"),
+        ("request.session.shouldfail = 'now'", "passed", "", "pytest stopped before it"),
+    ],
+)
+def test_a_run_that_stops_leaves_tests_that_were_not_run(
+    tmp_path: Path, dies: str, expected: str, ending: str, why: str
+) -> None:
+    text = "import os, signal\ndef test_before(): pass\n"
+    text += f"def test_dies(request): {dies}\ndef test_after(): pass\n"
     ran = run_toy(toy_tree(tmp_path, {"test_a.py": text}))
     assert outcomes_of(ran) == {
         "test_before": "passed",
-        "test_crash": "not run",
+        "test_dies": expected,
         "test_after": "not run",
     }
-    assert "SIGSEGV" in ran.ending
-    assert ran.results[f"{A}::test_after"].message == ran.ending
-
-
-def test_a_crash_in_a_teardown_leaves_its_test_not_run(tmp_path: Path) -> None:
-    text = """
-import os, pytest
-
-@pytest.fixture
-def crashes():
-    yield
-    os._exit(0)
-
-def test_crash(crashes): pass
-"""
-    assert outcomes_of(run_toy(toy_tree(tmp_path, {"test_a.py": text}))) == {
-        "test_crash": "not run"
-    }
-
-
-def test_a_run_that_stops_by_itself_says_so(tmp_path: Path) -> None:
-    text = "def test_bad(): assert False\ndef test_later(): pass\n"
-    ran = run_toy(toy_tree(tmp_path, {"test_a.py": text}), "tests", "-x")
-    assert ran.results[f"{A}::test_later"] == Result(Outcome.NOT_RUN, "pytest stopped before it")
-
-
-def test_an_exit_in_the_middle_is_not_taken_for_the_end(tmp_path: Path) -> None:
-    """The exit code alone says that all is well."""
-    text = "import os\ndef test_exit(): os._exit(0)\ndef test_after(): pass\n"
-    ran = run_toy(toy_tree(tmp_path, {"test_a.py": text}))
-    assert outcomes_of(ran) == {"test_exit": "not run", "test_after": "not run"}
+    assert ending in ran.ending
+    assert why in ran.results[f"{A}::test_after"].message
 
 
 def test_a_test_that_takes_too_long_fails_and_the_next_runs(tmp_path: Path) -> None:
     text = "import time\ndef test_slow(): time.sleep(600)\ndef test_next(): pass\n"
     where = toy_tree(tmp_path, {"test_a.py": text})
     group = replace(toy_group(), test_timeout_s=5)  # for the next one, on a busy machine
-    ran = run(where, Job(Part(group, group.arguments)))
+    ran = run(where, Job(group, group.arguments))
     assert outcomes_of(ran) == {"test_slow": "failed", "test_next": "passed"}
     assert "Timeout" in ran.results[f"{A}::test_slow"].message
 
@@ -179,7 +147,7 @@ def test_hangs():
 
     monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=quick, sleep=time.sleep))
     group = replace(toy_group(), test_timeout_s=1)
-    ran = run(where, Job(Part(group, group.arguments)))
+    ran = run(where, Job(group, group.arguments))
     assert outcomes_of(ran) == {"test_hangs": "not run"}
     assert "ended after 121 s without a report" in ran.ending
     assert hangs.exists()
@@ -197,11 +165,8 @@ def test_what_is_left_out_is_neither_run_nor_imported(tmp_path: Path, places: li
         "test_a.py": "def test_one(): pass\ndef test_two(): raise SystemExit(9)\n",
         "deep/test_b.py": "raise SystemExit(9)",
     }
-    where = toy_tree(tmp_path, files)
-    group = toy_group(*places)
     leave = ("tests/*::test_two", "tests/deep/*.py")
-    ran = run(where, Job(Part(group, group.arguments), leave))
-    assert ran.results == {
+    assert run_toy(toy_tree(tmp_path, files), *places, leave_out=leave).results == {
         f"{A}::test_one": Result(Outcome.PASSED),
         f"{A}::test_two": Result(Outcome.LEFT_OUT),
         "tests/deep/test_b.py": Result(Outcome.LEFT_OUT),
@@ -222,127 +187,61 @@ def test_sees(request):
     assert "VLLM_FOREIGN" not in os.environ and "PYTEST_ADDOPTS" not in os.environ
     assert "VLLM_TARGET_DEVICE" not in os.environ and "VLLM_PLUGINS" not in os.environ
     assert "LOCAL_RANK" not in os.environ and "MOE_NVLINK_DISPATCH" not in os.environ
+    assert "ATEN_CPU_CAPABILITY" not in os.environ
     assert os.environ["MOE_NVLINK_CACHE_DIR"] == "/kernels"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert os.environ["VLLM_CACHE_ROOT"].endswith("/moe_nvlink/upstream/vllm")
     with pytest.raises(OSError):
         urllib.request.urlopen("http://vllm.example/", timeout=5)
 """
-    monkeypatch.setenv("VLLM_FOREIGN", "1")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv("MOE_NVLINK_DISPATCH", "bf16")
-    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", "/kernels")
-    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
-    monkeypatch.setenv("VLLM_PLUGINS", "")
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only")
+    foreign = {"VLLM_FOREIGN": "1", "LOCAL_RANK": "3", "VLLM_TARGET_DEVICE": "cpu"}
+    foreign |= {"MOE_NVLINK_DISPATCH": "bf16", "MOE_NVLINK_CACHE_DIR": "/kernels"}
+    foreign |= {"VLLM_PLUGINS": "", "PYTEST_ADDOPTS": "--collect-only", "ATEN_CPU_CAPABILITY": "x"}
+    for name, value in foreign.items():
+        monkeypatch.setenv(name, value)
     ran = run_toy(toy_tree(tmp_path, {"test_a.py": text}))
     assert ran.results == {f"{A}::test_sees": Result(Outcome.PASSED)}
 
 
-def test_without_the_plugin_our_package_is_not_there(tmp_path: Path) -> None:
-    text = """
-import importlib.metadata, multiprocessing, pytest, subprocess, sys
-
-def ours():
-    return len(importlib.metadata.entry_points(group="vllm.platform_plugins", name="moe_nvlink"))
-
-def test_with(): assert ours() == 1
-
-def test_without():
-    assert ours() == 0
-    code = "import moe_nvlink_plugin"
-    assert subprocess.run([sys.executable, "-c", code]).returncode != 0
-    with pytest.raises(ImportError):
-        import moe_nvlink_plugin
-"""
-    where = toy_tree(tmp_path, {"test_a.py": text})
-    assert outcomes_of(run_toy(where)) == {"test_with": "passed", "test_without": "failed"}
-    without = run_toy(where, plugin=False)
-    assert outcomes_of(without) == {"test_with": "failed", "test_without": "passed"}
-    assert without.ending == ""
-
-
-@pytest.mark.parametrize(
-    ("conftest", "of_selected", "of_installed"),
-    [
-        ("", "did not take our platform plugin", "did not ask our platform plugin"),
-        (ASKED, "did not take our platform plugin", ""),  # another platform is active
-        (CONFTEST, "", ""),
-    ],
-)
-def test_a_run_for_which_vllm_did_not_take_our_platform_says_nothing(
-    tmp_path: Path, conftest: str, of_selected: str, of_installed: str
-) -> None:
-    files = {"conftest.py": conftest, "test_a.py": "def test_one(): pass\n"}
-    where = toy_tree(tmp_path, files)
-    for plugin, words in ((Plugin.SELECTED, of_selected), (Plugin.INSTALLED, of_installed)):
-        group = toy_group(plugin=plugin)
-        ending = run(where, Job(Part(group, group.arguments))).ending
-        assert ending == (words and f"vLLM {words} in this run")
+def test_a_run_for_which_vllm_did_not_take_our_platform_says_nothing(tmp_path: Path) -> None:
+    """Where our backend is not chosen, another platform may be active: ours must be asked."""
+    where = toy_tree(tmp_path, {"conftest.py": ASKED, "test_a.py": "def test_one(): pass\n"})
+    assert run_toy(where).ending == "vLLM did not take our platform plugin in this run"
+    installed = Job(toy_group(plugin=Plugin.INSTALLED), ("tests",))
+    assert run(where, installed).ending == ""
+    (where.tree / "tests" / "conftest.py").write_text("")
+    assert run(where, installed).ending == "vLLM did not ask our platform plugin in this run"
+    without = replace(installed, plugin=False)
+    assert "did take" in running._vacuous(without, {"platform": True, "asked": True})
+    assert running._vacuous(without, {"platform": False, "asked": False}) == ""
 
 
 def test_gpus_are_hidden_from_runs_on_cpus_alone(tmp_path: Path) -> None:
     where = toy_tree(tmp_path, {})
-    job = Job(Part(toy_group(), ()))
+    job = Job(toy_group(), ())
     on_cpu = environment(where, job, tmp_path)
     assert on_cpu["CUDA_VISIBLE_DEVICES"] == ""
-    assert on_cpu["MOE_NVLINK_UPSTREAM_DEVICE"] == "cpu"
-    on_gpu = environment(replace(where, device=Device.GPU, gpus=2), job, tmp_path)
+    assert on_cpu["MOE_NVLINK_UPSTREAM_GPUS"] == "0"
+    on_gpu = environment(replace(where, gpus=2), job, tmp_path)
     assert on_gpu.get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_gpu
     assert on_gpu["MOE_NVLINK_UPSTREAM_GPUS"] == "2"
 
 
-def test_avx512_is_hidden_with_the_plugin_and_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what the user says of torch's own kernels is neither added to that nor left in a run."""
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-    where = replace(toy_tree(tmp_path, {}), without_avx512=True)
-    group = toy_group(plugin=Plugin.COMPARED)
-    for job in jobs_of(Part(group, group.arguments), ()).values():
-        own = environment(where, job, tmp_path)
-        assert own["PYTHONPATH"].split(os.pathsep)[0].endswith("hiding")
-        assert own[settings.HIDE] == ("avx512" if job.plugin else "plugin,avx512")
-        assert own["ATEN_CPU_CAPABILITY"] == "avx2"
-        seen = environment(replace(where, without_avx512=False), job, tmp_path)
-        assert seen[settings.HIDE] == ("" if job.plugin else "plugin")
-        assert "ATEN_CPU_CAPABILITY" not in seen
-
-
 def test_a_break_reaches_the_run_with_the_plugin_alone(tmp_path: Path) -> None:
     where = replace(toy_tree(tmp_path, {}), broken="dropped-row")
-    group = toy_group(plugin=Plugin.COMPARED)
-    with_it, without = jobs_of(Part(group, group.arguments), ()).values()
-    line = running.command(where, with_it, tmp_path, tmp_path)
+    job = Job(toy_group(plugin=Plugin.COMPARED), ("tests",))
+    line = running.command(where, job, tmp_path, tmp_path)
     assert line[line.index(f"{running.PACKAGE}.breaks") - 1] == "-p"
-    assert f"{running.PACKAGE}.breaks" not in running.command(where, without, tmp_path, tmp_path)
-    assert environment(where, with_it, tmp_path)["MOE_NVLINK_UPSTREAM_BREAK"] == "dropped-row"
-
-
-@pytest.mark.parametrize(
-    ("place", "node", "expected"),
-    [
-        ("tests/a", "tests/a/test_b.py::test_c", True),
-        ("tests/a/", "tests/a/test_b.py::test_c", True),
-        ("tests/a.py", "tests/a.py::test_c", True),
-        ("tests/a.py::test_c", "tests/a.py::test_c[1]", True),
-        ("tests/a.py::test_c", "tests/a.py::test_c", True),
-        ("tests/a.py::Group", "tests/a.py::Group::test_c", True),
-        ("tests/a", "tests/ab/test_b.py::test_c", False),
-        ("tests/a.py::test_c", "tests/a.py::test_cd", False),
-        ("tests/a.py::test_c[1]", "tests/a.py::test_c[12]", False),
-        ("tests/a.py::test_c", "tests/a.py", False),
-    ],
-)
-def test_what_is_below_a_place(place: str, node: str, expected: bool) -> None:
-    assert is_below(place, node) is expected
+    without = running.command(where, replace(job, plugin=False), tmp_path, tmp_path)
+    assert f"{running.PACKAGE}.breaks" not in without
+    assert environment(where, job, tmp_path)["MOE_NVLINK_UPSTREAM_BREAK"] == "dropped-row"
 
 
 def test_a_report_that_was_cut_is_none(tmp_path: Path) -> None:
     """The process was killed while it wrote."""
-    report, chosen = tmp_path / "reports", tmp_path / "chosen"
+    report = tmp_path / "reports"
     report.write_text('{"nodeid": "t.py::test", "when": "teardown", "outcome": "pas')
-    chosen.write_text('{"chosen": ["t.py::test"], "left_out": []}')
-    assert read_run(report, chosen, "killed") == {"t.py::test": Result(Outcome.NOT_RUN, "killed")}
-    assert read_run(tmp_path / "none", tmp_path / "nothing", "killed") == {}
+    said = {"chosen": ["t.py::test"], "left_out": []}
+    assert read_run(report, said, "killed") == {"t.py::test": Result(Outcome.NOT_RUN, "killed")}
+    assert read_run(tmp_path / "none", {}, "killed") == {}

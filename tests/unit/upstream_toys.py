@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.upstream.groups import Group, Plugin
-from tests.upstream.run import Job, Part, Ran, Where, run
+from tests.upstream.run import Job, Ran, Where, run
 
 #: Does what vLLM does when our package is installed: it asks our entry point for a platform.
 ASKED = """
@@ -40,8 +40,7 @@ def toy_group(*arguments: str, plugin: Plugin = Plugin.SELECTED, name: str = "to
     return Group(name, f"the group {name}", arguments or ("tests",), plugin, test_timeout_s=20)
 
 
-def run_toy(where: Where, *arguments: str, plugin: bool = True, leave_out: str = "") -> Ran:
+def run_toy(where: Where, *arguments: str, leave_out: tuple[str, ...] = ()) -> Ran:
     """One pytest process over the tree."""
     group = toy_group(*arguments)
-    leave = (leave_out,) if leave_out else ()
-    return run(where, Job(Part(group, group.arguments), leave, plugin=plugin))
+    return run(where, Job(group, group.arguments, leave_out))

@@ -1,8 +1,8 @@
 """Deliberate breaks of our backend, which vLLM's tests must catch.
 
 `--break NAME` of the runner puts NAME into the environment of a group's tests and loads this module
-as a pytest plugin. The break is then installed in that process and, by `adapt.processes` or the
-test's adapter, in every rank. It changes our classes there and nowhere else.
+as a pytest plugin. `adapt.ranks` then installs the break in every rank that it starts. It changes
+our classes there and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,37 +15,23 @@ import pytest
 import torch
 
 from . import settings
-from .groups import Device
-
-_installed: list[str] = []
 
 
 def install_chosen() -> None:
-    """Installs the break that the environment names, if any. Local, idempotent.
-
-    Raises KeyError, with the names there are, for one that does not exist.
-    """
-    name = settings.chosen_break()
-    if not name or name in _installed:
-        return
-    if name not in BREAKS:
-        raise KeyError(f"no break is called {name!r}; there are {', '.join(sorted(BREAKS))}")
-    BREAKS[name]()
-    _installed.append(name)
+    """Installs the break that the environment names. Local."""
+    BREAKS[settings.chosen_break()]()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_load_initial_conftests() -> None:
-    """Before any module of vLLM's tests is imported."""
-    install_chosen()
-    if settings.device() is Device.CPU:
-        from .adapt import processes
+    """Before any rank is started."""
+    from .adapt import ranks
 
-        processes.in_every_rank(install_chosen)
+    ranks.in_every_rank(install_chosen)
 
 
 def _wrap(name: str, around: Callable[..., Any]) -> None:
-    """Puts `around(original, self, ...)` in the place of a method of both our device classes."""
+    """Replaces a method of both our device classes by `around(original, self, ...)`."""
     from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
     from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 
@@ -59,7 +45,7 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
 
 
 def _dropped_row() -> None:
-    """The last rank loses the largest row that its experts have computed."""
+    """The last rank loses the largest row that its experts computed."""
 
     def finalize(
         original: Any, self: Any, output: torch.Tensor, done: torch.Tensor, *rest: Any, **named: Any
@@ -73,7 +59,7 @@ def _dropped_row() -> None:
 
 
 def _double_reduce() -> None:
-    """The ranks' complete outputs are summed once more over the expert-parallel group."""
+    """The ranks sum their complete outputs once more over the expert-parallel group."""
 
     def finalize(original: Any, _self: Any, output: torch.Tensor, *rest: Any, **named: Any) -> None:
         from vllm.distributed import get_ep_group
@@ -107,7 +93,7 @@ def _weights_twice() -> None:
 
 
 def _stale_rows() -> None:
-    """Experts see the rows of the round before, where that had as many."""
+    """Experts see the rows of the previous round, if it had equally many."""
     last: list[torch.Tensor] = []
 
     def prepare(original: Any, _self: Any, *args: Any, **named: Any) -> Any:
@@ -120,7 +106,7 @@ def _stale_rows() -> None:
 
 
 def _swapped_ranks() -> None:
-    """Each rank gets the outputs of the next, which are right for equal tokens on all ranks."""
+    """Each rank gets the outputs of the next rank: correct only if all ranks have equal tokens."""
 
     def finalize(original: Any, self: Any, output: torch.Tensor, *rest: Any, **named: Any) -> None:
         from vllm.distributed import get_ep_group

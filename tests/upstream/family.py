@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-#: They remove the shared memory of processes that were killed, and end once those are gone.
+#: They remove the shared memory of killed processes, and end after these.
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 PATIENCE_S = 10.0
 
@@ -19,20 +19,16 @@ PATIENCE_S = 10.0
 def end(process: subprocess.Popen[bytes], scratch: Path) -> None:
     """Kills the leader of a session and all that it has started; `scratch` is their TMPDIR.
 
-    Parents go first: a shell whose child dies before it would go on to its next command. Processes
-    that clean up after others get a moment.
+    Parents die first: a shell would go on to its next command if its child died before it.
+    CLEANERS get PATIENCE_S.
     """
     end_at = time.monotonic() + PATIENCE_S
-    while (family := _alive(process.pid, scratch)) and time.monotonic() < end_at:
+    while (family := list(_found(process.pid, scratch))) and time.monotonic() < end_at:
         _kill(one for one in family if not _cleans_up(one))
         process.poll()
         time.sleep(0.05)
     _kill(family)
     process.wait()
-
-
-def _alive(leader: int, scratch: Path) -> list[psutil.Process]:
-    return [one for one in _found(leader, scratch) if is_alive(one)]
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:
@@ -42,17 +38,16 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _found(leader: int, scratch: Path) -> Iterator[psutil.Process]:
-    """The leader, its children, its session, and who has inherited its TMPDIR; parents first.
+    """The leader, its session, all processes with its TMPDIR, and their children; parents first.
 
-    None of these is enough: orphans are nobody's children any more, servers have other sessions,
-    and engines overwrite the memory that their environment is read from.
+    None of these is enough: orphans have another parent, servers have other sessions, and engines
+    overwrite the memory that their environment is read from.
     """
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             in_session = leader in (one.pid, os.getsid(one.pid))
             if in_session or one.environ().get("TMPDIR") == str(scratch):
-                yield one
-                yield from one.children(recursive=True)
+                yield from filter(is_alive, [one, *one.children(recursive=True)])
 
 
 def is_alive(one: psutil.Process) -> bool:

@@ -1,11 +1,18 @@
-"""What a selected part of vLLM's tests is."""
+"""The groups of vLLM's tests that `groups.yaml` selects."""
 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import field
+from pathlib import Path
+
+import pydantic
+import yaml
+from pydantic.dataclasses import dataclass
+
+FILE = Path(__file__).with_name("groups.yaml")
 
 
 class Device(enum.Enum):
@@ -16,33 +23,27 @@ class Device(enum.Enum):
 
 
 class Plugin(enum.Enum):
-    """What a group shows about our plugin."""
+    """What a group shows about our plugin; `groups.yaml` explains the three words."""
 
-    SELECTED = "selected"  #: the tests run through our backend
-    INSTALLED = "installed"  #: the plugin is loaded, our backend is not chosen
-    COMPARED = "compared"  #: each outcome with the plugin installed is the one without it
+    SELECTED = "selected"
+    INSTALLED = "installed"
+    COMPARED = "compared"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
 class Group:
-    """Some of vLLM's tests, run by one pytest process (COMPARED: by two, one after the other).
+    """Tests that one pytest process runs (COMPARED: two processes). Keys as in `groups.yaml`."""
 
-    `arguments` and `fast` are pytest's: paths below the unpacked source distribution, node ids,
-    options. `fast` is what the fast subset runs of this group; empty: nothing. `adapters` are
-    modules of `adapt`, loaded by name before anything of vLLM is collected, in this order; a
-    COMPARED group can have none.
-    """
-
-    name: str  #: of the group's section in the expectations files
-    title: str  #: of its row in the table of integration/README.md
+    name: str
+    title: str
     arguments: tuple[str, ...]
     plugin: Plugin = Plugin.SELECTED
-    devices: frozenset[Device] = frozenset({Device.CPU, Device.GPU})
+    devices: frozenset[Device] = frozenset(Device)
     adapters: tuple[str, ...] = ()
     fast: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    test_timeout_s: int = 300  #: for one test
-    gpus: int = 1  #: fewer, and the group is left out on GPUs
+    environment: Mapping[str, str] = field(default_factory=dict)
+    test_timeout_s: int = 300
+    gpus: int = 1
 
     def __post_init__(self) -> None:
         if self.plugin is Plugin.COMPARED and self.adapters:
@@ -50,3 +51,10 @@ class Group:
                 f"group {self.name!r} is compared with a run in which our package is hidden, "
                 f"so it can have no adapters of ours: {', '.join(self.adapters)}"
             )
+
+
+@functools.cache
+def all_groups() -> tuple[Group, ...]:
+    """Every group, in the order in which groups run and are reported."""
+    entries = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return tuple(Group(name=name, **entry) for name, entry in entries.items())

@@ -1,15 +1,14 @@
 """Tiny stand-ins for the hub's models that vLLM's tests name, so that nothing is downloaded.
 
 Each has a config of the same model class with the sizes of a toy, random weights, and a tokenizer.
-vLLM finds them by the names of the real ones, through its own VLLM_MODEL_REDIRECT_PATH. To add a
-name, add a line to `STAND_INS`.
+vLLM finds them by the names of the real models, through its own VLLM_MODEL_REDIRECT_PATH. To add a
+name, add a line to `STAND_INS`. transformers writes them: `integration/demo/tiny_checkpoint.py`
+knows two model classes, and these are six.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import json
 import os
 import tempfile
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Raise it to write models anew that a cache still has, when what is below has changed.
-VERSION = 1
+import filelock
+
 REDIRECT_FILE = "redirect.json"
 END_OF_TEXT = "<|endoftext|>"
 #: Logits are about this wide: one token stands out, so that rounding seldom changes which.
@@ -106,46 +105,24 @@ STAND_INS: Mapping[str, StandIn] = {
 def redirect_file(folder: Path) -> Path:
     """The file for VLLM_MODEL_REDIRECT_PATH: the hub's names, and a folder with a model for each.
 
-    Models that `folder` has already are kept; one that is not as this module would write it is
-    written anew. A second process may call this at the same time.
+    The models are written once, and anew if this module or transformers has changed.
     """
-    models = {name: str(_model_folder(folder, name)) for name in STAND_INS}
-    for name, model in models.items():
-        if not Path(model).is_dir():
-            _write_once(Path(model), STAND_INS[name])
-    path = folder / REDIRECT_FILE
-    text = json.dumps(models, indent=2, sort_keys=True) + "\n"
-    if not path.exists() or path.read_text("utf-8") != text:
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(text, "utf-8")
-        draft.replace(path)
-    return path
-
-
-def _model_folder(folder: Path, name: str) -> Path:
-    """Its name tells how the model was written, so that a changed one gets a folder of its own."""
     import transformers
 
-    what = repr((VERSION, transformers.__version__, STAND_INS[name], _source()))
-    digest = hashlib.sha256(what.encode()).hexdigest()[:8]
-    return folder.resolve() / f"{name.replace('/', '--')}-{digest}"
-
-
-@functools.cache
-def _source() -> str:
-    return "".join(inspect.getsource(what) for what in (_config, _tokenizer, _write, _write_eagle))
-
-
-def _write_once(target: Path, stand_in: StandIn) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        draft = Path(scratch) / "model"
-        _write(draft, stand_in)
-        try:
-            draft.rename(target)
-        except OSError:  # another process was faster
-            if not target.is_dir():
-                raise
+    what = Path(__file__).read_bytes() + transformers.__version__.encode()
+    target = folder.resolve() / hashlib.sha256(what).hexdigest()[:8]
+    folder.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder / "lock"):
+        if not target.is_dir():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                draft = Path(scratch) / "models"
+                for name, stand_in in STAND_INS.items():
+                    _write(draft / name, stand_in)
+                draft.rename(target)
+    # Always: whoever copies the folder to another machine may have another home there.
+    draft = target / f"{REDIRECT_FILE}.{os.getpid()}"
+    draft.write_text(json.dumps({name: str(target / name) for name in STAND_INS}), "utf-8")
+    return draft.replace(target / REDIRECT_FILE)
 
 
 def _write(folder: Path, stand_in: StandIn) -> None:

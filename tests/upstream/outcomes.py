@@ -1,7 +1,8 @@
-"""What became of every test of a run, read from pytest-reportlog's file."""
+"""The outcome of every test of a run, read from pytest-reportlog's file."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 from collections.abc import Iterator, Mapping
@@ -9,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: pytest's exit codes of a run that came to its end: all passed, some failed, nothing collected.
+#: pytest's exit codes of a complete run: all passed, some failed, nothing collected.
 ENDED = frozenset({0, 1, 5})
 
 
 class Outcome(enum.Enum):
-    """Of one test."""
+    """The outcome of one test."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -31,16 +32,19 @@ class Result:
     message: str = ""
 
     def line(self) -> str:
-        """For one line of a terminal."""
+        """Returns one line for a terminal."""
         first = next((line for line in self.message.splitlines() if line.strip()), "")
         return self.outcome.value + (f" ({first.strip()[:160]})" if first else "")
 
 
-def read_run(report_log: Path, chosen: Path, ending: str = "") -> dict[str, Result]:
+def read_run(report_log: Path, said: Mapping[str, Any], ending: str = "") -> dict[str, Result]:
     """Node id -> result, of one pytest process that has ended.
 
-    A file that cannot be collected is a failed "test" with the file's name. `ending` says how the
-    process ended if that was not by itself; it is the message of the tests that were not run.
+    A file that cannot be collected is a failed "test" with the file's name.
+
+    Args:
+        said: what `within/moe_nvlink_upstream_selection.py` has written.
+        ending: how the process ended if not by itself; the message of tests that were not run.
     """
     results: dict[str, Result] = {}
     finished: set[str] = set()
@@ -57,46 +61,21 @@ def read_run(report_log: Path, chosen: Path, ending: str = "") -> dict[str, Resu
             _add(results, line)
             if line.get("when") == "teardown":
                 finished.add(line["nodeid"])
-    selection = _selection(chosen)
-    for node in selection["left_out"]:
+    for node in said.get("left_out", ()):
         results[node] = Result(Outcome.LEFT_OUT)
-    why = ending or ("" if ended else "the process ended before it")
-    for node in selection["chosen"]:
+    why = ending or ("pytest stopped before it" if ended else "the process ended before it")
+    for node in said.get("chosen", ()):
         if node not in finished:
-            results[node] = Result(Outcome.NOT_RUN, why or "pytest stopped before it")
+            results[node] = Result(Outcome.NOT_RUN, why)
     return results
 
 
 def _lines(report_log: Path) -> Iterator[Mapping[str, Any]]:
-    """Whole lines: the last one of a process that was killed may be cut."""
-    if not report_log.exists():
-        return
-    for text in report_log.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            yield line
-
-
-def platform_taken(chosen: Path) -> bool | None:
-    """Whether vLLM took our platform in that process; None if the process did not say."""
-    taken: bool | None = _selection(chosen).get("platform")
-    return taken
-
-
-def platform_asked(chosen: Path) -> bool | None:
-    """Whether vLLM asked our plugin for one, which may have stayed out; None as above."""
-    asked: bool | None = _selection(chosen).get("asked")
-    return asked
-
-
-def _selection(chosen: Path) -> dict[str, Any]:
-    if not chosen.exists():
-        return {"chosen": [], "left_out": []}
-    selection: dict[str, Any] = json.loads(chosen.read_text(encoding="utf-8"))
-    return selection
+    """Whole lines: a process that is killed may leave half of its last one."""
+    if report_log.exists():
+        for text in report_log.read_text(encoding="utf-8", errors="replace").split("\n"):
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(text)
 
 
 def _add(results: dict[str, Result], report: Mapping[str, Any]) -> None:
@@ -123,13 +102,11 @@ def _result(report: Mapping[str, Any]) -> Result:
 
 
 def _message(longrepr: Any) -> str:
-    """The text of the exception and of those it comes from, last first, without source lines."""
-    if longrepr is None:
-        return ""
+    """The text of the exception and of those that caused it, last first, without source lines."""
     if isinstance(longrepr, list):  # of a skip: file, line, text
         return str(longrepr[-1])
     if not isinstance(longrepr, dict):
-        return str(longrepr)
+        return str(longrepr or "")
     crashes = [longrepr.get("reprcrash")]
     crashes += [crash for _, crash, _ in reversed(longrepr.get("chain") or [])]
     texts = [str(crash["message"]) for crash in crashes if crash]

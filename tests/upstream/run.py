@@ -11,40 +11,41 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import family, fetch, outcomes, settings
-from .expectations import Rule, left_out
-from .groups import Device, Group, Plugin
+from .groups import Group, Plugin
 from .outcomes import Result
 
 HERE = Path(__file__).resolve().parent
 #: Our name where vLLM's tests run, see `within/moe_nvlink_upstream.py`.
 PACKAGE = "moe_nvlink_upstream"
-#: Nothing has been reported for so long beyond a test's own time: pytest cannot end it by itself.
+#: If a test reports nothing for so long after its own limit, pytest cannot end it.
 GRACE_S = 120
-#: A proxy that is not there: tests that fetch fail alike on machines with and without a network.
+#: A proxy that does not exist: tests that download fail on machines with a network, too.
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
 NO_NETWORK |= {"no_proxy": "localhost,127.0.0.1,::1,0.0.0.0"}
-#: These and no others that happen to be installed, which could change outcomes.
-PYTEST_PLUGINS = ("pytest_asyncio.plugin", "pytest_reportlog.plugin", "pytest_timeout")
-#: Not VLLM_TARGET_DEVICE: with "cpu" vLLM asks no platform plugin, ours among them.
+#: pytest loads these plugins. Other installed plugins could change outcomes.
+PYTEST_PLUGINS = (
+    *("pytest_asyncio.plugin", "pytest_reportlog.plugin", "pytest_timeout"),
+    *("moe_nvlink_upstream_selection", "moe_nvlink_upstream_quick_cleanup"),
+)
+#: Not VLLM_TARGET_DEVICE: if it is "cpu", vLLM asks no platform plugin.
 CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-#: Of torch's and oneDNN's kernels, beside what `hiding` does for vLLM's.
-WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-#: Of the user's environment, what would change outcomes.
+#: Variables of the user's that would change outcomes.
 FOREIGN = (
     *("VLLM_", "PYTEST_", "PYTHON", "HF_", "TRANSFORMERS_", "MOE_NVLINK_", "TORCH", "MASTER_"),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *WITHOUT_AVX512),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ATEN_CPU", "ONEDNN_"),
 )
-#: Kept all the same: where our code is compiled to, and with what.
+#: Kept nevertheless: where our kernels' builds lie, and which compiler makes them.
 KEPT = ("MOE_NVLINK_CACHE_DIR", "MOE_NVLINK_CXX")
 
 #: Set when the runner gives up, for instance by Ctrl-C: all processes are ended.
@@ -55,73 +56,41 @@ stopping = threading.Event()
 class Where:
     """What all groups of one call have in common."""
 
-    tree: Path  #: vLLM's `tests/`, without its `vllm/`: the installed one is tested
+    tree: Path  #: vLLM's `tests/`, without its `vllm/`: the installed vLLM is tested
     logs: Path
-    redirects: Path  #: of the hub's names to local stand-ins, see `models.py`
+    redirects: Path  #: maps the hub's names to local stand-ins, see `models.py`
     hub: Path  #: the hub's cache; on CPUs an empty one, whatever the user has downloaded
-    device: Device = Device.CPU
-    gpus: int = 0
-    broken: str = ""  #: a deliberate break of our backend, of `breaks.py`
-    without_avx512: bool = False  #: as on CPUs that have none: vLLM takes its AVX2 library
-
-
-@dataclass(frozen=True)
-class Part:
-    """What of a group is run."""
-
-    group: Group
-    words: tuple[str, ...]
-
-    @property
-    def places(self) -> list[str]:
-        """The words that are paths or node ids, not options and their values."""
-        return [word for word in self.words if word.startswith("tests/")]
+    gpus: int = 0  #: 0: ranks run on CPUs
+    broken: str = ""  #: a deliberate break of our backend (`breaks.py`)
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One pytest process."""
+    """One pytest process; `words` are pytest's arguments."""
 
-    part: Part
+    group: Group
+    words: tuple[str, ...]
     leave_out: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()  #: arguments of pytest
     plugin: bool = True  #: False: our package is hidden from it
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Begins the names of its files."""
         return self.group.name + ("" if self.plugin else "-without-plugin")
-
-    @property
-    def group(self) -> Group:
-        """Whose tests it runs."""
-        return self.part.group
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A pytest process that has ended."""
+    """A pytest process that has ended; `ending` says how, if not by itself."""
 
     results: Mapping[str, Result]
     seconds: float
     output: Path
-    ending: str = ""  #: how, if not by itself
-
-
-def is_below(place: str, node: str) -> bool:
-    """Whether pytest, told to run `place` (a folder, file, test or its id), runs the test."""
-    return node == place or (node.startswith(place) and node[len(place.rstrip("/"))] in "/:[")
-
-
-def jobs_of(part: Part, rules: Sequence[Rule], extra: tuple[str, ...] = ()) -> dict[bool, Job]:
-    """A process with our plugin, and for a COMPARED group also one without it."""
-    sides = (True, False) if part.group.plugin is Plugin.COMPARED else (True,)
-    leave = tuple(left_out(rules))
-    return {plugin: Job(part, leave, extra, plugin) for plugin in sides}
+    ending: str = ""
 
 
 def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
-    """Of the tests: the user's, less what would change outcomes."""
+    """The variables of the tests: the user's, except those that would change outcomes."""
     own = {
         name: value
         for name, value in os.environ.items()
@@ -131,39 +100,33 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     own |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     own |= {"VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     own |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    own |= CPU if where.device is Device.CPU else {}
-    own |= {settings.DEVICE: where.device.value, settings.GPUS: str(where.gpus)}
+    own |= {settings.GPUS: str(where.gpus)} | ({} if where.gpus else CPU)
+    own |= {settings.LAUNCH_S: str(job.group.test_timeout_s - 20)}
     own |= {settings.BREAK: where.broken} if where.broken else {}
     own |= {"VLLM_MODEL_REDIRECT_PATH": str(where.redirects), "HF_HOME": str(where.hub)}
-    # What vLLM keeps of models and compiled graphs: not among what it keeps for the user.
+    # vLLM's cache of models and compiled graphs, apart from the user's.
     own |= {"VLLM_CACHE_ROOT": str(fetch.CACHE / "vllm")}
-    hidden = [] if job.plugin else ["plugin"]
-    if where.without_avx512:
-        hidden.append("avx512")
-        own |= WITHOUT_AVX512
-    own |= {settings.HIDE: ",".join(hidden)}
-    first = [HERE / "hiding"] if hidden else []
+    own |= {} if job.plugin else {settings.HIDE: "1"}
+    first = [] if job.plugin else [HERE / "hiding"]
     own |= {"PYTHONPATH": os.pathsep.join(map(str, [*first, where.tree, HERE / "within"]))}
     return own | {"TMPDIR": str(scratch)} | dict(job.group.environment)
 
 
 def command(where: Where, job: Job, report: Path, selection: Path) -> list[str]:
-    """pytest's, with nothing of any configuration but the tree's own."""
-    line = [sys.executable, "-m", "pytest", "-c", str(where.tree / "pyproject.toml")]
-    line += ["--rootdir", str(where.tree), "-p", "no:cacheprovider"]
-    line += [word for name in PYTEST_PLUGINS for word in ("-p", name)]
-    line += ["-p", "moe_nvlink_upstream_selection", f"--upstream-selection={selection}"]
-    line += ["-p", "moe_nvlink_upstream_quick_cleanup"]
+    """pytest's command line; only the tree's own configuration holds."""
     adapters = [f"adapt.{name}" for name in job.group.adapters] if job.plugin else []
     adapters += ["breaks"] if where.broken and job.plugin else []
-    line += [word for name in adapters for word in ("-p", f"{PACKAGE}.{name}")]
+    plugins = [*PYTEST_PLUGINS, *(f"{PACKAGE}.{name}" for name in adapters)]
+    line = [sys.executable, "-m", "pytest", "-c", str(where.tree / "pyproject.toml")]
+    line += ["--rootdir", str(where.tree), "-p", "no:cacheprovider"]
+    line += [word for name in plugins for word in ("-p", name)]
+    line += [f"--upstream-selection={selection}", f"--report-log={report}"]
     line += [f"--timeout={job.group.test_timeout_s}", "--timeout-method=signal"]
-    line += [f"--report-log={report}", "-ra", "--tb=short", "--continue-on-collection-errors"]
-    return [*line, *job.part.words, *job.extra]
+    return [*line, "-ra", "--tb=short", "--continue-on-collection-errors", *job.words]
 
 
 def run(where: Where, job: Job) -> Ran:
-    """Runs the tests in a process of their own, and reads what became of each."""
+    """Runs the tests in a process of their own, and reads the outcome of each."""
     where.logs.mkdir(parents=True, exist_ok=True)
     report, chosen, selection, output = (
         where.logs / f"{job.name}.{end}" for end in ("reports.jsonl", "chosen.json", "json", "log")
@@ -173,7 +136,7 @@ def run(where: Where, job: Job) -> Ran:
     order = {"leave_out": list(job.leave_out), "chosen": str(chosen)}
     selection.write_text(json.dumps(order), encoding="utf-8")
     started = time.monotonic()
-    # Sockets have their names there, which must be short.
+    # Not below `logs`: sockets have their names there, which must be short.
     scratch = Path(tempfile.mkdtemp(prefix="up"))
     try:
         with output.open("wb") as log:
@@ -193,27 +156,26 @@ def run(where: Where, job: Job) -> Ran:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     seconds = time.monotonic() - started
-    ending = ending or _vacuous(job, chosen)
-    return Ran(outcomes.read_run(report, chosen, ending), seconds, output, ending)
+    said = json.loads(chosen.read_text(encoding="utf-8")) if chosen.exists() else {}
+    ending = ending or _vacuous(job, said)
+    return Ran(outcomes.read_run(report, said, ending), seconds, output, ending)
 
 
-def _vacuous(job: Job, chosen: Path) -> str:
-    """What makes a run to its end say nothing: our plugin was not where it should be, or was.
+def _vacuous(job: Job, said: Mapping[str, Any]) -> str:
+    """Why a complete run shows nothing: vLLM did not use our plugin, or used it unseen.
 
-    Beside another platform plugin ours stays out; so where it is only INSTALLED, it must have been
-    asked.
+    Our plugin stays out if another platform plugin is active. vLLM must then still have asked it.
     """
-    if job.plugin and job.group.plugin is Plugin.INSTALLED:
-        verb, so_it_was = "ask", outcomes.platform_asked(chosen)
-    else:
-        verb, so_it_was = "take", outcomes.platform_taken(chosen)
-    if so_it_was is job.plugin or so_it_was is None:
+    asked = job.plugin and job.group.plugin is Plugin.INSTALLED
+    verb, key = ("ask", "asked") if asked else ("take", "platform")
+    so_it_was = said.get(key, job.plugin)
+    if so_it_was is job.plugin:
         return ""
     return f"vLLM {'did' if so_it_was else 'did not'} {verb} our platform plugin in this run"
 
 
 def _wait(process: subprocess.Popen[bytes], report: Path, patience_s: float) -> str:
-    """How the process ended; "" if by itself."""
+    """Waits for the process; returns how it ended, or "" if it ended by itself."""
     size, since = -1, time.monotonic()
     while process.poll() is None:
         now = report.stat().st_size if report.exists() else 0

@@ -1,28 +1,27 @@
-"""What the runner tells adapters, in every process of a run: variables that `run.py` sets."""
+"""What the runner tells adapters in every process of a run: variables that `run.py` sets."""
 
 from __future__ import annotations
 
 import os
 
-from .groups import Device
-
-DEVICE = "MOE_NVLINK_UPSTREAM_DEVICE"
 GPUS = "MOE_NVLINK_UPSTREAM_GPUS"
+#: A launch of ranks ends before its test's limit does, so that the ranks that hang are named.
+LAUNCH_S = "MOE_NVLINK_UPSTREAM_LAUNCH_S"
 BREAK = "MOE_NVLINK_UPSTREAM_BREAK"
-#: What `hiding/sitecustomize.py` hides.
+#: If it is set, `hiding/sitecustomize.py` hides our package.
 HIDE = "MOE_NVLINK_UPSTREAM_HIDE"
 
 
-def device() -> Device:
-    """Where the ranks of this run are."""
-    return Device(os.environ.get(DEVICE, Device.CPU.value))
-
-
 def gpus() -> int:
-    """How many GPUs the run may use; 0 on CPUs."""
+    """How many GPUs the run may use; 0 if its ranks run on CPUs."""
     return int(os.environ.get(GPUS, "0"))
 
 
 def chosen_break() -> str:
-    """The name of the deliberate break of our backend, of `breaks.py`; "" for none."""
+    """The name of the deliberate break of our backend (`breaks.py`), or ""."""
     return os.environ.get(BREAK, "")
+
+
+def launch_s() -> float:
+    """How many seconds all ranks of a launch may take together."""
+    return float(os.environ[LAUNCH_S])

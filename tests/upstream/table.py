@@ -1,4 +1,4 @@
-"""The table of integration/README.md: what became of the selected tests, from the expectations."""
+"""The table of integration/README.md: outcomes of the selected tests, from the expectations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from moe_nvlink_plugin.integration.vllm import compat
 
 from . import expectations
 from .expectations import CANNOT_RUN, FAILED, PASSED, Rule
-from .groups import Device, Group, Plugin
-from .selection import all_groups
+from .groups import Group, Plugin, all_groups
 
 README = Path(__file__).resolve().parents[2] / "integration" / "README.md"
 BEGIN = "<!-- upstream tests: written by `--write-table` -->"
 END = "<!-- end of upstream tests -->"
 HEADER = (
     "| vLLM's tests | our backend | passed | failed for vLLM's reasons | cannot run here |\n"
-    "|---|---|---|---|---|\n"
+    "|---|---|---|---|---|"
 )
 ROLES = {
     Plugin.SELECTED: "chosen",
@@ -28,57 +27,39 @@ ROLES = {
 }
 
 
-def text(folder: Path = expectations.FOLDER) -> str:
+def text() -> str:
     """All that stands between the markers."""
-    sections = []
-    for version in compat.READ:
-        path = expectations.file_of(version, Device.CPU, folder)
-        if path.is_file():
-            sections.append(section(version, all_groups(), expectations.read(path)))
-    return "\n".join(sections)
+    paths = {version: expectations.file_of(version, 0) for version in compat.READ}
+    return "\n".join(
+        section(version, all_groups(), expectations.read(path))
+        for version, path in paths.items()
+        if path.is_file()
+    )
 
 
 def section(version: str, groups: Sequence[Group], rules: Mapping[str, Sequence[Rule]]) -> str:
-    """Of one version: a row per group, and the reasons behind the numbers."""
-    lines = [f"vLLM {version} on CPU processes:\n", HEADER.rstrip("\n")]
+    """The part about one version: a row per group, and the reasons of what did not pass."""
+    lines = [f"vLLM {version} on CPU processes:\n", HEADER]
     total: Counter[str] = Counter()
-    for group in groups:
-        if group.name in rules:
-            counts = _counts(rules[group.name])
-            total += counts
-            lines.append(_row(group.title, ROLES[group.plugin], counts))
+    reasons: dict[str, Counter[str]] = {FAILED: Counter(), CANNOT_RUN: Counter(), PASSED: Counter()}
+    for group in (group for group in groups if group.name in rules):
+        counts: Counter[str] = Counter()
+        for rule in rules[group.name]:
+            counts[rule.outcome] += rule.count
+            reasons[rule.outcome][rule.reason.strip()] += rule.count
+        total += counts
+        lines.append(_row(group.title, ROLES[group.plugin], counts))
     lines.append(_row("all", "", total))
     for outcome, heading in ((FAILED, "Failed"), (CANNOT_RUN, "Cannot run here")):
-        lines += _reasons(heading, outcome, groups, rules)
+        if reasons[outcome]:
+            lines.append(f"\n{heading}:\n")
+            lines += [f"- {count}: {reason}" for reason, count in reasons[outcome].most_common()]
     return "\n".join(lines) + "\n"
-
-
-def _counts(rules: Sequence[Rule]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for rule in rules:
-        counts[rule.outcome] += rule.count
-    return counts
 
 
 def _row(title: str, role: str, counts: Mapping[str, int]) -> str:
     numbers = (str(counts.get(outcome, 0)) for outcome in (PASSED, FAILED, CANNOT_RUN))
-    return f"| {title.replace('|', chr(92) + '|')} | {role} | {' | '.join(numbers)} |"
-
-
-def _reasons(
-    heading: str,
-    outcome: str,
-    groups: Sequence[Group],
-    rules: Mapping[str, Sequence[Rule]],
-) -> list[str]:
-    counts: Counter[str] = Counter()
-    for group in groups:
-        for rule in rules.get(group.name, ()):
-            if rule.outcome == outcome:
-                counts[rule.reason.strip()] += rule.count
-    if not counts:
-        return []
-    return [f"\n{heading}:\n"] + [f"- {count}: {reason}" for reason, count in counts.most_common()]
+    return f"| {title} | {role} | {' | '.join(numbers)} |"
 
 
 def replaced(document: str, new: str) -> str:

@@ -1,14 +1,11 @@
 """Tests written for CUDA devices, on CPU: "cuda" is this process's CPU.
 
-Names for other adapters: `install()`, idempotent and for good. As a pytest plugin this module
-installs itself before any conftest is imported; `processes` installs it in every rank.
-
-What it changes, in the processes of the tests only:
+`ranks` calls `install()` in pytest's process and in every rank. It changes, in those processes:
 
 * a device argument of torch's functions and of `Tensor.to` that names a CUDA device or a number
-  becomes "cpu", `Tensor.cuda` a no-op (one `TorchFunctionMode`);
+  becomes "cpu", `Tensor.cuda` does nothing (one `TorchFunctionMode`);
 * the functions of `torch.accelerator` and `torch.cuda` that raise in CPU builds do nothing, or
-  answer with the CPU;
+  answer with the CPU; there is no default device;
 * `torch.compile` leaves functions as they are: it would look for streams of the device;
 * `current_platform.device_count()` is `MOST_RANKS`, so that tests that count devices are not
   skipped; each "device" is a process.
@@ -21,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo
 from torch.overrides import TorchFunctionMode
@@ -30,14 +26,23 @@ CPU = torch.device("cpu")
 #: As many "devices" as the largest of the selected tests asks for.
 MOST_RANKS = 4
 
-_OF_ANY_TENSOR = (torch.Tensor.to,)
 _installed: list[Any] = []
+
+
+class SaysYes:
+    """A platform that answers one question with yes, and all others as the real one does."""
+
+    def __init__(self, platform: Any, question: str) -> None:
+        self._platform, self._question = platform, question
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda: True) if name == self._question else getattr(self._platform, name)
 
 
 def on_cpu(device: Any) -> Any:
     """A device argument, with the CPU for CUDA devices and numbers of devices. Local.
 
-    Everything else is handed back as it is, dtypes and tensors (`Tensor.to` takes both) among it.
+    Everything else is handed back as it is: `Tensor.to` also takes dtypes and tensors.
     """
     if isinstance(device, bool):
         return device
@@ -66,7 +71,7 @@ class CpuForCuda(TorchFunctionMode):
             return args[0]
         if "device" in named:
             named["device"] = on_cpu(named["device"])
-        if func in _OF_ANY_TENSOR and len(args) > 1:
+        if func is torch.Tensor.to and len(args) > 1:
             args = (args[0], on_cpu(args[1]), *args[2:])
         return func(*args, **named)
 
@@ -75,18 +80,32 @@ def install() -> None:
     """Puts all of it in place. Local, idempotent, for the calling thread and for good."""
     if _installed:
         return
-    _count_processes_as_devices()  # imports vLLM, which is to find torch as it is
+    from vllm.platforms import current_platform  # before torch changes
+
+    platform = type(current_platform)
+    platform.device_count = classmethod(lambda _cls: MOST_RANKS)
     torch._dynamo.config.disable = True
-    _shim_accelerator()
-    _shim_cuda()
+    _replace(torch, {}, "set_default_device")
+    answers: dict[str, Callable[..., Any]] = {
+        "current_accelerator": lambda *_args, **_named: CPU,
+        "current_device_index": lambda: 0,
+        "device_count": lambda: MOST_RANKS,
+        "current_stream": lambda *_args, **_named: _Stream(),
+    }
+    _replace(torch.accelerator, answers, "set_device_index", "synchronize", "empty_cache")
+    answers = {"current_device": lambda: 0, "current_stream": answers["current_stream"]}
+    _replace(torch.cuda, answers, "synchronize", "empty_cache", "set_device")
     mode = CpuForCuda()
     mode.__enter__()  # type: ignore[no-untyped-call]
     _installed.append(mode)
 
 
-def _nothing() -> Callable[..., None]:
-    """A function of its own for each name: Dynamo keeps tables by function."""
-    return lambda *_args, **_named: None
+def _replace(module: Any, answers: Mapping[str, Callable[..., Any]], *does_nothing: str) -> None:
+    for name in does_nothing:
+        # A function of its own for each name: Dynamo keeps tables by function.
+        setattr(module, name, lambda *_args, **_named: None)
+    for name, answer in answers.items():
+        setattr(module, name, answer)
 
 
 class _Stream:
@@ -94,40 +113,3 @@ class _Stream:
 
     def synchronize(self) -> None:
         """There is nothing to wait for."""
-
-
-def _shim_accelerator() -> None:
-    shims: dict[str, Callable[..., Any]] = {
-        "current_accelerator": lambda *_args, **_named: CPU,
-        "current_device_index": lambda: 0,
-        "device_count": lambda: MOST_RANKS,
-        "current_stream": lambda *_args, **_named: _Stream(),
-    }
-    for name in ("set_device_index", "synchronize", "empty_cache"):
-        shims[name] = _nothing()
-    for name, shim in shims.items():
-        setattr(torch.accelerator, name, shim)
-
-
-def _shim_cuda() -> None:
-    shims: dict[str, Callable[..., Any]] = {
-        "current_device": lambda: 0,
-        "current_stream": lambda *_args, **_named: _Stream(),
-    }
-    for name in ("synchronize", "empty_cache", "set_device"):
-        shims[name] = _nothing()
-    for name, shim in shims.items():
-        setattr(torch.cuda, name, shim)
-
-
-def _count_processes_as_devices() -> None:
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    platform.device_count = classmethod(lambda _cls: MOST_RANKS)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests() -> None:
-    """Before any module of vLLM's tests is imported."""
-    install()

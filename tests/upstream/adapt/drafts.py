@@ -18,7 +18,6 @@ import torch
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
 
 from .. import models, settings
-from ..groups import Device
 
 _MODULE = "tests.v1.e2e.spec_decode.test_mtp_parallel_load"
 #: The file asks for contexts of 2048.
@@ -47,7 +46,7 @@ class Drafts:
         modules = {item.module.__name__: item.module for item in items}
         if _MODULE not in modules:
             return
-        on_cpu = settings.device() is Device.CPU
+        on_cpu = not settings.gpus()
         toy = str(write(self._folder, "float32" if on_cpu else "bfloat16"))
         modules[_MODULE].DEEPSEEK_MTP_MAIN_RANDOM = toy
         modules[_MODULE].DEEPSEEK_MTP_DRAFT_RANDOM = toy

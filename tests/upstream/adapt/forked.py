@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from .. import settings
-from ..groups import Device
 
 #: What a process is told at its start beside Python's own: its parent's environment.
 ENVIRONMENT = "environ"
@@ -40,7 +39,7 @@ def spawn_by_forking() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Starts the server, whose imports take as long as pytest's own. On GPUs nothing is changed."""
-    if settings.device() is Device.GPU:
+    if settings.gpus():
         return
     spawn_by_forking()
     forkserver.set_forkserver_preload([f"{__package__}.forked_imports"])

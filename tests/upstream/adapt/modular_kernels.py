@@ -1,20 +1,18 @@
 """`tests/kernels/moe/test_modular_kernel_combinations.py` with our prepare/finalize, on CPU ranks.
 
-What the harness does not know is told to it: our prepare/finalize and the experts that run on every
-x86 CPU, through its own register functions. Its `make_modular_kernel` then makes vLLM's kernel as
-for "allgather_reducescatter", and that kernel is handed to our production code (`layers`), which
-puts our prepare/finalize into it as it does when a model's weights are loaded.
+The harness's register functions get our prepare/finalize and the experts that run on every x86 CPU.
+Its `make_modular_kernel` then makes vLLM's kernel as for "allgather_reducescatter". Our production
+code (`layers`) puts our prepare/finalize into that kernel, as it does when a model's weights are
+loaded. `MORE_CASES` adds four ranks, float16 and float32.
 
-Beside the cases of the file: four ranks, float16 and float32 (`MORE_CASES`).
+The file compares with an absolute tolerance of 0.03, which is more than most of its outputs. Here
+the same output is compared with the same reference row by row (`within`). It is the output of a
+second round, after a round with other tokens. The exchange's counters must equal the number of rows
+that the router's ids ask for, so that no test passes without us.
 
-Stricter than the file: it compares with an absolute tolerance of 0.03, more than most of its
-outputs are. Here the same output is held against the same reference row by row (`within`), it is
-that of a second round after one with other tokens, and the exchange's counters are held against
-the rows that the router's ids ask for, so that no test passes without us.
-
-CUDA quantisers of vLLM that the harness and its reference call are plain torch here. vLLM's experts
-for AMX (`X86CPUUnquantizedExperts`, `CPUExpertsFp8`) are not registered: with them the cases would
-depend on the machine.
+vLLM's torch references replace its CUDA quantisers. vLLM's experts for AMX
+(`X86CPUUnquantizedExperts`, `CPUExpertsFp8`) are not registered: with them the cases would depend
+on the machine.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
 from moe_nvlink_plugin.integration.vllm.moe import cpu_fp8_experts, layers
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 
-from . import processes
+from . import ranks
 from .torch_experts import TorchExperts, export_triton_experts
 
 _MODULE = "tests.kernels.moe.test_modular_kernel_combinations"
@@ -104,7 +102,7 @@ def _times(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values.float() * scales
 
 
-# Quantisers of vLLM that have no CPU kernel.
+# vLLM's quantisers and its router, which are CUDA kernels.
 
 
 def scaled_fp8_quant(
@@ -112,37 +110,37 @@ def scaled_fp8_quant(
     scale: torch.Tensor | None = None,
     use_per_token_if_dynamic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's, with one scale for all of `[rows, columns]` or one per row, `[1]` or `[rows, 1]`."""
-    values = given.float()
-    if scale is None:
-        largest = values.abs()
-        largest = largest.amax(1, keepdim=True) if use_per_token_if_dynamic else largest.max()
-        scale = _scale_of(largest.reshape(-1, 1) if use_per_token_if_dynamic else largest.view(1))
-    return _e4m3(values / scale), scale
+    """One scale for all of `[rows, columns]` or one per row, `[1]` or `[rows, 1]`."""
+    reference = _references()
+    if scale is not None:
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        return (given.float() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn), scale
+    quantised: tuple[torch.Tensor, torch.Tensor] = (
+        reference.ref_dynamic_per_token_quant(given, torch.float8_e4m3fn)
+        if use_per_token_if_dynamic
+        else reference.ref_dynamic_per_tensor_fp8_quant(given)
+    )
+    return quantised
 
 
 def per_token_group_quant_fp8(
     x: torch.Tensor, group_size: int, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's, with a scale for every `group_size` elements of a row."""
-    groups = x.float().view(*x.shape[:-1], -1, group_size)
-    scales = _scale_of(groups.abs().amax(-1))
-    return _e4m3(groups / scales.unsqueeze(-1)).flatten(-2), scales
+    """A scale for every `group_size` elements of a row."""
+    quantised: tuple[torch.Tensor, torch.Tensor]
+    quantised = _references().native_per_token_group_quant_fp8(x.contiguous(), group_size)
+    return quantised
 
 
-def _scale_of(largest: torch.Tensor) -> torch.Tensor:
-    return (largest / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-10)
-
-
-def _e4m3(values: torch.Tensor) -> torch.Tensor:
-    info = torch.finfo(torch.float8_e4m3fn)
-    return values.clamp(info.min, info.max).to(torch.float8_e4m3fn)
+def _references() -> Any:
+    """vLLM's, of the package `tests` that lies where its tests run."""
+    return importlib.import_module("tests.kernels.quant_utils")
 
 
 def fused_topk(
     hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """vLLM's softmax router, which is a CUDA kernel: weights, ids and a third that nobody reads."""
+    """The softmax router: weights, ids and a third result that nobody reads."""
     assert not renormalize, "the harness does not renormalise"
     weights, ids = torch.softmax(gating_output.float(), dim=-1).topk(topk, dim=-1)
     return weights, ids.to(torch.int32), ids
@@ -275,7 +273,7 @@ class _Kernels:
     def run(self, pgi: Any, vllm_config: Any, config: Any, weights: Any, tensors: Any) -> Any:
         """The harness's, and the rows that went through our exchange are counted."""
         before = _counters(config)
-        with processes.in_step():
+        with ranks.in_step():
             self._output = self._run(pgi, vllm_config, config, weights, tensors)
         if before is not None:
             after = _counters(config) or before
@@ -347,10 +345,7 @@ def _counters(config: Any) -> tuple[int, ...] | None:
 
 def pytest_collection() -> None:
     """After all conftests, before test modules are imported."""
-    # Weights go to several ranks in one pickle, and a file descriptor can be handed over once.
-    sharing: Any = torch.multiprocessing
-    sharing.set_sharing_strategy("file_system")
-    processes.in_every_rank(adapt)
+    ranks.in_every_rank(adapt)
     adapt()
 
 

