@@ -1,6 +1,6 @@
 """Variables with which programs find the stand-in for the CUDA driver, as JSON.
 
-    python -m benchmarks.stand_in FOLDER     # its library goes there
+    python -m tests.gpu.day.stand_in FOLDER     # its library goes there
 
 One GPU, which launches emulated kernels for up to 8 ranks on CPU threads; times mean nothing.
 """

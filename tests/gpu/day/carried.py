@@ -1,6 +1,6 @@
 """Compiles into MOE_NVLINK_CACHE_DIR what the stages of on_gpu.sh will need on an sm_90a GPU.
 
-    python -m benchmarks.carried_kernels     # benchmarks/carry.sh calls this
+    python -m tests.gpu.day.carried     # benchmarks/carry.sh calls this
 
 No list of kernels is kept: the GPU tests and the benchmarks run here up to the place where they ask
 for machine code, against the stand-in for the driver, and no further. What is missed all the same
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import bench_lm_head, bench_recipes, common, gpu_steps, stand_in
+from benchmarks import bench_lm_head, bench_recipes, common
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig
@@ -32,10 +33,12 @@ from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.memory.layout import payload_rows
 from moe_nvlink_plugin.plugins import find_recipe
+from tests.gpu.day import stand_in
+from tests.gpu.day.steps import STEPS
 from tests.support import emulated, emulated_text, real_head, real_path, sanitized
 from tests.support import ranks as processes
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 #: Of the stand-in, whose device 0 is an sm_90a GPU.
 DEVICE = torch.device("cpu", 0)
 
@@ -114,7 +117,7 @@ class OfTests:
             yield
         except Compiled:
             return True  # type: ignore[return-value]
-        pytest.fail("this test has not asked for machine code: see benchmarks/carried_kernels.py")
+        pytest.fail("this test has not asked for machine code: see tests/gpu/day/carried.py")
 
 
 def of_tests(*selected: str) -> int:
@@ -135,7 +138,7 @@ def asked(body: Callable[..., Any], *given: Any, **options: Any) -> None:
 
 def of_benchmarks() -> None:
     """Each command of the stages, by its own options; the sanitizers' program."""
-    for step in gpu_steps.STEPS.values():
+    for step in STEPS.values():
         program, *given = step.command
         with mock.patch.object(sys, "argv", [*step.command]):
             if program == "benchmarks/bench_moe_comm.py":
@@ -190,13 +193,6 @@ if __name__ == "__main__":
         main()
     else:  # the linker reads its path when a process starts
         with tempfile.TemporaryDirectory() as folder:
-            with mock.patch.dict(os.environ):
-                found = stand_in.environment(Path(folder))
-            os.chdir(ROOT)
-            status = os.spawnve(
-                os.P_WAIT,
-                sys.executable,
-                [sys.executable, "-m", "benchmarks.carried_kernels"],
-                os.environ | found,
-            )
-        raise SystemExit(status)
+            variables = os.environ | stand_in.environment(Path(folder))
+            again = [sys.executable, "-m", "tests.gpu.day.carried"]
+            raise SystemExit(subprocess.run(again, env=variables, cwd=ROOT, check=False).returncode)
