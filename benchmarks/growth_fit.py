@@ -82,10 +82,8 @@ class Fit(NamedTuple):
                 "curve": [[x, self.us(x)] for x in steps],
                 "off": self.off,
             },
-            # The explanation stands in NOTES.md, beside the id.
-            "knees": [
-                {"id": f"{key}-{knee['x']:g}", **knee, "explanation": ""} for knee in self.knees()
-            ],
+            # NOTES.md explains each, beside its id.
+            "knees": [{"id": f"{key}-{knee['x']:g}", **knee} for knee in self.knees()],
         }
 
 

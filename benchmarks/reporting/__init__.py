@@ -1,1 +1,1 @@
-"""What report.py is made of: result files, documents with blocks, tables, goals, plots."""
+"""What report.py is made of: result files, tables, goals."""

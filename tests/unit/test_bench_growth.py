@@ -19,7 +19,7 @@ from benchmarks.moe_comm.backends import WrongResult
 from benchmarks.moe_comm.options import OptionError, Options
 from benchmarks.moe_comm.processes import RunError
 from benchmarks.reporting import goals, tables
-from benchmarks.reporting.files import Page, Result
+from benchmarks.reporting.files import Result
 
 LINE = (Term("a", "", lambda _x: 1.0), Term("b", "n", lambda x: x))
 CORES, CACHE = 2, 2**25
@@ -194,10 +194,10 @@ def test_a_planted_knee_is_printed_and_listed(
     assert ids == ["cpu-tokens-dispatch-256", "cpu-tokens-combine-256"]
     assert "KNEE cpu-tokens-dispatch-256" in capsys.readouterr().out
     shown = Result(tmp_path / "growth.json", result)
-    text = tables.growth(Page("README.md", tmp_path), shown)
+    text = tables.growth(shown)
     assert "`cpu-tokens-dispatch-256`" in text
     assert "+48%" in text  # the curve gives way by a little
-    assert list(goals.unexplained(shown, "`cpu-tokens-dispatch-256`: a reason")) == ids[1:]
+    assert goals.unexplained(shown, "`cpu-tokens-dispatch-256`: a reason") == ids[1:]
 
 
 def test_dimensions_are_added_to_a_file_and_replaced_in_it(tmp_path: Path) -> None:
