@@ -2,7 +2,7 @@
 
     python benchmarks/growth.py --output_file growth.json            # ranks are processes on CPUs
     python benchmarks/growth.py --device cuda --output_file g.json   # ranks emulated on one GPU
-    python benchmarks/growth.py --dimensions ranks --output_file growth.json   # adds, or replaces
+    python benchmarks/growth.py --dimensions ranks top_k             # some of them
 
 Times are bench_moe_comm's, by its code. Every point off its curve by more than its own spread is a
 knee; all are printed and named in the file. benchmarks/README.md says what the curves are made of.
@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import itertools
-import json
 import math
 import os
 import sys
@@ -33,6 +30,8 @@ from benchmarks.growth_fit import Point, Term
 from benchmarks.moe_comm import accounting, processes
 from benchmarks.moe_comm.options import OURS, OptionError, Options
 from benchmarks.moe_comm.processes import RunError
+from benchmarks.reporting import tables
+from benchmarks.reporting.files import Result
 
 Row = dict[str, Any]
 #: Rows of bench_moe_comm of ours, one per batch of the options.
@@ -41,7 +40,6 @@ Measure = Callable[[Options], list[Row]]
 PHASES = ("dispatch", "combine")
 #: Tokens per rank where another dimension moves.
 BASE_TOKENS = 64
-_now = time.monotonic
 #: Batches up to this have `iters` iterations; larger ones as many less, but no fewer than these.
 FULL_ITERS_UP_TO, LEAST_ITERS = 512, 8
 
@@ -213,7 +211,7 @@ def measure_on(device: str) -> Measure:
 
 
 class Sweep(NamedTuple):
-    """The points of one dimension, by phase; which were not measured, with reasons; what failed."""
+    """The points of one dimension, by phase; what was not measured, with reasons; what failed."""
 
     points: dict[str, list[Point]]
     left_out: list[str]
@@ -241,46 +239,40 @@ def _fewer(iters: int, times: float) -> int:
     return min(iters, max(LEAST_ITERS, int(iters / times)))
 
 
-def sweep(
-    base: Options, name: str, measure: Measure, passes: int, budget_s: float = math.inf
-) -> Sweep:
+def sweep(base: Options, name: str, measure: Measure, passes: int) -> Sweep:
     """Measures a dimension in passes up and down its values.
 
     What else the machine does between two passes is so in the spread of every point. A run that
-    ends without a result ends the sweep, one that cannot be is left out; what was measured stays.
-
-    Args:
-        budget_s: no run begins that may end after so many seconds.
+    ends without a result ends the sweep; a run whose options cannot be is left out. What was
+    measured stays.
     """
     dimension, planned, failed = DIMENSIONS[name], list(runs(base, name)), ""
-    began, seconds = _now(), dict[int, float]()
-    left_out: dict[int, str] = {}
+    left_out: dict[str, str] = {}
+    done: set[str] = set()
     taken: list[Row] = []
-    up = list(enumerate(planned))
     for number in range(passes):
-        for index, options in up[::-1] if number % 2 else up:
-            what, start = f"{name} {_value(options, name)}", _now()
-            # What was never run is dearer than what was.
-            likely_s = seconds.get(index, 2 * max(seconds.values(), default=0.0))
-            if failed or start - began + likely_s > budget_s:
-                spent = f"{start - began:.0f} s of the budget were spent"
-                left_out[index] = f"{what}: {failed or spent}"
+        for options in planned[::-1] if number % 2 else planned:
+            what, start = f"{name} {_value(options, name)}", time.monotonic()
+            if failed:
+                left_out[what] = failed
                 continue
             try:
                 rows = measure(options)
             except (RunError, OptionError) as error:
                 # Options that cannot be, by the memory they take, are this point's alone.
                 failed = str(error) if isinstance(error, RunError) else ""
-                left_out[index] = f"{what}: {error}"
+                left_out[what] = str(error)
                 continue
-            left_out[index] = f"{what}: more than the GPU's memory"  # where there are no rows
+            if rows:
+                done.add(what)
+            else:
+                left_out[what] = "more than the GPU's memory"
             for row in rows:
-                seconds[index] = _now() - start
                 x = dimension.x(options, row["tokens"])
                 taken += [{"phase": phase, "x": x, **row[phase]} for phase in dimension.phases]
-            print(f"{what}: {_now() - start:.1f} s", flush=True)
+            print(f"{what}: {time.monotonic() - start:.1f} s", flush=True)
     points = {phase: _together(taken, phase) for phase in dimension.phases}
-    missing = [text for index, text in sorted(left_out.items()) if index not in seconds]
+    missing = [f"{what}: {why}" for what, why in left_out.items() if what not in done]
     return Sweep(points, missing, failed)
 
 
@@ -321,23 +313,6 @@ def series_of(
         # What one rank's work takes while it has a core: all ranks' turns together are the time.
         series["core_us"] = [[p.x, p.us * min(place.cores, p.x) / p.x] for p in points]
     return series
-
-
-def printed(series: dict[str, Any]) -> Iterator[str]:
-    """The curve, every point with its residual, every knee."""
-    fit = series["fit"]
-    yield f"{series['name']}: us = {fit['printed']}    ({fit['where']})"
-    yield f"  {series['x_label']:>26} {'us':>10} {'quartiles':>21} {'curve':>10} {'off':>7}"
-    core = dict(series.get("core_us", []))
-    for (x, us, low, high), off in zip(series["points"], fit["off"], strict=True):
-        curve_us = us / (1 + off)
-        line = f"  {x:>26g} {us:>10.1f} {low:>10.1f}..{high:<9.1f} {curve_us:>10.1f} {off:>+7.1%}"
-        yield line + (f"   {core[x]:.4g} us of a core" if x in core else "")
-    for knee in series["knees"]:
-        yield (
-            f"  KNEE {knee['id']}: {knee['us']:.0f} us, the curve says {knee['fit_us']:.0f} "
-            f"({knee['off']:+.0%}); explain `{knee['id']}` in benchmarks/NOTES.md"
-        )
 
 
 def place_of(device: str) -> Place:
@@ -396,57 +371,35 @@ SHOWS = {
 
 
 def measured(arguments: argparse.Namespace, measure: Measure) -> dict[str, Any]:
-    """The result: the dimensions asked for, one after the other."""
+    """The result: the dimensions asked for, one after the other, each written when it is done.
+
+    Raises:
+        OptionError: the machine does not say how large its last cache is.
+    """
     place, made, left_out = place_of(arguments.device), list[Row](), list[str]()
-    budget_s = (arguments.budget_s or math.inf) / len(arguments.dimensions)
-    for name in arguments.dimensions:
-        base = base_point(arguments, name)
-        found = sweep(base, name, measure, arguments.passes, budget_s)
-        left_out += found.left_out
-        for phase, points in found.points.items():
-            try:
-                made.append(series_of(base, place, name, phase, points))
-            except ValueError as error:
-                left_out.append(f"curve of {name}, {phase}: {error}")
-        if found.failed:
-            break
     gpu = common.describe_gpu() if arguments.device == "cuda" else {}
-    return {
+    head = {
         "schema": 1,
         "kind": "growth",
         "device": arguments.device,
         "machine": common.describe_run() | gpu,
         "place": place._asdict(),
         "shows": SHOWS[arguments.device],
-        "not_measured": left_out,
-        "series": made,
     }
-
-
-def added_to(path: Path, made: Callable[[], dict[str, Any]], **here: Any) -> dict[str, Any]:
-    """The result, with the other dimensions that the file has already.
-
-    Args:
-        here: device and place; asked before anything is measured.
-
-    Raises:
-        OptionError: the file is of another device or machine.
-    """
-    old = json.loads(path.read_text()) if path.exists() else here | {"series": []}
-    for name, value in here.items():
-        if old.get(name) != value:
-            raise OptionError(
-                f"{path} is of {name} {old.get(name)}, this run of {value}; write another file, or "
-                "delete this one"
-            )
-    result = made()
-    run = {name: result["machine"][name] for name in ("date", "commit", "command")}
-    new = {series["dimension"]: None for series in result["series"]}
-    together = [series | {"run": run} for series in result["series"]]
-    together += [series for series in old["series"] if series["dimension"] not in new]
-    together.sort(key=lambda series: list(DIMENSIONS).index(series["dimension"]))
-    kept = [text for text in old.get("not_measured", []) if not text.startswith(tuple(new))]
-    return result | {"series": together, "not_measured": kept + result["not_measured"]}
+    record = common.Record(arguments.output_file, head)
+    for name in arguments.dimensions:
+        base = base_point(arguments, name)
+        found = sweep(base, name, measure, arguments.passes)
+        left_out += found.left_out
+        for phase, points in found.points.items():
+            try:
+                made.append(series_of(base, place, name, phase, points))
+            except ValueError as error:
+                left_out.append(f"curve of {name}, {phase}: {error}")
+        record.write({"not_measured": left_out, "series": made})
+        if found.failed:
+            break
+    return record.write({"not_measured": left_out, "series": made}, complete=True)
 
 
 # --- the command line
@@ -461,16 +414,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--iters", type=int, default=30, help="fewer for large batches")
     add("--warmup", type=int, default=3)
     add("--passes", type=int, default=2, help="over all values; a point's spread is over them")
-    add("--budget_s", type=float, help="begin no run that may take longer, and say so")
-    add("--output_file", type=Path, help="JSON; dimensions it has already are kept")
-    add("--plot", type=Path, metavar="FOLDER", help="PNG; needs --output_file")
+    add("--output_file", type=Path, help="JSON, written after every dimension")
     made = parser.parse_args(arguments)
-    if made.plot and not made.output_file:
-        parser.error("--plot draws a result file; add --output_file FILE")
     if made.passes < 1:
         parser.error(f"--passes {made.passes} must be at least 1; raise it")
-    if made.budget_s is not None and made.budget_s <= 0:
-        parser.error(f"--budget_s {made.budget_s} must be above 0; leave it out for no limit")
     if made.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu")
     try:
@@ -482,22 +429,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None, measure: Measure | None = None) -> None:
     asked = parse(arguments)
-    made = functools.partial(measured, asked, measure or measure_on(asked.device))
-    here = {"device": asked.device, "place": place_of(asked.device)._asdict()}
     try:
-        result = added_to(asked.output_file, made, **here) if asked.output_file else made()
+        result = measured(asked, measure or measure_on(asked.device))
     except OptionError as error:
         sys.exit(str(error))
-    for line in itertools.chain.from_iterable(printed(series) for series in result["series"]):
-        print(line)
-    for text in result["not_measured"]:
-        print(f"not measured: {text}")
-    if asked.output_file:
-        common.write_json(asked.output_file, result)
-    if asked.plot:
-        from benchmarks.moe_comm import plots
-
-        plots.plot_file(asked.output_file, asked.plot)
+    print(tables.growth(Result(asked.output_file or Path("growth"), result)))
+    for knee in (knee for series in result["series"] for knee in series["knees"]):
+        print(
+            f"KNEE {knee['id']}: {knee['us']:.0f} us, the curve says {knee['fit_us']:.0f} "
+            f"({knee['off']:+.0%}); explain `{knee['id']}` in benchmarks/NOTES.md"
+        )
 
 
 if __name__ == "__main__":
