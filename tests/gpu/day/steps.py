@@ -103,7 +103,7 @@ NUMBERS = Stage(
                 "recipes",
                 75,
                 "benchmarks/bench_recipes.py --device cuda --ep-size 8 --tokens 16 128 2048"
-                " --iterations 100 --output {results}-recipes.json",
+                " --iterations 100 --output_file {results}-recipes.json",
                 "--device rehearsal --ep-size 2 --tokens 4 --hidden-size 256 --num-experts 8"
                 " --iterations 5",
             ),
@@ -113,7 +113,7 @@ NUMBERS = Stage(
                 "lm-head",
                 45,
                 "benchmarks/bench_lm_head.py --device cuda --iterations 50"
-                " --output {results}-lm-head.json",
+                " --output_file {results}-lm-head.json",
                 "--device rehearsal --groups 2 --vocab 1000 --hidden 64 --rows 1 4 --iterations 5",
             ),
         ),
@@ -121,7 +121,7 @@ NUMBERS = Stage(
             _step(
                 "launch",
                 30,
-                "benchmarks/bench_launch.py --driver real --output {results}-launch.json",
+                "benchmarks/bench_launch.py --driver real --output_file {results}-launch.json",
                 "--driver fake --batches 5",
             ),
         ),
