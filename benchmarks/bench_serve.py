@@ -23,7 +23,8 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.columns import print_headings, print_row
+from benchmarks.reporting import tables
+from benchmarks.reporting.files import Result
 from benchmarks.serving import measure, model
 from benchmarks.serving.servers import (
     BACKENDS,
@@ -47,7 +48,6 @@ SHOWS = (
 class Options:
     """What is served, and how it is measured; see parser()."""
 
-    backends: tuple[str, ...]
     concurrency: tuple[int, ...]
     tokens: int
     rounds: int
@@ -56,12 +56,9 @@ class Options:
     top_k: int
     num_experts: int
     seed: int
-    exchange_share: bool
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be measured."""
-        if OURS not in self.backends or len(set(self.backends)) != len(self.backends):
-            raise ValueError(f"--backends {' '.join(self.backends)}: once each, {OURS} among them")
         most = model.MOST_TOKENS - model.PROMPT_TOKENS
         limits = {"tokens": most, "rounds": 1000, "layers": 100}
         for name, limit in limits.items():
@@ -78,25 +75,17 @@ class Options:
 
 def parser() -> argparse.ArgumentParser:
     tiny = model.TINY
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    made.add_argument("--backends", nargs="+", choices=BACKENDS, default=[*BACKENDS[:2]])
-    made.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
-    made.add_argument("--tokens", type=int, default=96, help="of each answer")
-    made.add_argument("--rounds", type=int, default=9, help="waves per backend and concurrency")
-    made.add_argument("--hidden_size", type=int, default=tiny.hidden_size)
-    made.add_argument("--layers", type=int, default=tiny.num_layers)
-    made.add_argument("--top_k", type=int, default=tiny.top_k)
-    made.add_argument("--num_experts", type=int, default=tiny.num_experts)
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument(
-        "--exchange_share",
-        action="store_true",
-        help="report the share of time that workers spend in dispatch and combine, waiting\n"
-        "included; its clocks are in the measured servers",
-    )
-    made.add_argument("--output_file", type=Path, help="JSON file for the result")
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = made.add_argument
+    add("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
+    add("--tokens", type=int, default=96, help="of each answer")
+    add("--rounds", type=int, default=9, help="waves per server and concurrency")
+    add("--hidden_size", type=int, default=tiny.hidden_size)
+    add("--layers", type=int, default=tiny.num_layers)
+    add("--top_k", type=int, default=tiny.top_k)
+    add("--num_experts", type=int, default=tiny.num_experts)
+    add("--seed", type=int, default=0)
+    add("--output_file", type=Path, help="JSON file for the result")
     return made
 
 
@@ -111,7 +100,7 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
     say("one rank, for the tokens to expect")
     expected = one_rank_tokens(checkpoint, folder, prompts, options.tokens)
     with contextlib.ExitStack() as stop:
-        servers = [_start(name, options, checkpoint, folder, stop) for name in options.backends]
+        servers = [_start(name, options, checkpoint, folder, stop) for name in BACKENDS]
         began = time.perf_counter()
         waves = measure.interleave(
             servers, measure.Asked(prompts, expected), options.concurrency, options.rounds, say
@@ -135,13 +124,8 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
 def _start(
     name: str, options: Options, checkpoint: Path, folder: Path, stop: contextlib.ExitStack
 ) -> ExpertParallelServer:
-    server = ExpertParallelServer(
-        name,
-        checkpoint,
-        folder,
-        max_num_seqs=-(-max(options.concurrency) // EP_SIZE),
-        timed=options.exchange_share,
-    )
+    max_num_seqs = -(-max(options.concurrency) // EP_SIZE)
+    server = ExpertParallelServer(name, checkpoint, folder, max_num_seqs)
     stop.callback(server.stop)
     say(f"{name}: ready after {server.wait_until_ready():.0f} s")
     return server
@@ -160,22 +144,6 @@ def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-COLUMNS = {
-    "at once": "{concurrency}",
-    "backend": "{backend}",
-    "tokens/s": "{decode_tokens_per_s[median]:.0f}",
-    "quartiles": "{decode_tokens_per_s[q25]:.0f}-{decode_tokens_per_s[q75]:.0f}",
-    "ours / peer": "{ratio[median]:.2f} ({ratio[q25]:.2f}-{ratio[q75]:.2f})",
-}
-
-
-def print_table(result: dict[str, Any]) -> None:
-    print_headings(COLUMNS)
-    for row in sorted(result["rows"], key=lambda row: int(row["concurrency"])):
-        ratios = result["ratio"].get(row["backend"])
-        print_row(COLUMNS, row | ({"ratio": ratios[str(row["concurrency"])]} if ratios else {}))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     made = parser()
@@ -190,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (measure.WrongTokensError, NotExchangedError, ServerError) as error:
             print(f"nothing was measured: {error}", file=sys.stderr)
             return 1
-    print_table(result)
+    print(tables.serve(Result(given.output_file or Path("serve"), result)))
     if given.output_file is not None:
         common.write_json(given.output_file, result)
     return 0

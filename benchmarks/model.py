@@ -1,8 +1,8 @@
 """An analytical model of dispatch and combine over NVLink: fitted to published tables, then asked.
 
     python benchmarks/model.py              the fit, and predictions for EP8 to EP72
-    python benchmarks/model.py --errors     the same, and every published figure beside the model
-    python benchmarks/model.py --where      the same, and which term takes the time, what an idea would save
+    python benchmarks/model.py --errors     the same, every published figure beside the model
+    python benchmarks/model.py --where      the same, what takes the time, what an idea would save
 
 The terms are in benchmarks/moe_comm/terms.py, the tables in benchmarks/moe_comm/gb200.py. **Every
 time said of our kernels, of the H200 and of 72 ranks is predicted; none has been measured.**

@@ -36,9 +36,10 @@ def shown(result: Result, method: str, *parts: str) -> str:
     """What was measured, by which command, on what, when; then tables and notes."""
     machine = result.machine
     what = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
+    source = f" ([result file]({result.link}))" if result.link else ""
     caption = (
         f"{method}. `{machine.get('command')}`, {what}, {machine.get('date')}, commit "
-        f"{machine.get('commit')} ([result file]({result.link})):"
+        f"{machine.get('commit')}{source}:"
     )
     return "\n\n".join([caption, *filter(None, parts)])
 

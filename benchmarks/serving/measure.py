@@ -143,7 +143,6 @@ def spread(values: Any) -> dict[str, float]:
 
 def rows_of(waves: pd.DataFrame) -> list[dict[str, Any]]:
     """One row per server and concurrency."""
-    groups = waves.groupby(["backend", "concurrency"])
     return [
         {
             "backend": name,
@@ -153,9 +152,7 @@ def rows_of(waves: pd.DataFrame) -> list[dict[str, Any]]:
             "cores_used": float(of.own_cores.median()),
             "cores_used_by_idle_servers": float(of.other_cores.max()),
         }
-        for name in waves.backend.unique()
-        for concurrency in waves.concurrency.unique()
-        for of in [groups.get_group((name, concurrency))]
+        for (name, concurrency), of in waves.groupby(["backend", "concurrency"], sort=False)
     ]
 
 

@@ -15,7 +15,7 @@ from . import gloo_plugin
 from .measure import ask_ranks
 
 OURS = "moe_nvlink"
-BACKENDS = (OURS, *gloo_plugin.EXCHANGES)
+BACKENDS = (OURS, gloo_plugin.NAME)
 #: Between two MoE layers a rank may wait for a machine that is busy starting another server.
 TIMEOUT_S = 60
 #: Workers write their counters twice a second.
@@ -30,9 +30,7 @@ class NotExchangedError(Exception):
 class ExpertParallelServer:
     """Two data-parallel ranks whose experts are shared; our flag, and the exchange of `backend`."""
 
-    def __init__(
-        self, backend: str, checkpoint: Path, folder: Path, *, max_num_seqs: int, timed: bool
-    ) -> None:
+    def __init__(self, backend: str, checkpoint: Path, folder: Path, max_num_seqs: int) -> None:
         """Starts it, without waiting. folder: for logs and counters."""
         self.name = backend
         self._stats_folder = folder / f"stats-{backend}"
@@ -40,13 +38,8 @@ class ExpertParallelServer:
             "MOE_NVLINK_STATS_DIR": str(self._stats_folder),
             "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
         }
-        if backend != OURS or timed:
-            # Otherwise not even the plugin's name is there: ours is measured as it is installed.
+        if backend != OURS:  # ours is measured as it is installed
             environment["PYTHONPATH"] = str(gloo_plugin.install(folder / "plugin").resolve())
-            environment[gloo_plugin.EXCHANGE_VARIABLE] = "" if backend == OURS else backend
-            environment[gloo_plugin.TIMED_VARIABLE] = str(int(timed))
-        for old in self._stats_folder.glob("rank*.json"):
-            old.unlink()
         self.server = VllmServer(
             model=checkpoint,
             name=backend,
