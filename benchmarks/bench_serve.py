@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import random
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.reporting import tables
 from benchmarks.reporting.files import Result
-from benchmarks.serving import measure, model
+from benchmarks.serving import measure
 from benchmarks.serving.servers import (
     BACKENDS,
     OURS,
@@ -35,8 +36,14 @@ from benchmarks.serving.servers import (
 )
 from moe_nvlink_plugin.integration.demo.demo import EP_SIZE
 from moe_nvlink_plugin.integration.demo.server import ServerError
-from moe_nvlink_plugin.integration.demo.tiny_checkpoint import TinyModel
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
 
+#: The demonstration's default.
+MODEL = MODELS["qwen3_moe"]
+#: Of a prompt. Short: the first token's step reads it, and decoding is what is measured.
+PROMPT_TOKENS = 4
+#: VllmServer's --max-model-len.
+MOST_TOKENS = 512
 SHOWS = (
     "HTTP requests to vLLM servers whose two workers, API server and client share the cores of "
     "one machine; tokens per second from sending a wave of requests to its last answer, the first "
@@ -46,44 +53,29 @@ SHOWS = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is served, and how it is measured; see parser()."""
+    """How servers are measured; see parser()."""
 
     concurrency: tuple[int, ...]
     tokens: int
     rounds: int
-    hidden_size: int
-    layers: int
-    top_k: int
-    num_experts: int
     seed: int
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be measured."""
-        most = model.MOST_TOKENS - model.PROMPT_TOKENS
-        limits = {"tokens": most, "rounds": 1000, "layers": 100}
+        limits = {"tokens": MOST_TOKENS - PROMPT_TOKENS, "rounds": 1000}
         for name, limit in limits.items():
             if not 1 <= getattr(self, name) <= limit:
                 raise ValueError(f"--{name} {getattr(self, name)} is not between 1 and {limit}")
         if not all(1 <= count <= 256 for count in self.concurrency):
             raise ValueError(f"--concurrency {self.concurrency} is not between 1 and 256")
-        self.model()
-
-    def model(self) -> TinyModel:
-        """The sizes of what is served; ValueError when they do not go together."""
-        return model.model_of(self.hidden_size, self.layers, self.top_k, self.num_experts)
 
 
 def parser() -> argparse.ArgumentParser:
-    tiny = model.TINY
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = made.add_argument
     add("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
     add("--tokens", type=int, default=96, help="of each answer")
     add("--rounds", type=int, default=9, help="waves per server and concurrency")
-    add("--hidden_size", type=int, default=tiny.hidden_size)
-    add("--layers", type=int, default=tiny.num_layers)
-    add("--top_k", type=int, default=tiny.top_k)
-    add("--num_experts", type=int, default=tiny.num_experts)
     add("--seed", type=int, default=0)
     add("--output_file", type=Path, help="JSON file for the result")
     return made
@@ -94,9 +86,12 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
 
     Raises WrongTokensError, NotExchangedError or ServerError instead of a result.
     """
-    tiny = options.model()
-    checkpoint = model.checkpoint_of(tiny, folder)
-    prompts = model.prompts_of(tiny, max(options.concurrency), options.seed)
+    checkpoint = write_checkpoint(folder / "model", MODEL)
+    draw = random.Random(options.seed)
+    prompts = [
+        draw.choices(range(MODEL.vocab_size), k=PROMPT_TOKENS)
+        for _ in range(max(options.concurrency))
+    ]
     say("one rank, for the tokens to expect")
     expected = one_rank_tokens(checkpoint, folder, prompts, options.tokens)
     with contextlib.ExitStack() as stop:
@@ -112,7 +107,9 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
         "kind": "serve",
         "machine": common.describe_run(),
         "shows": SHOWS,
-        "options": dataclasses.asdict(options),
+        "options": dataclasses.asdict(options)
+        | {"layers": MODEL.num_layers, "hidden_size": MODEL.hidden_size}
+        | {"top_k": MODEL.top_k, "num_experts": MODEL.num_experts},
         "ep_size": EP_SIZE,
         "measured_s": seconds,
         "rows": measure.rows_of(waves),
@@ -135,7 +132,7 @@ def _check_exchanged(
     server: ExpertParallelServer, waves: pd.DataFrame, options: Options
 ) -> list[dict[str, Any]]:
     """Counters of the ranks; every generated token but the last has passed every MoE layer."""
-    per_request = (model.PROMPT_TOKENS + options.tokens - 1) * options.layers
+    per_request = (PROMPT_TOKENS + options.tokens - 1) * MODEL.num_layers
     requests = int(waves.concurrency[waves.backend == server.name].sum())
     return server.check_exchanged(requests * per_request)
 
