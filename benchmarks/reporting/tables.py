@@ -12,6 +12,7 @@ from benchmarks.reporting.files import Result
 #: How a backend is called where people read it.
 NAMES = {
     "moe_nvlink": "**moe_nvlink**",
+    "moe_nvlink_one_launch": "**moe_nvlink**",
     "gloo_gather": "gloo all-gather + reduce-scatter",
     "gloo_gather_full": "gloo all-gather + reduce-scatter, packing and reducing timed",
     "all_to_all": "torch all_to_all_single, both ways",
@@ -89,38 +90,28 @@ def moe_comm(result: Result) -> str:
     )
     method = f"{layer(result)}; {ranks}; median of {result.options['iters']} iterations"
     rows = result.data["rows"]
-    body = [cells for row in rows for cells in _moe_comm_rows(row)]
-    said = {f"{_name(row)}: {row['given']}.": None for row in rows if row.get("given")}
-    for row in rows:
-        if why := row.get("not_comparable"):
-            said[f"{_name(row)}, {row['tokens']} tokens: no ratio, launched as {why}."] = None
-    said |= {f"Not measured: {text}.": None for text in result.data.get("not_measured", [])}
-    ceiling = f"Ceiling: {result.data.get('ceiling', 'not stated')}."
-    return shown(result, method, table(columns, body), notes([ceiling, *said]))
+    body = [_moe_comm_row(row) for row in rows]
+    said = [f"Ceiling: {result.data.get('ceiling', 'not stated')}."]
+    said += [f"{_name(row)}: {row['given']}." for row in rows if row.get("given")]
+    said += [f"Not measured: {text}." for text in result.data.get("not_measured", [])]
+    return shown(result, method, table(columns, body), notes(dict.fromkeys(said)))
 
 
 def _name(row: Row) -> str:
-    return str(NAMES.get(row["backend"], row["backend"]))
+    """The backend; of emulated ranks, how they were launched."""
+    name = NAMES.get(row["backend"], row["backend"])
+    return f"{name}, {row['launch']}" if "launch" in row else str(name)
 
 
-def _moe_comm_rows(row: Row) -> Iterable[list[str]]:
-    """A backend's row; of ours on branches also the row of one launch."""
+def _moe_comm_row(row: Row) -> list[str]:
+    both, share = row["both"], row["both"].get("of_ceiling")
     ours = "1" if row["backend"] == OURS else spread(row.get("ratio_to_ours", {}).get("both"))
-    if "not_comparable" in row:
-        ours = "not comparable"
-    one_launch = row.get("one_launch")
-    name = f"{_name(row)}, {row['launch']}" if one_launch else _name(row)
-    yield _moe_comm_row(row["tokens"], name, row, ours)
-    if one_launch:  # ours alone, beside ours launched as the peers are
-        name = f"{_name(row)}, {one_launch['launch']}"
-        yield _moe_comm_row(row["tokens"], name, one_launch, "not comparable")
-
-
-def _moe_comm_row(tokens: int, name: str, of: Row, times_ours: str) -> list[str]:
-    both, share = of["both"], of["both"].get("of_ceiling")
-    rates = f"{both['logical_gb_s']:.2f} / {both['wire_gb_s']:.2f}"
-    cells = [str(tokens), name, *(times(of[phase]) for phase in PHASES), times_ours, rates]
-    return [*cells, "" if share is None else f"{share:.0%}"]
+    return [
+        *(str(row["tokens"]), _name(row), *(times(row[phase]) for phase in PHASES)),
+        ours or ("not comparable" if "launch" in row else ""),
+        f"{both['logical_gb_s']:.2f} / {both['wire_gb_s']:.2f}",
+        "" if share is None else f"{share:.0%}",
+    ]
 
 
 # --- recipes, the LM head, a launch, serving ------------------------------------------------------
