@@ -1,4 +1,4 @@
-"""What a launch costs the host: from the bare driver call up to MoeAllToAll.dispatch.
+"""Time what a launch costs the host, from the bare driver call up to MoeAllToAll.dispatch.
 
     python benchmarks/bench_launch.py                  # against a driver whose launches do nothing
     python benchmarks/bench_launch.py --driver real    # on a GPU: enqueuing alone
@@ -62,7 +62,7 @@ void moe_nvlink_combine(const void*, void*) {}
 
 
 def bare_launch(config: AllToAllConfig) -> tuple[Any, Any]:
-    """A launch configuration of dispatch for one CTA, and the function."""
+    """Return a launch configuration of dispatch for one CTA, and the function."""
     api = driver.api()
     wanted = variant(config, 0)
     build = wanted.build(DISPATCH, pdl=env.pdl())
@@ -82,7 +82,7 @@ def bare_launch(config: AllToAllConfig) -> tuple[Any, Any]:
 
 
 def microseconds(body: Callable[[], Any], batches: int) -> dict[str, float]:
-    """Host time of one call: summary of the means of batches of CALLS calls."""
+    """Time one call on the host: summary of the means of batches of CALLS calls."""
     samples = []
     for _ in range(batches):
         start = time.perf_counter()
@@ -94,7 +94,7 @@ def microseconds(body: Callable[[], Any], batches: int) -> dict[str, float]:
 
 
 def drain() -> None:
-    """A full queue would make the host wait for the GPU."""
+    """Wait for the GPU: a full queue would make the host wait inside a call."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -131,14 +131,14 @@ class Levels:
         drain()
 
     def arguments(self) -> Any:
-        """DispatchArgs of a call without tokens: with them nothing else changes for the host."""
+        """Return DispatchArgs of a call without tokens: the host does the same with tokens."""
         args = self.inner.channel(0)._dispatch_args
         copy = type(args).from_buffer_copy(args)
         copy.geometry.num_tokens = 0
         return copy
 
     def rows(self) -> dict[str, dict[str, float]]:
-        """All levels, innermost first."""
+        """Time all levels, innermost first."""
         return {
             BARE: self.bare(),
             "dispatch: CUDA executor": self.executor(),
@@ -147,7 +147,7 @@ class Levels:
         }
 
     def bare(self) -> dict[str, float]:
-        """cuLaunchKernelEx with everything prepared."""
+        """Time cuLaunchKernelEx with everything prepared."""
         args = self.arguments()
         config, function = bare_launch(self.layer.config)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
@@ -157,14 +157,14 @@ class Levels:
             return microseconds(lambda: launch(config, function, address, 0), self._batches)
 
     def executor(self) -> dict[str, float]:
-        """The launcher: shape by token count, stream, context, status."""
+        """Time the launcher: shape by token count, stream, context, status."""
         args = self.arguments()
         return microseconds(lambda: self.launcher.dispatch(args), self._batches)
 
     def verbs(
         self, level: str, dispatch: Callable[[], Any], combine: Callable[[Any], None]
     ) -> dict[str, dict[str, float]]:
-        """Dispatch, then combine of what it returned, call by call."""
+        """Time dispatch, then combine of what dispatch returned, call by call."""
         samples: tuple[list[float], list[float]] = ([], [])
         for number in range(self._batches * 10):
             start = time.perf_counter()
@@ -181,7 +181,7 @@ class Levels:
         }
 
     def _checked_dispatch(self) -> Any:
-        """LayerExchange's method, which MoeAllToAll's torch op calls."""
+        """Call LayerExchange's method, which MoeAllToAll's torch op calls."""
         hidden, ids, weights = self.inputs
         pending = self.inner.workspace.pending
         return self.inner.dispatch(pending, Activations(hidden, None, None), ids, weights, [], 0)
@@ -198,7 +198,7 @@ class Levels:
 
 
 def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All levels, in this process, on whatever driver it finds."""
+    """Time all levels, in this process, on whatever driver it finds."""
     torch.set_num_threads(1)
     install()
     rows = Levels(arguments).rows()
@@ -208,7 +208,7 @@ def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, 
 
 
 def measure_on_fake(arguments: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own, which finds the stand-in before any real driver."""
+    """Time all levels in a process of its own, which finds the stand-in before any real driver."""
     text = NO_KERNELS
     for name in ("Dispatch", "Combine"):
         size = ctypes.sizeof(structs()[f"{name}Args"])

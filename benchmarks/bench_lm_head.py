@@ -1,4 +1,4 @@
-"""The LM head of one draft step: split over a group of ranks, beside whole on every rank.
+"""Time the LM head of one draft step, split over a group, beside the whole head on every rank.
 
     python benchmarks/bench_lm_head.py                    # CPU ranks; DeepSeek-R1's head in fp32
     python benchmarks/bench_lm_head.py --dtype bfloat16 --rows 1 2 4 8
@@ -129,7 +129,7 @@ class Rank:
         return sharded_argmax(self.hidden[:rows], self.head, group=self.group, row_bound=rows)
 
     def exchange_us(self) -> float:
-        """Both exchanges of a call in which no rank has rows: the median call's slowest rank."""
+        """Time both exchanges of a call without rows: the median call's slowest rank."""
         nothing = self.hidden[:0]
 
         def body(clock: harness.Clock) -> None:
@@ -140,18 +140,18 @@ class Rank:
         return statistics.median(sample.wall_us for sample in samples)
 
     def sent_bytes(self) -> int:
-        """What this rank has sent to others so far, by the group's counters."""
+        """Return the bytes that this rank has sent to others so far, by the group's counters."""
         stats = self.group.stats()
         return stats.bytes_gathered_remote + stats.bytes_returned_remote
 
 
 def check(ids: torch.Tensor, logits: torch.Tensor) -> None:
-    """Every id has the largest logit of its row.
+    """Check that every id has the largest logit of its row.
 
     Within rounding: a product of more rows at once may add up in another order.
 
     Raises:
-        SystemExit: it has not; no time is reported.
+        SystemExit: an id has not; no time is reported.
     """
     best = logits.amax(dim=-1).double()
     chosen = logits.gather(1, ids[:, None])[:, 0].double()
@@ -161,7 +161,7 @@ def check(ids: torch.Tensor, logits: torch.Tensor) -> None:
 
 
 def measure(rank: Rank, rows: int) -> dict[str, Any]:
-    """Both ways with `rows` rows a rank, and how often that was done.
+    """Time both ways with `rows` rows a rank.
 
     The first turn warms up, and is checked. It is what is reported where one turn takes longer than
     the time a cell is given.
@@ -207,7 +207,7 @@ def measure(rank: Rank, rows: int) -> dict[str, Any]:
 
 
 def expected(options: Options, size: int, rows: int) -> dict[str, float]:
-    """What the rule in moe_nvlink_plugin/lm_head/cost.py says about the same step."""
+    """Return what the rule in moe_nvlink_plugin/lm_head/cost.py says about the same step."""
     alone_s, split_s = (
         head_cost.step_seconds(options.shape, rows, n, options.rates) for n in (1, size)
     )
@@ -224,14 +224,14 @@ class Group(NamedTuple):
     done: list[dict[str, Any]]
 
     def tell(self, columns: Columns, found: dict[str, Any]) -> None:
-        """Prints the last row that was measured, and records this group after the groups done."""
+        """Print the last row that was measured, and record this group after the groups done."""
         print_row(columns, found["rows"][-1])
         found |= crossover(self.options, self.size, found["rows"])
         self.record.write({"groups": [*self.done, found]})
 
 
 def rank_main(rank: int, _size: int, of: Group) -> dict[str, Any]:
-    """The group's result, on one of its ranks. Rank 0 also prints and records it row by row."""
+    """Return the group's result, from one of its ranks. Rank 0 also prints and records each row."""
     mine = Rank(of.options, of.size, rank, of.head)
     found: dict[str, Any] = {"exchange_us": mine.exchange_us(), "rows": []}
     for rows in of.options.rows:
@@ -243,7 +243,7 @@ def rank_main(rank: int, _size: int, of: Group) -> dict[str, Any]:
 
 
 def crossover(options: Options, size: int, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where splitting stops being faster, of the rows measured, and what the cost rule expects.
+    """Find where splitting stops being faster, as measured and as the cost rule expects.
 
     None: no measured number of rows is on that side. On CPU ranks also by work rather than time,
     which what else the machine does hardly touches.
@@ -309,14 +309,14 @@ def print_crossover(found: dict[str, Any]) -> None:
 
 
 def on_cpu(of: Group) -> dict[str, Any]:
-    """A group of processes."""
+    """Measure a group of processes."""
     host.load(HEAD.host_source())  # compiled once, rather than by ranks that wait for each other
     found: dict[str, Any] = harness.on_ranks(of.size, rank_main, of)
     return found
 
 
 def on_device(of: Group) -> dict[str, Any]:
-    """A group of ranks on one device."""
+    """Measure a group of ranks on one device."""
     found: dict[str, Any] = {"rows": []}
     with contextlib.closing(make_backend(of.options, of.size)) as backend:
         for rows in of.options.rows:
@@ -335,7 +335,7 @@ def make_backend(options: Options, size: int) -> emulated.Backend:
 def measure_emulated(
     options: Options, size: int, rows: int, head: torch.Tensor, backend: emulated.Backend
 ) -> dict[str, Any]:
-    """Median microseconds of a step's parts, each alone with nothing of ours in L2 before it."""
+    """Time a step's parts, each alone with nothing of ours in L2 before it."""
     hidden = [make_rows(options, rank, rows) for rank in range(size)]
     ranks = EmulatedHead([options.config(size, n, rows) for n in range(size)], backend, hidden)
     ranks.step(head)

@@ -1,4 +1,4 @@
-"""Dispatch in every recipe and combine in every format, beside the unquantised ones.
+"""Time dispatch in every recipe and combine in every format, beside the unquantised formats.
 
     python benchmarks/bench_recipes.py                    # CPU ranks; the tables of README.md
     python benchmarks/bench_recipes.py --device cuda      # ranks emulated on one GPU
@@ -70,7 +70,7 @@ def recipe_of(config: AllToAllConfig) -> QuantisingRecipe:
 
 
 def global_scale(name: str, device: torch.device | str = "cpu") -> torch.Tensor | None:
-    """The one scale of recipes that are given theirs."""
+    """Return the one scale of a recipe that takes its scale from the caller."""
     value = GLOBAL_SCALES.get(name)
     return None if value is None else torch.tensor([value], device=device)
 
@@ -115,7 +115,7 @@ class Rank:
             layer.close()
 
     def _ways(self, layer: MoeAllToAll) -> dict[str, harness.Body]:
-        """Both ways of one recipe.
+        """Return both ways of one recipe.
 
         Raises:
             SystemExit: they do not send the recipe's bits; no time is reported.
@@ -135,7 +135,7 @@ class Rank:
         }
 
     def _arrived(self, layer: MoeAllToAll, given: Given) -> torch.Tensor:
-        """Bytes of the rows and scales that this rank receives."""
+        """Return the bytes of the rows and scales that this rank receives."""
         got = self._send(layer, given)
         filled = (torch.arange(self.tokens) < got.recv_counts[:, None]).flatten()
         parts = [part for part in (got.hidden_states, got.scales) if part is not None]
@@ -150,20 +150,20 @@ class Rank:
     def _dispatch(
         self, layer: MoeAllToAll, make: Callable[[], Given], clock: harness.Clock
     ) -> None:
-        """Makes the rows and dispatches them; the combine after it is not timed."""
+        """Make the rows and dispatch them; the combine after it is not timed."""
         with clock:
             received = self._send(layer, make())
         # Of the plain layer's format and hidden size: whatever lies there is added up.
         layer.combine(layer.combine_input(), received.metadata, output=self.output)
 
     def _combine(self, layer: MoeAllToAll, rows: torch.Tensor, clock: harness.Clock) -> None:
-        """Combines; the dispatch before it is not timed."""
+        """Combine; the dispatch before it is not timed."""
         received = self._send(layer, (self.hidden, None, None))
         with clock:
             layer.combine(rows, received.metadata, output=self.output)
 
     def wire_bytes(self, name: str) -> float:
-        """Bytes that one such call moves to or from other ranks, per token."""
+        """Return the bytes that one such call moves to or from other ranks, per token."""
         field = f"bytes_{'combined' if name.startswith('combine') else 'dispatched'}_remote"
         before = getattr(self.plain.stats(), field)
         self.bodies[name](harness.Clock())
@@ -171,7 +171,7 @@ class Rank:
 
 
 def kernel_quantiser(config: AllToAllConfig, hidden: torch.Tensor) -> Callable[[], Given]:
-    """The host library's row quantiser, over all rows at once, into buffers made before."""
+    """Return the host library's row quantiser over all rows, into buffers made before."""
     recipe = recipe_of(config)
     scale = global_scale(recipe.name)
     rows, scales = recipe.quantise(hidden, scale)
@@ -191,7 +191,7 @@ def kernel_quantiser(config: AllToAllConfig, hidden: torch.Tensor) -> Callable[[
 
 
 def rank_main(rank: int, ep_size: int, arguments: argparse.Namespace, tokens: int) -> list[Row]:
-    """One row per body: times of the slowest rank, and their ratios."""
+    """Return one row per body: times of the slowest rank, and their ratios."""
     mine = Rank(arguments, tokens, rank)
     names = list(mine.bodies)
     wire = torch.tensor([mine.wire_bytes(name) for name in names], dtype=torch.float64)
@@ -203,7 +203,7 @@ def rank_main(rank: int, ep_size: int, arguments: argparse.Namespace, tokens: in
 
 
 def on_cpu(arguments: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of each number of tokens, from ranks that are processes."""
+    """Yield the rows of each number of tokens, from ranks that are processes."""
     # Compiled once, here, rather than by ranks that wait for each other.
     host.load(LAYER.host_source())
     host.load(kernel_texts.host_source())
@@ -217,7 +217,7 @@ def on_cpu(arguments: argparse.Namespace) -> Iterator[list[Row]]:
 def result_rows(
     tokens: int, taken: Mapping[str, Sequence[float]], wire: Mapping[str, float]
 ) -> list[Row]:
-    """One row for each name: "bf16", "RECIPE WAY" or "combine FORMAT".
+    """Return one row for each name: "bf16", "RECIPE WAY" or "combine FORMAT".
 
     Args:
         taken: name -> microseconds of each iteration.
@@ -237,7 +237,7 @@ def result_rows(
 
 
 def ratios(taken: Mapping[str, Sequence[float]], name: str) -> Row:
-    """`times_bf16`: the unquantised verb's time over this one's, so that larger is faster.
+    """Return `times_bf16`: the unquantised verb's time over this one's, so that larger is faster.
 
     `over_two_steps`: that way's time over the fused dispatch's; `over_quantiser`: the fused
     dispatch's time over the quantiser's alone. What was not timed is left out.
@@ -255,7 +255,7 @@ def ratios(taken: Mapping[str, Sequence[float]], name: str) -> Row:
 
 
 def ratio(of: Sequence[float], over: Sequence[float]) -> dict[str, float]:
-    """Of the medians; quartiles of the ratios of single iterations."""
+    """Return the ratio of the medians, and the quartiles of the ratios of single iterations."""
     low, _middle, high = statistics.quantiles(map(float.__truediv__, of, over), n=4)
     return {"ratio": statistics.median(of) / statistics.median(over), "q25": low, "q75": high}
 
@@ -280,7 +280,7 @@ COLUMNS = {
 def quantiser_alone(
     options: Options, tokens: int, backend: emulated.Backend, inputs: list[RankTokens]
 ) -> cuda_clock.Body:
-    """The kernel's quantiser by itself, over the activations of all ranks at once; has run once.
+    """Return the kernel's quantiser alone, over all ranks' activations; it has run once.
 
     Raises:
         AssertionError: it made something else than the recipe.
@@ -333,14 +333,14 @@ def vllm_body(recipe: str, hidden: torch.Tensor) -> dict[str, cuda_clock.Body]:
 
 
 class Device:
-    """All that is measured with one number of tokens."""
+    """Everything that is measured with one number of tokens."""
 
     def __init__(self, options: Options, tokens: int, timer: cuda_clock.Clock) -> None:
         self.options, self.tokens, self._timer = options, tokens, timer
         self._inputs = one_gpu.make_inputs(options, tokens)
 
     def recipe(self, recipe: str) -> list[Row]:
-        """Dispatch of bf16, of the recipe fused, of rows quantised before; the quantiser alone."""
+        """Time dispatch of bf16, fused, and of rows quantised before; and the quantiser alone."""
         options = dataclasses.replace(self.options, recipe=recipe)
         one_expert = dataclasses.replace(options, top_k=1)
         with contextlib.ExitStack() as stack:
@@ -359,7 +359,7 @@ class Device:
         return result_rows(self.tokens, taken, {name: moved[name == PLAIN] for name in taken})
 
     def formats(self, formats: Sequence[str]) -> list[Row]:
-        """Combine in each format, after a dispatch of bf16 rows that is not timed."""
+        """Time combine in each format, after a dispatch of bf16 rows that is not timed."""
         with contextlib.ExitStack() as stack:
             layers = {
                 f"combine {name}": self._layer(
@@ -373,7 +373,7 @@ class Device:
         return result_rows(self.tokens, taken, moved)
 
     def _wire(self, options: Options, verb: str = "dispatch") -> float:
-        """Bytes per token to other ranks, of the mean rank."""
+        """Return the bytes per token to other ranks, of the mean rank."""
         return accounting.traffic(options, self.tokens).mean_wire_bytes(verb) / self.tokens
 
     def _backend(
@@ -389,7 +389,7 @@ class Device:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Of the unquantised layer; of ranks emulated on one GPU, or rehearsed, unless on CPU ranks."""
+    """Return the unquantised layer's options, for CPU ranks or for ranks emulated on one device."""
     return Options(
         backends=(OURS,),
         profile="custom",
@@ -409,7 +409,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def on_device(arguments: argparse.Namespace) -> Iterator[list[Row]]:
-    """All recipes and formats on ranks emulated on one device."""
+    """Yield the rows of all recipes and formats on ranks emulated on one device."""
     options = options_of(arguments)
     timer = cuda_clock.Clock(one_gpu.device_of(options), options.iters, options.warmup)
     for tokens in options.batches:

@@ -1,4 +1,4 @@
-"""Decode throughput of the demonstration's server over two ranks: ours against gloo collectives.
+"""Measure decode throughput of the demonstration's server over two ranks: ours against gloo.
 
     python benchmarks/bench_serve.py --output_file benchmarks/results/DATE-cpu-serve.json
 
@@ -53,7 +53,7 @@ SHOWS = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How servers are measured; see parser()."""
+    """Options of a measurement; see parser()."""
 
     concurrency: tuple[int, ...]
     tokens: int
@@ -61,7 +61,7 @@ class Options:
     seed: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what cannot be measured."""
+        """Raise ValueError for what cannot be measured."""
         limits = {"tokens": MOST_TOKENS - PROMPT_TOKENS, "rounds": 1000}
         for name, limit in limits.items():
             if not 1 <= getattr(self, name) <= limit:
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: Options, folder: Path) -> dict[str, Any]:
-    """The result, from servers started in `folder`.
+    """Return the result, from servers started in `folder`.
 
     Raises WrongTokensError, NotExchangedError or ServerError instead of a result.
     """
@@ -131,7 +131,7 @@ def _start(
 def _check_exchanged(
     server: ExpertParallelServer, waves: pd.DataFrame, options: Options
 ) -> list[dict[str, Any]]:
-    """Counters of the ranks; every generated token but the last has passed every MoE layer."""
+    """Return the ranks' counters; each generated token but the last has passed every MoE layer."""
     per_request = (PROMPT_TOKENS + options.tokens - 1) * MODEL.num_layers
     requests = int(waves.concurrency[waves.backend == server.name].sum())
     return server.check_exchanged(requests * per_request)
@@ -142,7 +142,7 @@ def say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     made = parser()
     given = made.parse_args(arguments)
     try:

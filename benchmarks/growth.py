@@ -1,4 +1,4 @@
-"""How times grow: with tokens, ranks, top_k and payload, one at a time; a fitted curve of each.
+"""Measure how times grow with tokens, ranks, top_k and payload, one at a time; fit a curve to each.
 
     python benchmarks/growth.py --output_file growth.json            # ranks are processes on CPUs
     python benchmarks/growth.py --device cuda --output_file g.json   # ranks emulated on one GPU
@@ -57,23 +57,33 @@ class Dimension:
     """What moves while all else stays.
 
     Attributes:
-        changes: a value -> fields of the base point that it replaces.
-        x: options of a run, one of its batches -> where the point stands.
+        field: of the options; its values are `values`.
         terms: base point and machine -> what takes time.
         where: what the names in the curve's formula mean.
+        recipe: of the options, while this dimension moves.
     """
 
-    x_label: str
+    field: str
     values: tuple[int, ...]
-    changes: Callable[[int], dict[str, Any]]
-    x: Callable[[Options, int], float]
+    x_label: str
     terms: Callable[[Options, Place], tuple[Term, ...]]
     where: str
     phases: tuple[str, ...] = PHASES
+    recipe: str = "bf16"
+
+    def at(self, base: Options, value: int) -> Options:
+        changed: Any = {self.field: (value,) if self.field == "batches" else value}
+        return dataclasses.replace(base, recipe=self.recipe, **changed)
+
+    def x(self, options: Options, tokens: int) -> float:
+        """Return where a point stands on the axis: of a payload, its bytes."""
+        if self.field == "hidden_size":
+            return row_bytes(options)
+        return tokens if self.field == "batches" else getattr(options, self.field)
 
 
 def expected_ranks(ranks: float, top_k: float, num_experts: int) -> float:
-    """Expected number of different ranks of a token's experts, drawn at random, none twice.
+    """Return how many different ranks a token's experts have if drawn at random, none twice.
 
     1 less the chance that all come from the experts of the others, times the ranks; continuous in
     both, so that a curve has values between the points.
@@ -90,18 +100,18 @@ def _log_choose(n: float, k: float) -> float:
 
 
 def row_bytes(options: Options) -> int:
-    """Activations and scales of one token, as dispatch moves them."""
+    """Return the bytes of one token's activations and scales, as dispatch moves them."""
     return accounting.traffic(dataclasses.replace(options, ep_size=1), 1).dispatch_row_bytes
 
 
 def fitting(base: Options, place: Place, bytes_per: float) -> float:
-    """How many of something fit the last cache: rows of all ranks, read, and put where they go."""
+    """Return how many of something fit the last cache: all ranks' rows, read and put."""
     rows = 1 + expected_ranks(base.ep_size, base.top_k, base.num_experts)
     return place.cache_bytes / (base.ep_size * rows * bytes_per)
 
 
 def _two_rates(name: str, end: float) -> tuple[Term, ...]:
-    """A fixed cost, and one rate up to where the cache ends and another beyond."""
+    """Return a fixed cost, one rate up to the end of the cache, and another rate beyond."""
     short = f"{end:.4g}"
     return (
         Term("a", "", lambda _x: 1.0),
@@ -123,7 +133,7 @@ def payload_terms(base: Options, place: Place) -> Terms:
 
 
 def quantised_payload_terms(_base: Options, _place: Place) -> Terms:
-    """Copying and quantising both grow with the row, so that one rate holds both."""
+    """Return one rate for copying and quantising, which both grow with the row."""
     return _FIXED, Term("b", "B", lambda x: x)
 
 
@@ -135,7 +145,7 @@ def top_k_terms(base: Options, _place: Place) -> Terms:
 
 
 def ranks_terms(base: Options, place: Place) -> Terms:
-    """On CPUs all of it waits for a core; on one GPU the rows of all ranks share the memory."""
+    """Return terms that wait for a core on CPUs; on one GPU all ranks' rows share the memory."""
 
     def share(ranks: float) -> float:
         return max(1.0, ranks / place.cores)
@@ -149,52 +159,25 @@ def ranks_terms(base: Options, place: Place) -> Terms:
     return Term("a", "s", share), copied, Term("c", "s*N", lambda n: share(n) * n)
 
 
-def _tokens(_options: Options, tokens: int) -> float:
-    return tokens
-
-
-def _bytes(options: Options, _tokens: int) -> float:
-    return row_bytes(options)
-
-
 _ROWS = "rows: tokens x expected number of different ranks of a token's experts"
 _CACHE = "the number is where the rows of all ranks fill the machine's last cache"
 _HIDDEN = (512, 1024, 2048, 4096, 7168, 16384)
-
-
-def _option(field: str, x_label: str, values: tuple[int, ...], *rest: Any) -> Dimension:
-    """A dimension that is an option of its own."""
-    where = (lambda value: {field: value}), lambda options, _tokens: getattr(options, field)
-    return Dimension(x_label, values, *where, *rest)
-
-
-def _payload(recipe: str) -> Dimension:
-    return Dimension(
-        f"bytes of a row, {recipe}",
-        _HIDDEN[1:5],
-        lambda hidden: {"hidden_size": hidden, "recipe": recipe},
-        _bytes,
-        quantised_payload_terms,
-        "B: bytes of a row, activations and scales",
-        ("dispatch",),
-    )
-
-
 _BATCHES, _RANKS = tuple(2**n for n in range(14)), tuple(2**n for n in range(7))
-_OF_N = f"n: tokens per rank; {_CACHE}"
+_OF_N, _OF_B = f"n: tokens per rank; {_CACHE}", f"B: bytes of a row; {_CACHE}"
 _OF_RANKS = f"N: ranks; s: ranks per core, at least 1; {_ROWS}"
-_OF_K, _OF_B = f"k: top_k; {_ROWS}", f"B: bytes of a row; {_CACHE}"
-DIMENSIONS: dict[str, Dimension] = {
-    "tokens": Dimension(
-        "tokens per rank", _BATCHES, lambda n: {"batches": (n,)}, _tokens, tokens_terms, _OF_N
-    ),
-    "ranks": _option("ep_size", "ranks", _RANKS, ranks_terms, _OF_RANKS),
-    "top_k": _option("top_k", "experts per token (top_k)", _RANKS[:6], top_k_terms, _OF_K),
-    "payload": Dimension(
-        "bytes of a row, bf16", _HIDDEN, lambda b: {"hidden_size": b}, _bytes, payload_terms, _OF_B
-    ),
-    "payload_mxfp8": _payload("mxfp8"),
-    "payload_nvfp4": _payload("nvfp4"),
+_K, _OF_K = "experts per token (top_k)", f"k: top_k; {_ROWS}"
+_OF_QUANTISED = "B: bytes of a row, activations and scales"
+_QUANTISED = (quantised_payload_terms, _OF_QUANTISED, ("dispatch",))
+DIMENSIONS = {
+    "tokens": Dimension("batches", _BATCHES, "tokens per rank", tokens_terms, _OF_N),
+    "ranks": Dimension("ep_size", _RANKS, "ranks", ranks_terms, _OF_RANKS),
+    "top_k": Dimension("top_k", _RANKS[:6], _K, top_k_terms, _OF_K),
+    "payload": Dimension("hidden_size", _HIDDEN, "bytes of a row, bf16", payload_terms, _OF_B),
+} | {
+    f"payload_{recipe}": Dimension(
+        "hidden_size", _HIDDEN[1:5], f"bytes of a row, {recipe}", *_QUANTISED, recipe
+    )
+    for recipe in ("mxfp8", "nvfp4")
 }
 
 
@@ -219,7 +202,7 @@ class Sweep(NamedTuple):
 
 
 def runs(base: Options, name: str) -> Iterator[Options]:
-    """What is run for a dimension, from cheap to dear. Small batches are one run together."""
+    """Yield what is run for a dimension, from cheap to dear. Small batches are one run together."""
     dimension, iters = DIMENSIONS[name], base.iters
     if name == "tokens":
         small = tuple(tokens for tokens in dimension.values if tokens <= FULL_ITERS_UP_TO)
@@ -230,17 +213,17 @@ def runs(base: Options, name: str) -> Iterator[Options]:
             )
         return
     for value in dimension.values:
-        options = dataclasses.replace(base, **dimension.changes(value))
+        options = dimension.at(base, value)
         yield dataclasses.replace(options, iters=_fewer(iters, options.ep_size / base.ep_size))
 
 
 def _fewer(iters: int, times: float) -> int:
-    """So that a dear point takes no longer than others, as far as its quartiles bear it."""
+    """Return fewer iterations for a dear point, as far as its quartiles bear it."""
     return min(iters, max(LEAST_ITERS, int(iters / times)))
 
 
 def sweep(base: Options, name: str, measure: Measure, passes: int) -> Sweep:
-    """Measures a dimension in passes up and down its values.
+    """Measure a dimension in passes up and down its values.
 
     What else the machine does between two passes is so in the spread of every point. A run that
     ends without a result ends the sweep; a run whose options cannot be is left out. What was
@@ -252,7 +235,8 @@ def sweep(base: Options, name: str, measure: Measure, passes: int) -> Sweep:
     taken: list[Row] = []
     for number in range(passes):
         for options in planned[::-1] if number % 2 else planned:
-            what, start = f"{name} {_value(options, name)}", time.monotonic()
+            what = f"{name} {getattr(options, dimension.field)}"
+            start = time.monotonic()
             if failed:
                 left_out[what] = failed
                 continue
@@ -277,7 +261,7 @@ def sweep(base: Options, name: str, measure: Measure, passes: int) -> Sweep:
 
 
 def _together(taken: Sequence[Row], phase: str) -> list[Point]:
-    """One point of several passes: the median of medians, and the widest quartiles."""
+    """Make one point of several passes: the median of medians, and the widest quartiles."""
     if not taken:
         return []
     rows = pd.DataFrame(taken)
@@ -286,18 +270,13 @@ def _together(taken: Sequence[Row], phase: str) -> list[Point]:
     return [Point(*(float(value) for value in row)) for row in found.itertuples()]
 
 
-def _value(options: Options, name: str) -> str:
-    values = {"tokens": options.batches, "ranks": options.ep_size, "top_k": options.top_k}
-    return str(values.get(name, options.hidden_size))
-
-
 # --- curves
 
 
 def series_of(
     base: Options, place: Place, name: str, phase: str, points: Sequence[Point]
 ) -> dict[str, Any]:
-    """One curve as the result has it.
+    """Return one curve as the result has it.
 
     Raises:
         ValueError: too few points for the curve.
@@ -316,7 +295,7 @@ def series_of(
 
 
 def place_of(device: str) -> Place:
-    """Cores and last cache of this machine, or of its GPU."""
+    """Return cores and last cache of this machine, or of its GPU."""
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         return Place(properties.multi_processor_count, properties.L2_cache_size, ranks_share=False)
@@ -324,7 +303,7 @@ def place_of(device: str) -> Place:
 
 
 def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """The largest cache that a core of this machine has, by Linux's account.
+    """Return the bytes of the largest cache that Linux names for a core of this machine.
 
     Raises:
         OptionError: it gives none.
@@ -341,7 +320,7 @@ def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) 
 
 
 def base_point(arguments: argparse.Namespace, name: str) -> Options:
-    """Where the dimensions that do not move stay.
+    """Return where the dimensions that do not move stay.
 
     Raises:
         OptionError: out of the limits of bench_moe_comm.
@@ -371,7 +350,7 @@ SHOWS = {
 
 
 def measured(arguments: argparse.Namespace, measure: Measure) -> dict[str, Any]:
-    """The result: the dimensions asked for, one after the other, each written when it is done.
+    """Measure the dimensions asked for, one after the other, and write each when it is done.
 
     Raises:
         OptionError: the machine does not say how large its last cache is.

@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser, iterations: int) -> None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """This machine and its GPU. If that is missing, the program ends."""
+    """Describe this machine and its GPU. If the GPU is missing, the program ends."""
     if device != "cuda":
         return common.describe_run()
     if not torch.cuda.is_available():
@@ -44,7 +44,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def on_ranks(size: int, body: Callable[..., Any], *given: Any) -> Any:
-    """What rank 0 of `size` processes returns from body(rank, size, *given)."""
+    """Return what rank 0 of `size` processes returns from body(rank, size, *given)."""
     with tempfile.TemporaryDirectory() as folder:
         return run_processes(size, body, Path(folder), *given, timeout_s=LONGEST_S)[0]
 
@@ -79,7 +79,7 @@ Body = Callable[[Clock], Any]
 def in_turns(
     bodies: Mapping[str, Body], iterations: int, warmup: int = 0
 ) -> dict[str, list[Taken]]:
-    """Samples of each body; entry i of all names is of one iteration, in which all took their turn.
+    """Time each body; entry i of all names is of one iteration, in which all took their turn.
 
     Each body comes first in some iterations. Collective.
     """

@@ -95,7 +95,7 @@ class Fit(NamedTuple):
 
 
 def work_of(one: Published) -> Work:
-    """The call a published figure is of."""
+    """Return the call that a published figure is of."""
     return Work(
         one.ep_size,
         one.tokens,
@@ -108,7 +108,7 @@ def work_of(one: Published) -> Work:
 
 
 def reference_us(one: Published, constants: Constants) -> float:
-    """What the model says of the published kernels at this figure."""
+    """Return the model's time of the published kernels for this figure."""
     return terms.time_us(
         one.verb, work_of(one), terms.GB200, terms.REFERENCE, constants, has_sync=one.has_sync
     )
@@ -117,7 +117,7 @@ def reference_us(one: Published, constants: Constants) -> float:
 def calibrate(
     figures: Sequence[Published], launch_us: float = LAUNCH_US, near: Constants | None = None
 ) -> Fit:
-    """Constants that make the reference's times those of the figures, in relative terms.
+    """Fit the constants to the figures: the reference's times, in relative terms.
 
     Args:
         near: where to begin: another fit's, which saves most of the search.
@@ -149,14 +149,14 @@ def calibrate(
 
 
 def _inside(near: Constants, parameter: Parameter) -> float:
-    """A constant's value, off the bounds that a fit cannot begin on."""
+    """Return a constant's value, off the bounds, on which a fit cannot begin."""
     margin = 1e-3 * (parameter.high - parameter.low)
     value: float = getattr(near, parameter.name)
     return min(max(value, parameter.low + margin), parameter.high - margin)
 
 
 def error_rows(figures: Iterable[Published], constants: Constants) -> list[Row]:
-    """Each figure beside the model; error = predicted / published - 1."""
+    """Return each figure beside the model; error = predicted / published - 1."""
     names = ("source", "verb", "ep_size", "tokens", "recipe", "has_sync")
     rows = []
     for one in figures:
@@ -167,7 +167,7 @@ def error_rows(figures: Iterable[Published], constants: Constants) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """Of the errors' sizes: median, 90th percentile, worst and where; and the mean error's sign."""
+    """Return median, 90th percentile and worst of the errors' sizes; and the mean error."""
     frame = pd.DataFrame(rows)
     sizes = frame.error.abs()
     worst = rows[int(sizes.argmax())]
@@ -196,7 +196,7 @@ class Study(NamedTuple):
 
 
 def study() -> Study:
-    """Fits of the published tables, once whole, once without each ep_size.
+    """Fit the published tables, once whole, once without each ep_size.
 
     Raises:
         TableError: a table contradicts itself.
@@ -217,7 +217,7 @@ def study() -> Study:
 
 
 def validation(found: Study) -> Row:
-    """Errors of the fit, of every table by a fit that has not seen it, and of other figures."""
+    """Return the errors of the fit, of every table by a fit without it, and of other figures."""
     tables, constants = gb200.tables(), found.full.constants
     rows = error_rows(tables, constants)
     unseen = {
@@ -243,7 +243,7 @@ def validation(found: Study) -> Row:
 
 
 def parameter_rows(found: Study) -> list[Row]:
-    """Every constant: value, standard error, range over the other fits, what one would expect."""
+    """Return every constant: value, standard error, range over the fits, what one would expect."""
     launch: Row = {"name": "launch_us", "unit": "us", "value": found.full.constants.launch_us}
     launch |= {"known_from": "assumed", "range": list(LAUNCH_RANGE)}
     rows = [launch | {"meaning": "one more kernel in a stream or graph"}]
@@ -259,8 +259,10 @@ def parameter_rows(found: Study) -> list[Row]:
 
 
 def predict(work: Work, machine: Machine, protocol: Protocol, found: Study) -> Row:
-    """Both verbs of one call, with the range over all fits. `low_us` and `high_us` say how far the
-    tables determine the constants, and nothing of what the model leaves out.
+    """Predict both verbs of one call, with the range over all fits.
+
+    `low_us` and `high_us` say how far the tables determine the constants, and nothing of what the
+    model leaves out.
     """
     row: Row = {
         "label": LABEL,
@@ -284,13 +286,13 @@ def predict(work: Work, machine: Machine, protocol: Protocol, found: Study) -> R
 
 
 def is_extrapolated(work: Work, machine: Machine, protocol: Protocol) -> bool:
-    """Whether no published figure of just this machine, kernel and number of ranks was fitted."""
+    """Say whether no published figure of this machine, kernel and number of ranks was fitted."""
     fitted = machine is terms.GB200 and protocol is terms.REFERENCE
     return not (fitted and work.ep_size in gb200.EP_SIZES)
 
 
 def predictions(found: Study) -> list[Row]:
-    """The grid of README's plots and tables."""
+    """Predict the grid of README's plots and tables."""
     cases = [
         (Work(ep_size, tokens), terms.GB200)
         for ep_size, tokens in itertools.product(PREDICTED_EP_SIZES, gb200.BATCHES)
@@ -354,7 +356,7 @@ def _called(work: Work, machine: Machine) -> Row:
 
 
 def ideas(work: Work, machine: Machine, constants: Constants) -> list[Row]:
-    """What each idea would save of our kernels' time at this call, most first."""
+    """Return what each idea would save of our kernels' time at this call, most first."""
     rows = []
     for idea in IDEAS:
         changes = {
@@ -371,7 +373,7 @@ def ideas(work: Work, machine: Machine, constants: Constants) -> list[Row]:
 
 
 def where(found: Study) -> list[Row]:
-    """Terms of both protocols on a GB200, largest first."""
+    """Return the terms of both protocols on a GB200, largest first."""
     rows = []
     for ep_size, tokens, protocol, verb in itertools.product(
         (8, 64), WHERE_BATCHES, (terms.OURS, terms.REFERENCE), terms.VERBS
@@ -385,7 +387,7 @@ def where(found: Study) -> list[Row]:
 
 
 def result(found: Study) -> Row:
-    """All that the model says, as it is written."""
+    """Return all that the model says, as it is written."""
     shown = [Work(ep_size, tokens) for ep_size in (8, 64) for tokens in WHERE_BATCHES]
     constants = found.full.constants
     return {
@@ -403,7 +405,7 @@ def result(found: Study) -> Row:
 
 
 def print_rows(title: str, rows: Sequence[Row], *columns: str) -> None:
-    """A table of some columns of the rows."""
+    """Print a table of some columns of the rows."""
     frame = pd.json_normalize(list(rows))[list(columns)]
     print(f"\n{title}\n{frame.to_string(index=False, float_format='{:.3f}'.format)}")
 

@@ -1,4 +1,4 @@
-"""Every table and plot of README.md and benchmarks/README.md, out of benchmarks/results/.
+"""Make every table and plot of README.md and benchmarks/README.md out of benchmarks/results/.
 
     python benchmarks/report.py            # rewrites the blocks, draws plots that are out of date
     python benchmarks/report.py --check    # changes nothing; shows what is out of date, and exits 1
@@ -75,7 +75,7 @@ class Plot(NamedTuple):
         return f"{image}\n\n{self.shows}, from [{found.path.name}]({found.link})."
 
     def stale(self, path: Path, found: Result | None) -> str:
-        """Why the PNG is not what the newest result file would give."""
+        """Say why the PNG is not what the newest result file would give."""
         if found is None:
             return f"{path.name}: no result file is there that it shows" if path.exists() else ""
         if not path.exists():
@@ -87,7 +87,7 @@ class Plot(NamedTuple):
         return "" if said == wanted else f"{path.name}: drawn from {said!r}, not from {wanted!r}"
 
     def draw(self, path: Path, found: Result) -> None:
-        """Raises ReportError if the result has no such figure."""
+        """Draw the result's figure. Raise ReportError if it has no such figure."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 drawn = {png.stem: png for png in plots.plot_file(found.path, Path(folder))}
@@ -148,7 +148,7 @@ def file_of(plot: str) -> Path:
 
 
 def block(name: str, document: str) -> str:
-    """What stands in a document's block.
+    """Return what stands in a document's block.
 
     Raises:
         ReportError: no such block, or its file is not as it should be.
@@ -162,7 +162,7 @@ def block(name: str, document: str) -> str:
 
 
 def problems(results: Sequence[Result]) -> Iterator[str]:
-    """What is wrong with result files and plots."""
+    """Yield what is wrong with result files and plots."""
     yield from filter(None, map(lacks, results))
     for name, plot in PLOTS.items():
         if why := plot.stale(file_of(name), newest(results, plot.pattern)):
@@ -172,7 +172,7 @@ def problems(results: Sequence[Result]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Works on the documents below the current directory."""
+    """Work on the documents below the current directory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     what = "change nothing; exit 1 if out of date"
     parser.add_argument("--check", action="store_true", help=what)

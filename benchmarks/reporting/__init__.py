@@ -1,1 +1,1 @@
-"""What report.py is made of: result files, tables, goals."""
+"""Parts of report.py: result files, tables, goals."""

@@ -1,4 +1,4 @@
-"""Result files under benchmarks/results/: read, named, and held to saying where they come from."""
+"""Read result files under benchmarks/results/, and hold them to saying where they come from."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
 
 def link(document: Path, path: Path) -> str:
-    """From the document to a file, as Markdown wants it."""
+    """Return the way from the document to a file, as Markdown wants it."""
     return Path(os.path.relpath(path, document.parent)).as_posix()
 
 
@@ -58,12 +58,12 @@ def load(document: Path = Path("README.md")) -> list[Result]:
 
 
 def newest(results: Sequence[Result], pattern: str) -> Result | None:
-    """The last by name of those that match."""
+    """Return the last result by name that matches."""
     return next((result for result in reversed(results) if result.path.match(pattern)), None)
 
 
 def lacks(result: Result) -> str:
-    """What a result file does not say about its origin."""
+    """Return what a result file does not say about its origin."""
     missing = [
         " or ".join(names)
         for names in REQUIRED

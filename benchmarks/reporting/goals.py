@@ -1,4 +1,4 @@
-"""The goals of the benchmarks' issue beside what the result files say: met, not met, not measured.
+"""Compare the goals of the benchmarks' issue with the result files: met, not met, not measured.
 
 A goal's verdict is computed from the newest file that measured its configuration. The median
 decides; quartiles stand beside it. A goal that names a GPU is judged on that GPU only.
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 class Found(NamedTuple):
-    """What was measured for a goal; `low`, `high`: quartiles of the value."""
+    """A goal's measured value; `low`, `high`: its quartiles."""
 
     value: float
     source: Result
@@ -79,7 +79,7 @@ _GPU = _LAYER | {"device": "cuda", "ep_size": 8, "emulate_ranks": True, "cuda_gr
 def of_layer(
     asked: Row, batches: range, backend: str, what: str, *phases: str
 ) -> Callable[[Sequence[Result]], Found | None]:
-    """The worst row and phase of the newest file that has any of the layer at these batches.
+    """Find the worst row and phase of the newest file that has any of the layer at these batches.
 
     A peer's row that was launched otherwise than ours has no ratio (moe_comm/rows.py), so none.
 
@@ -117,7 +117,7 @@ def _rows(result: Result, asked: Row, batches: range, backend: str) -> Iterator[
 def _values(
     row: Row, what: str, phases: Sequence[str]
 ) -> Iterator[tuple[float, float | None, float | None]]:
-    """Value and quartiles of each phase that has them."""
+    """Yield value and quartiles of each phase that has them."""
     for phase in phases:
         if what == "of_ceiling":
             if (share := row[phase].get("of_ceiling")) is not None:
@@ -128,12 +128,12 @@ def _values(
 
 
 def _which(row: Row) -> str:
-    """Its batch; of emulated ranks, how they were launched."""
+    """Name the row's batch; of emulated ranks, how they were launched."""
     return f"{row['tokens']} tokens" + (f", {row['launch']}" if "launch" in row else "")
 
 
 def served(results: Sequence[Result]) -> Found | None:
-    """Decode tokens/s, ours over gloo's: the least of the numbers of requests."""
+    """Return decode tokens/s, ours over gloo's: the least of the numbers of requests."""
     for result in reversed(results):
         ratios = (
             result.data.get("ratio", {}).get("gloo_ag_rs")
@@ -148,7 +148,7 @@ def served(results: Sequence[Result]) -> Found | None:
 
 
 def knees_left(results: Sequence[Result]) -> Found | None:
-    """How many knees NOTES.md does not explain, plus series that the growth of a device lacks."""
+    """Count knees that NOTES.md does not explain, and series that the growth of a device lacks."""
     newest = {str(r.data.get("device")): r for r in results if r.data.get("kind") == "growth"}
     if not newest:
         return None
@@ -166,13 +166,13 @@ def knees_left(results: Sequence[Result]) -> Found | None:
 
 
 def unexplained(result: Result, notes: str) -> list[str]:
-    """Ids of the knees that the notes do not name."""
+    """Return the ids of the knees that the notes do not name."""
     ids = [knee["id"] for series in result.data["series"] for knee in series["knees"]]
     return [name for name in ids if f"`{name}`" not in notes]
 
 
 def model_error(results: Sequence[Result]) -> Found | None:
-    """Median error of the analytical model against the published rows it was fitted to."""
+    """Return the model's median error against the published rows that it was fitted to."""
     result = next((each for each in reversed(results) if each.data.get("kind") == "model"), None)
     if result is None:
         return None

@@ -1,4 +1,4 @@
-"""Tables of result files, as Markdown. All numbers come out of the file, also the caption's."""
+"""Render result files as Markdown. All numbers come out of the file, also the caption's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def shown(result: Result, method: str, *parts: str) -> str:
-    """What was measured, by which command, on what, when; then tables and notes."""
+    """Say what was measured, by which command, on what, when; then show tables and notes."""
     machine = result.machine
     what = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     source = f" ([result file]({result.link}))" if result.link else ""
@@ -50,7 +50,7 @@ def notes(lines: Iterable[str]) -> str:
 
 
 def layer(result: Result) -> str:
-    """The shape of the layer, out of the options."""
+    """Return the shape of the layer, out of the options."""
     options = result.options
     text = "{ep_size} ranks, hidden size {hidden_size}, top_k {top_k}, {num_experts} experts, "
     formats = [f"{n} {options[n]}" for n in ("recipe", "combine", "router") if n in options]
@@ -58,12 +58,12 @@ def layer(result: Result) -> str:
 
 
 def us(value: float) -> str:
-    """Microseconds, three digits or more."""
+    """Format microseconds with three digits or more."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def spread(ratio: Row | None) -> str:
-    """A ratio and its quartiles; of none, nothing."""
+    """Format a ratio and its quartiles; of none, nothing."""
     if not ratio:
         return ""
     middle = ratio.get("ratio", ratio.get("median"))
@@ -71,7 +71,7 @@ def spread(ratio: Row | None) -> str:
 
 
 def times(found: Row, unit: str = "_us") -> str:
-    """A median and its quartiles."""
+    """Format a median and its quartiles."""
     middle, low, high = (us(found[name + unit]) for name in ("median", "q25", "q75"))
     return f"{middle} ({low}..{high})"
 
@@ -80,7 +80,7 @@ def times(found: Row, unit: str = "_us") -> str:
 
 
 def moe_comm(result: Result) -> str:
-    """All rows; how the ceiling was measured, what each was spared, what is not shown."""
+    """Render all rows, the ceiling's method, what each backend is spared, what is not shown."""
     columns = ["tokens per rank", "exchange", *(f"{phase} us (quartiles)" for phase in PHASES)]
     columns += ["times ours (quartiles)", "GB/s logical / wire", "of ceiling"]
     ranks = (
@@ -98,7 +98,7 @@ def moe_comm(result: Result) -> str:
 
 
 def _name(row: Row) -> str:
-    """The backend; of emulated ranks, how they were launched."""
+    """Name the backend; of emulated ranks, how they were launched."""
     name = NAMES.get(row["backend"], row["backend"])
     return f"{name}, {row['launch']}" if "launch" in row else str(name)
 
@@ -118,7 +118,7 @@ def _moe_comm_row(row: Row) -> list[str]:
 
 
 def recipes(result: Result) -> str:
-    """Every recipe's dispatch and every format's combine."""
+    """Render every recipe's dispatch and every format's combine."""
     columns = ["tokens per rank", "verb", "format", "bytes to other ranks, per token", "ms"]
     columns += ["times faster than bf16", "fused faster than quantising first"]
     body = [
@@ -139,7 +139,7 @@ def recipes(result: Result) -> str:
 
 
 def lm_head(result: Result) -> str:
-    """Work of the whole head on every rank over that of the head split, by rows and groups."""
+    """Render the work of the whole head on every rank over that of the split head."""
     groups, options = result.data["groups"], result.options
     on_cpu = "work_ratio" in groups[0]["rows"][0]
     field, what = ("work_ratio", "Work on all cores") if on_cpu else ("ratio", "Time of a step")
@@ -165,7 +165,7 @@ def _crossover(group: Row) -> str:
 
 
 def launch(result: Result) -> str:
-    """Host cost of a launch, level by level."""
+    """Render the host cost of a launch, level by level."""
     fields = {"median_us": "us, median", "min_us": "least", "p95_us": "p95"}
     body = [
         [name, *(f"{row[field]:.2f}" for field in fields)]
@@ -176,7 +176,7 @@ def launch(result: Result) -> str:
 
 
 def serve(result: Result) -> str:
-    """Decode tokens/s of the server through each backend, and ours over the others."""
+    """Render decode tokens/s of the server through each backend, and ours over the others."""
     columns = ["requests at once", "exchange", "decode tokens/s (quartiles)"]
     body = []
     for row in sorted(result.data["rows"], key=lambda row: int(row["concurrency"])):
@@ -196,7 +196,7 @@ def serve(result: Result) -> str:
 
 
 def growth(result: Result) -> str:
-    """Each series' curve, how far its points lie off it, and the knees; then the points."""
+    """Render each series' curve, how far its points lie off it, and the knees; then the points."""
     body, dimensions = [], dict[str, list[Row]]()
     for series in result.data["series"]:
         fit, points = series["fit"], series["points"]
@@ -214,7 +214,7 @@ def growth(result: Result) -> str:
 
 
 def _points(of_dimension: Sequence[Row]) -> str:
-    """A dimension's points, one column each."""
+    """Render a dimension's points, one column each."""
     body = []
     for series in of_dimension:
         body.append([f"{series['phase']}, us", *(us(point[1]) for point in series["points"])])
@@ -226,7 +226,7 @@ def _points(of_dimension: Sequence[Row]) -> str:
 
 
 def model(result: Result) -> str:
-    """How well the model repeats what was published, and what it predicts of ours."""
+    """Render how well the model repeats what was published, and what it predicts of ours."""
     checked = result.data["validation"]
     errors = {"fitted": checked["fitted"]["summary"]}
     for ep_size, one in checked["leave_one_out"]["by_ep_size"].items():
@@ -243,7 +243,7 @@ def model(result: Result) -> str:
 
 
 def _predictions(result: Result) -> str:
-    """Unquantised rows under the default routing, of each machine, kernel and number of ranks."""
+    """Render unquantised rows under the default routing, by machine, kernel and number of ranks."""
     rows = pd.DataFrame(result.data["predictions"])
     plain = (rows["recipe"] == "bf16") & (rows["combine_format"] == "bf16")
     rows = rows[plain & rows["tokens"].isin([1, 64, 512, 2048]) & (rows["router"] != "uniform")]

@@ -29,7 +29,7 @@ NAME = "gloo_ag_rs"
 
 
 class PeerStats(NamedTuple):
-    """What one rank's collectives moved, for the file that our manager writes. Counts and bytes."""
+    """Counts and bytes of one rank's collectives, for the file that our manager writes."""
 
     exchange: str = NAME
     rounds: int = 0
@@ -68,14 +68,14 @@ class GlooExchange:
         *,
         share_with: Any = None,
     ) -> GlooExchange:
-        """As MoeAllToAll.create; no memory is shared, so share_with changes nothing."""
+        """Create as MoeAllToAll.create; no memory is shared, so share_with changes nothing."""
         if torch.device(device).type != "cpu":
             raise ValueError(f"the peer works on CPU ranks, not on {device}")
         return cls(config, group)
 
     @property
     def config(self) -> AllToAllConfig:
-        """Ours, with this step's largest batch as capacity: where rows lie follows from it."""
+        """Return ours with this step's largest batch as capacity: rows lie accordingly."""
         return self._step.config
 
     def dispatch(
@@ -87,7 +87,7 @@ class GlooExchange:
         scales: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
     ) -> Dispatched:
-        """As MoeAllToAll.dispatch; every rank gets all rows. Collective."""
+        """Dispatch as MoeAllToAll.dispatch; every rank gets all rows. Collective."""
         assert scales is None
         assert global_scale is None
         counts = self._counts()
@@ -106,14 +106,14 @@ class GlooExchange:
         return Dispatched(hidden, None, ids, weights, (), torch.tensor(counts), metadata)
 
     def combine_input(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As MoeAllToAll.combine_input. Local."""
+        """Return the region as MoeAllToAll.combine_input. Local."""
         assert dtype in (None, self._given.dtype)
         return self._step.partial
 
     def combine(
         self, expert_output: torch.Tensor, metadata: DispatchMetadata, *, output: torch.Tensor
     ) -> torch.Tensor:
-        """As MoeAllToAll.combine: the ranks' rows of this rank's tokens, added up. Collective."""
+        """Add up the ranks' rows of this rank's tokens, as MoeAllToAll.combine. Collective."""
         count = metadata.send_slots.shape[0]
         in_place = count == self._step.reduced.shape[0] and output.is_contiguous()
         reduced = output if in_place else self._step.reduced
@@ -123,11 +123,11 @@ class GlooExchange:
         return output
 
     def stats(self) -> PeerStats:
-        """Totals of this rank. Local."""
+        """Return totals of this rank. Local."""
         return self._stats
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give nothing back."""
 
     def _buffers(self, capacity: int) -> Buffers:
         if capacity not in self._steps:
@@ -135,7 +135,7 @@ class GlooExchange:
         return self._steps[capacity]
 
     def _columns(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows, int32 ids and fp32 weights in packed bytes `[rows, bytes]`."""
+        """Return rows, int32 ids and fp32 weights in packed bytes `[rows, bytes]`."""
         parts = torch.split(packed, _widths(self._given), dim=1)
         dtypes = (self._given.dtype, torch.int32, torch.float32)
         return tuple(part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True))
@@ -152,13 +152,13 @@ class GlooExchange:
 
 
 def _widths(config: AllToAllConfig) -> list[int]:
-    """Bytes of one token's row, ids and weights."""
+    """Return the bytes of one token's row, ids and weights."""
     return [config.hidden_size * config.dtype.itemsize, config.top_k * 4, config.top_k * 4]
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Where batches of one padded size travel.
+    """Tensors in which batches of one padded size travel.
 
     sent `[capacity, bytes]`, received `[ep_size * capacity, bytes]`: rows, ids and weights, packed.
     partial `[ep_size * capacity, hidden]`, reduced `[capacity, hidden]`.
@@ -183,7 +183,7 @@ class Buffers:
 
 
 def _tokens_of_step() -> list[int]:
-    """Tokens of each data-parallel rank, which vLLM agrees on for every step anyway."""
+    """Return the tokens of each data-parallel rank, on which vLLM agrees for every step anyway."""
     from vllm.forward_context import get_forward_context
 
     metadata = get_forward_context().dp_metadata
@@ -194,13 +194,13 @@ def _tokens_of_step() -> list[int]:
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes: has our manager make the peer's exchange."""
+    """Have our manager make the peer's exchange. vLLM calls this in each of its processes."""
     pool: Any = importlib.import_module("moe_nvlink_plugin.integration.common.pool")
     pool.MoeAllToAll = GlooExchange
 
 
 def install(folder: Path) -> Path:
-    """Writes this file into `folder` as an installed distribution, as far as vLLM looks for one."""
+    """Write this file into `folder` as an installed distribution, as far as vLLM looks for one."""
     name = "moe_nvlink_bench_serve"
     about = folder / f"{name}-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The servers that are compared: the same vLLM, flags, model and experts; another exchange."""
+"""Start servers with the same vLLM, flags, model and experts, and each its own exchange."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ExpertParallelServer:
     """Two data-parallel ranks whose experts are shared; our flag, and the exchange of `backend`."""
 
     def __init__(self, backend: str, checkpoint: Path, folder: Path, max_num_seqs: int) -> None:
-        """Starts it, without waiting. folder: for logs and counters."""
+        """Start the server, without waiting. folder: for logs and counters."""
         self.name = backend
         self._stats_folder = folder / f"stats-{backend}"
         environment = {
@@ -50,13 +50,13 @@ class ExpertParallelServer:
         self.pids: list[int] = []
 
     def wait_until_ready(self) -> float:
-        """Seconds since it was started; raises ServerError as VllmServer does."""
+        """Return seconds since the start; raise ServerError as VllmServer does."""
         seconds = self.server.wait_until_ready()
         self.pids = self.server.pids
         return seconds
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-        """Greedy tokens for prompts that are sent at once, to the ranks in turn."""
+        """Return greedy tokens for prompts that are sent at once, to the ranks in turn."""
 
         def complete(share: Sequence[Sequence[int]], rank: int) -> list[list[int]]:
             answers = self.server.complete(share, max_tokens=length, rank=rank)
@@ -65,7 +65,7 @@ class ExpertParallelServer:
         return ask_ranks(complete, prompts, EP_SIZE)
 
     def counters(self) -> list[dict[str, Any]]:
-        """What each rank's exchange has counted, once the counts have come to rest.
+        """Return what each rank's exchange has counted, once the counts have come to rest.
 
         Raises NotExchangedError when ranks write none.
         """
@@ -81,9 +81,11 @@ class ExpertParallelServer:
         raise NotExchangedError(f"{self.name}: {len(before)} of {EP_SIZE} ranks count rounds")
 
     def check_exchanged(self, tokens: int) -> list[dict[str, Any]]:
-        """The counters, which must be of `backend` and of `tokens` tokens (times layers) or more.
+        """Return the counters.
 
-        Raises NotExchangedError.
+        Raises:
+            NotExchangedError: they are of another exchange, or of fewer than `tokens` tokens times
+                layers.
         """
         ranks = self.counters()
         expected = None if self.name == OURS else self.name
@@ -98,14 +100,14 @@ class ExpertParallelServer:
         return ranks
 
     def stop(self) -> None:
-        """Ends its processes; idempotent."""
+        """End the server's processes; idempotent."""
         self.server.stop()
 
 
 def one_rank_tokens(
     checkpoint: Path, folder: Path, prompts: Sequence[Sequence[int]], length: int
 ) -> list[list[int]]:
-    """The answers of an ordinary one-rank server without any plugin, which it starts and stops."""
+    """Start an ordinary one-rank server without any plugin, return its answers, stop it."""
     server = VllmServer(
         model=checkpoint,
         name="one-rank",

@@ -1,4 +1,4 @@
-"""Compiles into MOE_NVLINK_CACHE_DIR what the stages of on_gpu.sh will need on an sm_90a GPU.
+"""Compile into MOE_NVLINK_CACHE_DIR what the stages of on_gpu.sh will need on an sm_90a GPU.
 
     python -m tests.gpu.day.carried     # benchmarks/carry.sh calls this
 
@@ -44,11 +44,11 @@ DEVICE = torch.device("cpu", 0)
 
 
 class Compiled(Exception):  # noqa: N818 - it is what was wanted
-    """There is machine code in the cache; nothing more is to be done."""
+    """Machine code is in the cache; nothing more is to be done."""
 
 
 def layer(config: AllToAllConfig) -> None:
-    """The kernels that the product launches for a layer."""
+    """Ask for the kernels that the product launches for a layer."""
     recipe = find_recipe(config)
     row_bytes = {name: row.row_bytes for name, row in payload_rows(config, recipe).items()}
     quantiser = quantiser_code(recipe, config.hidden_size)
@@ -56,7 +56,7 @@ def layer(config: AllToAllConfig) -> None:
 
 
 def head(config: HeadConfig) -> None:
-    """The kernels that the product launches for a shared LM head."""
+    """Ask for the kernels that the product launches for a shared LM head."""
     HeadLaunches(CudaExecutor(DEVICE), config)
 
 
@@ -84,7 +84,7 @@ def _run_processes(size: int, body: Callable[..., Any], *_args: Any, **_options:
 
 @contextlib.contextmanager
 def up_to_machine_code() -> Iterator[None]:
-    """In here whoever asks for machine code gets Compiled."""
+    """Raise Compiled inside whenever somebody asks for machine code."""
     compile_one, quantiser_rows = emulated.load_or_compile, real_path.quantiser_rows
 
     def compile_and_stop(text: str, architecture: str) -> bytes:
@@ -108,11 +108,11 @@ def up_to_machine_code() -> Iterator[None]:
 
 
 class OfTests:
-    """A plugin of pytest: a test passes where it has asked for machine code."""
+    """A plugin of pytest: a test passes if it has asked for machine code."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[None]:
-        """Swallows Compiled, the only way to pass."""
+        """Swallow Compiled, the only way to pass."""
         try:
             yield
         except Compiled:
@@ -128,7 +128,7 @@ def of_tests(*selected: str) -> int:
 
 
 def asked(body: Callable[..., Any], *given: Any, **options: Any) -> None:
-    """Runs what will ask for machine code."""
+    """Run what will ask for machine code."""
     try:
         body(*given, **options)
     except Compiled:
@@ -137,7 +137,7 @@ def asked(body: Callable[..., Any], *given: Any, **options: Any) -> None:
 
 
 def of_benchmarks() -> None:
-    """Each command of the stages, by its own options; the sanitizers' program."""
+    """Run each command of the stages, by its own options; and the sanitizers' program."""
     for step in STEPS.values():
         program, *given = step.command
         with mock.patch.object(sys, "argv", [*step.command]):
@@ -156,7 +156,7 @@ def of_benchmarks() -> None:
 
 
 def _of_recipes(arguments: Any) -> None:
-    """What bench_recipes.Device makes."""
+    """Ask for what bench_recipes.Device makes."""
     plain = bench_recipes.options_of(arguments)
     for name in arguments.combines:
         asked(one_gpu.make_backend, dataclasses.replace(plain, combine=name))
@@ -175,7 +175,7 @@ def _of_head(arguments: Any) -> None:
 
 
 def main() -> None:
-    """Status 1 where a test or a benchmark did not come as far as to ask."""
+    """End with status 1 if a test or a benchmark did not come as far as to ask."""
     with up_to_machine_code():
         of_benchmarks()
     # The sanitizers' tests start programs, whose kernels are compiled above. The others ask for

@@ -48,7 +48,7 @@ PACKAGES = (
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a step: passed, failed, cut (its time ran out) or "not run"."""
+    """A step's outcome: passed, failed, cut (its time ran out) or "not run"."""
 
     step: str
     outcome: str
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        """What a machine cannot do (a tool that its runtime refuses) is named, and no failure."""
+        """Count no failure if a machine cannot do a thing (a tool that its runtime refuses)."""
         return self.outcome in ("failed", "cut") or self.detail in (TIME_WAS_OVER, ENDED)
 
 
@@ -90,7 +90,7 @@ class Run:
         }
 
     def run(self) -> int:
-        """Exit status: 0 all well, 1 a step failed, was cut or had no time, 2 nothing could run."""
+        """Return 0 if all is well, 1 if a step failed, was cut or had no time, 2 if none ran."""
         cubins = _cubins()
         if reason := self._introduce():
             self._say(f"\nnothing could run: {reason}")
@@ -105,7 +105,7 @@ class Run:
         return self._conclude()
 
     def stop(self) -> None:
-        """Ends the steps that run and begins no other; the summary is still written.
+        """End the steps that run and begin no other; the summary is still written.
 
         A signal's handler calls this between any two lines of this program.
         """
@@ -119,7 +119,7 @@ class Run:
             print(text, file=self._report)
 
     def _introduce(self) -> str:
-        """Says where this is. Returns why nothing can run here, or nothing."""
+        """Say where this is. Return why nothing can run here, or nothing."""
         self.facts |= look()
         for name in ("stage", "date", "commit", "python", "torch", "gpu"):
             self._say(f"{name:8} {self.facts.get(name)}")
@@ -142,7 +142,7 @@ class Run:
         return self._limit_s - (time.monotonic() - self._started)
 
     def _step(self, step: Step, prefix: str) -> Outcome:
-        """Runs a step to its end; no process of it is left. `prefix`: of each line it says."""
+        """Run a step to its end; no process of it is left. `prefix`: of each line it says."""
         limit_s = min(step.limit_s * self._factor, self._left_s())
         if reason := self._why_not(step):
             outcome = Outcome(step.name, "not run", detail=reason)
@@ -175,8 +175,10 @@ class Run:
         return self._scratch / f"{step.name}.xml"
 
     def _run(self, command: list[str], limit_s: float, prefix: str) -> tuple[int, str]:
-        """Exit status and last line. `timeout` leads a process group, which holds all of the step;
-        at the limit pytest gets ^C, so that it says what it has.
+        """Return exit status and last line.
+
+        `timeout` leads a process group, which holds the step. At the limit pytest gets ^C, so that
+        it reports what it has.
         """
         limits = (f"--kill-after={GRACE_S}", f"{limit_s:.1f}")
         process = subprocess.Popen(
@@ -240,7 +242,7 @@ class Run:
         return int(bool(bad))
 
     def _write(self, **facts: Any) -> None:
-        """After every step: this program may be ended at any time."""
+        """Write the summary, after every step: this program may be ended at any time."""
         self.facts |= {"seconds": round(time.monotonic() - self._started, 1)} | facts
         steps = [dataclasses.asdict(outcome) for outcome in self.outcomes]
         unfinished = self._summary.with_suffix(".unfinished")
@@ -249,7 +251,7 @@ class Run:
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:
-    """Ends all processes of a step. Before `timeout` has made its group it is alone."""
+    """End all processes of a step. Before `timeout` has made its group it is alone."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -257,7 +259,7 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def _tests_of(junit: Path) -> tuple[str, int]:
-    """Counts, with the names of what failed or the reason of what was skipped; how many ran."""
+    """Count outcomes, name failed tests and a reason of skipped tests; count what ran."""
     cases = list(ElementTree.parse(junit).iter("testcase"))
     failed = [
         case.get("name", "") for case in cases if {"failure", "error"} & {e.tag for e in case}
@@ -272,7 +274,7 @@ def _tests_of(junit: Path) -> tuple[str, int]:
 
 
 def _rows_of(path: Path, *, not_before: float) -> int:
-    """Rows of a result file; 0: there is no file, or it was there before."""
+    """Count the rows of a result file; 0: there is no file, or it was there before."""
     try:
         if path.stat().st_mtime < not_before:
             return 0
@@ -301,7 +303,7 @@ print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
 
 
 def look() -> dict[str, Any]:
-    """What this machine has. Another process loads torch."""
+    """Return what this machine has. Another process loads torch."""
     missing = [name for name in PACKAGES if not _is_there(name)]
     version, gpu = None, ""
     if "torch" not in missing:

@@ -32,7 +32,7 @@ class Step:
 
     @property
     def result(self) -> str | None:
-        """The result file, as the command spells it."""
+        """Return the result file, as the command spells it."""
         return next((part for part in self.command if part.startswith("{results}")), None)
 
 
@@ -50,7 +50,7 @@ def _step(name: str, limit_s: float, command: str, rehearsed: str = "", needs: s
 
 
 def _tests(name: str, limit_s: float, selected: str) -> Step:
-    """GPU tests. If one test takes too long, pytest ends that test alone."""
+    """Make a step of GPU tests. If one test takes too long, pytest ends that test alone."""
     options = "-q -p no:cacheprovider --timeout-method=signal --durations=5 --junit-xml={junit}"
     return _step(name, limit_s, f"-m pytest -m gpu {options} {selected}")
 
@@ -152,7 +152,7 @@ STEPS = {step.name: step for stage in STAGES.values() for group in stage.steps f
 
 
 def again(names: Sequence[str]) -> Stage:
-    """The named steps, one after the other.
+    """Return the named steps, one after the other.
 
     Raises:
         ValueError: there is no such step, or one call has not the time for all of them.
