@@ -38,25 +38,21 @@ WHAT_TO_DO = "run `python benchmarks/report.py`, look at the changes, commit the
 
 
 class Table(NamedTuple):
-    """A block that `render` makes of the newest file that matches `pattern`.
-
-    `measure`: the command that makes such a file.
-    """
+    """A block that `render` makes of the newest file that matches `pattern`."""
 
     pattern: str
     render: Callable[[Result], str]
-    measure: str
 
     def text(self, name: str, document: Path) -> str:
         found = newest(load(document), self.pattern)
         if found is None:
-            return f"**Not measured yet**: `python benchmarks/{self.measure}`."
+            return f"**Not measured yet**: no result file is called `{self.pattern}`."
         try:
             return self.render(found).strip("\n")
         except (KeyError, IndexError, TypeError) as error:
             raise ReportError(
                 f"block {name}: {found.path.name} is not as a file of that name should be "
-                f"({type(error).__name__}: {error}); measure again with benchmarks/{self.measure}"
+                f"({type(error).__name__}: {error}); measure again with the command of its block"
             ) from error
 
 
@@ -106,30 +102,16 @@ CPU_TABLE, GPU_TABLE = "*-cpu-moe-comm.json", "*-gpu-moe-comm.json"
 GROWTH_CPU, GROWTH_GPU = "*-cpu-growth.json", "*-gpu-growth.json"
 MODEL = "*-model.json"
 
-_OUT = "--output_file benchmarks/results/DATE"
-_CPU = f"bench_moe_comm.py --ep_size 4 --batches 1 16 128 2048 {_OUT}-cpu-moe-comm.json"
-_GPU = (
-    "bench_moe_comm.py --device cuda --emulate_ranks 8 --cuda_graph --backend moe_nvlink flashinfer"
-    f" {_OUT}-gpu-moe-comm.json"
-)
-_SERVE = f"bench_serve.py {_OUT}-cpu-serve.json"
-_RECIPES = f"bench_recipes.py {_OUT}-cpu-recipes.json"
-_GROW = f"growth.py {_OUT}-cpu-growth.json"
-_GROW_GPU = f"growth.py --device cuda {_OUT}-gpu-growth.json"
-_MODEL = f"model.py {_OUT}-model.json"
-_HEAD = f"bench_lm_head.py {_OUT}-cpu-lm-head.json"
-_LAUNCH = f"bench_launch.py {_OUT}-launch-stand-in.json"
-
 TABLES = {
-    "serve": Table("*-cpu-serve.json", tables.serve, _SERVE),
-    "exchange-all": Table(CPU_TABLE, tables.moe_comm, _CPU),
-    "gpu-all": Table(GPU_TABLE, tables.moe_comm, _GPU),
-    "recipes-all": Table("*-cpu-recipes.json", tables.recipes, _RECIPES),
-    "growth-cpu": Table(GROWTH_CPU, tables.growth, _GROW),
-    "growth-gpu": Table(GROWTH_GPU, tables.growth, _GROW_GPU),
-    "model": Table(MODEL, tables.model, _MODEL),
-    "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head, _HEAD),
-    "launch": Table("*-launch*.json", tables.launch, _LAUNCH),
+    "serve": Table("*-cpu-serve.json", tables.serve),
+    "exchange-all": Table(CPU_TABLE, tables.moe_comm),
+    "gpu-all": Table(GPU_TABLE, tables.moe_comm),
+    "recipes-all": Table("*-cpu-recipes.json", tables.recipes),
+    "growth-cpu": Table(GROWTH_CPU, tables.growth),
+    "growth-gpu": Table(GROWTH_GPU, tables.growth),
+    "model": Table(MODEL, tables.model),
+    "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head),
+    "launch": Table("*-launch*.json", tables.launch),
 }
 PLOTS = {
     "plot-latency": Plot(CPU_TABLE, "latency", "Time against tokens per rank"),

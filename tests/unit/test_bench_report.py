@@ -173,7 +173,7 @@ def test_a_result_file_that_is_gone(checkout: Path, capsys: pytest.CaptureFixtur
         path.unlink()
     assert report.main(["--check"]) != 0
     said = capsys.readouterr()
-    assert "+**Not measured yet**: `python benchmarks/bench_recipes.py" in said.out
+    assert "+**Not measured yet**: no result file is called `*-cpu-recipes.json`" in said.out
     assert "latency.png: no result file is there" in said.err
 
 
