@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import pandas as pd
@@ -36,7 +35,9 @@ class Server(Protocol):
     """A server that is up: see servers.py."""
 
     name: str
-    pids: list[int]
+
+    @property
+    def pids(self) -> list[int]: ...
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
         """Return tokens for prompts that are sent at once, spread over the ranks in turn."""
@@ -167,21 +168,3 @@ def ratios_of(waves: pd.DataFrame, ours: str) -> dict[str, dict[str, dict[str, f
         for peer in rates.columns
         if peer != ours
     }
-
-
-def ask_ranks(
-    complete: Callable[[Sequence[Sequence[int]], int], list[list[int]]],
-    prompts: Sequence[Sequence[int]],
-    ranks: int,
-) -> list[list[int]]:
-    """Send request i to rank i modulo ranks, all at once; return answers in the prompts' order.
-
-    complete: sends prompts to a rank and returns their tokens.
-    """
-    found: list[list[int]] = [[] for _ in prompts]
-    asked = range(min(ranks, len(prompts)))
-    with ThreadPoolExecutor(ranks) as pool:
-        shares = pool.map(complete, (prompts[rank::ranks] for rank in asked), asked)
-        for rank, answers in enumerate(shares):
-            found[rank::ranks] = answers
-    return found

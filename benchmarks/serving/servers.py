@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from moe_nvlink_plugin.integration.demo.demo import EAGER, EP_SIZE, SERVE_FLAGS
 from moe_nvlink_plugin.integration.demo.server import VllmServer
 
 from . import gloo_plugin
-from .measure import ask_ranks
 
 OURS = "moe_nvlink"
 BACKENDS = (OURS, gloo_plugin.NAME)
@@ -47,27 +47,34 @@ class ExpertParallelServer:
             arguments=(*SERVE_FLAGS, EAGER, f"--max-num-seqs={max_num_seqs}"),
             environment=environment,
         )
-        self.pids: list[int] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return self.server.pids
 
     def wait_until_ready(self) -> float:
         """Return seconds since the start; raise ServerError as VllmServer does."""
-        seconds = self.server.wait_until_ready()
-        self.pids = self.server.pids
-        return seconds
+        return self.server.wait_until_ready()
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-        """Return greedy tokens for prompts that are sent at once, to the ranks in turn."""
+        """Return greedy tokens for prompts that are sent at once, prompt i to rank i % EP_SIZE."""
 
-        def complete(share: Sequence[Sequence[int]], rank: int) -> list[list[int]]:
-            answers = self.server.complete(share, max_tokens=length, rank=rank)
+        def complete(rank: int) -> list[list[int]]:
+            answers = self.server.complete(prompts[rank::EP_SIZE], max_tokens=length, rank=rank)
             return [answer.token_ids for answer in answers]
 
-        return ask_ranks(complete, prompts, EP_SIZE)
+        found: list[list[int]] = [[] for _ in prompts]
+        ranks = range(min(EP_SIZE, len(prompts)))
+        with ThreadPoolExecutor(EP_SIZE) as pool:
+            for rank, answers in zip(ranks, pool.map(complete, ranks), strict=True):
+                found[rank::EP_SIZE] = answers
+        return found
 
     def counters(self) -> list[dict[str, Any]]:
         """Return what each rank's exchange has counted, once the counts have come to rest.
 
-        Raises NotExchangedError when ranks write none.
+        Raises:
+            NotExchangedError: ranks write no counters.
         """
         deadline = time.monotonic() + COUNTERS_LIMIT_S
         before: list[dict[str, Any]] = []

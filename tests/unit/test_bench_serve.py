@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -176,11 +177,14 @@ def test_ratios_pair_the_waves_of_a_round() -> None:
 
 
 def test_requests_go_to_the_ranks_in_turn() -> None:
-    def complete(share: Sequence[Sequence[int]], rank: int) -> list[list[int]]:
-        return [[rank, *prompt] for prompt in share]
+    class Ranks:
+        def complete(self, share: Any, *, max_tokens: int, rank: int) -> list[Any]:
+            return [types.SimpleNamespace(token_ids=[rank, *prompt]) for prompt in share]
 
-    assert measure.ask_ranks(complete, PROMPTS, 2) == [[0, 1, 2], [1, 3, 4], [0, 5, 6]]
-    assert measure.ask_ranks(complete, PROMPTS[:1], 2) == [[0, 1, 2]]
+    made = servers.ExpertParallelServer.__new__(servers.ExpertParallelServer)
+    made.server = Ranks()  # type: ignore[assignment]
+    assert made.answer(PROMPTS, 1) == [[0, 1, 2], [1, 3, 4], [0, 5, 6]]
+    assert made.answer(PROMPTS[:1], 1) == [[0, 1, 2]]
 
 
 def test_cpu_seconds_of_a_process_that_works() -> None:
