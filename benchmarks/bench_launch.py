@@ -29,14 +29,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.columns import print_headings, print_row
 from benchmarks.common import summary, write_json
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, env
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
 from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.exchange.formats import Activations
-from moe_nvlink_plugin.exchange.kernels import DISPATCH
-from moe_nvlink_plugin.exchange.launches import LayerLaunches, variant
+from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
-from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.support import fake_cuda
@@ -59,26 +57,6 @@ void moe_nvlink_dispatch(const void*, void*) {}
 void moe_nvlink_combine(const void*, void*) {}
 }
 """
-
-
-def bare_launch(config: AllToAllConfig) -> tuple[Any, Any]:
-    """Return a launch configuration of dispatch for one CTA, and the function."""
-    api = driver.api()
-    wanted = variant(config, 0)
-    build = wanted.build(DISPATCH, pdl=env.pdl())
-    cubin = machine_code.cubin_for(build, driver.device(0).architecture, wanted)
-    with driver.on_device(0):
-        module = driver.call("cuModuleLoadData", cubin)
-        function = driver.call("cuModuleGetFunction", module, b"moe_nvlink_dispatch")
-    prepared = api.CUlaunchConfig()
-    prepared.gridDimX = prepared.gridDimY = prepared.gridDimZ = 1
-    prepared.blockDimX, prepared.blockDimY, prepared.blockDimZ = 256, 1, 1
-    if env.pdl():
-        attribute = api.CUlaunchAttribute()
-        attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        prepared.attrs, prepared.numAttrs = [attribute], 1
-    return prepared, function
 
 
 def microseconds(body: Callable[[], Any], batches: int) -> dict[str, float]:
@@ -147,14 +125,14 @@ class Levels:
         }
 
     def bare(self) -> dict[str, float]:
-        """Time cuLaunchKernelEx with everything prepared."""
+        """Time cuLaunchKernelEx alone, with what the launcher has prepared for it."""
+        launched: Any = self.launcher._dispatches[0]
         args = self.arguments()
-        config, function = bare_launch(self.layer.config)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        launch = driver.api().cuLaunchKernelEx
-        address = ctypes.addressof(pointers)
-        with driver.on_device(0):
-            return microseconds(lambda: launch(config, function, address, 0), self._batches)
+        with launched._executor.context():
+            launched(args)
+            config = launched._prepare(0).config
+            given = (config, launched._function, launched._pointers_address, 0)
+            return microseconds(lambda: launched._launch(*given), self._batches)
 
     def executor(self) -> dict[str, float]:
         """Time the launcher: shape by token count, stream, context, status."""
