@@ -23,7 +23,7 @@ ENV_COMPILED := $(VENV)/.compiled
 OLDEST_NVRTC := $(shell sed -n 's/.*"nvidia-cuda-nvrtc>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 SOURCES = $(shell find kernels -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 # A few minutes, anywhere. Those that take longer, or a GPU, or a server: benchmarks/README.md.
-BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --skip-torch --iterations 10" \
+BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --iterations 10" \
 	bench_launch.py
 
 .DEFAULT_GOAL := help

@@ -1,4 +1,4 @@
-"""What a launch costs the host: from the bare driver call up to MoeAllToAll.dispatch.
+"""Time what a launch costs the host, from the bare driver call up to MoeAllToAll.dispatch.
 
     python benchmarks/bench_launch.py                  # against a driver whose launches do nothing
     python benchmarks/bench_launch.py --driver real    # on a GPU: enqueuing alone
@@ -26,22 +26,22 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
 from benchmarks.columns import print_headings, print_row
-from benchmarks.common import describe_gpu, describe_run, summary, write_json
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, env
+from benchmarks.common import summary, write_json
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
 from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.exchange.formats import Activations
-from moe_nvlink_plugin.exchange.kernels import DISPATCH
-from moe_nvlink_plugin.exchange.launches import LayerLaunches, variant
+from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
-from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.support import fake_cuda
 from tests.support.fake_cuda.transport import LaunchedByDriver, install
-from tests.support.ranks import run_processes
 
+#: The innermost level.
+BARE = "driver: cuLaunchKernelEx by cuda.bindings"
 #: Calls between two looks at the clock.
 CALLS = 50
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared")
@@ -58,46 +58,13 @@ void moe_nvlink_combine(const void*, void*) {}
 }
 """
 
-#: The driver's call in a loop of machine code.
-LOOP = """
-extern "C" void launch_often(int (*launch)(const void*, void*, void**, void**), const void* config,
-                             void* function, void** parameters, long count) {
-  while (count-- > 0) launch(config, function, parameters, nullptr);
-}
-"""
 
-
-def bare_launch(config: AllToAllConfig) -> tuple[Any, Any]:
-    """A launch configuration of dispatch for one CTA, and the function."""
-    api = driver.api()
-    wanted = variant(config, 0)
-    build = wanted.build(DISPATCH, pdl=env.pdl())
-    cubin = machine_code.cubin_for(build, driver.device(0).architecture, wanted)
-    with driver.on_device(0):
-        module = driver.call("cuModuleLoadData", cubin)
-        function = driver.call("cuModuleGetFunction", module, b"moe_nvlink_dispatch")
-    prepared = api.CUlaunchConfig()
-    prepared.gridDimX = prepared.gridDimY = prepared.gridDimZ = 1
-    prepared.blockDimX, prepared.blockDimY, prepared.blockDimZ = 256, 1, 1
-    if env.pdl():
-        attribute = api.CUlaunchAttribute()
-        attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        prepared.attrs, prepared.numAttrs = [attribute], 1
-    return prepared, function
-
-
-def microseconds(
-    body: Callable[[], Any], batches: int, *, repeats_itself: bool = False
-) -> dict[str, float]:
-    """Host time of one call: summary of the means of batches of CALLS calls.
-
-    repeats_itself: one call of the body is a whole batch.
-    """
+def microseconds(body: Callable[[], Any], batches: int) -> dict[str, float]:
+    """Time one call on the host: summary of the means of batches of CALLS calls."""
     samples = []
     for _ in range(batches):
         start = time.perf_counter()
-        for _ in range(1 if repeats_itself else CALLS):
+        for _ in range(CALLS):
             body()
         samples.append((time.perf_counter() - start) / CALLS * 1e6)
         drain()
@@ -105,7 +72,7 @@ def microseconds(
 
 
 def drain() -> None:
-    """A full queue would make the host wait for the GPU."""
+    """Wait for the GPU: a full queue would make the host wait inside a call."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -137,108 +104,89 @@ class Levels:
         assert isinstance(executor, CudaExecutor)
         row_bytes = {name: row.row_bytes for name, row in self.inner.rows.items()}
         self.launcher = LayerLaunches(executor, config, row_bytes, 0)
-        self.received = self.layer.dispatch(*self.inputs)
-        self.layer.combine(self.layer.combine_input(), self.received.metadata, output=self.output)
+        self.region = self.layer.combine_input()
+        self._combine(self._dispatch())
         drain()
 
     def arguments(self) -> Any:
-        """DispatchArgs of a call without tokens: with them nothing else changes for the host."""
+        """Return DispatchArgs of a call without tokens: the host does the same with tokens."""
         args = self.inner.channel(0)._dispatch_args
         copy = type(args).from_buffer_copy(args)
         copy.geometry.num_tokens = 0
         return copy
 
-    def bare(self, loop: Any) -> dict[str, dict[str, float]]:
-        """cuLaunchKernelEx with everything prepared: called from C, then by cuda.bindings."""
+    def rows(self) -> dict[str, dict[str, float]]:
+        """Time all levels, innermost first."""
+        return {
+            BARE: self.bare(),
+            "dispatch: CUDA executor": self.executor(),
+            **self.verbs("checks and arguments", self._checked_dispatch, self._checked_combine),
+            **self.verbs("MoeAllToAll, torch op", self._dispatch, self._combine),
+        }
+
+    def bare(self) -> dict[str, float]:
+        """Time cuLaunchKernelEx alone, with what the launcher has prepared for it."""
+        launched: Any = self.launcher._dispatches[0]
         args = self.arguments()
-        config, function = bare_launch(self.layer.config)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        address = ctypes.addressof(pointers)
-        launch = driver.api().cuLaunchKernelEx
-        symbol = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p)
-        handle = (config.getPtr(), int(function), address, CALLS)
-
-        def from_c() -> None:
-            loop(symbol, *handle)
-
-        def bindings() -> None:
-            launch(config, function, address, 0)
-
-        with driver.on_device(0):
-            return {
-                "driver: cuLaunchKernelEx from C": microseconds(
-                    from_c, self._batches, repeats_itself=True
-                ),
-                "driver: cuLaunchKernelEx by cuda.bindings": microseconds(bindings, self._batches),
-            }
+        with launched._executor.context():
+            launched(args)
+            config = launched._prepare(0).config
+            given = (config, launched._function, launched._pointers_address, 0)
+            return microseconds(lambda: launched._launch(*given), self._batches)
 
     def executor(self) -> dict[str, float]:
-        """The launcher: shape by token count, stream, context, status."""
+        """Time the launcher: shape by token count, stream, context, status."""
         args = self.arguments()
         return microseconds(lambda: self.launcher.dispatch(args), self._batches)
 
-    def verbs(self) -> dict[str, dict[str, float]]:
-        """LayerExchange's methods, then MoeAllToAll's through the torch op; by turns."""
+    def verbs(
+        self, level: str, dispatch: Callable[[], Any], combine: Callable[[Any], None]
+    ) -> dict[str, dict[str, float]]:
+        """Time dispatch, then combine of what dispatch returned, call by call."""
+        samples: tuple[list[float], list[float]] = ([], [])
+        for number in range(self._batches * 10):
+            start = time.perf_counter()
+            received = dispatch()
+            middle = time.perf_counter()
+            combine(received)
+            samples[0].append((middle - start) * 1e6)
+            samples[1].append((time.perf_counter() - middle) * 1e6)
+            if number % 50 == 0:
+                drain()
+        return {
+            f"{verb}: {level}": summary(of)
+            for verb, of in zip(("dispatch", "combine"), samples, strict=True)
+        }
+
+    def _checked_dispatch(self) -> Any:
+        """Call LayerExchange's method, which MoeAllToAll's torch op calls."""
         hidden, ids, weights = self.inputs
         pending = self.inner.workspace.pending
-        region = self.layer.combine_input()
+        return self.inner.dispatch(pending, Activations(hidden, None, None), ids, weights, [], 0)
 
-        def checked_dispatch() -> Any:
-            given = Activations(hidden, None, None)
-            return self.inner.dispatch(pending, given, ids, weights, [], 0)
+    def _checked_combine(self, received: Any) -> None:
+        pending = self.inner.workspace.pending
+        self.inner.combine(pending, self.region, received[4], self.output, 0)
 
-        def checked_combine(received: Any) -> None:
-            self.inner.combine(pending, region, received[4], self.output, 0)
+    def _dispatch(self) -> Any:
+        return self.layer.dispatch(*self.inputs)
 
-        def dispatch() -> Any:
-            return self.layer.dispatch(hidden, ids, weights)
-
-        def combine(received: Any) -> None:
-            self.layer.combine(region, received.metadata, output=self.output)
-
-        found = {}
-        for level, first, second in (
-            ("checks and arguments", checked_dispatch, checked_combine),
-            ("MoeAllToAll, torch op", dispatch, combine),
-        ):
-            samples: tuple[list[float], list[float]] = ([], [])
-            for number in range(self._batches * 10):
-                start = time.perf_counter()
-                received = first()
-                middle = time.perf_counter()
-                second(received)
-                samples[0].append((middle - start) * 1e6)
-                samples[1].append((time.perf_counter() - middle) * 1e6)
-                if number % 50 == 0:
-                    drain()
-            found[f"dispatch: {level}"] = summary(samples[0])
-            found[f"combine: {level}"] = summary(samples[1])
-        return found
+    def _combine(self, received: Any) -> None:
+        self.layer.combine(self.region, received.metadata, output=self.output)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All levels, in this process, on whatever driver it finds."""
+def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time all levels, in this process, on whatever driver it finds."""
     torch.set_num_threads(1)
     install()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "loop.so")
-        host.compile_text(LOOP, path, _FLAGS)
-        loop = ctypes.CDLL(str(path)).launch_often
-        loop.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long]
-        loop.restype = None
-        levels = Levels(arguments)
-        rows = levels.bare(loop) | {"dispatch: CUDA executor": levels.executor()} | levels.verbs()
+    rows = Levels(arguments).rows()
     for name, inner in WITHIN.items():
         rows[name]["added_us"] = rows[name]["median_us"] - rows[inner]["median_us"]
     return {"pdl": env.pdl(), "rows": rows}
 
 
-def rank_main(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    return measure(arguments)
-
-
 def measure_on_fake(arguments: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own, which finds the stand-in before any real driver."""
+    """Time all levels in a process of its own, which finds the stand-in before any real driver."""
     text = NO_KERNELS
     for name in ("Dispatch", "Combine"):
         size = ctypes.sizeof(structs()[f"{name}Args"])
@@ -248,14 +196,13 @@ def measure_on_fake(arguments: argparse.Namespace) -> dict[str, Any]:
         host.compile_text(text, kernels, _FLAGS)
         variables = fake_cuda.environment(fake_cuda.build(Path(folder)), kernels, sms=132)
         with mock.patch.dict(os.environ, variables):
-            found: dict[str, Any] = run_processes(1, rank_main, Path(folder), arguments)[0]
+            found: dict[str, Any] = harness.on_ranks(1, measure, arguments)
     return found
 
 
 #: Level -> the level it contains.
 WITHIN = {
-    "driver: cuLaunchKernelEx by cuda.bindings": "driver: cuLaunchKernelEx from C",
-    "dispatch: CUDA executor": "driver: cuLaunchKernelEx by cuda.bindings",
+    "dispatch: CUDA executor": BARE,
     "dispatch: checks and arguments": "dispatch: CUDA executor",
     "dispatch: MoeAllToAll, torch op": "dispatch: checks and arguments",
     "combine: MoeAllToAll, torch op": "combine: checks and arguments",
@@ -276,27 +223,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--driver", default="fake", choices=["fake", "real"])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--output", type=Path, help="write rows and machine as JSON")
+    parser.add_argument("--output_file", type=Path, help="write rows and machine as JSON")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
     is_real = arguments.driver == "real"
-    if is_real and not torch.cuda.is_available():
-        print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
-        return
-    found = measure(arguments) if is_real else measure_on_fake(arguments)
+    about = {
+        "machine": harness.machine("cuda" if is_real else "cpu"),
+        "driver": "real" if is_real else "stand-in, does nothing",
+        "tokens": arguments.tokens,
+    }
+    found = measure(0, 1, arguments) if is_real else measure_on_fake(arguments)
     print_headings(COLUMNS)
     for level, row in found["rows"].items():
         print_row(COLUMNS, row | {"level": level})
-    if arguments.output:
-        about = {
-            "machine": describe_run() | (describe_gpu() if is_real else {}),
-            "driver": "real" if is_real else "stand-in, does nothing",
-            "tokens": arguments.tokens,
-        }
-        write_json(arguments.output, about | found)
+    if arguments.output_file:
+        write_json(arguments.output_file, about | found)
 
 
 if __name__ == "__main__":

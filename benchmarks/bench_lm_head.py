@@ -1,8 +1,8 @@
-"""The LM head of one draft step: split over a group of ranks, beside whole on every rank.
+"""Time the LM head of one draft step, split over a group, beside the whole head on every rank.
 
     python benchmarks/bench_lm_head.py                    # CPU ranks; DeepSeek-R1's head in fp32
     python benchmarks/bench_lm_head.py --dtype bfloat16 --rows 1 2 4 8
-    python benchmarks/bench_lm_head.py --groups 4 --rows 1 32 --output results.json
+    python benchmarks/bench_lm_head.py --groups 4 --rows 1 32 --output_file results.json
     python benchmarks/bench_lm_head.py --device cuda      # ranks emulated on one GPU; bf16
 
     replicated  torch.mm of this rank's rows with the whole head, then torch.argmax
@@ -26,9 +26,6 @@ import dataclasses
 import os
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,16 +34,15 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import common
+from benchmarks import common, harness
 from benchmarks.columns import Columns, print_headings, print_row
 from benchmarks.emulated_head import EmulatedHead
 from benchmarks.moe_comm import cuda_clock
-from moe_nvlink_plugin import HeadConfig, HeadGroup, driver, sharded_argmax
+from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.lm_head import cost as head_cost
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from tests.support import emulated
-from tests.support.ranks import run_processes
 
 #: Calls without rows, for the fixed cost of both exchanges.
 EMPTY_CALLS = 50
@@ -55,8 +51,6 @@ SHOWS = (
     "CPU ranks: processes that share the cores and the memory of one host",
     "ranks emulated on one device: weights and kernels, nothing of NVLink",
 )
-#: After which ranks that are stuck end a run.
-LONGEST_GROUP_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,52 +129,29 @@ class Rank:
         return sharded_argmax(self.hidden[:rows], self.head, group=self.group, row_bound=rows)
 
     def exchange_us(self) -> float:
-        """Both exchanges of a call in which no rank has rows: the median call's slowest rank."""
+        """Time both exchanges of a call without rows: the median call's slowest rank."""
         nothing = self.hidden[:0]
 
-        def body() -> torch.Tensor:
-            return sharded_argmax(nothing, self.head, group=self.group)
+        def body(clock: harness.Clock) -> None:
+            with clock:
+                sharded_argmax(nothing, self.head, group=self.group)
 
-        body()
-        samples = [of_all_ranks([timed(body)[0]])[0] for _ in range(EMPTY_CALLS)]
-        return statistics.median(sample.wall_s for sample in samples) * 1e6
+        (samples,) = harness.in_turns({"both": body}, EMPTY_CALLS, 1).values()
+        return statistics.median(sample.wall_us for sample in samples)
 
     def sent_bytes(self) -> int:
-        """What this rank has sent to others so far, by the group's counters."""
+        """Return the bytes that this rank has sent to others so far, by the group's counters."""
         stats = self.group.stats()
         return stats.bytes_gathered_remote + stats.bytes_returned_remote
 
 
-class Taken(NamedTuple):
-    """Seconds of one body: by the clock, and of the process's threads on a core."""
-
-    wall_s: float
-    cpu_s: float
-
-
-def timed(body: Callable[[], Any]) -> tuple[Taken, Any]:
-    """From a barrier on, and what the body returns."""
-    dist.barrier()
-    start, start_cpu = time.perf_counter(), time.process_time()
-    result = body()
-    return Taken(time.perf_counter() - start, time.process_time() - start_cpu), result
-
-
-def of_all_ranks(samples: list[Taken]) -> list[Taken]:
-    """The clock of the slowest rank, the work of all ranks together."""
-    wall, cpu = torch.tensor(samples, dtype=torch.float64).T.contiguous()
-    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
-    dist.all_reduce(cpu)
-    return [Taken(*pair) for pair in zip(wall.tolist(), cpu.tolist(), strict=True)]
-
-
 def check(ids: torch.Tensor, logits: torch.Tensor) -> None:
-    """Every id has the largest logit of its row.
+    """Check that every id has the largest logit of its row.
 
     Within rounding: a product of more rows at once may add up in another order.
 
     Raises:
-        SystemExit: it has not; no time is reported.
+        SystemExit: an id has not; no time is reported.
     """
     best = logits.amax(dim=-1).double()
     chosen = logits.gather(1, ids[:, None])[:, 0].double()
@@ -190,27 +161,35 @@ def check(ids: torch.Tensor, logits: torch.Tensor) -> None:
 
 
 def measure(rank: Rank, rows: int) -> dict[str, Any]:
-    """Both ways in turns: microseconds of the slowest rank, and of work on all ranks together.
+    """Time both ways with `rows` rows a rank.
 
     The first turn warms up, and is checked. It is what is reported where one turn takes longer than
     the time a cell is given.
     """
     options, sent = rank.options, rank.sent_bytes()
-    replicated, (_ids, logits) = timed(lambda: rank.replicated(rows))
-    split, ids = timed(lambda: rank.split(rows))
-    check(ids, logits)
-    del logits
-    first = of_all_ranks([replicated, split])
-    turns = min(options.iterations, int(options.seconds / sum(way.wall_s for way in first)))
-    samples = [
-        of_all_ranks([timed(lambda: rank.replicated(rows))[0], timed(lambda: rank.split(rows))[0]])
-        for _ in range(turns)
-    ] or [first]
-    ratios = [pair[0].wall_s / pair[1].wall_s for pair in samples]
+    results: dict[str, Any] = {}  # of the first turn
+
+    def way(name: str) -> harness.Body:
+        def body(clock: harness.Clock) -> None:
+            with clock:
+                result = getattr(rank, name)(rows)
+            results.setdefault(name, result)
+
+        return body
+
+    bodies = {name: way(name) for name in ("replicated", "split")}
+    samples = harness.in_turns(bodies, 1)
+    check(results["split"], results["replicated"][1])
+    results["replicated"] = None  # large
+    turns = int(options.seconds * 1e6 / sum(of[0].wall_us for of in samples.values()))
+    turns = min(options.iterations, turns)
+    if turns:
+        samples = harness.in_turns(bodies, turns)
+    ratios = [a.wall_us / b.wall_us for a, b in zip(*samples.values(), strict=True)]
     times = {
-        f"{name}_{kind}us": statistics.median(pair[way][at] for pair in samples) * 1e6
-        for way, name in enumerate(("replicated", "split"))
-        for at, kind in enumerate(("", "work_"))
+        f"{name}_{kind}": statistics.median(getattr(each, field) for each in of)
+        for name, of in samples.items()
+        for kind, field in (("us", "wall_us"), ("work_us", "work_us"))
     }
     return {
         "tp_size": rank.size,
@@ -220,7 +199,7 @@ def measure(rank: Rank, rows: int) -> dict[str, Any]:
         "ratio_least": min(ratios),
         "ratio_most": max(ratios),
         "work_ratio": times["replicated_work_us"] / times["split_work_us"],
-        "turns": len(samples),
+        "turns": len(ratios),
         "warm": turns > 0,
         "sent_bytes": (rank.sent_bytes() - sent) // (turns + 1),
         **expected(options, rank.size, rows),
@@ -228,7 +207,7 @@ def measure(rank: Rank, rows: int) -> dict[str, Any]:
 
 
 def expected(options: Options, size: int, rows: int) -> dict[str, float]:
-    """What the rule in moe_nvlink_plugin/lm_head/cost.py says about the same step."""
+    """Return what the rule in moe_nvlink_plugin/lm_head/cost.py says about the same step."""
     alone_s, split_s = (
         head_cost.step_seconds(options.shape, rows, n, options.rates) for n in (1, size)
     )
@@ -245,14 +224,14 @@ class Group(NamedTuple):
     done: list[dict[str, Any]]
 
     def tell(self, columns: Columns, found: dict[str, Any]) -> None:
-        """Prints the last row that was measured, and records this group behind those done."""
+        """Print the last row that was measured, and record this group after the groups done."""
         print_row(columns, found["rows"][-1])
         found |= crossover(self.options, self.size, found["rows"])
         self.record.write({"groups": [*self.done, found]})
 
 
 def rank_main(rank: int, _size: int, of: Group) -> dict[str, Any]:
-    """The group's result, on one of its ranks. Rank 0 also prints and records it row by row."""
+    """Return the group's result, from one of its ranks. Rank 0 also prints and records each row."""
     mine = Rank(of.options, of.size, rank, of.head)
     found: dict[str, Any] = {"exchange_us": mine.exchange_us(), "rows": []}
     for rows in of.options.rows:
@@ -264,7 +243,7 @@ def rank_main(rank: int, _size: int, of: Group) -> dict[str, Any]:
 
 
 def crossover(options: Options, size: int, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where splitting stops being faster, of the rows measured, and what the cost rule expects.
+    """Find where splitting stops being faster, as measured and as the cost rule expects.
 
     None: no measured number of rows is on that side. On CPU ranks also by work rather than time,
     which what else the machine does hardly touches.
@@ -330,16 +309,14 @@ def print_crossover(found: dict[str, Any]) -> None:
 
 
 def on_cpu(of: Group) -> dict[str, Any]:
-    """A group of processes."""
+    """Measure a group of processes."""
     host.load(HEAD.host_source())  # compiled once, rather than by ranks that wait for each other
-    with tempfile.TemporaryDirectory() as folder:
-        made = run_processes(of.size, rank_main, Path(folder), of, timeout_s=LONGEST_GROUP_S)
-    found: dict[str, Any] = made[0]
+    found: dict[str, Any] = harness.on_ranks(of.size, rank_main, of)
     return found
 
 
 def on_device(of: Group) -> dict[str, Any]:
-    """A group of ranks on one device."""
+    """Measure a group of ranks on one device."""
     found: dict[str, Any] = {"rows": []}
     with contextlib.closing(make_backend(of.options, of.size)) as backend:
         for rows in of.options.rows:
@@ -358,7 +335,7 @@ def make_backend(options: Options, size: int) -> emulated.Backend:
 def measure_emulated(
     options: Options, size: int, rows: int, head: torch.Tensor, backend: emulated.Backend
 ) -> dict[str, Any]:
-    """Median microseconds of a step's parts, each alone with nothing of ours in L2 before it."""
+    """Time a step's parts, each alone with nothing of ours in L2 before it."""
     hidden = [make_rows(options, rank, rows) for rank in range(size)]
     ranks = EmulatedHead([options.config(size, n, rows) for n in range(size)], backend, hidden)
     ranks.step(head)
@@ -396,31 +373,18 @@ def measure_emulated(
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        choices=["cpu", "cuda", "rehearsal"],
-        help="cuda: ranks emulated on one GPU; rehearsal: the same on CPU threads",
-    )
-    parser.add_argument("--vocab", type=int, default=129280)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument(
-        "--rows", type=int, nargs="+", default=[2**n for n in range(10)], help="of each rank"
-    )
-    parser.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8], help="their sizes")
-    parser.add_argument(
+    harness.add_options(parser, iterations=10)
+    add = parser.add_argument
+    add("--vocab", type=int, default=129280)
+    add("--hidden", type=int, default=7168)
+    add("--rows", type=int, nargs="+", default=[2**n for n in range(10)], help="of each rank")
+    add("--groups", type=int, nargs="+", default=[2, 4, 8], help="their sizes")
+    add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         help="float32 on CPU ranks, where it is the fastest, else bfloat16",
     )
-    parser.add_argument("--iterations", type=int, default=10, help="turns at most")
-    parser.add_argument(
-        "--seconds", type=float, default=5.0, help="for the turns behind the first, per cell"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="our host threads per rank")
-    parser.add_argument(
-        "--output", type=Path, help="JSON of rows and machine, written after every number of rows"
-    )
+    add("--seconds", type=float, default=5.0, help="for the turns after the first, per cell")
     given = parser.parse_args()
     given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
     return given
@@ -428,18 +392,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
-        return
+    machine = harness.machine(arguments.device) | {"load_before": os.getloadavg()}
     measure_group, columns, shows = on_cpu, ON_CPU, SHOWS[0]
     if arguments.device != "cpu":
         measure_group, columns, shows = on_device, EMULATED, SHOWS[1]
     arguments.device = arguments.device.replace("rehearsal", "cpu")
     options = common.options_from(Options, arguments)
-    machine = common.describe_run() | {"load_before": os.getloadavg()}
-    machine |= common.describe_gpu() if options.device == "cuda" else {}
     known = {"machine": machine, "options": dataclasses.asdict(options)}
-    record = common.Record(arguments.output, known | {"shows": shows})
+    record = common.Record(arguments.output_file, known | {"shows": shows})
     groups: list[dict[str, Any]] = []
     print_headings(columns)
     head = make_head(options)

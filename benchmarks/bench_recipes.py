@@ -1,15 +1,14 @@
-"""Dispatch in every recipe and combine in every format, beside the unquantised ones.
+"""Time dispatch in every recipe and combine in every format, beside the unquantised formats.
 
     python benchmarks/bench_recipes.py                    # CPU ranks; the tables of README.md
     python benchmarks/bench_recipes.py --device cuda      # ranks emulated on one GPU
-    python benchmarks/bench_recipes.py --tokens 64 --recipes mxfp8 --output results.json
+    python benchmarks/bench_recipes.py --tokens 64 --recipes mxfp8 --output_file results.json
 
-Each recipe's dispatch is timed three ways on the same activations:
+Each recipe's dispatch is timed two ways on the same activations:
     fused       MoeAllToAll.dispatch takes the activations; the kernel quantises on the way
     two steps   the kernel's own row quantiser over all rows first, then dispatch of its rows
-    torch       recipe.quantise first, then dispatch of its rows
-All of them, and all formats of combine, take turns within one run, so that a ratio compares one
-machine in one state. benchmarks/README.md says how times are taken.
+Both, and all formats of combine, take turns within one run, so that a ratio compares one machine in
+one state. benchmarks/README.md says how times are taken.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ import functools
 import os
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,13 +30,13 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import common
+from benchmarks import common, harness
 from benchmarks.columns import print_headings, print_row
 from benchmarks.moe_comm import accounting, cuda_clock
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm.options import OURS, Options
 from benchmarks.moe_comm.routers import RankTokens
-from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, driver
+from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.exchange import shapes
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
@@ -53,7 +50,6 @@ from moe_nvlink_plugin.recipes import QuantisingRecipe
 from moe_nvlink_plugin.testing import random_inputs
 from tests.support import cases, compare, emulated, kernel_texts, vllm_quantisers
 from tests.support.cases import Inputs
-from tests.support.ranks import run_processes
 
 RECIPES = ("fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
 #: Largest representable over the largest activation, which random ones seldom pass.
@@ -62,8 +58,6 @@ GLOBAL_SCALES = {"fp8_tensor": 6.0 / 448.0, "nvfp4": 448.0 * 6.0 / 6.0}
 PLAIN, PLAIN_COMBINE = "bf16", "combine bf16"
 #: What travels if nothing is quantised.
 UNQUANTISED = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-#: After which ranks that are stuck end a run.
-LONGEST_BATCH_S = 3600.0
 
 Row = dict[str, Any]
 #: Rows, their scales, and a scale for the kernel that quantises: what dispatch is given.
@@ -77,7 +71,7 @@ def recipe_of(config: AllToAllConfig) -> QuantisingRecipe:
 
 
 def global_scale(name: str, device: torch.device | str = "cpu") -> torch.Tensor | None:
-    """The one scale of recipes that are given theirs."""
+    """Return the one scale of a recipe that takes its scale from the caller."""
     value = GLOBAL_SCALES.get(name)
     return None if value is None else torch.tensor([value], device=device)
 
@@ -89,7 +83,7 @@ class Rank:
     """One rank's layers for one number of tokens: all on one workspace, one after the other.
 
     Attributes:
-        bodies: what is timed -> a call of it, which returns its seconds.
+        bodies: what is timed -> a call of it.
     """
 
     def __init__(self, arguments: argparse.Namespace, tokens: int, rank: int) -> None:
@@ -100,14 +94,12 @@ class Rank:
         self.plain = MoeAllToAll.create(config, dist.group.WORLD)
         self.output = torch.empty_like(self.hidden)
         self.layers = [self.plain]
-        self.bodies: dict[str, Callable[[], float]] = {
-            PLAIN: lambda: self._dispatch(self.plain, lambda: (self.hidden, None, None))
-        }
+        unquantised = functools.partial(
+            self._dispatch, self.plain, lambda: (self.hidden, None, None)
+        )
+        self.bodies: dict[str, harness.Body] = {PLAIN: unquantised}
         for name in arguments.recipes:
-            ways = self._ways(self._create(recipe=name))
-            if arguments.skip_torch:
-                del ways[f"{name} torch"]
-            self.bodies |= ways
+            self.bodies |= self._ways(self._create(recipe=name))
         for name in arguments.combines:
             layer = self._create(combine=name)
             rows = layer.combine_input().normal_()
@@ -123,21 +115,20 @@ class Rank:
         for layer in reversed(self.layers):
             layer.close()
 
-    def _ways(self, layer: MoeAllToAll) -> dict[str, Callable[[], float]]:
-        """The three ways of one recipe.
+    def _ways(self, layer: MoeAllToAll) -> dict[str, harness.Body]:
+        """Return both ways of one recipe.
 
         Raises:
-            SystemExit: they do not send the same bits; no time is reported.
+            SystemExit: they do not send the recipe's bits; no time is reported.
         """
         recipe = recipe_of(layer.config)
         scale = global_scale(recipe.name)
         ways: dict[str, Callable[[], Given]] = {
             "fused": lambda: (self.hidden, None, scale),
             "two steps": kernel_quantiser(layer.config, self.hidden),
-            "torch": lambda: (*recipe.quantise(self.hidden, scale), None),
         }
-        first, *others = (self._arrived(layer, make()) for make in ways.values())
-        if not all(torch.equal(first, other) for other in others):
+        expected = self._arrived(layer, (*recipe.quantise(self.hidden, scale), None))
+        if not all(torch.equal(self._arrived(layer, make()), expected) for make in ways.values()):
             raise SystemExit(f"{recipe.name}: other rows than the recipe's; nothing timed")
         return {
             f"{recipe.name} {way}": functools.partial(self._dispatch, layer, make)
@@ -145,7 +136,7 @@ class Rank:
         }
 
     def _arrived(self, layer: MoeAllToAll, given: Given) -> torch.Tensor:
-        """Bytes of the rows and scales that this rank receives."""
+        """Return the bytes of the rows and scales that this rank receives."""
         got = self._send(layer, given)
         filled = (torch.arange(self.tokens) < got.recv_counts[:, None]).flatten()
         parts = [part for part in (got.hidden_states, got.scales) if part is not None]
@@ -157,34 +148,31 @@ class Rank:
         rows, scales, scale = given
         return layer.dispatch(rows, self.ids, self.weights, scales=scales, global_scale=scale)
 
-    def _dispatch(self, layer: MoeAllToAll, make: Callable[[], Given]) -> float:
-        """Seconds of making the rows and dispatching them; the combine after it is not timed."""
-        dist.barrier()
-        start = time.perf_counter()
-        received = self._send(layer, make())
-        seconds = time.perf_counter() - start
+    def _dispatch(
+        self, layer: MoeAllToAll, make: Callable[[], Given], clock: harness.Clock
+    ) -> None:
+        """Make the rows and dispatch them; the combine after it is not timed."""
+        with clock:
+            received = self._send(layer, make())
         # Of the plain layer's format and hidden size: whatever lies there is added up.
         layer.combine(layer.combine_input(), received.metadata, output=self.output)
-        return seconds
 
-    def _combine(self, layer: MoeAllToAll, rows: torch.Tensor) -> float:
-        """Seconds of a combine; the dispatch before it is not timed."""
+    def _combine(self, layer: MoeAllToAll, rows: torch.Tensor, clock: harness.Clock) -> None:
+        """Combine; the dispatch before it is not timed."""
         received = self._send(layer, (self.hidden, None, None))
-        dist.barrier()
-        start = time.perf_counter()
-        layer.combine(rows, received.metadata, output=self.output)
-        return time.perf_counter() - start
+        with clock:
+            layer.combine(rows, received.metadata, output=self.output)
 
     def wire_bytes(self, name: str) -> float:
-        """Bytes that one such call moves to or from other ranks, per token."""
+        """Return the bytes that one such call moves to or from other ranks, per token."""
         field = f"bytes_{'combined' if name.startswith('combine') else 'dispatched'}_remote"
         before = getattr(self.plain.stats(), field)
-        self.bodies[name]()
+        self.bodies[name](harness.Clock())
         return float(getattr(self.plain.stats(), field) - before) / self.tokens
 
 
 def kernel_quantiser(config: AllToAllConfig, hidden: torch.Tensor) -> Callable[[], Given]:
-    """The host library's row quantiser, over all rows at once, into buffers made before."""
+    """Return the host library's row quantiser over all rows, into buffers made before."""
     recipe = recipe_of(config)
     scale = global_scale(recipe.name)
     rows, scales = recipe.quantise(hidden, scale)
@@ -204,60 +192,24 @@ def kernel_quantiser(config: AllToAllConfig, hidden: torch.Tensor) -> Callable[[
 
 
 def rank_main(rank: int, ep_size: int, arguments: argparse.Namespace, tokens: int) -> list[Row]:
-    """One row per body: times of the slowest rank, and their ratios."""
+    """Return one row per body: times of the slowest rank, and their ratios."""
     mine = Rank(arguments, tokens, rank)
     names = list(mine.bodies)
     wire = torch.tensor([mine.wire_bytes(name) for name in names], dtype=torch.float64)
-    samples: list[list[float]] = []
-    for iteration in range(arguments.warmup + arguments.iterations):
-        taken = [0.0] * len(names)
-        for turn in range(len(names)):  # each body comes first in some iterations
-            index = (turn + iteration) % len(names)
-            taken[index] = mine.bodies[names[index]]()
-        if iteration >= arguments.warmup:
-            samples.append(taken)
+    taken = harness.in_turns(mine.bodies, arguments.iterations, arguments.warmup)
     mine.close()
-    times = torch.tensor(samples, dtype=torch.float64).T * 1e6
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
     dist.all_reduce(wire)
-    made = result_rows(
-        tokens,
-        dict(zip(names, times.tolist(), strict=True)),
-        dict(zip(names, (wire / ep_size).tolist(), strict=True)),
-    )
-    for row, name in zip(made, names, strict=True):
-        row["row_bytes"] = row_bytes(mine.plain.config, name)
-    return made
-
-
-def row_bytes(config: AllToAllConfig, name: str) -> int:
-    """Bytes of one token's activations (or partial row) and their scales."""
-    plain = combine_row(config).row_bytes
-    if name.startswith("combine"):
-        changed = dataclasses.replace(config, combine=name.removeprefix("combine "))
-        return sum(row.row_bytes for row in quantised_combine_rows(changed).values()) or plain
-    if name == PLAIN:
-        return plain
-    made = find_recipe(dataclasses.replace(config, recipe=name.split()[0]))
-    rows = (made.hidden_row(config.hidden_size), made.scales_row(config.hidden_size))
-    return sum(row.row_bytes for row in rows if row is not None)
+    samples = {name: [each.wall_us for each in of] for name, of in taken.items()}
+    return result_rows(tokens, samples, dict(zip(names, (wire / ep_size).tolist(), strict=True)))
 
 
 def on_cpu(arguments: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of each number of tokens, from ranks that are processes."""
+    """Yield the rows of each number of tokens, from ranks that are processes."""
     # Compiled once, here, rather than by ranks that wait for each other.
     host.load(LAYER.host_source())
     host.load(kernel_texts.host_source())
     for tokens in arguments.tokens:
-        with tempfile.TemporaryDirectory() as folder:
-            yield run_processes(
-                arguments.ep_size,
-                rank_main,
-                Path(folder),
-                arguments,
-                tokens,
-                timeout_s=LONGEST_BATCH_S,
-            )[0]
+        yield harness.on_ranks(arguments.ep_size, rank_main, arguments, tokens)
 
 
 # What times say.
@@ -266,7 +218,7 @@ def on_cpu(arguments: argparse.Namespace) -> Iterator[list[Row]]:
 def result_rows(
     tokens: int, taken: Mapping[str, Sequence[float]], wire: Mapping[str, float]
 ) -> list[Row]:
-    """One row for each name: "bf16", "RECIPE WAY" or "combine FORMAT".
+    """Return one row for each name: "bf16", "RECIPE WAY" or "combine FORMAT".
 
     Args:
         taken: name -> microseconds of each iteration.
@@ -286,17 +238,15 @@ def result_rows(
 
 
 def ratios(taken: Mapping[str, Sequence[float]], name: str) -> Row:
-    """`times_bf16`: the unquantised verb's time over this one's, so that larger is faster.
+    """Return `times_bf16`: the unquantised verb's time over this one's, so that larger is faster.
 
-    `over_two_steps`, `over_torch`: the time of that way over the fused dispatch's;
-    `over_quantiser`: the fused dispatch's time over the quantiser's alone. What was not timed is
-    left out.
+    `over_two_steps`: that way's time over the fused dispatch's; `over_quantiser`: the fused
+    dispatch's time over the quantiser's alone. What was not timed is left out.
     """
     pairs = {"times_bf16": (PLAIN_COMBINE if name.startswith("combine ") else PLAIN, name)}
     if name.endswith(" fused"):
         recipe = name.removesuffix(" fused")
         pairs["over_two_steps"] = (f"{recipe} two steps", name)
-        pairs["over_torch"] = (f"{recipe} torch", name)
         pairs["over_quantiser"] = (name, f"{recipe} quantiser alone")
     return {
         field: ratio(taken[of], taken[over])
@@ -306,7 +256,7 @@ def ratios(taken: Mapping[str, Sequence[float]], name: str) -> Row:
 
 
 def ratio(of: Sequence[float], over: Sequence[float]) -> dict[str, float]:
-    """Of the medians; quartiles of the ratios of single iterations."""
+    """Return the ratio of the medians, and the quartiles of the ratios of single iterations."""
     low, _middle, high = statistics.quantiles(map(float.__truediv__, of, over), n=4)
     return {"ratio": statistics.median(of) / statistics.median(over), "q25": low, "q75": high}
 
@@ -317,12 +267,10 @@ COLUMNS = {
     "format": "{name}",
     "us": "{median_us:.0f}",
     "us, quartiles": "{q25_us:.0f}..{q75_us:.0f}",
-    "bytes a row": "{row_bytes}",
     "to others per token": "{wire_bytes_per_token:.0f}",
     "x bf16": "{times_bf16[ratio]:.2f}",
     "x bf16, quartiles": "{times_bf16[q25]:.2f}..{times_bf16[q75]:.2f}",
     "two steps / fused": "{over_two_steps[ratio]:.2f}",
-    "torch / fused": "{over_torch[ratio]:.2f}",
     "fused / quantiser": "{over_quantiser[ratio]:.2f}",
 }
 
@@ -333,7 +281,7 @@ COLUMNS = {
 def quantiser_alone(
     options: Options, tokens: int, backend: emulated.Backend, inputs: list[RankTokens]
 ) -> cuda_clock.Body:
-    """The kernel's quantiser by itself, over the activations of all ranks at once; has run once.
+    """Return the kernel's quantiser alone, over all ranks' activations; it has run once.
 
     Raises:
         AssertionError: it made something else than the recipe.
@@ -386,14 +334,14 @@ def vllm_body(recipe: str, hidden: torch.Tensor) -> dict[str, cuda_clock.Body]:
 
 
 class Device:
-    """All that is measured with one number of tokens."""
+    """Everything that is measured with one number of tokens."""
 
     def __init__(self, options: Options, tokens: int, timer: cuda_clock.Clock) -> None:
         self.options, self.tokens, self._timer = options, tokens, timer
         self._inputs = one_gpu.make_inputs(options, tokens)
 
     def recipe(self, recipe: str) -> list[Row]:
-        """Dispatch of bf16, of the recipe fused, of rows quantised before; the quantiser alone."""
+        """Time dispatch of bf16, fused, and of rows quantised before; and the quantiser alone."""
         options = dataclasses.replace(self.options, recipe=recipe)
         one_expert = dataclasses.replace(options, top_k=1)
         with contextlib.ExitStack() as stack:
@@ -412,7 +360,7 @@ class Device:
         return result_rows(self.tokens, taken, {name: moved[name == PLAIN] for name in taken})
 
     def formats(self, formats: Sequence[str]) -> list[Row]:
-        """Combine in each format, after a dispatch of bf16 rows that is not timed."""
+        """Time combine in each format, after a dispatch of bf16 rows that is not timed."""
         with contextlib.ExitStack() as stack:
             layers = {
                 f"combine {name}": self._layer(
@@ -426,7 +374,7 @@ class Device:
         return result_rows(self.tokens, taken, moved)
 
     def _wire(self, options: Options, verb: str = "dispatch") -> float:
-        """Bytes per token to other ranks, of the mean rank."""
+        """Return the bytes per token to other ranks, of the mean rank."""
         return accounting.traffic(options, self.tokens).mean_wire_bytes(verb) / self.tokens
 
     def _backend(
@@ -442,7 +390,7 @@ class Device:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Of the unquantised layer; of ranks emulated on one GPU, or rehearsed, unless on CPU ranks."""
+    """Return the unquantised layer's options, for CPU ranks or for ranks emulated on one device."""
     return Options(
         backends=(OURS,),
         profile="custom",
@@ -462,7 +410,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def on_device(arguments: argparse.Namespace) -> Iterator[list[Row]]:
-    """All recipes and formats on ranks emulated on one device."""
+    """Yield the rows of all recipes and formats on ranks emulated on one device."""
     options = options_of(arguments)
     timer = cuda_clock.Clock(one_gpu.device_of(options), options.iters, options.warmup)
     for tokens in options.batches:
@@ -474,38 +422,24 @@ def on_device(arguments: argparse.Namespace) -> Iterator[list[Row]]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        choices=["cpu", "cuda", "rehearsal"],
-        help="rehearsal: what cuda does, on CPU threads, whose times mean nothing",
-    )
+    harness.add_options(parser, iterations=30)
     common.add_geometry(parser, ep_size=4, tokens=[16, 128, 1024, 2048])
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES)
     parser.add_argument(
         "--combines", nargs="*", default=list(COMBINE_FORMATS), choices=COMBINE_FORMATS
     )
-    parser.add_argument("--skip-torch", action="store_true", help="CPU: not the slow third way")
-    parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="CPU: our host threads per rank")
-    parser.add_argument("--output", type=Path, help="JSON file, written after every batch")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print(f"not measured: no CUDA device ({driver.unavailable() or 'torch sees none'})")
-        return
+    given = {name: value for name, value in vars(arguments).items() if name != "output_file"}
+    head = {"machine": harness.machine(arguments.device), "options": given}
     measure, shows = on_device, one_gpu.SHOWS
     if arguments.device == "cpu":
         measure, shows = on_cpu, "CPU ranks: processes of one host"
-    machine = common.describe_run()
-    machine |= common.describe_gpu() if arguments.device == "cuda" else {}
-    given = {name: value for name, value in vars(arguments).items() if name != "output"}
-    head = {"machine": machine, "options": given, "shows": shows}
-    record = common.Record(arguments.output, head)
+    record = common.Record(arguments.output_file, head | {"shows": shows})
     found: list[Row] = []
     print_headings(COLUMNS)
     for rows in measure(arguments):

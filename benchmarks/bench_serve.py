@@ -1,4 +1,4 @@
-"""Decode throughput of the demonstration's server over two ranks: ours against gloo collectives.
+"""Measure decode throughput of the demonstration's server over two ranks: ours against gloo.
 
     python benchmarks/bench_serve.py --output_file benchmarks/results/DATE-cpu-serve.json
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import random
 import sys
 import tempfile
 import time
@@ -23,8 +24,9 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.columns import print_headings, print_row
-from benchmarks.serving import measure, model
+from benchmarks.reporting import tables
+from benchmarks.reporting.files import Result
+from benchmarks.serving import measure
 from benchmarks.serving.servers import (
     BACKENDS,
     OURS,
@@ -34,8 +36,14 @@ from benchmarks.serving.servers import (
 )
 from moe_nvlink_plugin.integration.demo.demo import EP_SIZE
 from moe_nvlink_plugin.integration.demo.server import ServerError
-from moe_nvlink_plugin.integration.demo.tiny_checkpoint import TinyModel
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
 
+#: The demonstration's default.
+MODEL = MODELS["qwen3_moe"]
+#: Of a prompt. Short: the first token's step reads it, and decoding is what is measured.
+PROMPT_TOKENS = 4
+#: VllmServer's --max-model-len.
+MOST_TOKENS = 512
 SHOWS = (
     "HTTP requests to vLLM servers whose two workers, API server and client share the cores of "
     "one machine; tokens per second from sending a wave of requests to its last answer, the first "
@@ -45,73 +53,49 @@ SHOWS = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is served, and how it is measured; see parser()."""
+    """Options of a measurement; see parser()."""
 
-    backends: tuple[str, ...]
     concurrency: tuple[int, ...]
     tokens: int
     rounds: int
-    hidden_size: int
-    layers: int
-    top_k: int
-    num_experts: int
     seed: int
-    exchange_share: bool
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what cannot be measured."""
-        if OURS not in self.backends or len(set(self.backends)) != len(self.backends):
-            raise ValueError(f"--backends {' '.join(self.backends)}: once each, {OURS} among them")
-        most = model.MOST_TOKENS - model.PROMPT_TOKENS
-        limits = {"tokens": most, "rounds": 1000, "layers": 100}
+        """Raise ValueError for what cannot be measured."""
+        limits = {"tokens": MOST_TOKENS - PROMPT_TOKENS, "rounds": 1000}
         for name, limit in limits.items():
             if not 1 <= getattr(self, name) <= limit:
                 raise ValueError(f"--{name} {getattr(self, name)} is not between 1 and {limit}")
         if not all(1 <= count <= 256 for count in self.concurrency):
             raise ValueError(f"--concurrency {self.concurrency} is not between 1 and 256")
-        self.model()
-
-    def model(self) -> TinyModel:
-        """The sizes of what is served; ValueError when they do not go together."""
-        return model.model_of(self.hidden_size, self.layers, self.top_k, self.num_experts)
 
 
 def parser() -> argparse.ArgumentParser:
-    tiny = model.TINY
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    made.add_argument("--backends", nargs="+", choices=BACKENDS, default=[*BACKENDS[:2]])
-    made.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
-    made.add_argument("--tokens", type=int, default=96, help="of each answer")
-    made.add_argument("--rounds", type=int, default=9, help="waves per backend and concurrency")
-    made.add_argument("--hidden_size", type=int, default=tiny.hidden_size)
-    made.add_argument("--layers", type=int, default=tiny.num_layers)
-    made.add_argument("--top_k", type=int, default=tiny.top_k)
-    made.add_argument("--num_experts", type=int, default=tiny.num_experts)
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument(
-        "--exchange_share",
-        action="store_true",
-        help="report the share of time that workers spend in dispatch and combine, waiting\n"
-        "included; its clocks are in the measured servers",
-    )
-    made.add_argument("--output_file", type=Path, help="JSON file for the result")
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = made.add_argument
+    add("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
+    add("--tokens", type=int, default=96, help="of each answer")
+    add("--rounds", type=int, default=9, help="waves per server and concurrency")
+    add("--seed", type=int, default=0)
+    add("--output_file", type=Path, help="JSON file for the result")
     return made
 
 
 def run(options: Options, folder: Path) -> dict[str, Any]:
-    """The result, from servers started in `folder`.
+    """Return the result, from servers started in `folder`.
 
     Raises WrongTokensError, NotExchangedError or ServerError instead of a result.
     """
-    tiny = options.model()
-    checkpoint = model.checkpoint_of(tiny, folder)
-    prompts = model.prompts_of(tiny, max(options.concurrency), options.seed)
+    checkpoint = write_checkpoint(folder / "model", MODEL)
+    draw = random.Random(options.seed)
+    prompts = [
+        draw.choices(range(MODEL.vocab_size), k=PROMPT_TOKENS)
+        for _ in range(max(options.concurrency))
+    ]
     say("one rank, for the tokens to expect")
     expected = one_rank_tokens(checkpoint, folder, prompts, options.tokens)
     with contextlib.ExitStack() as stop:
-        servers = [_start(name, options, checkpoint, folder, stop) for name in options.backends]
+        servers = [_start(name, options, checkpoint, folder, stop) for name in BACKENDS]
         began = time.perf_counter()
         waves = measure.interleave(
             servers, measure.Asked(prompts, expected), options.concurrency, options.rounds, say
@@ -123,7 +107,9 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
         "kind": "serve",
         "machine": common.describe_run(),
         "shows": SHOWS,
-        "options": dataclasses.asdict(options),
+        "options": dataclasses.asdict(options)
+        | {"layers": MODEL.num_layers, "hidden_size": MODEL.hidden_size}
+        | {"top_k": MODEL.top_k, "num_experts": MODEL.num_experts},
         "ep_size": EP_SIZE,
         "measured_s": seconds,
         "rows": measure.rows_of(waves),
@@ -135,13 +121,8 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
 def _start(
     name: str, options: Options, checkpoint: Path, folder: Path, stop: contextlib.ExitStack
 ) -> ExpertParallelServer:
-    server = ExpertParallelServer(
-        name,
-        checkpoint,
-        folder,
-        max_num_seqs=-(-max(options.concurrency) // EP_SIZE),
-        timed=options.exchange_share,
-    )
+    max_num_seqs = -(-max(options.concurrency) // EP_SIZE)
+    server = ExpertParallelServer(name, checkpoint, folder, max_num_seqs)
     stop.callback(server.stop)
     say(f"{name}: ready after {server.wait_until_ready():.0f} s")
     return server
@@ -150,8 +131,8 @@ def _start(
 def _check_exchanged(
     server: ExpertParallelServer, waves: pd.DataFrame, options: Options
 ) -> list[dict[str, Any]]:
-    """Counters of the ranks; every generated token but the last has passed every MoE layer."""
-    per_request = (model.PROMPT_TOKENS + options.tokens - 1) * options.layers
+    """Return the ranks' counters; each generated token but the last has passed every MoE layer."""
+    per_request = (PROMPT_TOKENS + options.tokens - 1) * MODEL.num_layers
     requests = int(waves.concurrency[waves.backend == server.name].sum())
     return server.check_exchanged(requests * per_request)
 
@@ -160,24 +141,8 @@ def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-COLUMNS = {
-    "at once": "{concurrency}",
-    "backend": "{backend}",
-    "tokens/s": "{decode_tokens_per_s[median]:.0f}",
-    "quartiles": "{decode_tokens_per_s[q25]:.0f}-{decode_tokens_per_s[q75]:.0f}",
-    "ours / peer": "{ratio[median]:.2f} ({ratio[q25]:.2f}-{ratio[q75]:.2f})",
-}
-
-
-def print_table(result: dict[str, Any]) -> None:
-    print_headings(COLUMNS)
-    for row in sorted(result["rows"], key=lambda row: int(row["concurrency"])):
-        ratios = result["ratio"].get(row["backend"])
-        print_row(COLUMNS, row | ({"ratio": ratios[str(row["concurrency"])]} if ratios else {}))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     made = parser()
     given = made.parse_args(arguments)
     try:
@@ -190,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (measure.WrongTokensError, NotExchangedError, ServerError) as error:
             print(f"nothing was measured: {error}", file=sys.stderr)
             return 1
-    print_table(result)
+    print(tables.serve(Result(given.output_file or Path("serve"), result)))
     if given.output_file is not None:
         common.write_json(given.output_file, result)
     return 0

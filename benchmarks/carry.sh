@@ -35,7 +35,7 @@ kernels() {
   local cache=$CARRY/kernels
   mkdir -p "$cache" && chmod 700 "$cache"
   MOE_NVLINK_CACHE_DIR=$cache MOE_NVLINK_TESTS_CACHE_DIR=$cache \
-    "$PYTHON" -m benchmarks.carried_kernels
+    "$PYTHON" -m tests.gpu.day.carried
   find "$cache" -type f ! -name '*.cubin' -delete # locks, and what runs on this CPU alone
 }
 

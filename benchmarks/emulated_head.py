@@ -68,7 +68,7 @@ class EmulatedHead:
         return backend.prepare(kernel.name, launched, chosen)
 
     def _arguments(self, rank: int) -> Any:
-        """One rank's, of both kernels."""
+        """Return one rank's arguments of both kernels."""
         window = (self._memory.data_ptr(), self._memory.stride(0))
         args = head_arguments(self.configs[rank], self._regions, *window)
         args.geometry.num_rows = args.geometry.row_bound = self.rows
@@ -78,7 +78,7 @@ class EmulatedHead:
         return args
 
     def product(self, rank: int, head: torch.Tensor) -> None:
-        """One rank's part of the logits, of the rows that it has gathered."""
+        """Make one rank's part of the logits, of the rows that it has gathered."""
         first, last = self.configs[rank].shard(rank)
         torch.mm(self._gathered(rank), head[first:last].T, out=self.logits[rank])
 
@@ -90,14 +90,14 @@ class EmulatedHead:
         return rows.view(config.dtype).view(slots, config.hidden_size)
 
     def step(self, head: torch.Tensor) -> None:
-        """What all ranks together do for one draft step."""
+        """Do what all ranks together do for one draft step."""
         self.gather()
         for rank in range(len(self.configs)):
             self.product(rank, head)
         self.argmax()
 
     def check_faults(self) -> None:
-        """AssertionError if a rank has a fault word; waits for the device."""
+        """Raise AssertionError if a rank has a fault word; wait for the device."""
         field: Any = structs()["LocalControl"].fault
         at = self._regions["local"].offset + field.offset
         words = self._memory[:, at : at + 8].cpu().contiguous().view(torch.int64)

@@ -1,8 +1,8 @@
-"""How times grow: with tokens, ranks, top_k and payload, one at a time; a fitted curve of each.
+"""Measure how times grow with tokens, ranks, top_k and payload, one at a time; fit a curve to each.
 
     python benchmarks/growth.py --output_file growth.json            # ranks are processes on CPUs
     python benchmarks/growth.py --device cuda --output_file g.json   # ranks emulated on one GPU
-    python benchmarks/growth.py --dimensions ranks --output_file growth.json   # adds, or replaces
+    python benchmarks/growth.py --dimensions ranks top_k             # some of them
 
 Times are bench_moe_comm's, by its code. Every point off its curve by more than its own spread is a
 knee; all are printed and named in the file. benchmarks/README.md says what the curves are made of.
@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import itertools
-import json
 import math
 import os
 import sys
@@ -33,6 +30,8 @@ from benchmarks.growth_fit import Point, Term
 from benchmarks.moe_comm import accounting, processes
 from benchmarks.moe_comm.options import OURS, OptionError, Options
 from benchmarks.moe_comm.processes import RunError
+from benchmarks.reporting import tables
+from benchmarks.reporting.files import Result
 
 Row = dict[str, Any]
 #: Rows of bench_moe_comm of ours, one per batch of the options.
@@ -41,7 +40,6 @@ Measure = Callable[[Options], list[Row]]
 PHASES = ("dispatch", "combine")
 #: Tokens per rank where another dimension moves.
 BASE_TOKENS = 64
-_now = time.monotonic
 #: Batches up to this have `iters` iterations; larger ones as many less, but no fewer than these.
 FULL_ITERS_UP_TO, LEAST_ITERS = 512, 8
 
@@ -59,23 +57,33 @@ class Dimension:
     """What moves while all else stays.
 
     Attributes:
-        changes: a value -> fields of the base point that it replaces.
-        x: options of a run, one of its batches -> where the point stands.
+        field: of the options; its values are `values`.
         terms: base point and machine -> what takes time.
         where: what the names in the curve's formula mean.
+        recipe: of the options, while this dimension moves.
     """
 
-    x_label: str
+    field: str
     values: tuple[int, ...]
-    changes: Callable[[int], dict[str, Any]]
-    x: Callable[[Options, int], float]
+    x_label: str
     terms: Callable[[Options, Place], tuple[Term, ...]]
     where: str
     phases: tuple[str, ...] = PHASES
+    recipe: str = "bf16"
+
+    def at(self, base: Options, value: int) -> Options:
+        changed: Any = {self.field: (value,) if self.field == "batches" else value}
+        return dataclasses.replace(base, recipe=self.recipe, **changed)
+
+    def x(self, options: Options, tokens: int) -> float:
+        """Return where a point stands on the axis: of a payload, its bytes."""
+        if self.field == "hidden_size":
+            return row_bytes(options)
+        return tokens if self.field == "batches" else getattr(options, self.field)
 
 
 def expected_ranks(ranks: float, top_k: float, num_experts: int) -> float:
-    """Expected number of different ranks of a token's experts, drawn at random, none twice.
+    """Return how many different ranks a token's experts have if drawn at random, none twice.
 
     1 less the chance that all come from the experts of the others, times the ranks; continuous in
     both, so that a curve has values between the points.
@@ -92,18 +100,18 @@ def _log_choose(n: float, k: float) -> float:
 
 
 def row_bytes(options: Options) -> int:
-    """Activations and scales of one token, as dispatch moves them."""
+    """Return the bytes of one token's activations and scales, as dispatch moves them."""
     return accounting.traffic(dataclasses.replace(options, ep_size=1), 1).dispatch_row_bytes
 
 
 def fitting(base: Options, place: Place, bytes_per: float) -> float:
-    """How many of something fit the last cache: rows of all ranks, read, and put where they go."""
+    """Return how many of something fit the last cache: all ranks' rows, read and put."""
     rows = 1 + expected_ranks(base.ep_size, base.top_k, base.num_experts)
     return place.cache_bytes / (base.ep_size * rows * bytes_per)
 
 
 def _two_rates(name: str, end: float) -> tuple[Term, ...]:
-    """A fixed cost, and one rate up to where the cache ends and another beyond."""
+    """Return a fixed cost, one rate up to the end of the cache, and another rate beyond."""
     short = f"{end:.4g}"
     return (
         Term("a", "", lambda _x: 1.0),
@@ -125,7 +133,7 @@ def payload_terms(base: Options, place: Place) -> Terms:
 
 
 def quantised_payload_terms(_base: Options, _place: Place) -> Terms:
-    """Copying and quantising both grow with the row, so that one rate holds both."""
+    """Return one rate for copying and quantising, which both grow with the row."""
     return _FIXED, Term("b", "B", lambda x: x)
 
 
@@ -137,7 +145,7 @@ def top_k_terms(base: Options, _place: Place) -> Terms:
 
 
 def ranks_terms(base: Options, place: Place) -> Terms:
-    """On CPUs all of it waits for a core; on one GPU the rows of all ranks share the memory."""
+    """Return terms that wait for a core on CPUs; on one GPU all ranks' rows share the memory."""
 
     def share(ranks: float) -> float:
         return max(1.0, ranks / place.cores)
@@ -151,52 +159,25 @@ def ranks_terms(base: Options, place: Place) -> Terms:
     return Term("a", "s", share), copied, Term("c", "s*N", lambda n: share(n) * n)
 
 
-def _tokens(_options: Options, tokens: int) -> float:
-    return tokens
-
-
-def _bytes(options: Options, _tokens: int) -> float:
-    return row_bytes(options)
-
-
 _ROWS = "rows: tokens x expected number of different ranks of a token's experts"
 _CACHE = "the number is where the rows of all ranks fill the machine's last cache"
 _HIDDEN = (512, 1024, 2048, 4096, 7168, 16384)
-
-
-def _option(field: str, x_label: str, values: tuple[int, ...], *rest: Any) -> Dimension:
-    """A dimension that is an option of its own."""
-    where = (lambda value: {field: value}), lambda options, _tokens: getattr(options, field)
-    return Dimension(x_label, values, *where, *rest)
-
-
-def _payload(recipe: str) -> Dimension:
-    return Dimension(
-        f"bytes of a row, {recipe}",
-        _HIDDEN[1:5],
-        lambda hidden: {"hidden_size": hidden, "recipe": recipe},
-        _bytes,
-        quantised_payload_terms,
-        "B: bytes of a row, activations and scales",
-        ("dispatch",),
-    )
-
-
 _BATCHES, _RANKS = tuple(2**n for n in range(14)), tuple(2**n for n in range(7))
-_OF_N = f"n: tokens per rank; {_CACHE}"
+_OF_N, _OF_B = f"n: tokens per rank; {_CACHE}", f"B: bytes of a row; {_CACHE}"
 _OF_RANKS = f"N: ranks; s: ranks per core, at least 1; {_ROWS}"
-_OF_K, _OF_B = f"k: top_k; {_ROWS}", f"B: bytes of a row; {_CACHE}"
-DIMENSIONS: dict[str, Dimension] = {
-    "tokens": Dimension(
-        "tokens per rank", _BATCHES, lambda n: {"batches": (n,)}, _tokens, tokens_terms, _OF_N
-    ),
-    "ranks": _option("ep_size", "ranks", _RANKS, ranks_terms, _OF_RANKS),
-    "top_k": _option("top_k", "experts per token (top_k)", _RANKS[:6], top_k_terms, _OF_K),
-    "payload": Dimension(
-        "bytes of a row, bf16", _HIDDEN, lambda b: {"hidden_size": b}, _bytes, payload_terms, _OF_B
-    ),
-    "payload_mxfp8": _payload("mxfp8"),
-    "payload_nvfp4": _payload("nvfp4"),
+_K, _OF_K = "experts per token (top_k)", f"k: top_k; {_ROWS}"
+_OF_QUANTISED = "B: bytes of a row, activations and scales"
+_QUANTISED = (quantised_payload_terms, _OF_QUANTISED, ("dispatch",))
+DIMENSIONS = {
+    "tokens": Dimension("batches", _BATCHES, "tokens per rank", tokens_terms, _OF_N),
+    "ranks": Dimension("ep_size", _RANKS, "ranks", ranks_terms, _OF_RANKS),
+    "top_k": Dimension("top_k", _RANKS[:6], _K, top_k_terms, _OF_K),
+    "payload": Dimension("hidden_size", _HIDDEN, "bytes of a row, bf16", payload_terms, _OF_B),
+} | {
+    f"payload_{recipe}": Dimension(
+        "hidden_size", _HIDDEN[1:5], f"bytes of a row, {recipe}", *_QUANTISED, recipe
+    )
+    for recipe in ("mxfp8", "nvfp4")
 }
 
 
@@ -213,7 +194,7 @@ def measure_on(device: str) -> Measure:
 
 
 class Sweep(NamedTuple):
-    """The points of one dimension, by phase; which were not measured, with reasons; what failed."""
+    """The points of one dimension, by phase; what was not measured, with reasons; what failed."""
 
     points: dict[str, list[Point]]
     left_out: list[str]
@@ -221,7 +202,7 @@ class Sweep(NamedTuple):
 
 
 def runs(base: Options, name: str) -> Iterator[Options]:
-    """What is run for a dimension, from cheap to dear. Small batches are one run together."""
+    """Yield what is run for a dimension, from cheap to dear. Small batches are one run together."""
     dimension, iters = DIMENSIONS[name], base.iters
     if name == "tokens":
         small = tuple(tokens for tokens in dimension.values if tokens <= FULL_ITERS_UP_TO)
@@ -232,60 +213,55 @@ def runs(base: Options, name: str) -> Iterator[Options]:
             )
         return
     for value in dimension.values:
-        options = dataclasses.replace(base, **dimension.changes(value))
+        options = dimension.at(base, value)
         yield dataclasses.replace(options, iters=_fewer(iters, options.ep_size / base.ep_size))
 
 
 def _fewer(iters: int, times: float) -> int:
-    """So that a dear point takes no longer than others, as far as its quartiles bear it."""
+    """Return fewer iterations for a dear point, as far as its quartiles bear it."""
     return min(iters, max(LEAST_ITERS, int(iters / times)))
 
 
-def sweep(
-    base: Options, name: str, measure: Measure, passes: int, budget_s: float = math.inf
-) -> Sweep:
-    """Measures a dimension in passes up and down its values.
+def sweep(base: Options, name: str, measure: Measure, passes: int) -> Sweep:
+    """Measure a dimension in passes up and down its values.
 
     What else the machine does between two passes is so in the spread of every point. A run that
-    ends without a result ends the sweep, one that cannot be is left out; what was measured stays.
-
-    Args:
-        budget_s: no run begins that may end after so many seconds.
+    ends without a result ends the sweep; a run whose options cannot be is left out. What was
+    measured stays.
     """
     dimension, planned, failed = DIMENSIONS[name], list(runs(base, name)), ""
-    began, seconds = _now(), dict[int, float]()
-    left_out: dict[int, str] = {}
+    left_out: dict[str, str] = {}
+    done: set[str] = set()
     taken: list[Row] = []
-    up = list(enumerate(planned))
     for number in range(passes):
-        for index, options in up[::-1] if number % 2 else up:
-            what, start = f"{name} {_value(options, name)}", _now()
-            # What was never run is dearer than what was.
-            likely_s = seconds.get(index, 2 * max(seconds.values(), default=0.0))
-            if failed or start - began + likely_s > budget_s:
-                spent = f"{start - began:.0f} s of the budget were spent"
-                left_out[index] = f"{what}: {failed or spent}"
+        for options in planned[::-1] if number % 2 else planned:
+            what = f"{name} {getattr(options, dimension.field)}"
+            start = time.monotonic()
+            if failed:
+                left_out[what] = failed
                 continue
             try:
                 rows = measure(options)
             except (RunError, OptionError) as error:
                 # Options that cannot be, by the memory they take, are this point's alone.
                 failed = str(error) if isinstance(error, RunError) else ""
-                left_out[index] = f"{what}: {error}"
+                left_out[what] = str(error)
                 continue
-            left_out[index] = f"{what}: more than the GPU's memory"  # where there are no rows
+            if rows:
+                done.add(what)
+            else:
+                left_out[what] = "more than the GPU's memory"
             for row in rows:
-                seconds[index] = _now() - start
                 x = dimension.x(options, row["tokens"])
                 taken += [{"phase": phase, "x": x, **row[phase]} for phase in dimension.phases]
-            print(f"{what}: {_now() - start:.1f} s", flush=True)
+            print(f"{what}: {time.monotonic() - start:.1f} s", flush=True)
     points = {phase: _together(taken, phase) for phase in dimension.phases}
-    missing = [text for index, text in sorted(left_out.items()) if index not in seconds]
+    missing = [f"{what}: {why}" for what, why in left_out.items() if what not in done]
     return Sweep(points, missing, failed)
 
 
 def _together(taken: Sequence[Row], phase: str) -> list[Point]:
-    """One point of several passes: the median of medians, and the widest quartiles."""
+    """Make one point of several passes: the median of medians, and the widest quartiles."""
     if not taken:
         return []
     rows = pd.DataFrame(taken)
@@ -294,18 +270,13 @@ def _together(taken: Sequence[Row], phase: str) -> list[Point]:
     return [Point(*(float(value) for value in row)) for row in found.itertuples()]
 
 
-def _value(options: Options, name: str) -> str:
-    values = {"tokens": options.batches, "ranks": options.ep_size, "top_k": options.top_k}
-    return str(values.get(name, options.hidden_size))
-
-
 # --- curves
 
 
 def series_of(
     base: Options, place: Place, name: str, phase: str, points: Sequence[Point]
 ) -> dict[str, Any]:
-    """One curve as the result has it.
+    """Return one curve as the result has it.
 
     Raises:
         ValueError: too few points for the curve.
@@ -323,25 +294,8 @@ def series_of(
     return series
 
 
-def printed(series: dict[str, Any]) -> Iterator[str]:
-    """The curve, every point with its residual, every knee."""
-    fit = series["fit"]
-    yield f"{series['name']}: us = {fit['printed']}    ({fit['where']})"
-    yield f"  {series['x_label']:>26} {'us':>10} {'quartiles':>21} {'curve':>10} {'off':>7}"
-    core = dict(series.get("core_us", []))
-    for (x, us, low, high), off in zip(series["points"], fit["off"], strict=True):
-        curve_us = us / (1 + off)
-        line = f"  {x:>26g} {us:>10.1f} {low:>10.1f}..{high:<9.1f} {curve_us:>10.1f} {off:>+7.1%}"
-        yield line + (f"   {core[x]:.4g} us of a core" if x in core else "")
-    for knee in series["knees"]:
-        yield (
-            f"  KNEE {knee['id']}: {knee['us']:.0f} us, the curve says {knee['fit_us']:.0f} "
-            f"({knee['off']:+.0%}); explain `{knee['id']}` in benchmarks/NOTES.md"
-        )
-
-
 def place_of(device: str) -> Place:
-    """Cores and last cache of this machine, or of its GPU."""
+    """Return cores and last cache of this machine, or of its GPU."""
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         return Place(properties.multi_processor_count, properties.L2_cache_size, ranks_share=False)
@@ -349,7 +303,7 @@ def place_of(device: str) -> Place:
 
 
 def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """The largest cache that a core of this machine has, by Linux's account.
+    """Return the bytes of the largest cache that Linux names for a core of this machine.
 
     Raises:
         OptionError: it gives none.
@@ -366,7 +320,7 @@ def last_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) 
 
 
 def base_point(arguments: argparse.Namespace, name: str) -> Options:
-    """Where the dimensions that do not move stay.
+    """Return where the dimensions that do not move stay.
 
     Raises:
         OptionError: out of the limits of bench_moe_comm.
@@ -396,57 +350,35 @@ SHOWS = {
 
 
 def measured(arguments: argparse.Namespace, measure: Measure) -> dict[str, Any]:
-    """The result: the dimensions asked for, one after the other."""
+    """Measure the dimensions asked for, one after the other, and write each when it is done.
+
+    Raises:
+        OptionError: the machine does not say how large its last cache is.
+    """
     place, made, left_out = place_of(arguments.device), list[Row](), list[str]()
-    budget_s = (arguments.budget_s or math.inf) / len(arguments.dimensions)
-    for name in arguments.dimensions:
-        base = base_point(arguments, name)
-        found = sweep(base, name, measure, arguments.passes, budget_s)
-        left_out += found.left_out
-        for phase, points in found.points.items():
-            try:
-                made.append(series_of(base, place, name, phase, points))
-            except ValueError as error:
-                left_out.append(f"curve of {name}, {phase}: {error}")
-        if found.failed:
-            break
     gpu = common.describe_gpu() if arguments.device == "cuda" else {}
-    return {
+    head = {
         "schema": 1,
         "kind": "growth",
         "device": arguments.device,
         "machine": common.describe_run() | gpu,
         "place": place._asdict(),
         "shows": SHOWS[arguments.device],
-        "not_measured": left_out,
-        "series": made,
     }
-
-
-def added_to(path: Path, made: Callable[[], dict[str, Any]], **here: Any) -> dict[str, Any]:
-    """The result, with the other dimensions that the file has already.
-
-    Args:
-        here: device and place; asked before anything is measured.
-
-    Raises:
-        OptionError: the file is of another device or machine.
-    """
-    old = json.loads(path.read_text()) if path.exists() else here | {"series": []}
-    for name, value in here.items():
-        if old.get(name) != value:
-            raise OptionError(
-                f"{path} is of {name} {old.get(name)}, this run of {value}; write another file, or "
-                "delete this one"
-            )
-    result = made()
-    run = {name: result["machine"][name] for name in ("date", "commit", "command")}
-    new = {series["dimension"]: None for series in result["series"]}
-    together = [series | {"run": run} for series in result["series"]]
-    together += [series for series in old["series"] if series["dimension"] not in new]
-    together.sort(key=lambda series: list(DIMENSIONS).index(series["dimension"]))
-    kept = [text for text in old.get("not_measured", []) if not text.startswith(tuple(new))]
-    return result | {"series": together, "not_measured": kept + result["not_measured"]}
+    record = common.Record(arguments.output_file, head)
+    for name in arguments.dimensions:
+        base = base_point(arguments, name)
+        found = sweep(base, name, measure, arguments.passes)
+        left_out += found.left_out
+        for phase, points in found.points.items():
+            try:
+                made.append(series_of(base, place, name, phase, points))
+            except ValueError as error:
+                left_out.append(f"curve of {name}, {phase}: {error}")
+        record.write({"not_measured": left_out, "series": made})
+        if found.failed:
+            break
+    return record.write({"not_measured": left_out, "series": made}, complete=True)
 
 
 # --- the command line
@@ -461,16 +393,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--iters", type=int, default=30, help="fewer for large batches")
     add("--warmup", type=int, default=3)
     add("--passes", type=int, default=2, help="over all values; a point's spread is over them")
-    add("--budget_s", type=float, help="begin no run that may take longer, and say so")
-    add("--output_file", type=Path, help="JSON; dimensions it has already are kept")
-    add("--plot", type=Path, metavar="FOLDER", help="PNG; needs --output_file")
+    add("--output_file", type=Path, help="JSON, written after every dimension")
     made = parser.parse_args(arguments)
-    if made.plot and not made.output_file:
-        parser.error("--plot draws a result file; add --output_file FILE")
     if made.passes < 1:
         parser.error(f"--passes {made.passes} must be at least 1; raise it")
-    if made.budget_s is not None and made.budget_s <= 0:
-        parser.error(f"--budget_s {made.budget_s} must be above 0; leave it out for no limit")
     if made.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu")
     try:
@@ -482,22 +408,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None, measure: Measure | None = None) -> None:
     asked = parse(arguments)
-    made = functools.partial(measured, asked, measure or measure_on(asked.device))
-    here = {"device": asked.device, "place": place_of(asked.device)._asdict()}
     try:
-        result = added_to(asked.output_file, made, **here) if asked.output_file else made()
+        result = measured(asked, measure or measure_on(asked.device))
     except OptionError as error:
         sys.exit(str(error))
-    for line in itertools.chain.from_iterable(printed(series) for series in result["series"]):
-        print(line)
-    for text in result["not_measured"]:
-        print(f"not measured: {text}")
-    if asked.output_file:
-        common.write_json(asked.output_file, result)
-    if asked.plot:
-        from benchmarks.moe_comm import plots
-
-        plots.plot_file(asked.output_file, asked.plot)
+    print(tables.growth(Result(asked.output_file or Path("growth"), result)))
+    for knee in (knee for series in result["series"] for knee in series["knees"]):
+        print(
+            f"KNEE {knee['id']}: {knee['us']:.0f} us, the curve says {knee['fit_us']:.0f} "
+            f"({knee['off']:+.0%}); explain `{knee['id']}` in benchmarks/NOTES.md"
+        )
 
 
 if __name__ == "__main__":

@@ -50,16 +50,16 @@ class Fit(NamedTuple):
     points: tuple[Point, ...]
 
     def us(self, x: float) -> float:
-        """The curve's time."""
+        """Return the curve's time."""
         return sum(v * term.value(x) for v, term in zip(self.values, self.terms, strict=True))
 
     @property
     def off(self) -> list[float]:
-        """Of each point, its time over the curve's, less 1."""
+        """Return each point's time over the curve's, less 1."""
         return [point.us / self.us(point.x) - 1 for point in self.points]
 
     def knees(self, least_off: float = LEAST_OFF) -> list[dict[str, float]]:
-        """Points whose own quartiles do not reach the curve, and that are off by `least_off`."""
+        """Return points off by `least_off` whose own quartiles do not reach the curve."""
         found = []
         for point, off in zip(self.points, self.off, strict=True):
             fit_us = self.us(point.x)
@@ -68,7 +68,7 @@ class Fit(NamedTuple):
         return found
 
     def described(self, key: str) -> dict[str, Any]:
-        """Points, fit and knees as a result of kind "growth" has them; `key`: of the knees' ids."""
+        """Return points, fit and knees for a result of kind "growth"; `key`: of the knees' ids."""
         named = list(zip(self.values, self.terms, strict=True))
         # In the printed curve terms that take no time are left out.
         printed = [term.times(f"{value:.3g}") for value, term in named if value > 0]
@@ -82,15 +82,13 @@ class Fit(NamedTuple):
                 "curve": [[x, self.us(x)] for x in steps],
                 "off": self.off,
             },
-            # The explanation stands in NOTES.md, beside the id.
-            "knees": [
-                {"id": f"{key}-{knee['x']:g}", **knee, "explanation": ""} for knee in self.knees()
-            ],
+            # NOTES.md explains each, beside its id.
+            "knees": [{"id": f"{key}-{knee['x']:g}", **knee} for knee in self.knees()],
         }
 
 
 def fit(points: Sequence[Point], terms: Sequence[Term]) -> Fit:
-    """The curve of these terms that is nearest to the points.
+    """Return the curve of these terms that is nearest to the points.
 
     Raises:
         ValueError: fewer points than terms, a time that is not positive, or points out of order.

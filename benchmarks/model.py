@@ -1,9 +1,8 @@
 """An analytical model of dispatch and combine over NVLink: fitted to published tables, then asked.
 
-    python benchmarks/model.py --errors     the fit against the 96 published BF16 figures and others
-    python benchmarks/model.py --predict    the published kernels' and ours, EP8 to EP72
-    python benchmarks/model.py --where      which term takes the time, what an idea would save
-    python benchmarks/model.py --output_file F --plot FOLDER
+    python benchmarks/model.py              the fit, and predictions for EP8 to EP72
+    python benchmarks/model.py --errors     the same, every published figure beside the model
+    python benchmarks/model.py --where      the same, what takes the time, what an idea would save
 
 The terms are in benchmarks/moe_comm/terms.py, the tables in benchmarks/moe_comm/gb200.py. **Every
 time said of our kernels, of the H200 and of 72 ranks is predicted; none has been measured.**
@@ -32,6 +31,8 @@ from benchmarks import common
 from benchmarks.moe_comm import gb200, terms
 from benchmarks.moe_comm.gb200 import Published
 from benchmarks.moe_comm.terms import Constants, Machine, Protocol, Work
+from benchmarks.reporting import tables
+from benchmarks.reporting.files import Result
 
 SCHEMA = 1
 LABEL = "predicted"
@@ -94,7 +95,7 @@ class Fit(NamedTuple):
 
 
 def work_of(one: Published) -> Work:
-    """The call a published figure is of."""
+    """Return the call that a published figure is of."""
     return Work(
         one.ep_size,
         one.tokens,
@@ -107,7 +108,7 @@ def work_of(one: Published) -> Work:
 
 
 def reference_us(one: Published, constants: Constants) -> float:
-    """What the model says of the published kernels at this figure."""
+    """Return the model's time of the published kernels for this figure."""
     return terms.time_us(
         one.verb, work_of(one), terms.GB200, terms.REFERENCE, constants, has_sync=one.has_sync
     )
@@ -116,7 +117,7 @@ def reference_us(one: Published, constants: Constants) -> float:
 def calibrate(
     figures: Sequence[Published], launch_us: float = LAUNCH_US, near: Constants | None = None
 ) -> Fit:
-    """Constants that make the reference's times those of the figures, in relative terms.
+    """Fit the constants to the figures: the reference's times, in relative terms.
 
     Args:
         near: where to begin: another fit's, which saves most of the search.
@@ -148,14 +149,14 @@ def calibrate(
 
 
 def _inside(near: Constants, parameter: Parameter) -> float:
-    """A constant's value, off the bounds that a fit cannot begin on."""
+    """Return a constant's value, off the bounds, on which a fit cannot begin."""
     margin = 1e-3 * (parameter.high - parameter.low)
     value: float = getattr(near, parameter.name)
     return min(max(value, parameter.low + margin), parameter.high - margin)
 
 
 def error_rows(figures: Iterable[Published], constants: Constants) -> list[Row]:
-    """Each figure beside the model; error = predicted / published - 1."""
+    """Return each figure beside the model; error = predicted / published - 1."""
     names = ("source", "verb", "ep_size", "tokens", "recipe", "has_sync")
     rows = []
     for one in figures:
@@ -166,7 +167,7 @@ def error_rows(figures: Iterable[Published], constants: Constants) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """Of the errors' sizes: median, 90th percentile, worst and where; and the mean error's sign."""
+    """Return median, 90th percentile and worst of the errors' sizes; and the mean error."""
     frame = pd.DataFrame(rows)
     sizes = frame.error.abs()
     worst = rows[int(sizes.argmax())]
@@ -195,7 +196,7 @@ class Study(NamedTuple):
 
 
 def study() -> Study:
-    """Fits of the published tables, once whole, once without each ep_size.
+    """Fit the published tables, once whole, once without each ep_size.
 
     Raises:
         TableError: a table contradicts itself.
@@ -216,7 +217,7 @@ def study() -> Study:
 
 
 def validation(found: Study) -> Row:
-    """Errors of the fit, of every table by a fit that has not seen it, and of other figures."""
+    """Return the errors of the fit, of every table by a fit without it, and of other figures."""
     tables, constants = gb200.tables(), found.full.constants
     rows = error_rows(tables, constants)
     unseen = {
@@ -242,7 +243,7 @@ def validation(found: Study) -> Row:
 
 
 def parameter_rows(found: Study) -> list[Row]:
-    """Every constant: value, standard error, range over the other fits, what one would expect."""
+    """Return every constant: value, standard error, range over the fits, what one would expect."""
     launch: Row = {"name": "launch_us", "unit": "us", "value": found.full.constants.launch_us}
     launch |= {"known_from": "assumed", "range": list(LAUNCH_RANGE)}
     rows = [launch | {"meaning": "one more kernel in a stream or graph"}]
@@ -258,8 +259,10 @@ def parameter_rows(found: Study) -> list[Row]:
 
 
 def predict(work: Work, machine: Machine, protocol: Protocol, found: Study) -> Row:
-    """Both verbs of one call, with the range over all fits. `low_us` and `high_us` say how far the
-    tables determine the constants, and nothing of what the model leaves out.
+    """Predict both verbs of one call, with the range over all fits.
+
+    `low_us` and `high_us` say how far the tables determine the constants, and nothing of what the
+    model leaves out.
     """
     row: Row = {
         "label": LABEL,
@@ -283,34 +286,22 @@ def predict(work: Work, machine: Machine, protocol: Protocol, found: Study) -> R
 
 
 def is_extrapolated(work: Work, machine: Machine, protocol: Protocol) -> bool:
-    """Whether no published figure of just this machine, kernel and number of ranks was fitted."""
+    """Say whether no published figure of this machine, kernel and number of ranks was fitted."""
     fitted = machine is terms.GB200 and protocol is terms.REFERENCE
     return not (fitted and work.ep_size in gb200.EP_SIZES)
 
 
 def predictions(found: Study) -> list[Row]:
-    """The grid of README's plots and tables."""
+    """Predict the grid of README's plots and tables."""
     cases = [
         (Work(ep_size, tokens), terms.GB200)
         for ep_size, tokens in itertools.product(PREDICTED_EP_SIZES, gb200.BATCHES)
     ]
     cases += [(Work(8, tokens), terms.H200) for tokens in gb200.BATCHES]
-    rows = [
+    return [
         predict(work, machine, protocol, found)
         for (work, machine), protocol in itertools.product(cases, (terms.REFERENCE, terms.OURS))
     ]
-    # Recipes, and random routing: ours only, whose dispatch and combine quantise.
-    formats = [(recipe, "bf16") for recipe in ("fp8_block", "mxfp8", "nvfp4")]
-    formats += [("bf16", combine) for combine in ("fp8_block", "nvfp4")]
-    for machine, tokens, (recipe, combine) in itertools.product(
-        (terms.GB200, terms.H200), WHERE_BATCHES, formats
-    ):
-        work = Work(8, tokens, recipe=recipe, combine=combine)
-        rows.append(predict(work, machine, terms.OURS, found))
-    for recipe in ("bf16", "fp8_block"):
-        work = Work(8, 128, recipe=recipe, router="uniform")
-        rows.append(predict(work, terms.H200, terms.OURS, found))
-    return rows
 
 
 Change = Mapping[str, Any]
@@ -365,7 +356,7 @@ def _called(work: Work, machine: Machine) -> Row:
 
 
 def ideas(work: Work, machine: Machine, constants: Constants) -> list[Row]:
-    """What each idea would save of our kernels' time at this call, most first."""
+    """Return what each idea would save of our kernels' time at this call, most first."""
     rows = []
     for idea in IDEAS:
         changes = {
@@ -381,35 +372,8 @@ def ideas(work: Work, machine: Machine, constants: Constants) -> list[Row]:
     return sorted(rows, key=lambda row: -row["saves_us"])
 
 
-#: From the published protocol to ours, one difference after the other.
-STEPS: tuple[tuple[str, Change], ...] = (
-    ("one launch a verb", {"dispatch_launches": 1, "combine_launches": 1}),
-    ("slots of all k at once", {"routing_reads": 2}),
-    ("payloads side by side", {"one_payload_after_another": False}),
-    ("a whole row a pass, rows split, persistent grid", {"our_grids": True}),
-    ("addresses found while flags travel", {"combine_pass_reads": 1}),
-    ("arrival by acquire and release", {"publish_reads": 2}),
-)
-
-
-def steps(work: Work, machine: Machine, constants: Constants) -> list[Row]:
-    """What each difference between the published protocol and ours changes, in turn."""
-    protocol, rows = terms.REFERENCE, []
-    for name, change in STEPS:
-        after = dataclasses.replace(protocol, **change)
-        row = _called(work, machine) | {"step": name}
-        for verb in terms.VERBS:
-            before_us, after_us = (
-                terms.time_us(verb, work, machine, each, constants) for each in (protocol, after)
-            )
-            row[f"{verb}_us"] = after_us - before_us
-        rows.append(row)
-        protocol = after
-    return rows
-
-
 def where(found: Study) -> list[Row]:
-    """Terms of both protocols on a GB200, largest first."""
+    """Return the terms of both protocols on a GB200, largest first."""
     rows = []
     for ep_size, tokens, protocol, verb in itertools.product(
         (8, 64), WHERE_BATCHES, (terms.OURS, terms.REFERENCE), terms.VERBS
@@ -423,7 +387,7 @@ def where(found: Study) -> list[Row]:
 
 
 def result(found: Study) -> Row:
-    """All that the model says, as it is written."""
+    """Return all that the model says, as it is written."""
     shown = [Work(ep_size, tokens) for ep_size in (8, 64) for tokens in WHERE_BATCHES]
     constants = found.full.constants
     return {
@@ -436,49 +400,25 @@ def result(found: Study) -> Row:
         "validation": validation(found),
         "predictions": predictions(found),
         "where": where(found),
-        "steps": [row for work in shown for row in steps(work, terms.GB200, constants)],
         "ideas": [row for work in shown for row in ideas(work, terms.GB200, constants)],
     }
 
 
-# ---- What is printed.
-
-
-def _print(title: str, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """A table of some columns of the rows."""
+def print_rows(title: str, rows: Sequence[Row], *columns: str) -> None:
+    """Print a table of some columns of the rows."""
     frame = pd.json_normalize(list(rows))[list(columns)]
     print(f"\n{title}\n{frame.to_string(index=False, float_format='{:.3f}'.format)}")
-
-
-def print_fit(made: Row) -> None:
-    """The constants, and how large the errors are."""
-    columns = ["name", "value", "standard_error", "known_from", "range", "expected"]
-    title = "Constants (fitted to 96 published figures of GB200 and 3 without synchronisation)"
-    _print(title, made["parameters"], [*columns, "is_plausible", "meaning"])
-    checked = made["validation"]
-    parts = {"fitted": checked["fitted"]["summary"]}
-    for ep_size, one in checked["leave_one_out"]["by_ep_size"].items():
-        parts[f"EP{ep_size}, not seen by the fit"] = one
-    parts["all four, each not seen"] = checked["leave_one_out"]["summary"]
-    parts |= {f"held out, {name}": one for name, one in checked["held_out"]["summary"].items()}
-    rows = [{"of": name} | one for name, one in parts.items()]
-    columns = ["of", "figures", "median", "p90", "worst", "worst_at.verb", "worst_at.ep_size"]
-    _print("Errors (predicted / published - 1)", rows, [*columns, "worst_at.tokens", "bias"])
 
 
 def print_where(made: Row) -> None:
     for row in made["where"]:
         if row["protocol"] == terms.OURS.name:
-            call = (
-                f"our {row['verb']}, {row['machine']}, EP{row['ep_size']}, {row['tokens']} tokens"
-            )
+            call = f"our {row['verb']}, EP{row['ep_size']}, {row['tokens']} tokens"
             parts = [term | {"of": term["us"] / row["us"]} for term in row["terms"]]
-            _print(f"predicted: {call}: {row['us']:.1f} us", parts, ["us", "of", "name"])
-    columns = ["ep_size", "tokens", "dispatch_us", "combine_us", "step"]
-    _print("predicted: from the published protocol to ours", made["steps"], columns)
+            print_rows(f"predicted: {call}: {row['us']:.1f} us", parts, "us", "of", "name")
     saving = [row for row in made["ideas"] if row["saves_us"] >= LEAST_SAVED_US]
-    columns = ["ep_size", "tokens", "verb", "saves_us", "of", "idea"]
-    _print("predicted: what an idea would save of our kernels", saving, columns)
+    columns = ("ep_size", "tokens", "verb", "saves_us", "of", "idea")
+    print_rows("predicted: what an idea would save of our kernels", saving, *columns)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -486,33 +426,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--errors", action="store_true", help="every figure beside the model")
-    parser.add_argument("--predict", action="store_true", help="the table of predictions")
     parser.add_argument("--where", action="store_true", help="terms, largest first, and ideas")
     parser.add_argument("--output_file", type=Path, help="JSON of all of it")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="PNGs; needs --output_file")
     given = parser.parse_args(arguments)
-    if given.plot is not None and given.output_file is None:
-        parser.error("--plot names its result file in the PNGs; add --output_file F")
     made = result(study())
-    print_fit(made)
+    columns = ("name", "value", "standard_error", "known_from", "range", "expected", "meaning")
+    print_rows("Constants, fitted unless it says assumed", made["parameters"], *columns)
+    print("\n" + tables.model(Result(given.output_file or Path("model"), made)))
     for name in ("fitted", "without_sync", "held_out") if given.errors else ():
-        columns = ["verb", "ep_size", "tokens", "recipe", "published_us", "predicted_us", "error"]
-        _print(f"Figures, {name}", made["validation"][name]["rows"], columns)
-    if given.predict:
-        columns = ["machine", "protocol", "ep_size", "tokens", "router", "recipe", "combine_format"]
-        times = ("us", "low_us", "high_us", "logical_gb_s")
-        columns += [f"{verb}.{name}" for verb in terms.VERBS for name in times]
-        title = "PREDICTED, with the range over the fits"
-        _print(title, made["predictions"], [*columns, "is_extrapolated"])
+        columns = ("verb", "ep_size", "tokens", "recipe", "published_us", "predicted_us", "error")
+        print_rows(f"Figures, {name}", made["validation"][name]["rows"], *columns)
     if given.where:
         print_where(made)
     if given.output_file is not None:
         common.write_json(given.output_file, made)
-    if given.plot is not None:
-        from benchmarks.moe_comm import plots
-
-        for path in plots.plot_file(given.output_file, given.plot):
-            print(f"wrote {path}")
 
 
 if __name__ == "__main__":

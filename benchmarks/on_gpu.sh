@@ -7,7 +7,7 @@
 #   benchmarks/on_gpu.sh again NAME...  steps of these by name: what was mended, once more
 #   --rehearse  before the stage: the same steps, small, on CPU ranks and the stand-in for the driver
 #
-# benchmarks/gpu_steps.py has the steps and their limits. Leaves <date>-gpu-<stage>.txt (all that was
+# tests/gpu/day/steps.py has the steps and their limits. Leaves <date>-gpu-<stage>.txt (all that was
 # said), <date>-gpu-<stage>.json (what became of each step) and a JSON file a benchmark in $OUT, or
 # in benchmarks/results/ where OUT is not set. Exit status: 0 all well, 1 a step failed, was cut or
 # found no time, 2 nothing could run.
@@ -70,4 +70,4 @@ fi
 export GPU_STAGES_CARRIED
 
 cd "$view" || exit 2
-"$PYTHON" -m benchmarks.gpu_stages --results "$results" "$@"
+"$PYTHON" -m tests.gpu.day.stages --results "$results" "$@"

@@ -1,1 +1,1 @@
-"""What report.py is made of: result files, documents with blocks, tables, goals, plots."""
+"""Parts of report.py: result files, tables, goals."""

@@ -1,4 +1,4 @@
-"""The goals of the benchmarks' issue beside what the result files say: met, not met, not measured.
+"""Compare the goals of the benchmarks' issue with the result files: met, not met, not measured.
 
 A goal's verdict is computed from the newest file that measured its configuration. The median
 decides; quartiles stand beside it. A goal that names a GPU is judged on that GPU only.
@@ -11,20 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.reporting.files import Page, Result
-from benchmarks.reporting.tables import OURS, table
+from benchmarks.reporting import tables
+from benchmarks.reporting.files import Result
+from benchmarks.reporting.tables import OURS
 
 #: The growth that is asked for, per device: names of series begin with these words.
 DIMENSIONS = ("tokens", "ranks", "top_k", "payload")
 #: Routers that load all ranks alike and leave no rank out.
 ROUTERS = ("uniform", "perfect")
-ROOT = Path(__file__).resolve().parents[2]
+#: Explains knees; from the repository's root.
+NOTES = Path("benchmarks") / "NOTES.md"
 
 Row = dict[str, Any]
 
 
 class Found(NamedTuple):
-    """What was measured for a goal; `low`, `high`: quartiles of the value."""
+    """A goal's measured value; `low`, `high`: its quartiles."""
 
     value: float
     source: Result
@@ -47,7 +49,7 @@ class Goal(NamedTuple):
             return f"{100 * value:.1f}%"
         return f"{value:.2f}x" if self.unit == "x" else f"{value:g}"
 
-    def row(self, page: Page, results: Sequence[Result]) -> list[str]:
+    def row(self, results: Sequence[Result]) -> list[str]:
         bound = f"{100 * self.bound:g}%" if self.unit == "%" else f"{self.bound:g}{self.unit}"
         asked, found = f"{self.sense} {bound}", self.measured(results)
         if found is None:
@@ -58,13 +60,13 @@ class Goal(NamedTuple):
         value += f"; {found.remark}" if found.remark else ""
         compare = operator.ge if self.sense == ">=" else operator.le
         verdict = "met" if compare(found.value, self.bound) else "**not met**"
-        source = f"[{found.source.machine.get('date')}]({page.link(found.source.path)})"
+        source = f"[{found.source.machine.get('date')}]({found.source.link})"
         return [self.work, asked, value, verdict, source]
 
 
-def goals_table(page: Page, results: Sequence[Result]) -> str:
+def table(results: Sequence[Result]) -> str:
     columns = ["work", "goal", "measured (quartiles)", "verdict", "result file"]
-    return table(columns, [goal.row(page, results) for goal in GOALS])
+    return tables.table(columns, [goal.row(results) for goal in GOALS])
 
 
 #: DeepSeek-V3's layer in bf16, as bench_moe_comm.py measures it on CPU ranks and on one H200.
@@ -77,7 +79,7 @@ _GPU = _LAYER | {"device": "cuda", "ep_size": 8, "emulate_ranks": True, "cuda_gr
 def of_layer(
     asked: Row, batches: range, backend: str, what: str, *phases: str
 ) -> Callable[[Sequence[Result]], Found | None]:
-    """The worst row and phase of the newest file that has any of the layer at these batches.
+    """Find the worst row and phase of the newest file that has any of the layer at these batches.
 
     A peer's row that was launched otherwise than ours has no ratio (moe_comm/rows.py), so none.
 
@@ -102,7 +104,7 @@ def of_layer(
 
 def _rows(result: Result, asked: Row, batches: range, backend: str) -> Iterator[Row]:
     is_asked = (
-        result.kind == "moe_comm"
+        result.data.get("kind") == "moe_comm"
         and all(result.options.get(name) == value for name, value in asked.items())
         and result.options.get("router") in ROUTERS
         and (asked["device"] == "cpu" or "H200" in str(result.machine.get("gpu")))
@@ -115,7 +117,7 @@ def _rows(result: Result, asked: Row, batches: range, backend: str) -> Iterator[
 def _values(
     row: Row, what: str, phases: Sequence[str]
 ) -> Iterator[tuple[float, float | None, float | None]]:
-    """Value and quartiles of each phase that has them."""
+    """Yield value and quartiles of each phase that has them."""
     for phase in phases:
         if what == "of_ceiling":
             if (share := row[phase].get("of_ceiling")) is not None:
@@ -126,14 +128,18 @@ def _values(
 
 
 def _which(row: Row) -> str:
-    """Its batch; of emulated ranks, how they were launched."""
+    """Name the row's batch; of emulated ranks, how they were launched."""
     return f"{row['tokens']} tokens" + (f", {row['launch']}" if "launch" in row else "")
 
 
 def served(results: Sequence[Result]) -> Found | None:
-    """Decode tokens/s, ours over gloo's: the least of the numbers of requests."""
+    """Return decode tokens/s, ours over gloo's: the least of the numbers of requests."""
     for result in reversed(results):
-        ratios = result.data.get("ratio", {}).get("gloo_ag_rs") if result.kind == "serve" else None
+        ratios = (
+            result.data.get("ratio", {}).get("gloo_ag_rs")
+            if result.data.get("kind") == "serve"
+            else None
+        )
         if ratios:
             count, least = min(ratios.items(), key=lambda item: item[1]["median"])
             remark = f"{count} requests at once"
@@ -141,40 +147,33 @@ def served(results: Sequence[Result]) -> Found | None:
     return None
 
 
-def knees_left(root: Path) -> Callable[[Sequence[Result]], Found | None]:
-    """How many knees NOTES.md does not explain, plus series that the growth of a device lacks."""
-
-    def measured(results: Sequence[Result]) -> Found | None:
-        newest = {str(r.data.get("device")): r for r in results if r.kind == "growth"}
-        if not newest:
-            return None
-        notes = root / "benchmarks" / "NOTES.md"
-        text = notes.read_text() if notes.exists() else ""
-        left = [knee for result in newest.values() for knee in unexplained(result, text)]
-        missing = [
-            f"{dimension} on {device}"
-            for device, result in newest.items()
-            for dimension in DIMENSIONS
-            if not any(series["name"].startswith(dimension) for series in result.data["series"])
-        ]
-        remark = f"of {', '.join(sorted(newest))}"
-        remark += f"; no curve of {', '.join(missing)}" if missing else ""
-        return Found(len(left) + len(missing), list(newest.values())[-1], remark=remark)
-
-    return measured
+def knees_left(results: Sequence[Result]) -> Found | None:
+    """Count knees that NOTES.md does not explain, and series that the growth of a device lacks."""
+    newest = {str(r.data.get("device")): r for r in results if r.data.get("kind") == "growth"}
+    if not newest:
+        return None
+    notes = NOTES.read_text() if NOTES.exists() else ""
+    left = [knee for result in newest.values() for knee in unexplained(result, notes)]
+    missing = [
+        f"{dimension} on {device}"
+        for device, result in newest.items()
+        for dimension in DIMENSIONS
+        if not any(series["name"].startswith(dimension) for series in result.data["series"])
+    ]
+    remark = f"of {', '.join(sorted(newest))}"
+    remark += f"; no curve of {', '.join(missing)}" if missing else ""
+    return Found(len(left) + len(missing), list(newest.values())[-1], remark=remark)
 
 
-def unexplained(result: Result, notes: str) -> Iterator[str]:
-    """Ids of the knees that neither the file nor the notes explain."""
-    for series in result.data["series"]:
-        for knee in series["knees"]:
-            if not knee.get("explanation") and f"`{knee['id']}`" not in notes:
-                yield knee["id"]
+def unexplained(result: Result, notes: str) -> list[str]:
+    """Return the ids of the knees that the notes do not name."""
+    ids = [knee["id"] for series in result.data["series"] for knee in series["knees"]]
+    return [name for name in ids if f"`{name}`" not in notes]
 
 
 def model_error(results: Sequence[Result]) -> Found | None:
-    """Median error of the analytical model against the published rows it was fitted to."""
-    result = next((each for each in reversed(results) if each.kind == "model"), None)
+    """Return the model's median error against the published rows that it was fitted to."""
+    result = next((each for each in reversed(results) if each.data.get("kind") == "model"), None)
     if result is None:
         return None
     checked = result.data["validation"]
@@ -212,6 +211,6 @@ GOALS = (
     Goal(f"{_ALIKE}, up to 64 tokens: combine, {_PART}", "<=", 0.4, "x", _COMBINE),
     Goal(f"{_ALIKE}, 2048 tokens: bandwidth against FlashInfer", ">=", 1.1, "x", _RATES),
     Goal(f"{_EMULATED}, 2048 tokens: bandwidth against device copy", ">=", 0.90, "%", _GPU_COPY),
-    Goal(f"growth: {_GROWTH}; knees unexplained or curves missing", "<=", 0, "", knees_left(ROOT)),
+    Goal(f"growth: {_GROWTH}; knees unexplained or curves missing", "<=", 0, "", knees_left),
     Goal(_MODEL, "<=", 0.15, "%", model_error),
 )

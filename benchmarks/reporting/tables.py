@@ -1,17 +1,18 @@
-"""Tables of result files, as Markdown. All numbers come out of the file, also the caption's."""
+"""Render result files as Markdown. All numbers come out of the file, also the caption's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from benchmarks.reporting.files import Page, Result
+from benchmarks.reporting.files import Result
 
 #: How a backend is called where people read it.
 NAMES = {
     "moe_nvlink": "**moe_nvlink**",
+    "moe_nvlink_one_launch": "**moe_nvlink**",
     "gloo_gather": "gloo all-gather + reduce-scatter",
     "gloo_gather_full": "gloo all-gather + reduce-scatter, packing and reducing timed",
     "all_to_all": "torch all_to_all_single, both ways",
@@ -32,134 +33,117 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body])
 
 
-def caption(page: Page, result: Result, before: str) -> str:
-    """What was measured, by which command, on what, when: the paragraph above a table."""
+def shown(result: Result, method: str, *parts: str) -> str:
+    """Say what was measured, by which command, on what, when; then show tables and notes."""
     machine = result.machine
     what = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
-    return (
-        f"{before}. `{machine.get('command')}`, {what}, {machine.get('date')}, commit "
-        f"{machine.get('commit')} ([result file]({page.link(result.path)})):"
+    source = f" ([result file]({result.link}))" if result.link else ""
+    caption = (
+        f"{method}. `{machine.get('command')}`, {what}, {machine.get('date')}, commit "
+        f"{machine.get('commit')}{source}:"
     )
+    return "\n\n".join([caption, *filter(None, parts)])
+
+
+def notes(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def layer(result: Result) -> str:
-    """The shape of the layer, out of the options."""
+    """Return the shape of the layer, out of the options."""
     options = result.options
-    forms = ("{ep_size} ranks", "hidden size {hidden_size}", "top_k {top_k}")
-    shape = ", ".join((*forms, "{num_experts} experts", "{dtype}")).format(**options)
+    text = "{ep_size} ranks, hidden size {hidden_size}, top_k {top_k}, {num_experts} experts, "
     formats = [f"{n} {options[n]}" for n in ("recipe", "combine", "router") if n in options]
-    return ", ".join([shape, *formats])
+    return ", ".join([(text + "{dtype}").format(**options), *formats])
 
 
 def us(value: float) -> str:
-    """Microseconds, three digits or more."""
+    """Format microseconds with three digits or more."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def spread(ratio: Row | None) -> str:
-    """A ratio and its quartiles; of none, nothing."""
+    """Format a ratio and its quartiles; of none, nothing."""
     if not ratio:
         return ""
     middle = ratio.get("ratio", ratio.get("median"))
     return f"{middle:.2f} ({ratio['q25']:.2f}..{ratio['q75']:.2f})"
 
 
-def times(found: Row | None, unit: str = "_us") -> str:
-    """A median and its quartiles; of none, nothing."""
-    if not found:
-        return ""
+def times(found: Row, unit: str = "_us") -> str:
+    """Format a median and its quartiles."""
     middle, low, high = (us(found[name + unit]) for name in ("median", "q25", "q75"))
     return f"{middle} ({low}..{high})"
-
-
-def percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
-def of_batches(result: Result, batches: Collection[int]) -> list[Row]:
-    """The rows of these tokens per rank; of no batches, all rows."""
-    return [row for row in result.data["rows"] if not batches or row["tokens"] in batches]
 
 
 # --- kind "moe_comm": bench_moe_comm.py -----------------------------------------------------------
 
 
-def moe_comm(page: Page, result: Result, batches: Collection[int] = ()) -> str:
-    """The table of bench_moe_comm.py; `batches`: of these tokens per rank only."""
+def moe_comm(result: Result) -> str:
+    """Render all rows, the ceiling's method, what each backend is spared, what is not shown."""
     columns = ["tokens per rank", "exchange", *(f"{phase} us (quartiles)" for phase in PHASES)]
     columns += ["times ours (quartiles)", "GB/s logical / wire", "of ceiling"]
-    options, body = result.options, list[list[str]]()
-    for row in of_batches(result, batches):
-        name, one_launch = NAMES.get(row["backend"], row["backend"]), row.get("one_launch")
-        beside = f"{name}, {row['launch']}" if one_launch else str(name)
-        body.append(_moe_comm_row(row, beside, _times_ours(row)))
-        if one_launch:  # ours alone, beside ours launched as the peers are
-            apart = {**one_launch, "tokens": row["tokens"]}
-            body.append(_moe_comm_row(apart, f"{name}, {apart['launch']}", "not comparable"))
-    ranks = "ranks emulated on one device" if options.get("emulate_ranks") else "one rank a process"
-    method = f"{layer(result)}; {ranks}; median of {options['iters']} iterations"
-    return "\n\n".join([caption(page, result, method), table(columns, body)])
+    ranks = (
+        "ranks emulated on one device"
+        if result.options.get("emulate_ranks")
+        else "one rank a process"
+    )
+    method = f"{layer(result)}; {ranks}; median of {result.options['iters']} iterations"
+    rows = result.data["rows"]
+    body = [_moe_comm_row(row) for row in rows]
+    said = [f"Ceiling: {result.data.get('ceiling', 'not stated')}."]
+    said += [f"{_name(row)}: {row['given']}." for row in rows if row.get("given")]
+    said += [f"Not measured: {text}." for text in result.data.get("not_measured", [])]
+    return shown(result, method, table(columns, body), notes(dict.fromkeys(said)))
 
 
-def _times_ours(row: Row) -> str:
-    if row["backend"] == OURS:
-        return "1"
-    ratio = row.get("ratio_to_ours", {}).get("both")
-    return spread(ratio) or ("not comparable" if "not_comparable" in row else "")
+def _name(row: Row) -> str:
+    """Name the backend; of emulated ranks, how they were launched."""
+    name = NAMES.get(row["backend"], row["backend"])
+    return f"{name}, {row['launch']}" if "launch" in row else str(name)
 
 
-def _moe_comm_row(row: Row, name: str, times_ours: str) -> list[str]:
-    both = row["both"]
-    rates = f"{both['logical_gb_s']:.2f} / {both['wire_gb_s']:.2f}"
-    cells = [str(row["tokens"]), name, *(times(row[phase]) for phase in PHASES)]
-    return [*cells, times_ours, rates, percent(both.get("of_ceiling"))]
-
-
-def moe_comm_whole(page: Page, result: Result) -> str:
-    """All rows; how the ceiling was measured, what each was spared, what is not shown."""
-    lines = [f"- Ceiling: {result.data.get('ceiling', 'not stated')}."]
-    given = {row["backend"]: row.get("given") for row in result.data["rows"]}
-    lines += [f"- {NAMES.get(name, name)}: {text}." for name, text in given.items() if text]
-    lines += [
-        f"- {NAMES.get(row['backend'], row['backend'])}, {row['tokens']} tokens: no ratio, because "
-        f"it is launched as {row['not_comparable']}."
-        for row in result.data["rows"]
-        if "not_comparable" in row
+def _moe_comm_row(row: Row) -> list[str]:
+    both, share = row["both"], row["both"].get("of_ceiling")
+    ours = "1" if row["backend"] == OURS else spread(row.get("ratio_to_ours", {}).get("both"))
+    return [
+        *(str(row["tokens"]), _name(row), *(times(row[phase]) for phase in PHASES)),
+        ours or ("not comparable" if "launch" in row else ""),
+        f"{both['logical_gb_s']:.2f} / {both['wire_gb_s']:.2f}",
+        "" if share is None else f"{share:.0%}",
     ]
-    lines += [f"- Not measured: {text}." for text in result.data.get("not_measured", [])]
-    notes = "\n".join(line.replace("..", ".") for line in lines)
-    return f"{moe_comm(page, result)}\n\n{notes}"
 
 
 # --- recipes, the LM head, a launch, serving ------------------------------------------------------
 
 
-def recipes(page: Page, result: Result, batches: Collection[int] = ()) -> str:
-    """Every recipe's dispatch and every format's combine, of these tokens per rank."""
+def recipes(result: Result) -> str:
+    """Render every recipe's dispatch and every format's combine."""
     columns = ["tokens per rank", "verb", "format", "bytes to other ranks, per token", "ms"]
     columns += ["times faster than bf16", "fused faster than quantising first"]
-    body = []
-    for row in of_batches(result, batches):
-        if row["name"].endswith(("two steps", "torch")):
-            continue
-        name, wire = row["name"].removesuffix(" fused"), row.get("wire_bytes_per_token")
-        cells = [str(row["tokens"]), row["verb"], name, "" if wire is None else f"{wire:.0f}"]
-        faster = row.get("times_bf16") if name != "bf16" else None
-        cells += [f"{row['median_us'] / 1e3:.1f}", spread(faster)]
-        body.append([*cells, spread(row.get("over_two_steps"))])
+    body = [
+        [
+            *(str(row["tokens"]), row["verb"], row["name"].removesuffix(" fused")),
+            *(f"{row['wire_bytes_per_token']:.0f}", f"{row['median_us'] / 1e3:.1f}"),
+            spread(row.get("times_bf16") if row["name"] != "bf16" else None),
+            spread(row.get("over_two_steps")),
+        ]
+        for row in result.data["rows"]
+        if not row["name"].endswith(("two steps", "torch"))
+    ]
     method = (
         f"{layer(result)}; median of {result.options['iterations']} iterations, in brackets "
         "the quartiles of single iterations"
     )
-    return "\n\n".join([caption(page, result, method), table(columns, body)])
+    return shown(result, method, table(columns, body))
 
 
-def lm_head(page: Page, result: Result) -> str:
-    """Work of the whole head on every rank over that of the head split, by rows and groups."""
+def lm_head(result: Result) -> str:
+    """Render the work of the whole head on every rank over that of the split head."""
     groups, options = result.data["groups"], result.options
-    counts = [str(row["rows"]) for row in groups[0]["rows"]]
     on_cpu = "work_ratio" in groups[0]["rows"][0]
     field, what = ("work_ratio", "Work on all cores") if on_cpu else ("ratio", "Time of a step")
+    columns = ["rows a rank", *(str(row["rows"]) for row in groups[0]["rows"])]
     body = [
         [f"groups of {group['tp_size']}", *(f"{row[field]:.2f}" for row in group["rows"])]
         for group in groups
@@ -168,11 +152,8 @@ def lm_head(page: Page, result: Result) -> str:
         f"{what}, replicated over split; vocabulary {options['vocab']}, "
         f"hidden size {options['hidden']}, {options['dtype']}"
     )
-    parts = [caption(page, result, method), table(["rows a rank", *counts], body)]
-    parts.append("\n".join(f"- {_crossover(group)}" for group in groups))
-    if "note" in result.data:
-        parts.append(f"Noted when it was recorded: {result.data['note']}")
-    return "\n\n".join(parts)
+    noted = f"Noted when it was recorded: {result.data['note']}" if "note" in result.data else ""
+    return shown(result, method, table(columns, body), notes(map(_crossover, groups)), noted)
 
 
 def _crossover(group: Row) -> str:
@@ -183,60 +164,57 @@ def _crossover(group: Row) -> str:
     return f"groups of {group['tp_size']}: split, it is {less}, and {more}"
 
 
-def launch(page: Page, result: Result) -> str:
-    """Host cost of a launch, level by level."""
+def launch(result: Result) -> str:
+    """Render the host cost of a launch, level by level."""
+    fields = {"median_us": "us, median", "min_us": "least", "p95_us": "p95"}
     body = [
-        [name, *(f"{row[field]:.2f}" for field in ("median_us", "min_us", "p95_us"))]
+        [name, *(f"{row[field]:.2f}" for field in fields)]
         for name, row in result.data["rows"].items()
     ]
     method = f"Driver: {result.data['driver']}; {result.data['tokens']} tokens"
-    columns = ["level", "us, median", "least", "p95"]
-    return "\n\n".join([caption(page, result, method), table(columns, body)])
+    return shown(result, method, table(["level", *fields.values()], body))
 
 
-def serve(page: Page, result: Result) -> str:
-    """Decode tokens/s of the server through each backend, and ours over the others."""
+def serve(result: Result) -> str:
+    """Render decode tokens/s of the server through each backend, and ours over the others."""
     columns = ["requests at once", "exchange", "decode tokens/s (quartiles)"]
     body = []
     for row in sorted(result.data["rows"], key=lambda row: int(row["concurrency"])):
-        count, name = str(row["concurrency"]), NAMES.get(row["backend"], row["backend"])
+        count = str(row["concurrency"])
         ratio = result.data["ratio"].get(row["backend"], {}).get(count)
-        body.append([count, name, times(row["decode_tokens_per_s"], ""), spread(ratio) or "1"])
-    options = result.options
-    method = (
-        f"vLLM server of {result.data['ep_size']} ranks, {options['layers']} layers, hidden size "
-        f"{options['hidden_size']}, top_k {options['top_k']}, {options['num_experts']} experts; "
-        f"every answer {options['tokens']} tokens, median of {options['rounds']} rounds"
+        rate = times(row["decode_tokens_per_s"], "")
+        body.append([count, _name(row), rate, spread(ratio) or "1"])
+    text = (
+        "vLLM server of {ep_size} ranks, {layers} layers, hidden size {hidden_size}, top_k {top_k},"
+        " {num_experts} experts; every answer {tokens} tokens, median of {rounds} rounds"
     )
-    shown = table([*columns, "ours over it (quartiles)"], body)
-    return "\n\n".join([caption(page, result, method), shown])
+    method = text.format(ep_size=result.data["ep_size"], **result.options)
+    return shown(result, method, table([*columns, "ours over it (quartiles)"], body))
 
 
 # --- growth, the model ----------------------------------------------------------------------------
 
 
-def growth(page: Page, result: Result) -> str:
-    """Each series' curve, how far its points lie off it, and the knees; then the points."""
-    body, means = [], dict[str, None]()
-    by_dimension: dict[str, list[Row]] = {}
+def growth(result: Result) -> str:
+    """Render each series' curve, how far its points lie off it, and the knees; then the points."""
+    body, dimensions = [], dict[str, list[Row]]()
     for series in result.data["series"]:
         fit, points = series["fit"], series["points"]
         off = sorted(abs(each) for each in fit["off"])
         knees = ", ".join(f"`{knee['id']}`" for knee in series["knees"]) or "none"
         spanned = f"{series['x_label']}, {points[0][0]:g} to {points[-1][0]:g}"
-        amounts = f"{percent(off[len(off) // 2])}, {percent(off[-1])}"
+        amounts = f"{off[len(off) // 2]:.0%}, {off[-1]:.0%}"
         body.append([series["name"], spanned, f"`{fit['printed']}`", amounts, knees])
-        means[f"- {series['dimension']}: {fit['where']}."] = None
-        by_dimension.setdefault(series["dimension"], []).append(series)
+        dimensions.setdefault(series["dimension"], []).append(series)
     columns = ["series", "x", "fitted curve, us", "off it: median, most", "knees"]
-    parts = [caption(page, result, result.data["shows"]), table(columns, body), "\n".join(means)]
-    parts += [_points(of) for of in by_dimension.values()]
-    left_out = [f"- Not measured: {text}." for text in result.data["not_measured"]]
-    return "\n\n".join([*parts, "\n".join(left_out)]).strip()
+    means = notes(f"{name}: {of[0]['fit']['where']}." for name, of in dimensions.items())
+    left_out = notes(f"Not measured: {text}." for text in result.data["not_measured"])
+    curves = (table(columns, body), means, *map(_points, dimensions.values()), left_out)
+    return shown(result, result.data["shows"], *curves)
 
 
 def _points(of_dimension: Sequence[Row]) -> str:
-    """A dimension's points, one column each."""
+    """Render a dimension's points, one column each."""
     body = []
     for series in of_dimension:
         body.append([f"{series['phase']}, us", *(us(point[1]) for point in series["points"])])
@@ -247,8 +225,8 @@ def _points(of_dimension: Sequence[Row]) -> str:
     return table([first["x_label"], *(f"{point[0]:g}" for point in first["points"])], body)
 
 
-def model(page: Page, result: Result) -> str:
-    """How well the model repeats what was published, and what it predicts of ours."""
+def model(result: Result) -> str:
+    """Render how well the model repeats what was published, and what it predicts of ours."""
     checked = result.data["validation"]
     errors = {"fitted": checked["fitted"]["summary"]}
     for ep_size, one in checked["leave_one_out"]["by_ep_size"].items():
@@ -260,12 +238,12 @@ def model(page: Page, result: Result) -> str:
     ]
     columns = ["published figures", "of them", "median error", "90th percentile", "worst"]
     predicted = "Predicted, dispatch + combine, us (range over all fits of the tables):"
-    parts = [caption(page, result, result.data["shows"]), table(columns, body)]
-    return "\n\n".join([*parts, predicted, _predictions(result)])
+    parts = (table(columns, body), predicted, _predictions(result))
+    return shown(result, result.data["shows"], *parts)
 
 
 def _predictions(result: Result) -> str:
-    """Unquantised rows under the default routing, of each machine, kernel and number of ranks."""
+    """Render unquantised rows under the default routing, by machine, kernel and number of ranks."""
     rows = pd.DataFrame(result.data["predictions"])
     plain = (rows["recipe"] == "bf16") & (rows["combine_format"] == "bf16")
     rows = rows[plain & rows["tokens"].isin([1, 64, 512, 2048]) & (rows["router"] != "uniform")]

@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import shutil
-import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,16 +25,13 @@ import torch.distributed as dist
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.exchange.all_to_all import Dispatched, DispatchMetadata
 
-#: Which exchange the workers get: a key of EXCHANGES; unset or empty leaves ours.
-EXCHANGE_VARIABLE = "BENCH_SERVE_EXCHANGE"
-#: 1: also count the seconds that workers spend in dispatch and combine, waiting included.
-TIMED_VARIABLE = "BENCH_SERVE_TIMED"
+NAME = "gloo_ag_rs"
 
 
 class PeerStats(NamedTuple):
-    """What one rank's collectives moved, for the file that our manager writes. Counts and bytes."""
+    """Counts and bytes of one rank's collectives, for the file that our manager writes."""
 
-    exchange: str
+    exchange: str = NAME
     rounds: int = 0
     tokens: int = 0
     padded_tokens: int = 0
@@ -52,9 +46,6 @@ class GlooExchange:
     the padding is left out of what the experts get, by recv_counts.
     """
 
-    name = "gloo_ag_rs"
-    packed = True
-
     def __init__(
         self, config: AllToAllConfig, group: Any, counts: Callable[[], list[int]] | None = None
     ) -> None:
@@ -66,7 +57,7 @@ class GlooExchange:
         self._counts = counts or _tokens_of_step
         self._steps: dict[int, Buffers] = {}
         self._step = self._buffers(1)
-        self._stats = PeerStats(self.name)
+        self._stats = PeerStats()
 
     @classmethod
     def create(
@@ -77,14 +68,14 @@ class GlooExchange:
         *,
         share_with: Any = None,
     ) -> GlooExchange:
-        """As MoeAllToAll.create; no memory is shared, so share_with changes nothing."""
+        """Create as MoeAllToAll.create; no memory is shared, so share_with changes nothing."""
         if torch.device(device).type != "cpu":
             raise ValueError(f"the peer works on CPU ranks, not on {device}")
         return cls(config, group)
 
     @property
     def config(self) -> AllToAllConfig:
-        """Ours, with this step's largest batch as capacity: where rows lie follows from it."""
+        """Return ours with this step's largest batch as capacity: rows lie accordingly."""
         return self._step.config
 
     def dispatch(
@@ -96,7 +87,7 @@ class GlooExchange:
         scales: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
     ) -> Dispatched:
-        """As MoeAllToAll.dispatch; every rank gets all rows. Collective."""
+        """Dispatch as MoeAllToAll.dispatch; every rank gets all rows. Collective."""
         assert scales is None
         assert global_scale is None
         counts = self._counts()
@@ -104,25 +95,25 @@ class GlooExchange:
         if counts[self._given.ep_rank] != count:
             raise RuntimeError(f"vLLM agreed on {counts} tokens, and this rank has {count}")
         self._step = step = self._buffers(max(counts))
-        for mine, given in zip(step.sent, (hidden_states, topk_ids, topk_weights), strict=True):
-            mine[:count].copy_(given)
-        for sent, received in step.wires:
-            dist.all_gather_into_tensor(received, sent, group=self._group)
-        hidden, ids, weights = step.received
+        given = (hidden_states, topk_ids, topk_weights)
+        for mine, part in zip(self._columns(step.sent), given, strict=True):
+            mine[:count].copy_(part)
+        dist.all_gather_into_tensor(step.received, step.sent, group=self._group)
+        hidden, ids, weights = self._columns(step.received)
         self._count(count, step)
         # Of our metadata, combine needs the number of tokens.
         metadata = DispatchMetadata(topk_ids, 0, 0, self._stats.rounds)
         return Dispatched(hidden, None, ids, weights, (), torch.tensor(counts), metadata)
 
     def combine_input(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As MoeAllToAll.combine_input. Local."""
+        """Return the region as MoeAllToAll.combine_input. Local."""
         assert dtype in (None, self._given.dtype)
         return self._step.partial
 
     def combine(
         self, expert_output: torch.Tensor, metadata: DispatchMetadata, *, output: torch.Tensor
     ) -> torch.Tensor:
-        """As MoeAllToAll.combine: the ranks' rows of this rank's tokens, added up. Collective."""
+        """Add up the ranks' rows of this rank's tokens, as MoeAllToAll.combine. Collective."""
         count = metadata.send_slots.shape[0]
         in_place = count == self._step.reduced.shape[0] and output.is_contiguous()
         reduced = output if in_place else self._step.reduced
@@ -132,87 +123,67 @@ class GlooExchange:
         return output
 
     def stats(self) -> PeerStats:
-        """Totals of this rank. Local."""
+        """Return totals of this rank. Local."""
         return self._stats
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give nothing back."""
 
     def _buffers(self, capacity: int) -> Buffers:
         if capacity not in self._steps:
-            self._steps[capacity] = Buffers.of(self._given, capacity, packed=self.packed)
+            self._steps[capacity] = Buffers.of(self._given, capacity)
         return self._steps[capacity]
+
+    def _columns(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return rows, int32 ids and fp32 weights in packed bytes `[rows, bytes]`."""
+        parts = torch.split(packed, _widths(self._given), dim=1)
+        dtypes = (self._given.dtype, torch.int32, torch.float32)
+        return tuple(part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True))
 
     def _count(self, tokens: int, step: Buffers) -> None:
         before, peers = self._stats, self._given.ep_size - 1
-        gathered = sum(sent.nbytes for sent, _received in step.wires)
         self._stats = before._replace(
             rounds=before.rounds + 1,
             tokens=before.tokens + tokens,
             padded_tokens=before.padded_tokens + len(step.reduced),
-            bytes_allgather=before.bytes_allgather + peers * gathered,
+            bytes_allgather=before.bytes_allgather + peers * step.sent.nbytes,
             bytes_reducescatter=before.bytes_reducescatter + peers * step.reduced.nbytes,
         )
 
 
-class UnpackedGlooExchange(GlooExchange):
-    """The same with an all-gather each for rows, ids and weights, as vLLM's backend on GPUs."""
-
-    name = "gloo_ag_rs_unpacked"
-    packed = False
-
-
-EXCHANGES = {kind.name: kind for kind in (GlooExchange, UnpackedGlooExchange)}
+def _widths(config: AllToAllConfig) -> list[int]:
+    """Return the bytes of one token's row, ids and weights."""
+    return [config.hidden_size * config.dtype.itemsize, config.top_k * 4, config.top_k * 4]
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Where batches of one padded size travel.
+    """Tensors in which batches of one padded size travel.
 
-    wires: what each all-gather sends and receives. sent `[capacity, ...]`, received `[ep_size *
-    capacity, ...]`: rows, int32 ids and fp32 weights; the wires, or columns of the only one.
+    sent `[capacity, bytes]`, received `[ep_size * capacity, bytes]`: rows, ids and weights, packed.
     partial `[ep_size * capacity, hidden]`, reduced `[capacity, hidden]`.
     """
 
     config: AllToAllConfig
-    wires: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    sent: tuple[torch.Tensor, ...]
-    received: tuple[torch.Tensor, ...]
+    sent: torch.Tensor
+    received: torch.Tensor
     partial: torch.Tensor
     reduced: torch.Tensor
 
     @staticmethod
-    def of(config: AllToAllConfig, capacity: int, *, packed: bool) -> Buffers:
-        columns = (
-            (config.dtype, config.hidden_size),
-            (torch.int32, config.top_k),
-            (torch.float32, config.top_k),
-        )
-        widths = [dtype.itemsize * elements for dtype, elements in columns]
-        rows = config.ep_size * capacity
-        ends = []
-        for count in (capacity, rows):
-            if packed:
-                whole = torch.zeros(count, sum(widths), dtype=torch.uint8)
-                parts, wire = torch.split(whole, widths, dim=1), [whole]
-            else:
-                parts = tuple(torch.zeros(count, width, dtype=torch.uint8) for width in widths)
-                wire = [*parts]
-            of_type = zip(parts, columns, strict=True)
-            ends.append((wire, tuple(part.view(dtype) for part, (dtype, _elements) in of_type)))
-        (send, sent), (receive, received) = ends
+    def of(config: AllToAllConfig, capacity: int) -> Buffers:
+        rows, width = config.ep_size * capacity, sum(_widths(config))
         return Buffers(
             dataclasses.replace(config, max_tokens_per_rank=capacity),
-            tuple(zip(send, receive, strict=True)),
-            sent,
-            received,
+            torch.zeros(capacity, width, dtype=torch.uint8),
+            torch.zeros(rows, width, dtype=torch.uint8),
             torch.zeros(rows, config.hidden_size, dtype=config.dtype),
             torch.zeros(capacity, config.hidden_size, dtype=config.dtype),
         )
 
 
 def _tokens_of_step() -> list[int]:
-    """Tokens of each data-parallel rank, which vLLM agrees on for every step anyway."""
+    """Return the tokens of each data-parallel rank, on which vLLM agrees for every step anyway."""
     from vllm.forward_context import get_forward_context
 
     metadata = get_forward_context().dp_metadata
@@ -222,48 +193,14 @@ def _tokens_of_step() -> list[int]:
     return counts
 
 
-def timed(kind: Any) -> Any:
-    """A subclass whose stats also have the seconds spent in dispatch and combine."""
-
-    class Timed(kind):  # type: ignore[misc]
-        exchange_s = 0.0
-
-        def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-            return self._clocked(super().dispatch, *args, **kwargs)
-
-        def combine(self, *args: Any, **kwargs: Any) -> Any:
-            return self._clocked(super().combine, *args, **kwargs)
-
-        def _clocked(self, verb: Any, *args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return verb(*args, **kwargs)
-            finally:
-                self.exchange_s += time.perf_counter() - started
-
-        def stats(self) -> Any:
-            """With the one method that our manager calls."""
-            counters = {**super().stats()._asdict(), "exchange_s": self.exchange_s}
-            return types.SimpleNamespace(_asdict=lambda: counters)
-
-    return Timed
-
-
 def register() -> None:
-    """Called by vLLM in each of its processes: has our manager make the exchange that is asked for.
-
-    Raises KeyError for an exchange that does not exist.
-    """
+    """Have our manager make the peer's exchange. vLLM calls this in each of its processes."""
     pool: Any = importlib.import_module("moe_nvlink_plugin.integration.common.pool")
-    name = os.environ.get(EXCHANGE_VARIABLE)
-    kind: Any = EXCHANGES[name] if name else pool.MoeAllToAll
-    if os.environ.get(TIMED_VARIABLE) == "1":
-        kind = timed(kind)
-    pool.MoeAllToAll = kind
+    pool.MoeAllToAll = GlooExchange
 
 
 def install(folder: Path) -> Path:
-    """Writes this file into `folder` as an installed distribution, as far as vLLM looks for one."""
+    """Write this file into `folder` as an installed distribution, as far as vLLM looks for one."""
     name = "moe_nvlink_bench_serve"
     about = folder / f"{name}-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)

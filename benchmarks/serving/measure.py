@@ -1,11 +1,10 @@
-"""Waves of requests against servers in turns, checked token by token, as throughput with spread."""
+"""Send waves of requests to servers in turns, check every token, measure throughput with spread."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import pandas as pd
@@ -36,10 +35,12 @@ class Server(Protocol):
     """A server that is up: see servers.py."""
 
     name: str
-    pids: list[int]
+
+    @property
+    def pids(self) -> list[int]: ...
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-        """Tokens for prompts that are sent at once, spread over the ranks in turn."""
+        """Return tokens for prompts that are sent at once, spread over the ranks in turn."""
         ...
 
 
@@ -76,7 +77,7 @@ def run_wave(
 
 
 def check(name: str, answers: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
-    """Raises WrongTokensError at the first answer that differs, with its first token that does."""
+    """Raise WrongTokensError at the first answer that differs, with its first token that does."""
     for number, (mine, theirs) in enumerate(zip(answers, expected, strict=True)):
         if list(mine) != list(theirs):
             pairs = zip(mine, theirs, strict=False)
@@ -94,7 +95,7 @@ def interleave(
     rounds: int,
     progress: Callable[[str], None],
 ) -> pd.DataFrame:
-    """Waves as rows: `rounds` of each server, which take turns.
+    """Return waves as rows: `rounds` of each server, which take turns.
 
     Each server first answers a checked wave that is not measured.
     """
@@ -114,7 +115,7 @@ def interleave(
 
 
 def wait_until_idle(server: Server) -> None:
-    """Data-parallel ranks go on for some steps after their last request; returns when they rest.
+    """Wait until the ranks rest: they go on for some steps after their last request.
 
     Returns after IDLE_LIMIT_S in any case: what an idle server uses is in the result.
     """
@@ -127,7 +128,7 @@ def wait_until_idle(server: Server) -> None:
 
 
 def cpu_seconds(servers: Iterable[Server]) -> float:
-    """CPU time of the servers' processes and their threads so far; 0 for those that are gone."""
+    """Return the CPU time of the servers' processes and threads so far; 0 for gone processes."""
     seconds = 0.0
     for pid in (pid for server in servers for pid in server.pids):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -137,13 +138,12 @@ def cpu_seconds(servers: Iterable[Server]) -> float:
 
 
 def spread(values: Any) -> dict[str, float]:
-    """Median and quartiles of a series."""
+    """Return median and quartiles of a series."""
     return {name: float(values.quantile(q)) for name, q in QUANTILES.items()}
 
 
 def rows_of(waves: pd.DataFrame) -> list[dict[str, Any]]:
-    """One row per server and concurrency."""
-    groups = waves.groupby(["backend", "concurrency"])
+    """Return one row per server and concurrency."""
     return [
         {
             "backend": name,
@@ -153,14 +153,12 @@ def rows_of(waves: pd.DataFrame) -> list[dict[str, Any]]:
             "cores_used": float(of.own_cores.median()),
             "cores_used_by_idle_servers": float(of.other_cores.max()),
         }
-        for name in waves.backend.unique()
-        for concurrency in waves.concurrency.unique()
-        for of in [groups.get_group((name, concurrency))]
+        for (name, concurrency), of in waves.groupby(["backend", "concurrency"], sort=False)
     ]
 
 
 def ratios_of(waves: pd.DataFrame, ours: str) -> dict[str, dict[str, dict[str, float]]]:
-    """By peer and concurrency: our throughput over the peer's, round by round, with spread."""
+    """Return our throughput over each peer's, by concurrency, round by round, with spread."""
     rates = waves.set_index(["concurrency", "round", "backend"]).tokens_per_s.unstack()
     return {
         str(peer): {
@@ -170,21 +168,3 @@ def ratios_of(waves: pd.DataFrame, ours: str) -> dict[str, dict[str, dict[str, f
         for peer in rates.columns
         if peer != ours
     }
-
-
-def ask_ranks(
-    complete: Callable[[Sequence[Sequence[int]], int], list[list[int]]],
-    prompts: Sequence[Sequence[int]],
-    ranks: int,
-) -> list[list[int]]:
-    """Request i goes to rank i modulo ranks, all at once; answers in the order of the prompts.
-
-    complete: sends prompts to a rank and returns their tokens.
-    """
-    found: list[list[int]] = [[] for _ in prompts]
-    asked = range(min(ranks, len(prompts)))
-    with ThreadPoolExecutor(ranks) as pool:
-        shares = pool.map(complete, (prompts[rank::ranks] for rank in asked), asked)
-        for rank, answers in enumerate(shares):
-            found[rank::ranks] = answers
-    return found

@@ -1,10 +1,11 @@
-"""The servers that are compared: the same vLLM, flags, model and experts; another exchange."""
+"""Start servers with the same vLLM, flags, model and experts, and each its own exchange."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from moe_nvlink_plugin.integration.demo.demo import EAGER, EP_SIZE, SERVE_FLAGS
 from moe_nvlink_plugin.integration.demo.server import VllmServer
 
 from . import gloo_plugin
-from .measure import ask_ranks
 
 OURS = "moe_nvlink"
-BACKENDS = (OURS, *gloo_plugin.EXCHANGES)
+BACKENDS = (OURS, gloo_plugin.NAME)
 #: Between two MoE layers a rank may wait for a machine that is busy starting another server.
 TIMEOUT_S = 60
 #: Workers write their counters twice a second.
@@ -30,23 +30,16 @@ class NotExchangedError(Exception):
 class ExpertParallelServer:
     """Two data-parallel ranks whose experts are shared; our flag, and the exchange of `backend`."""
 
-    def __init__(
-        self, backend: str, checkpoint: Path, folder: Path, *, max_num_seqs: int, timed: bool
-    ) -> None:
-        """Starts it, without waiting. folder: for logs and counters."""
+    def __init__(self, backend: str, checkpoint: Path, folder: Path, max_num_seqs: int) -> None:
+        """Start the server, without waiting. folder: for logs and counters."""
         self.name = backend
         self._stats_folder = folder / f"stats-{backend}"
         environment = {
             "MOE_NVLINK_STATS_DIR": str(self._stats_folder),
             "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
         }
-        if backend != OURS or timed:
-            # Otherwise not even the plugin's name is there: ours is measured as it is installed.
+        if backend != OURS:  # ours is measured as it is installed
             environment["PYTHONPATH"] = str(gloo_plugin.install(folder / "plugin").resolve())
-            environment[gloo_plugin.EXCHANGE_VARIABLE] = "" if backend == OURS else backend
-            environment[gloo_plugin.TIMED_VARIABLE] = str(int(timed))
-        for old in self._stats_folder.glob("rank*.json"):
-            old.unlink()
         self.server = VllmServer(
             model=checkpoint,
             name=backend,
@@ -54,27 +47,34 @@ class ExpertParallelServer:
             arguments=(*SERVE_FLAGS, EAGER, f"--max-num-seqs={max_num_seqs}"),
             environment=environment,
         )
-        self.pids: list[int] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return self.server.pids
 
     def wait_until_ready(self) -> float:
-        """Seconds since it was started; raises ServerError as VllmServer does."""
-        seconds = self.server.wait_until_ready()
-        self.pids = self.server.pids
-        return seconds
+        """Return seconds since the start; raise ServerError as VllmServer does."""
+        return self.server.wait_until_ready()
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-        """Greedy tokens for prompts that are sent at once, to the ranks in turn."""
+        """Return greedy tokens for prompts that are sent at once, prompt i to rank i % EP_SIZE."""
 
-        def complete(share: Sequence[Sequence[int]], rank: int) -> list[list[int]]:
-            answers = self.server.complete(share, max_tokens=length, rank=rank)
+        def complete(rank: int) -> list[list[int]]:
+            answers = self.server.complete(prompts[rank::EP_SIZE], max_tokens=length, rank=rank)
             return [answer.token_ids for answer in answers]
 
-        return ask_ranks(complete, prompts, EP_SIZE)
+        found: list[list[int]] = [[] for _ in prompts]
+        ranks = range(min(EP_SIZE, len(prompts)))
+        with ThreadPoolExecutor(EP_SIZE) as pool:
+            for rank, answers in zip(ranks, pool.map(complete, ranks), strict=True):
+                found[rank::EP_SIZE] = answers
+        return found
 
     def counters(self) -> list[dict[str, Any]]:
-        """What each rank's exchange has counted, once the counts have come to rest.
+        """Return what each rank's exchange has counted, once the counts have come to rest.
 
-        Raises NotExchangedError when ranks write none.
+        Raises:
+            NotExchangedError: ranks write no counters.
         """
         deadline = time.monotonic() + COUNTERS_LIMIT_S
         before: list[dict[str, Any]] = []
@@ -88,9 +88,11 @@ class ExpertParallelServer:
         raise NotExchangedError(f"{self.name}: {len(before)} of {EP_SIZE} ranks count rounds")
 
     def check_exchanged(self, tokens: int) -> list[dict[str, Any]]:
-        """The counters, which must be of `backend` and of `tokens` tokens (times layers) or more.
+        """Return the counters.
 
-        Raises NotExchangedError.
+        Raises:
+            NotExchangedError: they are of another exchange, or of fewer than `tokens` tokens times
+                layers.
         """
         ranks = self.counters()
         expected = None if self.name == OURS else self.name
@@ -105,14 +107,14 @@ class ExpertParallelServer:
         return ranks
 
     def stop(self) -> None:
-        """Ends its processes; idempotent."""
+        """End the server's processes; idempotent."""
         self.server.stop()
 
 
 def one_rank_tokens(
     checkpoint: Path, folder: Path, prompts: Sequence[Sequence[int]], length: int
 ) -> list[list[int]]:
-    """The answers of an ordinary one-rank server without any plugin, which it starts and stops."""
+    """Start an ordinary one-rank server without any plugin, return its answers, stop it."""
     server = VllmServer(
         model=checkpoint,
         name="one-rank",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from benchmarks.moe_comm.backends import WrongResult
 from benchmarks.moe_comm.options import OptionError, Options
 from benchmarks.moe_comm.processes import RunError
 from benchmarks.reporting import goals, tables
-from benchmarks.reporting.files import Page, Result
+from benchmarks.reporting.files import Result
 
 LINE = (Term("a", "", lambda _x: 1.0), Term("b", "n", lambda x: x))
 CORES, CACHE = 2, 2**25
@@ -151,10 +150,8 @@ def _this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "place_of", lambda _device: growth.Place(CORES, CACHE, True))
 
 
-def measure(
-    folder: Path, machine: Machine, *arguments: str, name: str = "growth.json"
-) -> dict[str, Any]:
-    path = folder / name
+def measure(folder: Path, machine: Machine, *arguments: str) -> dict[str, Any]:
+    path = folder / "growth.json"
     growth.main(["--output_file", str(path), *arguments], machine)
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -194,36 +191,10 @@ def test_a_planted_knee_is_printed_and_listed(
     assert ids == ["cpu-tokens-dispatch-256", "cpu-tokens-combine-256"]
     assert "KNEE cpu-tokens-dispatch-256" in capsys.readouterr().out
     shown = Result(tmp_path / "growth.json", result)
-    text = tables.growth(Page("README.md", tmp_path), shown)
+    text = tables.growth(shown)
     assert "`cpu-tokens-dispatch-256`" in text
     assert "+48%" in text  # the curve gives way by a little
-    assert list(goals.unexplained(shown, "`cpu-tokens-dispatch-256`: a reason")) == ids[1:]
-
-
-def test_dimensions_are_added_to_a_file_and_replaced_in_it(tmp_path: Path) -> None:
-    measure(tmp_path, Machine(), "--dimensions", "tokens")
-    both = measure(tmp_path, Machine({("top_k", 8): 1.0}), "--dimensions", "top_k")
-    assert [one["name"] for one in both["series"]] == [
-        "tokens: dispatch",
-        "tokens: combine",
-        "top_k: dispatch",
-        "top_k: combine",
-    ]
-    again = measure(tmp_path, Machine({("tokens", 256): 1.5}), "--dimensions", "tokens")
-    assert len(again["series"]) == 4
-    assert [len(one["knees"]) for one in again["series"]] == [1, 1, 0, 0]
-    assert all(one["run"]["command"] for one in again["series"])
-
-
-def test_a_file_of_another_machine_is_not_added_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure(tmp_path, Machine(), "--dimensions", "tokens")
-    monkeypatch.setattr(growth, "place_of", lambda _device: growth.Place(64, CACHE, True))
-    machine = Machine()
-    with pytest.raises(SystemExit, match=r"growth\.json is of place .*write another file"):
-        measure(tmp_path, machine, "--dimensions", "top_k")
-    assert machine.asked == []
+    assert goals.unexplained(shown, "`cpu-tokens-dispatch-256`: a reason") == ids[1:]
 
 
 def test_a_run_that_fails_ends_the_sweep_and_keeps_what_was_measured(tmp_path: Path) -> None:
@@ -291,19 +262,26 @@ def test_dear_points_have_fewer_iterations() -> None:
     assert (by_ranks[1], by_ranks[8], by_ranks[64]) == (40, 20, 8)
 
 
-def test_a_budget_leaves_points_out_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ticks = itertools.count()
-    monkeypatch.setattr(growth, "_now", lambda: float(next(ticks)))
-    arguments = ("--dimensions", "top_k", "--passes", "1", "--budget_s", "12")
-    result = measure(tmp_path, Machine(), *arguments)
-    count = len(result["series"][0]["points"])
-    assert 3 <= count < 6
-    assert len(result["not_measured"]) == 6 - count
-    assert "top_k 32: " in result["not_measured"][-1]
-    assert "not measured: top_k 32" in capsys.readouterr().out
-    few = measure(tmp_path, Machine(), *arguments[:-1], "4", name="few.json")
+def test_what_was_measured_before_a_crash_is_left(tmp_path: Path) -> None:
+    class Crashing(Machine):
+        def __call__(self, options: Options) -> list[dict[str, Any]]:
+            if options.hidden_size != 7168:
+                raise WrongResult("rank 1: another row")
+            return super().__call__(options)
+
+    with pytest.raises(WrongResult):
+        measure(tmp_path, Crashing(), "--dimensions", "top_k", "payload")
+    left = json.loads((tmp_path / "growth.json").read_text())
+    assert {one["dimension"] for one in left["series"]} == {"top_k"}
+    assert "incomplete" in left
+
+
+def test_too_few_points_for_a_curve(tmp_path: Path) -> None:
+    class Small(Machine):
+        def __call__(self, options: Options) -> list[dict[str, Any]]:
+            return super().__call__(options) if options.top_k < 4 else []
+
+    few = measure(tmp_path, Small(), "--dimensions", "top_k")
     assert few["series"] == []
     assert any("cannot give 3 coefficients" in text for text in few["not_measured"])
 
@@ -311,11 +289,9 @@ def test_a_budget_leaves_points_out_and_says_so(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget_s", "0"], "--budget_s 0.0 must be above 0"),
         (["--passes", "0"], "--passes 0 must be at least 1"),
         (["--dimensions", "weather"], "invalid choice: 'weather'"),
         (["--hidden_size", "-1"], "hidden_size"),
-        (["--plot", "x.png"], "add --output_file"),
         (["--device", "cuda"], "torch sees no GPU"),
     ],
 )

@@ -32,9 +32,9 @@ os.replace = and_end
 _COMM = "bench_moe_comm.py --ep_size 2 --profile custom --hidden_size 64 --top_k 2 --num_experts 4"
 _COMM += " --batches 1 4 --iters 2 --warmup 0 --output_file PATH"
 _RECIPES = "bench_recipes.py --ep-size 2 --hidden-size 128 --top-k 2 --num-experts 4 --tokens 1 4"
-_RECIPES += " --combines --iterations 2 --warmup 0 --output PATH"
+_RECIPES += " --combines --iterations 2 --warmup 0 --output_file PATH"
 _HEAD = "bench_lm_head.py --groups 2 --vocab 256 --hidden 64 --rows 1 4 --iterations 2"
-_HEAD += " --output PATH"
+_HEAD += " --output_file PATH"
 
 
 @pytest.mark.parametrize(

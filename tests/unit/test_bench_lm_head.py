@@ -41,7 +41,7 @@ def run(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
     output = folder / "result.json"
     command = [sys.executable, str(ROOT / "benchmarks/bench_lm_head.py"), *SMALL, *options]
     done = subprocess.run(
-        [*command, "--output", str(output)],
+        [*command, "--output_file", str(output)],
         capture_output=True,
         text=True,
         check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from benchmarks import common, report
 from benchmarks.moe_comm import options, plots, rows
 from benchmarks.moe_comm.accounting import Traffic
 from benchmarks.reporting import goals, tables
-from benchmarks.reporting.files import Page, ReportError, Result, complaints, load, newest
+from benchmarks.reporting.files import ReportError, Result, lacks, load, newest
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {
@@ -38,24 +39,28 @@ def picture(png: Path, source: str) -> Path:
 
 def draw_little(path: Path, folder: Path) -> list[Path]:
     """As plots.plot_file."""
-    names = {plot.figure for plot in report.PLOTS}
+    names = {plot.figure for plot in report.PLOTS.values()}
     return [picture(folder / f"{name}.png", plots.source_of(path)) for name in names]
-
-
-#: Of README.md, after its section of figures.
-LAST_HEADING = "\n## Further reading\n"
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the documents and results, in order."""
+    """A copy of the documents and results, in order; the current directory."""
     monkeypatch.setattr(plots, "plot_file", draw_little)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").mkdir()
-    for document in report.SECTIONS:
+    for document in report.DOCUMENTS:
         shutil.copy(ROOT / document, tmp_path / document)
     shutil.copytree(ROOT / "benchmarks/results", tmp_path / "benchmarks/results")
     write(tmp_path, "2030-01-01-cpu-moe-comm.json", comm(200.0, 900.0))
-    assert report.main([], tmp_path) == 0
+    assert report.main([]) == 0
+    return tmp_path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of nothing but the result files that a test writes."""
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -100,175 +105,140 @@ def written(asked: options.Options, made: list[dict[str, Any]], **machine: str) 
 # --- this repository ------------------------------------------------------------------------------
 
 
-def test_this_repository_says_what_its_results_say() -> None:
-    assert list(report.Report(ROOT).problems()) == []
+def test_this_repository_says_what_its_results_say(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert report.main(["--check"]) == 0, capsys.readouterr()
+
+
+def test_each_block_stands_in_one_document() -> None:
+    blocks = ["goals", *report.TABLES, *report.PLOTS]
+    texts = "".join((ROOT / document).read_text() for document in report.DOCUMENTS)
+    assert sorted(re.findall(r'cog block\("(.*?)"\)', texts)) == sorted(blocks)
+
+
+#: A measured number with its unit, in prose; a table's cell that is a number.
+MEASURED = re.compile(
+    r"\b\d[\d.,]*\s?(?:us|ms|microseconds|milliseconds|GB/s|tokens/s|tokens per second)\b"
+    r"|\b\d[\d.,]*(?:x\b|\s?times (?:as |faster|slower|more|less))"
+)
+NUMBER = re.compile(r"\|\W*\d[\d.,]*\s?(?:x|%|us|ms|GB/s)?(?:\s?\([^|]*\))?\W*\|")
+
+
+def strays(text: str) -> list[str]:
+    """Lines with measurements outside any block. Indented lines and backticks hold commands."""
+    text = re.sub(
+        r"<!-- \[\[\[cog .*?\[\[\[end\]\]\] -->|^```.*?^```$", "", text, flags=re.S | re.M
+    )
+    lines = (line for line in text.splitlines() if not line.startswith("    "))
+    bare = (re.sub(r"`[^`]*`", "", line) for line in lines)
+    return [line for line in bare if (NUMBER if line.startswith("|") else MEASURED).search(line)]
+
+
+def test_measurements_stand_in_blocks_only() -> None:
+    """In README's section of figures, and here but for what the model assumes."""
+    readme, methods = ((ROOT / document).read_text() for document in report.DOCUMENTS)
+    (figures,) = re.findall(r"^## Benchmarks\n.*?(?=^## )", readme, re.S | re.M)
+    (model,) = re.findall(r"^## Analytical model.*?(?=^## )", methods, re.S | re.M)
+    assert strays(figures) == []
+    assert strays(methods.replace(model, "")) == []
+    for line in ("| 128 | ours | 1.0x |", "It takes 12.5 us.", "8.6x as fast.", "2 times faster."):
+        assert strays(line) == [line]
+    assert strays("Hidden size 7168, 256 MiB, `12 us`.\n| `x -n 12` | 4 ranks |\n    12 us") == []
 
 
 # --- a checkout with one thing wrong --------------------------------------------------------------
 
 
 def test_a_changed_digit(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = checkout / report.METHODS
-    block = readme.read_text().split("<!-- report: recipes-all -->")[1].split(report.END)[0]
+    readme = checkout / "benchmarks/README.md"
+    block = readme.read_text().split('cog block("recipes-all")')[1].split("[[[end]]]")[0]
     marked = next(line for line in block.splitlines() if "| nvfp4 |" in line)
     change(readme, marked, marked.replace("| nvfp4 | 1", "| nvfp4 | 9"))
     before = readme.read_text()
-    assert report.main(["--check"], checkout) == 1
-    said = capsys.readouterr().err
-    assert f"+{marked}" in said
-    assert "| nvfp4 | 9" in said
-    assert "python benchmarks/report.py" in said
+    assert report.main(["--check"]) == 5
+    said = capsys.readouterr()
+    assert f"+{marked}" in said.out
+    assert "| nvfp4 | 9" in said.out
+    assert "python benchmarks/report.py" in said.err
     assert readme.read_text() == before  # --check changes nothing
-    assert report.main([], checkout) == 0
+    assert report.main([]) == 0
     assert readme.read_text() != before
-    assert report.main(["--check"], checkout) == 0
+    assert report.main(["--check"]) == 0
 
 
 def test_a_result_file_that_is_gone(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (checkout / "benchmarks/results").glob("*-cpu-*.json"):
         path.unlink()
-    assert report.main(["--check"], checkout) == 1
-    said = capsys.readouterr().err
-    assert "+**Not measured yet**: `python benchmarks/bench_recipes.py" in said
-    assert "latency.png: no result file is there" in said
+    assert report.main(["--check"]) != 0
+    said = capsys.readouterr()
+    assert "+**Not measured yet**: no result file is called `*-cpu-recipes.json`" in said.out
+    assert "latency.png: no result file is there" in said.err
 
 
 def test_a_newer_result_file(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(checkout, "2031-01-02-cpu-moe-comm.json", comm(777.0, 900.0))
-    assert report.main(["--check"], checkout) == 1
-    said = capsys.readouterr().err
-    assert "| 777 (765..789) |" in said
-    assert "latency.png: drawn from" in said
-    assert report.main([], checkout) == 0
-    assert report.main(["--check"], checkout) == 0
+    assert report.main(["--check"]) != 0
+    said = capsys.readouterr()
+    assert "| 777 (765..789) |" in said.out
+    assert "latency.png: drawn from" in said.err
+    assert report.main([]) == 0
+    assert report.main(["--check"]) == 0
 
 
 def test_plots_that_are_missing_outdated_or_nobodys(checkout: Path) -> None:
     def problems() -> str:
-        return "\n".join(report.Report(checkout).problems())
+        return "\n".join(report.problems(load()))
 
     png = checkout / report.PLOTS_FOLDER / "latency.png"
     assert problems() == ""
-    result = newest(load(checkout / "benchmarks/results"), report.CPU_TABLE)
+    result = newest(load(), report.CPU_TABLE)
     assert result is not None
     result.path.write_text(result.path.read_text() + "\n")  # another file of that name
     assert "latency.png: drawn from" in problems()
-    report.main([], checkout)
+    report.main([])
     assert problems() == ""
-    Image.new("L", (2, 2)).save(png)
-    assert "latency.png: drawn from ''" in problems()
+    assert plots.recorded_source(png) == plots.source_of(result.path)
     png.unlink()
     assert "latency.png: missing" in problems()
-    report.main([], checkout)
+    report.main([])
     shutil.copy(png, png.with_name("other.png"))
     assert "other.png: no plot of benchmarks/report.py" in problems()
     png.write_bytes(b"no picture")
     with pytest.raises(ReportError, match=r"latency\.png.*delete it"):
         problems()
-
-
-def test_a_plot_is_drawn_of_its_own_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "plot_file", draw_little)
-    path = write(tmp_path, "2031-01-02-cpu-moe-comm.json", comm(200.0, 1800.0))
-    result = Result(path, json.loads(path.read_text()))
-    known = next(plot for plot in report.PLOTS if plot.figure == "latency")
-    assert known.draw(tmp_path, [result]) == "latency.png"
-    assert plots.recorded_source(known.file(tmp_path)) == plots.source_of(path)
-    assert known.stale(tmp_path, [result]) is None
+    unknown = report.PLOTS["plot-latency"]._replace(figure="fantasy")
     with pytest.raises(ReportError, match="no figure 'fantasy'"):
-        known._replace(name="plot-fantasy", figure="fantasy").draw(tmp_path, [result])
+        unknown.draw(png, result)
 
 
 @pytest.mark.parametrize("field", ["date", "cpu", "commit", "command"])
 def test_a_result_that_does_not_say_where_it_is_from(checkout: Path, field: str) -> None:
     path = next((checkout / "benchmarks/results").glob("*-cpu-recipes.json"))
     data = json.loads(path.read_text())
-    assert complaints(Result(path, data)) == []
-    del data["machine"][field]
+    assert lacks(Result(path, data)) == ""
+    data["machine"][field] = "unknown"
     path.write_text(json.dumps(data))
-    lacking = [said for said in report.Report(checkout).problems() if "lacks" in said]
-    assert len(lacking) == 1
-    assert field in lacking[0]
-    assert path.name in lacking[0]
+    (lacking,) = [said for said in report.problems(load()) if "lacks" in said]
+    assert field in lacking
+    assert path.name in lacking
 
 
-def test_an_unknown_commit_is_none() -> None:
-    assert (
-        "commit"
-        in complaints(Result(Path("x.json"), {"machine": MACHINE | {"commit": "unknown"}}))[0]
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("| 128 | ours | 2136 | 1.0x |", "a table's row"),
-        ("| groups of 4 | 0.68 (0.6..0.7) |", "a table's row"),
-        ("It takes 12.5 us here.", "'12.5 us' in prose"),
-        ("That is 8.6x as fast.", "'8.6x' in prose"),
-        ("It moves 12 GB/s.", "'12 GB/s' in prose"),
-        ("Twice as fast, 2 times faster.", "'2 times faster' in prose"),
-        ("With hidden size 7168 and 256 MiB, `12 us`, top_k 8, 4 ranks.", None),
-        ("| `python x.py -n 12` | what it measures, 4 ranks |", None),
-        ("    python x.py  # 12 us", None),
-    ],
-)
-def test_numbers_outside_blocks(checkout: Path, line: str, found: str | None) -> None:
-    readme = checkout / "README.md"
-    change(readme, "\n## Benchmarks\n", f"\n## Benchmarks\n\n{line}\n")
-    strays = list(report.Report(checkout).problems())
-    if found is None:
-        assert strays == []
-    else:
-        assert [found in stray for stray in strays] == [True]
-        assert f"{line}" in strays[0]
-    before = readme.read_text()
-    report.main([], checkout)
-    assert readme.read_text() == before  # no remedy for a hand's work
-
-
-def test_numbers_of_other_sections_are_their_own(checkout: Path) -> None:
-    change(checkout / "README.md", "\n## Benchmarks\n", "\n| 12 | 1.0x |\n\n## Benchmarks\n")
-    assert list(report.Report(checkout).problems()) == []
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("<!-- report: goals -->", "<!-- report: goal -->", "nowhere stands.*goals"),
-        ("<!-- report: goals -->\n", "", "are not pairs"),
-        (LAST_HEADING, f"\n<!-- report: goals -->{LAST_HEADING}", "are not pairs"),
-        (
-            LAST_HEADING,
-            f"\n<!-- report: fantasy -->\n<!-- end report -->{LAST_HEADING}",
-            "no block 'fantasy'; those of this document: goals",
-        ),
-        (
-            LAST_HEADING,
-            f"\n<!-- report: goals -->\n<!-- end report -->{LAST_HEADING}",
-            "goals stands twice",
-        ),
-    ],
-)
-def test_marks_that_do_not_fit(
-    checkout: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
-) -> None:
-    change(checkout / "README.md", old, new)
-    assert report.main(["--check"], checkout) == 1
-    assert report.main([], checkout) == 1
-    with pytest.raises(ReportError, match=message):
-        report.Report(checkout).wanted("README.md")
-    assert "README.md" in capsys.readouterr().err
+def test_a_block_that_nobody_knows(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(checkout / "README.md", 'block("goals")', 'block("goal")')
+    assert report.main(["--check"]) != 0
+    assert "README.md: no block 'goal'; there are goals, serve, " in capsys.readouterr().err
 
 
 def test_a_file_of_another_shape_is_named(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(checkout, "2031-01-02-cpu-recipes.json", {"machine": MACHINE, "rows": [{"verb": 1}]})
-    assert report.main(["--check"], checkout) == 1
+    assert report.main(["--check"]) != 0
     assert "block recipes-all: 2031-01-02-cpu-recipes.json is not as" in capsys.readouterr().err
     (checkout / "benchmarks/results/2031-01-02-cpu-recipes.json").write_text("{")
-    assert report.main(["--check"], checkout) == 1
+    assert report.main(["--check"]) == 1
     assert "not JSON" in capsys.readouterr().err
 
 
@@ -277,9 +247,8 @@ def test_a_file_of_another_shape_is_named(
 
 def test_table_of_bench_moe_comm(checkout: Path) -> None:
     path = write(checkout, "2031-01-02-cpu-moe-comm.json", comm(200.0, 1800.0))
-    page = Page("README.md", checkout)
-    result = Result(path, json.loads(path.read_text()))
-    text = tables.moe_comm(page, result)
+    result = next(one for one in load() if one.path.name == path.name)
+    text, notes = tables.moe_comm(result).split("\n\n- ")
     assert "4 ranks, hidden size 7168, top_k 8, 256 experts, bfloat16" in text
     assert "one rank a process" in text
     assert "commit abc ([result file](benchmarks/results/2031-01-02-cpu-moe-comm.json))" in text
@@ -291,55 +260,51 @@ def test_table_of_bench_moe_comm(checkout: Path) -> None:
     assert cells[5:] == ["1", "0.57 / 0.14", "5%"]
     assert "| 1800 (1773..1827) |" in theirs
     assert "| 9.00 (9.00..9.00) |" in theirs
-    assert "| 128 |" not in tables.moe_comm(page, result, (1, 16))
-    notes = tables.moe_comm_whole(page, result)
     assert "Ceiling: memcpy." in notes
     assert "what gloo_gather is spared" in notes
-    # The newer kind takes the place of the old table.
-    assert "moe-comm.json" in report.Report(checkout).render(report.METHODS, "exchange-all")
 
 
-def verdicts(root: Path) -> list[tuple[str, str]]:
-    text = goals.goals_table(Page("README.md", root), load(root / "benchmarks/results"))
+def verdicts() -> list[tuple[str, str]]:
+    text = goals.table(load())
     cells = [line.strip("|").split(" | ") for line in text.splitlines()[2:]]
     return [(row[3].strip(), row[2].strip()) for row in cells]
 
 
-def test_goals_of_nothing_are_not_measured(tmp_path: Path) -> None:
-    assert {verdict for verdict, _value in verdicts(tmp_path)} == {"not measured"}
+def test_goals_of_nothing_are_not_measured(here: Path) -> None:
+    assert {verdict for verdict, _value in verdicts()} == {"not measured"}
 
 
 @pytest.mark.parametrize(
     ("ours_us", "verdict"), [(200.0, "met"), (225.0, "met"), (226.0, "**not met**")]
 )
-def test_goal_against_gloo_is_computed(tmp_path: Path, ours_us: float, verdict: str) -> None:
-    write(tmp_path, "2031-01-02-cpu-moe-comm.json", comm(ours_us, 1800.0))
+def test_goal_against_gloo_is_computed(here: Path, ours_us: float, verdict: str) -> None:
+    write(here, "2031-01-02-cpu-moe-comm.json", comm(ours_us, 1800.0))
     ratio = f"{1800.0 / ours_us:.2f}x"
-    assert verdicts(tmp_path)[0] == (verdict, f"{ratio} ({ratio}..{ratio}); 128 tokens")
-    assert verdicts(tmp_path)[1][0] == "not measured"  # another peer's
+    assert verdicts()[0] == (verdict, f"{ratio} ({ratio}..{ratio}); 128 tokens")
+    assert verdicts()[1][0] == "not measured"  # another peer's
 
 
-def test_goals_look_at_their_own_configuration_and_the_newest_file(tmp_path: Path) -> None:
-    write(tmp_path, "2031-01-02-cpu-moe-comm.json", comm(200.0, 1800.0))
-    write(tmp_path, "2031-01-03-cpu-moe-comm.json", comm(200.0, 400.0))
-    write(tmp_path, "2031-01-04-cpu-moe-comm.json", comm(200.0, 1800.0, tokens=64))
-    write(tmp_path, "2031-01-05-cpu-moe-comm.json", comm(200.0, 1800.0, hidden_size=4096))
-    write(tmp_path, "2031-01-06-cpu-moe-comm.json", comm(200.0, 1800.0, ep_size=2))
-    write(tmp_path, "2031-01-07-cpu-moe-comm.json", comm(200.0, 1800.0, router="local"))
-    write(tmp_path, "2031-01-08-cpu-moe-comm.json", comm(200.0, 1800.0, combine="nvfp4"))
-    assert verdicts(tmp_path)[0] == ("**not met**", "2.00x (2.00x..2.00x); 128 tokens")
+def test_goals_look_at_their_own_configuration_and_the_newest_file(here: Path) -> None:
+    write(here, "2031-01-02-cpu-moe-comm.json", comm(200.0, 1800.0))
+    write(here, "2031-01-03-cpu-moe-comm.json", comm(200.0, 400.0))
+    write(here, "2031-01-04-cpu-moe-comm.json", comm(200.0, 1800.0, tokens=64))
+    write(here, "2031-01-05-cpu-moe-comm.json", comm(200.0, 1800.0, hidden_size=4096))
+    write(here, "2031-01-06-cpu-moe-comm.json", comm(200.0, 1800.0, ep_size=2))
+    write(here, "2031-01-07-cpu-moe-comm.json", comm(200.0, 1800.0, router="local"))
+    write(here, "2031-01-08-cpu-moe-comm.json", comm(200.0, 1800.0, combine="nvfp4"))
+    assert verdicts()[0] == ("**not met**", "2.00x (2.00x..2.00x); 128 tokens")
 
 
-def test_goals_of_a_gpu_are_of_that_gpu(tmp_path: Path) -> None:
+def test_goals_of_a_gpu_are_of_that_gpu(here: Path) -> None:
     result = comm(5.0, 10.0, tokens=64, peer="flashinfer", **EMULATED)
     result["machine"]["gpu"] = "NVIDIA H100"
-    write(tmp_path, "2031-01-02-gpu-moe-comm.json", result)
-    assert verdicts(tmp_path)[4][0] == "not measured"
+    write(here, "2031-01-02-gpu-moe-comm.json", result)
+    assert verdicts()[4][0] == "not measured"
     result["machine"]["gpu"] = "NVIDIA H200"
-    write(tmp_path, "2031-01-02-gpu-moe-comm.json", result)
-    assert verdicts(tmp_path)[4] == ("met", "0.50x (0.50x..0.50x); 64 tokens")
-    assert verdicts(tmp_path)[5][0] == "**not met**"  # combine: 0.4 is asked
-    assert verdicts(tmp_path)[6][0] == "not measured"
+    write(here, "2031-01-02-gpu-moe-comm.json", result)
+    assert verdicts()[4] == ("met", "0.50x (0.50x..0.50x); 64 tokens")
+    assert verdicts()[5][0] == "**not met**"  # combine: 0.4 is asked
+    assert verdicts()[6][0] == "not measured"
 
 
 EMULATED: dict[str, Any] = {
@@ -358,30 +323,28 @@ def emulated_on_gpu(ours_launch: str, theirs_launch: str) -> dict[str, Any]:
     return written(asked, [ours, theirs], gpu="NVIDIA H200")
 
 
-def test_a_goal_is_judged_where_both_were_launched_alike(tmp_path: Path) -> None:
+def test_a_goal_is_judged_where_both_were_launched_alike(here: Path) -> None:
     name = "2031-01-02-gpu-moe-comm.json"
-    write(tmp_path, name, emulated_on_gpu("branches", "branches"))
-    assert verdicts(tmp_path)[4] == ("met", "0.50x (0.50x..0.50x); 64 tokens, branches")
-    write(tmp_path, name, emulated_on_gpu("one launch", "branches"))
-    assert verdicts(tmp_path)[4] == ("not measured", "")
-    (result,) = load(tmp_path / "benchmarks/results")
-    page = Page("README.md", tmp_path)
-    assert tables.moe_comm(page, result).splitlines()[-1].count("| not comparable |") == 1
-    said = "FlashInfer moe_a2a, 64 tokens: no ratio, because it is launched as branches; ours: one"
-    assert said in tables.moe_comm_whole(page, result)
+    write(here, name, emulated_on_gpu("branches", "branches"))
+    assert verdicts()[4] == ("met", "0.50x (0.50x..0.50x); 64 tokens, branches")
+    write(here, name, emulated_on_gpu("one launch", "branches"))
+    assert verdicts()[4] == ("not measured", "")
+    (result,) = load()
+    assert tables.moe_comm(result).count("| not comparable |") == 1
 
 
-def test_ours_in_one_launch_stands_beside_what_is_compared(tmp_path: Path) -> None:
-    result = emulated_on_gpu("branches", "branches")
-    alone = {phase: result["rows"][0][phase] | {"median_us": 4.0} for phase in rows.PHASES}
-    result["rows"][0]["one_launch"] = {"launch": "one launch", **alone}
-    path = write(tmp_path, "2031-01-02-gpu-moe-comm.json", result)
-    text = tables.moe_comm(Page("README.md", tmp_path), Result(path, result))
-    ours, one, theirs = (line.strip("| ").split(" | ") for line in text.splitlines()[-3:])
-    assert (ours[1], ours[2], ours[5]) == ("**moe_nvlink**, branches", "5 (4.93..5.07)", "1")
-    assert (one[1], one[2]) == ("**moe_nvlink**, one launch", "4 (4.93..5.07)")
-    assert one[5] == "not comparable"
-    assert theirs[5] == "2.00 (2.00..2.00)"
+def test_ours_in_one_launch_stands_beside_what_is_compared(here: Path) -> None:
+    asked = options.Options(batches=(64,), iters=4, **EMULATED)
+    ours = planted(asked, "moe_nvlink", 5.0, 64) | {"launch": "branches"}
+    alone = planted(asked, "moe_nvlink_one_launch", 4.0, 64) | {"launch": "one launch"}
+    theirs = planted(asked, "flashinfer", 10.0, 64) | {"launch": "branches"}
+    text = tables.moe_comm(Result(here, written(asked, [ours, alone, theirs])))
+    shown = [line.strip("| ").split(" | ") for line in text.splitlines() if "| 64 |" in line]
+    assert [(cells[1], cells[2], cells[5]) for cells in shown] == [
+        ("**moe_nvlink**, branches", "5 (4.93..5.07)", "1"),
+        ("**moe_nvlink**, one launch", "4 (3.94..4.06)", "not comparable"),
+        ("FlashInfer moe_a2a, branches", "10 (9.85..10.1)", "2.00 (2.00..2.00)"),
+    ]
 
 
 def test_a_result_of_a_run_that_did_not_end_is_refused(
@@ -393,23 +356,23 @@ def test_a_result_of_a_run_that_did_not_end_is_refused(
     )
     growing = rows.Growing(record, [])
     growing([planted(asked, "moe_nvlink", 5.0, 1)])
-    assert report.main([], checkout) == 1
+    assert report.main([]) == 1
     said = capsys.readouterr().err
     assert "2031-01-02-cpu-moe-comm.json: incomplete" in said
     assert "measure again, or keep it elsewhere" in said
 
 
-def test_a_knee_needs_its_explanation(tmp_path: Path) -> None:
+def test_a_knee_needs_its_explanation(here: Path) -> None:
     knee = {"id": "tokens-both-256", "x": 256, "us": 2.0, "fit_us": 1.0, "off": 1.0}
     names = [f"{dimension}: both" for dimension in goals.DIMENSIONS]
     series = [{"name": name, "knees": [knee] if "tokens" in name else []} for name in names]
-    result = Result(tmp_path / "x.json", {"kind": "growth", "device": "cpu", "series": series})
-    look = goals.knees_left(tmp_path)
+    result = Result(here / "x.json", {"kind": "growth", "device": "cpu", "series": series})
+    look = goals.knees_left
     found = look([result])
     assert found is not None
     assert found.value == 1
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks/NOTES.md").write_text("`tokens-both-256`: the cache ends there.")
+    (here / "benchmarks").mkdir()
+    (here / "benchmarks/NOTES.md").write_text("`tokens-both-256`: the cache ends there.")
     explained = look([result])
     assert explained is not None
     assert explained.value == 0

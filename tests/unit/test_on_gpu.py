@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import common, gpu_stages
-from benchmarks.gpu_stages import Run
-from benchmarks.gpu_steps import AGAIN_S, STAGES, START_S, STEPS, Stage, Step
+from benchmarks import common
 from benchmarks.moe_comm import flashinfer_api, options
 from moe_nvlink_plugin.tools.doctor import inquiry
+from tests.gpu.day.steps import AGAIN_S, STAGES, START_S, STEPS, Stage, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -192,21 +191,39 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 # Steps that go wrong.
 
 
+#: Runs a stage as on_gpu.sh does, on a machine that has a GPU.
+TRIED = """
+import sys
+from tests.gpu.day import stages
+from tests.gpu.day.steps import STAGES, Stage, Step
+stages.look = lambda: {{"missing": [], "gpu": "a GPU"}}
+stages.time.strftime = lambda *_given: "2026-01-01"
+STAGES["tried"] = {stage!r}
+sys.argv[1:] = ["tried", "--results", {folder!r}]
+stages.main()
+"""
+
+Conduct = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+def start(folder: Path, *groups: tuple[Step, ...], limit_s: float = 100) -> subprocess.Popen[str]:
+    """A process of its own: nothing that other tests leave behind reaches it."""
+    program = TRIED.format(stage=Stage("tried", limit_s, groups), folder=str(folder))
+    return subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
 @pytest.fixture
-def conduct(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, dict[str, Any], str]]:
-    """Runs steps as a machine with a GPU would."""
-    here = {"missing": [], "cuda": True, "python": "3", "torch": "2", "gpu": "a GPU"}
-    monkeypatch.setattr(gpu_stages, "_look", lambda: here)
+def conduct(tmp_path: Path) -> Conduct:
+    """Runs a stage to its end: its exit status, each step's outcome, all that was said."""
 
     def conducted(*groups: tuple[Step, ...], limit_s: float = 100) -> tuple[int, Any, str]:
-        run = Run(Stage("tried", limit_s, groups), tmp_path, "2026-01-01", rehearse=False)
-        gpu_stages.report_to(run.report_path)
-        status = run.run()
-        summary = json.loads((tmp_path / "2026-01-01-gpu-tried.json").read_text())
-        steps = {step.pop("step"): step for step in summary["steps"]}
-        return status, steps, capsys.readouterr().out
+        process = start(tmp_path, *groups, limit_s=limit_s)
+        said, _none = process.communicate(timeout=500)
+        (summary,) = tmp_path.glob("*-gpu-tried.json")
+        steps = {step.pop("step"): step for step in json.loads(summary.read_text())["steps"]}
+        return process.returncode, steps, said
 
     return conducted
 
@@ -215,7 +232,7 @@ def script(name: str, text: str, limit_s: float = 60, *more: str) -> Step:
     return Step(name, limit_s, ("-c", text, *more))
 
 
-def test_a_failed_step_is_named_and_the_others_run(conduct: Any) -> None:
+def test_a_failed_step_is_named_and_the_others_run(conduct: Conduct) -> None:
     status, steps, said = conduct(
         (script("first", "raise SystemExit('no such thing')"),),
         (script("second", "print('done')"),),
@@ -254,7 +271,7 @@ def gone(said: str) -> bool:
     return not any(map(is_running, pids))
 
 
-def test_a_stuck_step_is_cut_with_all_its_processes(conduct: Any) -> None:
+def test_a_stuck_step_is_cut_with_all_its_processes(conduct: Conduct) -> None:
     status, steps, said = conduct((script("stuck", STUCK, 10),), (script("next", ""),))
     assert status == 1
     assert (steps["stuck"]["outcome"], steps["next"]["outcome"]) == ("cut", "passed")
@@ -262,7 +279,7 @@ def test_a_stuck_step_is_cut_with_all_its_processes(conduct: Any) -> None:
     assert gone(said)
 
 
-def test_a_step_that_ends_leaves_no_process(conduct: Any) -> None:
+def test_a_step_that_ends_leaves_no_process(conduct: Conduct) -> None:
     """A rank that still spins would take the GPU's time from the next step."""
     ends = STUCK.replace("time.sleep(300)\n", "")
     status, steps, said = conduct((script("ends", ends),))
@@ -270,7 +287,7 @@ def test_a_step_that_ends_leaves_no_process(conduct: Any) -> None:
     assert gone(said)
 
 
-def test_steps_side_by_side_are_cut_one_by_one(conduct: Any) -> None:
+def test_steps_side_by_side_are_cut_one_by_one(conduct: Conduct) -> None:
     waits = "import time; time.sleep(300)"
     status, steps, said = conduct(
         (script("one", waits, 3), script("two", "print('done')"), script("three", waits, 3)),
@@ -280,7 +297,7 @@ def test_steps_side_by_side_are_cut_one_by_one(conduct: Any) -> None:
     assert "[two] done\n" in said
 
 
-def test_when_the_stages_time_is_over(conduct: Any) -> None:
+def test_when_the_stages_time_is_over(conduct: Conduct) -> None:
     waits = script("waits", "import time; time.sleep(300)")
     status, steps, _said = conduct((waits,), (script("late", ""),), limit_s=7)
     assert status == 1
@@ -302,16 +319,17 @@ time.sleep(300)
 """
 
 
-def test_a_cut_benchmark_keeps_its_batches(conduct: Any, tmp_path: Path) -> None:
+def test_a_cut_benchmark_keeps_its_batches(conduct: Conduct, tmp_path: Path) -> None:
     status, steps, said = conduct((script("bench", BATCHES, 10, "{results}-bench.json"),))
     assert (status, steps["bench"]["outcome"]) == (1, "cut")
-    assert steps["bench"]["detail"] == "at 10 s, 2 rows in 2026-01-01-gpu-bench.json"
-    left = json.loads((tmp_path / "2026-01-01-gpu-bench.json").read_text())
+    (file,) = tmp_path.glob("*-gpu-bench.json")
+    assert steps["bench"]["detail"] == f"at 10 s, 2 rows in {file.name}"
+    left = json.loads(file.read_text())
     assert [row["tokens"] for row in left["rows"]] == [1, 4]
     assert gone(said)
 
 
-def test_a_benchmark_without_a_result_has_failed(conduct: Any, tmp_path: Path) -> None:
+def test_a_benchmark_without_a_result_has_failed(conduct: Conduct, tmp_path: Path) -> None:
     """It printed "not measured", say; and what lay there before is not its own."""
     old = tmp_path / "2026-01-01-gpu-bench.json"
     old.write_text('{"rows": [1]}')
@@ -321,7 +339,7 @@ def test_a_benchmark_without_a_result_has_failed(conduct: Any, tmp_path: Path) -
     assert steps["bench"]["detail"] == f"0 rows in {old.name}"
 
 
-def test_what_the_machine_cannot_do_is_no_failure(conduct: Any) -> None:
+def test_what_the_machine_cannot_do_is_no_failure(conduct: Conduct) -> None:
     """A tool that its runtime refuses, and a package that was not carried."""
     refuses = "print('the runtime refuses it'); raise SystemExit(77)"
     lacking = Step("lacking", 60, ("-c", ""), needs="no_such_package")
@@ -351,7 +369,7 @@ def test_passes(): pass
     ],
 )
 def test_what_became_of_tests(
-    all_skipped: bool, status: int, outcome: str, detail: str, conduct: Any, tmp_path: Path
+    all_skipped: bool, status: int, outcome: str, detail: str, conduct: Conduct, tmp_path: Path
 ) -> None:
     """Tests that were skipped, all of them, have not passed."""
     file = tmp_path / "test_some.py"
@@ -362,26 +380,9 @@ def test_what_became_of_tests(
     assert steps["tests"]["detail"] == detail
 
 
-#: A machine with a GPU, whose one step is stuck; on a command line of its own.
-ENDED = f"""
-import sys
-from pathlib import Path
-from benchmarks import gpu_stages
-from benchmarks.gpu_steps import STAGES, Stage, Step
-gpu_stages._look = lambda: {{"missing": [], "cuda": True}}
-STAGES["smoke"] = Stage("smoke", 200, (
-    (Step("stuck", 150, ("-c", {STUCK!r})),),
-    (Step("next", 10, ("-c", "")),)))
-sys.argv[1:] = ["smoke", "--results", sys.argv[1]]
-gpu_stages.main()
-"""
-
-
 def test_ended_from_outside(tmp_path: Path) -> None:
     """The summary is there all the same, and no process is left."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENDED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    process = start(tmp_path, (script("stuck", STUCK, 90),), (script("next", ""),))
     assert process.stdout is not None
     said = ""
     while not re.match(r"deaf \d", said):
@@ -390,7 +391,7 @@ def test_ended_from_outside(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     rest, _none = process.communicate(timeout=60)
     assert process.returncode == 1, rest
-    assert outcomes(tmp_path, "smoke", "gpu") == {"stuck": "cut", "next": "not run"}
+    assert outcomes(tmp_path, "tried", "gpu") == {"stuck": "cut", "next": "not run"}
     assert gone(said)
 
 

@@ -1,6 +1,6 @@
-"""Compiles into MOE_NVLINK_CACHE_DIR what the stages of on_gpu.sh will need on an sm_90a GPU.
+"""Compile into MOE_NVLINK_CACHE_DIR what the stages of on_gpu.sh will need on an sm_90a GPU.
 
-    python -m benchmarks.carried_kernels     # benchmarks/carry.sh calls this
+    python -m tests.gpu.day.carried     # benchmarks/carry.sh calls this
 
 No list of kernels is kept: the GPU tests and the benchmarks run here up to the place where they ask
 for machine code, against the stand-in for the driver, and no further. What is missed all the same
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import bench_lm_head, bench_recipes, common, gpu_steps, stand_in
+from benchmarks import bench_lm_head, bench_recipes, common
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig
@@ -32,20 +33,22 @@ from moe_nvlink_plugin.exchange.sizes import payload_rows
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.plugins import find_recipe
+from tests.gpu.day import stand_in
+from tests.gpu.day.steps import STEPS
 from tests.support import emulated, emulated_text, real_head, real_path, sanitized
 from tests.support import ranks as processes
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 #: Of the stand-in, whose device 0 is an sm_90a GPU.
 DEVICE = torch.device("cpu", 0)
 
 
 class Compiled(Exception):  # noqa: N818 - it is what was wanted
-    """There is machine code in the cache; nothing more is to be done."""
+    """Machine code is in the cache; nothing more is to be done."""
 
 
 def layer(config: AllToAllConfig) -> None:
-    """The kernels that the product launches for a layer."""
+    """Ask for the kernels that the product launches for a layer."""
     recipe = find_recipe(config)
     row_bytes = {name: row.row_bytes for name, row in payload_rows(config, recipe).items()}
     quantiser = quantiser_code(recipe, config.hidden_size)
@@ -53,7 +56,7 @@ def layer(config: AllToAllConfig) -> None:
 
 
 def head(config: HeadConfig) -> None:
-    """The kernels that the product launches for a shared LM head."""
+    """Ask for the kernels that the product launches for a shared LM head."""
     HeadLaunches(CudaExecutor(DEVICE), config)
 
 
@@ -81,7 +84,7 @@ def _run_processes(size: int, body: Callable[..., Any], *_args: Any, **_options:
 
 @contextlib.contextmanager
 def up_to_machine_code() -> Iterator[None]:
-    """In here whoever asks for machine code gets Compiled."""
+    """Raise Compiled inside whenever somebody asks for machine code."""
     compile_one, quantiser_rows = emulated.load_or_compile, real_path.quantiser_rows
 
     def compile_and_stop(text: str, architecture: str) -> bytes:
@@ -105,16 +108,16 @@ def up_to_machine_code() -> Iterator[None]:
 
 
 class OfTests:
-    """A plugin of pytest: a test passes where it has asked for machine code."""
+    """A plugin of pytest: a test passes if it has asked for machine code."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[None]:
-        """Swallows Compiled, the only way to pass."""
+        """Swallow Compiled, the only way to pass."""
         try:
             yield
         except Compiled:
             return True  # type: ignore[return-value]
-        pytest.fail("this test has not asked for machine code: see benchmarks/carried_kernels.py")
+        pytest.fail("this test has not asked for machine code: see tests/gpu/day/carried.py")
 
 
 def of_tests(*selected: str) -> int:
@@ -125,7 +128,7 @@ def of_tests(*selected: str) -> int:
 
 
 def asked(body: Callable[..., Any], *given: Any, **options: Any) -> None:
-    """Runs what will ask for machine code."""
+    """Run what will ask for machine code."""
     try:
         body(*given, **options)
     except Compiled:
@@ -134,8 +137,8 @@ def asked(body: Callable[..., Any], *given: Any, **options: Any) -> None:
 
 
 def of_benchmarks() -> None:
-    """Each command of the stages, by its own options; the sanitizers' program."""
-    for step in gpu_steps.STEPS.values():
+    """Run each command of the stages, by its own options; and the sanitizers' program."""
+    for step in STEPS.values():
         program, *given = step.command
         with mock.patch.object(sys, "argv", [*step.command]):
             if program == "benchmarks/bench_moe_comm.py":
@@ -153,7 +156,7 @@ def of_benchmarks() -> None:
 
 
 def _of_recipes(arguments: Any) -> None:
-    """What bench_recipes.Device makes."""
+    """Ask for what bench_recipes.Device makes."""
     plain = bench_recipes.options_of(arguments)
     for name in arguments.combines:
         asked(one_gpu.make_backend, dataclasses.replace(plain, combine=name))
@@ -172,7 +175,7 @@ def _of_head(arguments: Any) -> None:
 
 
 def main() -> None:
-    """Status 1 where a test or a benchmark did not come as far as to ask."""
+    """End with status 1 if a test or a benchmark did not come as far as to ask."""
     with up_to_machine_code():
         of_benchmarks()
     # The sanitizers' tests start programs, whose kernels are compiled above. The others ask for
@@ -190,13 +193,6 @@ if __name__ == "__main__":
         main()
     else:  # the linker reads its path when a process starts
         with tempfile.TemporaryDirectory() as folder:
-            with mock.patch.dict(os.environ):
-                found = stand_in.environment(Path(folder))
-            os.chdir(ROOT)
-            status = os.spawnve(
-                os.P_WAIT,
-                sys.executable,
-                [sys.executable, "-m", "benchmarks.carried_kernels"],
-                os.environ | found,
-            )
-        raise SystemExit(status)
+            variables = os.environ | stand_in.environment(Path(folder))
+            again = [sys.executable, "-m", "tests.gpu.day.carried"]
+            raise SystemExit(subprocess.run(again, env=variables, cwd=ROOT, check=False).returncode)

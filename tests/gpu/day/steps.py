@@ -32,7 +32,7 @@ class Step:
 
     @property
     def result(self) -> str | None:
-        """The result file, as the command spells it."""
+        """Return the result file, as the command spells it."""
         return next((part for part in self.command if part.startswith("{results}")), None)
 
 
@@ -50,7 +50,7 @@ def _step(name: str, limit_s: float, command: str, rehearsed: str = "", needs: s
 
 
 def _tests(name: str, limit_s: float, selected: str) -> Step:
-    """GPU tests. If one test takes too long, pytest ends that test alone."""
+    """Make a step of GPU tests. If one test takes too long, pytest ends that test alone."""
     options = "-q -p no:cacheprovider --timeout-method=signal --durations=5 --junit-xml={junit}"
     return _step(name, limit_s, f"-m pytest -m gpu {options} {selected}")
 
@@ -103,7 +103,7 @@ NUMBERS = Stage(
                 "recipes",
                 75,
                 "benchmarks/bench_recipes.py --device cuda --ep-size 8 --tokens 16 128 2048"
-                " --iterations 100 --output {results}-recipes.json",
+                " --iterations 100 --output_file {results}-recipes.json",
                 "--device rehearsal --ep-size 2 --tokens 4 --hidden-size 256 --num-experts 8"
                 " --iterations 5",
             ),
@@ -113,7 +113,7 @@ NUMBERS = Stage(
                 "lm-head",
                 45,
                 "benchmarks/bench_lm_head.py --device cuda --iterations 50"
-                " --output {results}-lm-head.json",
+                " --output_file {results}-lm-head.json",
                 "--device rehearsal --groups 2 --vocab 1000 --hidden 64 --rows 1 4 --iterations 5",
             ),
         ),
@@ -121,7 +121,7 @@ NUMBERS = Stage(
             _step(
                 "launch",
                 30,
-                "benchmarks/bench_launch.py --driver real --output {results}-launch.json",
+                "benchmarks/bench_launch.py --driver real --output_file {results}-launch.json",
                 "--driver fake --batches 5",
             ),
         ),
@@ -152,7 +152,7 @@ STEPS = {step.name: step for stage in STAGES.values() for group in stage.steps f
 
 
 def again(names: Sequence[str]) -> Stage:
-    """The named steps, one after the other.
+    """Return the named steps, one after the other.
 
     Raises:
         ValueError: there is no such step, or one call has not the time for all of them.

@@ -1,6 +1,6 @@
-"""Variables with which programs find the stand-in for the CUDA driver, as JSON.
+"""Print variables with which programs find the stand-in for the CUDA driver, as JSON.
 
-    python -m benchmarks.stand_in FOLDER     # its library goes there
+    python -m tests.gpu.day.stand_in FOLDER     # its library goes there
 
 One GPU, which launches emulated kernels for up to 8 ranks on CPU threads; times mean nothing.
 """
@@ -16,7 +16,7 @@ from tests.support import emulated, emulated_text, fake_cuda
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For a process that is yet to start."""
+    """Return variables for a process that is yet to start."""
     kernels = host.build(emulated_text.stand_in_source(count=8), emulated.FLAGS)
     return fake_cuda.environment(fake_cuda.build(folder), kernels, devices=1, sms=132)
 

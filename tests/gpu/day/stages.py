@@ -1,0 +1,341 @@
+"""Run a stage of steps.py: each step within its limit, whatever becomes of the others.
+
+    python -m tests.gpu.day.stages [--rehearse] smoke --results DIR     # on_gpu.sh calls this
+
+A step is a program of its own, which coreutils' `timeout` starts and cuts. After each step the
+runner ends all processes that the step has started. Three kinds of files are then complete: all
+that was said, a summary, and the result files that the benchmarks write batch by batch. This module
+imports Python's own library alone, so that it can name the packages that a machine lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+from tests.gpu.day.steps import STAGES, STEPS, Stage, Step, again
+
+#: A step does not begin with less time left.
+LEAST_S = 5.0
+#: What a step gets between the signal that asks it to end and the signal that ends it.
+GRACE_S = 4
+#: A rehearsal shares two processors with other tests.
+REHEARSAL_FACTOR = 4.0
+#: A program's exit status for "cannot run here"; its last line says why (tests/gpu/watched.py).
+CANNOT_RUN = 77
+#: Why steps were left out.
+TIME_WAS_OVER, ENDED = "the stage's time was over", "ended from outside"
+
+PACKAGES = (
+    *("torch", "numpy", "cuda.bindings.driver", "cuda.bindings.nvrtc", "filelock", "pluggy"),
+    *("pytest", "pytest_timeout", "hypothesis"),
+)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """A step's outcome: passed, failed, cut (its time ran out) or "not run"."""
+
+    step: str
+    outcome: str
+    seconds: float = 0.0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.step:14} {self.outcome:8} {self.seconds:6.1f} s  {self.detail}"
+
+    @property
+    def is_bad(self) -> bool:
+        """Count no failure if a machine cannot do a thing (a tool that its runtime refuses)."""
+        return self.outcome in ("failed", "cut") or self.detail in (TIME_WAS_OVER, ENDED)
+
+
+class Run:
+    """One stage on this machine; `date` is in front of the name of every file in `results`."""
+
+    def __init__(self, stage: Stage, results: Path, date: str, *, rehearse: bool) -> None:
+        self.stage, self.rehearse = stage, rehearse
+        self._factor = REHEARSAL_FACTOR if rehearse else 1.0
+        self._limit_s = stage.limit_s * self._factor
+        self._started = time.monotonic()
+        results.mkdir(parents=True, exist_ok=True)
+        self._prefix = f"{results / date}-{'rehearsal' if rehearse else 'gpu'}"
+        self._summary = Path(f"{self._prefix}-{stage.name}.json")
+        self._report = self._summary.with_suffix(".txt").open("w", buffering=1)
+        self._scratch = Path(tempfile.mkdtemp(prefix="junit-"))
+        self._environment = dict(os.environ)
+        self._running: list[subprocess.Popen[str]] = []
+        self._stopped, self._saying = False, threading.Lock()
+        self.outcomes: list[Outcome] = []
+        self.facts: dict[str, Any] = {
+            "stage": stage.name,
+            "date": date,
+            "commit": os.environ.get("BENCH_COMMIT", "unknown"),
+            "rehearsal": rehearse,
+            "limit_s": self._limit_s,
+        }
+
+    def run(self) -> int:
+        """Return 0 if all is well, 1 if a step failed, was cut or had no time, 2 if none ran."""
+        cubins = _cubins()
+        if reason := self._introduce():
+            self._say(f"\nnothing could run: {reason}")
+            self._write(nothing_could_run=reason)
+            return 2
+        for group in self.stage.steps:
+            prefixes = [f"[{step.name}] " if group[1:] else "" for step in group]
+            with ThreadPoolExecutor(len(group)) as pool:
+                self.outcomes += pool.map(self._step, group, prefixes)
+            self._write()
+        self._write(kernels_compiled_here=_cubins() - cubins)
+        return self._conclude()
+
+    def stop(self) -> None:
+        """End the steps that run and begin no other; the summary is still written.
+
+        A signal's handler calls this between any two lines of this program.
+        """
+        self._stopped = True
+        for process in list(self._running):
+            _kill_group(process)
+
+    def _say(self, text: str) -> None:
+        with self._saying:  # steps side by side: a line of one, then a line of another
+            print(text, flush=True)
+            print(text, file=self._report)
+
+    def _introduce(self) -> str:
+        """Say where this is. Return why nothing can run here, or nothing."""
+        self.facts |= look()
+        for name in ("stage", "date", "commit", "python", "torch", "gpu"):
+            self._say(f"{name:8} {self.facts.get(name)}")
+        self._say(f"carried  {os.environ.get('GPU_STAGES_CARRIED', 'nothing')}")
+        self._say("One GPU: nothing here shows NVLink's latency, bandwidth or ordering.")
+        if self.facts["missing"]:
+            return f"these packages are missing: {', '.join(self.facts['missing'])}"
+        if not self.rehearse:
+            return "" if self.facts["gpu"] else "torch sees no CUDA device"
+        self._say("A rehearsal, small, on CPU ranks and the stand-in for the driver.")
+        self._say("None of its times means anything, and GPU tests are only collected.")
+        command = [sys.executable, "-m", "tests.gpu.day.stand_in", str(self._scratch)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            return "the stand-in for the driver could not be built; what stopped it stands above"
+        self._environment |= json.loads(done.stdout)
+        return ""
+
+    def _left_s(self) -> float:
+        return self._limit_s - (time.monotonic() - self._started)
+
+    def _step(self, step: Step, prefix: str) -> Outcome:
+        """Run a step to its end; no process of it is left. `prefix`: of each line it says."""
+        limit_s = min(step.limit_s * self._factor, self._left_s())
+        if reason := self._why_not(step):
+            outcome = Outcome(step.name, "not run", detail=reason)
+        else:
+            command = self._command(step)
+            self._say(f"\n== {step.name}\n{' '.join(command)}")
+            started = time.monotonic()
+            status, last_line = self._run(command, limit_s, prefix)
+            outcome = self._judge(step, status, time.monotonic() - started, limit_s, last_line)
+        self._say(f"== {outcome}")
+        return outcome
+
+    def _why_not(self, step: Step) -> str:
+        if self._stopped:
+            return ENDED
+        if self._left_s() < LEAST_S:
+            return TIME_WAS_OVER
+        if step.needs and not self.rehearse and not _is_there(step.needs):
+            return f"{step.needs} was not carried (benchmarks/carry.sh) and is not installed"
+        return ""
+
+    def _command(self, step: Step) -> list[str]:
+        parts = step.command + (step.rehearsed if self.rehearse else ())
+        return [sys.executable, *(self._filled(part, step) for part in parts)]
+
+    def _filled(self, part: str, step: Step) -> str:
+        return part.replace("{results}", self._prefix).replace("{junit}", str(self._junit(step)))
+
+    def _junit(self, step: Step) -> Path:
+        return self._scratch / f"{step.name}.xml"
+
+    def _run(self, command: list[str], limit_s: float, prefix: str) -> tuple[int, str]:
+        """Return exit status and last line.
+
+        `timeout` leads a process group, which holds the step. At the limit pytest gets ^C, so that
+        it reports what it has.
+        """
+        limits = (f"--kill-after={GRACE_S}", f"{limit_s:.1f}")
+        process = subprocess.Popen(
+            ["timeout", "--signal=INT", *limits, *command],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._running.append(process)
+        if self._stopped:
+            self.stop()
+        assert process.stdout is not None
+        lines: list[str] = []
+        reader = threading.Thread(
+            target=self._read, args=(process.stdout, prefix, lines), daemon=True
+        )
+        reader.start()
+        status = process.wait()
+        self._running.remove(process)
+        _kill_group(process)  # ranks that are left would keep the GPU busy
+        reader.join(GRACE_S)
+        return status, next((line for line in reversed(lines) if line.strip()), "").strip()
+
+    def _read(self, stdout: IO[str], prefix: str, lines: list[str]) -> None:
+        for line in stdout:
+            lines.append(line)
+            self._say(prefix + line.rstrip("\n"))
+
+    def _judge(
+        self, step: Step, status: int, seconds: float, limit_s: float, last_line: str
+    ) -> Outcome:
+        outcome, detail = ("passed", "") if status == 0 else ("failed", f"exit status {status}")
+        if status and self._stopped:
+            outcome, detail = "cut", ENDED
+        elif status and seconds >= limit_s:
+            outcome, detail = "cut", f"at {limit_s:.0f} s"
+        elif status == CANNOT_RUN:
+            outcome, detail = "not run", last_line
+        if self._junit(step).exists():
+            detail, ran = _tests_of(self._junit(step))
+            outcome = "not run" if outcome == "passed" and not ran else outcome
+        elif step.result is not None:
+            written = Path(self._filled(step.result, step))
+            rows = _rows_of(written, not_before=time.time() - seconds - 1)
+            detail = ", ".join(filter(None, (detail, f"{rows} rows in {written.name}")))
+            outcome = "failed" if outcome == "passed" and not rows else outcome
+        return Outcome(step.name, outcome, round(seconds, 1), detail)
+
+    def _conclude(self) -> int:
+        compiled = self.facts["kernels_compiled_here"]
+        self._say(f"\nkernels compiled here, because they were not carried: {compiled}")
+        self._say(f"\nsummary of {self.stage.name} after {self.facts['seconds']:.0f} s:")
+        for outcome in self.outcomes:
+            self._say(f"  {outcome}")
+        bad = [outcome.step for outcome in self.outcomes if outcome.is_bad]
+        well = f"NOT WELL: {', '.join(bad)}; again: on_gpu.sh again {' '.join(bad)}"
+        self._say(well if bad else "all well")
+        return int(bool(bad))
+
+    def _write(self, **facts: Any) -> None:
+        """Write the summary, after every step: this program may be ended at any time."""
+        self.facts |= {"seconds": round(time.monotonic() - self._started, 1)} | facts
+        steps = [dataclasses.asdict(outcome) for outcome in self.outcomes]
+        unfinished = self._summary.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self.facts | {"steps": steps}, indent=1) + "\n")
+        unfinished.replace(self._summary)
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    """End all processes of a step. Before `timeout` has made its group it is alone."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+
+
+def _tests_of(junit: Path) -> tuple[str, int]:
+    """Count outcomes, name failed tests and a reason of skipped tests; count what ran."""
+    cases = list(ElementTree.parse(junit).iter("testcase"))
+    failed = [
+        case.get("name", "") for case in cases if {"failure", "error"} & {e.tag for e in case}
+    ]
+    skipped = [skip for case in cases if (skip := case.find("skipped")) is not None]
+    detail = f"{len(cases) - len(failed) - len(skipped)} passed"
+    if failed:
+        detail += f", {len(failed)} failed: {', '.join(failed)}"
+    if skipped:
+        detail += f", {len(skipped)} skipped: {skipped[0].get('message')}"
+    return detail, len(cases) - len(skipped)
+
+
+def _rows_of(path: Path, *, not_before: float) -> int:
+    """Count the rows of a result file; 0: there is no file, or it was there before."""
+    try:
+        if path.stat().st_mtime < not_before:
+            return 0
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return 0
+    return len(document.get("rows") or document.get("groups") or ())
+
+
+def _cubins() -> int:
+    return len(list(Path(os.environ.get("MOE_NVLINK_CACHE_DIR", "/nowhere")).glob("*.cubin")))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a package that it would be in
+        return False
+
+
+_ASK_TORCH = """
+import torch
+print(torch.__version__)
+print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
+"""
+
+
+def look() -> dict[str, Any]:
+    """Return what this machine has. Another process loads torch."""
+    missing = [name for name in PACKAGES if not _is_there(name)]
+    version, gpu = None, ""
+    if "torch" not in missing:
+        command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
+        try:
+            said = subprocess.check_output(command, text=True, timeout=120)
+            version, gpu = said.removesuffix("\n").split("\n")[-2:]
+        except subprocess.SubprocessError:
+            missing.append("a torch that answers")
+    python = platform.python_version()
+    return {"missing": missing, "python": python, "torch": version, "gpu": gpu or None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="on_gpu.sh", description="The stages of a GPU's minutes.")
+    parser.add_argument("stage", choices=[*STAGES, "again"])
+    parser.add_argument("names", nargs="*", help=f"of again: {', '.join(STEPS)}")
+    parser.add_argument("--rehearse", action="store_true", help="small, without a GPU")
+    parser.add_argument("--results", type=Path, required=True)
+    given = parser.parse_args()
+    try:
+        if given.names and given.stage != "again":
+            raise ValueError(f"{given.stage} takes no names; on_gpu.sh again {given.names[0]} does")
+        stage = again(given.names) if given.stage == "again" else STAGES[given.stage]
+    except ValueError as error:
+        parser.error(str(error))
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    run = Run(stage, given.results, date, rehearse=given.rehearse)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_given: run.stop())
+    raise SystemExit(run.run())
+
+
+if __name__ == "__main__":
+    main()
