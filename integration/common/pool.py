@@ -32,13 +32,16 @@ class ExchangePool:
         device: torch.device,
         options: Options,
         *,
+        name: str = "",
         holds_startup: bool = False,
         more_stats: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         """device: where this rank's layers work. holds_startup: somebody calls `end_startup`.
 
-        more_stats: further keys of the file of counters.
+        name: tells the pools of one worker apart, in the file of counters. more_stats: further keys
+        of that file.
         """
+        self._name = name
         self.ranks, self.device, self.options = ranks, device, options
         self._holds_startup = holds_startup
         self._more_stats = more_stats
@@ -190,4 +193,5 @@ class ExchangePool:
 
         # A GPU's are copied from it, which from another thread would spoil the capture of a CUDA
         # graph: there they are written once, when the worker ends.
-        self._stats_writer = StatsWriter(directory, about, read, watch=self.device.type == "cpu")
+        watch = self.device.type == "cpu"
+        self._stats_writer = StatsWriter(directory, about, read, pool=self._name, watch=watch)

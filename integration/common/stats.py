@@ -19,7 +19,8 @@ class StatsWriter:
     and the exchange itself never waits for a disk. The file is replaced as a whole: a reader sees
     one state or the next. Its keys: those of `about` and of what `read` returns.
 
-    watch: False has no thread, and `close` alone writes.
+    pool: of a worker with several pools; its file is ``<pool>-rank<ep_rank>.json``. watch: False
+    has no thread, and `close` alone writes.
     """
 
     def __init__(
@@ -28,9 +29,11 @@ class StatsWriter:
         about: Mapping[str, int],
         read: Callable[[], Mapping[str, object]],
         *,
+        pool: str = "",
         watch: bool = True,
     ) -> None:
-        self.path = Path(directory) / f"rank{about['ep_rank']}.json"
+        prefix = f"{pool}-" if pool else ""
+        self.path = Path(directory) / f"{prefix}rank{about['ep_rank']}.json"
         self._about = {**about, "pid": os.getpid()}
         self._read = read
         self._written: Mapping[str, object] | None = None

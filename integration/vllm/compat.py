@@ -7,52 +7,15 @@ fields listed here, so that a release that moves one of them is found before a u
 
 from __future__ import annotations
 
-import importlib
-import logging
-from typing import NamedTuple
-
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common import names
+from moe_nvlink_plugin.integration.common.names import Fields, Touched, methods, minor
 
 from .draft.drafts import DRAFTS
-
-logger = logging.getLogger(__name__)
 
 #: Minor versions that our tests have served models with, by device.
 TRIED: dict[str, tuple[str, ...]] = {"cpu": ("0.32",), "cuda": ()}
 #: Releases whose source a test reads for every name below.
 READ = ("0.32.0", "0.33.0")
-
-
-class Touched(NamedTuple):
-    """One name of vLLM: where it lives and what we do with it.
-
-    kind: "hook": made for plugins; "subclass": overridden or extended; "use": called or read;
-    "patch": replaced in place.
-    parameters: of a function, self and cls left out. For a hook or subclass vLLM calls us, so its
-    own must be exactly these; for the rest we call, so these must be taken and all others must have
-    defaults. None: not a function, or one we pass on as it comes.
-    device: the only device that needs the name, "" for both. since: the first release that has it;
-    a name with it is looked for at run time, and done without where it is missing. needed_for:
-    "drafts": needed only where ranks share an MTP draft's LM head; "one draft": by one of vLLM's
-    draft models, and looked for when that model is served.
-    """
-
-    module: str
-    name: str
-    kind: str
-    parameters: tuple[str, ...] | None = None
-    device: str = ""
-    since: str = ""
-    needed_for: str = ""
-
-
-class Fields(NamedTuple):
-    """Attributes of one class that we read; those with `since` only where they exist."""
-
-    module: str
-    owner: str
-    names: tuple[str, ...]
-    since: str = ""
 
 
 _MOE = "vllm.model_executor.layers.fused_moe"
@@ -63,16 +26,6 @@ _COMMUNICATORS = "vllm.distributed.device_communicators"
 _PLATFORM = "vllm.platforms.interface"
 _CONTEXT = "vllm.forward_context"
 _LAYERS = "vllm.model_executor.layers"
-
-
-def _methods(
-    module: str, owner: str, kind: str, /, device: str = "", **methods: tuple[str, ...]
-) -> list[Touched]:
-    """Methods of one class, each with its parameters."""
-    return [
-        Touched(module, f"{owner}.{name}", kind, parameters, device)
-        for name, parameters in methods.items()
-    ]
 
 
 def _for_drafts(*touched: Touched) -> list[Touched]:
@@ -94,7 +47,7 @@ def _draft_models() -> list[Touched]:
 
 
 TOUCHED = (
-    *_methods(
+    *methods(
         _PLATFORM,
         "Platform",
         "hook",
@@ -107,10 +60,10 @@ TOUCHED = (
     Touched("vllm.platforms.cpu", "CpuPlatform", "subclass", device="cpu"),
     Touched("vllm.platforms.cuda", "CudaPlatform", "subclass", device="cuda"),
     Touched("vllm.utils.import_utils", "resolve_obj_by_qualname", "use", ("qualname",)),
-    *_methods(
+    *methods(
         "vllm.v1.worker.cpu_worker", "CPUWorker", "subclass", "cpu", compile_or_warm_up_model=()
     ),
-    *_methods(
+    *methods(
         "vllm.v1.worker.gpu_worker", "Worker", "subclass", "cuda", compile_or_warm_up_model=()
     ),
     Touched("vllm", "envs.VLLM_PLUGINS", "use"),
@@ -122,9 +75,9 @@ TOUCHED = (
     Touched(_CONTEXT, "is_forward_context_available", "use", ()),
     Touched(f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator", "subclass", None, "cpu"),
     Touched(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "subclass", None, "cuda"),
-    *_methods(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "use", "cuda", destroy=()),
+    *methods(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "use", "cuda", destroy=()),
     Touched(f"{_COMMUNICATORS}.base_device_communicator", "All2AllManagerBase", "subclass"),
-    *_methods(
+    *methods(
         f"{_COMMUNICATORS}.base_device_communicator",
         "All2AllManagerBase",
         "subclass",
@@ -134,33 +87,33 @@ TOUCHED = (
         destroy=(),
     ),
     Touched("vllm.model_executor.custom_op", "op_registry_oot", "use"),
-    *_methods(
+    *methods(
         f"{_MOE}.routed_experts",
         "RoutedExperts",
         "hook",
         register_oot=("_decorated_layer_cls", "name"),
     ),
-    *_methods(
+    *methods(
         f"{_MOE}.routed_experts",
         "RoutedExperts",
         "subclass",
         _get_quant_method=("prefix", "quant_config", "moe_config"),
     ),
-    *_methods(
+    *methods(
         f"{_MOE}.runner.moe_runner",
         "MoERunner",
         "hook",
         register_oot=("_decorated_layer_cls", "name"),
     ),
-    *_methods(f"{_MOE}.runner.moe_runner", "MoERunner", "subclass", _select_forward=()),
-    *_methods(
+    *methods(f"{_MOE}.runner.moe_runner", "MoERunner", "subclass", _select_forward=()),
+    *methods(
         f"{_MOE}.fused_moe_method_base",
         "FusedMoEMethodBase",
         "use",
         process_weights_after_loading=("layer",),
     ),
     Touched(_KERNEL, "FusedMoEPrepareAndFinalizeModular", "subclass"),
-    *_methods(
+    *methods(
         _KERNEL,
         "FusedMoEPrepareAndFinalizeModular",
         "subclass",
@@ -179,7 +132,7 @@ TOUCHED = (
             *("apply_router_weight_on_input", "weight_and_reduce_impl"),
         ),
     ),
-    *_methods(
+    *methods(
         _KERNEL,
         "FusedMoEPrepareAndFinalizeModular",
         "subclass",
@@ -188,8 +141,8 @@ TOUCHED = (
     ),
     Touched(_KERNEL, "FusedMoEActivationFormat", "use"),
     Touched(_KERNEL, "FusedMoEKernel", "use"),
-    *_methods(_KERNEL, "FusedMoEKernel", "use", __init__=("prepare_finalize", "fused_experts")),
-    *_methods(
+    *methods(_KERNEL, "FusedMoEKernel", "use", __init__=("prepare_finalize", "fused_experts")),
+    *methods(
         _KERNEL,
         "FusedMoEExpertsModular",
         "use",
@@ -204,7 +157,7 @@ TOUCHED = (
         device="cuda",
         since="0.33",
     ),
-    *_methods(
+    *methods(
         _KERNEL,
         "TopKWeightAndReduce",
         "use",
@@ -243,7 +196,7 @@ TOUCHED = (
         ("moe_config",),
         "cpu",
     ),
-    *_methods(
+    *methods(
         f"{_MOE}.experts.cpu_moe",
         "CPUUnquantizedExperts",
         "subclass",
@@ -270,7 +223,7 @@ TOUCHED = (
             "hook",
             ("_decorated_layer_cls", "name"),
         ),
-        *_methods(
+        *methods(
             f"{_LAYERS}.logits_processor",
             "LogitsProcessor",
             "subclass",
@@ -417,11 +370,6 @@ def vllm_version() -> str:
     return str(getattr(version, "__version__", "unknown"))
 
 
-def minor(version: str) -> str:
-    """ "0.32" of "0.32.1+cpu"."""
-    return ".".join(version.split(".")[:2])
-
-
 def supported_versions() -> str:
     """The cells of vLLM's row in the README's table of versions: supported, and how tried."""
     served, newest = ", ".join(TRIED["cpu"]), minor(READ[-1])
@@ -433,21 +381,7 @@ def supported_versions() -> str:
 
 def warn_if_untried(device_type: str) -> None:
     """Logs a warning when no test has served a model with this vLLM on such a device. Local."""
-    version = vllm_version()
-    tried = TRIED.get(device_type, ())
-    if minor(version) in tried:
-        return
-    were = ", ".join(f"{known}.x" for known in tried) or "none"
-    read = ", ".join(READ)
-    logger.warning(
-        "moe_nvlink has served models on %s devices with these versions of vLLM: %s. This is %s; "
-        "the names it uses were compared with the sources of %s. Check outputs before you rely on "
-        "it.",
-        device_type,
-        were,
-        version,
-        read,
-    )
+    names.warn_if_untried("vLLM", vllm_version(), device_type, TRIED.get(device_type, ()), READ)
 
 
 def check_names(device_type: str, *, drafts: bool = False) -> None:
@@ -456,31 +390,13 @@ def check_names(device_type: str, *, drafts: bool = False) -> None:
     What we patch may be missing: `flag.patch_engine_args` has said so, and the flag works without.
     drafts: ranks share the LM head of an MTP draft.
     """
-    needed = ("", "drafts") if drafts else ("",)
-    missing = [
-        f"{touched.module}.{touched.name}"
-        for touched in TOUCHED
-        if touched.kind != "patch"
-        and not touched.since
-        and touched.device in ("", device_type)
-        and touched.needed_for in needed
-        and not exists(touched)
-    ]
-    if missing:
-        raise UnsupportedError(
-            f"vLLM {vllm_version()} lacks what the moe_nvlink adapter stands on: "
-            f"{', '.join(missing)}. Install vLLM {READ[-1]}, or a newer moe-nvlink-plugin."
-        )
-
-
-def exists(touched: Touched) -> bool:
-    """Whether the installed vLLM has the name. Local; imports its module."""
-    try:
-        found: object = importlib.import_module(touched.module)
-    except ImportError:
-        return False
-    for part in touched.name.split("."):
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
-    return True
+    wanted_for = ("", "drafts") if drafts else ("",)
+    needed = (
+        one
+        for one in TOUCHED
+        if one.kind != "patch"
+        and not one.since
+        and one.device in ("", device_type)
+        and one.needed_for in wanted_for
+    )
+    names.require(needed, "vLLM", vllm_version(), READ[-1])

