@@ -69,6 +69,7 @@ def put_in_place() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from moe_nvlink_plugin.integration.sglang import compat
+    from moe_nvlink_plugin.integration.sglang.moe import fused
 
     if not getattr(put_in_place, "done", False):
         compat.check_names()
@@ -79,6 +80,7 @@ def put_in_place() -> None:
         if layer.create_moe_dispatcher is before:
             effect.note_failure(CREATE_DISPATCHER, RuntimeError("SGLang has not applied the hook"))
     effect.assert_hooks()
+    fused.register()  # a layer looks for its fused function before it asks for a dispatcher
     put_in_place.done = True  # type: ignore[attr-defined]
 
 

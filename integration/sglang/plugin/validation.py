@@ -13,8 +13,8 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_
 
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.common import refusals
-from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
-from moe_nvlink_plugin.integration.sglang import backend, choices, compat
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.sglang import backend, choices, compat, draft
 from moe_nvlink_plugin.integration.sglang.budget import Budget
 
 #: Runners that take what our dispatchers hand them; "auto" is SGLang's choice by weight format.
@@ -49,7 +49,8 @@ def check(server_args: Any) -> Options:
         options = choices.options_of(server_args)
     except ConfigError as error:
         problems.append(f"{error}.")
-    problems += _shared_head(server_args, options)
+    if (refused := draft.refusal(options)) is not None:
+        problems.append(refused)
     if not problems:
         problems += _model(server_args, view, options)
     refusals.refuse(problems, compat.sglang_version(), choices.WORDING)
@@ -127,15 +128,6 @@ def _runner(view: Any) -> Iterator[str]:
     ):
         if runner is not None and runner not in RUNNERS:
             yield f"{option} {runner}: choose one of {', '.join(RUNNERS)}."
-
-
-def _shared_head(server_args: Any, options: Options) -> Iterator[str]:
-    # The variable alone may be there for vLLM servers.
-    if options.shares_lm_head and choices.names(server_args, MTP_LM_HEAD):
-        yield (
-            f"{choices.WORDING.options}: {MTP_LM_HEAD}={options.mtp_lm_head_tp_size!r}, but ranks "
-            "share a draft's LM head with vLLM only. Remove it."
-        )
 
 
 def _model(server_args: Any, view: Any, options: Options) -> Iterator[str]:
