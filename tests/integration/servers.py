@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
@@ -69,14 +69,18 @@ class Forked:
 
 
 class Template:
-    """A process that has imported vLLM, of which servers are forked."""
+    """A process that has imported a framework, of which servers are forked: by default vLLM."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        program: Sequence[str] = (sys.executable, _FAST_SERVER),
+    ) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # It ends when nobody holds our end of the pair any more.
             self._process = subprocess.Popen(
-                [sys.executable, _FAST_SERVER, "--template", str(theirs.fileno())],
+                [*program, "--template", str(theirs.fileno())],
                 env={**os.environ, **CPU_ENVIRONMENT, **environment},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
