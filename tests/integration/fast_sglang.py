@@ -1,6 +1,6 @@
 """SGLang's servers, forked from one process that has imported everything, as `fast_server` does it.
 
-    .venv-sglang/bin/python tests/integration/fast_sglang.py --template <number of a socket>
+.venv-sglang/bin/python tests/integration/fast_sglang.py --template <number of a socket>
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import importlib
 import sys
 from pathlib import Path
 
-# As a script, it has its own folder on the path.
-sys.path[0] = str(Path(__file__).parents[2])
-
-from tests.integration import fast_server
+if __name__ == "__main__":
+    # As a script, it has its own folder on the path.
+    sys.path[0] = str(Path(__file__).parents[2])
 
 PRELOADED = (
     "sglang.launch_server",
@@ -37,4 +36,6 @@ def preload() -> None:
 
 if __name__ == "__main__":
     preload()
+    from tests.integration import fast_server
+
     fast_server.main()

@@ -20,10 +20,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
+from typing_extensions import Self
+
 from moe_nvlink_plugin.integration.demo import processes
 from moe_nvlink_plugin.integration.demo.server import (
     API_SERVER,
     CPU_ENVIRONMENT,
+    Server,
     ServerError,
     VllmServer,
 )
@@ -147,7 +150,7 @@ class EpServer:
     ) -> None:
         self.requests = requests
         self.stats_folder = folder / f"stats {name}"
-        self.server = ForkedServer(
+        self.server: Server = ForkedServer(
             model=requests.checkpoint,
             name=name,
             folder=folder,
@@ -159,7 +162,7 @@ class EpServer:
             },
         )
 
-    def __enter__(self) -> EpServer:
+    def __enter__(self) -> Self:
         try:
             self.server.wait_until_ready()
         except BaseException:
