@@ -53,7 +53,9 @@ TOUCHED: tuple[Touched, ...] = (
     ),
     Touched(f"{_RUNNERS}.triton", "fused_experts_none_to_triton", "use", _FUSED, "cuda"),
     *(
-        Touched(f"{_RUNNERS}.{module}", f"fused_experts_flashinfer_to_{name}", "use", _FUSED, "cuda")
+        Touched(
+            f"{_RUNNERS}.{module}", f"fused_experts_flashinfer_to_{name}", "use", _FUSED, "cuda"
+        )
         for module, name in (
             ("flashinfer_cutlass", "flashinfer_cutlass"),
             ("flashinfer_cutedsl", "flashinfer_cutedsl_fp4"),
