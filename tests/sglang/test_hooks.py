@@ -44,14 +44,16 @@ def test_a_process_with_a_model_has_every_hook(published: Any) -> None:
 def test_sglang_asks_us_for_dispatchers_of_our_backend_alone(
     published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also through the names of modules that imported the function before it was hooked."""
     from sglang.srt.layers.moe.fused_moe_triton import layer
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.runtime_context import get_flags
 
     from moe_nvlink_plugin.integration.sglang.moe import dispatcher
 
-    monkeypatch.setattr(dispatcher, "create", lambda *given: ("ours", *given))
+    def create(moe_runner_config: str, quant_method: str) -> tuple[str, ...]:
+        return "ours", moe_runner_config, quant_method
+
+    monkeypatch.setattr(dispatcher, "create", create)
     monkeypatch.setattr(layer, "StandardDispatcher", lambda *given: ("SGLang's", *given))
     initialize_moe_config()
     assert layer.create_moe_dispatcher("config", "method") == ("ours", "config", "method")
