@@ -1,7 +1,8 @@
 """SGLang's door to the exchange: one entry point, and nothing done at import.
 
 ``register`` (group ``sglang.srt.plugins``) runs in every process of SGLang. It registers what
-``--moe-a2a-backend moe_nvlink`` known and checked, and what waits for arguments that name it.
+makes ``--moe-a2a-backend moe_nvlink`` known and checked, and a hook that waits for arguments which
+name it.
 
 Where things are (``plugin`` imports all of it; the rest does not import ``plugin``):
 

@@ -1,8 +1,8 @@
 """How many tokens one rank may dispatch at once: the capacity of its exchange.
 
-Below an all-to-all backend SGLang gives each rank of an attention group its own share of the
-group's tokens. A group has a prefill chunk, or one step of every running request, or a CUDA graph of
-such a step; whichever is largest bounds the share.
+With an all-to-all backend SGLang gives each rank of an attention group its own share of the group's
+tokens. A group has a prefill chunk, or one step of every running request, or a CUDA graph of such a
+step. The largest of them bounds the share.
 """
 
 from __future__ import annotations

@@ -86,6 +86,6 @@ def warn_if_untried(device_type: str) -> None:
 
 
 def check_names() -> None:
-    """Raises UnsupportedError naming what this SGLang lacks of `TOUCHED`. Local, worker start-up."""
+    """Raises UnsupportedError naming what this SGLang lacks of `TOUCHED`. Local, in workers."""
     needed = (one for one in TOUCHED if not one.since and not one.device)
     names.require(needed, "SGLang", sglang_version(), READ[-1])

@@ -36,8 +36,8 @@ def assert_hooks() -> None:
     told = "".join(f"\n  - {one}" for one in [*missing, *_failures])
     raise UnsupportedError(
         f"{FLAG}: not every hook of the plugin took effect in this process:{told}\n"
-        "SGLang's log has the traceback of a plugin or hook that failed. If another plugin hooks the "
-        f"same function, load {BACKEND} alone (SGLANG_PLUGINS={BACKEND}); or drop the flag."
+        "SGLang's log has the traceback of a plugin or hook that failed. If another plugin hooks "
+        f"the same function, load {BACKEND} alone (SGLANG_PLUGINS={BACKEND}); or drop the flag."
     )
 
 

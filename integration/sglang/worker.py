@@ -1,7 +1,7 @@
 """What one process of SGLang has of ours: a pool of exchanges per namespace.
 
-The target model and a draft may run at the same time on two streams, and their CUDA graphs live side
-by side; exchanges of one pool lie over each other in one workspace. So each has a pool of its own.
+The exchanges of one pool lie over each other in one workspace. The target model and a draft may run
+at the same time on two streams, so each has a pool of its own.
 """
 
 from __future__ import annotations

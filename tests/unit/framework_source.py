@@ -1,7 +1,8 @@
 """Reads a framework's source, of an installed copy or of a downloaded wheel, without importing it.
 
 A name is looked for where the framework's own `import` would find it: in the module, through its
-imports from other modules of the framework, under `if TYPE_CHECKING:`, `try:` and the like, and in base classes.
+imports from other modules of the framework, under `if TYPE_CHECKING:`, `try:` and the like, and in
+base classes.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.integration.common import names
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import backend, compat
 from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
