@@ -8,8 +8,8 @@ contract:
 
 | | ``_tp_lm_head_all_to_all`` | `sharded_argmax` |
 |---|---|---|
-| the head's weights | a rank holds its part of the vocabulary | every rank holds all, reads its part |
-| rows it is given | all ranks', gathered before it and multiplied by that part | this rank's alone |
+| the head's weights | a rank holds a part of the vocabulary | a rank holds all, reads a part |
+| rows it is given | all ranks', gathered and multiplied by that part | this rank's alone |
 | what a rank gets | the logits of its own rows, which the sampler reads | their token ids |
 | steps it serves | equally many rows on each rank, at least one | any, a rank without rows too |
 

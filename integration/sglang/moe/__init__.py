@@ -1,7 +1,7 @@
 """The backend inside SGLang's MoE layers: one dispatcher per layer.
 
-``create_moe_dispatcher`` of SGLang hands over to `dispatcher.create`. `forms` chooses a class by the
-device and by the runner that computes the layer's experts:
+``create_moe_dispatcher`` of SGLang hands over to `dispatcher.create`. `forms` chooses a class by
+the device and by the runner that computes the layer's experts:
 
 * ``standard``: local ids, -1 for what is not computed here (Triton, triton_kernel, DeepGEMM);
 * ``flashinfer``: global ids, and a padding id (cutlass, trtllm, cutedsl; DeepGEMM in BF16);

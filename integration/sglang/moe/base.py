@@ -145,7 +145,7 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         if combine_input.format != self.combine_format:
             raise UnsupportedError(
                 f"{self._pool.ranks.wording.flag}: {self._name} was dispatched in the format "
-                f"{self.combine_format.value}, and its runner returns {combine_input.format.value}. "
+                f"{self.combine_format.value}, its runner returns {combine_input.format.value}. "
                 "Please report this with the command that started SGLang."
             )
         rows = self._partial_rows(combine_input.hidden_states, current)

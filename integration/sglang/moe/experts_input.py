@@ -5,13 +5,14 @@ quantised as well, and a layer says so by ``set_quant_config``:
 
 | recipe | if the quantisation config has | and the runner is |
 |---|---|---|
-| nvfp4 | input_global_scale, which SGLang sets for ``--flashinfer-a2a-dispatch-type nvfp4`` | cutlass, cutedsl, trtllm |
-| mxfp8 | use_mxfp8 | trtllm |
-| fp8_block | weight_dtype e4m3 and blocks of 128 columns, and a user asks for fp8_block | triton |
+| nvfp4 | input_global_scale | flashinfer_cutlass, _cutedsl, _trtllm, _trtllm_routed |
+| mxfp8 | use_mxfp8 | flashinfer_trtllm, flashinfer_trtllm_routed |
+| fp8_block | weight_dtype e4m3, with blocks of 128 columns | triton |
 
-Every other layer gets floats, for example the unquantised layers of a draft or of a mixed model.
-fp8_block is not the default: SGLang's backends send these rows as BF16, and nobody has compared the
-two on a GPU.
+SGLang sets input_global_scale if ``--flashinfer-a2a-dispatch-type`` is nvfp4. Every other layer
+gets floats, for example the unquantised layers of a draft or of a mixed model.
+A user has to ask for fp8_block: SGLang's own backends send these rows as BF16, and nobody has
+compared the two on a GPU.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def of_pool(
     with pool.ranks.telling_all(f"MoE layer {moe_runner_config.layer_id}"):
         runner = _runner(moe_runner_config, pool)
     block_shape = _block_shape(quant_method)
-    return _class_for(runner)(moe_runner_config, pool, capacity, runner, block_shape)
+    return class_for(runner)(moe_runner_config, pool, capacity, runner, block_shape)
 
 
 def _runner(config: Any, pool: ExchangePool) -> Runner:
@@ -39,7 +39,8 @@ def _runner(config: Any, pool: ExchangePool) -> Runner:
     return runner_of(None if backend is None else backend.value, dtype, pool.ranks.wording.flag)
 
 
-def _class_for(runner: Runner) -> type[MoeNvlinkDispatcher]:
+def class_for(runner: Runner) -> type[MoeNvlinkDispatcher]:
+    """The class that hands out what a runner takes. Local."""
     if runner is CPU:
         return CpuDispatcher
     return FlashinferFormDispatcher if runner.global_ids else StandardFormDispatcher

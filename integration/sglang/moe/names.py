@@ -51,15 +51,13 @@ TOUCHED: tuple[Touched, ...] = (
         "hook",
         ("a2a_backend_name", "runner_backend_name"),
     ),
-    Touched(f"{_RUNNERS}.triton", "fused_experts_none_to_triton", "use", _FUSED, "cuda"),
     *(
-        Touched(
-            f"{_RUNNERS}.{module}", f"fused_experts_flashinfer_to_{name}", "use", _FUSED, "cuda"
-        )
+        Touched(f"{_RUNNERS}.{module}", f"fused_experts_{name}", "use", _FUSED, "cuda")
         for module, name in (
-            ("flashinfer_cutlass", "flashinfer_cutlass"),
-            ("flashinfer_cutedsl", "flashinfer_cutedsl_fp4"),
-            ("flashinfer_trtllm", "flashinfer_trtllm"),
+            ("triton", "none_to_triton"),
+            ("flashinfer_cutlass", "flashinfer_to_flashinfer_cutlass"),
+            ("flashinfer_cutedsl", "flashinfer_to_flashinfer_cutedsl_fp4"),
+            ("flashinfer_trtllm", "flashinfer_to_flashinfer_trtllm"),
         )
     ),
     Touched("sglang.srt.layers.quantization.fp4_utils", "fp4_quantize", "use", device="cuda"),

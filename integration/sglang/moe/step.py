@@ -7,7 +7,7 @@ from sglang.srt.runtime_context import get_forward, get_parallel
 
 
 def most_tokens_of_a_rank() -> int | None:
-    """The most tokens of any rank in this step, equal on all ranks; None where SGLang has no number.
+    """The most tokens of any rank in this step, equal on all ranks; None if SGLang has no number.
 
     Local; reads host integers alone, so that a captured graph keeps the size it was captured for.
     SGLang agrees on the batch of each data-parallel rank before the forward; the ranks of its

@@ -27,7 +27,7 @@ class StreamOrder:
         self._ended: torch.cuda.Event | None = None
 
     def begins(self) -> None:
-        """Makes the current stream wait for the last round. Local; waits for nothing on the host."""
+        """Makes the current stream wait for the last round; the host does not wait. Local."""
         if self._ended is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_event(self._ended)
 
