@@ -7,7 +7,6 @@ keys become attributes of the model's configuration, and no model of SGLang read
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from moe_nvlink_plugin.errors import ConfigError
@@ -47,9 +46,3 @@ def given(server_args: Any) -> Any:
 def options_of(server_args: Any) -> Options:
     """The choices of a configuration. Local; ConfigError as `given` and `options.read` raise it."""
     return read(given(server_args), WORDING)
-
-
-def names(server_args: Any, option: str) -> bool:
-    """Whether a configuration that `options_of` accepts names the option itself. Local."""
-    ours = given(server_args)
-    return isinstance(ours, Mapping) and option in ours

@@ -29,6 +29,7 @@ _STEPS = f"{_GROUPS}.moe_hook"
 TOUCHED = (
     Touched(_REGISTRY, "HookRegistry.register", "hook", ("target", "hook", "hook_type", "source")),
     Touched(_REGISTRY, "HookRegistry.apply_hooks", "use", ()),
+    Touched(_REGISTRY, "HookSource", "use"),
     Touched(_REGISTRY, "HookType", "use"),
     Touched(f"{_GROUPS}.resolution_hooks", "register_resolution_hook", "use", ("name",)),
     Touched(_STEPS, "handle_moe_kernel_config", "hook", ("server_args",)),
@@ -57,16 +58,60 @@ TOUCHED = (
     *moe_names.TOUCHED,
 )
 
+_FIELDS = f"{_GROUPS}.fields"
+_GRAPHS = "sglang.srt.model_executor.cuda_graph_config"
+
+#: The fields of ServerArgs stand in one class per namespace.
 FIELDS = (
+    Fields(f"{_FIELDS}.device", "Device", ("device",)),
+    Fields(f"{_FIELDS}.disagg", "Disagg", ("disaggregation_mode", "enable_pdmux")),
+    Fields(f"{_FIELDS}.exec_", "ExecGraph", ("cuda_graph_config",)),
     Fields(
-        f"{_GROUPS}.fields.exec_",
+        f"{_FIELDS}.exec_",
         "ExecMoe",
         (
-            *("moe_a2a_backend", "moe_runner_backend", "elastic_ep_backend", "enable_waterfill"),
-            *("disable_shared_experts_fusion", "enforce_shared_experts_fusion"),
-            "ep_num_redundant_experts",
+            *("disable_shared_experts_fusion", "elastic_ep_backend", "enable_waterfill"),
+            *("enforce_shared_experts_fusion", "ep_num_redundant_experts", "moe_a2a_backend"),
+            "moe_runner_backend",
         ),
     ),
+    Fields(
+        f"{_FIELDS}.exec_",
+        "ExecOverlap",
+        ("enable_single_batch_overlap", "enable_two_batch_overlap"),
+    ),
+    Fields(f"{_FIELDS}.lora", "Lora", ("enable_lora", "lora_paths")),
+    Fields(f"{_FIELDS}.model", "Model", ("json_model_override_args", "model_path")),
+    Fields(
+        f"{_FIELDS}.parallel",
+        "Parallel",
+        (
+            *("attn_cp_size", "attn_dp_size", "dwdp_size", "ep_size", "moe_dp_size"),
+            *("moe_ep_group", "nnodes", "pp_size", "tp_size"),
+        ),
+    ),
+    Fields(f"{_FIELDS}.schedule", "Schedule", ("chunked_prefill_size", "max_running_requests")),
+    Fields(
+        f"{_FIELDS}.spec",
+        "Spec",
+        (
+            *("speculative_algorithm", "speculative_eagle_topk", "speculative_moe_a2a_backend"),
+            "speculative_moe_runner_backend",
+        ),
+    ),
+    Fields(_GRAPHS, "CudaGraphConfig", ("decode", "prefill")),
+    Fields(_GRAPHS, "PhaseConfig", ("backend", "max_bs")),
+    Fields(_GRAPHS, "Backend", ("DISABLED",)),
+    Fields(_CONTEXT, "MoeFlags", ("in_speculative_scope", "speculative_context")),
+    Fields(
+        "sglang.srt.configs.model_config", "ModelConfig", ("dtype", "hf_config", "hf_text_config")
+    ),
+    Fields(
+        "sglang.srt.distributed.parallel_state",
+        "GroupCoordinator",
+        ("cpu_group", "rank_in_group", "world_size"),
+    ),
+    Fields(_MOE_UTILS, "MoeA2ABackend", ("CUSTOMIZED",)),
     *moe_names.FIELDS,
 )
 
@@ -77,6 +122,15 @@ def sglang_version() -> str:
         return version("sglang")
     except PackageNotFoundError:
         return "unknown"
+
+
+def supported_versions() -> str:
+    """The cells of SGLang's row in the README's table of versions: supported, and how tried."""
+    served, read = ", ".join(TRIED["cpu"]), " and ".join(READ)
+    return (
+        f"{served}; on GPUs: not run yet | {served} served models on CPU ranks; in the source of "
+        f"{read} every name we touch was found"
+    )
 
 
 def warn_if_untried(device_type: str) -> None:

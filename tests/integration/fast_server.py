@@ -176,10 +176,15 @@ def _report_the_dead(running: dict[int, int]) -> None:
             os.close(file)
 
 
-if __name__ == "__main__":
-    preload()
+def main() -> None:
+    """Runs what the command line says, or what requests say."""
     if sys.argv[1] == "--template":
         request = fork_on_request(socket.socket(fileno=int(sys.argv[2])))
     else:
         request = Request(sys.argv[1:], dict(os.environ))
     run(request.arguments)
+
+
+if __name__ == "__main__":
+    preload()
+    main()

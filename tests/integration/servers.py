@@ -15,15 +15,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
+
+from typing_extensions import Self
 
 from moe_nvlink_plugin.integration.demo import processes
 from moe_nvlink_plugin.integration.demo.server import (
     API_SERVER,
     CPU_ENVIRONMENT,
+    Server,
     ServerError,
     VllmServer,
 )
@@ -69,14 +72,18 @@ class Forked:
 
 
 class Template:
-    """A process that has imported vLLM, of which servers are forked."""
+    """A process that has imported a framework, of which servers are forked: by default vLLM."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        program: Sequence[str] = (sys.executable, _FAST_SERVER),
+    ) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # It ends when nobody holds our end of the pair any more.
             self._process = subprocess.Popen(
-                [sys.executable, _FAST_SERVER, "--template", str(theirs.fileno())],
+                [*program, "--template", str(theirs.fileno())],
                 env={**os.environ, **CPU_ENVIRONMENT, **environment},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -143,7 +150,7 @@ class EpServer:
     ) -> None:
         self.requests = requests
         self.stats_folder = folder / f"stats {name}"
-        self.server = ForkedServer(
+        self.server: Server = ForkedServer(
             model=requests.checkpoint,
             name=name,
             folder=folder,
@@ -155,7 +162,7 @@ class EpServer:
             },
         )
 
-    def __enter__(self) -> EpServer:
+    def __enter__(self) -> Self:
         try:
             self.server.wait_until_ready()
         except BaseException:

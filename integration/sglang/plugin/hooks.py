@@ -66,19 +66,22 @@ def put_in_place() -> None:
     Idempotent. Raises UnsupportedError as `effect.assert_hooks` does.
     """
     from sglang.srt.layers.moe.fused_moe_triton import layer
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     from moe_nvlink_plugin.integration.sglang import compat
+    from moe_nvlink_plugin.integration.sglang.moe import fused
 
     if not getattr(put_in_place, "done", False):
         compat.check_names()
         before = layer.create_moe_dispatcher
-        HookRegistry.register(CREATE_DISPATCHER, create_dispatcher, HookType.AROUND)
-        HookRegistry.register(IS_FLASHINFER, is_flashinfer, HookType.AROUND)
+        us = HookSource(backend.BACKEND, "moe-nvlink-plugin")  # SGLang knows it at loading only
+        HookRegistry.register(CREATE_DISPATCHER, create_dispatcher, HookType.AROUND, source=us)
+        HookRegistry.register(IS_FLASHINFER, is_flashinfer, HookType.AROUND, source=us)
         HookRegistry.apply_hooks()
         if layer.create_moe_dispatcher is before:
             effect.note_failure(CREATE_DISPATCHER, RuntimeError("SGLang has not applied the hook"))
     effect.assert_hooks()
+    fused.register()  # a layer looks for its fused function before it asks for a dispatcher
     put_in_place.done = True  # type: ignore[attr-defined]
 
 

@@ -13,15 +13,13 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_
 
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.common import refusals
-from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
-from moe_nvlink_plugin.integration.sglang import backend, choices, compat
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.sglang import backend, choices, compat, draft
 from moe_nvlink_plugin.integration.sglang.budget import Budget
+from moe_nvlink_plugin.integration.sglang.moe import runners
 
 #: Runners that take what our dispatchers hand them; "auto" is SGLang's choice by weight format.
-RUNNERS = (
-    *("auto", "triton", "triton_kernel", "deep_gemm", "flashinfer_cutlass", "flashinfer_trtllm"),
-    *("flashinfer_trtllm_routed", "flashinfer_cutedsl"),
-)
+RUNNERS = ("auto", *runners.NAMES)
 #: Models that leave out their own sum of the experts' outputs wherever SGLang's flashinfer backend
 #: has them do so. Others know DeepEP alone, and would sum twice.
 ARCHITECTURES = (
@@ -49,7 +47,8 @@ def check(server_args: Any) -> Options:
         options = choices.options_of(server_args)
     except ConfigError as error:
         problems.append(f"{error}.")
-    problems += _shared_head(server_args, options)
+    if (refused := draft.refusal(options)) is not None:
+        problems.append(refused)
     if not problems:
         problems += _model(server_args, view, options)
     refusals.refuse(problems, compat.sglang_version(), choices.WORDING)
@@ -127,15 +126,6 @@ def _runner(view: Any) -> Iterator[str]:
     ):
         if runner is not None and runner not in RUNNERS:
             yield f"{option} {runner}: choose one of {', '.join(RUNNERS)}."
-
-
-def _shared_head(server_args: Any, options: Options) -> Iterator[str]:
-    # The variable alone may be there for vLLM servers.
-    if options.shares_lm_head and choices.names(server_args, MTP_LM_HEAD):
-        yield (
-            f"{choices.WORDING.options}: {MTP_LM_HEAD}={options.mtp_lm_head_tp_size!r}, but ranks "
-            "share a draft's LM head with vLLM only. Remove it."
-        )
 
 
 def _model(server_args: Any, view: Any, options: Options) -> Iterator[str]:
