@@ -160,4 +160,10 @@ def experts_of(subject: MoeNvlinkDispatcher, dispatched: Any) -> Any:
     return run_experts(dispatched, first, end, padding)
 
 
-__all__ = ["StandardFormDispatcher", "step"]
+__all__ = [
+    "MoeNvlinkDispatcher",
+    "StandardCombineInput",
+    "StandardFormDispatcher",
+    "StandardTopKOutput",
+    "step",
+]

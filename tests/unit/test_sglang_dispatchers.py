@@ -48,7 +48,10 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def _worst(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Told, not asserted: a rank that stops would leave the others waiting."""
     assert got.shape == expected.shape
-    return max([0.0, *(got - expected).abs().nan_to_num(nan=float("inf")).flatten().tolist()])
+    worst: float = max(
+        [0.0, *(got - expected).abs().nan_to_num(nan=float("inf")).flatten().tolist()]
+    )
+    return worst
 
 
 def _with_pool(body: Callable[[ExchangePool], Any], **options: Any) -> Callable[[Any], Any]:

@@ -9,20 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from moe_nvlink_plugin.integration.demo.server import ServerError
+from moe_nvlink_plugin.integration.demo.sglang_server import interpreter
+
 ROOT = Path(__file__).resolve().parents[2]
-#: Names another interpreter that has SGLang.
-PYTHON = "MOE_NVLINK_SGLANG_PYTHON"
-
-
-def _python() -> Path:
-    return Path(os.environ.get(PYTHON) or ROOT / ".venv-sglang" / "bin" / "python")
 
 
 @pytest.mark.timeout(900)
 def test_every_test_that_needs_sglang_passes_beside_it() -> None:
-    python = _python()
-    if not python.is_file():
-        pytest.skip(f"no SGLang: {python} is missing; `make sglang-env` installs it")
+    try:
+        python = interpreter()
+    except ServerError as error:
+        pytest.skip(str(error))
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/sglang"]
     # A worker of pytest-xdist tells the processes it starts that they are one too.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

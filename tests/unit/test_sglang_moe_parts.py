@@ -125,7 +125,7 @@ class _Gpu:
 
 def test_a_round_begins_after_the_round_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = _Gpu()
-    monkeypatch.setattr(streams.torch, "cuda", gpu)
+    monkeypatch.setattr(torch, "cuda", gpu)
     order = streams.StreamOrder()
     for stream in ("main", "prefill", "main"):
         gpu.stream = stream
@@ -136,7 +136,7 @@ def test_a_round_begins_after_the_round_before_it(monkeypatch: pytest.MonkeyPatc
 
 def test_a_capture_has_no_edge_to_what_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = _Gpu()
-    monkeypatch.setattr(streams.torch, "cuda", gpu)
+    monkeypatch.setattr(torch, "cuda", gpu)
     order = streams.StreamOrder()
     order.begins()
     order.ended()

@@ -16,12 +16,10 @@ from moe_nvlink_plugin.integration.common import refusals
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.sglang import backend, choices, compat, draft
 from moe_nvlink_plugin.integration.sglang.budget import Budget
+from moe_nvlink_plugin.integration.sglang.moe import runners
 
 #: Runners that take what our dispatchers hand them; "auto" is SGLang's choice by weight format.
-RUNNERS = (
-    *("auto", "triton", "triton_kernel", "deep_gemm", "flashinfer_cutlass", "flashinfer_trtllm"),
-    *("flashinfer_trtllm_routed", "flashinfer_cutedsl"),
-)
+RUNNERS = ("auto", *runners.NAMES)
 #: Models that leave out their own sum of the experts' outputs wherever SGLang's flashinfer backend
 #: has them do so. Others know DeepEP alone, and would sum twice.
 ARCHITECTURES = (
