@@ -24,6 +24,8 @@ from .sglang_server import SglangServer
 from .tiny_checkpoint import MODELS, write_checkpoint
 
 EP_SIZE = 2
+#: SGLang's five processes import for a minute on two idle cores, and other work may share them.
+READY_S = 600.0
 EXIT_INTERRUPTED = 130
 
 
@@ -103,7 +105,7 @@ def _message(log_line: str) -> str:
 def wait_for(server: Server) -> None:
     """Wait until the server answers, and show that time passes."""
     progress = ProgressLine(f"starting the {server.name} server")
-    ready_s = server.wait_until_ready(progress=progress)
+    ready_s = server.wait_until_ready(timeout_s=READY_S, progress=progress)
     progress.close(f"the {server.name} server is ready after {ready_s:.0f} s")
 
 
