@@ -24,6 +24,13 @@ from .sglang_server import SglangServer
 from .tiny_checkpoint import MODELS, write_checkpoint
 
 EP_SIZE = 2
+#: vLLM's flags.
+SERVE_FLAGS: Sequence[str] = (
+    *("--data-parallel-size", str(EP_SIZE), "--enable-expert-parallel"),
+    *("--all2all-backend", "moe_nvlink"),
+)
+#: Skips torch.compile: the demonstration is about the exchange, and start-up is what one waits for.
+EAGER = "--enforce-eager"
 #: SGLang's five processes import for a minute on two idle cores, and other work may share them.
 READY_S = 600.0
 EXIT_INTERRUPTED = 130
@@ -42,13 +49,8 @@ FRAMEWORKS: dict[str, Framework] = {
     "vllm": Framework(
         name="vLLM",
         server=VllmServer,
-        over_ranks=(
-            *("--data-parallel-size", str(EP_SIZE), "--enable-expert-parallel"),
-            *("--all2all-backend", "moe_nvlink"),
-        ),
-        # Skips torch.compile: the demonstration is about the exchange, and start-up is what one
-        # waits for.
-        always=("--enforce-eager",),
+        over_ranks=SERVE_FLAGS,
+        always=(EAGER,),
     ),
     "sglang": Framework(
         name="SGLang",
