@@ -84,7 +84,7 @@ def test_our_dispatchers_leave_no_method_of_sglangs_abstract() -> None:
     subject, pool = _dispatcher()
     assert not type(subject).__abstractmethods__
     seen: list[Any] = []
-    subject.register_pre_dispatch_hook(lambda one, *given: seen.append(one))  # type: ignore[attr-defined]
+    subject.register_pre_dispatch_hook(lambda one, *given: seen.append(one))
     hidden, ids, weights = work_of(2, 1)
     subject.dispatch(hidden_states=hidden, topk_output=topk.StandardTopKOutput(weights, ids, None))
     assert seen == [subject]
@@ -179,17 +179,20 @@ def test_sglangs_native_experts_break_without_us(broken: torch.Tensor) -> None:
     given = topk.StandardTopKOutput(weights, broken, None)
     try:
         got = experts(hidden, given)
-    except Exception as error:
-        assert not isinstance(error, AssertionError)
+    except (IndexError, RuntimeError, ValueError):
         return
-    each = [
+    assert got.sum(1).tolist() != pytest.approx(_sum_of_each(experts, hidden, broken))
+
+
+def _sum_of_each(experts: _Experts, hidden: torch.Tensor, ids: torch.Tensor) -> list[float]:
+    """What the routes of each row add up to, one by one."""
+    return [
         sum(
-            float(experts(row[None], topk.StandardTopKOutput(torch.ones(1, 1), expert, None)).sum())
-            for expert in chosen[chosen >= 0].view(-1, 1, 1)
+            float(experts(row[None], topk.StandardTopKOutput(torch.ones(1, 1), one, None)).sum())
+            for one in chosen[chosen >= 0].view(-1, 1, 1)
         )
-        for row, chosen in zip(hidden, broken, strict=True)
+        for row, chosen in zip(hidden, ids, strict=True)
     ]
-    assert got.sum(1).tolist() != pytest.approx(each)
 
 
 def test_sglang_has_the_functions_whose_names_we_take() -> None:

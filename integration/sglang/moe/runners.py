@@ -70,8 +70,8 @@ def runner_of(name: str | None, dtype: torch.dtype, flag: str) -> Runner:
     name: None: SGLang computes the layer by a kernel without a runner. flag: what chose our
     backend, for messages. Raises UnsupportedError for a runner that is not in the table.
     """
-    tables = (_GLOBAL, _LOCAL) if dtype == torch.bfloat16 else (_LOCAL, _GLOBAL)
-    for runner in (*tables[0], *tables[1]):
+    preferred = [*_GLOBAL, *_LOCAL] if dtype == torch.bfloat16 else [*_LOCAL, *_GLOBAL]
+    for runner in preferred:
         if runner.name == name:
             return runner
     raise UnsupportedError(

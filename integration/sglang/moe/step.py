@@ -14,7 +14,8 @@ def most_tokens_of_a_rank() -> int | None:
     attention group then share these rows out. Where prefill is sequence parallel, rows are shared
     out in another way, and None is the answer.
     """
-    batches = get_dp_global_num_tokens()
+    batches: list[int] | None = get_dp_global_num_tokens()
     if not batches or get_forward().sp_active:
         return None
-    return -(-max(batches) // get_parallel().attn_tp_size)
+    ranks: int = get_parallel().attn_tp_size
+    return -(-max(batches) // ranks)

@@ -36,7 +36,7 @@ class StreamOrder:
         if torch.cuda.is_current_stream_capturing():
             return
         if self._ended is None:
-            self._ended = torch.cuda.Event()
+            self._ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ended.record()
 
 
