@@ -86,8 +86,8 @@ FIELDS = (
         f"{_FIELDS}.parallel",
         "Parallel",
         (
-            *("attn_cp_size", "attn_dp_size", "dwdp_size", "ep_size", "moe_dp_size"),
-            *("moe_ep_group", "nnodes", "pp_size", "tp_size"),
+            *("attn_cp_size", "attn_dp_size", "disable_attn_tp_gather", "dwdp_size", "ep_size"),
+            *("moe_dp_size", "moe_ep_group", "nnodes", "pp_size", "tp_size"),
         ),
     ),
     Fields(f"{_FIELDS}.schedule", "Schedule", ("chunked_prefill_size", "max_running_requests")),

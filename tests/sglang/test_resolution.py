@@ -101,6 +101,10 @@ def test_the_budget_counts_drafts_and_graphs(resolved: Resolve) -> None:
         ({"tp_size": 4, "ep_size": 2}, ["--ep-size is 2, --tp-size 4", "remove --ep-size"]),
         ({"nnodes": 2, "tp_size": 4}, ["--nnodes is 2", "set it to 1"]),
         ({"pp_size": 2}, ["--pp-size is 2", "set it to 1"]),
+        ({"disable_attn_tp_gather": True}, ["--disable-attn-tp-gather", "Remove it"]),
+        ({"enable_pdmux": True}, ["remove --enable-pdmux"]),
+        ({"enable_lora": True}, ["LoRA", "remove --enable-lora"]),
+        ({"elastic_ep_backend": "mooncake"}, ["remove --elastic-ep-backend"]),
         (
             {"moe_a2a_backend": "none", "speculative_moe_a2a_backend": "moe_nvlink"},
             ["--speculative-moe-a2a-backend moe_nvlink without --moe-a2a-backend moe_nvlink"],

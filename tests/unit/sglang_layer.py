@@ -23,9 +23,10 @@ with sglang_stand_in.importable():
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    from moe_nvlink_plugin.integration.sglang.moe import forms, step
+    from moe_nvlink_plugin.integration.sglang.moe import base, forms, standard, step
     from moe_nvlink_plugin.integration.sglang.moe.base import MoeNvlinkDispatcher
     from moe_nvlink_plugin.integration.sglang.moe.cpu import CpuDispatcher
+    from moe_nvlink_plugin.integration.sglang.moe.routing import routing_of
     from moe_nvlink_plugin.integration.sglang.moe.runners import CPU, Runner, runner_of
     from moe_nvlink_plugin.integration.sglang.moe.standard import StandardFormDispatcher
 
@@ -165,5 +166,8 @@ __all__ = [
     "StandardCombineInput",
     "StandardFormDispatcher",
     "StandardTopKOutput",
+    "base",
+    "routing_of",
+    "standard",
     "step",
 ]

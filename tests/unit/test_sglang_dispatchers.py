@@ -7,12 +7,14 @@ for CUDA ranks run on CPU tensors here; SGLang's GPU runners have never run with
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
@@ -27,12 +29,15 @@ from tests.unit.sglang_layer import (
     StandardCombineInput,
     StandardFormDispatcher,
     StandardTopKOutput,
+    base,
     dense,
     dispatcher_of,
     experts_of,
     layer,
     pool_of,
+    routing_of,
     run_experts,
+    standard,
     step,
     work_of,
 )
@@ -359,6 +364,48 @@ def test_the_most_tokens_of_a_rank(
     monkeypatch.setattr(step, "get_parallel", lambda: SimpleNamespace(attn_tp_size=ranks))
     monkeypatch.setattr(step, "get_dp_global_num_tokens", lambda: batches)
     assert step.most_tokens_of_a_rank() == most
+
+
+# CUDA graphs: the host learns nothing of the data.
+
+
+class _NoReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators whose result, or the shape of it, needs a value on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put_") and any(
+            one is not None and one.dtype == torch.bool for one in args[1]
+        )
+        assert not by_mask, name
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("runner", "reads"),
+    [(name, name == "cpu") for name in RUNNERS] + [("triton_kernel", False)],
+)
+def test_only_cpu_ranks_read_what_arrived(
+    runner: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the adapter does around the exchange's two operators may be captured."""
+    if runner == "triton_kernel":
+        monkeypatch.setattr(standard, "triton_kernel_output", lambda routes, top_k: routes)
+
+    def body(pool: ExchangePool) -> None:
+        subject = dispatcher_of(pool, runner)
+        hidden, ids, weights = work_of(CAPACITY, 1)
+        routing = routing_of(StandardTopKOutput(weights, ids, None), CAPACITY)
+        exchange = subject._exchanges[0]
+        received = exchange.dispatch(hidden, routing.ids, routing.weights)
+        current = base.Round(exchange, received, routing)
+        with pytest.raises(AssertionError) if reads else contextlib.nullcontext(), _NoReads():  # type: ignore[no-untyped-call]
+            subject._hand_out(current)
+            subject._partial_rows(hidden, current)
+
+    (group,) = ThreadGroup.ranks(1)
+    _with_pool(body)(group)
 
 
 # Refusals: of all ranks.

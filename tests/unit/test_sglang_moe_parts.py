@@ -19,7 +19,7 @@ with sglang_stand_in.importable():
     from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, register_fused_func
 
     from moe_nvlink_plugin.integration.sglang import draft
-    from moe_nvlink_plugin.integration.sglang.moe import fused, routing, runners, streams
+    from moe_nvlink_plugin.integration.sglang.moe import forms, fused, routing, runners, streams
 
 
 # Routing.
@@ -91,6 +91,38 @@ def test_deep_gemm_takes_global_ids_for_bf16_alone() -> None:
 def test_other_runners_are_refused(name: str | None) -> None:
     with pytest.raises(UnsupportedError, match=r"flag: .* one of triton, triton_kernel, deep_gemm"):
         runners.runner_of(name, torch.bfloat16, "flag")
+
+
+def _of_layer(name: str, fused_func: Any = None) -> runners.Runner:
+    config = SimpleNamespace(runner_backend=SimpleNamespace(value=name), params_dtype=None)
+    method = SimpleNamespace(runner=SimpleNamespace(fused_func=fused_func))
+    return forms.runner_for(config, method, torch.device("cuda"), "flag")
+
+
+def test_triton_gets_quantised_rows_only_where_its_fused_function_reads_them() -> None:
+    assert _of_layer("triton", fused_func=print).wires == ("fp8_block",)
+    assert _of_layer("triton").wires == ()
+    assert _of_layer("flashinfer_cutlass").wires == ("nvfp4",)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("triton", "StandardFormDispatcher"),
+        ("triton_kernel", "StandardFormDispatcher"),
+        ("deep_gemm", "StandardFormDispatcher"),  # the default type of torch is float32
+        ("flashinfer_cutlass", "FlashinferFormDispatcher"),
+        ("flashinfer_trtllm", "FlashinferFormDispatcher"),
+    ],
+)
+def test_the_form_follows_from_the_runner(name: str, expected: str) -> None:
+    assert forms.class_for(_of_layer(name)).__name__ == expected
+
+
+def test_cpu_ranks_have_one_form_whatever_the_runner() -> None:
+    config = SimpleNamespace(runner_backend=SimpleNamespace(value="triton"), params_dtype=None)
+    chosen = forms.runner_for(config, None, torch.device("cpu"), "flag")
+    assert forms.class_for(chosen).__name__ == "CpuDispatcher"
 
 
 # Streams.

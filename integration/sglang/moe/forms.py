@@ -26,17 +26,23 @@ def of_pool(
     misplace; and what `ExchangePool.agree_on_format` raises.
     """
     with pool.ranks.telling_all(f"MoE layer {moe_runner_config.layer_id}"):
-        runner = _runner(moe_runner_config, pool)
+        flag = pool.ranks.wording.flag
+        runner = runner_for(moe_runner_config, quant_method, pool.device, flag)
     block_shape = _block_shape(quant_method)
     return class_for(runner)(moe_runner_config, pool, capacity, runner, block_shape)
 
 
-def _runner(config: Any, pool: ExchangePool) -> Runner:
-    if pool.device.type == "cpu":
+def runner_for(config: Any, quant_method: Any, device: torch.device, flag: str) -> Runner:
+    """What the runner of a layer takes. Local; UnsupportedError as `runner_of` raises it."""
+    if device.type == "cpu":
         return CPU
-    backend = config.runner_backend
-    dtype = config.params_dtype or torch.get_default_dtype()
-    return runner_of(None if backend is None else backend.value, dtype, pool.ranks.wording.flag)
+    name = None if config.runner_backend is None else config.runner_backend.value
+    runner = runner_of(name, config.params_dtype or torch.get_default_dtype(), flag)
+    fused = getattr(getattr(quant_method, "runner", None), "fused_func", None)
+    if not runner.global_ids and fused is None:
+        # Triton's other path, as LoRA takes it, does not read the quantised rows.
+        return runner._replace(wires=())
+    return runner
 
 
 def class_for(runner: Runner) -> type[MoeNvlinkDispatcher]:

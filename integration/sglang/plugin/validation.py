@@ -91,6 +91,11 @@ def _parallel(view: Any) -> Iterator[str]:
         if size > 1:
             yield f"{option} is {size}, which nobody has run through our exchange: set it to 1."
     yield from refusals.several_cpu_hosts(view.device, view.nnodes)
+    if view.disable_attn_tp_gather and view.tp_size > view.attn_dp_size:
+        yield (
+            "--disable-attn-tp-gather: a batch that does not divide among the ranks of an "
+            "attention group stays whole on each of them. Remove it."
+        )
     if view.elastic_ep_backend is not None:
         yield "elastic expert parallelism: remove --elastic-ep-backend."
 

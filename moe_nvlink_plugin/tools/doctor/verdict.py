@@ -19,7 +19,10 @@ from .inquiry import Facts
 OLDEST_CUDA = (13, 0)
 #: What cuInit says on a machine with NVSwitch until its fabric manager runs.
 _NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY"
-_ELSEWHERE = "use another all-to-all backend (vLLM: --all2all-backend allgather_reducescatter)"
+_ELSEWHERE = (
+    "use another all-to-all backend (vLLM: --all2all-backend allgather_reducescatter, SGLang: "
+    "--moe-a2a-backend none)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
