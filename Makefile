@@ -1,10 +1,12 @@
 # make demo    watch a vLLM server run expert parallelism through our dispatch and combine
+# make demo DEMO_ARGS="--framework sglang"  the same with an SGLang server
 # make test    every check and every test
 # make upstream-tests  a selection of vLLM's own tests, run against our backend
 # make dist    the wheel and the sdist in dist/, each installed and used from an empty directory
 # make lint    the linters and the type checker alone
 # make bench   the benchmarks that run anywhere, a few minutes
 # make env     the environment all of them use (they create it when it is missing)
+# make sglang-env  an environment with SGLang beside it, for the tests and for the demonstration
 # make clean   remove what tools and builds wrote; make distclean removes the environment too
 #
 # PYTHON=python3.12 chooses the interpreter of the environment, PYTEST_ARGS="tests/unit -x" the tests.
@@ -19,6 +21,11 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 ENV_READY := $(VENV)/.ready
 ENV_COMPILED := $(VENV)/.compiled
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PY := $(SGLANG_VENV)/bin/python
+SGLANG_READY := $(SGLANG_VENV)/.ready
+SGLANG_FILES := integration/demo/sglang_env
+SGLANG_NOT_COMPILED := /multimodal_gen/|/tests?/|/hardware_backend/(npu|xpu|mlx|musa)/|/pip/|/setuptools/
 # The oldest NVRTC that pyproject.toml allows, beside the environment's own.
 OLDEST_NVRTC := $(shell sed -n 's/.*"nvidia-cuda-nvrtc>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 SOURCES = $(shell find kernels -name '*.cu' -o -name '*.h' -o -name '*.cpp')
@@ -27,7 +34,7 @@ BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --iterations 10" 
 	bench_launch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test upstream-tests dist lint typecheck bench clean distclean
+.PHONY: help env sglang-env demo test upstream-tests dist lint typecheck bench clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p; s/^# \(PYTHON.*\)/\1/p' Makefile
@@ -67,11 +74,34 @@ $(VENV)/nvrtc-$(OLDEST_NVRTC): | $(ENV_READY)
 	@echo "  installing NVRTC $(OLDEST_NVRTC), for the tests to compile with"
 	@$(PIP) install --no-compile --no-deps --target $@ "nvidia-cuda-nvrtc==$(OLDEST_NVRTC)"
 
-demo: env
+# SGLang serves on CPU with the packages of $(VENV), which its interpreter sees after its own: torch
+# and Transformers are the versions that it works with, and this package is installed there. A path,
+# not hard links: it crosses file systems, and sees what is installed in $(VENV) later. SGLang's own
+# requirements are for GPUs; what it must import of them has a stand-in.
+$(SGLANG_READY): $(SGLANG_FILES)/requirements.txt | env
+	@echo "creating the environment $(SGLANG_VENV) (a minute or two, once)"
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "SGLang needs Python 3.11 or newer")'
+	@test -x $(SGLANG_PY) || $(PY) -m venv $(SGLANG_VENV)
+	@$(SGLANG_PY) -m pip --disable-pip-version-check -qq install --no-compile --no-deps \
+		-r $(SGLANG_FILES)/requirements.txt
+	@printf '%s\n' "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python3*/site-packages)')" \
+		$(abspath $(SGLANG_FILES))/site "import sglang_on_cpu; sglang_on_cpu.install()" \
+		> $$(echo $(SGLANG_VENV)/lib/python3*/site-packages)/moe_nvlink_sglang.pth
+	@$(SGLANG_PY) -m compileall -qq -j 2 -x '$(SGLANG_NOT_COMPILED)' \
+		$(SGLANG_VENV)/lib/python3*/site-packages || true
+	@touch $@
+
+sglang-env: $(SGLANG_READY)
+
+# Python 3.10 has no SGLang; its tests are skipped there.
+SGLANG_WHERE_IT_RUNS = $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c \
+	'import sys; print("sglang-env" * (sys.version_info >= (3, 11)))')
+
+demo: env $(if $(findstring sglang,$(DEMO_ARGS)),sglang-env)
 	@$(PY) -m moe_nvlink_plugin.integration.demo $(DEMO_ARGS)
 
 # Two processes, of which each compiles or waits much of the time; `-n 0` in PYTEST_ARGS: none.
-test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC)
+test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC) $(SGLANG_WHERE_IT_RUNS)
 	@$(PY) -m pytest -n 2 --max-worker-restart 0 $(PYTEST_ARGS)
 
 # --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
@@ -96,7 +126,7 @@ bench: env
 
 clean:
 	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(SGLANG_VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SGLANG_VENV)

@@ -41,7 +41,6 @@ from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.exchange import shapes
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.exchange.kernels import LAYER
-from moe_nvlink_plugin.exchange.sizes import combine_row, quantised_combine_rows
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.arguments import element_code

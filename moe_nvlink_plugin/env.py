@@ -166,6 +166,12 @@ def first_timeout_s() -> float:
     return max(_positive("MOE_NVLINK_FIRST_TIMEOUT_S", float, 1800.0), timeout_s())
 
 
+def framework_plugins(variable: str) -> list[str] | None:
+    """Return the plugins that a framework's own variable allows; None if it allows every plugin."""
+    names = [name.strip() for name in os.environ.get(variable, "").split(",")]
+    return [name for name in names if name] or None
+
+
 def combine() -> str:
     """Return the default of AllToAllConfig.combine. AllToAllConfig checks it."""
     return _text("MOE_NVLINK_COMBINE") or "bf16"

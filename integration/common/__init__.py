@@ -5,7 +5,9 @@
 * ``formats``: the format in which the rows of a layer travel; ``input_scales``: static scales that
   are equal on all ranks.
 * ``draft_head``: the LM head that ranks share, of a model that drafts tokens.
-* ``options``: what a user can choose; ``logs``, ``stats``, ``watch``: what a user sees of it.
+* ``options``: what a user can choose; ``refusals``: what is refused at start-up, and how it is
+  said; ``logs``, ``stats``, ``watch``: what a user sees of it.
+* ``names``: what an adapter's list of its framework's names is made of.
 
 An adapter says what the experts of a layer take (`formats.ExpertsInput`), and how its users write
 our options (`options.Wording`). The modules here do the rest.

@@ -30,6 +30,7 @@ class ExchangePool:
         ranks: the expert-parallel ranks.
         device: where this rank's layers work.
         options: what the user chose.
+        name: tells the pools of one worker apart in the names of the counters' files.
         holds_startup: whether the adapter calls `end_startup`.
         more_stats: returns further keys of the counters' file.
     """
@@ -40,9 +41,11 @@ class ExchangePool:
         device: torch.device,
         options: Options,
         *,
+        name: str = "",
         holds_startup: bool = False,
         more_stats: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
+        self._name = name
         self.ranks, self.device, self.options = ranks, device, options
         self._holds_startup = holds_startup
         self._more_stats = more_stats
@@ -194,4 +197,5 @@ class ExchangePool:
 
         # To read counters of a GPU, a thread copies them, which would break another thread's
         # capture of a CUDA graph. There the writer writes once, when the worker ends.
-        self._stats_writer = StatsWriter(directory, about, read, watch=self.device.type == "cpu")
+        watch = self.device.type == "cpu"
+        self._stats_writer = StatsWriter(directory, about, read, pool=self._name, watch=watch)

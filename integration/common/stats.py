@@ -27,6 +27,8 @@ class StatsWriter:
         directory: created if it does not exist.
         about: keys of the file that do not change; `ep_rank` is one of them.
         read: returns the other keys.
+        pool: name of the pool, if a worker has several; the file is
+            ``<directory>/<pool>-rank<ep_rank>.json`` then.
         watch: False starts no thread; then only `close` writes.
     """
 
@@ -36,9 +38,11 @@ class StatsWriter:
         about: Mapping[str, int],
         read: Callable[[], Mapping[str, object]],
         *,
+        pool: str = "",
         watch: bool = True,
     ) -> None:
-        self.path = Path(directory) / f"rank{about['ep_rank']}.json"
+        prefix = f"{pool}-" if pool else ""
+        self.path = Path(directory) / f"{prefix}rank{about['ep_rank']}.json"
         self._about = {**about, "pid": os.getpid()}
         self._read = read
         self._written: Mapping[str, object] | None = None

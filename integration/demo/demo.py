@@ -1,7 +1,7 @@
 """The demonstration: expert parallelism over two ranks through our exchange, against one rank.
 
-It starts a real vLLM server with `--all2all-backend moe_nvlink`, sends it requests, does the same
-with an ordinary one-rank server, and shows the answers side by side with what our exchange moved.
+It starts a real vLLM or SGLang server with our flag, sends it requests, does the same with an
+ordinary one-rank server, and shows the answers side by side with what our exchange moved.
 What quantised rows would save is counted afterwards, in exchanges of a large model's width.
 """
 
@@ -19,17 +19,45 @@ from types import FrameType
 from typing import NamedTuple
 
 from . import formats, report
-from .server import ServerError, VllmServer, stop_all
+from .server import Server, ServerError, VllmServer, stop_all
+from .sglang_server import SglangServer
 from .tiny_checkpoint import MODELS, write_checkpoint
 
 EP_SIZE = 2
+#: vLLM's flags.
 SERVE_FLAGS: Sequence[str] = (
     *("--data-parallel-size", str(EP_SIZE), "--enable-expert-parallel"),
     *("--all2all-backend", "moe_nvlink"),
 )
 #: Skips torch.compile: the demonstration is about the exchange, and start-up is what one waits for.
 EAGER = "--enforce-eager"
+#: SGLang's five processes import for a minute on two idle cores, and other work may share them.
+READY_S = 600.0
 EXIT_INTERRUPTED = 130
+
+
+class Framework(NamedTuple):
+    """A serving framework, and what the servers of the demonstration are told."""
+
+    name: str
+    server: type[VllmServer] | type[SglangServer]
+    over_ranks: Sequence[str]
+    always: Sequence[str] = ()
+
+
+FRAMEWORKS: dict[str, Framework] = {
+    "vllm": Framework(
+        name="vLLM",
+        server=VllmServer,
+        over_ranks=SERVE_FLAGS,
+        always=(EAGER,),
+    ),
+    "sglang": Framework(
+        name="SGLang",
+        server=SglangServer,
+        over_ranks=("--tp-size", str(EP_SIZE), "--moe-a2a-backend", "moe_nvlink"),
+    ),
+}
 
 
 class Requests(NamedTuple):
@@ -71,19 +99,19 @@ class ProgressLine:
 
 
 def _message(log_line: str) -> str:
-    """A line of vLLM's log without process, time and source line."""
+    """A line of a server's log without process, time and source line."""
     head, found, message = log_line.partition("] ")
     return message.strip() if found and "[" in head else log_line.strip()
 
 
-def wait_for(server: VllmServer) -> None:
+def wait_for(server: Server) -> None:
     """Wait until the server answers, and show that time passes."""
     progress = ProgressLine(f"starting the {server.name} server")
-    ready_s = server.wait_until_ready(progress=progress)
+    ready_s = server.wait_until_ready(timeout_s=READY_S, progress=progress)
     progress.close(f"the {server.name} server is ready after {ready_s:.0f} s")
 
 
-def ask(server: VllmServer, requests: Requests) -> report.Answers:
+def ask(server: Server, requests: Requests) -> report.Answers:
     """Send every request at once."""
     # The first request of a server pays for what later ones do not; keep it out of the timing.
     server.complete([[1]], max_tokens=2)
@@ -96,28 +124,32 @@ def ask(server: VllmServer, requests: Requests) -> report.Answers:
     return answers
 
 
-def run(folder: Path, architecture: str, num_requests: int) -> int:
+def run(folder: Path, architecture: str, num_requests: int, framework: str = "vllm") -> int:
     """Run the demonstration in `folder` and return the exit code: 0 if all is as it should be."""
     checkpoint = write_checkpoint(folder / architecture, architecture)
-    model = MODELS[architecture]
+    model, serving = MODELS[architecture], FRAMEWORKS[framework]
     requests = make_requests(num_requests, model.vocab_size)
     stats_folder = folder / "stats"
     shutil.rmtree(stats_folder, ignore_errors=True)
     stats_folder.mkdir(parents=True)
 
-    print(f"1. vLLM over {EP_SIZE} ranks: {' '.join(SERVE_FLAGS)}")
-    print("2. vLLM on one rank, without any plugin", flush=True)
+    print(f"1. {serving.name} over {EP_SIZE} ranks: {' '.join(serving.over_ranks)}")
+    print(f"2. {serving.name} on one rank, without any plugin", flush=True)
     # Both start at once, for starting is imports and waiting; nobody is asked before both are up.
     with (
-        VllmServer(
+        serving.server(
             model=checkpoint,
             name="moe_nvlink",
             folder=folder,
-            arguments=(*SERVE_FLAGS, EAGER),
+            arguments=(*serving.over_ranks, *serving.always),
             environment={"MOE_NVLINK_STATS_DIR": str(stats_folder.resolve())},
         ) as server,
-        VllmServer(
-            model=checkpoint, name="one-rank", folder=folder, arguments=(EAGER,), with_plugins=False
+        serving.server(
+            model=checkpoint,
+            name="one-rank",
+            folder=folder,
+            arguments=serving.always,
+            with_plugins=False,
         ) as other,
     ):
         for one in (other, server):
@@ -164,6 +196,7 @@ def conclude(failures: Sequence[str], folder: Path) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="make demo", description=main.__doc__)
+    parser.add_argument("--framework", choices=sorted(FRAMEWORKS), default="vllm")
     parser.add_argument("--architecture", choices=sorted(MODELS), default="qwen3_moe")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="logs and checkpoint")
@@ -171,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _interrupt_on_signals()
     started = time.monotonic()
     try:
-        code = run(options.folder, options.architecture, options.requests)
+        code = run(options.folder, options.architecture, options.requests, options.framework)
     except ServerError as error:
         print(f"\nFAILED: {error}")
         code = 1

@@ -1,7 +1,8 @@
-"""Run a vLLM OpenAI server as a child process: start, wait, ask, stop, and leave nothing behind.
+"""Run a server as a child process: start, wait, ask, stop, and leave nothing behind.
 
 The demonstration and the end-to-end tests share this harness. Prompts and answers are token ids, so
-no tokenizer is needed.
+no tokenizer is needed. `Server` is what frameworks have in common, `VllmServer` a vLLM OpenAI
+server; SGLang's is in `sglang_server`.
 
     with VllmServer(model=checkpoint, name="one rank", folder=scratch) as server:
         server.wait_until_ready()
@@ -21,12 +22,15 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Protocol
+
+from typing_extensions import Self
 
 from .processes import end_session, processes_of_session, shared_memory_of, start_watchdog
 
@@ -57,7 +61,7 @@ API_SERVER: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server")
 _EXCEPTION_LINE = re.compile(r"(^|\] )[\w.]*(Error|Exception|Refused|Exit)\b.*: ")
 
 
-_RUNNING: list[VllmServer] = []
+_RUNNING: list[Server] = []
 
 
 class ServerError(RuntimeError):
@@ -84,50 +88,46 @@ class ServerProcess(Protocol):
         """Its exit code, once it has one."""
 
 
-class VllmServer:
-    """One vLLM OpenAI server process tree on a free port of this machine; a context manager.
+class Server(ABC):
+    """One server process tree on a free port of this machine; a context manager.
 
-    model: checkpoint folder. name: for messages and the log file. folder: where the log goes.
-    arguments: vLLM flags after ours. environment: variables over ours. with_plugins: False starts
-    vLLM with no plugin at all, ours included. Creating one starts the process, without waiting.
+    name: for messages and the log file. folder: where the log goes. environment: variables over
+    those of this process. Creating a server starts the process, without waiting.
     """
 
     def __init__(
-        self,
-        *,
-        model: Path,
-        name: str,
-        folder: Path,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        with_plugins: bool = True,
+        self, command: Sequence[str], *, name: str, folder: Path, environment: Mapping[str, str]
     ) -> None:
         self.name = name
         self.port = _free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / f"{name.replace(' ', '-')}.log"
-        self.command = [
-            *(sys.executable, *API_SERVER),
-            *("--model", str(model), "--served-model-name", SERVED_NAME),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
-            *CPU_ARGUMENTS,
-            *arguments,
-        ]
-        variables = {**os.environ, **CPU_ENVIRONMENT, **(environment or {})}
-        if not with_plugins:
-            variables["VLLM_PLUGINS"] = ""
+        self.command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         self._started = time.monotonic()
         self._ready = False
         self._held: set[Path] = set()
         self._process: ServerProcess | None = None
         # A Ctrl-C between fork and assignment would leave a server that nobody knows.
         with _interrupts_deferred(), self.log_path.open("wb") as log:
-            self._process = self._start(variables, log)
+            self._process = self._start({**os.environ, **environment}, log)
             self._session = self._process.pid
             self._watchdog = start_watchdog(self._session)
             _RUNNING.append(self)
 
-    def __enter__(self) -> VllmServer:
+    @abstractmethod
+    def logprobs(self, sequence: Sequence[int], *, timeout_s: float = 120.0) -> list[float]:
+        """Log-probability of every token but the first, after those before it.
+
+        Raises ServerError as `complete` does.
+        """
+
+    @abstractmethod
+    def _ask(
+        self, prompt: Sequence[int], length: int, timeout_s: float, rank: int | None
+    ) -> list[int]:
+        """The `length` tokens that follow a prompt."""
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -185,7 +185,7 @@ class VllmServer:
         """Greedy completions of token-id prompts, `concurrency` requests at a time (None: all).
 
         max_tokens: one length for all, or one for each prompt; each answer is exactly that long.
-        rank: the data-parallel rank that answers all of them; None lets vLLM choose for each.
+        rank: the data-parallel rank that answers all of them; None lets the server choose for each.
         Raises ServerError when the server refuses, dies, or stays silent for `timeout_s`.
         """
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
@@ -200,18 +200,6 @@ class VllmServer:
             # No waiting: a Ctrl-C must not hang on requests that a stuck server never answers.
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def logprobs(self, sequence: Sequence[int], *, timeout_s: float = 120.0) -> list[float]:
-        """Log-probability of every token but the first, behind those before it.
-
-        Raises ServerError as `complete` does.
-        """
-        reply = self._post(
-            "/v1/completions", _request_body(sequence, 1) | {"prompt_logprobs": 0}, timeout_s
-        )
-        given = reply["choices"][0]["prompt_logprobs"]
-        pairs = zip(sequence[1:], given[1:], strict=True)
-        return [found[str(token)]["logprob"] for token, found in pairs]
-
     def stop(self) -> None:
         """End every process of the server and remove the shared memory they leave; idempotent.
 
@@ -223,7 +211,7 @@ class VllmServer:
         with _interrupts_deferred():
             reaper = threading.Thread(target=self._process.wait, daemon=True)
             reaper.start()
-            # While it starts, vLLM does not act on SIGTERM; there is nothing to wait for.
+            # While it starts, a server does not act on SIGTERM; there is nothing to wait for.
             stay = end_session(
                 self._session, grace_s=15.0 if self._ready else 2.0, also_held=self._held
             )
@@ -249,10 +237,7 @@ class VllmServer:
         self, prompt: Sequence[int], length: int, timeout_s: float, rank: int | None
     ) -> Completion:
         started = time.monotonic()
-        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        body = _request_body(prompt, length)
-        reply = self._post("/v1/completions", body, timeout_s, headers)
-        token_ids = reply["choices"][0]["token_ids"]
+        token_ids = self._ask(prompt, length, timeout_s, rank)
         if len(token_ids) != length:
             raise self._error(f"answered {len(token_ids)} tokens instead of {length}")
         return Completion(token_ids, time.monotonic() - started)
@@ -263,7 +248,7 @@ class VllmServer:
         body: Mapping[str, Any],
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Any:
         try:
             status, text = self._request("POST", path, json.dumps(body), timeout_s, headers)
         except OSError as error:
@@ -271,8 +256,7 @@ class VllmServer:
             raise self._error(f"gave no answer within {timeout_s:.0f} s ({error})") from error
         if status != http.client.OK:
             raise self._error(f"answered HTTP {status}: {text[:500]}")
-        reply: dict[str, Any] = json.loads(text)
-        return reply
+        return json.loads(text)
 
     def _healthy(self) -> bool:
         try:
@@ -310,11 +294,58 @@ class VllmServer:
         )
 
     def _first_error(self) -> str:
-        """The line that started it: vLLM reports a worker's death again from every parent."""
+        """The line that started it: servers report a worker's death again from every parent."""
         for line in self.log_path.read_text(encoding="utf-8", errors="replace").splitlines():
             if _EXCEPTION_LINE.search(line):
                 return line
         return "(no exception in the log)"
+
+
+class VllmServer(Server):
+    """One vLLM OpenAI server.
+
+    model: checkpoint folder. arguments: vLLM flags after ours. environment: variables over ours.
+    with_plugins: False starts vLLM with no plugin at all, ours included.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Path,
+        name: str,
+        folder: Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        with_plugins: bool = True,
+    ) -> None:
+        variables = {**CPU_ENVIRONMENT, **(environment or {})}
+        if not with_plugins:
+            variables["VLLM_PLUGINS"] = ""
+        command = (
+            *(sys.executable, *API_SERVER),
+            *("--model", str(model), "--served-model-name", SERVED_NAME),
+            *CPU_ARGUMENTS,
+            *arguments,
+        )
+        super().__init__(command, name=name, folder=folder, environment=variables)
+
+    def logprobs(self, sequence: Sequence[int], *, timeout_s: float = 120.0) -> list[float]:
+        """Log-probability of every token but the first, after those before it."""
+        reply = self._post(
+            "/v1/completions", _request_body(sequence, 1) | {"prompt_logprobs": 0}, timeout_s
+        )
+        given = reply["choices"][0]["prompt_logprobs"]
+        pairs = zip(sequence[1:], given[1:], strict=True)
+        return [found[str(token)]["logprob"] for token, found in pairs]
+
+    def _ask(
+        self, prompt: Sequence[int], length: int, timeout_s: float, rank: int | None
+    ) -> list[int]:
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        body = _request_body(prompt, length)
+        reply = self._post("/v1/completions", body, timeout_s, headers)
+        token_ids: list[int] = reply["choices"][0]["token_ids"]
+        return token_ids
 
 
 def _request_body(prompt: Sequence[int], length: int) -> dict[str, Any]:

@@ -7,56 +7,15 @@ fields listed here. So the test finds a release that moves a name before a user 
 
 from __future__ import annotations
 
-import importlib
-import logging
-from typing import NamedTuple
-
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common import names
+from moe_nvlink_plugin.integration.common.names import Fields, Touched, methods, minor
 
 from .draft.drafts import DRAFTS
-
-logger = logging.getLogger(__name__)
 
 #: Device -> minor versions of vLLM with which our tests have served models.
 TRIED: dict[str, tuple[str, ...]] = {"cpu": ("0.32",), "cuda": ()}
 #: Releases in whose source a test looks for every name below.
 READ = ("0.32.0", "0.33.0")
-
-
-class Touched(NamedTuple):
-    """One name of vLLM, its place, and what we do with it.
-
-    Attributes:
-        module: module that has the name.
-        name: dotted name in the module.
-        kind: "hook": vLLM made it for plugins. "subclass": we override or extend it. "use": we call
-            or read it. "patch": we replace it in place.
-        parameters: parameters of a function without self and cls; None: it is no function, or we
-            pass on whatever we get. vLLM calls hooks and subclasses, so theirs must be exactly
-            these. We call the others, so these must exist, and other parameters must have defaults.
-        device: the only device that needs the name; "": both need it.
-        since: the first release that has the name. Code looks for such a name at run time, and does
-            without it if it is missing.
-        needed_for: "drafts": only if ranks share an MTP draft's LM head. "one draft": by one of
-            vLLM's draft models; code looks for it when it serves that model. "": always.
-    """
-
-    module: str
-    name: str
-    kind: str
-    parameters: tuple[str, ...] | None = None
-    device: str = ""
-    since: str = ""
-    needed_for: str = ""
-
-
-class Fields(NamedTuple):
-    """Attributes of one class that we read; with `since`, only if they exist."""
-
-    module: str
-    owner: str
-    names: tuple[str, ...]
-    since: str = ""
 
 
 _MOE = "vllm.model_executor.layers.fused_moe"
@@ -67,16 +26,6 @@ _COMMUNICATORS = "vllm.distributed.device_communicators"
 _PLATFORM = "vllm.platforms.interface"
 _CONTEXT = "vllm.forward_context"
 _LAYERS = "vllm.model_executor.layers"
-
-
-def _methods(
-    module: str, owner: str, kind: str, /, device: str = "", **methods: tuple[str, ...]
-) -> list[Touched]:
-    """Return the methods of one class, each with its parameters."""
-    return [
-        Touched(module, f"{owner}.{name}", kind, parameters, device)
-        for name, parameters in methods.items()
-    ]
 
 
 def _for_drafts(*touched: Touched) -> list[Touched]:
@@ -98,7 +47,7 @@ def _draft_models() -> list[Touched]:
 
 
 TOUCHED = (
-    *_methods(
+    *methods(
         _PLATFORM,
         "Platform",
         "hook",
@@ -111,10 +60,10 @@ TOUCHED = (
     Touched("vllm.platforms.cpu", "CpuPlatform", "subclass", device="cpu"),
     Touched("vllm.platforms.cuda", "CudaPlatform", "subclass", device="cuda"),
     Touched("vllm.utils.import_utils", "resolve_obj_by_qualname", "use", ("qualname",)),
-    *_methods(
+    *methods(
         "vllm.v1.worker.cpu_worker", "CPUWorker", "subclass", "cpu", compile_or_warm_up_model=()
     ),
-    *_methods(
+    *methods(
         "vllm.v1.worker.gpu_worker", "Worker", "subclass", "cuda", compile_or_warm_up_model=()
     ),
     Touched("vllm", "envs.VLLM_PLUGINS", "use"),
@@ -126,9 +75,9 @@ TOUCHED = (
     Touched(_CONTEXT, "is_forward_context_available", "use", ()),
     Touched(f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator", "subclass", None, "cpu"),
     Touched(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "subclass", None, "cuda"),
-    *_methods(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "use", "cuda", destroy=()),
+    *methods(f"{_COMMUNICATORS}.cuda_communicator", "CudaCommunicator", "use", "cuda", destroy=()),
     Touched(f"{_COMMUNICATORS}.base_device_communicator", "All2AllManagerBase", "subclass"),
-    *_methods(
+    *methods(
         f"{_COMMUNICATORS}.base_device_communicator",
         "All2AllManagerBase",
         "subclass",
@@ -138,33 +87,33 @@ TOUCHED = (
         destroy=(),
     ),
     Touched("vllm.model_executor.custom_op", "op_registry_oot", "use"),
-    *_methods(
+    *methods(
         f"{_MOE}.routed_experts",
         "RoutedExperts",
         "hook",
         register_oot=("_decorated_layer_cls", "name"),
     ),
-    *_methods(
+    *methods(
         f"{_MOE}.routed_experts",
         "RoutedExperts",
         "subclass",
         _get_quant_method=("prefix", "quant_config", "moe_config"),
     ),
-    *_methods(
+    *methods(
         f"{_MOE}.runner.moe_runner",
         "MoERunner",
         "hook",
         register_oot=("_decorated_layer_cls", "name"),
     ),
-    *_methods(f"{_MOE}.runner.moe_runner", "MoERunner", "subclass", _select_forward=()),
-    *_methods(
+    *methods(f"{_MOE}.runner.moe_runner", "MoERunner", "subclass", _select_forward=()),
+    *methods(
         f"{_MOE}.fused_moe_method_base",
         "FusedMoEMethodBase",
         "use",
         process_weights_after_loading=("layer",),
     ),
     Touched(_KERNEL, "FusedMoEPrepareAndFinalizeModular", "subclass"),
-    *_methods(
+    *methods(
         _KERNEL,
         "FusedMoEPrepareAndFinalizeModular",
         "subclass",
@@ -183,7 +132,7 @@ TOUCHED = (
             *("apply_router_weight_on_input", "weight_and_reduce_impl"),
         ),
     ),
-    *_methods(
+    *methods(
         _KERNEL,
         "FusedMoEPrepareAndFinalizeModular",
         "subclass",
@@ -192,8 +141,8 @@ TOUCHED = (
     ),
     Touched(_KERNEL, "FusedMoEActivationFormat", "use"),
     Touched(_KERNEL, "FusedMoEKernel", "use"),
-    *_methods(_KERNEL, "FusedMoEKernel", "use", __init__=("prepare_finalize", "fused_experts")),
-    *_methods(
+    *methods(_KERNEL, "FusedMoEKernel", "use", __init__=("prepare_finalize", "fused_experts")),
+    *methods(
         _KERNEL,
         "FusedMoEExpertsModular",
         "use",
@@ -208,7 +157,7 @@ TOUCHED = (
         device="cuda",
         since="0.33",
     ),
-    *_methods(
+    *methods(
         _KERNEL,
         "TopKWeightAndReduce",
         "use",
@@ -247,7 +196,7 @@ TOUCHED = (
         ("moe_config",),
         "cpu",
     ),
-    *_methods(
+    *methods(
         f"{_MOE}.experts.cpu_moe",
         "CPUUnquantizedExperts",
         "subclass",
@@ -274,7 +223,7 @@ TOUCHED = (
             "hook",
             ("_decorated_layer_cls", "name"),
         ),
-        *_methods(
+        *methods(
             f"{_LAYERS}.logits_processor",
             "LogitsProcessor",
             "subclass",
@@ -421,11 +370,6 @@ def vllm_version() -> str:
     return str(getattr(version, "__version__", "unknown"))
 
 
-def minor(version: str) -> str:
-    """Return the minor version: "0.32" for "0.32.1+cpu"."""
-    return ".".join(version.split(".")[:2])
-
-
 def supported_versions() -> str:
     """Return the cells of vLLM's row in README's table of versions: supported, how tried."""
     served, newest = ", ".join(TRIED["cpu"]), minor(READ[-1])
@@ -437,21 +381,7 @@ def supported_versions() -> str:
 
 def warn_if_untried(device_type: str) -> None:
     """Log a warning if no test has served a model with this vLLM on such a device. Local."""
-    version = vllm_version()
-    tried = TRIED.get(device_type, ())
-    if minor(version) in tried:
-        return
-    were = ", ".join(f"{known}.x" for known in tried) or "none"
-    read = ", ".join(READ)
-    logger.warning(
-        "moe_nvlink has served models on %s devices with these versions of vLLM: %s. This is %s; "
-        "the names of vLLM that moe_nvlink uses were compared with the sources of %s. Check "
-        "outputs before you rely on them.",
-        device_type,
-        were,
-        version,
-        read,
-    )
+    names.warn_if_untried("vLLM", vllm_version(), device_type, TRIED.get(device_type, ()), READ)
 
 
 def check_names(device_type: str, *, drafts: bool = False) -> None:
@@ -467,31 +397,13 @@ def check_names(device_type: str, *, drafts: bool = False) -> None:
     Raises:
         UnsupportedError: names are missing; the message lists them.
     """
-    needed = ("", "drafts") if drafts else ("",)
-    missing = [
-        f"{touched.module}.{touched.name}"
-        for touched in TOUCHED
-        if touched.kind != "patch"
-        and not touched.since
-        and touched.device in ("", device_type)
-        and touched.needed_for in needed
-        and not exists(touched)
-    ]
-    if missing:
-        raise UnsupportedError(
-            f"vLLM {vllm_version()} lacks names that the moe_nvlink adapter needs: "
-            f"{', '.join(missing)}. Install vLLM {READ[-1]}, or a newer moe-nvlink-plugin."
-        )
-
-
-def exists(touched: Touched) -> bool:
-    """Return whether the installed vLLM has the name. Local; imports the name's module."""
-    try:
-        found: object = importlib.import_module(touched.module)
-    except ImportError:
-        return False
-    for part in touched.name.split("."):
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
-    return True
+    wanted_for = ("", "drafts") if drafts else ("",)
+    needed = (
+        one
+        for one in TOUCHED
+        if one.kind != "patch"
+        and not one.since
+        and one.device in ("", device_type)
+        and one.needed_for in wanted_for
+    )
+    names.require(needed, "vLLM", vllm_version(), READ[-1])

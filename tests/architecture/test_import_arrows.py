@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "moe_nvlink_plugin"
+SGLANG = "integration.sglang"
 VLLM = "integration.vllm"
 
 #: Room -> rooms it may import; every module belongs to one of them. The package's own __init__ is
@@ -28,6 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "lm_head": {"doorway", "memory", "plugins", "launch"},
     "tools": {"doorway", "transport", "jit", "plugins", "launch", "exchange", "lm_head"},
     "integration.common": {"doorway", "public"},
+    SGLANG: {"doorway", "public", "integration.common"},
     VLLM: {"doorway", "public", "integration.common"},
 }
 #: Modules right under the package that are no part of the doorway.

@@ -7,7 +7,7 @@ Python's own "forkserver", which vLLM offers on its other platforms, itself fork
 has threads. What the processes do then is the same; `make demo`, whose test runs it as it is,
 starts its processes in vLLM's own way.
 
-    python tests/integration/fast_server.py <number of a socket> servers
+    python tests/integration/fast_server.py servers <number of a socket>
 
 A template of "libraries" has imported the libraries of vLLM, and no module of vLLM or of ours. Its
 forks run programs that import vLLM and our plugin anew.
@@ -196,13 +196,22 @@ def _report_the_dead(running: dict[int, int]) -> None:
             os.close(file)
 
 
-if __name__ == "__main__":
-    control = socket.socket(fileno=int(sys.argv[1]))
-    if sys.argv[2] == "servers":
+def serve(control: socket.socket) -> None:
+    """The life of a template of servers: each fork runs what its request says."""
+    request = fork_on_request(control)
+    spawn_by_forking()
+    run(request.arguments)
+
+
+def main(preloaded: str, control: socket.socket) -> None:
+    """The life of a template of vLLM's servers, or of the libraries alone."""
+    if preloaded == "servers":
         preload_servers()
-        request = fork_on_request(control)
-        spawn_by_forking()
+        serve(control)
     else:
         preload_libraries()
-        request = fork_on_request(control)
-    run(request.arguments)
+        run(fork_on_request(control).arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

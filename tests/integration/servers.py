@@ -15,20 +15,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
+from typing_extensions import Self
+
 from moe_nvlink_plugin.integration.demo import processes
 from moe_nvlink_plugin.integration.demo.server import (
     CPU_ENVIRONMENT,
+    Server,
     ServerError,
     VllmServer,
 )
 from tests.integration import stop_on_order
 
 _FAST_SERVER = str(Path(__file__).parent / "fast_server.py")
+#: Programs of templates; what each imports stands in fast_server.py.
+OF_VLLM_SERVERS = (sys.executable, _FAST_SERVER, "servers")
+OF_VLLM_LIBRARIES = (sys.executable, _FAST_SERVER, "libraries")
 #: Long enough for a slow machine between two MoE layers. Ranks that compile need more than others.
 TIMEOUT_S = 20
 
@@ -66,7 +72,7 @@ class Forked:
 
 
 class Template:
-    """A process that has imported vLLM, or the libraries of vLLM; servers and programs fork from it.
+    """A process that has imported a framework, or its libraries; servers and programs fork from it.
 
     Args:
         control: Our end of its socket. The process ends when nobody holds our end any more.
@@ -80,16 +86,18 @@ class Template:
         self._process = process
 
     @classmethod
-    def started(cls, environment: Mapping[str, str], preloaded: str = "servers") -> Template:
+    def started(
+        cls, environment: Mapping[str, str], program: Sequence[str] = OF_VLLM_SERVERS
+    ) -> Template:
         """Starts one with these variables over this process's.
 
         Args:
-            preloaded: "servers" or "libraries", see fast_server.py.
+            program: The command line, but for the number of a socket, its last argument.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, _FAST_SERVER, str(theirs.fileno()), preloaded],
+                [*program, str(theirs.fileno())],
                 env={**os.environ, **CPU_ENVIRONMENT, **environment},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -182,7 +190,7 @@ class EpServer:
     ) -> None:
         self.requests = requests
         self.stats_folder = folder / f"stats {name}"
-        self.server = ForkedServer(
+        self.server: Server = ForkedServer(
             model=requests.checkpoint,
             name=name,
             folder=folder,
@@ -194,7 +202,7 @@ class EpServer:
             },
         )
 
-    def __enter__(self) -> EpServer:
+    def __enter__(self) -> Self:
         try:
             self.server.wait_until_ready()
         except BaseException:

@@ -23,7 +23,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.demo.server import VllmServer
+from moe_nvlink_plugin.integration.demo.server import Server
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
 from tests.integration import stop_on_order
 from tests.integration.servers import (
@@ -61,12 +61,12 @@ class Drafts(NamedTuple):
     accepted: int
 
     @classmethod
-    def before(cls, server: VllmServer) -> Drafts:
+    def before(cls, server: Server) -> Drafts:
         """The totals of a server that was asked nothing since `of` looked last."""
         return _LAST_SEEN.get(server, cls(0, 0, 0))
 
     @classmethod
-    def of(cls, server: VllmServer) -> Drafts:
+    def of(cls, server: Server) -> Drafts:
         """The totals of a server, once they have come to rest."""
         seen: list[Drafts] = []
         deadline = time.monotonic() + 60
@@ -84,10 +84,10 @@ class Drafts(NamedTuple):
         return Drafts(*(one - two for one, two in zip(self, other, strict=True)))
 
 
-_LAST_SEEN: weakref.WeakKeyDictionary[VllmServer, Drafts] = weakref.WeakKeyDictionary()
+_LAST_SEEN: weakref.WeakKeyDictionary[Server, Drafts] = weakref.WeakKeyDictionary()
 
 
-def _counter(server: VllmServer) -> Any:
+def _counter(server: Server) -> Any:
     """Reads counters of speculation by name, each the sum over the ranks."""
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as reply:
         text = reply.read().decode()

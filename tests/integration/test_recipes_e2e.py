@@ -22,7 +22,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.demo.server import VllmServer
+from moe_nvlink_plugin.integration.demo.server import Server
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import Experts, TinyModel, write_checkpoint
 from tests.integration import quantise_reference
 from tests.integration.quantise_reference import Mode
@@ -91,7 +91,7 @@ class OneRank:
         self._set(mode)
         return self.answers_of(self.server)
 
-    def answers_of(self, server: VllmServer) -> Answers:
+    def answers_of(self, server: Server) -> Answers:
         return Answers(_complete(server, self.requests), _logprobs(server, self.sequences))
 
     def _set(self, mode: Mode) -> None:
@@ -107,12 +107,12 @@ def _draw_requests(checkpoint: Path) -> Requests:
     return Requests(checkpoint, prompts, lengths, [])
 
 
-def _complete(server: VllmServer, requests: Requests) -> list[list[int]]:
+def _complete(server: Server, requests: Requests) -> list[list[int]]:
     answers = server.complete(requests.prompts, max_tokens=requests.lengths, concurrency=6)
     return [answer.token_ids for answer in answers]
 
 
-def _logprobs(server: VllmServer, sequences: list[list[int]]) -> list[list[float]]:
+def _logprobs(server: Server, sequences: list[list[int]]) -> list[list[float]]:
     with ThreadPoolExecutor(max_workers=4) as pool:
         return list(pool.map(server.logprobs, sequences))
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin.errors import MoeNvlinkError
+from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.integration import common
+from moe_nvlink_plugin.integration.common import names, refusals
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.formats import ExpertsInput
 from moe_nvlink_plugin.integration.common.options import Options, Wording, read
@@ -113,3 +114,53 @@ def test_it_names_no_framework() -> None:
     for path in sources:
         found = re.search("vllm|sglang|flashinfer", path.read_text("utf-8"), re.IGNORECASE)
         assert found is None, f"{path}: {found}"
+
+
+def test_pools_of_one_worker_write_a_file_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_STATS_DIR", str(tmp_path))
+    (group,) = ThreadGroup.ranks(1)
+    pools = [
+        ExchangePool(Ranks(group, 0, 1, WORDING), CPU, Options(), name=name)
+        for name in ("", "draft")
+    ]
+    for pool in pools:
+        pool.exchange(GEOMETRY)
+        pool.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "draft-rank0.json"}
+
+
+@pytest.mark.parametrize(
+    ("version", "tried", "is_warned"),
+    [
+        ("0.32.1+cpu", ("0.32",), False),
+        ("0.320", ("0.32",), True),
+        ("0.5.23", ("0.5.23",), False),
+        ("0.5.24", ("0.5.23",), True),
+        ("0.5.23", (), True),
+    ],
+)
+def test_versions_that_have_served_no_model(
+    version: str, tried: tuple[str, ...], is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    names.warn_if_untried("Toy", version, "cpu", tried, ("1.0",))
+    assert bool(caplog.records) == is_warned
+    if is_warned:
+        assert f"This is {version}" in caplog.text
+        assert "sources of 1.0" in caplog.text
+
+
+def test_refusals_are_one_list_with_the_ways_out() -> None:
+    refusals.refuse([], "1.0", WORDING)
+    with pytest.raises(UnsupportedError) as caught:
+        refusals.refuse(["one: drop it.", "two: drop it."], "1.0", WORDING)
+    assert str(caught.value).splitlines() == [
+        "--toy-backend moe_nvlink cannot serve this configuration (Toy 1.0):",
+        "  - one: drop it.",
+        "  - two: drop it.",
+        "Change what is listed, or drop the flag to let Toy use its own backend.",
+    ]
+    assert list(refusals.several_cpu_hosts("cuda", 2)) == []
+    assert "--nnodes is 2" in "".join(refusals.several_cpu_hosts("cpu", 2))
+    assert "device xpu" in "".join(refusals.device("xpu"))

@@ -157,6 +157,13 @@ def test_vllm_finds_us(group: str, attribute: str) -> None:
     assert callable(found.load())
 
 
+def test_sglang_finds_us() -> None:
+    """SGLang loads the function in every process, where none of its modules need be importable."""
+    (found,) = metadata.entry_points(group="sglang.srt.plugins", name="moe_nvlink")
+    assert found.value == f"{PACKAGE}.integration.sglang:register"
+    assert callable(found.load())
+
+
 def test_command_line_is_installed() -> None:
     (found,) = metadata.entry_points(group="console_scripts", name="moe-nvlink")
     assert callable(found.load())

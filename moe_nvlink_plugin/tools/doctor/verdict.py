@@ -20,7 +20,10 @@ from .inquiry import Facts
 OLDEST_CUDA = (13, 0)
 #: Error of cuInit on a machine with NVSwitch until the fabric manager runs.
 _NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY"
-_ELSEWHERE = "use another all-to-all backend (vLLM: --all2all-backend allgather_reducescatter)"
+_ELSEWHERE = (
+    "use another all-to-all backend (vLLM: --all2all-backend allgather_reducescatter, SGLang: "
+    "--moe-a2a-backend none)"
+)
 
 
 @dataclasses.dataclass(frozen=True)

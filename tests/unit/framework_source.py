@@ -1,7 +1,8 @@
-"""Reads vLLM's source, of an installed copy or of a downloaded wheel, without importing it.
+"""Reads a framework's source, of an installed copy or of a downloaded wheel, without importing it.
 
-A name is looked for where vLLM's own `import` would find it: in the module, through its imports
-from other modules of vLLM, under `if TYPE_CHECKING:`, `try:` and the like, and in base classes.
+A name is looked for where the framework's own `import` would find it: in the module, through its
+imports from other modules of the framework, under `if TYPE_CHECKING:`, `try:` and the like, and in
+base classes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_nvlink_plugin.integration.vllm.compat import Fields, Touched, minor
+from moe_nvlink_plugin.integration.common.names import Fields, Touched, minor
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -25,11 +26,12 @@ class Found(NamedTuple):
 
 
 class Source:
-    """The package `vllm` under a folder that would be on sys.path, and the version it states."""
+    """A package under a folder that would be on sys.path, and the version it states."""
 
-    def __init__(self, folder: Path, version: str) -> None:
+    def __init__(self, folder: Path, version: str, package: str = "vllm") -> None:
         self.folder = folder
         self.version = version
+        self.package = package
         self._parse = functools.cache(self._parse_uncached)
 
     # Modules and names.
@@ -75,7 +77,7 @@ class Source:
                 origin = self._origin(module, node)
                 wanted = name if alias.name == "*" else alias.name
                 # A package that imports its own submodules by name: those are found as files.
-                if origin != module and origin.split(".")[0] == "vllm":
+                if origin != module and origin.split(".")[0] == self.package:
                     found = self.find(origin, wanted)
                     if found is not None:
                         return found
@@ -93,7 +95,7 @@ class Source:
     # Classes.
 
     def _in_class(self, owner: Found, name: str) -> Found | None:
-        """A member of a class or of one of its bases inside vLLM."""
+        """A member of a class or of one of its bases inside the package."""
         for cls in self._line_of(owner):
             assert isinstance(cls.node, ast.ClassDef)
             for node in _statements(cls.node.body):
@@ -132,7 +134,7 @@ class Source:
     # What we touch.
 
     def complaints(self, touched: Touched) -> str:
-        """Why this vLLM does not have the name as we touch it; empty where it does."""
+        """Why this version does not have the name as we touch it; empty where it does."""
         if touched.since and _number(self.version) < _number(touched.since):
             return ""
         where = f"{touched.module}.{touched.name}"

@@ -1,0 +1,234 @@
+"""Dispatch and combine as SGLang's dispatcher: what all runners and devices have in common.
+
+Who weights and who reduces: the runner applies the router weights and sums over its local experts;
+our combine sums the partial rows of the ranks, unweighted. So the result is complete on the rank
+whose tokens they are, as after SGLang's own FlashInfer dispatcher.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInputFormat
+
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
+from moe_nvlink_plugin.config import ACTIVATION_DTYPES, local_expert_range
+from moe_nvlink_plugin.errors import ConfigError, ExchangeStateError, UnsupportedError
+from moe_nvlink_plugin.integration.common.agreement import Geometry
+from moe_nvlink_plugin.integration.common.formats import DispatchFormat
+from moe_nvlink_plugin.integration.common.options import AUTO
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+
+from . import step
+from .experts_input import SglangExpertsInput, natural_recipe, wanted_recipe
+from .routing import Routing, routing_of
+from .runners import Runner
+from .streams import order_of
+
+
+class Round(NamedTuple):
+    """A dispatch that waits for its combine, and the exchange it went through."""
+
+    exchange: MoeAllToAll
+    received: Dispatched
+    routing: Routing
+
+
+class Arrived(NamedTuple):
+    """Rows that arrived, as the runner takes them, beside the ids and weights of the same rows."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
+    """One per MoE layer. Layers of one pool share its workspace, and by geometry its exchanges."""
+
+    #: Of what `combine` is given: that of what `dispatch` returned.
+    combine_format: CombineInputFormat
+
+    def __init__(
+        self,
+        config: Any,
+        pool: ExchangePool,
+        capacity: int,
+        runner: Runner,
+        block_shape: Sequence[int] | None = None,
+    ) -> None:
+        """Collective: every rank builds its layers in the same order.
+
+        The exchanges for the rows of a layer without quantisation are made here, and with them the
+        workspace, before SGLang measures how much memory it may give to its KV cache.
+
+        config: SGLang's MoeRunnerConfig of the layer. capacity: most tokens that a rank dispatches.
+        block_shape: of the layer's FP8 weights. Raises what `ExchangePool.agree_on_format` raises.
+        """
+        super().__init__()
+        self.runner_backend = config.runner_backend
+        self._pool, self._runner, self._block_shape = pool, runner, block_shape
+        self._name = f"MoE layer {config.layer_id}"
+        with pool.ranks.telling_all(self._name):
+            self._geometry = _geometry(config, capacity)
+            _check(config, self._geometry, pool)
+        self._first, self._end = local_expert_range(
+            self._geometry.num_experts, pool.ranks.size, pool.ranks.rank
+        )
+        self._order = order_of(pool)
+        self._round: Round | None = None
+        self._configured = False
+        self._experts = SglangExpertsInput(pool.ranks.wording, runner)
+        self._format = DispatchFormat()
+        self._exchanges: Sequence[MoeAllToAll] = ()
+        self._set_up(self._experts)
+
+    # What SGLang calls.
+
+    def set_quant_config(self, quant_config: dict[str, Any]) -> None:
+        """Chooses the format that the layer's rows travel in. Collective the first time.
+
+        SGLang calls it when the layer's weights are loaded. If it calls again because weights are
+        replaced while it serves, only the value of a static scale may have changed: graphs keep the
+        format they were captured with.
+
+        Raises:
+            UnsupportedError: the format would change then; or as `ExchangePool.agree_on_format`.
+        """
+        super().set_quant_config(quant_config)
+        experts = self._experts_input(quant_config)
+        if not self._configured:
+            self._set_up(experts)
+            self._configured = True
+        elif experts.recipe != self._experts.recipe:
+            raise UnsupportedError(
+                f"{self._pool.ranks.wording.flag}: new weights would change the rows of "
+                f"{self._name} from {self._experts.recipe or 'floats'} to "
+                f"{experts.recipe or 'floats'}. Start a new server for them."
+            )
+        self._experts = experts
+
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
+        """Sends each token to the ranks of its experts; returns what the runner takes. Collective.
+
+        hidden_states `[num_tokens, hidden_size]`; topk_output: of SGLang's TopK, physical ids, -1
+        for none. A rank without tokens takes part with empty tensors. Raises UnsupportedError for a
+        form of top-k that `routing` does not read, and what `MoeAllToAll.dispatch` raises.
+        """
+        routing = routing_of(topk_output, hidden_states.shape[0])
+        exchange = self._exchange_of_this_step()
+        sent = self._format.send(hidden_states.contiguous(), self._experts)
+        self._order.begins()
+        received = exchange.dispatch(
+            sent.rows,
+            routing.ids,
+            routing.weights,
+            scales=sent.scales,
+            global_scale=sent.global_scale,
+        )
+        self._round = Round(exchange, received, routing)
+        return self._hand_out(self._round)
+
+    def combine(self, combine_input: Any) -> torch.Tensor:
+        """`[num_tokens, hidden_size]`: the sums over all ranks' experts. Collective.
+
+        combine_input: the runner's, in the format that `dispatch` returned. Raises
+        ExchangeStateError without a dispatch, UnsupportedError for another format, and what
+        `MoeAllToAll.combine` raises.
+        """
+        if self._round is None:
+            raise ExchangeStateError("combine without a dispatch: call dispatch first, once each.")
+        current, self._round = self._round, None
+        if combine_input.format != self.combine_format:
+            raise UnsupportedError(
+                f"{self._pool.ranks.wording.flag}: {self._name} was dispatched in the format "
+                f"{self.combine_format.value}, its runner returns {combine_input.format.value}. "
+                "Please report this with the command that started SGLang."
+            )
+        rows = self._partial_rows(combine_input.hidden_states, current)
+        combined = current.exchange.combine(rows, current.received.metadata)
+        self._order.ended()
+        return combined
+
+    # Where devices and runners differ.
+
+    @abc.abstractmethod
+    def _hand_out(self, current: Round) -> Any:
+        """What the runner takes of a round that has arrived. Local."""
+
+    def _partial_rows(self, rows: torch.Tensor, current: Round) -> torch.Tensor:
+        """`[num_slots, hidden_size]`: the runner's rows, in the slots of what arrived. Local."""
+        return rows
+
+    # What they share.
+
+    def _exchange_of_this_step(self) -> MoeAllToAll:
+        """The smallest exchange that holds the batch of every rank; equal on all ranks. Local."""
+        if len(self._exchanges) == 1:
+            return self._exchanges[0]
+        most = step.most_tokens_of_a_rank()
+        if most is None:
+            return self._exchanges[-1]
+        fitting = (e for e in self._exchanges if e.config.max_tokens_per_rank >= most)
+        return next(fitting, self._exchanges[-1])
+
+    def _is_local(self, ids: torch.Tensor) -> torch.Tensor:
+        return (ids >= self._first) & (ids < self._end)
+
+    def _experts_input(self, quant_config: Mapping[str, Any]) -> SglangExpertsInput:
+        options = self._pool.options
+        natural = natural_recipe(quant_config, self._runner, self._block_shape)
+        recipe = wanted_recipe(natural, options)
+        if recipe is not None and options.dispatch == AUTO and not self._fits(recipe):
+            recipe = None  # this layer's rows travel as they are
+        scale = quant_config.get("input_global_scale")
+        return SglangExpertsInput(self._pool.ranks.wording, self._runner, recipe, scale)
+
+    def _fits(self, recipe: str) -> bool:
+        try:
+            MoeAllToAll.check(self._pool.config(self._geometry._replace(recipe=recipe)))
+        except ConfigError:
+            return False
+        return True
+
+    def _set_up(self, experts: SglangExpertsInput) -> None:
+        """Agrees on a format, and makes its exchanges. Collective."""
+        chosen = self._pool.agree_on_format(self._name, experts, self._geometry)
+        recipe = None if chosen.recipe is None else chosen.recipe.name
+        self._exchanges = self._pool.exchanges_of_layer(self._geometry._replace(recipe=recipe))
+        self._experts, self._format = experts, chosen
+
+
+def _geometry(config: Any, capacity: int) -> Geometry:
+    dtype = config.params_dtype
+    return Geometry(
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        hidden_size=config.hidden_size,
+        max_tokens_per_rank=capacity,
+        dtype=dtype if dtype in ACTIVATION_DTYPES else torch.get_default_dtype(),
+    )
+
+
+def _check(config: Any, geometry: Geometry, pool: ExchangePool) -> None:
+    """Raises UnsupportedError for a layer that the exchange would misplace. Local."""
+    flag, ranks = pool.ranks.wording.flag, pool.ranks.size
+    if config.num_fused_shared_experts:
+        raise UnsupportedError(
+            f"{flag}: SGLang has fused {config.num_fused_shared_experts} shared experts into the "
+            "routed ones, which every rank would hold. Add --disable-shared-experts-fusion."
+        )
+    if config.no_combine:
+        raise UnsupportedError(
+            f"{flag}: this MoE layer adds up its top_k rows outside of the runner (no_combine), "
+            "and our combine takes their sum. Use another backend for this model."
+        )
+    if config.num_local_experts * ranks != geometry.num_experts:
+        raise UnsupportedError(
+            f"{flag}: this rank holds {config.num_local_experts} of {geometry.num_experts} "
+            f"experts, and the expert-parallel group has {ranks} ranks. Set --ep-size to "
+            "--tp-size, and --ep-num-redundant-experts so that the ranks hold equally many."
+        )

@@ -1,0 +1,58 @@
+"""Which dispatcher serves a layer: by device and runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+
+from .base import MoeNvlinkDispatcher
+from .cpu import CpuDispatcher
+from .flashinfer import FlashinferFormDispatcher
+from .runners import CPU, Runner, runner_of
+from .standard import StandardFormDispatcher
+
+
+def of_pool(
+    moe_runner_config: Any, quant_method: Any, pool: ExchangePool, capacity: int
+) -> MoeNvlinkDispatcher:
+    """The dispatcher of one MoE layer, whose exchanges are the pool's. Collective.
+
+    moe_runner_config, quant_method: as SGLang hands them to create_moe_dispatcher. Raises
+    UnsupportedError for a runner that is not served and for a layer that the exchange would
+    misplace; and what `ExchangePool.agree_on_format` raises.
+    """
+    with pool.ranks.telling_all(f"MoE layer {moe_runner_config.layer_id}"):
+        flag = pool.ranks.wording.flag
+        runner = runner_for(moe_runner_config, quant_method, pool.device, flag)
+    block_shape = _block_shape(quant_method)
+    return class_for(runner)(moe_runner_config, pool, capacity, runner, block_shape)
+
+
+def runner_for(config: Any, quant_method: Any, device: torch.device, flag: str) -> Runner:
+    """What the runner of a layer takes. Local; UnsupportedError as `runner_of` raises it."""
+    if device.type == "cpu":
+        return CPU
+    name = None if config.runner_backend is None else config.runner_backend.value
+    runner = runner_of(name, config.params_dtype or torch.get_default_dtype(), flag)
+    fused = getattr(getattr(quant_method, "runner", None), "fused_func", None)
+    if not runner.global_ids and fused is None:
+        # Triton's other path, as LoRA takes it, does not read the quantised rows.
+        return runner._replace(wires=())
+    return runner
+
+
+def class_for(runner: Runner) -> type[MoeNvlinkDispatcher]:
+    """The class that hands out what a runner takes. Local."""
+    if runner is CPU:
+        return CpuDispatcher
+    return FlashinferFormDispatcher if runner.global_ids else StandardFormDispatcher
+
+
+def _block_shape(quant_method: Any) -> Sequence[int] | None:
+    """Rows and columns of a block of the layer's weights; None where they have no blocks."""
+    found = getattr(getattr(quant_method, "quant_config", None), "weight_block_size", None)
+    return None if found is None else list(found)

@@ -1,0 +1,50 @@
+"""The standard form on CUDA ranks: every slot of the receive buffer, with local ids.
+
+The runner reads the receive buffer where the peers wrote it. A choice of another rank, and every
+choice of an empty slot, becomes -1 with weight 0, which SGLang's runners leave out. The host learns
+nothing of the data, and no call waits for the device: all of it may be captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.moe.token_dispatcher.base import CombineInputFormat
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+from .base import Arrived, MoeNvlinkDispatcher, Round
+from .routing import sorted_routes, triton_kernel_output
+
+
+class StandardFormDispatcher(MoeNvlinkDispatcher):
+    """For the runners triton and triton_kernel, and for deep_gemm if rows are no BF16."""
+
+    combine_format = CombineInputFormat.STANDARD
+
+    def _hand_out(self, current: Round) -> StandardDispatchOutput:
+        arrived = self._arrived(current)
+        topk_output = self._topk_output(arrived, current)
+        if arrived.scales is None:
+            return StandardDispatchOutput(arrived.rows, None, topk_output)
+        # Triton reads quantised rows beside BF16 ones, of which it takes type and shape, and the
+        # place for its output if it works in place: that is the combine region.
+        region = current.exchange.combine_input()
+        return StandardDispatchOutput(region, None, topk_output, (arrived.rows, arrived.scales))
+
+    def _arrived(self, current: Round) -> Arrived:
+        received = current.received
+        local = self._is_local(received.topk_ids)
+        # Fresh tensors: the receive buffer is the peers' to write, and combine's to rely on.
+        ids = (received.topk_ids - self._first).masked_fill(~local, -1)
+        weights = received.topk_weights.masked_fill(~local, 0.0)
+        rows, scales = self._format.receive(
+            received.hidden_states, received.scales, weights, self._experts
+        )
+        return Arrived(rows, scales, ids, weights)
+
+    def _topk_output(self, arrived: Arrived, current: Round) -> Any:
+        if self._runner.sorted_routes:
+            routes = sorted_routes(arrived.ids, arrived.weights, self._end - self._first)
+            return triton_kernel_output(routes, arrived.ids.shape[1])
+        return StandardTopKOutput(arrived.weights, arrived.ids, current.routing.logits)

@@ -1,0 +1,1 @@
+"""The way of the flag: command line, resolution of the arguments, refusals, hooks."""

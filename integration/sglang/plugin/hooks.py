@@ -1,0 +1,105 @@
+"""What we register with SGLang, and when it takes effect.
+
+In every process: the flag, our wrappers of steps of the resolution, and a hook after SGLang has
+published the arguments. If those name us and the process builds a model, that hook puts the other
+two in place. So without the flag nothing of SGLang's layers is imported or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moe_nvlink_plugin.integration.sglang import backend, effect
+
+from . import flag
+
+ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
+PUBLISH = "sglang.srt.runtime_context.publish"
+CREATE_DISPATCHER = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
+IS_FLASHINFER = "sglang.srt.layers.moe.utils.MoeA2ABackend.is_flashinfer"
+#: Roles that SGLang publishes for processes without a model.
+WITHOUT_MODEL = ("tokenizer", "detokenizer", "dp_controller", "encoder", "weight_cache_daemon")
+
+
+def register() -> None:
+    """Registers the hooks of every process; SGLang applies them after all plugins. Local."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(ADD_CLI_ARGS, flag.add_choice, HookType.AFTER)
+    HookRegistry.register(PUBLISH, after_publish, HookType.AFTER)
+    for step in ("handle_moe_kernel_config", "handle_a2a_moe"):
+        register_resolution_hook(step)(_resolves(step))
+    register_resolution_hook("validate_flashinfer_a2a_token_budget")(
+        _resolves("validate_token_budget")
+    )
+
+
+def _resolves(ours: str) -> Callable[[Any, Callable[[Any], None]], None]:
+    """A wrapper of a step that imports ours when the arguments name us."""
+
+    def wrapped(server_args: Any, previous: Callable[[Any], None]) -> None:
+        if not backend.is_selected(server_args):
+            previous(server_args)
+            return
+        from . import resolution
+
+        getattr(resolution, ours)(server_args, previous)
+
+    return wrapped
+
+
+def after_publish(result: Any, server_args: Any, *args: Any, role: str = "", **more: Any) -> None:
+    """After ``publish``: in processes that build a model for us, the hooks of its layers. Local.
+
+    result: of the hooked function, which stays as it is. Raises UnsupportedError as
+    `effect.assert_hooks` does.
+    """
+    if backend.is_selected(server_args) and role not in WITHOUT_MODEL:
+        put_in_place()
+
+
+def put_in_place() -> None:
+    """Puts our dispatchers in the place of SGLang's, and tells its layers what they do. Local.
+
+    Idempotent. Raises UnsupportedError as `effect.assert_hooks` does.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    from moe_nvlink_plugin.integration.sglang import compat
+    from moe_nvlink_plugin.integration.sglang.moe import fused
+
+    if not getattr(put_in_place, "done", False):
+        compat.check_names()
+        before = layer.create_moe_dispatcher
+        us = HookSource(backend.BACKEND, "moe-nvlink-plugin")  # SGLang knows it at loading only
+        HookRegistry.register(CREATE_DISPATCHER, create_dispatcher, HookType.AROUND, source=us)
+        HookRegistry.register(IS_FLASHINFER, is_flashinfer, HookType.AROUND, source=us)
+        HookRegistry.apply_hooks()
+        if layer.create_moe_dispatcher is before:
+            effect.note_failure(CREATE_DISPATCHER, RuntimeError("SGLang has not applied the hook"))
+    effect.assert_hooks()
+    fused.register()  # a layer looks for its fused function before it asks for a dispatcher
+    put_in_place.done = True  # type: ignore[attr-defined]
+
+
+def create_dispatcher(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``create_moe_dispatcher``: ours for layers that are to be served by us."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+    if not get_moe_a2a_backend().is_customized():
+        return original(*args, **kwargs)
+    from moe_nvlink_plugin.integration.sglang.moe import dispatcher
+
+    return dispatcher.create(*args, **kwargs)
+
+
+def is_flashinfer(original: Callable[[Any], bool], member: Any) -> bool:
+    """Around ``MoeA2ABackend.is_flashinfer``: true for ours too.
+
+    All its callers ask whether combine returns reduced rows, with expert parallelism across all
+    tensor-parallel ranks and replicated shared experts. Ours does.
+    """
+    return original(member) or member.is_customized()

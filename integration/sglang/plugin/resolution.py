@@ -1,0 +1,78 @@
+"""Our part of the resolution of SGLang's arguments, as wrappers of two of its steps.
+
+SGLang runs the steps once, in the process that starts the server; the others get what they decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.runtime_context import get_platform
+
+from moe_nvlink_plugin.integration.sglang import backend, budget
+
+from . import validation
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = "moe_nvlink"
+
+
+def handle_moe_kernel_config(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """SGLang's step that checks runners, which knows one backend of our kind by name. Local."""
+    if backend.serves_target(server_args):
+        declare_resolution(server_args, _SOURCE, moe_a2a_backend="flashinfer")
+    previous(server_args)
+
+
+def handle_a2a_moe(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """SGLang's step for all-to-all backends: refuses, and declares what ours needs. Local.
+
+    Raises UnsupportedError that lists everything we cannot serve. Refusals come before SGLang's own
+    step, which would move a server with waterfill to another backend.
+    """
+    if not backend.is_selected(server_args):
+        previous(server_args)
+        return
+    validation.check(server_args)
+    view = resolved_view(server_args)
+    if view.ep_size != view.tp_size:
+        logger.info("ep_size %d becomes tp_size %d.", view.ep_size, view.tp_size)
+    declare_resolution(
+        server_args,
+        _SOURCE,
+        moe_a2a_backend=backend.CARRIER,
+        ep_size=view.tp_size,
+        disable_shared_experts_fusion=True,
+    )
+    if backend.names_draft(server_args):
+        declare_resolution(server_args, _SOURCE, speculative_moe_a2a_backend=backend.CARRIER)
+    if view.moe_runner_backend == "auto" and _has_block_fp8_on_hopper_or_newer(server_args):
+        declare_resolution(server_args, _SOURCE, moe_runner_backend="deep_gemm")
+        logger.info("--moe-runner-backend auto becomes deep_gemm for block FP8 weights.")
+    previous(server_args)
+
+
+def validate_token_budget(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """After speculative decoding is resolved, where SGLang checks its own backend's budget. Local.
+
+    Raises UnsupportedError as `validation.check_budget` does.
+    """
+    previous(server_args)
+    if backend.is_selected(server_args):
+        validation.check_budget(server_args, budget.of(server_args))
+
+
+def _has_block_fp8_on_hopper_or_newer(server_args: Any) -> bool:
+    """Whether DeepGEMM takes the weights. SGLang itself decides so for DeepEP alone."""
+    platform = get_platform()
+    if resolved_view(server_args).device != "cuda" or not (platform.is_sm90 or platform.is_sm100):
+        return False
+    stored = getattr(model_config_of(server_args).hf_config, "quantization_config", None)
+    if not isinstance(stored, dict) or stored.get("quant_method") != "fp8":
+        return False
+    return bool(stored.get("weight_block_size"))

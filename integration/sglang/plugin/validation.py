@@ -1,0 +1,183 @@
+"""What we refuse while SGLang resolves its arguments, with the flag to change.
+
+A rule here is a combination nobody has run through our exchange, or one that SGLang would accept in
+silence because it knows our backend only as ``customized``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
+
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.integration.common import refusals
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.sglang import backend, choices, compat, draft
+from moe_nvlink_plugin.integration.sglang.budget import Budget
+from moe_nvlink_plugin.integration.sglang.moe import runners
+
+#: Runners that take what our dispatchers hand them; "auto" is SGLang's choice by weight format.
+RUNNERS = ("auto", *runners.NAMES)
+#: Models that leave out their own sum of the experts' outputs wherever SGLang's flashinfer backend
+#: has them do so. Others know DeepEP alone, and would sum twice.
+ARCHITECTURES = (
+    *("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "NemotronHForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+)
+
+
+def check(server_args: Any) -> Options:
+    """Returns the options, or raises UnsupportedError listing everything that we cannot serve.
+
+    Local. server_args: arguments that name our backend, before SGLang's step for such backends.
+    """
+    view = resolved_view(server_args)
+    problems = [
+        *refusals.device(view.device),
+        *_draft(server_args),
+        *_parallel(view),
+        *_overlap(view),
+        *_features(view),
+        *_runner(view),
+    ]
+    options = Options()
+    try:
+        options = choices.options_of(server_args)
+    except ConfigError as error:
+        problems.append(f"{error}.")
+    if (refused := draft.refusal(options)) is not None:
+        problems.append(refused)
+    if not problems:
+        problems += _model(server_args, view, options)
+    refusals.refuse(problems, compat.sglang_version(), choices.WORDING)
+    compat.warn_if_untried(view.device)
+    return options
+
+
+def check_budget(server_args: Any, budget: Budget) -> None:
+    """Raises UnsupportedError if no capacity bounds what a rank dispatches, or none fits. Local."""
+    view = resolved_view(server_args)
+    problems = [*_chunks(view), *_exchange(server_args, view, budget)]
+    refusals.refuse(problems, compat.sglang_version(), choices.WORDING)
+
+
+def _draft(server_args: Any) -> Iterator[str]:
+    if not backend.serves_target(server_args):
+        yield (
+            f"{backend.DRAFT_FLAG} without {backend.FLAG}: expert parallelism spans the same ranks "
+            "for both. Add the second flag, or drop the first."
+        )
+
+
+def _parallel(view: Any) -> Iterator[str]:
+    if view.tp_size < 2:
+        yield (
+            f"--tp-size is {view.tp_size}: expert parallelism spans the tensor-parallel ranks, and "
+            "one rank exchanges no tokens. Use 2 or more, or drop the flag."
+        )
+    if view.ep_size not in (1, view.tp_size):
+        yield (
+            f"--ep-size is {view.ep_size}, --tp-size {view.tp_size}: remove --ep-size, which "
+            "becomes --tp-size."
+        )
+    for size, option in (
+        (view.pp_size, "--pp-size"),
+        (view.attn_cp_size, "--attn-cp-size"),
+        (view.moe_dp_size, "--moe-dp-size"),
+        (view.dwdp_size, "--dwdp-size"),
+    ):
+        if size > 1:
+            yield f"{option} is {size}, which nobody has run through our exchange: set it to 1."
+    yield from refusals.several_cpu_hosts(view.device, view.nnodes)
+    if view.disable_attn_tp_gather and view.tp_size > view.attn_dp_size:
+        yield (
+            "--disable-attn-tp-gather: a batch that does not divide among the ranks of an "
+            "attention group stays whole on each of them. Remove it."
+        )
+    if view.elastic_ep_backend is not None:
+        yield "elastic expert parallelism: remove --elastic-ep-backend."
+
+
+def _overlap(view: Any) -> Iterator[str]:
+    """Both overlaps want a dispatcher in halves, the second also experts' rows in expert order."""
+    if view.enable_two_batch_overlap:
+        yield "two-batch overlap: remove --enable-two-batch-overlap."
+    if view.enable_single_batch_overlap:
+        yield "single-batch overlap: remove --enable-single-batch-overlap."
+    if view.enable_pdmux:
+        yield "prefill beside decode on one GPU: remove --enable-pdmux."
+
+
+def _features(view: Any) -> Iterator[str]:
+    if view.enable_waterfill:
+        yield "waterfill is for DeepEP and MegaMoE: remove --enable-waterfill."
+    if view.enforce_shared_experts_fusion:
+        yield (
+            "shared experts are not exchanged, and cannot be fused with those that are: remove "
+            "--enforce-shared-experts-fusion."
+        )
+    if view.enable_lora or view.lora_paths:
+        yield (
+            "LoRA (adapters would not follow their tokens): remove --enable-lora and --lora-paths."
+        )
+
+
+def _runner(view: Any) -> Iterator[str]:
+    for runner, option in (
+        (view.moe_runner_backend, "--moe-runner-backend"),
+        (view.speculative_moe_runner_backend, "--speculative-moe-runner-backend"),
+    ):
+        if runner is not None and runner not in RUNNERS:
+            yield f"{option} {runner}: choose one of {', '.join(RUNNERS)}."
+
+
+def _model(server_args: Any, view: Any, options: Options) -> Iterator[str]:
+    model = model_config_of(server_args)
+    architecture = next(iter(model.hf_config.architectures or ()), None)
+    if architecture not in ARCHITECTURES:
+        yield (
+            f"architecture {architecture} of {view.model_path}: it is not one of "
+            f"{', '.join(ARCHITECTURES)}. Others may sum the experts' outputs a second time. Drop "
+            "the flag for this model."
+        )
+        return
+    num_experts = _num_experts(model.hf_text_config)
+    if num_experts == 0:
+        yield f"model {view.model_path} has no MoE layers: drop the flag."
+    elif num_experts < view.tp_size:
+        yield (
+            f"{num_experts} experts on {view.tp_size} ranks (--tp-size): every rank needs at least "
+            "one expert."
+        )
+
+
+def _chunks(view: Any) -> Iterator[str]:
+    if view.disaggregation_mode != "decode" and (view.chunked_prefill_size or 0) <= 0:
+        yield (
+            f"--chunked-prefill-size is {view.chunked_prefill_size}: without chunks nothing bounds "
+            "the tokens of one prefill, and the exchange has slots for a fixed number. Set it to "
+            "8192, for example."
+        )
+
+
+def _exchange(server_args: Any, view: Any, budget: Budget) -> Iterator[str]:
+    model = model_config_of(server_args)
+    text = model.hf_text_config
+    yield from refusals.exchange(
+        str(view.model_path),
+        choices.options_of(server_args),
+        ep_size=view.tp_size,
+        num_experts=_num_experts(text) + (view.ep_num_redundant_experts or 0),
+        top_k=getattr(text, "num_experts_per_tok", 0),
+        # Nemotron-H may exchange rows of another width than its residual stream.
+        hidden_size=getattr(text, "moe_latent_size", None) or text.hidden_size,
+        max_tokens_per_rank=budget.tokens_per_rank,
+        dtype=model.dtype,
+    )
+
+
+def _num_experts(config: Any) -> int:
+    """Routed experts of a layer, 0 without any; the models of `ARCHITECTURES` have two names."""
+    return getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None) or 0

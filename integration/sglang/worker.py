@@ -1,0 +1,99 @@
+"""What one process of SGLang has of ours: a pool of exchanges per namespace.
+
+The exchanges of one pool lie over each other in one workspace. The target model and a draft may run
+at the same time on two streams, so each has a pool of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from typing import NamedTuple
+
+import torch
+from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.runtime_context import get_device, get_flags, get_parallel, get_server_args
+
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common.agreement import Ranks
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+
+from . import budget
+from .backend import FLAG
+from .choices import WORDING, options_of
+
+TARGET, DRAFT = "target", "draft"
+
+_pools: dict[str, ExchangePool] = {}
+
+
+class _Here(NamedTuple):
+    """Equal for all namespaces of this process."""
+
+    ranks: Ranks
+    device: torch.device
+    options: Options
+    capacity: int
+
+
+def namespace() -> str:
+    """TARGET, or DRAFT while SGLang builds or runs a draft. Local."""
+    moe = get_flags().moe
+    return DRAFT if moe.speculative_context or moe.in_speculative_scope else TARGET
+
+
+def pool(name: str | None = None) -> ExchangePool:
+    """The pool of a namespace, None: of the current one; made on first use. Local.
+
+    Raises UnsupportedError if the expert-parallel group does not span all tensor-parallel ranks;
+    ConfigError as `options_of` raises it.
+    """
+    name = namespace() if name is None else name
+    if name not in _pools:
+        here = _here()
+        label = "" if name == TARGET else name
+        _pools[name] = ExchangePool(here.ranks, here.device, here.options, name=label)
+    return _pools[name]
+
+
+def capacity() -> int:
+    """Tokens that one rank may dispatch in one round; equal on all ranks. Local."""
+    return _here().capacity
+
+
+def device() -> torch.device:
+    """Where this rank's layers work. Local."""
+    return _here().device
+
+
+def options() -> Options:
+    """This server's choices. Local."""
+    return _here().options
+
+
+def close() -> None:
+    """Closes every pool: last counters, workspaces. Local, idempotent."""
+    while _pools:
+        _pools.popitem()[1].close()
+    _here.cache_clear()
+
+
+@functools.cache
+def _here() -> _Here:
+    """Asked first while the target model is built: a draft's context may narrow the groups."""
+    server_args = get_server_args()
+    group, ep_size = get_parallel().moe_ep_group, resolved_view(server_args).ep_size
+    if group.world_size != ep_size:
+        raise UnsupportedError(
+            f"{FLAG}: the expert-parallel group has {group.world_size} ranks, --ep-size is "
+            f"{ep_size}. Please report this with the command that started SGLang."
+        )
+    atexit.register(close)
+    kind = get_device().device
+    return _Here(
+        Ranks(group.cpu_group, group.rank_in_group, group.world_size, WORDING),
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind),
+        options_of(server_args),
+        budget.of(server_args).tokens_per_rank,
+    )

@@ -1,0 +1,115 @@
+"""Every name of SGLang that we touch, held against SGLang's own source, release by release.
+
+The wheel of each release in `compat.READ` is fetched by pip without its dependencies, reduced to
+its Python files, and kept in the user's cache directory. Nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_nvlink_plugin.integration.common.names import Fields, Touched
+from moe_nvlink_plugin.integration.sglang import compat
+from tests.unit.framework_source import Source
+from tests.unit.framework_wheels import Wheels
+
+ROOT = Path(__file__).resolve().parents[2]
+ADAPTER = Path(compat.__file__).parent
+README = ROOT / "integration" / "README.md"
+WHEELS = Wheels(
+    "sglang",
+    python="3.11",
+    platforms=tuple(f"manylinux_2_{number}_x86_64" for number in (28, 34, 35)),
+    left_out=("sglang/multimodal_gen/", "sglang/srt/models/", "sglang/test/"),
+)
+
+
+@pytest.fixture(scope="module", params=compat.READ)
+def source(request: pytest.FixtureRequest) -> Source:
+    return WHEELS.source(request.param)
+
+
+def test_every_name_is_there_as_we_touch_it(source: Source) -> None:
+    complaints = [source.complaints(touched) for touched in compat.TOUCHED]
+    assert [complaint for complaint in complaints if complaint] == []
+
+
+def test_every_field_we_read_is_there(source: Source) -> None:
+    missing = [name for fields in compat.FIELDS for name in source.missing_fields(fields)]
+    assert missing == []
+
+
+def test_a_name_that_moved_is_found(source: Source) -> None:
+    """On SGLang's source itself: the reader follows imports and classes of another package too."""
+    hook = next(one for one in compat.TOUCHED if one.name == "create_moe_dispatcher")
+    assert "takes" in source.complaints(hook._replace(kind="hook", parameters=("renamed",)))
+    gone = Touched("sglang.srt.layers.moe.utils", "MoeA2ABackend.is_gone", "use")
+    assert "is gone" in source.complaints(gone)
+    owner = Fields("sglang.srt.runtime_context", "MoeFlags", ("speculative_context", "gone"))
+    assert source.missing_fields(owner) == ["sglang.srt.runtime_context.MoeFlags.gone"]
+
+
+def test_tests_have_served_no_version_that_none_has_read() -> None:
+    assert {one for tried in compat.TRIED.values() for one in tried} <= set(compat.READ)
+
+
+# The lists, held against our own source and the README.
+
+
+def _imported() -> Iterator[tuple[str, str]]:
+    """Every (module, name) that the adapter imports from SGLang, read off its source."""
+    for path in sorted(ADAPTER.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
+                yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def test_the_list_has_every_name_we_import() -> None:
+    listed = {(t.module, t.name.partition(".")[0]) for t in compat.TOUCHED}
+    modules = {t.module for t in compat.TOUCHED}
+    missing = {
+        (module, name)
+        for module, name in _imported()
+        if (module, name) not in listed and f"{module}.{name}" not in modules
+    }
+    assert missing == set()
+
+
+def test_the_readme_lists_every_name_we_touch() -> None:
+    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
+    for touched in compat.TOUCHED:
+        module = touched.module.removeprefix("sglang.")
+        assert any(
+            f"`{touched.name}`" in row and f"`{module}`" in row and touched.kind in row
+            for row in rows
+        ), f"{touched} is not in {README.name}"
+
+
+def test_the_readme_lists_every_field_we_read() -> None:
+    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
+    for fields in compat.FIELDS:
+        words = [fields.owner, fields.module.removeprefix("sglang."), *fields.names]
+        assert any(all(f"`{word}`" in row for word in words) for row in rows), fields
+
+
+@pytest.mark.parametrize("file", ["README.md", "integration/README.md"])
+def test_the_tables_of_versions_say_what_was_done(file: str) -> None:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    assert f"| SGLang | {compat.supported_versions()} |" in lines
+
+
+def test_neither_adapter_imports_the_other() -> None:
+    """Nor the other's framework: each is installed where the other's framework is missing."""
+    for folder, other in (("sglang", "vllm"), ("vllm", "sglang")):
+        for path in sorted((ADAPTER.parent / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                names = []
+                if isinstance(node, ast.ImportFrom):
+                    names = [str(node.module), *(alias.name for alias in node.names)]
+                elif isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                assert not [name for name in names if other in name.split(".")], path
