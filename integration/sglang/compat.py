@@ -48,7 +48,7 @@ TOUCHED = (
     Touched(f"{_GROUPS}.overrides", "max_prefill_buffer_tokens", "use", ("server_args",)),
     Touched(f"{_GROUPS}.overrides", "max_speculative_num_draft_tokens", "use", ("server_args",)),
     Touched("sglang.srt.model_executor.cuda_graph_config", "Backend", "use"),
-    Touched("sglang.srt.environ", "envs.SGLANG_MOE_NVFP4_DISPATCH", "use"),
+    Touched("sglang.srt.environ", "envs", "use"),
     Touched(_CONTEXT, "attn_tp_size_of", "use", ("cfg",)),
     Touched(_CONTEXT, "get_platform", "use", ()),
     Touched(_CONTEXT, "get_server_args", "use", ()),
@@ -114,6 +114,7 @@ FIELDS = (
         "GroupCoordinator",
         ("cpu_group", "rank_in_group", "world_size"),
     ),
+    Fields("sglang.srt.environ", "Envs", ("SGLANG_MOE_NVFP4_DISPATCH",)),
     Fields(_MOE_UTILS, "MoeA2ABackend", ("CUSTOMIZED",)),
     *moe_names.FIELDS,
 )
