@@ -1,11 +1,12 @@
 # make demo    watch a vLLM server run expert parallelism through our dispatch and combine
+# make demo DEMO_ARGS="--framework sglang"  the same with an SGLang server
 # make test    every check and every test
 # make upstream-tests  a selection of vLLM's own tests, run against our backend
 # make dist    the wheel and the sdist in dist/, each installed and used from an empty directory
 # make lint    the linters and the type checker alone
 # make bench   the benchmarks that run anywhere, a few minutes
 # make env     the environment all of them use (they create it when it is missing)
-# make sglang-env  the environment of SGLang, beside it; demo, test and no other make it
+# make sglang-env  an environment with SGLang beside it, for the tests and for the demonstration
 # make clean   remove what tools and builds wrote; make distclean removes the environment too
 #
 # PYTHON=python3.12 chooses the interpreter of the environment, PYTEST_ARGS="tests/unit -x" the tests.
@@ -92,11 +93,15 @@ $(SGLANG_READY): $(SGLANG_FILES)/requirements.txt | env
 
 sglang-env: $(SGLANG_READY)
 
+# Python 3.10 has no SGLang; its tests are skipped there.
+SGLANG_WHERE_IT_RUNS = $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c \
+	'import sys; print("sglang-env" * (sys.version_info >= (3, 11)))')
+
 demo: env $(if $(findstring sglang,$(DEMO_ARGS)),sglang-env)
 	@$(PY) -m moe_nvlink_plugin.integration.demo $(DEMO_ARGS)
 
 # Two processes, of which each compiles or waits much of the time; `-n 0` in PYTEST_ARGS: none.
-test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC)
+test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC) $(SGLANG_WHERE_IT_RUNS)
 	@$(PY) -m pytest -n 2 --max-worker-restart 0 $(PYTEST_ARGS)
 
 # --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.

@@ -24,6 +24,15 @@ from .sglang_server import SglangServer
 from .tiny_checkpoint import MODELS, write_checkpoint
 
 EP_SIZE = 2
+#: vLLM's flags.
+SERVE_FLAGS: Sequence[str] = (
+    *("--data-parallel-size", str(EP_SIZE), "--enable-expert-parallel"),
+    *("--all2all-backend", "moe_nvlink"),
+)
+#: Skips torch.compile: the demonstration is about the exchange, and start-up is what one waits for.
+EAGER = "--enforce-eager"
+#: SGLang's five processes import for a minute on two idle cores, and other work may share them.
+READY_S = 600.0
 EXIT_INTERRUPTED = 130
 
 
@@ -40,13 +49,8 @@ FRAMEWORKS: dict[str, Framework] = {
     "vllm": Framework(
         name="vLLM",
         server=VllmServer,
-        over_ranks=(
-            *("--data-parallel-size", str(EP_SIZE), "--enable-expert-parallel"),
-            *("--all2all-backend", "moe_nvlink"),
-        ),
-        # Skips torch.compile: the demonstration is about the exchange, and start-up is what one
-        # waits for.
-        always=("--enforce-eager",),
+        over_ranks=SERVE_FLAGS,
+        always=(EAGER,),
     ),
     "sglang": Framework(
         name="SGLang",
@@ -103,7 +107,7 @@ def _message(log_line: str) -> str:
 def wait_for(server: Server) -> None:
     """Wait until the server answers, and show that time passes."""
     progress = ProgressLine(f"starting the {server.name} server")
-    ready_s = server.wait_until_ready(progress=progress)
+    ready_s = server.wait_until_ready(timeout_s=READY_S, progress=progress)
     progress.close(f"the {server.name} server is ready after {ready_s:.0f} s")
 
 

@@ -91,8 +91,8 @@ class ServerProcess(Protocol):
 class Server(ABC):
     """One server process tree on a free port of this machine; a context manager.
 
-    name: for messages and the log file. folder: where the log goes. environment: the variables of
-    the process, all of them. Creating a server starts the process, without waiting.
+    name: for messages and the log file. folder: where the log goes. environment: variables over
+    those of this process. Creating a server starts the process, without waiting.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Server(ABC):
         self._process: ServerProcess | None = None
         # A Ctrl-C between fork and assignment would leave a server that nobody knows.
         with _interrupts_deferred(), self.log_path.open("wb") as log:
-            self._process = self._start(environment, log)
+            self._process = self._start({**os.environ, **environment}, log)
             self._session = self._process.pid
             self._watchdog = start_watchdog(self._session)
             _RUNNING.append(self)
@@ -318,7 +318,7 @@ class VllmServer(Server):
         environment: Mapping[str, str] | None = None,
         with_plugins: bool = True,
     ) -> None:
-        variables = {**os.environ, **CPU_ENVIRONMENT, **(environment or {})}
+        variables = {**CPU_ENVIRONMENT, **(environment or {})}
         if not with_plugins:
             variables["VLLM_PLUGINS"] = ""
         command = (

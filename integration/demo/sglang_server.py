@@ -69,7 +69,7 @@ class SglangServer(Server):
         environment: Mapping[str, str] | None = None,
         with_plugins: bool = True,
     ) -> None:
-        variables = {**os.environ, **CPU_ENVIRONMENT, **(environment or {})}
+        variables = {**CPU_ENVIRONMENT, **(environment or {})}
         if not with_plugins:
             variables["SGLANG_PLUGINS"] = "none"
         command = (

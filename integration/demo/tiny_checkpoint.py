@@ -35,6 +35,9 @@ class TinyModel:
     num_mtp_layers: draft (multi-token prediction) layers behind the model's own; glm4_moe only.
     block_gain: what attention and MLPs add to the residual stream, times this. Draft layers read
     the embedding of the last token alone, so the smaller it is, the more drafts are accepted.
+    latent_size, rope_head_dim: of multi-head latent attention, whose queries and whose keys and
+    values go through so many numbers, and whose heads have so many numbers with a position beside
+    `head_dim` without; deepseek_v3 only.
     """
 
     architecture: str
@@ -53,6 +56,8 @@ class TinyModel:
     max_position_embeddings: int = 1024
     num_mtp_layers: int = 0
     block_gain: float = 1.0
+    latent_size: int = 0
+    rope_head_dim: int = 0
 
     def config(self) -> dict[str, Any]:
         """`config.json` in the words of the architecture."""
@@ -106,9 +111,31 @@ def _glm4_moe_config(model: TinyModel) -> dict[str, Any]:
     }
 
 
+def _deepseek_v3_config(model: TinyModel) -> dict[str, Any]:
+    return _common_config(model) | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": model.num_heads,
+        "q_lora_rank": model.latent_size,
+        "kv_lora_rank": model.latent_size,
+        "qk_nope_head_dim": model.head_dim,
+        "qk_rope_head_dim": model.rope_head_dim,
+        "v_head_dim": model.head_dim,
+        "n_routed_experts": model.num_experts,
+        "n_shared_experts": model.num_shared_experts,
+        "first_k_dense_replace": model.num_dense_layers,
+        "moe_layer_freq": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 1.5,
+    }
+
+
 CONFIGS: dict[str, Callable[[TinyModel], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe_config,
     "glm4_moe": _glm4_moe_config,
+    "deepseek_v3": _deepseek_v3_config,
 }
 
 #: Expert counts divide by 2 and 4, because vLLM wants equal shards; the second model's counts are
@@ -124,6 +151,19 @@ MODELS: dict[str, TinyModel] = {
         num_shared_experts=1,
     ),
 }
+
+#: Latent attention, and experts in four groups, of which a token takes two. Of the servers here,
+#: only SGLang's run it on CPU.
+DEEPSEEK_V3 = TinyModel(
+    architecture="deepseek_v3",
+    num_layers=3,
+    num_experts=12,
+    top_k=3,
+    num_dense_layers=1,
+    num_shared_experts=1,
+    latent_size=64,
+    rope_head_dim=16,
+)
 
 #: A model with a draft layer. Its vocabulary is no multiple of 16 and its last shard of 4 is short.
 MTP_MODEL = TinyModel(
@@ -161,8 +201,11 @@ class _Weights:
         self.tensors[f"{name}.weight"] = scale * (1.0 + 0.1 * noise)
 
     def attention(self, name: str) -> None:
-        """Projections and the per-head norms of query and key."""
+        """Projections and the per-head norms of query and key, or the latent ones."""
         model = self._model
+        if model.latent_size:
+            self.latent_attention(name)
+            return
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.linear(f"{name}.q_proj", queries, model.hidden_size)
         self.linear(f"{name}.k_proj", keys, model.hidden_size)
@@ -171,6 +214,19 @@ class _Weights:
         # Sharp attention: diffuse heads average the past away, and outputs fall into short cycles.
         self.norm(f"{name}.q_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
         self.norm(f"{name}.k_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
+
+    def latent_attention(self, name: str) -> None:
+        """Two projections in a row for queries, and for keys and values, a norm in between."""
+        model = self._model
+        latent, width = model.latent_size, model.head_dim + model.rope_head_dim
+        self.linear(f"{name}.q_a_proj", latent, model.hidden_size)
+        self.norm(f"{name}.q_a_layernorm", latent, scale=ATTENTION_SHARPNESS)
+        self.linear(f"{name}.q_b_proj", model.num_heads * width, latent)
+        self.linear(f"{name}.kv_a_proj_with_mqa", latent + model.rope_head_dim, model.hidden_size)
+        self.norm(f"{name}.kv_a_layernorm", latent, scale=ATTENTION_SHARPNESS)
+        self.linear(f"{name}.kv_b_proj", model.num_heads * 2 * model.head_dim, latent)
+        values = model.num_heads * model.head_dim
+        self.linear(f"{name}.o_proj", model.hidden_size, values, gain=2.0 * model.block_gain)
 
     def mlp(self, name: str, intermediate_size: int, gain: float = 1.0) -> None:
         """One gated MLP: a dense layer, a shared expert or a routed expert."""
@@ -186,7 +242,7 @@ class _Weights:
         self.linear(f"{name}.gate", model.num_experts, model.hidden_size, gain=2.0)
         for expert in range(model.num_experts):
             self.mlp(f"{name}.experts.{expert}", model.moe_intermediate_size, gain=EXPERT_GAIN)
-        if model.architecture == "glm4_moe":
+        if model.architecture in ("glm4_moe", "deepseek_v3"):
             self.normal(f"{name}.gate.e_score_correction_bias", model.num_experts, std=0.1)
         if model.num_shared_experts:
             size = model.moe_intermediate_size * model.num_shared_experts

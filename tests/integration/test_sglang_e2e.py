@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,12 @@ import pytest
 
 from moe_nvlink_plugin.integration.demo.server import ServerError
 from moe_nvlink_plugin.integration.demo.sglang_server import interpreter
-from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, TinyModel, write_checkpoint
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
+    DEEPSEEK_V3,
+    MODELS,
+    TinyModel,
+    write_checkpoint,
+)
 from tests.integration.servers import Asking, Requests, our_files
 from tests.integration.sglang_servers import EpSglang, ForkedSglang
 
@@ -33,6 +38,7 @@ except ServerError as error:
 
 #: Two layers tell whether a layer reads another's rows, and start sooner than three.
 QWEN3 = dataclasses.replace(MODELS["qwen3_moe"], num_layers=2)
+GLM4 = MODELS["glm4_moe"]
 TP2 = ("--tp=2",)
 ATTENTION_DP2 = ("--tp=2", "--dp=2", "--enable-dp-attention")
 NUM_SEQUENCES = 12
@@ -134,6 +140,32 @@ def test_tensor_parallel_ranks_share_the_tokens(
     expected = expected_of(QWEN3)
     with EpSglang(expected.requests, folder, "qwen3 tp2", *TP2) as server:
         _check(server, expected, 2, QWEN3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "model", "ep_size", "arguments"),
+    [
+        ("qwen3 tp4", QWEN3, 4, ["--tp=4"]),
+        ("qwen3 tp4 dp2", QWEN3, 4, ["--tp=4", "--dp=2", "--enable-dp-attention"]),
+        ("glm4 tp2", GLM4, 2, TP2),
+        ("glm4 dp2", GLM4, 2, ATTENTION_DP2),
+        ("deepseek tp2", DEEPSEEK_V3, 2, TP2),
+        ("deepseek dp2", DEEPSEEK_V3, 2, ATTENTION_DP2),
+    ],
+)
+def test_other_models_and_four_ranks(
+    name: str,
+    model: TinyModel,
+    ep_size: int,
+    arguments: Sequence[str],
+    expected_of: Callable[[TinyModel], Expected],
+    folder: Path,
+) -> None:
+    expected = expected_of(model)
+    with EpSglang(expected.requests, folder, name, *arguments) as server:
+        _check(server, expected, ep_size, model)
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:

@@ -18,7 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_nvlink_plugin.integration.demo import demo, formats, processes, report, server
+from moe_nvlink_plugin.integration.demo import (
+    demo,
+    formats,
+    processes,
+    report,
+    server,
+    sglang_server,
+)
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
 
 PROMPTS = [[1, 2, 3], [4]]
@@ -271,6 +278,17 @@ def test_a_server_that_dies_is_reported_with_its_first_error(tmp_path: Path) -> 
         one.wait_until_ready(timeout_s=120.0)
     assert one.pids == []
     one.stop()
+
+
+def test_without_an_environment_of_sglang_one_learns_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "python"
+    monkeypatch.setenv(sglang_server.PYTHON_VARIABLE, str(missing))
+    with pytest.raises(server.ServerError, match="(?s)python does not exist.*make sglang-env"):
+        sglang_server.interpreter()
+    missing.touch()
+    assert sglang_server.interpreter() == missing
 
 
 def test_bytes_of_every_recipe_are_counted_as_stated() -> None:
