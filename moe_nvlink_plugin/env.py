@@ -33,7 +33,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "MOE_NVLINK_DISPATCH": (
         "auto",
-        "vLLM: recipe of dispatch; auto: the format that the model's experts take",
+        "vLLM, SGLang: recipe of dispatch; auto: the format that the model's experts take",
     ),
     "MOE_NVLINK_MTP_LM_HEAD_TP": (
         "1",
@@ -47,7 +47,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "MOE_NVLINK_STATS_DIR": (
         "unset",
-        "vLLM: directory in which each worker writes its counters: rank0.json and so on",
+        "vLLM, SGLang: directory in which each worker writes its counters: rank0.json and so on",
     ),
 }
 

@@ -48,6 +48,7 @@ TOUCHED = (
     Touched(f"{_GROUPS}.overrides", "max_prefill_buffer_tokens", "use", ("server_args",)),
     Touched(f"{_GROUPS}.overrides", "max_speculative_num_draft_tokens", "use", ("server_args",)),
     Touched("sglang.srt.model_executor.cuda_graph_config", "Backend", "use"),
+    Touched("sglang.srt.environ", "envs", "use"),
     Touched(_CONTEXT, "attn_tp_size_of", "use", ("cfg",)),
     Touched(_CONTEXT, "get_platform", "use", ()),
     Touched(_CONTEXT, "get_server_args", "use", ()),
@@ -72,7 +73,7 @@ FIELDS = (
         (
             *("disable_shared_experts_fusion", "elastic_ep_backend", "enable_waterfill"),
             *("enforce_shared_experts_fusion", "ep_num_redundant_experts", "moe_a2a_backend"),
-            "moe_runner_backend",
+            *("flashinfer_a2a_dispatch_type", "moe_runner_backend"),
         ),
     ),
     Fields(
@@ -81,7 +82,7 @@ FIELDS = (
         ("enable_single_batch_overlap", "enable_two_batch_overlap"),
     ),
     Fields(f"{_FIELDS}.lora", "Lora", ("enable_lora", "lora_paths")),
-    Fields(f"{_FIELDS}.model", "Model", ("json_model_override_args", "model_path")),
+    Fields(f"{_FIELDS}.model", "Model", ("json_model_override_args", "model_path", "quantization")),
     Fields(
         f"{_FIELDS}.parallel",
         "Parallel",
@@ -104,13 +105,16 @@ FIELDS = (
     Fields(_GRAPHS, "Backend", ("DISABLED",)),
     Fields(_CONTEXT, "MoeFlags", ("in_speculative_scope", "speculative_context")),
     Fields(
-        "sglang.srt.configs.model_config", "ModelConfig", ("dtype", "hf_config", "hf_text_config")
+        "sglang.srt.configs.model_config",
+        "ModelConfig",
+        ("dtype", "hf_config", "hf_text_config", "nvfp4_moe_meta"),
     ),
     Fields(
         "sglang.srt.distributed.parallel_state",
         "GroupCoordinator",
         ("cpu_group", "rank_in_group", "world_size"),
     ),
+    Fields("sglang.srt.environ", "Envs", ("SGLANG_MOE_NVFP4_DISPATCH",)),
     Fields(_MOE_UTILS, "MoeA2ABackend", ("CUSTOMIZED",)),
     *moe_names.FIELDS,
 )

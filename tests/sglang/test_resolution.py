@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("sglang.srt", reason="SGLang is not installed here: make sglang-env")
 
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.sglang import backend
 from moe_nvlink_plugin.integration.sglang.plugin import validation
 from tests.sglang import arguments
@@ -144,6 +146,37 @@ def test_every_model_on_the_list_is_one_of_sglangs(architecture: str) -> None:
     models = Path(next(iter(sglang.srt.__path__))) / "models"
     defined = [p for p in models.glob("*.py") if f"class {architecture}(" in p.read_text("utf-8")]
     assert len(defined) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "travels"),
+    [
+        ({}, True),
+        ({"quantization": None}, False),
+        ({"quantization": None, "meta": {"group_size": 16}}, True),
+        ({"runner": "triton"}, False),
+        ({"dispatch": "nvfp4"}, True),
+        ({"dispatch": "bf16"}, False),
+        ({"variable": "0"}, False),
+        ({"variable": "1"}, False),  # SGLang's layers ask it themselves
+    ],
+)
+def test_rows_of_nvfp4_models(
+    changes: dict[str, Any], travels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule alone: SGLang resolves no such model without a GPU."""
+    from moe_nvlink_plugin.integration.sglang.plugin import resolution
+
+    monkeypatch.delenv("SGLANG_MOE_NVFP4_DISPATCH", raising=False)
+    if "variable" in changes:
+        monkeypatch.setenv("SGLANG_MOE_NVFP4_DISPATCH", changes["variable"])
+    view = SimpleNamespace(
+        quantization=changes.get("quantization", "modelopt_fp4"),
+        moe_runner_backend=changes.get("runner", "flashinfer_cutlass"),
+    )
+    model = SimpleNamespace(nvfp4_moe_meta=changes.get("meta"))
+    options = Options(dispatch=changes.get("dispatch", "auto"))
+    assert resolution.travels_as_nvfp4(view, model, options) == travels
 
 
 def _with_options(options: Any) -> dict[str, Any]:

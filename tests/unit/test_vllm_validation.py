@@ -277,7 +277,7 @@ def test_the_readme_lists_every_field_we_read() -> None:
 def _imported_names() -> set[tuple[str, str]]:
     """Every (module, name) our adapter imports from vLLM, read off its source."""
     found = set()
-    for path in Path(compat.__file__).parent.glob("*.py"):
+    for path in Path(compat.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 found |= {(str(node.module), alias.name) for alias in node.names}

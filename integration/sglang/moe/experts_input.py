@@ -9,9 +9,9 @@ quantised as well, and a layer says so by ``set_quant_config``:
 | mxfp8 | use_mxfp8 | flashinfer_trtllm, flashinfer_trtllm_routed |
 | fp8_block | weight_dtype e4m3, with blocks of 128 columns | triton |
 
-SGLang sets input_global_scale if SGLANG_MOE_NVFP4_DISPATCH is 1; it takes the flag
-``--flashinfer-a2a-dispatch-type`` for its own backend alone. Every other layer gets floats, for
-example the unquantised layers of a draft or of a mixed model.
+SGLang sets input_global_scale if SGLANG_MOE_NVFP4_DISPATCH is 1, or if the resolution of arguments
+(`plugin.resolution`) has declared it for a model that is stored in NVFP4. Every other layer gets
+floats, for example the unquantised layers of a draft or of a mixed model.
 A user has to ask for fp8_block: SGLang's own backends send these rows as BF16, and nobody has
 compared the two on a GPU.
 """

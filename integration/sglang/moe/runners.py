@@ -64,6 +64,11 @@ CPU = Runner("cpu", False)
 NAMES = tuple(dict.fromkeys(runner.name for runner in (*_LOCAL, *_GLOBAL)))
 
 
+def taking(recipe: str) -> frozenset[str]:
+    """Names of the runners that take a recipe's rows as they travelled. Local."""
+    return frozenset(one.name for one in (*_LOCAL, *_GLOBAL) if recipe in one.wires)
+
+
 def runner_of(name: str | None, dtype: torch.dtype, flag: str) -> Runner:
     """What the runner takes whose SGLang name this is, for activations of a type. Local.
 

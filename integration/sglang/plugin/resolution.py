@@ -11,9 +11,12 @@ from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
 from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_platform
 
+from moe_nvlink_plugin.integration.common.options import AUTO, Options
 from moe_nvlink_plugin.integration.sglang import backend, budget
+from moe_nvlink_plugin.integration.sglang.moe import runners
 
 from . import validation
 
@@ -38,7 +41,7 @@ def handle_a2a_moe(server_args: Any, previous: Callable[[Any], None]) -> None:
     if not backend.is_selected(server_args):
         previous(server_args)
         return
-    validation.check(server_args)
+    options = validation.check(server_args)
     view = resolved_view(server_args)
     if view.ep_size != view.tp_size:
         logger.info("ep_size %d becomes tp_size %d.", view.ep_size, view.tp_size)
@@ -55,6 +58,10 @@ def handle_a2a_moe(server_args: Any, previous: Callable[[Any], None]) -> None:
         declare_resolution(server_args, _SOURCE, moe_runner_backend="deep_gemm")
         logger.info("--moe-runner-backend auto becomes deep_gemm for block FP8 weights.")
     previous(server_args)
+    if travels_as_nvfp4(resolved_view(server_args), model_config_of(server_args), options):
+        # SGLang refuses the flag for every backend but its own; its layers read the field.
+        declare_resolution(server_args, _SOURCE, flashinfer_a2a_dispatch_type="nvfp4")
+        logger.info("Rows travel as nvfp4, as this model's experts take them.")
 
 
 def validate_token_budget(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -65,6 +72,19 @@ def validate_token_budget(server_args: Any, previous: Callable[[Any], None]) -> 
     previous(server_args)
     if backend.is_selected(server_args):
         validation.check_budget(server_args, budget.of(server_args))
+
+
+def travels_as_nvfp4(view: Any, model: Any, options: Options) -> bool:
+    """Whether SGLang's layers are to report the scale by which dispatch makes NVFP4 rows. Local.
+
+    view: resolved arguments. model: SGLang's ModelConfig. SGLang's own backend decides alike, and
+    also leaves the choice to the variable SGLANG_MOE_NVFP4_DISPATCH if it is set.
+    """
+    if options.dispatch not in (AUTO, "nvfp4") or envs.SGLANG_MOE_NVFP4_DISPATCH.is_set():
+        return False
+    if view.quantization != "modelopt_fp4" and model.nvfp4_moe_meta is None:
+        return False
+    return view.moe_runner_backend in runners.taking("nvfp4")
 
 
 def _has_block_fp8_on_hopper_or_newer(server_args: Any) -> bool:
