@@ -66,7 +66,7 @@ class Forked:
 
 
 class Template:
-    """A process that has imported vLLM, or the libraries of vLLM; servers and programs fork from it.
+    """A process that has imported vLLM, or vLLM's libraries; servers and programs fork from it.
 
     Args:
         control: Our end of its socket. The process ends when nobody holds our end any more.
