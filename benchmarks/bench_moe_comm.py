@@ -24,6 +24,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
+from benchmarks.columns import print_headings
 from benchmarks.moe_comm import backends, processes, rows
 from benchmarks.moe_comm.options import BACKENDS, OptionError, Options, Request, parse
 from moe_nvlink_plugin import driver
@@ -81,10 +82,10 @@ def measured(request: Request) -> None:
         result = growing(emulated.CEILING)
 
         def show(made: list[rows.Row]) -> None:
-            print("\n".join(rows.lines(made)), flush=True)
+            rows.show(made)
             result(made)
 
-        print(rows.HEADER, flush=True)
+        print_headings(rows.COLUMNS)
         left_out: Any = {"not_measured": not_measured, "failed": failed}
         found = emulated.run(options, explicit=request.explicit, show=show, **left_out)
     else:

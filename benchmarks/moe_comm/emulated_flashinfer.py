@@ -19,16 +19,16 @@ is done so that they do, or so that nobody waits for ever (read in its sources, 
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import flashinfer_api
+from tests.support.ranks import RankError, run_processes
+
+from . import expected, flashinfer_api
 from .cuda_clock import MOST_STREAMS, Body, Clock, on_branches
 from .flashinfer_api import NO_EXPERT, Payloads, experts
 from .options import Options
@@ -36,7 +36,6 @@ from .routers import RankTokens, tokens_of
 
 PROBE_LIMIT_S = 110.0
 _PROBE_ROUNDS = 20
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def unavailable(options: Options) -> str | None:
@@ -186,13 +185,11 @@ class Layer:
         }
 
     def check(self) -> None:
-        """With the experts of backends.base; each element within the rounding of a sum.
+        """Hold the sums to the check's experts; each element within the rounding of its terms.
 
         Raises:
             WrongResult: a wrong row.
         """
-        from .emulated import check_output
-
         for output in self.outputs:
             output.fill_(float("nan"))
         self.dispatch()
@@ -200,8 +197,7 @@ class Layer:
             experts(self.options, rank, arrived, self.partial_rows(rank))
         self.before.get("combine", lambda: None)()
         self.combine()
-        for rank, (mine, output) in enumerate(zip(self.inputs, self.outputs, strict=True)):
-            check_output(self.name, self.options, rank, mine, output, "sum")
+        expected.check_outputs(self, self.outputs, "sum")
 
     def close(self) -> None:
         """Waits, so that graphs and buffers may go."""
@@ -235,30 +231,22 @@ def surely_resident(options: Options, tokens: int, num_sms: int) -> bool:
 
 
 def probe(options: Options) -> str | None:
-    """Tries the smallest and the largest batch in a process of its own; why they fail, or None."""
+    """Try the smallest and the largest batch in a process of its own; return why they fail."""
     reason = flashinfer_api.missing()
     if reason is not None:
         return reason
     extremes = tuple(sorted({min(options.batches), max(options.batches)}))
-    asked = dataclasses.asdict(dataclasses.replace(options, batches=extremes))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, json.dumps(asked)],
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PROBE_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"a trial of {extremes} tokens did not end within {PROBE_LIMIT_S:.0f} s"
-    if done.returncode == 0:
-        return None
-    last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-    return f"a trial of {extremes} tokens ended with status {done.returncode}: {last}"
+    asked = dataclasses.replace(options, batches=extremes)
+    alone: Any = {"method": "spawn", "meets": False, "ends_with_parent": True}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_processes(1, _try, Path(folder), asked, timeout_s=PROBE_LIMIT_S, **alone)
+        except RankError as error:
+            return f"a trial of {extremes} tokens ended so: {' '.join(error.failures[0][:2])}"
+    return None
 
 
-def _try(options: Options) -> None:
+def _try(_rank: int, _size: int, options: Options) -> None:
     for tokens in options.batches:
         inputs = [tokens_of(options, tokens, rank).to("cuda") for rank in range(options.ep_size)]
         layer = make_layer(options, tokens, inputs)
@@ -270,9 +258,3 @@ def _try(options: Options) -> None:
             Clock("cuda", 2, 0).kernels(layer.combine, layer.before.get("combine"))
         layer.check()
         layer.close()
-
-
-if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    _try(Options(**given | lists))

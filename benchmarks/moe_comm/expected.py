@@ -1,8 +1,8 @@
-"""What a backend is to the benchmark, and what all of them are checked against.
+"""Say what a backend is to the benchmark, and hold all backends to what must arrive.
 
 The check has experts of its own: rank r's output for a token is the token times a factor made of
-the ids and weights of r's experts among the token's. So a row that is lost, altered, or computed
-by another rank than it should be shows in the sum. Every rank can make every other rank's tokens
+the ids and weights of r's experts among the token's. So the sum shows a row that is lost, altered,
+or computed by another rank than it should be. Every rank can make every other rank's tokens
 (routers.py), and with them all that must arrive.
 """
 
@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin.plugins import find_recipe
-from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe, combine_formats
+from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin.recipes import combine_formats
+from tests.support import cases
 
 from .options import Options
 from .routers import RankTokens, owners, target_table, tokens_of
-
-#: For the recipes that are given their scale: largest activation expected, over largest number.
-GLOBAL_SCALES = {"fp8_tensor": 6.0 / 448.0, "nvfp4": 448.0 * 6.0 / 6.0}
 
 #: Tokens at a time in the check, so that its fp32 copies stay small.
 CHUNK = 256
@@ -82,6 +80,10 @@ class Context:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens.hidden)
+
+    @property
+    def config(self) -> AllToAllConfig:
+        return self.options.config(self.rank, self.num_tokens)
 
     def tokens_of(self, rank: int) -> RankTokens:
         """Another rank's, on `device`."""
@@ -142,38 +144,6 @@ class Complaints:
             raise WrongResult(f"{self._where}: {'; '.join(self._found[:4])}")
 
 
-# What travels.
-
-
-def recipe_of(options: Options) -> QuantisingRecipe | None:
-    """The recipe that quantises, or None: activations travel as they are."""
-    recipe = find_recipe(options.config(0, 1))
-    return recipe if isinstance(recipe, QuantisingRecipe) else None
-
-
-def global_scale(options: Options, device: torch.device | str) -> torch.Tensor | None:
-    """For the recipes that are given theirs; the same on every rank."""
-    value = GLOBAL_SCALES.get(options.recipe)
-    return None if value is None else torch.tensor([value], device=device)
-
-
-def quantised(options: Options, hidden: torch.Tensor) -> QuantisedRows:
-    """What a dispatch sends of activations."""
-    recipe = recipe_of(options)
-    if recipe is None:
-        return QuantisedRows(hidden, None)
-    return recipe.quantise(hidden, global_scale(options, hidden.device))
-
-
-def activations(options: Options, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """What a receiver makes of them: `[n, hidden_size]` of options.dtype."""
-    recipe = recipe_of(options)
-    if recipe is None:
-        return rows
-    scale = global_scale(options, rows.device)
-    return recipe.dequantise(rows, scales, options.torch_dtype, scale)
-
-
 # The check's experts.
 
 
@@ -210,11 +180,12 @@ class Terms(NamedTuple):
 
 def terms(options: Options, tokens: RankTokens) -> Iterator[Terms]:
     """Of one rank's tokens, some at a time."""
-    owner = owners(options.num_experts, options.ep_size).to(tokens.topk_ids.device)
+    owner, config = owners(options.num_experts, options.ep_size), options.config(0, 1)
+    owner = owner.to(tokens.topk_ids.device)
     for start in range(0, len(tokens.hidden), CHUNK):
         where = slice(start, min(start + CHUNK, len(tokens.hidden)))
         hidden, ids, weights = (tensor[where] for tensor in tokens)
-        received = activations(options, *quantised(options, hidden))
+        received = cases.activations(config, *cases.quantised(config, hidden))
         targets = owner[ids.long()]
         rows = []
         for k in range(options.top_k):
@@ -269,6 +240,19 @@ def check_combined(
         held_to(found, expected_combined(context.options, rows), what)
 
 
+def check_outputs(layer: Any, outputs: Sequence[torch.Tensor], how: str) -> None:
+    """Hold all ranks' combined rows to the check's experts; `how`: as check_combined's.
+
+    Raises:
+        WrongResult: naming backend, batch, rank and place.
+    """
+    for rank, (mine, output) in enumerate(zip(layer.inputs, outputs, strict=True)):
+        context = Context(layer.options, rank, mine, None, mine.hidden.device)
+        complaints = Complaints(layer.name, context)
+        check_combined(complaints, context, output, how)
+        complaints.raise_any()
+
+
 # Packed rows: a peer's token as bytes, so that one collective a way moves all of it.
 
 
@@ -276,7 +260,7 @@ class Packing:
     """`[n, row_bytes] uint8`: rows that travel, scales, ids and weights side by side."""
 
     def __init__(self, context: Context) -> None:
-        self._options = context.options
+        self._options, self._config = context.options, context.config
         parts = self._parts(*(tensor[:0] for tensor in context.tokens))
         self._dtypes = [part.dtype for part in parts]
         self._widths = [part.shape[1] * part.dtype.itemsize for part in parts]
@@ -285,7 +269,7 @@ class Packing:
     def _parts(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> list[torch.Tensor]:
-        rows, scales = quantised(self._options, hidden)
+        rows, scales = cases.quantised(self._config, hidden)
         return [rows, *([] if scales is None else [scales]), ids, weights]
 
     def pack(self, tokens: RankTokens) -> torch.Tensor:
@@ -303,5 +287,5 @@ class Packing:
     def expert_rows(self, rank: int, parts: list[torch.Tensor]) -> torch.Tensor:
         """The check's experts on what `unpack` gave."""
         rows, *scales, ids, weights = parts
-        hidden = activations(self._options, rows, scales[0] if scales else None)
+        hidden = cases.activations(self._config, rows, scales[0] if scales else None)
         return expert_rows(self._options, rank, hidden, ids, weights)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import common
+from tests.support import cases
 
 from . import expected
 from .options import Options
@@ -125,7 +126,7 @@ class Payloads(NamedTuple):
 
     @classmethod
     def of(cls, options: Options, mine: RankTokens) -> Payloads:
-        rows, scales = expected.quantised(options, mine.hidden)
+        rows, scales = cases.quantised(options.config(0, 1), mine.hidden)
         tensors = [_as_bytes(rows, mine.hidden.dtype), mine.topk_ids, mine.topk_weights]
         if scales is not None:
             tensors.append(_as_bytes(scales, torch.float32))
@@ -145,22 +146,21 @@ def _as_bytes(tensor: torch.Tensor, plain: torch.dtype) -> torch.Tensor:
 def experts(options: Options, rank: int, arrived: list[torch.Tensor], back: torch.Tensor) -> None:
     """The check's experts: from what arrived of each payload, `[ep_size, tokens, n]`, to `back`."""
     rows, ids, weights, *scales = (tensor.flatten(0, 1) for tensor in arrived)
-    filled = ids[:, 0] >= 0
-    like = expected.quantised(
-        options, torch.zeros(1, options.hidden_size, dtype=options.torch_dtype)
-    )
+    filled, config = ids[:, 0] >= 0, options.config(0, 1)
+    like = cases.quantised(config, rows.new_zeros((1, options.hidden_size), dtype=config.dtype))
     given_scales = None
     if scales and like.scales is not None:
         given_scales = scales[0][filled].contiguous().view(like.scales.dtype)
     mine = rows[filled].contiguous().view(like.rows.dtype)
-    hidden = expected.activations(options, mine, given_scales)
+    hidden = cases.activations(config, mine, given_scales)
     made = expected.expert_rows(options, rank, hidden, ids[filled], weights[filled])
     back.flatten(0, 1)[filled] = made
 
 
 def given(options: Options, api: SimpleNamespace) -> str:
     """What it is spared, on processes and emulated alike."""
-    spared = "nothing" if expected.recipe_of(options) is None else "rows quantised before"
+    is_plain = cases.quantising(options.config(0, 1)) is None
+    spared = "nothing" if is_plain else "rows quantised before"
     return f"flashinfer {api.version}; {spared}; marks empty slots in a launch of its own (timed)"
 
 

@@ -11,16 +11,9 @@ import torch
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.exchange import layer as exchange
+from tests.support import cases
 
-from .expected import (
-    Complaints,
-    Context,
-    activations,
-    check_combined,
-    expert_rows,
-    global_scale,
-    quantised,
-)
+from .expected import Complaints, Context, check_combined, expert_rows
 from .options import OURS, Options
 from .routers import RankTokens
 
@@ -48,7 +41,7 @@ class Ours:
                 "buffers of exactly the batch's size; a server's are larger, and dispatch marks "
                 "every empty slot"
             )
-        self._scale = global_scale(options, context.device)
+        self._scale = cases.global_scale(config, context.device)
         self._output = torch.empty_like(context.tokens.hidden)
         self._rows = self._exchange.combine_input()
         self._received: Dispatched | None = None
@@ -74,7 +67,7 @@ class Ours:
         slots = context.gathered(received.metadata.send_slots.cpu())
         for source, of_source in enumerate(slots):
             self._check_source(complaints, received, source, of_source.to(context.device))
-        hidden = activations(context.options, received.hidden_states, received.scales)
+        hidden = cases.activations(context.config, received.hidden_states, received.scales)
         of_experts = (hidden, received.topk_ids.clamp(min=0), received.topk_weights)
         filled = received.topk_ids[:, 0] >= 0
         rows = expert_rows(context.options, context.rank, *(part[filled] for part in of_experts))
@@ -127,13 +120,14 @@ class Ours:
         sent: torch.Tensor,
         what: str,
     ) -> None:
-        options = self._context.options
-        rows = quantised(options, tokens.hidden[sent])
+        config = self._context.config
+        rows = cases.quantised(config, tokens.hidden[sent])
         ids, weights, *got = arrived
         complaints.same(ids, tokens.topk_ids[sent], f"{what}: ids")
         complaints.same(weights, tokens.topk_weights[sent], f"{what}: weights")
         if self._is_near:
-            complaints.alike(activations(options, *got), activations(options, *rows), what)
+            received, sent_rows = cases.activations(config, *got), cases.activations(config, *rows)
+            complaints.alike(received, sent_rows, what)
             return
         expected = [part for part in rows if part is not None]
         for name, one, other in zip(("hidden states", "scales"), got, expected, strict=False):

@@ -1,4 +1,4 @@
-"""What a user would take instead of ours: torch's collectives by gloo or NCCL, and FlashInfer."""
+"""Run what a user would take instead of ours: torch's collectives by gloo or NCCL, FlashInfer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support import cases
+
 from . import flashinfer_api
-from .expected import (
-    Complaints,
-    Context,
-    Packing,
-    activations,
-    check_combined,
-    expert_rows,
-    quantised,
-)
+from .expected import Complaints, Context, Packing, check_combined, expert_rows
 from .flashinfer_api import NO_EXPERT, Payloads, experts
 from .options import Options
 from .routers import RankTokens
@@ -163,7 +157,8 @@ class AllToAll:
         self.combine()
         hidden, ids, weights = (part[self._order] for part in self._context.tokens)
         rank_of_row = torch.repeat_interleave(torch.tensor(self._send)).to(ids.device)
-        received = activations(self._context.options, *quantised(self._context.options, hidden))
+        config = self._context.config
+        received = cases.activations(config, *cases.quantised(config, hidden))
         expected = expert_rows(self._context.options, rank_of_row, received, ids, weights)
         complaints.same(self._returned, expected, "rows that came back")
         complaints.raise_any()
