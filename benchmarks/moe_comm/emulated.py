@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.columns import print_headings
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.exchange import shapes
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
@@ -244,18 +245,18 @@ def _together(device: torch.device, ranks: int, *verbs: Callable[[int], None]) -
 
 
 def config_of(options: Options, rank: int, tokens: int) -> AllToAllConfig:
-    """One rank's, for a GPU whose minutes are lent: a wait that hangs ends soon."""
+    """Configure one rank. On a GPU, whose minutes are lent, a wait that hangs ends soon."""
     patience_s = 10.0 if options.device == "cuda" else options.timeout_s
     return dataclasses.replace(options.config(rank, tokens), timeout_s=patience_s)
 
 
 def device_of(options: Options) -> str:
-    """Where tensors are: of a rehearsal, on the CPU."""
+    """Say where tensors are: those of a rehearsal on the CPU."""
     return "cuda" if options.device == "cuda" else "cpu"
 
 
 def make_inputs(options: Options, tokens: int) -> list[RankTokens]:
-    """Of each rank, on the device."""
+    """Make the tokens of each rank, on the device."""
     device = device_of(options)
     return [tokens_of(options, tokens, rank).to(device) for rank in range(options.ep_size)]
 
@@ -263,7 +264,7 @@ def make_inputs(options: Options, tokens: int) -> list[RankTokens]:
 def make_backend(
     options: Options, *, post_quant: bool = False, alone: bool = False
 ) -> emulated.Backend:
-    """For a Layer of the same options; `alone`: with its quantiser as a verb of its own."""
+    """Make the back end of a Layer; `alone`: with its quantiser as a verb of its own."""
     if options.device != "cuda":
         return emulated.CpuBackend(options.ep_size, ctas=1)
     return emulated.CudaBackend(
@@ -298,28 +299,31 @@ def run(
         WrongResult: of ours, before or after it was timed.
         OptionError: an explicit backend cannot run, or none can.
     """
-    left_out = [] if not_measured is None else not_measured
-    broken = [] if failed is None else failed
-    names = runnable(options, explicit=explicit, left_out=left_out, why_not=unavailable)
-    wanted = _wanted(options, names, broken if explicit else left_out)
+    not_measured = [] if not_measured is None else not_measured
+    failed = [] if failed is None else failed
+    lists: Any = {"explicit": explicit, "not_measured": not_measured}
+    names = runnable(options, **lists, why_not=unavailable)
+    wanted = _wanted(options, names, failed if explicit else not_measured)
     clock = Clock(device_of(options), options.iters, options.warmup)
     found: list[Row] = []
+    print_headings(rows.COLUMNS)
     with contextlib.closing(make_backend(options)) as backend:
         for tokens in options.batches:
             reason = too_large(options, tokens)
             if reason is not None:
-                left_out.append(reason)
+                not_measured.append(reason)
                 continue
-            made = measure(options, tokens, clock, backend, wanted, broken)
+            made = measure(options, tokens, clock, backend, wanted, failed)
             _give_back(options)
             found += made
-            left_out += [text for text in broken if text not in left_out]
+            not_measured += [text for text in failed if text not in not_measured]
+            rows.show(made)
             if show is not None:
                 show(made)
     return found
 
 
-def _wanted(options: Options, names: Sequence[str], left_out: list[str]) -> list[str]:
+def _wanted(options: Options, names: Sequence[str], lost: list[str]) -> list[str]:
     """Return the backends to measure, ours first; in both forms if a peer is there to compare with.
 
     Raises:
@@ -329,11 +333,11 @@ def _wanted(options: Options, names: Sequence[str], left_out: list[str]) -> list
     if "flashinfer" in names:
         reason = emulated_flashinfer.probe(options)
         if reason is not None:
-            left_out.append(f"flashinfer: {reason}")
+            lost.append(f"flashinfer: {reason}")
         else:
             wanted = [*([ONE_LAUNCH, OURS] if wanted else []), "flashinfer"]
     if not wanted:
-        raise OptionError(f"no backend can run here: {'; '.join(left_out)}")
+        raise OptionError(f"no backend can run here: {'; '.join(lost)}")
     return wanted
 
 
@@ -426,7 +430,7 @@ def measure(
                 before |= {(name, phase): body for phase, body in side.before.items()}
                 sides[name] = side
         taken = clock.flushed(bodies, before)
-        times = {key: torch.tensor(of).double()[:, None] for key, of in taken.items()}
+        times = {key: torch.tensor(of, dtype=torch.float64)[:, None] for key, of in taken.items()}
         ceilings = {phase: times[COPY, phase] for phase in PHASES}
         for name, side in sides.items():
             with _spared(name, wanted, broken, tokens):

@@ -8,10 +8,11 @@ or computed by another rank than it should be. Every rank can make every other r
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,35 +33,6 @@ KEPT_BYTES = 32 * 2**20
 
 class WrongResult(RuntimeError):  # noqa: N818  what it is, not that it is one
     """A backend moved something else than it had to. No number is reported of such a run."""
-
-
-class Side(Protocol):
-    """One rank's side of one backend for one batch; every method but close is collective.
-
-    given: what it is spared: packing, split sizes that are known, and the like.
-    """
-
-    given: str
-
-    def dispatch(self) -> None:
-        """Moves the tokens to the ranks of their experts."""
-        ...
-
-    def combine(self) -> None:
-        """Moves the experts' rows back; after a dispatch."""
-        ...
-
-    def check(self) -> None:
-        """Both, held to what must arrive. All its collective steps run, whatever it finds.
-
-        Raises:
-            WrongResult: naming backend, batch, rank and place.
-        """
-        ...
-
-    def close(self) -> None:
-        """Gives up what it holds. Local."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,20 +58,20 @@ class Context:
         return self.options.config(self.rank, self.num_tokens)
 
     def tokens_of(self, rank: int) -> RankTokens:
-        """Another rank's, on `device`."""
+        """Make another rank's tokens, on `device`."""
         row_bytes = self.options.hidden_size * self.options.torch_dtype.itemsize
         small = self.num_tokens * row_bytes * self.options.ep_size <= KEPT_BYTES
         made = (_kept_tokens if small else tokens_of)(self.options, self.num_tokens, rank)
         return made.to(self.device)
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Collective."""
+        """Return every rank's value, in rank order. Collective."""
         values: list[Any] = [None] * self.options.ep_size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        """`[tokens, ep_size] bool`: which ranks own an expert of the token."""
+        """Say which ranks own an expert of the token, `[tokens, ep_size] bool`."""
         return target_table(ids, self.options.num_experts, self.options.ep_size)
 
 
@@ -107,14 +79,14 @@ _kept_tokens = functools.lru_cache(maxsize=128)(tokens_of)
 
 
 class Complaints:
-    """What a check finds, raised once all its collective steps are done."""
+    """What a check finds; raised after all its collective steps."""
 
     def __init__(self, backend: str, context: Context) -> None:
         self._where = f"{backend}, {context.num_tokens} tokens per rank, rank {context.rank}"
         self._found: list[str] = []
 
     def same(self, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-        """Equal values and shapes; a NaN equals nothing."""
+        """Demand equal values and shapes; a NaN equals nothing."""
         if actual.shape != expected.shape:
             self._found.append(
                 f"{what} has shape {list(actual.shape)}, expected {list(expected.shape)}"
@@ -123,11 +95,11 @@ class Complaints:
             self._add_place(actual != expected, what)
 
     def near(self, actual: torch.Tensor, expected: torch.Tensor, bound: Any, what: str) -> None:
-        """|actual - expected| at most bound, element by element; a NaN is never near."""
+        """Demand |actual - expected| <= bound, element by element; a NaN is never near."""
         self._add_place(~((actual.double() - expected.double()).abs() <= bound), what)
 
     def alike(self, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-        """A row may be off by a twentieth of its length: a few codes, never another row."""
+        """Demand rows off by at most a twentieth of their length: a few codes, no other row."""
         error = (actual.float() - expected.float()).norm(dim=1)
         bound = 0.05 * expected.float().norm(dim=1).double()
         self.near(error, torch.zeros_like(error), bound, what)
@@ -139,7 +111,7 @@ class Complaints:
             self._found.append(f"{what}: {count} of {wrong.numel()} wrong, the first at {place}")
 
     def raise_any(self) -> None:
-        """Raises WrongResult where anything was found."""
+        """Raise WrongResult if anything was found."""
         if self._found:
             raise WrongResult(f"{self._where}: {'; '.join(self._found[:4])}")
 
@@ -154,9 +126,9 @@ def expert_rows(
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """A rank's partial rows of activations `[n, hidden_size]`; zeros where it has no expert.
+    """Return a rank's partial rows of activations `[n, hidden_size]`; zeros if it has no expert.
 
-    rank: one for all tokens, or one each, `[n] int64`. The same bits wherever they are computed.
+    rank: one for all tokens, or one each, `[n] int64`. The bits are the same on every device.
     """
     owner = owners(options.num_experts, options.ep_size).to(ids.device)[ids.long()]
     mine = owner == (rank[:, None] if isinstance(rank, torch.Tensor) else rank)
@@ -170,8 +142,10 @@ def expert_rows(
 class Terms(NamedTuple):
     """What some tokens' results are added up from.
 
-    where: the tokens; rows: `[n, top_k, hidden_size]` partial rows as the experts write them, the
-    k-th of the rank of the k-th id, zeros where an earlier id has the same rank.
+    Attributes:
+        where: the tokens.
+        rows: `[n, top_k, hidden_size]` partial rows as the experts write them: the k-th of the rank
+            of the k-th id, zeros if an earlier id has the same rank.
     """
 
     where: slice
@@ -179,7 +153,7 @@ class Terms(NamedTuple):
 
 
 def terms(options: Options, tokens: RankTokens) -> Iterator[Terms]:
-    """Of one rank's tokens, some at a time."""
+    """Yield the terms of one rank's tokens, some tokens at a time."""
     owner, config = owners(options.num_experts, options.ep_size), options.config(0, 1)
     owner = owner.to(tokens.topk_ids.device)
     for start in range(0, len(tokens.hidden), CHUNK):
@@ -196,7 +170,7 @@ def terms(options: Options, tokens: RankTokens) -> Iterator[Terms]:
 
 
 def expected_combined(options: Options, rows: torch.Tensor) -> torch.Tensor:
-    """`[n, hidden_size]` that our combine writes for Terms.rows: moe_nvlink_plugin.reference's.
+    """Return what our combine writes for Terms.rows, `[n, hidden_size]`, as the reference does.
 
     A missing row is added as zeros here, which changes no value.
     """
@@ -212,7 +186,7 @@ def expected_combined(options: Options, rows: torch.Tensor) -> torch.Tensor:
 
 
 def sum_and_bound(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exact sum over k of Terms.rows, fp64, and how far a sum in their dtype may be from it.
+    """Return the exact sum over k of Terms.rows, and how far a sum in their dtype may be from it.
 
     Adding n terms in any order, rounding each time to nearest, is off by at most n units in the
     last place of the sum of magnitudes.
@@ -225,7 +199,7 @@ def sum_and_bound(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check_combined(
     complaints: Complaints, context: Context, combined: torch.Tensor, how: str
 ) -> None:
-    """This rank's result against the check's experts.
+    """Hold this rank's result to the check's experts.
 
     Args:
         how: "exact": the very bits of our combine; "alike": of a GPU's nvfp4, whose approximate
@@ -253,39 +227,92 @@ def check_outputs(layer: Any, outputs: Sequence[torch.Tensor], how: str) -> None
         complaints.raise_any()
 
 
-# Packed rows: a peer's token as bytes, so that one collective a way moves all of it.
+class Side(abc.ABC):
+    """One rank's side of one backend for one batch; every method but close is collective.
+
+    Attributes:
+        given: what it is spared: packing, split sizes that are known, and the like.
+        combined: this rank's result, where combine leaves it.
+        how: what the result is held to, as check_combined's.
+        capturable: whether a CUDA graph can hold its verbs.
+    """
+
+    name: str
+    given: str
+    combined: torch.Tensor
+    how = "sum"
+    capturable = True
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    @staticmethod
+    @abc.abstractmethod
+    def unavailable(options: Options) -> str | None:
+        """Say why it cannot run these options on this machine; None: it can. Local."""
+
+    @abc.abstractmethod
+    def dispatch(self) -> None:
+        """Move the tokens to the ranks of their experts."""
+
+    @abc.abstractmethod
+    def combine(self) -> None:
+        """Move the experts' rows back; after a dispatch."""
+
+    @abc.abstractmethod
+    def run_experts(self, complaints: Complaints) -> None:
+        """Hold what arrived to what was sent, and run the check's experts on it."""
+
+    def check_result(self, complaints: Complaints) -> None:
+        """Hold what came back to the check's experts."""
+        check_combined(complaints, self.context, self.combined, self.how)
+
+    def check(self) -> None:
+        """Hold both verbs to what must arrive. All collective steps run, whatever it finds.
+
+        Raises:
+            WrongResult: naming backend, batch, rank and place.
+        """
+        complaints = Complaints(self.name, self.context)
+        self.combined.fill_(float("nan"))
+        self.dispatch()
+        self.run_experts(complaints)
+        self.combine()
+        self.check_result(complaints)
+        complaints.raise_any()
+
+    def close(self) -> None:  # noqa: B027
+        """Give up what it holds. Local; most hold buffers alone."""
+
+
+# Packed rows: a peer's token as bytes, so that one collective moves all of it.
 
 
 class Packing:
-    """`[n, row_bytes] uint8`: rows that travel, scales, ids and weights side by side."""
+    """`[n, bytes] uint8`: rows that travel, scales, ids and weights side by side."""
 
     def __init__(self, context: Context) -> None:
         self._options, self._config = context.options, context.config
-        parts = self._parts(*(tensor[:0] for tensor in context.tokens))
-        self._dtypes = [part.dtype for part in parts]
-        self._widths = [part.shape[1] * part.dtype.itemsize for part in parts]
-        self.row_bytes = sum(self._widths)
+        self._like = self._parts(*(tensor[:0] for tensor in context.tokens))
 
-    def _parts(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def _parts(self, *tokens: torch.Tensor) -> list[torch.Tensor]:
+        hidden, ids, weights = tokens
         rows, scales = cases.quantised(self._config, hidden)
         return [rows, *([] if scales is None else [scales]), ids, weights]
 
     def pack(self, tokens: RankTokens) -> torch.Tensor:
-        """Of these tokens; quantises them where the recipe says so."""
+        """Pack these tokens; quantise them if the recipe says so."""
         parts = self._parts(*tokens)
         return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
     def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Rows, scales if any, ids, weights; each contiguous."""
-        parts = torch.split(packed, self._widths, dim=1)
-        return [
-            part.contiguous().view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)
-        ]
+        """Return rows, scales if any, ids, weights; each contiguous."""
+        widths = [like.shape[1] * like.dtype.itemsize for like in self._like]
+        parts = zip(torch.split(packed, widths, dim=1), self._like, strict=True)
+        return [part.contiguous().view(like.dtype) for part, like in parts]
 
-    def expert_rows(self, rank: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The check's experts on what `unpack` gave."""
-        rows, *scales, ids, weights = parts
+    def expert_rows(self, rank: int, packed: torch.Tensor) -> torch.Tensor:
+        """Run the check's experts on packed rows."""
+        rows, *scales, ids, weights = self.unpack(packed)
         hidden = cases.activations(self._config, rows, scales[0] if scales else None)
         return expert_rows(self._options, rank, hidden, ids, weights)

@@ -29,12 +29,11 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from .terms import FORMATS
+
 FILE = Path(__file__).with_suffix(".csv")
 HIDDEN_SIZE, TOP_K, NUM_EXPERTS = 7168, 8, 256
 LINK_GB_S = 900.0  # one way, as the blog and the data sheet have it
-
-#: Bytes of a token's row for each element, scales included.
-ELEMENT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 
 #: Of the tables: ranks, and tokens per rank.
 EP_SIZES = (8, 16, 32, 64)
@@ -45,7 +44,7 @@ class Published(NamedTuple):
     """One figure.
 
     Attributes:
-        recipe: what travels: a key of ELEMENT_BYTES; "fp8" has no scales.
+        recipe: what travels: a key of terms.FORMATS; "fp8" has no scales.
         us: time.
         gb_s: logical bandwidth as published; 0 if none was.
         has_sync: the flags and waits were compiled in.
@@ -65,7 +64,7 @@ class Published(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Of one token, scales included."""
-        return round(self.hidden_size * ELEMENT_BYTES[self.recipe])
+        return round(self.hidden_size * sum(FORMATS[self.recipe]))
 
 
 def published(*sources: str) -> list[Published]:

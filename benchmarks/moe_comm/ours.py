@@ -1,4 +1,4 @@
-"""MoeAllToAll, whole: what a layer calls, with the buffers a layer would give it."""
+"""Run MoeAllToAll, whole: what a layer calls, with the buffers a layer would give it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.exchange import layer as exchange
 from tests.support import cases
 
-from .expected import Complaints, Context, check_combined, expert_rows
+from .expected import Complaints, Context, Side, expert_rows
 from .options import OURS, Options
-from .routers import RankTokens
 
 
-class Ours:
-    """Dispatch takes activations (a recipe quantises them on the way); experts are taken to have
-    written to combine_input().
+class Ours(Side):
+    """Dispatch takes activations, which a recipe quantises on the way. The experts are taken to
+    have written to combine_input().
     """
 
     name = OURS
@@ -31,9 +30,8 @@ class Ours:
         return None
 
     def __init__(self, context: Context) -> None:
-        options = context.options
-        self._context = context
-        config = options.config(context.rank, context.num_tokens)
+        super().__init__(context)
+        config = context.config
         self._exchange = MoeAllToAll.create(config, context.group, context.device)
         self._capacity = config.max_tokens_per_rank
         if self._capacity == context.num_tokens:
@@ -41,108 +39,79 @@ class Ours:
                 "buffers of exactly the batch's size; a server's are larger, and dispatch marks "
                 "every empty slot"
             )
+        # A GPU's nvfp4 takes approximate reciprocals, so that a code may be the next one.
+        self.how = (
+            "alike" if context.device.type == "cuda" and config.recipe == "nvfp4" else "exact"
+        )
         self._scale = cases.global_scale(config, context.device)
-        self._output = torch.empty_like(context.tokens.hidden)
+        self.combined = torch.empty_like(context.tokens.hidden)
         self._rows = self._exchange.combine_input()
-        self._received: Dispatched | None = None
+        self.received: Dispatched
 
     def dispatch(self) -> None:
-        hidden, ids, weights = self._context.tokens
-        self._received = self._exchange.dispatch(hidden, ids, weights, global_scale=self._scale)
+        hidden, ids, weights = self.context.tokens
+        self.received = self._exchange.dispatch(hidden, ids, weights, global_scale=self._scale)
 
     def combine(self) -> None:
-        assert self._received is not None
-        self._exchange.combine(self._rows, self._received.metadata, output=self._output)
+        self._exchange.combine(self._rows, self.received.metadata, output=self.combined)
 
     def close(self) -> None:
         self._exchange.close()
 
-    def check(self) -> None:
-        """Bit for bit as moe_nvlink_plugin.reference; on a GPU, a row of nvfp4 to a code or two."""
-        context, complaints = self._context, Complaints(self.name, self._context)
-        self._output.fill_(float("nan"))
-        self.dispatch()
-        received = self._received
-        assert received is not None
+    def run_experts(self, complaints: Complaints) -> None:
+        context, received = self.context, self.received
         slots = context.gathered(received.metadata.send_slots.cpu())
         for source, of_source in enumerate(slots):
-            self._check_source(complaints, received, source, of_source.to(context.device))
+            self._check_source(complaints, source, of_source.to(context.device))
         hidden = cases.activations(context.config, received.hidden_states, received.scales)
-        of_experts = (hidden, received.topk_ids.clamp(min=0), received.topk_weights)
+        of_experts = (hidden, received.topk_ids, received.topk_weights)
         filled = received.topk_ids[:, 0] >= 0
         rows = expert_rows(context.options, context.rank, *(part[filled] for part in of_experts))
         self._rows[filled] = rows
-        self.combine()
+
+    def check_result(self, complaints: Complaints) -> None:
+        """Bit for bit as moe_nvlink_plugin.reference; on a GPU, a row of nvfp4 to a code or two."""
         self._exchange.synchronize()
-        check_combined(complaints, context, self._output, "alike" if self._is_near else "exact")
-        complaints.raise_any()
+        super().check_result(complaints)
 
-    @property
-    def _is_near(self) -> bool:
-        """A GPU's nvfp4 takes approximate reciprocals, so that a code may be the next one."""
-        return self._context.device.type == "cuda" and self._context.options.recipe == "nvfp4"
-
-    def _check_source(
-        self, complaints: Complaints, received: Dispatched, source: int, slots: torch.Tensor
-    ) -> None:
-        """Every row of one source, in the slot it says, and -1 behind them."""
-        context = self._context
-        what = f"rows of rank {source}"
+    def _check_source(self, complaints: Complaints, source: int, slots: torch.Tensor) -> None:
+        """Every row of one source, in the slot that the source recorded, and -1 after them."""
+        context, received, what = self.context, self.received, f"rows of rank {source}"
         tokens = context.tokens_of(source)
         sent = context.targets(tokens.topk_ids)[:, context.rank]
         count = int(sent.sum())
-        complaints.same(
-            received.recv_counts[source].cpu(), torch.tensor(count).int(), f"{what}: count"
-        )
-        first = context.rank * self._capacity
-        here = (slots >= first) & (slots < first + self._capacity)
+        place = slots - context.rank * self._capacity
+        here = (place >= 0) & (place < self._capacity)
         complaints.same(here.sum(1), sent.long(), f"{what}: slots a token")
-        if int(here.sum()) != count:
-            return
-        place = torch.where(here, slots - first, 0).sum(1)[sent]
-        complaints.same(
-            place.sort().values, torch.arange(count, device=place.device), f"{what}: places"
-        )
+        place = torch.where(here, place, 0).sum(1)[sent].clamp(max=self._capacity - 1)
+        told = torch.tensor([int(received.recv_counts[source]), *place.sort().values.tolist()])
+        complaints.same(told, torch.tensor([count, *range(count)]), f"{what}: count, places")
         mine = slice(source * self._capacity, (source + 1) * self._capacity)
-        arrived = [received.topk_ids, received.topk_weights, received.hidden_states]
-        if received.scales is not None:
-            arrived.append(received.scales)
-        here_are = [part[mine][place] for part in arrived]
-        self._check_payloads(complaints, here_are, tokens, sent, what)
-        empty = received.topk_ids[mine][count:]
-        complaints.same(empty, torch.full_like(empty, -1), f"{what}: empty slots")
-
-    def _check_payloads(
-        self,
-        complaints: Complaints,
-        arrived: list[torch.Tensor],
-        tokens: RankTokens,
-        sent: torch.Tensor,
-        what: str,
-    ) -> None:
-        config = self._context.config
-        rows = cases.quantised(config, tokens.hidden[sent])
-        ids, weights, *got = arrived
-        complaints.same(ids, tokens.topk_ids[sent], f"{what}: ids")
-        complaints.same(weights, tokens.topk_weights[sent], f"{what}: weights")
-        if self._is_near:
-            received, sent_rows = cases.activations(config, *got), cases.activations(config, *rows)
-            complaints.alike(received, sent_rows, what)
+        ids, weights = received.topk_ids[mine], received.topk_weights[mine]
+        complaints.same(ids[place], tokens.topk_ids[sent], f"{what}: ids")
+        complaints.same(weights[place], tokens.topk_weights[sent], f"{what}: weights")
+        complaints.same(ids[count:], torch.full_like(ids[count:], -1), f"{what}: empty slots")
+        rows = received.hidden_states[mine][place]
+        scales = None if received.scales is None else received.scales[mine][place]
+        wanted = cases.quantised(context.config, tokens.hidden[sent])
+        if self.how == "alike":
+            got = cases.activations(context.config, rows, scales)
+            complaints.alike(got, cases.activations(context.config, *wanted), what)
             return
-        expected = [part for part in rows if part is not None]
-        for name, one, other in zip(("hidden states", "scales"), got, expected, strict=False):
-            complaints.same(one.view(torch.uint8), other.view(torch.uint8), f"{what}: {name}")
+        complaints.same(_bytes(rows), _bytes(wanted.rows), f"{what}: hidden states")
+        if scales is not None and wanted.scales is not None:
+            complaints.same(_bytes(scales), _bytes(wanted.scales), f"{what}: scales")
 
     # What a CPU rank's time is made of.
 
     def kernel_times(
         self, align: Callable[[], None], iterations: int
     ) -> dict[str, dict[str, float]]:
-        """Microseconds, medians over iterations and ranks, of CPU ranks on one machine. Collective.
+        """Return microseconds of CPU ranks on one machine, medians over iterations and ranks.
 
         python: around the call into the kernel's library. kernel: in that call, of which
         before_last_rank passed before the last rank had made its call: waiting by the protocol, or
-        work that others' lateness hides.
+        work that others' lateness hides. Collective.
         """
         found = {}
         with _TimedLauncher(self._exchange) as launcher:
@@ -156,9 +125,13 @@ class Ours:
                     taken[verb].append((*launcher.last, total))
         for verb, mine in taken.items():
             found[verb] = _told_apart(
-                torch.tensor(self._context.gathered(mine), dtype=torch.float64)
+                torch.tensor(self.context.gathered(mine), dtype=torch.float64)
             )
         return found
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
 
 
 def _told_apart(times: torch.Tensor) -> dict[str, float]:

@@ -84,10 +84,10 @@ def runnable(
     options: Options,
     *,
     explicit: bool,
-    left_out: list[str],
+    not_measured: list[str],
     why_not: Callable[[str, Options], str | None] = unavailable,
 ) -> tuple[str, ...]:
-    """Return the backends that can run; name the others in left_out.
+    """Return the backends that can run; name the others in not_measured.
 
     Args:
         why_not: backend, options -> why it cannot run here, or None.
@@ -103,9 +103,9 @@ def runnable(
         elif explicit:
             raise OptionError(f"backend {name} cannot run here: {reason}")
         else:
-            left_out.append(f"{name}: {reason}")
+            not_measured.append(f"{name}: {reason}")
     if not found:
-        raise OptionError(f"no backend can run here: {'; '.join(left_out)}")
+        raise OptionError(f"no backend can run here: {'; '.join(not_measured)}")
     return tuple(found)
 
 
@@ -120,7 +120,7 @@ def rank_rows(launch: Launch, options: Options, show: Show | None = None) -> lis
     """Measure all batches on this rank; return the rows on rank 0, none on others. Collective.
 
     Raises:
-        WrongResult: on every rank, where any of them got another result than it must.
+        WrongResult: on every rank, if any of them got another result than it must.
     """
     from tqdm import tqdm
 
@@ -134,7 +134,7 @@ def rank_rows(launch: Launch, options: Options, show: Show | None = None) -> lis
         timeout=datetime.timedelta(seconds=options.timeout_s + 60),  # that of our verbs, and some
     )
     steps, found = (options.iters + options.warmup) * len(options.batches), list[Row]()
-    # On rank 0 where stderr is a terminal.
+    # Shown on rank 0, if stderr is a terminal.
     with tqdm(total=steps, leave=False, disable=None if launch.rank == 0 else True) as bar:
         for tokens in options.batches:
             bar.set_description(f"{tokens} tokens")
@@ -190,7 +190,8 @@ def _batch(
         return []
     samples = {
         name: {
-            phase: torch.tensor([of[name][phase] for of in everyone]).double().T for phase in PHASES
+            phase: torch.tensor([of[name][phase] for of in everyone], dtype=torch.float64).T
+            for phase in PHASES
         }
         for name in taken
     }

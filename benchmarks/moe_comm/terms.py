@@ -1,4 +1,4 @@
-"""What one dispatch or combine over NVLink costs, term by term: an analytical model.
+"""Predict what one dispatch or combine over NVLink costs, term by term: an analytical model.
 
 A verb's time is a sum of what can only come one after the other,
 
@@ -9,13 +9,13 @@ memory that wait for each other) with all bytes on the link (`stream`):
 
     (path ** overlap + stream ** overlap) ** (1 / overlap)
 
-which is the larger of the two far from the knee and somewhat more at it. That term is shared out
-between its parts in proportion to what time each would save if it were a little smaller
+which is the larger of the two far from the knee, and somewhat more at the knee. That term is shared
+out between its parts in proportion to what each would save if it were a little smaller
 (path ** overlap : stream ** overlap), so terms add up to the verb's time.
 
-Two protocols are described by the same terms with other counts: the published kernels (REFERENCE)
-and ours (OURS, whose grids are those of moe_nvlink_plugin/launch/shape.py). Constants are fitted
-by benchmarks/model.py. **All that comes from here is predicted; nothing here has been measured.**
+Two protocols have the same terms with other counts: the published kernels (REFERENCE) and ours
+(OURS, with the grids of moe_nvlink_plugin/exchange/shapes.py). benchmarks/model.py fits the
+constants. **All that comes from here is predicted; nothing here has been measured.**
 Times in microseconds, bandwidths in GB/s (1e9), sizes in bytes, one rank's view.
 """
 
@@ -30,7 +30,6 @@ from moe_nvlink_plugin.exchange import shapes
 from moe_nvlink_plugin.launch import shape
 
 VERBS = ("dispatch", "combine")
-ROUTERS = ("perfect", "uniform")
 
 #: Format -> bytes an element of activations takes, bytes of scales an element.
 FORMATS = {
@@ -70,7 +69,6 @@ class Machine(NamedTuple):
 
 GB200 = Machine("GB200", 900.0, 148, 8000.0)
 H200 = Machine("H200", 450.0, 132, 4800.0)
-MACHINES = {machine.name: machine for machine in (GB200, H200)}
 
 
 class Constants(NamedTuple):
@@ -208,7 +206,6 @@ OURS = Protocol(
     our_grids=True,
     quantises=True,
 )
-PROTOCOLS = {protocol.name: protocol for protocol in (REFERENCE, OURS)}
 
 
 class Term(NamedTuple):
