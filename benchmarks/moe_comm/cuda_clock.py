@@ -79,8 +79,7 @@ class Clock:
         names, prepare = list(bodies), before or {}
         samples: dict[Key, list[Any]] = {name: [] for name in names}
         for iteration in range(self._warmup + self._iterations):
-            for turn in range(len(names)):
-                name = names[turn if in_order else (turn + iteration) % len(names)]
+            for name in names if in_order else common.order_of(names, iteration):
                 prepare.get(name, _nothing)()
                 self.flush(iteration)
                 pair = self.time_once(bodies[name])

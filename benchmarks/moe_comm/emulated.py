@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -286,7 +286,7 @@ def run(
     failed: list[str] | None = None,
     show: Callable[[list[Row]], None] | None = None,
 ) -> list[Row]:
-    """Return rows of every batch, ratios included. A peer that fails is left out; ours goes on.
+    """Return rows of every batch, ratios included. If a peer fails, ours goes on alone.
 
     Args:
         explicit: a backend that cannot run with these options is an error rather than left out.
@@ -313,8 +313,15 @@ def run(
             if reason is not None:
                 not_measured.append(reason)
                 continue
-            made = measure(options, tokens, clock, backend, wanted, failed)
+            try:
+                made = measure(options, tokens, clock, backend, wanted)
+            except Exception as error:  # a driver's, a library's, a wrong result
+                if ONE_LAUNCH not in wanted:
+                    raise
+                failed.append(f"peers, from {tokens} tokens on: {type(error).__name__}: {error}")
+                wanted, made = [OURS], []
             _give_back(options)
+            made = made or measure(options, tokens, clock, backend, wanted)
             found += made
             not_measured += [text for text in failed if text not in not_measured]
             rows.show(made)
@@ -332,24 +339,27 @@ def _wanted(options: Options, names: Sequence[str], lost: list[str]) -> list[str
     wanted = [name for name in names if name == OURS]
     if "flashinfer" in names:
         reason = emulated_flashinfer.probe(options)
-        if reason is not None:
-            lost.append(f"flashinfer: {reason}")
-        else:
-            wanted = [*([ONE_LAUNCH, OURS] if wanted else []), "flashinfer"]
+        if reason is None:
+            return [*([ONE_LAUNCH, OURS] if wanted else []), "flashinfer"]
+        lost.append(f"flashinfer: {reason}")
     if not wanted:
         raise OptionError(f"no backend can run here: {'; '.join(lost)}")
     return wanted
 
 
 def _make(
-    name: str, wanted: list[str], backend: emulated.Backend, inputs: list[RankTokens], of: Options
+    name: str,
+    wanted: Sequence[str],
+    backend: emulated.Backend,
+    inputs: list[RankTokens],
+    options: Options,
 ) -> Any:
     """All ranks of a backend. Ours is launched as its peers are; if it has none, at once."""
     tokens = len(inputs[0].hidden)
     if name == "flashinfer":
-        return emulated_flashinfer.make_layer(of, tokens, inputs)
+        return emulated_flashinfer.make_layer(options, tokens, inputs)
     kind = Branches if name == OURS and ONE_LAUNCH in wanted else Layer
-    return kind(of, tokens, backend, inputs=inputs)
+    return kind(options, tokens, backend, inputs=inputs)
 
 
 def _give_back(options: Options) -> None:
@@ -400,47 +410,39 @@ def measure(
     tokens: int,
     clock: Clock,
     backend: emulated.Backend,
-    wanted: list[str] | None = None,
-    broken: list[str] | None = None,
+    wanted: Sequence[str] = (OURS,),
 ) -> list[Row]:
-    """Return the rows of one batch, ours first. All backends and the copy take turns.
+    """Return the rows of one batch. All wanted backends and the copy take turns.
 
-    Args:
-        wanted: the backends; without it, ours in one launch. The first one must not fail; another
-            one that does is taken out of the list.
-        broken: takes why.
+    Raises:
+        Exception: whatever fails of a backend, or WrongResult; there are no rows of the batch.
     """
-    wanted, broken = [OURS] if wanted is None else wanted, [] if broken is None else broken
     inputs, traffic = make_inputs(options, tokens), accounting.traffic(options, tokens)
     copy = PlainCopy(traffic, range(options.ep_size), device_of(options))
     bodies = {(COPY, phase): body for phase, body in zip(PHASES, bodies_of(copy), strict=True)}
     before: dict[tuple[str, str], Body] = {}
-    sides: dict[str, Any] = {}
     made: list[Row] = []
     with contextlib.ExitStack() as stack:
-        for name in list(wanted):
-            with _spared(name, wanted, broken, tokens):
-                side = _make(name, wanted, backend, inputs, options)
-                stack.enter_context(contextlib.closing(side))
-                side.check()
-                replayed = options.cuda_graph and not side.branches
-                for phase in PHASES:
-                    body = getattr(side, phase)
-                    bodies[name, phase] = clock.replay(body) if replayed else body
-                before |= {(name, phase): body for phase, body in side.before.items()}
-                sides[name] = side
+        sides = {name: _make(name, wanted, backend, inputs, options) for name in wanted}
+        for name, side in sides.items():
+            stack.enter_context(contextlib.closing(side))
+            side.check()
+            replayed = options.cuda_graph and not side.branches
+            for phase in PHASES:
+                body = getattr(side, phase)
+                bodies[name, phase] = clock.replay(body) if replayed else body
+            before |= {(name, phase): body for phase, body in side.before.items()}
         taken = clock.flushed(bodies, before)
         times = {key: torch.tensor(of, dtype=torch.float64)[:, None] for key, of in taken.items()}
         ceilings = {phase: times[COPY, phase] for phase in PHASES}
         for name, side in sides.items():
-            with _spared(name, wanted, broken, tokens):
-                verbs = {verb: bodies[name, verb] for verb in VERBS}
-                extra = _told(options, side, clock, verbs)
-                side.check()  # still right after all those rounds
-                if extra["launch"] == GRAPH:
-                    side.check(**verbs)  # and what was timed is the same
-                mine = {phase: times[name, phase] for phase in PHASES}
-                made.append(rows.make_row(options, name, tokens, mine, traffic, ceilings, extra))
+            verbs = {verb: bodies[name, verb] for verb in VERBS}
+            extra = _told(options, side, clock, verbs)
+            side.check()  # still right after all those rounds
+            if extra["launch"] == GRAPH:
+                side.check(**verbs)  # and what was timed is the same
+            mine = {phase: times[name, phase] for phase in PHASES}
+            made.append(rows.make_row(options, name, tokens, mine, traffic, ceilings, extra))
     rows.add_ratios(made)
     return made
 
@@ -458,15 +460,3 @@ def _told(options: Options, mine: Any, clock: Clock, verbs: dict[str, Body]) -> 
     if launched := getattr(mine, "shapes", {}):
         extra["shapes"] = {verb: chosen._asdict() for verb, chosen in launched.items()}
     return extra
-
-
-@contextlib.contextmanager
-def _spared(name: str, wanted: list[str], broken: list[str], tokens: int) -> Iterator[None]:
-    """Whatever fails inside ends the run for the first that is wanted, and takes others out."""
-    try:
-        yield
-    except Exception as error:  # a driver's, a library's, a wrong result
-        if name == wanted[0]:
-            raise
-        wanted.remove(name)
-        broken.append(f"{name}, from {tokens} tokens on: {type(error).__name__}: {error}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -102,8 +102,6 @@ class Ours(Side):
         if scales is not None and wanted.scales is not None:
             complaints.same(_bytes(scales), _bytes(wanted.scales), f"{what}: scales")
 
-    # What a CPU rank's time is made of.
-
     def kernel_times(
         self, align: Callable[[], None], iterations: int
     ) -> dict[str, dict[str, float]]:
@@ -113,33 +111,44 @@ class Ours(Side):
         before_last_rank passed before the last rank had made its call: waiting by the protocol, or
         work that others' lateness hides. Collective.
         """
-        found = {}
-        with _TimedLauncher(self._exchange) as launcher:
-            taken: dict[str, list[tuple[float, float, float]]] = {"dispatch": [], "combine": []}
+        channel: Any = exchange.find(self._exchange._handle).channel(0)
+        taken: dict[str, list[tuple[float, float, float]]] = {"dispatch": [], "combine": []}
+        launches = _TimedLaunches(channel._launches)
+        with mock.patch.object(channel, "_launches", launches):
             for _ in range(iterations):
                 for verb, body in (("dispatch", self.dispatch), ("combine", self.combine)):
                     align()
                     start = time.perf_counter()
                     body()
-                    total = time.perf_counter() - start
-                    taken[verb].append((*launcher.last, total))
-        for verb, mine in taken.items():
-            found[verb] = _told_apart(
-                torch.tensor(self.context.gathered(mine), dtype=torch.float64)
-            )
-        return found
+                    taken[verb].append((*launches.last, time.perf_counter() - start))
+        return {verb: _told_apart(self.context.gathered(mine)) for verb, mine in taken.items()}
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
+class _TimedLaunches:
+    """Stands before the launches of a layer's channel and notes when each call began and ended."""
+
+    def __init__(self, launches: Any) -> None:
+        self._launches = launches
+        self.last = (0.0, 0.0)
+
+    def dispatch(self, args: Any) -> None:
+        self._timed(self._launches.dispatch, args)
+
+    def combine(self, args: Any) -> None:
+        self._timed(self._launches.combine, args)
+
+    def _timed(self, call: Callable[[Any], None], args: Any) -> None:
+        start = time.perf_counter()
+        call(args)
+        self.last = (start, time.perf_counter())
 
 
-def _told_apart(times: torch.Tensor) -> dict[str, float]:
-    """times: `[ranks, iterations, 3]` seconds: call began, call ended, whole verb.
+def _told_apart(times: list[list[tuple[float, float, float]]]) -> dict[str, float]:
+    """times: by rank and iteration, seconds: call began, call ended, whole verb.
 
     perf_counter is one clock for all processes of a machine.
     """
-    began, ended, whole = times.unbind(2)
+    began, ended, whole = torch.tensor(times, dtype=torch.float64).unbind(2)
     last = began.amax(dim=0)
     parts = {
         "python_us": whole - (ended - began),
@@ -147,33 +156,8 @@ def _told_apart(times: torch.Tensor) -> dict[str, float]:
         "before_last_rank_us": torch.minimum(last, ended) - began,
         "after_last_rank_us": (ended - last).clamp(min=0),
     }
-    return {
-        name: statistics.median((part * 1e6).flatten().tolist()) for name, part in parts.items()
-    }
+    return {name: float(part.quantile(0.5)) * 1e6 for name, part in parts.items()}
 
 
-class _TimedLauncher:
-    """Stands before the launcher of a layer's first channel and notes when it is called."""
-
-    def __init__(self, layer: MoeAllToAll) -> None:
-        self._channel: Any = exchange.find(layer._handle).channel(0)
-        self._launcher: Any = self._channel._launches
-        self.last = (0.0, 0.0)
-
-    def __enter__(self) -> _TimedLauncher:
-        self._channel._launches = self
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self._channel._launches = self._launcher
-
-    def dispatch(self, args: Any) -> None:
-        self._timed(self._launcher.dispatch, args)
-
-    def combine(self, args: Any) -> None:
-        self._timed(self._launcher.combine, args)
-
-    def _timed(self, call: Callable[[Any], None], args: Any) -> None:
-        start = time.perf_counter()
-        call(args)
-        self.last = (start, time.perf_counter())
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

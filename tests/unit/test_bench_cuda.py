@@ -44,8 +44,6 @@ SMALL = Options(
     device="rehearsal",
     emulate_ranks=True,
 )
-#: Ours in both forms, if a peer fails that was there at the start.
-OURS_ALONE = ["moe_nvlink_one_launch", "moe_nvlink"]
 WITH_PEER = dataclasses.replace(SMALL, backends=("moe_nvlink", "flashinfer"))
 
 
@@ -334,11 +332,9 @@ def test_a_ratio_is_of_what_was_launched_alike(beside: None) -> None:
     assert "flashinfer 0.0 (a stand-in); nothing; marks empty slots" in theirs["given"]
 
 
-def test_no_ratio_of_what_was_launched_otherwise(
+def test_ours_goes_on_where_branches_do_not_run_beside_each_other(
     beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where ours does not run on branches, such as where they do not run beside each other."""
-
     def faulty(layer: Any, *_bodies: Any) -> None:
         raise WrongResult("rank 0 has fault word")
 
@@ -348,11 +344,10 @@ def test_no_ratio_of_what_was_launched_otherwise(
     found = emulated.run(
         dataclasses.replace(WITH_PEER, batches=(1, 3)), failed=failed, not_measured=left_out
     )
-    assert [(row["tokens"], row["backend"]) for row in found] == [
-        (tokens, name) for tokens in (1, 3) for name in ("moe_nvlink_one_launch", "flashinfer")
+    assert [(row["tokens"], row["backend"], row["launch"]) for row in found] == [
+        (tokens, "moe_nvlink", emulated.PLAIN) for tokens in (1, 3)
     ]
-    assert not any("ratio_to_ours" in row for row in found)
-    said = "moe_nvlink, from 1 tokens on: WrongResult: rank 0 has fault word"
+    said = "peers, from 1 tokens on: WrongResult: rank 0 has fault word"
     assert failed == left_out == [said], "once: it is not tried again"
 
 
@@ -385,8 +380,8 @@ def test_another_parameter_is_refused_by_name(
 
     monkeypatch.setattr(fake_flashinfer, "moe_a2a_initialize", renamed)
     failed: list[str] = []
-    found = emulated.run(WITH_PEER, failed=failed)
-    assert [row["backend"] for row in found] == OURS_ALONE
+    (row,) = emulated.run(WITH_PEER, failed=failed)
+    assert row["backend"] == "moe_nvlink"
     assert "unexpected keyword argument 'ep_rank'" in failed[0]
 
 
@@ -441,10 +436,10 @@ def test_ours_goes_on_where_flashinfer_fails_later(
     failed: list[str] = []
     found = emulated.run(dataclasses.replace(WITH_PEER, batches=(1, 3, 4)), failed=failed)
     assert [(row["tokens"], row["backend"]) for row in found] == [
-        *((1, name) for name in [*OURS_ALONE, "flashinfer"]),
-        *((tokens, name) for tokens in (3, 4) for name in OURS_ALONE),
+        *((1, name) for name in ("moe_nvlink_one_launch", "moe_nvlink", "flashinfer")),
+        *((3, "moe_nvlink"), (4, "moe_nvlink")),
     ]
-    assert failed == ["flashinfer, from 3 tokens on: RuntimeError: out of memory"]
+    assert failed == ["peers, from 3 tokens on: RuntimeError: out of memory"]
     assert 4 not in calls, "it is not tried again"
 
 
@@ -466,9 +461,9 @@ def test_a_peer_that_went_wrong_while_it_was_timed_has_no_row(
 
     monkeypatch.setattr(emulated_flashinfer.Layer, "check", second)
     failed: list[str] = []
-    found = emulated.run(WITH_PEER, failed=failed)
-    assert [row["backend"] for row in found] == OURS_ALONE
-    assert failed == ["flashinfer, from 3 tokens on: WrongResult: a row"]
+    (row,) = emulated.run(WITH_PEER, failed=failed)
+    assert (row["backend"], row["launch"]) == ("moe_nvlink", emulated.PLAIN)
+    assert failed == ["peers, from 3 tokens on: WrongResult: a row"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
