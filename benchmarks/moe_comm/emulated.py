@@ -118,7 +118,7 @@ class Layer:
         self.both = bodies_of(self)[2]
 
     def _shapes(self, backend: emulated.Backend) -> dict[str, shape.Shape]:
-        """What the product would launch on a GPU with this rank's share of the SMs."""
+        """Choose what the product would launch on a GPU with this rank's share of the SMs."""
         if not isinstance(backend, emulated.CudaBackend):
             return {}
         config, ep_size = self.ranks.config, self.options.ep_size
@@ -181,11 +181,11 @@ class Layer:
         self._send_back(rank, filled, made)
 
     def _send_back(self, rank: int, filled: torch.Tensor, rows: torch.Tensor) -> None:
-        """As the experts of the layer's format of combine would: they write activations."""
+        """Write activations, as the experts do in every format of combine."""
         self.ranks.view(rank, "combine")[filled] = rows
 
     def close(self) -> None:
-        """Nothing: the back end is the caller's."""
+        """Do nothing: the caller closes the back end."""
 
 
 class Branches(Layer):
@@ -230,7 +230,7 @@ class Branches(Layer):
 
 
 def _together(device: torch.device, ranks: int, *verbs: Callable[[int], None]) -> Body:
-    """The verbs of all ranks at once; on the stand-in's CPU, which has no streams, in threads."""
+    """Run the verbs of all ranks at once: on the stand-in's CPU, without streams, in threads."""
     if device.type == "cuda":
         return on_branches(device, ranks, *verbs)
 
@@ -354,7 +354,7 @@ def _make(
     inputs: list[RankTokens],
     options: Options,
 ) -> Any:
-    """All ranks of a backend. Ours is launched as its peers are; if it has none, at once."""
+    """Make all ranks of a backend. Ours is launched as its peers are; if it has none, at once."""
     tokens = len(inputs[0].hidden)
     if name == "flashinfer":
         return emulated_flashinfer.make_layer(options, tokens, inputs)
@@ -363,14 +363,14 @@ def _make(
 
 
 def _give_back(options: Options) -> None:
-    """Memory of a batch that is over, so that the next one is held against all there is."""
+    """Free the memory of a batch that is over, so that too_large() sees all there is."""
     if options.device == "cuda":
         gc.collect()  # graphs and launches refer to each other
         torch.cuda.empty_cache()
 
 
 def unavailable(name: str, options: Options) -> str | None:
-    """Why a backend cannot run on emulated ranks here; None: it can."""
+    """Say why a backend cannot run on emulated ranks here; None: it can."""
     if name == OURS:
         return None
     if name == "flashinfer":
@@ -381,7 +381,7 @@ def unavailable(name: str, options: Options) -> str | None:
 
 
 def too_large(options: Options, tokens: int) -> str | None:
-    """Why a batch does not fit into the GPU's memory; None: it does."""
+    """Say why a batch does not fit into the GPU's memory; None: it does."""
     if options.device != "cuda":
         return None
     needed, (free, _total) = bytes_needed(options, tokens), torch.cuda.mem_get_info()
@@ -394,7 +394,7 @@ def too_large(options: Options, tokens: int) -> str | None:
 
 
 def bytes_needed(options: Options, tokens: int) -> int:
-    """Of all that one batch allocates: workspaces, inputs, outputs, the copy's two buffers."""
+    """Return what one batch allocates: workspaces, inputs, outputs, the copy's two buffers."""
     config = config_of(options, 0, tokens)
     (regions,) = emulated._packed_regions(WorkspaceLayout.for_geometry(config, find_recipe(config)))
     workspace = max(region.offset + region.size_bytes for region in regions.values())
@@ -448,7 +448,7 @@ def measure(
 
 
 def _told(options: Options, mine: Any, clock: Clock, verbs: dict[str, Body]) -> Row:
-    """Fields of a side's row beside its times."""
+    """Return the fields of a side's row beside its times."""
     launch = BRANCHES if mine.branches else GRAPH if options.cuda_graph else PLAIN
     extra: Row = {"given": mine.given, "launch": launch, "shows": SHOWS}
     if options.kernel_breakdown:

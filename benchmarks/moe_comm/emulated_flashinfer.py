@@ -99,7 +99,7 @@ class Layer:
         self.both = self._body(self._dispatch, self._combine)
 
     def _body(self, *verbs: Callable[[int], None]) -> Body:
-        """The verbs of all ranks; one rank, which waits for nobody, launches without a graph."""
+        """Run the verbs of all ranks; one rank, which waits for nobody, needs no graph."""
         count = self.options.ep_size
         if self._device.type == "cuda" and count > 1:
             return on_branches(self._device, count, *verbs)
@@ -112,7 +112,7 @@ class Layer:
         return in_turn
 
     def _dispatch(self, rank: int) -> None:
-        """One rank's, on the current stream."""
+        """Dispatch of one rank, on the current stream."""
         answer = self._api.moe_a2a_dispatch(
             token_selected_experts=self.inputs[rank].topk_ids,
             input_payloads=self._payloads[rank],
@@ -128,7 +128,7 @@ class Layer:
         )
 
     def _combine(self, rank: int) -> None:
-        """One rank's, on the current stream; after a dispatch of it, which names an offset."""
+        """Combine of one rank, on the current stream; its dispatch has named an offset."""
         self._api.moe_a2a_combine(
             payload=self.partial_rows(rank),
             local_num_tokens=self.tokens,
@@ -215,7 +215,7 @@ def make_layer(options: Options, tokens: int, inputs: Sequence[RankTokens]) -> L
 
 
 def surely_resident(options: Options, tokens: int, num_sms: int) -> bool:
-    """Whether all CTAs of all ranks' combine run beside each other: a token's each, one an SM."""
+    """Say whether all CTAs of all ranks' combine run together: a CTA a token, one an SM."""
     return options.ep_size * tokens <= num_sms
 
 

@@ -72,7 +72,7 @@ def load() -> SimpleNamespace:
 
 
 def version() -> str:
-    """Return the distribution's, or "unknown"."""
+    """Return the distribution's version, or "unknown"."""
     try:
         return importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
@@ -136,7 +136,7 @@ def run_experts(
 
 
 def given(options: Options, api: SimpleNamespace) -> str:
-    """Say what it is spared, on processes and emulated alike."""
+    """Say what FlashInfer is spared, on processes and emulated ranks alike."""
     is_plain = cases.quantising(options.config(0, 1)) is None
     spared = "nothing" if is_plain else "rows quantised before"
     return f"flashinfer {api.version}; {spared}; marks empty slots in a launch of its own (timed)"

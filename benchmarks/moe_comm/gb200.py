@@ -63,7 +63,7 @@ class Published(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of one token, scales included."""
+        """Bytes of one token, scales included."""
         return round(self.hidden_size * sum(FORMATS[self.recipe]))
 
 

@@ -138,7 +138,7 @@ class Options:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
@@ -157,7 +157,7 @@ def _too_small(of: Options) -> Iterator[str]:
 
 
 def _contradictions(of: Options) -> Iterator[str]:
-    """Values that do not go with others. What only our backend refuses, MoeAllToAll.check says."""
+    """Name values that do not go together; MoeAllToAll.check knows what our backend refuses."""
     for name, values in (("batches", of.batches), ("backends", of.backends)):
         if not values or len(set(values)) != len(values):
             yield f"{name}={values} must name at least one, and each once; leave one out"
@@ -270,7 +270,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Request:
 
 
 def _with_underscores(argument: str) -> str:
-    """--hidden-size is --hidden_size."""
+    """Take --hidden-size for --hidden_size."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")
@@ -322,7 +322,7 @@ def _ep_size(given: argparse.Namespace) -> int:
 
 
 def _pdl(given: argparse.Namespace) -> bool:
-    """Of emulated ranks what is asked for; ranks with a GPU each are the product's launches."""
+    """Emulated ranks do what is asked for; ranks with a GPU each are launched by the product."""
     if given.device != "cuda" or given.emulate_ranks is not None:
         return bool(given.pdl)
     if given.pdl and not env.pdl():

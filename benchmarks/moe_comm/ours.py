@@ -18,8 +18,10 @@ from .options import OURS, Options
 
 
 class Ours(Side):
-    """Dispatch takes activations, which a recipe quantises on the way. The experts are taken to
-    have written to combine_input().
+    """MoeAllToAll of one rank.
+
+    Dispatch takes activations, which a recipe quantises on the way. The experts are taken to have
+    written to combine_input().
     """
 
     name = OURS
@@ -70,12 +72,12 @@ class Ours(Side):
         self._rows[filled] = rows
 
     def check_result(self, complaints: Complaints) -> None:
-        """Bit for bit as moe_nvlink_plugin.reference; on a GPU, a row of nvfp4 to a code or two."""
+        """Demand the reference's bits; of nvfp4 on a GPU, rows off by a code or two."""
         self._exchange.synchronize()
         super().check_result(complaints)
 
     def _check_source(self, complaints: Complaints, source: int, slots: torch.Tensor) -> None:
-        """Every row of one source, in the slot that the source recorded, and -1 after them."""
+        """Demand every row of one source in the slot that it recorded, and -1 after them."""
         context, received, what = self.context, self.received, f"rows of rank {source}"
         tokens = context.tokens_of(source)
         sent = context.targets(tokens.topk_ids)[:, context.rank]
@@ -125,7 +127,7 @@ class Ours(Side):
 
 
 class _TimedLaunches:
-    """Stands before the launches of a layer's channel and notes when each call began and ended."""
+    """Stand-in for the launches of a layer's channel that notes when each call began and ended."""
 
     def __init__(self, launches: Any) -> None:
         self._launches = launches
@@ -144,7 +146,7 @@ class _TimedLaunches:
 
 
 def _told_apart(times: list[list[tuple[float, float, float]]]) -> dict[str, float]:
-    """times: by rank and iteration, seconds: call began, call ended, whole verb.
+    """Split times by rank and iteration, in seconds: call began, call ended, whole verb.
 
     perf_counter is one clock for all processes of a machine.
     """

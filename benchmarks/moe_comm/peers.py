@@ -58,7 +58,7 @@ class Gather(Side):
 
 
 class GlooGather(Gather):
-    """On CPU ranks."""
+    """Gather on CPU ranks."""
 
     name = "gloo_gather"
 
@@ -70,7 +70,7 @@ class GlooGather(Gather):
 
 
 class GlooGatherFull(GlooGather):
-    """With what a layer would have to do around it."""
+    """GlooGather with what a layer would have to do around it."""
 
     name = "gloo_gather_full"
     given = "nothing but the experts' rows in place, zeros included"
@@ -82,7 +82,7 @@ class GlooGatherFull(GlooGather):
 
 
 class NcclGather(Gather):
-    """The group's library for CUDA tensors is NCCL. Not run yet."""
+    """Gather on GPUs, where the group's library is NCCL. Not run yet."""
 
     name = "nccl_gather"
 
@@ -123,7 +123,7 @@ class AllToAll(Side):
         self._returned = self.combined = hidden.new_empty((sum(self._send), hidden.shape[1]))
 
     def _plan(self) -> tuple[list[int], torch.Tensor]:
-        """Rows for each rank, and the tokens in the order they go: by rank."""
+        """Return the number of rows for each rank, and the tokens in that order."""
         table = self.context.targets(self.context.tokens.topk_ids)
         return table.sum(0).tolist(), table.T.nonzero()[:, 1]
 
@@ -156,9 +156,8 @@ class AllToAll(Side):
 
 
 class AllToAllFull(AllToAll):
-    """What a layer would pay: routes, tells the sizes, picks, moves, unpacks; moves back, adds up.
-
-    In torch, on the rank's compute threads; fp32 sums, rounded once.
+    """AllToAll with what a layer would pay: it routes, tells the sizes, picks, moves, unpacks; then
+    it moves back and adds up in fp32, rounded once. In torch, on the rank's compute threads.
     """
 
     name = "all_to_all_full"
@@ -258,6 +257,6 @@ class FlashInfer(Side):
         )
 
     def run_experts(self, complaints: Complaints) -> None:
-        """A sum within its rounding shows that every row has arrived where it should."""
+        """Check nothing: a sum within its rounding shows that every row has arrived."""
         context = self.context
         flashinfer_api.run_experts(context.options, context.rank, self._received, self._rows)

@@ -100,7 +100,7 @@ def figures_of(result: Result) -> dict[str, Figure]:
 
 
 def _moe_comm(result: Result) -> dict[str, Figure]:
-    """Medians with quartiles and, dotted, the 95th percentile; copied GB/s below the ceiling."""
+    """Draw medians with quartiles and 95th percentiles; and copied GB/s below the ceiling."""
     rows = pd.json_normalize(result["rows"]).sort_values("tokens", kind="stable")
     setting = (
         "EP{ep_size}, hidden {hidden_size}, top_k {top_k}, {num_experts} experts, {router} router, "
@@ -189,7 +189,7 @@ def _beside_tables(
     predicted: Mapping[str, pd.DataFrame],
     value: str,
 ) -> None:
-    """Points of the published tables, and lines of predictions in bf16.
+    """Draw points of the published tables, and lines of predictions in bf16.
 
     A line is dashed, with a band over all fits, if there is no table of this machine and kernel.
     """
@@ -221,7 +221,7 @@ _STREAM = "rows through"
 
 
 def _model_where(result: Result) -> Figure:
-    """Terms of our kernels stacked, as shares of the predicted time."""
+    """Stack the terms of our kernels, as shares of the predicted time."""
     title = "Where the time of our kernels is PREDICTED to go, GB200 EP8, BF16"
     figure, panels = _panels(result, title, VERBS)
     rows = [r for r in result["where"] if (r["ep_size"], r["protocol"]) == (8, "moe_nvlink")]
@@ -255,7 +255,7 @@ def _model_where(result: Result) -> Figure:
 
 
 def _growth(result: Result) -> dict[str, Figure]:
-    """Measured points and fitted curve of every series."""
+    """Draw the measured points and the fitted curve of every series."""
     by_name = {one["name"]: one for one in result["series"]}
     figure, panels = _panels(result, "Growth of the time: measured, and fitted curve", by_name)
     for name, panel in panels.items():
@@ -285,7 +285,7 @@ _FIGURES = {
 
 
 def _panels(result: Result, title: str, names: Iterable[str]) -> tuple[Figure, dict[str, Axes]]:
-    """Panels by name, three in a row, under a title that says where the numbers are from."""
+    """Make panels by name, three in a row; the title says where the numbers are from."""
     names = list(names)
     columns = min(len(names), 3)
     lines = -(-len(names) // columns)
@@ -335,7 +335,7 @@ def _batch_axis(panel: Axes, tokens: Iterable[int], y_label: str) -> None:
 
 
 def _log_us(panel: Axes) -> None:
-    """Microseconds on a logarithmic scale, written as plain numbers."""
+    """Scale microseconds logarithmically, and write them as plain numbers."""
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
@@ -343,7 +343,7 @@ def _log_us(panel: Axes) -> None:
 
 
 def _legend(figure: Figure, panels: Mapping[str, Axes], title: str) -> None:
-    """One for all panels, each line once."""
+    """Make one legend for all panels, with each line once."""
     lines: dict[str, Any] = {}
     for panel in panels.values():
         handles, labels = panel.get_legend_handles_labels()

@@ -183,7 +183,7 @@ def _batch(
         everyone = context.gathered(taken)
         told: dict[str, Row] = {}
         if options.kernel_breakdown:
-            told = {name: clock.kernels(side, options.iters) for name, side in sides.items()}
+            told = {name: clock.kernels_of(side, options.iters) for name, side in sides.items()}
         check(sides, context)  # still right after all those rounds
         dist.barrier(group)  # nobody gives up memory that others still read
     if rank != 0:
@@ -204,7 +204,7 @@ def _batch(
 
 
 def _shared(launch: Launch, options: Options, tokens: int) -> timing.SharedBarrier | None:
-    """Ranks that were all started here share a machine, and so memory."""
+    """Make a barrier in shared memory, if all ranks were started here, on one machine."""
     if launch.folder is None:
         return None
     file = Path(launch.folder, f"barrier-{tokens}-{options.seed}")
@@ -256,7 +256,7 @@ def run(options: Options, show: Show | None = None) -> list[Row]:
 
 
 def _check_memory(options: Options) -> None:
-    """Rough, and for CPU ranks only: a rank that the system kills says nothing.
+    """Estimate the memory of CPU ranks: a rank that the system kills says nothing.
 
     Raises:
         OptionError: the largest batch would take more than there is.
@@ -301,7 +301,7 @@ def _rank_main(rank: int, size: int, options: Options, folder: str, show: Show |
 
 
 def _explained(error: RankError) -> Exception:
-    """The failure that explains the others: peers of a rank that ended complain of that."""
+    """Find the failure that explains the others, which only complain of a rank that ended."""
     for raised in (WrongResult, OptionError):
         for failure in error.failures.values():
             if failure.kind == raised.__name__:

@@ -204,7 +204,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
 
 
 def _parts(row: Row, phase: str) -> list[tuple[str, Any]]:
-    """What a phase's time is made of, by kernel; its statistics, by rank."""
+    """Return what a phase's time is made of, by kernel, and its statistics, by rank."""
     kernels: Row = row.get("kernels", {}).get(phase, {})
     return [*kernels.items(), *row[phase].get("per_rank", {}).items()]
 

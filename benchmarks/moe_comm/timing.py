@@ -66,7 +66,7 @@ class SharedBarrier:
                 raise TimeoutError(f"ranks {late} did not come within {self._timeout_s:.0f} s")
 
 
-class RankClock:
+class RankClock(Clock):
     """Times of one rank: wall clock on a CPU; on a GPU events, with nothing of ours in L2.
 
     CPU ranks leave the shared barrier together. gloo's barrier lets them go one after the other and
@@ -82,7 +82,7 @@ class RankClock:
         device: torch.device | str,
         shared: SharedBarrier | None = None,
     ) -> None:
-        self._clock = Clock(device, options.iters, options.warmup)
+        super().__init__(device, options.iters, options.warmup)
         self._graph, self._group, self._shared = options.cuda_graph, group, shared
         self._word = torch.zeros(1)
 
@@ -91,32 +91,27 @@ class RankClock:
         if not self._graph:
             return body
         self.meet()
-        return self._clock.replay(body)  # the check has run it, so nothing is made here
+        return self.replay(body)  # the check has run it, so nothing is made here
 
     def meet(self) -> None:
         """Return on all ranks at once, as far as that can be. Collective."""
-        self._clock.wait()
+        self.wait()
         if self._shared is not None:
             self._shared.wait()
         else:
             dist.all_reduce(self._word, group=self._group)  # a CPU tensor: gloo's
 
-    def time_once(self, body: Body) -> tuple[Any, Any]:
+    def time_together(self, body: Body) -> tuple[Any, Any]:
         """Run the body between two marks, after a meeting of all ranks. Collective."""
         self.meet()
-        if self._clock.on_gpu:
-            self._clock.flush()
-        return self._clock.time_once(body)
+        if self.on_gpu:
+            self.flush()
+        return self.time_once(body)
 
-    def microseconds(self, taken: list[tuple[Any, Any]]) -> list[float]:
-        """Return the time between the two marks of each pair."""
-        self._clock.wait()
-        return [self._clock.microseconds(*pair) for pair in taken]
-
-    def kernels(self, side: Verbs, iterations: int) -> dict[str, Any]:
+    def kernels_of(self, side: Verbs, iterations: int) -> dict[str, Any]:
         """Say what the verbs' time is made of, as far as it can be told, or nothing. Collective."""
-        if self._clock.on_gpu:
-            return {"both": self._clock.kernels(bodies_of(side)[2])}
+        if self.on_gpu:
+            return {"both": self.kernels(bodies_of(side)[2])}
         tell: Any = getattr(side, "kernel_times", None)
         return {} if tell is None else tell(self.meet, iterations)
 
@@ -149,11 +144,12 @@ def take_turns(
     for iteration in range(-options.warmup, options.iters):
         for name in common.order_of(list(bodies), iteration):
             for body, marks in zip(bodies[name], taken[name], strict=True):
-                marks.append(clock.time_once(body))
+                marks.append(clock.time_together(body))
         progress()
+    clock.wait()
     return {
         name: {
-            phase: clock.microseconds(marks[options.warmup :])
+            phase: [clock.microseconds(*pair) for pair in marks[options.warmup :]]
             for phase, marks in zip(PHASES, of_side, strict=True)
         }
         for name, of_side in taken.items()
@@ -161,7 +157,7 @@ def take_turns(
 
 
 def bodies_of(side: Verbs) -> list[Body]:
-    """One for each of PHASES. `both` of the copy is one copy; of a backend, its two verbs."""
+    """Return a body for each of PHASES; `both` of a backend is its two verbs."""
 
     def both() -> None:
         side.dispatch()
