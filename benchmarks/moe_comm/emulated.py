@@ -30,8 +30,6 @@ from moe_nvlink_plugin.exchange import shapes
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
-from moe_nvlink_plugin.memory.layout import WorkspaceLayout
-from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import cases, emulated
 from tests.support.ranks import run_threads
 
@@ -309,19 +307,21 @@ def run(
     print_headings(rows.COLUMNS)
     with contextlib.closing(make_backend(options)) as backend:
         for tokens in options.batches:
-            reason = too_large(options, tokens)
-            if reason is not None:
-                not_measured.append(reason)
-                continue
+            _give_back(options)
             try:
                 made = measure(options, tokens, clock, backend, wanted)
+            except torch.cuda.OutOfMemoryError as error:
+                what = f"{tokens} tokens on {options.ep_size} emulated ranks"
+                not_measured.append(f"{what}: {error}; take fewer of either")
+                continue
             except Exception as error:  # a driver's, a library's, a wrong result
                 if ONE_LAUNCH not in wanted:
                     raise
                 failed.append(f"peers, from {tokens} tokens on: {type(error).__name__}: {error}")
                 wanted, made = [OURS], []
-            _give_back(options)
-            made = made or measure(options, tokens, clock, backend, wanted)
+            if not made:
+                _give_back(options)
+                made = measure(options, tokens, clock, backend, wanted)
             found += made
             not_measured += [text for text in failed if text not in not_measured]
             rows.show(made)
@@ -363,7 +363,7 @@ def _make(
 
 
 def _give_back(options: Options) -> None:
-    """Free the memory of a batch that is over, so that too_large() sees all there is."""
+    """Free the memory of a batch that is over, so that the next one finds all there is."""
     if options.device == "cuda":
         gc.collect()  # graphs and launches refer to each other
         torch.cuda.empty_cache()
@@ -378,31 +378,6 @@ def unavailable(name: str, options: Options) -> str | None:
     return (
         "needs a process for every rank, which emulated ranks have not; leave out --emulate_ranks"
     )
-
-
-def too_large(options: Options, tokens: int) -> str | None:
-    """Say why a batch does not fit into the GPU's memory; None: it does."""
-    if options.device != "cuda":
-        return None
-    needed, (free, _total) = bytes_needed(options, tokens), torch.cuda.mem_get_info()
-    if needed <= free:
-        return None
-    return (
-        f"{tokens} tokens on {options.ep_size} emulated ranks need {needed / 2**30:.1f} GiB, and "
-        f"{free / 2**30:.1f} GiB of the GPU are free; take fewer of either"
-    )
-
-
-def bytes_needed(options: Options, tokens: int) -> int:
-    """Return what one batch allocates: workspaces, inputs, outputs, the copy's two buffers."""
-    config = config_of(options, 0, tokens)
-    (regions,) = emulated._packed_regions(WorkspaceLayout.for_geometry(config, find_recipe(config)))
-    workspace = max(region.offset + region.size_bytes for region in regions.values())
-    rows_bytes = 3 * tokens * options.hidden_size * config.dtype.itemsize
-    sides = 1 + 2 * ("flashinfer" in options.backends)  # then ours on branches, too
-    put = accounting.traffic(options, tokens)
-    copied = sum(put.put_bytes("both", rank) for rank in range(options.ep_size))
-    return options.ep_size * sides * (workspace + rows_bytes) + 2 * copied
 
 
 def measure(
