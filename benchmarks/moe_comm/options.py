@@ -225,8 +225,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     routers.add_argument("--perfect_router", help="--router perfect", **perfect)
     add("-b", "--minbatch", type=int, help="first batch, in tokens per rank")
     add("-e", "--maxbatch", type=int, help="last batch")
-    add("-i", "--stepbatch", type=int, help="batches grow by so many; default 128")
-    add("-f", "--stepfactor", type=float, help="or by this factor")
+    growth = what_is.add_mutually_exclusive_group()
+    growth.add_argument("-i", "--stepbatch", type=int, help="growing by so many; default 128")
+    growth.add_argument("-f", "--stepfactor", type=float, help="or by this factor")
     add("--batches", type=int, nargs="+", help="instead: these batches")
     capacity: Any = {"dest": "max_tokens", "help": "our capacity; default: the batch"}
     add("--max_num_tokens_per_rank", type=int, default=0, **capacity)
@@ -352,8 +353,6 @@ def sweep(first: int, last: int, step: int | None, factor: float | None) -> tupl
     """
     if not 1 <= first <= last:
         raise OptionError(f"batches from {first} to {last}: needs 1 <= first <= last; mend -b, -e")
-    if step is not None and factor is not None:
-        raise OptionError(f"-i {step} and -f {factor} contradict each other; give one of them")
     if factor is None:
         by = _or(step, 128)
         if by < 1:

@@ -46,8 +46,8 @@ COLUMNS = {
     "quartiles": "{q25_us:.1f}..{q75_us:.1f}",
     "p95 us": "{p95_us:.1f}",
     "ranks' medians us": "{min_rank_us:.1f}..{max_rank_us:.1f}",
-    "logical GB/s": "{logical_gb_s:.2f}",
-    "wire GB/s": "{wire_gb_s:.2f}",
+    "logical GB/s": "{logical_gb_s:.3f}",
+    "wire GB/s": "{wire_gb_s:.3f}",
     "of copy": "{of_ceiling:.0%}",
     "x ours (quartiles)": "{ratio[median]:.1f} ({ratio[q25]:.1f}..{ratio[q75]:.1f})",
 }
@@ -198,15 +198,14 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         what = f"{row['backend']}, {row['tokens']} tokens"
         if "not_profiled" in row:
             notes.append(f"{what}: no kernels: {row['not_profiled']}")
-        parts = {(phase, name): part for phase in PHASES for name, part in _parts(row, phase)}
-        notes += [f"{what}, {phase}, {name}: {_told(of)}" for (phase, name), of in parts.items()]
+        for phase in PHASES:
+            kernels = row.get("kernels", {}).get(phase, {})
+            if kernels:
+                told = ", ".join(f"{name} {_told(part)}" for name, part in kernels.items())
+                notes.append(f"{what}, {phase}: {told}")
+            for rank, stats in row[phase].get("per_rank", {}).items():
+                notes.append(f"{what}, {phase}, {rank}: {_told(stats)}")
     return notes
-
-
-def _parts(row: Row, phase: str) -> list[tuple[str, Any]]:
-    """Return what a phase's time is made of, by kernel, and its statistics, by rank."""
-    kernels: Row = row.get("kernels", {}).get(phase, {})
-    return [*kernels.items(), *row[phase].get("per_rank", {}).items()]
 
 
 def _told(part: Any) -> str:

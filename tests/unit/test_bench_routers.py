@@ -88,7 +88,7 @@ def test_all_backends_need_not_run() -> None:
         ("--ep_size 129", "ep_size=129 must be an integer from 1 to 128"),
         ("--top_k 9 --num_experts 8", "top_k=9"),
         ("-b 8 -e 4", "batches from 8 to 4"),
-        ("-b 1 -e 4 -i 2 -f 2", "contradict each other"),
+        ("-b 1 -e 4 -i 2 -f 2", "not allowed with argument -i"),
         ("-b 1 -e 4 -f 1", "must be above 1"),
         ("--batches 4 -b 1", "contradict each other"),
         ("--batches 0", "batches=0 must be at least 1"),
