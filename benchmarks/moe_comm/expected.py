@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin import AllToAllConfig, reference
 from moe_nvlink_plugin.recipes import combine_formats
 from tests.support import cases
 
@@ -27,7 +27,7 @@ from .routers import RankTokens, owners, target_table, tokens_of
 #: Tokens at a time in the check, so that its fp32 copies stay small.
 CHUNK = 256
 
-#: All ranks' tokens are kept for the check where they are together no larger than this.
+#: The check keeps all ranks' tokens if they are together no larger than this.
 KEPT_BYTES = 32 * 2**20
 
 
@@ -39,8 +39,9 @@ class WrongResult(RuntimeError):  # noqa: N818  what it is, not that it is one
 class Context:
     """One rank's part of one batch.
 
-    tokens: this rank's, on `device`; group: a torch ProcessGroup that serves CPU tensors and, on a
-    GPU, CUDA tensors too; device: of the tensors.
+    Attributes:
+        tokens: this rank's, on `device`.
+        group: a torch ProcessGroup that serves CPU tensors and, on a GPU, CUDA tensors too.
     """
 
     options: Options
@@ -175,14 +176,12 @@ def expected_combined(options: Options, rows: torch.Tensor) -> torch.Tensor:
     A missing row is added as zeros here, which changes no value.
     """
     back = combine_formats.combine_format(options.combine)
-    level = list(rows.unbind(1))
+    each: Sequence[torch.Tensor] = rows.unbind(1)
     if back is not None:
-        level = [back.dequantise(back.quantise(row)) for row in level]
-    level = [row.float() for row in level]
-    while len(level) > 1:
-        pairs = [left + right for left, right in zip(level[::2], level[1::2], strict=False)]
-        level = pairs + level[2 * len(pairs) :]
-    return level[0].to(options.torch_dtype)
+        each = [back.dequantise(back.quantise(row)) for row in each]
+    total = reference.pairwise_tree(each)
+    assert total is not None
+    return total.to(options.torch_dtype)
 
 
 def sum_and_bound(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
