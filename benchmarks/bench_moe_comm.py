@@ -1,4 +1,4 @@
-"""Dispatch and combine of a mixture-of-experts layer, ours beside what a user would take instead.
+"""Time dispatch and combine of an MoE layer, ours beside what a user would take instead.
 
     python benchmarks/bench_moe_comm.py                           # 4 CPU ranks, beside gloo
     python benchmarks/bench_moe_comm.py --ep_size 8 --profile gpt_oss -b 1 -e 1024 -f 2 \\
@@ -8,8 +8,8 @@
     torchrun --nproc-per-node 8 benchmarks/bench_moe_comm.py --device cuda --ep_size 8
     python benchmarks/bench_moe_comm.py --list                    # what can run here
 
-Every result is checked, row by row, before and after it is timed; a wrong one is an error. The
-output file is written after every batch, and says that it is incomplete until the last.
+Every backend's result is checked, row by row, before and after it is timed; a wrong one is an
+error. The output file is written after every batch, and says that it is incomplete until the last.
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ CANNOT_SHOW = {
 }
 
 
+#: What ends a run -> what is said before its message, and the exit status.
+ENDS: dict[type[Exception], tuple[str, int]] = {
+    OptionError: ("error", 2),
+    backends.WrongResult: ("wrong result, nothing of its batch is reported", 1),
+    processes.RunError: ("failed", 1),
+}
+
+
 def main() -> None:
-    """Ends with status 2 for options that cannot be, 1 for a run that failed."""
+    """End with status 2 for options that cannot be, 1 for a run that failed."""
     assert __doc__ is not None
     request = parse(__doc__)
     try:
         if request.list_only:
             print("\n".join(listed(request.options)))
         else:
-            measured(request)
-    except OptionError as error:
-        what, status = f"error: {error}", 2
-    except backends.WrongResult as error:
-        what, status = f"wrong result, nothing of its batch is reported: {error}", 1
-    except processes.RunError as error:
-        what, status = f"failed: {error}", 1
-    else:
-        return
-    print(f"bench_moe_comm: {what}", file=sys.stderr)
-    raise SystemExit(status)
+            measure(request)
+    except tuple(ENDS) as error:
+        said, status = ENDS[type(error)]
+        print(f"bench_moe_comm: {said}: {error}", file=sys.stderr)
+        raise SystemExit(status) from error
 
 
-def measured(request: Request) -> None:
-    """Runs, prints, writes.
+def measure(request: Request) -> None:
+    """Run what is asked for, print and write the result.
 
     Raises:
         RunError: something that was asked for failed; the rest has been written.
@@ -74,35 +76,28 @@ def measured(request: Request) -> None:
         head = rows.head(options, ceiling=ceiling, machine=machine)
         return rows.Growing(common.Record(request.output_file, head), not_measured)
 
+    lists: Any = {"explicit": request.explicit, "not_measured": not_measured}
     if options.emulate_ranks or options.device == "rehearsal":
         from benchmarks.moe_comm import emulated
 
         not_measured.append(emulated.SHOWS)
         result = growing(emulated.CEILING)
-
-        def show(made: list[rows.Row]) -> None:
-            print("\n".join(rows.lines(made)), flush=True)
-            result(made)
-
-        print(rows.HEADER, flush=True)
-        left_out: Any = {"not_measured": not_measured, "failed": failed}
-        found = emulated.run(options, explicit=request.explicit, show=show, **left_out)
+        found = emulated.run(options, **lists, failed=failed, show=result)
     else:
-        names = processes.runnable(options, explicit=request.explicit, left_out=not_measured)
-        options = dataclasses.replace(options, backends=names)
+        options = dataclasses.replace(options, backends=processes.runnable(options, **lists))
         result = growing(processes.CEILING_HOW)
         found = processes.run(options, result)
     if not found:  # another rank than 0 of torchrun or srun
         return
     for line in [*rows.footnotes(found), *(f"not measured: {what}" for what in not_measured)]:
         print(line)
-    written(request, result.finish(found))
+    write(request, result.finish(found))
     if failed:
         raise processes.RunError(f"all but this was measured: {'; '.join(failed)}")
 
 
-def written(request: Request, result: rows.Row) -> None:
-    """Says where the result file is; draws the plots where they were asked for."""
+def write(request: Request, result: rows.Row) -> None:
+    """Say where the result file is; draw the plots if they were asked for."""
     if request.output_file is not None:
         print(f"written: {request.output_file}")
     if request.plot is not None:
@@ -114,7 +109,7 @@ def written(request: Request, result: rows.Row) -> None:
 
 
 def listed(options: Options) -> list[str]:
-    """What could run here with these options, and why the rest cannot."""
+    """Say what could run here with these options, and why the rest cannot."""
     found = []
     for name in BACKENDS:
         reason = backends.unavailable(name, options)

@@ -1,4 +1,4 @@
-"""Rows of a Markdown table, printed as they are measured; Python's own library is enough."""
+"""Print the rows of a Markdown table as they are measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def print_headings(columns: Columns) -> None:
 
 
 def print_row(columns: Columns, row: Mapping[str, Any]) -> None:
-    """Leaves a cell empty if the row has no such field."""
+    """Print a row's cells; leave a cell empty if the row has no such field."""
     cells = []
     for text in columns.values():
         try:

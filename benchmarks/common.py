@@ -1,5 +1,6 @@
-"""Share what every benchmark needs: options, summaries, result files, and the facts beside figures
-(date, machine, versions, commit, command).
+"""Share what every benchmark needs: options, summaries, result files, and the facts beside figures.
+
+The facts are date, machine, versions, commit and command.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def add_geometry(
     tokens: list[int],
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
 ) -> None:
-    """The options that say what a layer looks like, DeepSeek-V3's by default."""
+    """Add the options that say what a layer looks like, DeepSeek-V3's by default."""
     parser.add_argument("--ep-size", type=int, default=ep_size)
     parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help="per rank")
     parser.add_argument("--hidden-size", type=int, default=7168)
@@ -44,14 +45,14 @@ def add_geometry(
 
 
 def options_from(kind: type[T], arguments: argparse.Namespace) -> T:
-    """A dataclass of options out of the arguments of the same names; lists become tuples."""
+    """Make a dataclass of options of the arguments of the same names; lists become tuples."""
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     given = {name: value for name, value in vars(arguments).items() if name in fields}
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
 def summary(samples_us: Iterable[float]) -> dict[str, float]:
-    """Median, quartiles, least and 95th percentile of times in microseconds."""
+    """Return median, quartiles, least and 95th percentile of times in microseconds."""
     ordered = sorted(samples_us)
     low, _middle, high = statistics.quantiles(ordered, n=4)
     return {
@@ -63,10 +64,10 @@ def summary(samples_us: Iterable[float]) -> dict[str, float]:
     }
 
 
-def order_of(names: Sequence[str], iteration: int) -> list[str]:
-    """Who is timed when: another one first every second iteration, and backwards in between.
+def order_of(names: Sequence[T], iteration: int) -> list[T]:
+    """Say who is timed when: another one first every second iteration, and backwards in between.
 
-    What a body leaves behind, in caches and in threads that go on, falls on the next one; so nobody
+    What a body leaves behind, in caches and in threads that go on, falls on the next one. So nobody
     always follows the same one.
     """
     first = iteration // 2 % len(names)
@@ -85,7 +86,7 @@ def describe_run() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "cpu": cpu.get("model name", platform.processor()),
-        # A name such as "AMD EPYC" is several processors; the flags decide what loops become.
+        # A name such as "AMD EPYC" means several processors; the flags decide what loops become.
         "cpu_flags": " ".join(f for f in VECTOR_FLAGS if f in cpu.get("flags", "").split()),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
@@ -95,7 +96,7 @@ def describe_run() -> dict[str, Any]:
 
 
 def describe_gpu(index: int = 0) -> dict[str, Any]:
-    """The GPU and what runs on it.
+    """Describe the GPU and its driver.
 
     Raises:
         UnsupportedError: there is no driver.
@@ -114,7 +115,7 @@ def describe_gpu(index: int = 0) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Short hash of the checkout, or BENCH_COMMIT where it came without its history."""
+    """Return the short hash of the checkout, or BENCH_COMMIT if it came without its history."""
     given = os.environ.get("BENCH_COMMIT", "unknown")
     try:
         done = subprocess.run(
@@ -129,7 +130,7 @@ def commit() -> str:
     return done.stdout.strip() or given
 
 
-#: That of the code that runs: a checkout may move on while something is measured.
+#: Of the code that runs: a checkout may move on while something is measured.
 _COMMIT = commit()
 
 
@@ -142,7 +143,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def _one_row_a_line(value: Any) -> str:
-    """JSON with a line for each row of a table, and for each field of what holds a table."""
+    """Write JSON with a line for each row of a table, and for each field of what holds a table."""
     if _is_table(value):
         return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
     if not _holds_table(value):
@@ -163,19 +164,20 @@ def _holds_table(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A result file that is written after every batch, so that a run that is killed leaves those
-    that were done. Until the last it has the field `incomplete`, and report.py refuses it.
+    """A result file that is written after every batch, so that a killed run leaves what was done.
+
+    Until the last batch it has the field `incomplete`, and report.py refuses it.
 
     Attributes:
         path: of the file; None: nothing is written.
-        head: of the result, what is known before anything is measured.
+        head: what the result says before anything is measured.
     """
 
     path: Path | None
     head: dict[str, Any]
 
     def write(self, measured: dict[str, Any], *, complete: bool = False) -> dict[str, Any]:
-        """The result with what has been measured so far."""
+        """Write and return the result with what has been measured so far."""
         result = self.head | measured
         if not complete:
             result["incomplete"] = "the run had not ended when this was written"
@@ -185,12 +187,12 @@ class Record:
 
 
 def is_installed(module: str) -> bool:
-    """Whether `import module` would find something; imports nothing."""
+    """Say whether `import module` would find something; import nothing."""
     return importlib.util.find_spec(module) is not None
 
 
 def _cpu() -> dict[str, str]:
-    """What Linux says of the first processor."""
+    """Read what Linux says of the first processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,15 +1,16 @@
-"""Bytes of one batch, counted from the ids of all ranks.
+"""Count the bytes of one batch from the ids of all ranks.
 
 *logical*  tokens x min(ep_size, top_k) rows of activations and scales: the convention of the
-           published figures (TensorRT-LLM's, DeepEP's). It counts the rank's own share, and as many
-           ranks for a token as there could be; ids and weights it leaves out.
+           published figures (TensorRT-LLM's, DeepEP's). It counts the rank's own share and as many
+           ranks for a token as there could be, and leaves out ids and weights.
 *put*      rows that are copied: each token once for every rank that owns one of its experts, its
            own rank included; ids and weights with them.
-*wire*     of those, the ones to other ranks: what a link would carry.
+*wire*     the put rows that go to other ranks: what a link would carry.
 """
 
 from __future__ import annotations
 
+import statistics
 from typing import NamedTuple
 
 from moe_nvlink_plugin.exchange.sizes import combine_row, quantised_combine_rows
@@ -23,12 +24,12 @@ ID_AND_WEIGHT_BYTES = 8
 
 
 class Traffic(NamedTuple):
-    """Of one batch; rows per rank, bytes per row.
+    """What one batch moves: rows per rank, bytes per row.
 
     Attributes:
         logical_rows: of one rank, by the published convention.
         put_rows: per rank, the unique (token, rank) destinations of its tokens.
-        wire_rows: those to other ranks.
+        wire_rows: the put rows that go to other ranks.
         dispatch_row_bytes: activations and scales.
         dispatch_extra_bytes: ids and weights.
         combine_row_bytes: a partial row, as it travels back.
@@ -42,21 +43,21 @@ class Traffic(NamedTuple):
     combine_row_bytes: int
 
     def logical_bytes(self, phase: str) -> float:
-        """One rank's, by the published convention."""
+        """Return one rank's bytes by the published convention."""
         rows = {"dispatch": self.dispatch_row_bytes, "combine": self.combine_row_bytes}
         return float(self.logical_rows * rows.get(phase, sum(rows.values())))
 
     def put_bytes(self, phase: str, rank: int) -> int:
-        """What one rank's batch has copied, ids and weights included."""
+        """Return what one rank's batch has copied, ids and weights included."""
         return self.put_rows[rank] * self._row_bytes(phase)
 
     def mean_put_bytes(self, phase: str) -> float:
-        """put_bytes of the mean rank."""
-        return _mean(self.put_rows) * self._row_bytes(phase)
+        """Return put_bytes of the mean rank."""
+        return statistics.fmean(self.put_rows) * self._row_bytes(phase)
 
     def mean_wire_bytes(self, phase: str) -> float:
-        """What crosses a link, of the mean rank, ids and weights included."""
-        return _mean(self.wire_rows) * self._row_bytes(phase)
+        """Return what crosses a link, of the mean rank, ids and weights included."""
+        return statistics.fmean(self.wire_rows) * self._row_bytes(phase)
 
     def _row_bytes(self, phase: str) -> int:
         dispatch = self.dispatch_row_bytes + self.dispatch_extra_bytes
@@ -65,7 +66,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(options: Options, tokens: int) -> Traffic:
-    """Of one batch of `tokens` per rank."""
+    """Count one batch of `tokens` per rank."""
     put_rows, wire_rows = [], []
     for rank in range(options.ep_size):
         ids = ids_of(options, tokens, rank)
@@ -85,7 +86,3 @@ def traffic(options: Options, tokens: int) -> Traffic:
         dispatch_extra_bytes=options.top_k * ID_AND_WEIGHT_BYTES,
         combine_row_bytes=sum(one.row_bytes for one in back) or combine_row(config).row_bytes,
     )
-
-
-def _mean(rows: tuple[int, ...]) -> float:
-    return sum(rows) / len(rows)

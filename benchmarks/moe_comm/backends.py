@@ -1,8 +1,6 @@
-"""Who moves the rows, by name."""
+"""Name the backends that move the rows."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from . import peers
 from .expected import Context, Side, WrongResult
@@ -10,7 +8,7 @@ from .options import Options
 from .ours import Ours
 
 #: Every name of options.BACKENDS.
-BACKENDS: dict[str, Any] = {
+BACKENDS: dict[str, type[Side]] = {
     side.name: side
     for side in (
         *(Ours, peers.GlooGather, peers.AllToAll, peers.GlooGatherFull, peers.AllToAllFull),
@@ -20,9 +18,8 @@ BACKENDS: dict[str, Any] = {
 
 
 def unavailable(name: str, options: Options) -> str | None:
-    """Why a backend cannot run with these options on this machine, or None. Local."""
-    reason: str | None = BACKENDS[name].unavailable(options)
-    return reason
+    """Say why a backend cannot run with these options on this machine; None: it can. Local."""
+    return BACKENDS[name].unavailable(options)
 
 
 __all__ = ["BACKENDS", "Context", "Side", "WrongResult", "unavailable"]

@@ -1,12 +1,13 @@
-"""Times of work on a GPU: events, CUDA graphs, nothing of ours in L2; and what its kernels take.
+"""Time work on a GPU by events and CUDA graphs, with nothing of ours in L2; and each kernel of it.
 
-On a CPU device the same calls give wall clock, so that code which measures GPUs can be rehearsed.
-Nothing here has run on a GPU yet.
+On a CPU the same calls give wall clock, so that code which measures GPUs can be rehearsed. Nothing
+here has run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import statistics
@@ -52,10 +53,10 @@ class Clock:
         self._flush = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def flush(self, value: int = 0) -> None:
-        """Fills L2 with what nobody needs.
+        """Fill L2 with what nobody needs.
 
-        The write keeps the GPU busy for longer than the host needs to enqueue what follows it, so
-        that between two events around that there is that alone.
+        The write keeps the GPU busy for longer than the host needs to enqueue what follows it. So
+        two events around what follows have nothing else between them.
         """
         self._flush.fill_(value % 256)
 
@@ -66,11 +67,11 @@ class Clock:
         *,
         in_order: bool = False,
     ) -> dict[Key, list[float]]:
-        """Samples of each body, L2 flushed before each call; each comes first in some iterations.
+        """Time each body, L2 flushed before each call; each comes first in some iterations.
 
         Args:
             before: what some bodies need done first, which is not timed.
-            in_order: the same one comes first always, because bodies need those before them.
+            in_order: the first body comes first always, because others need what it leaves.
 
         Returns:
             name -> microseconds, one per iteration; entry i of all names is of the same iteration.
@@ -78,8 +79,7 @@ class Clock:
         names, prepare = list(bodies), before or {}
         samples: dict[Key, list[Any]] = {name: [] for name in names}
         for iteration in range(self._warmup + self._iterations):
-            for turn in range(len(names)):
-                name = names[turn if in_order else (turn + iteration) % len(names)]
+            for name in names if in_order else common.order_of(names, iteration):
                 prepare.get(name, _nothing)()
                 self.flush(iteration)
                 pair = self.time_once(bodies[name])
@@ -89,13 +89,13 @@ class Clock:
         return {name: [self.microseconds(*pair) for pair in of] for name, of in samples.items()}
 
     def time_once(self, body: Body) -> tuple[Any, Any]:
-        """Runs the body between two marks; on a GPU it returns before the work is done."""
+        """Run the body between two marks; on a GPU return before the work is done."""
         start = self.mark()
         body()
         return start, self.mark()
 
     def mark(self) -> Any:
-        """Now: a recorded event, or seconds."""
+        """Return what stands for now: a recorded event, or seconds."""
         if not self.on_gpu:
             return time.perf_counter()
         make: Any = torch.cuda.Event  # torch ships no types for it
@@ -104,18 +104,18 @@ class Clock:
         return event
 
     def microseconds(self, start: Any, end: Any) -> float:
-        """Between two marks; on a GPU both must have passed (wait)."""
+        """Return the time between two marks; on a GPU both must have passed (wait)."""
         if self.on_gpu:
             return float(start.elapsed_time(end)) * 1e3
         return float(end - start) * 1e6
 
     def wait(self) -> None:
-        """Until the device has done everything."""
+        """Wait until the device has done everything."""
         if self.on_gpu:
             torch.cuda.synchronize(self._device)
 
     def replay(self, body: Body) -> Body:
-        """The body as one launch of a CUDA graph; itself on a CPU.
+        """Return the body as one launch of a CUDA graph; itself on a CPU.
 
         Nothing that the body launches may be launched for the first time here, unless it needs no
         memory and no wait.
@@ -123,7 +123,7 @@ class Clock:
         return captured(body) if self.on_gpu else body
 
     def kernels(self, body: Body, before: Body | None = None) -> dict[str, dict[str, float]]:
-        """What the body's kernels take, by torch.profiler; empty on a CPU. As `breakdown` tells."""
+        """Return `breakdown` of the body's kernels, by torch.profiler; on a CPU nothing."""
         if not self.on_gpu:
             return {}
         prepare = before or _nothing
@@ -138,7 +138,7 @@ class Clock:
 
 
 def captured(body: Body) -> Body:
-    """`body` as a CUDA graph's replay."""
+    """Return the replay of a CUDA graph of `body`."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         body()
@@ -150,7 +150,7 @@ def captured(body: Body) -> Body:
 
 
 def forked(streams: Sequence[Any], *verbs: Callable[[int], None]) -> Body:
-    """A branch per rank, each with all the verbs, that begin and end together; to be captured."""
+    """Return a body to be captured: a branch per rank, each with all verbs, that start together."""
 
     def body() -> None:
         here = torch.cuda.current_stream()
@@ -167,10 +167,10 @@ def forked(streams: Sequence[Any], *verbs: Callable[[int], None]) -> Body:
 
 
 def on_branches(device: torch.device, ranks: int, *verbs: Callable[[int], None]) -> Body:
-    """The verbs of so many ranks as one graph, a branch and a stream for each rank.
+    """Return the verbs of so many ranks as one graph, a branch and a stream for each rank.
 
-    One replay starts them all: nothing is allocated while a rank waits for another, and the host's
-    time for one launch after the other is not in the figure.
+    One replay starts them all. So nothing is allocated while a rank waits for another, and the
+    figure has none of the host's time for one launch after the other.
     """
     make: Any = torch.cuda.Stream  # torch ships no types for it
     return captured(forked([make(device) for _ in range(ranks)], *verbs))
@@ -185,7 +185,7 @@ class Seen(NamedTuple):
 
 
 def breakdown(seen: Sequence[Seen], rounds: int) -> dict[str, dict[str, float]]:
-    """What the kernels between every second and third flush take.
+    """Return what the kernels between every second and third flush take.
 
     Args:
         seen: a flush; then in every round what comes before, a flush, the body, a flush.
@@ -198,37 +198,30 @@ def breakdown(seen: Sequence[Seen], rounds: int) -> dict[str, dict[str, float]]:
     Raises:
         ValueError: the profiler has lost a flush, so nobody knows whose the kernels are.
     """
-    in_order = sorted(seen, key=lambda one: one.start_us)
-    parts: list[list[Seen]] = []
-    for one in in_order:
-        if one.name == in_order[0].name:
-            parts.append([])
-        else:
-            parts[-1].append(one)
-    bodies = parts[1::2]
-    if len(parts) != 2 * rounds + 1 or not all(bodies):
+    kernels = sorted(seen, key=lambda one: one.start_us)
+    flushes = [place for place, one in enumerate(kernels) if one.name == kernels[0].name]
+    between = [kernels[one + 1 : next_one] for one, next_one in itertools.pairwise(flushes)]
+    bodies = between[1::2]
+    if len(flushes) != 2 * rounds + 1 or not all(bodies):
         raise ValueError(
-            f"the profiler saw {len(parts)} flushes and {sum(map(bool, bodies))} bodies of "
+            f"the profiler saw {len(flushes)} flushes and {sum(map(bool, bodies))} bodies of "
             f"{rounds}, which needs {2 * rounds + 1} and all; leave out --kernel_breakdown"
         )
-    spans = [max(one.end_us for one in of) - of[0].start_us for of in bodies]
+    span = common.summary(max(one.end_us for one in of) - of[0].start_us for of in bodies)
+    del span["min_us"]
     times: dict[str, list[float]] = {}
-    for one in (one for of in bodies for one in of):
+    for one in itertools.chain(*bodies):
         times.setdefault(short_name(one.name), []).append(one.end_us - one.start_us)
-    found = {
-        name: {
-            "median_us": statistics.median(of),
-            "least_us": min(of),
-            "per_round": len(of) / rounds,
-        }
-        for name, of in times.items()
-    }
-    span = {name: value for name, value in common.summary(spans).items() if name != "min_us"}
-    return {SPAN: span, **dict(sorted(found.items(), key=lambda item: -item[1]["median_us"]))}
+    found = [
+        {"median_us": statistics.median(of), "least_us": min(of), "per_round": len(of) / rounds}
+        for of in times.values()
+    ]
+    named = zip(times, found, strict=True)
+    return {SPAN: span, **dict(sorted(named, key=lambda item: -item[1]["median_us"]))}
 
 
 def short_name(kernel: str) -> str:
-    """Without return type, arguments of templates and functions, and namespaces."""
+    """Strip return type, arguments of templates and functions, and namespaces."""
     plain = kernel.removeprefix("void ")
     while (shorter := re.sub(r"<[^<>]*>|\([^()]*\)", "", plain)) != plain:
         plain = shorter
@@ -237,7 +230,7 @@ def short_name(kernel: str) -> str:
 
 @contextlib.contextmanager
 def _profiled() -> Iterator[list[Seen]]:
-    """Kernels that the GPU ran inside: filled in at the end."""
+    """Yield a list, and fill it at the end with the kernels that the GPU ran inside."""
     from torch.profiler import ProfilerActivity, profile
 
     found: list[Seen] = []

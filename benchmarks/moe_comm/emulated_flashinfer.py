@@ -1,11 +1,10 @@
-"""FlashInfer's moe_a2a with all ranks on one GPU: a workspace `[ranks, bytes]`, a stream per rank.
+"""Run FlashInfer's moe_a2a with all ranks on one GPU: a workspace `[ranks, bytes]`, a stream each.
 
 Its kernels wait for each other, and nothing guarantees that those of two streams run together. What
 is done so that they do, or so that nobody waits for ever (read in its sources, not run on a GPU):
 
-- Compiled and loaded by a group of one rank, which waits for nobody; buffers made before.
-- A verb of all ranks is one CUDA graph, a branch for each: nothing is allocated while a rank waits,
-  and the host's time for one launch after the other is not in the figure.
+- A group of one rank, which waits for nobody, compiles and loads them; buffers are made before.
+- A verb of all ranks is one CUDA graph, a branch for each: nothing is allocated while a rank waits.
 - Dispatch parks one CTA a rank. Combine parks all of them until every rank's first one has run; one
   rank's many could keep out another's first for ever. Up to as many CTAs as the GPU has SMs they
   surely run together, as its own tests assume. Above that its flags are set beforehand, untimed:
@@ -19,28 +18,27 @@ is done so that they do, or so that nobody waits for ever (read in its sources, 
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import flashinfer_api
+from tests.support.ranks import RankError, run_processes
+
+from . import expected, flashinfer_api
 from .cuda_clock import MOST_STREAMS, Body, Clock, on_branches
-from .flashinfer_api import NO_EXPERT, Payloads, experts
+from .flashinfer_api import IDS_INDEX, NO_EXPERT
 from .options import Options
 from .routers import RankTokens, tokens_of
 
 PROBE_LIMIT_S = 110.0
 _PROBE_ROUNDS = 20
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def unavailable(options: Options) -> str | None:
-    """Why it cannot run these options on emulated ranks; None: it can, where it runs at all."""
+    """Say why it cannot run these options on emulated ranks; None: it can, if it runs at all."""
     if options.ep_size > MOST_STREAMS:
         return (
             f"{options.ep_size} emulated ranks need a stream each, and torch has {MOST_STREAMS} "
@@ -66,30 +64,42 @@ class Layer:
         self._api = api = flashinfer_api.load() if api is None else api
         self.options, self.tokens, self.inputs = options, tokens, inputs
         self._device, ranks = inputs[0].hidden.device, range(options.ep_size)
-        self._payloads = [Payloads.of(options, mine) for mine in inputs]
+        self._payloads = [flashinfer_api.payloads_of(options, mine) for mine in inputs]
         self.outputs = [torch.empty_like(mine.hidden) for mine in inputs]
         self.received: list[list[torch.Tensor]] = [[] for _ in inputs]
-        self._offsets = [0] * options.ep_size
+        self._offsets = [0 for _ in inputs]
         capacity = options.max_tokens or tokens
         size = flashinfer_api.workspace_bytes(options, self._payloads[0], capacity, api)
         shape = (options.ep_size, -(-size // 256) * 256)
         self._memory = torch.zeros(shape, dtype=torch.uint8, device=self._device)
-        common = {"ep_size": options.ep_size, "max_num_tokens": capacity}
-        self._metainfo = [
-            api.moe_a2a_initialize(workspace=self._memory, ep_rank=rank, **common) for rank in ranks
+        group = {"ep_size": options.ep_size, "max_num_tokens": capacity}
+        # What each rank's calls have in common.
+        self._of_rank: list[dict[str, Any]] = [
+            {
+                "workspace": self._memory,
+                "metainfo": api.moe_a2a_initialize(workspace=self._memory, ep_rank=rank, **group),
+                "ep_rank": rank,
+                "enable_pdl": False,
+            }
+            for rank in ranks
         ]
+        self._of_round = {
+            "runtime_max_tokens_per_rank": tokens,
+            "ep_size": options.ep_size,
+            "top_k": options.top_k,
+        }
         self.given = (
             f"{flashinfer_api.given(options, api)}; a launch a rank and kernel, on branches of one "
             "graph, whose fork and join are in its time"
         )
         self.before: dict[str, Body] = {}
         # In this order: combine needs the offset that dispatch names.
-        self.dispatch = self._body(self.dispatch_of)
-        self.combine = self._body(self.combine_of)
-        self.both = self._body(self.dispatch_of, self.combine_of)
+        self.dispatch = self._body(self._dispatch)
+        self.combine = self._body(self._combine)
+        self.both = self._body(self._dispatch, self._combine)
 
     def _body(self, *verbs: Callable[[int], None]) -> Body:
-        """The verbs of all ranks; one rank, which waits for nobody, launches without a graph."""
+        """Run the verbs of all ranks; one rank, which waits for nobody, needs no graph."""
         count = self.options.ep_size
         if self._device.type == "cuda" and count > 1:
             return on_branches(self._device, count, *verbs)
@@ -101,55 +111,36 @@ class Layer:
 
         return in_turn
 
-    def spare_waiting(self) -> None:
-        """Combine waits for nobody from here on: see the head of this file."""
-        self.before = {"combine": lambda: self.arm(1), "both": lambda: self.arm(2)}
-        self.given += "; combine's wait for its peers, which on one GPU could last for ever"
-
-    def dispatch_of(self, rank: int) -> None:
-        """One rank's, on the current stream."""
-        payloads = self._payloads[rank]
+    def _dispatch(self, rank: int) -> None:
+        """Dispatch of one rank, on the current stream."""
         answer = self._api.moe_a2a_dispatch(
             token_selected_experts=self.inputs[rank].topk_ids,
-            input_payloads=payloads.tensors,
+            input_payloads=self._payloads[rank],
             num_experts=self.options.num_experts,
-            enable_pdl=False,
-            **self._round(rank),
+            **self._of_rank[rank],
+            **self._of_round,
         )
         self.received[rank], self._offsets[rank] = answer[0], int(answer[1])
         self._api.moe_a2a_sanitize_expert_ids(
-            expert_ids=self.received[rank][payloads.ids_index],
-            workspace=self._memory,
-            metainfo=self._metainfo[rank],
-            ep_rank=rank,
+            expert_ids=self.received[rank][IDS_INDEX],
             invalid_expert_id=NO_EXPERT,
-            enable_pdl=False,
+            **self._of_rank[rank],
         )
 
-    def combine_of(self, rank: int) -> None:
-        """One rank's, on the current stream; after a dispatch of it, which names an offset."""
+    def _combine(self, rank: int) -> None:
+        """Combine of one rank, on the current stream; its dispatch has named an offset."""
         self._api.moe_a2a_combine(
             payload=self.partial_rows(rank),
             local_num_tokens=self.tokens,
             combine_payload_offset=self._offsets[rank],
             payload_in_workspace=True,
             output=self.outputs[rank],
-            enable_pdl=False,
-            **self._round(rank),
+            **self._of_rank[rank],
+            **self._of_round,
         )
 
-    def _round(self, rank: int) -> dict[str, Any]:
-        return {
-            "workspace": self._memory,
-            "metainfo": self._metainfo[rank],
-            "runtime_max_tokens_per_rank": self.tokens,
-            "ep_rank": rank,
-            "ep_size": self.options.ep_size,
-            "top_k": self.options.top_k,
-        }
-
     def partial_rows(self, rank: int) -> torch.Tensor:
-        """`[ep_size, tokens, hidden_size]`: where the experts would write; nothing is copied."""
+        """Return where the experts would write, `[ep_size, tokens, hidden_size]`; no copy."""
         options, start = self.options, self._offsets[rank]
         size = options.ep_size * self.tokens * options.hidden_size * options.torch_dtype.itemsize
         rows: torch.Tensor = self._api.moe_a2a_wrap_payload_tensor_in_workspace(
@@ -161,56 +152,50 @@ class Layer:
         )
         return rows
 
-    def arm(self, rounds_ahead: int) -> None:
-        """Sets every rank's flags of combine to what it will wait for, so many rounds ahead.
+    def spare_waiting(self) -> None:
+        """Let combine wait for nobody from here on: see the head of this file."""
+        self.before = {"combine": lambda: self._arm(1), "both": lambda: self._arm(2)}
+        self.given += "; combine's wait for its peers, which on one GPU could last for ever"
 
-        Each dispatch and each combine counts its rank's round up by one; combine waits until the
-        flags of all peers equal it.
+    def _arm(self, rounds_ahead: int) -> None:
+        """Set every rank's flags of combine to what it will wait for, so many rounds ahead.
+
+        Each dispatch and each combine counts its rank's round up by one. Combine waits until the
+        flags of all peers equal that count.
         """
-        at = self._flag_offsets()
-        words = self._memory.view(torch.int32)
-        ranks = self.options.ep_size
-        counted = words[:, at["FLAG_VAL"] : at["FLAG_VAL"] + 1]
-        flags = words[:, at["COMBINE"] : at["COMBINE"] + ranks]
-        flags.copy_((counted + rounds_ahead).expand(ranks, ranks))
-
-    def _flag_offsets(self) -> dict[str, int]:
-        """In words from a rank's start."""
-        module = self._api.get_moe_alltoall_module()
-        names, values = module.moe_a2a_get_metainfo_index_pairs()
-        index = {str(name): int(value) for name, value in zip(names, values, strict=True)}
-        fields = {"FLAG_VAL": "FLAG_VAL", "COMBINE": "COMBINE_COMPLETION_FLAGS"}
-        return {
-            name: int(self._metainfo[0][index[f"MOE_A2A_{field}_OFFSET_INDEX"]]) // 4
-            for name, field in fields.items()
-        }
+        pairs = self._api.get_moe_alltoall_module().moe_a2a_get_metainfo_index_pairs()
+        index = {str(name): int(value) for name, value in zip(*pairs, strict=True)}
+        count, flags = (
+            int(self._of_rank[0]["metainfo"][index[f"MOE_A2A_{name}_OFFSET_INDEX"]]) // 4
+            for name in ("FLAG_VAL", "COMBINE_COMPLETION_FLAGS")
+        )
+        words, ranks = self._memory.view(torch.int32), self.options.ep_size
+        awaited = words[:, count : count + 1] + rounds_ahead
+        words[:, flags : flags + ranks] = awaited
 
     def check(self) -> None:
-        """With the experts of backends.base; each element within the rounding of a sum.
+        """Hold the sums to the check's experts; each element within the rounding of its terms.
 
         Raises:
             WrongResult: a wrong row.
         """
-        from .emulated import check_output
-
         for output in self.outputs:
             output.fill_(float("nan"))
         self.dispatch()
         for rank, arrived in enumerate(self.received):
-            experts(self.options, rank, arrived, self.partial_rows(rank))
+            flashinfer_api.run_experts(self.options, rank, arrived, self.partial_rows(rank))
         self.before.get("combine", lambda: None)()
         self.combine()
-        for rank, (mine, output) in enumerate(zip(self.inputs, self.outputs, strict=True)):
-            check_output(self.name, self.options, rank, mine, output, "sum")
+        expected.check_outputs(self, self.outputs, "sum")
 
     def close(self) -> None:
-        """Waits, so that graphs and buffers may go."""
+        """Wait, so that graphs and buffers may go."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def make_layer(options: Options, tokens: int, inputs: Sequence[RankTokens]) -> Layer:
-    """A Layer whose kernels are compiled and loaded, and whose ranks do not wait for ever.
+    """Make a Layer whose kernels are compiled and loaded, and whose ranks do not wait for ever.
 
     Compiling takes minutes the first time. A group of one rank does it, which waits for nobody: a
     capture, or a rank that a peer waits for, would launch collective kernels for the first time.
@@ -230,35 +215,27 @@ def make_layer(options: Options, tokens: int, inputs: Sequence[RankTokens]) -> L
 
 
 def surely_resident(options: Options, tokens: int, num_sms: int) -> bool:
-    """Whether all CTAs of all ranks' combine run beside each other: a token's each, one an SM."""
+    """Say whether all CTAs of all ranks' combine run together: a CTA a token, one an SM."""
     return options.ep_size * tokens <= num_sms
 
 
 def probe(options: Options) -> str | None:
-    """Tries the smallest and the largest batch in a process of its own; why they fail, or None."""
+    """Try the smallest and the largest batch in a process of its own; return why they fail."""
     reason = flashinfer_api.missing()
     if reason is not None:
         return reason
     extremes = tuple(sorted({min(options.batches), max(options.batches)}))
-    asked = dataclasses.asdict(dataclasses.replace(options, batches=extremes))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, json.dumps(asked)],
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PROBE_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"a trial of {extremes} tokens did not end within {PROBE_LIMIT_S:.0f} s"
-    if done.returncode == 0:
-        return None
-    last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-    return f"a trial of {extremes} tokens ended with status {done.returncode}: {last}"
+    asked = dataclasses.replace(options, batches=extremes)
+    alone: Any = {"method": "spawn", "meets": False, "ends_with_parent": True}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_processes(1, _try, Path(folder), asked, timeout_s=PROBE_LIMIT_S, **alone)
+        except RankError as error:
+            return f"a trial of {extremes} tokens ended so: {' '.join(error.failures[0][:2])}"
+    return None
 
 
-def _try(options: Options) -> None:
+def _try(_rank: int, _size: int, options: Options) -> None:
     for tokens in options.batches:
         inputs = [tokens_of(options, tokens, rank).to("cuda") for rank in range(options.ep_size)]
         layer = make_layer(options, tokens, inputs)
@@ -270,9 +247,3 @@ def _try(options: Options) -> None:
             Clock("cuda", 2, 0).kernels(layer.combine, layer.before.get("combine"))
         layer.check()
         layer.close()
-
-
-if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    _try(Options(**given | lists))

@@ -1,34 +1,33 @@
-"""What a backend is to the benchmark, and what all of them are checked against.
+"""Say what a backend is to the benchmark, and hold all backends to what must arrive.
 
 The check has experts of its own: rank r's output for a token is the token times a factor made of
-the ids and weights of r's experts among the token's. So a row that is lost, altered, or computed
-by another rank than it should be shows in the sum. Every rank can make every other rank's tokens
+the ids and weights of r's experts among the token's. So the sum shows a row that is lost, altered,
+or computed by another rank than it should be. Every rank can make every other rank's tokens
 (routers.py), and with them all that must arrive.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin.plugins import find_recipe
-from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe, combine_formats
+from moe_nvlink_plugin import AllToAllConfig, reference
+from moe_nvlink_plugin.recipes import combine_formats
+from tests.support import cases
 
 from .options import Options
 from .routers import RankTokens, owners, target_table, tokens_of
 
-#: For the recipes that are given their scale: largest activation expected, over largest number.
-GLOBAL_SCALES = {"fp8_tensor": 6.0 / 448.0, "nvfp4": 448.0 * 6.0 / 6.0}
-
 #: Tokens at a time in the check, so that its fp32 copies stay small.
 CHUNK = 256
 
-#: All ranks' tokens are kept for the check where they are together no larger than this.
+#: The check keeps all ranks' tokens if they are together no larger than this.
 KEPT_BYTES = 32 * 2**20
 
 
@@ -36,41 +35,13 @@ class WrongResult(RuntimeError):  # noqa: N818  what it is, not that it is one
     """A backend moved something else than it had to. No number is reported of such a run."""
 
 
-class Side(Protocol):
-    """One rank's side of one backend for one batch; every method but close is collective.
-
-    given: what it is spared: packing, split sizes that are known, and the like.
-    """
-
-    given: str
-
-    def dispatch(self) -> None:
-        """Moves the tokens to the ranks of their experts."""
-        ...
-
-    def combine(self) -> None:
-        """Moves the experts' rows back; after a dispatch."""
-        ...
-
-    def check(self) -> None:
-        """Both, held to what must arrive. All its collective steps run, whatever it finds.
-
-        Raises:
-            WrongResult: naming backend, batch, rank and place.
-        """
-        ...
-
-    def close(self) -> None:
-        """Gives up what it holds. Local."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Context:
     """One rank's part of one batch.
 
-    tokens: this rank's, on `device`; group: a torch ProcessGroup that serves CPU tensors and, on a
-    GPU, CUDA tensors too; device: of the tensors.
+    Attributes:
+        tokens: this rank's, on `device`.
+        group: a torch ProcessGroup that serves CPU tensors and, on a GPU, CUDA tensors too.
     """
 
     options: Options
@@ -83,21 +54,25 @@ class Context:
     def num_tokens(self) -> int:
         return len(self.tokens.hidden)
 
+    @property
+    def config(self) -> AllToAllConfig:
+        return self.options.config(self.rank, self.num_tokens)
+
     def tokens_of(self, rank: int) -> RankTokens:
-        """Another rank's, on `device`."""
+        """Make another rank's tokens, on `device`."""
         row_bytes = self.options.hidden_size * self.options.torch_dtype.itemsize
         small = self.num_tokens * row_bytes * self.options.ep_size <= KEPT_BYTES
         made = (_kept_tokens if small else tokens_of)(self.options, self.num_tokens, rank)
         return made.to(self.device)
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Collective."""
+        """Return every rank's value, in rank order. Collective."""
         values: list[Any] = [None] * self.options.ep_size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        """`[tokens, ep_size] bool`: which ranks own an expert of the token."""
+        """Say which ranks own an expert of the token, `[tokens, ep_size] bool`."""
         return target_table(ids, self.options.num_experts, self.options.ep_size)
 
 
@@ -105,14 +80,14 @@ _kept_tokens = functools.lru_cache(maxsize=128)(tokens_of)
 
 
 class Complaints:
-    """What a check finds, raised once all its collective steps are done."""
+    """What a check finds; raised after all its collective steps."""
 
     def __init__(self, backend: str, context: Context) -> None:
         self._where = f"{backend}, {context.num_tokens} tokens per rank, rank {context.rank}"
         self._found: list[str] = []
 
     def same(self, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-        """Equal values and shapes; a NaN equals nothing."""
+        """Demand equal values and shapes; a NaN equals nothing."""
         if actual.shape != expected.shape:
             self._found.append(
                 f"{what} has shape {list(actual.shape)}, expected {list(expected.shape)}"
@@ -121,11 +96,11 @@ class Complaints:
             self._add_place(actual != expected, what)
 
     def near(self, actual: torch.Tensor, expected: torch.Tensor, bound: Any, what: str) -> None:
-        """|actual - expected| at most bound, element by element; a NaN is never near."""
+        """Demand |actual - expected| <= bound, element by element; a NaN is never near."""
         self._add_place(~((actual.double() - expected.double()).abs() <= bound), what)
 
     def alike(self, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-        """A row may be off by a twentieth of its length: a few codes, never another row."""
+        """Demand rows off by at most a twentieth of their length: a few codes, no other row."""
         error = (actual.float() - expected.float()).norm(dim=1)
         bound = 0.05 * expected.float().norm(dim=1).double()
         self.near(error, torch.zeros_like(error), bound, what)
@@ -137,41 +112,9 @@ class Complaints:
             self._found.append(f"{what}: {count} of {wrong.numel()} wrong, the first at {place}")
 
     def raise_any(self) -> None:
-        """Raises WrongResult where anything was found."""
+        """Raise WrongResult if anything was found."""
         if self._found:
             raise WrongResult(f"{self._where}: {'; '.join(self._found[:4])}")
-
-
-# What travels.
-
-
-def recipe_of(options: Options) -> QuantisingRecipe | None:
-    """The recipe that quantises, or None: activations travel as they are."""
-    recipe = find_recipe(options.config(0, 1))
-    return recipe if isinstance(recipe, QuantisingRecipe) else None
-
-
-def global_scale(options: Options, device: torch.device | str) -> torch.Tensor | None:
-    """For the recipes that are given theirs; the same on every rank."""
-    value = GLOBAL_SCALES.get(options.recipe)
-    return None if value is None else torch.tensor([value], device=device)
-
-
-def quantised(options: Options, hidden: torch.Tensor) -> QuantisedRows:
-    """What a dispatch sends of activations."""
-    recipe = recipe_of(options)
-    if recipe is None:
-        return QuantisedRows(hidden, None)
-    return recipe.quantise(hidden, global_scale(options, hidden.device))
-
-
-def activations(options: Options, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """What a receiver makes of them: `[n, hidden_size]` of options.dtype."""
-    recipe = recipe_of(options)
-    if recipe is None:
-        return rows
-    scale = global_scale(options, rows.device)
-    return recipe.dequantise(rows, scales, options.torch_dtype, scale)
 
 
 # The check's experts.
@@ -184,9 +127,9 @@ def expert_rows(
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """A rank's partial rows of activations `[n, hidden_size]`; zeros where it has no expert.
+    """Return a rank's partial rows of activations `[n, hidden_size]`; zeros if it has no expert.
 
-    rank: one for all tokens, or one each, `[n] int64`. The same bits wherever they are computed.
+    rank: one for all tokens, or one each, `[n] int64`. The bits are the same on every device.
     """
     owner = owners(options.num_experts, options.ep_size).to(ids.device)[ids.long()]
     mine = owner == (rank[:, None] if isinstance(rank, torch.Tensor) else rank)
@@ -200,8 +143,10 @@ def expert_rows(
 class Terms(NamedTuple):
     """What some tokens' results are added up from.
 
-    where: the tokens; rows: `[n, top_k, hidden_size]` partial rows as the experts write them, the
-    k-th of the rank of the k-th id, zeros where an earlier id has the same rank.
+    Attributes:
+        where: the tokens.
+        rows: `[n, top_k, hidden_size]` partial rows as the experts write them: the k-th of the rank
+            of the k-th id, zeros if an earlier id has the same rank.
     """
 
     where: slice
@@ -209,12 +154,13 @@ class Terms(NamedTuple):
 
 
 def terms(options: Options, tokens: RankTokens) -> Iterator[Terms]:
-    """Of one rank's tokens, some at a time."""
-    owner = owners(options.num_experts, options.ep_size).to(tokens.topk_ids.device)
+    """Yield the terms of one rank's tokens, some tokens at a time."""
+    owner, config = owners(options.num_experts, options.ep_size), options.config(0, 1)
+    owner = owner.to(tokens.topk_ids.device)
     for start in range(0, len(tokens.hidden), CHUNK):
         where = slice(start, min(start + CHUNK, len(tokens.hidden)))
         hidden, ids, weights = (tensor[where] for tensor in tokens)
-        received = activations(options, *quantised(options, hidden))
+        received = cases.activations(config, *cases.quantised(config, hidden))
         targets = owner[ids.long()]
         rows = []
         for k in range(options.top_k):
@@ -225,23 +171,21 @@ def terms(options: Options, tokens: RankTokens) -> Iterator[Terms]:
 
 
 def expected_combined(options: Options, rows: torch.Tensor) -> torch.Tensor:
-    """`[n, hidden_size]` that our combine writes for Terms.rows: moe_nvlink_plugin.reference's.
+    """Return what our combine writes for Terms.rows, `[n, hidden_size]`, as the reference does.
 
     A missing row is added as zeros here, which changes no value.
     """
     back = combine_formats.combine_format(options.combine)
-    level = list(rows.unbind(1))
+    each: Sequence[torch.Tensor] = rows.unbind(1)
     if back is not None:
-        level = [back.dequantise(back.quantise(row)) for row in level]
-    level = [row.float() for row in level]
-    while len(level) > 1:
-        pairs = [left + right for left, right in zip(level[::2], level[1::2], strict=False)]
-        level = pairs + level[2 * len(pairs) :]
-    return level[0].to(options.torch_dtype)
+        each = [back.dequantise(back.quantise(row)) for row in each]
+    total = reference.pairwise_tree(each)
+    assert total is not None
+    return total.to(options.torch_dtype)
 
 
 def sum_and_bound(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exact sum over k of Terms.rows, fp64, and how far a sum in their dtype may be from it.
+    """Return the exact sum over k of Terms.rows, and how far a sum in their dtype may be from it.
 
     Adding n terms in any order, rounding each time to nearest, is off by at most n units in the
     last place of the sum of magnitudes.
@@ -254,7 +198,7 @@ def sum_and_bound(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check_combined(
     complaints: Complaints, context: Context, combined: torch.Tensor, how: str
 ) -> None:
-    """This rank's result against the check's experts.
+    """Hold this rank's result to the check's experts.
 
     Args:
         how: "exact": the very bits of our combine; "alike": of a GPU's nvfp4, whose approximate
@@ -269,39 +213,105 @@ def check_combined(
         held_to(found, expected_combined(context.options, rows), what)
 
 
-# Packed rows: a peer's token as bytes, so that one collective a way moves all of it.
+def check_outputs(layer: Any, outputs: Sequence[torch.Tensor], how: str) -> None:
+    """Hold all ranks' combined rows to the check's experts; `how`: as check_combined's.
+
+    Raises:
+        WrongResult: naming backend, batch, rank and place.
+    """
+    for rank, (mine, output) in enumerate(zip(layer.inputs, outputs, strict=True)):
+        context = Context(layer.options, rank, mine, None, mine.hidden.device)
+        complaints = Complaints(layer.name, context)
+        check_combined(complaints, context, output, how)
+        complaints.raise_any()
+
+
+class Side(abc.ABC):
+    """One rank's side of one backend for one batch; every method but close is collective.
+
+    Attributes:
+        given: what it is spared: packing, split sizes that are known, and the like.
+        combined: this rank's result, where combine leaves it.
+        how: what the result is held to, as check_combined's.
+        capturable: whether a CUDA graph can hold its verbs.
+    """
+
+    name: str
+    given: str
+    combined: torch.Tensor
+    how = "sum"
+    capturable = True
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    @staticmethod
+    @abc.abstractmethod
+    def unavailable(options: Options) -> str | None:
+        """Say why it cannot run these options on this machine; None: it can. Local."""
+
+    @abc.abstractmethod
+    def dispatch(self) -> None:
+        """Move the tokens to the ranks of their experts."""
+
+    @abc.abstractmethod
+    def combine(self) -> None:
+        """Move the experts' rows back; after a dispatch."""
+
+    @abc.abstractmethod
+    def run_experts(self, complaints: Complaints) -> None:
+        """Hold what arrived to what was sent, and run the check's experts on it."""
+
+    def check_result(self, complaints: Complaints) -> None:
+        """Hold what came back to the check's experts."""
+        check_combined(complaints, self.context, self.combined, self.how)
+
+    def check(self) -> None:
+        """Hold both verbs to what must arrive. All collective steps run, whatever it finds.
+
+        Raises:
+            WrongResult: naming backend, batch, rank and place.
+        """
+        complaints = Complaints(self.name, self.context)
+        self.combined.fill_(float("nan"))
+        self.dispatch()
+        self.run_experts(complaints)
+        self.combine()
+        self.check_result(complaints)
+        complaints.raise_any()
+
+    def close(self) -> None:  # noqa: B027
+        """Give up what it holds. Local; most hold buffers alone."""
+
+
+# Packed rows: a peer's token as bytes, so that one collective moves all of it.
 
 
 class Packing:
-    """`[n, row_bytes] uint8`: rows that travel, scales, ids and weights side by side."""
+    """`[n, bytes] uint8`: rows that travel, scales, ids and weights side by side."""
 
     def __init__(self, context: Context) -> None:
-        self._options = context.options
-        parts = self._parts(*(tensor[:0] for tensor in context.tokens))
-        self._dtypes = [part.dtype for part in parts]
-        self._widths = [part.shape[1] * part.dtype.itemsize for part in parts]
-        self.row_bytes = sum(self._widths)
+        self._options, self._config = context.options, context.config
+        self._like = self._parts(*(tensor[:0] for tensor in context.tokens))
 
-    def _parts(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> list[torch.Tensor]:
-        rows, scales = quantised(self._options, hidden)
+    def _parts(self, *tokens: torch.Tensor) -> list[torch.Tensor]:
+        hidden, ids, weights = tokens
+        rows, scales = cases.quantised(self._config, hidden)
         return [rows, *([] if scales is None else [scales]), ids, weights]
 
     def pack(self, tokens: RankTokens) -> torch.Tensor:
-        """Of these tokens; quantises them where the recipe says so."""
+        """Pack these tokens; quantise them if the recipe says so."""
         parts = self._parts(*tokens)
         return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
     def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Rows, scales if any, ids, weights; each contiguous."""
-        parts = torch.split(packed, self._widths, dim=1)
-        return [
-            part.contiguous().view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)
-        ]
+        """Return rows, scales if any, ids, weights; each contiguous."""
+        widths = [like.shape[1] * like.dtype.itemsize for like in self._like]
+        parts = zip(torch.split(packed, widths, dim=1), self._like, strict=True)
+        return [part.contiguous().view(like.dtype) for part, like in parts]
 
-    def expert_rows(self, rank: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The check's experts on what `unpack` gave."""
-        rows, *scales, ids, weights = parts
-        hidden = activations(self._options, rows, scales[0] if scales else None)
+    def expert_rows(self, rank: int, packed: torch.Tensor) -> torch.Tensor:
+        """Run the check's experts on packed rows."""
+        rows, *scales, ids, weights = self.unpack(packed)
+        hidden = cases.activations(self._config, rows, scales[0] if scales else None)
         return expert_rows(self._options, rank, hidden, ids, weights)

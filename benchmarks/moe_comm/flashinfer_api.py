@@ -1,8 +1,9 @@
-"""FlashInfer's moe_a2a as these benchmarks call it, always with parameters by name.
+"""Call FlashInfer's moe_a2a as these benchmarks need it, always with parameters by name.
 
 Names, parameters and meanings were read in the wheel flashinfer-python 0.7.2.post1, its Python and
-its CUDA sources. If another release lacks a name, load() says which; if a function takes other
-parameters, the first call says which, and a trial in a process of its own finds it (probe).
+its CUDA sources. If another release lacks a name, load() says which. If a function takes other
+parameters, the first call says which, and a trial in a process of its own finds it
+(emulated_flashinfer.probe).
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 
 from benchmarks import common
+from tests.support import cases
 
 from . import expected
 from .options import Options
@@ -24,13 +25,14 @@ READ_FROM = "0.7.2.post1"
 
 #: Its kernels' limits (moeAlltoAllKernels.h).
 MOST_RANKS, MOST_TOP_K = 64, 22
-#: Where dispatch puts no row, the ids are set to this: no rank has such an expert.
+#: Dispatch sets the ids of slots without a row to this: no rank has such an expert.
 NO_EXPERT = -1
+#: Which of the payloads are the expert ids.
+IDS_INDEX = 1
 
-_COMM = "flashinfer.comm"
-#: Module -> what is called of it.
+#: Module of flashinfer.comm -> what is called of it.
 CALLS = {
-    _COMM: (
+    "": (
         "moe_a2a_get_workspace_size_per_rank",
         "moe_a2a_initialize",
         "moe_a2a_dispatch",
@@ -40,61 +42,51 @@ CALLS = {
         "Mapping",
         "MoeAlltoAll",
     ),
-    f"{_COMM}.trtllm_moe_alltoall": ("get_moe_alltoall_module",),
-    f"{_COMM}.mnnvl": ("MnnvlConfig", "TorchDistBackend"),
+    ".trtllm_moe_alltoall": ("get_moe_alltoall_module",),
+    ".mnnvl": ("MnnvlConfig", "TorchDistBackend"),
 }
 
 
 class DriftError(RuntimeError):
-    """What is installed is not what the adapter was written for."""
+    """FlashInfer cannot be imported, or is not the release that this adapter was written for."""
 
 
 def load() -> SimpleNamespace:
-    """The functions and classes of CALLS by their names, and `version`.
+    """Return the functions and classes of CALLS by their names, and `version`.
 
     Raises:
         DriftError: FlashInfer does not import, or lacks one of them.
     """
     try:
         found = {
-            name: getattr(importlib.import_module(module), name)
+            name: getattr(importlib.import_module(f"flashinfer.comm{module}"), name)
             for module, names in CALLS.items()
             for name in names
         }
-    except AttributeError as error:
+    except Exception as error:  # whatever it lacks: a name, a driver, a package of its own
         raise DriftError(
-            f"flashinfer {version()} is not the one this adapter was read from, {READ_FROM}: "
-            f"{error}; install {READ_FROM} or mend {__name__}.CALLS"
+            f"flashinfer {version()} cannot be called as {READ_FROM}, from which this adapter was "
+            f"read: {error}; install {READ_FROM}, mend {__name__}.CALLS or leave it out"
         ) from error
-    except Exception as error:  # whatever it lacks: a driver, a package of its own
-        said = f"flashinfer does not import here: {error}; mend it or leave it out"
-        raise DriftError(said) from error
     return SimpleNamespace(**found, version=version())
 
 
 def version() -> str:
-    """Of the distribution, or "unknown"."""
+    """Return the distribution's version, or "unknown"."""
     try:
         return importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 
 
-def unavailable(options: Options) -> str | None:
-    """Why FlashInfer cannot run these options here; None: it can, as far as a look shows."""
-    return unsupported(options) or missing()
-
-
 def unsupported(options: Options) -> str | None:
-    """Why FlashInfer cannot run these options, wherever it is installed."""
+    """Say why FlashInfer cannot run these options, wherever it is installed; None: it can."""
     if options.device != "cuda" or not torch.cuda.is_available():
         return "its kernels need a GPU: --device cuda on a machine that has one"
-    for name, value, most in (
-        ("ep_size", options.ep_size, MOST_RANKS),
-        ("top_k", options.top_k, MOST_TOP_K),
-    ):
-        if value > most:
-            return f"{name}={value}, and its kernels take at most {most}; lower it"
+    limits = {"ep_size": MOST_RANKS, "top_k": MOST_TOP_K}
+    for name, most in limits.items():
+        if getattr(options, name) > most:
+            return f"{name}={getattr(options, name)}, and its kernels take at most {most}; lower it"
     if options.combine != "bf16":
         return f"it has no combine in {options.combine}; --combine bf16"
     if options.dtype == "float32":
@@ -103,7 +95,7 @@ def unsupported(options: Options) -> str | None:
 
 
 def missing() -> str | None:
-    """Why what is installed here cannot be called; None: it can."""
+    """Say why what is installed here cannot be called; None: it can."""
     if not common.is_installed("flashinfer"):
         return "not installed; benchmarks/carry.sh packs it for a machine without a network"
     try:
@@ -113,65 +105,51 @@ def missing() -> str | None:
     return None
 
 
-class Payloads(NamedTuple):
-    """What a rank hands over, `[tokens, n]` each: activations, ids, weights, and scales if any.
+def payloads_of(options: Options, mine: RankTokens) -> list[torch.Tensor]:
+    """Return what a rank hands over, `[tokens, n]` each: rows, ids, weights, and scales if any.
 
     Rows that travel quantised are made before the clock starts: FlashInfer has no quantiser in its
-    dispatch.
+    dispatch. 8-bit and 4-bit types go as uint8, which every binding knows.
     """
-
-    tensors: list[torch.Tensor]
-    ids_index: int = 1
-
-    @classmethod
-    def of(cls, options: Options, mine: RankTokens) -> Payloads:
-        rows, scales = expected.quantised(options, mine.hidden)
-        tensors = [_as_bytes(rows, mine.hidden.dtype), mine.topk_ids, mine.topk_weights]
-        if scales is not None:
-            tensors.append(_as_bytes(scales, torch.float32))
-        return cls([tensor.flatten(1).contiguous() for tensor in tensors])
-
-    @property
-    def token_bytes(self) -> int:
-        """Of one token, all payloads together."""
-        return sum(tensor.shape[1] * tensor.dtype.itemsize for tensor in self.tensors)
+    rows, scales = cases.quantised(options.config(0, 1), mine.hidden)
+    rows = rows if rows.dtype == mine.hidden.dtype else rows.view(torch.uint8)
+    tensors = [rows, mine.topk_ids, mine.topk_weights]
+    if scales is not None:
+        tensors.append(scales if scales.dtype == torch.float32 else scales.view(torch.uint8))
+    return [tensor.flatten(1).contiguous() for tensor in tensors]
 
 
-def _as_bytes(tensor: torch.Tensor, plain: torch.dtype) -> torch.Tensor:
-    """8-bit and 4-bit types as uint8, which every binding knows."""
-    return tensor if tensor.dtype == plain else tensor.view(torch.uint8)
-
-
-def experts(options: Options, rank: int, arrived: list[torch.Tensor], back: torch.Tensor) -> None:
-    """The check's experts: from what arrived of each payload, `[ep_size, tokens, n]`, to `back`."""
+def run_experts(
+    options: Options, rank: int, arrived: list[torch.Tensor], back: torch.Tensor
+) -> None:
+    """Run the check's experts from what arrived, `[ep_size, tokens, n]` a payload, to `back`."""
     rows, ids, weights, *scales = (tensor.flatten(0, 1) for tensor in arrived)
-    filled = ids[:, 0] >= 0
-    like = expected.quantised(
-        options, torch.zeros(1, options.hidden_size, dtype=options.torch_dtype)
-    )
+    filled, config = ids[:, 0] >= 0, options.config(0, 1)
+    like = cases.quantised(config, rows.new_zeros((1, options.hidden_size), dtype=config.dtype))
     given_scales = None
     if scales and like.scales is not None:
         given_scales = scales[0][filled].contiguous().view(like.scales.dtype)
     mine = rows[filled].contiguous().view(like.rows.dtype)
-    hidden = expected.activations(options, mine, given_scales)
+    hidden = cases.activations(config, mine, given_scales)
     made = expected.expert_rows(options, rank, hidden, ids[filled], weights[filled])
     back.flatten(0, 1)[filled] = made
 
 
 def given(options: Options, api: SimpleNamespace) -> str:
-    """What it is spared, on processes and emulated alike."""
-    spared = "nothing" if expected.recipe_of(options) is None else "rows quantised before"
+    """Say what FlashInfer is spared, on processes and emulated ranks alike."""
+    is_plain = cases.quantising(options.config(0, 1)) is None
+    spared = "nothing" if is_plain else "rows quantised before"
     return f"flashinfer {api.version}; {spared}; marks empty slots in a launch of its own (timed)"
 
 
 def workspace_bytes(
-    options: Options, payloads: Payloads, capacity: int, api: SimpleNamespace
+    options: Options, payloads: list[torch.Tensor], capacity: int, api: SimpleNamespace
 ) -> int:
-    """Of one rank for batches of up to `capacity` tokens."""
+    """Return the size of one rank's workspace for batches of up to `capacity` tokens."""
     size: int = api.moe_a2a_get_workspace_size_per_rank(
         ep_size=options.ep_size,
         max_num_tokens=capacity,
-        total_dispatch_payload_size_per_token=payloads.token_bytes,
+        total_dispatch_payload_size_per_token=sum(part[0].nbytes for part in payloads),
         combine_payload_size_per_token=options.hidden_size * options.torch_dtype.itemsize,
     )
     return size

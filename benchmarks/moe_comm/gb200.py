@@ -1,4 +1,4 @@
-"""Published figures of one-sided dispatch and combine on GB200 (gb200.csv).
+"""Read the published figures of one-sided dispatch and combine on GB200 (gb200.csv).
 
 This project has measured none of them. DeepSeek-V3's shape (hidden size 7168, top_k 8, 256 experts)
 where a row says no other, the same number of tokens on every rank. Times in microseconds, of the
@@ -24,31 +24,29 @@ Sources, the first column:
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import pandas as pd
+
+from .terms import FORMATS
 
 FILE = Path(__file__).with_suffix(".csv")
 HIDDEN_SIZE, TOP_K, NUM_EXPERTS = 7168, 8, 256
 LINK_GB_S = 900.0  # one way, as the blog and the data sheet have it
 
-#: Bytes of a token's row for each element, scales included.
-ELEMENT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-
 #: Of the tables: ranks, and tokens per rank.
 EP_SIZES = (8, 16, 32, 64)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-#: Of a bandwidth against its time: 17.6 us may stand for 17.56, and so on.
-TOLERANCE = 0.003
 
 
 class Published(NamedTuple):
     """One figure.
 
     Attributes:
-        recipe: what travels: a key of ELEMENT_BYTES; "fp8" has no scales.
-        us: time; gb_s: logical bandwidth as published, 0 where none was.
+        recipe: what travels: a key of terms.FORMATS; "fp8" has no scales.
+        us: time.
+        gb_s: logical bandwidth as published; 0 if none was.
         has_sync: the flags and waits were compiled in.
     """
 
@@ -65,65 +63,22 @@ class Published(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of one token, scales included."""
-        return round(self.hidden_size * ELEMENT_BYTES[self.recipe])
-
-
-class TableError(ValueError):
-    """A figure that contradicts itself: copied wrongly, or changed."""
+        """Bytes of one token, scales included."""
+        return round(self.hidden_size * sum(FORMATS[self.recipe]))
 
 
 def published(*sources: str) -> list[Published]:
-    """The figures of these sources.
-
-    Raises:
-        TableError: a row's time and bandwidth contradict each other.
-    """
-    with FILE.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["source"] in sources]
-    numbers: dict[str, Callable[[str], Any]] = dict.fromkeys(("us", "gb_s"), float)
-    numbers |= dict.fromkeys(("ep_size", "tokens", "hidden_size", "top_k"), int)
-    numbers["has_sync"] = lambda text: text == "1"
-    found = [
-        Published(**{name: numbers.get(name, str)(text) for name, text in row.items()})
-        for row in rows
-    ]
-    for one in found:
-        _check(one)
-    return found
+    """Return the figures of these sources."""
+    rows = pd.read_csv(FILE).astype({"has_sync": bool})
+    rows = rows[rows.source.isin(sources)]
+    return [Published(**figure) for figure in rows.to_dict("records")]
 
 
 def tables() -> list[Published]:
-    """The 96 figures of the four BF16 tables.
-
-    Raises:
-        TableError: as `published`; or a row is missing.
-    """
-    found = published("tables")
-    for verb in ("dispatch", "combine"):
-        for ep_size in EP_SIZES:
-            batches = [one.tokens for one in found if (one.ep_size, one.verb) == (ep_size, verb)]
-            if tuple(batches) != BATCHES:
-                raise TableError(
-                    f"{verb}, ep_size={ep_size}: batches {batches} are not {BATCHES}; "
-                    f"compare {FILE.name} with the source"
-                )
-    return found
+    """Return the 96 figures of the four BF16 tables."""
+    return published("tables")
 
 
 def held_out() -> list[Published]:
-    """Figures that no fit sees: quantised rows, and the kernels as third parties timed them."""
+    """Return the figures that no fit sees: quantised rows, and third parties' timings."""
     return published("recipes", "elsewhere", "small layer")
-
-
-def _check(one: Published) -> None:
-    """Raises TableError where the bandwidth is not what time and bytes make it, by more than what
-    times of three digits and medians of their own (of times, of bandwidths) leave open.
-    """
-    rows = one.tokens * min(one.ep_size, one.top_k)
-    derived = rows * one.row_bytes / one.us / 1e3
-    if one.gb_s and abs(derived / one.gb_s - 1.0) > TOLERANCE:
-        raise TableError(
-            f"{one.verb}, ep_size={one.ep_size}, {one.tokens} tokens: {one.us} us make "
-            f"{derived:.1f} GB/s and the table says {one.gb_s}; compare it with the source"
-        )

@@ -1,13 +1,15 @@
-"""What bench_moe_comm can be asked to do, and the command line that asks.
+"""Hold the options of bench_moe_comm, and read them from its command line.
 
-Spelled as in the reference benchmark (TensorRT-LLM, bench_moe_comm.py), whose users should feel at
-home; a dash and an underscore in an option's name are the same.
+They are spelled as in TensorRT-LLM's bench_moe_comm.py, whose users should feel at home. A dash and
+an underscore in an option's name are the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import common
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
 from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.errors import ConfigError
@@ -41,25 +44,25 @@ CUSTOM = "custom"
 OURS = "moe_nvlink"
 BACKENDS = (
     OURS,
-    "gloo_gather",
-    "all_to_all",
-    "gloo_gather_full",
-    "all_to_all_full",
-    "nccl_gather",
-    "flashinfer",
+    *("gloo_gather", "all_to_all", "gloo_gather_full", "all_to_all_full"),
+    *("nccl_gather", "flashinfer"),
 )
-#: What is measured where nothing is asked for; those that a machine lacks are left out and named.
+#: Measured if nothing is asked for. Those that a machine lacks are left out and named.
 DEFAULT_BACKENDS = {
     "cpu": (OURS, "gloo_gather", "all_to_all"),
     "rehearsal": (OURS,),
     "cuda": (OURS, "nccl_gather", "all_to_all", "flashinfer"),
+}
+DEFAULT_BATCHES = {
+    "cpu": (1, 16, 128),
+    "rehearsal": (1, 8),
+    "cuda": (1, 4, 16, 64, 128, 256, 512, 1024, 2048),
 }
 
 ROUTERS = ("uniform", "perfect", "spread", "local", "hotspot", "zipf")
 RECIPES = ("bf16", "fp16", "fp32", "fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
 _UNQUANTISED = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 DEVICES = ("cpu", "cuda", "rehearsal")
-DEFAULT_BATCHES = {"cpu": (1, 16, 128), "cuda": (1, 4, 16, 64, 128, 256, 512, 1024, 2048)}
 
 
 class OptionError(ValueError):
@@ -75,7 +78,6 @@ class Options:
         profile: name of PROFILES whose shape this is, or "custom".
         recipe, combine: as AllToAllConfig's.
         dtype: of activations, as torch names it ("bfloat16").
-        batches: tokens per rank of each configuration.
         router: of ROUTERS; see routers.py.
         device: "cpu", "cuda", or "rehearsal": the code for a GPU on CPU threads, for the tests.
         emulate_ranks: all ep_size ranks on one GPU.
@@ -111,16 +113,15 @@ class Options:
     max_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for limits in (_names, _least, _together):
-            for mistake in limits(self):
-                raise OptionError(mistake)
+        for mistake in itertools.chain(_too_small(self), _contradictions(self)):
+            raise OptionError(mistake)
         try:
             MoeAllToAll.check(self.config(0, max(self.batches)))
         except ConfigError as error:
             raise OptionError(str(error)) from error
 
     def config(self, rank: int, tokens: int) -> AllToAllConfig:
-        """Of one rank of our backend for batches of `tokens`."""
+        """Return the configuration of one rank of our backend for batches of `tokens`."""
         return AllToAllConfig(
             ep_size=self.ep_size,
             ep_rank=rank,
@@ -137,7 +138,7 @@ class Options:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
@@ -147,22 +148,7 @@ class Options:
         return 120.0 + 5.0 * self.ep_size
 
 
-def _names(of: Options) -> Iterator[str]:
-    for name, value, allowed in (
-        ("router", of.router, ROUTERS),
-        ("device", of.device, DEVICES),
-        ("dtype", of.dtype, tuple(_UNQUANTISED)),
-        ("combine", of.combine, COMBINE_FORMATS),
-        *(("backend", backend, BACKENDS) for backend in of.backends),
-    ):
-        if value not in allowed:
-            yield f"{name}={value!r} is unknown; use one of {', '.join(allowed)}"
-    if not of.backends or len(set(of.backends)) != len(of.backends):
-        known = ", ".join(BACKENDS)
-        yield f"backends={of.backends} must name at least one, and each once; use some of {known}"
-
-
-def _least(of: Options) -> Iterator[str]:
+def _too_small(of: Options) -> Iterator[str]:
     least = {"iters": 2, "warmup": 0, "max_tokens": 0, "seed": 0}  # quartiles need two
     values = [(name, getattr(of, name), limit) for name, limit in least.items()]
     for name, value, limit in (*values, *(("batches", batch, 1) for batch in of.batches or (0,))):
@@ -170,10 +156,11 @@ def _least(of: Options) -> Iterator[str]:
             yield f"{name}={value} must be at least {limit}; raise it"
 
 
-def _together(of: Options) -> Iterator[str]:
-    """Values that do not go with others."""
-    if len(set(of.batches)) != len(of.batches):
-        yield f"batches={of.batches} must name each batch once; leave one out"
+def _contradictions(of: Options) -> Iterator[str]:
+    """Name values that do not go together; MoeAllToAll.check knows what our backend refuses."""
+    for name, values in (("batches", of.batches), ("backends", of.backends)):
+        if not values or len(set(values)) != len(values):
+            yield f"{name}={values} must name at least one, and each once; leave one out"
     if of.top_k > of.num_experts:
         yield (
             f"top_k={of.top_k} experts a token, none twice, need as many experts, and "
@@ -210,24 +197,9 @@ class Request(NamedTuple):
     list_only: bool
 
 
-class _Parser(argparse.ArgumentParser):
-    """Takes --hidden-size for --hidden_size."""
-
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_underscores(arg) for arg in given], namespace)
-
-
-def _with_underscores(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
-
-
 def parser(description: str) -> argparse.ArgumentParser:
-    """The command line's."""
-    made = _Parser(
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -253,21 +225,22 @@ def parser(description: str) -> argparse.ArgumentParser:
     routers.add_argument("--perfect_router", help="--router perfect", **perfect)
     add("-b", "--minbatch", type=int, help="first batch, in tokens per rank")
     add("-e", "--maxbatch", type=int, help="last batch")
-    add("-i", "--stepbatch", type=int, help="batches grow by so many; default 128")
-    add("-f", "--stepfactor", type=float, help="or by this factor")
+    growth = what_is.add_mutually_exclusive_group()
+    growth.add_argument("-i", "--stepbatch", type=int, help="growing by so many; default 128")
+    growth.add_argument("-f", "--stepfactor", type=float, help="or by this factor")
     add("--batches", type=int, nargs="+", help="instead: these batches")
-    capacity = "our capacity; default: the batch"
-    add("--max_num_tokens_per_rank", type=int, default=0, help=capacity)
-    add("--random_seed", type=int, default=1)
+    capacity: Any = {"dest": "max_tokens", "help": "our capacity; default: the batch"}
+    add("--max_num_tokens_per_rank", type=int, default=0, **capacity)
+    add("--random_seed", type=int, default=1, dest="seed")
     add = made.add_argument_group("how").add_argument
     add("--device", default="cpu", choices=DEVICES, metavar="cpu|cuda")
     add("--emulate_ranks", type=int, metavar="N", help="N ranks on one GPU; sets --ep_size")
     add("--iters", type=int, help="timed; default 50 on CPUs, 200 on GPUs")
     add("--warmup", type=int, help="before those; default 5 on CPUs, 20 on GPUs")
     add("--threads", type=int, default=1, help="of a CPU rank: ours and torch's")
-    graph: Any = {"dest": "cuda_graph", "action": "store_const"}
-    add("--cuda_graph", const=True, help="replay graphs (default on GPUs)", **graph)
-    add("--no_cuda_graph", const=False, **graph)
+    graphs = "replay graphs (default on GPUs)"
+    add("--cuda_graph", action="store_true", default=None, help=graphs)
+    add("--no_cuda_graph", action="store_false", dest="cuda_graph")
     pdl = "programmatic dependent launch; with a GPU for each rank: as MOE_NVLINK_PDL says"
     add("--pdl", action="store_true", help=pdl)
     add = made.add_argument_group("what comes out").add_argument
@@ -285,9 +258,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse(description: str, arguments: Sequence[str] | None = None) -> Request:
-    """The command line as a Request; ends the process with a message where it cannot be."""
+    """Return the command line as a Request; end the process with a message if it cannot be."""
     made = parser(description)
-    given = made.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given = made.parse_args([_with_underscores(argument) for argument in arguments])
     try:
         options = options_of(given)
     except (OptionError, ConfigError) as error:
@@ -296,18 +270,31 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Request:
     return Request(options, explicit, given.output_file, given.plot, given.list)
 
 
+def _with_underscores(argument: str) -> str:
+    """Take --hidden-size for --hidden_size."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
 def options_of(given: argparse.Namespace) -> Options:
-    """Options out of parsed arguments.
+    """Make Options of parsed arguments. What is not given depends on the device and the profile.
 
     Raises:
         OptionError: they contradict each other, or a value is out of its limits.
     """
-    on_cpu, shape = given.device == "cpu", _shape(given)
-    asked = {field.name for field in dataclasses.fields(Options)} & set(vars(given))
-    values = {name: getattr(given, name) for name in asked}
-    values |= shape._asdict() | {
-        "backends": _backends(given),
-        "profile": CUSTOM if PROFILES.get(given.profile) != shape else given.profile,
+    on_cpu, base = given.device == "cpu", PROFILES.get(given.profile)
+    shape = {name: getattr(given, name) for name in Shape._fields}
+    if base is not None:
+        shape = {name: _or(value, getattr(base, name)) for name, value in shape.items()}
+    if missing := [f"--{name}" for name, value in shape.items() if value is None]:
+        raise OptionError(f"--profile custom lacks {', '.join(missing)}; give them")
+    everything = given.backend is not None and "all" in given.backend
+    values = vars(given) | {
+        **shape,
+        "backends": BACKENDS if everything else given.backend or DEFAULT_BACKENDS[given.device],
+        "profile": given.profile if base is not None and Shape(**shape) == base else CUSTOM,
         "recipe": given.recipe or _UNQUANTISED[given.dtype],
         "ep_size": _ep_size(given),
         "batches": _batches(given),
@@ -315,32 +302,13 @@ def options_of(given: argparse.Namespace) -> Options:
         "warmup": _or(given.warmup, 5 if on_cpu else 20),
         "emulate_ranks": given.emulate_ranks is not None,
         "pdl": _pdl(given),
-        "cuda_graph": given.device == "cuda" if given.cuda_graph is None else given.cuda_graph,
-        "seed": given.random_seed,
-        "max_tokens": given.max_num_tokens_per_rank,
+        "cuda_graph": _or(given.cuda_graph, given.device == "cuda"),
     }
-    return Options(**values)
+    return common.options_from(Options, argparse.Namespace(**values))
 
 
-def _or(value: int | None, default: int) -> int:
+def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _backends(given: argparse.Namespace) -> tuple[str, ...]:
-    if given.backend is None:
-        return DEFAULT_BACKENDS[given.device]
-    if "all" in given.backend:
-        return BACKENDS
-    return tuple(given.backend)
-
-
-def _shape(given: argparse.Namespace) -> Shape:
-    base = PROFILES.get(given.profile)
-    values = {name: getattr(given, name) for name in Shape._fields}
-    missing = [f"--{name}" for name, value in values.items() if value is None]
-    if base is None and missing:
-        raise OptionError(f"--profile custom lacks {', '.join(missing)}; give them")
-    return Shape(*(_or(values[name], getattr(base, name, 0)) for name in Shape._fields))
 
 
 def _ep_size(given: argparse.Namespace) -> int:
@@ -349,16 +317,13 @@ def _ep_size(given: argparse.Namespace) -> int:
             f"--emulate_ranks {given.emulate_ranks} and --ep_size {given.ep_size} contradict each "
             "other; give one of them"
         )
-    asked: int | None = given.ep_size if given.emulate_ranks is None else given.emulate_ranks
-    if asked is not None:
-        return asked
-    if given.device == "cuda":
-        return max(torch.cuda.device_count(), 1)
-    return 4 if given.device == "cpu" else 8
+    on_gpus = max(torch.cuda.device_count(), 1)
+    default = {"cpu": 4, "cuda": on_gpus, "rehearsal": 8}[given.device]
+    return int(_or(_or(given.emulate_ranks, given.ep_size), default))
 
 
 def _pdl(given: argparse.Namespace) -> bool:
-    """Of emulated ranks what is asked for; ranks with a GPU each are the product's launches."""
+    """Emulated ranks do what is asked for; ranks with a GPU each are launched by the product."""
     if given.device != "cuda" or given.emulate_ranks is not None:
         return bool(given.pdl)
     if given.pdl and not env.pdl():
@@ -375,31 +340,26 @@ def _batches(given: argparse.Namespace) -> tuple[int, ...]:
     if given.minbatch is None and given.maxbatch is None:
         if any(value is not None for value in swept):
             raise OptionError("-i and -f grow batches, and there is no first one; add -b")
-        return DEFAULT_BATCHES.get(given.device, (1, 8))
-    first = given.maxbatch if given.minbatch is None else given.minbatch
-    last = first if given.maxbatch is None else given.maxbatch
-    return sweep(first, last, given.stepbatch, given.stepfactor)
+        return DEFAULT_BATCHES[given.device]
+    first = _or(given.minbatch, given.maxbatch)
+    return sweep(first, _or(given.maxbatch, first), given.stepbatch, given.stepfactor)
 
 
 def sweep(first: int, last: int, step: int | None, factor: float | None) -> tuple[int, ...]:
-    """Batches from `first` to at most `last`, by a step (128 where nothing is said) or a factor.
+    """Return batches from `first` to at most `last`, by a step (default 128) or a factor.
 
     Raises:
         OptionError: there is no such sweep.
     """
     if not 1 <= first <= last:
         raise OptionError(f"batches from {first} to {last}: needs 1 <= first <= last; mend -b, -e")
-    if step is not None and factor is not None:
-        raise OptionError(f"-i {step} and -f {factor} contradict each other; give one of them")
     if factor is None:
-        by = 128 if step is None else step
+        by = _or(step, 128)
         if by < 1:
             raise OptionError(f"-i {by} must be at least 1; raise it")
         return tuple(range(first, last + 1, by))
     if factor <= 1.0:
         raise OptionError(f"-f {factor} must be above 1; raise it")
-    found, exact = [], float(first)
-    while int(exact) <= last:
-        found.append(int(exact))
-        exact *= factor
-    return tuple(dict.fromkeys(found))
+    growing = itertools.accumulate(itertools.repeat(factor), operator.mul, initial=float(first))
+    exact = itertools.takewhile(lambda batch: int(batch) <= last, growing)
+    return tuple(dict.fromkeys(map(int, exact)))

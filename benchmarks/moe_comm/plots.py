@@ -1,4 +1,4 @@
-"""PNGs from result files. Nothing is measured or computed here that the file does not hold.
+"""Draw PNGs of result files. Nothing is measured or computed here that the file does not hold.
 
 Every PNG says in its metadata (`Source`) which result file it is of, so that a plot left behind by
 an older file can be told.
@@ -44,28 +44,30 @@ STYLE: Any = {
     "lines.markersize": 5,
     "savefig.dpi": 130,
 }
-TITLES = {"dispatch": "dispatch", "combine": "combine", "both": "dispatch + combine"}
+GREY = "#555555"
+#: The plain lines beside the points.
+LINE: Look = {"marker": "", "linewidth": 1.4}
 VERBS = PHASES[:2]
 
 
 def source_of(path: Path) -> str:
-    """What a PNG says of the result file it is made from: its name and its contents' hash."""
+    """Say of which result file a PNG is made: the file's name and its contents' hash."""
     return f"{path.name} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def recorded_source(png: Path) -> str | None:
-    """What a PNG says of the result file it was made from; None where it says nothing."""
+    """Return what a PNG says of the result file it was made from; None if it says nothing."""
     with Image.open(png) as image:
         return image.info.get(SOURCE_KEY)
 
 
 def plot_file(path: Path, folder: Path) -> list[Path]:
-    """The plots of a result file, of whichever kind it is. Raises ValueError as `plot`."""
+    """Draw the plots of a result file, of whichever kind it is. Raises ValueError as `plot`."""
     return plot(json.loads(path.read_text()), folder, source_of(path))
 
 
 def plot(result: Result, folder: Path, source: str) -> list[Path]:
-    """Writes a PNG for each figure of the result; `source`: source_of() its file.
+    """Write a PNG for each figure of the result; `source`: source_of() its file.
 
     Raises:
         ValueError: as figures_of.
@@ -79,7 +81,7 @@ def plot(result: Result, folder: Path, source: str) -> list[Path]:
 
 
 def figures_of(result: Result) -> dict[str, Figure]:
-    """A result's figures by the name of their PNG.
+    """Return a result's figures by the name of their PNG.
 
     Raises:
         ValueError: there are none of the result's kind, or it is empty.
@@ -98,26 +100,22 @@ def figures_of(result: Result) -> dict[str, Figure]:
 
 
 def _moe_comm(result: Result) -> dict[str, Figure]:
-    """Medians with quartiles and, dotted, the 95th percentile; copied GB/s below the ceiling."""
+    """Draw medians with quartiles and 95th percentiles; and copied GB/s below the ceiling."""
     rows = pd.json_normalize(result["rows"]).sort_values("tokens", kind="stable")
-    first = rows.iloc[0]
     setting = (
-        f"EP{first.ep_size}, hidden {first.hidden_size}, top_k {first.top_k}, "
-        f"{first.num_experts} experts, {first.router} router, "
-        f"{first.recipe} / {first.combine_format}"
-    )
+        "EP{ep_size}, hidden {hidden_size}, top_k {top_k}, {num_experts} experts, {router} router, "
+        "{recipe} / {combine_format}"
+    ).format(**rows.iloc[0])
     latency, panels = _panels(result, f"Latency, {setting}", PHASES)
     for phase, panel in panels.items():
         _batch_axis(panel, rows.tokens, "us, slowest rank")
         _log_us(panel)
         for name, line in rows.groupby("backend", sort=False):
-            middle = line[f"{phase}.median_us"]
-            below = (middle - line[f"{phase}.q25_us"]).clip(lower=0)
-            above = (line[f"{phase}.q75_us"] - middle).clip(lower=0)
-            label = f"{name}: median, quartiles"
-            drawn = panel.errorbar(line.tokens, middle, yerr=[below, above], label=label)
-            tail: Look = {"color": drawn[0].get_color(), "marker": "", "linewidth": 1}
-            panel.plot(line.tokens, line[f"{phase}.p95_us"], ":", label="_p95", **tail)
+            us = [line[f"{phase}.{which}_us"] for which in ("median", "q25", "q75")]
+            drawn = _quartiles(panel, line.tokens, *us, label=f"{name}: median, quartiles")
+            colour = drawn[0].get_color()
+            p95 = line[f"{phase}.p95_us"]
+            panel.plot(line.tokens, p95, ":", color=colour, label="_p95", **LINE)
     _legend(latency, panels, "dotted: 95th percentile")
     bandwidth, panels = _panels(result, f"Bandwidth, {setting}", PHASES)
     for phase, panel in panels.items():
@@ -125,126 +123,97 @@ def _moe_comm(result: Result) -> dict[str, Figure]:
         for name, line in rows.groupby("backend", sort=False):
             panel.plot(line.tokens, line[f"{phase}.copied_gb_s"], label=str(name))
         if f"{phase}.ceiling_gb_s" in rows:
-            ceiling = rows.dropna(subset=f"{phase}.ceiling_gb_s").drop_duplicates("tokens")
-            look: Look = {"color": "#555555", "marker": "", "linewidth": 2}
-            label = "ceiling: a copy of the same bytes"
-            panel.plot(ceiling.tokens, ceiling[f"{phase}.ceiling_gb_s"], "--", label=label, **look)
+            line = rows.dropna(subset=f"{phase}.ceiling_gb_s").drop_duplicates("tokens")
+            label, gb_s = "ceiling: a copy of the same bytes", line[f"{phase}.ceiling_gb_s"]
+            panel.plot(line.tokens, gb_s, "--", color=GREY, label=label, **LINE)
         panel.set_ylim(bottom=0)
     _legend(bandwidth, panels, str(result.get("ceiling", "")))
     return {"latency": latency, "bandwidth": bandwidth}
+
+
+def _quartiles(
+    panel: Axes, x: Any, median: pd.Series, low: pd.Series, high: pd.Series, **look: Any
+) -> Any:
+    spread = [(median - low).clip(lower=0), (high - median).clip(lower=0)]
+    return panel.errorbar(x, median, yerr=spread, **look)
 
 
 # ---- The model.
 
 
 def _model(result: Result) -> dict[str, Figure]:
-    return {
-        "model_fit": _model_fit(result),
-        "model_bandwidth": _model_bandwidth(result),
-        "model_ours": _model_ours(result),
-        "model_where": _model_where(result),
-    }
-
-
-def _published(result: Result, verb: str) -> pd.DataFrame:
-    """The published tables, and the logical bandwidth that is in them."""
-    rows = pd.DataFrame(result["validation"]["fitted"]["rows"])
-    rows = rows[rows.verb == verb]
-    copies = rows.ep_size.clip(upper=TOP_K)
-    return rows.assign(gb_s=rows.tokens * copies * HIDDEN_SIZE * 2 / rows.published_us / 1e3)
-
-
-def _draw_published(panel: Axes, rows: pd.DataFrame, value: str) -> None:
-    for ep_size, line in rows.groupby("ep_size"):
-        label = f"EP{ep_size}: published table"
-        panel.plot(line.tokens, line[value], linestyle="none", label=label)
-
-
-def _draw_predicted(
-    panel: Axes, result: Result, verb: str, colour: str, name: str, value: str = "us", **which: Any
-) -> None:
-    """One line of predictions in bf16; dashed where there is no table of this machine and kernel,
-    with a band over all fits.
-    """
-    wanted = {"recipe": "bf16", "combine_format": "bf16", "router": "perfect", "machine": "GB200"}
-    rows = pd.json_normalize(result["predictions"]).sort_values("tokens")
-    for field, wants in (wanted | which).items():
-        rows = rows[rows[field] == wants]
-    beyond = bool(rows.is_extrapolated.any())
-    label = f"{name}: predicted" + (", no table" if beyond else "")
-    look: Look = {"color": colour, "marker": "", "linestyle": "--" if beyond else "-"}
-    panel.plot(rows.tokens, rows[f"{verb}.{value}"], label=label, **look)
-    if value == "us" and beyond:
-        low, high = rows[f"{verb}.low_us"], rows[f"{verb}.high_us"]
-        panel.fill_between(rows.tokens, low, high, color=colour, alpha=0.18, linewidth=0)
-
-
-def _ep_sizes(result: Result) -> list[int]:
-    return sorted({row["ep_size"] for row in result["predictions"] if row["machine"] == "GB200"})
-
-
-def _model_fit(result: Result) -> Figure:
-    """Published points, the model's lines, and a line for ranks that no table has."""
     checked = result["validation"]
-    median = checked["fitted"]["summary"]["median"]
-    unseen = checked["leave_one_out"]["summary"]["median"]
-    title = (
-        "Published kernels on GB200: tables, and predicted by the model "
-        f"(median error {median:.1%}; {unseen:.1%} where a table is left out of its own fit)"
+    median, unseen = (checked[name]["summary"]["median"] for name in ("fitted", "leave_one_out"))
+    published = pd.DataFrame(checked["fitted"]["rows"])
+    copies = published.ep_size.clip(upper=TOP_K)
+    logical_bytes = published.tokens * copies * HIDDEN_SIZE * 2
+    published["gb_s"] = logical_bytes / published.published_us / 1e3
+    predicted = pd.json_normalize(result["predictions"]).sort_values("tokens")
+    plain = (predicted.recipe == "bf16") & (predicted.combine_format == "bf16")
+    predicted = predicted[plain & (predicted.router == "perfect")]
+    reference = predicted[(predicted.machine == "GB200") & (predicted.protocol == "reference")]
+    by_ranks = {f"EP{ep_size}": line for ep_size, line in reference.groupby("ep_size")}
+    by_kernels = {
+        f"{machine} EP{ep_size}, {'ours' if protocol == 'moe_nvlink' else protocol}": line
+        for (machine, ep_size, protocol), line in predicted.groupby(
+            ["machine", "ep_size", "protocol"]
+        )
+        if ep_size == 8 or (ep_size, protocol) == (64, "moe_nvlink")
+    }
+    fit, panels = _panels(
+        result,
+        f"Published kernels on GB200: tables, and predicted by the model (median error "
+        f"{median:.1%}; {unseen:.1%} where a table is left out of its own fit)",
+        VERBS,
     )
-    figure, panels = _panels(result, title, VERBS)
-    for verb, panel in panels.items():
-        rows = _published(result, verb)
-        _batch_axis(panel, rows.tokens, "us")
-        _log_us(panel)
-        _draw_published(panel, rows, "published_us")
-        for colour, ep_size in zip(COLOURS, _ep_sizes(result), strict=False):
-            which: Look = {"protocol": "reference", "ep_size": ep_size}
-            _draw_predicted(panel, result, verb, colour, f"EP{ep_size}", **which)
-    _legend(figure, panels, "hidden 7168, top_k 8, 256 experts, BF16, perfect router")
-    return figure
-
-
-def _model_bandwidth(result: Result) -> Figure:
-    """Logical GB/s, as the published tables state it."""
+    _beside_tables(panels, published, "published_us", by_ranks, "us")
+    _legend(fit, panels, "hidden 7168, top_k 8, 256 experts, BF16, perfect router")
     title = "Published kernels on GB200: logical bandwidth, tables and predicted by the model"
-    figure, panels = _panels(result, title, VERBS)
-    for verb, panel in panels.items():
-        rows = _published(result, verb)
-        _batch_axis(panel, rows.tokens, "GB/s logical (own share counted)")
-        _draw_published(panel, rows, "gb_s")
-        for colour, ep_size in zip(COLOURS, _ep_sizes(result), strict=False):
-            which: Look = {"protocol": "reference", "ep_size": ep_size, "value": "logical_gb_s"}
-            _draw_predicted(panel, result, verb, colour, f"EP{ep_size}", **which)
-        panel.axhline(LINK_GB_S, color="#555555", linewidth=1, label="link, one way: 900 GB/s")
-        panel.set_ylim(bottom=0)
-    _legend(figure, panels, "")
-    return figure
-
-
-def _model_ours(result: Result) -> Figure:
-    """Our kernels as predicted beside the published table."""
+    bandwidth, panels = _panels(result, title, VERBS)
+    _beside_tables(panels, published, "gb_s", by_ranks, "logical_gb_s")
+    for panel in panels.values():
+        panel.axhline(LINK_GB_S, color=GREY, linewidth=1, label="link, one way: 900 GB/s")
+    _legend(bandwidth, panels, "")
     title = "Our kernels, PREDICTED by the model (not measured), beside the published table, BF16"
-    cases = (
-        ("GB200 EP8, reference", "GB200", 8, "reference"),
-        ("GB200 EP8, ours", "GB200", 8, "moe_nvlink"),
-        ("GB200 EP64, ours", "GB200", 64, "moe_nvlink"),
-        ("H200 EP8, ours", "H200", 8, "moe_nvlink"),
-        ("H200 EP8, reference", "H200", 8, "reference"),
-    )
-    figure, panels = _panels(result, title, VERBS)
+    ours, panels = _panels(result, title, VERBS)
+    _beside_tables(panels, published[published.ep_size == 8], "published_us", by_kernels, "us")
+    _legend(ours, panels, "band: range over all fits of the tables")
+    figures = {"model_fit": fit, "model_bandwidth": bandwidth, "model_ours": ours}
+    return figures | {"model_where": _model_where(result)}
+
+
+def _beside_tables(
+    panels: Mapping[str, Axes],
+    published: pd.DataFrame,
+    field: str,
+    predicted: Mapping[str, pd.DataFrame],
+    value: str,
+) -> None:
+    """Draw points of the published tables, and lines of predictions in bf16.
+
+    A line is dashed, with a band over all fits, if there is no table of this machine and kernel.
+    """
     for verb, panel in panels.items():
-        rows = _published(result, verb)
-        rows = rows[rows.ep_size == 8]
-        _batch_axis(panel, rows.tokens, "us")
-        _log_us(panel)
-        label = "GB200 EP8: published table of the reference"
-        panel.plot(rows.tokens, rows.published_us, linestyle="none", label=label)
-        for colour, (name, machine, ep_size, protocol) in zip(COLOURS, cases, strict=False):
-            which: Look = {"machine": machine, "ep_size": ep_size, "protocol": protocol}
-            _draw_predicted(panel, result, verb, colour, name, **which)
-    _legend(figure, panels, "band: range over all fits of the tables")
-    return figure
+        rows = published[published.verb == verb]
+        in_us = value == "us"
+        _batch_axis(panel, rows.tokens, "us" if in_us else "GB/s logical (own share counted)")
+        for ep_size, line in rows.groupby("ep_size"):
+            label = f"EP{ep_size}: published table"
+            panel.plot(line.tokens, line[field], linestyle="none", label=label)
+        for colour, (name, line) in zip(COLOURS, predicted.items(), strict=False):
+            beyond = bool(line.is_extrapolated.any())
+            label = f"{name}: predicted" + (", no table" if beyond else "")
+            style = "--" if beyond else "-"
+            panel.plot(
+                line.tokens, line[f"{verb}.{value}"], style, color=colour, label=label, **LINE
+            )
+            if in_us and beyond:
+                band = line[f"{verb}.low_us"], line[f"{verb}.high_us"]
+                panel.fill_between(line.tokens, *band, color=colour, alpha=0.18, linewidth=0)
+        if in_us:
+            _log_us(panel)
+        else:
+            panel.set_ylim(bottom=0)
 
 
 #: How terms of bytes in transit begin; the others are latencies.
@@ -252,30 +221,32 @@ _STREAM = "rows through"
 
 
 def _model_where(result: Result) -> Figure:
-    """Terms of our kernels stacked, as shares of the predicted time."""
+    """Stack the terms of our kernels, as shares of the predicted time."""
     title = "Where the time of our kernels is PREDICTED to go, GB200 EP8, BF16"
     figure, panels = _panels(result, title, VERBS)
     rows = [r for r in result["where"] if (r["ep_size"], r["protocol"]) == (8, "moe_nvlink")]
-    of_row = ["verb", "tokens", "us"]
-    terms = pd.json_normalize(rows, "terms", of_row, record_prefix="term_")
+    terms = pd.json_normalize(rows, "terms", ["verb", "tokens", "us"], record_prefix="term_")
     terms["share"] = terms.term_us / terms.us.astype(float)
     names = sorted(terms.term_name.unique(), key=lambda name: not name.startswith(_STREAM))
+    colours = [
+        "#BBBBBB" if name.startswith(_STREAM) else colour
+        for name, colour in zip(names, COLOURS * 3, strict=False)
+    ]
     for verb, panel in panels.items():
-        mine = terms[terms.verb == verb]
-        wide = mine.pivot_table("share", ["tokens", "us"], "term_name", "sum", fill_value=0.0)
-        ticks = [f"{tokens}\n{us:.1f} us" for tokens, us in wide.index]
-        bottom = pd.Series(0.0, index=wide.index)
-        for index, name in enumerate(names):
-            if name not in wide:
-                continue
-            grey = name.startswith(_STREAM)
-            look: Look = {"color": "#BBBBBB" if grey else COLOURS[index % len(COLOURS)]}
-            look |= {"hatch": ("", "//", "..")[index // len(COLOURS) % 3], "edgecolor": "white"}
-            panel.bar(ticks, wide[name], bottom=bottom, label=f"predicted: {name}", **look)
-            bottom = bottom + wide[name]
-        panel.set_ylim(0.0, 1.0)
-        panel.set_ylabel("share of the predicted time")
-        panel.set_xlabel("tokens per rank, predicted time")
+        wide = terms[terms.verb == verb].pivot_table(
+            "share", ["tokens", "us"], "term_name", "sum", fill_value=0.0
+        )
+        wide.index = pd.Index([f"{tokens}\n{us:.1f} us" for tokens, us in wide.index])
+        wide = wide.reindex(columns=names, fill_value=0.0).add_prefix("predicted: ")
+        wide.plot.bar(ax=panel, stacked=True, color=colours, edgecolor="white", legend=False, rot=0)
+        for index, bars in enumerate(panel.containers):
+            for bar in bars:
+                bar.set_hatch(("", "//", "..")[index // len(COLOURS) % 3])
+        panel.set(
+            ylim=(0.0, 1.0),
+            ylabel="share of the predicted time",
+            xlabel="tokens per rank, predicted time",
+        )
     _legend(figure, panels, "")
     return figure
 
@@ -284,17 +255,16 @@ def _model_where(result: Result) -> Figure:
 
 
 def _growth(result: Result) -> dict[str, Figure]:
-    """Measured points and fitted curve of every series."""
+    """Draw the measured points and the fitted curve of every series."""
     by_name = {one["name"]: one for one in result["series"]}
     figure, panels = _panels(result, "Growth of the time: measured, and fitted curve", by_name)
     for name, panel in panels.items():
         one = by_name[name]
-        points = pd.DataFrame(one["points"], columns=["x", "us", "q25", "q75"])
-        spread = [(points.us - points.q25).clip(lower=0), (points.q75 - points.us).clip(lower=0)]
+        x, *us = (pd.Series(column) for column in zip(*one["points"], strict=True))
         label = "measured: median, quartiles"
-        panel.errorbar(points.x, points.us, yerr=spread, linestyle="none", label=label)
-        curve = pd.DataFrame(one["fit"]["curve"], columns=["x", "us"])
-        panel.plot(curve.x, curve.us, marker="", label=f"fitted: {one['fit']['formula']}")
+        _quartiles(panel, x, *us, label=label, linestyle="none")
+        label = f"fitted: {one['fit']['formula']}"
+        panel.plot(*zip(*one["fit"]["curve"], strict=True), label=label, **LINE)
         panel.set_xscale("log", base=2)
         _log_us(panel)
         panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
@@ -315,7 +285,7 @@ _FIGURES = {
 
 
 def _panels(result: Result, title: str, names: Iterable[str]) -> tuple[Figure, dict[str, Axes]]:
-    """Panels by name, three in a row, under a title that says where the numbers are from."""
+    """Make panels by name, three in a row; the title says where the numbers are from."""
     names = list(names)
     columns = min(len(names), 3)
     lines = -(-len(names) // columns)
@@ -324,16 +294,16 @@ def _panels(result: Result, title: str, names: Iterable[str]) -> tuple[Figure, d
     said = [title, ranks_of(result), _origin(result)]
     figure.suptitle("\n".join(part for part in said if part), fontsize=10)
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
-    panels = dict(zip(names, grid, strict=False))
     for panel in grid[len(names) :]:
         panel.set_axis_off()
+    panels = dict(zip(names, grid, strict=False))
     for name, panel in panels.items():
-        panel.set_title(TITLES.get(name, name))
+        panel.set_title("dispatch + combine" if name == "both" else name)
     return figure, panels
 
 
 def ranks_of(result: Result) -> str:
-    """What kind of ranks: said in every title, so that a plot cannot be taken for another."""
+    """Say what kind of ranks they are, in every title, so that no plot is taken for another."""
     options, machine = result.get("options", {}), result.get("machine", {})
     device = options.get("device", result.get("device"))
     if device == "cuda":
@@ -365,7 +335,7 @@ def _batch_axis(panel: Axes, tokens: Iterable[int], y_label: str) -> None:
 
 
 def _log_us(panel: Axes) -> None:
-    """Microseconds on a logarithmic scale, written as plain numbers."""
+    """Scale microseconds logarithmically, and write them as plain numbers."""
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
@@ -373,7 +343,7 @@ def _log_us(panel: Axes) -> None:
 
 
 def _legend(figure: Figure, panels: Mapping[str, Axes], title: str) -> None:
-    """One for all panels, each line once."""
+    """Make one legend for all panels, with each line once."""
     lines: dict[str, Any] = {}
     for panel in panels.values():
         handles, labels = panel.get_legend_handles_labels()

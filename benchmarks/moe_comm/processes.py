@@ -1,43 +1,39 @@
-"""Ranks as processes: started here, or by torchrun or srun; CPU ranks, or one GPU for each.
+"""Run the backends of bench_moe_comm on ranks that are processes: CPU ranks, or a GPU for each.
 
-All backends live in the same processes and take turns (timing.py). A run ends as a whole: where one
-rank fails, or the user interrupts, no process is left.
+tests/support/ranks.py starts the ranks here; torchrun and srun may have started them. All backends
+live in the same processes and take turns (timing.py). If one rank fails, or the user interrupts,
+the whole run ends, and no process is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import json
-import multiprocessing
 import os
-import signal
 import tempfile
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from . import timing
+from benchmarks.columns import print_headings
+from tests.support.ranks import RankError, run_processes
+
+from . import rows, timing
 from .accounting import traffic
 from .backends import BACKENDS, Context, Side, WrongResult, unavailable
 from .options import OptionError, Options
 from .routers import tokens_of
-from .rows import HEADER, Row, add_ratios, lines, make_row
+from .rows import PHASES, Row
 
 CEILING_HOW = (
     "torch's copy_ of as many bytes as the rank's put rows, from private to private memory, on all "
     "ranks at once, in turn with the backends"
 )
-
-#: What a failed rank leaves for whoever started it.
-_FAILURE = "failure-{rank}.json"
+#: After which a run that still goes on is taken for stuck: a week.
+LONGEST_RUN_S = 7 * 24 * 3600.0
 
 
 class RunError(RuntimeError):
@@ -47,8 +43,10 @@ class RunError(RuntimeError):
 class Launch(NamedTuple):
     """Which rank this process is.
 
-    local_rank: on its machine; init_method: torch.distributed's; folder: shared by the ranks of a
-    run that was started here, else None.
+    Attributes:
+        local_rank: on its machine.
+        init_method: torch.distributed's.
+        folder: shared by the ranks of a run that was started here, else None.
     """
 
     rank: int
@@ -59,41 +57,37 @@ class Launch(NamedTuple):
 
 
 def external_launch(environ: Mapping[str, str]) -> Launch | None:
-    """What torchrun or srun says of this process; None: nobody started it as a rank.
+    """Read what torchrun or srun says of this process; None if nobody started it as a rank.
 
     Raises:
-        OptionError: srun, and nobody says where rank 0 is.
+        OptionError: srun started ranks on several machines, and MASTER_ADDR is not set.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(environ):
-        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        local_rank = int(environ.get("LOCAL_RANK", rank))
-        return Launch(rank, size, local_rank, _meeting_point(environ), None)
-    size = int(environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if size == 1:
+        rank, size, local_rank = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    elif int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        rank, size, local_rank = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+    else:
         return None
     if int(environ.get("SLURM_STEP_NUM_NODES", 1)) > 1 and "MASTER_ADDR" not in environ:
         raise OptionError(
             "srun started ranks on several machines, and MASTER_ADDR does not say where rank 0 is; "
             'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_NODELIST" | head -n 1)'
         )
-    rank, local_rank = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
-    return Launch(rank, size, local_rank, _meeting_point(environ), None)
-
-
-def _meeting_point(environ: Mapping[str, str]) -> str:
     # A port of the job's, so that two jobs on one machine do not meet.
     port = environ.get("MASTER_PORT") or str(20000 + int(environ.get("SLURM_JOB_ID", 0)) % 10000)
-    return f"tcp://{environ.get('MASTER_ADDR', '127.0.0.1')}:{port}"
+    meeting = f"tcp://{environ.get('MASTER_ADDR', '127.0.0.1')}:{port}"
+    on_machine = int(environ.get(local_rank, environ[rank]))
+    return Launch(int(environ[rank]), int(environ[size]), on_machine, meeting, None)
 
 
 def runnable(
     options: Options,
     *,
     explicit: bool,
-    left_out: list[str],
+    not_measured: list[str],
     why_not: Callable[[str, Options], str | None] = unavailable,
 ) -> tuple[str, ...]:
-    """The backends that can run, others named in left_out.
+    """Return the backends that can run; name the others in not_measured.
 
     Args:
         why_not: backend, options -> why it cannot run here, or None.
@@ -109,24 +103,24 @@ def runnable(
         elif explicit:
             raise OptionError(f"backend {name} cannot run here: {reason}")
         else:
-            left_out.append(f"{name}: {reason}")
+            not_measured.append(f"{name}: {reason}")
     if not found:
-        raise OptionError(f"no backend can run here: {'; '.join(left_out)}")
+        raise OptionError(f"no backend can run here: {'; '.join(not_measured)}")
     return tuple(found)
 
 
 # One rank.
 
 
-#: Is given the rows of each batch when they are there, in whichever process is rank 0.
+#: What the process that is rank 0 calls with the rows of each batch, as soon as it has them.
 Show = Callable[[list[Row]], None]
 
 
 def rank_rows(launch: Launch, options: Options, show: Show | None = None) -> list[Row]:
-    """All batches on this rank; rows on rank 0, nothing on others. Collective.
+    """Measure all batches on this rank; return the rows on rank 0, none on others. Collective.
 
     Raises:
-        WrongResult: on every rank, where any of them got another result than it must.
+        WrongResult: on every rank, if any of them got another result than it must.
     """
     from tqdm import tqdm
 
@@ -140,7 +134,7 @@ def rank_rows(launch: Launch, options: Options, show: Show | None = None) -> lis
         timeout=datetime.timedelta(seconds=options.timeout_s + 60),  # that of our verbs, and some
     )
     steps, found = (options.iters + options.warmup) * len(options.batches), list[Row]()
-    # On rank 0 where stderr is a terminal.
+    # Shown on rank 0, if stderr is a terminal.
     with tqdm(total=steps, leave=False, disable=None if launch.rank == 0 else True) as bar:
         for tokens in options.batches:
             bar.set_description(f"{tokens} tokens")
@@ -148,7 +142,7 @@ def rank_rows(launch: Launch, options: Options, show: Show | None = None) -> lis
             found += made
             if made:
                 bar.clear()
-                print("\n".join(lines(made)), flush=True)
+                rows.show(made)
             if made and show is not None:
                 show(made)
     dist.barrier()  # gloo ends a process that takes the group down while another still uses it
@@ -183,29 +177,34 @@ def _batch(
         }
         check(sides, context)
         shared = _shared(launch, options, tokens)
-        clock = timing.CpuClock(group, shared)
-        if device.type == "cuda":
-            clock = timing.GpuClock(options, group, device)
+        clock = timing.RankClock(options, group, device, shared)
         copy = timing.PlainCopy(moved, range(rank, rank + 1), device)
         taken = timing.take_turns(sides | {timing.CEILING: copy}, options, clock, step)
-        samples = {name: timing.all_ranks(of, options.ep_size, group) for name, of in taken.items()}
+        everyone = context.gathered(taken)
         told: dict[str, Row] = {}
         if options.kernel_breakdown:
-            told = {name: clock.kernels(side, options.iters) for name, side in sides.items()}
+            told = {name: clock.kernels_of(side, options.iters) for name, side in sides.items()}
         check(sides, context)  # still right after all those rounds
         dist.barrier(group)  # nobody gives up memory that others still read
     if rank != 0:
         return []
+    samples = {
+        name: {
+            phase: torch.tensor([of[name][phase] for of in everyone], dtype=torch.float64).T
+            for phase in PHASES
+        }
+        for name in taken
+    }
     ceiling, made = samples.pop(timing.CEILING), list[Row]()
     for name, side in sides.items():
         extra = {"given": side.given} | ({"kernels": told[name]} if told.get(name) else {})
-        made.append(make_row(options, name, tokens, samples[name], moved, ceiling, extra))
-    add_ratios(made)
+        made.append(rows.make_row(options, name, tokens, samples[name], moved, ceiling, extra))
+    rows.add_ratios(made)
     return made
 
 
 def _shared(launch: Launch, options: Options, tokens: int) -> timing.SharedBarrier | None:
-    """Where all ranks were started here, they share a machine, and so memory."""
+    """Make a barrier in shared memory, if all ranks were started here, on one machine."""
     if launch.folder is None:
         return None
     file = Path(launch.folder, f"barrier-{tokens}-{options.seed}")
@@ -213,7 +212,7 @@ def _shared(launch: Launch, options: Options, tokens: int) -> timing.SharedBarri
 
 
 def check(sides: Mapping[str, Side], context: Context) -> None:
-    """Every backend's own check; raises on all ranks what any of them found. Collective.
+    """Run every backend's own check; raise on all ranks what any of them found. Collective.
 
     Raises:
         WrongResult: with the findings of all ranks.
@@ -233,7 +232,7 @@ def check(sides: Mapping[str, Side], context: Context) -> None:
 
 
 def run(options: Options, show: Show | None = None) -> list[Row]:
-    """The rows, on whoever is rank 0; on other ranks of torchrun or srun, none.
+    """Return the rows; other ranks of torchrun or srun than rank 0 return none.
 
     Args:
         show: can be pickled, because rank 0 may be another process.
@@ -252,12 +251,12 @@ def run(options: Options, show: Show | None = None) -> list[Row]:
     if launch is None and options.device == "cpu":
         _check_memory(options)
     if launch is None or launch.rank == 0:
-        print(HEADER, flush=True)
+        print_headings(rows.COLUMNS)
     return _run_here(options, show) if launch is None else rank_rows(launch, options, show)
 
 
 def _check_memory(options: Options) -> None:
-    """Rough, and for CPU ranks only: a rank that the system kills says nothing.
+    """Estimate the memory of CPU ranks: a rank that the system kills says nothing.
 
     Raises:
         OptionError: the largest batch would take more than there is.
@@ -275,77 +274,37 @@ def _check_memory(options: Options) -> None:
 
 
 def _run_here(options: Options, show: Show | None) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="moe_comm-") as folder, _terminations_raise():
-        # A server that has imported everything once forks CPU ranks; a GPU's need a fresh process.
-        method = "spawn" if options.device == "cuda" else "forkserver"
-        if method == "forkserver":
-            mp.set_forkserver_preload([__name__])
-        ranks = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            _rank_main, (options, folder, show), options.ep_size, join=False, start_method=method
-        )
+    # CPU ranks are forked from a process that has imported torch; a GPU's need a fresh process.
+    method = "spawn" if options.device == "cuda" else "forkserver"
+    with tempfile.TemporaryDirectory(prefix="moe_comm-") as folder:
         try:
-            while not ranks.join(timeout=1.0):
-                pass
+            found: list[Row] = run_processes(
+                options.ep_size,
+                _rank_main,
+                Path(folder),
+                *(options, folder, show),
+                timeout_s=LONGEST_RUN_S,
+                method=method,
+                meets=False,
+                ends_with_parent=True,
+            )[0]
         except KeyboardInterrupt:
             raise RunError("interrupted; batches that were done are on file") from None
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            raise _failure(Path(folder), error) from error
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
-        found: list[Row] = json.loads(Path(folder, "rows.json").read_text())
-        return found
+        except RankError as error:
+            raise _explained(error) from error
+    return found
 
 
-def _rank_main(rank: int, options: Options, folder: str, show: Show | None) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    launch = Launch(rank, options.ep_size, rank, f"file://{folder}/rendezvous", folder)
-    try:
-        made = rank_rows(launch, options, show)
-    except Exception as error:
-        told = (type(error).__name__, str(error), traceback.format_exc())
-        unfinished = Path(folder, f"unfinished-{rank}")
-        unfinished.write_text(json.dumps(told))
-        unfinished.rename(Path(folder, _FAILURE.format(rank=rank)))
-        raise
-    if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps(made))
+def _rank_main(rank: int, size: int, options: Options, folder: str, show: Show | None) -> list[Row]:
+    launch = Launch(rank, size, rank, f"file://{folder}/rendezvous", folder)
+    return rank_rows(launch, options, show)
 
 
-def _end_with_parent() -> None:
-    """Waits, at no cost, for the end of whoever started the run, which may have had no time to end
-    its ranks; those are the children of a server of it, and would go on.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-@contextlib.contextmanager
-def _terminations_raise() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does, ranks first."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _failure(folder: Path, error: Exception) -> Exception:
-    """The failure that explains the others: peers of a rank that ended complain of that."""
-    told = {
-        rank: json.loads(file.read_text())
-        for rank in range(1024)
-        if (file := folder / _FAILURE.format(rank=rank)).exists()
-    }
+def _explained(error: RankError) -> Exception:
+    """Find the failure that explains the others, which only complain of a rank that ended."""
     for raised in (WrongResult, OptionError):
-        for kind, message, _trace in told.values():
-            if kind == raised.__name__:
-                return raised(message)
-    first = getattr(error, "error_index", min(told, default=0))
-    if first not in told:
-        return RunError(f"a rank ended without a word: {error}")
-    kind, message, trace = told[first]
-    return RunError(f"rank {first}: {kind}: {message}\n{trace}")
+        for failure in error.failures.values():
+            if failure.kind == raised.__name__:
+                return raised(failure.message)
+    rank, first = next(iter(error.failures.items()))
+    return RunError(str(RankError({rank: first})))

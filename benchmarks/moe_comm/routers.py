@@ -1,14 +1,14 @@
-"""Tokens of every rank: activations, expert ids and router weights, the same for the same seed.
+"""Make the tokens of every rank: activations, expert ids and weights, the same for the same seed.
 
-Every rank can make every other rank's, so that what arrives can be checked row by row. A token has
-no expert twice (the reference benchmark's random router draws with replacement; a model's does not).
+Every rank can make every other rank's tokens, so that it can check row by row what arrives. A token
+has no expert twice. (The reference benchmark's random router draws with replacement.)
 
 | router  | a token's experts |
 |---------|---|
 | uniform | random, all alike |
 | perfect | every rank gets as many rows as any other, each token's on as many ranks as can be: the reference's --perfect_router |
 | spread  | random, on ranks in turn from a random one on: as many ranks a token as can be, not evenly |
-| local   | this rank's own first, then those of the ranks behind it: the least that leaves the rank |
+| local   | this rank's own first, then those of the ranks after it: the least that leaves the rank |
 | hotspot | random, those of rank 0 four times as likely |
 | zipf    | random, the n-th most popular 1/n as likely; which those are is the seed's, for all ranks |
 """  # noqa: E501
@@ -43,7 +43,7 @@ class RankTokens(NamedTuple):
 
 
 def tokens_of(options: Options, tokens: int, rank: int) -> RankTokens:
-    """Of one rank, on the CPU."""
+    """Make the tokens of one rank, on the CPU."""
     generator = _generator(options, rank, stream=1)
     shape = (tokens, options.hidden_size)
     hidden = torch.randn(shape, generator=generator).to(options.torch_dtype)
@@ -52,19 +52,19 @@ def tokens_of(options: Options, tokens: int, rank: int) -> RankTokens:
 
 
 def ids_of(options: Options, tokens: int, rank: int) -> torch.Tensor:
-    """`[tokens, top_k] int32`: topk_ids of tokens_of alone, which is cheap."""
+    """Make the topk_ids of tokens_of alone, `[tokens, top_k] int32`, which is cheap."""
     generator = _generator(options, rank, stream=0)
     return _ROUTERS[options.router](options, tokens, rank, generator).to(torch.int32)
 
 
 def target_table(ids: torch.Tensor, num_experts: int, ep_size: int) -> torch.Tensor:
-    """`[tokens, ep_size] bool`: which ranks own an expert of the token."""
+    """Say which ranks own an expert of the token, `[tokens, ep_size] bool`."""
     table = torch.zeros((len(ids), ep_size), dtype=torch.bool, device=ids.device)
     return table.scatter_(1, owners(num_experts, ep_size).to(ids.device)[ids.long()], True)
 
 
 def owners(num_experts: int, ep_size: int) -> torch.Tensor:
-    """`[num_experts] int64`: the rank of each expert."""
+    """Return the rank of each expert, `[num_experts] int64`."""
     found = torch.empty(num_experts, dtype=torch.int64)
     for rank in range(ep_size):
         first, end = local_expert_range(num_experts, ep_size, rank)
@@ -83,7 +83,7 @@ def _uniform(options: Options, tokens: int, rank: int, generator: torch.Generato
 def _drawn(
     likely: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """`[tokens, top_k]`, no expert twice: each next one as likely as its share of those left.
+    """Draw `[tokens, top_k]`, no expert twice: each next one as likely as its share of the rest.
 
     The least of exponential waiting times at these rates come in that order.
     """
@@ -116,7 +116,7 @@ def _spread(options: Options, tokens: int, rank: int, generator: torch.Generator
 
 
 def _local(options: Options, tokens: int, rank: int, generator: torch.Generator) -> torch.Tensor:
-    # All experts of a rank are nearer than any of the rank behind it; within a rank: random.
+    # All experts of a rank are nearer than any of the rank after it; within a rank: random.
     owner = owners(options.num_experts, options.ep_size)
     distance = (owner - rank) % options.ep_size
     drawn = torch.rand((tokens, options.num_experts), generator=generator)

@@ -1,4 +1,4 @@
-"""What one dispatch or combine over NVLink costs, term by term: an analytical model.
+"""Predict what one dispatch or combine over NVLink costs, term by term: an analytical model.
 
 A verb's time is a sum of what can only come one after the other,
 
@@ -9,13 +9,13 @@ memory that wait for each other) with all bytes on the link (`stream`):
 
     (path ** overlap + stream ** overlap) ** (1 / overlap)
 
-which is the larger of the two far from the knee and somewhat more at it. That term is shared out
-between its parts in proportion to what time each would save if it were a little smaller
+which is the larger of the two far from the knee, and somewhat more at the knee. That term is shared
+out between its parts in proportion to what each would save if it were a little smaller
 (path ** overlap : stream ** overlap), so terms add up to the verb's time.
 
-Two protocols are described by the same terms with other counts: the published kernels (REFERENCE)
-and ours (OURS, whose grids are those of moe_nvlink_plugin/launch/shape.py). Constants are fitted
-by benchmarks/model.py. **All that comes from here is predicted; nothing here has been measured.**
+Two protocols have the same terms with other counts: the published kernels (REFERENCE) and ours
+(OURS, with the grids of moe_nvlink_plugin/exchange/shapes.py). benchmarks/model.py fits the
+constants. **All that comes from here is predicted; nothing here has been measured.**
 Times in microseconds, bandwidths in GB/s (1e9), sizes in bytes, one rank's view.
 """
 
@@ -30,7 +30,6 @@ from moe_nvlink_plugin.exchange import shapes
 from moe_nvlink_plugin.launch import shape
 
 VERBS = ("dispatch", "combine")
-ROUTERS = ("perfect", "uniform")
 
 #: Format -> bytes an element of activations takes, bytes of scales an element.
 FORMATS = {
@@ -56,7 +55,7 @@ MARKING_GB_S = 100.0
 
 
 class Machine(NamedTuple):
-    """A GPU in its NVLink domain. From data sheets.
+    """A GPU in its NVLink domain, by its data sheet.
 
     Attributes:
         link_gb_s: one way; memory_gb_s: of the GPU's own memory; sms: streaming multiprocessors.
@@ -70,7 +69,6 @@ class Machine(NamedTuple):
 
 GB200 = Machine("GB200", 900.0, 148, 8000.0)
 H200 = Machine("H200", 450.0, 132, 4800.0)
-MACHINES = {machine.name: machine for machine in (GB200, H200)}
 
 
 class Constants(NamedTuple):
@@ -119,7 +117,7 @@ class Work(NamedTuple):
 
     @property
     def fan_out(self) -> float:
-        """Different ranks a token goes to, its own counted; expected where routing is random."""
+        """Number of ranks a token goes to, its own counted; the mean if routing is random."""
         if self.router == "perfect":
             return float(min(self.ep_size, self.top_k))
         here = self.num_experts / self.ep_size
@@ -130,26 +128,26 @@ class Work(NamedTuple):
 
     @property
     def remote_share(self) -> float:
-        """Of a token's ranks those that are not its own, on average."""
+        """Share of a token's ranks that are not its own, on average."""
         return (self.ep_size - 1) / self.ep_size
 
     @property
     def recipe_bytes(self) -> float:
-        """Of a token's row as dispatch puts it, scales included."""
+        """Bytes of a token's row as dispatch puts it, scales included."""
         return self.hidden_size * sum(FORMATS[self.recipe])
 
     @property
     def combine_bytes(self) -> float:
-        """Of a partial row as combine gets it, scales included."""
+        """Bytes of a partial row as combine gets it, scales included."""
         return self.hidden_size * sum(FORMATS[self.combine])
 
     def logical_bytes(self, verb: str) -> float:
-        """By the published formula: own share counted, as many ranks a token as there could be."""
+        """Return bytes by the published formula: own share counted, as many ranks as possible."""
         row = self.recipe_bytes if verb == "dispatch" else self.combine_bytes
         return self.tokens * min(self.ep_size, self.top_k) * row
 
     def wire_bytes(self, verb: str) -> float:
-        """Of rows to, or from, other ranks; ids and weights not counted."""
+        """Return bytes of rows to, or from, other ranks; ids and weights not counted."""
         row = self.recipe_bytes if verb == "dispatch" else self.combine_bytes
         return self.tokens * self.fan_out * self.remote_share * row
 
@@ -208,7 +206,6 @@ OURS = Protocol(
     our_grids=True,
     quantises=True,
 )
-PROTOCOLS = {protocol.name: protocol for protocol in (REFERENCE, OURS)}
 
 
 class Term(NamedTuple):
@@ -227,7 +224,7 @@ def terms(
     *,
     has_sync: bool = True,
 ) -> list[Term]:
-    """The verb's terms, none below zero; their sum is its predicted time.
+    """Return the verb's terms, none below zero; their sum is its predicted time.
 
     Args:
         has_sync: with flags and waits. Without: what a build for profiling would take.
@@ -247,7 +244,7 @@ def time_us(
     *,
     has_sync: bool = True,
 ) -> float:
-    """Predicted time of one verb."""
+    """Return the predicted time of one verb."""
     found = terms(verb, work, machine, protocol, constants, has_sync=has_sync)
     return sum(term.us for term in found)
 
@@ -317,7 +314,7 @@ def _flags(work: Work, constants: Constants) -> list[Term]:
 
 
 def _overlapped(path: Sequence[Term], stream: Term, overlap: float) -> list[Term]:
-    """Path and stream side by side, as terms that add up to what both take together."""
+    """Overlap path and stream; the terms add up to what both take together."""
     path_us = sum(term.us for term in path)
     longest = max(path_us, stream.us)
     if longest <= 0.0:
@@ -331,7 +328,7 @@ def _overlapped(path: Sequence[Term], stream: Term, overlap: float) -> list[Term
 
 
 def _stream(*, remote: float, near: float, machine: Machine, share: float) -> Term:
-    """Bytes through the link or through this GPU's memory, whichever takes longer."""
+    """Send bytes through the link or this GPU's memory, whichever takes longer."""
     link_us = remote / (machine.link_gb_s * share * 1e3)
     memory_us = near / (machine.memory_gb_s * 1e3)
     if memory_us > link_us:
@@ -340,12 +337,12 @@ def _stream(*, remote: float, near: float, machine: Machine, share: float) -> Te
 
 
 def _share(at_8_ranks: float, loss: float, ep_size: int) -> float:
-    """Of the link: less with every doubling of the ranks, more below 8, never all of it."""
+    """Return the share of the link: less with every doubling of the ranks, more below 8."""
     return min(max(at_8_ranks * (1.0 - loss * math.log2(ep_size / 8)), 0.01), 1.0)
 
 
 def _dispatch_grid(work: Work, machine: Machine, protocol: Protocol) -> tuple[int, int]:
-    """Passes over a token's rows, CTAs that mark empty slots."""
+    """Return passes over a token's rows, and CTAs that mark empty slots."""
     element, scale = FORMATS[work.recipe]
     if not protocol.our_grids:
         passes = _ceil_div(work.hidden_size * element, REFERENCE_THREADS * VECTOR_BYTES)
@@ -362,7 +359,7 @@ def _dispatch_grid(work: Work, machine: Machine, protocol: Protocol) -> tuple[in
 
 
 def _combine_grid(work: Work, machine: Machine, protocol: Protocol) -> tuple[int, float]:
-    """Passes a CTA makes over its part of a row, CTAs that wait and acquire."""
+    """Return passes of a CTA over its part of a row, and CTAs that wait and acquire."""
     if not protocol.our_grids:
         row = work.hidden_size * FORMATS[work.combine][0]
         return _ceil_div(row, REFERENCE_THREADS * VECTOR_BYTES), work.tokens
@@ -385,13 +382,13 @@ def _resident(machine: Machine, threads: int) -> int:
 
 
 def _empty_bytes(work: Work) -> int:
-    """Of expert ids in slots nobody fills, in buffers as large as the batch."""
+    """Bytes of expert ids in slots that nobody fills, in buffers as large as the batch."""
     empty = work.ep_size * work.tokens - work.tokens * work.fan_out
     return int(empty * work.top_k * 4)
 
 
 def _marking_us(work: Work, protocol: Protocol, finishers: int) -> float:
-    """The published kernels have a launch for it, which is counted there."""
+    """Time to mark empty slots; the published kernels' launch for it is counted there."""
     if not protocol.our_grids:
         return 0.0
     return _empty_bytes(work) / (finishers * MARKING_GB_S * 1e3)
@@ -402,5 +399,5 @@ def _ceil_div(count: float, size: float) -> int:
 
 
 def largest_first(found: Sequence[Term]) -> list[Term]:
-    """Terms that take time, by how much."""
+    """Sort the terms that take time."""
     return sorted((term for term in found if term.us > 0.0), key=lambda term: -term.us)

@@ -270,7 +270,8 @@ def _benchmark(pdl: bool) -> None:
         emulate_ranks=True,
         pdl=pdl,
     )
-    with contextlib.closing(one_gpu.stand_in_backend(options)) as backend:
+    made = emulated.CudaBackend(4, 1, options.config(0, 1), pdl=pdl, device="cpu", as_product=True)
+    with contextlib.closing(made) as backend:
         (row,) = one_gpu.measure(options, 3, cuda_clock.Clock("cpu", 2, 0), backend)
         last = fake_cuda.control().last_launch()
     shape = row["shapes"]["combine"]

@@ -225,15 +225,20 @@ class MoeAlltoAll:
         assert workspace_size_per_rank is not None
         assert mnnvl_config is not None
         self._barrier: threading.Barrier = mnnvl_config.comm_backend.group
-        rank, ep_size = mapping.moe_ep_rank, mapping.moe_ep_size
-        if rank == 0:
-            shape = (ep_size, workspace_size_per_rank)
+        self._rank, self._ep_size = mapping.moe_ep_rank, mapping.moe_ep_size
+        if self._rank == 0:
+            shape = (self._ep_size, workspace_size_per_rank)
             self._made[id(self._barrier)] = torch.zeros(shape, dtype=torch.uint8)
         self._barrier.wait()
         self._workspace = self._made[id(self._barrier)]
-        self._metainfo = moe_a2a_initialize(self._workspace, rank, ep_size, max_num_tokens)
-        self._rank, self._ep_size, self._offset = rank, ep_size, 0
-        self._top_k, self._num_experts, self._phase = top_k, num_experts, "idle"
+        group = (self._rank, self._ep_size, max_num_tokens)
+        self._of_rank: dict[str, Any] = {
+            "workspace": self._workspace,
+            "metainfo": moe_a2a_initialize(self._workspace, *group),
+            "ep_rank": self._rank,
+        }
+        self._of_round: dict[str, Any] = {"ep_size": self._ep_size, "top_k": top_k}
+        self._num_experts, self._offset, self._phase = num_experts, 0, "idle"
         self._barrier.wait()
 
     def dispatch(
@@ -245,28 +250,20 @@ class MoeAlltoAll:
         expert_id_payload_index: int | None = None,
     ) -> list[torch.Tensor]:
         assert self._phase == "idle"
+        assert invalid_token_expert_id is not None
+        assert expert_id_payload_index is not None
         self._tokens = len(token_selected_experts)
         received, self._offset, _stats = moe_a2a_dispatch(
             token_selected_experts,
             input_payloads,
-            self._workspace,
-            self._metainfo,
-            runtime_max_tokens_per_rank,
-            self._rank,
-            self._ep_size,
-            self._top_k,
-            self._num_experts,
+            runtime_max_tokens_per_rank=self._tokens,
+            num_experts=self._num_experts,
+            **self._of_rank,
+            **self._of_round,
         )
         self._barrier.wait()
-        assert invalid_token_expert_id is not None
-        assert expert_id_payload_index is not None
-        moe_a2a_sanitize_expert_ids(
-            received[expert_id_payload_index],
-            self._workspace,
-            self._metainfo,
-            self._rank,
-            invalid_token_expert_id,
-        )
+        ids = received[expert_id_payload_index]
+        moe_a2a_sanitize_expert_ids(ids, invalid_expert_id=invalid_token_expert_id, **self._of_rank)
         self._phase = "dispatched"
         return received
 
@@ -294,15 +291,12 @@ class MoeAlltoAll:
         combined = moe_a2a_combine(
             payload,
             self._tokens,
-            self._workspace,
-            self._metainfo,
-            runtime_max_tokens_per_rank,
-            self._rank,
-            self._ep_size,
-            self._top_k,
-            self._offset,
-            payload_in_workspace,
+            runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
+            combine_payload_offset=self._offset,
+            payload_in_workspace=payload_in_workspace,
             output=output,
+            **self._of_rank,
+            **self._of_round,
         )
         self._barrier.wait()
         self._phase = "idle"

@@ -76,21 +76,11 @@ def _context(options: Options, rank: int) -> Context:
     return Context(options, rank, mine, dist.group.WORLD, torch.device("cpu"))
 
 
-def _spoil_dispatch(side: Any, spoil: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """Changes what has arrived."""
-    if hasattr(side, "_received"):
-        rows: torch.Tensor = side._received.hidden_states
-        spoil(rows)
-        return rows
-    rows = side._gathered if hasattr(side, "_gathered") else side._arrived
-    spoil(rows)
-    return rows
-
-
-def _spoil_combine(side: Any, spoil: Callable[[torch.Tensor], None]) -> None:
-    """Changes what has come back."""
-    names = ("_output", "_reduced", "_sum", "_returned")
-    spoil(next(getattr(side, name) for name in names if hasattr(side, name)))
+def _rows_of(side: Any, verb: str) -> Any:
+    """What the verb has moved here."""
+    if verb == "combine":
+        return side.combined
+    return side.received.hidden_states if hasattr(side, "received") else side.arrived
 
 
 def _one_bit(rows: torch.Tensor) -> None:
@@ -110,11 +100,10 @@ FAULTS = {"one bit": _one_bit, "two rows swapped": _swap, "a row dropped": _drop
 
 def _with_fault(side: Any, verb: str, spoil: Callable[[torch.Tensor], None]) -> None:
     right = getattr(side, verb)
-    wrong = _spoil_dispatch if verb == "dispatch" else _spoil_combine
 
     def faulty() -> None:
         right()
-        wrong(side, spoil)
+        spoil(_rows_of(side, verb))
 
     setattr(side, verb, faulty)
 
@@ -304,10 +293,10 @@ def test_who_started_this_rank() -> None:
 def test_backends_that_cannot_run_are_named_or_refused() -> None:
     asked = dataclasses.replace(SMALL, backends=("moe_nvlink", "nccl_gather"))
     left_out: list[str] = []
-    assert processes.runnable(asked, explicit=False, left_out=left_out) == ("moe_nvlink",)
+    assert processes.runnable(asked, explicit=False, not_measured=left_out) == ("moe_nvlink",)
     assert left_out[0].startswith("nccl_gather: ")
     with pytest.raises(OptionError, match="nccl_gather cannot run here"):
-        processes.runnable(asked, explicit=True, left_out=[])
+        processes.runnable(asked, explicit=True, not_measured=[])
 
 
 def test_more_than_the_memory_is_refused() -> None:
@@ -316,19 +305,20 @@ def test_more_than_the_memory_is_refused() -> None:
         processes.run(large)
 
 
-class _Recorder(timing.CpuClock):
+class _Recorder(timing.RankClock):
     """A clock whose samples say what ran."""
 
     def __init__(self) -> None:
-        super().__init__(None, None)
+        super().__init__(SMALL, None, "cpu")
         self.ran: list[float] = []
 
-    def align(self) -> None:
+    def time_together(self, body: Callable[[], None]) -> tuple[Any, Any]:
         self.ran.clear()
-
-    def time(self, body: Callable[[], None]) -> None:
         body()
-        self._samples.append(sum(self.ran))
+        return 0.0, sum(self.ran)
+
+    def microseconds(self, start: float, end: float) -> float:
+        return end - start
 
 
 def test_samples_belong_to_what_ran() -> None:
@@ -349,4 +339,4 @@ def test_samples_belong_to_what_ran() -> None:
     found = timing.take_turns(sides, options, clock, lambda: None)
     for value, name in enumerate(sides, start=1):
         for phase, factor in (("dispatch", 1), ("combine", 10), ("both", 11)):
-            assert found[name][phase].tolist() == [[value * factor]] * 5, (name, phase)
+            assert found[name][phase] == [value * factor] * 5, (name, phase)

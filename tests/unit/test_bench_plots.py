@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.moe_comm import plots, rows
+from benchmarks.moe_comm import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,11 +97,6 @@ def labels(figure: Figure) -> list[str]:
     return [entry.get_text() for legend in figure.legends for entry in legend.get_texts()]
 
 
-def texts(figure: Figure) -> str:
-    """Its title, which says where the numbers are from."""
-    return figure.get_suptitle()
-
-
 def points(axes: Axes, label: str) -> list[tuple[float, float]]:
     """Of a line, or of the middle of its error bars."""
     for container in axes.containers:
@@ -137,7 +131,10 @@ def test_latency_shows_medians_quartiles_and_tails(figures: dict[str, Figure]) -
         assert len(tails) == 3
         assert list(tails[0].get_ydata()) == [2 * factor * (50 + n) for n in BATCHES]
     assert len(labels(figure)) == 3
-    assert "256 experts, uniform router, bf16 / bf16" in texts(figure)
+    title, ranks, origin = figure.get_suptitle().splitlines()
+    assert title.endswith("256 experts, uniform router, bf16 / bf16")
+    assert ranks == "CPU ranks: processes on 3 cores"
+    assert origin == "A CPU  |  2026-01-02  |  commit abc1234"
 
 
 def test_bandwidth_stands_beside_the_ceiling(figures: dict[str, Figure]) -> None:
@@ -148,12 +145,6 @@ def test_bandwidth_stands_beside_the_ceiling(figures: dict[str, Figure]) -> None
         ceiling = points(axes, "ceiling: a copy of the same bytes")
         assert ceiling == [(n, 7.5) for n in BATCHES]
         assert len(points(axes, "moe_nvlink")) == len(BATCHES)
-    made = result()
-    for one in made["rows"]:
-        for name in rows.PHASES:
-            del one[name]["ceiling_gb_s"]
-    figure = plots.figures_of(made)["bandwidth"]
-    assert not [label for label in labels(figure) if "ceiling" in label]
 
 
 @pytest.mark.parametrize(
@@ -171,20 +162,6 @@ def test_titles_say_what_kind_of_ranks(options: dict[str, Any], said: str) -> No
     assert plots.ranks_of(made) == said
 
 
-def test_the_title_says_where_the_numbers_are_from(figures: dict[str, Figure]) -> None:
-    for figure in figures.values():
-        _title, ranks, origin = figure.get_suptitle().splitlines()
-        assert ranks == "CPU ranks: processes on 3 cores"
-        assert origin == "A CPU  |  2026-01-02  |  commit abc1234"
-
-
-def test_lines_differ_by_more_than_colour(figures: dict[str, Figure]) -> None:
-    (axes, *_) = panels(figures["bandwidth"])
-    drawn = [line for line in axes.lines if line.get_label() in SLOWER]
-    assert len({line.get_color() for line in drawn}) == len(SLOWER)
-    assert len({line.get_marker() for line in drawn}) == len(SLOWER)
-
-
 # ---- The model.
 
 
@@ -195,7 +172,7 @@ def test_the_model_s_figures_say_predicted(model_figures: dict[str, Figure]) -> 
         assert "predicted" in figure.get_suptitle().lower(), name
         for label in labels(figure):
             assert re.search("predicted|published|link, one way", label), label
-        assert "nothing measured" in texts(figure)
+        assert "nothing measured" in figure.get_suptitle()
 
 
 def test_the_model_stands_beside_the_tables(
@@ -272,10 +249,3 @@ def test_a_png_names_its_result_file(tmp_path: Path) -> None:
 def test_what_cannot_be_plotted_is_refused(made: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         plots.figures_of(made)
-
-
-def test_a_result_is_left_as_it_is() -> None:
-    made = result()
-    before = copy.deepcopy(made)
-    plots.figures_of(made)
-    assert made == before

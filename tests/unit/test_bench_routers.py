@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.moe_comm import accounting, options, routers, rows
-from benchmarks.moe_comm.options import OptionError, Options
+from benchmarks.moe_comm.options import Options
 from moe_nvlink_plugin import reference
 
 
@@ -88,7 +88,7 @@ def test_all_backends_need_not_run() -> None:
         ("--ep_size 129", "ep_size=129 must be an integer from 1 to 128"),
         ("--top_k 9 --num_experts 8", "top_k=9"),
         ("-b 8 -e 4", "batches from 8 to 4"),
-        ("-b 1 -e 4 -i 2 -f 2", "contradict each other"),
+        ("-b 1 -e 4 -i 2 -f 2", "not allowed with argument -i"),
         ("-b 1 -e 4 -f 1", "must be above 1"),
         ("--batches 4 -b 1", "contradict each other"),
         ("--batches 0", "batches=0 must be at least 1"),
@@ -103,7 +103,7 @@ def test_all_backends_need_not_run() -> None:
         ("--emulate_ranks 8", "emulate_ranks is a GPU's"),
         ("--device cuda --emulate_ranks 8 --ep_size 4", "contradict each other"),
         ("--backend moe_nvlink moe_nvlink", "each once"),
-        ("--batches 4 1 4", "each batch once"),
+        ("--batches 4 1 4", "each once"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -206,17 +206,12 @@ def test_traffic_counts_what_the_reference_sends() -> None:
     assert found.mean_put_bytes("combine") == sum(found.put_rows) / 3 * 16
 
 
-@pytest.mark.parametrize(("combine", "row_bytes"), [("fp8_block", 264), ("nvfp4", 148)])
+@pytest.mark.parametrize(
+    ("combine", "row_bytes"), [("fp8_block", 256 + 2 * 4), ("nvfp4", 128 + 16 + 4)]
+)
 def test_combine_formats_have_their_bytes(combine: str, row_bytes: int) -> None:
     chosen = small("uniform", hidden_size=256, combine=combine)
-    assert (
-        accounting.traffic(chosen, 1).combine_row_bytes
-        == {
-            "fp8_block": 256 + 2 * 4,
-            "nvfp4": 128 + 16 + 4,
-        }[combine]
-    )
-    assert row_bytes <= 264
+    assert accounting.traffic(chosen, 1).combine_row_bytes == row_bytes
 
 
 # Rows.
@@ -258,8 +253,3 @@ def test_ratios_and_what_is_written() -> None:
     assert not [name for row in written["rows"] for name in row if name.startswith("_")]
     assert {"commit", "command", "cpu", "date"} <= set(written["machine"])
     assert written["options"]["router"] == "uniform"
-
-
-def test_options_refuse_by_themselves_too() -> None:
-    with pytest.raises(OptionError, match="backend='nccl' is unknown"):
-        Options(backends=("nccl",))
