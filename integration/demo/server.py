@@ -15,6 +15,7 @@ import atexit
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -25,7 +26,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Protocol
@@ -55,6 +56,9 @@ CPU_ARGUMENTS: Sequence[str] = (
     "--no-enable-prefix-caching",
 )
 SERVED_NAME = "tiny"
+#: Ports below belong to well-known services.
+FIRST_PORT = 10_000
+OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: What Python runs to start a server.
 API_SERVER: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server")
 #: How a traceback ends: a class name and its message, behind vLLM's prefix or not.
@@ -370,10 +374,17 @@ atexit.register(stop_all)
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A free port below those that Linux gives to outgoing connections.
+
+    SGLang binds its port after its workers have connected to each other, and one of their
+    connections may have got a port of the range meanwhile.
+    """
+    first_outgoing = int(OUTGOING_PORTS.read_text("utf-8").split()[0])
+    for port in random.sample(range(FIRST_PORT, max(first_outgoing, FIRST_PORT + 1000)), k=100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"none of 100 ports from {FIRST_PORT} to {first_outgoing} is free")
 
 
 @contextmanager

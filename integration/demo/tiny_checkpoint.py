@@ -126,6 +126,17 @@ def _deepseek_v3_config(model: TinyModel) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "n_group": 4,
         "topk_group": 2,
+        # SGLang's CPU engine knows no other angles for latent attention.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": model.max_position_embeddings // 4,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "routed_scaling_factor": 1.5,

@@ -22,9 +22,6 @@ TORCHVISION_OPERATORS = tuple(
     f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
 )
 
-#: The only attention that needs no kernel library.
-ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
-
 
 class _Made(Loader):
     """Loads what a function makes of a name."""
@@ -70,7 +67,7 @@ class StandIns(MetaPathFinder):
             return ModuleSpec(fullname, _Made(_triton), is_package=True)
         if fullname == "torchvision":
             _define_torchvision_operators()
-        if fullname == ATTENTION:
+        if fullname in COMPLETED:
             return _completed(PathFinder.find_spec(fullname, path))
         return None
 
@@ -87,18 +84,36 @@ def _define_torchvision_operators() -> object:
     return library  # the operators go when the library does
 
 
-class _WithFillValue(SourceFileLoader):
-    """Loads ATTENTION and adds the method with which attention DP pads batches."""
+def _pad_batches(attention: ModuleType) -> None:
+    """Attention DP asks for this method; the value is that of SGLang's other CPU attention."""
+    attention.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
+
+
+def _stay_latent(handlers: ModuleType) -> None:
+    """This attention reads keys from the cache alone, where latent attention keeps latent ones."""
+    handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+
+
+#: Modules of SGLang, and what each lacks to run with its only attention that needs no kernel
+#: library, torch_native.
+COMPLETED: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.layers.attention.torch_native_backend": _pad_batches,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _stay_latent,
+}
+
+
+class _Completing(SourceFileLoader):
+    """Loads one of COMPLETED and adds what it lacks."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then add the method, with the value of SGLang's other CPU attention."""
+        """Run the module, then complete it."""
         super().exec_module(module)
-        module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
+        COMPLETED[self.name](module)
 
 
 def _completed(spec: ModuleSpec | None) -> ModuleSpec | None:
     if spec is not None and spec.origin is not None:
-        spec.loader = _WithFillValue(spec.name, spec.origin)
+        spec.loader = _Completing(spec.name, spec.origin)
     return spec
 
 
