@@ -7,10 +7,10 @@ Python's own "forkserver", which vLLM offers on its other platforms, itself fork
 has threads. What the processes do then is the same; `make demo`, whose test runs it as it is,
 starts its processes in vLLM's own way.
 
-    python tests/integration/fast_server.py <number of a socket> servers
+    python tests/integration/fast_server.py <number of a socket> [modules]
 
-A template of "libraries" has imported the libraries of vLLM, and no module of vLLM or of ours. Its
-forks run programs that import vLLM and our plugin anew.
+If modules are named, the template imports these and nothing of vLLM or of ours. Its forks run
+programs that import vLLM and our plugin anew.
 """
 
 from __future__ import annotations
@@ -44,18 +44,6 @@ SERVERS = (
     "vllm.model_executor.models.glm4_moe_mtp",
     "vllm.model_executor.models.qwen3_moe",
 )
-#: Four fifths of the time that an import of vLLM's server takes.
-LIBRARIES = (
-    "torch._inductor.lowering",
-    "openai.types.responses",
-    "transformers.modeling_gguf_pytorch_utils",
-    "transformers.models.auto.image_processing_auto",
-    "scipy.signal",
-    "xgrammar",
-    "fastapi",
-    "aiohttp",
-    "uvicorn",
-)
 #: Bytes of a request, more than any has: the environment is in it.
 REQUEST_BYTES = 1 << 18
 
@@ -79,9 +67,9 @@ def preload_servers() -> None:
     assert not vllm.plugins.plugins_loaded
 
 
-def preload_libraries() -> None:
-    """Imports what programs with vLLM need; a library that a release of vLLM lacks is left out."""
-    for name in LIBRARIES:
+def preload_libraries(names: Sequence[str]) -> None:
+    """Imports these; one that this release of vLLM does not bring is left out."""
+    for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
@@ -198,11 +186,11 @@ def _report_the_dead(running: dict[int, int]) -> None:
 
 if __name__ == "__main__":
     control = socket.socket(fileno=int(sys.argv[1]))
-    if sys.argv[2] == "servers":
+    if libraries := sys.argv[2:]:
+        preload_libraries(libraries)
+        request = fork_on_request(control)
+    else:
         preload_servers()
         request = fork_on_request(control)
         spawn_by_forking()
-    else:
-        preload_libraries()
-        request = fork_on_request(control)
     run(request.arguments)

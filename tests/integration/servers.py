@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
@@ -80,16 +80,16 @@ class Template:
         self._process = process
 
     @classmethod
-    def started(cls, environment: Mapping[str, str], preloaded: str = "servers") -> Template:
+    def started(cls, environment: Mapping[str, str], libraries: Sequence[str] = ()) -> Template:
         """Starts one with these variables over this process's.
 
         Args:
-            preloaded: "servers" or "libraries", see fast_server.py.
+            libraries: Modules that it imports in the place of vLLM.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, _FAST_SERVER, str(theirs.fileno()), preloaded],
+                [sys.executable, _FAST_SERVER, str(theirs.fileno()), *libraries],
                 env={**os.environ, **CPU_ENVIRONMENT, **environment},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,

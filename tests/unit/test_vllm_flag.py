@@ -20,6 +20,7 @@ from moe_nvlink_plugin.integration import vllm as adapter
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY, is_selected
 from moe_nvlink_plugin.integration.vllm.plugin import flag, platform
 from tests.integration.servers import Template
+from tests.support.ranks import LIBRARIES_OF_VLLM
 
 ASKED = {KEY: BACKEND}
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("environment")
 @pytest.fixture(scope="module")
 def libraries() -> Iterator[Template]:
     """Runs programs that import vLLM and our plugin anew, without importing their libraries."""
-    template = Template.started({}, preloaded="libraries")
+    template = Template.started({}, LIBRARIES_OF_VLLM)
     yield template
     template.close()
 
