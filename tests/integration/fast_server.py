@@ -7,10 +7,10 @@ Python's own "forkserver", which vLLM offers on its other platforms, itself fork
 has threads. What the processes do then is the same; `make demo`, whose test runs it as it is,
 starts its processes in vLLM's own way.
 
-    python tests/integration/fast_server.py servers <number of a socket>
+    python tests/integration/fast_server.py [modules] <number of a socket>
 
-A template of "libraries" has imported the libraries of vLLM, and no module of vLLM or of ours. Its
-forks run programs that import vLLM and our plugin anew.
+If modules are named, the template imports these and nothing of vLLM or of ours. Its forks run
+programs that import vLLM and our plugin anew.
 """
 
 from __future__ import annotations
@@ -44,18 +44,6 @@ SERVERS = (
     "vllm.model_executor.models.glm4_moe_mtp",
     "vllm.model_executor.models.qwen3_moe",
 )
-#: Four fifths of the time that an import of vLLM's server takes.
-LIBRARIES = (
-    "torch._inductor.lowering",
-    "openai.types.responses",
-    "transformers.modeling_gguf_pytorch_utils",
-    "transformers.models.auto.image_processing_auto",
-    "scipy.signal",
-    "xgrammar",
-    "fastapi",
-    "aiohttp",
-    "uvicorn",
-)
 #: Bytes of a request, more than any has: the environment is in it.
 REQUEST_BYTES = 1 << 18
 
@@ -79,9 +67,9 @@ def preload_servers() -> None:
     assert not vllm.plugins.plugins_loaded
 
 
-def preload_libraries() -> None:
-    """Imports what programs with vLLM need; a library that a release of vLLM lacks is left out."""
-    for name in LIBRARIES:
+def preload_libraries(names: Sequence[str]) -> None:
+    """Imports these; one that this release of vLLM does not bring is left out."""
+    for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
@@ -203,15 +191,15 @@ def serve(control: socket.socket) -> None:
     run(request.arguments)
 
 
-def main(preloaded: str, control: socket.socket) -> None:
-    """The life of a template of vLLM's servers, or of the libraries alone."""
-    if preloaded == "servers":
+def main(libraries: Sequence[str], control: socket.socket) -> None:
+    """The life of a template of vLLM's servers, or of the libraries that are named."""
+    if libraries:
+        preload_libraries(libraries)
+        run(fork_on_request(control).arguments)
+    else:
         preload_servers()
         serve(control)
-    else:
-        preload_libraries()
-        run(fork_on_request(control).arguments)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    main(sys.argv[1:-1], socket.socket(fileno=int(sys.argv[-1])))

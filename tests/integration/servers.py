@@ -30,11 +30,12 @@ from moe_nvlink_plugin.integration.demo.server import (
     VllmServer,
 )
 from tests.integration import stop_on_order
+from tests.support.ranks import LIBRARIES_OF_VLLM
 
 _FAST_SERVER = str(Path(__file__).parent / "fast_server.py")
 #: Programs of templates; what each imports stands in fast_server.py.
-OF_VLLM_SERVERS = (sys.executable, _FAST_SERVER, "servers")
-OF_VLLM_LIBRARIES = (sys.executable, _FAST_SERVER, "libraries")
+OF_VLLM_SERVERS = (sys.executable, _FAST_SERVER)
+OF_VLLM_LIBRARIES = (*OF_VLLM_SERVERS, *LIBRARIES_OF_VLLM)
 #: Long enough for a slow machine between two MoE layers. Ranks that compile need more than others.
 TIMEOUT_S = 20
 

@@ -44,6 +44,18 @@ PRELOADED = [
     "tests.support.cases",
     "tests.support.compare",
 ]
+#: vLLM's libraries: most of the time that its import takes. For ranks of a process that has vLLM.
+LIBRARIES_OF_VLLM = [
+    "torch._inductor.lowering",
+    "openai.types.responses",
+    "transformers.modeling_gguf_pytorch_utils",
+    "transformers.models.auto.image_processing_auto",
+    "scipy.signal",
+    "xgrammar",
+    "fastapi",
+    "aiohttp",
+    "uvicorn",
+]
 #: Longer than ranks on a GPU wait for a peer (tests/support/real_path.py).
 GRACE_S = 15.0
 #: What they are forked from starts with this, not with what the first test to need ranks has set:
@@ -108,7 +120,8 @@ def run_processes(
     """
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(PRELOADED)
+        more = LIBRARIES_OF_VLLM if "vllm" in sys.modules else []
+        context.set_forkserver_preload([*PRELOADED, *more])
         with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
             forkserver.ensure_running()
     options = _Options(dict(os.environ), str(folder), len(killed), meets, ends_with_parent)
