@@ -1,6 +1,7 @@
 """Measure decode throughput of the demonstration's server over two ranks: ours against gloo.
 
     python benchmarks/bench_serve.py --output_file benchmarks/results/DATE-cpu-serve.json
+    python benchmarks/bench_serve.py --hidden_size 1024 --num_experts 16
 
 Both servers have the same vLLM, flags, model and experts, and enter by the same seams of ours; only
 the exchange differs. Nothing is reported unless every token equals the one-rank server's.
@@ -36,10 +37,10 @@ from benchmarks.serving.servers import (
 )
 from moe_nvlink_plugin.integration.demo.demo import EP_SIZE
 from moe_nvlink_plugin.integration.demo.server import ServerError
-from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, TinyModel, write_checkpoint
 
-#: The demonstration's default.
-MODEL = MODELS["qwen3_moe"]
+#: The demonstration's default. Other sizes are multiples of its hidden size.
+TINY = MODELS["qwen3_moe"]
 #: Of a prompt. Short: the first token's step reads it, and decoding is what is measured.
 PROMPT_TOKENS = 4
 #: VllmServer's --max-model-len.
@@ -59,6 +60,26 @@ class Options:
     tokens: int
     rounds: int
     seed: int
+    hidden_size: int = TINY.hidden_size
+    layers: int = TINY.num_layers
+    top_k: int = TINY.top_k
+    num_experts: int = TINY.num_experts
+
+    @property
+    def model(self) -> TinyModel:
+        """The demonstration's model in these sizes; heads and experts grow with hidden_size."""
+        times = self.hidden_size // TINY.hidden_size
+        return dataclasses.replace(
+            TINY,
+            hidden_size=self.hidden_size,
+            num_layers=self.layers,
+            top_k=self.top_k,
+            num_experts=self.num_experts,
+            num_heads=TINY.num_heads * times,
+            num_kv_heads=TINY.num_kv_heads * times,
+            intermediate_size=TINY.intermediate_size * times,
+            moe_intermediate_size=TINY.moe_intermediate_size * times,
+        )
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be measured."""
@@ -68,6 +89,17 @@ class Options:
                 raise ValueError(f"--{name} {getattr(self, name)} is not between 1 and {limit}")
         if not all(1 <= count <= 256 for count in self.concurrency):
             raise ValueError(f"--concurrency {self.concurrency} is not between 1 and 256")
+        if self.hidden_size < 1 or self.hidden_size % TINY.hidden_size:
+            raise ValueError(
+                f"--hidden_size {self.hidden_size} is no multiple of {TINY.hidden_size}; choose one"
+            )
+        if self.layers < 1:
+            raise ValueError(f"--layers {self.layers} is less than 1; choose 1 or more")
+        if self.num_experts % EP_SIZE or not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"--num_experts {self.num_experts} with --top_k {self.top_k}: choose a multiple of "
+                f"{EP_SIZE} ranks for the experts, and a top_k between 1 and their number"
+            )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,6 +109,10 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=96, help="of each answer")
     add("--rounds", type=int, default=9, help="waves per server and concurrency")
     add("--seed", type=int, default=0)
+    add("--hidden_size", type=int, default=TINY.hidden_size)
+    add("--layers", type=int, default=TINY.num_layers)
+    add("--top_k", type=int, default=TINY.top_k)
+    add("--num_experts", type=int, default=TINY.num_experts)
     add("--output_file", type=Path, help="JSON file for the result")
     return made
 
@@ -86,10 +122,10 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
 
     Raises WrongTokensError, NotExchangedError or ServerError instead of a result.
     """
-    checkpoint = write_checkpoint(folder / "model", MODEL)
+    checkpoint = write_checkpoint(folder / "model", options.model)
     draw = random.Random(options.seed)
     prompts = [
-        draw.choices(range(MODEL.vocab_size), k=PROMPT_TOKENS)
+        draw.choices(range(TINY.vocab_size), k=PROMPT_TOKENS)
         for _ in range(max(options.concurrency))
     ]
     say("one rank, for the tokens to expect")
@@ -107,9 +143,7 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
         "kind": "serve",
         "machine": common.describe_run(),
         "shows": SHOWS,
-        "options": dataclasses.asdict(options)
-        | {"layers": MODEL.num_layers, "hidden_size": MODEL.hidden_size}
-        | {"top_k": MODEL.top_k, "num_experts": MODEL.num_experts},
+        "options": dataclasses.asdict(options),
         "ep_size": EP_SIZE,
         "measured_s": seconds,
         "rows": measure.rows_of(waves),
@@ -132,7 +166,7 @@ def _check_exchanged(
     server: ExpertParallelServer, waves: pd.DataFrame, options: Options
 ) -> list[dict[str, Any]]:
     """Return the ranks' counters; each generated token but the last has passed every MoE layer."""
-    per_request = (PROMPT_TOKENS + options.tokens - 1) * MODEL.num_layers
+    per_request = (PROMPT_TOKENS + options.tokens - 1) * options.layers
     requests = int(waves.concurrency[waves.backend == server.name].sum())
     return server.check_exchanged(requests * per_request)
 

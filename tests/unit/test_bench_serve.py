@@ -316,6 +316,10 @@ def test_nothing_is_written_after_a_wrong_token(
     [
         (["--tokens", "509"], "not between 1 and 508"),
         (["--concurrency", "0"], "not between 1 and 256"),
+        (["--hidden_size", "200"], "no multiple of 128"),
+        (["--layers", "0"], "less than 1"),
+        (["--num_experts", "15"], "a multiple of 2 ranks"),
+        (["--top_k", "17"], "a top_k between 1 and their number"),
     ],
 )
 def test_bad_options_are_refused(
@@ -324,3 +328,12 @@ def test_bad_options_are_refused(
     with pytest.raises(SystemExit):
         bench_serve.main(given)
     assert message in capsys.readouterr().err
+
+
+def test_a_larger_model_keeps_its_proportions() -> None:
+    options = bench_serve.Options((1,), 4, 1, 0, hidden_size=512, layers=5, top_k=8, num_experts=32)
+    made = options.model
+    assert (made.num_layers, made.top_k, made.num_experts) == (5, 8, 32)
+    assert made.num_heads * made.head_dim == made.hidden_size == 512
+    grown = made.moe_intermediate_size / bench_serve.TINY.moe_intermediate_size
+    assert grown == 512 / bench_serve.TINY.hidden_size

@@ -24,7 +24,7 @@ from tests.gpu.day.steps import AGAIN_S, STAGES, START_S, STEPS, Stage, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.timeout(540)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
@@ -40,7 +40,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=520,
+        timeout=1150,
     )
     return done.returncode, done.stdout
 
