@@ -23,6 +23,7 @@ ENV_READY := $(VENV)/.ready
 ENV_COMPILED := $(VENV)/.compiled
 SGLANG_VENV ?= .venv-sglang
 SGLANG_PY := $(SGLANG_VENV)/bin/python
+export MOE_NVLINK_SGLANG_PYTHON ?= $(abspath $(SGLANG_PY))
 SGLANG_READY := $(SGLANG_VENV)/.ready
 SGLANG_FILES := integration/demo/sglang_env
 SGLANG_NOT_COMPILED := /multimodal_gen/|/tests?/|/hardware_backend/(npu|xpu|mlx|musa)/|/pip/|/setuptools/

@@ -179,6 +179,6 @@ def _step_back() -> None:
     """
     with contextlib.suppress(OSError):
         os.setsid()
-    os.nice(10)
+    os.nice(5)
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("10")

@@ -15,9 +15,12 @@ DEVICES = ("cpu", "cuda")
 
 
 def refuse(problems: Iterable[str], version: str, wording: Wording) -> None:
-    """Raises UnsupportedError that lists all problems; returns if there is none. Local.
+    """Raise UnsupportedError that lists all problems; return if there is none. Local.
 
-    problems: one sentence each, with the flag to change. version: of the framework.
+    Args:
+        problems: one sentence each, with the flag to change.
+        version: version of the framework.
+        wording: words of the framework's messages.
     """
     listed = "".join(f"\n  - {problem}" for problem in problems)
     if listed:
@@ -30,7 +33,7 @@ def refuse(problems: Iterable[str], version: str, wording: Wording) -> None:
 
 
 def device(device_type: str) -> Iterator[str]:
-    """Whether a transport serves ranks on such a device. Local."""
+    """Yield a problem if no transport serves ranks on such a device. Local."""
     if device_type not in DEVICES:
         yield (
             f"device {device_type}: the exchange has transports for {' and '.join(DEVICES)} ranks. "
@@ -39,9 +42,12 @@ def device(device_type: str) -> Iterator[str]:
 
 
 def exchange(model: str, options: Options, **sizes: Any) -> Iterator[str]:
-    """What the exchange itself refuses, before any worker has started. Local.
+    """Yield what the exchange itself refuses, before any worker has started. Local.
 
-    model: its name. sizes: fields of AllToAllConfig, except those that `options` decides.
+    Args:
+        model: name of the model.
+        options: what the user chose.
+        sizes: fields of AllToAllConfig, except those that `options` decides.
     """
     named = options.dispatch not in (AUTO, UNQUANTISED)
     try:
@@ -55,8 +61,10 @@ def exchange(model: str, options: Options, **sizes: Any) -> Iterator[str]:
 
 
 def several_cpu_hosts(device_type: str, nnodes: int) -> Iterator[str]:
-    """CPU ranks share the memory of one host. GPUs of several hosts may be in one NVLink domain:
-    the transport looks, and refuses others. Local.
+    """Yield a problem if CPU ranks are on several hosts, because they share one host's memory.
+
+    Local. GPUs of several hosts may be in one NVLink domain: the transport checks, and refuses
+    others.
     """
     if device_type == "cpu" and nnodes > 1:
         yield (

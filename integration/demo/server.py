@@ -58,6 +58,8 @@ CPU_ARGUMENTS: Sequence[str] = (
 SERVED_NAME = "tiny"
 #: Ports below belong to well-known services.
 FIRST_PORT = 10_000
+#: SGLang takes further ports, up to 233 above its own.
+FURTHER_PORTS = 300
 OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: What Python runs to start a server.
 API_SERVER: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server")
@@ -380,11 +382,12 @@ def _free_port() -> int:
     connections may have got a port of the range meanwhile.
     """
     first_outgoing = int(OUTGOING_PORTS.read_text("utf-8").split()[0])
-    for port in random.sample(range(FIRST_PORT, max(first_outgoing, FIRST_PORT + 1000)), k=100):
+    last = max(first_outgoing - FURTHER_PORTS, FIRST_PORT + 1000)
+    for port in random.sample(range(FIRST_PORT, last), k=100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise ServerError(f"none of 100 ports from {FIRST_PORT} to {first_outgoing} is free")
+    raise ServerError(f"none of 100 ports from {FIRST_PORT} to {last} is free")
 
 
 @contextmanager

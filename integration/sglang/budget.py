@@ -38,8 +38,9 @@ class Budget(NamedTuple):
     @property
     def tokens_per_rank(self) -> int:
         """The most tokens that one rank dispatches in one round."""
-        step = max(self.requests, self.captured) * self.tokens_per_request
-        return -(-max(self.prefill, step) // self.ranks)
+        # SGLang pads a step to a multiple of the ranks in requests, not in tokens.
+        step = -(-max(self.requests, self.captured) // self.ranks) * self.tokens_per_request
+        return max(-(-self.prefill // self.ranks), step)
 
 
 def of(server_args: Any) -> Budget:
@@ -55,8 +56,9 @@ def of(server_args: Any) -> Budget:
         requests = max(1, view.max_running_requests // view.attn_dp_size)
     return Budget(
         prefill=_prefill(server_args, view) if prefills else 0,
-        requests=requests if decodes else 0,
-        tokens_per_request=_tokens_per_request(server_args, view),
+        # A prefill server decodes nothing, but SGLang warms it up with one token of each request.
+        requests=requests,
+        tokens_per_request=_tokens_per_request(server_args, view) if decodes else 1,
         captured=_captured(view) if decodes else 0,
         ranks=max(1, attn_tp_size_of(view)),
     )

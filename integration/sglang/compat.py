@@ -66,6 +66,7 @@ _GRAPHS = "sglang.srt.model_executor.cuda_graph_config"
 FIELDS = (
     Fields(f"{_FIELDS}.device", "Device", ("device",)),
     Fields(f"{_FIELDS}.disagg", "Disagg", ("disaggregation_mode", "enable_pdmux")),
+    Fields(f"{_FIELDS}.exec_", "ExecFeatures", ("enable_return_routed_experts",)),
     Fields(f"{_FIELDS}.exec_", "ExecGraph", ("cuda_graph_config",)),
     Fields(
         f"{_FIELDS}.exec_",
@@ -73,7 +74,7 @@ FIELDS = (
         (
             *("disable_shared_experts_fusion", "elastic_ep_backend", "enable_waterfill"),
             *("enforce_shared_experts_fusion", "ep_num_redundant_experts", "moe_a2a_backend"),
-            *("flashinfer_a2a_dispatch_type", "moe_runner_backend"),
+            *("flashinfer_a2a_dispatch_type", "kt_weight_path", "moe_runner_backend"),
         ),
     ),
     Fields(
@@ -87,7 +88,8 @@ FIELDS = (
         f"{_FIELDS}.parallel",
         "Parallel",
         (
-            *("attn_cp_size", "attn_dp_size", "disable_attn_tp_gather", "dwdp_size", "ep_size"),
+            *("attn_cp_size", "attn_dp_size", "dcp_size", "disable_attn_tp_gather", "dwdp_size"),
+            "ep_size",
             *("moe_dp_size", "moe_ep_group", "nnodes", "pp_size", "tp_size"),
         ),
     ),

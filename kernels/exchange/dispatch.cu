@@ -19,10 +19,10 @@
 // There are several finishers, because at 64 ranks x 8192 tokens they have 16 MiB of ids to mark,
 // and one SM stores perhaps 100 GB/s (an estimate). They are the last CTAs to arrive, because a
 // finisher waits for the cells of all ranks, and its own rank sends its cell after all CTAs of this
-// grid have arrived. Waiting finishers and CTAs that have yet to arrive are kMaxFinishers together.
-// So if the GPU holds kMaxFinishers CTAs of this grid at a time, or all of them, a CTA that has yet
-// to arrive always finds a place. The launcher ensures that. Before its arrival no CTA waits for
-// another.
+// grid have arrived. While a finisher waits, the waiting finishers and the CTAs that have yet to
+// arrive are at most kMaxFinishers together. So if the GPU holds kMaxFinishers CTAs of this grid at
+// a time, or all of them, a CTA that has yet to arrive always finds a place. The launcher ensures
+// that. Before its arrival no CTA waits for another.
 //
 // Programmatic dependent launch: this kernel may start while the kernel before it still runs. The
 // code before the wait reads arguments and writes shared memory only. Until the wait ends, every

@@ -1,7 +1,8 @@
 """Fills the argument structs (kernels/include/moe_nvlink/args.h) for one layer and channel.
 
 These functions set what does not change from call to call. At each call, the channel sets
-num_tokens, the addresses of the call's tensors, and timeout_ns; the launch sets hidden_splits.
+num_tokens, quantiser, timeout_ns and the addresses of the call's tensors. On a GPU the launch sets
+hidden_splits.
 """
 
 from __future__ import annotations

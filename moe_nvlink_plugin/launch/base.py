@@ -28,8 +28,9 @@ class Budget(NamedTuple):
     ranks_on_device: int = 1
 
 
-#: Launches one loaded kernel with a struct of arguments. It sets the field that Kernel.splits
-#: names, then copies the struct. One thread at a time may call it. Capturable on a GPU.
+#: Launches one loaded kernel with a struct of arguments, and keeps no reference to the struct. On a
+#: GPU it also sets the field that Kernel.splits names, and is capturable. One thread at a time may
+#: call it.
 Launch: TypeAlias = Callable[[Any], None]
 
 

@@ -284,9 +284,8 @@ class CudaExecutor:
         self._no_capture = api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         self._torch_device = device
         self.device_facts = driver.device(device.index or 0)
-        _ = (
-            self.device_facts.architecture
-        )  # raises for an unsupported GPU before anything is allocated
+        # Raises for an unsupported GPU before anything is allocated.
+        _ = self.device_facts.architecture
 
     def stream(self) -> int:
         """Return the handle of the stream on which torch launches in this thread."""

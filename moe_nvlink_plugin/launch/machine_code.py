@@ -38,15 +38,6 @@ def missing(build: Build, architecture: str, wanted: Variant, error: Unsupported
     )
 
 
-def is_cached(build: Build, architecture: str) -> bool:
-    """Return whether cubin_for would find the cubin in the cache. Local; compiles nothing.
-
-    Raises:
-        CompileError: the cache directory cannot be used.
-    """
-    return nvrtc.is_cached(build.text(), architecture)
-
-
 def precompile_line(wanted: Variant, architecture: str, *, pdl: bool) -> str:
     """Return the command that puts every build of a variant into a cache."""
     line = f"moe-nvlink precompile --arch {architecture} --geometry {wanted}"

@@ -252,8 +252,8 @@ def _compile_all(needed: Sequence[Compilation], jobs: int) -> Iterator[Compiled]
             yield from pool.map(compiled, needed)
         except BrokenProcessPool as error:
             raise CompileError(
-                "another program ended a compiling process, perhaps because memory ran out; try "
-                "--jobs 1"
+                "a compiling process ended without a result: it crashed or was killed, perhaps "
+                "because memory ran out; try --jobs 1"
             ) from error
 
 

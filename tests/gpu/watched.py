@@ -1,4 +1,4 @@
-"""compute-sanitizer over tests/support/sanitized.py: python -m tests.gpu.watched TOOL [--break]
+"""compute-sanitizer over tests/support/sanitized.py: python -m tests.gpu.watched TOOL [options]
 
 Exit status 0: the tool found nothing. CANNOT_RUN: it is not installed, or it refuses this machine's
 runtime; the last line says which. Otherwise it found something, or the program failed.

@@ -29,9 +29,10 @@ def main(with_ours: str, without: str, sessions: str, *arguments: str) -> int:
             return forked
 
     given = Templates(*(Template(socket.socket(fileno=int(one))) for one in (with_ours, without)))
+    noted = demo.FRAMEWORKS["vllm"]._replace(server=NotedServer)
     with (
         mock.patch.object(servers, "templates", return_value=given),
-        mock.patch.object(demo, "VllmServer", NotedServer),
+        mock.patch.dict(demo.FRAMEWORKS, vllm=noted),
     ):
         return demo.main(arguments)
 

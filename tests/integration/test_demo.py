@@ -40,6 +40,7 @@ class RunningDemo:
         self.sessions: set[int] = set()
         self.shared_memory: set[Path] = set()
         self._told_sessions = folder / "sessions"
+        self._is_fast = is_fast
         program, sockets = ["moe_nvlink_plugin.integration.demo"], list[int]()
         if is_fast:
             sockets = [template.control.fileno() for template in templates()]
@@ -97,6 +98,7 @@ class RunningDemo:
         return self.output.read_text(errors="replace")
 
     def assert_nothing_stays(self, within_s: float) -> None:
+        assert self._told_sessions.exists() == self._is_fast, "fast_demo's servers are no forks"
         assert self.sessions, "the demo started no server, so there was nothing to leave behind"
         assert self.shared_memory, "its servers held no shared memory, so this shows nothing"
         deadline = time.monotonic() + within_s

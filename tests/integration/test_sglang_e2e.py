@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
+from moe_nvlink_plugin.integration.demo import demo
 from moe_nvlink_plugin.integration.demo.server import ServerError
 from moe_nvlink_plugin.integration.demo.sglang_server import interpreter
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
@@ -40,7 +42,7 @@ except ServerError as error:
 QWEN3 = dataclasses.replace(MODELS["qwen3_moe"], num_layers=2)
 GLM4 = MODELS["glm4_moe"]
 TP2 = ("--tp=2",)
-ATTENTION_DP2 = ("--tp=2", "--dp=2", "--enable-dp-attention")
+ATTENTION_DP2 = ("--tp=2", "--attn-dp-size=2")
 NUM_SEQUENCES = 12
 #: Of float32, through a few layers whose sums are taken in another order.
 LOGPROB_TOLERANCE = 1e-3
@@ -148,7 +150,7 @@ def test_tensor_parallel_ranks_share_the_tokens(
     ("name", "model", "ep_size", "arguments"),
     [
         ("qwen3 tp4", QWEN3, 4, ["--tp=4"]),
-        ("qwen3 tp4 dp2", QWEN3, 4, ["--tp=4", "--dp=2", "--enable-dp-attention"]),
+        ("qwen3 tp4 dp2", QWEN3, 4, ["--tp=4", "--attn-dp-size=2"]),
         ("glm4 tp2", GLM4, 2, TP2),
         ("glm4 dp2", GLM4, 2, ATTENTION_DP2),
         ("deepseek tp2", DEEPSEEK_V3, 2, TP2),
@@ -166,6 +168,16 @@ def test_other_models_and_four_ranks(
     expected = expected_of(model)
     with EpSglang(expected.requests, folder, name, *arguments) as server:
         _check(server, expected, ep_size, model)
+
+
+def test_the_demonstration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`make demo DEMO_ARGS="--framework sglang"`, with servers that are forks."""
+    forked = demo.FRAMEWORKS["sglang"]._replace(server=ForkedSglang)
+    with mock.patch.dict(demo.FRAMEWORKS, sglang=forked):
+        status = demo.main(["--framework", "sglang", "--folder", str(folder / "demo")])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "every answer equals the one-rank server's" in said
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:

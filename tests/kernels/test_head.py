@@ -35,7 +35,7 @@ def config_of(
     hidden_size: int = 19,
     capacity: int = 4,
     dtype: torch.dtype = torch.bfloat16,
-    timeout_s: float = 60.0,
+    timeout_s: float = 250.0,  # the machine may be busy
 ) -> HeadConfig:
     return HeadConfig(
         tp_size=tp_size,
@@ -268,9 +268,7 @@ def test_a_mistake_is_noticed(mistake: str, with_mistakes: Path) -> None:
         check_against_torch(*geometry, with_mistakes)
 
 
-@pytest.mark.parametrize(
-    ("config", "ctas"), [GEOMETRIES[n] for n in sorted(set(SHOWN_BY.values()))]
-)
+@pytest.mark.parametrize(("config", "ctas"), [GEOMETRIES[n] for n in SHOWING])
 def test_a_sleeping_mistake_does_nothing(
     config: HeadConfig, ctas: int, with_mistakes: Path
 ) -> None:

@@ -82,6 +82,9 @@ def test_the_budget_counts_drafts_and_graphs(resolved: Resolve) -> None:
     assert budget._replace(tokens_per_request=9).tokens_per_rank == 36
     assert budget._replace(captured=100).tokens_per_rank == 50
     assert budget._replace(captured=100, prefill=0, ranks=1).tokens_per_rank == 100
+    # 100 requests on 8 ranks are padded to 104.
+    padded = budget._replace(prefill=0, requests=100, tokens_per_request=4, ranks=8)
+    assert padded.tokens_per_rank == 52
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,8 @@ def test_the_budget_counts_drafts_and_graphs(resolved: Resolve) -> None:
         ({"enable_pdmux": True}, ["remove --enable-pdmux"]),
         ({"enable_lora": True}, ["LoRA", "remove --enable-lora"]),
         ({"elastic_ep_backend": "mooncake"}, ["remove --elastic-ep-backend"]),
+        ({"enable_return_routed_experts": True}, ["--enable-return-routed-experts", "Remove it"]),
+        ({"kt_weight_path": "/x"}, ["remove --kt-weight-path"]),
         (
             {"moe_a2a_backend": "none", "speculative_moe_a2a_backend": "moe_nvlink"},
             ["--speculative-moe-a2a-backend moe_nvlink without --moe-a2a-backend moe_nvlink"],

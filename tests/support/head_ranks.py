@@ -76,7 +76,7 @@ def build(
         text = sanitizers.seed(text, bugs, _numbers(bugs)) + _WAKE
     if sleeps:
         text = with_delays(text, on_host=True)
-    flags = (*host.FLAGS, "-O0" if bugs else "-O1", f"-DMOE_NVLINK_CTA_THREADS={cta_threads}")
+    flags = (*host.FLAGS, "-O1", f"-DMOE_NVLINK_CTA_THREADS={cta_threads}")
     return host.build(text + _GRID, flags)
 
 

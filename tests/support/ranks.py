@@ -45,6 +45,8 @@ PRELOADED = [
     "tests.support.compare",
 ]
 #: vLLM's libraries: most of the time that its import takes. For ranks of a process that has vLLM.
+#: Some read variables (HF_*, TORCHINDUCTOR_*) when they are imported: ranks then have those values,
+#: whatever a test has set since.
 LIBRARIES_OF_VLLM = [
     "torch._inductor.lowering",
     "openai.types.responses",

@@ -429,17 +429,25 @@ def test_platformdirs_is_not_needed_where_the_cache_is_named(tmp_path: Path) -> 
     assert said.stdout.strip() == str(cache), said.stderr
 
 
-#: Of the extras `bench` and others, which such a machine does not have.
-LACKING = ("matplotlib", "pandas", "platformdirs", "psutil", "scipy", "tabulate", "tqdm")
+#: Of the extras `bench`, `test` and `upstream`, which such a machine may not have.
+LACKING = (
+    *("cogapp", "matplotlib", "pandas", "platformdirs", "psutil", "pydantic", "scipy"),
+    *("tabulate", "tqdm", "tree_sitter", "tree_sitter_cpp", "yaml"),
+)
 
 
-def test_benchmarks_of_the_stages_need_only_what_the_stages_look_for() -> None:
+def test_programs_of_the_stages_need_only_what_the_stages_look_for() -> None:
     names = {step.command[0] for step in STEPS.values() if step.command[0].endswith(".py")}
-    modules = [name.removesuffix(".py").replace("/", ".") for name in sorted(names)]
-    assert len(modules) == 4
+    programs = [name.removesuffix(".py").replace("/", ".") for name in sorted(names)]
+    assert len(programs) == 4
+    tests = [f"tests.gpu.{file.stem}" for file in sorted((ROOT / "tests/gpu").glob("*.py"))]
+    others = ["tests.conftest", "tests.support.sanitized", "benchmarks.moe_comm.emulated"]
+    others += ["moe_nvlink_plugin.tools.doctor"]
     block = f"import sys; sys.modules.update(dict.fromkeys({LACKING!r}))"
-    program = "\n".join([block, *(f"import {module}" for module in modules)])
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    lines = [block, *(f"import {name}" for name in (*programs, *tests, *others))]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

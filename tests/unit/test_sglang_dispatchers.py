@@ -34,9 +34,11 @@ from tests.unit.sglang_layer import (
     dispatcher_of,
     experts_of,
     layer,
+    named,
     pool_of,
     routing_of,
     run_experts,
+    runner_config,
     standard,
     step,
     work_of,
@@ -425,3 +427,28 @@ def test_layers_that_would_be_misplaced_are_refused(values: Any, message: str) -
     for outcome in outcomes:
         assert isinstance(outcome, UnsupportedError)
         assert message in str(outcome)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_old_bytes_of_empty_slots_reach_only_runners_that_look_at_filled_rows(clears: bool) -> None:
+    def round_of(subject: Any, hidden: torch.Tensor) -> torch.Tensor:
+        num_tokens = hidden.shape[0]
+        ids = torch.arange(TOP_K, dtype=torch.int32).expand(num_tokens, -1).contiguous()
+        routing = StandardTopKOutput(torch.ones(num_tokens, TOP_K), ids, None)
+        rows: torch.Tensor = subject.dispatch(
+            hidden_states=hidden, topk_output=routing
+        ).hidden_states
+        handed_out = rows.clone()
+        subject.combine(StandardCombineInput(torch.zeros_like(rows)))
+        return handed_out
+
+    def body(pool: ExchangePool) -> tuple[bool, int]:
+        runner = named("triton")._replace(clears_empty=clears)
+        subject = StandardFormDispatcher(runner_config(2), pool, CAPACITY, runner, None)
+        for _ in range(2):
+            round_of(subject, torch.full((CAPACITY, HIDDEN_SIZE), float("nan")))
+        rows = round_of(subject, torch.ones(1, HIDDEN_SIZE))
+        return bool(rows.isfinite().all()), int((rows == 1).all(1).sum())
+
+    # Experts 0 to 2 are rank 0's: it has a row of each rank, and rank 1 never has one.
+    assert run_ranks(2, _with_pool(body)) == [(clears, 2), (True, 0)]

@@ -93,9 +93,9 @@ def test_other_runners_are_refused(name: str | None) -> None:
         runners.runner_of(name, torch.bfloat16, "flag")
 
 
-def _of_layer(name: str, fused_func: Any = None) -> runners.Runner:
+def _of_layer(name: str, fused_func: Any = None, **method_has: Any) -> runners.Runner:
     config = SimpleNamespace(runner_backend=SimpleNamespace(value=name), params_dtype=None)
-    method = SimpleNamespace(runner=SimpleNamespace(fused_func=fused_func))
+    method = SimpleNamespace(runner=SimpleNamespace(fused_func=fused_func), **method_has)
     return forms.runner_for(config, method, torch.device("cuda"), "flag")
 
 
@@ -103,6 +103,16 @@ def test_triton_gets_quantised_rows_only_where_its_fused_function_reads_them() -
     assert _of_layer("triton", fused_func=print).wires == ("fp8_block",)
     assert _of_layer("triton").wires == ()
     assert _of_layer("flashinfer_cutlass").wires == ("nvfp4",)
+
+
+def test_triton_gets_zeros_in_empty_slots_where_it_may_take_one_maximum_of_all_rows() -> None:
+    whole = SimpleNamespace(weight_block_size=None)
+    assert _of_layer("triton", quant_config=whole).clears_empty
+    assert not _of_layer(
+        "triton", quant_config=SimpleNamespace(weight_block_size=[128, 128])
+    ).clears_empty
+    assert not _of_layer("triton").clears_empty, "unquantised weights"
+    assert not _of_layer("flashinfer_cutlass", quant_config=whole).clears_empty
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def runner_for(config: Any, quant_method: Any, device: torch.device, flag: str) 
         return CPU
     name = None if config.runner_backend is None else config.runner_backend.value
     runner = runner_of(name, config.params_dtype or torch.get_default_dtype(), flag)
+    if runner.name == "triton" and _may_take_one_maximum(quant_method):
+        runner = runner._replace(clears_empty=True)
     fused = getattr(getattr(quant_method, "runner", None), "fused_func", None)
     if not runner.global_ids and fused is None:
         # Triton's other path, as LoRA takes it, does not read the quantised rows.
@@ -56,3 +58,12 @@ def _block_shape(quant_method: Any) -> Sequence[int] | None:
     """Rows and columns of a block of the layer's weights; None where they have no blocks."""
     found = getattr(getattr(quant_method, "quant_config", None), "weight_block_size", None)
     return None if found is None else list(found)
+
+
+def _may_take_one_maximum(quant_method: Any) -> bool:
+    """Whether Triton may quantise all rows by one dynamic scale: quantised weights without blocks.
+
+    Whether the scale is static is known only when weights are loaded.
+    """
+    quantised = getattr(quant_method, "quant_config", None) is not None
+    return quantised and _block_shape(quant_method) is None

@@ -35,6 +35,8 @@ class Runner(NamedTuple):
     global ids. takes_region: `moe_output` is the combine region. wires: the recipes whose rows the
     runner takes as they travel. interleaves_nvfp4: it takes nvfp4's scales in the layout of
     FlashInfer's ``nvfp4_block_scale_interleave``. sorted_routes: it takes routes sorted by expert.
+    clears_empty: empty slots are handed out as zeros, because the runner may take one maximum of
+    all rows.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Runner(NamedTuple):
     wires: tuple[str, ...] = ()
     interleaves_nvfp4: bool = False
     sorted_routes: bool = False
+    clears_empty: bool = False
 
 
 _LOCAL = (

@@ -41,6 +41,9 @@ class StandardFormDispatcher(MoeNvlinkDispatcher):
         rows, scales = self._format.receive(
             received.hidden_states, received.scales, weights, self._experts
         )
+        if self._runner.clears_empty and scales is None:
+            # Old bytes of empty slots would enter the runner's maximum of all rows.
+            rows = rows.masked_fill(~local.any(1, keepdim=True), 0.0)
         return Arrived(rows, scales, ids, weights)
 
     def _topk_output(self, arrived: Arrived, current: Round) -> Any:

@@ -1,4 +1,4 @@
-"""Our part of the resolution of SGLang's arguments, as wrappers of two of its steps.
+"""Our part of the resolution of SGLang's arguments, as wrappers of three of its steps.
 
 SGLang runs the steps once, in the process that starts the server; the others get what they decided.
 """
@@ -38,9 +38,6 @@ def handle_a2a_moe(server_args: Any, previous: Callable[[Any], None]) -> None:
     Raises UnsupportedError that lists everything we cannot serve. Refusals come before SGLang's own
     step, which would move a server with waterfill to another backend.
     """
-    if not backend.is_selected(server_args):
-        previous(server_args)
-        return
     options = validation.check(server_args)
     view = resolved_view(server_args)
     if view.ep_size != view.tp_size:
@@ -70,8 +67,7 @@ def validate_token_budget(server_args: Any, previous: Callable[[Any], None]) -> 
     Raises UnsupportedError as `validation.check_budget` does.
     """
     previous(server_args)
-    if backend.is_selected(server_args):
-        validation.check_budget(server_args, budget.of(server_args))
+    validation.check_budget(server_args, budget.of(server_args))
 
 
 def travels_as_nvfp4(view: Any, model: Any, options: Options) -> bool:

@@ -85,6 +85,7 @@ def _parallel(view: Any) -> Iterator[str]:
     for size, option in (
         (view.pp_size, "--pp-size"),
         (view.attn_cp_size, "--attn-cp-size"),
+        (view.dcp_size, "--dcp-size"),
         (view.moe_dp_size, "--moe-dp-size"),
         (view.dwdp_size, "--dwdp-size"),
     ):
@@ -122,6 +123,13 @@ def _features(view: Any) -> Iterator[str]:
         yield (
             "LoRA (adapters would not follow their tokens): remove --enable-lora and --lora-paths."
         )
+    if view.enable_return_routed_experts:
+        yield (
+            "--enable-return-routed-experts: SGLang gathers the choices of scattered tokens for "
+            "DeepEP alone, and would return those of other tokens. Remove it."
+        )
+    if view.kt_weight_path is not None:
+        yield "experts on the CPU (KTransformers) read other ids: remove --kt-weight-path."
 
 
 def _runner(view: Any) -> Iterator[str]:

@@ -148,7 +148,7 @@ class Gpus:
 
 
 def probe(local_rank: int | None = None, time_limit_s: float = TIME_LIMIT_S) -> Gpus:
-    """Ask the driver in a child process. Local; seconds, at most time_limit_s.
+    """Ask the driver in a child process. Local; seconds, at most 5 s more than time_limit_s.
 
     If the child gives no answer, `unavailable` of the result says why.
 

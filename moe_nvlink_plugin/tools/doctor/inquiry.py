@@ -273,7 +273,7 @@ def _software() -> Software:
 
 
 def _sglang(version: str | None) -> Found | None:
-    """Whether SGLang would take our flag. Imports our adapter's list of names, and no SGLang."""
+    """Return whether SGLang would take our flag; None without SGLang. It imports no SGLang."""
     if version is None:
         return None
     entry = next(

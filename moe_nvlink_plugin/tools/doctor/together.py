@@ -15,7 +15,7 @@ from .verdict import judge_cpu_ranks, judge_gpu_ranks
 
 
 def main(*, as_json: bool = False) -> int:
-    """Ask, judge and print; among several ranks rank 0 prints for all. Collective if a launcher is.
+    """Ask, judge and print; among several ranks rank 0 prints for all. Collective among them.
 
     Args:
         as_json: whether to print JSON instead of text.

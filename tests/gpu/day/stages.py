@@ -37,6 +37,8 @@ GRACE_S = 4
 REHEARSAL_FACTOR = 4.0
 #: A program's exit status for "cannot run here"; its last line says why (tests/gpu/watched.py).
 CANNOT_RUN = 77
+#: The exit status of coreutils' `timeout`.
+TIMED_OUT = 124
 #: Why steps were left out.
 TIME_WAS_OVER, ENDED = "the stage's time was over", "ended from outside"
 
@@ -216,7 +218,7 @@ class Run:
         outcome, detail = ("passed", "") if status == 0 else ("failed", f"exit status {status}")
         if status and self._stopped:
             outcome, detail = "cut", ENDED
-        elif status and seconds >= limit_s:
+        elif status == TIMED_OUT or (status and seconds >= limit_s):
             outcome, detail = "cut", f"at {limit_s:.0f} s"
         elif status == CANNOT_RUN:
             outcome, detail = "not run", last_line
