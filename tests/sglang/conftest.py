@@ -17,7 +17,7 @@ from tests.sglang import arguments
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment() -> Iterator[None]:
     """SGLang's resolution edits os.environ; other tests must not see it."""
     before = dict(os.environ)
     arguments.cpu_environment(os.environ)

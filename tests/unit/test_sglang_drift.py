@@ -14,12 +14,11 @@ import pytest
 
 from moe_nvlink_plugin.integration.common.names import Fields, Touched
 from moe_nvlink_plugin.integration.sglang import compat
-from tests.unit.framework_source import Source
+from tests.unit.framework_source import Source, not_in_the_readme
 from tests.unit.framework_wheels import Wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTER = Path(compat.__file__).parent
-README = ROOT / "integration" / "README.md"
 WHEELS = Wheels(
     "sglang",
     python="3.11",
@@ -79,21 +78,8 @@ def test_the_list_has_every_name_we_import() -> None:
     assert missing == set()
 
 
-def test_the_readme_lists_every_name_we_touch() -> None:
-    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
-    for touched in compat.TOUCHED:
-        module = touched.module.removeprefix("sglang.")
-        assert any(
-            f"`{touched.name}`" in row and f"`{module}`" in row and touched.kind in row
-            for row in rows
-        ), f"{touched} is not in {README.name}"
-
-
-def test_the_readme_lists_every_field_we_read() -> None:
-    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
-    for fields in compat.FIELDS:
-        words = [fields.owner, fields.module.removeprefix("sglang."), *fields.names]
-        assert any(all(f"`{word}`" in row for word in words) for row in rows), fields
+def test_the_readme_lists_every_name_and_field_we_touch() -> None:
+    assert not_in_the_readme("sglang", compat.TOUCHED, compat.FIELDS) == []
 
 
 @pytest.mark.parametrize("file", ["README.md", "integration/README.md"])

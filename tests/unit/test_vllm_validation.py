@@ -18,9 +18,7 @@ from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import backend, compat
 from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
 from moe_nvlink_plugin.integration.vllm.plugin import validation
-
-README = Path(__file__).parents[2] / "integration" / "README.md"
-
+from tests.unit.framework_source import not_in_the_readme
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -257,21 +255,8 @@ def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         compat.check_names("cuda")
 
 
-def test_the_readme_lists_every_name_we_touch() -> None:
-    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
-    for touched in compat.TOUCHED:
-        module = touched.module.removeprefix("vllm.")  # the package itself stays "vllm"
-        assert any(
-            f"`{touched.name}`" in row and f"`{module}`" in row and touched.kind in row
-            for row in rows
-        ), f"{touched} is not in {README.name}"
-
-
-def test_the_readme_lists_every_field_we_read() -> None:
-    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
-    for fields in compat.FIELDS:
-        words = [fields.owner, fields.module.removeprefix("vllm."), *fields.names]
-        assert any(all(f"`{word}`" in row for word in words) for row in rows), fields
+def test_the_readme_lists_every_name_and_field_we_touch() -> None:
+    assert not_in_the_readme("vllm", compat.TOUCHED, compat.FIELDS) == []
 
 
 def _imported_names() -> set[tuple[str, str]]:
