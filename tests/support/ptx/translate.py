@@ -36,7 +36,7 @@ _CLASSES = {
 
 
 def to_cpp(ptx: str) -> str:
-    """C++ of a module; build.py compiles it.
+    """C++ of a module, to follow generated.h; build.py compiles it.
 
     Raises:
         UnknownPtxError: the text has what the parser or the table of opcodes does not know.
@@ -44,7 +44,7 @@ def to_cpp(ptx: str) -> str:
     module = parse(ptx)
     used = set(re.findall(r"[$%_a-zA-Z][$\w]*", " ".join(_operands(module))))
     variables = {each.name: each for each in module.variables if each.name in used}
-    parts = ['#include "generated.h"\n', *(_initialised(each) for each in variables.values())]
+    parts = [_initialised(each) for each in variables.values()]
     parts += [_Function(entry, variables).text() for entry in module.entries]
     kernels = ",\n".join(f"    kernel_{_safe(entry.name)}" for entry in module.entries)
     memory = "".join(
@@ -206,7 +206,9 @@ class _Function:
         now = self._now
         assert now is not None
         if label in self.backward and now.line in self._backward_lines:
-            return f"if (tired(t)) {{ t.pc = {self.backward[label]}; return Status::kPaused; }} {jump}"
+            return (
+                f"if (tired(t)) {{ t.pc = {self.backward[label]}; return Status::kPaused; }} {jump}"
+            )
         return jump
 
     # ---- text
@@ -219,7 +221,10 @@ class _Function:
             for width, letter in _REGISTER_FILES.items()
             if (count := self.registers.counts.get(width, 0))
         )
-        sites = "".join(self.sites) or '    {"", 0, 0, Kind::kLoad, Order::kWeak, Scope::kNone, 0, nullptr},\n'
+        sites = (
+            "".join(self.sites)
+            or '    {"", 0, 0, Kind::kLoad, Order::kWeak, Scope::kNone, 0, nullptr},\n'
+        )
         lines = ", ".join(map(str, self.resume_lines))
         return (
             f"struct Registers_{name} {{\n{files}}};\n"
@@ -230,7 +235,7 @@ class _Function:
             f"  Site* const S = sites_{name};\n"
             "  (void)R;\n  (void)S;\n"
             f"  switch (t.pc) {{\n  case 0:;\n{body}  }}\n  return Status::kEnded;\n}}\n"
-            f"#define kernel_{name} {{\"{self.entry.name}\", run_{name}, sites_{name}, "
+            f'#define kernel_{name} {{"{self.entry.name}", run_{name}, sites_{name}, '
             f"resume_lines_{name}, {len(self.sites)}, (sizeof(Registers_{name}) + 15) / 16 * 16, "
             f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, {self.local_bytes}}}\n"
         )

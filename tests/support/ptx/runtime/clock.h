@@ -34,7 +34,9 @@ inline void on_launch_start(Launch&) {}
 inline void on_launch_end(Launch&) {}
 inline void on_grid_launch(Thread&) {}
 inline void on_grid_wait(Thread&) {}
-inline uint64_t timer_ns(const Thread&, uint64_t machine_ns) { return machine_ns; }
+inline uint64_t timer_ns(const Thread&, uint64_t machine_ns) {
+  return machine_ns;
+}
 // Takes the next thread out of `ready`.
 Thread* pick(Machine& machine, std::vector<Thread*>& ready);
 }  // namespace clocks

@@ -204,7 +204,8 @@ void end_thread(Thread& thread) {
   cta.local = {};
   cta.shared = {};
   cta.shared_written = {};
-  while (!rank.stream.empty() && rank.stream.front()->ended_ctas == rank.stream.front()->num_ctas()) {
+  while (!rank.stream.empty() &&
+         rank.stream.front()->ended_ctas == rank.stream.front()->num_ctas()) {
     end_launch(machine, rank);
   }
   begin_all(machine, rank);
@@ -304,19 +305,30 @@ uint64_t reduced(const Meeting& meeting, WarpOp op) {
       result = value;
     } else {
       switch (op) {
-        case WarpOp::kMinU32: result = std::min(result, value); break;
-        case WarpOp::kMaxU32: result = std::max(result, value); break;
+        case WarpOp::kMinU32:
+          result = std::min(result, value);
+          break;
+        case WarpOp::kMaxU32:
+          result = std::max(result, value);
+          break;
         case WarpOp::kMinS32:
           result = static_cast<uint32_t>(std::min(static_cast<int32_t>(result), as_signed));
           break;
         case WarpOp::kMaxS32:
           result = static_cast<uint32_t>(std::max(static_cast<int32_t>(result), as_signed));
           break;
-        case WarpOp::kAdd: result += value; break;
+        case WarpOp::kAdd:
+          result += value;
+          break;
         case WarpOp::kAnd:
-        case WarpOp::kAll: result &= value; break;
-        case WarpOp::kXor: result ^= value; break;
-        default: result |= value;
+        case WarpOp::kAll:
+          result &= value;
+          break;
+        case WarpOp::kXor:
+          result ^= value;
+          break;
+        default:
+          result |= value;
       }
     }
     is_first = false;
@@ -376,9 +388,8 @@ bool meet_in_warp(Thread& thread, Site& site, WarpOp op, uint32_t mask, uint64_t
   if ((mask & ~warp.live) != 0) {
     fail(thread, &site, "Divergence", "a lane of its mask has ended");
   }
-  auto found = std::find_if(warp.meetings.begin(), warp.meetings.end(), [&](const Meeting& each) {
-    return (each.mask & mask) != 0;
-  });
+  auto found = std::find_if(warp.meetings.begin(), warp.meetings.end(),
+                            [&](const Meeting& each) { return (each.mask & mask) != 0; });
   if (found == warp.meetings.end()) {
     warp.meetings.push_back(Meeting{&site, mask, 0, {}});
     found = std::prev(warp.meetings.end());
@@ -495,7 +506,9 @@ ptx_machine* ptx_create(int num_ranks, uint64_t seed, int in_processes) {
   return new ptx_machine{ptx::Machine(num_ranks, seed, in_processes != 0), "", ""};
 }
 
-void ptx_destroy(ptx_machine* machine) { delete machine; }
+void ptx_destroy(ptx_machine* machine) {
+  delete machine;
+}
 
 void ptx_limit_ctas(ptx_machine* machine, uint32_t most) {
   machine->machine.most_resident_ctas = most;
@@ -557,7 +570,9 @@ const char* ptx_run(ptx_machine* machine) {
   return guarded(machine, [](ptx_machine* it) { ptx::run(it->machine); });
 }
 
-const char* ptx_message(const ptx_machine* machine) { return machine->message.c_str(); }
+const char* ptx_message(const ptx_machine* machine) {
+  return machine->message.c_str();
+}
 
 const char* ptx_host(ptx_machine* machine, int rank, uint64_t address, uint64_t bytes, int writes) {
   try {
