@@ -31,7 +31,7 @@ _CLASSES = {
     "kMeeting": ("bar", "barrier", "shfl", "redux", "vote", "griddepcontrol"),
     "kFence": ("fence", "membar"),
     "kBranch": ("bra", "ret", "exit"),
-    "kSlow": ("div", "rem", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "cvt"),
+    "kSlow": ("div", "rem", "sqrt"),
 }
 
 

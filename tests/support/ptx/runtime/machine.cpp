@@ -571,3 +571,5 @@ const char* ptx_host(ptx_machine* machine, int rank, uint64_t address, uint64_t 
 }
 
 }  // extern "C"
+
+#include "virtual_time.h"

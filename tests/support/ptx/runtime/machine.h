@@ -237,6 +237,9 @@ void fail_alignment(const Thread& thread, const Access& access);
 void fail_unwritten(const Thread& thread, const Access& access, uint32_t offset);
 
 inline bool tired(Thread& thread) {
+#if PTX_CLOCK
+  return clocks::is_ahead(thread);
+#endif
   if (--thread.budget != 0) return false;
   thread.budget = 1 + thread.machine->random() % 4096;
   return true;
