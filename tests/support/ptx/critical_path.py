@@ -130,7 +130,6 @@ class Clock:
             ("costs", ctypes.c_char_p),
             ("steps", ctypes.POINTER(_Step)),
             ("launches", ctypes.POINTER(_Launch)),
-            ("arrived", ctypes.c_double),
         ):
             getattr(self._runtime, f"ptx_clock_{name}").restype = result
         names = self._runtime.ptx_clock_costs().decode().split()
@@ -140,18 +139,15 @@ class Clock:
         self._runtime.ptx_clock_set(ctypes.c_void_p(self._handle), values)
         self._runtime.ptx_clock_keep_steps(ctypes.c_void_p(self._handle), int(keeps_steps))
 
-    def arrives(self, address: int, at_ns: float) -> None:
-        """Let a word, which is in memory already, become visible at a time."""
-        self._runtime.ptx_clock_arrives(
-            ctypes.c_void_p(self._handle), ctypes.c_uint64(address), ctypes.c_double(at_ns)
-        )
+    def mirror(self, stored: int, also: int) -> None:
+        """Let whatever is stored at one address be stored at another too, at the same time.
 
-    def arrived(self, address: int) -> float:
-        """Return when a word that an ordered store or an atomic wrote was visible; below 0: none."""
-        found: float = self._runtime.ptx_clock_arrived(
-            ctypes.c_void_p(self._handle), ctypes.c_uint64(address)
+        So one rank stands for all, where they do the same at the same time: what it stores to a
+        peer's word, the peer stores to this rank's. Words of at most 8 bytes.
+        """
+        self._runtime.ptx_clock_mirror(
+            ctypes.c_void_p(self._handle), ctypes.c_uint64(stored), ctypes.c_uint64(also)
         )
-        return found
 
     def launches(self) -> list[Launch]:
         """Return the launches that have ended, in the order of their ends."""

@@ -193,6 +193,10 @@ struct MachineClock {
   size_t heap_size = 0;  // so many of the ready threads are a heap
   double horizon = 0;    // who is later than that lets others run
   bool keeps_steps = true;
+  // Of a machine in which one rank stands for all: what it stores to a peer's word, that peer stores
+  // to this rank's, at the same time.
+  std::unordered_map<uint64_t, uint64_t> mirrors;
+  std::vector<std::pair<uint64_t, uint32_t>> mirrored;  // address and bytes of what was stored
 };
 
 namespace clocks {

@@ -261,6 +261,24 @@ void store(Thread& thread, const Access& access) {
   step.queued = std::max(0.0, at - now - back);
   if (is_ordered) is_visible(thread, access, at);
   is_stored(thread, step, remote);
+  MachineClock& machine = machine_clock(thread);
+  if (access.bytes <= 8 && machine.mirrors.count(access.address) != 0) {
+    machine.mirrored.emplace_back(access.address, access.bytes);
+  }
+}
+
+// Before the next thread runs: what has been stored is in memory.
+void mirror(MachineClock& clock) {
+  for (const auto& [address, bytes] : clock.mirrored) {
+    const uint64_t to = clock.mirrors[address];
+    std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(address), bytes);
+    const auto found = clock.words.find(address);
+    if (found != clock.words.end()) {
+      const Word word = found->second;
+      clock.words[to] = word;
+    }
+  }
+  clock.mirrored.clear();
 }
 
 Step atomic(Thread& thread, const Access& access) {
@@ -542,6 +560,7 @@ bool is_ahead(const Thread& thread) {
 
 Thread* pick(Machine& machine, std::vector<Thread*>& ready) {
   MachineClock& clock = machine.clock;
+  mirror(clock);
   clock.heap_size = std::min(clock.heap_size, ready.size());
   while (clock.heap_size < ready.size()) {
     ++clock.heap_size;
@@ -576,18 +595,8 @@ void ptx_clock_keep_steps(ptx_machine* machine, int keeps) {
   machine->machine.clock.keeps_steps = keeps != 0;
 }
 
-// Somebody who is not simulated writes a word, which is there at that time.
-void ptx_clock_arrives(ptx_machine* machine, uint64_t address, double at) {
-  ptx::clocks::Word& word = machine->machine.clock.words[address];
-  word.visible.at = at;
-  word.visible.step.kind = ptx::clocks::StepKind::kFlight;
-  word.visible.step.end = at;
-}
-
-// When a word that was written is there; negative: nobody wrote it.
-double ptx_clock_arrived(ptx_machine* machine, uint64_t address) {
-  const auto found = machine->machine.clock.words.find(address);
-  return found == machine->machine.clock.words.end() ? -1 : found->second.visible.at;
+void ptx_clock_mirror(ptx_machine* machine, uint64_t stored, uint64_t also) {
+  machine->machine.clock.mirrors[stored] = also;
 }
 
 const ptx::clocks::Step* ptx_clock_steps(ptx_machine* machine, uint64_t* count) {
