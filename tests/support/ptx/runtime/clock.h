@@ -35,13 +35,14 @@ enum class Class : uint8_t { kAlu, kSlow, kMemory, kMeeting, kFence, kBranch };
 namespace clocks {
 
 // The names of the table's rows; what each means stands there. Times in ns, sizes in bytes.
-#define PTX_COSTS(X)                                                                           \
-  X(num_sms)                                                                                   \
-  X(threads_per_sm) X(issue_ns) X(crowded_issue_ns) X(slow_instructions) X(shared_ns) X(l1_ns) \
-      X(l2_ns) X(remote_ns) X(fence_gpu_ns) X(fence_sys_ns) X(gpu_fence_waits_remote)          \
-          X(acquire_ns) X(atomic_ns) X(atomic_gap_ns) X(barrier_ns) X(warp_barrier_ns)         \
-              X(shuffle_ns) X(launch_ns) X(pdl_ns) X(link_bytes_per_ns) X(header_bytes)        \
-                  X(granule_bytes) X(sm_bytes_per_ns) X(sm_lines_in_flight)
+#define PTX_COSTS(X)                                                                               \
+  X(num_sms)                                                                                       \
+  X(threads_per_sm)                                                                                \
+  X(issue_ns) X(crowded_issue_ns) X(slow_instructions) X(shared_ns) X(l1_ns) X(l2_ns) X(remote_ns) \
+      X(fence_gpu_ns) X(fence_sys_ns) X(gpu_fence_waits_remote) X(acquire_ns) X(atomic_ns)         \
+          X(atomic_gap_ns) X(barrier_ns) X(warp_barrier_ns) X(shuffle_ns) X(launch_ns) X(pdl_ns)   \
+              X(link_bytes_per_ns) X(header_bytes) X(granule_bytes) X(sm_bytes_per_ns)             \
+                  X(sm_lines_in_flight)
 
 struct Costs {
 #define PTX_COST(name) double name = 0;
@@ -115,8 +116,8 @@ struct Sm {
   uint64_t l1_epoch = 1;
   int ctas = 0;
   int active_warps = 0;
-  double issue_ns = 0;  // an instruction of one of its warps
-  double freed = 0;     // when its last CTA ended
+  double issue_ns[2] = {0, 0};  // an instruction of one of its warps; a division
+  double freed = 0;             // when its last CTA ended
 };
 
 // Of a word that an ordered store or an atomic wrote.
@@ -132,6 +133,7 @@ struct ThreadClock {
   double now = 0;
   uint32_t step = 0;                 // the last wait
   const double* issue_ns = nullptr;  // of its SM
+  uint32_t order = 0;                // among threads of the same time
   clocks::Moment local_stored;  // every store to this GPU is acknowledged, those of others that
   clocks::Moment stored;        // it has synchronised with included; and every store at all
   clocks::Moment seen;          // what relaxed loads have found: a fence makes it ours
@@ -200,8 +202,15 @@ struct MachineClock {
 };
 
 namespace clocks {
-void on_instruction(Thread& thread, Class kind, const uint16_t* uses, int num_uses,
-                    const uint16_t* defines, int num_defines);
+// Registers by number. False: some registers are late, and on_late has to look.
+inline bool on_instruction(ThreadClock& clock, Class kind, const uint16_t* defines,
+                           int num_defines) {
+  clock.now += clock.issue_ns[kind == Class::kSlow];
+  clock.defined = defines;
+  clock.num_defined = num_defines;
+  return clock.late.empty();
+}
+void on_late(Thread& thread, Class kind, const uint16_t* uses, int num_uses);
 void on_access(Thread& thread, const Access& access);
 void on_fence(Thread& thread, const Site& site);
 void on_barrier(Thread* const* threads, int count);
@@ -227,7 +236,6 @@ struct RankClock {};
 struct MachineClock {};
 
 namespace clocks {
-inline void on_instruction(Thread&, Class, const uint16_t*, int, const uint16_t*, int) {}
 inline void on_access(Thread&, const Access&) {}
 inline void on_fence(Thread&, const Site&) {}
 inline void on_barrier(Thread* const*, int) {}

@@ -14,7 +14,9 @@ using namespace ptx;
 #define ISSUE(kind, reads, writes, ...)                                                       \
   {                                                                                           \
     static constexpr uint16_t numbers[] = {__VA_ARGS__};                                      \
-    clocks::on_instruction(t, Class::kind, numbers, reads, numbers + (reads), writes);        \
+    if (!clocks::on_instruction(t.clock, Class::kind, numbers + (reads), writes)) {           \
+      clocks::on_late(t, Class::kind, numbers, reads);                                        \
+    }                                                                                         \
   }
 #else
 #define ISSUE(...)

@@ -310,7 +310,6 @@ void begin_cta(Thread& thread) {
     rank.sms.resize(static_cast<size_t>(costs.num_sms));
     for (Sm& sm : rank.sms) {
       sm.lines.resize(static_cast<size_t>(costs.sm_lines_in_flight));
-      sm.issue_ns = costs.issue_ns;
     }
   }
   const auto least =
@@ -332,7 +331,8 @@ void change_active(Thread& thread, int by) {
   Sm& sm = sm_of(thread);
   const Costs& costs = costs_of(thread);
   sm.active_warps += by;
-  sm.issue_ns = std::max(costs.issue_ns, costs.crowded_issue_ns * sm.active_warps);
+  sm.issue_ns[0] = std::max(costs.issue_ns, costs.crowded_issue_ns * sm.active_warps);
+  sm.issue_ns[1] = sm.issue_ns[0] * costs.slow_instructions;
 }
 
 // Who meets goes on together, when the last has come.
@@ -363,12 +363,19 @@ void join(Thread* const* threads, int count, double ns, StepKind kind, const Sit
   }
 }
 
+// Warps of one time run in an order that favours no rank and no CTA.
+uint32_t order_of(const Thread& thread) {
+  const uint64_t warp = (static_cast<uint64_t>(thread.rank) << 40) ^
+                        (static_cast<uint64_t>(thread.cta->number) << 8) ^
+                        (thread.index / kWarpThreads);
+  return static_cast<uint32_t>((warp + 1) * 0x9E3779B97F4A7C15ULL >> 32 & ~31U) | thread.lane;
+}
+
 bool is_later(const Thread* a, const Thread* b) {
   if (a->clock.now != b->clock.now) return a->clock.now > b->clock.now;
+  if (a->clock.order != b->clock.order) return a->clock.order > b->clock.order;
   if (a->rank != b->rank) return a->rank > b->rank;
-  if (a->launch->number != b->launch->number) return a->launch->number > b->launch->number;
-  if (a->cta->number != b->cta->number) return a->cta->number > b->cta->number;
-  return a->index > b->index;
+  return a->cta->number > b->cta->number;
 }
 
 }  // namespace
@@ -408,13 +415,8 @@ double Pipe::pass(double from, double bytes, double bytes_per_ns) {
   return end;
 }
 
-void on_instruction(Thread& thread, Class kind, const uint16_t* uses, int num_uses,
-                    const uint16_t* defines, int num_defines) {
+void on_late(Thread& thread, Class kind, const uint16_t* uses, int num_uses) {
   ThreadClock& clock = thread.clock;
-  clock.now += *clock.issue_ns * (kind == Class::kSlow ? costs_of(thread).slow_instructions : 1.0);
-  clock.defined = defines;
-  clock.num_defined = num_defines;
-  if (clock.late.empty()) return;
   if (clock.now >= clock.all_ready) {
     clock.late.clear();
     std::fill(clock.late_registers.begin(), clock.late_registers.end(), 0);
@@ -429,8 +431,8 @@ void on_instruction(Thread& thread, Class kind, const uint16_t* uses, int num_us
   }
   const bool only_computes = kind == Class::kAlu || kind == Class::kSlow;
   if (latest != 0 && !only_computes) wait(thread, clock.late[latest - 1]);
-  for (int i = 0; i < num_defines; ++i) {
-    clock.late_registers[defines[i]] = only_computes ? latest : 0;
+  for (int i = 0; i < clock.num_defined; ++i) {
+    clock.late_registers[clock.defined[i]] = only_computes ? latest : 0;
   }
 }
 
@@ -478,7 +480,8 @@ void on_thread_start(Thread& thread) {
   }
   thread.clock.now = cta.begin;
   thread.clock.step = cta.step;
-  thread.clock.issue_ns = &sm_of(thread).issue_ns;
+  thread.clock.issue_ns = sm_of(thread).issue_ns;
+  thread.clock.order = order_of(thread);
   thread.clock.late_registers.resize(thread.launch->kernel->num_registers + 1);
   change_active(thread, 1);
 }
