@@ -28,7 +28,7 @@ _SPECIAL = {
 _REGISTER_FILES = {8: "d", 4: "w", 2: "h", 1: "p"}
 _CLASSES = {
     "kMemory": ("ld", "ldu", "st", "atom", "red"),
-    "kMeeting": ("bar", "barrier", "shfl", "redux", "vote", "griddepcontrol"),
+    "kMeeting": ("bar", "barrier", "shfl", "redux", "vote", "match", "elect", "griddepcontrol"),
     "kFence": ("fence", "membar"),
     "kBranch": ("bra", "ret", "exit"),
     "kSlow": ("div", "rem", "sqrt"),

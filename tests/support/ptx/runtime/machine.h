@@ -225,6 +225,8 @@ enum class WarpOp : uint8_t {
   kAny,
   kAll,
   kBallot,
+  kMatchAny,
+  kElect,
 };
 bool meet_in_warp(Thread& thread, Site& site, WarpOp op, uint32_t mask, uint64_t a, uint64_t b = 0,
                   uint64_t c = 0);
