@@ -323,7 +323,7 @@ def _fence(context: Context, instruction: Instruction) -> str:
         level = modifiers.one_of("cta", "gl", "gpu", "sys")
         order, scope = "sc", {"gl": "gpu"}.get(level, level)
     else:
-        order = modifiers.one_of("acq_rel", "sc", default="acq_rel")
+        order = modifiers.one_of("acq_rel", "sc", "acquire", "release", default="acq_rel")
         scope = modifiers.one_of(*SCOPES)
     modifiers.end()
     site = context.site("kFence", ORDERS[order], SCOPES[scope])
@@ -399,6 +399,36 @@ def _vote(context: Context, instruction: Instruction) -> str:
     )
     result = "static_cast<uint32_t>(t.result)" if kind == "b32" else "t.result != 0"
     return f"{context.block(meets)} {context.assign(target, kind, result)}"
+
+
+@emits("match")
+def _match(context: Context, instruction: Instruction) -> str:
+    modifiers = Modifiers(instruction)
+    kind, _, mode = modifiers.type(), modifiers.has("sync"), modifiers.one_of("any")
+    modifiers.end()
+    if not mode:
+        raise modifiers.error("unknown mode")
+    target, value, mask = instruction.operands
+    site, members = context.site("kWarp"), context.value(mask, "u32")
+    given = context.value(value, f"u{bits(kind)}")
+    meets = f"meet_in_warp(t, {site}, WarpOp::kMatchAny, {members}, {given})"
+    got = context.assign(target, "b32", "static_cast<uint32_t>(t.result)")
+    return f"{context.block(meets)} {got}"
+
+
+@emits("elect")
+def _elect(context: Context, instruction: Instruction) -> str:
+    """PTX leaves open which lane is elected; here it is the lowest one of the mask."""
+    modifiers = Modifiers(instruction)
+    modifiers.has("sync")
+    modifiers.end()
+    target, mask = instruction.operands
+    leader, _, predicate = target.partition("|")
+    site, members = context.site("kWarp"), context.value(mask, "u32")
+    meets = f"meet_in_warp(t, {site}, WarpOp::kElect, {members}, 0)"
+    got = context.assign(leader, "b32", "static_cast<uint32_t>(t.result)")
+    elected = context.assign(predicate, "pred", "t.result == t.lane")
+    return f"{context.block(meets)} {got} {elected}"
 
 
 @emits("activemask")
@@ -599,7 +629,7 @@ def _bytes(context: Context, instruction: Instruction) -> str:
 @emits("popc", "clz", "brev", "bfind")
 def _count(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
-    kind = modifiers.type()
+    kind, shifts = modifiers.type(), modifiers.has("shiftamt")
     modifiers.end()
     if instruction.opcode == "bfind" and kind.startswith("s"):
         raise modifiers.error("unknown type")
@@ -611,6 +641,9 @@ def _count(context: Context, instruction: Instruction) -> str:
         "bfind": f"static_cast<uint32_t>({bits(kind) - 1} - std::countl_zero({value}))",
         "brev": f"reversed({value})",
     }
+    if shifts:  # how far up the highest bit can move; all ones where there is none
+        leading = f"static_cast<uint32_t>(std::countl_zero({value}))"
+        calls["bfind"] = f"({value} == 0 ? ~0u : {leading})"
     result = kind if instruction.opcode == "brev" else "u32"
     return context.assign(target, result, calls[instruction.opcode])
 

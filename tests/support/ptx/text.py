@@ -26,7 +26,10 @@ _LABEL = re.compile(r"\s*([$%\w]+):(?!:)")
 _NAME = r"[$%_a-zA-Z][$\w]*"
 _VARIABLE = re.compile(
     rf"\.(?P<space>shared|global|const|local|param)\s+(?:\.(?:attribute|ptr)\S*\s+)?"
-    rf"(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+(?P<name>{_NAME})"
+    rf"(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+"
+    # What a pointer points to says nothing about the parameter itself.
+    r"(?:\.ptr\s+(?:\.(?:global|shared|const|local)\s+)?(?:\.align\s+\d+\s+)?)?"
+    rf"(?P<name>{_NAME})"
     rf"(?:\[(?P<count>\d*)\])?(?:\s*=\s*(?P<initial>.*))?$",
     re.DOTALL,
 )

@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <sstream>
@@ -295,6 +296,7 @@ uint64_t shuffled(const Meeting& meeting, WarpOp op, int lane, bool* in_range) {
 uint64_t reduced(const Meeting& meeting, WarpOp op) {
   bool is_first = true;
   uint32_t result = 0;
+  if (op == WarpOp::kElect) return std::countr_zero(meeting.arrived);
   for (int lane = 0; lane < kWarpThreads; ++lane) {
     if ((meeting.arrived >> lane & 1U) == 0) continue;
     const auto value = static_cast<uint32_t>(meeting.operands[lane][0]);
@@ -336,6 +338,17 @@ uint64_t reduced(const Meeting& meeting, WarpOp op) {
   return result;
 }
 
+// The lanes that came with the same value as this one.
+uint32_t lanes_alike(const Meeting& meeting, int lane) {
+  uint32_t alike = 0;
+  for (int other = 0; other < kWarpThreads; ++other) {
+    if ((meeting.arrived >> other & 1U) == 0) continue;
+    const bool same = meeting.operands[other][0] == meeting.operands[lane][0];
+    alike |= static_cast<uint32_t>(same) << other;
+  }
+  return alike;
+}
+
 void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
   std::array<Thread*, kWarpThreads> all{};
   int count = 0;
@@ -346,7 +359,9 @@ void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
     Thread& thread = *warp.lanes[lane];
     all[count++] = &thread;
     thread.result = common;
-    if (is_shuffle) {
+    if (op == WarpOp::kMatchAny) {
+      thread.result = lanes_alike(meeting, lane);
+    } else if (is_shuffle) {
       bool in_range = false;
       const auto source = shuffled(meeting, op, lane, &in_range);
       if ((meeting.arrived >> source & 1U) == 0) {
@@ -586,3 +601,5 @@ const char* ptx_host(ptx_machine* machine, int rank, uint64_t address, uint64_t 
 }
 
 }  // extern "C"
+
+#include "virtual_time.h"
