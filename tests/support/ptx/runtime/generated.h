@@ -1,0 +1,28 @@
+// What a generated library begins with (translate.py).
+#pragma once
+
+#include <algorithm>
+
+#include "machine.h"
+#include "numeric.h"
+
+using namespace ptx;
+
+#define PTX_EXPORT extern "C" __attribute__((visibility("default")))
+
+#if PTX_CLOCK
+#define ISSUE(kind, reads, writes, ...)                                                       \
+  {                                                                                           \
+    static constexpr uint16_t numbers[] = {__VA_ARGS__};                                      \
+    clocks::on_instruction(t, Class::kind, numbers, reads, numbers + (reads), writes);        \
+  }
+#else
+#define ISSUE(...)
+#endif
+
+// Variables of the module, which every rank's kernels may touch.
+struct ModuleMemory {
+  const char* name;
+  unsigned char* address;
+  uint64_t bytes;
+};

@@ -1,0 +1,573 @@
+// The scheduler, the meetings of threads, and the C functions that Python and the stand-in driver
+// call.
+#include "machine.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <sstream>
+
+namespace ptx {
+
+namespace {
+
+constexpr uint64_t kFirstLeapNs = 1'000;
+// Longer than any wait of a kernel: who still polls after that polls for ever.
+constexpr uint64_t kPatienceNs = 4'000'000'000'000;
+constexpr uint64_t kMostSteps = 200'000'000;  // turns of one thread
+
+std::string describe(const Site* site, uint32_t line) {
+  std::ostringstream text;
+  text << "PTX line " << (site != nullptr ? site->line : line);
+  if (site != nullptr) {
+    if (site->source_line != 0) text << " (source line " << site->source_line << ")";
+    text << ": " << site->text;
+  }
+  return text.str();
+}
+
+// Where a thread that does not run will go on.
+std::string position(const Thread& thread) {
+  if (thread.waits_at != nullptr) return "waits at " + describe(thread.waits_at, 0);
+  const Kernel& kernel = *thread.launch->kernel;
+  const uint32_t line = kernel.resume_lines[thread.pc];
+  for (uint32_t i = 0; i < kernel.num_sites; ++i) {
+    if (kernel.sites[i].line == line) return "is at " + describe(&kernel.sites[i], 0);
+  }
+  return "is at " + describe(nullptr, line);
+}
+
+}  // namespace
+
+std::string place_of(const Thread& thread, const Site* site) {
+  std::ostringstream text;
+  text << "rank " << thread.rank << " launch " << thread.launch->number << " ("
+       << thread.launch->kernel->name << ") CTA " << thread.cta->number << " thread "
+       << thread.index << ", " << describe(site, thread.launch->kernel->resume_lines[thread.pc]);
+  return text.str();
+}
+
+void fail(const Thread& thread, const Site* site, const char* kind, const std::string& what) {
+  throw Fault(kind, place_of(thread, site) + "\n  " + what);
+}
+
+// ---- accesses that are wrong
+
+void fail_bounds(const Thread& thread, const Access& access, uint64_t limit) {
+  std::ostringstream text;
+  if (access.space == Space::kGlobal) {
+    text << access.bytes << " bytes at 0x" << std::hex << access.address << std::dec
+         << " lie in no allocation";
+    auto after = thread.machine->allocations.upper_bound(access.address);
+    if (after != thread.machine->allocations.begin()) {
+      const Allocation& before = *std::prev(after)->second;
+      text << "; " << access.address - before.address << " after the begin of '" << before.name
+           << "' of rank " << before.rank << ", which has " << before.bytes;
+    }
+  } else {
+    const char* names[] = {"global", "shared", "local", "parameter"};
+    text << access.bytes << " bytes at " << access.address << " of "
+         << names[static_cast<int>(access.space)] << " memory, which has " << limit;
+  }
+  fail(thread, access.site, "OutOfBounds", text.str());
+}
+
+void fail_alignment(const Thread& thread, const Access& access) {
+  std::ostringstream text;
+  text << access.bytes << " bytes at 0x" << std::hex << access.address << ", which is no multiple";
+  fail(thread, access.site, "Misaligned", text.str());
+}
+
+void fail_unwritten(const Thread& thread, const Access& access, uint32_t offset) {
+  fail(thread, access.site, "Uninitialised",
+       "shared memory at " + std::to_string(access.address + offset) +
+           " has not been written by this CTA");
+}
+
+// ---- launches
+
+namespace {
+
+bool may_begin(const Launch& launch) {
+  if (launch.before == nullptr) return true;
+  return launch.pdl && launch.before->begun && launch.before->ctas_without_dependents == 0;
+}
+
+void begin_cta(Launch& launch) {
+  Machine& machine = *launch.machine;
+  const Kernel& kernel = *launch.kernel;
+  auto cta = std::make_unique<Cta>();
+  const uint32_t number = launch.next_cta++;
+  cta->launch = &launch;
+  cta->number = number;
+  cta->id = {number % launch.grid[0], number / launch.grid[0] % launch.grid[1],
+             number / launch.grid[0] / launch.grid[1]};
+  const uint32_t count = launch.num_threads();
+  cta->threads.resize(count);
+  cta->warps.resize((count + kWarpThreads - 1) / kWarpThreads);
+  cta->live = static_cast<int>(count);
+  cta->shared.resize(launch.shared_bytes);
+  cta->shared_written.resize(launch.shared_bytes);
+  cta->registers.resize(static_cast<size_t>(count) * kernel.register_bytes);
+  cta->local.resize(static_cast<size_t>(count) * kernel.local_bytes);
+  for (uint32_t i = 0; i < count; ++i) {
+    Thread& thread = cta->threads[i];
+    thread.machine = &machine;
+    thread.rank = launch.rank;
+    thread.launch = &launch;
+    thread.cta = cta.get();
+    thread.index = i;
+    thread.lane = i % kWarpThreads;
+    thread.warp = &cta->warps[i / kWarpThreads];
+    thread.warp->lanes[thread.lane] = &thread;
+    thread.warp->present |= 1U << thread.lane;
+    thread.warp->live |= 1U << thread.lane;
+    thread.tid = {i % launch.block[0], i / launch.block[0] % launch.block[1],
+                  i / launch.block[0] / launch.block[1]};
+    thread.registers = cta->registers.data() + static_cast<size_t>(i) * kernel.register_bytes;
+    thread.local = cta->local.data() + static_cast<size_t>(i) * kernel.local_bytes;
+    thread.budget = 1 + machine.random() % 4096;
+    races::on_thread_start(thread);
+    clocks::on_thread_start(thread);
+    machine.wake(&thread);
+  }
+  ++machine.ranks[launch.rank].resident_ctas;
+  launch.ctas.push_back(std::move(cta));
+}
+
+// Begins what may begin: launches in the stream's order, CTAs as the rank has room.
+void begin_all(Machine& machine, Rank& rank) {
+  for (auto& launch : rank.stream) {
+    if (!launch->begun) {
+      if (!may_begin(*launch)) return;
+      launch->begun = true;
+      clocks::on_launch_start(*launch);
+    }
+    while (launch->next_cta < launch->num_ctas()) {
+      if (machine.most_resident_ctas != 0 && rank.resident_ctas >= machine.most_resident_ctas) {
+        return;
+      }
+      begin_cta(*launch);
+    }
+  }
+}
+
+// What its sites remember may be released before its next launch.
+void forget_allocations(const Launch& launch) {
+  for (uint32_t i = 0; i < launch.kernel->num_sites; ++i) launch.kernel->sites[i].last = nullptr;
+}
+
+void end_launch(Machine& machine, Rank& rank) {
+  races::on_launch_end(*rank.stream.front());
+  clocks::on_launch_end(*rank.stream.front());
+  const std::unique_ptr<Launch> ended = std::move(rank.stream.front());
+  rank.stream.pop_front();
+  forget_allocations(*ended);
+  if (rank.stream.empty()) return;
+  Launch& next = *rank.stream.front();
+  next.before = nullptr;
+  for (Thread* thread : next.grid_waiters) {
+    thread->waits_at = nullptr;
+    machine.wake(thread);
+  }
+  next.grid_waiters.clear();
+}
+
+void check_barrier(Cta& cta, Barrier& barrier);
+
+void end_thread(Thread& thread) {
+  Cta& cta = *thread.cta;
+  Launch& launch = *thread.launch;
+  Machine& machine = *thread.machine;
+  thread.ended = true;
+  machine.progress();
+  races::on_thread_end(thread);
+  clocks::on_thread_end(thread);
+  thread.warp->live &= ~(1U << thread.lane);
+  for (const Meeting& meeting : thread.warp->meetings) {
+    if ((meeting.mask >> thread.lane & 1U) != 0) {
+      fail(thread, meeting.site, "Divergence", "a lane of its mask ended; the others wait for it");
+    }
+  }
+  --cta.live;
+  for (Barrier& barrier : cta.barriers) {
+    if (!barrier.arrived.empty()) check_barrier(cta, barrier);
+  }
+  if (cta.live != 0) return;
+  if (!cta.lets_dependents_start) --launch.ctas_without_dependents;
+  ++launch.ended_ctas;
+  Rank& rank = machine.ranks[launch.rank];
+  --rank.resident_ctas;
+  cta.registers = {};
+  cta.local = {};
+  cta.shared = {};
+  cta.shared_written = {};
+  while (!rank.stream.empty() && rank.stream.front()->ended_ctas == rank.stream.front()->num_ctas()) {
+    end_launch(machine, rank);
+  }
+  begin_all(machine, rank);
+}
+
+}  // namespace
+
+bool wait_for_grid(Thread& thread, Site& site) {
+  if (thread.launch->before == nullptr) return true;
+  thread.waits_at = &site;
+  thread.launch->grid_waiters.push_back(&thread);
+  return false;
+}
+
+void let_dependents_start(Thread& thread) {
+  clocks::on_grid_launch(thread);
+  if (thread.cta->lets_dependents_start) return;
+  thread.cta->lets_dependents_start = true;
+  if (--thread.launch->ctas_without_dependents == 0) {
+    begin_all(*thread.machine, thread.machine->ranks[thread.rank]);
+  }
+}
+
+uint64_t timer_ns(const Thread& thread) {
+  if (thread.machine->in_processes) {
+    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  }
+  return clocks::timer_ns(thread, thread.machine->timer_ns);
+}
+
+// ---- meetings
+
+namespace {
+
+void check_barrier(Cta& cta, Barrier& barrier) {
+  const int expected = barrier.expected != 0 ? barrier.expected : cta.live;
+  if (static_cast<int>(barrier.arrived.size()) < expected) return;
+  std::vector<const Site*> of_warp(cta.warps.size());
+  for (size_t i = 0; i < barrier.arrived.size(); ++i) {
+    const Site*& site = of_warp[barrier.arrived[i]->index / kWarpThreads];
+    if (site != nullptr && site != barrier.sites[i]) {
+      fail(*barrier.arrived[i], barrier.sites[i], "Divergence",
+           "a lane of the same warp came to another barrier: " + describe(site, 0));
+    }
+    site = barrier.sites[i];
+  }
+  std::vector<Thread*> all;
+  all.swap(barrier.arrived);
+  barrier.sites.clear();
+  races::on_barrier(all.data(), static_cast<int>(all.size()));
+  clocks::on_barrier(all.data(), static_cast<int>(all.size()));
+  for (Thread* thread : all) {
+    thread->waits_at = nullptr;
+    cta.launch->machine->wake(thread);
+  }
+}
+
+uint64_t shuffled(const Meeting& meeting, WarpOp op, int lane, bool* in_range) {
+  const uint32_t b = static_cast<uint32_t>(meeting.operands[lane][1]) & 31U;
+  const uint32_t c = static_cast<uint32_t>(meeting.operands[lane][2]);
+  const int clamp = static_cast<int>(c & 31U);
+  const int segment = static_cast<int>(c >> 8 & 31U);
+  const int last = (lane & segment) | (clamp & ~segment);
+  const int first = lane & segment;
+  int source = lane;
+  switch (op) {
+    case WarpOp::kShuffleUp:
+      source = lane - static_cast<int>(b);
+      *in_range = source >= last;
+      break;
+    case WarpOp::kShuffleDown:
+      source = lane + static_cast<int>(b);
+      *in_range = source <= last;
+      break;
+    case WarpOp::kShuffleBfly:
+      source = lane ^ static_cast<int>(b);
+      *in_range = source <= last;
+      break;
+    default:
+      source = first | (static_cast<int>(b) & ~segment);
+      *in_range = source <= last;
+  }
+  if (!*in_range) source = lane;
+  return static_cast<uint32_t>(source);
+}
+
+uint64_t reduced(const Meeting& meeting, WarpOp op) {
+  bool is_first = true;
+  uint32_t result = 0;
+  for (int lane = 0; lane < kWarpThreads; ++lane) {
+    if ((meeting.arrived >> lane & 1U) == 0) continue;
+    const auto value = static_cast<uint32_t>(meeting.operands[lane][0]);
+    const auto as_signed = static_cast<int32_t>(value);
+    if (op == WarpOp::kBallot) {
+      result |= static_cast<uint32_t>(value != 0) << lane;
+    } else if (is_first) {
+      result = value;
+    } else {
+      switch (op) {
+        case WarpOp::kMinU32: result = std::min(result, value); break;
+        case WarpOp::kMaxU32: result = std::max(result, value); break;
+        case WarpOp::kMinS32:
+          result = static_cast<uint32_t>(std::min(static_cast<int32_t>(result), as_signed));
+          break;
+        case WarpOp::kMaxS32:
+          result = static_cast<uint32_t>(std::max(static_cast<int32_t>(result), as_signed));
+          break;
+        case WarpOp::kAdd: result += value; break;
+        case WarpOp::kAnd:
+        case WarpOp::kAll: result &= value; break;
+        case WarpOp::kXor: result ^= value; break;
+        default: result |= value;
+      }
+    }
+    is_first = false;
+  }
+  return result;
+}
+
+void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
+  std::array<Thread*, kWarpThreads> all{};
+  int count = 0;
+  const bool is_shuffle = op >= WarpOp::kShuffleBfly && op <= WarpOp::kShuffleIdx;
+  const uint64_t common = is_shuffle || op == WarpOp::kBarrier ? 0 : reduced(meeting, op);
+  for (int lane = 0; lane < kWarpThreads; ++lane) {
+    if ((meeting.arrived >> lane & 1U) == 0) continue;
+    Thread& thread = *warp.lanes[lane];
+    all[count++] = &thread;
+    thread.result = common;
+    if (is_shuffle) {
+      bool in_range = false;
+      const auto source = shuffled(meeting, op, lane, &in_range);
+      if ((meeting.arrived >> source & 1U) == 0) {
+        fail(thread, meeting.site, "Divergence",
+             "it takes the value of lane " + std::to_string(source) + ", which is not in its mask");
+      }
+      thread.result = static_cast<uint32_t>(meeting.operands[source][0]);
+      thread.result_predicate = in_range;
+    }
+    thread.waits_at = nullptr;
+    if (&thread != &last) last.machine->wake(&thread);
+  }
+  if (op == WarpOp::kBarrier) races::on_barrier(all.data(), count);
+  clocks::on_warp(all.data(), count, *meeting.site);
+}
+
+}  // namespace
+
+bool meet_at_barrier(Thread& thread, Site& site, uint32_t number, uint32_t count) {
+  if (site.removed != 0) return true;
+  if (number >= kMostBarriers) fail(thread, &site, "OutOfBounds", "there are 16 barriers");
+  Barrier& barrier = thread.cta->barriers[number];
+  barrier.expected = static_cast<int>(count);
+  barrier.arrived.push_back(&thread);
+  barrier.sites.push_back(&site);
+  thread.waits_at = &site;
+  check_barrier(*thread.cta, barrier);
+  return false;
+}
+
+bool meet_in_warp(Thread& thread, Site& site, WarpOp op, uint32_t mask, uint64_t a, uint64_t b,
+                  uint64_t c) {
+  if (site.removed != 0) return true;
+  Warp& warp = *thread.warp;
+  mask &= warp.present;
+  if ((mask >> thread.lane & 1U) == 0) {
+    fail(thread, &site, "Divergence", "its mask does not have its own lane");
+  }
+  if ((mask & ~warp.live) != 0) {
+    fail(thread, &site, "Divergence", "a lane of its mask has ended");
+  }
+  auto found = std::find_if(warp.meetings.begin(), warp.meetings.end(), [&](const Meeting& each) {
+    return (each.mask & mask) != 0;
+  });
+  if (found == warp.meetings.end()) {
+    warp.meetings.push_back(Meeting{&site, mask, 0, {}});
+    found = std::prev(warp.meetings.end());
+  } else if (found->site != &site || found->mask != mask) {
+    fail(thread, &site, "Divergence",
+         "lanes of its mask wait elsewhere: " + describe(found->site, 0));
+  }
+  found->arrived |= 1U << thread.lane;
+  found->operands[thread.lane] = {a, b, c};
+  if (found->arrived != mask) {
+    thread.waits_at = &site;
+    return false;
+  }
+  const Meeting complete = *found;
+  warp.meetings.erase(found);
+  finish(warp, complete, op, thread);
+  return true;
+}
+
+// ---- the scheduler
+
+namespace {
+
+std::string deadlock(const Machine& machine) {
+  std::ostringstream text;
+  text << "no thread goes on, and time does not help:";
+  for (const Rank& rank : machine.ranks) {
+    for (const auto& launch : rank.stream) {
+      for (const auto& cta : launch->ctas) {
+        std::map<std::string, std::vector<uint32_t>> groups;
+        for (const Thread& thread : cta->threads) {
+          if (!thread.ended) groups[position(thread)].push_back(thread.index);
+        }
+        for (const auto& [where, threads] : groups) {
+          text << "\n  rank " << launch->rank << " launch " << launch->number << " ("
+               << launch->kernel->name << ") CTA " << cta->number << ": thread " << threads.front();
+          if (threads.size() > 1) text << " and " << threads.size() - 1 << " more";
+          text << " " << where;
+        }
+      }
+      if (launch->next_cta < launch->num_ctas()) {
+        text << "\n  rank " << launch->rank << " launch " << launch->number << " ("
+             << launch->kernel->name << "): " << launch->num_ctas() - launch->next_cta
+             << " CTAs have not begun";
+      }
+    }
+  }
+  return text.str();
+}
+
+// Every live thread has polled, and nothing has changed: only time can end the wait.
+void let_time_pass(Machine& machine) {
+  machine.idle_turns = 0;
+  machine.leap_ns = std::max(kFirstLeapNs, 2 * machine.leap_ns);
+  machine.leapt_ns += machine.leap_ns;
+  if (machine.leapt_ns > kPatienceNs) throw Fault("Deadlock", deadlock(machine));
+  machine.timer_ns += machine.leap_ns;
+}
+
+Thread* pick_at_random(Machine& machine) {
+  std::vector<Thread*>& ready = machine.ready;
+  const size_t chosen = machine.random() % ready.size();
+  Thread* thread = ready[chosen];
+  ready[chosen] = ready.back();
+  ready.pop_back();
+  return thread;
+}
+
+void take_turn(Machine& machine) {
+#if PTX_CLOCK
+  Thread& thread = *clocks::pick(machine, machine.ready);
+#else
+  Thread& thread = *pick_at_random(machine);
+#endif
+  const Status status = thread.launch->kernel->run(thread);
+  if (status == Status::kEnded) {
+    end_thread(thread);
+  } else if (status != Status::kBlocked) {
+    machine.ready.push_back(&thread);
+    if (++thread.steps > kMostSteps) throw Fault("Deadlock", deadlock(machine));
+    if (status == Status::kPolls && ++machine.idle_turns > 16 * machine.ready.size() + 64) {
+      if (machine.in_processes) {
+        sched_yield();
+      } else {
+        let_time_pass(machine);
+      }
+    }
+  }
+}
+
+void run(Machine& machine) {
+  for (Rank& rank : machine.ranks) begin_all(machine, rank);
+  while (!machine.ready.empty()) take_turn(machine);
+  for (const Rank& rank : machine.ranks) {
+    if (!rank.stream.empty()) throw Fault("Deadlock", deadlock(machine));
+  }
+}
+
+}  // namespace
+
+}  // namespace ptx
+
+// ---- C functions. Those that can fail return the kind of the fault, or null.
+
+extern "C" {
+
+struct ptx_machine {
+  ptx::Machine machine;
+  std::string kind;
+  std::string message;
+};
+
+ptx_machine* ptx_create(int num_ranks, uint64_t seed, int in_processes) {
+  return new ptx_machine{ptx::Machine(num_ranks, seed, in_processes != 0), "", ""};
+}
+
+void ptx_destroy(ptx_machine* machine) { delete machine; }
+
+void ptx_limit_ctas(ptx_machine* machine, uint32_t most) {
+  machine->machine.most_resident_ctas = most;
+}
+
+void ptx_allocate(ptx_machine* machine, int rank, uint64_t address, uint64_t bytes,
+                  const char* name) {
+  auto made = std::make_unique<ptx::Allocation>();
+  made->rank = rank;
+  made->address = address;
+  made->bytes = bytes;
+  made->name = name;
+  machine->machine.allocations[address] = std::move(made);
+}
+
+void ptx_release(ptx_machine* machine, uint64_t address) {
+  machine->machine.allocations.erase(address);
+}
+
+void ptx_launch(ptx_machine* machine, int rank, const ptx::Kernel* kernel, const uint32_t* grid,
+                const uint32_t* block, const void* params, uint64_t param_bytes,
+                uint32_t dynamic_shared_bytes, int pdl) {
+  ptx::Rank& owner = machine->machine.ranks[rank];
+  auto launch = std::make_unique<ptx::Launch>();
+  launch->machine = &machine->machine;
+  launch->rank = rank;
+  launch->number = owner.num_launches++;
+  launch->kernel = kernel;
+  std::copy(grid, grid + 3, launch->grid.begin());
+  std::copy(block, block + 3, launch->block.begin());
+  const auto* bytes = static_cast<const unsigned char*>(params);
+  launch->params.assign(bytes, bytes + param_bytes);
+  launch->shared_bytes = kernel->shared_bytes + dynamic_shared_bytes;
+  launch->pdl = pdl != 0;
+  launch->ctas_without_dependents = launch->num_ctas();
+  if (!owner.stream.empty()) launch->before = owner.stream.back().get();
+  owner.stream.push_back(std::move(launch));
+}
+
+static const char* guarded(ptx_machine* machine, void (*body)(ptx_machine*)) {
+  try {
+    body(machine);
+    return nullptr;
+  } catch (const ptx::Fault& fault) {
+    machine->kind = fault.kind;
+    machine->message = fault.what();
+  }
+  machine->machine.ready.clear();
+  for (ptx::Rank& rank : machine->machine.ranks) {
+    for (const auto& launch : rank.stream) ptx::forget_allocations(*launch);
+    rank.stream.clear();
+    rank.resident_ctas = 0;
+  }
+  return machine->kind.c_str();
+}
+
+// Until every stream is empty. After a fault the streams are empty too.
+const char* ptx_run(ptx_machine* machine) {
+  return guarded(machine, [](ptx_machine* it) { ptx::run(it->machine); });
+}
+
+const char* ptx_message(const ptx_machine* machine) { return machine->message.c_str(); }
+
+const char* ptx_host(ptx_machine* machine, int rank, uint64_t address, uint64_t bytes, int writes) {
+  try {
+    ptx::races::on_host(machine->machine, rank, address, bytes, writes != 0);
+    return nullptr;
+  } catch (const ptx::Fault& fault) {
+    machine->kind = fault.kind;
+    machine->message = fault.what();
+    return machine->kind.c_str();
+  }
+}
+
+}  // extern "C"

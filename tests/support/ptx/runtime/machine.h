@@ -1,0 +1,346 @@
+// The software GPU: ranks with a stream each, CTAs, warps and threads of the kernels that
+// translate.py made of PTX. Every CUDA thread is a function that returns where another may go on.
+// One OS thread runs them all, in an order that a seed decides.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "clock.h"
+#include "hooks.h"
+#include "races.h"
+
+namespace ptx {
+
+constexpr int kWarpThreads = 32;
+constexpr int kMostBarriers = 16;
+// Generic addresses: what lies in a window is not global memory. The host's addresses are lower.
+constexpr uint64_t kSharedWindow = 1ULL << 60;
+constexpr uint64_t kLocalWindow = 2ULL << 60;
+constexpr uint64_t kParamWindow = 3ULL << 60;
+constexpr uint64_t kWindowMask = 15ULL << 60;
+
+// A finding; it ends the run. `kind` is the name of the class that Python raises.
+struct Fault : std::runtime_error {
+  Fault(const char* kind, const std::string& message) : std::runtime_error(message), kind(kind) {}
+  const char* kind;
+};
+
+enum class Status : uint8_t {
+  kEnded,
+  kBlocked,  // somebody else makes it ready again
+  kPolls,    // before an ordered access: it may be waiting for another thread's word
+  kPaused,   // it has run for long
+};
+
+struct Thread;
+struct Cta;
+struct Launch;
+struct Machine;
+
+// A kernel as a generated library describes it (build.py, class _Kernel).
+struct Kernel {
+  const char* name;
+  Status (*run)(Thread&);
+  Site* sites;
+  const uint32_t* resume_lines;  // PTX line at which a thread goes on, by pc
+  uint32_t num_sites;
+  uint32_t register_bytes;
+  uint32_t num_registers;
+  uint32_t param_bytes;
+  uint32_t shared_bytes;
+  uint32_t local_bytes;
+};
+
+// Memory that kernels may touch. `rank` owns it: it is remote for the others.
+struct Allocation {
+  int rank;
+  uint64_t address;
+  uint64_t bytes;
+  std::string name;
+  AllocationRaces races;
+  AllocationClock clock;
+};
+
+// Lanes that meet in a warp operation.
+struct Meeting {
+  Site* site;
+  uint32_t mask;
+  uint32_t arrived;
+  std::array<std::array<uint64_t, 3>, kWarpThreads> operands;
+};
+
+struct Warp {
+  std::array<Thread*, kWarpThreads> lanes{};
+  uint32_t present = 0;  // lanes that exist
+  uint32_t live = 0;     // and have not ended
+  std::vector<Meeting> meetings;
+};
+
+struct Barrier {
+  std::vector<Thread*> arrived;
+  std::vector<Site*> sites;
+  int expected = 0;  // 0: every thread of the CTA that has not ended
+};
+
+struct Thread {
+  uint32_t pc = 0;
+  int rank = 0;
+  uint32_t index = 0;  // in its CTA
+  uint32_t lane = 0;
+  uint32_t budget = 0;  // weak accesses and branches back until it pauses
+  bool ended = false;
+  Machine* machine = nullptr;
+  Launch* launch = nullptr;
+  Cta* cta = nullptr;
+  Warp* warp = nullptr;
+  Site* waits_at = nullptr;  // the meeting that it has come to
+  std::array<uint32_t, 3> tid{};
+  unsigned char* registers = nullptr;
+  unsigned char* local = nullptr;
+  uint64_t result = 0;  // of a warp operation
+  bool result_predicate = false;
+  uint64_t steps = 0;  // turns without an end
+  ThreadRaces races;
+  ThreadClock clock;
+};
+
+struct Cta {
+  Launch* launch = nullptr;
+  uint32_t number = 0;
+  std::array<uint32_t, 3> id{};
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  int live = 0;
+  bool lets_dependents_start = false;
+  std::vector<unsigned char> shared;
+  std::vector<uint8_t> shared_written;  // by byte
+  std::vector<unsigned char> registers;
+  std::vector<unsigned char> local;
+  std::array<Barrier, kMostBarriers> barriers;
+  CtaRaces races;
+  CtaClock clock;
+};
+
+struct Launch {
+  Machine* machine = nullptr;
+  int rank = 0;
+  uint32_t number = 0;  // in the rank's stream
+  const Kernel* kernel = nullptr;
+  std::array<uint32_t, 3> grid{};
+  std::array<uint32_t, 3> block{};
+  std::vector<unsigned char> params;
+  uint32_t shared_bytes = 0;
+  bool pdl = false;
+  bool begun = false;
+  Launch* before = nullptr;  // in the stream, unless that has ended
+  uint32_t next_cta = 0;
+  uint32_t ended_ctas = 0;
+  uint32_t ctas_without_dependents = 0;  // that have neither ended nor let dependents start
+  std::vector<std::unique_ptr<Cta>> ctas;
+  std::vector<Thread*> grid_waiters;  // threads of this launch that wait for the one before
+  LaunchRaces races;
+  LaunchClock clock;
+
+  uint32_t num_ctas() const { return grid[0] * grid[1] * grid[2]; }
+  uint32_t num_threads() const { return block[0] * block[1] * block[2]; }
+};
+
+struct Rank {
+  std::deque<std::unique_ptr<Launch>> stream;
+  uint32_t num_launches = 0;
+  uint32_t resident_ctas = 0;
+  RankRaces races;
+  RankClock clock;
+};
+
+struct Machine {
+  Machine(int num_ranks, uint64_t seed, bool in_processes)
+      : ranks(num_ranks), random(seed), in_processes(in_processes) {}
+
+  std::vector<Rank> ranks;
+  std::mt19937_64 random;
+  // One machine a process, which has the memory in common with others: threads that poll give the
+  // processor away, and the timer is the host's.
+  bool in_processes;
+  uint32_t most_resident_ctas = 0;  // a rank's; 0: any number
+  std::map<uint64_t, std::unique_ptr<Allocation>> allocations;
+  std::vector<Thread*> ready;
+  uint64_t timer_ns = 1'000'000'000;
+  MachineRaces races;
+  MachineClock clock;
+
+  // state of the scheduler
+  uint64_t idle_turns = 0;
+  uint64_t leap_ns = 0;
+  uint64_t leapt_ns = 0;
+
+  void progress() {
+    idle_turns = 0;
+    leap_ns = 0;
+    leapt_ns = 0;
+  }
+  void wake(Thread* thread) {
+    ready.push_back(thread);
+    progress();
+  }
+  Allocation* find(uint64_t address) const {
+    auto after = allocations.upper_bound(address);
+    if (after == allocations.begin()) return nullptr;
+    Allocation* found = std::prev(after)->second.get();
+    return address - found->address < found->bytes ? found : nullptr;
+  }
+};
+
+// ---- what generated code calls
+
+// "rank 1 launch 2 (moe_nvlink_combine) CTA 3 thread 17, PTX line 812 (source line 90): bar.sync 0"
+std::string place_of(const Thread& thread, const Site* site);
+[[noreturn]] void fail(const Thread& thread, const Site* site, const char* kind,
+                       const std::string& what);
+
+// False: the thread has to wait; its result is there when it goes on.
+bool meet_at_barrier(Thread& thread, Site& site, uint32_t barrier, uint32_t count);
+enum class WarpOp : uint8_t {
+  kBarrier,
+  kShuffleBfly,
+  kShuffleUp,
+  kShuffleDown,
+  kShuffleIdx,
+  kMinU32,
+  kMaxU32,
+  kMinS32,
+  kMaxS32,
+  kAdd,
+  kAnd,
+  kOr,
+  kXor,
+  kAny,
+  kAll,
+  kBallot,
+};
+bool meet_in_warp(Thread& thread, Site& site, WarpOp op, uint32_t mask, uint64_t a, uint64_t b = 0,
+                  uint64_t c = 0);
+bool wait_for_grid(Thread& thread, Site& site);
+void let_dependents_start(Thread& thread);
+uint64_t timer_ns(const Thread& thread);
+
+void fail_bounds(const Thread& thread, const Access& access, uint64_t limit);
+void fail_alignment(const Thread& thread, const Access& access);
+void fail_unwritten(const Thread& thread, const Access& access, uint32_t offset);
+
+inline bool tired(Thread& thread) {
+  if (--thread.budget != 0) return false;
+  thread.budget = 1 + thread.machine->random() % 4096;
+  return true;
+}
+
+// Where an access lies, after every check; `address` is generic only if `generic`.
+inline unsigned char* locate(Thread& thread, Access& access, bool generic) {
+  if (generic) {
+    const uint64_t window = access.address & kWindowMask;
+    if (window != 0) {
+      access.address &= ~kWindowMask;
+      access.space = window == kSharedWindow  ? Space::kShared
+                     : window == kLocalWindow ? Space::kLocal
+                                              : Space::kParam;
+    }
+  }
+  if (access.address % access.bytes != 0) fail_alignment(thread, access);
+  uint64_t limit = 0;
+  unsigned char* base = nullptr;
+  switch (access.space) {
+    case Space::kGlobal: {
+      Allocation* found = access.site->last;
+      if (found == nullptr || access.address - found->address >= found->bytes) {
+        found = access.site->last = thread.machine->find(access.address);
+      }
+      if (found == nullptr || access.address - found->address + access.bytes > found->bytes) {
+        fail_bounds(thread, access, 0);
+      }
+      access.where = found;
+      return reinterpret_cast<unsigned char*>(access.address);
+    }
+    case Space::kShared:
+      limit = thread.cta->shared.size();
+      base = thread.cta->shared.data();
+      break;
+    case Space::kLocal:
+      limit = thread.launch->kernel->local_bytes;
+      base = thread.local;
+      break;
+    case Space::kParam:
+      limit = thread.launch->params.size();
+      base = thread.launch->params.data();
+      break;
+  }
+  if (access.address + access.bytes > limit || access.address > limit) {
+    fail_bounds(thread, access, limit);
+  }
+  if (access.space == Space::kShared) {
+    uint8_t* written = thread.cta->shared_written.data() + access.address;
+    for (uint32_t i = 0; i < access.bytes; ++i) {
+      if (access.reads && written[i] == 0) fail_unwritten(thread, access, i);
+      if (access.writes) written[i] = 1;
+    }
+  }
+  return base + access.address;
+}
+
+inline unsigned char* reach(Thread& thread, Access access, bool generic) {
+  unsigned char* memory = locate(thread, access, generic);
+  if (access.space == Space::kGlobal || access.space == Space::kShared) {
+    races::on_access(thread, access);
+    clocks::on_access(thread, access);
+    if (access.writes) thread.machine->progress();
+  }
+  return memory;
+}
+
+// Vectors take effect element by element, as PTX says of them.
+template <class Element, int kCount>
+inline void load(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
+                 Element* values) {
+  const Access access{address, sizeof(Element) * kCount, space, true, false, &site, nullptr};
+  const auto* from = reinterpret_cast<const Element*>(reach(thread, access, generic));
+  const int order = site.order == Order::kWeak ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE;
+  for (int i = 0; i < kCount; ++i) values[i] = __atomic_load_n(from + i, order);
+}
+
+template <class Element, int kCount>
+inline void store(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
+                  const Element* values) {
+  const Access access{address, sizeof(Element) * kCount, space, false, true, &site, nullptr};
+  auto* to = reinterpret_cast<Element*>(reach(thread, access, generic));
+  const int order = site.order == Order::kWeak ? __ATOMIC_RELAXED : __ATOMIC_RELEASE;
+  for (int i = 0; i < kCount; ++i) __atomic_store_n(to + i, values[i], order);
+}
+
+// `combine(before)` is what the word becomes; returns what it was.
+template <class Element, class Combine>
+inline Element atomic(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
+                      Combine combine) {
+  const Access access{address, sizeof(Element), space, true, true, &site, nullptr};
+  auto* word = reinterpret_cast<Element*>(reach(thread, access, generic));
+  Element before = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+  while (!__atomic_compare_exchange_n(word, &before, combine(before), false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST)) {
+  }
+  return before;
+}
+
+inline void fence(Thread& thread, Site& site) {
+  if (site.removed != 0) return;
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  races::on_fence(thread, site);
+  clocks::on_fence(thread, site);
+}
+
+}  // namespace ptx
