@@ -9,6 +9,7 @@ of these tests.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 from tests.litmus.program import Program
 from tests.ptx.litmus_kernels import LitmusKernels, module, named
 from tests.support.ptx import build
+from tests.support.ptx.machine import Machine, PtxFault, Race, Uninitialised
 
 SEEDS = range(60)
 
@@ -313,3 +315,168 @@ def test_random_programs_have_the_axioms_verdict() -> None:
     library = loaded(programs)
     for kernels in programs:
         check(kernels, library, kernels.program.race())
+
+
+# ---- what litmus programs do not have: the host, shared memory, reports
+
+ROWS = 128  # threads of `shared`
+HAND_WRITTEN = """
+.version 8.8
+.target sm_90a
+.address_size 64
+
+.visible .entry put(.param .u64 put_param_0)
+{
+    .reg .b64 %rd<3>;
+    ld.param.u64 %rd1, [put_param_0];
+    cvta.to.global.u64 %rd2, %rd1;
+    st.global.u32 [%rd2], 7;
+    st.release.sys.global.u32 [%rd2+4], 1;
+    ret;
+}
+
+.visible .entry get(.param .u64 get_param_0)
+{
+    .reg .b32 %r<2>;
+    .reg .pred %p<2>;
+    .reg .b64 %rd<3>;
+    ld.param.u64 %rd1, [get_param_0];
+    cvta.to.global.u64 %rd2, %rd1;
+$poll:
+    ld.acquire.sys.global.u32 %r1, [%rd2+4];
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra $poll;
+    ret;
+}
+
+.visible .entry halves(.param .u64 halves_param_0)
+{
+    .reg .b16 %rs<2>;
+    .reg .b32 %r<3>;
+    .reg .b64 %rd<5>;
+    ld.param.u64 %rd1, [halves_param_0];
+    cvta.to.global.u64 %rd2, %rd1;
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd3, %r1, 2;
+    add.s64 %rd4, %rd2, %rd3;
+    cvt.u16.u32 %rs1, %r1;
+    st.global.u16 [%rd4], %rs1;
+    ret;
+}
+
+.visible .entry shared(.param .u64 shared_param_0)
+{
+    .reg .b32 %r<9>;
+    .reg .b64 %rd<3>;
+    .shared .align 4 .b8 words[512];
+    mov.u32 %r1, %tid.x;
+    shl.b32 %r2, %r1, 2;
+    mov.u32 %r3, words;
+    add.s32 %r4, %r3, %r2;
+    st.shared.u32 [%r4], %r1;
+    bar.sync 0;
+    xor.b32 %r5, %r2, 256;
+    add.s32 %r6, %r3, %r5;
+    ld.shared.u32 %r7, [%r6];
+    ret;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def library() -> build.Library:
+    return build.load(HAND_WRITTEN, races=True)
+
+
+class Host(NamedTuple):
+    """A machine of two ranks and eight bytes of rank 1, which rank 0 writes to."""
+
+    machine: Machine
+    address: int
+
+    def launch(self, library: build.Library, rank: int, name: str, threads: int = 1) -> None:
+        params = self.address.to_bytes(8, "little")
+        self.machine.launch(rank, library[name], 1, threads, params)
+
+
+@pytest.fixture(params=range(5))
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    memory = ctypes.create_string_buffer(ROWS * 4)
+    with Machine(2, seed=request.param, races=True) as machine:
+        machine.allocate(1, ctypes.addressof(memory), len(memory), "words")
+        yield Host(machine, ctypes.addressof(memory))
+
+
+def test_host_reads_what_its_rank_has_acquired(library: build.Library, host: Host) -> None:
+    host.launch(library, 0, "put")
+    host.launch(library, 1, "get")
+    host.machine.run()
+    host.machine.host_read(1, host.address, 4)
+    host.machine.host_write(1, host.address, 4)
+
+
+def test_host_races_with_a_peer(library: build.Library, host: Host) -> None:
+    """That the peer's kernel has ended orders nothing: this rank's host does not wait for it."""
+    host.launch(library, 0, "put")
+    host.machine.run()
+    with pytest.raises(Race) as race:
+        host.machine.host_read(1, host.address, 8)
+    for part in (
+        "the host of rank 1\n",
+        "race at byte 0 of 'words' of rank 1: weak read after weak write; nothing orders them\n",
+        "before: rank 0 launch 0 (put) CTA 0 thread 0, PTX line 11: st.global.u32 [%rd2], 7",
+    ):
+        assert part in str(race.value)
+
+
+def test_host_of_the_writer_reads(library: build.Library, host: Host) -> None:
+    host.launch(library, 0, "put")
+    host.machine.run()
+    host.machine.host_read(0, host.address, 8)
+
+
+def test_host_writes_before_its_launches_only(library: build.Library, host: Host) -> None:
+    host.machine.host_write(0, host.address, 8)
+    host.launch(library, 0, "put")
+    host.machine.run()
+    host.machine.host_write(0, host.address, 8)
+    with pytest.raises(Race, match="weak write after weak write"):
+        host.machine.host_write(1, host.address, 8)
+
+
+def test_host_writes_what_a_peer_writes(library: build.Library, host: Host) -> None:
+    host.machine.host_write(1, host.address, 8)
+    host.launch(library, 0, "put")
+    with pytest.raises(Race, match=r"before: the host of rank 1$"):
+        host.machine.run()
+
+
+def test_neighbours_in_a_word_do_not_race(library: build.Library, host: Host) -> None:
+    host.launch(library, 0, "halves", threads=64)
+    host.machine.run()
+
+
+def test_shared_memory_behind_a_barrier(library: build.Library, host: Host) -> None:
+    host.launch(library, 0, "shared", threads=ROWS)
+    host.machine.run()
+
+
+def test_shared_memory_without_its_barrier(library: build.Library, host: Host) -> None:
+    """Where the word has not been written yet, the machine reports that instead."""
+    barrier = next(site for site in library["shared"].sites if site.kind == "barrier")
+    barrier.removed = True
+    try:
+        host.launch(library, 0, "shared", threads=ROWS)
+        with pytest.raises(PtxFault) as fault:
+            host.machine.run()
+    finally:
+        library.reset()
+    assert fault.type in (Race, Uninitialised)
+    assert "ld.shared.u32 %r7, [%r6]" in str(fault.value)
+
+
+def test_other_kernels_of_the_rank_come_after_the_host(library: build.Library, host: Host) -> None:
+    for _ in range(3):
+        host.launch(library, 0, "put")
+        host.machine.run()
+        host.machine.host_write(0, host.address, 8)
