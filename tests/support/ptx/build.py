@@ -1,7 +1,7 @@
 """Compiles: the text of kernels to PTX by NVRTC, PTX to C++, and that by g++ to a library.
 
-    library = build.load(build.ptx_of(text, "sm_90a"), races=True)
-    library["moe_nvlink_dispatch"].sites
+library = build.load(build.ptx_of(text, "sm_90a"), races=True)
+library["moe_nvlink_dispatch"].sites
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class _Site(ctypes.Structure):
         ("order", ctypes.c_uint8),
         ("scope", ctypes.c_uint8),
         ("removed", ctypes.c_uint8),
-        ("last", ctypes.c_void_p),
     ]
 
 
@@ -221,7 +220,9 @@ def library_path(ptx: str, *, races: bool = False, clock: bool = False) -> Path:
 
     def build(target: Path) -> None:
         # The library names the runtime that it needs by its path.
-        host.compile_text(text, target, (*flags, f"-I{RUNTIME}", "-Wl,--no-as-needed", str(runtime)))
+        host.compile_text(
+            text, target, (*flags, f"-I{RUNTIME}", "-Wl,--no-as-needed", str(runtime))
+        )
 
     key = "\0".join(("ptx", str(runtime), *flags, text))
     return cache.load_or_build(key, ".so", build, lambda path: path)
