@@ -80,7 +80,6 @@ class _Site(ctypes.Structure):
         ("order", ctypes.c_uint8),
         ("scope", ctypes.c_uint8),
         ("removed", ctypes.c_uint8),
-        ("last", ctypes.c_void_p),
     ]
 
 

@@ -186,7 +186,7 @@ class _Function:
         text = re.sub(r"\s+", " ", now.text).replace("\\", "").replace('"', "'")
         self.sites.append(
             f'    {{"{text}", {now.line}, {now.source_line}, Kind::{kind}, Order::{order}, '
-            f"Scope::{scope}, 0, nullptr}},\n"
+            f"Scope::{scope}, 0}},\n"
         )
         return f"S[{len(self.sites) - 1}]"
 
