@@ -145,10 +145,10 @@ def operands(form: Form, most: int = 1024) -> list[tuple[int, ...]]:
     combined += [
         tuple(choose.getrandbits(width(kind)) for kind in form.sources) for _ in range(most // 4)
     ]
-    return [each for each in combined if _is_defined(form, each)]
+    return [each for each in combined if is_defined(form, each)]
 
 
-def _is_defined(form: Form, bits: tuple[int, ...]) -> bool:
+def is_defined(form: Form, bits: tuple[int, ...]) -> bool:
     """Whether the ISA says what the result is."""
     if form.name.startswith(("div.s", "div.u", "rem.")):
         dividend, divisor = (value_of(kind, b) for kind, b in zip(form.sources, bits, strict=True))

@@ -849,6 +849,8 @@ def _cvt_packed(
             name, width = _PACKED_FORMATS[to]
             pair = f"{name}_of({lower}) | {name}_of({upper}) << {width}"
             return context.assign(target, f"b{2 * max(width, 4)}", pair)
+        if to not in ("f16x2", "bf16x2"):
+            raise Modifiers(instruction).error("unknown types")
         half = to.removesuffix("x2")
         flag = ", true" if saturates else ""
         pair = (
