@@ -186,7 +186,7 @@ class _Function:
         text = re.sub(r"\s+", " ", now.text).replace("\\", "").replace('"', "'")
         self.sites.append(
             f'    {{"{text}", {now.line}, {now.source_line}, Kind::{kind}, Order::{order}, '
-            f"Scope::{scope}, 0, nullptr}},\n"
+            f"Scope::{scope}, 0}},\n"
         )
         return f"S[{len(self.sites) - 1}]"
 
@@ -221,7 +221,13 @@ class _Function:
             for width, letter in _REGISTER_FILES.items()
             if (count := self.registers.counts.get(width, 0))
         )
+<<<<<<< HEAD
         sites = "".join(self.sites) or "    {},\n"
+=======
+        sites = (
+            "".join(self.sites) or '    {"", 0, 0, Kind::kLoad, Order::kWeak, Scope::kNone, 0},\n'
+        )
+>>>>>>> driver
         lines = ", ".join(map(str, self.resume_lines))
         return (
             f"struct Registers_{name} {{\n{files}}};\n"
@@ -232,11 +238,17 @@ class _Function:
             f"  Site* const S = sites_{name};\n"
             "  (void)R;\n  (void)S;\n"
             f"  switch (t.pc) {{\n  case 0:;\n{body}  }}\n  return Status::kEnded;\n}}\n"
+<<<<<<< HEAD
             f"static const Kernel kernel_{name} = {{\n"
             f'    "{self.entry.name}", run_{name}, sites_{name}, resume_lines_{name}, '
             f"{len(self.sites)},\n    (sizeof(Registers_{name}) + 15) / 16 * 16, "
             f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, "
             f"{self.local_bytes}}};\n"
+=======
+            f'#define kernel_{name} {{"{self.entry.name}", run_{name}, sites_{name}, '
+            f"resume_lines_{name}, {len(self.sites)}, (sizeof(Registers_{name}) + 15) / 16 * 16, "
+            f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, {self.local_bytes}}}\n"
+>>>>>>> driver
         )
 
     def _statement(self, each: Instruction | Label) -> str:
