@@ -21,7 +21,7 @@ from tests.ptx import one_instruction as one
 from tests.ptx.accesses import Access
 from tests.ptx.forms import Form
 from tests.support.ptx import build, opcodes, translate
-from tests.support.ptx.machine import Trap
+from tests.support.ptx.machine import TrapError
 from tests.support.ptx.text import UnknownPtxError
 
 pytestmark = pytest.mark.timeout(600)
@@ -389,7 +389,7 @@ def test_variables_of_the_module_and_windows(bench: one.Bench) -> None:
 
 
 def test_trap(bench: one.Bench) -> None:
-    with pytest.raises(Trap, match=r"CTA 0 thread 5, PTX line \d+.*: @%p0 trap"):
+    with pytest.raises(TrapError, match=r"CTA 0 thread 5, PTX line \d+.*: @%p0 trap"):
         bench.run("traps", _records(8))
 
 

@@ -224,14 +224,8 @@ def library_path(ptx: str, *, races: bool = False, clock: bool = False) -> Path:
     def build(target: Path) -> None:
         header = str(_precompiled_header(flags)).removesuffix(".gch")
         # The library names the runtime that it needs by its path.
-<<<<<<< HEAD
         needs = ("-include", header, "-Wl,--no-as-needed", str(runtime))
         host.compile_text(text, target, (*flags, *needs))
-=======
-        host.compile_text(
-            text, target, (*flags, f"-I{RUNTIME}", "-Wl,--no-as-needed", str(runtime))
-        )
->>>>>>> driver
 
     key = "\0".join(("ptx", str(runtime), *flags, text))
     return cache.get_or_build(key, ".so", build)

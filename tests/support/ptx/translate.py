@@ -221,13 +221,7 @@ class _Function:
             for width, letter in _REGISTER_FILES.items()
             if (count := self.registers.counts.get(width, 0))
         )
-<<<<<<< HEAD
         sites = "".join(self.sites) or "    {},\n"
-=======
-        sites = (
-            "".join(self.sites) or '    {"", 0, 0, Kind::kLoad, Order::kWeak, Scope::kNone, 0},\n'
-        )
->>>>>>> driver
         lines = ", ".join(map(str, self.resume_lines))
         return (
             f"struct Registers_{name} {{\n{files}}};\n"
@@ -238,17 +232,11 @@ class _Function:
             f"  Site* const S = sites_{name};\n"
             "  (void)R;\n  (void)S;\n"
             f"  switch (t.pc) {{\n  case 0:;\n{body}  }}\n  return Status::kEnded;\n}}\n"
-<<<<<<< HEAD
             f"static const Kernel kernel_{name} = {{\n"
             f'    "{self.entry.name}", run_{name}, sites_{name}, resume_lines_{name}, '
             f"{len(self.sites)},\n    (sizeof(Registers_{name}) + 15) / 16 * 16, "
             f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, "
             f"{self.local_bytes}}};\n"
-=======
-            f'#define kernel_{name} {{"{self.entry.name}", run_{name}, sites_{name}, '
-            f"resume_lines_{name}, {len(self.sites)}, (sizeof(Registers_{name}) + 15) / 16 * 16, "
-            f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, {self.local_bytes}}}\n"
->>>>>>> driver
         )
 
     def _statement(self, each: Instruction | Label) -> str:
