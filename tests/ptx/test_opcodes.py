@@ -49,6 +49,7 @@ _REDUCTIONS = ("add.u32", "add.s32", "min.u32", "max.u32", "min.s32", "max.s32")
     "xor.b32",
 )
 _VOTES = ("all.pred", "any.pred", "ballot.b32")
+_MEETINGS = len(_REDUCTIONS) + len(_VOTES) + 3
 #: Lanes of the reductions and votes: the record's last word, the same in a group of lanes.
 _WARP = """ld.global.u32 %r0, [%record];
 ld.global.u32 %r1, [%record+8];
@@ -84,10 +85,18 @@ def _meetings_entry() -> str:
                 lines += [f"{name} %p4, %p0, %r3;", "selp.u32 %r5, 1, 0, %p4;"]
             else:
                 lines.append(f"{name} %r5, %p0, %r3;")
-            lines += ["cvt.u64.u32 %word0, %r5;", f"st.global.u64 [%result+{8 * index}], %word0;"]
+            lines += _keep(index)
+        index = len(names)
+        lines += ["match.any.sync.b32 %r5, %r0, %r3;", *_keep(index)]
+        lines += ["elect.sync %r5|%p4, %r3;", *_keep(index + 1)]
+        lines += ["selp.u32 %r5, 1, 0, %p4;", *_keep(index + 2)]
         lines += ["bar.warp.sync %r3;", "bra.uni END;"]
     lines.append("END:")
-    return one.entry("meetings", "\n".join(lines), words=len(_REDUCTIONS) + len(_VOTES))
+    return one.entry("meetings", "\n".join(lines), words=_MEETINGS)
+
+
+def _keep(index: int) -> list[str]:
+    return ["cvt.u64.u32 %word0, %r5;", f"st.global.u64 [%result+{8 * index}], %word0;"]
 
 
 # ---- control, special registers, barriers
@@ -110,6 +119,8 @@ st.global.u32 [%result], %r0;
 @%p1 exit;
 membar.gl;
 fence.acq_rel.gpu;
+fence.acquire.sys;
+fence.release.cta;
 fence.sc.sys;
 st.global.u32 [%result+8], %r1;
 """
@@ -321,7 +332,7 @@ def test_shuffles(bench: one.Bench) -> None:
             assert actual == _shuffled(mode, values, by, limits), (mode, by[0], limits[0])
 
 
-def test_reductions_and_votes(bench: one.Bench) -> None:
+def test_other_meetings_of_a_warp(bench: one.Bench) -> None:
     """Of the whole warp, and of two halves that have gone different ways."""
     choose = random.Random(2)
     warps: list[tuple[list[int], list[int]]] = []
@@ -330,9 +341,7 @@ def test_reductions_and_votes(bench: one.Bench) -> None:
         some = [choose.choice((0, 5)) for _ in range(32)]
         warps += [(values, masks) for values in ([0] * 32, [1] * 32, drawn, some)]
     flat = [(v, 0, 0, m) for values, masks in warps for v, m in zip(values, masks, strict=True)]
-    results = bench.run(
-        "meetings", np.array(flat, dtype=np.uint64), len(_REDUCTIONS) + len(_VOTES)
-    ).tolist()
+    results = bench.run("meetings", np.array(flat, dtype=np.uint64), _MEETINGS).tolist()
     for number, (values, masks) in enumerate(warps):
         for lane, mask in enumerate(masks):
             members = [v for n, v in enumerate(values) if mask >> n & 1]
@@ -341,7 +350,13 @@ def test_reductions_and_votes(bench: one.Bench) -> None:
                 int(any(members)),
                 sum(1 << n for n, v in enumerate(values) if mask >> n & 1 and v),
             ]
-            assert results[32 * number + lane] == expected, (number, lane)
+            alike = sum(1 << n for n, v in enumerate(values) if mask >> n & 1 and v == values[lane])
+            *mine, leader, is_leader = results[32 * number + lane]
+            assert mine == [*expected, alike], (number, lane)
+            # Which lane is elected is open; all agree on one of the mask.
+            assert mask >> leader & 1
+            assert leader == results[32 * number + mask.bit_length() - 1][-2]
+            assert is_leader == int(leader == lane)
 
 
 def _reduced(members: list[int]) -> list[int]:

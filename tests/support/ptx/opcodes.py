@@ -703,9 +703,10 @@ def _real(context: Context, instruction: Instruction, modifiers: Modifiers, kind
         "mad": "std::fma({0}, {1}, {2})",
     }[instruction.opcode]
     results = []
-    # Halves are computed in double: no sum or product of them is rounded twice there, but a fused
-    # one whose exact value lies within 2^-53 of a tie.
+    # Halves are computed in double, where no sum or product of them is rounded twice.
     narrow = bits(kind) == 16 or kind.endswith("x2")
+    if narrow and instruction.opcode in ("fma", "mad"):
+        formula = "fused_halves({0}, {1}, {2})"
     for lane in zip(*(_lanes(context, each, kind) for each in sources), strict=True):
         values = [f"static_cast<double>({each})" for each in lane] if narrow else list(lane)
         if flushes:
