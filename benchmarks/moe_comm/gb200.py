@@ -13,8 +13,9 @@ Sources, the first column:
         TensorRT-LLM's technical blog, section on performance. GB200 NVL72, NVLINK_ONE_SIDED,
         perfect router, BF16 where a row says no other, --kernel_breakdown. Whether programmatic
         dependent launch was on is not said. Recipes: dispatch, 8 ranks, 2048 tokens.
-    without sync: the same kernels built without their flags and waits. Figures that this project's
-        design notes hold and for which no public text was found again: the weakest data here.
+    without sync: the same kernels built without their flags and waits, 8 ranks: the same blog as of
+        2026-04-26 (commit b9ce4b6), section on future work. The blog's later text has the table no
+        more; its times with sync are the same in both.
     elsewhere: flashinfer-ai/flashinfer, pull request 3697, comment of 2026-07-14; columns of
         TensorRT-LLM 1.3.0rc20. GB200, 32 ranks, no programmatic dependent launch. Random or perfect
         routing is not said. Of the combine tables the batches above 16 were not at hand.

@@ -88,7 +88,9 @@ class Modifiers:
 
     def hints(self) -> None:
         self._left = [
-            each for each in self._left if each not in _HINTS and not each.startswith(("L1::", "L2::"))
+            each
+            for each in self._left
+            if each not in _HINTS and not each.startswith(("L1::", "L2::"))
         ]
 
     def end(self) -> None:
@@ -321,7 +323,7 @@ def _fence(context: Context, instruction: Instruction) -> str:
         level = modifiers.one_of("cta", "gl", "gpu", "sys")
         order, scope = "sc", {"gl": "gpu"}.get(level, level)
     else:
-        order = modifiers.one_of("acq_rel", "sc", default="acq_rel")
+        order = modifiers.one_of("acq_rel", "sc", "acquire", "release", default="acq_rel")
         scope = modifiers.one_of(*SCOPES)
     modifiers.end()
     site = context.site("kFence", ORDERS[order], SCOPES[scope])
@@ -397,6 +399,36 @@ def _vote(context: Context, instruction: Instruction) -> str:
     )
     result = "static_cast<uint32_t>(t.result)" if kind == "b32" else "t.result != 0"
     return f"{context.block(meets)} {context.assign(target, kind, result)}"
+
+
+@emits("match")
+def _match(context: Context, instruction: Instruction) -> str:
+    modifiers = Modifiers(instruction)
+    kind, _, mode = modifiers.type(), modifiers.has("sync"), modifiers.one_of("any")
+    modifiers.end()
+    if not mode:
+        raise modifiers.error("unknown mode")
+    target, value, mask = instruction.operands
+    site, members = context.site("kWarp"), context.value(mask, "u32")
+    given = context.value(value, f"u{bits(kind)}")
+    meets = f"meet_in_warp(t, {site}, WarpOp::kMatchAny, {members}, {given})"
+    got = context.assign(target, "b32", "static_cast<uint32_t>(t.result)")
+    return f"{context.block(meets)} {got}"
+
+
+@emits("elect")
+def _elect(context: Context, instruction: Instruction) -> str:
+    """PTX leaves open which lane is elected; here it is the lowest one of the mask."""
+    modifiers = Modifiers(instruction)
+    modifiers.has("sync")
+    modifiers.end()
+    target, mask = instruction.operands
+    leader, _, predicate = target.partition("|")
+    site, members = context.site("kWarp"), context.value(mask, "u32")
+    meets = f"meet_in_warp(t, {site}, WarpOp::kElect, {members}, 0)"
+    got = context.assign(leader, "b32", "static_cast<uint32_t>(t.result)")
+    elected = context.assign(predicate, "pred", "t.result == t.lane")
+    return f"{context.block(meets)} {got} {elected}"
 
 
 @emits("activemask")
@@ -597,7 +629,7 @@ def _bytes(context: Context, instruction: Instruction) -> str:
 @emits("popc", "clz", "brev", "bfind")
 def _count(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
-    kind = modifiers.type()
+    kind, shifts = modifiers.type(), modifiers.has("shiftamt")
     modifiers.end()
     if instruction.opcode == "bfind" and kind.startswith("s"):
         raise modifiers.error("unknown type")
@@ -609,6 +641,9 @@ def _count(context: Context, instruction: Instruction) -> str:
         "bfind": f"static_cast<uint32_t>({bits(kind) - 1} - std::countl_zero({value}))",
         "brev": f"reversed({value})",
     }
+    if shifts:  # how far up the highest bit can move; all ones where there is none
+        leading = f"static_cast<uint32_t>(std::countl_zero({value}))"
+        calls["bfind"] = f"({value} == 0 ? ~0u : {leading})"
     result = kind if instruction.opcode == "brev" else "u32"
     return context.assign(target, result, calls[instruction.opcode])
 
@@ -622,12 +657,16 @@ def _sign(context: Context, instruction: Instruction) -> str:
     target, source = instruction.operands
     if is_float(kind) or kind.endswith("x2"):
         raw = f"b{bits(kind)}"
-        sign = {"f16x2": "0x80008000u", "bf16x2": "0x80008000u"}.get(kind, f"1ull << {bits(kind) - 1}")
+        sign = {"f16x2": "0x80008000u", "bf16x2": "0x80008000u"}.get(
+            kind, f"1ull << {bits(kind) - 1}"
+        )
         value = context.value(source, raw)
         if flushes:
             value = f"bits_of(flushed(f32({value})))"
         operator = "& ~" if instruction.opcode == "abs" else "^ "
-        return context.assign(target, raw, f"{value} {operator}static_cast<{unsigned(kind)}>({sign})")
+        return context.assign(
+            target, raw, f"{value} {operator}static_cast<{unsigned(kind)}>({sign})"
+        )
     value = context.value(source, kind)
     negative = f"static_cast<{signed_type(kind)}>(0 - static_cast<uint64_t>({value}))"
     if instruction.opcode == "abs":
@@ -787,46 +826,56 @@ def _selp(context: Context, instruction: Instruction) -> str:
     raw = f"b{bits(modifiers.type())}"
     modifiers.end()
     target, a, b, predicate = instruction.operands
-    chosen = f"{context.value(predicate, 'pred')} ? {context.value(a, raw)} : {context.value(b, raw)}"
+    chosen = (
+        f"{context.value(predicate, 'pred')} ? {context.value(a, raw)} : {context.value(b, raw)}"
+    )
     return context.assign(target, raw, chosen)
 
 
 # ---- conversions
 
 _PACKED_FORMATS = {"e4m3x2": ("e4m3", 8), "e5m2x2": ("e5m2", 8), "e2m1x2": ("e2m1", 4)}
-_TO_INTEGER = {"rni": "std::nearbyint", "rzi": "std::trunc", "rmi": "std::floor", "rpi": "std::ceil"}
+_TO_INTEGER = {
+    "rni": "std::nearbyint",
+    "rzi": "std::trunc",
+    "rmi": "std::floor",
+    "rpi": "std::ceil",
+}
 
 
 @emits("cvt")
 def _cvt(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
-    *rest, to, source = instruction.modifiers
+    to, source = instruction.modifiers[-2:]
     modifiers.one_of(to)
     modifiers.one_of(source)
-    rounding = modifiers.one_of("rn", "rz", *_TO_INTEGER)
+    rounding = modifiers.one_of("rn", *_TO_INTEGER)
     flushes = modifiers.has("ftz")
     saturates = modifiers.one_of("sat", "satfinite")
     modifiers.end()
-    del rest
-    target, *operands = instruction.operands
     if to.endswith("x2") or source.endswith("x2"):
         return _cvt_packed(context, instruction, to, source, bool(saturates))
     if to not in TYPE_BYTES or source not in TYPE_BYTES:
         raise modifiers.error("unknown types")
-    value = context.value(operands[0], source)
-    if not is_float(to) and not is_float(source):
-        if saturates:
-            value = f"clamped<{signed_type(to)}>(static_cast<double>({value}))"
-        return context.assign(target, to, f"static_cast<{signed_type(to)}>({value})")
+    target, operand = instruction.operands
+    value = context.value(operand, source)
     if flushes:
         value = f"flushed({value})"
-    if not is_float(to):
-        rounded = f"{_TO_INTEGER[rounding]}(static_cast<double>({value}))"
-        return context.assign(target, to, f"clamped<{signed_type(to)}>({rounded})")
+    if is_float(to):
+        return _cvt_to_real(context, target, to, value, (rounding, saturates, flushes))
+    if is_float(source):
+        value = f"{_TO_INTEGER[rounding]}(static_cast<double>({value}))"
+    if is_float(source) or saturates:
+        value = f"clamped<{signed_type(to)}>(static_cast<double>({value}))"
+    return context.assign(target, to, f"static_cast<{signed_type(to)}>({value})")
+
+
+def _cvt_to_real(
+    context: Context, target: str, to: str, value: str, how: tuple[str, str, bool]
+) -> str:
+    rounding, saturates, flushes = how
     if rounding in _TO_INTEGER:
         value = f"{_TO_INTEGER[rounding]}({value})"
-    elif rounding == "rz":
-        raise modifiers.error("unknown modifier .rz")
     if saturates == "sat":
         value = f"saturated(static_cast<float>({value}))"
     if to in ("f32", "f64"):

@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 #: Bytes of a value of each fundamental type.
-TYPE_BYTES = {
-    f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8, 16, 32, 64)
-} | {"pred": 1, "b128": 16, "f16x2": 4, "bf16": 2, "bf16x2": 4}
+TYPE_BYTES = {f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8, 16, 32, 64)} | {
+    "pred": 1,
+    "b128": 16,
+    "f16x2": 4,
+    "bf16": 2,
+    "bf16x2": 4,
+}
 #: Directives that say nothing about what a program computes.
 _IGNORED = (".pragma", ".maxntid", ".reqntid", ".minnctapersm", ".maxnreg", ".noreturn", ".weak")
 
@@ -22,11 +26,14 @@ _LABEL = re.compile(r"\s*([$%\w]+):(?!:)")
 _NAME = r"[$%_a-zA-Z][$\w]*"
 _VARIABLE = re.compile(
     rf"\.(?P<space>shared|global|const|local|param)\s+(?:\.(?:attribute|ptr)\S*\s+)?"
-    rf"(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+(?P<name>{_NAME})"
+    rf"(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+"
+    # What a pointer points to says nothing about the parameter itself.
+    r"(?:\.ptr\s+(?:\.(?:global|shared|const|local)\s+)?(?:\.align\s+\d+\s+)?)?"
+    rf"(?P<name>{_NAME})"
     rf"(?:\[(?P<count>\d*)\])?(?:\s*=\s*(?P<initial>.*))?$",
     re.DOTALL,
 )
-_REGISTERS = re.compile(rf"\.reg\s+\.(\w+)\s+(.*)$", re.DOTALL)
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)$", re.DOTALL)
 _LOC = re.compile(r"\.loc\s+\d+\s+(\d+)")
 _INSTRUCTION = re.compile(r"(?:@(!?)([%$\w]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
 
@@ -247,7 +254,14 @@ class _Parser:
         operands = tuple(self._resolved(operand) for operand in _split(found[4]))
         guard = self._resolved(found[2]) if found[2] else ""
         return Instruction(
-            opcode, tuple(modifiers), operands, guard, found[1] == "!", line, self._source_line, text
+            opcode,
+            tuple(modifiers),
+            operands,
+            guard,
+            found[1] == "!",
+            line,
+            self._source_line,
+            text,
         )
 
     def _resolved(self, operand: str) -> str:

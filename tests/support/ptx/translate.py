@@ -28,15 +28,15 @@ _SPECIAL = {
 _REGISTER_FILES = {8: "d", 4: "w", 2: "h", 1: "p"}
 _CLASSES = {
     "kMemory": ("ld", "ldu", "st", "atom", "red"),
-    "kMeeting": ("bar", "barrier", "shfl", "redux", "vote", "griddepcontrol"),
+    "kMeeting": ("bar", "barrier", "shfl", "redux", "vote", "match", "elect", "griddepcontrol"),
     "kFence": ("fence", "membar"),
     "kBranch": ("bra", "ret", "exit"),
-    "kSlow": ("div", "rem", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "cvt"),
+    "kSlow": ("div", "rem", "sqrt"),
 }
 
 
 def to_cpp(ptx: str) -> str:
-    """C++ of a module; build.py compiles it.
+    """C++ of a module, to follow generated.h; build.py compiles it.
 
     Raises:
         UnknownPtxError: the text has what the parser or the table of opcodes does not know.
@@ -44,7 +44,7 @@ def to_cpp(ptx: str) -> str:
     module = parse(ptx)
     used = set(re.findall(r"[$%_a-zA-Z][$\w]*", " ".join(_operands(module))))
     variables = {each.name: each for each in module.variables if each.name in used}
-    parts = ['#include "generated.h"\n', *(_initialised(each) for each in variables.values())]
+    parts = [_initialised(each) for each in variables.values()]
     parts += [_Function(entry, variables).text() for entry in module.entries]
     kernels = ",\n".join(f"    kernel_{_safe(entry.name)}" for entry in module.entries)
     memory = "".join(
@@ -221,9 +221,7 @@ class _Function:
             for width, letter in _REGISTER_FILES.items()
             if (count := self.registers.counts.get(width, 0))
         )
-        sites = (
-            "".join(self.sites) or '    {"", 0, 0, Kind::kLoad, Order::kWeak, Scope::kNone, 0},\n'
-        )
+        sites = "".join(self.sites) or "    {},\n"
         lines = ", ".join(map(str, self.resume_lines))
         return (
             f"struct Registers_{name} {{\n{files}}};\n"
@@ -234,9 +232,11 @@ class _Function:
             f"  Site* const S = sites_{name};\n"
             "  (void)R;\n  (void)S;\n"
             f"  switch (t.pc) {{\n  case 0:;\n{body}  }}\n  return Status::kEnded;\n}}\n"
-            f'#define kernel_{name} {{"{self.entry.name}", run_{name}, sites_{name}, '
-            f"resume_lines_{name}, {len(self.sites)}, (sizeof(Registers_{name}) + 15) / 16 * 16, "
-            f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, {self.local_bytes}}}\n"
+            f"static const Kernel kernel_{name} = {{\n"
+            f'    "{self.entry.name}", run_{name}, sites_{name}, resume_lines_{name}, '
+            f"{len(self.sites)},\n    (sizeof(Registers_{name}) + 15) / 16 * 16, "
+            f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, "
+            f"{self.local_bytes}}};\n"
         )
 
     def _statement(self, each: Instruction | Label) -> str:

@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <sstream>
@@ -198,7 +199,8 @@ void end_thread(Thread& thread) {
   cta.local = {};
   cta.shared = {};
   cta.shared_written = {};
-  while (!rank.stream.empty() && rank.stream.front()->ended_ctas == rank.stream.front()->num_ctas()) {
+  while (!rank.stream.empty() &&
+         rank.stream.front()->ended_ctas == rank.stream.front()->num_ctas()) {
     end_launch(machine, rank);
   }
   begin_all(machine, rank);
@@ -294,6 +296,7 @@ uint64_t shuffled(const Meeting& meeting, WarpOp op, int lane, bool* in_range) {
 uint64_t reduced(const Meeting& meeting, WarpOp op) {
   bool is_first = true;
   uint32_t result = 0;
+  if (op == WarpOp::kElect) return std::countr_zero(meeting.arrived);
   for (int lane = 0; lane < kWarpThreads; ++lane) {
     if ((meeting.arrived >> lane & 1U) == 0) continue;
     const auto value = static_cast<uint32_t>(meeting.operands[lane][0]);
@@ -304,24 +307,46 @@ uint64_t reduced(const Meeting& meeting, WarpOp op) {
       result = value;
     } else {
       switch (op) {
-        case WarpOp::kMinU32: result = std::min(result, value); break;
-        case WarpOp::kMaxU32: result = std::max(result, value); break;
+        case WarpOp::kMinU32:
+          result = std::min(result, value);
+          break;
+        case WarpOp::kMaxU32:
+          result = std::max(result, value);
+          break;
         case WarpOp::kMinS32:
           result = static_cast<uint32_t>(std::min(static_cast<int32_t>(result), as_signed));
           break;
         case WarpOp::kMaxS32:
           result = static_cast<uint32_t>(std::max(static_cast<int32_t>(result), as_signed));
           break;
-        case WarpOp::kAdd: result += value; break;
+        case WarpOp::kAdd:
+          result += value;
+          break;
         case WarpOp::kAnd:
-        case WarpOp::kAll: result &= value; break;
-        case WarpOp::kXor: result ^= value; break;
-        default: result |= value;
+        case WarpOp::kAll:
+          result &= value;
+          break;
+        case WarpOp::kXor:
+          result ^= value;
+          break;
+        default:
+          result |= value;
       }
     }
     is_first = false;
   }
   return result;
+}
+
+// The lanes that came with the same value as this one.
+uint32_t lanes_alike(const Meeting& meeting, int lane) {
+  uint32_t alike = 0;
+  for (int other = 0; other < kWarpThreads; ++other) {
+    if ((meeting.arrived >> other & 1U) == 0) continue;
+    const bool same = meeting.operands[other][0] == meeting.operands[lane][0];
+    alike |= static_cast<uint32_t>(same) << other;
+  }
+  return alike;
 }
 
 void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
@@ -334,7 +359,9 @@ void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
     Thread& thread = *warp.lanes[lane];
     all[count++] = &thread;
     thread.result = common;
-    if (is_shuffle) {
+    if (op == WarpOp::kMatchAny) {
+      thread.result = lanes_alike(meeting, lane);
+    } else if (is_shuffle) {
       bool in_range = false;
       const auto source = shuffled(meeting, op, lane, &in_range);
       if ((meeting.arrived >> source & 1U) == 0) {
@@ -376,9 +403,8 @@ bool meet_in_warp(Thread& thread, Site& site, WarpOp op, uint32_t mask, uint64_t
   if ((mask & ~warp.live) != 0) {
     fail(thread, &site, "Divergence", "a lane of its mask has ended");
   }
-  auto found = std::find_if(warp.meetings.begin(), warp.meetings.end(), [&](const Meeting& each) {
-    return (each.mask & mask) != 0;
-  });
+  auto found = std::find_if(warp.meetings.begin(), warp.meetings.end(),
+                            [&](const Meeting& each) { return (each.mask & mask) != 0; });
   if (found == warp.meetings.end()) {
     warp.meetings.push_back(Meeting{&site, mask, 0, {}});
     found = std::prev(warp.meetings.end());
@@ -505,14 +531,18 @@ ptx_machine* ptx_create(int num_ranks, uint64_t seed, int in_processes) {
   return new ptx_machine{ptx::Machine(num_ranks, seed, in_processes != 0), "", ""};
 }
 
-void ptx_destroy(ptx_machine* machine) { delete machine; }
+void ptx_destroy(ptx_machine* machine) {
+  delete machine;
+}
 
 void ptx_limit_ctas(ptx_machine* machine, uint32_t most) {
   machine->machine.most_resident_ctas = most;
 }
 
 // In processes: how long its threads may poll without a store of theirs.
-void ptx_limit_wait(ptx_machine* machine, uint64_t ns) { machine->machine.most_idle_ns = ns; }
+void ptx_limit_wait(ptx_machine* machine, uint64_t ns) {
+  machine->machine.most_idle_ns = ns;
+}
 
 void ptx_allocate(ptx_machine* machine, int rank, uint64_t address, uint64_t bytes,
                   const char* name) {
@@ -570,7 +600,9 @@ const char* ptx_run(ptx_machine* machine) {
   return guarded(machine, [](ptx_machine* it) { ptx::run(it->machine); });
 }
 
-const char* ptx_message(const ptx_machine* machine) { return machine->message.c_str(); }
+const char* ptx_message(const ptx_machine* machine) {
+  return machine->message.c_str();
+}
 
 const char* ptx_host(ptx_machine* machine, int rank, uint64_t address, uint64_t bytes, int writes) {
   try {
@@ -584,3 +616,5 @@ const char* ptx_host(ptx_machine* machine, int rank, uint64_t address, uint64_t 
 }
 
 }  // extern "C"
+
+#include "virtual_time.h"

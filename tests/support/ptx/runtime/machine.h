@@ -229,6 +229,8 @@ enum class WarpOp : uint8_t {
   kAny,
   kAll,
   kBallot,
+  kMatchAny,
+  kElect,
 };
 bool meet_in_warp(Thread& thread, Site& site, WarpOp op, uint32_t mask, uint64_t a, uint64_t b = 0,
                   uint64_t c = 0);
@@ -241,6 +243,9 @@ void fail_alignment(const Thread& thread, const Access& access);
 void fail_unwritten(const Thread& thread, const Access& access, uint32_t offset);
 
 inline bool tired(Thread& thread) {
+#if PTX_CLOCK
+  return clocks::is_ahead(thread);
+#endif
   if (--thread.budget != 0) return false;
   thread.budget = 1 + thread.machine->random() % 4096;
   return true;
