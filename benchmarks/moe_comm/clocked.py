@@ -130,7 +130,9 @@ class Layer:
     def shape(self, verb: str) -> Shape:
         """Return the product's launch shape on this machine."""
         work, places = self.work, int(self._costs["threads_per_sm"])
-        limits = Limits(int(self._costs["num_sms"]), MOST_THREADS, lambda threads: places // threads)
+        limits = Limits(
+            int(self._costs["num_sms"]), MOST_THREADS, lambda threads: places // threads
+        )
         if verb == "dispatch":
             empty = work.ep_size * work.tokens * work.top_k * 4
             return shapes.dispatch_shape(work.tokens, int(work.recipe_bytes), empty, limits)

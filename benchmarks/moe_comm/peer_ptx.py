@@ -183,7 +183,7 @@ class Round:
         """Dispatch, experts, combine on every rank; return what each rank saw.
 
         Raises:
-            PtxFault: what the machine found.
+            PtxError: what the machine found.
         """
         ranks = range(self.case.ep_size)
         for rank in ranks:

@@ -35,14 +35,16 @@ enum class Class : uint8_t { kAlu, kSlow, kMemory, kMeeting, kFence, kBranch };
 namespace clocks {
 
 // The names of the table's rows; what each means stands there. Times in ns, sizes in bytes.
-#define PTX_COSTS(X)                                                                               \
-  X(num_sms)                                                                                       \
-  X(threads_per_sm)                                                                                \
-  X(issue_ns) X(crowded_issue_ns) X(slow_instructions) X(shared_ns) X(l1_ns) X(l2_ns) X(remote_ns) \
-      X(fence_gpu_ns) X(fence_sys_ns) X(gpu_fence_waits_remote) X(acquire_ns) X(atomic_ns)         \
-          X(atomic_gap_ns) X(barrier_ns) X(warp_barrier_ns) X(shuffle_ns) X(launch_ns) X(pdl_ns)   \
-              X(link_bytes_per_ns) X(header_bytes) X(granule_bytes) X(sm_bytes_per_ns)             \
-                  X(sm_lines_in_flight)
+#define PTX_COSTS(X)                                                                      \
+  X(num_sms)                                                                              \
+  X(threads_per_sm)                                                                       \
+  X(issue_ns)                                                                             \
+  X(crowded_issue_ns)                                                                     \
+  X(slow_instructions)                                                                    \
+  X(shared_ns) X(l1_ns) X(l2_ns) X(remote_ns) X(fence_gpu_ns) X(fence_sys_ns)             \
+      X(gpu_fence_waits_remote) X(acquire_ns) X(atomic_ns) X(atomic_gap_ns) X(barrier_ns) \
+          X(warp_barrier_ns) X(shuffle_ns) X(launch_ns) X(pdl_ns) X(link_bytes_per_ns)    \
+              X(header_bytes) X(granule_bytes) X(sm_bytes_per_ns) X(sm_lines_in_flight)
 
 struct Costs {
 #define PTX_COST(name) double name = 0;
