@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from moe_nvlink_plugin.errors import CompileError
 from tests.support import wheels
+from tests.support.delays import replace_once
 
 from .flashinfer_api import READ_FROM
 
@@ -29,6 +30,7 @@ _RUNTIME, _CCCL = "13.0.96", "13.0.85"
 _TAGS = ("--platform", "manylinux2014_x86_64")
 _KERNELS = "flashinfer/data/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels"
 _SOURCE = "moeAlltoAllKernels.cu"
+_NO_SYNC = "#define DISABLE_SYNC_FOR_PROFILING"
 _NAMESPACE = "tensorrt_llm::kernels::moe_alltoall"
 
 #: What its own build gives nvcc (flashinfer/jit/core.py and jit/comm.py), as far as it shapes code.
@@ -85,12 +87,13 @@ class Compiled(NamedTuple):
 
 
 @functools.cache
-def compiled(architecture: str, kernels: tuple[str, ...]) -> Compiled:
+def compiled(architecture: str, kernels: tuple[str, ...], *, has_sync: bool = True) -> Compiled:
     """Compile instances of its kernels. Seconds; the wheels are fetched at the first call.
 
     Args:
         architecture: such as "sm_90a".
         kernels: names in C++ without the namespace, with template arguments.
+        has_sync: with flags and waits; without, they compute nothing of use.
 
     Raises:
         FetchError: a wheel could not be fetched.
@@ -98,6 +101,8 @@ def compiled(architecture: str, kernels: tuple[str, ...]) -> Compiled:
     """
     folder = _flashinfer()
     text = (folder / _KERNELS / _SOURCE).read_text(encoding="utf-8")
+    if not has_sync:
+        text = replace_once(text, f"{_NO_SYNC} 0", f"{_NO_SYNC} 1")
     # ptxas is of no use here: PTX is what the virtual architecture gives.
     options = [f"--gpu-architecture={architecture.replace('sm_', 'compute_')}", *OPTIONS]
     options += ["--device-as-default-execution-space", "--generate-line-info"]
