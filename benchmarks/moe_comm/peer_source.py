@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from moe_nvlink_plugin.errors import CompileError
 from tests.support import wheels
+from tests.support.delays import replace_once
 
 from .flashinfer_api import READ_FROM
 
@@ -29,6 +30,7 @@ _RUNTIME, _CCCL = "13.0.96", "13.0.85"
 _TAGS = ("--platform", "manylinux2014_x86_64")
 _KERNELS = "flashinfer/data/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels"
 _SOURCE = "moeAlltoAllKernels.cu"
+_NO_SYNC = "#define DISABLE_SYNC_FOR_PROFILING"
 _NAMESPACE = "tensorrt_llm::kernels::moe_alltoall"
 _CAKE = "flashinfer/data/csrc/generated/mnnvl_moe_alltoall_sm100.cu"
 
@@ -87,12 +89,13 @@ class Compiled(NamedTuple):
 
 
 @functools.cache
-def compiled(architecture: str, kernels: tuple[str, ...]) -> Compiled:
+def compiled(architecture: str, kernels: tuple[str, ...], *, has_sync: bool = True) -> Compiled:
     """Compile instances of its kernels. Seconds; the wheels are fetched at the first call.
 
     Args:
         architecture: such as "sm_90a".
         kernels: names in C++ without the namespace, with template arguments.
+        has_sync: with flags and waits; without, they compute nothing of use.
 
     Raises:
         FetchError: a wheel could not be fetched.
@@ -100,6 +103,8 @@ def compiled(architecture: str, kernels: tuple[str, ...]) -> Compiled:
     """
     folder = _flashinfer()
     text = (folder / _KERNELS / _SOURCE).read_text(encoding="utf-8")
+    if not has_sync:
+        text = replace_once(text, f"{_NO_SYNC} 0", f"{_NO_SYNC} 1")
     expressions = {kernel: f"{_NAMESPACE}::{kernel}" for kernel in kernels}
     options = _options(architecture, folder)
     return _compile(_PROLOGUE + _without_launchers(text), expressions, options)
