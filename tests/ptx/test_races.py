@@ -93,6 +93,10 @@ ORDERED = {
         gpu0.cta0.t0: st.weak row, 1; fence.sc.sys; st.relaxed.sys flag, 1
         gpu1.cta0.t0: ld.acquire.sys seen=1, flag; ld.weak got, row
     """,
+    "release_after_an_earlier_fence": """
+        gpu0.cta0.t0: fence.acq_rel.sys; st.weak row, 1; st.release.sys flag, 1
+        gpu1.cta0.t0: ld.acquire.sys seen=1, flag; ld.weak got, row
+    """,
     "weak_write_after_what_it_has_observed": """
         gpu0.cta0.t0: st.relaxed.gpu flag, 1
         gpu0.cta1.t0: ld.relaxed.gpu seen=1, flag; st.weak flag, 2
@@ -183,6 +187,10 @@ RACY = {
     "acquiring_fence_of_narrow_scope": """
         gpu0.cta0.t0: st.weak row, 1; fence.acq_rel.sys; st.relaxed.sys flag, 1
         gpu1.cta0.t0: ld.relaxed.sys seen=1, flag; fence.acq_rel.gpu; ld.weak got, row
+    """,
+    "strong_store_after_a_fence_before_the_row": """
+        gpu0.cta0.t0: fence.acq_rel.sys; st.weak row, 1; st.relaxed.sys flag, 1
+        gpu1.cta0.t0: ld.acquire.sys seen=1, flag; ld.weak got, row
     """,
     "fence_after_the_store": """
         gpu0.cta0.t0: st.weak row, 1; st.relaxed.sys flag, 1; fence.acq_rel.sys

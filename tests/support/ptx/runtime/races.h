@@ -147,11 +147,11 @@ inline void learn(Actor& actor, const Release& release) {
   actor.known = std::move(both);
 }
 
-// In the place of an earlier one by the same thread with the same scope.
+// Of a thread's releases with one scope the latest stays: it covers the others.
 inline void put(std::vector<Release>& releases, const Release& release) {
   for (Release& old : releases) {
     if (old.slot == release.slot && old.reach.scope == release.reach.scope) {
-      old = release;
+      if (old.clock < release.clock) old = release;
       return;
     }
   }
