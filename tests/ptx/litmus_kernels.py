@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from tests.litmus.program import Program, Step
 from tests.litmus.ptx_model import Event, Place
 from tests.support.ptx.build import Kernel, Library
-from tests.support.ptx.machine import Machine, Race
+from tests.support.ptx.machine import Machine, RaceError
 
 #: Bytes from one place of memory to the next.
 STRIDE = 256
@@ -144,12 +144,12 @@ class LitmusKernels:
                 )
             machine.run()
 
-    def race(self, library: Library, seeds: Iterable[int]) -> Race | None:
+    def race(self, library: Library, seeds: Iterable[int]) -> RaceError | None:
         """The race of the first of these schedules that has one."""
         for seed in seeds:
             try:
                 self.run(library, seed)
-            except Race as race:
+            except RaceError as race:
                 return race
         return None
 

@@ -20,7 +20,7 @@ import pytest
 from tests.litmus.program import Program
 from tests.ptx.litmus_kernels import LitmusKernels, module, named
 from tests.support.ptx import build
-from tests.support.ptx.machine import Machine, PtxFault, Race, Uninitialised
+from tests.support.ptx.machine import Machine, PtxError, RaceError, UninitialisedError
 
 SEEDS = range(60)
 
@@ -419,7 +419,7 @@ def test_host_races_with_a_peer(library: build.Library, host: Host) -> None:
     """That the peer's kernel has ended orders nothing: this rank's host does not wait for it."""
     host.launch(library, 0, "put")
     host.machine.run()
-    with pytest.raises(Race) as race:
+    with pytest.raises(RaceError) as race:
         host.machine.host_read(1, host.address, 8)
     for part in (
         "the host of rank 1\n",
@@ -440,14 +440,14 @@ def test_host_writes_before_its_launches_only(library: build.Library, host: Host
     host.launch(library, 0, "put")
     host.machine.run()
     host.machine.host_write(0, host.address, 8)
-    with pytest.raises(Race, match="weak write after weak write"):
+    with pytest.raises(RaceError, match="weak write after weak write"):
         host.machine.host_write(1, host.address, 8)
 
 
 def test_host_writes_what_a_peer_writes(library: build.Library, host: Host) -> None:
     host.machine.host_write(1, host.address, 8)
     host.launch(library, 0, "put")
-    with pytest.raises(Race, match=r"before: the host of rank 1$"):
+    with pytest.raises(RaceError, match=r"before: the host of rank 1$"):
         host.machine.run()
 
 
@@ -467,11 +467,11 @@ def test_shared_memory_without_its_barrier(library: build.Library, host: Host) -
     barrier.removed = True
     try:
         host.launch(library, 0, "shared", threads=ROWS)
-        with pytest.raises(PtxFault) as fault:
+        with pytest.raises(PtxError) as fault:
             host.machine.run()
     finally:
         library.reset()
-    assert fault.type in (Race, Uninitialised)
+    assert fault.type in (RaceError, UninitialisedError)
     assert "ld.shared.u32 %r7, [%r6]" in str(fault.value)
 
 
