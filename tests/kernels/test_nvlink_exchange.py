@@ -19,6 +19,7 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.transport import nvlink
 from tests.support import cases, compare, fake_cuda, kernel_texts
 from tests.support.cases import Case, Seen
+from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import install
 from tests.support.ranks import run_processes
 
@@ -39,16 +40,20 @@ LARGE = Case(
 )
 
 
-@pytest.fixture(params=["one host", "fabric"])
+@pytest.fixture(params=["one host", "fabric", "ptx"])
 def stand_in_driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """Processes started meanwhile have it; with "fabric" they take themselves for other hosts."""
-    kernels = host.build(kernel_texts.host_source())
-    fabric = int(request.param == "fabric")
-    variables = fake_cuda.environment(
-        fake_cuda.build(tmp_path), kernels, fabric=fabric, most_ctas=2
-    )
+    """Processes started meanwhile have it; with "fabric" they take themselves for other hosts, with
+    "ptx" the driver runs the kernels' PTX and not their host build.
+    """
+    options: dict[str, Any] = {"fabric": int(request.param == "fabric")}
+    if request.param == "ptx":
+        units = ptx.of_configs(*(case.config(0) for case in (SMALL, LARGE)))
+        options["ptx"] = ptx.prepare(tmp_path / "ptx", units)
+    else:
+        options |= {"kernels": host.build(kernel_texts.host_source()), "most_ctas": 2}
+    variables = fake_cuda.environment(fake_cuda.build(tmp_path), **options)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     return str(request.param)
@@ -142,7 +147,7 @@ def missing(rank: int, _size: int, hosts: str) -> tuple[str, tuple[int, ...]] | 
     return found
 
 
-@pytest.mark.parametrize("stand_in_driver", ["one host"], indirect=True)
+@pytest.mark.parametrize("stand_in_driver", ["one host", "ptx"], indirect=True)
 def test_a_rank_that_leaves(stand_in_driver: str, tmp_path: Path) -> None:
     outcomes = run_processes(RANKS, missing, tmp_path, stand_in_driver)
     assert outcomes == [("dispatch", (2,)), ("dispatch", (2,)), None]

@@ -110,6 +110,10 @@ class Program:
         runs = self._executions(self._wanted({}), {})
         return any(run.mixed_size_race(base) for run, base, _ in runs)
 
+    def race(self) -> bool:
+        """True if some execution has a data race."""
+        return any(run.race(base) for run, base, _ in self._executions(self._wanted({}), {}))
+
     def outcomes(self) -> set[tuple[Value, ...]]:
         """What the registers may hold, in the order of the text."""
         return {

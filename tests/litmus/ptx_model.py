@@ -334,6 +334,18 @@ class Execution:
             if "initial" not in (a.kind, b.kind) and self.skeleton.overlap[i] >> j & 1
         )
 
+    def race(self, base: Relation) -> bool:
+        """Do conflicting accesses, not morally strong, stand in no causality order (ISA 8.7.1)?"""
+        skeleton = self.skeleton
+        kept = both(base, skeleton.overlap)
+        causality = union(kept, compose(self.observed, kept))
+        return any(
+            (a.writes or b.writes)
+            and not (skeleton.strong[i] >> j & 1 or causality[i] >> j & 1 or causality[j] >> i & 1)
+            for (i, a), (j, b) in itertools.combinations(enumerate(skeleton.events), 2)
+            if "initial" not in (a.kind, b.kind) and skeleton.overlap[i] >> j & 1
+        )
+
     def _observation(self) -> Relation:
         """A write and a read of its value, morally strong, or a chain of those through atomics."""
         direct = both(self.reads_from, self.skeleton.strong)

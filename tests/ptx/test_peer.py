@@ -13,7 +13,7 @@ from benchmarks.moe_comm.peer_launches import Geometry
 from benchmarks.moe_comm.peer_ptx import Library, Round
 from tests.support import compare, wheels
 from tests.support.cases import Case, make_inputs
-from tests.support.ptx.machine import Machine, Trap
+from tests.support.ptx.machine import Machine, TrapError
 from tests.unit.framework_wheels import left_out
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
@@ -59,7 +59,7 @@ def test_who_waits_for_a_peer_in_vain_traps(library: Library, verb: str) -> None
         if verb == "combine":
             exchange.run()
         exchange.enqueue(0, getattr(exchange, verb)(0))
-        with pytest.raises(Trap, match=f"rank 0 .*{verb.title()}Kernel"):
+        with pytest.raises(TrapError, match=f"rank 0 .*{verb.title()}Kernel"):
             machine.run()
 
 

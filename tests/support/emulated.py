@@ -1,9 +1,10 @@
 """Many ranks of one exchange on ONE device, in ordinary memory `[ranks, bytes]`: no VMM, no fabric.
 
-The same rounds on two back ends. "cpu": every rank is a thread with a grid of its own, running the
-host build. "cuda": all ranks are one cooperative launch with blockIdx.y = rank, so that they are
-resident together or the launch is refused. "stand-in": the latter's code on tests/support/
-fake_cuda, with tensors of the CPU. Cases, inputs and comparison are cases.py's and compare.py's.
+The same rounds on several back ends. "cpu": every rank is a thread with a grid of its own, running
+the host build. "cuda": all ranks are one cooperative launch with blockIdx.y = rank, so that they
+are resident together or the launch is refused. "stand-in": the latter's code on tests/support/
+fake_cuda, with tensors of the CPU. "ptx": the product's own kernels for GPUs, which
+tests/support/ptx executes on a CPU. Cases, inputs and comparison are cases.py's and compare.py's.
 
 One device shows neither NVLink ordering nor remote latency nor bandwidth.
 """
@@ -35,6 +36,7 @@ from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import cases, compare, emulated_text
 from tests.support.cases import Case, Inputs, Seen
 from tests.support.delays import replace_once
+from tests.support.ptx.backend import PtxBackend
 from tests.support.ranks import run_threads
 
 #: What combine makes for the peers where rows travel back in a format.
@@ -51,6 +53,7 @@ class Backend(Protocol):
 
     device: torch.device
     ctas: int  # per rank, of dispatch
+    approximates: bool  # nvfp4's reciprocals, by an instruction that is not fixed to the bit
 
     def prepare(
         self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
@@ -59,6 +62,10 @@ class Backend(Protocol):
 
         On a GPU the launch returns before the kernel has ended; `shape` is one rank's.
         """
+        ...
+
+    def host_access(self, rank: int, tensor: torch.Tensor, *, writes: bool) -> None:
+        """The host of a rank reads or writes a part of its workspace; for checks of races."""
         ...
 
     def close(self) -> None:
@@ -70,6 +77,7 @@ class CpuBackend:
     """A thread per rank, each with a grid of `ctas` host CTAs."""
 
     device = torch.device("cpu")
+    approximates = False
 
     def __init__(self, ranks: int, ctas: int, *, delays: bool = False) -> None:
         self.ctas = ctas
@@ -99,6 +107,9 @@ class CpuBackend:
             self._of_tests[verb](ctypes.addressof(args), grid)
         else:
             self._library.kernel(verb, type(args))(args, grid)
+
+    def host_access(self, rank: int, tensor: torch.Tensor, *, writes: bool) -> None:
+        """Nothing checks it here."""
 
     def close(self) -> None:
         for grid in self._grids:
@@ -177,6 +188,7 @@ class CudaBackend:
         **options: bool,
     ) -> None:
         self.device = torch.device(device)
+        self.approximates = self.device.type == "cuda"
         self._index = index = self.device.index or 0
         self._pdl = pdl
         top_k, formats = 0, dict[str, Any](head=True)
@@ -234,6 +246,9 @@ class CudaBackend:
         if self.device.type != "cuda":
             return 0
         return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def host_access(self, rank: int, tensor: torch.Tensor, *, writes: bool) -> None:
+        """Nothing checks it here."""
 
     def close(self) -> None:
         if self._module is None:
@@ -297,17 +312,21 @@ def make_backend(
     *,
     ctas: int = 1,
     delays: bool = False,
-    **options: bool,
+    post_quant: bool = False,
+    **options: Any,
 ) -> Backend:
     """A back end for a case's ranks. On the GPU each rank gets `ctas` CTAs, or what fits.
 
     `fused`, `pdl`: as in emulated_text.device_source; `post_quant`: as CudaBackend's. The CPU's has
-    all of it, whatever they say.
+    all of it, whatever they say. Of PTX, whose scheduler needs no sleeps: options of ptx.backend.
     """
     if name == "cpu":
         return CpuBackend(case.ep_size, ctas, delays=delays)
+    if name == "ptx":
+        return PtxBackend(case.ep_size, case.config(0), ctas=ctas, **options)
     device = {"cuda": "cuda:0", "stand-in": "cpu"}[name]
-    return CudaBackend(case.ep_size, ctas, case.config(0), device=device, delays=delays, **options)
+    options |= {"delays": delays, "post_quant": post_quant}
+    return CudaBackend(case.ep_size, ctas, case.config(0), device=device, **options)
 
 
 class Received(NamedTuple):
@@ -370,21 +389,25 @@ class EmulatedRanks:
     ) -> EmulatedRanks:
         return cls(config_of(case), backend, hidden_splits=hidden_splits, post_quant=post_quant)
 
-    def view(self, rank: int, name: str, channel: int = 0) -> torch.Tensor:
+    def view(self, rank: int, name: str, channel: int = 0, *, writes: bool = False) -> torch.Tensor:
         """A payload's or the combine region's rows, `[slots, elements]`, in its dtype."""
         row = self.rows.get(name)
         dtype = self.config.dtype if row is None else row.dtype
         elements = self.config.hidden_size if row is None else row.elements
         slots = self.config.ep_size * self.config.max_tokens_per_rank
         return (
-            self._bytes(rank, name, slots * elements * dtype.itemsize, channel)
+            self._bytes(rank, name, slots * elements * dtype.itemsize, channel, writes=writes)
             .view(dtype)
             .view(slots, elements)
         )
 
-    def _bytes(self, rank: int, name: str, size: int, channel: int) -> torch.Tensor:
+    def _bytes(
+        self, rank: int, name: str, size: int, channel: int, *, writes: bool = False
+    ) -> torch.Tensor:
         region = self.regions[channel][name]
-        return self.memory[rank, region.offset : region.offset + size]
+        found = self.memory[rank, region.offset : region.offset + size]
+        self.backend.host_access(rank, found, writes=writes)
+        return found
 
     def recv_counts(self, rank: int, channel: int = 0) -> torch.Tensor:
         return self._bytes(rank, "recv_counts", self.config.ep_size * 4, channel).view(torch.int32)
@@ -481,20 +504,20 @@ class EmulatedRanks:
         config = self.configs[rank]
         hidden = cases.activations(config, received.hidden_states, received.scales)
         rows = cases.expert_rows(config, rank, hidden, received.topk_ids, received.topk_weights)
-        self.view(rank, "combine", channel).copy_(rows)
+        self.view(rank, "combine", channel, writes=True).copy_(rows)
 
     def poison_combine(self, rank: int, channel: int = 0) -> None:
         """Spoils what the peers read in combine; between dispatch and the experts."""
         for name, region in self.regions[channel].items():
             if name == "combine" or name in COMBINE_REGIONS:
-                self._bytes(rank, name, region.size_bytes, channel).fill_(0xFF)
+                self._bytes(rank, name, region.size_bytes, channel, writes=True).fill_(0xFF)
 
     def poison(self, rank: int, channel: int = 0) -> None:
         """Spoils what the rank received, with an expert id in every slot; until its combine."""
         for name in self.rows:
             if name != "recv_topk_ids":
-                self.view(rank, name, channel).view(torch.uint8).fill_(0xFF)
-        self.view(rank, "recv_topk_ids", channel).fill_(1)
+                self.view(rank, name, channel, writes=True).view(torch.uint8).fill_(0xFF)
+        self.view(rank, "recv_topk_ids", channel, writes=True).fill_(1)
 
     def run_round(self, inputs: Sequence[Inputs], channel: int = 0) -> list[Seen]:
         """One poisoned round of all ranks, copied to the CPU."""
@@ -630,14 +653,16 @@ def check_case(
     pdl: bool = False,
     hidden_splits: int = 1,
     post_quant: bool = False,
+    **options: Any,
 ) -> None:
     """A case of cases.CASES or RECIPE_CASES against the oracle, bit for bit.
 
-    On a GPU what goes through approximate reciprocals is compared as compare.py says.
+    On a GPU what goes through approximate reciprocals is compared as compare.py says. `options`:
+    more of make_backend.
     """
     inputs = cases.make_inputs(case)
     with contextlib.closing(
-        make_backend(name, case, ctas=ctas, pdl=pdl, post_quant=post_quant)
+        make_backend(name, case, ctas=ctas, pdl=pdl, post_quant=post_quant, **options)
     ) as backend:
         # compare.py expects the source's order of slots where one CTA hands them out.
         case = with_ctas(case, backend.ctas)
@@ -645,7 +670,7 @@ def check_case(
             case, backend, hidden_splits=hidden_splits, post_quant=post_quant
         )
         results = [ranks.run_round(inputs, n % case.num_channels) for n in range(rounds)]
-    near = backend.device.type == "cuda"
+    near = backend.approximates
     for seen in results:
         check_round(case, inputs, seen, near=near)
         for mine, first in zip(seen, results[0], strict=True):
@@ -682,13 +707,16 @@ def check_rounds(
     ctas: int = 1,
     pdl: bool = False,
     delays: bool = False,
+    **options: Any,
 ) -> None:
     """Many poisoned rounds of varying counts; `delays` sows sleeps into the kernels."""
     inputs = varying_inputs(case, rounds)
-    with contextlib.closing(make_backend(name, case, ctas=ctas, pdl=pdl, delays=delays)) as backend:
+    with contextlib.closing(
+        make_backend(name, case, ctas=ctas, pdl=pdl, delays=delays, **options)
+    ) as backend:
         case = with_ctas(case, backend.ctas)
         ranks = EmulatedRanks.of_case(case, backend)
-        near = backend.device.type == "cuda"
+        near = backend.approximates
         for number, of_round in enumerate(inputs):
             with naming(f"round {number}"):
                 check_round(case, of_round, ranks.run_round(of_round), near=near)
@@ -774,10 +802,12 @@ class StaticRounds:
             )
 
 
-def check_static_rounds(name: str, case: Case, rounds: int, *, pdl: bool = False) -> None:
+def check_static_rounds(
+    name: str, case: Case, rounds: int, *, pdl: bool = False, **options: Any
+) -> None:
     """On a GPU the round is captured once, before anything has run, and replayed."""
     inputs = varying_inputs(case, rounds)
-    with contextlib.closing(make_backend(name, case, ctas=2, pdl=pdl)) as backend:
+    with contextlib.closing(make_backend(name, case, ctas=2, pdl=pdl, **options)) as backend:
         ranks = EmulatedRanks.of_case(case, backend)
         static = StaticRounds(ranks)
         static.warm_up()
@@ -799,11 +829,11 @@ def captured(body: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def check_missing_rank(name: str) -> None:
+def check_missing_rank(name: str, **options: Any) -> None:
     """Rank 2 of 3 never comes: the others' fault words name it, and the device goes on."""
     case = Case(name="missing", tokens=(3, 2, 1))
     inputs = cases.make_inputs(case)
-    with contextlib.closing(make_backend(name, case, ctas=2)) as backend:
+    with contextlib.closing(make_backend(name, case, ctas=2, **options)) as backend:
         ranks = EmulatedRanks(config_of(case, timeout_s=0.3), backend)
         ranks.dispatch([mine.to(backend.device) for mine in inputs[:2]])
         words = [int(ranks.control(rank).fault) for rank in range(3)]

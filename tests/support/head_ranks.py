@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,16 +103,20 @@ class Round(NamedTuple):
     compact: bool = True
 
 
+#: Kernels with their arguments, one after another; at last ids and logits.
+Steps = Generator[tuple[str, Any], None, tuple[torch.Tensor, torch.Tensor]]
+
+
 class HeadRanks:
     """Ranks of one group.
 
     Args:
         config: of rank 0.
-        library: path of the shared object.
+        library: path of the shared object; None: a subclass launches.
         ctas: of every launch.
     """
 
-    def __init__(self, config: HeadConfig, library: Path, ctas: int = 1) -> None:
+    def __init__(self, config: HeadConfig, library: Path | None, ctas: int = 1) -> None:
         self.configs = [dataclasses.replace(config, tp_rank=rank) for rank in range(config.tp_size)]
         self.config = config
         self.regions = head_layout(config).channel_regions(0)
@@ -121,11 +125,13 @@ class HeadRanks:
         room = torch.zeros(config.tp_size * -(-end // 256) * 256 + 256, dtype=torch.uint8)
         start = -room.data_ptr() % 256
         self.memory = room[start : start + room.numel() - 256].view(config.tp_size, -1)
-        self._library = ctypes.CDLL(str(library))
-        self._library.moe_nvlink_grid_create.restype = ctypes.c_void_p
-        self._grids = [
-            ctypes.c_void_p(self._library.moe_nvlink_grid_create(ctas)) for _ in self.configs
-        ]
+        self._grids: list[ctypes.c_void_p] = []
+        if library is not None:
+            self._library = ctypes.CDLL(str(library))
+            self._library.moe_nvlink_grid_create.restype = ctypes.c_void_p
+            self._grids = [
+                ctypes.c_void_p(self._library.moe_nvlink_grid_create(ctas)) for _ in self.configs
+            ]
 
     def close(self) -> None:
         for grid in self._grids:
@@ -176,19 +182,30 @@ class HeadRanks:
         self, rank: int, calls: Sequence[Call], of_round: Round
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One rank's three kernels and the product between them: ids and logits."""
+        steps = self.steps(rank, calls, of_round)
+        while True:
+            try:
+                kernel, args = next(steps)
+            except StopIteration as end:
+                results: tuple[torch.Tensor, torch.Tensor] = end.value
+                return results
+            self.launch(kernel, rank, args)
+
+    def steps(self, rank: int, calls: Sequence[Call], of_round: Round) -> Steps:
+        """The same, of which the caller launches the kernels: one before it asks for the next."""
         call = calls[rank]
         args = self.arguments(rank, call, of_round)
-        self.launch("head_gather", rank, args)
+        yield "head_gather", args
         if self.fault(rank) is None:
             self.multiply(rank, calls, of_round)
         ids = torch.full((len(call.hidden),), -1)
         args.output = ids.data_ptr()
-        self.launch("head_argmax", rank, args)
+        yield "head_argmax", args
         # Ids have been taken, so peers put no words before this rank's next gather: what would win.
         self.view(rank, "head_pairs", torch.uint8).fill_(0xFF)
         logits = torch.zeros_like(call.logits)
         args.output = logits.data_ptr()
-        self.launch("head_collect", rank, args)
+        yield "head_collect", args
         return ids, logits
 
     def multiply(self, rank: int, calls: Sequence[Call], of_round: Round) -> None:

@@ -1,5 +1,6 @@
 """Launches through unmodified cuda-python on the tests' own driver (tests/support/fake_cuda): what
-is asked of the driver, and that the kernels, run by it from the host build, give the right rows.
+is asked of the driver, and that the kernels give the right rows, run by it from the host build and,
+where a test says so, from their PTX.
 
 Here the ranks' memory is the host transport's; test_nvlink_exchange.py puts both together.
 """
@@ -13,7 +14,7 @@ import dataclasses
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch import cuda
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.support import cases, compare, fake_cuda, kernel_texts
+from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
 
@@ -50,12 +52,19 @@ def in_driver(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     *args: Any,
+    units: Sequence[ptx.Unit] = (),
     **options: Any,
 ) -> Any:
-    """`body(*args)` in a process whose CUDA driver is the fake one."""
-    kernels = host.build(kernel_texts.host_source())
+    """`body(*args)` in a process whose CUDA driver is the fake one.
+
+    units: what the driver runs PTX of, instead of the host build.
+    """
+    if units:
+        options["ptx"] = ptx.prepare(folder / "ptx", units)
+    else:
+        options["kernels"] = host.build(kernel_texts.host_source())
     library = fake_cuda.build(folder)
-    for name, value in fake_cuda.environment(library, kernels, **options).items():
+    for name, value in fake_cuda.environment(library, **options).items():
         monkeypatch.setenv(name, value)
     (result,) = run_processes(1, _process_main, folder, body, args)
     return result
@@ -91,6 +100,11 @@ def round_trip(layer: MoeAllToAll, num_tokens: int = 3) -> torch.Tensor:
     received = layer.dispatch(*inputs(layer, num_tokens))
     rows = layer.combine_input().copy_(received.hidden_states)
     return layer.combine(rows, received.metadata)
+
+
+def units_of(on: str, *, top_k: int = 4) -> list[ptx.Unit]:
+    """What `alone` loads, for a test that runs on the host build ("host") or on PTX ("ptx")."""
+    return ptx.of(LAYER.variant(top_k=top_k, dtype="bf16")) if on == "ptx" else []
 
 
 # What the driver is asked.
@@ -130,8 +144,9 @@ def described(launch: fake_cuda.LastLaunch) -> tuple[Any, ...]:
     return launch.name.decode(), grid, block, launch.pdl, launch.shared_bytes, launch.args_bytes
 
 
-def test_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = in_driver(launches, tmp_path, monkeypatch, sms=132)
+@pytest.mark.parametrize("on", ["host", "ptx"])
+def test_launches(on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = in_driver(launches, tmp_path, monkeypatch, sms=132, units=units_of(on))
     sizes = {name: ctypes.sizeof(structs()[name]) for name in ("DispatchArgs", "CombineArgs")}
     # A few hundred bytes: the driver copies them at every launch.
     assert all(size <= 272 for size in sizes.values())
@@ -301,11 +316,14 @@ def test_more_ranks_than_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # The product's cases, launched by the driver.
 
 
+@pytest.mark.parametrize("on", ["host", pytest.param("ptx", marks=pytest.mark.long)])
 @pytest.mark.parametrize("number", range(4))
-def test_cases(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases(number: int, on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = cases.CASES[number::4]
     names = [case.name for case in some]
-    for case, rounds in zip(some, in_driver(run, tmp_path, monkeypatch, names), strict=True):
+    units = ptx.of_configs(*(case.config(0) for case in some)) if on == "ptx" else []
+    outcomes = in_driver(run, tmp_path, monkeypatch, names, units=units)
+    for case, rounds in zip(some, outcomes, strict=True):
         several_ctas = dataclasses.replace(case, num_threads=4)  # slots in any order
         for seen in rounds:
             compare.check_received(several_ctas, cases.make_inputs(case), seen)
@@ -331,7 +349,7 @@ ALLOWED_IN_CAPTURE = {
 }
 
 
-def capture_and_replay() -> list[bool]:
+def capture_and_replay(num_replays: int) -> list[bool]:
     control = fake_cuda.control()
     outcome = []
     with alone() as layer:
@@ -349,7 +367,7 @@ def capture_and_replay() -> list[bool]:
         outcome.append(control.captured() == 2)
         generator = torch.Generator().manual_seed(1)
         region, counts = layer.combine_input(), layer._layer.channel(0).recv_counts
-        for number in range(1000):
+        for number in range(num_replays):
             filled = number % 9
             hidden.copy_(torch.randn(hidden.shape, generator=generator))
             region.fill_(number % 100)
@@ -365,16 +383,19 @@ def capture_and_replay() -> list[bool]:
             if not same or counts.tolist() != [filled]:
                 outcome.append(False)
                 break
-        outcome.append(layer.stats().rounds == 1000)
+        outcome.append(layer.stats().rounds == num_replays)
     control.replay()  # the graph outlives its exchange: memory stays mapped
     outcome.append(control.live()["host_allocations"] == 1)
     return outcome
 
 
-def test_capture_from_the_first_call_and_a_thousand_replays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("on", "num_replays"), [("host", 1000), ("ptx", 20)])
+def test_capture_from_the_first_call_and_many_replays(
+    on: str, num_replays: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert in_driver(capture_and_replay, tmp_path, monkeypatch) == [True] * 5
+    """On PTX, the kernels of a replay overlap as their programmatic launches allow."""
+    outcome = in_driver(capture_and_replay, tmp_path, monkeypatch, num_replays, units=units_of(on))
+    assert outcome == [True] * 5
 
 
 def drop_after_capture() -> list[bool]:
@@ -454,8 +475,9 @@ def late_rank() -> list[Any]:
     return run_ranks(2, rank_main)
 
 
-def test_a_late_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert in_driver(late_rank, tmp_path, monkeypatch) == [True, None]
+@pytest.mark.parametrize("on", ["host", "ptx"])
+def test_a_late_rank(on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_driver(late_rank, tmp_path, monkeypatch, units=units_of(on)) == [True, None]
 
 
 def failing(spec: str) -> tuple[list[str], dict[str, int], dict[str, int]]:

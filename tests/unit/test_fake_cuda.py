@@ -25,7 +25,7 @@ from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from tests.kernels.test_nvrtc import cuobjdump
-from tests.support.fake_cuda import build, control, environment
+from tests.support.fake_cuda import build, control, environment, ptx
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(100)
@@ -284,7 +284,9 @@ _ON_GPU = """
 struct Args { unsigned long long* word; unsigned long long factor; };
 struct Drifted { unsigned long long* word; unsigned long long factor; int more; };
 struct Large { char* word; char bytes[31992]; };
-extern "C" __global__ void moe_nvlink_dispatch(Args args) { *args.word += args.factor; }
+extern "C" __global__ void moe_nvlink_dispatch(Args args) {
+  if (threadIdx.x == 0) atomicAdd(args.word, args.factor);
+}
 extern "C" __global__ void moe_nvlink_drifted(Drifted args) { *args.word += args.more; }
 extern "C" __global__ void moe_nvlink_large(Large args) { *args.word = args.bytes[31991]; }
 extern "C" __global__ void __launch_bounds__(96) moe_nvlink_bounded(int* word) { *word = 1; }
@@ -304,8 +306,13 @@ extern "C" __global__ void moe_nvlink_shared(int* word) {
 
 
 @pytest.fixture
-def with_kernels(fake: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """As `fake`, with the host build of the kernels above."""
+def with_kernels(
+    request: pytest.FixtureRequest, fake: Callable[..., Any], tmp_path: Path
+) -> Callable[..., Any]:
+    """As `fake`, with the host build of the kernels above; with the parameter "ptx", their PTX."""
+    if getattr(request, "param", "host") == "ptx":
+        folder = ptx.prepare(tmp_path / "ptx", [ptx.Unit(_ON_GPU)])
+        return functools.partial(fake, ptx=folder, sms=2)
     library = tmp_path / "kernels.so"
     host.compile_text(_KERNEL, library)
     return functools.partial(fake, kernels=library, most_ctas=3, sms=2)
@@ -317,7 +324,7 @@ class _Args(ctypes.Structure):
 
 @functools.cache
 def module() -> Any:
-    return driver.call("cuModuleLoadData", nvrtc.compile_cubin(_ON_GPU, "sm_90a", strict=False))
+    return driver.call("cuModuleLoadData", nvrtc.load_or_compile(_ON_GPU, "sm_90a"))
 
 
 def function(name: str) -> Any:
@@ -584,6 +591,7 @@ def cubins_body(_rank: int, _size: int, cubins: dict[str, bytes]) -> dict[str, t
 # Captures.
 
 
+@pytest.mark.parametrize("with_kernels", ["host", "ptx"], indirect=True)
 def test_captures(with_kernels: Callable[..., Any]) -> None:
     with_kernels(captures_body)
 

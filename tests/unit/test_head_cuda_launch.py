@@ -1,7 +1,8 @@
 """A shared LM head's launches through unmodified cuda-python on the tests' own driver.
 
 As test_cuda_launch.py: rows are CPU tensors, so torch's product is the CPU's; the kernels are the
-host build's, launched as a GPU would be asked to, with all slots in the product and rows split.
+host build's or run as PTX, launched as a GPU would be asked to, with all slots in the product and
+rows split.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax
 from moe_nvlink_plugin.errors import DriverError, ExchangeStateError, ExchangeTimeoutError
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support import fake_cuda, kernel_texts
+from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
 from tests.support.small_head import check_argmax, check_logits, config, problem
@@ -35,29 +38,39 @@ pytestmark = pytest.mark.timeout(200)
 VOCAB, HIDDEN, CAPACITY = 40_000, 256, 8
 
 
+@pytest.fixture(scope="module", params=["host", pytest.param("ptx", marks=pytest.mark.long)])
+def on(request: pytest.FixtureRequest) -> str:
+    """What the driver runs of a kernel: its host build or its PTX."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def driver(on: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Processes that are started now have the fake driver, with 132 SMs."""
     folder = tmp_path_factory.mktemp("driver")
-    kernels = host.build(kernel_texts.host_source())
+    if on == "ptx":
+        every = (HEAD.variant(dtype=dtype) for dtype in ("bf16", "fp16", "fp32"))
+        runs = {"ptx": ptx.prepare(folder / "ptx", ptx.of(*every, pdl=(True, False)))}
+    else:
+        runs = {"kernels": host.build(kernel_texts.host_source())}
     with pytest.MonkeyPatch.context() as patch:
         library = fake_cuda.build(folder)
-        for name, value in fake_cuda.environment(library, kernels, sms=132).items():
+        for name, value in fake_cuda.environment(library, **runs, sms=132).items():
             patch.setenv(name, value)
         yield folder
 
 
 @pytest.fixture(scope="module")
-def seen(driver: Path) -> dict[str, Any]:
+def seen(on: str, driver: Path) -> dict[str, Any]:
     """What happened in one process, by the names of the functions below."""
-    (outcome,) = run_processes(1, process_main, driver)
+    (outcome,) = run_processes(1, process_main, driver, 300 if on == "host" else 30)
     return dict(outcome)
 
 
-def process_main(_rank: int, _size: int) -> dict[str, Any]:
+def process_main(_rank: int, _size: int, num_replays: int) -> dict[str, Any]:
     install()
-    bodies = (launches, budget, ragged, replays, dropped, late, failing)
-    return {body.__name__: body() for body in bodies}
+    bodies = (launches, budget, ragged, dropped, late, failing)
+    return {"replays": replays(num_replays)} | {body.__name__: body() for body in bodies}
 
 
 def wide(rank: int = 0, size: int = 1, **values: Any) -> HeadConfig:
@@ -179,7 +192,7 @@ def test_every_rank_gets_torchs_ids_and_logits(seen: dict[str, Any]) -> None:
 # CUDA graphs.
 
 
-def replays() -> dict[str, bool]:
+def replays(num_replays: int) -> dict[str, bool]:
     """Captured from the first call on. torch's product is no launch of this driver: the test puts
     logits where it would.
     """
@@ -201,7 +214,7 @@ def replays() -> dict[str, bool]:
         assert logits is not None
         generator = torch.Generator().manual_seed(1)
         same = True
-        for _ in range(300):
+        for _ in range(num_replays):
             hidden.copy_(torch.randn(hidden.shape, generator=generator))
             put = torch.randn((8, 500), generator=generator).to(torch.bfloat16)
             logits[: put.numel()].copy_(put.view(-1))
@@ -209,7 +222,7 @@ def replays() -> dict[str, bool]:
             same = same and torch.equal(ids, put.float().argmax(1))
             same = same and torch.equal(rows[:8], hidden)
         outcome["same"] = same
-        outcome["rounds"] = head.stats().rounds == 300
+        outcome["rounds"] = head.stats().rounds == num_replays
     control.replay()  # the graph outlives its group: memory stays mapped
     control.forget_capture()
     return outcome

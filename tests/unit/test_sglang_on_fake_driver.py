@@ -1,7 +1,8 @@
 """The dispatchers of CUDA ranks between processes, on the stand-in driver.
 
 Our dispatchers, the CUDA executor through unmodified cuda-python, and the nvlink transport with
-descriptors between processes; kernels from the host build. SGLang's runners are stood in for.
+descriptors between processes; kernels from the host build, or their PTX. SGLang's runners are stood
+in for.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from tests.support import kernel_texts
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.groups import as_group
 from moe_nvlink_plugin.integration.common.agreement import Geometry
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes import NVFP4
 from tests.support import fake_cuda
+from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import OnFakeDriver, install
 from tests.support.ranks import run_processes
 from tests.unit.sglang_layer import (
     CAPACITY,
+    TOP_K,
     GrowingPool,
     StandardTopKOutput,
     dense,
@@ -107,11 +111,30 @@ def layer_body(rank: int, size: int) -> list[dict[str, Any]]:
     return [_case_body(group, case) for case in CASES]
 
 
+def _units() -> list[ptx.Unit]:
+    """What the layers of CASES load."""
+    variants = [
+        LAYER.variant(
+            top_k=TOP_K,
+            dtype="fp32",
+            recipe="nvfp4" if case.nvfp4 else "none",
+            combine=case.combine,
+        )
+        for case in CASES
+    ]
+    return ptx.of(*variants)
+
+
+@pytest.mark.parametrize("on", ["host", pytest.param("ptx", marks=pytest.mark.long)])
 def test_the_layer_between_processes_on_the_stand_in_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = host.build(kernel_texts.host_source())
-    variables = fake_cuda.environment(fake_cuda.build(tmp_path), kernels)
+    runs: dict[str, Path] = (
+        {"ptx": ptx.prepare(tmp_path / "ptx", _units())}
+        if on == "ptx"
+        else {"kernels": host.build(kernel_texts.host_source())}
+    )
+    variables = fake_cuda.environment(fake_cuda.build(tmp_path), **runs)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for results in run_processes(2, layer_body, tmp_path):

@@ -2,7 +2,7 @@
 
 vLLM's modular kernel, our prepare and finalize for CUDA ranks, the CUDA executor through unmodified
 cuda-python, and the nvlink transport with descriptors between processes; kernels from the host
-build. What a GPU would add is the hardware and torch's own kernels.
+build, or their PTX. What a GPU would add is the hardware and torch's own kernels.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from tests.support import kernel_texts
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.groups import as_group
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, NVFP4
 from tests.support import fake_cuda
+from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import OnFakeDriver, install
 from tests.support.ranks import run_processes
 from tests.unit.test_vllm_quantised import GLOBAL_SCALES, experts_of
 from tests.unit.vllm_layer import (
     CAPACITY,
     LEFT_OPEN,
+    TOP_K,
     Experts,
     Layer,
     dense,
@@ -93,11 +96,30 @@ def layer_body(rank: int, size: int) -> list[dict[str, Any]]:
     return [_format_body(group, *one) for one in FORMATS]
 
 
+def _units() -> list[ptx.Unit]:
+    """What the layers of FORMATS load."""
+    variants = [
+        LAYER.variant(
+            top_k=TOP_K,
+            dtype="fp32",
+            recipe="none" if recipe is None else recipe.name,
+            combine=options.combine,
+        )
+        for recipe, options in FORMATS
+    ]
+    return ptx.of(*variants)
+
+
+@pytest.mark.parametrize("on", ["host", pytest.param("ptx", marks=pytest.mark.long)])
 def test_the_layer_between_processes_on_the_stand_in_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = host.build(kernel_texts.host_source())
-    variables = fake_cuda.environment(fake_cuda.build(tmp_path), kernels)
+    runs: dict[str, Path] = (
+        {"ptx": ptx.prepare(tmp_path / "ptx", _units())}
+        if on == "ptx"
+        else {"kernels": host.build(kernel_texts.host_source())}
+    )
+    variables = fake_cuda.environment(fake_cuda.build(tmp_path), **runs)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for results in run_processes(2, layer_body, tmp_path):

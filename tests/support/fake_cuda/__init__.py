@@ -11,7 +11,9 @@ A process with that environment imports cuda.bindings as it is and finds the fak
     mig (0), p2p (1), atomics (1: NVLink), vmm (1),
     fabric ("0", "1" or "broken": promised, but no IMEX channel), domain (0; of FABRIC handles),
     host (0; makes the uuids differ), shared_uuid (0),
-    most_ctas (4; threads of a launch), kernels (path of the host library),
+    kernels (path of the host library), most_ctas (4; of a launch there),
+    ptx (a folder of ptx.py's; instead of kernels), patience_s (150; of kernels there that wait),
+    pageable (1: kernels reach all memory of the process, where tests have CPU tensors for a GPU's),
     fail ("cuMemMap:2:CUDA_ERROR_OUT_OF_MEMORY", several with commas; KILL as error: kill -9)
 
 After a failure that a kernel would leave, such as CUDA_ERROR_ILLEGAL_ADDRESS, every later call in

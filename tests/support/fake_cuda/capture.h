@@ -2,8 +2,10 @@
 // has happened when the call returns, or waits for fake_cuda_replay where the stream captures.
 // All functions expect the lock to be held.
 
+struct PtxLibrary;
 struct Launch {
   std::string name;
+  const PtxLibrary* ptx;  // null: the host build runs
   int device;
   LaunchConfig config;  // its pointers are the caller's and may be gone
   uint32_t pdl;

@@ -31,15 +31,26 @@ class Cubin {
     num_sections_ = header->e_shnum;
     names_ = text_of(sections_[header->e_shstrndx]);
     architecture_ = static_cast<int>(header->e_flags >> 8 & 0xff);
+    size_ = header->e_phoff + size_t{header->e_phnum} * header->e_phentsize;  // what comes last
     for (int i = 0; i < num_sections_; ++i) read_symbols(sections_[i]);
     for (int i = 0; i < num_sections_; ++i) read_section(sections_[i]);
     return true;
   }
 
+  // Of the file: whoever loads an image does not say.
+  size_t size() const { return size_; }
+
   // sm_90a runs on 9.0 only; sm_90 and families (sm_100f) on what is newer of the same major, too.
   bool runs_on(int major, int minor) const {
     if (exact_) return architecture_ == major * 10 + minor;
     return architecture_ / 10 == major && architecture_ % 10 <= minor;
+  }
+
+  // " a b": of messages.
+  std::string kernel_names() const {
+    std::string names;
+    for (const auto& [name, _] : kernels_) names += " " + name;
+    return names;
   }
 
   const Kernel* kernel(const std::string& name) const {
@@ -123,6 +134,7 @@ class Cubin {
   }
 
   const uint8_t* image_ = nullptr;  // while it is read
+  size_t size_ = 0;
   const Elf64_Shdr* sections_ = nullptr;
   int num_sections_ = 0;
   const char* names_ = nullptr;

@@ -1,11 +1,12 @@
-// A CUDA driver without a GPU, for tests only: device memory is memfd, a launch calls the host build
-// of the kernel. What the real driver refuses is refused here too, so that a mistake is an error in a
-// test. How it is set up from outside: settings.h, and fake_cuda_*(). __init__.py puts the headers in.
+// A CUDA driver without a GPU, for tests only: device memory is memfd, a launch runs the kernel's PTX
+// (ptx.h) or calls its host build (host_build.h). What the real driver refuses is refused here too,
+// so that a mistake is an error in a test. How it is set up from outside: settings.h, and
+// fake_cuda_*(). __init__.py puts the headers in.
 //
-// What it cannot show: anything about speed; streams (a launch has finished when it returns); what
-// a kernel does with its CTA's shape, shared memory and alignment, for the host build has its own
-// threads. The host cannot touch device memory, but for what tests expose (tensors over the rank's
-// own workspace) and while a kernel of the same process runs.
+// What it cannot show: anything about speed; streams (a launch has finished when it returns); with
+// the host build, what a kernel does with its CTA's shape, shared memory and alignment, for that has
+// its own threads. The host cannot touch device memory, but for what tests expose (tensors over the
+// rank's own workspace) and while a kernel of the same process runs.
 #include <dlfcn.h>
 #include <elf.h>
 #include <fcntl.h>
@@ -15,10 +16,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -37,6 +41,8 @@ namespace {
 #include "multiprocessor.h"
 #include "memory.h"
 #include "capture.h"
+#include "host_build.h"
+#include "ptx.h"
 #include "entries.h"
 
 constexpr int kMostDevices = 128;
@@ -47,6 +53,7 @@ struct Context {
 };
 struct Module {
   Cubin cubin;
+  const PtxLibrary* ptx;  // null: the host build runs
 };
 struct Function {
   Module* module;
@@ -62,7 +69,7 @@ std::map<std::string, long> calls;
 std::string failures;  // set by fake_cuda_fail; beside FAKE_CUDA_FAIL
 Launch last_launch{};
 uint64_t num_launches = 0;
-std::vector<Launch> captured;
+std::vector<std::vector<Launch>> graphs;  // what was captured, for fake_cuda_replay
 Context contexts[kMostDevices];
 thread_local std::vector<Context*> context_stack;
 
@@ -96,31 +103,11 @@ Status enter(const char* name, Rule rule) {
 
 // ---- launches
 
-void* host_symbol(const std::string& name) {
-  const std::string path = option("FAKE_CUDA_KERNELS", "");
-  if (path.empty()) return nullptr;
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  return library == nullptr ? nullptr : dlsym(library, name.c_str());
-}
-
-// Of the struct that the host build of a kernel takes; 0: there is no such kernel.
-size_t host_args_bytes(const std::string& kernel) {
-  const std::string prefix = "moe_nvlink_";
-  if (kernel.rfind(prefix, 0) != 0) return 0;
-  const std::string name = kernel.substr(prefix.size());
-  void* size = host_symbol(prefix + "sizeof_" + name + "_args");
-  return size == nullptr ? 0 : static_cast<size_t>(reinterpret_cast<int (*)()>(size)());
-}
-
-// The arguments as the cubin lays them out; a host build that has them otherwise cannot run them.
+// The arguments as the cubin lays them out.
 Status copy_args(const Function& function, void** params, std::vector<uint8_t>* args) {
   const Kernel& kernel = *function.kernel;
-  const size_t on_host = host_args_bytes(function.name);
-  CHECK(on_host != 0, CUDA_ERROR_NOT_FOUND);
-  if (on_host != kernel.args_bytes) {
-    fprintf(stderr, "fake_cuda: %s takes %zu bytes of arguments, its host build %zu\n",
-            function.name.c_str(), kernel.args_bytes, on_host);
-    return CUDA_ERROR_INVALID_VALUE;
+  if (function.module->ptx == nullptr) {
+    if (const Status bad = check_host_args(function.name, kernel)) return bad;
   }
   CHECK(kernel.args_bytes <= kMostArgsBytes, CUDA_ERROR_INVALID_VALUE);
   args->resize(kernel.args_bytes);
@@ -152,28 +139,30 @@ Status read_attributes(const LaunchConfig& config, bool* pdl, bool* cooperative)
   return 0;
 }
 
-// More CTAs than this would be more threads than a test machine has use for; the kernels must give
-// the same result for every grid.
-Status run(const Launch& launch) {
-  const int most = static_cast<int>(number("FAKE_CUDA_MOST_CTAS", 4));
-  const auto create = reinterpret_cast<void* (*)(int)>(host_symbol("moe_nvlink_grid_create"));
-  const auto destroy = reinterpret_cast<void (*)(void*)>(host_symbol("moe_nvlink_grid_destroy"));
-  const auto kernel = reinterpret_cast<void (*)(const void*, void*)>(host_symbol(launch.name));
-  CHECK(create != nullptr && destroy != nullptr && kernel != nullptr, CUDA_ERROR_NOT_FOUND);
-  void* grid = create(std::min(static_cast<int>(launch.config.grid[0]), most));
-  CHECK(grid != nullptr, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
+// One launch, or those of a graph: of one device, in the order of their stream.
+Status run(const std::vector<Launch>& launches) {
+  if (launches.empty()) return 0;
+  const int device = launches.front().device;
+  if (contexts[device].sticky != 0) return contexts[device].sticky;
   std::vector<Address> opened;
+  std::vector<Range> ranges;
   {
     const std::lock_guard guard(lock);
-    opened = use(launch.device);
+    opened = use(device);
+    ranges = reachable(device);
   }
-  kernel(launch.args.data(), grid);
-  {
-    const std::lock_guard guard(lock);
-    leave(opened);
+  Status failed = 0;
+  if (launches.front().ptx != nullptr) {
+    failed = run_ptx(launches, ranges);
+  } else {
+    for (const Launch& launch : launches) {
+      if (failed == 0) failed = run_on_host(launch);
+    }
   }
-  destroy(grid);
-  return 0;
+  const std::lock_guard guard(lock);
+  leave(opened);
+  if (is_sticky(failed)) contexts[device].sticky = failed;
+  return failed;
 }
 
 // A copy that the host waits for, of [address, address + size): on the legacy stream.
@@ -476,8 +465,8 @@ Status cuStreamEndCapture(void* handle, void** graph) {
         CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
   const std::unique_ptr<Capture> ended = std::move(stream->capture);
   CHECK(!ended->broken, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
-  captured.insert(captured.end(), ended->launches.begin(), ended->launches.end());
-  *graph = &captured;
+  graphs.push_back(ended->launches);
+  *graph = &graphs;
   return 0;
 }
 
@@ -652,12 +641,13 @@ Status cuMemAlloc_v2(Address* out, size_t size) {
   ENTER_UNSAFE(cuMemAlloc);
   REQUIRE_CONTEXT();
   CHECK(size != 0, CUDA_ERROR_INVALID_VALUE);
-  void* made = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+  void* made = mmap(nullptr, with_guards(size), PROT_NONE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   CHECK(made != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
-  memset(made, kPoison, size);
+  *out = address_of(made) + kPage;
+  mprotect(pointer(*out), size, PROT_READ | PROT_WRITE);
+  memset(pointer(*out), kPoison, size);
   const std::lock_guard guard(lock);
-  *out = address_of(made);
   allocations[*out] = Mapping{size, nullptr, {current()->device}};
   protect(*out, allocations[*out]);
   return 0;
@@ -667,7 +657,7 @@ Status cuMemFree_v2(Address address) {
   const std::lock_guard guard(lock);
   const auto found = allocations.find(address);
   CHECK(found != allocations.end(), CUDA_ERROR_INVALID_VALUE);
-  munmap(pointer(address), found->second.size);
+  munmap(pointer(address - kPage), with_guards(found->second.size));
   allocations.erase(found);
   return 0;
 }
@@ -723,6 +713,7 @@ Status cuModuleLoadData(Module** out, const void* image) {
   capability(&major, &minor);
   CHECK(made->cubin.runs_on(major, minor), CUDA_ERROR_NO_BINARY_FOR_GPU);
   const std::lock_guard guard(lock);
+  if (const Status bad = find_ptx(image, made->cubin, &made->ptx)) return bad;
   *out = made.release();
   modules.insert(*out);
   return 0;
@@ -809,11 +800,12 @@ Status cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** p
   ENTER(cuLaunchKernelEx);
   REQUIRE_CONTEXT();
   CHECK(params != nullptr && extra == nullptr, CUDA_ERROR_INVALID_VALUE);
-  Launch launch{"", current()->device, *config, 0, {}};
+  Launch launch{"", nullptr, current()->device, *config, 0, {}};
   {
     const std::lock_guard guard(lock);
     CHECK(functions.count(function) == 1, CUDA_ERROR_INVALID_HANDLE);
     launch.name = function->name;
+    launch.ptx = function->module->ptx;
     bool pdl, cooperative;
     if (const Status bad = read_attributes(*config, &pdl, &cooperative)) return bad;
     launch.pdl = pdl;
@@ -836,7 +828,7 @@ Status cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** p
       return 0;
     }
   }
-  return run(launch);
+  return run({launch});
 }
 
 // ---- for the tests
@@ -911,18 +903,20 @@ Status fake_cuda_expose(Address address, size_t size) {
 
 // Runs what was launched in captures, in order, with the arguments of that time.
 Status fake_cuda_replay() {
-  for (const Launch& launch : captured) {
-    if (const Status failed = run(launch)) return failed;
+  for (const std::vector<Launch>& graph : graphs) {
+    if (const Status failed = run(graph)) return failed;
   }
   return 0;
 }
 long fake_cuda_captured() {
   const std::lock_guard guard(lock);
-  return static_cast<long>(captured.size());
+  size_t launches = 0;
+  for (const std::vector<Launch>& graph : graphs) launches += graph.size();
+  return static_cast<long>(launches);
 }
 void fake_cuda_forget_capture() {
   const std::lock_guard guard(lock);
-  captured.clear();
+  graphs.clear();
 }
 
 }  // extern "C"

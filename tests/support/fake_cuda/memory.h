@@ -3,6 +3,7 @@
 // test has asked for it (fake_cuda_expose). All functions expect the lock to be held.
 
 constexpr size_t kGranularity = size_t{2} << 20;
+constexpr size_t kPage = 4096;
 constexpr int kPoison = 0xCC;  // fresh device memory holds anything; here always this
 
 struct Memory {  // lives while a handle or a mapping of it does
@@ -116,6 +117,80 @@ void leave(const std::vector<Address>& opened) {
       if (--found->second.users == 0) protect(address, found->second);
     }
   }
+}
+
+// What cuMemAlloc maps: a page before and one after, which nobody may touch.
+size_t with_guards(size_t size) {
+  return (size + kPage - 1) / kPage * kPage + 2 * kPage;
+}
+
+// Memory that kernels may touch, and what a report calls it.
+struct Range {
+  Address address;
+  size_t size;
+  std::string name;
+};
+
+// What the device reaches of the driver's own memory.
+std::vector<Range> driver_memory(int device) {
+  std::vector<Range> found;
+  for (const auto& [address, mapping] : mappings) {
+    if (mapping.readers.count(device) == 0) continue;
+    const Memory& memory = *mapping.memory;
+    const bool is_peer = memory.device != device || memory.host != host_number();
+    const std::string owner = (is_peer ? "peer's device " : "own device ");
+    found.push_back({address, mapping.size, owner + std::to_string(memory.device)});
+  }
+  for (const auto& [address, mapping] : allocations) {
+    if (mapping.readers.count(device) != 0) found.push_back({address, mapping.size, "cuMemAlloc"});
+  }
+  return found;
+}
+
+bool is_drivers(Address address) {
+  for (const auto& [start, size] : reservations) {
+    if (address >= start && address < start + size) return true;
+  }
+  for (const auto& [start, mapping] : allocations) {
+    if (address + kPage >= start && address < start + mapping.size + kPage) return true;
+  }
+  return false;
+}
+
+// The process's memory beside the driver's: where the tests have tensors of the CPU for a GPU's. No
+// mapping of the kernel's list is the driver's in part: other memory never lies at its own without
+// a gap, or is of another file.
+std::vector<Range> pageable_memory() {
+  std::vector<Range> found;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    Address start, end;
+    char access[5];
+    if (sscanf(line.c_str(), "%llx-%llx %4s", &start, &end, access) != 3) continue;
+    if (strncmp(access, "rw", 2) != 0 || is_drivers(start)) continue;
+    if (!found.empty() && found.back().address + found.back().size == start) {
+      found.back().size += end - start;
+    } else {
+      found.push_back({start, end - start, "pageable host"});
+    }
+  }
+  return found;
+}
+
+bool reaches_pageable() {
+  return number("FAKE_CUDA_PAGEABLE", 1) != 0;
+}
+
+// Everything that kernels on the device may touch.
+std::vector<Range> reachable(int device) {
+  std::vector<Range> found = driver_memory(device);
+  if (reaches_pageable()) {
+    const std::vector<Range> pageable = pageable_memory();  // what is pinned is a part of it
+    found.insert(found.end(), pageable.begin(), pageable.end());
+  } else {
+    for (const auto& [start, size] : host_memory) found.push_back({start, size, "pinned host"});
+  }
+  return found;
 }
 
 size_t used_bytes(int device) {

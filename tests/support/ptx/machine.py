@@ -1,9 +1,9 @@
 """A machine of ranks that execute kernels made of PTX; see runtime/machine.h.
 
-    with Machine(ranks=2, seed=1) as machine:
-        machine.allocate(0, tensor.data_ptr(), tensor.nbytes, "workspace")
-        machine.launch(0, library["moe_nvlink_dispatch"], grid=4, block=128, params=bytes(args))
-        machine.run()
+with Machine(ranks=2, seed=1) as machine:
+    machine.allocate(0, tensor.data_ptr(), tensor.nbytes, "workspace")
+    machine.launch(0, library["moe_nvlink_dispatch"], grid=4, block=128, params=bytes(args))
+    machine.run()
 """
 
 from __future__ import annotations
@@ -17,37 +17,45 @@ from . import build
 from .build import Kernel, Library
 
 
-class PtxFault(AssertionError):
+class PtxError(AssertionError):
     """What the machine found; the message names rank, launch, CTA, thread, PTX and source line."""
 
 
-class OutOfBounds(PtxFault): ...
+class OutOfBoundsError(PtxError): ...
 
 
-class Misaligned(PtxFault): ...
+class MisalignedError(PtxError): ...
 
 
-class Uninitialised(PtxFault):
+class UninitialisedError(PtxError):
     """Shared memory that no thread of the CTA has written."""
 
 
-class Divergence(PtxFault):
+class DivergenceError(PtxError):
     """Threads that should meet are elsewhere, or have ended."""
 
 
-class Deadlock(PtxFault): ...
+class DeadlockError(PtxError): ...
 
 
-class Race(PtxFault):
+class RaceError(PtxError):
     """Two accesses, one of them a write, that nothing orders."""
 
 
-class Trap(PtxFault): ...
+class TrapError(PtxError): ...
 
 
 _FAULTS = {
-    each.__name__: each
-    for each in (OutOfBounds, Misaligned, Uninitialised, Divergence, Deadlock, Race, Trap)
+    each.__name__.removesuffix("Error"): each
+    for each in (
+        OutOfBoundsError,
+        MisalignedError,
+        UninitialisedError,
+        DivergenceError,
+        DeadlockError,
+        RaceError,
+        TrapError,
+    )
 }
 
 
@@ -153,16 +161,16 @@ class Machine:
         """Run until all streams are empty.
 
         Raises:
-            PtxFault: the first finding; the streams are then empty too.
+            PtxError: the first finding; the streams are then empty too.
         """
         self._raise(self._runtime.ptx_run(self._handle))
 
     def host_read(self, rank: int, address: int, size_bytes: int) -> None:
-        """The host of a rank reads, after the rank's stream. Raises Race."""
+        """The host of a rank reads, after the rank's stream. Raises RaceError."""
         self._raise(self._runtime.ptx_host(self._handle, rank, address, size_bytes, 0))
 
     def host_write(self, rank: int, address: int, size_bytes: int) -> None:
-        """The host of a rank writes, after the rank's stream. Raises Race."""
+        """The host of a rank writes, after the rank's stream. Raises RaceError."""
         self._raise(self._runtime.ptx_host(self._handle, rank, address, size_bytes, 1))
 
     def _raise(self, kind: bytes | None) -> None:

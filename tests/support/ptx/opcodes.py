@@ -88,7 +88,9 @@ class Modifiers:
 
     def hints(self) -> None:
         self._left = [
-            each for each in self._left if each not in _HINTS and not each.startswith(("L1::", "L2::"))
+            each
+            for each in self._left
+            if each not in _HINTS and not each.startswith(("L1::", "L2::"))
         ]
 
     def end(self) -> None:
@@ -655,12 +657,16 @@ def _sign(context: Context, instruction: Instruction) -> str:
     target, source = instruction.operands
     if is_float(kind) or kind.endswith("x2"):
         raw = f"b{bits(kind)}"
-        sign = {"f16x2": "0x80008000u", "bf16x2": "0x80008000u"}.get(kind, f"1ull << {bits(kind) - 1}")
+        sign = {"f16x2": "0x80008000u", "bf16x2": "0x80008000u"}.get(
+            kind, f"1ull << {bits(kind) - 1}"
+        )
         value = context.value(source, raw)
         if flushes:
             value = f"bits_of(flushed(f32({value})))"
         operator = "& ~" if instruction.opcode == "abs" else "^ "
-        return context.assign(target, raw, f"{value} {operator}static_cast<{unsigned(kind)}>({sign})")
+        return context.assign(
+            target, raw, f"{value} {operator}static_cast<{unsigned(kind)}>({sign})"
+        )
     value = context.value(source, kind)
     negative = f"static_cast<{signed_type(kind)}>(0 - static_cast<uint64_t>({value}))"
     if instruction.opcode == "abs":
@@ -697,9 +703,10 @@ def _real(context: Context, instruction: Instruction, modifiers: Modifiers, kind
         "mad": "std::fma({0}, {1}, {2})",
     }[instruction.opcode]
     results = []
-    # Halves are computed in double: no sum or product of them is rounded twice there, but a fused
-    # one whose exact value lies within 2^-53 of a tie.
+    # Halves are computed in double, where no sum or product of them is rounded twice.
     narrow = bits(kind) == 16 or kind.endswith("x2")
+    if narrow and instruction.opcode in ("fma", "mad"):
+        formula = "fused_halves({0}, {1}, {2})"
     for lane in zip(*(_lanes(context, each, kind) for each in sources), strict=True):
         values = [f"static_cast<double>({each})" for each in lane] if narrow else list(lane)
         if flushes:
@@ -820,46 +827,56 @@ def _selp(context: Context, instruction: Instruction) -> str:
     raw = f"b{bits(modifiers.type())}"
     modifiers.end()
     target, a, b, predicate = instruction.operands
-    chosen = f"{context.value(predicate, 'pred')} ? {context.value(a, raw)} : {context.value(b, raw)}"
+    chosen = (
+        f"{context.value(predicate, 'pred')} ? {context.value(a, raw)} : {context.value(b, raw)}"
+    )
     return context.assign(target, raw, chosen)
 
 
 # ---- conversions
 
 _PACKED_FORMATS = {"e4m3x2": ("e4m3", 8), "e5m2x2": ("e5m2", 8), "e2m1x2": ("e2m1", 4)}
-_TO_INTEGER = {"rni": "std::nearbyint", "rzi": "std::trunc", "rmi": "std::floor", "rpi": "std::ceil"}
+_TO_INTEGER = {
+    "rni": "std::nearbyint",
+    "rzi": "std::trunc",
+    "rmi": "std::floor",
+    "rpi": "std::ceil",
+}
 
 
 @emits("cvt")
 def _cvt(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
-    *rest, to, source = instruction.modifiers
+    to, source = instruction.modifiers[-2:]
     modifiers.one_of(to)
     modifiers.one_of(source)
-    rounding = modifiers.one_of("rn", "rz", *_TO_INTEGER)
+    rounding = modifiers.one_of("rn", *_TO_INTEGER)
     flushes = modifiers.has("ftz")
     saturates = modifiers.one_of("sat", "satfinite")
     modifiers.end()
-    del rest
-    target, *operands = instruction.operands
     if to.endswith("x2") or source.endswith("x2"):
         return _cvt_packed(context, instruction, to, source, bool(saturates))
     if to not in TYPE_BYTES or source not in TYPE_BYTES:
         raise modifiers.error("unknown types")
-    value = context.value(operands[0], source)
-    if not is_float(to) and not is_float(source):
-        if saturates:
-            value = f"clamped<{signed_type(to)}>(static_cast<double>({value}))"
-        return context.assign(target, to, f"static_cast<{signed_type(to)}>({value})")
+    target, operand = instruction.operands
+    value = context.value(operand, source)
     if flushes:
         value = f"flushed({value})"
-    if not is_float(to):
-        rounded = f"{_TO_INTEGER[rounding]}(static_cast<double>({value}))"
-        return context.assign(target, to, f"clamped<{signed_type(to)}>({rounded})")
+    if is_float(to):
+        return _cvt_to_real(context, target, to, value, (rounding, saturates, flushes))
+    if is_float(source):
+        value = f"{_TO_INTEGER[rounding]}(static_cast<double>({value}))"
+    if is_float(source) or saturates:
+        value = f"clamped<{signed_type(to)}>(static_cast<double>({value}))"
+    return context.assign(target, to, f"static_cast<{signed_type(to)}>({value})")
+
+
+def _cvt_to_real(
+    context: Context, target: str, to: str, value: str, how: tuple[str, str, bool]
+) -> str:
+    rounding, saturates, flushes = how
     if rounding in _TO_INTEGER:
         value = f"{_TO_INTEGER[rounding]}({value})"
-    elif rounding == "rz":
-        raise modifiers.error("unknown modifier .rz")
     if saturates == "sat":
         value = f"saturated(static_cast<float>({value}))"
     if to in ("f32", "f64"):
@@ -882,6 +899,8 @@ def _cvt_packed(
             name, width = _PACKED_FORMATS[to]
             pair = f"{name}_of({lower}) | {name}_of({upper}) << {width}"
             return context.assign(target, f"b{2 * max(width, 4)}", pair)
+        if to not in ("f16x2", "bf16x2"):
+            raise Modifiers(instruction).error("unknown types")
         half = to.removesuffix("x2")
         flag = ", true" if saturates else ""
         pair = (

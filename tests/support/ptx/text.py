@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 #: Bytes of a value of each fundamental type.
-TYPE_BYTES = {
-    f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8, 16, 32, 64)
-} | {"pred": 1, "b128": 16, "f16x2": 4, "bf16": 2, "bf16x2": 4}
+TYPE_BYTES = {f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8, 16, 32, 64)} | {
+    "pred": 1,
+    "b128": 16,
+    "f16x2": 4,
+    "bf16": 2,
+    "bf16x2": 4,
+}
 #: Directives that say nothing about what a program computes.
 _IGNORED = (".pragma", ".maxntid", ".reqntid", ".minnctapersm", ".maxnreg", ".noreturn", ".weak")
 
@@ -29,7 +33,7 @@ _VARIABLE = re.compile(
     rf"(?:\[(?P<count>\d*)\])?(?:\s*=\s*(?P<initial>.*))?$",
     re.DOTALL,
 )
-_REGISTERS = re.compile(rf"\.reg\s+\.(\w+)\s+(.*)$", re.DOTALL)
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)$", re.DOTALL)
 _LOC = re.compile(r"\.loc\s+\d+\s+(\d+)")
 _INSTRUCTION = re.compile(r"(?:@(!?)([%$\w]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
 
@@ -250,7 +254,14 @@ class _Parser:
         operands = tuple(self._resolved(operand) for operand in _split(found[4]))
         guard = self._resolved(found[2]) if found[2] else ""
         return Instruction(
-            opcode, tuple(modifiers), operands, guard, found[1] == "!", line, self._source_line, text
+            opcode,
+            tuple(modifiers),
+            operands,
+            guard,
+            found[1] == "!",
+            line,
+            self._source_line,
+            text,
         )
 
     def _resolved(self, operand: str) -> str:

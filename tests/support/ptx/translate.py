@@ -36,7 +36,7 @@ _CLASSES = {
 
 
 def to_cpp(ptx: str) -> str:
-    """C++ of a module; build.py compiles it.
+    """C++ of a module, to follow generated.h; build.py compiles it.
 
     Raises:
         UnknownPtxError: the text has what the parser or the table of opcodes does not know.
@@ -44,7 +44,7 @@ def to_cpp(ptx: str) -> str:
     module = parse(ptx)
     used = set(re.findall(r"[$%_a-zA-Z][$\w]*", " ".join(_operands(module))))
     variables = {each.name: each for each in module.variables if each.name in used}
-    parts = ['#include "generated.h"\n', *(_initialised(each) for each in variables.values())]
+    parts = [_initialised(each) for each in variables.values()]
     parts += [_Function(entry, variables).text() for entry in module.entries]
     kernels = ",\n".join(f"    kernel_{_safe(entry.name)}" for entry in module.entries)
     memory = "".join(
@@ -186,7 +186,7 @@ class _Function:
         text = re.sub(r"\s+", " ", now.text).replace("\\", "").replace('"', "'")
         self.sites.append(
             f'    {{"{text}", {now.line}, {now.source_line}, Kind::{kind}, Order::{order}, '
-            f"Scope::{scope}, 0, nullptr}},\n"
+            f"Scope::{scope}, 0}},\n"
         )
         return f"S[{len(self.sites) - 1}]"
 
@@ -206,7 +206,9 @@ class _Function:
         now = self._now
         assert now is not None
         if label in self.backward and now.line in self._backward_lines:
-            return f"if (tired(t)) {{ t.pc = {self.backward[label]}; return Status::kPaused; }} {jump}"
+            return (
+                f"if (tired(t)) {{ t.pc = {self.backward[label]}; return Status::kPaused; }} {jump}"
+            )
         return jump
 
     # ---- text
@@ -219,7 +221,7 @@ class _Function:
             for width, letter in _REGISTER_FILES.items()
             if (count := self.registers.counts.get(width, 0))
         )
-        sites = "".join(self.sites) or '    {"", 0, 0, Kind::kLoad, Order::kWeak, Scope::kNone, 0, nullptr},\n'
+        sites = "".join(self.sites) or "    {},\n"
         lines = ", ".join(map(str, self.resume_lines))
         return (
             f"struct Registers_{name} {{\n{files}}};\n"
@@ -230,9 +232,11 @@ class _Function:
             f"  Site* const S = sites_{name};\n"
             "  (void)R;\n  (void)S;\n"
             f"  switch (t.pc) {{\n  case 0:;\n{body}  }}\n  return Status::kEnded;\n}}\n"
-            f"#define kernel_{name} {{\"{self.entry.name}\", run_{name}, sites_{name}, "
-            f"resume_lines_{name}, {len(self.sites)}, (sizeof(Registers_{name}) + 15) / 16 * 16, "
-            f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, {self.local_bytes}}}\n"
+            f"static const Kernel kernel_{name} = {{\n"
+            f'    "{self.entry.name}", run_{name}, sites_{name}, resume_lines_{name}, '
+            f"{len(self.sites)},\n    (sizeof(Registers_{name}) + 15) / 16 * 16, "
+            f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, "
+            f"{self.local_bytes}}};\n"
         )
 
     def _statement(self, each: Instruction | Label) -> str:

@@ -11,12 +11,12 @@ using namespace ptx;
 #define PTX_EXPORT extern "C" __attribute__((visibility("default")))
 
 #if PTX_CLOCK
-#define ISSUE(kind, reads, writes, ...)                                                       \
-  {                                                                                           \
-    static constexpr uint16_t numbers[] = {__VA_ARGS__};                                      \
-    if (!clocks::on_instruction(t.clock, Class::kind, numbers + (reads), writes)) {           \
-      clocks::on_late(t, Class::kind, numbers, reads);                                        \
-    }                                                                                         \
+#define ISSUE(kind, reads, writes, ...)                                             \
+  {                                                                                 \
+    static constexpr uint16_t numbers[] = {__VA_ARGS__};                            \
+    if (!clocks::on_instruction(t.clock, Class::kind, numbers + (reads), writes)) { \
+      clocks::on_late(t, Class::kind, numbers, reads);                              \
+    }                                                                               \
   }
 #else
 #define ISSUE(...)

@@ -32,7 +32,6 @@ struct Site {
   Order order;
   Scope scope;
   uint8_t removed;
-  Allocation* last;  // what it touched last: most often what it touches next
 };
 
 // An access that is about to take effect; bounds and alignment have been checked.

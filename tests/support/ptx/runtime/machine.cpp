@@ -155,17 +155,11 @@ void begin_all(Machine& machine, Rank& rank) {
   }
 }
 
-// What its sites remember may be released before its next launch.
-void forget_allocations(const Launch& launch) {
-  for (uint32_t i = 0; i < launch.kernel->num_sites; ++i) launch.kernel->sites[i].last = nullptr;
-}
-
 void end_launch(Machine& machine, Rank& rank) {
   races::on_launch_end(*rank.stream.front());
   clocks::on_launch_end(*rank.stream.front());
   const std::unique_ptr<Launch> ended = std::move(rank.stream.front());
   rank.stream.pop_front();
-  forget_allocations(*ended);
   if (rank.stream.empty()) return;
   Launch& next = *rank.stream.front();
   next.before = nullptr;
@@ -205,7 +199,8 @@ void end_thread(Thread& thread) {
   cta.local = {};
   cta.shared = {};
   cta.shared_written = {};
-  while (!rank.stream.empty() && rank.stream.front()->ended_ctas == rank.stream.front()->num_ctas()) {
+  while (!rank.stream.empty() &&
+         rank.stream.front()->ended_ctas == rank.stream.front()->num_ctas()) {
     end_launch(machine, rank);
   }
   begin_all(machine, rank);
@@ -229,10 +224,16 @@ void let_dependents_start(Thread& thread) {
   }
 }
 
+namespace {
+
+uint64_t host_ns() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+}  // namespace
+
 uint64_t timer_ns(const Thread& thread) {
-  if (thread.machine->in_processes) {
-    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-  }
+  if (thread.machine->in_processes) return host_ns();
   return clocks::timer_ns(thread, thread.machine->timer_ns);
 }
 
@@ -306,19 +307,30 @@ uint64_t reduced(const Meeting& meeting, WarpOp op) {
       result = value;
     } else {
       switch (op) {
-        case WarpOp::kMinU32: result = std::min(result, value); break;
-        case WarpOp::kMaxU32: result = std::max(result, value); break;
+        case WarpOp::kMinU32:
+          result = std::min(result, value);
+          break;
+        case WarpOp::kMaxU32:
+          result = std::max(result, value);
+          break;
         case WarpOp::kMinS32:
           result = static_cast<uint32_t>(std::min(static_cast<int32_t>(result), as_signed));
           break;
         case WarpOp::kMaxS32:
           result = static_cast<uint32_t>(std::max(static_cast<int32_t>(result), as_signed));
           break;
-        case WarpOp::kAdd: result += value; break;
+        case WarpOp::kAdd:
+          result += value;
+          break;
         case WarpOp::kAnd:
-        case WarpOp::kAll: result &= value; break;
-        case WarpOp::kXor: result ^= value; break;
-        default: result |= value;
+        case WarpOp::kAll:
+          result &= value;
+          break;
+        case WarpOp::kXor:
+          result ^= value;
+          break;
+        default:
+          result |= value;
       }
     }
     is_first = false;
@@ -391,9 +403,8 @@ bool meet_in_warp(Thread& thread, Site& site, WarpOp op, uint32_t mask, uint64_t
   if ((mask & ~warp.live) != 0) {
     fail(thread, &site, "Divergence", "a lane of its mask has ended");
   }
-  auto found = std::find_if(warp.meetings.begin(), warp.meetings.end(), [&](const Meeting& each) {
-    return (each.mask & mask) != 0;
-  });
+  auto found = std::find_if(warp.meetings.begin(), warp.meetings.end(),
+                            [&](const Meeting& each) { return (each.mask & mask) != 0; });
   if (found == warp.meetings.end()) {
     warp.meetings.push_back(Meeting{&site, mask, 0, {}});
     found = std::prev(warp.meetings.end());
@@ -453,6 +464,16 @@ void let_time_pass(Machine& machine) {
   machine.timer_ns += machine.leap_ns;
 }
 
+// The same where another process may be who changes something.
+void give_way(Machine& machine) {
+  const uint64_t now = host_ns();
+  if (machine.idle_since_ns == 0) machine.idle_since_ns = now;
+  if (machine.most_idle_ns != 0 && now - machine.idle_since_ns > machine.most_idle_ns) {
+    throw Fault("Deadlock", deadlock(machine));
+  }
+  sched_yield();
+}
+
 Thread* pick_at_random(Machine& machine) {
   std::vector<Thread*>& ready = machine.ready;
   const size_t chosen = machine.random() % ready.size();
@@ -476,7 +497,7 @@ void take_turn(Machine& machine) {
     if (++thread.steps > kMostSteps) throw Fault("Deadlock", deadlock(machine));
     if (status == Status::kPolls && ++machine.idle_turns > 16 * machine.ready.size() + 64) {
       if (machine.in_processes) {
-        sched_yield();
+        give_way(machine);
       } else {
         let_time_pass(machine);
       }
@@ -510,10 +531,17 @@ ptx_machine* ptx_create(int num_ranks, uint64_t seed, int in_processes) {
   return new ptx_machine{ptx::Machine(num_ranks, seed, in_processes != 0), "", ""};
 }
 
-void ptx_destroy(ptx_machine* machine) { delete machine; }
+void ptx_destroy(ptx_machine* machine) {
+  delete machine;
+}
 
 void ptx_limit_ctas(ptx_machine* machine, uint32_t most) {
   machine->machine.most_resident_ctas = most;
+}
+
+// In processes: how long its threads may poll without a store of theirs.
+void ptx_limit_wait(ptx_machine* machine, uint64_t ns) {
+  machine->machine.most_idle_ns = ns;
 }
 
 void ptx_allocate(ptx_machine* machine, int rank, uint64_t address, uint64_t bytes,
@@ -539,6 +567,7 @@ void ptx_launch(ptx_machine* machine, int rank, const ptx::Kernel* kernel, const
   launch->rank = rank;
   launch->number = owner.num_launches++;
   launch->kernel = kernel;
+  launch->touched.resize(kernel->num_sites);
   std::copy(grid, grid + 3, launch->grid.begin());
   std::copy(block, block + 3, launch->block.begin());
   const auto* bytes = static_cast<const unsigned char*>(params);
@@ -560,7 +589,6 @@ static const char* guarded(ptx_machine* machine, void (*body)(ptx_machine*)) {
   }
   machine->machine.ready.clear();
   for (ptx::Rank& rank : machine->machine.ranks) {
-    for (const auto& launch : rank.stream) ptx::forget_allocations(*launch);
     rank.stream.clear();
     rank.resident_ctas = 0;
   }
@@ -572,7 +600,9 @@ const char* ptx_run(ptx_machine* machine) {
   return guarded(machine, [](ptx_machine* it) { ptx::run(it->machine); });
 }
 
-const char* ptx_message(const ptx_machine* machine) { return machine->message.c_str(); }
+const char* ptx_message(const ptx_machine* machine) {
+  return machine->message.c_str();
+}
 
 const char* ptx_host(ptx_machine* machine, int rank, uint64_t address, uint64_t bytes, int writes) {
   try {

@@ -146,6 +146,7 @@ struct Launch {
   uint32_t ctas_without_dependents = 0;  // that have neither ended nor let dependents start
   std::vector<std::unique_ptr<Cta>> ctas;
   std::vector<Thread*> grid_waiters;  // threads of this launch that wait for the one before
+  std::vector<Allocation*> touched;   // by each site, last: most often what it touches next
   LaunchRaces races;
   LaunchClock clock;
 
@@ -181,11 +182,14 @@ struct Machine {
   uint64_t idle_turns = 0;
   uint64_t leap_ns = 0;
   uint64_t leapt_ns = 0;
+  uint64_t idle_since_ns = 0;  // in processes
+  uint64_t most_idle_ns = 0;   // in processes; 0: any number
 
   void progress() {
     idle_turns = 0;
     leap_ns = 0;
     leapt_ns = 0;
+    idle_since_ns = 0;
   }
   void wake(Thread* thread) {
     ready.push_back(thread);
@@ -263,9 +267,9 @@ inline unsigned char* locate(Thread& thread, Access& access, bool generic) {
   unsigned char* base = nullptr;
   switch (access.space) {
     case Space::kGlobal: {
-      Allocation* found = access.site->last;
+      Allocation*& found = thread.launch->touched[access.site - thread.launch->kernel->sites];
       if (found == nullptr || access.address - found->address >= found->bytes) {
-        found = access.site->last = thread.machine->find(access.address);
+        found = thread.machine->find(access.address);
       }
       if (found == nullptr || access.address - found->address + access.bytes > found->bytes) {
         fail_bounds(thread, access, 0);

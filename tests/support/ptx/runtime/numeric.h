@@ -9,10 +9,18 @@
 
 namespace ptx {
 
-inline float f32(uint32_t bits) { return std::bit_cast<float>(bits); }
-inline uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
-inline double f64(uint64_t bits) { return std::bit_cast<double>(bits); }
-inline uint64_t bits_of(double value) { return std::bit_cast<uint64_t>(value); }
+inline float f32(uint32_t bits) {
+  return std::bit_cast<float>(bits);
+}
+inline uint32_t bits_of(float value) {
+  return std::bit_cast<uint32_t>(value);
+}
+inline double f64(uint64_t bits) {
+  return std::bit_cast<double>(bits);
+}
+inline uint64_t bits_of(double value) {
+  return std::bit_cast<uint64_t>(value);
+}
 
 constexpr uint32_t kCanonicalNan = 0x7fffffff;
 
@@ -91,7 +99,21 @@ inline float f16(uint16_t bits) {
   if ((bits & 0x3ffU) != 0) return f32(kCanonicalNan);
   return (bits & 0x8000U) != 0 ? -infinity : infinity;
 }
-inline float bf16(uint16_t bits) { return f32(static_cast<uint32_t>(bits) << 16); }
+inline float bf16(uint16_t bits) {
+  return f32(static_cast<uint32_t>(bits) << 16);
+}
+
+// a * b + c of halves, whose product is exact in a double; to be rounded to a half, as if only then.
+// What the double cannot hold goes into its last bit ("rounding to odd"), so that no tie is seen
+// where there is none.
+inline double fused_halves(double a, double b, double c) {
+  const double product = a * b;
+  const double sum = product + c;
+  const double of_c = sum - product;
+  const double lost = (product - (sum - of_c)) + (c - of_c);
+  if (!std::isfinite(sum) || lost == 0.0 || (bits_of(sum) & 1U) != 0) return sum;
+  return std::nextafter(sum, lost > 0.0 ? INFINITY : -INFINITY);
+}
 
 // Formats of 8 and fewer bits; all saturate (.satfinite).
 inline uint32_t e4m3_of(double value) {
@@ -113,8 +135,12 @@ inline float e4m3(uint32_t bits) {
   return (bits & 0x7fU) == 0x7fU ? f32(kCanonicalNan)
                                  : static_cast<float>(unpacked(bits & 0xffU, 4, 3));
 }
-inline float e5m2(uint32_t bits) { return f16(static_cast<uint16_t>((bits & 0xffU) << 8)); }
-inline float e2m1(uint32_t bits) { return static_cast<float>(unpacked(bits & 0xfU, 2, 1)); }
+inline float e5m2(uint32_t bits) {
+  return f16(static_cast<uint16_t>((bits & 0xffU) << 8));
+}
+inline float e2m1(uint32_t bits) {
+  return static_cast<float>(unpacked(bits & 0xfU, 2, 1));
+}
 
 // min and max: the number where one is NaN, unless `keeps_nan`; -0 is below +0.
 inline float least(float a, float b, bool keeps_nan) {
