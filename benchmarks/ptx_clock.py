@@ -1,8 +1,9 @@
 """Times of dispatch and combine by the clock of the software GPU: **modelled**, none measured.
 
-    python benchmarks/ptx_clock.py                                    ours and FlashInfer's, EP8, EP64
-    python benchmarks/ptx_clock.py --tokens 1 --ep 8 --verb dispatch --path      what takes the time
-    python benchmarks/ptx_clock.py --calibrate          published times of GB200 beside the clock's
+    python benchmarks/ptx_clock.py                               ours and FlashInfer's, EP8, EP64
+    python benchmarks/ptx_clock.py --tokens 1 --ep 8 --verb dispatch --path   what takes the time
+    python benchmarks/ptx_clock.py --calibrate        published times of GB200 beside the clock's
+    python benchmarks/ptx_clock.py --fit              the three numbers of the table that are fitted
 
 The PTX of both is executed (tests/support/ptx) with the same routing, on the same table of costs
 (tests/support/ptx/costs.py), one rank for all of them (benchmarks/moe_comm/clocked.py). Of the
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from scipy.optimize import least_squares
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -79,7 +83,7 @@ def rows_of(kernels: str, work: Work, machine: str, verbs: Sequence[str]) -> lis
     ]
 
 
-def calibration() -> list[Row]:
+def calibration(batches: Sequence[int], changes: Mapping[str, float]) -> list[Row]:
     """Return the published times of 8 ranks beside the clock's, with and without flags."""
     published = {
         (one.verb, one.has_sync, one.tokens): one.us
@@ -87,15 +91,27 @@ def calibration() -> list[Row]:
         if one.ep_size == 8
     }
     rows = []
-    for tokens, has_sync in itertools.product(TOKENS, (True, False)):
+    for tokens, has_sync in itertools.product(batches, (True, False)):
         of = clocked.Peer if has_sync else clocked.PeerWithoutSync
-        with of(Work(8, tokens), "gb200", PUBLISHED) as layer:
+        with of(Work(8, tokens), "gb200", PUBLISHED | changes) as layer:
             for verb in VERBS:
                 us, said = layer.run(verb).us, published[verb, has_sync, tokens]
                 row = {"verb": verb, "has_sync": has_sync, "tokens": tokens, "published_us": said}
                 row |= {"modelled_us": us, "error": us / said - 1}
                 rows.append(row | {"is_fitted": tokens in CALIBRATED_ON})
     return rows
+
+
+def fit() -> dict[str, float]:
+    """Fit the table's three numbers, in relative terms, from where one would expect them."""
+    scale = [costs.EXPECTED[name] for name in costs.FITTED]
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        changes = dict(zip(costs.FITTED, map(float, values), strict=True))
+        return [math.log1p(row["error"]) for row in calibration(CALIBRATED_ON, changes)]
+
+    found = least_squares(residuals, scale, x_scale=scale, diff_step=0.02, xtol=1e-3)
+    return dict(zip(costs.FITTED, map(float, found.x), strict=True))
 
 
 def errors(rows: Sequence[Row]) -> list[Row]:
@@ -122,12 +138,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--path", action="store_true", help="print the critical paths")
     parser.add_argument("--calibrate", action="store_true", help="beside the published times")
     parser.add_argument("--output_file", type=Path, help="JSON of all of it")
+    parser.add_argument("--fit", action="store_true", help="print the fitted numbers, and end")
     given = parser.parse_args(arguments)
+    if given.fit:
+        print(fit())
+        return
     made: Row = {"schema": SCHEMA, "kind": "ptx_clock", "label": LABEL, "rows": []}
     made |= {"shows": "modelled by executing PTX; no GPU was there, nothing is measured"}
     made |= {"machine": common.describe_run(), "costs": [row._asdict() for row in costs.TABLE]}
     if given.calibrate:
-        made["calibration"] = calibration()
+        made["calibration"] = calibration(TOKENS, {})
         made["errors"] = errors(made["calibration"])
     cases = itertools.product(given.machine, given.ep, given.tokens, given.kernels)
     for machine, ep_size, tokens, kernels in cases:

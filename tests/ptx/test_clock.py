@@ -152,20 +152,13 @@ def library() -> build.Library:
     return build.load(".version 8.3\n.target sm_90a\n.address_size 64\n" + entries, clock=True)
 
 
-def _aligned(words: int) -> np.ndarray:
-    """Zeros that begin with a line."""
-    made = np.zeros(words + 16, np.uint64)
-    start = -made.ctypes.data % 128 // 8
-    return made[start : start + words]
-
-
 class Ranks:
     """Ranks with 64 KiB each, zeros, and launches on them."""
 
     def __init__(self, ranks: int = 2, seed: int = 0, **changes: float) -> None:
         self.machine = Machine(ranks, clock=True, seed=seed)
         self.clock = Clock(self.machine, TABLE | changes)
-        self.memory = [_aligned(8192) for _ in range(ranks)]
+        self.memory = [np.zeros(8192, np.uint64) for _ in range(ranks)]
         for rank, memory in enumerate(self.memory):
             self.machine.allocate(rank, memory.ctypes.data, memory.nbytes, f"memory {rank}")
 
@@ -328,8 +321,9 @@ def test_a_table_that_lacks_a_row_is_refused() -> None:
 def test_every_cost_says_where_it_comes_from() -> None:
     for row in costs.TABLE:
         assert set(row.known) <= set(costs.KNOWN), row
-        assert row.meaning and (row.source or set(row.known) == {"estimate"}), row
-        assert row.h200 >= 0 and row.gb200 >= 0, row
+        assert row.meaning, row
+        assert row.source or set(row.known) == {"estimate"}, row
+        assert min(row.h200, row.gb200) >= 0, row
 
 
 # ---- our kernels

@@ -2,8 +2,8 @@
 
 Each row says where its two numbers come from. KNOWN are the kinds of origin: a number that was
 measured by others and published, a data sheet's, an estimate of this project's, and a number that
-was fitted to the published times of one-sided dispatch and combine (benchmarks/ptx_clock.py
---calibrate fits, and says what remains as error). **This project has measured none of them.**
+was fitted to the published times of one-sided dispatch and combine (benchmarks/ptx_clock.py --fit;
+--calibrate says what remains as error). **This project has measured none of them.**
 
 Sources:
     latency     github.com/markdewing/AI_kernels, latency/README.md: pointer chasing in cycles,
@@ -18,7 +18,7 @@ Sources:
                 for NVLink 4 and 5
     sheet       NVIDIA's data sheets of H200 and GB200 NVL72
     review      estimates of a reading of the kernels' SASS; no GPU was there
-    the fit     benchmarks/ptx_clock.py --calibrate: three numbers, from 12 published times of
+    the fit     benchmarks/ptx_clock.py --fit: three numbers, from 12 published times of
                 GB200, 8 ranks, 1, 4 and 16 tokens, dispatch and combine, with and without flags
 """
 

@@ -83,6 +83,18 @@ void set_late(Thread& thread, Step step) {
   }
 }
 
+// An address in which every allocation begins with a line, as the driver's do, and with another set
+// of the caches.
+uint64_t device_address(const Thread& thread, const Access& access) {
+  AllocationClock& clock = access.where->clock;
+  if (clock.begin == 0) {
+    uint64_t& end = machine_clock(thread).lines_end;
+    clock.begin = end + kLineBytes;
+    end += (access.where->bytes / kLineBytes + 3) * kLineBytes;
+  }
+  return clock.begin + access.address - access.where->address;
+}
+
 // What an access adds to the traffic: its sectors that the warp's instruction has not yet touched,
 // and a header for each new line.
 struct Traffic {
@@ -94,12 +106,12 @@ Traffic traffic_of(Thread& thread, const Access& access, bool is_ordered) {
   const Costs& costs = costs_of(thread);
   const double rounded = std::max<double>(access.bytes, costs.granule_bytes);
   if (is_ordered) return {true, costs.header_bytes + rounded};
-  const uint64_t line = access.address / kLineBytes;
+  const uint64_t address = device_address(thread, access);
+  const uint64_t line = address / kLineBytes;
   const size_t warp = thread.index / kWarpThreads;
-  const size_t hashed =
-      (line * 31 + reinterpret_cast<uintptr_t>(access.site) / sizeof(Site)) % kTouched;
+  const size_t hashed = (line * 31 + access.site->line) % kTouched;
   Touched& touched = thread.cta->clock.touched[warp * kTouched + hashed];
-  const uint32_t sector = 1U << (access.address % kLineBytes / kSectorBytes);
+  const uint32_t sector = 1U << (address % kLineBytes / kSectorBytes);
   const bool is_same = touched.line == line && touched.site == access.site;
   if (is_same && (touched.sectors & sector) != 0) return {false, 0};
   touched = Touched{line, access.site, is_same ? touched.sectors | sector : sector};
@@ -215,7 +227,7 @@ void load_weak(Thread& thread, const Access& access) {
   const Costs& costs = costs_of(thread);
   const bool remote = is_remote(thread, access);
   const double now = thread.clock.now;
-  const uint64_t sector = access.address / kSectorBytes;
+  const uint64_t sector = device_address(thread, access) / kSectorBytes;
   const uint64_t tag = sector ^ sm.l1_epoch << 44;
   Sm::Cached& cached = sm.l1[sector % kCached];
   double end = 0;
