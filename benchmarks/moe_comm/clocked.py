@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import Self
 
-from benchmarks.moe_comm import options, routers
-from benchmarks.moe_comm.terms import Work
+from benchmarks.moe_comm import options, peer_launches, peer_source, routers
+from benchmarks.moe_comm.terms import VERBS, Work
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.exchange import arguments, shapes
 from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows
@@ -62,14 +63,26 @@ class Memory:
         self._map.close()
 
 
+class Launch(NamedTuple):
+    """One launch into a rank's stream."""
+
+    kernel: build.Kernel
+    blocks: int
+    threads: int
+    params: bytes
+    shared_bytes: int = 0
+
+
 class Layer:
-    """One layer on every rank, or on the rank that stands for all.
+    """One layer on every rank, or on the rank that stands for all: Ours or Peer.
 
     Args:
-        work: bf16, the perfect router.
+        work: bf16; tokens go as by the perfect router.
         machine: "h200" or "gb200".
         changes: of costs, in the table's units.
         is_whole: simulate every rank.
+        pdl: launches after a verb's first begin early.
+        seed: of the machine.
     """
 
     def __init__(
@@ -79,124 +92,196 @@ class Layer:
         changes: Mapping[str, float] | None = None,
         *,
         is_whole: bool = False,
+        pdl: bool = False,
         seed: int = 0,
     ) -> None:
-        self.work, self._machine, self._seed = work, machine, seed
+        self.work, self._gpu, self._pdl = work, machine, pdl
         self._costs = costs.costs(machine, changes)
         self._ranks = range(work.ep_size if is_whole else 1)
-        self._configs = [self._config(rank) for rank in range(work.ep_size)]
+        self._tensors = [_inputs(work, rank) for rank in self._ranks]
+        self._library = self._load()
+        self._stride = -(-self._workspace_bytes() // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = Memory(self._stride * work.ep_size)
+        self._bases = [self._memory.address + rank * self._stride for rank in range(work.ep_size)]
+        self._machine = Machine(work.ep_size, clock=True, seed=seed)
+        keeps_steps = work.tokens <= MOST_TOKENS_WITH_PATHS
+        self._clock = Clock(self._machine, self._costs, keeps_steps=keeps_steps)
+        self._machine.use(self._library)
+        for rank, base in enumerate(self._bases):
+            self._machine.allocate(rank, base, self._stride, f"workspace of rank {rank}")
+        for rank, tensors in zip(self._ranks, self._tensors, strict=True):
+            for name, tensor in tensors.items():
+                self._machine.allocate(rank, tensor.data_ptr(), tensor.nbytes, name)
+        if not is_whole:
+            for here, peer in self._words():
+                self._clock.mirror(here, peer)
+
+    def _load(self) -> build.Library:
+        raise NotImplementedError
+
+    def _workspace_bytes(self) -> int:
+        raise NotImplementedError
+
+    def _words(self) -> Iterator[tuple[int, int]]:
+        """Return what rank 0 stores to each peer's workspace, and where the peer would store it."""
+        raise NotImplementedError
+
+    def _launches(self, verb: str, rank: int) -> list[Launch]:
+        raise NotImplementedError
+
+    def run(self, verb: str) -> Clocked:
+        """Run a verb on all ranks, which begin it together; a combine comes after its dispatch."""
+        self._clock.restart()
+        for rank in self._ranks:
+            for number, launch in enumerate(self._launches(verb, rank)):
+                self._machine.launch(
+                    rank,
+                    launch.kernel,
+                    launch.blocks,
+                    launch.threads,
+                    launch.params,
+                    shared_bytes=launch.shared_bytes,
+                    pdl=self._pdl and number > 0,
+                )
+        self._machine.run()
+        last = max(self._clock.launches(), key=lambda launch: launch.end_ns)
+        return Clocked(last.end_ns / 1e3, self._clock.path(last))
+
+    def _places(self, threads: int) -> int:
+        """Return how many CTAs an SM holds."""
+        return int(self._costs["threads_per_sm"]) // threads
+
+    def close(self) -> None:
+        self._machine.close()
+        self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _inputs(work: Work, rank: int) -> dict[str, torch.Tensor]:
+    shape = (work.tokens, work.top_k)
+    given = options.Options(
+        ep_size=work.ep_size,
+        hidden_size=work.hidden_size,
+        top_k=work.top_k,
+        num_experts=work.num_experts,
+        router="perfect",
+    )
+    return {
+        "ids": routers.ids_of(given, work.tokens, rank).contiguous(),
+        "weights": torch.ones(shape),
+        "hidden": torch.ones((work.tokens, work.hidden_size), dtype=torch.bfloat16),
+        "slots": torch.empty(shape, dtype=torch.int32),
+        "output": torch.empty((work.tokens, work.hidden_size), dtype=torch.bfloat16),
+    }
+
+
+class Ours(Layer):
+    """Our kernels with the product's launch shapes."""
+
+    def _load(self) -> build.Library:
+        work = self.work
+        self._configs = [
+            AllToAllConfig(
+                ep_size=work.ep_size,
+                ep_rank=rank,
+                num_experts=work.num_experts,
+                top_k=work.top_k,
+                hidden_size=work.hidden_size,
+                max_tokens_per_rank=work.tokens,
+                dtype=torch.bfloat16,
+            )
+            for rank in self._ranks
+        ]
         recipe = find_recipe(self._configs[0])
         self._rows = payload_rows(self._configs[0], recipe)
-        layout = layer_layout(self._configs[0], recipe)
-        self._regions = layout.channel_regions(0)
-        end = max(region.offset + region.size_bytes for region in self._regions.values())
-        self._stride = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = Memory(self._stride * work.ep_size)
-        element = constants()["kElementBf16"]
-        text = kernel_texts.specialised_source(work.top_k, element, pdl=True)
-        self._library = build.load(build.ptx_of(text, ARCHITECTURES[machine]), clock=True)
-        self._tensors = [self._inputs(rank) for rank in self._ranks]
+        self._regions = layer_layout(self._configs[0], recipe).channel_regions(0)
+        text = kernel_texts.specialised_source(work.top_k, constants()["kElementBf16"], pdl=True)
+        return build.load(build.ptx_of(text, ARCHITECTURES[self._gpu]), clock=True)
 
-    def _config(self, rank: int) -> AllToAllConfig:
-        work = self.work
-        return AllToAllConfig(
-            ep_size=work.ep_size,
-            ep_rank=rank,
-            num_experts=work.num_experts,
-            top_k=work.top_k,
-            hidden_size=work.hidden_size,
-            max_tokens_per_rank=work.tokens,
-            dtype=torch.bfloat16,
-        )
+    def _workspace_bytes(self) -> int:
+        return max(region.offset + region.size_bytes for region in self._regions.values())
 
-    def _inputs(self, rank: int) -> dict[str, torch.Tensor]:
-        work = self.work
-        shape = (work.tokens, work.top_k)
-        given = options.Options(
-            ep_size=work.ep_size,
-            hidden_size=work.hidden_size,
-            top_k=work.top_k,
-            num_experts=work.num_experts,
-            router="perfect",
-        )
-        return {
-            "ids": routers.ids_of(given, work.tokens, rank).contiguous(),
-            "weights": torch.ones(shape),
-            "hidden": torch.ones((work.tokens, work.hidden_size), dtype=torch.bfloat16),
-            "slots": torch.empty(shape, dtype=torch.int32),
-            "output": torch.empty((work.tokens, work.hidden_size), dtype=torch.bfloat16),
-        }
+    def _words(self) -> Iterator[tuple[int, int]]:
+        for verb in VERBS:
+            cells = self._regions[f"{verb}_cells"].offset
+            for peer in range(1, self.work.ep_size):
+                yield self._bases[peer] + cells, self._bases[0] + cells + 8 * peer
 
     def shape(self, verb: str) -> Shape:
         """Return the product's launch shape on this machine."""
-        work, places = self.work, int(self._costs["threads_per_sm"])
-        limits = Limits(
-            int(self._costs["num_sms"]), MOST_THREADS, lambda threads: places // threads
-        )
+        work = self.work
+        limits = Limits(int(self._costs["num_sms"]), MOST_THREADS, self._places)
         if verb == "dispatch":
             empty = work.ep_size * work.tokens * work.top_k * 4
             return shapes.dispatch_shape(work.tokens, int(work.recipe_bytes), empty, limits)
         return shapes.combine_shape(work.tokens, work.hidden_size, 2, limits)
 
+    def _launches(self, verb: str, rank: int) -> list[Launch]:
+        kernel, shape = self._library[f"moe_nvlink_{verb}"], self.shape(verb)
+        args = bytes(self._arguments(verb, rank))
+        return [Launch(kernel, shape.blocks, shape.threads, args)]
+
     def _arguments(self, verb: str, rank: int) -> Any:
         config, tensors = self._configs[rank], self._tensors[rank]
+        window = (self._memory.address, self._stride)
         if verb == "dispatch":
-            args = arguments.dispatch_arguments(
-                config, self._rows, self._regions, self._memory.address, self._stride
-            )
+            args = arguments.dispatch_arguments(config, self._rows, self._regions, *window)
             for payload, name in zip(args.payloads, ("ids", "weights", "hidden"), strict=False):
                 payload.source = tensors[name].data_ptr()
         else:
-            args = arguments.combine_arguments(
-                config, self._regions, self._memory.address, self._stride
-            )
+            args = arguments.combine_arguments(config, self._regions, *window)
             args.output = tensors["output"].data_ptr()
             args.hidden_splits = self.shape(verb).splits
         args.send_slots = tensors["slots"].data_ptr()
         args.geometry.num_tokens = self.work.tokens
         return args
 
-    def run(self, verb: str) -> Clocked:
-        """Run a verb on all ranks; a combine comes after its dispatch."""
-        shape = self.shape(verb)
-        resident = int(self._costs["num_sms"]) * (
-            int(self._costs["threads_per_sm"]) // shape.threads
+
+class Peer(Layer):
+    """FlashInfer's kernels, launched as its host code does it.
+
+    Attributes:
+        has_sync: with flags and waits; of a class of its own, see PeerWithoutSync.
+    """
+
+    has_sync = True
+
+    def _load(self) -> build.Library:
+        work = self.work
+        self._of = peer_launches.Geometry(
+            work.ep_size, work.num_experts, work.top_k, work.hidden_size, work.tokens
         )
-        with Machine(
-            self.work.ep_size, clock=True, seed=self._seed, most_resident_ctas=resident
-        ) as machine:
-            keeps_steps = self.work.tokens <= MOST_TOKENS_WITH_PATHS
-            clock = Clock(machine, self._costs, keeps_steps=keeps_steps)
-            self._allocate(machine)
-            if len(self._ranks) < self.work.ep_size:
-                self._mirror(clock, f"{verb}_cells")
-            kernel = self._library[f"moe_nvlink_{verb}"]
-            for rank in self._ranks:
-                args = bytes(self._arguments(verb, rank))
-                machine.launch(rank, kernel, shape.blocks, shape.threads, args, pdl=False)
-            machine.run()
-            last = max(clock.launches(), key=lambda launch: launch.end_ns)
-            return Clocked(last.end_ns / 1e3, clock.path(last))
+        kernels = tuple(self._of.kernels().values())
+        made = peer_source.compiled(ARCHITECTURES[self._gpu], kernels, has_sync=self.has_sync)
+        self._names = made.names
+        return build.load(made.ptx, clock=True)
 
-    def _allocate(self, machine: Machine) -> None:
-        for rank in range(self.work.ep_size):
-            address = self._memory.address + rank * self._stride
-            machine.allocate(rank, address, self._stride, f"workspace of rank {rank}")
-        for rank, tensors in zip(self._ranks, self._tensors, strict=True):
-            for name, tensor in tensors.items():
-                machine.allocate(rank, tensor.data_ptr(), tensor.nbytes, name)
+    def _workspace_bytes(self) -> int:
+        return self._of.offsets().size
 
-    def _mirror(self, clock: Clock, cells: str) -> None:
-        offset = self._regions[cells].offset
-        for peer in range(1, self.work.ep_size):
-            theirs = self._memory.address + peer * self._stride + offset
-            clock.mirror(theirs, self._memory.address + offset + 8 * peer)
+    def _words(self) -> Iterator[tuple[int, int]]:
+        at = self._of.offsets()
+        for start in (at.recv_counters, at.dispatch_flags, at.combine_flags):
+            for peer in range(1, self.work.ep_size):
+                yield self._bases[peer] + start, self._bases[0] + start + 4 * peer
 
-    def close(self) -> None:
-        self._memory.close()
+    def _launches(self, verb: str, rank: int) -> list[Launch]:
+        names = ("hidden", "ids", "weights", "output")
+        *payloads, output = (self._tensors[rank][name].data_ptr() for name in names)
+        given = peer_launches.RankMemory(self.work.tokens, tuple(payloads), output)
+        launches = peer_launches.dispatch if verb == "dispatch" else peer_launches.combine
+        return [
+            Launch(self._library[self._names[each.kernel]], *each[1:])
+            for each in launches(self._of, rank, self._bases, given)
+        ]
 
-    def __enter__(self) -> Layer:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+class PeerWithoutSync(Peer):
+    """The same without flags and waits, as the published ablation."""
+
+    has_sync = False

@@ -9,14 +9,17 @@ architecture. All launches have programmatic dependent launch, as on every GPU f
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MOST_RANKS, MOST_PAYLOADS, MOST_TOP_K = 64, 6, 22
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
-_THREADS = 256  # unless an environment variable says otherwise
+THREADS = 256  # unless an environment variable says otherwise
 _COMPACT_RANKS, _COMPACT_BYTES, _COMPACT_THREADS = 4, 1024, 128
 _ALIGNMENT = 128
+#: No rank is left out.
+EVERY_RANK = 2**64 - 1
 
 _I, _P = ctypes.c_int32, ctypes.c_uint64
 
@@ -53,81 +56,6 @@ class CombinePointers(ctypes.Structure):
         ("topk_target_ranks", _P),
         ("topk_send_indices", _P),
         ("active_rank_mask", ctypes.c_uint64),
-    ]
-
-
-class PrepareDispatch(ctypes.Structure):
-    """Parameters of moeA2APrepareDispatchKernel."""
-
-    _fields_ = [
-        ("send_counters", _P),
-        ("local_token_counter", _P),
-        ("ep_size", _I),
-        ("flag_val", _P),
-        ("enable_pdl", ctypes.c_bool),
-    ]
-
-
-class Dispatch(ctypes.Structure):
-    """Parameters of moeA2ADispatchKernel."""
-
-    _fields_ = [
-        ("token_selected_experts", _P),
-        ("pointers", DispatchPointers),
-        ("num_payloads", _I),
-        ("max_tokens_per_rank", _I),
-        ("local_num_tokens", _I),
-        ("rank_id", _I),
-        ("ep_size", _I),
-        ("num_experts", _I),
-        ("eplb_stats_num_experts", _I),
-        ("enable_pdl", ctypes.c_bool),
-    ]
-
-
-class Sanitize(ctypes.Structure):
-    """Parameters of moeA2ASanitizeExpertIdsKernel."""
-
-    _fields_ = [
-        ("expert_ids", _P),
-        ("recv_counters", _P),
-        ("ep_size", _I),
-        ("max_tokens_per_rank", _I),
-        ("top_k", _I),
-        ("invalid_id", _I),
-        ("enable_pdl", ctypes.c_bool),
-    ]
-
-
-class PrepareCombine(ctypes.Structure):
-    """Parameters of moeA2APrepareCombineKernel."""
-
-    _fields_ = [
-        ("recv_buffer", _P),
-        ("payload", _P),
-        ("elements_per_token", _I),
-        ("ep_size", _I),
-        ("max_tokens_per_rank", _I),
-        ("flag_val", _P),
-        ("recv_counters", _P),
-        ("stride_per_token", _I),
-        ("enable_pdl", ctypes.c_bool),
-    ]
-
-
-class Combine(ctypes.Structure):
-    """Parameters of moeA2ACombineKernel."""
-
-    _fields_ = [
-        ("pointers", CombinePointers),
-        ("max_tokens_per_rank", _I),
-        ("elements_per_token", _I),
-        ("stride_per_token", _I),
-        ("local_num_tokens", _I),
-        ("rank_id", _I),
-        ("ep_size", _I),
-        ("enable_pdl", ctypes.c_bool),
-        ("output_scalar_scale", ctypes.c_float),
     ]
 
 
@@ -227,6 +155,11 @@ class RankMemory(NamedTuple):
     output: int
 
 
+def packed(types: str, *values: Any) -> bytes:
+    """Lay a kernel's parameters out, each at a multiple of its size; types: codes of struct."""
+    return struct.pack(f"@{types}", *values)
+
+
 def dispatch(
     of: Geometry, rank: int, bases: Sequence[int], memory: RankMemory, *, invalid_id: int = -1
 ) -> list[Launch]:
@@ -236,106 +169,97 @@ def dispatch(
         bases: the address of every rank's workspace.
         invalid_id: what ids of empty slots become.
     """
-    at, base, kernels = of.offsets(), bases[rank], of.kernels()
-    pointers = DispatchPointers(
-        src_data=(_P * MOST_PAYLOADS)(*memory.payloads),
-        payload_bytes=(_I * MOST_PAYLOADS)(*of.payload_bytes),
-        completion_flags=(_P * MOST_RANKS)(*[each + at.dispatch_flags for each in bases]),
-        flag_val=base + at.flag_val,
-        send_counters=base + at.send_counters,
-        recv_counters=(_P * MOST_RANKS)(*[each + at.recv_counters for each in bases]),
-        local_token_counter=base + at.local_token_counter,
-        topk_target_ranks=base + at.topk_target_ranks,
-        topk_send_indices=base + at.topk_send_indices,
-        active_rank_mask=2**64 - 1,
-    )
-    for target, each in enumerate(bases):
-        pointers.recv_buffers[target][: len(at.payloads)] = [each + start for start in at.payloads]
-    given = Dispatch(
-        token_selected_experts=memory.payloads[1],
-        pointers=pointers,
-        num_payloads=len(at.payloads),
-        max_tokens_per_rank=of.max_tokens,
-        local_num_tokens=memory.num_tokens,
-        rank_id=rank,
-        ep_size=of.ep_size,
-        num_experts=of.num_experts,
-        enable_pdl=True,
-    )
-    before = PrepareDispatch(
-        base + at.send_counters,
-        base + at.local_token_counter,
-        of.ep_size,
-        base + at.flag_val,
-        True,
-    )
-    after = Sanitize(
-        base + at.payloads[1],
-        base + at.recv_counters,
-        of.ep_size,
-        of.max_tokens,
-        of.top_k,
-        invalid_id,
-        True,
+    at, kernels = of.offsets(), of.kernels()
+    before = packed("PPiP?", *_counters(at, bases[rank]), of.ep_size, bases[rank] + at.flag_val, 1)
+    pointers = bytes(_dispatch_pointers(of, rank, bases, memory))
+    sizes = (memory.num_tokens, rank, of.ep_size, of.num_experts, 0)
+    given = packed(
+        f"P{len(pointers)}s7i?",
+        *(memory.payloads[1], pointers, len(at.payloads), of.max_tokens, *sizes, True),
     )
     small = of.is_compact and max(of.payload_bytes) <= _COMPACT_BYTES
     slots = _COMPACT_RANKS if of.is_compact else 2 * of.top_k
-    threads = _COMPACT_THREADS if small else _THREADS
-    marked = -(-of.ep_size * of.max_tokens // _THREADS)
+    threads = _COMPACT_THREADS if small else THREADS
     return [
-        Launch(kernels["prepare_dispatch"], 1, of.ep_size, _params(before)),
-        Launch(kernels["dispatch"], max(memory.num_tokens, 1), threads, _params(given), 4 * slots),
-        Launch(kernels["sanitize"], marked, _THREADS, _params(after)),
+        Launch(kernels["prepare_dispatch"], 1, of.ep_size, before),
+        Launch(kernels["dispatch"], max(memory.num_tokens, 1), threads, given, 4 * slots),
+        sanitize(of, bases[rank], kernels["sanitize"], "?", invalid_id),
     ]
+
+
+def sanitize(of: Geometry, base: int, kernel: str, flag: str, invalid_id: int) -> Launch:
+    """Return the launch that marks the ids of a rank's empty slots; flag: the type of its last."""
+    at, slots = of.offsets(), of.ep_size * of.max_tokens
+    sizes = (of.ep_size, of.max_tokens, of.top_k, invalid_id)
+    given = packed(f"PP4i{flag}", base + at.payloads[1], base + at.recv_counters, *sizes, 1)
+    return Launch(kernel, -(-slots // THREADS), THREADS, given)
 
 
 def combine(of: Geometry, rank: int, bases: Sequence[int], memory: RankMemory) -> list[Launch]:
     """Return what a rank's combine launches if the experts wrote their rows into the workspace."""
     at, base, kernels = of.offsets(), bases[rank], of.kernels()
     row_bytes = 2 * of.hidden_size
-    before = PrepareCombine(
-        base + at.combine_rows,
-        0,
-        of.hidden_size,
-        of.ep_size,
-        of.max_tokens,
-        base + at.flag_val,
-        base + at.recv_counters,
-        row_bytes,
-        True,
+    sizes = (of.hidden_size, of.ep_size, of.max_tokens)
+    nothing_to_copy = 0
+    before = packed(
+        "PP3iPPi?",
+        *(base + at.combine_rows, nothing_to_copy, *sizes),
+        *(base + at.flag_val, base + at.recv_counters, row_bytes, True),
     )
-    pointers = CombinePointers(
-        src_data=(_P * MOST_PAYLOADS)(*[memory.output]),
+    pointers = bytes(_combine_pointers(of, rank, bases, memory))
+    given = packed(
+        f"{len(pointers)}s6i?f",
+        *(pointers, of.max_tokens, of.hidden_size, row_bytes),
+        *(memory.num_tokens, rank, of.ep_size, True, 1.0),
+    )
+    return [
+        Launch(kernels["prepare_combine"], 1, THREADS, before),
+        Launch(kernels["combine"], max(memory.num_tokens, 1), THREADS, given),
+    ]
+
+
+def _counters(at: Offsets, base: int) -> tuple[int, int]:
+    return base + at.send_counters, base + at.local_token_counter
+
+
+def _dispatch_pointers(
+    of: Geometry, rank: int, bases: Sequence[int], memory: RankMemory
+) -> DispatchPointers:
+    at, base = of.offsets(), bases[rank]
+    send_counters, local_token_counter = _counters(at, base)
+    made = DispatchPointers(
+        src_data=(_P * MOST_PAYLOADS)(*memory.payloads),
+        payload_bytes=(_I * MOST_PAYLOADS)(*of.payload_bytes),
+        completion_flags=(_P * MOST_RANKS)(*[each + at.dispatch_flags for each in bases]),
+        flag_val=base + at.flag_val,
+        send_counters=send_counters,
+        recv_counters=(_P * MOST_RANKS)(*[each + at.recv_counters for each in bases]),
+        local_token_counter=local_token_counter,
+        topk_target_ranks=base + at.topk_target_ranks,
+        topk_send_indices=base + at.topk_send_indices,
+        active_rank_mask=EVERY_RANK,
+    )
+    for target, each in enumerate(bases):
+        made.recv_buffers[target][: len(at.payloads)] = [each + start for start in at.payloads]
+    return made
+
+
+def _combine_pointers(
+    of: Geometry, rank: int, bases: Sequence[int], memory: RankMemory
+) -> CombinePointers:
+    at, base = of.offsets(), bases[rank]
+    made = CombinePointers(
+        src_data=(_P * MOST_PAYLOADS)(memory.output),
         completion_flags=(_P * MOST_RANKS)(*[each + at.combine_flags for each in bases]),
         flag_val=base + at.flag_val,
         topk_target_ranks=base + at.topk_target_ranks,
         topk_send_indices=base + at.topk_send_indices,
-        active_rank_mask=2**64 - 1,
+        active_rank_mask=EVERY_RANK,
     )
     for target, each in enumerate(bases):
-        pointers.recv_buffers[target][0] = each + at.combine_rows
-    given = Combine(
-        pointers,
-        of.max_tokens,
-        of.hidden_size,
-        row_bytes,
-        memory.num_tokens,
-        rank,
-        of.ep_size,
-        True,
-        1.0,
-    )
-    return [
-        Launch(kernels["prepare_combine"], 1, _THREADS, _params(before)),
-        Launch(kernels["combine"], max(memory.num_tokens, 1), _THREADS, _params(given)),
-    ]
+        made.recv_buffers[target][0] = each + at.combine_rows
+    return made
 
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def _params(filled: ctypes.Structure) -> bytes:
-    """Return a kernel's parameters; they end with the last one, a structure with its alignment."""
-    last: Any = getattr(type(filled), filled._fields_[-1][0])
-    return bytes(filled)[: last.offset + last.size]

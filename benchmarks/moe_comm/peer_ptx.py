@@ -12,7 +12,7 @@ is reported, as for our kernels.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,21 +21,28 @@ from tests.support.cases import Case, Inputs, Seen, expert_rows
 from tests.support.ptx import build
 from tests.support.ptx.machine import Machine
 
-from . import peer_launches as launches
-from . import peer_source
+from . import peer_cake, peer_launches, peer_source
 from .peer_launches import Geometry, Launch, RankMemory
 
 #: What its dispatch leaves in ids of slots without a row.
 NO_EXPERT = -1
+CAKE = "cake"
 #: The memory is made only where it is touched: of 64 ranks' workspaces one rank fills its share.
 _NO_RESERVE = 0x4000
 
 
 class Library(NamedTuple):
-    """Its kernels for machines of one mode; names: in C++ -> in the PTX."""
+    """Its kernels for machines of one mode.
+
+    Attributes:
+        names: in C++ -> in the PTX.
+        dispatch, combine: what these verbs launch.
+    """
 
     kernels: build.Library
     names: dict[str, str]
+    dispatch: Callable[..., list[Launch]]
+    combine: Callable[..., list[Launch]]
 
     def kernel(self, launch: Launch) -> build.Kernel:
         return self.kernels[self.names[launch.kernel]]
@@ -55,11 +62,24 @@ def geometry(case: Case) -> Geometry:
 def load(architecture: str, of: Geometry, *, races: bool = False, clock: bool = False) -> Library:
     """Return the kernels of a round for machines of a mode. Seconds, and a minute the first time.
 
+    Args:
+        architecture: such as "sm_90a"; or CAKE, the other back end's, for sm_100a.
+
     Raises:
         FetchError, CompileError: as peer_source.compiled.
     """
-    compiled = peer_source.compiled(architecture, tuple(of.kernels().values()))
-    return Library(build.load(compiled.ptx, races=races, clock=clock), compiled.names)
+    if architecture == CAKE:
+        if of.top_k != peer_cake.TOP_K or of.hidden_size % peer_cake.ROW_MULTIPLE:
+            raise ValueError(
+                f"top_k={of.top_k} and hidden_size={of.hidden_size} have other kernels in {CAKE}; "
+                f"take {peer_cake.TOP_K} and a multiple of {peer_cake.ROW_MULTIPLE}"
+            )
+        compiled = peer_source.compiled_cake(tuple(peer_cake.KERNELS.values()))
+    else:
+        compiled = peer_source.compiled(architecture, tuple(of.kernels().values()))
+    verbs = peer_cake if architecture == CAKE else peer_launches
+    kernels = build.load(compiled.ptx, races=races, clock=clock)
+    return Library(kernels, compiled.names, verbs.dispatch, verbs.combine)
 
 
 class Round:
@@ -103,13 +123,12 @@ class Round:
 
     def dispatch(self, rank: int) -> list[Launch]:
         """Return what a rank's dispatch launches."""
-        return launches.dispatch(
-            self.geometry, rank, self.bases, self._given(rank), invalid_id=NO_EXPERT
-        )
+        given = (self.geometry, rank, self.bases, self._given(rank))
+        return self._library.dispatch(*given, invalid_id=NO_EXPERT)
 
     def combine(self, rank: int) -> list[Launch]:
         """Return what a rank's combine launches; the experts' rows lie in the workspaces."""
-        return launches.combine(self.geometry, rank, self.bases, self._given(rank))
+        return self._library.combine(self.geometry, rank, self.bases, self._given(rank))
 
     def enqueue(self, rank: int, verb: Sequence[Launch]) -> None:
         """Put launches into a rank's stream; nothing runs."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from moe_nvlink_plugin.errors import CompileError
 from tests.support import wheels
+from tests.support.delays import replace_once
 
 from .flashinfer_api import READ_FROM
 
@@ -29,7 +30,9 @@ _RUNTIME, _CCCL = "13.0.96", "13.0.85"
 _TAGS = ("--platform", "manylinux2014_x86_64")
 _KERNELS = "flashinfer/data/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels"
 _SOURCE = "moeAlltoAllKernels.cu"
+_NO_SYNC = "#define DISABLE_SYNC_FOR_PROFILING"
 _NAMESPACE = "tensorrt_llm::kernels::moe_alltoall"
+_CAKE = "flashinfer/data/csrc/generated/mnnvl_moe_alltoall_sm100.cu"
 
 #: What its own build gives nvcc (flashinfer/jit/core.py and jit/comm.py), as far as it shapes code.
 OPTIONS = ("--std=c++17", "--use_fast_math", "-DNDEBUG", "-DENABLE_BF16")
@@ -44,6 +47,7 @@ _EMPTY = (
 _NAMES = MappingProxyType(
     {
         "cstdint": "#include <cuda/std/cstdint>",
+        "stdint.h": "#include <cuda/std/cstdint>",
         "type_traits": """
             #include <cuda/std/type_traits>
             namespace std { using namespace cuda::std; }""",
@@ -85,12 +89,13 @@ class Compiled(NamedTuple):
 
 
 @functools.cache
-def compiled(architecture: str, kernels: tuple[str, ...]) -> Compiled:
+def compiled(architecture: str, kernels: tuple[str, ...], *, has_sync: bool = True) -> Compiled:
     """Compile instances of its kernels. Seconds; the wheels are fetched at the first call.
 
     Args:
         architecture: such as "sm_90a".
         kernels: names in C++ without the namespace, with template arguments.
+        has_sync: with flags and waits; without, they compute nothing of use.
 
     Raises:
         FetchError: a wheel could not be fetched.
@@ -98,11 +103,40 @@ def compiled(architecture: str, kernels: tuple[str, ...]) -> Compiled:
     """
     folder = _flashinfer()
     text = (folder / _KERNELS / _SOURCE).read_text(encoding="utf-8")
-    # ptxas is of no use here: PTX is what the virtual architecture gives.
-    options = [f"--gpu-architecture={architecture.replace('sm_', 'compute_')}", *OPTIONS]
-    options += ["--device-as-default-execution-space", "--generate-line-info"]
-    options += [f"--include-path={path}" for path in _include_paths(folder)]
-    return _compile(_PROLOGUE + _without_launchers(text), kernels, options)
+    if not has_sync:
+        text = replace_once(text, f"{_NO_SYNC} 0", f"{_NO_SYNC} 1")
+    expressions = {kernel: f"{_NAMESPACE}::{kernel}" for kernel in kernels}
+    options = _options(architecture, folder)
+    return _compile(_PROLOGUE + _without_launchers(text), expressions, options)
+
+
+@functools.cache
+def compiled_cake(kernels: tuple[str, ...]) -> Compiled:
+    """Compile kernels of the back end "cake" for sm_100a.
+
+    Raises:
+        FetchError, CompileError: as compiled.
+    """
+    folder = _flashinfer()
+    text = (folder / _CAKE).read_text(encoding="utf-8")
+
+    def kept(found: re.Match[str]) -> str:
+        is_wanted = any(f"{kernel}(" in found[0] for kernel in kernels)
+        return found[0] if is_wanted else "\n" * found[0].count("\n")
+
+    text = re.sub(r'^extern "C" \{.*?^\} // extern "C"', kept, text, flags=re.DOTALL | re.MULTILINE)
+    made = _compile(text, {}, _options("sm_100a", folder))
+    return Compiled(made.ptx, {kernel: kernel for kernel in kernels})
+
+
+def _options(architecture: str, folder: Path) -> list[str]:
+    return [
+        # ptxas is of no use here: PTX is what the virtual architecture gives.
+        f"--gpu-architecture={architecture.replace('sm_', 'compute_')}",
+        *OPTIONS,
+        *("--device-as-default-execution-space", "--generate-line-info"),
+        *(f"--include-path={path}" for path in _include_paths(folder)),
+    ]
 
 
 def _without_launchers(text: str) -> str:
@@ -112,7 +146,7 @@ def _without_launchers(text: str) -> str:
 
 
 def _flashinfer() -> Path:
-    folders = ("flashinfer/data/csrc/nv_internal/", "flashinfer/data/include/flashinfer/")
+    folders = ("flashinfer/data/csrc/nv_internal/", "flashinfer/data/include/flashinfer/", _CAKE)
 
     def wanted(name: str) -> bool:
         return name.startswith(folders) and name.endswith((".h", ".cuh", ".cu"))
@@ -134,7 +168,8 @@ def _is_header(name: str) -> bool:
     return name.startswith("nvidia/cu13/include/")
 
 
-def _compile(text: str, kernels: tuple[str, ...], options: list[str]) -> Compiled:
+def _compile(text: str, expressions: dict[str, str], options: list[str]) -> Compiled:
+    """Compile a text; expressions: how C++ names those of its kernels that are templates."""
     from cuda.bindings import nvrtc
 
     def check(result: tuple[Any, ...]) -> Any:
@@ -154,15 +189,14 @@ def _compile(text: str, kernels: tuple[str, ...], options: list[str]) -> Compile
         nvrtc.nvrtcCreateProgram(text.encode(), _SOURCE.encode(), len(files), contents, files)
     )
     try:
-        expressions = {kernel: f"{_NAMESPACE}::{kernel}".encode() for kernel in kernels}
         for expression in expressions.values():
-            check(nvrtc.nvrtcAddNameExpression(program, expression))
+            check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
         given = [option.encode() for option in options]
         if nvrtc.nvrtcCompileProgram(program, len(given), given)[0].value != 0:
             log = text_of(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
             raise CompileError(f"NVRTC refused FlashInfer {READ_FROM}:\n{log}")
         lowered = {
-            kernel: check(nvrtc.nvrtcGetLoweredName(program, expression)).decode()
+            kernel: check(nvrtc.nvrtcGetLoweredName(program, expression.encode())).decode()
             for kernel, expression in expressions.items()
         }
         return Compiled(text_of(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX), lowered)

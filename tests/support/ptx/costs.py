@@ -122,6 +122,13 @@ TABLE = (
     _estimate("granule_bytes", "bytes", 32, "a sector", "least payload of a packet"),
     _estimate("sm_bytes_per_ns", "B/cycle", 64, "", "stores of an SM, and as many loads"),
     _estimate("sm_lines_in_flight", "", 256, "8 TB/s x 438 ns / 148 SMs = 24 KB", "of 128 bytes"),
+    _estimate(
+        "thread_loads_in_flight",
+        "",
+        0,
+        "SASS of our kernels and of FlashInfer's holds all loads of a row's parts",
+        "wide loads for which a thread has registers; 0: any number",
+    ),
 )
 
 _TO_NS = {"cycles": lambda ghz: 1 / ghz, "B/cycle": lambda ghz: ghz}

@@ -33,6 +33,7 @@ KINDS = (
     "acquire",
     "barrier",
     "warp meeting",
+    "registers",
 )
 
 
@@ -148,6 +149,10 @@ class Clock:
         self._runtime.ptx_clock_mirror(
             ctypes.c_void_p(self._handle), ctypes.c_uint64(stored), ctypes.c_uint64(also)
         )
+
+    def restart(self) -> None:
+        """Let time begin again, at 0 for every rank; all streams are empty."""
+        self._runtime.ptx_clock_restart(ctypes.c_void_p(self._handle))
 
     def launches(self) -> list[Launch]:
         """Return the launches that have ended, in the order of their ends."""

@@ -35,16 +35,15 @@ enum class Class : uint8_t { kAlu, kSlow, kMemory, kMeeting, kFence, kBranch };
 namespace clocks {
 
 // The names of the table's rows; what each means stands there. Times in ns, sizes in bytes.
-#define PTX_COSTS(X)                                                                      \
-  X(num_sms)                                                                              \
-  X(threads_per_sm)                                                                       \
-  X(issue_ns)                                                                             \
-  X(crowded_issue_ns)                                                                     \
-  X(slow_instructions)                                                                    \
-  X(shared_ns) X(l1_ns) X(l2_ns) X(remote_ns) X(fence_gpu_ns) X(fence_sys_ns)             \
-      X(gpu_fence_waits_remote) X(acquire_ns) X(atomic_ns) X(atomic_gap_ns) X(barrier_ns) \
-          X(warp_barrier_ns) X(shuffle_ns) X(launch_ns) X(pdl_ns) X(link_bytes_per_ns)    \
-              X(header_bytes) X(granule_bytes) X(sm_bytes_per_ns) X(sm_lines_in_flight)
+// clang-format off
+#define PTX_COSTS(X) \
+  X(num_sms) X(threads_per_sm) X(issue_ns) X(crowded_issue_ns) X(slow_instructions) \
+  X(shared_ns) X(l1_ns) X(l2_ns) X(remote_ns) X(fence_gpu_ns) X(fence_sys_ns) \
+  X(gpu_fence_waits_remote) X(acquire_ns) X(atomic_ns) X(atomic_gap_ns) X(barrier_ns) \
+  X(warp_barrier_ns) X(shuffle_ns) X(launch_ns) X(pdl_ns) X(link_bytes_per_ns) \
+  X(header_bytes) X(granule_bytes) X(sm_bytes_per_ns) X(sm_lines_in_flight) \
+  X(thread_loads_in_flight)
+// clang-format on
 
 struct Costs {
 #define PTX_COST(name) double name = 0;
@@ -67,7 +66,7 @@ enum class StepKind : uint32_t {
   kAcquire,
   kBarrier,
   kWarp,
-  kEnd,  // of a launch
+  kRegisters,  // for wide loads
 };
 
 // One wait on the way to `end`. `queued` ns of it were spent behind others on a link or a port.
@@ -144,6 +143,8 @@ struct ThreadClock {
   double all_ready = 0;                  // no register is ready later than that
   const uint16_t* defined = nullptr;     // by the instruction that runs
   int num_defined = 0;
+  std::vector<double> loads;  // when wide ones in flight are there, a ring; empty: any number
+  size_t next_load = 0;
 };
 
 // A line of memory that a warp's instruction has touched, and which of its sectors.

@@ -199,7 +199,17 @@ void on_shared(Thread& thread, const Access& access) {
            step_of(thread, StepKind::kShared, now, now + costs_of(thread).shared_ns, access.site));
 }
 
+// Registers for wide loads may be few.
+void find_registers(Thread& thread, const Site* site) {
+  ThreadClock& clock = thread.clock;
+  if (clock.loads.empty()) return;
+  const double free = clock.loads[clock.next_load];
+  if (free > clock.now) spend(thread, free - clock.now, StepKind::kRegisters, site);
+}
+
 void load_weak(Thread& thread, const Access& access) {
+  const bool is_wide = access.bytes == 16;
+  if (is_wide) find_registers(thread, access.site);
   Sm& sm = sm_of(thread);
   const Costs& costs = costs_of(thread);
   const bool remote = is_remote(thread, access);
@@ -219,6 +229,10 @@ void load_weak(Thread& thread, const Access& access) {
       step_of(thread, remote ? StepKind::kRemoteLoad : StepKind::kLocalLoad, now, end, access.site);
   step.queued = std::max(0.0, end - now - (remote ? costs.remote_ns : costs.l2_ns));
   set_late(thread, step);
+  if (is_wide && !thread.clock.loads.empty()) {
+    thread.clock.loads[thread.clock.next_load] = end;
+    thread.clock.next_load = (thread.clock.next_load + 1) % thread.clock.loads.size();
+  }
 }
 
 // A load that may be waiting for another thread's word. If the word is on its way, the thread asks
@@ -482,6 +496,7 @@ void on_thread_start(Thread& thread) {
   thread.clock.step = cta.step;
   thread.clock.issue_ns = sm_of(thread).issue_ns;
   thread.clock.order = order_of(thread);
+  thread.clock.loads.resize(static_cast<size_t>(costs_of(thread).thread_loads_in_flight));
   thread.clock.late_registers.resize(thread.launch->kernel->num_registers + 1);
   change_active(thread, 1);
 }
@@ -545,7 +560,6 @@ void on_grid_launch(Thread& thread) {
 
 void on_grid_wait(Thread& thread) {
   const RankClock& rank = rank_clock(thread);
-  if (thread.launch->number == 0) return;
   const double end = rank.end + costs_of(thread).pdl_ns;
   if (!thread.launch->pdl || end <= thread.clock.now) return;
   Step step = step_of(thread, StepKind::kGridWait, rank.end, end, thread.waits_at);
@@ -600,6 +614,15 @@ void ptx_clock_keep_steps(ptx_machine* machine, int keeps) {
 
 void ptx_clock_mirror(ptx_machine* machine, uint64_t stored, uint64_t also) {
   machine->machine.clock.mirrors[stored] = also;
+}
+
+// Time begins again, at 0 for all ranks; streams are empty.
+void ptx_clock_restart(ptx_machine* machine) {
+  ptx::MachineClock& clock = machine->machine.clock;
+  for (ptx::Rank& rank : machine->machine.ranks) rank.clock = {};
+  clock.words.clear();
+  clock.steps.resize(1);
+  clock.ended.clear();
 }
 
 const ptx::clocks::Step* ptx_clock_steps(ptx_machine* machine, uint64_t* count) {
