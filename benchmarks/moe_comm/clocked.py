@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -247,19 +248,24 @@ class Peer(Layer):
 
     Attributes:
         has_sync: with flags and waits; of a class of its own, see PeerWithoutSync.
+        verbs: what says which kernels a verb launches.
     """
 
     has_sync = True
+    verbs: ModuleType = peer_launches
 
     def _load(self) -> build.Library:
         work = self.work
         self._of = peer_launches.Geometry(
             work.ep_size, work.num_experts, work.top_k, work.hidden_size, work.tokens
         )
-        kernels = tuple(self._of.kernels().values())
-        made = peer_source.compiled(ARCHITECTURES[self._gpu], kernels, has_sync=self.has_sync)
+        made = self._compiled()
         self._names = made.names
         return build.load(made.ptx, clock=True)
+
+    def _compiled(self) -> peer_source.Compiled:
+        kernels = tuple(self._of.kernels().values())
+        return peer_source.compiled(ARCHITECTURES[self._gpu], kernels, has_sync=self.has_sync)
 
     def _workspace_bytes(self) -> int:
         return self._of.offsets().size
@@ -274,7 +280,7 @@ class Peer(Layer):
         names = ("hidden", "ids", "weights", "output")
         *payloads, output = (self._tensors[rank][name].data_ptr() for name in names)
         given = peer_launches.RankMemory(self.work.tokens, tuple(payloads), output)
-        launches = peer_launches.dispatch if verb == "dispatch" else peer_launches.combine
+        launches = getattr(self.verbs, verb)
         return [
             Launch(self._library[self._names[each.kernel]], *each[1:])
             for each in launches(self._of, rank, self._bases, given)
