@@ -257,3 +257,36 @@ def _predictions(result: Result) -> str:
 
 def _predicted(verb: Row) -> str:
     return f"{verb['us']:.1f} ({verb['low_us']:.1f}..{verb['high_us']:.1f})"
+
+
+# --- kind "ptx_clock": ptx_clock.py ---------------------------------------------------------------
+
+
+def ptx_clock(result: Result) -> str:
+    """Render modelled times, ours beside FlashInfer's, and the clock beside published times."""
+    parts = [_clocked(result.data["rows"])]
+    if checked := result.data.get("errors"):
+        columns = ["published times, GB200, EP8", "of them", "median error", "worst"]
+        body = [
+            [
+                f"{row['verb']}, {'with' if row['has_sync'] else 'without'} flags",
+                *(str(row["figures"]), f"{row['median']:.1%}", f"{row['worst']:.1%}"),
+            ]
+            for row in checked
+        ]
+        parts.append(table(columns, body))
+    return shown(result, result.data["shows"], *parts)
+
+
+def _clocked(rows: Sequence[Row]) -> str:
+    """Render a line for each machine, number of ranks and tokens."""
+    if not rows:
+        return ""
+    frame = pd.DataFrame(rows)
+    frame["cell"] = [f"{us(row['us'])} ({us(row['low_us'])})" for row in rows]
+    frame["ranks"] = "EP" + frame["ep_size"].astype(str)
+    frame["what"] = frame["verb"] + ", " + frame["kernels"].map(lambda name: NAMES.get(name, name))
+    index = ["machine", "ranks", "tokens"]
+    wide = frame.pivot_table("cell", index, "what", aggfunc="first", fill_value="", sort=False)
+    heads = ["machine", "ranks", "tokens", *(f"{what}, modelled us" for what in wide.columns)]
+    return table(heads, [[str(cell) for cell in line] for line in wide.reset_index().to_numpy()])

@@ -18,6 +18,7 @@ constexpr uint64_t kSectorBytes = 32;
 constexpr size_t kCached = 2048;  // sectors of an SM's L1 that are remembered: 64 KiB
 constexpr size_t kTouched = 64;   // lines of a warp that are remembered
 constexpr double kAheadNs = 100.0;
+constexpr double kRounding = 1e-6;  // of a number of turns
 
 MachineClock& machine_clock(const Thread& thread) {
   return thread.machine->clock;
@@ -253,7 +254,7 @@ Step load_ordered(Thread& thread, const Access& access) {
   const double back = way_back(machine.costs, remote);
   if (word.visible.at > end - back) {
     const double turn = 2 * back + machine.costs.issue_ns;
-    end += turn * std::ceil((word.visible.at - (end - back)) / turn);
+    end += turn * std::ceil((word.visible.at - (end - back)) / turn - kRounding);
     step.kind = StepKind::kPoll;
     step.before = keep(machine, word.visible.step);
     step.begin = word.visible.at;
