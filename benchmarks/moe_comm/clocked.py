@@ -39,7 +39,7 @@ from tests.support.ptx.critical_path import Clock, Step
 from tests.support.ptx.machine import Machine
 
 ARCHITECTURES = {"h200": "sm_90a", "gb200": "sm_100a"}
-#: More steps than that are not kept: they would fill the memory.
+#: Paths of more tokens are not kept: their steps would fill the memory.
 MOST_TOKENS_WITH_PATHS = 64
 
 

@@ -284,7 +284,9 @@ def _clocked(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     frame = pd.DataFrame(rows)
-    frame["cell"] = [f"{us(row['us'])} ({us(row['low_us'])})" for row in rows]
+    frame["cell"] = [
+        us(row["us"]) + (f" (low {us(row['low_us'])})" if row["low_us"] else "") for row in rows
+    ]
     frame["ranks"] = "EP" + frame["ep_size"].astype(str)
     frame["what"] = frame["verb"] + ", " + frame["kernels"].map(lambda name: NAMES.get(name, name))
     index = ["machine", "ranks", "tokens"]

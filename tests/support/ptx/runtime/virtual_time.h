@@ -17,7 +17,7 @@ constexpr uint64_t kLineBytes = 128;  // of L1 and of a packet on the link
 constexpr uint64_t kSectorBytes = 32;
 constexpr size_t kCached = 2048;  // sectors of an SM's L1 that are remembered: 64 KiB
 constexpr size_t kTouched = 64;   // lines of a warp that are remembered
-constexpr double kAheadNs = 100.0;
+constexpr double kAheadNs = 500.0;
 constexpr double kRounding = 1e-6;  // of a number of turns
 
 MachineClock& machine_clock(const Thread& thread) {
