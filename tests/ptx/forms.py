@@ -145,10 +145,10 @@ def operands(form: Form, most: int = 1024) -> list[tuple[int, ...]]:
     combined += [
         tuple(choose.getrandbits(width(kind)) for kind in form.sources) for _ in range(most // 4)
     ]
-    return [each for each in combined if _is_defined(form, each)]
+    return [each for each in combined if is_defined(form, each)]
 
 
-def _is_defined(form: Form, bits: tuple[int, ...]) -> bool:
+def is_defined(form: Form, bits: tuple[int, ...]) -> bool:
     """Whether the ISA says what the result is."""
     if form.name.startswith(("div.s", "div.u", "rem.")):
         dividend, divisor = (value_of(kind, b) for kind, b in zip(form.sources, bits, strict=True))
@@ -253,9 +253,11 @@ def _bits() -> Iterator[Form]:
         yield Form(f"popc.{kind}", (kind,), "u32", lambda a: a.bit_count())
         yield Form(f"clz.{kind}", (kind,), "u32", lambda a, n=bits: n - a.bit_length())
         yield Form(f"brev.{kind}", (kind,), kind, lambda a, n=bits: int(f"{a:0{n}b}"[::-1], 2))
-    for kind in ("u32", "u64"):
+    for kind, bits in (("u32", 32), ("u64", 64)):
         # Of zero: -1, which has all bits.
         yield Form(f"bfind.{kind}", (kind,), "u32", lambda a: a.bit_length() - 1)
+        shift = lambda a, n=bits: n - a.bit_length() if a else -1  # noqa: E731
+        yield Form(f"bfind.shiftamt.{kind}", (kind,), "u32", shift)
     for kind in ("s32", "u32", "s64", "u64"):
         taken = _extracted(width(kind), kind.startswith("s"))
         yield Form(f"bfe.{kind}", (kind, "u32", "u32"), kind, taken)
@@ -305,27 +307,46 @@ def _choices() -> Iterator[Form]:
         yield Form(f"selp.{kind}", sources, bits, lambda a, b, p: a if p else b)
 
 
-def rounded(exact: Fraction) -> np.float32:
-    """The nearest f32, of two the even one."""
-    if exact == 0:
-        return np.float32(0)
+def rounded(exact: Fraction, kind: Any = np.float32) -> Any:
+    """The nearest value of a floating type that is not zero, of two the even one."""
+    facts = ml_dtypes.finfo(kind)
     size = abs(exact)
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
     if size < Fraction(2) ** exponent:
         exponent -= 1
-    unit = Fraction(2) ** max(exponent - 23, -149)
+    unit = Fraction(2) ** (max(exponent, facts.minexp) - facts.nmant)
     nearest = round(size / unit) * unit  # Python rounds a half to even
-    value = np.float32(np.inf) if nearest >= 2**128 else np.float32(float(nearest))
+    value = kind(np.inf) if nearest >= 2**facts.maxexp else kind(float(nearest))
     return -value if exact < 0 else value
 
 
-def _fused(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
-    exact = None
-    if np.isfinite([a, b, c]).all():
-        exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
-    if not exact:  # infinite, NaN, or a zero, of which f64 knows the sign: its products are exact
-        return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
-    return rounded(exact)
+def _exactly(kind: Any, formula: Callable[..., Any]) -> Callable[..., Any]:
+    """A formula of + and * over values of a floating type, rounded once."""
+
+    def compute(*values: Any) -> Any:
+        exact = None
+        if all(np.isfinite(value) for value in values):
+            exact = formula(*(Fraction(float(value)) for value in values))
+        if not exact:  # infinite, NaN, or a zero: f64, whose products are exact, knows the sign
+            return kind(formula(*(np.float64(value) for value in values)))
+        return rounded(exact, kind)
+
+    return compute
+
+
+def _pairs(kind: Any, formula: Callable[..., Any]) -> Callable[..., int]:
+    """The same for two values of 16 bits in a register; NaN is 0x7fff."""
+    compute = _exactly(kind, formula)
+
+    def both(*words: int) -> int:
+        result = 0
+        for shift in (0, 16):
+            value = compute(*(np.uint16(word >> shift & 0xFFFF).view(kind) for word in words))
+            bits = 0x7FFF if np.isnan(value) else int(np.asarray(value).view(np.uint16))
+            result |= bits << shift
+        return result
+
+    return both
 
 
 def _largest(sign: int) -> Callable[[np.float32, np.float32], np.float32]:
@@ -412,7 +433,13 @@ def _floats() -> Iterator[Form]:
         yield Form(f"add{rounding}.f32", two, "f32", lambda a, b: a + b)
         yield Form(f"sub{rounding}.f32", two, "f32", lambda a, b: a - b)
         yield Form(f"mul{rounding}.f32", two, "f32", lambda a, b: a * b)
-    yield Form("fma.rn.f32", three, "f32", _fused)
+    yield Form("fma.rn.f32", three, "f32", _exactly(np.float32, lambda a, b, c: a * b + c))
+    for name, kind in (("f16x2", np.float16), ("bf16x2", ml_dtypes.bfloat16)):
+        words = ("b32", "b32", "b32")
+        yield Form(f"add.{name}", words[:2], "b32", _pairs(kind, lambda a, b: a + b))
+        yield Form(f"sub.{name}", words[:2], "b32", _pairs(kind, lambda a, b: a - b))
+        yield Form(f"mul.{name}", words[:2], "b32", _pairs(kind, lambda a, b: a * b))
+        yield Form(f"fma.rn.{name}", words, "b32", _pairs(kind, lambda a, b, c: a * b + c))
     yield Form("div.rn.f32", two, "f32", lambda a, b: a / b)
     yield Form("rcp.rn.f32", ("f32",), "f32", lambda a: np.float32(1) / a)
     yield Form("sqrt.rn.f32", ("f32",), "f32", np.sqrt)
@@ -465,7 +492,9 @@ def _conversions() -> Iterator[Form]:
         if width(to) != width(of):
             yield Form(f"cvt.{to}.{of}", (of,), to, lambda a: a)
     for of in ("s32", "u32", "s64", "u64"):
-        yield Form(f"cvt.rn.f32.{of}", (of,), "f32", lambda a: rounded(Fraction(a)))
+        yield Form(
+            f"cvt.rn.f32.{of}", (of,), "f32", lambda a: rounded(Fraction(a)) if a else np.float32(0)
+        )
     yield Form("cvt.f32.f16", ("f16",), "f32", _of_half)
     yield Form("cvt.rn.f16.f32", ("f32",), "b16", _rounded_half)
     yield Form("cvt.rn.bf16.f32", ("f32",), "b16", _brain)
@@ -493,6 +522,10 @@ def _conversions() -> Iterator[Form]:
         "{{ .reg .b8 %pair<4>; mov.b32 {{%pair0, %pair1, %pair2, %pair3}}, %a0; "
         "{name} %d, %pair1; }}",
     )
+
+
+def _nearest(value: int) -> Any:
+    return rounded(Fraction(value)) if value else np.float32(0)
 
 
 def _of_half(value: np.float16) -> np.float32 | str:

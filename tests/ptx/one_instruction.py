@@ -110,6 +110,7 @@ class Bench:
     def __init__(self, library: Any, seed: int = 1) -> None:
         self.library = library
         self.machine = Machine(ranks=1, seed=seed)
+        self.last_params = b""
 
     def __enter__(self) -> Bench:
         return self
@@ -142,7 +143,9 @@ class Bench:
         """One launch whose parameters are the arrays' addresses."""
         for number, array in enumerate(arrays):
             self.machine.allocate(0, array.ctypes.data, array.nbytes, f"array {number}")
-        params = bytes((ctypes.c_uint64 * len(arrays))(*(array.ctypes.data for array in arrays)))
+        self.last_params = params = bytes(
+            (ctypes.c_uint64 * len(arrays))(*(array.ctypes.data for array in arrays))
+        )
         try:
             self.machine.launch(0, self.library[name], grid, block, params)
             self.machine.run()

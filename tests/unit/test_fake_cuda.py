@@ -309,7 +309,7 @@ extern "C" __global__ void moe_nvlink_shared(int* word) {
 def with_kernels(
     request: pytest.FixtureRequest, fake: Callable[..., Any], tmp_path: Path
 ) -> Callable[..., Any]:
-    """As `fake`, with the host build of the kernels above; as a test's parameter "ptx", their PTX."""
+    """As `fake`, with the host build of the kernels above; with the parameter "ptx", their PTX."""
     if getattr(request, "param", "host") == "ptx":
         folder = ptx.prepare(tmp_path / "ptx", [ptx.Unit(_ON_GPU)])
         return functools.partial(fake, ptx=folder, sms=2)

@@ -1,7 +1,8 @@
 """The dispatchers of CUDA ranks between processes, on the stand-in driver.
 
 Our dispatchers, the CUDA executor through unmodified cuda-python, and the nvlink transport with
-descriptors between processes; kernels from the host build, or their PTX. SGLang's runners are stood in for.
+descriptors between processes; kernels from the host build, or their PTX. SGLang's runners are stood
+in for.
 """
 
 from __future__ import annotations

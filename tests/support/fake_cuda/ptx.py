@@ -3,9 +3,9 @@
     folder = ptx.prepare(tmp_path / "ptx", ptx.of(LAYER.variant(top_k=4, dtype="bf16")))
     env = fake_cuda.environment(fake_cuda.build(tmp_path), ptx=folder)
 
-A cubin does not say which PTX it was assembled from. `prepare` therefore compiles each text a second
-time, with the same options, and leaves for the driver (ptx.h) what NVRTC made before ptxas, as a
-library, beside the cubin that the product loads from its cache. Ranks compile nothing.
+A cubin does not say which PTX it was assembled from. `prepare` therefore compiles each text twice,
+with the same options: to the cubin that the product loads from its cache, and to PTX. It leaves the
+driver (ptx.h) both, the PTX as a library, before there are ranks.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ KINDS = (
 )
 
 
+@functools.cache
 def ptx_of(text: str, architecture: str) -> str:
     """PTX of a text, with the product's options and with source lines.
 
@@ -215,6 +216,7 @@ def load(ptx: str, *, races: bool = False, clock: bool = False) -> Library:
     return Library(library_path(ptx, races=races, clock=clock), (races, clock))
 
 
+@functools.cache
 def library_path(ptx: str, *, races: bool = False, clock: bool = False) -> Path:
     """The file that `load` loads."""
     runtime = runtime_path(races=races, clock=clock)

@@ -43,6 +43,19 @@ class PtxHeadRanks(HeadRanks):
             )
         return [_result(of_rank) for of_rank in steps]
 
+    def multiply(self, rank: int, calls: Sequence[Call], of_round: Round) -> None:
+        """The host in the product's place reads and spoils rows, and writes logits."""
+        for name in ("head_rows", "head_logits"):
+            region = self.view(rank, name, torch.uint8)
+            self.grids.host_access(rank, region, writes=True)
+        super().multiply(rank, calls, of_round)
+
+    def view(self, rank: int, name: str, dtype: torch.dtype) -> torch.Tensor:
+        found = super().view(rank, name, dtype)
+        if name == "head_pairs":  # the host spoils them
+            self.grids.host_access(rank, found, writes=True)
+        return found
+
     def close(self) -> None:
         super().close()
         self.grids.close()

@@ -703,9 +703,10 @@ def _real(context: Context, instruction: Instruction, modifiers: Modifiers, kind
         "mad": "std::fma({0}, {1}, {2})",
     }[instruction.opcode]
     results = []
-    # Halves are computed in double: no sum or product of them is rounded twice there, but a fused
-    # one whose exact value lies within 2^-53 of a tie.
+    # Halves are computed in double, where no sum or product of them is rounded twice.
     narrow = bits(kind) == 16 or kind.endswith("x2")
+    if narrow and instruction.opcode in ("fma", "mad"):
+        formula = "fused_halves({0}, {1}, {2})"
     for lane in zip(*(_lanes(context, each, kind) for each in sources), strict=True):
         values = [f"static_cast<double>({each})" for each in lane] if narrow else list(lane)
         if flushes:
@@ -898,6 +899,8 @@ def _cvt_packed(
             name, width = _PACKED_FORMATS[to]
             pair = f"{name}_of({lower}) | {name}_of({upper}) << {width}"
             return context.assign(target, f"b{2 * max(width, 4)}", pair)
+        if to not in ("f16x2", "bf16x2"):
+            raise Modifiers(instruction).error("unknown types")
         half = to.removesuffix("x2")
         flag = ", true" if saturates else ""
         pair = (

@@ -103,6 +103,18 @@ inline float bf16(uint16_t bits) {
   return f32(static_cast<uint32_t>(bits) << 16);
 }
 
+// a * b + c of halves, whose product is exact in a double; to be rounded to a half, as if only then.
+// What the double cannot hold goes into its last bit ("rounding to odd"), so that no tie is seen
+// where there is none.
+inline double fused_halves(double a, double b, double c) {
+  const double product = a * b;
+  const double sum = product + c;
+  const double of_c = sum - product;
+  const double lost = (product - (sum - of_c)) + (c - of_c);
+  if (!std::isfinite(sum) || lost == 0.0 || (bits_of(sum) & 1U) != 0) return sum;
+  return std::nextafter(sum, lost > 0.0 ? INFINITY : -INFINITY);
+}
+
 // Formats of 8 and fewer bits; all saturate (.satfinite).
 inline uint32_t e4m3_of(double value) {
   if (std::isnan(value)) return 0x7f;

@@ -1,0 +1,223 @@
+"""Forms of PTX that load, store and exchange, each with what it must do to bytes.
+
+All loads of one space are one entry of one_instruction.py, and so are all stores: the bytes of
+record i, or of the launch's parameters, against what the registers then hold, and the other way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tests.ptx import one_instruction as one
+
+#: Where in a record or a result an access lies: as far as the widest vector must be aligned.
+OFFSET = 16
+#: Words that each form writes to a thread's result.
+WORDS = 4
+_KINDS = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "b64", "u64", "s64", "f32")
+_VECTORS = ("v2.b8", "v2.u16", "v4.b16", "v2.b32", "v4.b32", "v2.u32", "v4.u32", "v4.f32", "v2.b64")
+_ORDERED_KINDS = ("b32", "u32", "b64", "u64")
+
+
+class Access(NamedTuple):
+    """One form. `space`: "global", "shared", "param", or "" for a generic address."""
+
+    name: str
+    space: str
+
+    @property
+    def kind(self) -> str:
+        return self.name.rsplit(".", 1)[1]
+
+    @property
+    def bits(self) -> int:
+        return int(self.kind[1:])
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return next((int(part[1]) for part in self.name.split(".") if part in ("v2", "v4")), 1)
+
+    def registers(self) -> str:
+        """The operand: the narrowest registers that PTX allows."""
+        names = [f"%v{max(self.bits, 16)}_{number}" for number in range(self.count)]
+        return names[0] if self.count == 1 else f"{{{', '.join(names)}}}"
+
+    def loaded(self, there: bytes) -> list[int]:
+        """The words that a thread writes after it has loaded from these bytes."""
+        size = self.bits // 8
+        words = []
+        for number in range(self.count):
+            part = there[number * size : (number + 1) * size]
+            value = int.from_bytes(part, "little", signed=self.kind.startswith("s"))
+            words.append(value & ((1 << max(self.bits, 16)) - 1))
+        return words + [one.POISON] * (WORDS - self.count)
+
+    def stored(self, words: list[int]) -> bytes:
+        """What lies in a poisoned result after the low parts of these words have been stored."""
+        size = self.bits // 8
+        parts = b"".join((word & ((1 << self.bits) - 1)).to_bytes(size, "little") for word in words)
+        before = one.POISON.to_bytes(8, "little") * WORDS
+        parts = parts[: size * self.count]
+        return before[:OFFSET] + parts + before[OFFSET + len(parts) :]
+
+
+def _forms(opcode: str, orders: tuple[str, ...], hints: tuple[str, ...]) -> Iterator[Access]:
+    for space in ("global", "shared", "param", ""):
+        of_space = f"{opcode}.{space}" if space else opcode
+        for kind in _KINDS + _VECTORS:
+            yield Access(f"{of_space}.{kind}", space)
+        if space == "param":
+            continue
+        for order, scope, kind in itertools.product(orders, ("cta", "gpu", "sys"), _ORDERED_KINDS):
+            last = f".{space}" if space else ""
+            yield Access(f"{opcode}.{order}.{scope}{last}.{kind}", space)
+        yield Access(f"{opcode}.volatile{'.' * bool(space)}{space}.u32", space)
+    for hint in hints:
+        yield Access(f"{opcode}.global.{hint}.u32", "global")
+
+
+LOADS = (
+    *_forms("ld", ("relaxed", "acquire"), ("nc", "cg", "cv", "nc.L1::no_allocate.L2::128B")),
+    Access("ldu.global.u32", "global"),
+    Access("ld.weak.global.u32", "global"),
+    Access("ld.shared::cta.u32", "shared"),
+)
+STORES = tuple(
+    each for each in _forms("st", ("relaxed", "release"), ("wb", "cs")) if each.space != "param"
+)
+
+_DECLARED = "\n".join(
+    f".reg .b{bits} {', '.join(f'%v{bits}_{n}' for n in range(4))};" for bits in (16, 32, 64)
+)
+_TO_WORD = {16: "cvt.u64.u16 %word7, {};", 32: "cvt.u64.u32 %word7, {};", 64: "mov.b64 %word7, {};"}
+_OF_WORD = {16: "cvt.u16.u64 {}, %word7;", 32: "cvt.u32.u64 {}, %word7;", 64: "mov.b64 {}, %word7;"}
+
+#: Puts a record into shared memory: %word5 is the place of this thread's.
+_INTO_SHARED = """mov.u64 %word5, {name}_shared;
+mul.wide.u32 %word6, %tid, 32;
+add.s64 %word5, %word5, %word6;
+""" + "".join(
+    f"ld.global.u64 %word0, [%record+{8 * n}];\nst.shared.u64 [%word5+{8 * n}], %word0;\n"
+    for n in range(4)
+)
+_GENERIC = "cvta.shared.u64 %word5, %word5;\n"
+
+
+def loads_entry(name: str, accesses: tuple[Access, ...], *, generic_shared: bool = False) -> str:
+    """An entry of loads of one space; each has WORDS words of the result."""
+    space = accesses[0].space
+    lines = [_INTO_SHARED.format(name=name)]
+    places = {"global": "%record", "shared": "%word5", "": "%record"}
+    place = "%word5" if generic_shared else places.get(space, "")
+    if generic_shared:
+        lines.append(_GENERIC)
+    for index, each in enumerate(accesses):
+        address = f"[{name}_records]" if space == "param" else f"[{place}+{OFFSET}]"
+        lines.append(f"{each.name} {each.registers()}, {address};")
+        bits = max(each.bits, 16)
+        for number in range(each.count):
+            lines.append(_TO_WORD[bits].format(f"%v{bits}_{number}"))
+            lines.append(f"st.global.u64 [%result+{8 * (WORDS * index + number)}], %word7;")
+    return one.entry(name, "\n".join(lines), _DECLARED, words=WORDS * len(accesses))
+
+
+def stores_entry(name: str, accesses: tuple[Access, ...], *, generic_shared: bool = False) -> str:
+    """An entry of stores of one space, each of the record's words, to the result or by way of
+    shared memory.
+    """
+    in_shared = generic_shared or accesses[0].space == "shared"
+    lines = [_INTO_SHARED.format(name=name), f"mov.u64 %word4, {one.POISON:#x};"]
+    if generic_shared:
+        lines.append("mov.u64 %word3, %word5;\ncvta.shared.u64 %word5, %word5;")
+    for index, each in enumerate(accesses):
+        bits, result = max(each.bits, 16), 8 * WORDS * index
+        for number in range(each.count):
+            lines.append(f"ld.global.u64 %word7, [%record+{8 * number}];")
+            lines.append(_OF_WORD[bits].format(f"%v{bits}_{number}"))
+        if not in_shared:
+            lines.append(f"{each.name} [%result+{result + OFFSET}], {each.registers()};")
+            continue
+        plain = "%word3" if generic_shared else "%word5"
+        lines += [f"st.shared.u64 [{plain}+{8 * n}], %word4;" for n in range(WORDS)]
+        lines.append(f"{each.name} [%word5+{OFFSET}], {each.registers()};")
+        for n in range(WORDS):
+            lines.append(f"ld.shared.u64 %word7, [{plain}+{8 * n}];")
+            lines.append(f"st.global.u64 [%result+{result + 8 * n}], %word7;")
+    return one.entry(name, "\n".join(lines), _DECLARED, words=WORDS * len(accesses))
+
+
+class Exchange(NamedTuple):
+    """One atomic: what becomes of a word `x`, with operands `b` and `c`."""
+
+    name: str
+    bits: int
+    after: Callable[[int, int, int], int]
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _exchanges() -> Iterator[Exchange]:
+    for bits in (32, 64):
+        yield Exchange(f"add.u{bits}", bits, lambda x, b, c: x + b)
+        yield Exchange(f"min.u{bits}", bits, lambda x, b, c: min(x, b))
+        yield Exchange(f"max.u{bits}", bits, lambda x, b, c: max(x, b))
+        yield Exchange(
+            f"min.s{bits}", bits, lambda x, b, c, n=bits: min(x, b, key=lambda v: _signed(v, n))
+        )
+        yield Exchange(
+            f"max.s{bits}", bits, lambda x, b, c, n=bits: max(x, b, key=lambda v: _signed(v, n))
+        )
+        yield Exchange(f"and.b{bits}", bits, lambda x, b, c: x & b)
+        yield Exchange(f"or.b{bits}", bits, lambda x, b, c: x | b)
+        yield Exchange(f"xor.b{bits}", bits, lambda x, b, c: x ^ b)
+        yield Exchange(f"exch.b{bits}", bits, lambda x, b, c: b)
+        yield Exchange(f"cas.b{bits}", bits, lambda x, b, c: c if x == b else x)
+    yield Exchange("inc.u32", 32, lambda x, b, c: 0 if x >= b else x + 1)
+    yield Exchange("dec.u32", 32, lambda x, b, c: b if x == 0 or x > b else x - 1)
+
+
+_ORDERS = ("", "relaxed.gpu.", "acquire.sys.", "release.cta.", "acq_rel.gpu.", "acq_rel.sys.")
+#: Each operation with one order and space, which take turns.
+ATOMICS = tuple(
+    each._replace(name=f"{order}{space}{each.name}")
+    for each, (order, space) in zip(
+        _exchanges(), itertools.cycle(itertools.product(_ORDERS, ("global.", "shared.", ""))),
+        strict=False,
+    )
+)  # fmt: skip
+
+
+def atomics_entry(name: str) -> str:
+    """Each atomic on a word that has the record's first word: what it was, what it became; then
+    the same by `red`, which returns nothing.
+    """
+    lines = [_INTO_SHARED.format(name=name)]
+    for index, each in enumerate(ATOMICS):
+        registers = [f"%v{each.bits}_{n}" for n in range(4)]
+        for number in range(3):
+            lines.append(f"ld.global.u64 %word7, [%record+{8 * number}];")
+            lines.append(_OF_WORD[each.bits].format(registers[number]))
+        operands = ", ".join(registers[1 : 3 if "cas." in each.name else 2])
+        place = f"%result+{8 * WORDS * index + 24}"
+        space = "shared" if "shared." in each.name else "global"
+        if space == "shared":
+            place = "%word5"
+        value = f"b{each.bits}"
+        for opcode, target, turn in (("atom", f"{registers[3]}, ", 0), ("red", "", 1)):
+            if "exch." in each.name or "cas." in each.name:
+                opcode = "atom"  # red has neither
+                target = f"{registers[3]}, "
+            lines.append(f"st.{space}.{value} [{place}], {registers[0]};")
+            lines.append(f"{opcode}.{each.name} {target}[{place}], {operands};")
+            if turn == 0:
+                lines.append(_TO_WORD[each.bits].format(registers[3]))
+                lines.append(f"st.global.u64 [%result+{8 * WORDS * index}], %word7;")
+            lines.append(f"ld.{space}.{value} {registers[3]}, [{place}];")
+            lines.append(_TO_WORD[each.bits].format(registers[3]))
+            lines.append(f"st.global.u64 [%result+{8 * (WORDS * index + 1 + turn)}], %word7;")
+    return one.entry(name, "\n".join(lines), _DECLARED, words=WORDS * len(ATOMICS))

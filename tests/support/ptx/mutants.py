@@ -1,0 +1,166 @@
+"""Mutants of PTX: one order or scope weakened, or one barrier taken away, in the table of sites.
+
+A table is changed in place, so nothing is compiled for a mutant. The machine checks every address
+that a kernel uses, so no mutant takes the process down with it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from moe_nvlink_plugin.launch.kernel import Build
+from tests.support import cpp
+from tests.support.ptx import build
+from tests.support.ptx.build import Kernel, Site
+
+#: What each order is weakened to.
+WEAKER = {
+    "release": ("relaxed",),
+    "acquire": ("relaxed",),
+    "acq_rel": ("relaxed", "acquire", "release"),
+    "sc": ("acq_rel",),
+}
+NARROWER = {"sys": "gpu", "gpu": "cta"}
+BARRIERS = ("barrier", "warp_barrier")
+
+#: A function with one of these is an instruction to its callers.
+_INSTRUCTION = re.compile(r"asm volatile|__syncthreads|__syncwarp")
+_LOC = re.compile(r"\.loc\s+\d+ (\d+ \d+)(?:.*inlined_at \d+ (\d+ \d+))?")
+
+
+class Mutant(NamedTuple):
+    """One change of one site.
+
+    Attributes:
+        kernel: of a library; several mutants share it.
+        site: what is changed.
+        attribute, value: of the site; `removed` is True.
+        where: the functions from the kernel's body to the instruction, and the last one's statement.
+    """
+
+    kernel: Kernel
+    site: Site
+    attribute: str
+    value: str | bool
+    where: str
+
+    def __str__(self) -> str:
+        change = "removed" if self.attribute == "removed" else f"{self.attribute} {self.value}"
+        return f"{self.kernel.name}: {self.where}: {change}"
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The site as the mutant has it, for as long as the block lasts."""
+        setattr(self.site, self.attribute, self.value)
+        try:
+            yield
+        finally:
+            self.site.reset()
+
+    def edit(self, ptx: str) -> str:
+        """The same change, made to the text that the kernel was translated from."""
+        lines = ptx.split("\n")
+        line = lines[self.site.line - 1]
+        if self.attribute == "removed":
+            changed = ""
+        else:
+            old = f".{getattr(self.site, self.attribute)}."
+            changed = line.replace(old, f".{self.value}.", 1)
+        assert changed != line, f"{self} is not in {line!r}"
+        lines[self.site.line - 1] = changed
+        return "\n".join(lines)
+
+
+class Finding(NamedTuple):
+    """What a mutant was reported as."""
+
+    kind: str
+    message: str
+
+
+def ptx_of(made: Build, architecture: str = "sm_90a") -> str:
+    """PTX of a build."""
+    return build.ptx_of(made.text(), architecture)
+
+
+def mutants_of(made: Build) -> list[Mutant]:
+    """Every mutant of a build's kernel, as a machine that checks races runs it."""
+    text = made.text()
+    ptx = build.ptx_of(text, "sm_90a")
+    kernel = build.load(ptx, races=True)[made.kernel.entry]
+    source = _Source(text, ptx)
+    return [
+        Mutant(kernel, site, attribute, value, source.where(site))
+        for site in kernel.sites
+        for attribute, value in _changes(site)
+    ]
+
+
+def _changes(site: Site) -> Iterator[tuple[str, str | bool]]:
+    if site.kind in BARRIERS:
+        yield "removed", True
+    for order in WEAKER.get(site.order, ()):
+        yield "order", order
+    if site.scope in NARROWER:
+        yield "scope", NARROWER[site.scope]
+
+
+def find(mutant: Mutant, runs: Iterable[Callable[[], None]]) -> Finding | None:
+    """What the first of the runs reports that reports anything.
+
+    A run raises what the machine finds, or AssertionError for a wrong result. It may also raise
+    what torch does with indices that a mutant has spoilt.
+    """
+    with mutant.applied():
+        for run in runs:
+            try:
+                run()
+            except Exception as error:
+                return Finding(type(error).__name__, str(error))
+    return None
+
+
+class _Source:
+    """Where instructions come from, by -lineinfo: functions that NVRTC inlined into each other."""
+
+    def __init__(self, text: str, ptx: str) -> None:
+        self._lines = text.split("\n")
+        plain = cpp.plain(text)
+        functions = list(cpp.functions(plain))
+        starts = [plain.count("\n", 0, each.start) + 1 for each in functions]
+        self._functions = list(zip(starts, (each.name for each in functions), strict=True))
+        self._instructions = {
+            each.name for each in functions if _INSTRUCTION.search(plain, each.start, each.end)
+        }
+        self._chains: list[tuple[int, list[int]]] = [(0, [])]  # (line of the PTX, source lines)
+        caller: dict[str, str | None] = {}
+        for number, line in enumerate(ptx.split("\n"), 1):
+            if found := _LOC.search(line):
+                caller[found[1]] = found[2]
+                self._chains.append((number, list(_chain(found[1], caller))))
+
+    def where(self, site: Site) -> str:
+        at = bisect.bisect(self._chains, site.line, key=lambda each: each[0]) - 1
+        frames = [
+            (name, line)
+            for line in self._chains[at][1]
+            if (name := self._function_at(line)) not in self._instructions
+        ]
+        names = dict.fromkeys(name for name, _ in reversed(frames))
+        statement = cpp.COMMENT.sub("", self._lines[frames[0][1] - 1]).strip() if frames else ""
+        return f"{' > '.join(names)}: {statement}"
+
+    def _function_at(self, line: int) -> str:
+        at = bisect.bisect(self._functions, line, key=lambda each: each[0]) - 1
+        return self._functions[at][1] if at >= 0 else ""
+
+
+def _chain(place: str | None, caller: dict[str, str | None]) -> Iterator[int]:
+    """Source lines from an instruction to the kernel's body."""
+    while place is not None:
+        yield int(place.split()[0])
+        place = caller.get(place)
