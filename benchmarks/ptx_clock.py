@@ -43,7 +43,10 @@ TOKENS = (1, 4, 16, 64, 128, 512)
 KERNELS: Mapping[str, type[clocked.Layer]] = {
     "moe_nvlink": clocked.Ours,
     "flashinfer": clocked.Peer,
+    "flashinfer_cake": clocked.Cake,
 }
+#: Whose source is for one machine alone.
+ONLY_ON = {"flashinfer_cake": "gb200"}
 #: SASS of the text that was published (TensorRT-LLM's, before its loop was split in two) keeps four
 #: wide loads of combine in flight, where the text in FlashInfer's wheel keeps all eight.
 PUBLISHED = {"thread_loads_in_flight": 4.0}
@@ -55,8 +58,11 @@ Row = dict[str, Any]
 def run(
     kernels: str, work: Work, machine: str, verbs: Sequence[str], changes: Mapping[str, float]
 ) -> dict[str, clocked.Clocked]:
-    """Run verbs of one layer; a combine alone needs its dispatch, too."""
-    with KERNELS[kernels](work, machine, changes) as layer:
+    """Run verbs of one layer; a combine alone needs its dispatch, too.
+
+    FlashInfer gives all of its launches programmatic dependent launch; ours is one for each verb.
+    """
+    with KERNELS[kernels](work, machine, changes, pdl=True) as layer:
         return {verb: layer.run(verb) for verb in VERBS if "combine" in verbs or verb in verbs}
 
 
@@ -75,6 +81,7 @@ def rows_of(kernels: str, work: Work, machine: str, verbs: Sequence[str]) -> lis
             "verb": verb,
             "us": fitted[verb].us,
             "low_us": low[verb].us if low else None,
+            "ends_us": fitted[verb].ends_us,
             "round_trips": round_trips(fitted[verb].path),
             "ns_by_kind": totals(fitted[verb].path),
             "path": [str(step) for step in fitted[verb].path],
@@ -151,6 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made["errors"] = errors(made["calibration"])
     cases = itertools.product(given.machine, given.ep, given.tokens, given.kernels)
     for machine, ep_size, tokens, kernels in cases:
+        if ONLY_ON.get(kernels, machine) != machine:
+            continue
         began = time.monotonic()
         made["rows"] += rows_of(kernels, Work(ep_size, tokens), machine, given.verb)
         took = time.monotonic() - began

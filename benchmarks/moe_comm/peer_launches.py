@@ -151,7 +151,7 @@ class RankMemory(NamedTuple):
     """
 
     num_tokens: int
-    payloads: tuple[int, int, int]
+    payloads: tuple[int, ...]
     output: int
 
 

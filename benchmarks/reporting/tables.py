@@ -21,6 +21,7 @@ NAMES = {
     "gloo_ag_rs_unpacked": "gloo all-gather + reduce-scatter, a collective for each tensor",
     "nccl_gather": "NCCL all-gather + reduce-scatter",
     "flashinfer": "FlashInfer moe_a2a",
+    "flashinfer_cake": "FlashInfer moe_a2a, cake",
 }
 OURS = "moe_nvlink"
 PHASES = ("dispatch", "combine", "both")
