@@ -20,6 +20,10 @@ MAX_CHANNELS = 64
 #: Formats in which partial rows travel back. "bf16" means unquantised rows of config.dtype.
 COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
 
+#: What received rows have in the place of their tokens' expert ids; or an integer, the id of absent
+#: experts.
+RECEIVED_IDS = ("global", "elsewhere", "local")
+
 #: Activation types that combine can reduce and write.
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -99,6 +103,15 @@ class AllToAllConfig:
             May differ by rank. Several channels, or several ranks on one GPU, lower the limit to
             their share.
         extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
+        received_ids: what received rows and empty slots have as `topk_ids`. An absent id is an id
+            whose expert is on another rank than the receiving one, or an id that is no expert; an
+            empty slot has absent ids only. Unless "global", dispatch writes weight 0 beside every
+            absent id, so experts can read both tensors as they are.
+            "global": all ids of the token; -1 for an id that is no expert, and in empty slots.
+            "elsewhere": global ids; an absent id becomes the id of the expert after the receiving
+            rank's last, which is on another rank (expert 0 if one rank has all experts).
+            "local": ids from 0 up to the number of the rank's experts; an absent id becomes -1.
+            An integer from -1 to 2^31 - 1: global ids; an absent id becomes this integer.
         transport: name of the transport. None chooses by device: "host" for cpu, "nvlink" for cuda.
 
     Raises:
@@ -120,6 +133,7 @@ class AllToAllConfig:
     num_threads: int | None = None
     max_sms: int | None = None
     extra_payload_bytes: tuple[int, ...] = ()
+    received_ids: str | int = "global"
     transport: str | None = None
 
     def __post_init__(self) -> None:
@@ -157,7 +171,18 @@ class AllToAllConfig:
                 f"combine={self.combine!r} (MOE_NVLINK_COMBINE) is no format of combine; use one "
                 f"of {', '.join(COMBINE_FORMATS)}"
             )
+        self._check_received_ids()
         check_timeouts(self.timeout_s, self.first_timeout_s)
+
+    def _check_received_ids(self) -> None:
+        ids = self.received_ids
+        if isinstance(ids, int) and not isinstance(ids, bool) and -1 <= ids < 2**31:
+            return
+        if ids not in RECEIVED_IDS:
+            raise ConfigError(
+                f"received_ids={ids!r} is none of {', '.join(RECEIVED_IDS)} and no integer from -1 "
+                "to 2147483647"
+            )
 
 
 def check_timeouts(timeout_s: object, first_timeout_s: object) -> None:

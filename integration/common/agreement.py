@@ -27,6 +27,7 @@ class Geometry(NamedTuple):
     max_tokens_per_rank: int
     dtype: torch.dtype
     recipe: str | None = None
+    received_ids: str | int = "global"
 
 
 class Proposal(NamedTuple):

@@ -62,6 +62,7 @@ class Channel:
         num_tokens: int,
         quantiser: int,
         global_scale: torch.Tensor | None,
+        is_padding: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launch dispatch; return send_slots `[num_tokens, top_k]` int32. Collective; capturable.
 
@@ -71,6 +72,7 @@ class Channel:
             num_tokens: tokens of this call.
             quantiser: kQuantiser* of config.h; 0 sends the rows as they are.
             global_scale: one float32 for quantisers that need it.
+            is_padding: `[num_tokens]` bool: tokens that are not sent; None: all are.
         """
         args = self._dispatch_args
         top_k = args.geometry.top_k
@@ -80,6 +82,7 @@ class Channel:
         args.send_slots = slots.data_ptr()
         args.quantiser = quantiser
         args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
+        args.is_padding = 0 if is_padding is None else is_padding.data_ptr()
         for entry, tensor in zip(args.payloads, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)

@@ -35,7 +35,8 @@ class DispatchSizes(NamedTuple):
     Attributes:
         row_bytes: bytes of the widest payload's row; with a quantiser, 16 bytes for each thread
             that can quantise at once.
-        empty_bytes: bytes of the expert ids in all slots, which dispatch may have to mark as empty.
+        empty_bytes: bytes of the expert ids in all slots, which dispatch may have to mark as empty;
+            and of the weights, if it writes zeros there.
     """
 
     row_bytes: int

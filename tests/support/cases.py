@@ -36,6 +36,7 @@ class Case:
     routing: str = "distinct"
     ids_dtype: torch.dtype = torch.int32
     extras: tuple[Extra, ...] = ()
+    received_ids: str | int = "global"
     num_channels: int = 1
     num_threads: int = 1
     seed: int = 1
@@ -64,6 +65,7 @@ class Case:
             num_channels=self.num_channels,
             num_threads=self.num_threads,
             extra_payload_bytes=tuple(row_bytes(extra) for extra in self.extras),
+            received_ids=self.received_ids,
         )
 
 
@@ -299,6 +301,17 @@ def expert_rows(
     return (shifted * factor[:, None]).to(config.dtype)
 
 
+def global_ids(config: AllToAllConfig, received: torch.Tensor) -> torch.Tensor:
+    """The ids that a rank has received as the router numbers experts; absent ids stay as they are.
+
+    An absent id may be one of this rank's, but its weight is 0.
+    """
+    if config.received_ids != "local":
+        return received
+    first, _end = local_expert_range(config.num_experts, config.ep_size, config.ep_rank)
+    return torch.where(received < 0, received, received + first)
+
+
 def received_payloads(received: Dispatched) -> tuple[torch.Tensor, ...]:
     """In the order of Seen.payloads."""
     scales = () if received.scales is None else (received.scales,)
@@ -317,7 +330,8 @@ def run_round(
     received = dispatch(exchange, inputs, channel=channel, post_quant=post_quant)
     config = exchange.config
     hidden = activations(config, received.hidden_states, received.scales)
-    rows = expert_rows(config, config.ep_rank, hidden, received.topk_ids, received.topk_weights)
+    ids = global_ids(config, received.topk_ids)
+    rows = expert_rows(config, config.ep_rank, hidden, ids, received.topk_weights)
     payloads = received_payloads(received)
     seen = (_copied(received.recv_counts), _copied(received.topk_ids))
     copies = tuple(_copied(payload) for payload in payloads)

@@ -40,6 +40,7 @@ def config_of(ep_size: int, ep_rank: int, **values: Any) -> AllToAllConfig:
         "max_tokens_per_rank": CAPACITY,
         "dtype": torch.float32,
         "timeout_s": 60.0,
+        "received_ids": "elsewhere",
     }
     return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
 

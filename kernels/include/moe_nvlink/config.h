@@ -27,6 +27,7 @@ constexpr int kFirstCallerPayload = 2;
 constexpr int kNumElements = 3;
 constexpr int kNumQuantisers = 6;
 constexpr int kNumCombineFormats = 3;
+constexpr int kNumReceivedIds = 4;
 
 // Element types that combine reduces. Sums are always fp32.
 enum ElementCode : int {
@@ -51,6 +52,16 @@ enum CombineCode : int {
   kCombineUnquantised = 0,
   kCombineFp8Block = 1,
   kCombineNvfp4 = 2,
+};
+
+// What a received row has in the place of its token's expert ids. An absent id is an id whose expert
+// is on another rank than the receiving one, or an id that is no expert. An empty slot has absent
+// ids only. Unless all ids travel, the weight of an absent id is 0.
+enum ReceivedIdsCode : int {
+  kReceivedIdsGlobal = 0,     // all ids, as the router made them; no expert: -1
+  kReceivedIdsGiven = 1,      // global ids; absent: DispatchArgs.absent_id
+  kReceivedIdsElsewhere = 2,  // global ids; absent: the expert after the receiving rank's last
+  kReceivedIdsLocal = 3,      // ids from 0 on at each rank; absent: -1
 };
 
 // Phases that a fault word names.
