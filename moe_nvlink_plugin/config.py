@@ -24,6 +24,9 @@ COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
 #: experts.
 RECEIVED_IDS = ("global", "elsewhere", "local")
 
+#: How the scales of received rows may lie -> bytes that a scale then has; None: any number.
+SCALES_LAYOUTS = {"linear": None, "interleaved": 1, "column_major": 4}
+
 #: Activation types that combine can reduce and write.
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -112,6 +115,14 @@ class AllToAllConfig:
             rank's last, which is on another rank (expert 0 if one rank has all experts).
             "local": ids from 0 up to the number of the rank's experts; an absent id becomes -1.
             An integer from -1 to 2^31 - 1: global ids; an absent id becomes this integer.
+        scales_layout: how the scales of received rows lie. Scales travel row by row; at the end of
+            dispatch the receiving rank copies them into another layout. Over all slots:
+            "linear": `[slots, scales per row]`.
+            "interleaved": the tiles of 128 rows x 4 scales that CUTLASS reads, for recipes with
+            scales of one byte (mxfp8, nvfp4): flat uint8, rows padded to a multiple of 128 and
+            scales per row to one of 4. Padding scales of filled rows are 0.
+            "column_major": `[slots, scales per row]` with strides `(1, slots)`, for recipes with
+            float32 scales.
         transport: name of the transport. None chooses by device: "host" for cpu, "nvlink" for cuda.
 
     Raises:
@@ -134,6 +145,7 @@ class AllToAllConfig:
     max_sms: int | None = None
     extra_payload_bytes: tuple[int, ...] = ()
     received_ids: str | int = "global"
+    scales_layout: str = "linear"
     transport: str | None = None
 
     def __post_init__(self) -> None:
@@ -172,6 +184,10 @@ class AllToAllConfig:
                 f"of {', '.join(COMBINE_FORMATS)}"
             )
         self._check_received_ids()
+        if self.scales_layout not in SCALES_LAYOUTS:
+            raise ConfigError(
+                f"scales_layout={self.scales_layout!r} is none of {', '.join(SCALES_LAYOUTS)}"
+            )
         check_timeouts(self.timeout_s, self.first_timeout_s)
 
     def _check_received_ids(self) -> None:

@@ -28,6 +28,7 @@ class Geometry(NamedTuple):
     dtype: torch.dtype
     recipe: str | None = None
     received_ids: str | int = "global"
+    scales_layout: str = "linear"
 
 
 class Proposal(NamedTuple):

@@ -8,7 +8,9 @@
 //   P1          the very last CTA: one cell {tag, count, epoch} to each rank (release); it also
 //               counts the round, clears the counters and bumps the epoch
 //   finishers   each waits for every rank's cell (acquire), then marks its share of the empty slots
-//               as empty: absent ids, and weights of 0 unless all ids travel (config.h)
+//               as empty: absent ids, and weights of 0 unless all ids travel (config.h). If the
+//               experts read scales in another layout, it copies its share of them
+//               (lay_out_scales.h)
 //
 // One barrier per verb is enough. A rank starts dispatch n+1 only after its combine n. Combine n
 // has waited for every rank's combine signal n, and a rank sends that signal after its experts have
@@ -39,6 +41,7 @@
 #include "../include/moe_nvlink/routing.h"
 #include "../include/moe_nvlink/workspace.h"
 #include "dispatch_shared.h"
+#include "lay_out_scales.h"
 #include "put_quantised.h"
 #include "put_rows.h"
 
@@ -214,6 +217,9 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
   collect_counts(args, cta, is_last, shared);
   cta.sync();  // counts of all peers in shared memory
   mark_empty_slots(args, cta, shared);
+  if (args.scales_layout != kScalesLayoutLinear) {
+    lay_out_scales(args, cta, num_finishers(cta), shared);
+  }
 }
 
 }  // namespace moe_nvlink

@@ -60,7 +60,8 @@ class Dispatched(NamedTuple):
 
     Attributes:
         hidden_states: `[ep_size * max_tokens_per_rank, elements of the recipe's row]`.
-        scales: `[ep_size * max_tokens_per_rank, scales per row]`, or None.
+        scales: `[ep_size * max_tokens_per_rank, scales per row]`, or as
+            AllToAllConfig.scales_layout says; None if the recipe has no scales.
         topk_ids: `[ep_size * max_tokens_per_rank, top_k]` int32, global ids, and -1 for no expert;
             or as AllToAllConfig.received_ids says.
         topk_weights: `[ep_size * max_tokens_per_rank, top_k] float32`; unless received_ids is

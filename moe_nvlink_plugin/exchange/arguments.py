@@ -13,7 +13,12 @@ from typing import Any
 
 from moe_nvlink_plugin.config import COMBINE_FORMATS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.jit.header import combine_formats, constants, received_ids
+from moe_nvlink_plugin.jit.header import (
+    combine_formats,
+    constants,
+    received_ids,
+    scales_layouts,
+)
 from moe_nvlink_plugin.launch.arguments import Window, element_code, new_arguments
 from moe_nvlink_plugin.launch.kernel import Kernel
 from moe_nvlink_plugin.memory.layout import Region
@@ -26,6 +31,7 @@ from moe_nvlink_plugin.recipes import (
 )
 
 from .kernels import COMBINE, DISPATCH
+from .scales_layout import LAID_OUT
 
 
 def combine_code(config: AllToAllConfig) -> int:
@@ -49,7 +55,7 @@ def formats_code(config: AllToAllConfig) -> int:
 
 
 def received_ids_code(config: AllToAllConfig) -> tuple[int, int]:
-    """Return kReceivedIds* of config.h, and the absent id of an argument, which is 0 without one."""
+    """Return kReceivedIds* of config.h, and the argument absent_id; 0 if the config has none."""
     if isinstance(config.received_ids, int):
         return received_ids()["given"], config.received_ids
     return received_ids()[config.received_ids], 0
@@ -67,7 +73,7 @@ def written_code(config: AllToAllConfig) -> int:
     them one shares a tag.
     """
     code, absent_id = received_ids_code(config)
-    return code | (absent_id & 0xFFFF) << 4
+    return code | scales_layouts()[config.scales_layout] << 2 | (absent_id & 0xFFFF) << 4
 
 
 def quantiser_code(recipe: Recipe, hidden_size: int) -> int:
@@ -117,6 +123,9 @@ def dispatch_arguments(
     args = _common(DISPATCH, config, regions, Window(base_ptr, rank_stride))
     args.num_payloads = len(rows)
     args.received_ids, args.absent_id = received_ids_code(config)
+    args.scales_layout = scales_layouts()[config.scales_layout]
+    if args.scales_layout:
+        args.laid_out_region = regions[LAID_OUT].block
     for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
     return args

@@ -13,7 +13,7 @@ from moe_nvlink_plugin.launch.kernel import Variant
 
 from .arguments import all_ids_travel, combine_code
 from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER
-from .shapes import CombineSizes, DispatchSizes, quantising_lanes
+from .shapes import LAID_OUT_WEIGHT, CombineSizes, DispatchSizes, quantising_lanes
 
 
 def variant(config: AllToAllConfig, quantiser: int) -> Variant:
@@ -62,7 +62,9 @@ class LayerLaunches:
         launcher = executor.launcher(variant(config, quantiser), budget)
         slots = ranks * config.max_tokens_per_rank
         # Ids, and weights beside them if dispatch writes their zeros too.
-        empty_bytes = slots * row_bytes["recv_topk_ids"] * (1 if all_ids_travel(config) else 2)
+        tail_bytes = slots * row_bytes["recv_topk_ids"] * (1 if all_ids_travel(config) else 2)
+        if config.scales_layout != "linear":
+            tail_bytes += LAID_OUT_WEIGHT * slots * row_bytes["recv_scales"]
         loaded_bytes = {0: max(row_bytes.values())}
         if quantiser:
             lanes = quantising_lanes(config.hidden_size)
@@ -70,7 +72,7 @@ class LayerLaunches:
         self._dispatches = {
             code: launcher.load(
                 DISPATCH,
-                DispatchSizes(widest, empty_bytes),
+                DispatchSizes(widest, tail_bytes),
                 **{QUANTISER.name: code},
             )
             for code, widest in loaded_bytes.items()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import inductor
+from . import inductor, scales_layout
 from .formats import Activations
 from .layer import find
 
@@ -100,7 +100,9 @@ def _received_scales_fake(recv_counts: torch.Tensor, handle: int, channel: int) 
     inductor.keep_outputs(torch.ops.moe_nvlink.received_scales.default)
     layer = find(handle)
     row = layer.rows["recv_scales"]
-    return recv_counts.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
+    size, strides = scales_layout.strides(layer.config, row)
+    dtype = scales_layout.dtype_of(layer.config, row)
+    return recv_counts.new_empty_strided(size, strides, dtype=dtype)
 
 
 def _received(

@@ -61,6 +61,11 @@ def received_ids() -> dict[str, int]:
     return _named("kReceivedIds")
 
 
+def scales_layouts() -> dict[str, int]:
+    """Return the codes of the layouts of received scales: linear, ... -> kScalesLayout*."""
+    return _named("kScalesLayout")
+
+
 def _named(prefix: str) -> dict[str, int]:
     """Return the constants of config.h with a prefix; kQuantiserFp8Block is fp8_block."""
     return {

@@ -9,6 +9,7 @@ import torch
 
 from moe_nvlink_plugin import MoeAllToAll, reference
 from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support import cases, compare
 from tests.support.cases import Case, Inputs, Seen
@@ -143,3 +144,140 @@ def test_a_mask_is_read_at_each_call() -> None:
         return counts
 
     assert run_ranks(1, rank_main) == [[4, 1, 3]]
+
+
+# Layouts of scales.
+
+LAYOUTS = (
+    ("mxfp8", "interleaved"),
+    ("nvfp4", "interleaved"),
+    ("fp8_block", "column_major"),
+    ("fp8_token", "column_major"),
+)
+#: Scales of a row in whole vectors, in whole words, and neither; slots below and above a tile.
+LAYOUT_CASES = tuple(
+    Case(
+        name=f"{recipe} {layout} {hidden} x {capacity}",
+        tokens=(capacity, 3, 0, capacity - 1),
+        hidden_size=hidden,
+        capacity=capacity,
+        recipe=recipe,
+        scales_layout=layout,
+        num_threads=1 + number % 3,
+        top_k=3,
+    )
+    for recipe, layout in LAYOUTS
+    for number, (hidden, capacity) in enumerate(((512, 5), (640, 37), (1024, 33)))
+)
+
+
+def laid_out(layout: str, scales: torch.Tensor) -> torch.Tensor:
+    """What linear scales `[rows, scales per row]` become, in plain torch."""
+    if layout == "column_major":
+        return scales.t().contiguous().t()
+    rows, columns = scales.shape
+    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 4) * 4, dtype=torch.uint8)
+    padded[:rows, :columns] = scales.view(torch.uint8)
+    tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).flatten()
+
+
+def filled_places(layout: str, filled: torch.Tensor, columns: int) -> torch.Tensor:
+    """Where a layout has scales of filled slots, padding behind a row included."""
+    if layout == "column_major":
+        return filled[:, None].expand(-1, columns)
+    padded = -(-columns // 4) * 4
+    marks = filled[:, None].expand(-1, padded).to(torch.uint8).contiguous()
+    return laid_out(layout, marks).bool()
+
+
+@pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.name)
+def test_scales_in_the_layout_of_the_experts(case: Case) -> None:
+    """The same bits as the linear scales, which every row brings too, in rounds of other sizes."""
+    inputs = [cases.make_inputs(case, seed=number) for number in range(3)]
+
+    def rank_main(group: ThreadGroup) -> None:
+        config = case.config(group.rank)
+        linear = dataclasses.replace(config, scales_layout="linear")
+        with (
+            MoeAllToAll.create(linear, group) as plain,
+            MoeAllToAll.create(config, group) as layer,
+        ):
+            for number, of_round in enumerate(inputs):
+                mine = of_round[group.rank]
+                kept = len(mine.topk_ids) >> number
+                mine = Inputs(*(part[:kept] for part in mine[:3]), ())
+                rows, scales = _scales_of_round(plain, mine, post_quant=number == 1)
+                again, laid = _scales_of_round(layer, mine, post_quant=number == 1)
+                assert case.num_threads > 1 or torch.equal(rows[0], again[0])
+                _check_scales(case, rows, scales, again, laid)
+
+    run_ranks(case.ep_size, rank_main)
+
+
+def _scales_of_round(
+    layer: MoeAllToAll, inputs: Inputs, *, post_quant: bool
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Hidden rows and which slots are filled; the scales as dispatch returned them."""
+    received = cases.dispatch(layer, inputs, post_quant=post_quant)
+    assert received.scales is not None
+    rows = received.hidden_states.view(torch.uint8).clone()
+    filled = (received.topk_ids >= 0).any(1)
+    scales = torch.empty_like(received.scales).copy_(received.scales)
+    assert scales.stride() == received.scales.stride()
+    layer.combine(layer.combine_input(), received.metadata)
+    # Slots that the next round leaves empty have this in all layouts.
+    received.scales.view(torch.uint8 if scales.dim() == 1 else scales.dtype).fill_(1)
+    return (rows, filled), scales
+
+
+def _check_scales(
+    case: Case,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    scales: torch.Tensor,
+    again: tuple[torch.Tensor, torch.Tensor],
+    laid: torch.Tensor,
+) -> None:
+    assert torch.equal(rows[1], again[1])
+    if case.num_threads > 1:  # slots depend on timing: the same row has the same scales
+        scales = _in_the_order_of(rows, again, scales)
+    expected = laid_out(case.scales_layout, scales)
+    assert laid.shape == expected.shape
+    assert laid.stride() == expected.stride() or scales.shape[1] == 1
+    here = filled_places(case.scales_layout, rows[1], scales.shape[1])
+    compare.assert_same_bits(laid[here], expected[here], case.name)
+
+
+def _in_the_order_of(
+    rows: tuple[torch.Tensor, torch.Tensor],
+    again: tuple[torch.Tensor, torch.Tensor],
+    scales: torch.Tensor,
+) -> torch.Tensor:
+    """`scales` of `rows`, in the slots in which `again` has the same rows."""
+    ordered = scales.clone()
+    of_row = {bytes(rows[0][slot].tolist()): slot for slot in rows[1].nonzero().flatten().tolist()}
+    for slot in again[1].nonzero().flatten().tolist():
+        ordered[slot] = scales[of_row[bytes(again[0][slot].tolist())]]
+    return ordered
+
+
+def test_layouts_of_the_tests_are_the_layouts_of_vllm() -> None:
+    mxfp8 = pytest.importorskip("vllm.model_executor.layers.quantization.utils.mxfp8_utils")
+    scales = torch.randint(0, 256, (150, 6), dtype=torch.uint8)
+    swizzled = mxfp8.swizzle_mxfp8_scale(scales, M=150, K=6 * 32)
+    assert torch.equal(laid_out("interleaved", scales), swizzled)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "words"),
+    [
+        (None, "interleaved", "recipe fp32 has no scales"),
+        ("fp8_tensor", "column_major", "recipe fp8_tensor has no scales"),
+        ("fp8_block", "interleaved", "scales of 1 bytes, recipe fp8_block has scales of 4 bytes"),
+        ("nvfp4", "column_major", "scales of 4 bytes, recipe nvfp4 has scales of 1 bytes"),
+    ],
+)
+def test_a_layout_that_is_none_for_the_scales(recipe: str | None, layout: str, words: str) -> None:
+    case = Case(tokens=(1,), hidden_size=128, recipe=recipe, scales_layout=layout)
+    with pytest.raises(ConfigError, match=words):
+        MoeAllToAll.check(case.config(0))

@@ -37,6 +37,7 @@ class Case:
     ids_dtype: torch.dtype = torch.int32
     extras: tuple[Extra, ...] = ()
     received_ids: str | int = "global"
+    scales_layout: str = "linear"
     num_channels: int = 1
     num_threads: int = 1
     seed: int = 1
@@ -66,6 +67,7 @@ class Case:
             num_threads=self.num_threads,
             extra_payload_bytes=tuple(row_bytes(extra) for extra in self.extras),
             received_ids=self.received_ids,
+            scales_layout=self.scales_layout,
         )
 
 

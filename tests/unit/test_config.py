@@ -58,6 +58,7 @@ def config(**values: Any) -> AllToAllConfig:
         ("received_ids", 2**31, "received_ids=2147483648"),
         ("received_ids", True, "received_ids=True"),
         ("received_ids", None, "received_ids=None"),
+        ("scales_layout", "rows", "scales_layout='rows' is none of linear, interleaved, column"),
     ],
 )
 def test_refused(field: str, value: object, words: str) -> None:

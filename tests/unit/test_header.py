@@ -17,6 +17,7 @@ from moe_nvlink_plugin.config import (
     MAX_RANKS,
     MAX_TOP_K,
     RECEIVED_IDS,
+    SCALES_LAYOUTS,
 )
 from moe_nvlink_plugin.errors import CompileError
 from moe_nvlink_plugin.exchange.arguments import formats_code, written_code
@@ -45,7 +46,7 @@ def test_no_constant_is_overlooked() -> None:
     text = source.read_kernel_file("include/moe_nvlink/config.h")
     enums = re.findall(r"^enum \w+ : int \{(.*?)^\};", text, re.MULTILINE | re.DOTALL)
     enumerators = [name for body in enums for name in re.findall(r"\bk\w+", body)]
-    assert len(enums) == 4
+    assert len(enums) == 5
     written = re.findall(r"^constexpr int k", text, re.MULTILINE)
     assert len(constants()) == len(written) + len(enumerators) > 10
 
@@ -57,6 +58,7 @@ def test_no_constant_is_overlooked() -> None:
         ("kQuantiser", "kNumQuantisers"),
         ("kCombine", "kNumCombineFormats"),
         ("kReceivedIds", "kNumReceivedIds"),
+        ("kScalesLayout", "kNumScalesLayouts"),
     ],
 )
 def test_each_enum_has_its_number(prefix: str, count: str) -> None:
@@ -238,8 +240,10 @@ def layers_that_write_differently() -> list[AllToAllConfig]:
             hidden_size=128,
             max_tokens_per_rank=4,
             received_ids=ids,
+            scales_layout=layout,
         )
         for ids in (*RECEIVED_IDS, -1, 8)
+        for layout in SCALES_LAYOUTS
     ]
 
 

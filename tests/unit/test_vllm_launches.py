@@ -19,10 +19,15 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.exchange import layer as exchange_layer
 from moe_nvlink_plugin.exchange import ops
+from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.testing import run_ranks
+from tests.unit.test_vllm_quantised import TENSOR_SCALE, fp8, mxfp8, nvfp4
 from tests.unit.vllm_layer import (
     CAPACITY,
+    HIDDEN_SIZE,
+    LEFT_OPEN,
     NUM_EXPERTS,
+    Experts,
     Layer,
     config_of,
     take_cuda_branches,
@@ -103,6 +108,48 @@ def _of_rank(group: Any, **values: Any) -> list[str]:
 
 def test_unquantised_rows_take_two_launches() -> None:
     assert run_ranks(2, _of_rank) == [TWO_LAUNCHES] * 2
+
+
+#: vLLM's FusedMoEQuantConfig of experts: by format and by the layout in which they read scales.
+QUANT_CONFIGS: dict[str, Callable[[], Any]] = {
+    "fp8_block, DeepGEMM and Triton": lambda: fp8(block_shape=[128, 128]),
+    "fp8_block, TRTLLM": lambda: _transposed(fp8(block_shape=[128, 128])),
+    "fp8_token": lambda: fp8(per_act_token_quant=True),
+    "fp8_tensor": lambda: fp8(a1_scale=TENSOR_SCALE),
+    "mxfp8, TRTLLM and DeepGEMM": mxfp8,
+    "mxfp8, CUTLASS": lambda: mxfp8(is_scale_swizzled=True),
+    "nvfp4, TRTLLM": nvfp4,
+    "nvfp4, CUTLASS": lambda: nvfp4(is_scale_swizzled=True),
+    "nvfp4, one scale for all experts": lambda: nvfp4(torch.tensor(500.0).expand(NUM_EXPERTS)),
+}
+
+
+def _transposed(config: Any) -> Any:
+    config.is_scale_transposed = True  # vLLM 0.33
+    return config
+
+
+def _zeros(rows: torch.Tensor, _scales: Any) -> torch.Tensor:
+    return torch.zeros(len(rows), HIDDEN_SIZE)
+
+
+@pytest.mark.parametrize("make", QUANT_CONFIGS.values(), ids=QUANT_CONFIGS)
+def test_quantised_rows_take_two_launches(make: Callable[[], Any]) -> None:
+    def rank_main(group: Any) -> list[str]:
+        return _of_rank(group, experts=Experts(LEFT_OPEN["NoOP"](), make(), _zeros))
+
+    assert run_ranks(2, rank_main) == [TWO_LAUNCHES] * 2
+
+
+def test_rows_quantised_on_arrival_launch_more() -> None:
+    """That a launch before or after dispatch is seen."""
+
+    def rank_main(group: Any) -> list[str]:
+        experts = Experts(LEFT_OPEN["NoOP"](), mxfp8(), _zeros)
+        return _of_rank(group, experts=experts, options=Options(dispatch="bf16"))
+
+    (names,) = run_ranks(1, rank_main)
+    assert len(names) > 2
 
 
 def test_experts_that_leave_the_sum_launch_more() -> None:

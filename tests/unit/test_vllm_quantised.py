@@ -484,26 +484,23 @@ def _scales_of_a_round(quant_config: Any, recipe: Any) -> tuple[Any, torch.Tenso
     return call.scales_then, linear, CAPACITY
 
 
-def test_nvfp4_scales_are_interleaved_behind_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = list[torch.Tensor]()
+def test_nvfp4_scales_are_interleaved_by_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashInfer's function for it makes them, which is vLLM's of MXFP8 on other bytes."""
 
     def interleave(scales: torch.Tensor) -> torch.Tensor:
-        calls.append(scales.clone())
-        return scales.flatten() + 1
+        raise AssertionError("a launch of its own")
 
     monkeypatch.setattr(experts_input, "nvfp4_block_scale_interleave", interleave)
     handed, linear, slots = _scales_of_a_round(nvfp4(is_scale_swizzled=True), NVFP4)
-    (given,) = calls
-    assert (given.dtype, given.shape) == (torch.uint8, (slots, HIDDEN_SIZE // 16))
-    assert torch.equal(given, linear.view(torch.uint8))
-    assert torch.equal(handed, given.flatten() + 1)
+    assert (handed.dtype, handed.dim()) == (torch.uint8, 1)
+    expected = swizzle_mxfp8_scale(linear.view(torch.uint8), M=slots, K=2 * HIDDEN_SIZE)
+    assert torch.equal(handed, expected)
     handed, linear, _ = _scales_of_a_round(nvfp4(), NVFP4)
-    assert len(calls) == 1
     assert handed.dtype == torch.float8_e4m3fn
     assert torch.equal(handed.view(torch.uint8), linear.view(torch.uint8))
 
 
-def test_mxfp8_scales_are_swizzled_behind_dispatch() -> None:
+def test_mxfp8_scales_are_interleaved_by_dispatch() -> None:
     handed, linear, slots = _scales_of_a_round(mxfp8(is_scale_swizzled=True), MXFP8)
     assert torch.equal(handed, swizzle_mxfp8_scale(linear, M=slots, K=HIDDEN_SIZE))
     # As vLLM's quantiser lays them out for the same experts on one rank.
@@ -517,13 +514,39 @@ def test_block_scales_become_column_major_where_asked() -> None:
     assert handed.is_contiguous()
     assert torch.equal(handed, linear)
     config.is_scale_transposed = True  # vLLM 0.33
-    chosen = format_of(experts_of(FP8_BLOCK, config), Options())
-    scales = torch.rand(6, 3)
-    rows = torch.zeros(6, 384, dtype=torch.float8_e4m3fn)
-    _, laid_out = chosen.receive(rows, scales, torch.ones(6, 1), VllmExpertsInput(config))
+    handed, linear, slots = _scales_of_a_round(config, FP8_BLOCK)
+    assert torch.equal(handed, linear)
+    assert handed.t().is_contiguous()
+    # If vLLM quantises on arrival, or on CPU ranks, the framework's op does it.
+    for chosen in (
+        format_of(experts_of(FP8_BLOCK, config), Options(dispatch="bf16")),
+        DispatchFormat(torch.float8_e4m3fn, FP8_BLOCK),
+    ):
+        assert chosen.scales_layout == "linear"
+    scales, rows = torch.rand(slots, 3), torch.zeros(slots, 384, dtype=torch.float8_e4m3fn)
+    _, laid_out = chosen.receive(rows, scales, torch.ones(slots, 1), VllmExpertsInput(config))
     assert laid_out is not None
     assert torch.equal(laid_out, scales)
-    assert laid_out.stride() == (1, 6)
+    assert laid_out.stride() == (1, slots)
+
+
+def test_which_layout_dispatch_makes() -> None:
+    """None that the recipe's scales cannot have, and none for rows that are restored."""
+    swizzled = mxfp8(is_scale_swizzled=True)
+    assert format_of(experts_of(MXFP8, swizzled), Options()).scales_layout == "interleaved"
+    assert format_of(experts_of(MXFP8), Options()).scales_layout == "linear"
+    restored = format_of(experts_of(MXFP8, swizzled), Options(dispatch="nvfp4"))
+    assert restored.scales_layout == "linear"
+    transposed = CONFIGS[FP8_TENSOR]()
+    transposed.is_scale_transposed = True
+    assert format_of(experts_of(FP8_TENSOR, transposed), Options()).scales_layout == "linear"
+    here = torch.device("cpu")
+    taken = VllmExpertsInput.of(experts_of(MXFP8, swizzled))
+    chosen = choose(taken, HIDDEN_SIZE, torch.float32, here, Options(), lambda _: MXFP8)
+    assert chosen.scales_layout == "linear"  # CPU ranks hand out copies of the filled rows
+    cuda: Any = SimpleNamespace(type="cuda")
+    chosen = choose(taken, HIDDEN_SIZE, torch.float32, cuda, Options(), lambda _: MXFP8)
+    assert chosen.scales_layout == "interleaved"
 
 
 # Static scales.

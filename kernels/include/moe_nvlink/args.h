@@ -44,18 +44,20 @@ struct ControlRegions {
 
 // send_slots holds target_rank * max_tokens_per_rank + slot, or kNoSlot.
 struct DispatchArgs {
-  uint64_t window_base;    // address of rank 0's workspace
-  uint64_t rank_stride;    // bytes from one rank's workspace to the next
-  uint64_t send_slots;     // [num_tokens, top_k] i32, written
-  uint64_t timeout_ns;     // how long the wait for the peers may take
-  uint64_t global_scale;   // address of one f32 for quantisers that take one, or 0
-  uint64_t is_padding;     // [num_tokens] bytes; not 0: the token is not sent; or no address
-  Geometry geometry;       // by value
-  ControlRegions control;  // of this call's channel
-  uint32_t num_payloads;   // used entries below
-  uint32_t quantiser;      // kQuantiser*; not None: see Payload
-  uint32_t received_ids;   // kReceivedIds*
-  int32_t absent_id;       // with kReceivedIdsGiven
+  uint64_t window_base;      // address of rank 0's workspace
+  uint64_t rank_stride;      // bytes from one rank's workspace to the next
+  uint64_t send_slots;       // [num_tokens, top_k] i32, written
+  uint64_t timeout_ns;       // how long the wait for the peers may take
+  uint64_t global_scale;     // address of one f32 for quantisers that take one, or 0
+  uint64_t is_padding;       // [num_tokens] bytes; not 0: the token is not sent; or no address
+  Geometry geometry;         // by value
+  ControlRegions control;    // of this call's channel
+  uint32_t num_payloads;     // used entries below
+  uint32_t quantiser;        // kQuantiser*; not None: see Payload
+  uint32_t received_ids;     // kReceivedIds*
+  int32_t absent_id;         // with kReceivedIdsGiven
+  uint32_t scales_layout;    // kScalesLayout*; not Linear: of the payload after the rows
+  uint32_t laid_out_region;  // its scales in that layout, in this rank's workspace
   Payload payloads[kMaxPayloads];  // ids, weights, then the caller's rows
 };
 

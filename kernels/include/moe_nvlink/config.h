@@ -28,6 +28,7 @@ constexpr int kNumElements = 3;
 constexpr int kNumQuantisers = 6;
 constexpr int kNumCombineFormats = 3;
 constexpr int kNumReceivedIds = 4;
+constexpr int kNumScalesLayouts = 3;
 
 // Element types that combine reduces. Sums are always fp32.
 enum ElementCode : int {
@@ -62,6 +63,13 @@ enum ReceivedIdsCode : int {
   kReceivedIdsGiven = 1,      // global ids; absent: DispatchArgs.absent_id
   kReceivedIdsElsewhere = 2,  // global ids; absent: the expert after the receiving rank's last
   kReceivedIdsLocal = 3,      // ids from 0 on at each rank; absent: -1
+};
+
+// How the scales of received rows lie (lay_out_scales.h).
+enum ScalesLayoutCode : int {
+  kScalesLayoutLinear = 0,       // row by row, as they travel
+  kScalesLayoutInterleaved = 1,  // scales of one byte, in tiles of 128 rows x 4 scales
+  kScalesLayoutColumnMajor = 2,  // fp32 scales, the first of all slots, then the second, ...
 };
 
 // Phases that a fault word names.
