@@ -24,9 +24,10 @@ HD uint32_t scales_word(const char* row, int word, int row_bytes) {
   if (row_bytes % 4 == 0) {
     return first < row_bytes ? load_word(reinterpret_cast<const uint32_t*>(row + first)) : 0;
   }
+  const int present = row_bytes - first < 4 ? row_bytes - first : 4;
   uint32_t bits = 0;
   MOE_NVLINK_ROLLED
-  for (int i = 0; i < 4 && first + i < row_bytes; ++i) {
+  for (int i = 0; i < present; ++i) {
     const uint8_t scale = load_word(reinterpret_cast<const uint8_t*>(row + first + i));
     bits |= static_cast<uint32_t>(scale) << 8 * i;
   }
