@@ -258,7 +258,7 @@ def choose(
     if takes_floats and options.dispatch in (AUTO, UNQUANTISED):
         return DispatchFormat()
     name, why_not = (None, "") if takes_floats else _recipe_name(experts, hidden_size)
-    if not takes_floats and options.dispatch in (AUTO, name):
+    if not takes_floats and _is_natural(options.dispatch, name):
         if name is None:
             raise UnsupportedError(f"{why_not} {experts.wording.quantise_on_arrival}")
         chosen = _of_the_model(experts, _quantising(find_recipe(name), experts), options)
@@ -297,17 +297,18 @@ def laid_out_by_dispatch(
 # The recipe whose rows the experts take.
 
 
+def _is_natural(named: str, natural: str | None) -> bool:
+    """Return whether the user asks for the rows that the experts take."""
+    if natural == "fp8_block_pow2" and named == "fp8_block":
+        return True  # to users both are blocks of FP8; the experts decide about the scales
+    return named in (AUTO, natural)
+
+
 def _of_the_model(
     experts: ExpertsInput, recipe: QuantisingRecipe, options: Options
 ) -> DispatchFormat:
-    # Our kernel makes block scales that are no powers of two, so the framework quantises if they
-    # must be.
-    powers_of_two = recipe.name == "fp8_block" and experts.wants_powers_of_two
-    return DispatchFormat(
-        experts.quant_dtype,
-        recipe,
-        by_framework=options.quantise == FRAMEWORK or powers_of_two,
-    )
+    by_framework = options.quantise == FRAMEWORK
+    return DispatchFormat(experts.quant_dtype, recipe, by_framework=by_framework)
 
 
 def _recipe_name(experts: ExpertsInput, hidden_size: int) -> tuple[str | None, str]:
@@ -333,7 +334,7 @@ def _fp8_recipe_name(experts: ExpertsInput) -> tuple[str | None, str]:
     block = experts.block_shape
     if block is not None:
         if block[1] == 128:  # blocks of activations have one row, whatever block[0] is
-            return "fp8_block", ""
+            return "fp8_block_pow2" if experts.wants_powers_of_two else "fp8_block", ""
         return None, f"FP8 activations in blocks of {block[1]} have no recipe, those of 128 have."
     if experts.static_scale is not None:  # a given scale comes first in frameworks' quantisers too
         return "fp8_tensor", ""

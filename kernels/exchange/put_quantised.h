@@ -150,6 +150,8 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
         return with_element<Config, kQuantiserMxfp8>(args, cta, scale, function);
       case kQuantiserNvfp4:
         return with_element<Config, kQuantiserNvfp4>(args, cta, scale, function);
+      case kQuantiserFp8BlockPow2:
+        return with_element<Config, kQuantiserFp8BlockPow2>(args, cta, scale, function);
     }
   }
 }

@@ -156,8 +156,9 @@ const Quantised& quantised(int round) {
       {moe_nvlink::kQuantiserFp8Tensor, kHidden, kHidden, 0, 8.0f},
       {moe_nvlink::kQuantiserMxfp8, 224, 224, 7, 0.0f},
       {moe_nvlink::kQuantiserNvfp4, 192, 96, 12, 0.9f},
+      {moe_nvlink::kQuantiserFp8BlockPow2, 256, 256, 8, 0.0f},
   };
-  return kAll[kHasQuantisers ? round / 3 % 6 : 0];
+  return kAll[kHasQuantisers ? round / 3 % moe_nvlink::kNumQuantisers : 0];
 }
 
 // What experts read takes turns too: ids and weights, and the layout of the scales.
@@ -205,6 +206,8 @@ void quantise_alone(const float* row, const Quantised& how, char* rows, char* sc
       return quantise_alone<moe_nvlink::kQuantiserMxfp8>(row, how, rows, scales);
     case moe_nvlink::kQuantiserNvfp4:
       return quantise_alone<moe_nvlink::kQuantiserNvfp4>(row, how, rows, scales);
+    case moe_nvlink::kQuantiserFp8BlockPow2:
+      return quantise_alone<moe_nvlink::kQuantiserFp8BlockPow2>(row, how, rows, scales);
     default:
       std::memcpy(rows, row, how.row_bytes);
   }

@@ -103,12 +103,19 @@ def row_bytes(extra: Extra) -> int:
 # Recipes.
 
 #: What kernels can make of activations on their way. The elements a row must be a multiple of.
-RECIPES = {"fp8_block": 128, "fp8_token": 1, "fp8_tensor": 1, "mxfp8": 32, "nvfp4": 16}
+RECIPES = {
+    "fp8_block": 128,
+    "fp8_block_pow2": 128,
+    "fp8_token": 1,
+    "fp8_tensor": 1,
+    "mxfp8": 32,
+    "nvfp4": 16,
+}
 
 #: In what format rows may travel back, and the same of those.
 COMBINE_FORMATS = {"bf16": 1, "fp8_block": 128, "nvfp4": 16}
 
-_WITH_SCALES = ("fp8_block", "fp8_token", "mxfp8", "nvfp4")
+_WITH_SCALES = ("fp8_block", "fp8_block_pow2", "fp8_token", "mxfp8", "nvfp4")
 
 #: fp8_tensor: the largest activations saturate. nvfp4: so do the block scales of the largest.
 _GLOBAL_SCALES = {"fp8_tensor": 0.75, "nvfp4": 11.0}

@@ -20,6 +20,7 @@ from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.exchange import layer as exchange_layer
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.vllm.moe import experts_input
 from moe_nvlink_plugin.testing import run_ranks
 from tests.unit.test_vllm_quantised import TENSOR_SCALE, fp8, mxfp8, nvfp4
 from tests.unit.vllm_layer import (
@@ -137,6 +138,20 @@ def _zeros(rows: torch.Tensor, _scales: Any) -> torch.Tensor:
 def test_quantised_rows_take_two_launches(make: Callable[[], Any]) -> None:
     def rank_main(group: Any) -> list[str]:
         return _of_rank(group, experts=Experts(LEFT_OPEN["NoOP"](), make(), _zeros))
+
+    assert run_ranks(2, rank_main) == [TWO_LAUNCHES] * 2
+
+
+def test_powers_of_two_for_deep_gemm_take_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_input, "is_deep_gemm_e8m0_used", lambda: True)
+
+    def rank_main(group: Any) -> list[str]:
+        config = fp8(block_shape=[128, 128])
+        layer = Layer(group, experts=Experts(LEFT_OPEN["NoOP"](), config, _zeros))
+        assert layer.exchanges[-1].recipe.name == "fp8_block_pow2"
+        names = launches_of(layer, 2 + group.rank)
+        layer.close()
+        return names
 
     assert run_ranks(2, rank_main) == [TWO_LAUNCHES] * 2
 

@@ -45,7 +45,14 @@ from moe_nvlink_plugin.integration.vllm.moe import experts_input, layers
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
-from moe_nvlink_plugin.recipes import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN, MXFP8, NVFP4
+from moe_nvlink_plugin.recipes import (
+    FP8_BLOCK,
+    FP8_BLOCK_POW2,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    MXFP8,
+    NVFP4,
+)
 from moe_nvlink_plugin.recipes.combine_formats import error_bound
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.unit.vllm_layer import (
@@ -275,29 +282,31 @@ def test_rows_that_vllm_quantises_on_arrival(quantised: list[Any]) -> None:
     assert fewer < 0.4 * sent
 
 
-def test_scales_that_are_powers_of_two_come_from_vllm(
-    quantised: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["auto", "fp8_block", "fp8_block_pow2"])
+def test_scales_that_are_powers_of_two_are_made_by_our_kernel(
+    name: str, quantised: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepGEMM's rows are the recipe's but for their scales, which arrive as vLLM made them."""
+    """If DeepGEMM wants them: rows and scales of the recipe, and vLLM's quantiser is not asked."""
+    options = Options(dispatch=name)
+    if name != "fp8_block_pow2":
+        assert format_of(experts_of(FP8_BLOCK), options).recipe == FP8_BLOCK
     monkeypatch.setattr(experts_input, "is_deep_gemm_e8m0_used", lambda: True)
-    assert format_of(experts_of(FP8_BLOCK), Options()).by_framework
-    assert not format_of(experts_of(FP8_TOKEN), Options()).by_framework
-
-    def quantise(**given: Any) -> Any:
-        scales = FP8_BLOCK.quantise(given["A"]).scales
-        assert scales is not None
-        up = torch.exp2(torch.ceil(torch.log2(scales)))
-        return FP8_BLOCK.quantise(given["A"] * scales / up).rows, up
-
-    monkeypatch.setattr(experts_input, "moe_kernel_quantize_input", quantise)
+    chosen = format_of(experts_of(FP8_BLOCK), options)
+    assert chosen.recipe == FP8_BLOCK_POW2
+    assert not chosen.by_framework
+    assert chosen.restored_to is None
+    assert format_of(experts_of(FP8_TOKEN), Options()).recipe == FP8_TOKEN
+    framework = Options(dispatch=name, quantise="framework")
+    assert format_of(experts_of(FP8_BLOCK), framework).by_framework
     (group,) = ThreadGroup.ranks(1)
-    layer = Layer(group, experts=experts_of(FP8_BLOCK))
+    layer = Layer(group, experts=experts_of(FP8_BLOCK), options=options)
     hidden, ids, weights = work_of(4, 0)
-    layer(hidden, ids, weights)
+    layer(hidden, ids.clamp(min=0), weights)
     (call,) = layer.experts.calls
-    assert torch.equal(call.scales_then[:4], quantise(A=hidden)[1])
-    mantissas = torch.frexp(call.scales_then[:4]).mantissa
-    assert bool((mantissas == 0.5).all())
+    rows, scales = FP8_BLOCK_POW2.quantise(hidden)
+    assert torch.equal(call.rows_then[:4].view(torch.uint8), rows.view(torch.uint8))
+    assert torch.equal(call.scales_then[:4], scales)
+    assert not quantised
     layer.close()
 
 

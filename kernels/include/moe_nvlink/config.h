@@ -25,7 +25,7 @@ constexpr int kFirstCallerPayload = 2;
 // else chooses by a code asserts the number of codes: a new code does not compile there either. A
 // test compares the numbers with the enums.
 constexpr int kNumElements = 3;
-constexpr int kNumQuantisers = 6;
+constexpr int kNumQuantisers = 7;
 constexpr int kNumCombineFormats = 3;
 constexpr int kNumReceivedIds = 4;
 constexpr int kNumScalesLayouts = 3;
@@ -46,6 +46,7 @@ enum QuantiserCode : int {
   kQuantiserFp8Tensor = 3,
   kQuantiserMxfp8 = 4,
   kQuantiserNvfp4 = 5,
+  kQuantiserFp8BlockPow2 = 6,
 };
 
 // In what format the experts' rows travel back in combine.
