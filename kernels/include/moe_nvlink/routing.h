@@ -53,9 +53,9 @@ struct TokenRoute {
   int32_t ids[kMaxTopK];           // an id that is no expert has become -1
   int32_t target_ranks[kMaxTopK];  // owner of each id, or kNoSlot
   int32_t rows[kMaxTopK];          // row in the target's buffers, or kNoSlot
-  int32_t first_ids[kMaxTopK];   // what is subtracted from ids at the target; where there is a row
-  int32_t absent_ids[kMaxTopK];  // of rows at the target; where there is one, unless all ids travel
-  uint64_t windows[kMaxTopK];    // address of the target's workspace; where there is a row
+  int32_t first_ids[kMaxTopK];     // what the target's ids are counted from; where there is a row
+  int32_t absent_ids[kMaxTopK];    // what the target has for absent ids; where there is a row
+  uint64_t windows[kMaxTopK];      // address of the target's workspace; where there is a row
 };
 
 template <class Config>
@@ -76,11 +76,12 @@ HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, bool 
   const int32_t* topk_ids =
       reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source) + first;
   int32_t* send_slots = reinterpret_cast<int32_t*>(args.send_slots) + first;
-  const bool skipped = is_padding(args, token);
   MOE_NVLINK_ROLLED
   for (int k = cta.thread; k < top_k; k += Cta::kWarpThreads) {
     const int32_t id = load_word(topk_ids + k);
-    const int target = failed || skipped ? kNoSlot : target_rank_of(id, geometry);
+    // After the load of the id, so that both loads are on their way together.
+    const bool stays = failed || is_padding(args, token);
+    const int target = stays ? kNoSlot : target_rank_of(id, geometry);
     route.target_ranks[k] = target;
     route.ids[k] = target == kNoSlot ? -1 : id;
   }
