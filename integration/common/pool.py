@@ -135,7 +135,10 @@ class ExchangePool:
             problem = error
         mine = Proposal(
             layer,
-            geometry._replace(recipe=None if chosen.recipe is None else chosen.recipe.name),
+            geometry._replace(
+                recipe=None if chosen.recipe is None else chosen.recipe.name,
+                scales_layout=chosen.scales_layout,
+            ),
             scale,
             None if problem is None else f"{type(problem).__name__}: {problem}",
             None if chosen.global_scale is None else float(chosen.global_scale),

@@ -45,7 +45,14 @@ from moe_nvlink_plugin.integration.vllm.moe import experts_input, layers
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
-from moe_nvlink_plugin.recipes import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN, MXFP8, NVFP4
+from moe_nvlink_plugin.recipes import (
+    FP8_BLOCK,
+    FP8_BLOCK_POW2,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    MXFP8,
+    NVFP4,
+)
 from moe_nvlink_plugin.recipes.combine_formats import error_bound
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.unit.vllm_layer import (
@@ -275,29 +282,31 @@ def test_rows_that_vllm_quantises_on_arrival(quantised: list[Any]) -> None:
     assert fewer < 0.4 * sent
 
 
-def test_scales_that_are_powers_of_two_come_from_vllm(
-    quantised: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["auto", "fp8_block", "fp8_block_pow2"])
+def test_scales_that_are_powers_of_two_are_made_by_our_kernel(
+    name: str, quantised: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepGEMM's rows are the recipe's but for their scales, which arrive as vLLM made them."""
+    """If DeepGEMM wants them: rows and scales of the recipe, and vLLM's quantiser is not asked."""
+    options = Options(dispatch=name)
+    if name != "fp8_block_pow2":
+        assert format_of(experts_of(FP8_BLOCK), options).recipe == FP8_BLOCK
     monkeypatch.setattr(experts_input, "is_deep_gemm_e8m0_used", lambda: True)
-    assert format_of(experts_of(FP8_BLOCK), Options()).by_framework
-    assert not format_of(experts_of(FP8_TOKEN), Options()).by_framework
-
-    def quantise(**given: Any) -> Any:
-        scales = FP8_BLOCK.quantise(given["A"]).scales
-        assert scales is not None
-        up = torch.exp2(torch.ceil(torch.log2(scales)))
-        return FP8_BLOCK.quantise(given["A"] * scales / up).rows, up
-
-    monkeypatch.setattr(experts_input, "moe_kernel_quantize_input", quantise)
+    chosen = format_of(experts_of(FP8_BLOCK), options)
+    assert chosen.recipe == FP8_BLOCK_POW2
+    assert not chosen.by_framework
+    assert chosen.restored_to is None
+    assert format_of(experts_of(FP8_TOKEN), Options()).recipe == FP8_TOKEN
+    framework = Options(dispatch=name, quantise="framework")
+    assert format_of(experts_of(FP8_BLOCK), framework).by_framework
     (group,) = ThreadGroup.ranks(1)
-    layer = Layer(group, experts=experts_of(FP8_BLOCK))
+    layer = Layer(group, experts=experts_of(FP8_BLOCK), options=options)
     hidden, ids, weights = work_of(4, 0)
-    layer(hidden, ids, weights)
+    layer(hidden, ids.clamp(min=0), weights)
     (call,) = layer.experts.calls
-    assert torch.equal(call.scales_then[:4], quantise(A=hidden)[1])
-    mantissas = torch.frexp(call.scales_then[:4]).mantissa
-    assert bool((mantissas == 0.5).all())
+    rows, scales = FP8_BLOCK_POW2.quantise(hidden)
+    assert torch.equal(call.rows_then[:4].view(torch.uint8), rows.view(torch.uint8))
+    assert torch.equal(call.scales_then[:4], scales)
+    assert not quantised
     layer.close()
 
 
@@ -484,26 +493,23 @@ def _scales_of_a_round(quant_config: Any, recipe: Any) -> tuple[Any, torch.Tenso
     return call.scales_then, linear, CAPACITY
 
 
-def test_nvfp4_scales_are_interleaved_behind_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = list[torch.Tensor]()
+def test_nvfp4_scales_are_interleaved_by_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashInfer's function for it makes them, which is vLLM's of MXFP8 on other bytes."""
 
     def interleave(scales: torch.Tensor) -> torch.Tensor:
-        calls.append(scales.clone())
-        return scales.flatten() + 1
+        raise AssertionError("a launch of its own")
 
     monkeypatch.setattr(experts_input, "nvfp4_block_scale_interleave", interleave)
     handed, linear, slots = _scales_of_a_round(nvfp4(is_scale_swizzled=True), NVFP4)
-    (given,) = calls
-    assert (given.dtype, given.shape) == (torch.uint8, (slots, HIDDEN_SIZE // 16))
-    assert torch.equal(given, linear.view(torch.uint8))
-    assert torch.equal(handed, given.flatten() + 1)
+    assert (handed.dtype, handed.dim()) == (torch.uint8, 1)
+    expected = swizzle_mxfp8_scale(linear.view(torch.uint8), M=slots, K=2 * HIDDEN_SIZE)
+    assert torch.equal(handed, expected)
     handed, linear, _ = _scales_of_a_round(nvfp4(), NVFP4)
-    assert len(calls) == 1
     assert handed.dtype == torch.float8_e4m3fn
     assert torch.equal(handed.view(torch.uint8), linear.view(torch.uint8))
 
 
-def test_mxfp8_scales_are_swizzled_behind_dispatch() -> None:
+def test_mxfp8_scales_are_interleaved_by_dispatch() -> None:
     handed, linear, slots = _scales_of_a_round(mxfp8(is_scale_swizzled=True), MXFP8)
     assert torch.equal(handed, swizzle_mxfp8_scale(linear, M=slots, K=HIDDEN_SIZE))
     # As vLLM's quantiser lays them out for the same experts on one rank.
@@ -517,13 +523,39 @@ def test_block_scales_become_column_major_where_asked() -> None:
     assert handed.is_contiguous()
     assert torch.equal(handed, linear)
     config.is_scale_transposed = True  # vLLM 0.33
-    chosen = format_of(experts_of(FP8_BLOCK, config), Options())
-    scales = torch.rand(6, 3)
-    rows = torch.zeros(6, 384, dtype=torch.float8_e4m3fn)
-    _, laid_out = chosen.receive(rows, scales, torch.ones(6, 1), VllmExpertsInput(config))
+    handed, linear, slots = _scales_of_a_round(config, FP8_BLOCK)
+    assert torch.equal(handed, linear)
+    assert handed.t().is_contiguous()
+    # If vLLM quantises on arrival, or on CPU ranks, the framework's op does it.
+    for chosen in (
+        format_of(experts_of(FP8_BLOCK, config), Options(dispatch="bf16")),
+        DispatchFormat(torch.float8_e4m3fn, FP8_BLOCK),
+    ):
+        assert chosen.scales_layout == "linear"
+    scales, rows = torch.rand(slots, 3), torch.zeros(slots, 384, dtype=torch.float8_e4m3fn)
+    _, laid_out = chosen.receive(rows, scales, torch.ones(slots, 1), VllmExpertsInput(config))
     assert laid_out is not None
     assert torch.equal(laid_out, scales)
-    assert laid_out.stride() == (1, 6)
+    assert laid_out.stride() == (1, slots)
+
+
+def test_which_layout_dispatch_makes() -> None:
+    """None that the recipe's scales cannot have, and none for rows that are restored."""
+    swizzled = mxfp8(is_scale_swizzled=True)
+    assert format_of(experts_of(MXFP8, swizzled), Options()).scales_layout == "interleaved"
+    assert format_of(experts_of(MXFP8), Options()).scales_layout == "linear"
+    restored = format_of(experts_of(MXFP8, swizzled), Options(dispatch="nvfp4"))
+    assert restored.scales_layout == "linear"
+    transposed = CONFIGS[FP8_TENSOR]()
+    transposed.is_scale_transposed = True
+    assert format_of(experts_of(FP8_TENSOR, transposed), Options()).scales_layout == "linear"
+    here = torch.device("cpu")
+    taken = VllmExpertsInput.of(experts_of(MXFP8, swizzled))
+    chosen = choose(taken, HIDDEN_SIZE, torch.float32, here, Options(), lambda _: MXFP8)
+    assert chosen.scales_layout == "linear"  # CPU ranks hand out copies of the filled rows
+    cuda: Any = SimpleNamespace(type="cuda")
+    chosen = choose(taken, HIDDEN_SIZE, torch.float32, cuda, Options(), lambda _: MXFP8)
+    assert chosen.scales_layout == "interleaved"
 
 
 # Static scales.

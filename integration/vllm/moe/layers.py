@@ -141,7 +141,9 @@ def _rebuild_kernel(quant_method: Any, layer: Any) -> None:
     )
     chosen = pool.agree_on_format(layer.layer_name, taken, geometry)
     if chosen.recipe is not None:
-        geometry = geometry._replace(recipe=chosen.recipe.name)
+        geometry = geometry._replace(recipe=chosen.recipe.name, scales_layout=chosen.scales_layout)
+    if pool.device.type == "cuda":  # the experts then read ids and weights where they arrive
+        geometry = geometry._replace(received_ids="elsewhere")
     exchanges = pool.exchanges_of_layer(geometry)
     with pool.ranks.telling_all(layer.layer_name):
         prepare_finalize = _prepare_finalize(pool.device, exchanges, layer.expert_map, chosen)
