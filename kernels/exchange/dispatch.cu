@@ -159,11 +159,11 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   });
 }
 
-// Writes absent ids, and weights of 0 unless all ids travel, into this finisher's share of the slots
-// after each source's rows. It writes to all such slots, because a compiler may store an expression of the ids in their place (Inductor
-// does): a slot that was empty in the previous round may now hold the id of an expert. It goes
-// through the slices of all ranks. If a round leaves a rank out, the rank's count is 0, so its
-// whole slice is marked.
+// Writes absent ids, and weights of 0 unless all ids travel, into this finisher's share of the
+// slots after each source's rows. It writes to all such slots, because a compiler may store an
+// expression of the ids in their place (Inductor does): a slot that was empty in the previous round
+// may now hold the id of an expert. It goes through the slices of all ranks. If a round leaves a
+// rank out, the rank's count is 0, so its whole slice is marked.
 HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
   int32_t* ids = reinterpret_cast<int32_t*>(
