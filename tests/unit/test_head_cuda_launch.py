@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(200)
 VOCAB, HIDDEN, CAPACITY = 40_000, 256, 8
 
 
-@pytest.fixture(scope="module", params=["host", pytest.param("ptx", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["host", ptx.LONG])
 def on(request: pytest.FixtureRequest) -> str:
     """What the driver runs of a kernel: its host build or its PTX."""
     return str(request.param)

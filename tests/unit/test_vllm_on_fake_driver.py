@@ -96,10 +96,6 @@ def layer_body(rank: int, size: int) -> list[dict[str, Any]]:
     return [_format_body(group, *one) for one in FORMATS]
 
 
-#: Ranks wait for each other's compilers to end, which may share a busy machine.
-LONG = (pytest.mark.long, pytest.mark.timeout(900))
-
-
 def _units() -> list[ptx.Unit]:
     """What the layers of FORMATS load."""
     variants = [
@@ -114,7 +110,7 @@ def _units() -> list[ptx.Unit]:
     return ptx.of(*variants)
 
 
-@pytest.mark.parametrize("on", ["host", pytest.param("ptx", marks=LONG)])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 def test_the_layer_between_processes_on_the_stand_in_driver(
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
