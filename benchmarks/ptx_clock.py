@@ -1,6 +1,6 @@
 """Times of dispatch and combine by the clock of the software GPU: **modelled**, none measured.
 
-    python benchmarks/ptx_clock.py                                   ours and FlashInfer's, EP8, EP64
+    python benchmarks/ptx_clock.py                                  ours and FlashInfer's, EP8, EP64
     python benchmarks/ptx_clock.py --tokens 1 --ep 8 --verb dispatch --path      what takes the time
     python benchmarks/ptx_clock.py --calibrate          published times of GB200 beside the clock's
 
