@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_a_wrong_id_would_be_noticed() -> None:
 
 # Padding.
 
-MASKS = {
+MASKS: dict[str, Callable[[int], torch.Tensor]] = {
     "none": lambda count: torch.zeros(count, dtype=torch.bool),
     "the last": lambda count: torch.arange(count) >= count // 2,
     "every other": lambda count: torch.arange(count) % 2 == 0,
@@ -206,7 +207,8 @@ def test_scales_in_the_layout_of_the_experts(case: Case) -> None:
             for number, of_round in enumerate(inputs):
                 mine = of_round[group.rank]
                 kept = len(mine.topk_ids) >> number
-                mine = Inputs(*(part[:kept] for part in mine[:3]), ())
+                hidden, ids, weights = (part[:kept] for part in mine[:3])
+                mine = Inputs(hidden, ids, weights, ())
                 rows, scales = _scales_of_round(plain, mine, post_quant=number == 1)
                 again, laid = _scales_of_round(layer, mine, post_quant=number == 1)
                 assert case.num_threads > 1 or torch.equal(rows[0], again[0])

@@ -50,11 +50,11 @@ VIEWS = (ops.received, ops.received_scales)
 TWO_LAUNCHES = ["moe_nvlink::dispatch", "moe_nvlink::combine_out"]
 
 
-class Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the names of ops that launch something."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,10 +177,9 @@ def test_experts_that_leave_the_sum_launch_more() -> None:
 
 def test_what_an_op_calls_is_seen() -> None:
     def rank_main(group: Any) -> list[str]:
-        config = config_of(1, 0)
-        with MoeAllToAll.create(config, group) as exchange, Launches() as recorded:
-            hidden, ids, weights = work_of(3, 0)
-            recorded.names.clear()
+        config, recorded = config_of(1, 0), Launches()
+        hidden, ids, weights = work_of(3, 0)
+        with MoeAllToAll.create(config, group) as exchange, recorded:
             received = exchange.dispatch(hidden, ids.long(), weights)
             exchange.combine(received.hidden_states.clone(), received.metadata)
         return recorded.names

@@ -304,6 +304,7 @@ def test_scales_that_are_powers_of_two_are_made_by_our_kernel(
     layer(hidden, ids.clamp(min=0), weights)
     (call,) = layer.experts.calls
     rows, scales = FP8_BLOCK_POW2.quantise(hidden)
+    assert scales is not None
     assert torch.equal(call.rows_then[:4].view(torch.uint8), rows.view(torch.uint8))
     assert torch.equal(call.scales_then[:4], scales)
     assert not quantised
