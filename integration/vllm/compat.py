@@ -61,10 +61,20 @@ TOUCHED = (
     Touched("vllm.platforms.cuda", "CudaPlatform", "subclass", device="cuda"),
     Touched("vllm.utils.import_utils", "resolve_obj_by_qualname", "use", ("qualname",)),
     *methods(
-        "vllm.v1.worker.cpu_worker", "CPUWorker", "subclass", "cpu", compile_or_warm_up_model=()
+        "vllm.v1.worker.cpu_worker",
+        "CPUWorker",
+        "subclass",
+        "cpu",
+        compile_or_warm_up_model=(),
+        execute_dummy_batch=(),
     ),
     *methods(
-        "vllm.v1.worker.gpu_worker", "Worker", "subclass", "cuda", compile_or_warm_up_model=()
+        "vllm.v1.worker.gpu_worker",
+        "Worker",
+        "subclass",
+        "cuda",
+        compile_or_warm_up_model=(),
+        execute_dummy_batch=(),
     ),
     Touched("vllm", "envs.VLLM_PLUGINS", "use"),
     Touched("vllm", "version", "use"),
@@ -347,6 +357,7 @@ FIELDS = (
         f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", ("moe_kernel", "moe_quant_config")
     ),
     Fields(f"{_MOE}.fused_moe_modular_method", "FusedMoEModularMethod", ("old_quant_method",)),
+    Fields(f"{_MOE}.experts.cpu_moe", "CPUUnquantizedExperts", ("_use_zentorch",)),
     Fields(_FP8, "Fp8MoEMethod", ("block_quant", "experts_cls", "fp8_backend", "moe")),
     Fields(_KERNEL, "FusedMoEKernel", ("fused_experts", "is_monolithic", "prepare_finalize")),
     Fields(

@@ -216,7 +216,7 @@ def classes_by_device():
             exchanges_by_capacity=lambda geometry: ["small", "large"],
         )
         exchanges = ExchangePool.exchanges_of_layer(pool, None)
-        method._prepare_finalize(pool.device, exchanges, None, None)
+        method._prepare_finalize(pool, exchanges, None, None)
     return made
 
 

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -85,7 +86,7 @@ def test_the_loader_sees_the_replaced_method(monkeypatch: pytest.MonkeyPatch) ->
     """vLLM's loader knows a quantisation's weights by the class name of the layer's method."""
     seen = []
     monkeypatch.setattr(
-        vllm_experts.layers.RoutedExperts,
+        RoutedExperts,
         "weight_loader",
         lambda layer, *_given: seen.append(type(layer.quant_method).__name__),
     )

@@ -32,8 +32,10 @@ NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE, CAPACITY = 6, 3, 64, 32, 16
 
 
 @contextlib.contextmanager
-def ranks_of_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def ranks_of_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """vLLM's configuration with our flag; each thread has the pool that `join` gave it.
+
+    Yields the `[rows, top_k]` ids of every call of vLLM's kernel.
 
     vLLM makes a prepare/finalize of its own before ours, for which it looks at its manager. Its
     kernel has one scratchpad per process, so the threads take turns in it.
@@ -45,22 +47,26 @@ def ranks_of_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(all2all_utils, "get_ep_all2all_manager", lambda: manager)
     kernel, turn = cpu_moe.cpu_fused_moe, threading.Lock()
 
+    calls: list[torch.Tensor] = []
+
     def one_at_a_time(*given: Any) -> None:
         with turn:
+            calls.append(given[7])
             kernel(*given)
 
     monkeypatch.setattr(cpu_moe, "cpu_fused_moe", one_at_a_time)
     with set_current_vllm_config(asked):
-        yield
+        yield calls
 
 
 _OF_THREAD = threading.local()
 
 
-def join(group: ThreadGroup) -> None:
+def join(group: ThreadGroup) -> ExchangePool:
     """Gives this thread's layers a pool of exchanges with the group's other ranks."""
     ranks = Ranks(group, group.rank, group.size, WORDING)
     _OF_THREAD.pool = ExchangePool(ranks, torch.device("cpu"), Options())
+    return _OF_THREAD.pool
 
 
 class Weights:
@@ -92,7 +98,8 @@ class Weights:
         middle = torch.nn.functional.silu(gate) * up
         every = torch.einsum("nei,ehi->neh", middle, self.w2.float())
         chosen = every.gather(1, ids.long().unsqueeze(-1).expand(-1, -1, HIDDEN_SIZE))
-        return (chosen * weights.unsqueeze(-1)).sum(1)
+        summed: torch.Tensor = (chosen * weights.unsqueeze(-1)).sum(1)
+        return summed
 
 
 def tokens(

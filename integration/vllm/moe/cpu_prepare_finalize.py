@@ -4,9 +4,14 @@ The receive buffer is rank-major. It has room for every rank's capacity, and mos
 vLLM's CPU experts compute every row that they get, ignore expert_map and do not check ids. So they
 get only the filled rows, with local ids. The id of another rank's expert becomes local expert 0
 with weight 0.
+
+A rank without requests runs the model with a dummy token while other ranks work. Nobody reads what
+becomes of dummy tokens, so they go to no expert. The rank takes part in the round without rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -25,15 +30,24 @@ from .prepare_finalize import (
 
 
 class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
-    """Copies the filled rows out of the workspace, and the experts' rows back into their slots."""
+    """Copies the filled rows out of the workspace, and the experts' rows back into their slots.
+
+    Args:
+        exchange: the layer's exchange.
+        expert_map: vLLM's map of global to local expert ids, or None.
+        dispatch_format: how rows travel.
+        is_idle: returns whether the rank's tokens are dummies.
+    """
 
     def __init__(
         self,
         exchange: MoeAllToAll,
         expert_map: torch.Tensor | None,
         dispatch_format: DispatchFormat = UNQUANTISED,
+        is_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(exchange, expert_map, dispatch_format)
+        self._is_idle = is_idle
         self._slices: list[slice] = []  # the filled rows, one slice per source rank
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
@@ -45,6 +59,9 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 f"{type(fused_experts).__name__} leaves {type(left_open).__name__} to finalize; on "
                 "CPU ranks only experts that weight and sum their rows themselves are served."
             )
+
+    def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(topk_ids, -1) if self._is_idle() else topk_ids
 
     def _hand_out(self, received: Dispatched) -> Arrived:
         slices = self._slices = _filled(

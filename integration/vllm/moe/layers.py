@@ -41,8 +41,11 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
         quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
         if ours:
             if current_platform.is_cpu():
+                # vLLM's modules of CPU experts are left alone on other devices.
+                from .cpu_experts import compute_local_choices
                 from .cpu_fp8_experts import serve_without_amx
 
+                compute_local_choices(quant_method)
                 serve_without_amx(quant_method)
             install_after_loading(quant_method)
         return quant_method
@@ -68,11 +71,11 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
         if not isinstance(self.quant_method, MoeNvlinkFusedMoEMethod):
             return load()
         # A module's __dict__ precedes its submodules, of which our method is one.
-        vars(self)["quant_method"] = self.quant_method.old_quant_method
+        self.__dict__["quant_method"] = self.quant_method.old_quant_method
         try:
             return load()
         finally:
-            del vars(self)["quant_method"]
+            del self.__dict__["quant_method"]
 
 
 class MoeNvlinkMoERunner(MoERunner):

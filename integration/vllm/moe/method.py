@@ -27,7 +27,6 @@ from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
-from .cpu_fp8_experts import Fp8RowsMixin
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
 from .experts_input import VllmExpertsInput
@@ -54,6 +53,8 @@ class MoeNvlinkFusedMoEMethod(FusedMoEModularMethod):
     Raises:
         UnsupportedError: our exchange cannot serve the experts.
     """
+
+    moe_kernel: Any
 
     def __init__(self, replaced: Any, prepare_finalize: MoeNvlinkPrepareAndFinalize) -> None:
         experts = replaced.moe_kernel.fused_experts
@@ -137,7 +138,7 @@ def install(quant_method: Any, layer: Any) -> None:
         geometry = geometry._replace(recipe=chosen.recipe.name)
     exchanges = pool.exchanges_of_layer(geometry)
     with pool.ranks.telling_all(layer.layer_name):
-        prepare_finalize = _prepare_finalize(pool.device, exchanges, layer.expert_map, chosen)
+        prepare_finalize = _prepare_finalize(pool, exchanges, layer.expert_map, chosen)
         layer._replace_quant_method(MoeNvlinkFusedMoEMethod(quant_method, prepare_finalize))
     pool.ranks.agree(Proposal(layer.layer_name))
     logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, geometry, chosen)
@@ -150,10 +151,14 @@ def _share_scales(layer: Any) -> None:
 
 def _process(quant_method: Any, layer: Any) -> None:
     """Let vLLM's method process weights, loaded for the first time or again. Local."""
-    if current_platform.is_cpu():
-        # vLLM packs weights for its CPU experts only when it makes a kernel. A method that has one
-        # would compute with reloaded weights as if they were packed.
-        quant_method.moe_kernel = None
+    if not current_platform.is_cpu():
+        quant_method.process_weights_after_loading(layer)
+        return
+    from .cpu_fp8_experts import Fp8RowsMixin
+
+    # vLLM packs weights for its CPU experts only when it makes a kernel. A method that has one
+    # would compute with reloaded weights as if they were packed.
+    quant_method.moe_kernel = None
     quant_method.process_weights_after_loading(layer)
     experts = getattr(quant_method.moe_kernel, "fused_experts", None)
     if isinstance(experts, Fp8RowsMixin):  # vLLM's FP8 method leaves the weights to its kernels
@@ -184,12 +189,12 @@ def _pool() -> ExchangePool:
 
 
 def _prepare_finalize(
-    device: torch.device,
+    pool: ExchangePool,
     exchanges: list[MoeAllToAll],
     expert_map: torch.Tensor | None,
     chosen: DispatchFormat,
 ) -> MoeNvlinkPrepareAndFinalize:
     """Make the prepare/finalize for this rank's device. Local."""
-    if device.type == "cuda":
+    if pool.device.type == "cuda":
         return CudaPrepareAndFinalize(exchanges, expert_map, chosen)
-    return CpuPrepareAndFinalize(exchanges[0], expert_map, chosen)
+    return CpuPrepareAndFinalize(exchanges[0], expert_map, chosen, lambda: pool.is_idle)
