@@ -65,8 +65,8 @@ _OF_THREAD = threading.local()
 def join(group: ThreadGroup) -> ExchangePool:
     """Gives this thread's layers a pool of exchanges with the group's other ranks."""
     ranks = Ranks(group, group.rank, group.size, WORDING)
-    _OF_THREAD.pool = ExchangePool(ranks, torch.device("cpu"), Options())
-    return _OF_THREAD.pool
+    pool = _OF_THREAD.pool = ExchangePool(ranks, torch.device("cpu"), Options())
+    return pool
 
 
 class Weights:

@@ -49,7 +49,8 @@ def serve_without_amx(quant_method: Any) -> None:
             "weights in bfloat16, float16 or float32."
         )
     _, unquantised = select_unquantized_moe_backend(moe_config=quant_method.moe)
-    quant_method.experts_cls = _taking_fp8_rows(of_local_choices(unquantised))
+    floats: Any = of_local_choices(unquantised)
+    quant_method.experts_cls = _taking_fp8_rows(floats)
     # With this backend, vLLM passes the weights to the experts as it has loaded them.
     quant_method.fp8_backend = Fp8MoeBackend.EMULATION
     logger.info(
