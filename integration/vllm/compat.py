@@ -357,7 +357,6 @@ FIELDS = (
         f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", ("moe_kernel", "moe_quant_config")
     ),
     Fields(f"{_MOE}.fused_moe_modular_method", "FusedMoEModularMethod", ("old_quant_method",)),
-    Fields(f"{_MOE}.experts.cpu_moe", "CPUUnquantizedExperts", ("_use_zentorch",)),
     Fields(_FP8, "Fp8MoEMethod", ("block_quant", "experts_cls", "fp8_backend", "moe")),
     Fields(_KERNEL, "FusedMoEKernel", ("fused_experts", "is_monolithic", "prepare_finalize")),
     Fields(

@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm.moe.cpu_experts import LocalChoicesMixin
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.unit import vllm_experts
 from tests.unit.vllm_experts import NUM_EXPERTS, TOP_K, Weights, tokens
@@ -41,7 +40,6 @@ def test_each_choice_is_computed_once(dtype: torch.dtype, calls: list[torch.Tens
     def rank_main(group: ThreadGroup) -> torch.Tensor:
         vllm_experts.join(group)
         layer = loaded(group, weights, dtype)
-        assert isinstance(layer.quant_method.moe_kernel.fused_experts, LocalChoicesMixin)
         return vllm_experts.run(layer, *mine[group.rank])
 
     for outputs, work in zip(run_ranks(EP_SIZE, rank_main), mine, strict=True):
@@ -54,21 +52,21 @@ def test_each_choice_is_computed_once(dtype: torch.dtype, calls: list[torch.Tens
     assert sorted(map(len, calls)) == sorted([first_half, len(asked) - first_half])
 
 
-def test_choices_of_weight_0_are_not_computed(calls: list[torch.Tensor]) -> None:
+def test_choices_that_a_router_marked_are_not_computed(calls: list[torch.Tensor]) -> None:
+    """Of one token all three choices are padding, which is -1, and of another the first one."""
     hidden, ids, router = tokens(4, seed=0)
-    router[:2] = 0.0
+    expected = router.clone()
+    for marked in ((0,), (2, 0)):
+        ids[marked], expected[marked] = -1, 0.0
     weights = Weights(0)
 
-    def rank_main(group: ThreadGroup) -> list[torch.Tensor]:
+    def rank_main(group: ThreadGroup) -> torch.Tensor:
         vllm_experts.join(group)
-        layer = loaded(group, weights)
-        whole = vllm_experts.run(layer, hidden, ids, router)
-        return [whole, vllm_experts.run(layer, hidden, ids, torch.zeros_like(router))]
+        return vllm_experts.run(loaded(group, weights), hidden, ids, router)
 
-    for some, none in run_ranks(EP_SIZE, rank_main):
-        torch.testing.assert_close(some, weights.dense(hidden, ids, router))
-        assert not none.any()
-    assert sum(map(len, calls)) == EP_SIZE * 2 * TOP_K
+    for outputs in run_ranks(EP_SIZE, rank_main):
+        torch.testing.assert_close(outputs, weights.dense(hidden, ids.clamp(min=0), expected))
+    assert sum(map(len, calls)) == EP_SIZE * (3 * TOP_K - 1)
 
 
 def test_tokens_of_an_idle_rank_go_to_no_expert(calls: list[torch.Tensor]) -> None:

@@ -2,9 +2,8 @@
 
 vLLM's CPU experts for block FP8 need AMX tiles. On a CPU without them, vLLM's oracle chooses no
 experts class (until plugins can register theirs, its comment says), and loading fails. Our experts
-dequantise the weights after loading, and vLLM's unquantised CPU experts compute with them, called
-as in `cpu_experts`. Unlike these, our experts take quantised rows, so dispatch carries the format
-of the model's scheme.
+dequantise the weights after loading, and vLLM's unquantised CPU experts compute with them. Unlike
+these, our experts take quantised rows, so dispatch carries the format of the model's scheme.
 
 vLLM's own CPU experts (W8A16) get unquantised activations. vLLM's GPU experts also quantise between
 the two products. Our experts quantise only the input.
@@ -25,8 +24,6 @@ from vllm.model_executor.utils import replace_parameter
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
-
-from .cpu_experts import of_local_choices
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +46,7 @@ def serve_without_amx(quant_method: Any) -> None:
             "weights in bfloat16, float16 or float32."
         )
     _, unquantised = select_unquantized_moe_backend(moe_config=quant_method.moe)
-    floats: Any = of_local_choices(unquantised)
-    quant_method.experts_cls = _taking_fp8_rows(floats)
+    quant_method.experts_cls = _taking_fp8_rows(unquantised)
     # With this backend, vLLM passes the weights to the experts as it has loaded them.
     quant_method.fp8_backend = Fp8MoeBackend.EMULATION
     logger.info(

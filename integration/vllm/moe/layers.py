@@ -41,11 +41,8 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
         quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
         if ours:
             if current_platform.is_cpu():
-                # vLLM's modules of CPU experts are left alone on other devices.
-                from .cpu_experts import compute_local_choices
                 from .cpu_fp8_experts import serve_without_amx
 
-                compute_local_choices(quant_method)
                 serve_without_amx(quant_method)
             install_after_loading(quant_method)
         return quant_method
