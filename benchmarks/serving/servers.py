@@ -19,6 +19,8 @@ OURS = "moe_nvlink"
 ONE_RANK = "one_rank"
 #: Between two MoE layers a rank may wait for a machine that is busy starting another server.
 TIMEOUT_S = 60
+#: A start takes half a minute on an idle machine; other work may share the cores.
+READY_S = 1200.0
 #: Workers write their counters twice a second.
 COUNTERS_PAUSE_S = 1.2
 COUNTERS_LIMIT_S = 20.0
@@ -67,7 +69,7 @@ class ExpertParallelServer:
 
     def wait_until_ready(self) -> float:
         """Return seconds since the start; raise ServerError as VllmServer does."""
-        return self.server.wait_until_ready()
+        return self.server.wait_until_ready(timeout_s=READY_S)
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
         """Return greedy tokens for prompts that are sent at once, prompt i to rank i % ep_size."""
@@ -139,6 +141,6 @@ def one_rank_tokens(
         with_plugins=False,
     )
     with server:
-        server.wait_until_ready()
+        server.wait_until_ready(timeout_s=READY_S)
         answers = server.complete(prompts, max_tokens=length)
     return [answer.token_ids for answer in answers]

@@ -77,7 +77,8 @@ class Weights:
 
         def draw(rows: int, columns: int) -> torch.Tensor:
             drawn = torch.randn(NUM_EXPERTS, rows, columns, generator=random)
-            return (drawn * columns**-0.5).to(dtype)
+            scaled: torch.Tensor = drawn * columns**-0.5
+            return scaled.to(dtype)
 
         self.w1 = draw(INTERMEDIATE_SIZE, HIDDEN_SIZE)
         self.w3 = draw(INTERMEDIATE_SIZE, HIDDEN_SIZE)
