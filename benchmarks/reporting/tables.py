@@ -19,6 +19,7 @@ NAMES = {
     "all_to_all_full": "torch all_to_all_single, both ways, packing and reducing timed",
     "gloo_ag_rs": "gloo all-gather + reduce-scatter, one packed row a token",
     "gloo_ag_rs_unpacked": "gloo all-gather + reduce-scatter, a collective for each tensor",
+    "one_rank": "none: a server of one rank",
     "nccl_gather": "NCCL all-gather + reduce-scatter",
     "flashinfer": "FlashInfer moe_a2a",
     "flashinfer_cake": "FlashInfer moe_a2a, cake",
@@ -189,7 +190,7 @@ def serve(result: Result) -> str:
         "vLLM server of {ep_size} ranks, {layers} layers, hidden size {hidden_size}, top_k {top_k},"
         " {num_experts} experts; every answer {tokens} tokens, median of {rounds} rounds"
     )
-    method = text.format(ep_size=result.data["ep_size"], **result.options)
+    method = text.format(**result.options | {"ep_size": result.data["ep_size"]})
     return shown(result, method, table([*columns, "ours over it (quartiles)"], body))
 
 

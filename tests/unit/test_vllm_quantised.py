@@ -20,6 +20,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import config as vllm_config
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
@@ -41,7 +42,7 @@ from moe_nvlink_plugin.integration.common.formats import DispatchFormat, choose
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
-from moe_nvlink_plugin.integration.vllm.moe import experts_input, layers
+from moe_nvlink_plugin.integration.vllm.moe import experts_input, method
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
@@ -432,8 +433,8 @@ def _on_cpu(
         hidden, weights, ids, NUM_EXPERTS, None, False, experts.quant_config, experts.defers
     )
     assert rows.is_contiguous()
-    counts = exchange._layer.channel(0).recv_counts.sum()
-    assert rows.shape[0] == local_ids.shape[0] == int(counts)
+    assert local_ids.shape == sent_weights.shape == (rows.shape[0], 1)  # a row for each choice
+    assert rows.shape[0] >= int(exchange._layer.channel(0).recv_counts.sum())
     floats = experts.floats_of(rows, scales)
     global_ids = local_ids + subject._first
     output = torch.empty_like(hidden)
@@ -647,7 +648,7 @@ def test_a_problem_that_is_no_refusal_is_told_to_all_too(monkeypatch: pytest.Mon
 class LoadedLayer:
     """As much of a layer, its quant method and vLLM's kernel as is looked at; a step may fail."""
 
-    layer_name, expert_map = "layer 3", None
+    layer_name, expert_map, moe_quant_config = "layer 3", None, None
     moe_config = SimpleNamespace(
         num_experts=NUM_EXPERTS,
         experts_per_token=TOP_K,
@@ -660,10 +661,14 @@ class LoadedLayer:
     def __init__(self, step: str) -> None:
         self.step = step
         self.moe_kernel: Any = None
+        self.quant_method: Any = self
+        self.w13_weight, self.w2_weight = "loaded", "loaded"
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.step == "weights":
             raise MemoryError("no room for weights")
+        if self.step == "no experts":
+            return
         self.moe_kernel = SimpleNamespace(
             is_monolithic=self.step == "monolithic",
             prepare_finalize=None,
@@ -671,25 +676,31 @@ class LoadedLayer:
         )
         if self.step == "placement":
             self.expert_map = torch.tensor([-1, 0, -1, 1, -1, 2, 3])
+        if self.step == "packed":
+            del layer.w2_weight
+
+    def _replace_quant_method(self, quant_method: Any) -> None:
+        self.quant_method = quant_method
 
 
 def _load(steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What becomes of two ranks whose layers fail in these steps."""
+    """What becomes of two ranks whose layers fail in these steps: the method of each."""
     pools = threading.local()
-    monkeypatch.setattr(layers, "_pool", lambda: pools.mine)
+    monkeypatch.setattr(method, "_pool", lambda: pools.mine)
 
-    def rank_main(group: Any) -> bool:
+    def rank_main(group: Any) -> Any:
         pools.mine = pool_of(group, Options())
         layer = LoadedLayer(steps[group.rank])
-        layers._rebuild_after_loading(layer)
+        method.install_after_loading(layer)
         layer.process_weights_after_loading(layer)
-        return layers._is_ours(layer.moe_kernel)
+        return type(layer.quant_method)
 
-    return try_ranks(2, rank_main)
+    with set_current_vllm_config(VllmConfig()):
+        return try_ranks(2, rank_main)
 
 
-def test_ranks_that_set_a_layer_up_have_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _load(("", ""), monkeypatch) == [True, True]
+def test_ranks_that_set_a_layer_up_have_our_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _load(("", ""), monkeypatch) == [method.MoeNvlinkFusedMoEMethod] * 2
 
 
 @pytest.mark.parametrize(
@@ -697,6 +708,8 @@ def test_ranks_that_set_a_layer_up_have_our_kernel(monkeypatch: pytest.MonkeyPat
     [
         ("weights", "MemoryError: no room for weights"),
         ("monolithic", "UnsupportedError: .*without vLLM's modular kernel"),
+        ("no experts", "UnsupportedError: .*without vLLM's modular kernel"),
+        ("packed", "UnsupportedError: .*reads w2_weight, and LoadedLayer keeps the weights of"),
         ("placement", "UnsupportedError: vLLM placed experts"),
     ],
 )
