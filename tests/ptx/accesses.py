@@ -181,15 +181,18 @@ def _exchanges() -> Iterator[Exchange]:
     yield Exchange("dec.u32", 32, lambda x, b, c: b if x == 0 or x > b else x - 1)
 
 
+#: What the kernels have.
+_IN_KERNELS = ("acq_rel.gpu.global.add.u32", "relaxed.gpu.global.add.u32")
 _ORDERS = ("", "relaxed.gpu.", "acquire.sys.", "release.cta.", "acq_rel.gpu.", "acq_rel.sys.")
+_PLACES = itertools.cycle(itertools.product(_ORDERS, ("global.", "shared.", "")))
 #: Each operation with one order and space, which take turns.
-ATOMICS = tuple(
-    each._replace(name=f"{order}{space}{each.name}")
-    for each, (order, space) in zip(
-        _exchanges(), itertools.cycle(itertools.product(_ORDERS, ("global.", "shared.", ""))),
-        strict=False,
-    )
-)  # fmt: skip
+ATOMICS = (
+    *(Exchange(name, 32, lambda x, b, c: x + b) for name in _IN_KERNELS),
+    *(
+        each._replace(name="".join((*place, each.name)))
+        for each, place in zip(_exchanges(), _PLACES, strict=False)
+    ),
+)
 
 
 def atomics_entry(name: str) -> str:
