@@ -32,7 +32,7 @@ from tests.unit.test_fake_cuda import (
     stream_of,
 )
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 KERNELS = r"""
 using u32 = unsigned;
@@ -77,6 +77,16 @@ extern "C" __global__ void second(u32* started, u32* result, u32* copy) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   *copy = *result;
   *started = 0;
+}
+
+// CTAs wait for each other: all of them have to be there at once.
+extern "C" __global__ void together(u32* words) {
+  if (threadIdx.x != 0) return;
+  atomicAdd(words, 1);
+  u32 found = 0;
+  while (found < gridDim.x) {
+    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(found) : "l"(words) : "memory");
+  }
 }
 
 // Half of a warp leaves, the other half waits for it.
@@ -196,6 +206,24 @@ def parameters() -> list[int]:
 
 def test_parameters_lie_where_the_cubin_has_them(in_driver: Callable[..., Any]) -> None:
     assert in_driver(parameters) == [200, 77, 2**40, 3]
+
+
+def waits_for_all(num_ctas: int) -> int:
+    address = words([0])
+    call = launch("together", configured((num_ctas, 1, 1), (1024, 1, 1)), address)
+    if num_ctas > 2 * 3:
+        refused("CUDA_ERROR_LAUNCH_TIMEOUT", *call)
+        return 0
+    driver.call(*call)
+    return read_words(address, 1)[0]
+
+
+@pytest.mark.parametrize(("num_ctas", "seen"), [(6, 6), (7, 0)])
+def test_no_more_ctas_run_at_once_than_the_gpu_holds(
+    num_ctas: int, seen: int, in_driver: Callable[..., Any]
+) -> None:
+    """Three SMs with 2048 threads each."""
+    assert in_driver(waits_for_all, num_ctas, sms=3, patience_s=1) == seen
 
 
 # Programmatic dependent launch.

@@ -316,7 +316,7 @@ def test_more_ranks_than_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # The product's cases, launched by the driver.
 
 
-@pytest.mark.parametrize("on", ["host", pytest.param("ptx", marks=pytest.mark.long)])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 @pytest.mark.parametrize("number", range(4))
 def test_cases(number: int, on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = cases.CASES[number::4]

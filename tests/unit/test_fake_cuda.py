@@ -591,7 +591,7 @@ def cubins_body(_rank: int, _size: int, cubins: dict[str, bytes]) -> dict[str, t
 # Captures.
 
 
-@pytest.mark.parametrize("with_kernels", ["host", "ptx"], indirect=True)
+@pytest.mark.parametrize("with_kernels", ["host", ptx.LONG], indirect=True)
 def test_captures(with_kernels: Callable[..., Any]) -> None:
     with_kernels(captures_body)
 

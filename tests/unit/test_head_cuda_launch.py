@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(200)
 VOCAB, HIDDEN, CAPACITY = 40_000, 256, 8
 
 
-@pytest.fixture(scope="module", params=["host", pytest.param("ptx", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["host", ptx.LONG])
 def on(request: pytest.FixtureRequest) -> str:
     """What the driver runs of a kernel: its host build or its PTX."""
     return str(request.param)
@@ -49,8 +49,9 @@ def driver(on: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Processes that are started now have the fake driver, with 132 SMs."""
     folder = tmp_path_factory.mktemp("driver")
     if on == "ptx":
-        every = (HEAD.variant(dtype=dtype) for dtype in ("bf16", "fp16", "fp32"))
-        runs = {"ptx": ptx.prepare(folder / "ptx", ptx.of(*every, pdl=(True, False)))}
+        bf16, *others = (HEAD.variant(dtype=dtype) for dtype in ("bf16", "fp16", "fp32"))
+        units = ptx.of(bf16, pdl=(True, False)) + ptx.of(*others)
+        runs = {"ptx": ptx.prepare(folder / "ptx", units)}
     else:
         runs = {"kernels": host.build(kernel_texts.host_source())}
     with pytest.MonkeyPatch.context() as patch:

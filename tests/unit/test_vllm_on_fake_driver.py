@@ -110,7 +110,7 @@ def _units() -> list[ptx.Unit]:
     return ptx.of(*variants)
 
 
-@pytest.mark.parametrize("on", ["host", pytest.param("ptx", marks=pytest.mark.long)])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 def test_the_layer_between_processes_on_the_stand_in_driver(
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ struct Launch {
   int device;
   LaunchConfig config;  // its pointers are the caller's and may be gone
   uint32_t pdl;
+  uint32_t resident_ctas;     // as many as the device holds of it at once
   std::vector<uint8_t> args;  // the driver's own copy: the caller may change its struct
 };
 struct Capture {

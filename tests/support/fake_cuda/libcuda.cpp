@@ -800,7 +800,7 @@ Status cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** p
   ENTER(cuLaunchKernelEx);
   REQUIRE_CONTEXT();
   CHECK(params != nullptr && extra == nullptr, CUDA_ERROR_INVALID_VALUE);
-  Launch launch{"", nullptr, current()->device, *config, 0, {}};
+  Launch launch{"", nullptr, current()->device, *config, 0, 0, {}};
   {
     const std::lock_guard guard(lock);
     CHECK(functions.count(function) == 1, CUDA_ERROR_INVALID_HANDLE);
@@ -813,6 +813,7 @@ Status cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** p
             check_shape(*config, *function->kernel, cooperative, num_sms(), multiprocessor())) {
       return bad;
     }
+    launch.resident_ctas = resident_ctas(*config, *function->kernel, num_sms(), multiprocessor());
     if (const Status bad = copy_args(*function, params, &launch.args)) return bad;
     Stream* stream;
     if (const Status bad = find_stream(config->stream, launch.device, &stream)) return bad;

@@ -33,6 +33,14 @@ struct Multiprocessor {
   }
 };
 
+// As many CTAs of a launch as the GPU holds at once.
+uint32_t resident_ctas(const LaunchConfig& config, const Kernel& kernel, int num_sms,
+                       const Multiprocessor& sm) {
+  const unsigned threads = config.block[0] * config.block[1] * config.block[2];
+  const int of_sm = sm.resident(kernel, static_cast<int>(threads), config.shared_bytes);
+  return static_cast<uint32_t>(num_sms * of_sm);
+}
+
 // Whether a launch of this shape fits the GPU and the kernel.
 Status check_shape(const LaunchConfig& config, const Kernel& kernel, bool cooperative, int num_sms,
                    const Multiprocessor& sm) {
@@ -49,8 +57,7 @@ Status check_shape(const LaunchConfig& config, const Kernel& kernel, bool cooper
   CHECK(kernel.shared_bytes + config.shared_bytes <= kShared, CUDA_ERROR_INVALID_VALUE);
   const int of_cta = static_cast<int>(threads);
   CHECK(of_cta <= Multiprocessor::most_threads(kernel), CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
-  const int resident = num_sms * sm.resident(kernel, of_cta, config.shared_bytes);
-  CHECK(!cooperative || ctas <= static_cast<uint64_t>(resident),
+  CHECK(!cooperative || ctas <= resident_ctas(config, kernel, num_sms, sm),
         CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE);
   return 0;
 }

@@ -86,6 +86,7 @@ Status status_of(const std::string& fault) {
 struct PtxFunctions {
   PtxMachine* (*create)(int ranks, uint64_t seed, int in_processes);
   void (*destroy)(PtxMachine*);
+  void (*limit_ctas)(PtxMachine*, uint32_t most);
   void (*limit_wait)(PtxMachine*, uint64_t ns);
   void (*allocate)(PtxMachine*, int rank, uint64_t address, uint64_t size, const char* name);
   void (*launch)(PtxMachine*, int rank, const PtxKernel*, const uint32_t* grid,
@@ -97,6 +98,7 @@ struct PtxFunctions {
   explicit PtxFunctions(const PtxLibrary& library) {
     find(library, "ptx_create", &create);
     find(library, "ptx_destroy", &destroy);
+    find(library, "ptx_limit_ctas", &limit_ctas);
     find(library, "ptx_limit_wait", &limit_wait);
     find(library, "ptx_allocate", &allocate);
     find(library, "ptx_launch", &launch);
@@ -126,7 +128,9 @@ Status run_ptx(const std::vector<Launch>& launches, const std::vector<Range>& ra
   for (const Range& one : ranges) {
     gpu.allocate(machine.get(), 0, one.address, one.size, one.name.c_str());
   }
+  uint32_t resident = launches.front().resident_ctas;
   for (const Launch& launch : launches) {
+    resident = std::min(resident, launch.resident_ctas);
     if (!reaches_pageable()) {  // where they lie
       const auto* one = launch.ptx->get<const PtxVariable>("variables");
       for (; one->name != nullptr; ++one) {
@@ -138,6 +142,7 @@ Status run_ptx(const std::vector<Launch>& launches, const std::vector<Range>& ra
     gpu.launch(machine.get(), 0, launch.ptx->kernel(launch.name), config.grid, config.block,
                launch.args.data(), launch.args.size(), config.shared_bytes, launch.pdl);
   }
+  gpu.limit_ctas(machine.get(), resident);
   const char* fault = gpu.run(machine.get());
   if (fault == nullptr) return 0;
   fprintf(stderr, "fake_cuda: device %d: %s: %s\n", launches.front().device, fault,

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.exchange.arguments import combine_code
 from moe_nvlink_plugin.exchange.kernels import LAYER
@@ -21,6 +23,11 @@ from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.kernel import Variant
 from tests.support.ptx import build
+
+
+#: A parameter of tests that run on PTX only by `-m long`. What they compile takes minutes where others
+#: have the processors.
+LONG = pytest.param("ptx", marks=(pytest.mark.long, pytest.mark.timeout(900)))
 
 
 class Unit(NamedTuple):

@@ -220,7 +220,8 @@ def load(ptx: str, *, races: bool = False, clock: bool = False) -> Library:
 def library_path(ptx: str, *, races: bool = False, clock: bool = False) -> Path:
     """The file that `load` loads."""
     runtime = runtime_path(races=races, clock=clock)
-    flags = (*FLAGS, *_mode_flags(races, clock))
+    # Without races and clock, code runs no slower for -Og and compiles twice as fast.
+    flags = (*FLAGS, *_mode_flags(races, clock), *(() if races or clock else ("-Og",)))
     text = translate.to_cpp(ptx)
 
     def build(target: Path) -> None:
