@@ -2,6 +2,7 @@
 
     python -m tests.kernels.every_nvrtc                    # every release in pip's index
     python -m tests.kernels.every_nvrtc 13.0.88 --list whole    # one release, the whole list
+    python -m tests.kernels.every_nvrtc --as-ptx    # PTX, and what tests/support/ptx makes of it
 
 Prints a table: how many kernels of each family each release compiles, and how many it refuses. A
 kernel of the product for which ptxas has a warning, such as a register spill, counts as refused.
@@ -35,6 +36,9 @@ from moe_nvlink_plugin.launch.kernel import Build, Variant
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.tools import precompile
 from tests.support import emulated_text
+from tests.support.ptx.build import ptx_of
+from tests.support.ptx.text import UnknownPtxError
+from tests.support.ptx.translate import to_cpp
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "nvidia-cuda-nvrtc"
@@ -104,8 +108,21 @@ def sample() -> list[Kernel]:
     return [kernel for kernel in kernels() if kernel.architecture in ends]
 
 
+def few() -> list[Kernel]:
+    """One kernel of each family, the architectures in turn."""
+    return [
+        next(kernel for kernel in kernels() if (kernel.family, kernel.architecture) == wanted)
+        for wanted in zip(
+            dict.fromkeys(kernel.family for kernel in kernels()),
+            itertools.cycle(nvrtc.ARCHITECTURES),
+            strict=False,
+        )
+    ]
+
+
 #: By the name that the command knows it by.
 LISTS: dict[str, Callable[[], list[Kernel]]] = {
+    "few": few,
     "sample": sample,
     "short": kernels,
     "whole": functools.partial(kernels, whole=True),
@@ -244,12 +261,17 @@ def _run(command: list[str]) -> str:
 
 
 def compile_all(
-    folder: Path | None, *, which: str = "short", time_limit_s: float = TIME_LIMIT_S
+    folder: Path | None,
+    *,
+    which: str = "short",
+    as_ptx: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
 ) -> Release:
     """What one NVRTC makes of the list, in a process of its own.
 
     Args:
         folder: where `install` put the release; None: the NVRTC of this environment.
+        as_ptx: PTX is made, and C++ of it by the software GPU (tests/support/ptx).
     """
     command = [
         sys.executable,
@@ -257,6 +279,7 @@ def compile_all(
         "tests.kernels.every_nvrtc",
         "--child",
         *("--list", which),
+        *(["--as-ptx"] if as_ptx else []),
     ]
     variables = dict(os.environ)
     if folder is not None:
@@ -282,8 +305,9 @@ def compile_all(
     return Release(version, loaded, outcomes, time.monotonic() - start)
 
 
-def _child(library: str | None, which: str) -> None:
+def _child(library: str | None, which: str, as_ptx: bool) -> None:
     """Prints which NVRTC this process has, then each outcome, as lines of JSON."""
+    of = translated if as_ptx else outcome_of
     if library is not None:
         ctypes.CDLL(library)  # cuda-bindings takes the one that the process has
     version = nvrtc.version()
@@ -291,7 +315,7 @@ def _child(library: str | None, which: str) -> None:
     (loaded,) = set(re.findall(r"(/\S*/libnvrtc\.so\.\S+)$", maps, re.MULTILINE))
     print(json.dumps([version, loaded]))
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for outcome in pool.map(outcome_of, LISTS[which]()):
+        for outcome in pool.map(of, LISTS[which]()):
             print(json.dumps(outcome))
 
 
@@ -301,6 +325,16 @@ def outcome_of(kernel: Kernel) -> Outcome:
     try:
         nvrtc.compile_cubin(kernel.text(), kernel.architecture, strict=kernel.strict)
     except MoeNvlinkError as refusal:
+        error = str(refusal)
+    return Outcome(kernel.family, f"{kernel.name} for {kernel.architecture}", error)
+
+
+def translated(kernel: Kernel) -> Outcome:
+    """What this process's NVRTC makes of one kernel as PTX, and the software GPU of that."""
+    error = ""
+    try:
+        to_cpp(ptx_of(kernel.text(), kernel.architecture))
+    except (MoeNvlinkError, UnknownPtxError) as refusal:
         error = str(refusal)
     return Outcome(kernel.family, f"{kernel.name} for {kernel.architecture}", error)
 
@@ -335,16 +369,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("versions", nargs="*", help="releases (default: all of pip's index)")
     parser.add_argument("--list", choices=LISTS, default="short", help="which kernels")
+    parser.add_argument("--as-ptx", action="store_true", help="executable by tests/support/ptx")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        _child(next(iter(options.versions), None), options.list)
+        _child(next(iter(options.versions), None), options.list, options.as_ptx)
         return 0
     found: dict[str, Release] = {}
     for version in options.versions or releases():
         with tempfile.TemporaryDirectory() as folder:
             install(version, Path(folder))
-            found[version] = compile_all(Path(folder), which=options.list)
+            found[version] = compile_all(Path(folder), which=options.list, as_ptx=options.as_ptx)
         refused = found[version].refused()
         print(f"{version}: {_cell(found[version].outcomes)}", file=sys.stderr)
         print(complaints(refused), end="\n" if refused else "", file=sys.stderr)

@@ -36,31 +36,31 @@ class Access(NamedTuple):
         return int(self.kind[1:])
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         """Elements."""
         return next((int(part[1]) for part in self.name.split(".") if part in ("v2", "v4")), 1)
 
     def registers(self) -> str:
         """The operand: the narrowest registers that PTX allows."""
-        names = [f"%v{max(self.bits, 16)}_{number}" for number in range(self.count)]
-        return names[0] if self.count == 1 else f"{{{', '.join(names)}}}"
+        names = [f"%v{max(self.bits, 16)}_{number}" for number in range(self.elements)]
+        return names[0] if self.elements == 1 else f"{{{', '.join(names)}}}"
 
     def loaded(self, there: bytes) -> list[int]:
         """The words that a thread writes after it has loaded from these bytes."""
         size = self.bits // 8
         words = []
-        for number in range(self.count):
+        for number in range(self.elements):
             part = there[number * size : (number + 1) * size]
             value = int.from_bytes(part, "little", signed=self.kind.startswith("s"))
             words.append(value & ((1 << max(self.bits, 16)) - 1))
-        return words + [one.POISON] * (WORDS - self.count)
+        return words + [one.POISON] * (WORDS - self.elements)
 
     def stored(self, words: list[int]) -> bytes:
         """What lies in a poisoned result after the low parts of these words have been stored."""
         size = self.bits // 8
         parts = b"".join((word & ((1 << self.bits) - 1)).to_bytes(size, "little") for word in words)
         before = one.POISON.to_bytes(8, "little") * WORDS
-        parts = parts[: size * self.count]
+        parts = parts[: size * self.elements]
         return before[:OFFSET] + parts + before[OFFSET + len(parts) :]
 
 
@@ -118,7 +118,7 @@ def loads_entry(name: str, accesses: tuple[Access, ...], *, generic_shared: bool
         address = f"[{name}_records]" if space == "param" else f"[{place}+{OFFSET}]"
         lines.append(f"{each.name} {each.registers()}, {address};")
         bits = max(each.bits, 16)
-        for number in range(each.count):
+        for number in range(each.elements):
             lines.append(_TO_WORD[bits].format(f"%v{bits}_{number}"))
             lines.append(f"st.global.u64 [%result+{8 * (WORDS * index + number)}], %word7;")
     return one.entry(name, "\n".join(lines), _DECLARED, words=WORDS * len(accesses))
@@ -134,7 +134,7 @@ def stores_entry(name: str, accesses: tuple[Access, ...], *, generic_shared: boo
         lines.append("mov.u64 %word3, %word5;\ncvta.shared.u64 %word5, %word5;")
     for index, each in enumerate(accesses):
         bits, result = max(each.bits, 16), 8 * WORDS * index
-        for number in range(each.count):
+        for number in range(each.elements):
             lines.append(f"ld.global.u64 %word7, [%record+{8 * number}];")
             lines.append(_OF_WORD[bits].format(f"%v{bits}_{number}"))
         if not in_shared:
@@ -157,8 +157,13 @@ class Exchange(NamedTuple):
     after: Callable[[int, int, int], int]
 
 
-def _signed(value: int, bits: int) -> int:
-    return value - (1 << bits) if value >> (bits - 1) else value
+def _signed(choose: Callable[..., int], bits: int) -> Callable[[int, int, int], int]:
+    """min or max of numbers in two's complement."""
+
+    def number(word: int) -> int:
+        return word - (1 << bits) if word >> (bits - 1) else word
+
+    return lambda x, b, c: choose(x, b, key=number)
 
 
 def _exchanges() -> Iterator[Exchange]:
@@ -166,12 +171,8 @@ def _exchanges() -> Iterator[Exchange]:
         yield Exchange(f"add.u{bits}", bits, lambda x, b, c: x + b)
         yield Exchange(f"min.u{bits}", bits, lambda x, b, c: min(x, b))
         yield Exchange(f"max.u{bits}", bits, lambda x, b, c: max(x, b))
-        yield Exchange(
-            f"min.s{bits}", bits, lambda x, b, c, n=bits: min(x, b, key=lambda v: _signed(v, n))
-        )
-        yield Exchange(
-            f"max.s{bits}", bits, lambda x, b, c, n=bits: max(x, b, key=lambda v: _signed(v, n))
-        )
+        yield Exchange(f"min.s{bits}", bits, _signed(min, bits))
+        yield Exchange(f"max.s{bits}", bits, _signed(max, bits))
         yield Exchange(f"and.b{bits}", bits, lambda x, b, c: x & b)
         yield Exchange(f"or.b{bits}", bits, lambda x, b, c: x | b)
         yield Exchange(f"xor.b{bits}", bits, lambda x, b, c: x ^ b)
@@ -181,15 +182,18 @@ def _exchanges() -> Iterator[Exchange]:
     yield Exchange("dec.u32", 32, lambda x, b, c: b if x == 0 or x > b else x - 1)
 
 
+#: What the kernels have.
+_IN_KERNELS = ("acq_rel.gpu.global.add.u32", "relaxed.gpu.global.add.u32")
 _ORDERS = ("", "relaxed.gpu.", "acquire.sys.", "release.cta.", "acq_rel.gpu.", "acq_rel.sys.")
+_PLACES = itertools.cycle(itertools.product(_ORDERS, ("global.", "shared.", "")))
 #: Each operation with one order and space, which take turns.
-ATOMICS = tuple(
-    each._replace(name=f"{order}{space}{each.name}")
-    for each, (order, space) in zip(
-        _exchanges(), itertools.cycle(itertools.product(_ORDERS, ("global.", "shared.", ""))),
-        strict=False,
-    )
-)  # fmt: skip
+ATOMICS = (
+    *(Exchange(name, 32, lambda x, b, c: x + b) for name in _IN_KERNELS),
+    *(
+        each._replace(name="".join((*place, each.name)))
+        for each, place in zip(_exchanges(), _PLACES, strict=False)
+    ),
+)
 
 
 def atomics_entry(name: str) -> str:

@@ -307,16 +307,24 @@ def _choices() -> Iterator[Form]:
         yield Form(f"selp.{kind}", sources, bits, lambda a, b, p: a if p else b)
 
 
+#: Bits of the mantissa, least exponent, and the exponent that is too large.
+_FACTS = {
+    np.float32: (23, -126, 128),
+    np.float16: (10, -14, 16),
+    ml_dtypes.bfloat16: (7, -126, 128),
+}
+
+
 def rounded(exact: Fraction, kind: Any = np.float32) -> Any:
     """The nearest value of a floating type that is not zero, of two the even one."""
-    facts = ml_dtypes.finfo(kind)
+    mantissa_bits, least, most = _FACTS[kind]
     size = abs(exact)
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
     if size < Fraction(2) ** exponent:
         exponent -= 1
-    unit = Fraction(2) ** (max(exponent, facts.minexp) - facts.nmant)
+    unit = Fraction(2) ** (max(exponent, least) - mantissa_bits)
     nearest = round(size / unit) * unit  # Python rounds a half to even
-    value = kind(np.inf) if nearest >= 2**facts.maxexp else kind(float(nearest))
+    value = kind(np.inf) if nearest >= 2**most else kind(float(nearest))
     return -value if exact < 0 else value
 
 

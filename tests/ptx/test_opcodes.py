@@ -325,11 +325,12 @@ def test_shuffles(bench: one.Bench) -> None:
     records = np.array(list(itertools.chain(*warps)), dtype=np.uint64)
     results = bench.run("shuffles", records, 2 * len(_SHUFFLES)) & np.uint64(0xFFFFFFFF)
     for number, warp in enumerate(warps):
-        values, by, limits, _ = (list(each) for each in zip(*warp, strict=True))
+        values, shifts, limits, _ = (list(each) for each in zip(*warp, strict=True))
         mine = results[32 * number : 32 * number + 32]
         for index, mode in enumerate(_SHUFFLES):
             actual = mine[:, 2 * index : 2 * index + 2].reshape(-1).tolist()
-            assert actual == _shuffled(mode, values, by, limits), (mode, by[0], limits[0])
+            expected = _shuffled(mode, values, shifts, limits)
+            assert actual == expected, (mode, shifts[0], limits[0])
 
 
 def test_other_meetings_of_a_warp(bench: one.Bench) -> None:
