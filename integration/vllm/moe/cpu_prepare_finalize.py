@@ -84,8 +84,8 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 "CPU ranks only experts that weight and sum their rows themselves are served."
             )
 
-    def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(topk_ids, -1) if self._is_idle() else topk_ids
+    def _padding(self, num_tokens: int) -> torch.Tensor | None:
+        return torch.ones(num_tokens, dtype=torch.bool) if self._is_idle() else None
 
     def _hand_out(self, received: Dispatched) -> Arrived:
         filled = _filled(received.recv_counts.tolist(), self._exchange.config.max_tokens_per_rank)
