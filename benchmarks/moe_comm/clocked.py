@@ -272,8 +272,8 @@ class Peer(Layer):
 
     def _launches(self, verb: str, rank: int) -> list[Launch]:
         names = ("hidden", "ids", "weights", "output")
-        *payloads, output = (self._tensors[rank][name].data_ptr() for name in names)
-        given = peer_launches.RankMemory(self.work.tokens, tuple(payloads), output)
+        hidden, ids, weights, output = (self._tensors[rank][name].data_ptr() for name in names)
+        given = peer_launches.RankMemory(self.work.tokens, (hidden, ids, weights), output)
         launches = peer_launches.dispatch if verb == "dispatch" else peer_launches.combine
         return [
             Launch(self._library[self._names[each.kernel]], *each[1:])
