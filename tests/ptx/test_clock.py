@@ -338,13 +338,13 @@ def timed(work: Work, changes: dict[str, float] | None = None, *, is_whole: bool
 
 
 def test_more_tokens_take_no_less_time() -> None:
-    ends = [timed(SMALL._replace(tokens=tokens)) for tokens in (1, 4, 16)]
+    ends = [timed(SMALL._replace(tokens=tokens)) for tokens in (1, 4, 64)]
     a_poll = 1e-3 * costs.costs("h200")["l2_ns"]  # by so much luck decides
     for verb in ("dispatch", "combine"):
         few, more, many = (end[verb][0] for end in ends)
         assert few < more + a_poll, verb
         assert more < many + a_poll, verb
-        assert few < many, verb
+        assert 1.01 * few < many, verb
 
 
 def test_a_run_can_be_repeated() -> None:
