@@ -130,6 +130,14 @@ _BODIES = {
         mul.wide.u32 %rd3, %r5, 16;
         add.u64 %rd4, %rd1, %rd3;
         st.global.v4.u32 [%rd4], {%r1, %r1, %r1, %r1};""",
+    # Every thread stores 16 bytes to each of four rows, which have the same low bits.
+    "fan_out": """
+        mul.wide.u32 %rd3, %r1, 16;
+        add.u64 %rd4, %rd1, %rd3;
+        st.global.v4.u32 [%rd4], {%r1, %r1, %r1, %r1};
+        st.global.v4.u32 [%rd4+16384], {%r1, %r1, %r1, %r1};
+        st.global.v4.u32 [%rd4+32768], {%r1, %r1, %r1, %r1};
+        st.global.v4.u32 [%rd4+49152], {%r1, %r1, %r1, %r1};""",
 }
 _ENTRY = """
 .visible .entry {name}(.param .u64 a, .param .u64 b)
@@ -288,6 +296,13 @@ def test_the_link_bounds_a_large_copy() -> None:
     assert took == pytest.approx(on_the_link + 1000, rel=0.01)
     free = Ranks()
     assert free.ns("copy", free.at(1), 0, grid=16, block=256) == pytest.approx(1000)
+
+
+def test_lanes_that_store_to_a_line_share_a_packet() -> None:
+    """Also if a thread stores to several rows before the next lane does."""
+    ranks = Ranks(link_bytes_per_ns=2)
+    took = ranks.ns("fan_out", ranks.at(1), 0, block=1024)
+    assert took == pytest.approx(4 * 16384 * (128 + 16) / 128 / 2 + 1000, rel=0.01)
 
 
 def test_ranks_that_do_the_same_end_together(ranks: Ranks) -> None:
