@@ -100,7 +100,7 @@ def calibration(batches: Sequence[int], changes: Mapping[str, float]) -> list[Ro
     rows = []
     for tokens, has_sync in itertools.product(batches, (True, False)):
         of = clocked.Peer if has_sync else clocked.PeerWithoutSync
-        with of(Work(8, tokens), "gb200", PUBLISHED | changes) as layer:
+        with of(Work(8, tokens), "gb200", {**PUBLISHED, **changes}) as layer:
             for verb in VERBS:
                 us, said = layer.run(verb).us, published[verb, has_sync, tokens]
                 row = {"verb": verb, "has_sync": has_sync, "tokens": tokens, "published_us": said}

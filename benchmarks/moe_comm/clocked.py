@@ -307,8 +307,8 @@ class Peer(Layer):
 
     def _launches(self, verb: str, rank: int) -> list[Launch]:
         names = ("hidden", "ids", "weights", "output")
-        *payloads, output = (self._tensors[rank][name].data_ptr() for name in names)
-        given = peer_launches.RankMemory(self.work.tokens, tuple(payloads), output)
+        hidden, ids, weights, output = (self._tensors[rank][name].data_ptr() for name in names)
+        given = peer_launches.RankMemory(self.work.tokens, (hidden, ids, weights), output)
         launches = getattr(self.verbs, verb)
         return [
             Launch(self._library[self._names[each.kernel]], *each[1:])

@@ -153,7 +153,7 @@ class RankMemory(NamedTuple):
     """
 
     num_tokens: int
-    payloads: tuple[int, ...]
+    payloads: tuple[int, int, int]
     output: int
 
 
