@@ -1,10 +1,12 @@
-"""Measure decode throughput of the demonstration's server over two ranks: ours against gloo.
+"""Measure decode throughput of the demonstration's server over some ranks: ours against others.
 
     python benchmarks/bench_serve.py --output_file benchmarks/results/DATE-cpu-serve.json
     python benchmarks/bench_serve.py --hidden_size 1024 --num_experts 16
+    python benchmarks/bench_serve.py --against one_rank /path/of/another/checkout --ep_size 4
 
-Both servers have the same vLLM, flags, model and experts, and enter by the same seams of ours; only
-the exchange differs. Nothing is reported unless every token equals the one-rank server's.
+The others are gloo's collectives behind our seams, a server of one rank, and ours as another
+checkout has it. The servers have the same vLLM, model and flags. Nothing is reported unless every
+token equals the one-rank server's.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.reporting import tables
 from benchmarks.reporting.files import Result
-from benchmarks.serving import measure
+from benchmarks.serving import gloo_plugin, measure
 from benchmarks.serving.servers import (
-    BACKENDS,
+    ONE_RANK,
     OURS,
     ExpertParallelServer,
     NotExchangedError,
@@ -46,7 +48,7 @@ PROMPT_TOKENS = 4
 #: VllmServer's --max-model-len.
 MOST_TOKENS = 512
 SHOWS = (
-    "HTTP requests to vLLM servers whose two workers, API server and client share the cores of "
+    "HTTP requests to vLLM servers whose workers, API server and client share the cores of "
     "one machine; tokens per second from sending a wave of requests to its last answer, the first "
     "token's step included"
 )
@@ -64,6 +66,8 @@ class Options:
     layers: int = TINY.num_layers
     top_k: int = TINY.top_k
     num_experts: int = TINY.num_experts
+    ep_size: int = EP_SIZE
+    against: tuple[str, ...] = (gloo_plugin.NAME,)
 
     @property
     def model(self) -> TinyModel:
@@ -95,11 +99,30 @@ class Options:
             )
         if self.layers < 1:
             raise ValueError(f"--layers {self.layers} is less than 1; choose 1 or more")
-        if self.num_experts % EP_SIZE or not 1 <= self.top_k <= self.num_experts:
+        if self.ep_size < 2:
+            raise ValueError(f"--ep_size {self.ep_size} is less than 2; choose 2 or more")
+        if self.num_experts % self.ep_size or not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"--num_experts {self.num_experts} with --top_k {self.top_k}: choose a multiple of "
-                f"{EP_SIZE} ranks for the experts, and a top_k between 1 and their number"
+                f"{self.ep_size} ranks for the experts, and a top_k between 1 and their number"
             )
+        for name in self.against:
+            _check_peer(name)
+
+
+def _check_peer(name: str) -> None:
+    """Raise ValueError if no server can be started by this name."""
+    if name in (gloo_plugin.NAME, ONE_RANK):
+        return
+    if not (Path(name) / "moe_nvlink_plugin" / "__init__.py").is_file():
+        raise ValueError(
+            f"--against {name}: choose {gloo_plugin.NAME}, {ONE_RANK}, or the folder of a checkout"
+        )
+    if sys.version_info < (3, 11):
+        raise ValueError(
+            f"--against {name}: before Python 3.11, servers import modules from the folder in "
+            "which they are started; use Python 3.11 or newer"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,6 +136,14 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=TINY.num_layers)
     add("--top_k", type=int, default=TINY.top_k)
     add("--num_experts", type=int, default=TINY.num_experts)
+    add("--ep_size", type=int, default=EP_SIZE, help="data-parallel ranks, which share experts")
+    add(
+        "--against",
+        nargs="+",
+        default=[gloo_plugin.NAME],
+        metavar="SERVER",
+        help=f"{gloo_plugin.NAME}, {ONE_RANK}, or the folder of another checkout",
+    )
     add("--output_file", type=Path, help="JSON file for the result")
     return made
 
@@ -131,7 +162,8 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
     say("one rank, for the tokens to expect")
     expected = one_rank_tokens(checkpoint, folder, prompts, options.tokens)
     with contextlib.ExitStack() as stop:
-        servers = [_start(name, options, checkpoint, folder, stop) for name in BACKENDS]
+        names = (OURS, *options.against)
+        servers = [_start(name, options, checkpoint, folder, stop) for name in names]
         began = time.perf_counter()
         waves = measure.interleave(
             servers, measure.Asked(prompts, expected), options.concurrency, options.rounds, say
@@ -144,7 +176,7 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
         "machine": common.describe_run(),
         "shows": SHOWS,
         "options": dataclasses.asdict(options),
-        "ep_size": EP_SIZE,
+        "ep_size": options.ep_size,
         "measured_s": seconds,
         "rows": measure.rows_of(waves),
         "ratio": measure.ratios_of(waves, OURS),
@@ -155,8 +187,9 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
 def _start(
     name: str, options: Options, checkpoint: Path, folder: Path, stop: contextlib.ExitStack
 ) -> ExpertParallelServer:
-    max_num_seqs = -(-max(options.concurrency) // EP_SIZE)
-    server = ExpertParallelServer(name, checkpoint, folder, max_num_seqs)
+    most = max(options.concurrency)
+    max_num_seqs = most if name == ONE_RANK else -(-most // options.ep_size)
+    server = ExpertParallelServer(name, checkpoint, folder, max_num_seqs, options.ep_size)
     stop.callback(server.stop)
     say(f"{name}: ready after {server.wait_until_ready():.0f} s")
     return server

@@ -110,6 +110,7 @@ TABLES = {
     "growth-cpu": Table(GROWTH_CPU, tables.growth),
     "growth-gpu": Table(GROWTH_GPU, tables.growth),
     "model": Table(MODEL, tables.model),
+    "ptx-clock": Table("*-ptx-clock.json", tables.ptx_clock),
     "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head),
     "launch": Table("*-launch*.json", tables.launch),
 }

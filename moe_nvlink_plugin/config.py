@@ -20,6 +20,13 @@ MAX_CHANNELS = 64
 #: Formats in which partial rows travel back. "bf16" means unquantised rows of config.dtype.
 COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
 
+#: What received rows have in the place of their tokens' expert ids; or an integer, the id of absent
+#: experts.
+RECEIVED_IDS = ("global", "elsewhere", "local")
+
+#: How the scales of received rows may lie -> bytes that a scale then has; None: any number.
+SCALES_LAYOUTS = {"linear": None, "interleaved": 1, "column_major": 4}
+
 #: Activation types that combine can reduce and write.
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -99,6 +106,23 @@ class AllToAllConfig:
             May differ by rank. Several channels, or several ranks on one GPU, lower the limit to
             their share.
         extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
+        received_ids: what received rows and empty slots have as `topk_ids`. An absent id is an id
+            whose expert is on another rank than the receiving one, or an id that is no expert; an
+            empty slot has absent ids only. Unless "global", dispatch writes weight 0 beside every
+            absent id, so experts can read both tensors as they are.
+            "global": all ids of the token; -1 for an id that is no expert, and in empty slots.
+            "elsewhere": global ids; an absent id becomes the id of the expert after the receiving
+            rank's last, which is on another rank (expert 0 if one rank has all experts).
+            "local": ids from 0 up to the number of the rank's experts; an absent id becomes -1.
+            An integer from -1 to 2^31 - 1: global ids; an absent id becomes this integer.
+        scales_layout: how the scales of received rows lie. Scales travel row by row; at the end of
+            dispatch the receiving rank copies them into another layout. Over all slots:
+            "linear": `[slots, scales per row]`.
+            "interleaved": the tiles of 128 rows x 4 scales that CUTLASS reads, for recipes with
+            scales of one byte (mxfp8, nvfp4): flat uint8, rows padded to a multiple of 128 and
+            scales per row to one of 4. Padding scales of filled rows are 0.
+            "column_major": `[slots, scales per row]` with strides `(1, slots)`, for recipes with
+            float32 scales.
         transport: name of the transport. None chooses by device: "host" for cpu, "nvlink" for cuda.
 
     Raises:
@@ -120,6 +144,8 @@ class AllToAllConfig:
     num_threads: int | None = None
     max_sms: int | None = None
     extra_payload_bytes: tuple[int, ...] = ()
+    received_ids: str | int = "global"
+    scales_layout: str = "linear"
     transport: str | None = None
 
     def __post_init__(self) -> None:
@@ -157,7 +183,22 @@ class AllToAllConfig:
                 f"combine={self.combine!r} (MOE_NVLINK_COMBINE) is no format of combine; use one "
                 f"of {', '.join(COMBINE_FORMATS)}"
             )
+        self._check_received_ids()
+        if self.scales_layout not in SCALES_LAYOUTS:
+            raise ConfigError(
+                f"scales_layout={self.scales_layout!r} is none of {', '.join(SCALES_LAYOUTS)}"
+            )
         check_timeouts(self.timeout_s, self.first_timeout_s)
+
+    def _check_received_ids(self) -> None:
+        ids = self.received_ids
+        if isinstance(ids, int) and not isinstance(ids, bool) and -1 <= ids < 2**31:
+            return
+        if ids not in RECEIVED_IDS:
+            raise ConfigError(
+                f"received_ids={ids!r} is none of {', '.join(RECEIVED_IDS)} and no integer from -1 "
+                "to 2147483647"
+            )
 
 
 def check_timeouts(timeout_s: object, first_timeout_s: object) -> None:

@@ -22,13 +22,16 @@ class ReceivedRows:
     Attributes:
         tokens: indices of the source's tokens.
         payloads: one `[rows, ...]` tensor per payload, in the order that dispatch got them.
-        topk_ids: `[rows, top_k]`, the type of the source's ids; -1 replaces an id that is no
-            expert.
+        topk_ids: `[rows, top_k]`, the type of the source's ids, as AllToAllConfig.received_ids
+            says.
+        is_absent: `[rows, top_k]` bool: ids that are absent; their weights are 0. Nowhere with
+            "global".
     """
 
     tokens: list[int]
     payloads: list[torch.Tensor]
     topk_ids: torch.Tensor
+    is_absent: torch.Tensor
 
 
 def owner_of(expert: int, num_experts: int, ep_size: int) -> int | None:
@@ -63,10 +66,34 @@ def target_ranks(topk_ids: torch.Tensor, num_experts: int, ep_size: int) -> list
     return table
 
 
+def absent_id(config: AllToAllConfig, rank: int) -> int:
+    """Return what stands for absent ids at a rank, and for all ids of its empty slots."""
+    if isinstance(config.received_ids, int):
+        return config.received_ids
+    if config.received_ids != "elsewhere":
+        return -1
+    _first, end = local_expert_range(config.num_experts, config.ep_size, rank)
+    return end if end < config.num_experts else 0
+
+
+def received_ids(
+    config: AllToAllConfig, ids: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[rows, top_k]` ids as the rank receives them, and bool: which of them are absent."""
+    first, end = local_expert_range(config.num_experts, config.ep_size, rank)
+    is_expert = (ids >= 0) & (ids < config.num_experts)
+    if config.received_ids == "global":
+        return torch.where(is_expert, ids, -1), torch.zeros_like(is_expert)
+    is_local = (ids >= first) & (ids < end)
+    kept = ids - first if config.received_ids == "local" else ids
+    return torch.where(is_local, kept, absent_id(config, rank)), ~is_local
+
+
 def dispatch(
     config: AllToAllConfig,
     topk_ids: Sequence[torch.Tensor],
     payloads: Sequence[Sequence[torch.Tensor]],
+    is_padding: Sequence[torch.Tensor] | None = None,
 ) -> list[list[ReceivedRows]]:
     """Return `received[target][source]`: the rows that each rank receives from each rank.
 
@@ -74,19 +101,30 @@ def dispatch(
         config: geometry; its ep_rank is not used.
         topk_ids: per rank `[num_tokens, top_k]` integers.
         payloads: per rank a list of `[num_tokens, ...]` tensors.
+        is_padding: per rank `[num_tokens]` bool; None: no token is padding.
     """
+    if is_padding is not None:
+        topk_ids = without_padding(topk_ids, is_padding)
     received: list[list[ReceivedRows]] = []
     tables = [target_ranks(ids, config.num_experts, config.ep_size) for ids in topk_ids]
     for target in range(config.ep_size):
         from_sources = []
         for source, table in enumerate(tables):
             tokens = [token for token, row in enumerate(table) if target in row]
-            ids = topk_ids[source][tokens]
-            is_expert = (ids >= 0) & (ids < config.num_experts)
+            ids, is_absent = received_ids(config, topk_ids[source][tokens], target)
             rows = [payload[tokens] for payload in payloads[source]]
-            from_sources.append(ReceivedRows(tokens, rows, torch.where(is_expert, ids, -1)))
+            from_sources.append(ReceivedRows(tokens, rows, ids, is_absent))
         received.append(from_sources)
     return received
+
+
+def without_padding(
+    topk_ids: Sequence[torch.Tensor], is_padding: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the ids by which tokens travel: those of padding have no destination."""
+    return [
+        torch.where(mask[:, None], -1, ids) for ids, mask in zip(topk_ids, is_padding, strict=True)
+    ]
 
 
 def pairwise_tree(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

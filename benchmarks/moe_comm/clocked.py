@@ -19,12 +19,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
-from benchmarks.moe_comm import options, peer_launches, peer_source, routers
+from benchmarks.moe_comm import options, peer_cake, peer_launches, peer_source, routers
 from benchmarks.moe_comm.terms import VERBS, Work
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.exchange import arguments, shapes
@@ -38,15 +39,22 @@ from tests.support.ptx.critical_path import Clock, Step
 from tests.support.ptx.machine import Machine
 
 ARCHITECTURES = {"h200": "sm_90a", "gb200": "sm_100a"}
-#: More steps than that are not kept: they would fill the memory.
+#: Paths of more tokens are not kept: their steps would fill the memory.
 MOST_TOKENS_WITH_PATHS = 64
 
 
 class Clocked(NamedTuple):
-    """One verb. us: modelled, launch to the end of the slowest rank; path: what it waited for."""
+    """One verb, modelled.
+
+    Attributes:
+        us: from the launch to the end of the slowest rank.
+        path: what that end waited for.
+        ends_us: when the kernels of rank 0 ended, in the order of their launches.
+    """
 
     us: float
     path: list[Step]
+    ends_us: tuple[float, ...]
 
 
 class Memory:
@@ -104,8 +112,7 @@ class Layer:
         self._memory = Memory(self._stride * work.ep_size)
         self._bases = [self._memory.address + rank * self._stride for rank in range(work.ep_size)]
         self._machine = Machine(work.ep_size, clock=True, seed=seed)
-        keeps_steps = work.tokens <= MOST_TOKENS_WITH_PATHS
-        self._clock = Clock(self._machine, self._costs, keeps_steps=keeps_steps)
+        self._clock = self._clock_of(VERBS[0])
         self._machine.use(self._library)
         for rank, base in enumerate(self._bases):
             self._machine.allocate(rank, base, self._stride, f"workspace of rank {rank}")
@@ -129,8 +136,18 @@ class Layer:
     def _launches(self, verb: str, rank: int) -> list[Launch]:
         raise NotImplementedError
 
+    def _threads_per_sm(self, verb: str) -> float:
+        """Return how many threads of a verb's kernel an SM holds."""
+        return self._costs["threads_per_sm"]
+
+    def _clock_of(self, verb: str) -> Clock:
+        table = self._costs | {"threads_per_sm": self._threads_per_sm(verb)}
+        keeps_steps = self.work.tokens <= MOST_TOKENS_WITH_PATHS
+        return Clock(self._machine, table, keeps_steps=keeps_steps)
+
     def run(self, verb: str) -> Clocked:
         """Run a verb on all ranks, which begin it together; a combine comes after its dispatch."""
+        self._clock = self._clock_of(verb)
         self._clock.restart()
         for rank in self._ranks:
             for number, launch in enumerate(self._launches(verb, rank)):
@@ -144,8 +161,10 @@ class Layer:
                     pdl=self._pdl and number > 0,
                 )
         self._machine.run()
-        last = max(self._clock.launches(), key=lambda launch: launch.end_ns)
-        return Clocked(last.end_ns / 1e3, self._clock.path(last))
+        launches = sorted(self._clock.launches(), key=lambda launch: launch.number)
+        last = max(launches, key=lambda launch: launch.end_ns)
+        ends = tuple(launch.end_ns / 1e3 for launch in launches if launch.rank == 0)
+        return Clocked(last.end_ns / 1e3, self._clock.path(last), ends)
 
     def _places(self, threads: int) -> int:
         """Return how many CTAs an SM holds."""
@@ -242,24 +261,40 @@ class Ours(Layer):
         return args
 
 
+#: Registers a thread of dispatch and of combine for top_k 8, by `ptxas -v` of CUDA 13.0.88.
+_REGISTERS = {
+    ("trtllm", "h200"): {"dispatch": 88, "combine": 104},
+    ("trtllm", "gb200"): {"dispatch": 32, "combine": 96},
+    ("cake", "gb200"): {"dispatch": 28, "combine": 80},
+}
+_SM_REGISTERS, _SM_THREADS, _REGISTERS_AT_A_TIME = 65536, 2048, 8
+
+
 class Peer(Layer):
     """FlashInfer's kernels, launched as its host code does it.
 
     Attributes:
         has_sync: with flags and waits; of a class of its own, see PeerWithoutSync.
+        verbs: what says which kernels a verb launches.
+        backend: FlashInfer's name; of the two, this is its default.
     """
 
     has_sync = True
+    verbs: ModuleType = peer_launches
+    backend = "trtllm"
 
     def _load(self) -> build.Library:
         work = self.work
         self._of = peer_launches.Geometry(
             work.ep_size, work.num_experts, work.top_k, work.hidden_size, work.tokens
         )
-        kernels = tuple(self._of.kernels().values())
-        made = peer_source.compiled(ARCHITECTURES[self._gpu], kernels, has_sync=self.has_sync)
+        made = self._compiled()
         self._names = made.names
         return build.load(made.ptx, clock=True)
+
+    def _compiled(self) -> peer_source.Compiled:
+        kernels = tuple(self._of.kernels().values())
+        return peer_source.compiled(ARCHITECTURES[self._gpu], kernels, has_sync=self.has_sync)
 
     def _workspace_bytes(self) -> int:
         return self._of.offsets().size
@@ -274,11 +309,27 @@ class Peer(Layer):
         names = ("hidden", "ids", "weights", "output")
         *payloads, output = (self._tensors[rank][name].data_ptr() for name in names)
         given = peer_launches.RankMemory(self.work.tokens, tuple(payloads), output)
-        launches = peer_launches.dispatch if verb == "dispatch" else peer_launches.combine
+        launches = getattr(self.verbs, verb)
         return [
             Launch(self._library[self._names[each.kernel]], *each[1:])
             for each in launches(self._of, rank, self._bases, given)
         ]
+
+    def _threads_per_sm(self, verb: str) -> float:
+        registers = _REGISTERS[self.backend, self._gpu][verb]
+        taken = -(-registers // _REGISTERS_AT_A_TIME) * _REGISTERS_AT_A_TIME
+        ctas = _SM_REGISTERS // (taken * peer_launches.THREADS)
+        return min(ctas * peer_launches.THREADS, _SM_THREADS)
+
+
+class Cake(Peer):
+    """FlashInfer's back end for Blackwell, on request. GB200 alone."""
+
+    backend = "cake"
+    verbs = peer_cake
+
+    def _compiled(self) -> peer_source.Compiled:
+        return peer_source.compiled_cake(tuple(peer_cake.KERNELS.values()))
 
 
 class PeerWithoutSync(Peer):

@@ -60,7 +60,17 @@ DEFAULT_BATCHES = {
 }
 
 ROUTERS = ("uniform", "perfect", "spread", "local", "hotspot", "zipf")
-RECIPES = ("bf16", "fp16", "fp32", "fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
+RECIPES = (
+    "bf16",
+    "fp16",
+    "fp32",
+    "fp8_block",
+    "fp8_block_pow2",
+    "fp8_token",
+    "fp8_tensor",
+    "mxfp8",
+    "nvfp4",
+)
 _UNQUANTISED = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 DEVICES = ("cpu", "cuda", "rehearsal")
 

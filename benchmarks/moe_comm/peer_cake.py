@@ -35,9 +35,7 @@ _SHARED_BYTES, _PUBLISHING_THREADS = 256, 64
 _BF16_BYTES, _BF16_CODE = 2, 0
 
 
-def dispatch(
-    of: Geometry, rank: int, bases: Sequence[int], memory: RankMemory, *, invalid_id: int = -1
-) -> list[Launch]:
+def dispatch(of: Geometry, rank: int, bases: Sequence[int], memory: RankMemory) -> list[Launch]:
     """Return what a rank's dispatch launches, marking the ids of empty slots included."""
     at, base = of.offsets(), bases[rank]
     given = len(at.payloads)
@@ -59,7 +57,7 @@ def dispatch(
     return [
         Launch(KERNELS["prepare_dispatch"], 1, of.ep_size, before),
         Launch(KERNELS["dispatch"], grid, THREADS, dispatched, _SHARED_BYTES),
-        sanitize(of, base, KERNELS["sanitize"], "i", invalid_id),
+        sanitize(of, base, KERNELS["sanitize"], "i"),
     ]
 
 

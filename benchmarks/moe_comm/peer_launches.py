@@ -18,6 +18,8 @@ TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 THREADS = 256  # unless an environment variable says otherwise
 _COMPACT_RANKS, _COMPACT_BYTES, _COMPACT_THREADS = 4, 1024, 128
 _ALIGNMENT = 128
+#: What ids of slots without a row become: the caller's choice, and ours is -1.
+NO_EXPERT = -1
 #: No rank is left out.
 EVERY_RANK = 2**64 - 1
 
@@ -151,7 +153,7 @@ class RankMemory(NamedTuple):
     """
 
     num_tokens: int
-    payloads: tuple[int, int, int]
+    payloads: tuple[int, ...]
     output: int
 
 
@@ -160,14 +162,11 @@ def packed(types: str, *values: Any) -> bytes:
     return struct.pack(f"@{types}", *values)
 
 
-def dispatch(
-    of: Geometry, rank: int, bases: Sequence[int], memory: RankMemory, *, invalid_id: int = -1
-) -> list[Launch]:
+def dispatch(of: Geometry, rank: int, bases: Sequence[int], memory: RankMemory) -> list[Launch]:
     """Return what a rank's dispatch launches, marking the ids of empty slots included.
 
     Args:
         bases: the address of every rank's workspace.
-        invalid_id: what ids of empty slots become.
     """
     at, kernels = of.offsets(), of.kernels()
     before = packed("PPiP?", *_counters(at, bases[rank]), of.ep_size, bases[rank] + at.flag_val, 1)
@@ -183,14 +182,14 @@ def dispatch(
     return [
         Launch(kernels["prepare_dispatch"], 1, of.ep_size, before),
         Launch(kernels["dispatch"], max(memory.num_tokens, 1), threads, given, 4 * slots),
-        sanitize(of, bases[rank], kernels["sanitize"], "?", invalid_id),
+        sanitize(of, bases[rank], kernels["sanitize"], "?"),
     ]
 
 
-def sanitize(of: Geometry, base: int, kernel: str, flag: str, invalid_id: int) -> Launch:
+def sanitize(of: Geometry, base: int, kernel: str, flag: str) -> Launch:
     """Return the launch that marks the ids of a rank's empty slots; flag: the type of its last."""
     at, slots = of.offsets(), of.ep_size * of.max_tokens
-    sizes = (of.ep_size, of.max_tokens, of.top_k, invalid_id)
+    sizes = (of.ep_size, of.max_tokens, of.top_k, NO_EXPERT)
     given = packed(f"PP4i{flag}", base + at.payloads[1], base + at.recv_counters, *sizes, 1)
     return Launch(kernel, -(-slots // THREADS), THREADS, given)
 

@@ -11,8 +11,8 @@ is reported, as for our kernels.
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -24,11 +24,7 @@ from tests.support.ptx.machine import Machine
 from . import peer_cake, peer_launches, peer_source
 from .peer_launches import Geometry, Launch, RankMemory
 
-#: What its dispatch leaves in ids of slots without a row.
-NO_EXPERT = -1
 CAKE = "cake"
-#: The memory is made only where it is touched: of 64 ranks' workspaces one rank fills its share.
-_NO_RESERVE = 0x4000
 
 
 class Library(NamedTuple):
@@ -36,13 +32,12 @@ class Library(NamedTuple):
 
     Attributes:
         names: in C++ -> in the PTX.
-        dispatch, combine: what these verbs launch.
+        verbs: peer_launches or peer_cake, which say what dispatch and combine launch.
     """
 
     kernels: build.Library
     names: dict[str, str]
-    dispatch: Callable[..., list[Launch]]
-    combine: Callable[..., list[Launch]]
+    verbs: ModuleType
 
     def kernel(self, launch: Launch) -> build.Kernel:
         return self.kernels[self.names[launch.kernel]]
@@ -59,7 +54,7 @@ def geometry(case: Case) -> Geometry:
     return Geometry(case.ep_size, case.num_experts, case.top_k, case.hidden_size, case.capacity)
 
 
-def load(architecture: str, of: Geometry, *, races: bool = False, clock: bool = False) -> Library:
+def load(architecture: str, of: Geometry, *, races: bool = False) -> Library:
     """Return the kernels of a round for machines of a mode. Seconds, and a minute the first time.
 
     Args:
@@ -78,8 +73,7 @@ def load(architecture: str, of: Geometry, *, races: bool = False, clock: bool = 
     else:
         compiled = peer_source.compiled(architecture, tuple(of.kernels().values()))
     verbs = peer_cake if architecture == CAKE else peer_launches
-    kernels = build.load(compiled.ptx, races=races, clock=clock)
-    return Library(kernels, compiled.names, verbs.dispatch, verbs.combine)
+    return Library(build.load(compiled.ptx, races=races), compiled.names, verbs)
 
 
 class Round:
@@ -95,13 +89,8 @@ class Round:
         self.case, self.geometry = case, geometry(case)
         self._library, self._machine = library, machine
         self._at = self.geometry.offsets()
-        self._stride = self._at.size
-        anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        self._memory = mmap.mmap(-1, case.ep_size * self._stride, flags=anonymous)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._workspaces = whole.view(case.ep_size, self._stride)
+        self._workspaces = torch.zeros((case.ep_size, self._at.size), dtype=torch.uint8)
         self.bases = [row.data_ptr() for row in self._workspaces]
-        # Every rank is given memory of its own, and what keeps it alive.
         self._payloads = [
             (rank.hidden_states.contiguous(), rank.topk_ids.int(), rank.topk_weights.contiguous())
             for rank in inputs
@@ -109,7 +98,7 @@ class Round:
         self.outputs = [torch.full_like(hidden, torch.nan) for hidden, *_ in self._payloads]
         machine.use(library.kernels)
         for rank, base in enumerate(self.bases):
-            machine.allocate(rank, base, self._stride, f"workspace of rank {rank}")
+            machine.allocate(rank, base, self._at.size, f"workspace of rank {rank}")
             named = (*self._payloads[rank], self.outputs[rank])
             for tensor, name in zip(named, ("hidden", "ids", "weights", "output"), strict=True):
                 machine.allocate(rank, tensor.data_ptr(), tensor.nbytes, f"{name} of rank {rank}")
@@ -121,21 +110,27 @@ class Round:
 
     # ---- what is launched
 
-    def dispatch(self, rank: int) -> list[Launch]:
-        """Return what a rank's dispatch launches."""
+    def launches(self, verb: str, rank: int) -> list[Launch]:
+        """Return what a rank's "dispatch" or "combine" launches.
+
+        Combine reads the experts' rows in the workspaces, where they lie already.
+        """
         given = (self.geometry, rank, self.bases, self._given(rank))
-        return self._library.dispatch(*given, invalid_id=NO_EXPERT)
+        found: list[Launch] = getattr(self._library.verbs, verb)(*given)
+        return found
 
-    def combine(self, rank: int) -> list[Launch]:
-        """Return what a rank's combine launches; the experts' rows lie in the workspaces."""
-        return self._library.combine(self.geometry, rank, self.bases, self._given(rank))
-
-    def enqueue(self, rank: int, verb: Sequence[Launch]) -> None:
-        """Put launches into a rank's stream; nothing runs."""
-        for launch in verb:
-            kernel, block = self._library.kernel(launch), launch.block
-            shape = {"grid": launch.grid, "block": block, "shared_bytes": launch.shared_bytes}
-            self._machine.launch(rank, kernel, params=launch.params, pdl=True, **shape)
+    def enqueue(self, verb: str, rank: int) -> None:
+        """Put a verb's launches into a rank's stream; nothing runs."""
+        for launch in self.launches(verb, rank):
+            self._machine.launch(
+                rank,
+                self._library.kernel(launch),
+                launch.grid,
+                launch.block,
+                launch.params,
+                shared_bytes=launch.shared_bytes,
+                pdl=True,
+            )
 
     # ---- what lies in the workspaces
 
@@ -171,7 +166,7 @@ class Round:
         """Write the partial rows of the tests' experts to where combine reads them."""
         of, (hidden, ids, weights) = self.geometry, self.received(rank)
         rows = expert_rows(self.case.config(rank), rank, hidden, ids, weights)
-        rows[ids[:, 0] == NO_EXPERT] = 0.0  # whatever lies there; no rank reads it
+        rows[ids[:, 0] == peer_launches.NO_EXPERT] = 0.0  # whatever lies there; no rank reads it
         start, count = self._at.combine_rows, rows.nbytes
         self._machine.host_write(rank, self.bases[rank] + start, count)
         region = self._workspaces[rank, start : start + count].view(torch.bfloat16)
@@ -187,12 +182,12 @@ class Round:
         """
         ranks = range(self.case.ep_size)
         for rank in ranks:
-            self.enqueue(rank, self.dispatch(rank))
+            self.enqueue("dispatch", rank)
         self._machine.run()
         before = [self._seen_before_combine(rank) for rank in ranks]
         for rank in ranks:
             self.run_experts(rank)
-            self.enqueue(rank, self.combine(rank))
+            self.enqueue("combine", rank)
         self._machine.run()
         for rank in ranks:
             self._machine.host_read(rank, self.outputs[rank].data_ptr(), self.outputs[rank].nbytes)

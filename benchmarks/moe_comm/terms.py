@@ -36,6 +36,7 @@ FORMATS = {
     "bf16": (2.0, 0.0),
     "fp8": (1.0, 0.0),  # the published kernels' combine: a cast
     "fp8_block": (1.0, 4 / 128),
+    "fp8_block_pow2": (1.0, 4 / 128),
     "mxfp8": (1.0, 1 / 32),
     "nvfp4": (0.5, 1 / 16),
 }

@@ -19,8 +19,10 @@ NAMES = {
     "all_to_all_full": "torch all_to_all_single, both ways, packing and reducing timed",
     "gloo_ag_rs": "gloo all-gather + reduce-scatter, one packed row a token",
     "gloo_ag_rs_unpacked": "gloo all-gather + reduce-scatter, a collective for each tensor",
+    "one_rank": "none: a server of one rank",
     "nccl_gather": "NCCL all-gather + reduce-scatter",
     "flashinfer": "FlashInfer moe_a2a",
+    "flashinfer_cake": "FlashInfer moe_a2a, cake",
 }
 OURS = "moe_nvlink"
 PHASES = ("dispatch", "combine", "both")
@@ -188,7 +190,7 @@ def serve(result: Result) -> str:
         "vLLM server of {ep_size} ranks, {layers} layers, hidden size {hidden_size}, top_k {top_k},"
         " {num_experts} experts; every answer {tokens} tokens, median of {rounds} rounds"
     )
-    method = text.format(ep_size=result.data["ep_size"], **result.options)
+    method = text.format(**result.options | {"ep_size": result.data["ep_size"]})
     return shown(result, method, table([*columns, "ours over it (quartiles)"], body))
 
 
@@ -257,3 +259,38 @@ def _predictions(result: Result) -> str:
 
 def _predicted(verb: Row) -> str:
     return f"{verb['us']:.1f} ({verb['low_us']:.1f}..{verb['high_us']:.1f})"
+
+
+# --- kind "ptx_clock": ptx_clock.py ---------------------------------------------------------------
+
+
+def ptx_clock(result: Result) -> str:
+    """Render modelled times, ours beside FlashInfer's, and the clock beside published times."""
+    parts = [_clocked(result.data["rows"])]
+    if checked := result.data.get("errors"):
+        columns = ["published times, GB200, EP8", "of them", "median error", "worst"]
+        body = [
+            [
+                f"{row['verb']}, {'with' if row['has_sync'] else 'without'} flags",
+                *(str(row["figures"]), f"{row['median']:.1%}", f"{row['worst']:.1%}"),
+            ]
+            for row in checked
+        ]
+        parts.append(table(columns, body))
+    return shown(result, result.data["shows"], *parts)
+
+
+def _clocked(rows: Sequence[Row]) -> str:
+    """Render a line for each machine, number of ranks and tokens."""
+    if not rows:
+        return ""
+    frame = pd.DataFrame(rows)
+    frame["cell"] = [
+        us(row["us"]) + (f" (low {us(row['low_us'])})" if row["low_us"] else "") for row in rows
+    ]
+    frame["ranks"] = "EP" + frame["ep_size"].astype(str)
+    frame["what"] = frame["verb"] + ", " + frame["kernels"].map(lambda name: NAMES.get(name, name))
+    index = ["machine", "ranks", "tokens"]
+    wide = frame.pivot_table("cell", index, "what", aggfunc="first", fill_value="", sort=False)
+    heads = ["machine", "ranks", "tokens", *(f"{what}, modelled us" for what in wide.columns)]
+    return table(heads, [[str(cell) for cell in line] for line in wide.reset_index().to_numpy()])

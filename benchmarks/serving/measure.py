@@ -110,7 +110,9 @@ def interleave(
                     wait_until_idle(other)
                 wave = run_wave(server, asked, concurrency, number, others)
                 waves += [wave] if number >= 0 else []
-                progress(f"{name}, {concurrency} at once: {wave.tokens_per_s:.0f} tokens/s")
+                used_ms = 1000 * wave.own_cores / wave.tokens_per_s
+                rate = f"{wave.tokens_per_s:.0f} tokens/s, {used_ms:.2f} ms of a core per token"
+                progress(f"{name}, {concurrency} at once: {rate}")
     return pd.DataFrame(waves, columns=Wave._fields)
 
 
@@ -151,6 +153,7 @@ def rows_of(waves: pd.DataFrame) -> list[dict[str, Any]]:
             "decode_tokens_per_s": spread(of.tokens_per_s),
             "tokens_checked": int(of.tokens_checked.sum()),
             "cores_used": float(of.own_cores.median()),
+            "cpu_ms_per_token": spread(1000 * of.own_cores / of.tokens_per_s),
             "cores_used_by_idle_servers": float(of.other_cores.max()),
         }
         for (name, concurrency), of in waves.groupby(["backend", "concurrency"], sort=False)

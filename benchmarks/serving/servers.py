@@ -9,15 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from moe_nvlink_plugin.integration.demo.demo import EAGER, EP_SIZE, SERVE_FLAGS
+from moe_nvlink_plugin.integration.demo.demo import EAGER, SERVE_FLAGS
 from moe_nvlink_plugin.integration.demo.server import VllmServer
 
 from . import gloo_plugin
 
 OURS = "moe_nvlink"
-BACKENDS = (OURS, gloo_plugin.NAME)
+#: A server without expert parallelism and without any plugin.
+ONE_RANK = "one_rank"
 #: Between two MoE layers a rank may wait for a machine that is busy starting another server.
 TIMEOUT_S = 60
+#: A start takes half a minute on an idle machine; other work may share the cores.
+READY_S = 1200.0
 #: Workers write their counters twice a second.
 COUNTERS_PAUSE_S = 1.2
 COUNTERS_LIMIT_S = 20.0
@@ -28,24 +31,36 @@ class NotExchangedError(Exception):
 
 
 class ExpertParallelServer:
-    """Two data-parallel ranks whose experts are shared; our flag, and the exchange of `backend`."""
+    """Data-parallel ranks whose experts are shared; our flag, and the exchange of `backend`.
 
-    def __init__(self, backend: str, checkpoint: Path, folder: Path, max_num_seqs: int) -> None:
+    backend: OURS, as it is installed; the peer; ONE_RANK; or the folder of another checkout.
+    """
+
+    def __init__(
+        self, backend: str, checkpoint: Path, folder: Path, max_num_seqs: int, ep_size: int
+    ) -> None:
         """Start the server, without waiting. folder: for logs and counters."""
         self.name = backend
-        self._stats_folder = folder / f"stats-{backend}"
+        self.ep_size = 1 if backend == ONE_RANK else ep_size
+        stem = backend.strip("/").replace("/", "-")
+        self._stats_folder = folder / f"stats-{stem}"
         environment = {
             "MOE_NVLINK_STATS_DIR": str(self._stats_folder),
             "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
         }
-        if backend != OURS:  # ours is measured as it is installed
+        if backend == gloo_plugin.NAME:
             environment["PYTHONPATH"] = str(gloo_plugin.install(folder / "plugin").resolve())
+        elif backend not in (OURS, ONE_RANK):
+            # Without PYTHONSAFEPATH, the folder in which the benchmark was started would precede.
+            environment |= {"PYTHONPATH": str(Path(backend).resolve()), "PYTHONSAFEPATH": "1"}
+        flags = (*SERVE_FLAGS, f"--data-parallel-size={ep_size}") if self.ep_size > 1 else ()
         self.server = VllmServer(
             model=checkpoint,
-            name=backend,
+            name=stem,
             folder=folder,
-            arguments=(*SERVE_FLAGS, EAGER, f"--max-num-seqs={max_num_seqs}"),
+            arguments=(*flags, EAGER, f"--max-num-seqs={max_num_seqs}"),
             environment=environment,
+            with_plugins=self.ep_size > 1,
         )
 
     @property
@@ -54,20 +69,21 @@ class ExpertParallelServer:
 
     def wait_until_ready(self) -> float:
         """Return seconds since the start; raise ServerError as VllmServer does."""
-        return self.server.wait_until_ready()
+        return self.server.wait_until_ready(timeout_s=READY_S)
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-        """Return greedy tokens for prompts that are sent at once, prompt i to rank i % EP_SIZE."""
+        """Return greedy tokens for prompts that are sent at once, prompt i to rank i % ep_size."""
 
         def complete(rank: int) -> list[list[int]]:
-            answers = self.server.complete(prompts[rank::EP_SIZE], max_tokens=length, rank=rank)
+            share = prompts[rank :: self.ep_size]
+            answers = self.server.complete(share, max_tokens=length, rank=rank)
             return [answer.token_ids for answer in answers]
 
         found: list[list[int]] = [[] for _ in prompts]
-        ranks = range(min(EP_SIZE, len(prompts)))
-        with ThreadPoolExecutor(EP_SIZE) as pool:
+        ranks = range(min(self.ep_size, len(prompts)))
+        with ThreadPoolExecutor(self.ep_size) as pool:
             for rank, answers in zip(ranks, pool.map(complete, ranks), strict=True):
-                found[rank::EP_SIZE] = answers
+                found[rank :: self.ep_size] = answers
         return found
 
     def counters(self) -> list[dict[str, Any]]:
@@ -81,21 +97,23 @@ class ExpertParallelServer:
         while time.monotonic() < deadline:
             paths = sorted(self._stats_folder.glob("rank*.json"))
             found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-            if len(found) == EP_SIZE and found == before:
+            if len(found) == self.ep_size and found == before:
                 return found
             before = found
             time.sleep(COUNTERS_PAUSE_S)
-        raise NotExchangedError(f"{self.name}: {len(before)} of {EP_SIZE} ranks count rounds")
+        raise NotExchangedError(f"{self.name}: {len(before)} of {self.ep_size} ranks count rounds")
 
     def check_exchanged(self, tokens: int) -> list[dict[str, Any]]:
-        """Return the counters.
+        """Return the counters; none of one rank.
 
         Raises:
             NotExchangedError: they are of another exchange, or of fewer than `tokens` tokens times
                 layers.
         """
+        if self.name == ONE_RANK:
+            return []
         ranks = self.counters()
-        expected = None if self.name == OURS else self.name
+        expected = self.name if self.name == gloo_plugin.NAME else None
         seen = {rank.get("exchange") for rank in ranks}
         if seen != {expected}:
             raise NotExchangedError(f"{self.name}: the workers' exchange was {seen}")
@@ -123,6 +141,6 @@ def one_rank_tokens(
         with_plugins=False,
     )
     with server:
-        server.wait_until_ready()
+        server.wait_until_ready(timeout_s=READY_S)
         answers = server.complete(prompts, max_tokens=length)
     return [answer.token_ids for answer in answers]

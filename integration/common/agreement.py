@@ -27,6 +27,8 @@ class Geometry(NamedTuple):
     max_tokens_per_rank: int
     dtype: torch.dtype
     recipe: str | None = None
+    received_ids: str | int = "global"
+    scales_layout: str = "linear"
 
 
 class Proposal(NamedTuple):

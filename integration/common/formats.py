@@ -13,8 +13,9 @@
 Experts that quantise their input themselves take floats.
 
 Scales travel row by row. If the experts read scales in a layout that mixes rows (interleaved or
-column-major), this module makes it from the scales that arrived. Everything here is plain torch and
-the framework's own ops, on shapes that depend on no value.
+column-major), dispatch makes it of the scales that arrived. If the scales are made on arrival, the
+framework makes it. Everything here is plain torch and the framework's own ops, on shapes that
+depend on no value.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvlink_plugin import QuantisingRecipe
+from moe_nvlink_plugin.config import SCALES_LAYOUTS
 from moe_nvlink_plugin.errors import UnsupportedError
 
 from .options import AUTO, FRAMEWORK, UNQUANTISED, Options, Wording
@@ -82,6 +84,11 @@ class ExpertsInput(abc.ABC):
     def wants_powers_of_two(self) -> bool:
         """Whether scales of FP8 blocks must be powers of two."""
 
+    @property
+    def scales_layout(self) -> str:
+        """Layout in which the experts' kernel reads scales, as AllToAllConfig names it."""
+        return "linear"
+
     @abc.abstractmethod
     def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Quantise float rows `[n, hidden_size]` by the framework; return rows, scales. Local.
@@ -115,6 +122,7 @@ class DispatchFormat:
         global_scale: `[1]` float32 for a recipe that a user named; None: the model's own scale.
         stand_in: recipe that replaces the framework's quantiser, with equal bits, if that has no
             kernel for the device (on CPU it has one for MXFP8 only); None: nothing replaces it.
+        scales_layout: layout into which dispatch brings the scales that travel.
     """
 
     quant_dtype: Any = None
@@ -124,6 +132,7 @@ class DispatchFormat:
     on_arrival: bool = False
     global_scale: torch.Tensor | None = None
     stand_in: QuantisingRecipe | None = None
+    scales_layout: str = "linear"
 
     @property
     def has_static_scale(self) -> bool:
@@ -173,7 +182,8 @@ class DispatchFormat:
                 rows, scales = self._by_framework(rows, experts)
         elif self.quant_dtype is not None and scales is None:
             scales = experts.static_scale  # one scale for all rows, equal on all ranks
-        if scales is not None and scales.ndim == 2 and scales.numel():
+        is_laid_out = self.scales_layout != "linear"
+        if scales is not None and scales.ndim == 2 and scales.numel() and not is_laid_out:
             scales = experts.laid_out(rows, scales)
         return rows, scales
 
@@ -248,7 +258,7 @@ def choose(
     if takes_floats and options.dispatch in (AUTO, UNQUANTISED):
         return DispatchFormat()
     name, why_not = (None, "") if takes_floats else _recipe_name(experts, hidden_size)
-    if not takes_floats and options.dispatch in (AUTO, name):
+    if not takes_floats and _is_natural(options.dispatch, name):
         if name is None:
             raise UnsupportedError(f"{why_not} {experts.wording.quantise_on_arrival}")
         chosen = _of_the_model(experts, _quantising(find_recipe(name), experts), options)
@@ -265,25 +275,40 @@ def choose(
             on_arrival=not takes_floats,
             global_scale=_named_global_scale(named, device, options, experts.wording),
         )
+    if device.type == "cuda":  # CPU ranks hand out copies of the filled rows
+        chosen = laid_out_by_dispatch(chosen, experts, hidden_size)
     if device.type == "cpu" and name not in (None, "mxfp8"):
         chosen = dataclasses.replace(chosen, stand_in=_quantising(find_recipe(name), experts))
     return chosen
 
 
+def laid_out_by_dispatch(
+    chosen: DispatchFormat, experts: ExpertsInput, hidden_size: int
+) -> DispatchFormat:
+    """Return the format in which dispatch makes the layout of the scales, if it can. Local."""
+    if chosen.recipe is None or chosen.restored_to is not None:
+        return chosen
+    scales = chosen.recipe.scales_row(hidden_size)
+    if scales is None or scales.dtype.itemsize != SCALES_LAYOUTS[experts.scales_layout]:
+        return chosen
+    return dataclasses.replace(chosen, scales_layout=experts.scales_layout)
+
+
 # The recipe whose rows the experts take.
+
+
+def _is_natural(named: str, natural: str | None) -> bool:
+    """Return whether the user asks for the rows that the experts take."""
+    if natural == "fp8_block_pow2" and named == "fp8_block":
+        return True  # to users both are blocks of FP8; the experts decide about the scales
+    return named in (AUTO, natural)
 
 
 def _of_the_model(
     experts: ExpertsInput, recipe: QuantisingRecipe, options: Options
 ) -> DispatchFormat:
-    # Our kernel makes block scales that are no powers of two, so the framework quantises if they
-    # must be.
-    powers_of_two = recipe.name == "fp8_block" and experts.wants_powers_of_two
-    return DispatchFormat(
-        experts.quant_dtype,
-        recipe,
-        by_framework=options.quantise == FRAMEWORK or powers_of_two,
-    )
+    by_framework = options.quantise == FRAMEWORK
+    return DispatchFormat(experts.quant_dtype, recipe, by_framework=by_framework)
 
 
 def _recipe_name(experts: ExpertsInput, hidden_size: int) -> tuple[str | None, str]:
@@ -309,7 +334,7 @@ def _fp8_recipe_name(experts: ExpertsInput) -> tuple[str | None, str]:
     block = experts.block_shape
     if block is not None:
         if block[1] == 128:  # blocks of activations have one row, whatever block[0] is
-            return "fp8_block", ""
+            return "fp8_block_pow2" if experts.wants_powers_of_two else "fp8_block", ""
         return None, f"FP8 activations in blocks of {block[1]} have no recipe, those of 128 have."
     if experts.static_scale is not None:  # a given scale comes first in frameworks' quantisers too
         return "fp8_tensor", ""
@@ -394,7 +419,10 @@ def _without_old_bytes(
 
 
 def _first(scale: torch.Tensor) -> torch.Tensor:
-    return scale.flatten()[:1].to(torch.float32)
+    # By views: an expanded scale has no flat view, and a copy would be a launch at each dispatch.
+    while scale.dim():
+        scale = scale[0]
+    return scale.view(1).to(torch.float32)
 
 
 def _contiguous(scales: torch.Tensor | None) -> torch.Tensor | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class ExchangePool:
     ) -> None:
         self._name = name
         self.ranks, self.device, self.options = ranks, device, options
+        #: Whether the rank's tokens are dummies; see `idling`.
+        self.is_idle = False
         self._holds_startup = holds_startup
         self._more_stats = more_stats
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
@@ -135,7 +138,10 @@ class ExchangePool:
             problem = error
         mine = Proposal(
             layer,
-            geometry._replace(recipe=None if chosen.recipe is None else chosen.recipe.name),
+            geometry._replace(
+                recipe=None if chosen.recipe is None else chosen.recipe.name,
+                scales_layout=chosen.scales_layout,
+            ),
             scale,
             None if problem is None else f"{type(problem).__name__}: {problem}",
             None if chosen.global_scale is None else float(chosen.global_scale),
@@ -146,6 +152,15 @@ class ExchangePool:
         if problem is not None:
             raise problem
         return chosen
+
+    @contextlib.contextmanager
+    def idling(self) -> Iterator[None]:
+        """Surround a run of the model without requests, whose results nobody reads. Local."""
+        self.is_idle = True
+        try:
+            yield
+        finally:
+            self.is_idle = False
 
     def end_startup(self) -> None:
         """Give waits the ordinary limit from now on, because this worker has warmed up. Local."""

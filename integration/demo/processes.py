@@ -43,20 +43,23 @@ def _watch(session: int) -> None:
 def processes_of_session(session: int) -> list[int]:
     """The living processes of a session; a zombie holds nothing and counts as gone."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    states = {pid: _state_and_session(pid) for pid in pids}
-    return [
-        pid for pid, found in states.items() if found and found[1] == session and found[0] != "Z"
-    ]
+    return [pid for pid in pids if _session_of(pid) == session and _is_living(pid)]
 
 
-def _state_and_session(pid: int) -> tuple[str, int] | None:
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:  # it ended while we looked
+        return None
+
+
+def _is_living(pid: int) -> bool:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it ended while we looked
-        return None
-    # The name stands in parentheses and may contain anything, so count from the last one.
-    state, _parent, _group, session = text[text.rindex(")") + 2 :].split()[:4]
-    return state, int(session)
+    except OSError:
+        return False
+    # The name stands in parentheses and may contain anything, so look behind the last one.
+    return text[text.rindex(")") + 2] != "Z"
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:

@@ -10,9 +10,9 @@ The modules (``plugin`` imports all others; ``moe`` and ``draft`` do not import 
 * ``backend`` and ``choices`` say what a configuration asks of us. ``all2all_manager`` holds the
   exchanges and shared heads of a worker. ``replacement`` registers one of our classes instead of
   one of vLLM's. ``compat`` lists every name of vLLM that we touch.
-* ``moe``: two of our classes instead of vLLM's (``layers``), one ``prepare_finalize`` per MoE layer
-  (``cpu_prepare_finalize``, ``cuda_prepare_finalize``), and what its experts take
-  (``experts_input``, ``cpu_fp8_experts``).
+* ``moe``: two of our classes instead of vLLM's (``layers``), and per MoE layer a fused MoE method
+  (``method``), a ``prepare_finalize`` (``cpu_prepare_finalize``, ``cuda_prepare_finalize``), and
+  what its experts take (``experts_input``, ``cpu_fp8_experts``).
 * ``draft``: the LM head of an MTP draft, if ranks share it. ``drafts`` says what a configuration
   asks; ``logits_processor`` and ``mtp`` extend vLLM's classes.
 * ``plugin``: what the flag starts, in this order: ``flag`` (command line or Python ->

@@ -61,10 +61,20 @@ TOUCHED = (
     Touched("vllm.platforms.cuda", "CudaPlatform", "subclass", device="cuda"),
     Touched("vllm.utils.import_utils", "resolve_obj_by_qualname", "use", ("qualname",)),
     *methods(
-        "vllm.v1.worker.cpu_worker", "CPUWorker", "subclass", "cpu", compile_or_warm_up_model=()
+        "vllm.v1.worker.cpu_worker",
+        "CPUWorker",
+        "subclass",
+        "cpu",
+        compile_or_warm_up_model=(),
+        execute_dummy_batch=(),
     ),
     *methods(
-        "vllm.v1.worker.gpu_worker", "Worker", "subclass", "cuda", compile_or_warm_up_model=()
+        "vllm.v1.worker.gpu_worker",
+        "Worker",
+        "subclass",
+        "cuda",
+        compile_or_warm_up_model=(),
+        execute_dummy_batch=(),
     ),
     Touched("vllm", "envs.VLLM_PLUGINS", "use"),
     Touched("vllm", "version", "use"),
@@ -98,6 +108,13 @@ TOUCHED = (
         "RoutedExperts",
         "subclass",
         _get_quant_method=("prefix", "quant_config", "moe_config"),
+        weight_loader=(
+            *("param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
+            "return_success",
+        ),
+    ),
+    *methods(
+        f"{_MOE}.routed_experts", "RoutedExperts", "use", _replace_quant_method=("quant_method",)
     ),
     *methods(
         f"{_MOE}.runner.moe_runner",
@@ -110,6 +127,14 @@ TOUCHED = (
         f"{_MOE}.fused_moe_method_base",
         "FusedMoEMethodBase",
         "use",
+        process_weights_after_loading=("layer",),
+    ),
+    Touched(f"{_MOE}.fused_moe_modular_method", "FusedMoEModularMethod", "subclass"),
+    *methods(
+        f"{_MOE}.fused_moe_modular_method",
+        "FusedMoEModularMethod",
+        "subclass",
+        __init__=("old_quant_method", "moe_kernel"),
         process_weights_after_loading=("layer",),
     ),
     Touched(_KERNEL, "FusedMoEPrepareAndFinalizeModular", "subclass"),
@@ -328,10 +353,17 @@ FIELDS = (
     ),
     Fields(f"{_MOE}.config", "FusedMoEQuantConfig", ("is_scale_transposed",), since="0.33"),
     Fields(_KERNEL, "FusedMoEExpertsModular", ("expects_unquantized_inputs", "quant_config")),
-    Fields(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", ("moe_kernel",)),
+    Fields(
+        f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", ("moe_kernel", "moe_quant_config")
+    ),
+    Fields(f"{_MOE}.fused_moe_modular_method", "FusedMoEModularMethod", ("old_quant_method",)),
     Fields(_FP8, "Fp8MoEMethod", ("block_quant", "experts_cls", "fp8_backend", "moe")),
     Fields(_KERNEL, "FusedMoEKernel", ("fused_experts", "is_monolithic", "prepare_finalize")),
-    Fields(f"{_MOE}.routed_experts", "RoutedExperts", ("expert_map", "layer_name", "moe_config")),
+    Fields(
+        f"{_MOE}.routed_experts",
+        "RoutedExperts",
+        ("expert_map", "layer_name", "moe_config", "quant_method"),
+    ),
     Fields(
         f"{_MOE}.runner.moe_runner",
         "MoERunner",

@@ -8,7 +8,9 @@
 //   P1          the very last CTA: one cell {tag, count, epoch} to each rank (release); it also
 //               counts the round, clears the counters and bumps the epoch
 //   finishers   each waits for every rank's cell (acquire), then marks its share of the empty slots
-//               with expert id -1
+//               as empty: absent ids, and weights of 0 unless all ids travel (config.h). If the
+//               experts read scales in another layout, it copies its share of them
+//               (lay_out_scales.h)
 //
 // One barrier per verb is enough. A rank starts dispatch n+1 only after its combine n. Combine n
 // has waited for every rank's combine signal n, and a rank sends that signal after its experts have
@@ -39,6 +41,7 @@
 #include "../include/moe_nvlink/routing.h"
 #include "../include/moe_nvlink/workspace.h"
 #include "dispatch_shared.h"
+#include "lay_out_scales.h"
 #include "put_quantised.h"
 #include "put_rows.h"
 
@@ -156,15 +159,18 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   });
 }
 
-// Writes expert id -1 into this finisher's share of the slots after each source's rows. It writes
-// to all such slots, because a compiler may store an expression of the ids in their place (Inductor
-// does): a slot that was empty in the previous round may now hold the id of an expert. It goes
-// through the slices of all ranks. If a round leaves a rank out, the rank's count is 0, so its
-// whole slice is marked.
+// Writes absent ids, and weights of 0 unless all ids travel, into this finisher's share of the
+// slots after each source's rows. It writes to all such slots, because a compiler may store an
+// expression of the ids in their place (Inductor does): a slot that was empty in the previous round
+// may now hold the id of an expert. It goes through the slices of all ranks. If a round leaves a
+// rank out, the rank's count is 0, so its whole slice is marked.
 HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
   int32_t* ids = reinterpret_cast<int32_t*>(
       region_of(args, geometry.ep_rank, args.payloads[kTopkIdsPayload].region));
+  int32_t* weights = reinterpret_cast<int32_t*>(
+      region_of(args, geometry.ep_rank, args.payloads[kTopkWeightsPayload].region));
+  const int32_t absent = absent_id_at(geometry.ep_rank, args);
   const int slice_words = geometry.max_tokens_per_rank * geometry.top_k;
   const int piece_words = kVectorsPerPiece * (kVectorBytes / 4) * cta.num_threads;
   const int num_pieces = geometry.ep_size * ((slice_words + piece_words - 1) / piece_words);
@@ -175,8 +181,10 @@ HD void mark_empty_slots(const DispatchArgs& args, const Cta& cta, const Dispatc
     const int start = piece / geometry.ep_size * piece_words;
     const int end = start + piece_words < slice_words ? start + piece_words : slice_words;
     const int64_t slice = static_cast<int64_t>(source) * slice_words;
-    if (filled < end)
-      fill_minus_one(cta, ids, slice + (start < filled ? filled : start), slice + end);
+    if (filled >= end) continue;
+    const int64_t first = slice + (start < filled ? filled : start);
+    fill_range(cta, ids, first, slice + end, absent);
+    if (!all_ids_travel(args)) fill_range(cta, weights, first, slice + end, 0);
   }
 }
 
@@ -209,6 +217,9 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
   collect_counts(args, cta, is_last, shared);
   cta.sync();  // counts of all peers in shared memory
   mark_empty_slots(args, cta, shared);
+  if (args.scales_layout != kScalesLayoutLinear) {
+    lay_out_scales(args, cta, num_finishers(cta), shared);
+  }
 }
 
 }  // namespace moe_nvlink

@@ -83,9 +83,10 @@ struct Quantising {
     }
   }
 
-  // Whether the token has an expert. Each thread reads the ids itself, because the route is not
+  // Whether the token may have a target. Each thread reads the ids itself, because the route is not
   // whole yet.
   HD bool has_expert(int token) const {
+    if (is_padding(args, token)) return false;
     const int top_k = top_k_of<Config>(args.geometry);
     const int32_t* ids = reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source) +
                          static_cast<int64_t>(token) * top_k;
@@ -149,6 +150,8 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
         return with_element<Config, kQuantiserMxfp8>(args, cta, scale, function);
       case kQuantiserNvfp4:
         return with_element<Config, kQuantiserNvfp4>(args, cta, scale, function);
+      case kQuantiserFp8BlockPow2:
+        return with_element<Config, kQuantiserFp8BlockPow2>(args, cta, scale, function);
     }
   }
 }

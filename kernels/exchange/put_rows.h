@@ -25,9 +25,15 @@ HD bool is_quantised(const DispatchArgs& args, int payload) {
          (payload == kFirstCallerPayload + 1 && has_scales(quantiser));
 }
 
-HD RowPlan plan_row(const Payload& payload, bool is_ids) {
-  // The ids come from shared memory, one word at a time.
-  const int bytes = is_ids ? 4 : vector_bytes_for(payload.source, payload.row_bytes);
+// Whether a payload's row travels one word per expert of the token (put_choices()).
+HD bool has_choices(const DispatchArgs& args, int payload) {
+  return payload == kTopkIdsPayload || (payload == kTopkWeightsPayload && !all_ids_travel(args));
+}
+
+HD RowPlan plan_row(const DispatchArgs& args, int index) {
+  const Payload& payload = args.payloads[index];
+  const int bytes =
+      has_choices(args, index) ? 4 : vector_bytes_for(payload.source, payload.row_bytes);
   return RowPlan{bytes, lanes_for(static_cast<int>(payload.row_bytes), bytes), 0};
 }
 
@@ -48,9 +54,9 @@ HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shar
     MOE_NVLINK_ROLLED
     for (int j = 0; j < i; ++j) {
       if (is_quantised<Config>(args, j)) continue;
-      before += plan_row(args.payloads[j], j == kTopkIdsPayload).num_lanes;
+      before += plan_row(args, j).num_lanes;
     }
-    RowPlan plan = plan_row(args.payloads[i], i == kTopkIdsPayload);
+    RowPlan plan = plan_row(args, i);
     plan.first_thread = before % cta.num_threads;
     if (is_quantised<Config>(args, i)) plan.num_lanes = 0;
     shared.plans[i] = plan;
@@ -87,19 +93,35 @@ struct Targets {
   }
 };
 
-// Puts the ids that routing left in shared memory, from where put_row cannot load. In these, an id
-// that is no expert has become -1.
+// What a target gets of one choice of the token's router: its id, or its weight as bits.
+HD int32_t word_of_choice(const DispatchArgs& args, const TokenRoute& route, bool is_id,
+                          int32_t word, int choice, int k) {
+  if (all_ids_travel(args)) return word;
+  const bool is_absent = route.target_ranks[choice] != route.target_ranks[k];
+  if (!is_id) return is_absent ? 0 : word;
+  return is_absent ? route.absent_ids[k] : word - route.first_ids[k];
+}
+
+// Puts the ids that routing left in shared memory, from where put_row cannot load, or the weights
+// if they differ from target to target.
 template <class Config>
-HD void put_ids(const DispatchArgs& args, const Cta& cta, int lane, const TokenRoute& route,
-                const Targets<Config>& targets) {
+HD void put_choices(const DispatchArgs& args, const Cta& cta, int lane, const TokenRoute& route,
+                    const Payload& payload, bool is_id, int token) {
   const int top_k = top_k_of<Config>(args.geometry);
+  const uint64_t region = static_cast<uint64_t>(payload.region) * kRegionAlignment;
+  const int32_t* weights =
+      reinterpret_cast<const int32_t*>(payload.source) + static_cast<int64_t>(token) * top_k;
   MOE_NVLINK_ROLLED
-  for (int i = lane; i < top_k; i += cta.num_threads) {
+  for (int choice = lane; choice < top_k; choice += cta.num_threads) {
+    const int32_t word = is_id ? route.ids[choice] : load_word(weights + choice);
     MOE_NVLINK_UNROLL
-    for (int k = 0; k < targets.count(args.geometry); ++k) {
-      if (targets.rows[k] != nullptr) {
-        store_word(reinterpret_cast<int32_t*>(targets.rows[k]) + i, route.ids[i]);
-      }
+    for (int k = 0; k < top_k; ++k) {
+      const int row = route.rows[k];
+      if (row == kNoSlot) continue;
+      char* target = reinterpret_cast<char*>(route.windows[k] + region +
+                                             static_cast<uint64_t>(row) * payload.row_bytes);
+      store_word(reinterpret_cast<int32_t*>(target) + choice,
+                 word_of_choice(args, route, is_id, word, choice, k));
     }
   }
 }
@@ -126,10 +148,10 @@ HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared
     const int lane = turned < 0 ? turned + cta.num_threads : turned;
     if (lane >= plan.num_lanes) continue;
     const Payload& payload = args.payloads[i];
-    const Targets<Config> targets(args, route, payload);
-    if (i == kTopkIdsPayload) {
-      put_ids<Config>(args, cta, lane, route, targets);
+    if (has_choices(args, i)) {
+      put_choices<Config>(args, cta, lane, route, payload, i == kTopkIdsPayload, token);
     } else {
+      const Targets<Config> targets(args, route, payload);
       const char* row = reinterpret_cast<const char*>(payload.source) +
                         static_cast<uint64_t>(token) * payload.row_bytes;
       put_row(cta, lane, row, targets.rows, targets.count(args.geometry),

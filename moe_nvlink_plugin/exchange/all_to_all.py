@@ -50,8 +50,9 @@ class Dispatched(NamedTuple):
 
     The rows are rank-major. Rows `s * max_tokens_per_rank` up to, but not including,
     `s * max_tokens_per_rank + recv_counts[s]` came from rank s, in its order. The remaining rows
-    of each rank's slice are empty: all their `topk_ids` are -1, and their other contents are
-    arbitrary.
+    of each rank's slice are empty. With `received_ids="global"`, all `topk_ids` of an empty row are
+    -1, and its other contents are arbitrary. Otherwise its `topk_ids` are the absent id, its
+    `topk_weights` are 0, and its other contents are arbitrary.
 
     Under torch.compile, only the experts' output that combine takes may depend on these tensors.
     The compiler may move any other reader after the combine, where the peers' next dispatch may
@@ -59,9 +60,12 @@ class Dispatched(NamedTuple):
 
     Attributes:
         hidden_states: `[ep_size * max_tokens_per_rank, elements of the recipe's row]`.
-        scales: `[ep_size * max_tokens_per_rank, scales per row]`, or None.
-        topk_ids: `[ep_size * max_tokens_per_rank, top_k]` int32, global ids; -1 means no expert.
-        topk_weights: `[ep_size * max_tokens_per_rank, top_k] float32`.
+        scales: `[ep_size * max_tokens_per_rank, scales per row]`, or as
+            AllToAllConfig.scales_layout says; None if the recipe has no scales.
+        topk_ids: `[ep_size * max_tokens_per_rank, top_k]` int32, global ids, and -1 for no expert;
+            or as AllToAllConfig.received_ids says.
+        topk_weights: `[ep_size * max_tokens_per_rank, top_k] float32`; unless received_ids is
+            "global", 0 beside absent ids.
         extra_payloads: each `[ep_size * max_tokens_per_rank, ...]`, in the dtype this rank sent.
         recv_counts: `[ep_size]` int32, number of rows from each rank.
         metadata: argument of combine.
@@ -164,6 +168,7 @@ class MoeAllToAll:
         *,
         scales: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
+        is_padding: torch.Tensor | None = None,
         channel: int = 0,
     ) -> Dispatched:
         """Send each token once to every rank that owns one of its experts. Collective; capturable.
@@ -183,6 +188,9 @@ class MoeAllToAll:
                 recipes that need it (fp8_tensor, nvfp4). On CPU every call checks the value. On a
                 GPU a check waits for the device, so only the first call with a tensor at this
                 address checks it, and no call during the capture of a CUDA graph.
+            is_padding: `[num_tokens]` bool; None: no token is padding. A token that is padding has
+                no destination, whatever its ids are. The kernel reads the values, so a CUDA graph
+                that has captured the call takes what the tensor holds at each replay.
             channel: number of the independent exchange, 0..num_channels-1.
 
         Raises:
@@ -204,6 +212,7 @@ class MoeAllToAll:
             global_scale,
             self._handle,
             channel,
+            is_padding,
         )
         has_scales = "recv_scales" in self._layer.rows
         more = [

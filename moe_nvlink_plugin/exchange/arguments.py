@@ -1,8 +1,8 @@
 """Fills the argument structs (kernels/include/moe_nvlink/args.h) for one layer and channel.
 
 These functions set what does not change from call to call. At each call, the channel sets
-num_tokens, quantiser, timeout_ns and the addresses of the call's tensors. On a GPU the launch sets
-hidden_splits.
+num_tokens, quantiser, is_padding, timeout_ns and the addresses of the call's tensors. On a GPU the
+launch sets hidden_splits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import Any
 
 from moe_nvlink_plugin.config import COMBINE_FORMATS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.jit.header import combine_formats, constants
+from moe_nvlink_plugin.jit.header import (
+    combine_formats,
+    constants,
+    received_ids,
+    scales_layouts,
+)
 from moe_nvlink_plugin.launch.arguments import Window, element_code, new_arguments
 from moe_nvlink_plugin.launch.kernel import Kernel
 from moe_nvlink_plugin.memory.layout import Region
@@ -26,6 +31,7 @@ from moe_nvlink_plugin.recipes import (
 )
 
 from .kernels import COMBINE, DISPATCH
+from .scales_layout import LAID_OUT
 
 
 def combine_code(config: AllToAllConfig) -> int:
@@ -46,6 +52,28 @@ def formats_code(config: AllToAllConfig) -> int:
     if name not in names:
         return 32 + zlib.crc32(f"{name} {config.combine}".encode()) % 96
     return len(COMBINE_FORMATS) * names.index(name) + combine_code(config)
+
+
+def received_ids_code(config: AllToAllConfig) -> tuple[int, int]:
+    """Return kReceivedIds* of config.h, and the argument absent_id; 0 if the config has none."""
+    if isinstance(config.received_ids, int):
+        return received_ids()["given"], config.received_ids
+    return received_ids()[config.received_ids], 0
+
+
+def all_ids_travel(config: AllToAllConfig) -> bool:
+    """Return whether each row carries all ids and weights of its token."""
+    return config.received_ids == "global"
+
+
+def written_code(config: AllToAllConfig) -> int:
+    """Return 25 bits that stand for what dispatch writes beside the rows; 0 for the defaults.
+
+    Layers that differ in nothing else have different tags, given absent ids apart: of 128 pairs of
+    them one shares a tag.
+    """
+    code, absent_id = received_ids_code(config)
+    return code | scales_layouts()[config.scales_layout] << 2 | (absent_id & 0xFFFF) << 4
 
 
 def quantiser_code(recipe: Recipe, hidden_size: int) -> int:
@@ -94,6 +122,10 @@ def dispatch_arguments(
     """
     args = _common(DISPATCH, config, regions, Window(base_ptr, rank_stride))
     args.num_payloads = len(rows)
+    args.received_ids, args.absent_id = received_ids_code(config)
+    args.scales_layout = scales_layouts()[config.scales_layout]
+    if args.scales_layout:
+        args.laid_out_region = regions[LAID_OUT].block
     for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
     return args
@@ -123,5 +155,5 @@ def _common(
         setattr(geometry, name, getattr(config, name))
     geometry.max_tokens_per_rank = config.max_tokens_per_rank
     geometry.element = element_code(config.dtype)
-    geometry.formats = formats_code(config)
+    geometry.formats = formats_code(config) | written_code(config) << 7
     return args

@@ -9,7 +9,9 @@ from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.memory.faults import Faults
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import Workspace
+from moe_nvlink_plugin.recipes import PayloadRow
 
+from . import scales_layout
 from .arguments import combine_arguments, dispatch_arguments
 from .formats import LayerFormat
 from .kernels import LAYER
@@ -36,6 +38,8 @@ class Channel:
         self._views = [
             self._view(name, row.dtype, row.elements) for name, row in layer.rows.items()
         ]
+        if "recv_scales" in layer.rows:
+            self._scales = self._scales_view(layer.rows["recv_scales"])
         self.combine_region = self._view("combine", config.dtype, config.hidden_size)
         ep_size = config.ep_size
         self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
@@ -56,12 +60,22 @@ class Channel:
             .view(num_slots, elements)
         )
 
+    def _scales_view(self, row: PayloadRow) -> torch.Tensor:
+        config = self._layer.config
+        if config.scales_layout == "linear":
+            return self._view("recv_scales", row.dtype, row.elements)
+        size = scales_layout.laid_out_bytes(config, row)
+        region = self._workspace.region_bytes(self._regions[scales_layout.LAID_OUT], size)
+        elements = region.view(scales_layout.dtype_of(config, row))
+        return elements.as_strided(*scales_layout.strides(config, row))
+
     def dispatch(
         self,
         payloads: list[torch.Tensor | None],
         num_tokens: int,
         quantiser: int,
         global_scale: torch.Tensor | None,
+        is_padding: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launch dispatch; return send_slots `[num_tokens, top_k]` int32. Collective; capturable.
 
@@ -71,6 +85,7 @@ class Channel:
             num_tokens: tokens of this call.
             quantiser: kQuantiser* of config.h; 0 sends the rows as they are.
             global_scale: one float32 for quantisers that need it.
+            is_padding: `[num_tokens]` bool: tokens that are not sent; None: all are.
         """
         args = self._dispatch_args
         top_k = args.geometry.top_k
@@ -80,6 +95,7 @@ class Channel:
         args.send_slots = slots.data_ptr()
         args.quantiser = quantiser
         args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
+        args.is_padding = 0 if is_padding is None else is_padding.data_ptr()
         for entry, tensor in zip(args.payloads, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
@@ -126,8 +142,8 @@ class Channel:
         return self._views[index].view(self._layer.num_slots, -1)
 
     def received_scales(self) -> torch.Tensor:
-        """Return a new view of the received scales."""
-        return self.view(list(self._layer.rows).index("recv_scales"))
+        """Return a new view of the received scales, in the layout of the configuration."""
+        return self._scales.view(self._scales.dtype)
 
     def received(self, index: int, like: torch.Tensor) -> torch.Tensor:
         """Return a new view of a received extra payload, in the dtype and row shape of `like`."""

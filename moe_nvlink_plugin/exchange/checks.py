@@ -109,6 +109,8 @@ def dispatch_inputs(
     routed = (num_tokens, config.top_k)
     check_tensor("topk_ids", topk_ids, routed, (torch.int32, torch.int64), device)
     check_tensor("topk_weights", topk_weights, routed, (torch.float32,), device)
+    if given.is_padding is not None:
+        check_tensor("is_padding", given.is_padding, (num_tokens,), (torch.bool,), device)
     _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
 
 

@@ -19,6 +19,7 @@ class Activations(NamedTuple):
     hidden_states: torch.Tensor
     scales: torch.Tensor | None
     global_scale: torch.Tensor | None
+    is_padding: torch.Tensor | None = None
 
 
 class LayerFormat(NamedTuple):

@@ -49,7 +49,7 @@ def _num_tokens(args: Any) -> int:
 
 
 def _dispatch_shape(num_tokens: int, sizes: DispatchSizes, limits: Limits) -> Shape:
-    return dispatch_shape(num_tokens, sizes.row_bytes, sizes.empty_bytes, limits)
+    return dispatch_shape(num_tokens, sizes.row_bytes, sizes.tail_bytes, limits)
 
 
 def _combine_shape(num_tokens: int, sizes: CombineSizes, limits: Limits) -> Shape:

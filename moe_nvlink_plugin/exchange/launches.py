@@ -11,9 +11,9 @@ from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.base import Budget, Executor
 from moe_nvlink_plugin.launch.kernel import Variant
 
-from .arguments import combine_code
+from .arguments import all_ids_travel, combine_code
 from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER
-from .shapes import CombineSizes, DispatchSizes, quantising_lanes
+from .shapes import LAID_OUT_WEIGHT, CombineSizes, DispatchSizes, quantising_lanes
 
 
 def variant(config: AllToAllConfig, quantiser: int) -> Variant:
@@ -61,6 +61,10 @@ class LayerLaunches:
         budget = Budget(threads, config.max_sms, ranks, config.num_channels, ranks_on_device)
         launcher = executor.launcher(variant(config, quantiser), budget)
         slots = ranks * config.max_tokens_per_rank
+        # Ids, and weights beside them if dispatch writes their zeros too.
+        tail_bytes = slots * row_bytes["recv_topk_ids"] * (1 if all_ids_travel(config) else 2)
+        if config.scales_layout != "linear":
+            tail_bytes += LAID_OUT_WEIGHT * slots * row_bytes["recv_scales"]
         loaded_bytes = {0: max(row_bytes.values())}
         if quantiser:
             lanes = quantising_lanes(config.hidden_size)
@@ -68,7 +72,7 @@ class LayerLaunches:
         self._dispatches = {
             code: launcher.load(
                 DISPATCH,
-                DispatchSizes(widest, slots * row_bytes["recv_topk_ids"]),
+                DispatchSizes(widest, tail_bytes),
                 **{QUANTISER.name: code},
             )
             for code, widest in loaded_bytes.items()

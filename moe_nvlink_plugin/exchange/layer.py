@@ -171,7 +171,9 @@ class LayerExchange:
                     "combined; call combine first, or use another channel"
                 )
             quantiser = self.quantiser if fused else 0
-            slots = channel.dispatch(payloads, num_tokens, quantiser, rows.global_scale)
+            slots = channel.dispatch(
+                payloads, num_tokens, quantiser, rows.global_scale, given.is_padding
+            )
             self._raise_fault(channel)
             dispatched.value = self.handle
             self.rounds[channel_index] += 1
@@ -194,7 +196,7 @@ class LayerExchange:
             return given, True
         checks.activations(self.format, given.hidden_states)
         rows = recipe.quantise(given.hidden_states, scale)
-        return Activations(rows.rows, rows.scales, None), False
+        return Activations(rows.rows, rows.scales, None, given.is_padding), False
 
     def _may_look_at(self, scale: torch.Tensor | None) -> bool:
         """Return whether to check the value of a scale in this call."""

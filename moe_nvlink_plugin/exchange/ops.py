@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import inductor
+from . import inductor, scales_layout
 from .formats import Activations
 from .layer import find
 
@@ -21,9 +21,9 @@ _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-un
 
 _library.define(
     "dispatch(Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
-    "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel)"
-    " -> (Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, Tensor recv_counts, "
-    "Tensor send_slots)"
+    "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel, "
+    "Tensor? is_padding=None) -> (Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, "
+    "Tensor recv_counts, Tensor send_slots)"
 )
 # One op per further payload: torch cannot compile an op that writes to an argument, as dispatch
 # does, and also returns a list.
@@ -54,10 +54,11 @@ def _dispatch(
     global_scale: torch.Tensor | None,
     handle: int,
     channel: int,
+    is_padding: torch.Tensor | None = None,
 ) -> Five:
     return find(handle).dispatch(
         pending,
-        Activations(hidden_states, scales, global_scale),
+        Activations(hidden_states, scales, global_scale, is_padding),
         topk_ids,
         topk_weights,
         extra_payloads,
@@ -75,10 +76,11 @@ def _dispatch_fake(
     global_scale: torch.Tensor | None,
     handle: int,
     channel: int,
+    is_padding: torch.Tensor | None = None,
 ) -> Five:
     inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
     layer = find(handle)
-    optional = [tensor for tensor in (scales, global_scale) if tensor is not None]
+    optional = [tensor for tensor in (scales, global_scale, is_padding) if tensor is not None]
     layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *optional)
     ids, weights, hidden = (
         hidden_states.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
@@ -98,7 +100,9 @@ def _received_scales_fake(recv_counts: torch.Tensor, handle: int, channel: int) 
     inductor.keep_outputs(torch.ops.moe_nvlink.received_scales.default)
     layer = find(handle)
     row = layer.rows["recv_scales"]
-    return recv_counts.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
+    size, strides = scales_layout.strides(layer.config, row)
+    dtype = scales_layout.dtype_of(layer.config, row)
+    return recv_counts.new_empty_strided(size, strides, dtype=dtype)
 
 
 def _received(

@@ -27,6 +27,9 @@ LANE_ELEMENTS = 16
 #: most CTAs that mark empty slots (kMaxFinishers of config.h).
 MARKED_BYTES_PER_CTA = 64 * 1024
 MOST_MARKING_CTAS = 32
+#: What a byte of a scale in another layout costs beside a byte of an empty slot: it is loaded and
+#: stored in words of 4 bytes (an estimate).
+LAID_OUT_WEIGHT = 4
 
 
 class DispatchSizes(NamedTuple):
@@ -35,11 +38,13 @@ class DispatchSizes(NamedTuple):
     Attributes:
         row_bytes: bytes of the widest payload's row; with a quantiser, 16 bytes for each thread
             that can quantise at once.
-        empty_bytes: bytes of the expert ids in all slots, which dispatch may have to mark as empty.
+        tail_bytes: bytes that dispatch writes at its end: the expert ids in all slots, which it may
+            have to mark as empty; the weights, if it writes zeros there; and LAID_OUT_WEIGHT times
+            the scales, if it lays them out.
     """
 
     row_bytes: int
-    empty_bytes: int
+    tail_bytes: int
 
 
 class CombineSizes(NamedTuple):
@@ -59,13 +64,13 @@ def quantising_lanes(hidden_size: int) -> int:
     return hidden_size if hidden_size % LANE_ELEMENTS else hidden_size // LANE_ELEMENTS
 
 
-def dispatch_shape(num_tokens: int, row_bytes: int, empty_bytes: int, limits: Limits) -> Shape:
+def dispatch_shape(num_tokens: int, row_bytes: int, tail_bytes: int, limits: Limits) -> Shape:
     """Return the launch shape of dispatch, in which a CTA takes one token at a time.
 
     Args:
         num_tokens: tokens of this call on this rank.
         row_bytes: as in DispatchSizes.
-        empty_bytes: as in DispatchSizes.
+        tail_bytes: as in DispatchSizes.
         limits: limits of the kernel on this GPU.
     """
     threads = min(FEW_THREADS, limits.max_threads)
@@ -73,7 +78,7 @@ def dispatch_shape(num_tokens: int, row_bytes: int, empty_bytes: int, limits: Li
         # Each CTA has an SM alone. It gets one thread for each vector of the row, so the whole row
         # is in flight at once.
         threads = whole_warps(ceil_div(row_bytes, VECTOR_BYTES), limits.max_threads)
-    marking = min(ceil_div(empty_bytes, MARKED_BYTES_PER_CTA), MOST_MARKING_CTAS)
+    marking = min(ceil_div(tail_bytes, MARKED_BYTES_PER_CTA), MOST_MARKING_CTAS)
     blocks = max(num_tokens, marking, 1)
     return Shape(min(blocks, max(limits.resident(threads), 1)), threads)
 

@@ -9,6 +9,8 @@ from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, ROOM, WorkspaceLayout
 from moe_nvlink_plugin.recipes import PayloadRow, Recipe, combine_formats
 
+from . import scales_layout
+
 
 def layer_layout(
     config: AllToAllConfig,
@@ -35,7 +37,8 @@ def payload_rows(config: AllToAllConfig, recipe: Recipe) -> dict[str, PayloadRow
     """Return region name -> row for every payload of a token, in order of DispatchArgs.payloads.
 
     Raises:
-        ConfigError: there are more than 8 payloads beside expert ids and router weights.
+        ConfigError: there are more than 8 payloads beside expert ids and router weights, or the
+            recipe's scales cannot have the layout.
     """
     rows = {
         "recv_topk_ids": PayloadRow(torch.int32, config.top_k),
@@ -43,6 +46,7 @@ def payload_rows(config: AllToAllConfig, recipe: Recipe) -> dict[str, PayloadRow
         "recv_hidden_states": recipe.hidden_row(config.hidden_size),
     }
     scales = recipe.scales_row(config.hidden_size)
+    scales_layout.check(config, recipe, scales)
     if scales is not None:
         rows["recv_scales"] = scales
     for index, row_bytes in enumerate(config.extra_payload_bytes):
@@ -77,6 +81,8 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     slots = config.ep_size * config.max_tokens_per_rank
     rows = payload_rows(config, recipe)
     sizes = {name: slots * row.row_bytes for name, row in rows.items()}  # slice s: by rank s
+    if config.scales_layout != "linear":
+        sizes[scales_layout.LAID_OUT] = scales_layout.laid_out_bytes(config, rows["recv_scales"])
     sizes["combine"] = slots * combine_row(config).row_bytes  # written by this rank's experts
     for name, row in quantised_combine_rows(config).items():
         sizes[name] = slots * row.row_bytes  # of those rows, written by combine for the peers

@@ -56,6 +56,16 @@ def combine_formats() -> dict[str, int]:
     return {"bf16": formats.pop("unquantised"), **formats}
 
 
+def received_ids() -> dict[str, int]:
+    """Return the codes of what received rows have as ids: global, given, ... -> kReceivedIds*."""
+    return _named("kReceivedIds")
+
+
+def scales_layouts() -> dict[str, int]:
+    """Return the codes of the layouts of received scales: linear, ... -> kScalesLayout*."""
+    return _named("kScalesLayout")
+
+
 def _named(prefix: str) -> dict[str, int]:
     """Return the constants of config.h with a prefix; kQuantiserFp8Block is fp8_block."""
     return {

@@ -12,7 +12,7 @@ from .hookspecs import hookimpl
 
 @hookimpl
 def moe_nvlink_recipes() -> list[Recipe]:
-    """Return bf16, fp16, fp32, fp8_block, fp8_token, fp8_tensor, mxfp8 and nvfp4."""
+    """Return the recipes of this package."""
     return list(BUILT_IN)
 
 

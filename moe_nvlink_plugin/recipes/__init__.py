@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import PayloadRow, QuantisedRows, QuantisingRecipe, Recipe
-from .fp8 import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN
+from .fp8 import FP8_BLOCK, FP8_BLOCK_POW2, FP8_TENSOR, FP8_TOKEN
 from .global_scale import check_global_scale
 from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
@@ -19,12 +19,14 @@ BUILT_IN: tuple[Recipe, ...] = (
     FP8_TENSOR,
     MXFP8,
     NVFP4,
+    FP8_BLOCK_POW2,
 )
 
 __all__ = [
     "BF16",
     "BUILT_IN",
     "FP8_BLOCK",
+    "FP8_BLOCK_POW2",
     "FP8_TENSOR",
     "FP8_TOKEN",
     "FP16",

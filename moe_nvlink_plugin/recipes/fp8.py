@@ -1,5 +1,7 @@
 """e4m3 activations with fp32 scales: one per block of 128, one per token, or a global scale.
 
+The scales of blocks come in two kinds: as they are, or rounded up to powers of two.
+
 The arithmetic follows the CUDA kernels that vLLM 0.32's `moe_kernel_quantize_input` calls:
 `per_token_group_fp8_quant` (blocks), `dynamic_per_token_scaled_fp8_quant` (tokens) and
 `static_scaled_fp8_quant` (global scale). By their source, rows of finite numbers get the same bits.
@@ -12,8 +14,11 @@ the kernels count:
   value near a tie may round to the other side.
 - Sizes: the kernel refuses a hidden size that is no multiple of 128. The reference pads it.
 
-If vLLM uses DeepGEMM (`is_deep_gemm_e8m0_used`), it rounds its block scales up to powers of two.
-That is another format; vLLM then quantises the rows before dispatch.
+If vLLM uses DeepGEMM (`is_deep_gemm_e8m0_used`), it rounds its block scales up to powers of two,
+by exp2f(ceilf(log2f(max(scale, 1e-10)))). That is the format fp8_block_pow2, which rounds exactly.
+For bf16 and fp16 activations the bits are the same: no amax / 448 is closer above a power of two
+than a factor of 1.0005, which log2f does not round away. Scales of fp32 activations closer above it
+differ: vLLM's may be half of ours.
 
 NaN and infinity differ from vLLM's kernels on purpose. A NaN makes the scale of its block (or
 token) NaN, and so every value in it, as in the reference; vLLM's kernels drop it, because fmaxf
@@ -126,7 +131,7 @@ class Fp8BlockRecipe:
         check_activations(self.name, hidden_states)
         check_block(self.name, hidden_states.shape[1], self.block, "fp8_token")
         blocks = in_blocks(hidden_states, self.block)
-        scales = divide(blocks.abs().amax(dim=2).clamp(min=1e-10), E4M3_MAX)
+        scales = self._scales(blocks.abs().amax(dim=2))
         return QuantisedRows(to_e4m3(blocks / scales[:, :, None]).flatten(1), scales)
 
     def dequantise(
@@ -139,6 +144,26 @@ class Fp8BlockRecipe:
         """Return value * scale, rounded to `dtype`. Local; capturable."""
         blocks = in_blocks(rows, self.block)
         return (blocks * scales_given(self.name, scales)[:, :, None]).flatten(1).to(dtype)
+
+    def _scales(self, amax: torch.Tensor) -> torch.Tensor:
+        return divide(amax.clamp(min=1e-10), E4M3_MAX)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8BlockPow2Recipe(Fp8BlockRecipe):
+    """Recipe fp8_block_pow2: as fp8_block, with scales that are powers of two.
+
+    scale = the least power of two that is at least max(amax / 448, 1e-10). An infinite or NaN
+    scale stays.
+    """
+
+    name: ClassVar[str] = "fp8_block_pow2"
+    quantiser: ClassVar[str] = "Fp8BlockPow2"
+
+    def _scales(self, amax: torch.Tensor) -> torch.Tensor:
+        scales = divide(amax, E4M3_MAX).clamp(min=1e-10)
+        up = (scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+        return torch.where(scales.isfinite(), up.view(torch.float32), scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,5 +257,6 @@ class Fp8TensorRecipe:
 
 
 FP8_BLOCK = Fp8BlockRecipe()
+FP8_BLOCK_POW2 = Fp8BlockPow2Recipe()
 FP8_TOKEN = Fp8TokenRecipe()
 FP8_TENSOR = Fp8TensorRecipe()

@@ -1,9 +1,10 @@
 """The demo with servers that are forks of templates, where how they start is not the point.
 
-    python -m tests.integration.fast_demo SOCKET SOCKET SESSIONS <arguments of the demo>
+    python -m tests.integration.fast_demo FORKED SOCKET SOCKET SESSIONS <arguments of the demo>
 
-SOCKET: the numbers of both templates' sockets, inherited. SESSIONS: the file to which each server's
-session is appended; a server is a child of its template, not of this process.
+FORKED: "both" servers, or the "one-rank" server alone, while vLLM starts ours in its own way.
+SOCKET: the numbers of both templates' sockets, inherited. SESSIONS: the file to which each forked
+server's session is appended; such a server is a child of its template, not of this process.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import IO
 from unittest import mock
 
 from moe_nvlink_plugin.integration.demo import demo
+from moe_nvlink_plugin.integration.demo.server import ServerProcess, VllmServer
 from tests.integration import servers
-from tests.integration.servers import Forked, ForkedServer, Template, Templates
+from tests.integration.servers import ForkedServer, Template, Templates
 
 
-def main(with_ours: str, without: str, sessions: str, *arguments: str) -> int:
+def main(which: str, with_ours: str, without: str, sessions: str, *arguments: str) -> int:
     class NotedServer(ForkedServer):
-        def _start(self, variables: Mapping[str, str], log: IO[bytes]) -> Forked:
+        def _start(self, variables: Mapping[str, str], log: IO[bytes]) -> ServerProcess:
+            if which not in ("both", self.name):
+                return VllmServer._start(self, variables, log)
             forked = super()._start(variables, log)
             with Path(sessions).open("a") as file:
                 file.write(f"{forked.pid}\n")

@@ -36,7 +36,8 @@ def preload() -> None:
 
 
 if __name__ == "__main__":
-    preload()
     from tests.integration import fast_server
 
+    with fast_server.kept_from_collection():
+        preload()
     fast_server.serve(socket.socket(fileno=int(sys.argv[1])))

@@ -31,27 +31,27 @@ class RunningDemo:
     """The demo as a child process, and a record of what it started.
 
     Args:
-        is_fast: Its servers are forks of templates, see fast_demo.py.
+        forked: Its servers that are forks of templates, see fast_demo.py.
     """
 
-    def __init__(self, folder: Path, *arguments: str, is_fast: bool) -> None:
+    def __init__(self, folder: Path, *arguments: str, forked: str) -> None:
         self.output = folder / "output.txt"
         self.log = folder / "demo" / "moe_nvlink.log"
         self.sessions: set[int] = set()
         self.shared_memory: set[Path] = set()
         self._told_sessions = folder / "sessions"
-        self._is_fast = is_fast
-        program, sockets = ["moe_nvlink_plugin.integration.demo"], list[int]()
-        if is_fast:
-            sockets = [template.control.fileno() for template in templates()]
-            program = ["tests.integration.fast_demo", *map(str, sockets), str(self._told_sessions)]
+        self._num_forked = 2 if forked == "both" else 1
+        sockets = [template.control.fileno() for template in templates()]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
                     "-u",
                     "-m",
-                    *program,
+                    "tests.integration.fast_demo",
+                    forked,
+                    *map(str, sockets),
+                    str(self._told_sessions),
                     "--folder",
                     str(folder / "demo"),
                     *arguments,
@@ -98,7 +98,8 @@ class RunningDemo:
         return self.output.read_text(errors="replace")
 
     def assert_nothing_stays(self, within_s: float) -> None:
-        assert self._told_sessions.exists() == self._is_fast, "fast_demo's servers are no forks"
+        forked = self._told_sessions.read_text().split()
+        assert len(forked) == self._num_forked, "which servers are forks"
         assert self.sessions, "the demo started no server, so there was nothing to leave behind"
         assert self.shared_memory, "its servers held no shared memory, so this shows nothing"
         deadline = time.monotonic() + within_s
@@ -116,8 +117,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RunningDemo]]:
     """Starts a demo; at the end nothing of it is left, whatever it did."""
     started: list[RunningDemo] = []
 
-    def start_one(*arguments: str, is_fast: bool = True) -> RunningDemo:
-        started.append(RunningDemo(tmp_path, *arguments, is_fast=is_fast))
+    def start_one(*arguments: str, forked: str = "both") -> RunningDemo:
+        started.append(RunningDemo(tmp_path, *arguments, forked=forked))
         return started[-1]
 
     yield start_one
@@ -130,8 +131,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RunningDemo]]:
 
 
 def test_demo_succeeds_and_leaves_nothing(start: Callable[..., RunningDemo]) -> None:
-    """`make demo` as it is: vLLM starts its processes in its own way."""
-    demo = start(is_fast=False)
+    """`make demo`, in which vLLM starts the processes of our server in its own way.
+
+    The one-rank server has nothing of ours in it.
+    """
+    demo = start(forked="one-rank")
     demo.wait_for(SERVING)
     while demo.process.poll() is None:
         demo.look()

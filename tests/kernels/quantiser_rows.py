@@ -9,13 +9,23 @@ from __future__ import annotations
 import torch
 
 from moe_nvlink_plugin.recipes import QuantisedRows
-from moe_nvlink_plugin.recipes.fp8 import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN
+from moe_nvlink_plugin.recipes.fp8 import FP8_BLOCK, FP8_BLOCK_POW2, FP8_TENSOR, FP8_TOKEN
 from moe_nvlink_plugin.recipes.mxfp8 import MXFP8
 from moe_nvlink_plugin.recipes.nvfp4 import NVFP4
 
-RECIPES = {recipe.name: recipe for recipe in (FP8_BLOCK, FP8_TOKEN, FP8_TENSOR, MXFP8, NVFP4)}
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (FP8_BLOCK, FP8_BLOCK_POW2, FP8_TOKEN, FP8_TENSOR, MXFP8, NVFP4)
+}
 #: Hidden sizes rows of one block each have; tokens are as wide as we like.
-BLOCKS = {"fp8_block": 128, "fp8_token": 40, "fp8_tensor": 40, "mxfp8": 32, "nvfp4": 16}
+BLOCKS = {
+    "fp8_block": 128,
+    "fp8_block_pow2": 128,
+    "fp8_token": 40,
+    "fp8_tensor": 40,
+    "mxfp8": 32,
+    "nvfp4": 16,
+}
 #: e4m3's numbers from 0 to 448, and e2m1's: sign apart, in the order of their codes.
 E4M3_NUMBERS = [
     mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)

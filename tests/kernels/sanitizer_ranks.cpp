@@ -7,6 +7,7 @@
 // says that a value was wrong; a sanitizer has a status of its own.
 #include "kernel_text.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -32,8 +33,10 @@ constexpr int kCapacity = 12;
 constexpr int kRounds = 40;
 constexpr int kExtraBytes = 131;
 constexpr int kSlots = kRanks * kCapacity;
-constexpr int kMostHidden = 256;  // of dispatch's rows in rounds that quantise
-constexpr int kMostScales = 12;   // bytes of a row's scales
+constexpr int kGivenId = kExperts + 3;  // for experts that a rank does not have
+constexpr int kMostHidden = 256;        // of dispatch's rows in rounds that quantise
+constexpr int kMostScales = 12;         // bytes of a row's scales
+constexpr int kLaidOutBytes = 128 * kMostScales;
 constexpr int kBackHidden = 256;  // of combine's rows in rounds that have a format
 
 std::atomic<int> mistakes{0};
@@ -77,6 +80,7 @@ struct Regions {
   uint32_t weights = 0;
   uint32_t hidden = 0;
   uint32_t scales = 0;
+  uint32_t laid_out = 0;
   uint32_t extra = 0;
   uint32_t combine = 0;
   uint32_t back_rows = 0;
@@ -95,6 +99,7 @@ struct Regions {
     weights = layout.add(kSlots * kTopK * 4);
     hidden = layout.add(kSlots * kMostHidden);
     scales = layout.add(kSlots * kMostScales);
+    laid_out = layout.add(kLaidOutBytes);
     extra = layout.add(kSlots * kExtraBytes);
     combine = layout.add(kSlots * kBackHidden * 4);
     back_rows = layout.add(kSlots * kBackHidden);
@@ -151,8 +156,24 @@ const Quantised& quantised(int round) {
       {moe_nvlink::kQuantiserFp8Tensor, kHidden, kHidden, 0, 8.0f},
       {moe_nvlink::kQuantiserMxfp8, 224, 224, 7, 0.0f},
       {moe_nvlink::kQuantiserNvfp4, 192, 96, 12, 0.9f},
+      {moe_nvlink::kQuantiserFp8BlockPow2, 256, 256, 8, 0.0f},
   };
-  return kAll[kHasQuantisers ? round / 3 % 6 : 0];
+  return kAll[kHasQuantisers ? round / 3 % moe_nvlink::kNumQuantisers : 0];
+}
+
+// What experts read takes turns too: ids and weights, and the layout of the scales.
+int received_ids(int round) {
+  return round % moe_nvlink::kNumReceivedIds;
+}
+int scales_layout(int round) {
+  if (round % 2 == 0 || quantised(round).scale_bytes == 0) return moe_nvlink::kScalesLayoutLinear;
+  const int quantiser = quantised(round).quantiser;
+  const bool bytes =
+      quantiser == moe_nvlink::kQuantiserMxfp8 || quantiser == moe_nvlink::kQuantiserNvfp4;
+  return bytes ? moe_nvlink::kScalesLayoutInterleaved : moe_nvlink::kScalesLayoutColumnMajor;
+}
+bool has_mask(int round) {
+  return round % 5 < 2;
 }
 
 // A row quantised by one thread, without the barriers and the shared memory of dispatch. Its bits are
@@ -185,6 +206,8 @@ void quantise_alone(const float* row, const Quantised& how, char* rows, char* sc
       return quantise_alone<moe_nvlink::kQuantiserMxfp8>(row, how, rows, scales);
     case moe_nvlink::kQuantiserNvfp4:
       return quantise_alone<moe_nvlink::kQuantiserNvfp4>(row, how, rows, scales);
+    case moe_nvlink::kQuantiserFp8BlockPow2:
+      return quantise_alone<moe_nvlink::kQuantiserFp8BlockPow2>(row, how, rows, scales);
     default:
       std::memcpy(rows, row, how.row_bytes);
   }
@@ -221,6 +244,19 @@ int owner_of(int expert) {
   return -1;
 }
 
+int first_expert(int rank) {
+  int first = 0;
+  while (owner_of(first) < rank) ++first;
+  return first;
+}
+
+// What stands for an expert that a rank does not have.
+int absent_id(int rank, int round) {
+  if (received_ids(round) == moe_nvlink::kReceivedIdsGiven) return kGivenId;
+  if (received_ids(round) != moe_nvlink::kReceivedIdsElsewhere) return -1;
+  return rank + 1 < kRanks ? first_expert(rank + 1) : 0;
+}
+
 struct Rank {
   int rank;
   const Regions& regions;
@@ -230,7 +266,7 @@ struct Rank {
   int hidden_size = 0;
   std::vector<int32_t> ids{}, slots{};
   std::vector<float> weights{}, hidden{}, output{};
-  std::vector<unsigned char> extra{};
+  std::vector<unsigned char> extra{}, padding{};
 
   char* mine(uint32_t region) const {
     return window + rank * regions.layout.bytes() + static_cast<size_t>(region) * kRegionAlignment;
@@ -244,9 +280,11 @@ struct Rank {
     hidden.assign(count * hidden_size, 0.0f);
     output.assign(count * back_hidden(round), 0.0f);
     extra.assign(count * kExtraBytes, 0);
+    padding.assign(count, 0);
     for (int token = 0; token < count; ++token) {
       const int stamp = round * 64 + rank * 16 + token;
       const bool padded = random.below(4) == 0;
+      padding[token] = has_mask(round) && random.below(4) == 0;
       for (int k = 0; k < kTopK; ++k) {
         const int id = static_cast<int>(random.below(kExperts + 2)) - 1;
         ids[token * kTopK + k] = padded ? -1 : id;
@@ -260,6 +298,7 @@ struct Rank {
   }
 
   bool is_padded(int token) const {
+    if (padding[token] != 0) return true;
     for (int k = 0; k < kTopK; ++k) {
       if (owner_of(ids[token * kTopK + k]) >= 0) return false;
     }
@@ -305,6 +344,11 @@ struct Rank {
     args.payloads[1] = {reinterpret_cast<uint64_t>(weights.data()), regions.weights, kTopK * 4};
     args.payloads[2] = {reinterpret_cast<uint64_t>(hidden.data()), regions.hidden,
                         static_cast<uint32_t>(how.row_bytes)};
+    args.received_ids = static_cast<uint32_t>(received_ids(round));
+    args.absent_id = kGivenId;
+    args.scales_layout = static_cast<uint32_t>(scales_layout(round));
+    args.laid_out_region = regions.laid_out;
+    if (has_mask(round)) args.is_padding = reinterpret_cast<uint64_t>(padding.data());
     args.num_payloads = 3;
     if (how.scale_bytes != 0) {
       args.payloads[args.num_payloads++] = {0, regions.scales,
@@ -326,22 +370,64 @@ struct Rank {
       const bool filled = slot % kCapacity < counts[slot / kCapacity];
       bool has_expert = false;
       for (int k = 0; k < kTopK; ++k) {
-        has_expert = has_expert || owner_of(slot_ids[k]) == rank;
-        expect(filled || slot_ids[k] == -1, "id of an empty slot", rank, round);
+        has_expert = has_expert || is_local(slot_ids[k], round);
+        expect(filled || slot_ids[k] == absent_id(rank, round), "id of an empty slot", rank, round);
       }
       expect(filled == has_expert, "a row without a local expert", rank, round);
+      check_weights(slot, filled, round);
       if (filled) check_row(slot, round);
       // Written in empty slots too, over and over: nobody may read those.
       const int width = back_hidden(round);
-      const int stamp = stamp_of(slot);
+      const int stamp = filled ? stamp_of(slot) : 0;
       for (int i = 0; i < width; ++i) {
         partial_rows[slot * width + i] = filled ? partial_value_of(round, stamp, rank, i) : -1e30f;
       }
     }
   }
 
+  bool is_local(int id, int round) const {
+    if (received_ids(round) == moe_nvlink::kReceivedIdsLocal) return id >= 0;
+    return owner_of(id) == rank;
+  }
+
+  const float* weights_of(int slot) const {
+    return reinterpret_cast<const float*>(mine(regions.weights)) + slot * kTopK;
+  }
+
+  // All weights of a token are its stamp; those of experts that this rank does not have may be 0.
   int stamp_of(int slot) const {
-    return static_cast<int>(reinterpret_cast<const float*>(mine(regions.weights))[slot * kTopK]);
+    return static_cast<int>(*std::max_element(weights_of(slot), weights_of(slot) + kTopK));
+  }
+
+  void check_weights(int slot, bool filled, int round) const {
+    if (received_ids(round) == moe_nvlink::kReceivedIdsGlobal) return;
+    const auto* slot_ids = reinterpret_cast<const int32_t*>(mine(regions.ids)) + slot * kTopK;
+    for (int k = 0; k < kTopK; ++k) {
+      const bool local = filled && is_local(slot_ids[k], round);
+      const float expected = local ? static_cast<float>(stamp_of(slot)) : 0.0f;
+      expect(weights_of(slot)[k] == expected, "weight", rank, round);
+      expect(local || slot_ids[k] == absent_id(rank, round), "absent id", rank, round);
+    }
+  }
+
+  // Scales byte by byte at the places that the layouts' definitions name.
+  void check_layout(int slot, int round) const {
+    const int bytes = quantised(round).scale_bytes;
+    const char* linear = mine(regions.scales) + slot * bytes;
+    const char* laid = mine(regions.laid_out);
+    if (scales_layout(round) == moe_nvlink::kScalesLayoutColumnMajor) {
+      for (int i = 0; i < bytes; ++i) {
+        expect(laid[(i / 4 * kSlots + slot) * 4 + i % 4] == linear[i], "column", rank, round);
+      }
+    }
+    if (scales_layout(round) == moe_nvlink::kScalesLayoutInterleaved) {
+      const int padded = (bytes + 3) / 4 * 4;
+      for (int i = 0; i < padded; ++i) {
+        const int tile = slot / 128 * (padded / 4) + i / 4;
+        const int place = tile * 512 + slot % 32 * 16 + slot % 128 / 32 * 4 + i % 4;
+        expect(laid[place] == (i < bytes ? linear[i] : 0), "interleaved scale", rank, round);
+      }
+    }
   }
 
   void check_row(int slot, int round) const {
@@ -360,6 +446,7 @@ struct Rank {
     expect(std::memcmp(mine(regions.scales) + slot * how.scale_bytes, expected_scales,
                        how.scale_bytes) == 0,
            "scales", rank, round);
+    check_layout(slot, round);
     for (int i = 0; i < kExtraBytes; ++i) {
       expect(bytes[i] == extra_value(stamp, i), "extra payload", rank, round);
     }
@@ -384,7 +471,8 @@ struct Rank {
       bool goes_to[kRanks] = {};
       for (int k = 0; k < kTopK; ++k) {
         const int expert = ids[token * kTopK + k];
-        if (expert >= 0 && expert < kExperts) goes_to[owner_of(expert)] = true;
+        const bool goes = expert >= 0 && expert < kExperts && padding[token] == 0;
+        if (goes) goes_to[owner_of(expert)] = true;
       }
       const int width = back_hidden(round);
       const int stamp = round * 64 + rank * 16 + token;

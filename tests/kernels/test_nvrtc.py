@@ -275,12 +275,14 @@ QUANTISING = (
     ("Mxfp8", "sm_100a"),
     ("Nvfp4", "sm_90a"),
     ("Nvfp4", "sm_100a"),
+    ("Fp8BlockPow2", "sm_100a"),
 )
 each_quantiser = pytest.mark.parametrize(("quantiser", "architecture"), QUANTISING)
 
 #: What lanes exchange a block's largest magnitude with: 8 lanes, a whole warp, 2, or none.
 EXCHANGES = {
     "Fp8Block": "SHFL",
+    "Fp8BlockPow2": "SHFL",
     "Fp8Token": "REDUX",
     "Fp8Tensor": "",
     "Mxfp8": "SHFL",

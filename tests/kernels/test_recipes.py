@@ -63,6 +63,15 @@ def cuda_fp8_block(x: Array, scale: np.float32) -> tuple[Array, Array]:
     return e4m3(blocks / scales[:, :, None]).reshape(x.shape), scales
 
 
+def exact_fp8_block_pow2(x: Array, scale: np.float32) -> tuple[Array, Array]:
+    """Not vLLM's logarithm: the least power of two by frexp."""
+    blocks = x.reshape(len(x), -1, 128)
+    scales = np.maximum(np.abs(blocks).max(2) / np.float32(448), np.float32(1e-10))
+    mantissas, exponents = np.frexp(scales)  # 0.5 <= mantissa < 1
+    powers = np.ldexp(np.float32(1), exponents - (mantissas == 0.5))
+    return e4m3(blocks / powers[:, :, None]).reshape(x.shape), powers
+
+
 def cuda_fp8_token(x: Array, scale: np.float32) -> tuple[Array, Array]:
     """common.cu, dynamic_per_token_scaled_fp8_quant_kernel_strided."""
     amax = np.abs(x).max(1, keepdims=True)
@@ -98,6 +107,7 @@ def cuda_nvfp4(x: Array, scale: np.float32) -> tuple[Array, Array]:
 
 WRITTEN_AGAIN: dict[str, Callable[..., tuple[Array, Array | None]]] = {
     "fp8_block": cuda_fp8_block,
+    "fp8_block_pow2": exact_fp8_block_pow2,
     "fp8_token": cuda_fp8_token,
     "fp8_tensor": cuda_fp8_tensor,
     "mxfp8": exact_mxfp8,
@@ -281,6 +291,19 @@ def usual_rows(dtype: torch.dtype, num_rows: int = 512) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_powers_of_two_are_those_of_vllms_logarithm(dtype: torch.dtype) -> None:
+    """exp2(ceil(log2(max(amax / 448, 1e-10)))) in fp32, for every amax that the type has."""
+    amax = rows_of.patterns(dtype).float().abs()
+    amax = amax[amax.isfinite()]
+    source = torch.zeros(len(amax), 128)
+    source[:, 7] = amax
+    scales = fp8.FP8_BLOCK_POW2.quantise(source).scales
+    assert scales is not None
+    raw = fp8.divide(amax, 448.0).clamp(min=1e-10)
+    assert torch.equal(scales.flatten(), torch.exp2(torch.ceil(torch.log2(raw))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_blocks_are_forward_native(vllm_fp8: dict[str, Any], dtype: torch.dtype) -> None:
     """All patterns; blocks whose amax is below 1/512 apart, where its least scale is another."""
     source = torch.cat(
@@ -398,6 +421,7 @@ def test_dequantise_in_plain_arithmetic(name: str) -> None:
     of_blocks = SCALE.view(1, 1) if scales is None else scales
     plain: dict[str, Callable[[], torch.Tensor]] = {
         "fp8_block": lambda: rows.float() * of_blocks.repeat_interleave(128, 1),
+        "fp8_block_pow2": lambda: rows.float() * of_blocks.repeat_interleave(128, 1),
         "fp8_token": lambda: rows.float() * of_blocks,
         "fp8_tensor": lambda: rows.float() * of_blocks,
         "mxfp8": lambda: torch.ldexp(rows.float(), of_blocks.int().repeat_interleave(32, 1) - 127),
@@ -510,7 +534,13 @@ def test_rows_are_what_the_recipe_announces(name: str) -> None:
 
 
 def test_bytes_per_token_at_hidden_7168() -> None:
-    expected = {"fp8_block": 7392, "fp8_token": 7172, "fp8_tensor": 7168, "mxfp8": 7392}
+    expected = {
+        "fp8_block": 7392,
+        "fp8_block_pow2": 7392,
+        "fp8_token": 7172,
+        "fp8_tensor": 7168,
+        "mxfp8": 7392,
+    }
     for name, size in {**expected, "nvfp4": 4032}.items():
         rows = RECIPES[name].hidden_row(7168), RECIPES[name].scales_row(7168)
         assert sum(row.row_bytes for row in rows if row is not None) == size
@@ -524,7 +554,7 @@ def test_what_is_no_activation(name: str) -> None:
         RECIPES[name].quantise(torch.zeros(2, 128).to(fp8.E4M3), SCALE)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_token", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_block_pow2", "fp8_token", "mxfp8", "nvfp4"])
 def test_rows_without_scales(name: str) -> None:
     rows, _ = RECIPES[name].quantise(torch.zeros(2, 128), SCALE)
     with pytest.raises(InputError, match=f"{name} mean nothing without scales"):
@@ -564,8 +594,14 @@ def test_global_scales_that_are_fine() -> None:
 # ---- Properties.
 
 #: Relative to the block's amax: how far a value may move. e4m3 has 3 bits behind the leading one;
-#: 448 is the end of its range, so amax / 28 (mxfp8: its scale is up to twice as large).
-BOUNDS = {"fp8_block": 1 / 28, "fp8_token": 1 / 28, "mxfp8": 1 / 14, "nvfp4": 17 / 96}
+#: 448 is the end of its range, so amax / 28 (powers of two: a scale is up to twice as large).
+BOUNDS = {
+    "fp8_block": 1 / 28,
+    "fp8_block_pow2": 1 / 14,
+    "fp8_token": 1 / 28,
+    "mxfp8": 1 / 14,
+    "nvfp4": 17 / 96,
+}
 
 
 @st.composite
@@ -629,9 +665,9 @@ def test_signs_blocks_and_powers_of_two(name: str, data: st.DataObject) -> None:
         assert torch.equal(double.rows.view(torch.uint8), rows.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_token", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_block_pow2", "fp8_token", "mxfp8", "nvfp4"])
 def test_scales_grow_with_amax(name: str) -> None:
-    """And MXFP8's are the least power of two that keeps 448: never more than half is wasted."""
+    """And powers of two are the least that keep 448: never more than half is wasted."""
     recipe, block = RECIPES[name], BLOCKS[name]
     amax = (
         torch.ldexp(
@@ -648,8 +684,10 @@ def test_scales_grow_with_amax(name: str) -> None:
     steps = scales.float().flatten().diff()
     assert bool((steps >= 0).all())
     assert int((steps > 0).sum()) > 30
-    if name == "mxfp8":
-        power = torch.exp2(scales.float().flatten() - 127)
+    if name in ("mxfp8", "fp8_block_pow2"):
+        stored = scales.float().flatten()
+        power = torch.exp2(stored - 127) if name == "mxfp8" else stored
+        assert bool((torch.frexp(power).mantissa == 0.5).all())
         assert bool((amax <= 448 * power).all())
         assert bool((amax > 224 * power).all())
 

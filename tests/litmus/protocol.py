@@ -39,6 +39,7 @@ EPOCH_BUMP = r"store_word\(&local->epoch"
 ARRIVALS_RESET = r"store_word\(&local->arrivals"
 COUNTS_WRITTEN = r"shared\.counts\[peer\] = count"
 MARKED = r"\bmark_empty_slots\("
+LAID_OUT = r"\blay_out_scales\("
 ROUTE_WRITTEN = r"route\.rows\[k\] = row"
 PREPARES = r"quantising\.prepare\("
 PUTS_QUANTISED = r"quantising\.put\("
@@ -170,16 +171,21 @@ def finishing(
     counts_written: str = "",
     rows_from: str = "",
     mark: str = "",
+    laid_out: str = "",
 ) -> str:
     """Dispatch, a thread of a finisher without tokens; thread 0 of it has `arrival`'s operands.
 
     last: whether its CTA arrived last; then it loads `count`, stores `cell`, and clears the counter
     by `reset`, for the peer of this thread. words: what the last thread of the last CTA writes to
     arrivals and epoch. wait: operands of the look at a cell and of its acquire. counts_written,
-    rows_from (of the last), mark: instructions.
+    rows_from (of the last), mark, laid_out (of received scales): instructions.
     """
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
-    plain: dict[str, Operands] = {COUNTS_WRITTEN: counts_written, MARKED: mark}
+    plain: dict[str, Operands] = {
+        COUNTS_WRITTEN: counts_written,
+        MARKED: mark,
+        LAID_OUT: laid_out,
+    }
     untaken = [PUTS_TOKENS, QUANTISES_TOKENS, HAS_FAILED, A_FAULT]
     if arrival:
         operands[r"->arrivals"] = arrival
@@ -295,7 +301,7 @@ WAIT = "griddepcontrol.wait"
 def rows_before_cells(kernels: Kernels) -> str:
     """A row put by a CTA of rank 0 that is not the last, read by rank 1's experts.
 
-    And by another thread of the CTA that waited, which stands for all a finisher does afterwards.
+    And by another thread of the CTA that waited, which copies scales into another layout.
     """
     return text(
         {
@@ -304,7 +310,7 @@ def rows_before_cells(kernels: Kernels) -> str:
             "gpu0.k0.cta1.t0": finishing(kernels, arrival="second=1, arrivals, 1"),
             "gpu0.k0.cta1.t1": finishing(kernels, cell=f"{CELL}, 1|1"),
             "gpu1.k0.cta0.t0": finishing(kernels, last=False, wait=SEEN),
-            "gpu1.k0.cta0.t1": finishing(kernels, last=False, mark="ld.weak inside, row"),
+            "gpu1.k0.cta0.t1": finishing(kernels, last=False, laid_out="ld.weak inside, row"),
             "gpu1.k1.cta0.t0": f"{WAIT}; ld.weak got, row",
         }
     )

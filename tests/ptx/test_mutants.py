@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,14 +33,23 @@ from tests.support import cases, emulated, head_ranks
 from tests.support.cases import Case
 from tests.support.emulated import EmulatedRanks
 from tests.support.head_ranks import Call, Round
-from tests.support.ptx import mutants
-from tests.support.ptx.backend import PtxBackend
+from tests.support.ptx import build, mutants
+from tests.support.ptx.backend import PtxBackend, unchanged
 from tests.support.ptx.head import PtxHeadRanks
-from tests.support.ptx.mutants import Finding, Mutant
+from tests.support.ptx.machine import PtxError
+from tests.support.ptx.mutants import Mutant
 
 KERNELS_README = Path(__file__).parents[2] / "kernels" / "README.md"
-SEEDS = (1, 2, 3)
-CTAS, THREADS = 2, 64  # two warps
+ARCHITECTURE = "sm_90a"
+SEEDS = (1, 2, 3, 4, 5, 6)
+CTAS = 2
+OPTIONS: dict[str, Any] = {
+    "architecture": ARCHITECTURE,
+    "ctas": CTAS,
+    "threads": 64,  # two warps
+    "pdl": True,
+    "races": True,
+}
 ROUNDS = 2
 
 #: Phases of fault words, by the kernel in which a rank waits.
@@ -93,8 +103,7 @@ class Ranks(EmulatedRanks):
 
 @contextlib.contextmanager
 def running_layer(case: Case, seed: int) -> Iterator[Ranks]:
-    options = {"ctas": CTAS, "threads": THREADS, "pdl": True, "seed": seed, "races": True}
-    backend = PtxBackend(case.ep_size, case.config(0), **options)
+    backend = PtxBackend(case.ep_size, case.config(0), seed=seed, **OPTIONS)
     try:
         yield Ranks(case, backend)
     finally:
@@ -162,21 +171,22 @@ def head_build(kernel: Kernel[Any]) -> Build:
 
 
 @contextlib.contextmanager
-def running_head(seed: int) -> Iterator[tuple[PtxHeadRanks, list[Call]]]:
+def running_head(
+    seed: int, rewrite: Callable[[str], str] = unchanged
+) -> Iterator[tuple[PtxHeadRanks, list[Call]]]:
     """The ranks, and what they bring to a round."""
     generator = torch.Generator().manual_seed(seed)
     calls = head_ranks.make_calls(HEAD_CONFIG, (4, 1, 3), generator, splits=2)
-    options = {"ctas": CTAS, "threads": THREADS, "pdl": True, "seed": seed, "races": True}
-    ranks = PtxHeadRanks(HEAD_CONFIG, **options)
+    ranks = PtxHeadRanks(HEAD_CONFIG, seed=seed, rewrite=rewrite, **OPTIONS)
     try:
         yield ranks, calls
     finally:
         ranks.close()
 
 
-def head_rounds(seed: int) -> None:
+def head_rounds(seed: int, rewrite: Callable[[str], str] = unchanged) -> None:
     """Rounds with all ranks, against torch."""
-    with running_head(seed) as (ranks, calls):
+    with running_head(seed, rewrite) as (ranks, calls):
         for _ in range(ROUNDS):
             head_ranks.check(calls, HEAD_ROUND, ranks.run(calls, HEAD_ROUND))
 
@@ -217,6 +227,8 @@ def head() -> Group:
 
 # ---- the mutants
 
+#: Those that `make test` looks at.
+SAMPLE = ("as they are", "lm_head")
 GROUPS: dict[str, Callable[[], Group]] = {
     **{name: functools.partial(layer, case) for name, case in LAYERS.items()},
     "lm_head": head,
@@ -230,7 +242,41 @@ class Redundant(NamedTuple):
     reason: str
 
 
-REDUNDANT: tuple[Redundant, ...] = ()
+OWN_RANK = "only kernels of this rank use the word while they run; .gpu holds them"
+REDUNDANT = (
+    Redundant(r"has_failed: .*: scope gpu$", OWN_RANK),
+    Redundant(r"report_fault: store_relaxed_sys\(&local->fault, .*: scope gpu$", OWN_RANK),
+    Redundant(r"report_fault > is_reached_in_time: .*: scope gpu$", OWN_RANK),
+    Redundant(
+        r"report_fault: .*host_fault\), fault\);: scope gpu$",
+        "the host polls this word while the kernel runs, and needs .sys; the machine's hosts wait",
+    ),
+    Redundant(
+        r"publish_counts > for_each_peer: .*_relaxed_gpu\(&send_counters\[peer\].*: scope cta$",
+        "P2 has ordered it after the other CTAs' atomics, so a weak access would do as well",
+    ),
+    Redundant(
+        r"end_taking: .*store_relaxed_gpu.*: scope cta$",
+        "this thread's atomic has observed all the others, which come before the store therefore",
+    ),
+    Redundant(
+        r"head_argmax.* > arrive_last: cta\.sync\(\); \(1 of 2\): removed$",
+        "thread 0 has stored all words of its CTA, and it is the thread that arrives",
+    ),
+)
+
+#: Mutants of each numbered pair of kernels/README.md: its release and its acquire.
+PAIRS = {
+    "P1": (r"dispatch: .*signal_peer: .*order relaxed", r"dispatch: .*wait_for_epoch: .*relaxed"),
+    "P2": (r"dispatch: .*arrive: .*order acquire", r"dispatch: .*arrive: .*order release"),
+    "P3": (r"combine: .*signal_peer: .*order relaxed", r"combine: .*wait_for_epoch: .*relaxed"),
+    "P4": (r"combine_barrier: cta\.sync\(\); \(2 of 2\): removed",),
+    "P5": (r"completes_rows: .*order acquire", r"completes_rows: .*order release"),
+    "P6": (r"gather: .*signal_peer: .*order relaxed", r"gather: .*wait_for_epoch: .*relaxed"),
+    "P7": (r"gather: .*arrive_last: .*order acquire", r"gather: .*arrive_last: .*order release"),
+    "P8": (r"argmax: .*signal_peer: .*order relaxed", r"argmax: .*wait_for_epoch: .*relaxed"),
+    "P9": (r"argmax: .*arrive_last: .*order acquire", r"argmax: .*arrive_last: .*order release"),
+}
 
 
 def reason_of(mutant: Mutant) -> str | None:
@@ -238,8 +284,80 @@ def reason_of(mutant: Mutant) -> str | None:
     return next((each.reason for each in REDUNDANT if re.search(each.mutant, str(mutant))), None)
 
 
-def look_for(group: Group, mutant: Mutant, seeds: Sequence[int] = SEEDS) -> Finding | None:
-    """What is reported of a mutant in any schedule and any run."""
-    return mutants.find(
-        mutant, (functools.partial(run, seed) for seed in seeds for run in group.runs)
-    )
+def all_mutants(group: Group) -> list[Mutant]:
+    return [each for made in group.builds for each in mutants.mutants_of(made, ARCHITECTURE)]
+
+
+def check(group: Group, seeds: Sequence[int]) -> None:
+    """Every mutant of the group is reported in a schedule of a run, or REDUNDANT and in none."""
+    for run in group.runs:
+        run(seeds[0])
+    wrong = []
+    for mutant in all_mutants(group):
+        runs = [functools.partial(run, seed) for seed in seeds for run in group.runs]
+        finding, reason = mutants.find(mutant, runs), reason_of(mutant)
+        if (finding is None) == (reason is None):
+            wrong.append(f"{mutant}\n  {finding or 'not reported'}\n  {reason or 'not listed'}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_mutants_are_reported(name: str) -> None:
+    check(GROUPS[name](), SEEDS[:1])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", GROUPS)
+def test_all_mutants_are_reported(name: str) -> None:
+    """Those that are listed as redundant, in many schedules."""
+    check(GROUPS[name](), SEEDS)
+
+
+def test_pairs_are_those_of_the_readme() -> None:
+    numbered = re.findall(r"^\| (P\d+) \|", KERNELS_README.read_text(), re.MULTILINE)
+    assert sorted(PAIRS) == sorted(numbered)
+
+
+@pytest.mark.long
+def test_tables_name_mutants() -> None:
+    """Each redundant mutant exists; each half of a pair has one that must be found."""
+    every = [mutant for make in GROUPS.values() for mutant in all_mutants(make())]
+    for redundant in REDUNDANT:
+        assert any(re.search(redundant.mutant, str(mutant)) for mutant in every), redundant
+    needed = [str(mutant) for mutant in every if reason_of(mutant) is None]
+    for pattern in itertools.chain(*PAIRS.values()):
+        assert any(re.search(pattern, name) for name in needed), pattern
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"arrive_last: cta\.sync\(\); \(1 of 2\): removed",
+        r"arrive_last: .*order relaxed",
+        r"signal_peer: .*scope gpu",
+    ],
+)
+def test_table_of_sites_is_as_good_as_the_text(pattern: str) -> None:
+    """The same report as from the PTX with the change made by hand."""
+    gather = head_build(HEAD.kernels[0])
+    every = mutants.mutants_of(gather, ARCHITECTURE)
+    (mutant,) = (each for each in every if re.search(pattern, str(each)))
+    by_table = mutants.find(mutant, [functools.partial(head_rounds, SEEDS[0])])
+    assert by_table is not None
+
+    def edited(ptx: str) -> str:
+        return mutant.edit(ptx) if f".entry {mutant.kernel.name}(" in ptx else ptx
+
+    old = mutant.site.text
+    new = " ".join(edited_line(gather, mutant).split()).rstrip(";")
+    with pytest.raises(PtxError) as by_text:
+        head_rounds(SEEDS[0], rewrite=edited)
+    assert by_text.type.__name__ == by_table.kind
+    assert str(by_text.value) == by_table.message.replace(old, new)
+
+
+def edited_line(made: Build, mutant: Mutant) -> str:
+    """The instruction as the mutant has it."""
+    text = mutant.edit(build.ptx_of(made.text(), ARCHITECTURE))
+    return text.split("\n")[mutant.site.line - 1]

@@ -5,14 +5,18 @@ Their source is read in their wheel, which is fetched and never installed.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from benchmarks.moe_comm import peer_ptx
+from benchmarks.moe_comm.options import Options
 from benchmarks.moe_comm.peer_launches import Geometry
 from benchmarks.moe_comm.peer_ptx import Library, Round
+from benchmarks.moe_comm.routers import tokens_of
 from tests.support import compare, wheels
-from tests.support.cases import Case, make_inputs
+from tests.support.cases import Case, Inputs, make_inputs
 from tests.support.ptx.machine import Machine, TrapError
 from tests.unit.framework_wheels import left_out
 
@@ -31,24 +35,69 @@ CASE = Case(
 )
 
 
-@pytest.fixture(scope="module")
-def library() -> Library:
+#: What benchmarks/ptx_clock.py puts a time to, and the kernel that four ranks have of their own.
+LONG = (
+    Case(
+        name="FlashInfer's, eight ranks",
+        tokens=(16,) * 8,
+        num_experts=256,
+        top_k=8,
+        hidden_size=7168,
+        capacity=16,
+        dtype=torch.bfloat16,
+        num_threads=2,
+    ),
+    dataclasses.replace(CASE, name="FlashInfer's, four ranks", tokens=(3, 0, 4, 1), top_k=8),
+)
+
+
+def loaded(architecture: str, case: Case) -> Library:
     try:
-        return peer_ptx.load("sm_90a", peer_ptx.geometry(CASE))
+        return peer_ptx.load(architecture, peer_ptx.geometry(case))
     except wheels.FetchError as error:
         left_out(error)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_two_rounds_bit_for_bit(library: Library, seed: int) -> None:
-    inputs = make_inputs(CASE)
-    with Machine(CASE.ep_size, seed=seed) as machine:
-        exchange = Round(CASE, inputs, library, machine)
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return loaded("sm_90a", CASE)
+
+
+def check_two_rounds(case: Case, inputs: list[Inputs], library: Library, seed: int) -> None:
+    with Machine(case.ep_size, seed=seed) as machine:
+        exchange = Round(case, inputs, library, machine)
         for _ in range(2):
             seen = exchange.run()
-            compare.check_slots(CASE, inputs, seen)
-            compare.check_received(CASE, inputs, seen)
-            compare.check_combined(CASE, inputs, seen)
+            compare.check_slots(case, inputs, seen)
+            compare.check_received(case, inputs, seen)
+            compare.check_combined(case, inputs, seen)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_two_rounds_bit_for_bit(library: Library, seed: int) -> None:
+    check_two_rounds(CASE, make_inputs(CASE), library, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a", peer_ptx.CAKE])
+@pytest.mark.parametrize("case", LONG, ids=lambda case: str(case.name))
+def test_what_is_timed_is_right_bit_for_bit(case: Case, architecture: str) -> None:
+    library = loaded(architecture, case)
+    check_two_rounds(case, make_inputs(case), library, 1)
+    if case.num_experts % case.ep_size == 0:
+        check_two_rounds(case, perfectly_routed(case), library, 2)
+
+
+def perfectly_routed(case: Case) -> list[Inputs]:
+    asked = Options(
+        ep_size=case.ep_size,
+        hidden_size=case.hidden_size,
+        top_k=case.top_k,
+        num_experts=case.num_experts,
+        router="perfect",
+    )
+    tokens = (tokens_of(asked, count, rank) for rank, count in enumerate(case.tokens))
+    return [Inputs(*each, extras=()) for each in tokens]
 
 
 @pytest.mark.parametrize("verb", ["dispatch", "combine"])
@@ -58,7 +107,7 @@ def test_who_waits_for_a_peer_in_vain_traps(library: Library, verb: str) -> None
         exchange = Round(CASE, make_inputs(CASE), library, machine)
         if verb == "combine":
             exchange.run()
-        exchange.enqueue(0, getattr(exchange, verb)(0))
+        exchange.enqueue(verb, 0)
         with pytest.raises(TrapError, match=f"rank 0 .*{verb.title()}Kernel"):
             machine.run()
 

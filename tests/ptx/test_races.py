@@ -97,6 +97,18 @@ ORDERED = {
         gpu0.cta0.t0: st.relaxed.gpu flag, 1
         gpu0.cta1.t0: ld.relaxed.gpu seen=1, flag; st.weak flag, 2
     """,
+    "narrow_load_after_an_acquiring_arrival": """
+        gpu0.cta0.t0: atom.relaxed.gpu.add slot, count, 1; atom.acq_rel.gpu.add first=0, arrivals, 1
+        gpu0.cta1.t0: atom.acq_rel.gpu.add last=1, arrivals, 1; ld.relaxed.cta seen, count
+    """,
+    "narrow_store_after_an_atomic_that_has_observed_the_others": """
+        gpu0.cta0.t0: atom.relaxed.gpu.add first=0, taken, 1
+        gpu0.cta1.t0: atom.relaxed.gpu.add last=1, taken, 1; st.relaxed.cta taken, 0
+    """,
+    "narrow_load_of_what_the_same_gpu_has_stored_for_all": """
+        gpu0.cta0.t0: st.release.sys cell, 1
+        gpu0.cta1.t0: ld.relaxed.gpu seen, cell
+    """,
     "stream": """
         gpu0.k0.cta0.t0: st.weak row, 1
         gpu0.k1.cta1.t0: griddepcontrol.wait; ld.weak got, row

@@ -36,6 +36,8 @@ class Case:
     routing: str = "distinct"
     ids_dtype: torch.dtype = torch.int32
     extras: tuple[Extra, ...] = ()
+    received_ids: str | int = "global"
+    scales_layout: str = "linear"
     num_channels: int = 1
     num_threads: int = 1
     seed: int = 1
@@ -64,6 +66,8 @@ class Case:
             num_channels=self.num_channels,
             num_threads=self.num_threads,
             extra_payload_bytes=tuple(row_bytes(extra) for extra in self.extras),
+            received_ids=self.received_ids,
+            scales_layout=self.scales_layout,
         )
 
 
@@ -99,12 +103,19 @@ def row_bytes(extra: Extra) -> int:
 # Recipes.
 
 #: What kernels can make of activations on their way. The elements a row must be a multiple of.
-RECIPES = {"fp8_block": 128, "fp8_token": 1, "fp8_tensor": 1, "mxfp8": 32, "nvfp4": 16}
+RECIPES = {
+    "fp8_block": 128,
+    "fp8_block_pow2": 128,
+    "fp8_token": 1,
+    "fp8_tensor": 1,
+    "mxfp8": 32,
+    "nvfp4": 16,
+}
 
 #: In what format rows may travel back, and the same of those.
 COMBINE_FORMATS = {"bf16": 1, "fp8_block": 128, "nvfp4": 16}
 
-_WITH_SCALES = ("fp8_block", "fp8_token", "mxfp8", "nvfp4")
+_WITH_SCALES = ("fp8_block", "fp8_block_pow2", "fp8_token", "mxfp8", "nvfp4")
 
 #: fp8_tensor: the largest activations saturate. nvfp4: so do the block scales of the largest.
 _GLOBAL_SCALES = {"fp8_tensor": 0.75, "nvfp4": 11.0}
@@ -299,6 +310,17 @@ def expert_rows(
     return (shifted * factor[:, None]).to(config.dtype)
 
 
+def global_ids(config: AllToAllConfig, received: torch.Tensor) -> torch.Tensor:
+    """The ids that a rank has received as the router numbers experts; absent ids stay as they are.
+
+    An absent id may be one of this rank's, but its weight is 0.
+    """
+    if config.received_ids != "local":
+        return received
+    first, _end = local_expert_range(config.num_experts, config.ep_size, config.ep_rank)
+    return torch.where(received < 0, received, received + first)
+
+
 def received_payloads(received: Dispatched) -> tuple[torch.Tensor, ...]:
     """In the order of Seen.payloads."""
     scales = () if received.scales is None else (received.scales,)
@@ -317,7 +339,8 @@ def run_round(
     received = dispatch(exchange, inputs, channel=channel, post_quant=post_quant)
     config = exchange.config
     hidden = activations(config, received.hidden_states, received.scales)
-    rows = expert_rows(config, config.ep_rank, hidden, received.topk_ids, received.topk_weights)
+    ids = global_ids(config, received.topk_ids)
+    rows = expert_rows(config, config.ep_rank, hidden, ids, received.topk_weights)
     payloads = received_payloads(received)
     seen = (_copied(received.recv_counts), _copied(received.topk_ids))
     copies = tuple(_copied(payload) for payload in payloads)

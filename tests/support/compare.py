@@ -64,7 +64,7 @@ def unsigned_nan(rows: torch.Tensor) -> torch.Tensor:
 def check_received(
     case: Case, inputs: list[Inputs], seen: list[Seen], *, near: bool = False
 ) -> None:
-    """Every source's rows, each in the slot that the source recorded, and -1 behind them."""
+    """Every source's rows, each in the slot that the source recorded, and empty slots behind."""
     ids = [rank.topk_ids for rank in inputs]
     payloads = [[rank.topk_weights, *_sent(case, rank), *rank.extras] for rank in inputs]
     expected = reference.dispatch(case.config(0), ids, payloads)
@@ -103,8 +103,12 @@ def _check_slice(
     first = source * case.capacity
     places = [first + row for row in row_of_token]
     assert_same_bits(seen[target].topk_ids[places], rows.topk_ids.int(), f"{what}: ids")
-    empty = seen[target].topk_ids[first + count : first + case.capacity]
-    assert bool((empty == -1).all()), f"{what}: empty slots"
+    empty = slice(first + count, first + case.capacity)
+    absent = reference.absent_id(case.config(target), target)
+    assert bool((seen[target].topk_ids[empty] == absent).all()), f"{what}: empty slots"
+    if case.received_ids != "global":
+        weights = seen[target].payloads[0][empty]
+        assert_same_bits(weights, torch.zeros_like(weights), f"{what}: weights of empty slots")
     return places
 
 
@@ -119,6 +123,8 @@ def _check_payloads(
 ) -> None:
     for index, (payload, expected) in enumerate(zip(seen.payloads, rows.payloads, strict=True)):
         actual, name = payload[places], f"{what}: payload {index}"
+        if index == 0:
+            expected = torch.where(rows.is_absent, 0.0, expected)
         if near and case.recipe == "nvfp4" and index in (1, 2):
             assert_next_code(actual, expected, name)
         elif index == 1:

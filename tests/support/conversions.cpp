@@ -135,6 +135,8 @@ void moe_nvlink_quantise_rows(int quantiser, int element, const void* source,
         return quantise<moe_nvlink::kQuantiserMxfp8, Element>(all);
       case moe_nvlink::kQuantiserNvfp4:
         return quantise<moe_nvlink::kQuantiserNvfp4, Element>(all);
+      case moe_nvlink::kQuantiserFp8BlockPow2:
+        return quantise<moe_nvlink::kQuantiserFp8BlockPow2, Element>(all);
     }
   });
 }

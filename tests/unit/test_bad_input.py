@@ -66,6 +66,22 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         "topk_weights has dtype torch.float16",
     ),
     "weights shape": ({"topk_weights": torch.rand(3, 3)}, r"topk_weights has shape \[3, 3\]"),
+    "padding tokens": (
+        {"is_padding": torch.zeros(2, dtype=torch.bool)},
+        r"is_padding has shape \[2\], expected \[3\]",
+    ),
+    "padding dtype": (
+        {"is_padding": torch.zeros(3, dtype=torch.int32)},
+        "is_padding has dtype torch.int32, expected torch.bool",
+    ),
+    "padding strides": (
+        {"is_padding": torch.zeros(6, dtype=torch.bool)[::2]},
+        "is_padding is not contiguous",
+    ),
+    "padding device": (
+        {"is_padding": torch.zeros(3, dtype=torch.bool, device="meta")},
+        "is on meta, this exchange works on cpu",
+    ),
     "no extra payload": ({"extra_payloads": []}, "0 extra payloads given"),
     "two extra payloads": (
         {"extra_payloads": [torch.zeros(3, 6, dtype=torch.uint8)] * 2},

@@ -182,7 +182,7 @@ def test_requests_go_to_the_ranks_in_turn() -> None:
             return [types.SimpleNamespace(token_ids=[rank, *prompt]) for prompt in share]
 
     made = servers.ExpertParallelServer.__new__(servers.ExpertParallelServer)
-    made.server = Ranks()  # type: ignore[assignment]
+    made.server, made.ep_size = Ranks(), 2  # type: ignore[assignment]
     assert made.answer(PROMPTS, 1) == [[0, 1, 2], [1, 3, 4], [0, 5, 6]]
     assert made.answer(PROMPTS[:1], 1) == [[0, 1, 2]]
 
@@ -203,7 +203,7 @@ def server_with_counters(
     folder: Path, backend: str, counters: Sequence[dict[str, Any]]
 ) -> servers.ExpertParallelServer:
     made = servers.ExpertParallelServer.__new__(servers.ExpertParallelServer)
-    made.name, made._stats_folder = backend, folder
+    made.name, made._stats_folder, made.ep_size = backend, folder, 2
     for rank, one in enumerate(counters):
         (folder / f"rank{rank}.json").write_text(json.dumps(one))
     return made
@@ -245,9 +245,11 @@ def test_counters_must_show_the_exchange(
 class FakeExpertParallelServer(FakeServer):
     """What bench_serve starts, without vLLM."""
 
-    def __init__(self, backend: str, _model: Path, _folder: Path, max_num_seqs: int) -> None:
+    def __init__(
+        self, backend: str, _model: Path, _folder: Path, max_num_seqs: int, ep_size: int
+    ) -> None:
         super().__init__(backend, [])
-        self.max_num_seqs, self.stopped = max_num_seqs, False
+        self.max_num_seqs, self.ep_size, self.stopped = max_num_seqs, ep_size, False
         STARTED.append(self)
 
     def wait_until_ready(self) -> float:
@@ -300,6 +302,24 @@ def test_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("no_servers")
+def test_other_peers_and_more_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path(bench_serve.__file__).parents[1]
+    output = tmp_path / "result.json"
+    asked = ["--ep_size", "4", "--against", "one_rank", str(before), "--output_file", str(output)]
+    assert bench_serve.main([*SMALL, *asked]) == 0
+    result = json.loads(output.read_text())
+    assert result["ep_size"] == 4
+    assert set(result["ratio"]) == {"one_rank", str(before)}
+    assert all(row["cpu_ms_per_token"]["median"] >= 0 for row in result["rows"])
+    assert [(server.name, server.max_num_seqs) for server in STARTED] == [
+        ("moe_nvlink", 1),
+        ("one_rank", 3),
+        (str(before), 1),
+    ]
+    assert "none: a server of one rank" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_servers")
 def test_nothing_is_written_after_a_wrong_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +340,9 @@ def test_nothing_is_written_after_a_wrong_token(
         (["--layers", "0"], "less than 1"),
         (["--num_experts", "15"], "a multiple of 2 ranks"),
         (["--top_k", "17"], "a top_k between 1 and their number"),
+        (["--ep_size", "1"], "less than 2"),
+        (["--num_experts", "18", "--ep_size", "4"], "a multiple of 4 ranks"),
+        (["--against", "nowhere"], "gloo_ag_rs, one_rank, or the folder of a checkout"),
     ],
 )
 def test_bad_options_are_refused(

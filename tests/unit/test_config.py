@@ -53,6 +53,12 @@ def config(**values: Any) -> AllToAllConfig:
         ("timeout_s", float("nan"), "timeout_s=nan"),
         ("timeout_s", float("inf"), "timeout_s=inf"),
         ("timeout_s", "5", "timeout_s='5'"),
+        ("received_ids", "global ", "received_ids='global ' is none of global, elsewhere, local"),
+        ("received_ids", -2, "no integer from -1 to 2147483647"),
+        ("received_ids", 2**31, "received_ids=2147483648"),
+        ("received_ids", True, "received_ids=True"),
+        ("received_ids", None, "received_ids=None"),
+        ("scales_layout", "rows", "scales_layout='rows' is none of linear, interleaved, column"),
     ],
 )
 def test_refused(field: str, value: object, words: str) -> None:

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 from moe_nvlink_plugin import AllToAllConfig, ExchangeStats
-from moe_nvlink_plugin.config import COMBINE_FORMATS, MAX_CALLER_PAYLOADS, MAX_RANKS, MAX_TOP_K
+from moe_nvlink_plugin.config import (
+    COMBINE_FORMATS,
+    MAX_CALLER_PAYLOADS,
+    MAX_RANKS,
+    MAX_TOP_K,
+    RECEIVED_IDS,
+    SCALES_LAYOUTS,
+)
 from moe_nvlink_plugin.errors import CompileError
-from moe_nvlink_plugin.exchange.arguments import formats_code
+from moe_nvlink_plugin.exchange.arguments import formats_code, written_code
 from moe_nvlink_plugin.exchange.kernels import COMBINE, LAYER
 from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
@@ -39,7 +46,7 @@ def test_no_constant_is_overlooked() -> None:
     text = source.read_kernel_file("include/moe_nvlink/config.h")
     enums = re.findall(r"^enum \w+ : int \{(.*?)^\};", text, re.MULTILINE | re.DOTALL)
     enumerators = [name for body in enums for name in re.findall(r"\bk\w+", body)]
-    assert len(enums) == 3
+    assert len(enums) == 5
     written = re.findall(r"^constexpr int k", text, re.MULTILINE)
     assert len(constants()) == len(written) + len(enumerators) > 10
 
@@ -50,6 +57,8 @@ def test_no_constant_is_overlooked() -> None:
         ("kElement", "kNumElements"),
         ("kQuantiser", "kNumQuantisers"),
         ("kCombine", "kNumCombineFormats"),
+        ("kReceivedIds", "kNumReceivedIds"),
+        ("kScalesLayout", "kNumScalesLayouts"),
     ],
 )
 def test_each_enum_has_its_number(prefix: str, count: str) -> None:
@@ -221,6 +230,23 @@ def layers_of_every_format() -> list[AllToAllConfig]:
     ]
 
 
+def layers_that_write_differently() -> list[AllToAllConfig]:
+    return [
+        AllToAllConfig(
+            ep_size=2,
+            ep_rank=0,
+            num_experts=8,
+            top_k=2,
+            hidden_size=128,
+            max_tokens_per_rank=4,
+            received_ids=ids,
+            scales_layout=layout,
+        )
+        for ids in (*RECEIVED_IDS, -1, 8)
+        for layout in SCALES_LAYOUTS
+    ]
+
+
 def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
     """Capacities that are powers of two always; of others, about one pair in 128 shares a tag."""
     library = ctypes.CDLL(str(host.build(kernel_texts.host_source())))
@@ -244,7 +270,11 @@ def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
         assert len(set(tags)) == len(tags)
         assert max(tags) < 2**7
     codes = {formats_code(layer) for layer in layers_of_every_format()}
-    assert len(codes) == len({tag(128, formats=code) for code in codes}) == 24
+    assert len(codes) == len({tag(128, formats=code) for code in codes}) == 27
+    written = [written_code(layer) << 7 for layer in layers_that_write_differently()]
+    assert written[0] == 0
+    assert len({tag(128, formats=code) for code in written}) == len(set(written)) == len(written)
+    assert max(written) < 2**32
     drawn = [
         tag(capacity, 8, hidden) for capacity in range(1, 100) for hidden in range(64, 6464, 64)
     ]

@@ -200,7 +200,7 @@ def test_launches_of_a_shared_head_fit(
     num_tokens=st.integers(0, 20000),
     hidden_size=st.integers(1, 20000),
     element_bytes=st.sampled_from([2, 4]),
-    empty_bytes=st.integers(0, 2**28),
+    tail_bytes=st.integers(0, 2**28),
     num_sms=st.integers(1, 160),
     registers=st.sampled_from([32, 64, 96, 128, 168, 255]),
     slots=st.sampled_from([0, 1, 100, 2**20]),
@@ -209,7 +209,7 @@ def test_every_grid_is_resident_and_covers_its_rows(
     num_tokens: int,
     hidden_size: int,
     element_bytes: int,
-    empty_bytes: int,
+    tail_bytes: int,
     num_sms: int,
     registers: int,
     slots: int,
@@ -217,7 +217,7 @@ def test_every_grid_is_resident_and_covers_its_rows(
     mine = limits(num_sms, registers)
     row_bytes = hidden_size * element_bytes
     for shape in (
-        dispatch_shape(num_tokens, row_bytes, empty_bytes, mine),
+        dispatch_shape(num_tokens, row_bytes, tail_bytes, mine),
         combine_shape(num_tokens, hidden_size, element_bytes, mine, slots),
     ):
         assert WARP <= shape.threads <= mine.max_threads

@@ -24,6 +24,7 @@ HIDDEN, TOP_K, CAPACITY = 256, 2, 8
 BYTES_PER_TOKEN = {
     "bf16": 14336,
     "fp8_block": 7168 + 224,
+    "fp8_block_pow2": 7168 + 224,
     "fp8_token": 7172,
     "fp8_tensor": 7168,
     "mxfp8": 7392,

@@ -29,7 +29,7 @@ from moe_nvlink_plugin.integration.vllm import all2all_manager
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.draft import logits_processor as draft_logits, mtp
-from moe_nvlink_plugin.integration.vllm.moe import layers
+from moe_nvlink_plugin.integration.vllm.moe import layers, method
 from moe_nvlink_plugin.integration.vllm.plugin import communicator
 from moe_nvlink_plugin.testing import ThreadGroup
 
@@ -157,13 +157,12 @@ def attached():
 @scenario
 def not_modular():
     told, (group,) = [], ThreadGroup.ranks(1)
-    layers._pool = lambda: SimpleNamespace(ranks=Ranks(group, 0, 1, WORDING))
-    for kernel in (None, SimpleNamespace(is_monolithic=True)):
-        method = SimpleNamespace(moe_kernel=kernel)
-        method.process_weights_after_loading = lambda layer: None
-        layers._rebuild_after_loading(method)
+    method._pool = lambda: SimpleNamespace(ranks=Ranks(group, 0, 1, WORDING))
+    for kernel in (None, SimpleNamespace(is_monolithic=True, fused_experts=None)):
+        theirs = SimpleNamespace(moe_kernel=None)
+        theirs.process_weights_after_loading = lambda layer: setattr(theirs, "moe_kernel", kernel)
         layer = SimpleNamespace(layer_name="layer 7")
-        told.append(refusal(lambda: method.process_weights_after_loading(layer)))
+        told.append(refusal(lambda: method.install(theirs, layer)))
     return told
 
 
@@ -208,8 +207,8 @@ def decomposed():
 @scenario
 def classes_by_device():
     made = []
-    layers.CudaPrepareAndFinalize = lambda exchanges, *more: made.append(["cuda", exchanges])
-    layers.CpuPrepareAndFinalize = lambda exchange, *more: made.append(["cpu", exchange])
+    method.CudaPrepareAndFinalize = lambda exchanges, *more: made.append(["cuda", exchanges])
+    method.CpuPrepareAndFinalize = lambda exchange, *more: made.append(["cpu", exchange])
     for device in ("cpu", "cuda"):
         pool = SimpleNamespace(
             device=torch.device(device),
@@ -217,7 +216,7 @@ def classes_by_device():
             exchanges_by_capacity=lambda geometry: ["small", "large"],
         )
         exchanges = ExchangePool.exchanges_of_layer(pool, None)
-        layers._prepare_finalize(pool.device, exchanges, None, None)
+        method._prepare_finalize(pool, exchanges, None, None)
     return made
 
 

@@ -156,7 +156,7 @@ def _layer(
     first, num_local = subject._first, subject._end - subject._first
     experts_output = _local_experts(first, num_local, rows, ids, weights)
     output = torch.full_like(work.hidden, float("nan"))
-    if alias:  # the kernel may let the experts write straight into output
+    if alias:  # with as many pairs as tokens the kernel lets the experts write into output
         assert experts_output.shape == output.shape
         output.copy_(experts_output)
         experts_output = output
@@ -171,21 +171,23 @@ def one_rank() -> Iterator[MoeAllToAll]:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, CAPACITY])
-@pytest.mark.parametrize("alias", [False, True])
-def test_one_rank(one_rank: MoeAllToAll, num_tokens: int, alias: bool) -> None:
-    subject = _prepare_finalize(one_rank)
-    for seed in range(3):
-        work = _work(num_tokens, seed)
-        got = _layer(subject, one_rank.config, work, alias=alias)
-        torch.testing.assert_close(got, _expected(work), rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(("top_k", "alias"), [(TOP_K, False), (1, False), (1, True)])
+def test_one_rank(num_tokens: int, top_k: int, alias: bool) -> None:
+    with MoeAllToAll.create(_config(1, 0, top_k=top_k), OneRank()) as exchange:
+        subject = _prepare_finalize(exchange)
+        for seed in range(3):
+            work = _work(num_tokens, seed, top_k)
+            got = _layer(subject, exchange.config, work, alias=alias)
+            torch.testing.assert_close(got, _expected(work), rtol=1e-6, atol=1e-6)
 
 
 def test_rows_do_not_change_under_the_experts(one_rank: MoeAllToAll) -> None:
     """The workspace belongs to the peers again at the next dispatch."""
     subject = _prepare_finalize(one_rank)
-    rows, _, _, ids, weights = _prepare(subject, _work(CAPACITY, 0))
+    work = _work(CAPACITY, 0)
+    rows, _, _, ids, weights = _prepare(subject, work)
     kept = rows.clone(), ids.clone(), weights.clone()
-    subject.finalize(torch.empty_like(rows), rows, weights, ids, False, _no_op())
+    subject.finalize(torch.empty_like(work.hidden), rows, weights, ids, False, _no_op())
     _prepare(subject, _work(CAPACITY, 1))
     for now, before in zip((rows, ids, weights), kept, strict=True):
         assert torch.equal(now, before)
@@ -239,10 +241,12 @@ def test_finalize_without_prepare(one_rank: MoeAllToAll) -> None:
 
 def test_one_prepare_serves_one_finalize(one_rank: MoeAllToAll) -> None:
     subject = _prepare_finalize(one_rank)
-    rows, _, _, ids, weights = _prepare(subject, _work(2, 0))
-    subject.finalize(torch.empty_like(rows), rows, weights, ids, False, _no_op())
+    work = _work(2, 0)
+    rows, _, _, ids, weights = _prepare(subject, work)
+    output = torch.empty_like(work.hidden)
+    subject.finalize(output, rows, weights, ids, False, _no_op())
     with pytest.raises(ExchangeStateError, match="finalize without a prepare"):
-        subject.finalize(torch.empty_like(rows), rows, weights, ids, False, _no_op())
+        subject.finalize(output, rows, weights, ids, False, _no_op())
 
 
 def test_what_vllm_asks(one_rank: MoeAllToAll) -> None:

@@ -20,6 +20,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import config as vllm_config
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
@@ -41,11 +42,18 @@ from moe_nvlink_plugin.integration.common.formats import DispatchFormat, choose
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
-from moe_nvlink_plugin.integration.vllm.moe import experts_input, layers
+from moe_nvlink_plugin.integration.vllm.moe import experts_input, method
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
-from moe_nvlink_plugin.recipes import FP8_BLOCK, FP8_TENSOR, FP8_TOKEN, MXFP8, NVFP4
+from moe_nvlink_plugin.recipes import (
+    FP8_BLOCK,
+    FP8_BLOCK_POW2,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    MXFP8,
+    NVFP4,
+)
 from moe_nvlink_plugin.recipes.combine_formats import error_bound
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.unit.vllm_layer import (
@@ -275,29 +283,32 @@ def test_rows_that_vllm_quantises_on_arrival(quantised: list[Any]) -> None:
     assert fewer < 0.4 * sent
 
 
-def test_scales_that_are_powers_of_two_come_from_vllm(
-    quantised: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["auto", "fp8_block", "fp8_block_pow2"])
+def test_scales_that_are_powers_of_two_are_made_by_our_kernel(
+    name: str, quantised: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepGEMM's rows are the recipe's but for their scales, which arrive as vLLM made them."""
+    """If DeepGEMM wants them: rows and scales of the recipe, and vLLM's quantiser is not asked."""
+    options = Options(dispatch=name)
+    if name != "fp8_block_pow2":
+        assert format_of(experts_of(FP8_BLOCK), options).recipe == FP8_BLOCK
     monkeypatch.setattr(experts_input, "is_deep_gemm_e8m0_used", lambda: True)
-    assert format_of(experts_of(FP8_BLOCK), Options()).by_framework
-    assert not format_of(experts_of(FP8_TOKEN), Options()).by_framework
-
-    def quantise(**given: Any) -> Any:
-        scales = FP8_BLOCK.quantise(given["A"]).scales
-        assert scales is not None
-        up = torch.exp2(torch.ceil(torch.log2(scales)))
-        return FP8_BLOCK.quantise(given["A"] * scales / up).rows, up
-
-    monkeypatch.setattr(experts_input, "moe_kernel_quantize_input", quantise)
+    chosen = format_of(experts_of(FP8_BLOCK), options)
+    assert chosen.recipe == FP8_BLOCK_POW2
+    assert not chosen.by_framework
+    assert chosen.restored_to is None
+    assert format_of(experts_of(FP8_TOKEN), Options()).recipe == FP8_TOKEN
+    framework = Options(dispatch=name, quantise="framework")
+    assert format_of(experts_of(FP8_BLOCK), framework).by_framework
     (group,) = ThreadGroup.ranks(1)
-    layer = Layer(group, experts=experts_of(FP8_BLOCK))
+    layer = Layer(group, experts=experts_of(FP8_BLOCK), options=options)
     hidden, ids, weights = work_of(4, 0)
-    layer(hidden, ids, weights)
+    layer(hidden, ids.clamp(min=0), weights)
     (call,) = layer.experts.calls
-    assert torch.equal(call.scales_then[:4], quantise(A=hidden)[1])
-    mantissas = torch.frexp(call.scales_then[:4]).mantissa
-    assert bool((mantissas == 0.5).all())
+    rows, scales = FP8_BLOCK_POW2.quantise(hidden)
+    assert scales is not None
+    assert torch.equal(call.rows_then[:4].view(torch.uint8), rows.view(torch.uint8))
+    assert torch.equal(call.scales_then[:4], scales)
+    assert not quantised
     layer.close()
 
 
@@ -422,8 +433,8 @@ def _on_cpu(
         hidden, weights, ids, NUM_EXPERTS, None, False, experts.quant_config, experts.defers
     )
     assert rows.is_contiguous()
-    counts = exchange._layer.channel(0).recv_counts.sum()
-    assert rows.shape[0] == local_ids.shape[0] == int(counts)
+    assert local_ids.shape == sent_weights.shape == (rows.shape[0], 1)  # a row for each choice
+    assert rows.shape[0] >= int(exchange._layer.channel(0).recv_counts.sum())
     floats = experts.floats_of(rows, scales)
     global_ids = local_ids + subject._first
     output = torch.empty_like(hidden)
@@ -484,26 +495,23 @@ def _scales_of_a_round(quant_config: Any, recipe: Any) -> tuple[Any, torch.Tenso
     return call.scales_then, linear, CAPACITY
 
 
-def test_nvfp4_scales_are_interleaved_behind_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = list[torch.Tensor]()
+def test_nvfp4_scales_are_interleaved_by_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashInfer's function for it makes them, which is vLLM's of MXFP8 on other bytes."""
 
     def interleave(scales: torch.Tensor) -> torch.Tensor:
-        calls.append(scales.clone())
-        return scales.flatten() + 1
+        raise AssertionError("a launch of its own")
 
     monkeypatch.setattr(experts_input, "nvfp4_block_scale_interleave", interleave)
     handed, linear, slots = _scales_of_a_round(nvfp4(is_scale_swizzled=True), NVFP4)
-    (given,) = calls
-    assert (given.dtype, given.shape) == (torch.uint8, (slots, HIDDEN_SIZE // 16))
-    assert torch.equal(given, linear.view(torch.uint8))
-    assert torch.equal(handed, given.flatten() + 1)
+    assert (handed.dtype, handed.dim()) == (torch.uint8, 1)
+    expected = swizzle_mxfp8_scale(linear.view(torch.uint8), M=slots, K=2 * HIDDEN_SIZE)
+    assert torch.equal(handed, expected)
     handed, linear, _ = _scales_of_a_round(nvfp4(), NVFP4)
-    assert len(calls) == 1
     assert handed.dtype == torch.float8_e4m3fn
     assert torch.equal(handed.view(torch.uint8), linear.view(torch.uint8))
 
 
-def test_mxfp8_scales_are_swizzled_behind_dispatch() -> None:
+def test_mxfp8_scales_are_interleaved_by_dispatch() -> None:
     handed, linear, slots = _scales_of_a_round(mxfp8(is_scale_swizzled=True), MXFP8)
     assert torch.equal(handed, swizzle_mxfp8_scale(linear, M=slots, K=HIDDEN_SIZE))
     # As vLLM's quantiser lays them out for the same experts on one rank.
@@ -517,13 +525,39 @@ def test_block_scales_become_column_major_where_asked() -> None:
     assert handed.is_contiguous()
     assert torch.equal(handed, linear)
     config.is_scale_transposed = True  # vLLM 0.33
-    chosen = format_of(experts_of(FP8_BLOCK, config), Options())
-    scales = torch.rand(6, 3)
-    rows = torch.zeros(6, 384, dtype=torch.float8_e4m3fn)
-    _, laid_out = chosen.receive(rows, scales, torch.ones(6, 1), VllmExpertsInput(config))
+    handed, linear, slots = _scales_of_a_round(config, FP8_BLOCK)
+    assert torch.equal(handed, linear)
+    assert handed.t().is_contiguous()
+    # If vLLM quantises on arrival, or on CPU ranks, the framework's op does it.
+    for chosen in (
+        format_of(experts_of(FP8_BLOCK, config), Options(dispatch="bf16")),
+        DispatchFormat(torch.float8_e4m3fn, FP8_BLOCK),
+    ):
+        assert chosen.scales_layout == "linear"
+    scales, rows = torch.rand(slots, 3), torch.zeros(slots, 384, dtype=torch.float8_e4m3fn)
+    _, laid_out = chosen.receive(rows, scales, torch.ones(slots, 1), VllmExpertsInput(config))
     assert laid_out is not None
     assert torch.equal(laid_out, scales)
-    assert laid_out.stride() == (1, 6)
+    assert laid_out.stride() == (1, slots)
+
+
+def test_which_layout_dispatch_makes() -> None:
+    """None that the recipe's scales cannot have, and none for rows that are restored."""
+    swizzled = mxfp8(is_scale_swizzled=True)
+    assert format_of(experts_of(MXFP8, swizzled), Options()).scales_layout == "interleaved"
+    assert format_of(experts_of(MXFP8), Options()).scales_layout == "linear"
+    restored = format_of(experts_of(MXFP8, swizzled), Options(dispatch="nvfp4"))
+    assert restored.scales_layout == "linear"
+    transposed = CONFIGS[FP8_TENSOR]()
+    transposed.is_scale_transposed = True
+    assert format_of(experts_of(FP8_TENSOR, transposed), Options()).scales_layout == "linear"
+    here = torch.device("cpu")
+    taken = VllmExpertsInput.of(experts_of(MXFP8, swizzled))
+    chosen = choose(taken, HIDDEN_SIZE, torch.float32, here, Options(), lambda _: MXFP8)
+    assert chosen.scales_layout == "linear"  # CPU ranks hand out copies of the filled rows
+    cuda: Any = SimpleNamespace(type="cuda")
+    chosen = choose(taken, HIDDEN_SIZE, torch.float32, cuda, Options(), lambda _: MXFP8)
+    assert chosen.scales_layout == "interleaved"
 
 
 # Static scales.
@@ -614,7 +648,7 @@ def test_a_problem_that_is_no_refusal_is_told_to_all_too(monkeypatch: pytest.Mon
 class LoadedLayer:
     """As much of a layer, its quant method and vLLM's kernel as is looked at; a step may fail."""
 
-    layer_name, expert_map = "layer 3", None
+    layer_name, expert_map, moe_quant_config = "layer 3", None, None
     moe_config = SimpleNamespace(
         num_experts=NUM_EXPERTS,
         experts_per_token=TOP_K,
@@ -627,10 +661,14 @@ class LoadedLayer:
     def __init__(self, step: str) -> None:
         self.step = step
         self.moe_kernel: Any = None
+        self.quant_method: Any = self
+        self.w13_weight, self.w2_weight = "loaded", "loaded"
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.step == "weights":
             raise MemoryError("no room for weights")
+        if self.step == "no experts":
+            return
         self.moe_kernel = SimpleNamespace(
             is_monolithic=self.step == "monolithic",
             prepare_finalize=None,
@@ -638,25 +676,31 @@ class LoadedLayer:
         )
         if self.step == "placement":
             self.expert_map = torch.tensor([-1, 0, -1, 1, -1, 2, 3])
+        if self.step == "packed":
+            del layer.w2_weight
+
+    def _replace_quant_method(self, quant_method: Any) -> None:
+        self.quant_method = quant_method
 
 
 def _load(steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What becomes of two ranks whose layers fail in these steps."""
+    """What becomes of two ranks whose layers fail in these steps: the method of each."""
     pools = threading.local()
-    monkeypatch.setattr(layers, "_pool", lambda: pools.mine)
+    monkeypatch.setattr(method, "_pool", lambda: pools.mine)
 
-    def rank_main(group: Any) -> bool:
+    def rank_main(group: Any) -> Any:
         pools.mine = pool_of(group, Options())
         layer = LoadedLayer(steps[group.rank])
-        layers._rebuild_after_loading(layer)
+        method.install_after_loading(layer)
         layer.process_weights_after_loading(layer)
-        return layers._is_ours(layer.moe_kernel)
+        return type(layer.quant_method)
 
-    return try_ranks(2, rank_main)
+    with set_current_vllm_config(VllmConfig()):
+        return try_ranks(2, rank_main)
 
 
-def test_ranks_that_set_a_layer_up_have_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _load(("", ""), monkeypatch) == [True, True]
+def test_ranks_that_set_a_layer_up_have_our_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _load(("", ""), monkeypatch) == [method.MoeNvlinkFusedMoEMethod] * 2
 
 
 @pytest.mark.parametrize(
@@ -664,6 +708,8 @@ def test_ranks_that_set_a_layer_up_have_our_kernel(monkeypatch: pytest.MonkeyPat
     [
         ("weights", "MemoryError: no room for weights"),
         ("monolithic", "UnsupportedError: .*without vLLM's modular kernel"),
+        ("no experts", "UnsupportedError: .*without vLLM's modular kernel"),
+        ("packed", "UnsupportedError: .*reads w2_weight, and LoadedLayer keeps the weights of"),
         ("placement", "UnsupportedError: vLLM placed experts"),
     ],
 )

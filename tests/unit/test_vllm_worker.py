@@ -1,4 +1,4 @@
-"""Our worker class: where vLLM takes it, where it does not, and when it ends start-up."""
+"""Our worker class: where vLLM takes it, where it does not, and what it tells our exchange."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
-from moe_nvlink_plugin.integration.common.agreement import Geometry
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm import backend
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.plugin import worker
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.unit.small_exchange import config
@@ -45,8 +48,8 @@ def test_the_flag_makes_the_worker_ours(checkpoint: Path) -> None:
     asked = created(checkpoint, all2all_backend=backend.BACKEND)
     assert worker.is_in_place(asked)
     found = resolve_obj_by_qualname(asked.parallel_config.worker_cls)
-    assert issubclass(found, (worker.EndsStartup, resolve_obj_by_qualname(CPU)))
-    assert found.__mro__[1] is worker.EndsStartup, "in front of vLLM's"
+    assert issubclass(found, (worker.TellsOurExchange, resolve_obj_by_qualname(CPU)))
+    assert found.__mro__[1] is worker.TellsOurExchange, "in front of vLLM's"
     worker.put_in_place(asked)
     assert resolve_obj_by_qualname(asked.parallel_config.worker_cls) is found, "once more: the same"
 
@@ -74,9 +77,28 @@ def test_startup_ends_when_the_worker_has_warmed_up(monkeypatch: pytest.MonkeyPa
     manager = SimpleNamespace(end_startup=lambda: events.append("start-up over"))
     group = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=manager))
     monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: group)
-    made: Any = type("Made", (worker.EndsStartup, VllmsWorker), {})
+    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
     assert made().compile_or_warm_up_model() == "times"
     assert events == ["warmed up", "start-up over"]
+
+
+def test_a_dummy_batch_is_one_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = ThreadGroup.ranks(1)
+    made_pool = ExchangePool(Ranks(group, 0, 1, WORDING), torch.device("cpu"), Options())
+
+    class VllmsWorker:
+        def execute_dummy_batch(self) -> None:
+            assert made_pool.is_idle
+            raise RuntimeError("out of memory")
+
+    manager = SimpleNamespace(pool=made_pool)
+    ep_group = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=manager))
+    monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: ep_group)
+    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
+    assert not made_pool.is_idle
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made().execute_dummy_batch()
+    assert not made_pool.is_idle
 
 
 @pytest.mark.parametrize("holds", [True, False])

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.integration.common import formats
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat, choose
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
@@ -40,6 +41,7 @@ def config_of(ep_size: int, ep_rank: int, **values: Any) -> AllToAllConfig:
         "max_tokens_per_rank": CAPACITY,
         "dtype": torch.float32,
         "timeout_s": 60.0,
+        "received_ids": "elsewhere",
     }
     return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
 
@@ -207,6 +209,7 @@ def format_of(experts: Any, options: Options) -> DispatchFormat:
     here = torch.device("cpu")
     taken = VllmExpertsInput.of(experts)
     chosen = choose(taken, HIDDEN_SIZE, torch.float32, here, options, find_recipe)
+    chosen = formats.laid_out_by_dispatch(chosen, taken, HIDDEN_SIZE)
     return dataclasses.replace(chosen, stand_in=None)
 
 
@@ -228,6 +231,7 @@ class Layer:
         self.format = format_of(self.experts, options)
         if self.format.recipe is not None:
             values["recipe"] = self.format.recipe.name
+            values["scales_layout"] = self.format.scales_layout
         values["combine"] = options.combine
         largest_first = sorted(capacities, reverse=True)
         self.exchanges: list[MoeAllToAll] = []

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 def serve_without_amx(quant_method: Any) -> None:
     """Give an FP8 quant method our experts if vLLM has found none for this CPU. Local.
 
-    It changes no other quant method. Call it before anything else wraps the method's
-    process_weights_after_loading.
+    It changes no other quant method. Our fused MoE method calls the experts'
+    process_weights_after_loading, which vLLM's FP8 method does not.
 
     Raises:
         UnsupportedError: the FP8 weights have no block scales.
@@ -49,14 +49,6 @@ def serve_without_amx(quant_method: Any) -> None:
     quant_method.experts_cls = _taking_fp8_rows(unquantised)
     # With this backend, vLLM passes the weights to the experts as it has loaded them.
     quant_method.fp8_backend = Fp8MoeBackend.EMULATION
-    original = quant_method.process_weights_after_loading
-
-    @functools.wraps(original)
-    def process_weights_after_loading(layer: Any) -> None:
-        original(layer)
-        quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-    quant_method.process_weights_after_loading = process_weights_after_loading
     logger.info(
         "vLLM has no FP8 experts for this CPU: moe_nvlink dequantises the weights to %s after "
         "loading; rows travel in the model's format.",

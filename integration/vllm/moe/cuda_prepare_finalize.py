@@ -7,10 +7,13 @@ capture every call. No call waits for the device, except that dispatch reads a s
 first call with it, outside of captures.
 
 vLLM's CUDA experts take global ids, and an expert_map that turns ids of other ranks' experts into
--1; they do not take -1 itself. So every id of another rank's expert, and every id of an empty slot,
-becomes the id of an expert on another rank, with weight 0. To the experts this looks like the
-output of an all-gather with rows in another order, for which vLLM has chosen them. Rows of empty
-slots hold old bytes, and nobody reads what experts make of them.
+-1; they do not take -1 itself. So dispatch writes the id of an expert on another rank, with weight
+0, for every id of another rank's expert and in every empty slot (received_ids="elsewhere"). To the
+experts this looks like the output of an all-gather with rows in another order, for which vLLM has
+chosen them. Rows of empty slots hold old bytes, and nobody reads what experts make of them.
+
+If the rows travel as the experts take them, prepare launches dispatch and nothing else; if the
+experts weight and sum their rows themselves, finalize launches combine and nothing else.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
     batch do not get the slots of the largest one. vLLM's ranks have agreed on batch sizes by then.
 
     Args:
-        exchanges: exchanges of one geometry on one workspace, ascending in capacity.
+        exchanges: exchanges of one geometry on one workspace, ascending in capacity, with
+            received_ids="elsewhere".
         expert_map: vLLM's map of global to local expert ids; None if one rank has all experts.
         dispatch_format: how rows travel.
 
@@ -69,16 +73,8 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 f"{config.num_experts} experts; its kernels would take global ids for local ones. "
                 "Please report this with the command that started vLLM."
             )
+        assert config.received_ids == "elsewhere", config.received_ids
         self._exchanges = tuple(exchanges)
-        device = exchanges[-1].combine_input().device
-        # Scalars are made on the device here, because a capture could not copy them there. The
-        # expert after this rank's last belongs to another rank. If one rank has all experts, it is
-        # expert 0, which then spends some work on rows of empty slots.
-        self._elsewhere = torch.tensor(
-            self._end % config.num_experts, dtype=torch.int32, device=device
-        )
-        self._weightless = torch.zeros((), dtype=torch.float32, device=device)
-        self._nowhere = torch.tensor(-1, dtype=torch.int32, device=device)
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Raise UnsupportedError for experts whose output combine cannot take. Local."""
@@ -141,21 +137,12 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         fitting = (e for e in self._exchanges if e.config.max_tokens_per_rank >= most)
         return next(fitting, self._exchange)
 
-    def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        is_padding = _padding_mask(topk_ids.shape[0])
-        if is_padding is None:
-            return topk_ids
-        return torch.where(is_padding.unsqueeze(1), self._nowhere, topk_ids)
+    def _padding(self, num_tokens: int) -> torch.Tensor | None:
+        return _padding_mask(num_tokens)
 
     def _hand_out(self, received: Dispatched) -> Arrived:
-        ids = received.topk_ids
-        foreign = ids.clamp(self._first, self._end - 1) != ids
-        # New tensors, because only the peers may write to the receive buffer.
         return Arrived(
-            received.hidden_states,
-            received.scales,
-            torch.where(foreign, self._elsewhere, ids),
-            torch.where(foreign, self._weightless, received.topk_weights),
+            received.hidden_states, received.scales, received.topk_ids, received.topk_weights
         )
 
     def _fill(self, region: torch.Tensor, received: Dispatched, done: ExpertsOutput) -> None:

@@ -74,6 +74,16 @@ class VllmExpertsInput(ExpertsInput):
         """Whether DeepGEMM wants such scales on this GPU."""
         return bool(is_deep_gemm_e8m0_used())
 
+    @property
+    def scales_layout(self) -> str:
+        """The layout that `laid_out` makes."""
+        config = self._quant_config
+        if config.is_scale_swizzled and config.quant_dtype in ("nvfp4", "mxfp8"):
+            return "interleaved"
+        if getattr(config, "is_scale_transposed", False):  # vLLM 0.33 and newer
+            return "column_major"
+        return "linear"
+
     def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ExpertsInput."""
         config = self._quant_config
@@ -90,13 +100,11 @@ class VllmExpertsInput(ExpertsInput):
 
     def laid_out(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """See ExpertsInput."""
-        config = self._quant_config
-        if config.is_scale_swizzled and config.quant_dtype == "nvfp4":
+        layout = self.scales_layout
+        if layout == "interleaved" and self._quant_config.quant_dtype == "nvfp4":
             interleaved: torch.Tensor = nvfp4_block_scale_interleave(scales.view(torch.uint8))
             return interleaved
-        if config.is_scale_swizzled and config.quant_dtype == "mxfp8":
+        if layout == "interleaved":
             swizzled: torch.Tensor = swizzle_mxfp8_scale(scales, *rows.shape)
             return swizzled
-        if getattr(config, "is_scale_transposed", False):  # vLLM 0.33 and newer
-            return scales.t().contiguous().t()
-        return scales
+        return scales.t().contiguous().t() if layout == "column_major" else scales

@@ -159,10 +159,11 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         sent = self._format.send(a1.contiguous(), experts)
         received = exchange.dispatch(
             sent.rows,
-            self._destinations(topk_ids).contiguous(),
+            topk_ids.contiguous(),
             topk_weights.contiguous().to(torch.float32),
             scales=sent.scales,
             global_scale=sent.global_scale,
+            is_padding=self._padding(topk_ids.shape[0]),
         )
         self._round = Round(exchange, received)
         arrived = self._hand_out(received)
@@ -214,9 +215,12 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         """Return the exchange for this step; every rank must choose the same. Local."""
         return self._exchange
 
-    def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Return the ids by which to dispatch; -1 sends nothing. Local."""
-        return topk_ids
+    def _padding(self, num_tokens: int) -> torch.Tensor | None:
+        """Return `[num_tokens]` bool: tokens that dispatch shall not send; None: all travel.
+
+        Local.
+        """
+        return None
 
     @abc.abstractmethod
     def _hand_out(self, received: Dispatched) -> Arrived:

@@ -1,8 +1,11 @@
-"""vLLM's worker, extended: it ends the start-up of our exchange after it has warmed up.
+"""vLLM's worker, extended: it tells our exchange of the end of start-up, and of dummy batches.
 
 Between its first rounds and its first request, a worker compiles, tunes and captures CUDA graphs.
 That takes minutes, and differs from rank to rank. Until it is over, ranks wait longer for one
 another (MOE_NVLINK_FIRST_TIMEOUT_S).
+
+A rank without requests runs dummy batches while other ranks work. On CPU ranks the tokens of a
+dummy batch go to no expert.
 """
 
 from __future__ import annotations
@@ -21,16 +24,25 @@ else:
     _Base = object
 
 
-class EndsStartup(_Base):
+class TellsOurExchange(_Base):
     """Mixin for one of vLLM's workers, which does everything else."""
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does; then end start-up."""
         times = super().compile_or_warm_up_model()
-        from vllm.distributed import get_ep_group
-
-        get_ep_group().device_communicator.all2all_manager.end_startup()
+        _manager().end_startup()
         return times
+
+    def execute_dummy_batch(self) -> None:
+        """Run the model as vLLM does for a rank without requests."""
+        with _manager().pool.idling():
+            super().execute_dummy_batch()
+
+
+def _manager() -> Any:
+    from vllm.distributed import get_ep_group
+
+    return get_ep_group().device_communicator.all2all_manager
 
 
 def put_in_place(vllm_config: Any) -> None:
@@ -57,7 +69,7 @@ def __getattr__(name: str) -> Any:
             from vllm.utils.import_utils import resolve_obj_by_qualname
 
             base = resolve_obj_by_qualname(qualified)
-            cls = type(name, (EndsStartup, base), {"__module__": __name__})
+            cls = type(name, (TellsOurExchange, base), {"__module__": __name__})
             globals()[name] = cls
             return cls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

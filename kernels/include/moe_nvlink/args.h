@@ -20,7 +20,7 @@ struct Geometry {
   int32_t max_tokens_per_rank;  // capacity: slots of one source's slice
   int32_t element;              // kElement* of combine
   int32_t num_tokens;           // this call's tokens on this rank
-  uint32_t formats;             // 7 bits that stand for the recipe and combine's format
+  uint32_t formats;  // 7 bits: recipe and combine's format; above them: what dispatch writes
 };
 
 // With a quantiser, the source of payload kFirstCallerPayload is the activations, [num_tokens,
@@ -44,15 +44,20 @@ struct ControlRegions {
 
 // send_slots holds target_rank * max_tokens_per_rank + slot, or kNoSlot.
 struct DispatchArgs {
-  uint64_t window_base;            // address of rank 0's workspace
-  uint64_t rank_stride;            // bytes from one rank's workspace to the next
-  uint64_t send_slots;             // [num_tokens, top_k] i32, written
-  uint64_t timeout_ns;             // how long the wait for the peers may take
-  uint64_t global_scale;           // address of one f32 for quantisers that take one, or 0
-  Geometry geometry;               // by value
-  ControlRegions control;          // of this call's channel
-  uint32_t num_payloads;           // used entries below
-  uint32_t quantiser;              // kQuantiser*; not None: see Payload
+  uint64_t window_base;      // address of rank 0's workspace
+  uint64_t rank_stride;      // bytes from one rank's workspace to the next
+  uint64_t send_slots;       // [num_tokens, top_k] i32, written
+  uint64_t timeout_ns;       // how long the wait for the peers may take
+  uint64_t global_scale;     // address of one f32 for quantisers that take one, or 0
+  uint64_t is_padding;       // [num_tokens] bytes; not 0: the token is not sent; or no address
+  Geometry geometry;         // by value
+  ControlRegions control;    // of this call's channel
+  uint32_t num_payloads;     // used entries below
+  uint32_t quantiser;        // kQuantiser*; not None: see Payload
+  uint32_t received_ids;     // kReceivedIds*
+  int32_t absent_id;         // with kReceivedIdsGiven
+  uint32_t scales_layout;    // kScalesLayout*; not Linear: of the payload after the rows
+  uint32_t laid_out_region;  // its scales in that layout, in this rank's workspace
   Payload payloads[kMaxPayloads];  // ids, weights, then the caller's rows
 };
 

@@ -25,8 +25,10 @@ constexpr int kFirstCallerPayload = 2;
 // else chooses by a code asserts the number of codes: a new code does not compile there either. A
 // test compares the numbers with the enums.
 constexpr int kNumElements = 3;
-constexpr int kNumQuantisers = 6;
+constexpr int kNumQuantisers = 7;
 constexpr int kNumCombineFormats = 3;
+constexpr int kNumReceivedIds = 4;
+constexpr int kNumScalesLayouts = 3;
 
 // Element types that combine reduces. Sums are always fp32.
 enum ElementCode : int {
@@ -44,6 +46,7 @@ enum QuantiserCode : int {
   kQuantiserFp8Tensor = 3,
   kQuantiserMxfp8 = 4,
   kQuantiserNvfp4 = 5,
+  kQuantiserFp8BlockPow2 = 6,
 };
 
 // In what format the experts' rows travel back in combine.
@@ -51,6 +54,23 @@ enum CombineCode : int {
   kCombineUnquantised = 0,
   kCombineFp8Block = 1,
   kCombineNvfp4 = 2,
+};
+
+// What a received row has in the place of its token's expert ids. An absent id is an id whose expert
+// is on another rank than the receiving one, or an id that is no expert. An empty slot has absent
+// ids only. Unless all ids travel, the weight of an absent id is 0.
+enum ReceivedIdsCode : int {
+  kReceivedIdsGlobal = 0,     // all ids, as the router made them; no expert: -1
+  kReceivedIdsGiven = 1,      // global ids; absent: DispatchArgs.absent_id
+  kReceivedIdsElsewhere = 2,  // global ids; absent: the expert after the receiving rank's last
+  kReceivedIdsLocal = 3,      // ids from 0 on at each rank; absent: -1
+};
+
+// How the scales of received rows lie (lay_out_scales.h).
+enum ScalesLayoutCode : int {
+  kScalesLayoutLinear = 0,       // row by row, as they travel
+  kScalesLayoutInterleaved = 1,  // scales of one byte, in tiles of 128 rows x 4 scales
+  kScalesLayoutColumnMajor = 2,  // fp32 scales, the first of all slots, then the second, ...
 };
 
 // Phases that a fault word names.

@@ -170,26 +170,27 @@ HD void put_row(const Cta& cta, int lane, const char* source, char* const* targe
   }
 }
 
-// Writes -1 into words [first, last). All threads of the CTA. words[0] lies on a vector's boundary.
-HD void fill_minus_one(const Cta& cta, int32_t* words, int64_t first, int64_t last) {
+// Writes `value` into words [first, last). All threads of the CTA. words[0] lies on a vector's
+// boundary.
+HD void fill_range(const Cta& cta, int32_t* words, int64_t first, int64_t last, int32_t value) {
   constexpr int64_t kWide = kVectorBytes / 4;
   const int64_t first_vector = (first + kWide - 1) / kWide;
   const int64_t last_vector = last / kWide;
-  Vector<kVectorBytes> ones;
+  Vector<kVectorBytes> values;
   MOE_NVLINK_UNROLL
-  for (int i = 0; i < kWide; ++i) reinterpret_cast<int32_t*>(&ones)[i] = -1;
+  for (int i = 0; i < kWide; ++i) reinterpret_cast<int32_t*>(&values)[i] = value;
   for (int64_t i = first_vector + cta.thread; i < last_vector; i += cta.num_threads) {
-    store_vector(reinterpret_cast<char*>(words + i * kWide), ones);
+    store_vector(reinterpret_cast<char*>(words + i * kWide), values);
   }
   // The words before the first whole vector and after the last one; all words of a short range.
   const int64_t head_end = first_vector * kWide < last ? first_vector * kWide : last;
   const int64_t tail_start = last_vector * kWide > head_end ? last_vector * kWide : head_end;
   MOE_NVLINK_ROLLED
   for (int64_t i = first + cta.thread; i < head_end; i += cta.num_threads)
-    store_word(words + i, -1);
+    store_word(words + i, value);
   MOE_NVLINK_ROLLED
   for (int64_t i = tail_start + cta.thread; i < last; i += cta.num_threads) {
-    store_word(words + i, -1);
+    store_word(words + i, value);
   }
 }
 

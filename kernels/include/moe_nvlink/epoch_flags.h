@@ -13,6 +13,8 @@
 
 namespace moe_nvlink {
 
+constexpr int kTagBits = 32 - kCountBits;
+
 HD uint64_t pack_cell(uint32_t epoch, uint32_t count, uint32_t tag) {
   return static_cast<uint64_t>(tag << kCountBits | count) << 32 | epoch;
 }
@@ -34,8 +36,9 @@ HD uint32_t geometry_tag(const Geometry& geometry) {
   mixed = (mixed ^ static_cast<uint32_t>(geometry.hidden_size)) * 0xc2b2ae35u;
   mixed = (mixed ^ mixed >> 15 ^ static_cast<uint32_t>(geometry.num_experts)) * 0x27d4eb2fu;
   mixed ^= static_cast<uint32_t>(geometry.max_tokens_per_rank) * 0x077cb531u;
+  mixed ^= (geometry.formats >> kTagBits) * 0x9e3779b1u;
   // Last and unmixed: two formats of one geometry never share a tag either.
-  return mixed >> kCountBits ^ geometry.formats;
+  return mixed >> kCountBits ^ (geometry.formats & ((1u << kTagBits) - 1));
 }
 
 HD bool has_reached(uint64_t cell, uint32_t epoch) {

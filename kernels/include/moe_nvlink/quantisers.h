@@ -46,6 +46,26 @@ struct Fp8Block : E4m3Values {
   HD float value(float x) const { return divider.quotient(x); }
 };
 
+// scale = the least power of two that is at least max(amax / 448, 1e-10); value = x / scale, by a
+// product with the reciprocal, which is a power of two as well.
+struct Fp8BlockPow2 : E4m3Values {
+  static constexpr int kBlock = 128;
+  static constexpr bool kHasRowScale = false;
+  using Scale = float;
+  Scale scale;
+  float factor;
+  HD Fp8BlockPow2(uint32_t amax, float /*global_scale*/) {
+    const uint32_t least = 0x2edbe6ffu;  // 1e-10
+    uint32_t bits = bits_of_float(over_448(amax));
+    bits = bits > least ? bits : least;
+    // Infinity and NaN stay.
+    if (bits < 0x7f800000u) bits = (bits + 0x7fffffu) & 0x7f800000u;
+    scale = float_of_bits(bits);
+    factor = 1.0f / scale;
+  }
+  HD float value(float x) const { return x * factor; }
+};
+
 // scale = max(amax of the row / 448, 1 / (448 * 512)); value = x / scale.
 struct Fp8Token : E4m3Values {
   static constexpr int kBlock = 0;
@@ -126,6 +146,10 @@ struct FormatOf<kQuantiserFp8Block> {
   using Type = Fp8Block;
 };
 template <>
+struct FormatOf<kQuantiserFp8BlockPow2> {
+  using Type = Fp8BlockPow2;
+};
+template <>
 struct FormatOf<kQuantiserFp8Token> {
   using Type = Fp8Token;
 };
@@ -144,7 +168,7 @@ struct FormatOf<kQuantiserNvfp4> {
 
 // Whether scales travel beside the rows.
 HD bool has_scales(int quantiser) {
-  static_assert(kNumQuantisers == 6);
+  static_assert(kNumQuantisers == 7);
   return quantiser != kQuantiserNone && quantiser != kQuantiserFp8Tensor;
 }
 

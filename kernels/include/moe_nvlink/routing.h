@@ -2,6 +2,7 @@
 #pragma once
 
 #include "args.h"
+#include "config.h"
 #include "copy.h"
 #include "memory_order.h"
 #include "platform.h"
@@ -20,11 +21,40 @@ HD int target_rank_of(int expert, const Geometry& geometry) {
   return num_larger + (expert - first_of_smaller) / fewest;
 }
 
+// The first expert of a rank.
+HD int first_expert_of(int rank, const Geometry& geometry) {
+  const int fewest = geometry.num_experts / geometry.ep_size;
+  const int num_larger = geometry.num_experts % geometry.ep_size;
+  return rank * fewest + (rank < num_larger ? rank : num_larger);
+}
+
+// What stands for an absent id in the rows that a rank receives, and in its empty slots.
+HD int absent_id_at(int rank, const DispatchArgs& args) {
+  if (args.received_ids == kReceivedIdsGiven) return args.absent_id;
+  if (args.received_ids != kReceivedIdsElsewhere) return -1;
+  const int next = first_expert_of(rank + 1, args.geometry);
+  return next < args.geometry.num_experts ? next : 0;
+}
+
+// Whether each row carries all ids and weights of its token.
+HD bool all_ids_travel(const DispatchArgs& args) {
+  return args.received_ids == kReceivedIdsGlobal;
+}
+
+// Whether the caller says that a token is padding. A byte a token, in device memory: a replayed
+// launch reads what is there then.
+HD bool is_padding(const DispatchArgs& args, int token) {
+  return args.is_padding != 0 &&
+         load_word(reinterpret_cast<const uint8_t*>(args.is_padding) + token) != 0;
+}
+
 // Where the rows of a CTA's token go. In shared memory on the GPU.
 struct TokenRoute {
-  int32_t ids[kMaxTopK];           // as they travel: an id that is no expert has become -1
+  int32_t ids[kMaxTopK];           // an id that is no expert has become -1
   int32_t target_ranks[kMaxTopK];  // owner of each id, or kNoSlot
   int32_t rows[kMaxTopK];          // row in the target's buffers, or kNoSlot
+  int32_t first_ids[kMaxTopK];     // what the target's ids are counted from; where there is a row
+  int32_t absent_ids[kMaxTopK];    // what the target has for absent ids; where there is a row
   uint64_t windows[kMaxTopK];      // address of the target's workspace; where there is a row
 };
 
@@ -37,8 +67,8 @@ HD int top_k_of(const Geometry& geometry) {
 
 // The first warp's part of route_token(). The warp has a thread for every k, so only its threads
 // wait for one another.
-template <class Config, class Args>
-HD void route_in_warp(const Args& args, const Cta& cta, int token, bool failed,
+template <class Config>
+HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, bool failed,
                       uint32_t* send_counters, TokenRoute& route) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
@@ -49,7 +79,9 @@ HD void route_in_warp(const Args& args, const Cta& cta, int token, bool failed,
   MOE_NVLINK_ROLLED
   for (int k = cta.thread; k < top_k; k += Cta::kWarpThreads) {
     const int32_t id = load_word(topk_ids + k);
-    const int target = failed ? kNoSlot : target_rank_of(id, geometry);
+    // After the load of the id, so that both loads are on their way together.
+    const bool stays = failed || is_padding(args, token);
+    const int target = stays ? kNoSlot : target_rank_of(id, geometry);
     route.target_ranks[k] = target;
     route.ids[k] = target == kNoSlot ? -1 : id;
   }
@@ -70,6 +102,11 @@ HD void route_in_warp(const Args& args, const Cta& cta, int token, bool failed,
       row = geometry.ep_rank * geometry.max_tokens_per_rank + place;
       slot = target * geometry.max_tokens_per_rank + place;
       route.windows[k] = window_of(args, target);
+      if (!all_ids_travel(args)) {
+        const bool is_local = args.received_ids == kReceivedIdsLocal;
+        route.first_ids[k] = is_local ? first_expert_of(target, geometry) : 0;
+        route.absent_ids[k] = absent_id_at(target, args);
+      }
     }
     route.rows[k] = row;
     store_word(send_slots + k, slot);
@@ -79,8 +116,8 @@ HD void route_in_warp(const Args& args, const Cta& cta, int token, bool failed,
 // Fills `route` and writes the token's row of send_slots. All threads of the CTA call it and may
 // read `route` afterwards. A slot is a position in this rank's own slice at the target, so no other
 // rank takes part in its choice. If this rank has failed, no row has a target.
-template <class Config, class Args>
-HD void route_token(const Args& args, const Cta& cta, int token, bool failed,
+template <class Config>
+HD void route_token(const DispatchArgs& args, const Cta& cta, int token, bool failed,
                     uint32_t* send_counters, TokenRoute& route) {
   if (cta.thread < Cta::kWarpThreads) {
     route_in_warp<Config>(args, cta, token, failed, send_counters, route);

@@ -7,6 +7,7 @@ that a kernel uses, so no mutant takes the process down with it.
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +40,8 @@ class Mutant(NamedTuple):
         kernel: of a library; several mutants share it.
         site: what is changed.
         attribute, value: of the site; `removed` is True.
-        where: the functions from the kernel's body to the instruction, and the last one's statement.
+        where: the functions from the kernel's body to the instruction, the statement of the last
+            one, and which of the instructions that all this holds for.
     """
 
     kernel: Kernel
@@ -82,22 +84,30 @@ class Finding(NamedTuple):
     message: str
 
 
-def ptx_of(made: Build, architecture: str = "sm_90a") -> str:
-    """PTX of a build."""
-    return build.ptx_of(made.text(), architecture)
-
-
-def mutants_of(made: Build) -> list[Mutant]:
+def mutants_of(made: Build, architecture: str) -> list[Mutant]:
     """Every mutant of a build's kernel, as a machine that checks races runs it."""
     text = made.text()
-    ptx = build.ptx_of(text, "sm_90a")
+    ptx = build.ptx_of(text, architecture)
     kernel = build.load(ptx, races=True)[made.kernel.entry]
     source = _Source(text, ptx)
+    places = _numbered([source.where(site) for site in kernel.sites])
     return [
-        Mutant(kernel, site, attribute, value, source.where(site))
-        for site in kernel.sites
+        Mutant(kernel, site, attribute, value, where)
+        for site, where in zip(kernel.sites, places, strict=True)
         for attribute, value in _changes(site)
     ]
+
+
+def _numbered(places: list[str]) -> list[str]:
+    """The same, told apart where they are equal."""
+    count = collections.Counter(places)
+    seen: collections.Counter[str] = collections.Counter()
+    numbered = []
+    for place in places:
+        seen[place] += 1
+        which = f" ({seen[place]} of {count[place]})" if count[place] > 1 else ""
+        numbered.append(place + which)
+    return numbered
 
 
 def _changes(site: Site) -> Iterator[tuple[str, str | bool]]:

@@ -2,8 +2,8 @@
 
 The harness's register functions get our prepare/finalize and the experts that run on every x86 CPU.
 Its `make_modular_kernel` then makes vLLM's kernel as for "allgather_reducescatter". Our production
-code (`layers`) puts our prepare/finalize into that kernel, as it does when a model's weights are
-loaded. `MORE_CASES` adds four ranks, float16 and float32.
+code (`method`) replaces the layer's quant method by ours, with that kernel's experts, as it does
+when a model's weights are loaded. `MORE_CASES` adds four ranks, float16 and float32.
 
 The file compares with an absolute tolerance of 0.03, which is more than most of its outputs. Here
 the same output is compared with the same reference row by row (`within`). It is the output of a
@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
-from moe_nvlink_plugin.integration.vllm.moe import cpu_fp8_experts, layers
+from moe_nvlink_plugin.integration.vllm.moe import cpu_fp8_experts, method
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 
 from . import ranks
@@ -227,6 +226,25 @@ class _Layer(torch.nn.Module):
         if value is not None:
             self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
 
+    def _replace_quant_method(self, quant_method: Any) -> None:
+        self.quant_method = quant_method
+
+
+class _Method:
+    """A quant method that has made the harness's kernel, as our code looks at it."""
+
+    moe_quant_config = None
+
+    def __init__(self, kernel: Any, *, ours: bool) -> None:
+        self._made, self._ours = kernel, ours
+        self.moe_kernel: Any = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.moe_kernel, experts = self._made, self._made.fused_experts
+        left_to_us = self._ours and isinstance(experts, cpu_fp8_experts.Fp8RowsMixin)
+        if isinstance(experts, CPUUnquantizedExperts) and not left_to_us:
+            experts.process_weights_after_loading(layer)
+
 
 class _Kernels:
     """The harness's functions in one rank, each around the original."""
@@ -248,22 +266,17 @@ class _Kernels:
         """vLLM's kernel; where our flag is given, with our prepare/finalize."""
         kernel = self._make(config, vllm_config, quant_config)
         moe = kernel.fused_experts.moe_config
-        method = SimpleNamespace(moe_kernel=kernel)
-
-        def process_weights_after_loading(layer: Any) -> None:
-            if isinstance(kernel.fused_experts, CPUUnquantizedExperts):
-                kernel.fused_experts.process_weights_after_loading(layer)
-
-        method.process_weights_after_loading = process_weights_after_loading
         layer = _Layer(moe, _expert_map(config, moe), self._weights)
-        if config.all2all_backend() == BACKEND:
+        ours = config.all2all_backend() == BACKEND
+        layer.quant_method = _Method(kernel, ours=ours)
+        if ours:
             # The harness gives every rank a scale of its own. Our code makes them one, in place,
             # where its reference too finds it.
             layer.keep("w13_input_scale", quant_config.a1_scale)
-            layers._rebuild_after_loading(method)
-        method.process_weights_after_loading(layer)
+            method.install_after_loading(layer.quant_method)
+        layer.quant_method.process_weights_after_loading(layer)
         self._weights.w1, self._weights.w2 = layer.w13_weight.data, layer.w2_weight.data
-        kernel, expected = method.moe_kernel, config.prepare_finalize_type
+        kernel, expected = layer.quant_method.moe_kernel, config.prepare_finalize_type
         made = type(kernel.prepare_finalize)
         assert made is expected, f"{made.__name__} was made for {expected.__name__}"
         if config.all2all_backend() == BACKEND:
@@ -351,9 +364,11 @@ def pytest_collection() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Adds `MORE_CASES` to the file's own."""
+    """Adds `MORE_CASES` to the file's own; `--few-subcases` leaves one number of tokens."""
     if metafunc.module.__name__ != _MODULE:
         return
+    if metafunc.config.getoption(ranks.FEW):
+        del metafunc.module.Ms[1:]
     for mark in metafunc.definition.iter_markers("parametrize"):
         cases = mark.args[1]
         if not any(CpuPrepareAndFinalize in case for case in cases if isinstance(case, tuple)):

@@ -105,7 +105,10 @@ def kernel_of(group: Any, experts: Any, sizes: Mapping[str, Any], dispatch: str 
         find_recipe,
     )
     recipe = None if chosen.recipe is None else chosen.recipe.name
-    exchange = exchange_of(group, **sizes, recipe=recipe)
+    written = {"scales_layout": chosen.scales_layout}
+    if settings.gpus():
+        written["received_ids"] = "elsewhere"
+    exchange = exchange_of(group, **sizes, **written, recipe=recipe)
     expert_map = placement(group.rank(), group.size(), sizes["num_experts"])
     ours: Any = CpuPrepareAndFinalize(exchange, expert_map, chosen) if not settings.gpus() else None
     return mk.FusedMoEKernel(

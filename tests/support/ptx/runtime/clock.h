@@ -171,7 +171,9 @@ struct LaunchClock {
   uint32_t dependents_step = 0;
 };
 
-struct AllocationClock {};
+struct AllocationClock {
+  uint64_t begin = 0;  // of its lines, which do not depend on where the host has put it
+};
 
 // A launch that has ended, for Python.
 struct EndedLaunch {
@@ -195,8 +197,9 @@ struct MachineClock {
   std::unordered_map<uint64_t, clocks::Word> words;
   std::vector<clocks::Step> steps{1};
   std::vector<EndedLaunch> ended;
-  size_t heap_size = 0;  // so many of the ready threads are a heap
-  double horizon = 0;    // who is later than that lets others run
+  uint64_t lines_end = 0;  // of the allocations that have been touched
+  size_t heap_size = 0;    // so many of the ready threads are a heap
+  double horizon = 0;      // who is later than that lets others run
   bool keeps_steps = true;
   // Of a machine in which one rank stands for all: what it stores to a peer's word, that peer stores
   // to this rank's, at the same time.

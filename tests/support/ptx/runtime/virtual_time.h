@@ -17,7 +17,8 @@ constexpr uint64_t kLineBytes = 128;  // of L1 and of a packet on the link
 constexpr uint64_t kSectorBytes = 32;
 constexpr size_t kCached = 2048;  // sectors of an SM's L1 that are remembered: 64 KiB
 constexpr size_t kTouched = 64;   // lines of a warp that are remembered
-constexpr double kAheadNs = 100.0;
+constexpr double kAheadNs = 500.0;
+constexpr double kRounding = 1e-6;  // of a number of turns
 
 MachineClock& machine_clock(const Thread& thread) {
   return thread.machine->clock;
@@ -82,6 +83,18 @@ void set_late(Thread& thread, Step step) {
   }
 }
 
+// An address in which every allocation begins with a line, as the driver's do, and with another set
+// of the caches.
+uint64_t device_address(const Thread& thread, const Access& access) {
+  AllocationClock& clock = access.where->clock;
+  if (clock.begin == 0) {
+    uint64_t& end = machine_clock(thread).lines_end;
+    clock.begin = end + kLineBytes;
+    end += (access.where->bytes / kLineBytes + 3) * kLineBytes;
+  }
+  return clock.begin + access.address - access.where->address;
+}
+
 // What an access adds to the traffic: its sectors that the warp's instruction has not yet touched,
 // and a header for each new line.
 struct Traffic {
@@ -93,12 +106,12 @@ Traffic traffic_of(Thread& thread, const Access& access, bool is_ordered) {
   const Costs& costs = costs_of(thread);
   const double rounded = std::max<double>(access.bytes, costs.granule_bytes);
   if (is_ordered) return {true, costs.header_bytes + rounded};
-  const uint64_t line = access.address / kLineBytes;
+  const uint64_t address = device_address(thread, access);
+  const uint64_t line = address / kLineBytes;
   const size_t warp = thread.index / kWarpThreads;
-  const size_t hashed =
-      (line * 31 + reinterpret_cast<uintptr_t>(access.site) / sizeof(Site)) % kTouched;
+  const size_t hashed = (line * 31 + access.site->line) % kTouched;
   Touched& touched = thread.cta->clock.touched[warp * kTouched + hashed];
-  const uint32_t sector = 1U << (access.address % kLineBytes / kSectorBytes);
+  const uint32_t sector = 1U << (address % kLineBytes / kSectorBytes);
   const bool is_same = touched.line == line && touched.site == access.site;
   if (is_same && (touched.sectors & sector) != 0) return {false, 0};
   touched = Touched{line, access.site, is_same ? touched.sectors | sector : sector};
@@ -214,7 +227,7 @@ void load_weak(Thread& thread, const Access& access) {
   const Costs& costs = costs_of(thread);
   const bool remote = is_remote(thread, access);
   const double now = thread.clock.now;
-  const uint64_t sector = access.address / kSectorBytes;
+  const uint64_t sector = device_address(thread, access) / kSectorBytes;
   const uint64_t tag = sector ^ sm.l1_epoch << 44;
   Sm::Cached& cached = sm.l1[sector % kCached];
   double end = 0;
@@ -253,7 +266,7 @@ Step load_ordered(Thread& thread, const Access& access) {
   const double back = way_back(machine.costs, remote);
   if (word.visible.at > end - back) {
     const double turn = 2 * back + machine.costs.issue_ns;
-    end += turn * std::ceil((word.visible.at - (end - back)) / turn);
+    end += turn * std::ceil((word.visible.at - (end - back)) / turn - kRounding);
     step.kind = StepKind::kPoll;
     step.before = keep(machine, word.visible.step);
     step.begin = word.visible.at;

@@ -1,0 +1,176 @@
+"""Times of dispatch and combine by the clock of the software GPU: **modelled**, none measured.
+
+    python benchmarks/ptx_clock.py                               ours and FlashInfer's, EP8, EP64
+    python benchmarks/ptx_clock.py --tokens 1 --ep 8 --verb dispatch --path   what takes the time
+    python benchmarks/ptx_clock.py --calibrate        published times of GB200 beside the clock's
+    python benchmarks/ptx_clock.py --fit              the three numbers of the table that are fitted
+
+The PTX of both is executed (tests/support/ptx) with the same routing, on the same table of costs
+(tests/support/ptx/costs.py), one rank for all of them (benchmarks/moe_comm/clocked.py). Of the
+table three numbers are fitted to published times of GB200, and those times hold what the published
+benchmark adds: so rows of up to 64 tokens, where these three decide, have a second figure, `low`,
+by what a reader of the SASS expects of the three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy.optimize import least_squares
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from benchmarks.moe_comm import clocked, gb200
+from benchmarks.moe_comm.terms import VERBS, Work
+from benchmarks.reporting import tables
+from benchmarks.reporting.files import Result
+from tests.support.ptx import costs
+from tests.support.ptx.critical_path import round_trips, totals
+
+SCHEMA = 1
+LABEL = "modelled"
+TOKENS = (1, 4, 16, 64, 128, 512)
+KERNELS: Mapping[str, type[clocked.Layer]] = {
+    "moe_nvlink": clocked.Ours,
+    "flashinfer": clocked.Peer,
+    "flashinfer_cake": clocked.Cake,
+}
+#: Whose source is for one machine alone.
+ONLY_ON = {"flashinfer_cake": "gb200"}
+#: SASS of the text that was published (TensorRT-LLM's, before its loop was split in two) keeps four
+#: wide loads of combine in flight, where the text in FlashInfer's wheel keeps all eight.
+PUBLISHED = {"thread_loads_in_flight": 4.0}
+CALIBRATED_ON = (1, 4, 16)
+
+Row = dict[str, Any]
+
+
+def run(
+    kernels: str, work: Work, machine: str, verbs: Sequence[str], changes: Mapping[str, float]
+) -> dict[str, clocked.Clocked]:
+    """Run verbs of one layer; a combine alone needs its dispatch, too.
+
+    FlashInfer gives all of its launches programmatic dependent launch; ours is one for each verb.
+    """
+    with KERNELS[kernels](work, machine, changes, pdl=True) as layer:
+        return {verb: layer.run(verb) for verb in VERBS if "combine" in verbs or verb in verbs}
+
+
+def rows_of(kernels: str, work: Work, machine: str, verbs: Sequence[str]) -> list[Row]:
+    """Return a row for each verb."""
+    fitted = run(kernels, work, machine, verbs, {})
+    is_small = work.tokens <= clocked.MOST_TOKENS_WITH_PATHS
+    low = run(kernels, work, machine, verbs, costs.EXPECTED) if is_small else {}
+    return [
+        {
+            "label": LABEL,
+            "kernels": kernels,
+            "machine": machine,
+            "ep_size": work.ep_size,
+            "tokens": work.tokens,
+            "verb": verb,
+            "us": fitted[verb].us,
+            "low_us": low[verb].us if low else None,
+            "ends_us": fitted[verb].ends_us,
+            "round_trips": round_trips(fitted[verb].path),
+            "ns_by_kind": totals(fitted[verb].path),
+            "path": [str(step) for step in fitted[verb].path],
+        }
+        for verb in verbs
+    ]
+
+
+def calibration(batches: Sequence[int], changes: Mapping[str, float]) -> list[Row]:
+    """Return the published times of 8 ranks beside the clock's, with and without flags."""
+    published = {
+        (one.verb, one.has_sync, one.tokens): one.us
+        for one in gb200.published("tables", "without sync")
+        if one.ep_size == 8
+    }
+    rows = []
+    for tokens, has_sync in itertools.product(batches, (True, False)):
+        of = clocked.Peer if has_sync else clocked.PeerWithoutSync
+        with of(Work(8, tokens), "gb200", PUBLISHED | changes) as layer:
+            for verb in VERBS:
+                us, said = layer.run(verb).us, published[verb, has_sync, tokens]
+                row = {"verb": verb, "has_sync": has_sync, "tokens": tokens, "published_us": said}
+                row |= {"modelled_us": us, "error": us / said - 1}
+                rows.append(row | {"is_fitted": tokens in CALIBRATED_ON})
+    return rows
+
+
+def fit() -> dict[str, float]:
+    """Fit the table's three numbers, in relative terms, from where one would expect them."""
+    scale = [costs.EXPECTED[name] for name in costs.FITTED]
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        changes = dict(zip(costs.FITTED, map(float, values), strict=True))
+        return [math.log1p(row["error"]) for row in calibration(CALIBRATED_ON, changes)]
+
+    found = least_squares(residuals, scale, x_scale=scale, diff_step=0.02, xtol=1e-3)
+    return dict(zip(costs.FITTED, map(float, found.x), strict=True))
+
+
+def errors(rows: Sequence[Row]) -> list[Row]:
+    """Return median and worst error of each verb, with and without flags."""
+    found = []
+    for verb, has_sync in itertools.product(VERBS, (True, False)):
+        sizes = [
+            abs(row["error"]) for row in rows if (row["verb"], row["has_sync"]) == (verb, has_sync)
+        ]
+        told = {"verb": verb, "has_sync": has_sync, "figures": len(sizes)}
+        found.append(told | {"median": statistics.median(sizes), "worst": max(sizes)})
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--ep", type=int, nargs="+", default=[8, 64], help="number of ranks")
+    parser.add_argument("--machine", nargs="+", choices=costs.MACHINES, default=["gb200"])
+    parser.add_argument("--verb", nargs="+", choices=VERBS, default=list(VERBS))
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--path", action="store_true", help="print the critical paths")
+    parser.add_argument("--calibrate", action="store_true", help="beside the published times")
+    parser.add_argument("--output_file", type=Path, help="JSON of all of it")
+    parser.add_argument("--fit", action="store_true", help="print the fitted numbers, and end")
+    given = parser.parse_args(arguments)
+    if given.fit:
+        print(fit())
+        return
+    made: Row = {"schema": SCHEMA, "kind": "ptx_clock", "label": LABEL, "rows": []}
+    made |= {"shows": "modelled by executing PTX; no GPU was there, nothing is measured"}
+    made |= {"machine": common.describe_run(), "costs": [row._asdict() for row in costs.TABLE]}
+    if given.calibrate:
+        made["calibration"] = calibration(TOKENS, {})
+        made["errors"] = errors(made["calibration"])
+    cases = itertools.product(given.machine, given.ep, given.tokens, given.kernels)
+    for machine, ep_size, tokens, kernels in cases:
+        if ONLY_ON.get(kernels, machine) != machine:
+            continue
+        began = time.monotonic()
+        made["rows"] += rows_of(kernels, Work(ep_size, tokens), machine, given.verb)
+        took = time.monotonic() - began
+        print(f"{kernels} {machine} EP{ep_size} {tokens}: {took:.0f} s", file=sys.stderr)
+        if given.path:
+            for row in made["rows"][-len(given.verb) :]:
+                print(f"\n{row['verb']}, {LABEL}: {row['us']:.2f} us", *row["path"], sep="\n  ")
+        if given.output_file is not None:
+            common.write_json(given.output_file, made)
+    print("\n" + tables.ptx_clock(Result(given.output_file or Path("ptx_clock"), made)))
+
+
+if __name__ == "__main__":
+    main()

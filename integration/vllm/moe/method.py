@@ -1,0 +1,202 @@
+"""Our fused MoE method: dispatch, the experts that vLLM chose, and combine.
+
+vLLM replaces the quant method of a loaded layer by ``RoutedExperts._replace_quant_method``, for
+LoRA and for elastic expert parallelism. Our method enters a layer in the same way, when the layer
+has processed its weights for the first time. The replaced method stays vLLM's own object: it knows
+how the weights are loaded and processed, and our method forwards both to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_ep_group
+from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
+from vllm.platforms import current_platform
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common import input_scales
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Proposal
+from moe_nvlink_plugin.integration.common.formats import DispatchFormat
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND
+
+from .cpu_prepare_finalize import CpuPrepareAndFinalize
+from .cuda_prepare_finalize import CudaPrepareAndFinalize
+from .experts_input import VllmExpertsInput
+from .prepare_finalize import MoeNvlinkPrepareAndFinalize
+
+logger = logging.getLogger(__name__)
+
+#: Parameters of vLLM's quant methods that hold static scales of the experts' input.
+INPUT_SCALES = {
+    "w13_input_scale": input_scales.DIVIDES,
+    "w13_input_global_scale": input_scales.MULTIPLIES,
+}
+#: Parameters that vLLM's FusedMoEModularMethod passes to the experts.
+WEIGHTS = ("w13_weight", "w2_weight")
+
+
+class MoeNvlinkFusedMoEMethod(FusedMoEModularMethod):
+    """vLLM's modular method, with our prepare/finalize before and after the layer's experts.
+
+    Args:
+        replaced: quant method that has processed the layer's weights.
+        prepare_finalize: our prepare/finalize for the layer.
+
+    Raises:
+        UnsupportedError: our exchange cannot serve the experts.
+    """
+
+    moe_kernel: Any
+
+    def __init__(self, replaced: Any, prepare_finalize: MoeNvlinkPrepareAndFinalize) -> None:
+        experts = replaced.moe_kernel.fused_experts
+        super().__init__(replaced, mk.FusedMoEKernel(prepare_finalize, experts))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of the replaced method, which models and weight loaders may ask for."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "old_quant_method":
+                raise
+            return getattr(self.old_quant_method, name)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Process reloaded weights as the replaced method does, and compute with them.
+
+        Collective if the layer has static input scales. Ranks that update weights in place do not
+        wait for each other.
+
+        Args:
+            layer: vLLM's RoutedExperts, with weights as its checkpoint has them.
+        """
+        _share_scales(layer)
+        before = self.old_quant_method.moe_kernel
+        _process(self.old_quant_method, layer)
+        made = self.old_quant_method.moe_kernel
+        if made is not before:
+            ours = self.moe_kernel.prepare_finalize
+            self.moe_kernel = mk.FusedMoEKernel(ours, made.fused_experts)
+            self.moe_quant_config = self.old_quant_method.moe_quant_config
+
+
+def install_after_loading(quant_method: Any) -> None:
+    """Replace a layer's quant method by ours as soon as the layer's weights are processed. Local.
+
+    Args:
+        quant_method: vLLM's method of one layer. Its next process_weights_after_loading is
+            collective over the EP group, and raises as `install`.
+    """
+    original = quant_method.process_weights_after_loading
+
+    @functools.wraps(original)
+    def process_weights_after_loading(layer: Any) -> None:
+        del quant_method.process_weights_after_loading  # from now on our method forwards to it
+        install(quant_method, layer)
+
+    quant_method.process_weights_after_loading = process_weights_after_loading
+
+
+def install(quant_method: Any, layer: Any) -> None:
+    """Process a layer's weights; then replace its quant method. Collective over the EP group.
+
+    Args:
+        quant_method: vLLM's method of the layer.
+        layer: vLLM's RoutedExperts, with weights as its checkpoint has them.
+
+    Raises:
+        UnsupportedError: the experts are outside of the modular kernel, or are not placed in
+            contiguous ranges, or no recipe has the format that they take.
+        ConfigError: the format does not support the hidden size.
+        PeerError: another rank raised one of these.
+    """
+    _share_scales(layer)
+    pool = _pool()
+    with pool.ranks.telling_all(layer.layer_name):
+        _process(quant_method, layer)
+        _check_modular(quant_method, layer)
+        taken = VllmExpertsInput.of(quant_method.moe_kernel.fused_experts)
+    moe = layer.moe_config
+    geometry = Geometry(
+        num_experts=moe.num_experts,
+        top_k=moe.experts_per_token,
+        hidden_size=moe.hidden_dim,
+        # A sequence-parallel slice is at most the batch divided by the slices, rounded up.
+        max_tokens_per_rank=-(-moe.max_num_tokens // moe.sp_size),
+        dtype=moe.in_dtype,
+    )
+    chosen = pool.agree_on_format(layer.layer_name, taken, geometry)
+    if chosen.recipe is not None:
+        geometry = geometry._replace(recipe=chosen.recipe.name, scales_layout=chosen.scales_layout)
+    if pool.device.type == "cuda":  # the experts then read ids and weights where they arrive
+        geometry = geometry._replace(received_ids="elsewhere")
+    exchanges = pool.exchanges_of_layer(geometry)
+    with pool.ranks.telling_all(layer.layer_name):
+        prepare_finalize = _prepare_finalize(pool, exchanges, layer.expert_map, chosen)
+        layer._replace_quant_method(MoeNvlinkFusedMoEMethod(quant_method, prepare_finalize))
+    pool.ranks.agree(Proposal(layer.layer_name))
+    logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, geometry, chosen)
+
+
+def _share_scales(layer: Any) -> None:
+    """Make static input scales equal on all ranks. Collective if the layer has any."""
+    input_scales.share(layer, INPUT_SCALES, lambda: get_ep_group().cpu_group)
+
+
+def _process(quant_method: Any, layer: Any) -> None:
+    """Let vLLM's method process weights, loaded for the first time or again. Local."""
+    if not current_platform.is_cpu():
+        quant_method.process_weights_after_loading(layer)
+        return
+    from .cpu_fp8_experts import Fp8RowsMixin
+
+    # vLLM packs weights for its CPU experts only when it makes a kernel. A method that has one
+    # would compute with reloaded weights as if they were packed.
+    quant_method.moe_kernel = None
+    quant_method.process_weights_after_loading(layer)
+    experts = getattr(quant_method.moe_kernel, "fused_experts", None)
+    if isinstance(experts, Fp8RowsMixin):  # vLLM's FP8 method leaves the weights to its kernels
+        experts.process_weights_after_loading(layer)
+
+
+def _check_modular(quant_method: Any, layer: Any) -> None:
+    kernel, name = quant_method.moe_kernel, type(quant_method).__name__
+    if kernel is None or kernel.is_monolithic:
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: {layer.layer_name} is served by {name} without vLLM's "
+            "modular kernel. If vLLM has chosen experts that route inside their kernel, choose "
+            "others with --moe-backend (triton is one); or use weights in another format, or "
+            "another backend."
+        )
+    missing = [weight for weight in WEIGHTS if not hasattr(layer, weight)]
+    if missing:
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: vLLM's {FusedMoEModularMethod.__name__} reads "
+            f"{' and '.join(missing)}, and {name} keeps the weights of {layer.layer_name} under "
+            "other names. Use weights in another format, or another backend."
+        )
+
+
+def _pool() -> ExchangePool:
+    """Return this worker's pool. Local."""
+    return manager_of_ep_group(f"--all2all-backend {BACKEND}").pool
+
+
+def _prepare_finalize(
+    pool: ExchangePool,
+    exchanges: list[MoeAllToAll],
+    expert_map: torch.Tensor | None,
+    chosen: DispatchFormat,
+) -> MoeNvlinkPrepareAndFinalize:
+    """Make the prepare/finalize for this rank's device. Local."""
+    if pool.device.type == "cuda":
+        return CudaPrepareAndFinalize(exchanges, expert_map, chosen)
+    return CpuPrepareAndFinalize(exchanges[0], expert_map, chosen, lambda: pool.is_idle)

@@ -1,0 +1,285 @@
+"""What dispatch leaves for experts to read: ids, weights, and rows that are padding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import MoeAllToAll, reference
+from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.support import cases, compare
+from tests.support.cases import Case, Inputs, Seen
+
+#: What a layer may say of its ids; 5 is the id of an expert, 2**31 - 1 of none.
+RECEIVED_IDS: tuple[str | int, ...] = ("elsewhere", "local", -1, 5, 2**31 - 1)
+
+IDS_CASES = tuple(
+    dataclasses.replace(case, name=f"{case.name}, {ids} ids", received_ids=ids)
+    for number, case in enumerate(cases.CASES)
+    for ids in ("elsewhere", RECEIVED_IDS[1 + number % (len(RECEIVED_IDS) - 1)])
+    if case.num_channels == 1
+)
+
+
+@pytest.mark.parametrize("case", IDS_CASES, ids=lambda case: case.name)
+def test_ids_and_weights_as_experts_read_them(case: Case) -> None:
+    compare.check_case(case)
+
+
+def test_every_kind_of_id_is_tried() -> None:
+    """The cases above have absent ids beside local ones, weights that are not 0, empty slots."""
+    case = next(case for case in IDS_CASES if case.name.startswith("invalid ids, elsewhere"))
+    inputs = cases.make_inputs(case)
+    ids = [mine.topk_ids for mine in inputs]
+    received = reference.dispatch(case.config(0), ids, [[mine.topk_weights] for mine in inputs])
+    for target, sources in enumerate(received):
+        first, end = local_expert_range(case.num_experts, case.ep_size, target)
+        for rows in sources:
+            is_local = (rows.topk_ids >= first) & (rows.topk_ids < end)
+            assert bool(is_local.any(1).all())
+            assert bool(rows.is_absent.any())
+            assert torch.equal(rows.is_absent, ~is_local)
+            assert bool(rows.payloads[0][rows.is_absent].any())
+    assert any(len(mine.topk_ids) < case.capacity for mine in inputs)
+
+
+@pytest.mark.parametrize("recipe", [None, *cases.RECIPES])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_ids_of_quantised_rows(recipe: str | None, num_threads: int) -> None:
+    base = Case(
+        name="quantised",
+        tokens=(8, 3, 0, 5),
+        top_k=6,
+        received_ids="elsewhere",
+        routing="invalid",
+        num_threads=num_threads,
+    )
+    compare.check_case(cases.with_formats(base, recipe))
+
+
+def test_a_wrong_id_would_be_noticed() -> None:
+    case = next(case for case in IDS_CASES if case.name.startswith("invalid ids, elsewhere"))
+    inputs = cases.make_inputs(case)
+    (seen,) = cases.run_case(case, 1)
+    compare.check_received(case, inputs, seen)
+    for other in ("local", 3):
+        with pytest.raises(AssertionError):
+            compare.check_received(dataclasses.replace(case, received_ids=other), inputs, seen)
+    spoilt = [rank._replace(payloads=(rank.payloads[0] + 1.0, *rank.payloads[1:])) for rank in seen]
+    with pytest.raises(AssertionError):
+        compare.check_received(case, inputs, spoilt)
+
+
+# Padding.
+
+MASKS: dict[str, Callable[[int], torch.Tensor]] = {
+    "none": lambda count: torch.zeros(count, dtype=torch.bool),
+    "the last": lambda count: torch.arange(count) >= count // 2,
+    "every other": lambda count: torch.arange(count) % 2 == 0,
+    "all": lambda count: torch.ones(count, dtype=torch.bool),
+}
+
+
+def _padded_round(layer: MoeAllToAll, inputs: Inputs, mask: torch.Tensor) -> Seen:
+    config, hidden = layer.config, inputs.hidden_states
+    received = layer.dispatch(
+        hidden,
+        inputs.topk_ids,
+        inputs.topk_weights,
+        inputs.extras,
+        global_scale=cases.global_scale(config, "cpu"),
+        is_padding=mask,
+    )
+    rows = cases.activations(config, received.hidden_states, received.scales)
+    ids = cases.global_ids(config, received.topk_ids)
+    made = cases.expert_rows(config, config.ep_rank, rows, ids, received.topk_weights)
+    payloads = tuple(payload.clone() for payload in cases.received_payloads(received))
+    seen = (received.recv_counts.clone(), received.topk_ids.clone(), payloads)
+    slots = received.metadata.send_slots.clone()
+    return Seen(*seen, slots, layer.combine(made, received.metadata))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("recipe", [None, "fp8_token", "nvfp4"])
+def test_padding_is_not_sent(recipe: str | None, mask: str) -> None:
+    """As if all ids of the masked tokens were -1, and no kernel reads the tokens' rows."""
+    base = Case(name="padded", tokens=(8, 5, 0), top_k=3, received_ids="elsewhere", num_threads=2)
+    case = cases.with_formats(base, recipe)
+    inputs = cases.make_inputs(case)
+    masks = [MASKS[mask](len(mine.topk_ids)) for mine in inputs]
+    ids = reference.without_padding([mine.topk_ids for mine in inputs], masks)
+    without = [mine._replace(topk_ids=own) for mine, own in zip(inputs, ids, strict=True)]
+    spoilt = [mine._replace(hidden_states=mine.hidden_states.clone()) for mine in inputs]
+    for mine, padding in zip(spoilt, masks, strict=True):
+        mine.hidden_states[padding] = float("nan")
+
+    def rank_main(group: ThreadGroup) -> Seen:
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            return _padded_round(layer, spoilt[group.rank], masks[group.rank])
+
+    seen = run_ranks(case.ep_size, rank_main)
+    compare.check_slots(case, without, seen)
+    compare.check_received(case, without, seen)
+    compare.check_combined(case, without, seen)
+    for rank, padding in zip(seen, masks, strict=True):
+        assert not rank.combined[padding].any()
+
+
+def test_a_mask_is_read_at_each_call() -> None:
+    """As a captured graph does: the same tensor, other values."""
+    case = Case(name="changed", tokens=(4,))
+    (inputs,) = cases.make_inputs(case)
+    mask = torch.zeros(4, dtype=torch.bool)
+
+    def rank_main(group: ThreadGroup) -> list[int]:
+        counts = []
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            for padding in (0, 3, 1):
+                mask[:] = torch.arange(4) < padding
+                counts.append(int(_padded_round(layer, inputs, mask).recv_counts.sum()))
+        return counts
+
+    assert run_ranks(1, rank_main) == [[4, 1, 3]]
+
+
+# Layouts of scales.
+
+LAYOUTS = (
+    ("mxfp8", "interleaved"),
+    ("nvfp4", "interleaved"),
+    ("fp8_block", "column_major"),
+    ("fp8_token", "column_major"),
+)
+#: Scales of a row in whole vectors, in whole words, and neither; slots below and above a tile.
+LAYOUT_CASES = tuple(
+    Case(
+        name=f"{recipe} {layout} {hidden} x {capacity}",
+        tokens=(capacity, 3, 0, capacity - 1),
+        hidden_size=hidden,
+        capacity=capacity,
+        recipe=recipe,
+        scales_layout=layout,
+        num_threads=1 + number % 3,
+        top_k=3,
+    )
+    for recipe, layout in LAYOUTS
+    for number, (hidden, capacity) in enumerate(((512, 5), (640, 37), (1024, 33)))
+)
+
+
+def laid_out(layout: str, scales: torch.Tensor) -> torch.Tensor:
+    """What linear scales `[rows, scales per row]` become, in plain torch."""
+    if layout == "column_major":
+        return scales.t().contiguous().t()
+    rows, columns = scales.shape
+    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 4) * 4, dtype=torch.uint8)
+    padded[:rows, :columns] = scales.view(torch.uint8)
+    tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).flatten()
+
+
+def filled_places(layout: str, filled: torch.Tensor, columns: int) -> torch.Tensor:
+    """Where a layout has scales of filled slots, padding behind a row included."""
+    if layout == "column_major":
+        return filled[:, None].expand(-1, columns)
+    padded = -(-columns // 4) * 4
+    marks = filled[:, None].expand(-1, padded).to(torch.uint8).contiguous()
+    return laid_out(layout, marks).bool()
+
+
+@pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.name)
+def test_scales_in_the_layout_of_the_experts(case: Case) -> None:
+    """The same bits as the linear scales, which every row brings too, in rounds of other sizes."""
+    inputs = [cases.make_inputs(case, seed=number) for number in range(3)]
+
+    def rank_main(group: ThreadGroup) -> None:
+        config = case.config(group.rank)
+        linear = dataclasses.replace(config, scales_layout="linear")
+        with (
+            MoeAllToAll.create(linear, group) as plain,
+            MoeAllToAll.create(config, group) as layer,
+        ):
+            for number, of_round in enumerate(inputs):
+                mine = of_round[group.rank]
+                kept = len(mine.topk_ids) >> number
+                hidden, ids, weights = (part[:kept] for part in mine[:3])
+                mine = Inputs(hidden, ids, weights, ())
+                rows, scales = _scales_of_round(plain, mine, post_quant=number == 1)
+                again, laid = _scales_of_round(layer, mine, post_quant=number == 1)
+                assert case.num_threads > 1 or torch.equal(rows[0], again[0])
+                _check_scales(case, rows, scales, again, laid)
+
+    run_ranks(case.ep_size, rank_main)
+
+
+def _scales_of_round(
+    layer: MoeAllToAll, inputs: Inputs, *, post_quant: bool
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Hidden rows and which slots are filled; the scales as dispatch returned them."""
+    received = cases.dispatch(layer, inputs, post_quant=post_quant)
+    assert received.scales is not None
+    rows = received.hidden_states.view(torch.uint8).clone()
+    filled = (received.topk_ids >= 0).any(1)
+    scales = torch.empty_like(received.scales).copy_(received.scales)
+    assert scales.stride() == received.scales.stride()
+    layer.combine(layer.combine_input(), received.metadata)
+    # Slots that the next round leaves empty have this in all layouts.
+    received.scales.view(torch.uint8 if scales.dim() == 1 else scales.dtype).fill_(1)
+    return (rows, filled), scales
+
+
+def _check_scales(
+    case: Case,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    scales: torch.Tensor,
+    again: tuple[torch.Tensor, torch.Tensor],
+    laid: torch.Tensor,
+) -> None:
+    assert torch.equal(rows[1], again[1])
+    if case.num_threads > 1:  # slots depend on timing: the same row has the same scales
+        scales = _in_the_order_of(rows, again, scales)
+    expected = laid_out(case.scales_layout, scales)
+    assert laid.shape == expected.shape
+    assert laid.stride() == expected.stride() or scales.shape[1] == 1
+    here = filled_places(case.scales_layout, rows[1], scales.shape[1])
+    compare.assert_same_bits(laid[here], expected[here], case.name)
+
+
+def _in_the_order_of(
+    rows: tuple[torch.Tensor, torch.Tensor],
+    again: tuple[torch.Tensor, torch.Tensor],
+    scales: torch.Tensor,
+) -> torch.Tensor:
+    """`scales` of `rows`, in the slots in which `again` has the same rows."""
+    ordered = scales.clone()
+    of_row = {bytes(rows[0][slot].tolist()): slot for slot in rows[1].nonzero().flatten().tolist()}
+    for slot in again[1].nonzero().flatten().tolist():
+        ordered[slot] = scales[of_row[bytes(again[0][slot].tolist())]]
+    return ordered
+
+
+def test_layouts_of_the_tests_are_the_layouts_of_vllm() -> None:
+    mxfp8 = pytest.importorskip("vllm.model_executor.layers.quantization.utils.mxfp8_utils")
+    scales = torch.randint(0, 256, (150, 6), dtype=torch.uint8)
+    swizzled = mxfp8.swizzle_mxfp8_scale(scales, M=150, K=6 * 32)
+    assert torch.equal(laid_out("interleaved", scales), swizzled)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "words"),
+    [
+        (None, "interleaved", "recipe fp32 has no scales"),
+        ("fp8_tensor", "column_major", "recipe fp8_tensor has no scales"),
+        ("fp8_block", "interleaved", "scales of 1 bytes, recipe fp8_block has scales of 4 bytes"),
+        ("nvfp4", "column_major", "scales of 4 bytes, recipe nvfp4 has scales of 1 bytes"),
+    ],
+)
+def test_a_layout_that_is_none_for_the_scales(recipe: str | None, layout: str, words: str) -> None:
+    case = Case(tokens=(1,), hidden_size=128, recipe=recipe, scales_layout=layout)
+    with pytest.raises(ConfigError, match=words):
+        MoeAllToAll.check(case.config(0))

@@ -1,0 +1,371 @@
+"""The clock of the software GPU: kernels whose time is known by hand, and what holds of ours.
+
+The table here has round numbers and free instructions, so that times add up exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from benchmarks.moe_comm.clocked import Ours
+from benchmarks.moe_comm.terms import Work
+from tests.support.ptx import build, costs
+from tests.support.ptx.critical_path import Clock, Launch, Step, round_trips, totals
+from tests.support.ptx.machine import Machine
+
+FREE = 1e12  # bytes per ns
+TABLE = dict.fromkeys((row.name for row in costs.TABLE), 0.0) | {
+    "num_sms": 4,
+    "threads_per_sm": 1024,
+    "shared_ns": 7,
+    "l1_ns": 11,
+    "l2_ns": 100,
+    "remote_ns": 1000,
+    "fence_gpu_ns": 30,
+    "fence_sys_ns": 50,
+    "gpu_fence_waits_remote": 1,
+    "acquire_ns": 3,
+    "atomic_ns": 120,
+    "barrier_ns": 5,
+    "warp_barrier_ns": 2,
+    "shuffle_ns": 13,
+    "launch_ns": 2000,
+    "pdl_ns": 300,
+    "link_bytes_per_ns": FREE,
+    "header_bytes": 16,
+    "granule_bytes": 32,
+    "sm_bytes_per_ns": FREE,
+    "sm_lines_in_flight": 256,
+}
+BEGIN = TABLE["launch_ns"]
+STORED = TABLE["l2_ns"]  # a kernel ends when what it stored is acknowledged
+
+_BODIES = {
+    # Two loads, the second at the address that the first one gives.
+    "chase": """
+        ld.global.u64 %rd3, [%rd1];
+        ld.global.u64 %rd4, [%rd3];
+        st.global.u64 [%rd2], %rd4;""",
+    "together": """
+        ld.global.u64 %rd3, [%rd1];
+        ld.global.u64 %rd4, [%rd1+256];
+        add.u64 %rd5, %rd3, %rd4;
+        st.global.u64 [%rd2], %rd5;""",
+    "again": """
+        ld.global.u64 %rd3, [%rd1];
+        st.global.u64 [%rd2], %rd3;
+        ld.global.u64 %rd4, [%rd1];
+        st.global.u64 [%rd2], %rd4;""",
+    "shared": """
+        st.shared.u64 [word], %rd2;
+        ld.shared.u64 %rd3, [word];
+        st.global.u64 [%rd3], %rd3;""",
+    "shuffle": """
+        shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;
+        st.global.u32 [%rd2], %r2;""",
+    "atomics": """
+        atom.relaxed.gpu.global.add.u32 %r2, [%rd1], 1;
+        cvt.u64.u32 %rd3, %r2;
+        add.u64 %rd3, %rd3, %rd2;
+        st.global.u8 [%rd3], 1;""",
+    "release": """
+        st.global.u64 [%rd1], 5;
+        st.release.sys.global.u64 [%rd2], 7;""",
+    # Thread 1 stores to a peer; thread 0 releases a word of its own after they met.
+    "release_after_barrier": """
+        setp.ne.u32 %p1, %r1, 1;
+        @%p1 bra $after_store;
+        st.global.u64 [%rd1], 5;
+    $after_store:
+        bar.sync 0;
+        setp.ne.u32 %p1, %r1, 0;
+        @%p1 bra $after_release;
+        st.release.sys.global.u64 [%rd2], 7;
+    $after_release:""",
+    # CTA 0 stores to a peer and arrives; CTA 1 waits for the arrival and releases.
+    "release_after_acquire": """
+        mov.u32 %r3, %ctaid.x;
+        setp.ne.u32 %p1, %r3, 0;
+        @%p1 bra $wait;
+        st.global.u64 [%rd1], 5;
+        atom.acq_rel.gpu.global.add.u32 %r2, [%rd2], 1;
+        bra $done;
+    $wait:
+        ld.acquire.gpu.global.u32 %r2, [%rd2];
+        setp.eq.u32 %p1, %r2, 0;
+        @%p1 bra $wait;
+        st.release.sys.global.u64 [%rd2+8], 7;
+    $done:""",
+    "tell": "st.release.sys.global.u64 [%rd1], 1;",
+    "hear": """
+    $poll:
+        ld.relaxed.sys.global.u64 %rd3, [%rd1];
+        setp.eq.u64 %p1, %rd3, 0;
+        @%p1 bra $poll;""",
+    # Tells the peer, then hears it.
+    "meet": """
+        st.release.sys.global.u64 [%rd1], 1;
+    $meet:
+        ld.relaxed.sys.global.u64 %rd3, [%rd2];
+        setp.eq.u64 %p1, %rd3, 0;
+        @%p1 bra $meet;""",
+    "first": """
+        griddepcontrol.launch_dependents;
+        ld.global.u64 %rd3, [%rd1];
+        ld.global.u64 %rd4, [%rd3];
+        ld.global.u64 %rd5, [%rd4];
+        st.global.u64 [%rd2], %rd5;""",
+    "second": """
+        griddepcontrol.wait;
+        st.global.u64 [%rd2], %rd1;""",
+    # Every thread stores 16 bytes.
+    "copy": """
+        mov.u32 %r3, %ctaid.x;
+        mov.u32 %r4, %ntid.x;
+        mad.lo.u32 %r5, %r3, %r4, %r1;
+        mul.wide.u32 %rd3, %r5, 16;
+        add.u64 %rd4, %rd1, %rd3;
+        st.global.v4.u32 [%rd4], {%r1, %r1, %r1, %r1};""",
+}
+_ENTRY = """
+.visible .entry {name}(.param .u64 a, .param .u64 b)
+{{
+    .reg .pred %p<4>;
+    .reg .b32 %r<8>;
+    .reg .b64 %rd<8>;
+    .shared .align 8 .b8 word[8];
+    ld.param.u64 %rd1, [a];
+    ld.param.u64 %rd2, [b];
+    mov.u32 %r1, %tid.x;{body}
+    ret;
+}}
+"""
+
+
+@functools.cache
+def library() -> build.Library:
+    entries = "".join(_ENTRY.format(name=name, body=body) for name, body in _BODIES.items())
+    return build.load(".version 8.3\n.target sm_90a\n.address_size 64\n" + entries, clock=True)
+
+
+class Ranks:
+    """Ranks with 64 KiB each, zeros, and launches on them."""
+
+    def __init__(self, ranks: int = 2, seed: int = 0, **changes: float) -> None:
+        self.machine = Machine(ranks, clock=True, seed=seed)
+        self.clock = Clock(self.machine, TABLE | changes)
+        self.memory = [np.zeros(8192, np.uint64) for _ in range(ranks)]
+        for rank, memory in enumerate(self.memory):
+            self.machine.allocate(rank, memory.ctypes.data, memory.nbytes, f"memory {rank}")
+
+    def at(self, rank: int, word: int = 0) -> int:
+        return int(self.memory[rank].ctypes.data) + 8 * word
+
+    def launch(self, name: str, a: int, b: int, *, rank: int = 0, grid: int = 1, block: int = 1,
+               pdl: bool = False) -> None:  # fmt: skip
+        params = np.array([a, b], np.uint64).tobytes()
+        self.machine.launch(rank, library()[name], grid, block, params, pdl=pdl)
+
+    def run(self) -> dict[int, Launch]:
+        """The last launch of each rank."""
+        self.machine.run()
+        return {launch.rank: launch for launch in self.clock.launches()}
+
+    def ns(self, name: str, a: int, b: int, **shape: int) -> float:
+        """How long one kernel takes after its launch."""
+        self.launch(name, a, b, **shape)
+        return self.run()[0].end_ns - BEGIN
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.machine.close()
+
+
+def test_loads_that_depend_add_up_and_others_do_not(ranks: Ranks) -> None:
+    ranks.memory[0][0] = ranks.at(0, 512)
+    assert ranks.ns("chase", ranks.at(0), ranks.at(0, 900)) == pytest.approx(2 * 100 + STORED)
+    other = Ranks()
+    assert other.ns("together", other.at(0), other.at(0, 900)) == pytest.approx(100 + STORED)
+
+
+def test_a_load_from_a_peer_costs_its_round_trip(ranks: Ranks) -> None:
+    assert ranks.ns("together", ranks.at(1), ranks.at(0, 900)) == pytest.approx(1000 + STORED)
+
+
+def test_a_line_that_was_loaded_is_in_l1(ranks: Ranks) -> None:
+    assert ranks.ns("again", ranks.at(1), ranks.at(0, 900)) == pytest.approx(1000 + 11 + STORED)
+
+
+@pytest.mark.parametrize(("kernel", "block", "ns"), [("shared", 1, 7), ("shuffle", 32, 13)])
+def test_shared_memory_and_shuffles(ranks: Ranks, kernel: str, block: int, ns: float) -> None:
+    assert ranks.ns(kernel, 0, ranks.at(0), block=block) == pytest.approx(ns + STORED)
+
+
+def test_atomics_on_one_word_queue() -> None:
+    """32 lanes, 4 ns apart."""
+    ranks = Ranks(atomic_gap_ns=4)
+    took = ranks.ns("atomics", ranks.at(0), ranks.at(0, 64), block=32)
+    assert took == pytest.approx(31 * 4 + 120 + STORED)
+    assert ranks.memory[0][0] == 32
+
+
+def test_a_release_waits_for_acknowledgements_of_peers(ranks: Ranks) -> None:
+    took = ranks.ns("release", ranks.at(1), ranks.at(0))
+    assert took == pytest.approx(1000 + 50 + STORED)
+    path = ranks.clock.path(ranks.clock.launches()[0])
+    assert [step.kind for step in path] == [
+        "launch", "remote store acknowledged", "fence", "local store acknowledged"
+    ]  # fmt: skip
+    assert path[1].text == "st.global.u64 [%rd1], 5"
+
+
+def test_a_relaxed_store_waits_for_nothing(ranks: Ranks) -> None:
+    """The control: the kernel's end alone waits for the peer."""
+    site = next(site for site in library()["release"].sites if site.order == "release")
+    site.order = "relaxed"
+    try:
+        assert ranks.ns("release", ranks.at(1), ranks.at(0)) == pytest.approx(1000)
+    finally:
+        library().reset()
+
+
+def test_a_release_covers_what_others_stored_before_a_barrier(ranks: Ranks) -> None:
+    took = ranks.ns("release_after_barrier", ranks.at(1), ranks.at(0), block=32)
+    assert took == pytest.approx(1000 + 50 + STORED)
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_release_covers_what_an_acquire_has_found(waits: int) -> None:
+    """Whether CTA 0's own fence waits for the peer or not, CTA 1's word comes after it."""
+    ranks = Ranks(gpu_fence_waits_remote=waits)
+    ranks.launch("release_after_acquire", ranks.at(1), ranks.at(0), grid=2)
+    took = ranks.run()[0].end_ns - BEGIN
+    assert took > 1000 + 50 + STORED - 1
+    kinds = round_trips(ranks.clock.path(ranks.clock.launches()[0]))
+    assert kinds["remote store acknowledged"] == 1
+    if not waits:
+        assert took == pytest.approx(1000 + 50 + STORED)
+
+
+def test_a_poll_ends_after_the_word_has_arrived_and_been_fetched(ranks: Ranks) -> None:
+    ranks.launch("tell", ranks.at(1), 0, rank=0)
+    ranks.launch("hear", ranks.at(1), 0, rank=1)
+    ended = ranks.run()
+    arrived = BEGIN + 50 + 500  # fence, one way
+    # Rank 1's polls are in its L2 every 100 ns, at 50 for the first time.
+    assert ended[1].end_ns == pytest.approx(arrived + 50)
+    path = [step.kind for step in ranks.clock.path(ended[1])]
+    assert path == ["launch", "fence", "flight of a word", "poll"]
+    assert ended[0].end_ns == pytest.approx(arrived + 500)
+
+
+def test_a_launch_with_pdl_saves_what_the_table_says() -> None:
+    ends = []
+    for pdl in (False, True):
+        ranks = Ranks()
+        chain = ranks.memory[1]
+        chain[0], chain[64] = ranks.at(1, 64), ranks.at(1, 128)
+        ranks.launch("first", ranks.at(1), ranks.at(0, 900))
+        ranks.launch("second", 0, ranks.at(0, 901), pdl=pdl)
+        ends.append(ranks.run()[0].end_ns)
+    first = BEGIN + 3 * 1000 + STORED
+    assert ends[0] == pytest.approx(first + 2000 + STORED)
+    assert ends[0] - ends[1] == pytest.approx(2000 - 300)
+
+
+def test_the_link_bounds_a_large_copy() -> None:
+    """64 KiB at 2 bytes a ns, and a header for every 128 bytes."""
+    ranks = Ranks(link_bytes_per_ns=2)
+    took = ranks.ns("copy", ranks.at(1), 0, grid=16, block=256)
+    on_the_link = 65536 * (128 + 16) / 128 / 2
+    assert took == pytest.approx(on_the_link + 1000, rel=0.01)
+    free = Ranks()
+    assert free.ns("copy", free.at(1), 0, grid=16, block=256) == pytest.approx(1000)
+
+
+def test_ranks_that_do_the_same_end_together(ranks: Ranks) -> None:
+    for rank in (0, 1):
+        ranks.launch("meet", ranks.at(1 - rank), ranks.at(rank), rank=rank)
+    ended = ranks.run()
+    assert ended[0].end_ns == ended[1].end_ns == pytest.approx(BEGIN + 50 + 1000)
+
+
+def test_a_rank_that_stands_for_both() -> None:
+    """What it stores to the peer's word is stored to its own."""
+    ranks = Ranks()
+    ranks.clock.mirror(ranks.at(1), ranks.at(0))
+    assert ranks.ns("meet", ranks.at(1), ranks.at(0)) == pytest.approx(50 + 1000)
+    assert ranks.memory[0][0] == 1
+
+
+def test_ctas_beyond_the_places_wait_for_one() -> None:
+    ranks = Ranks(num_sms=1, threads_per_sm=32)
+    ranks.machine._runtime.ptx_limit_ctas(ranks.machine._handle, 1)
+    assert ranks.ns("copy", ranks.at(1), 0, grid=3, block=32) == pytest.approx(3 * 1000)
+
+
+def test_a_table_that_lacks_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="pdl_ns"):
+        Clock(Machine(1, clock=True), {name: 0.0 for name in TABLE if name != "pdl_ns"})
+    with pytest.raises(KeyError, match="no such cost: pdl"):
+        costs.costs("h200", {"pdl": 1.0})
+
+
+def test_every_cost_says_where_it_comes_from() -> None:
+    for row in costs.TABLE:
+        assert set(row.known) <= set(costs.KNOWN), row
+        assert row.meaning, row
+        assert row.source or set(row.known) == {"estimate"}, row
+        assert min(row.h200, row.gb200) >= 0, row
+
+
+# ---- our kernels
+
+SMALL = Work(ep_size=4, tokens=1, hidden_size=512, top_k=4, num_experts=16)
+
+
+def timed(work: Work, changes: dict[str, float] | None = None, *, is_whole: bool = True,
+          seed: int = 0) -> dict[str, tuple[float, list[Step]]]:  # fmt: skip
+    with Ours(work, "h200", changes, is_whole=is_whole, seed=seed) as layer:
+        return {verb: layer.run(verb) for verb in ("dispatch", "combine")}
+
+
+def test_more_tokens_take_no_less_time() -> None:
+    ends = [timed(SMALL._replace(tokens=tokens)) for tokens in (1, 4, 16)]
+    for verb in ("dispatch", "combine"):
+        found = [end[verb][0] for end in ends]
+        assert found == sorted(found), verb
+
+
+def test_a_run_can_be_repeated() -> None:
+    assert timed(SMALL) == timed(SMALL)
+
+
+@pytest.mark.parametrize("name", ["fence_sys_ns", "atomic_ns", "launch_ns"])
+def test_a_cost_moves_a_verb_by_what_its_path_says(name: str) -> None:
+    kinds = {"fence_sys_ns": "fence", "atomic_ns": "atomic", "launch_ns": "launch"}
+    row = next(row for row in costs.TABLE if row.name == name)
+    before, after = timed(SMALL), timed(SMALL, {name: row.h200 + 40})
+    for verb in ("dispatch", "combine"):
+        us, path = before[verb]
+        on_path = [step for step in path if step.kind == kinds[name]]
+        if name == "fence_sys_ns":
+            on_path = [step for step in on_path if ".sys" in step.text]
+        moved = 1e3 * (after[verb][0] - us)
+        # Polls are asked again and again, so what comes between them moves in steps.
+        assert moved == pytest.approx(40 * len(on_path), abs=5), (verb, totals(path))
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_one_rank_stands_for_all(tokens: int) -> None:
+    work = SMALL._replace(tokens=tokens)
+    whole, one = timed(work), timed(work, is_whole=False)
+    for verb in ("dispatch", "combine"):
+        assert one[verb][0] == pytest.approx(whole[verb][0], rel=0.03), verb
