@@ -147,7 +147,7 @@ def missing(rank: int, _size: int, hosts: str) -> tuple[str, tuple[int, ...]] | 
     return found
 
 
-@pytest.mark.parametrize("stand_in_driver", ["one host", "ptx"], indirect=True)
+@pytest.mark.parametrize("stand_in_driver", ["one host", ptx.LONG], indirect=True)
 def test_a_rank_that_leaves(stand_in_driver: str, tmp_path: Path) -> None:
     outcomes = run_processes(RANKS, missing, tmp_path, stand_in_driver)
     assert outcomes == [("dispatch", (2,)), ("dispatch", (2,)), None]

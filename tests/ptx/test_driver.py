@@ -331,6 +331,7 @@ def peers(may_reach: bool) -> list[int]:
     driver.call("cuMemSetAccess", base, size, access(1), 1)
     with driver.on_device(1):
         driver.call("cuMemsetD8", base, 7, size)
+    fake_cuda.control().expose(base, size)  # the host may touch it; device 0 may not
     if may_reach:
         driver.call("cuMemSetAccess", base, size, access(0), 1)
     call = launch("turn", configured(block=(96, 1, 1)), base)

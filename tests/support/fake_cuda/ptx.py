@@ -24,9 +24,7 @@ from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.kernel import Variant
 from tests.support.ptx import build
 
-
-#: A parameter of tests that run on PTX only by `-m long`. What they compile takes minutes where others
-#: have the processors.
+#: A parameter of tests that run on PTX by `-m long` only: they compile for a minute or more.
 LONG = pytest.param("ptx", marks=(pytest.mark.long, pytest.mark.timeout(900)))
 
 
