@@ -18,12 +18,10 @@ namespace moe_nvlink {
 // stores fall into the same lines: in both layouts, the same scale of 32 rows is 128 or 512 bytes.
 constexpr int kLaidOutRows = 32;
 
-// One word of a row's scales: four scales of one byte, or one fp32. Behind the row zeros.
+// One word of a row's scales: four scales of one byte, or one fp32. Zeros fill up the last word.
 HD uint32_t scales_word(const char* row, int word, int row_bytes) {
   const int first = word * 4;
-  if (row_bytes % 4 == 0) {
-    return first < row_bytes ? load_word(reinterpret_cast<const uint32_t*>(row + first)) : 0;
-  }
+  if (row_bytes % 4 == 0) return load_word(reinterpret_cast<const uint32_t*>(row + first));
   const int present = row_bytes - first < 4 ? row_bytes - first : 4;
   uint32_t bits = 0;
   MOE_NVLINK_ROLLED
@@ -54,22 +52,25 @@ HD void lay_out_words(const DispatchArgs& args, uint32_t slot, int word) {
   const int num_words = (row_bytes + 3) / 4;
   const int rank = args.geometry.ep_rank;
   const char* row = region_of(args, rank, payload.region) + static_cast<int64_t>(slot) * row_bytes;
-  uint32_t words[4];
-  if (row_bytes % 16 == 0) {
-    load_vector(*reinterpret_cast<Vector<16>*>(words), row + word * 4);
-  } else {
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < 4; ++i) words[i] = scales_word(row, word + i, row_bytes);
-  }
   const uint32_t num_slots = static_cast<uint32_t>(args.geometry.ep_size) *
                              static_cast<uint32_t>(args.geometry.max_tokens_per_rank);
   const ScalesPlace place(args.scales_layout == kScalesLayoutInterleaved, slot, num_slots,
                           static_cast<uint32_t>(num_words));
   uint32_t* target = reinterpret_cast<uint32_t*>(region_of(args, rank, args.laid_out_region)) +
                      place.first + word * place.step;
-  MOE_NVLINK_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    if (word + i < num_words) store_word(target + i * place.step, words[i]);
+  if (row_bytes % 16 == 0) {
+    Vector<16> loaded;
+    load_vector(loaded, row + word * 4);
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      store_word(target + i * place.step, reinterpret_cast<const uint32_t*>(&loaded)[i]);
+    }
+  } else {
+    const int end = word + 4 < num_words ? word + 4 : num_words;
+    MOE_NVLINK_ROLLED
+    for (int one = word; one < end; ++one, target += place.step) {
+      store_word(target, scales_word(row, one, row_bytes));
+    }
   }
 }
 

@@ -84,7 +84,10 @@ def test_names_are_no_one_elses() -> None:
 
 @pytest.mark.parametrize(
     ("last", "new"),
-    [("kQuantiserNvfp4 = 5,", "kQuantiserNew = 6,"), ("kElementFp32 = 2,", "kElementNew = 3,")],
+    [
+        ("kQuantiserFp8BlockPow2 = 6,", "kQuantiserNew = 7,"),
+        ("kElementFp32 = 2,", "kElementNew = 3,"),
+    ],
 )
 def test_a_forgotten_case_does_not_compile(last: str, new: str, tmp_path: Path) -> None:
     text = replace_once(kernel_texts.host_source(), last, f"{last} {new}")

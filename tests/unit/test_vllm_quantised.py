@@ -216,10 +216,9 @@ def test_a_hidden_size_that_the_models_recipe_cannot_do() -> None:
     def find_recipe(name: str) -> Any:
         return MoeAllToAll.check(config_of(2, 0, recipe=name, hidden_size=100))
 
+    taken = VllmExpertsInput.of(experts_of(FP8_BLOCK))
     with pytest.raises(ConfigError, match="hidden_size=100 is not a multiple of 128"):
-        choose(
-            experts_of(FP8_BLOCK), 100, torch.float32, torch.device("cpu"), Options(), find_recipe
-        )
+        choose(taken, 100, torch.float32, torch.device("cpu"), Options(), find_recipe)
 
 
 # Through vLLM's modular kernel.
