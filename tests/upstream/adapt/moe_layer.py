@@ -36,7 +36,6 @@ from . import ranks
 from .cpu_device import SaysYes
 
 _MODULE = "tests.kernels.moe.test_moe_layer"
-FEW = "--few-subcases"
 
 #: Dispatch formats by the tests' names. "fp8" and "modelopt_fp8" have one scale per tensor, for
 #: which neither vLLM nor we have experts on CPUs without AMX.
@@ -82,11 +81,6 @@ def adapt() -> None:
 # In pytest's process.
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """An option for the fast subset."""
-    parser.addoption(FEW, action="store_true", help="of test_moe_layer: small shapes, 8 experts")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """When the module has been imported, and before its lists of parameters are read."""
@@ -96,7 +90,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ranks.in_every_rank(adapt)
     generate = metafunc.module.generate_valid_test_configs
     if not isinstance(generate, functools.partial):
-        few = bool(metafunc.config.getoption(FEW))
+        few = bool(metafunc.config.getoption(ranks.FEW))
         chosen = functools.partial(_chosen_subcases, generate, few)
         metafunc.module.generate_valid_test_configs = chosen
 
