@@ -42,6 +42,8 @@ COMBINE_REGIONS = ("combine_rows", "combine_scales", "combine_row_scales")
 
 #: Of the "cpu" back end: its texts are many, its rows few.
 FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in host.FLAGS)
+#: Of texts that sleep most of the time: half the time to compile.
+FLAGS_OF_DELAYED = (*host.FLAGS, "-O0")
 
 THREADS = emulated_text.THREADS  # of a CTA on the GPU, where a test does not say otherwise
 
@@ -73,7 +75,8 @@ class CpuBackend:
 
     def __init__(self, ranks: int, ctas: int, *, delays: bool = False) -> None:
         self.ctas = ctas
-        path = host.build(emulated_text.host_source(delays=delays), FLAGS)
+        flags = FLAGS_OF_DELAYED if delays else FLAGS
+        path = host.build(emulated_text.host_source(delays=delays), flags)
         self._library = host.HostLibrary(path)
         self._of_tests = {
             verb: getattr(ctypes.CDLL(str(path)), f"emulated_{verb}")
