@@ -270,12 +270,24 @@ def test_what_a_killed_process_held_is_removed(
     assert not path.exists()
 
 
-def test_a_server_that_dies_is_reported_with_its_first_error(tmp_path: Path) -> None:
+def test_a_server_that_dies_is_reported_with_its_first_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's die: a worker raises, and every parent reports that one has died."""
+    worker = "(Worker pid=7) ERROR 11-21 01:31:39 [worker.py:5] ValueError: no such layer"
+    parents = "RuntimeError: a worker died\n" * 50
+    end = "sys.exit(f'not {sys.argv[-5:]}')"
+    program = f"import sys; print({worker!r}); print({parents!r}); {end}"
+    monkeypatch.setattr(server, "API_SERVER", ("-c", program))
     one = server.VllmServer(
         model=tmp_path / "missing", name="doomed", folder=tmp_path, arguments=["--no-such-flag"]
     )
-    with one, pytest.raises(server.ServerError, match="(?s)doomed server ended.*no-such-flag"):
+    with one, pytest.raises(server.ServerError) as caught:
         one.wait_until_ready(timeout_s=120.0)
+    told = str(caught.value)
+    assert told.startswith("the doomed server ended with exit code 1 before it was ready.\n")
+    assert "not ['--no-such-flag', '--host', '127.0.0.1', '--port', " in told
+    assert told.endswith(f"Its first error:\n{worker}")
     assert one.pids == []
     one.stop()
 
