@@ -27,6 +27,7 @@ from moe_nvlink_plugin.integration.demo.server import (
     CPU_ENVIRONMENT,
     Server,
     ServerError,
+    ServerProcess,
     VllmServer,
 )
 from tests.integration import stop_on_order
@@ -159,7 +160,7 @@ def templates() -> Templates:
 class ForkedServer(VllmServer):
     """A server that starts without an import."""
 
-    def _start(self, variables: Mapping[str, str], log: IO[bytes]) -> Forked:
+    def _start(self, variables: Mapping[str, str], log: IO[bytes]) -> ServerProcess:
         ours = "VLLM_PLUGINS" not in variables
         template = templates().with_ours if ours else templates().without
         return template.fork(self.command[1:], variables, log)
@@ -237,6 +238,14 @@ class EpServer:
             before = now
             time.sleep(1.5)
         raise AssertionError(f"the counters of {ep_size} workers did not settle: {before}")
+
+    def wait_for_rounds(self, rank: int, more_than: int) -> None:
+        """Returns when a worker has counted more rounds than these."""
+        path = self.stats_folder / f"rank{rank}.json"
+        deadline = time.monotonic() + 60
+        while json.loads(path.read_text("utf-8"))["rounds"] <= more_than:
+            assert time.monotonic() < deadline, f"rank {rank} is still at round {more_than}"
+            time.sleep(0.05)
 
     def check_traffic(self, ep_size: int, num_sequences: int, num_moe_layers: int) -> None:
         """Every token of the requests went through the exchange, in every MoE layer."""

@@ -126,8 +126,8 @@ class TestAttentionDataParallel:
         before = server.server.pids
         assert {counters["pid"] for counters in stats} < set(before)
         asking = Asking(server)
-        time.sleep(1.0)  # in the midst of the answers, at whatever place
-        os.kill(stats[1]["pid"], signal.SIGKILL)
+        server.wait_for_rounds(rank=1, more_than=stats[1]["rounds"])
+        os.kill(stats[1]["pid"], signal.SIGKILL)  # in the midst of the answers, at whatever place
         asking.check_refused()
         deadline = time.monotonic() + 60
         while server.server.pids and time.monotonic() < deadline:
