@@ -329,7 +329,7 @@ def test_every_break_changes_our_classes(monkeypatch: pytest.MonkeyPatch) -> Non
     from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 
     ours: tuple[type, ...] = (CpuPrepareAndFinalize, CudaPrepareAndFinalize)
-    methods = ("prepare", "finalize", "_destinations")
+    methods = ("prepare", "finalize")
     for name in breaks.BREAKS:
         monkeypatch.setenv(settings.BREAK, name)
         for cls in ours:

@@ -73,13 +73,21 @@ def _double_reduce() -> None:
 def _wrong_owner() -> None:
     """Tokens go to the experts of the next rank."""
 
-    def destinations(original: Any, self: Any, topk_ids: torch.Tensor) -> torch.Tensor:
+    def prepare(
+        original: Any,
+        self: Any,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
         config = self._exchange.config
-        ids = original(topk_ids)
-        moved = (ids + config.num_experts // config.ep_size) % config.num_experts
-        return torch.where(ids < 0, ids, moved)
+        moved = (topk_ids + config.num_experts // config.ep_size) % config.num_experts
+        ids = torch.where(topk_ids < 0, topk_ids, moved)
+        return original(a1, topk_weights, ids, *rest, **named)
 
-    _wrap("_destinations", destinations)
+    _wrap("prepare", prepare)
 
 
 def _weights_twice() -> None:
