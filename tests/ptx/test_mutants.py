@@ -83,7 +83,12 @@ LAYER_CASE = Case(
 LAYERS = {
     "as they are": LAYER_CASE,
     "fp8": dataclasses.replace(LAYER_CASE, recipe="fp8_token", combine="fp8_block"),
-    "nvfp4": dataclasses.replace(LAYER_CASE, recipe="nvfp4", combine="nvfp4"),
+    "nvfp4": dataclasses.replace(
+        LAYER_CASE,
+        recipe="nvfp4",
+        combine="nvfp4",
+        scales_layout="interleaved",
+    ),
 }
 
 

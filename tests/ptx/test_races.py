@@ -320,7 +320,7 @@ class Drawn(NamedTuple):
 
 def drawn() -> Iterator[LitmusKernels]:
     """Programs whose branches some execution takes, as many with a race as without."""
-    wanted = {True: 40, False: 40}
+    wanted = {True: 24, False: 24}
     for number in itertools.count():
         kernels = LitmusKernels(f"drawn_{number}", Drawn.of(number).text)
         if kernels.program.reachable() and wanted[kernels.program.race()]:
