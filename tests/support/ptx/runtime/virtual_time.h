@@ -16,7 +16,7 @@ namespace {
 constexpr uint64_t kLineBytes = 128;  // of L1 and of a packet on the link
 constexpr uint64_t kSectorBytes = 32;
 constexpr size_t kCached = 2048;  // sectors of an SM's L1 that are remembered: 64 KiB
-constexpr size_t kTouched = 64;   // lines of a warp that are remembered
+constexpr size_t kTouched = 512;  // lines of a warp that are remembered
 constexpr double kAheadNs = 500.0;
 constexpr double kRounding = 1e-6;  // of a number of turns
 
@@ -109,7 +109,9 @@ Traffic traffic_of(Thread& thread, const Access& access, bool is_ordered) {
   const uint64_t address = device_address(thread, access);
   const uint64_t line = address / kLineBytes;
   const size_t warp = thread.index / kWarpThreads;
-  const size_t hashed = (line * 31 + access.site->line) % kTouched;
+  // A wide load of many rows has lines and sites at regular distances: they must not fall together.
+  const uint64_t key = line ^ uint64_t{access.site->line} << 40;
+  const size_t hashed = (key * 0x9E3779B97F4A7C15ULL >> 40) % kTouched;
   Touched& touched = thread.cta->clock.touched[warp * kTouched + hashed];
   const uint32_t sector = 1U << (address % kLineBytes / kSectorBytes);
   const bool is_same = touched.line == line && touched.site == access.site;
