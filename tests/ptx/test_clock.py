@@ -130,6 +130,14 @@ _BODIES = {
         mul.wide.u32 %rd3, %r5, 16;
         add.u64 %rd4, %rd1, %rd3;
         st.global.v4.u32 [%rd4], {%r1, %r1, %r1, %r1};""",
+    # Every thread stores 16 bytes to each of four rows, which have the same low bits.
+    "fan_out": """
+        mul.wide.u32 %rd3, %r1, 16;
+        add.u64 %rd4, %rd1, %rd3;
+        st.global.v4.u32 [%rd4], {%r1, %r1, %r1, %r1};
+        st.global.v4.u32 [%rd4+16384], {%r1, %r1, %r1, %r1};
+        st.global.v4.u32 [%rd4+32768], {%r1, %r1, %r1, %r1};
+        st.global.v4.u32 [%rd4+49152], {%r1, %r1, %r1, %r1};""",
 }
 _ENTRY = """
 .visible .entry {name}(.param .u64 a, .param .u64 b)
@@ -290,6 +298,13 @@ def test_the_link_bounds_a_large_copy() -> None:
     assert free.ns("copy", free.at(1), 0, grid=16, block=256) == pytest.approx(1000)
 
 
+def test_lanes_that_store_to_a_line_share_a_packet() -> None:
+    """Also if a thread stores to several rows before the next lane does."""
+    ranks = Ranks(link_bytes_per_ns=2)
+    took = ranks.ns("fan_out", ranks.at(1), 0, block=1024)
+    assert took == pytest.approx(4 * 16384 * (128 + 16) / 128 / 2 + 1000, rel=0.01)
+
+
 def test_ranks_that_do_the_same_end_together(ranks: Ranks) -> None:
     for rank in (0, 1):
         ranks.launch("meet", ranks.at(1 - rank), ranks.at(rank), rank=rank)
@@ -338,13 +353,13 @@ def timed(work: Work, changes: dict[str, float] | None = None, *, is_whole: bool
 
 
 def test_more_tokens_take_no_less_time() -> None:
-    ends = [timed(SMALL._replace(tokens=tokens)) for tokens in (1, 4, 16)]
+    ends = [timed(SMALL._replace(tokens=tokens)) for tokens in (1, 4, 64)]
     a_poll = 1e-3 * costs.costs("h200")["l2_ns"]  # by so much luck decides
     for verb in ("dispatch", "combine"):
         few, more, many = (end[verb][0] for end in ends)
         assert few < more + a_poll, verb
         assert more < many + a_poll, verb
-        assert few < many, verb
+        assert 1.01 * few < many, verb
 
 
 def test_a_run_can_be_repeated() -> None:

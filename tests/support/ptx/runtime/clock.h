@@ -159,7 +159,7 @@ struct CtaClock {
   double begin = 0;
   uint32_t step = 0;
   bool let_dependents_start = false;
-  std::vector<Touched> touched;  // kTouched a warp
+  std::vector<Touched> touched;  // of every warp
 };
 
 struct LaunchClock {

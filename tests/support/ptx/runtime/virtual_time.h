@@ -15,9 +15,10 @@ namespace {
 
 constexpr uint64_t kLineBytes = 128;  // of L1 and of a packet on the link
 constexpr uint64_t kSectorBytes = 32;
-constexpr size_t kCached = 2048;  // sectors of an SM's L1 that are remembered: 64 KiB
-constexpr size_t kTouched = 512;  // lines of a warp that are remembered
-constexpr double kAheadNs = 500.0;
+constexpr size_t kCached = 2048;     // sectors of an SM's L1 that are remembered: 64 KiB
+constexpr size_t kTouchedSets = 64;  // of lines that a warp has touched
+constexpr size_t kWays = 4;
+constexpr double kAheadNs = 250.0;
 constexpr double kRounding = 1e-6;  // of a number of turns
 
 MachineClock& machine_clock(const Thread& thread) {
@@ -95,6 +96,12 @@ uint64_t device_address(const Thread& thread, const Access& access) {
   return clock.begin + access.address - access.where->address;
 }
 
+// Rows of different ranks have the same offset: a set by the low bits would be the same for all.
+template <size_t kSets>
+size_t set_of(uint64_t key) {
+  return (key * 0x9E3779B97F4A7C15ULL >> 40) % kSets;
+}
+
 // What an access adds to the traffic: its sectors that the warp's instruction has not yet touched,
 // and a header for each new line.
 struct Traffic {
@@ -109,14 +116,22 @@ Traffic traffic_of(Thread& thread, const Access& access, bool is_ordered) {
   const uint64_t address = device_address(thread, access);
   const uint64_t line = address / kLineBytes;
   const size_t warp = thread.index / kWarpThreads;
-  // A wide load of many rows has lines and sites at regular distances: they must not fall together.
-  const uint64_t key = line ^ uint64_t{access.site->line} << 40;
-  const size_t hashed = (key * 0x9E3779B97F4A7C15ULL >> 40) % kTouched;
-  Touched& touched = thread.cta->clock.touched[warp * kTouched + hashed];
+  Touched* set =
+      &thread.cta->clock
+           .touched[(warp * kTouchedSets +
+                     set_of<kTouchedSets>(line ^ static_cast<uint64_t>(access.site->line) << 40)) *
+                    kWays];
+  Touched* found = std::find_if(set, set + kWays, [&](const Touched& each) {
+    return each.line == line && each.site == access.site;
+  });
   const uint32_t sector = 1U << (address % kLineBytes / kSectorBytes);
-  const bool is_same = touched.line == line && touched.site == access.site;
-  if (is_same && (touched.sectors & sector) != 0) return {false, 0};
-  touched = Touched{line, access.site, is_same ? touched.sectors | sector : sector};
+  const bool is_same = found != set + kWays;
+  if (is_same && (found->sectors & sector) != 0) return {false, 0};
+  const Touched now{line, access.site, is_same ? found->sectors | sector : sector};
+  // The set is in the order of use: the last one leaves.
+  std::move_backward(set, is_same ? found : set + kWays - 1,
+                     (is_same ? found : set + kWays - 1) + 1);
+  *set = now;
   return {!is_same, (is_same ? 0 : costs.header_bytes) + rounded};
 }
 
@@ -231,7 +246,7 @@ void load_weak(Thread& thread, const Access& access) {
   const double now = thread.clock.now;
   const uint64_t sector = device_address(thread, access) / kSectorBytes;
   const uint64_t tag = sector ^ sm.l1_epoch << 44;
-  Sm::Cached& cached = sm.l1[sector % kCached];
+  Sm::Cached& cached = sm.l1[set_of<kCached>(sector)];
   double end = 0;
   if (cached.line == tag) {
     end = std::max(now + costs.l1_ns, cached.at);
@@ -352,7 +367,7 @@ void begin_cta(Thread& thread) {
       std::max(1, static_cast<int>(costs.threads_per_sm) / static_cast<int>(launch.num_threads()));
   const bool had_to_wait = least->ctas >= places && thread.cta->number >= places * rank.sms.size();
   cta.begin = std::max(launch.clock.begin, had_to_wait ? least->freed : 0.0);
-  cta.touched.resize(thread.cta->warps.size() * kTouched);
+  cta.touched.resize(thread.cta->warps.size() * kTouchedSets * kWays);
 }
 
 void change_active(Thread& thread, int by) {
