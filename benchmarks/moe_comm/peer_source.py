@@ -7,8 +7,8 @@ no headers of the host, and it compiles no host code. So:
 - Headers that its kernels use of nothing but names get the few lines of _NAMES instead.
 - printf, which tells of a peer that never came before the kernel traps, prints nothing.
 
-Not compiled: combine that quantises its sums, whose converters include headers of the host. No round
-of unquantised rows launches it.
+Not compiled: combine that quantises its sums, whose converters include headers of the host. No
+round of unquantised rows launches it.
 """
 
 from __future__ import annotations
