@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -90,6 +91,19 @@ def process_stays_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
     if changed := before.restore():
         node, told = request.node.nodeid, "; ".join(changed)
         warnings.warn(f"{node} left its process changed: {told}", stacklevel=1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Test modules import torch and vLLM, which stay: the collector need not look at a million
+    objects during their import, nor at every `gc.collect` of a test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -105,7 +105,7 @@ class Server(ABC):
         self, command: Sequence[str], *, name: str, folder: Path, environment: Mapping[str, str]
     ) -> None:
         self.name = name
-        self.port = _free_port()
+        self.port = free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / f"{name.replace(' ', '-')}.log"
         self.command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
@@ -375,7 +375,7 @@ def stop_all() -> None:
 atexit.register(stop_all)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A free port below those that Linux gives to outgoing connections.
 
     SGLang binds its port after its workers have connected to each other, and one of their

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import random
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.integration.demo import processes
-from moe_nvlink_plugin.integration.demo.server import CPU_ENVIRONMENT, ServerError
+from moe_nvlink_plugin.integration.demo.server import CPU_ENVIRONMENT, ServerError, free_port
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, TinyModel, write_checkpoint
 from tests.integration import stop_on_order
 from tests.integration.servers import (
@@ -233,9 +232,7 @@ def test_python_llm_on_two_ranks(
     work.mkdir()
     script = work / "generate.py"
     script.write_text(_PYTHON, "utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shares = [range(6), range(6, 9)]  # one rank is done long before the other
     running = [
         _start_python(script, rank, port, requests, share, work)
