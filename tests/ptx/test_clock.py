@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from benchmarks.moe_comm.clocked import Ours
+from benchmarks.moe_comm.clocked import Clocked, Ours
 from benchmarks.moe_comm.terms import Work
 from tests.support.ptx import build, costs
-from tests.support.ptx.critical_path import Clock, Launch, Step, round_trips, totals
+from tests.support.ptx.critical_path import Clock, Launch, round_trips, totals
 from tests.support.ptx.machine import Machine
 
 FREE = 1e12  # bytes per ns
@@ -346,8 +346,13 @@ def test_every_cost_says_where_it_comes_from() -> None:
 SMALL = Work(ep_size=4, tokens=1, hidden_size=512, top_k=4, num_experts=16)
 
 
-def timed(work: Work, changes: dict[str, float] | None = None, *, is_whole: bool = True,
-          seed: int = 0) -> dict[str, tuple[float, list[Step]]]:  # fmt: skip
+def timed(
+    work: Work,
+    changes: dict[str, float] | None = None,
+    *,
+    is_whole: bool = True,
+    seed: int = 0,
+) -> dict[str, Clocked]:
     with Ours(work, "h200", changes, is_whole=is_whole, seed=seed) as layer:
         return {verb: layer.run(verb) for verb in ("dispatch", "combine")}
 
