@@ -235,6 +235,8 @@ HD void head_argmax_body(const HeadArgs& args, const Cta& cta, HeadArgmaxShared&
     if (element == kElementFp16) put_words<Fp16>(args, cta, num_rows, shared);
     if (element == kElementFp32) put_words<Fp32>(args, cta, num_rows, shared);
   }
+  // P9 needs no barrier of the CTA here: thread 0 has stored all of its words, and the other threads
+  // have read their logits before the barrier of the CTA's last item.
   if (!arrive_last(cta, &local_control(args)->combine_arrivals, shared)) return;
   if (shared.has_failed != 0) {
     if (cta.thread == 0) shared.faulted = 1;

@@ -57,6 +57,7 @@ HD void head_gather_body(const HeadArgs& args, const Cta& cta, HeadShared& share
     shared.faulted = 0;
   }
   if (!failed) put_head_rows(args, cta);
+  cta.sync();  // P7, release half, per CTA: all threads' stores come before the arrival of thread 0
   if (!arrive_last(cta, &local->arrivals, shared) || shared.has_failed != 0) return;
   signal_round(args, cta, args.control.dispatch_cells, static_cast<uint32_t>(geometry.num_rows),
                shared);

@@ -71,11 +71,9 @@ HD int32_t* head_counts(const HeadArgs& args) {
 }
 
 // True in the CTA that arrives last. That CTA sees all that the others did, and leaves `arrivals`
-// zero for the next launch that counts there.
+// zero for the next launch that counts there. Thread 0 arrives for its CTA: if other threads have
+// stored or read what others wait for, a barrier of the CTA comes before.
 HD bool arrive_last(const Cta& cta, uint32_t* arrivals, HeadShared& shared) {
-  // P7 and P9, release half, per CTA: the barrier puts this CTA's stores before its thread 0's
-  // arrival.
-  cta.sync();
   if (cta.thread == 0) {
     // P7 (gather) and P9 (argmax): release what this CTA put and read, acquire what the CTAs before
     // it released. If it were relaxed, the cells of P6 and P8 would cover the last CTA's own words

@@ -39,12 +39,8 @@ RACES: Bugs = {
     "P9 release and acquire": instead(
         "arrive_last", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu", when=f"!{_IS_GATHER}"
     ),
-    "P7 and P9 barrier before the arrival": without(
-        "arrive_last", "cta.sync();", after="if (cta.thread == 0) {"
-    ),
-    "barrier behind the arrival": without(
-        "arrive_last", "cta.sync();", after="return shared.is_last != 0;"
-    ),
+    "P7 barrier before the arrival": without("head_gather_body", "cta.sync();"),
+    "barrier behind the arrival": without("arrive_last", "cta.sync();"),
     "waiting for the last CTA before the cells": [
         Edit("arrive_last", "before + 1 ==", "before + (AWAKE ? 2 : 1) ==")
     ],

@@ -46,8 +46,8 @@ OTHER_ELEMENTS = r"^element == kElementFp(16|32)$"
 # ---- What breaks an ordered access.
 
 ARRIVAL_RELAXED = Edit("arrive_last", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu")
-NO_BARRIER_BEFORE_ARRIVAL = Edit("arrive_last", r"cta\.sync\(\);", turn=0)
-NO_BARRIER_BEHIND_ARRIVAL = Edit("arrive_last", r"cta\.sync\(\);", turn=1)
+NO_BARRIER_BEFORE_ARRIVAL = Edit("head_gather_body", r"cta\.sync\(\);")
+NO_BARRIER_BEHIND_ARRIVAL = Edit("arrive_last", r"cta\.sync\(\);")
 NO_BARRIER_BEHIND_WAIT = Edit("head_argmax_body", r"cta\.sync\(\);", turn=1)
 PARTS_BARRIER_OF_WARP = Edit("put_words", r"cta\.sync\(\);", "cta.sync_warp();")
 ONE_BUFFER = Edit("put_words", r"turn = 1 - turn;")

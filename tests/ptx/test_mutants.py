@@ -264,10 +264,6 @@ REDUNDANT = (
         r"end_taking: .*store_relaxed_gpu.*: scope cta$",
         "this thread's atomic has observed all the others, which come before the store therefore",
     ),
-    Redundant(
-        r"head_argmax.* > arrive_last: cta\.sync\(\); \(1 of 2\): removed$",
-        "thread 0 has stored all words of its CTA, and it is the thread that arrives",
-    ),
 )
 
 #: Mutants of each numbered pair of kernels/README.md: its release and its acquire.
@@ -338,7 +334,7 @@ def test_tables_name_mutants() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        r"arrive_last: cta\.sync\(\); \(1 of 2\): removed",
+        r"head_gather_body: cta\.sync\(\);.*: removed",
         r"arrive_last: .*order relaxed",
         r"signal_peer: .*scope gpu",
     ],
