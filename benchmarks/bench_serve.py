@@ -2,7 +2,7 @@
 
     python benchmarks/bench_serve.py --output_file benchmarks/results/DATE-cpu-serve.json
     python benchmarks/bench_serve.py --hidden_size 1024 --num_experts 16
-    python benchmarks/bench_serve.py --against one_rank /path/of/another/checkout --ep_size 4
+    python benchmarks/bench_serve.py --against one_rank ../another_checkout --ep_size 4
 
 The others are gloo's collectives behind our seams, a server of one rank, and ours as another
 checkout has it. The servers have the same vLLM, model and flags. Nothing is reported unless every

@@ -112,7 +112,8 @@ class AllToAllConfig:
             absent id, so experts can read both tensors as they are.
             "global": all ids of the token; -1 for an id that is no expert, and in empty slots.
             "elsewhere": global ids; an absent id becomes the id of the expert after the receiving
-            rank's last, which is on another rank (expert 0 if one rank has all experts).
+            rank's last, or 0 if there is none after it. That expert is on another rank, unless one
+            rank has all experts.
             "local": ids from 0 up to the number of the rank's experts; an absent id becomes -1.
             An integer from -1 to 2^31 - 1: global ids; an absent id becomes this integer.
         scales_layout: how the scales of received rows lie. Scales travel row by row; at the end of
@@ -184,7 +185,7 @@ class AllToAllConfig:
                 f"of {', '.join(COMBINE_FORMATS)}"
             )
         self._check_received_ids()
-        if self.scales_layout not in SCALES_LAYOUTS:
+        if self.scales_layout not in tuple(SCALES_LAYOUTS):
             raise ConfigError(
                 f"scales_layout={self.scales_layout!r} is none of {', '.join(SCALES_LAYOUTS)}"
             )

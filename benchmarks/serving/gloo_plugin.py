@@ -86,10 +86,13 @@ class GlooExchange:
         *,
         scales: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
+        is_padding: torch.Tensor | None = None,
     ) -> Dispatched:
         """Dispatch as MoeAllToAll.dispatch; every rank gets all rows. Collective."""
         assert scales is None
         assert global_scale is None
+        if is_padding is not None:  # the rows travel all the same, to no expert
+            topk_ids = topk_ids.masked_fill(is_padding[:, None], -1)
         counts = self._counts()
         count = hidden_states.shape[0]
         if counts[self._given.ep_rank] != count:

@@ -49,7 +49,7 @@ def processes_of_session(session: int) -> list[int]:
 def _session_of(pid: int) -> int | None:
     try:
         return os.getsid(pid)
-    except ProcessLookupError:  # it ended while we looked
+    except OSError:  # it ended while we looked, or may not be asked about
         return None
 
 

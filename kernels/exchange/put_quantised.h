@@ -86,7 +86,7 @@ struct Quantising {
   // Whether the token may have a target. Each thread reads the ids itself, because the route is not
   // whole yet.
   HD bool has_expert(int token) const {
-    if (is_padding(args, token)) return false;
+    const bool padding = is_padding(args, token);
     const int top_k = top_k_of<Config>(args.geometry);
     const int32_t* ids = reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source) +
                          static_cast<int64_t>(token) * top_k;
@@ -96,7 +96,7 @@ struct Quantising {
       const int32_t id = load_word(ids + k);
       any = any || (id >= 0 && id < args.geometry.num_experts);
     }
-    return any;
+    return any && !padding;
   }
 
   HD void put(int token, const TokenRoute& route, const RowAmax& amax) const {

@@ -106,8 +106,8 @@ class MoeAllToAll:
         `create` checks the same.
 
         Raises:
-            ConfigError: the recipe is unknown, or the recipe or the format of combine does not
-                support the hidden_size.
+            ConfigError: the recipe is unknown; or the recipe, its scales' layout or the format of
+                combine does not suit the configuration.
         """
         recipe = plugins.find_recipe(config)
         sizes.payload_rows(config, recipe)

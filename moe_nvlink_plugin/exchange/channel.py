@@ -159,7 +159,9 @@ class Channel:
         mine = self._dispatch_args.geometry
         names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
         values = [f"{name}={getattr(mine, name)}" for name in names]
-        values += [f"recipe={self._layer.recipe.name}", f"combine={self._layer.config.combine}"]
+        config = self._layer.config
+        values += [f"recipe={self._layer.recipe.name}", f"combine={config.combine}"]
+        values += [f"received_ids={config.received_ids}", f"scales_layout={config.scales_layout}"]
         return (
             f"in {phase} of epoch {epoch} rank {peer} used a layer of another geometry or format "
             f"than rank {mine.ep_rank} ({', '.join(values)}); all ranks must call the same layers "

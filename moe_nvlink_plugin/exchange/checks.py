@@ -92,7 +92,7 @@ def dispatch_inputs(
 
     Args:
         layer: rows of the layer.
-        given: hidden states, scales and global scale.
+        given: hidden states, scales, global scale and mask of padding.
         topk_ids: expert ids.
         topk_weights: router weights.
         extra_payloads: further payloads.

@@ -14,7 +14,7 @@ from .sizes import payload_rows
 
 
 class Activations(NamedTuple):
-    """Arguments of one dispatch that hold the tokens themselves: see MoeAllToAll.dispatch."""
+    """Arguments of one dispatch that say what the tokens are: see MoeAllToAll.dispatch."""
 
     hidden_states: torch.Tensor
     scales: torch.Tensor | None

@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support import cases, compare, real_path, vllm_quantisers
+from tests.support import compare, real_path, vllm_quantisers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 
-@pytest.mark.parametrize("recipe", cases.RECIPES)
+@pytest.mark.parametrize("recipe", vllm_quantisers.ASKED)
 def test_as_vllm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
     monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.exchange import layer as exchange
-from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.jit import header, host
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
 from tests.support import cases, compare, delays
 from tests.support.cases import CASES, RECIPE_CASES, RECIPES, Case, Inputs
@@ -59,7 +59,7 @@ def test_recipes_are_quantised_in_the_kernel(recipe: str) -> None:
             layer.combine(layer.combine_input(), received.metadata)
             return int(exchange.find(layer._handle).channel(0)._dispatch_args.quantiser)
 
-    assert run_ranks(2, rank_main) == [list(RECIPES).index(recipe) + 1] * 2
+    assert run_ranks(2, rank_main) == [header.quantisers()[recipe]] * 2
 
 
 class Never:

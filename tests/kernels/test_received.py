@@ -22,7 +22,6 @@ IDS_CASES = tuple(
     dataclasses.replace(case, name=f"{case.name}, {ids} ids", received_ids=ids)
     for number, case in enumerate(cases.CASES)
     for ids in ("elsewhere", RECEIVED_IDS[1 + number % (len(RECEIVED_IDS) - 1)])
-    if case.num_channels == 1
 )
 
 

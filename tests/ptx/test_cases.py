@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import HeadConfig, reference
+from moe_nvlink_plugin.exchange import scales_layout
 from moe_nvlink_plugin.jit.header import combine_formats, constants, elements, quantisers
+from tests.kernels.test_received import filled_places, laid_out
 from tests.support import cases, compare, emulated
 from tests.support.cases import CASES, RECIPE_CASES, Case, Inputs
 from tests.support.emulated import EmulatedRanks
@@ -64,6 +66,7 @@ def varied(number: int) -> dict[str, Any]:
 SAMPLE: tuple[tuple[str | None, str, str, bool], ...] = (
     (None, "bf16", "sm_90a", False),
     ("fp8_block", "fp8_block", "sm_90a", False),
+    ("fp8_block_pow2", "nvfp4", "sm_100a", False),
     ("fp8_token", "bf16", "sm_90a", True),
     ("fp8_token", "bf16", "sm_90a", False),
     ("fp8_tensor", "nvfp4", "sm_90a", False),
@@ -92,6 +95,39 @@ def test_sample(recipe: str | None, combine: str, architecture: str, post_quant:
         threads=64,
         pdl=True,
     )
+
+
+@pytest.mark.parametrize("received_ids", ["elsewhere", 5])
+def test_ids_and_weights_as_experts_read_them(received_ids: str | int) -> None:
+    case = dataclasses.replace(SMALL, received_ids=received_ids)
+    emulated.check_case("ptx", case, ctas=2, hidden_splits=3, threads=64, pdl=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "architecture"),
+    [("fp8_block", "column_major", "sm_90a"), ("nvfp4", "interleaved", "sm_100a")],
+)
+def test_scales_as_experts_read_them(recipe: str, layout: str, architecture: str) -> None:
+    """The region that dispatch lays out holds the linear scales that travelled, bit for bit."""
+    case = dataclasses.replace(cases.with_formats(SMALL, recipe), scales_layout=layout)
+    options: dict[str, Any] = {"ctas": 2, "threads": 64, "pdl": True}
+    backend = PtxBackend(3, case.config(0), architecture=architecture, **options)
+    with contextlib.closing(backend):
+        ranks = EmulatedRanks.of_case(case, backend)
+        row = ranks.rows["recv_scales"]
+        for rank, mine in enumerate(ranks.dispatch(cases.make_inputs(case))):
+            config = ranks.configs[rank]
+            size = scales_layout.laid_out_bytes(config, row)
+            raw = ranks._bytes(rank, scales_layout.LAID_OUT, size, 0)
+            typed = raw.view(scales_layout.dtype_of(config, row))
+            found = typed.as_strided(*scales_layout.strides(config, row))
+            assert mine.scales is not None
+            slot = torch.arange(len(mine.scales))
+            filled = slot % case.capacity < mine.recv_counts[slot // case.capacity]
+            assert bool(filled.any())
+            here = filled_places(layout, filled, row.elements)
+            expected = laid_out(layout, mine.scales)
+            compare.assert_same_bits(found[here], expected[here], f"{layout}, rank {rank}")
 
 
 @pytest.mark.parametrize("pdl", [False, True])

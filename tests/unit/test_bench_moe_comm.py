@@ -128,7 +128,7 @@ def _checks(rank: int, _size: int) -> dict[str, str]:
                     _with_fault(side, verb, spoil)
                 found[f"{name} {verb} {fault}"] = _message(side, context)
                 side.close()
-    for recipe in ("fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4"):
+    for recipe in ("fp8_block", "fp8_block_pow2", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4"):
         for name in ("moe_nvlink", "gloo_gather_full", "all_to_all_full"):
             options = dataclasses.replace(SMALL, recipe=recipe, combine="fp8_block")
             context = _context(options, rank)

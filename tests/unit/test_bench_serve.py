@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import subprocess
+import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks import bench_serve
 from benchmarks.serving import gloo_plugin, measure, servers
-from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from tests.support.ranks import run_processes
 
 EP_SIZE, HIDDEN, TOP_K, EXPERTS = 2, 32, 3, 8
@@ -82,6 +84,13 @@ def test_the_peer_gathers_and_reduces(tmp_path: Path) -> None:
         padded = sum(map(max, STEPS))
         expected = ("gloo_ag_rs", len(STEPS), sum(counts[rank] for counts in STEPS), padded)
         assert stats == (*expected, padded * row, padded * HIDDEN * 4)
+
+
+def test_the_peer_takes_what_prepare_gives() -> None:
+    """vLLM's layers have no extra payloads and one channel."""
+    exchanges = (MoeAllToAll, gloo_plugin.GlooExchange)
+    ours, peers = (set(inspect.signature(one.dispatch).parameters) for one in exchanges)
+    assert ours - peers == {"extra_payloads", "channel"}
 
 
 def test_the_peer_refuses_a_batch_that_vllm_did_not_agree_on() -> None:
@@ -301,6 +310,7 @@ def test_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{ratio:.2f} (" in printed[-1]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="bench_serve refuses other checkouts")
 @pytest.mark.usefixtures("no_servers")
 def test_other_peers_and_more_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = Path(bench_serve.__file__).parents[1]

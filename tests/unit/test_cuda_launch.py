@@ -354,10 +354,12 @@ def capture_and_replay(num_replays: int) -> list[bool]:
     outcome = []
     with alone() as layer:
         hidden, ids, weights = inputs(layer, 8)
+        mask = torch.zeros(8, dtype=torch.bool)
         allocations = control.live()
         with capturing():
             control.fail()  # starts counting the calls
-            received = layer.dispatch(hidden, ids, weights)  # the first call after create
+            # The first call after create.
+            received = layer.dispatch(hidden, ids, weights, is_padding=mask)
             output = torch.empty_like(hidden)
             # What experts would be in the graph: they write where combine reads.
             layer.combine(layer.combine_input(), received.metadata, output=output)
@@ -373,7 +375,10 @@ def capture_and_replay(num_replays: int) -> list[bool]:
             region.fill_(number % 100)
             scores = torch.rand((8, 8), generator=generator)
             ids.copy_(scores.topk(4, dim=1).indices)
-            ids[filled:] = -1  # padding of a smaller batch
+            # Padding of a smaller batch: by the mask and by the ids in turn.
+            behind = torch.arange(8) >= filled
+            mask.copy_(behind & (number % 2 == 0))
+            ids[behind & (number % 2 == 1)] = -1
             control.replay()
             expected = torch.where(torch.arange(8)[:, None] < filled, number % 100, 0)
             same = torch.equal(output, expected.to(output.dtype).expand_as(output))

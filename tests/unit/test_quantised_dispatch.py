@@ -169,6 +169,23 @@ def test_opcheck(layer: MoeAllToAll) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"), [("fp8_block", "column_major"), ("nvfp4", "interleaved")]
+)
+def test_opcheck_of_what_experts_read(name: str, layout: str) -> None:
+    with alone(recipe=name, scales_layout=layout, received_ids="elsewhere") as layer:
+        hidden, ids, weights = inputs()
+        pending = torch.zeros_like(layer._layer.workspace.pending)
+        mask = torch.tensor([False, True, False])
+        arguments: tuple[Any, ...]
+        arguments = (pending, hidden, None, ids, weights, [], scale_for(layer), layer._handle, 0)
+        torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, (*arguments, mask))
+        counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:], mask)[3]
+        torch.library.opcheck(
+            torch.ops.moe_nvlink.received_scales.default, (counts, layer._handle, 0)
+        )
+
+
 def test_compiled_as_eager() -> None:
     with alone(recipe="mxfp8", combine="fp8_block") as layer:
         recipe = layer.recipe
@@ -258,21 +275,21 @@ def test_ranks_that_differ(field: str, values: tuple[str, str]) -> None:
         assert f"{field}: rank 0 has {values[0]}, rank 1 has {values[1]}" in str(outcome)
 
 
-def test_ranks_in_layers_of_different_recipes() -> None:
+@pytest.mark.parametrize("values", [{"recipe": "fp8_block"}, {"received_ids": "elsewhere"}])
+def test_ranks_in_layers_of_different_formats(values: dict[str, Any]) -> None:
     """Same geometry, but rows of other bytes: they must not be taken for each other's."""
 
     def rank_main(group: ThreadGroup) -> None:
         with (
             MoeAllToAll.create(config(2, group.rank), group) as plain,
-            MoeAllToAll.create(
-                config(2, group.rank, recipe="fp8_block"), group, share_with=plain
-            ) as fp8,
+            MoeAllToAll.create(config(2, group.rank, **values), group, share_with=plain) as other,
         ):
-            (plain, fp8)[group.rank].dispatch(*inputs())
+            (plain, other)[group.rank].dispatch(*inputs())
 
     for outcome in try_ranks(2, rank_main):
         assert isinstance(outcome, DisagreementError), repr(outcome)
         assert "another geometry" in str(outcome)
+        assert "received_ids=" in str(outcome)
 
 
 ROWS = torch.zeros(3, HIDDEN, dtype=torch.float8_e4m3fn)

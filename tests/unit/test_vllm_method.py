@@ -59,6 +59,7 @@ def test_a_loaded_layer_has_our_method_around_vllms() -> None:
         assert ours.experts_cls is ours.old_quant_method.experts_cls  # models read such fields
         with pytest.raises(AttributeError, match="nobody_has_it"):
             _ = ours.nobody_has_it
+        assert layer.weight_loader.supports_moe_loading  # Llama 4's model asks
         check_rows(layer, group.rank, weights)
 
     run_ranks(EP_SIZE, rank_main)
@@ -78,6 +79,22 @@ def test_weights_that_are_reloaded_are_packed_again() -> None:
         assert layer.quant_method is method
         assert layer.w13_weight.data_ptr() == memory
         check_rows(layer, group.rank, after)
+
+    run_ranks(EP_SIZE, rank_main)
+
+
+def test_weights_that_were_processed_while_they_loaded_keep_their_kernel() -> None:
+    """vLLM's online quantisation returns at once from its second call."""
+    weights = Weights(0)
+
+    def rank_main(group: ThreadGroup) -> None:
+        layer = loaded(group, weights)
+        old = layer.quant_method.old_quant_method
+        kernel = old.moe_kernel
+        old.process_weights_after_loading = lambda _layer: None
+        layer.quant_method.process_weights_after_loading(layer)
+        assert old.moe_kernel is kernel
+        check_rows(layer, group.rank, weights)
 
     run_ranks(EP_SIZE, rank_main)
 

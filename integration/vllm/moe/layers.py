@@ -75,6 +75,10 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
             del self.__dict__["quant_method"]
 
 
+# Models ask the loader for attributes that vLLM has set on its own, such as supports_moe_loading.
+vars(MoeNvlinkRoutedExperts.weight_loader).update(vars(RoutedExperts.weight_loader))
+
+
 class MoeNvlinkMoERunner(MoERunner):
     """vLLM's runner, with the MoE layer as one opaque op on every platform."""
 

@@ -96,10 +96,13 @@ def install_after_loading(quant_method: Any) -> None:
             collective over the EP group, and raises as `install`.
     """
     original = quant_method.process_weights_after_loading
+    is_wrapped = "process_weights_after_loading" in vars(quant_method)  # by somebody before us
 
     @functools.wraps(original)
     def process_weights_after_loading(layer: Any) -> None:
         del quant_method.process_weights_after_loading  # from now on our method forwards to it
+        if is_wrapped:
+            quant_method.process_weights_after_loading = original
         install(quant_method, layer)
 
     quant_method.process_weights_after_loading = process_weights_after_loading
@@ -160,8 +163,11 @@ def _process(quant_method: Any, layer: Any) -> None:
 
     # vLLM packs weights for its CPU experts only when it makes a kernel. A method that has one
     # would compute with reloaded weights as if they were packed.
-    quant_method.moe_kernel = None
+    before, quant_method.moe_kernel = quant_method.moe_kernel, None
     quant_method.process_weights_after_loading(layer)
+    if quant_method.moe_kernel is None:  # online quantisation has processed them while they loaded
+        quant_method.moe_kernel = before
+        return
     experts = getattr(quant_method.moe_kernel, "fused_experts", None)
     if isinstance(experts, Fp8RowsMixin):  # vLLM's FP8 method leaves the weights to its kernels
         experts.process_weights_after_loading(layer)

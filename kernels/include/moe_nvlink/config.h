@@ -62,7 +62,7 @@ enum CombineCode : int {
 enum ReceivedIdsCode : int {
   kReceivedIdsGlobal = 0,     // all ids, as the router made them; no expert: -1
   kReceivedIdsGiven = 1,      // global ids; absent: DispatchArgs.absent_id
-  kReceivedIdsElsewhere = 2,  // global ids; absent: the expert after the receiving rank's last
+  kReceivedIdsElsewhere = 2,  // global ids; absent: the expert after the rank's last, or 0
   kReceivedIdsLocal = 3,      // ids from 0 on at each rank; absent: -1
 };
 

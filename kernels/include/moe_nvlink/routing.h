@@ -79,8 +79,10 @@ HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, bool 
   MOE_NVLINK_ROLLED
   for (int k = cta.thread; k < top_k; k += Cta::kWarpThreads) {
     const int32_t id = load_word(topk_ids + k);
-    // After the load of the id, so that both loads are on their way together.
-    const bool stays = failed || is_padding(args, token);
+    // After the load of the id and before the use of `failed`, so that all three loads are on their
+    // way together.
+    const bool padding = is_padding(args, token);
+    const bool stays = failed || padding;
     const int target = stays ? kNoSlot : target_rank_of(id, geometry);
     route.target_ranks[k] = target;
     route.ids[k] = target == kNoSlot ? -1 : id;

@@ -176,6 +176,7 @@ def _of_dispatch(args: Any) -> _Tensors:
     tokens = geometry.num_tokens
     yield args.send_slots, tokens * geometry.top_k * 4, "send_slots"
     yield args.global_scale, 4, "global_scale"
+    yield args.is_padding, tokens, "is_padding"
     for index, payload in enumerate(args.payloads[: args.num_payloads]):
         row_bytes = payload.row_bytes
         if args.quantiser and index == 2:  # activations
