@@ -30,7 +30,7 @@ from benchmarks.moe_comm.terms import VERBS, Work
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.exchange import arguments, shapes
 from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows
-from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.shape import MOST_THREADS, Limits, Shape
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import kernel_texts
@@ -149,8 +149,12 @@ class Layer:
         """Run a verb on all ranks, which begin it together; a combine comes after its dispatch."""
         self._clock = self._clock_of(verb)
         self._clock.restart()
-        for rank in self._ranks:
-            for number, launch in enumerate(self._launches(verb, rank)):
+        of_rank = {rank: self._launches(verb, rank) for rank in self._ranks}
+        widest = max(launch.threads for launch in of_rank[0])
+        places = max(1, int(self._threads_per_sm(verb)) // widest)
+        self._machine.limit_ctas(int(self._costs["num_sms"]) * places)
+        for rank, launches in of_rank.items():
+            for number, launch in enumerate(launches):
                 self._machine.launch(
                     rank,
                     launch.kernel,
@@ -161,9 +165,9 @@ class Layer:
                     pdl=self._pdl and number > 0,
                 )
         self._machine.run()
-        launches = sorted(self._clock.launches(), key=lambda launch: launch.number)
-        last = max(launches, key=lambda launch: launch.end_ns)
-        ends = tuple(launch.end_ns / 1e3 for launch in launches if launch.rank == 0)
+        ended = sorted(self._clock.launches(), key=lambda launch: launch.number)
+        last = max(ended, key=lambda launch: launch.end_ns)
+        ends = tuple(launch.end_ns / 1e3 for launch in ended if launch.rank == 0)
         return Clocked(last.end_ns / 1e3, self._clock.path(last), ends)
 
     def _places(self, threads: int) -> int:
@@ -230,6 +234,23 @@ class Ours(Layer):
             cells = self._regions[f"{verb}_cells"].offset
             for peer in range(1, self.work.ep_size):
                 yield self._bases[peer] + cells, self._bases[0] + cells + 8 * peer
+
+    def run(self, verb: str) -> Clocked:
+        """Run a verb as every layer does.
+
+        Raises:
+            RuntimeError: a rank waited in vain.
+        """
+        clocked = super().run(verb)
+        for rank in self._ranks:
+            place = self._bases[rank] + self._regions["local"].offset
+            local: Any = structs()["LocalControl"].from_address(place)
+            if local.fault:
+                raise RuntimeError(
+                    f"{verb} of rank {rank} left fault word {local.fault:#018x}: its time is of a "
+                    "round that failed"
+                )
+        return clocked
 
     def shape(self, verb: str) -> Shape:
         """Return the product's launch shape on this machine."""

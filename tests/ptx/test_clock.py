@@ -17,6 +17,9 @@ from tests.support.ptx import build, costs
 from tests.support.ptx.critical_path import Clock, Launch, round_trips, totals
 from tests.support.ptx.machine import Machine
 
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+pytestmark = pytest.mark.timeout(1200)
+
 FREE = 1e12  # bytes per ns
 TABLE = dict.fromkeys((row.name for row in costs.TABLE), 0.0) | {
     "num_sms": 4,
@@ -322,7 +325,7 @@ def test_a_rank_that_stands_for_both() -> None:
 
 def test_ctas_beyond_the_places_wait_for_one() -> None:
     ranks = Ranks(num_sms=1, threads_per_sm=32)
-    ranks.machine._runtime.ptx_limit_ctas(ranks.machine._handle, 1)
+    ranks.machine.limit_ctas(1)
     assert ranks.ns("copy", ranks.at(1), 0, grid=3, block=32) == pytest.approx(3 * 1000)
 
 

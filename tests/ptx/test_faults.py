@@ -153,15 +153,22 @@ def test_what_is_wrong_is_reported(name: str, library: build.Library) -> None:
 
 def test_released_memory_is_out_of_bounds(library: build.Library) -> None:
     arrays = _arrays()
-    name = "misaligned_vector"
+    params = bytes((ctypes.c_uint64 * 3)(*(array.ctypes.data for array in arrays)))
     with one.Bench(library) as bench:
-        params = bytes((ctypes.c_uint64 * 3)(*(array.ctypes.data for array in arrays)))
-        bench.machine.allocate(0, arrays[2].ctypes.data, arrays[2].nbytes, "elsewhere")
-        bench.machine.launch(0, library[name], 1, 32, params)
-        with pytest.raises(PtxError):
+        bench.machine.allocate(0, arrays[0].ctypes.data, arrays[0].nbytes, "released")
+        bench.machine.release(arrays[0].ctypes.data)
+        bench.machine.launch(0, library["waits_for_nobody"], 1, 32, params)
+        with pytest.raises(OutOfBoundsError, match="lie in no allocation"):
             bench.machine.run()
+
+
+def test_what_does_not_fit_the_machine_is_refused(library: build.Library) -> None:
+    kernel = library["waits_for_nobody"]
+    with one.Bench(library) as bench:
         with pytest.raises(ValueError, match="takes 24 bytes of parameters, not 8"):
-            bench.machine.launch(0, library[name], 1, 32, params[:8])
+            bench.machine.launch(0, kernel, 1, 32, bytes(8))
+        with pytest.raises(ValueError, match="load it with the machine's"):
+            bench.machine.launch(0, kernel._replace(mode=(True, False)), 1, 32, bytes(24))
 
 
 _STUCK = """extern "C" __global__ void stuck(volatile unsigned* word) {

@@ -1,4 +1,5 @@
-"""Each form of each opcode that the software GPU knows, against an oracle that does not know it.
+"""The forms of instructions that our kernels have, and more of the same opcodes, each against an
+oracle that does not know the table. Other forms that opcodes.py takes have none.
 
 Many forms share one entry, because g++ takes most of the time; each is compared by itself.
 """

@@ -21,6 +21,7 @@ from tests.support.ptx.machine import Machine, TrapError
 from tests.unit.framework_wheels import left_out
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+pytestmark = pytest.mark.timeout(1200)
 
 #: Slots are given out by an atomic: num_threads=2 says that their order is not the tokens'.
 CASE = Case(

@@ -73,9 +73,14 @@ def _fetch(
         *("--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--retries", "2"),
         *("--timeout", "20", *tags, "--dest", str(folder), requirement),
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnreachableError(
+            f"pip could not fetch {requirement} within {TIME_LIMIT_S} s"
+        ) from error
     if done.returncode != 0:
         kind = UnreachableError if _UNREACHABLE.search(done.stderr) else FetchError
         raise kind(f"pip could not fetch {requirement}: {done.stderr.strip()[-600:]}")

@@ -3,7 +3,7 @@
 // test has asked for it (fake_cuda_expose). All functions expect the lock to be held.
 
 constexpr size_t kGranularity = size_t{2} << 20;
-constexpr size_t kPage = 4096;
+const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 constexpr int kPoison = 0xCC;  // fresh device memory holds anything; here always this
 
 struct Memory {  // lives while a handle or a mapping of it does

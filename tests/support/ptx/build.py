@@ -154,7 +154,7 @@ class Site:
 
 
 class Kernel(NamedTuple):
-    """One entry of a library; `raw` is what the machine takes."""
+    """One entry of a library; `raw` is what a machine takes that has its mode (races, clock)."""
 
     name: str
     raw: Any
@@ -162,6 +162,7 @@ class Kernel(NamedTuple):
     param_bytes: int
     shared_bytes: int
     num_registers: int
+    mode: tuple[bool, bool]
 
 
 class Library(Mapping[str, Kernel]):
@@ -169,11 +170,10 @@ class Library(Mapping[str, Kernel]):
 
     def __init__(self, path: Path, mode: tuple[bool, bool]) -> None:
         self.path = path
-        self.mode = mode
         self._library = ctypes.CDLL(str(path))
         count = ctypes.c_uint32.in_dll(self._library, "num_kernels").value
         raw = (_Kernel * count).in_dll(self._library, "kernels")
-        self._kernels = {each.name.decode(): _kernel(each) for each in raw}
+        self._kernels = {each.name.decode(): _kernel(each, mode) for each in raw}
 
     def variables(self) -> Iterator[tuple[str, int, int]]:
         """(name, address, bytes) of the module's own memory."""
@@ -199,10 +199,10 @@ class Library(Mapping[str, Kernel]):
         return len(self._kernels)
 
 
-def _kernel(raw: _Kernel) -> Kernel:
+def _kernel(raw: _Kernel, mode: tuple[bool, bool]) -> Kernel:
     sites = [Site(raw.sites[number]) for number in range(raw.num_sites)]
     return Kernel(
-        raw.name.decode(), raw, sites, raw.param_bytes, raw.shared_bytes, raw.num_registers
+        raw.name.decode(), raw, sites, raw.param_bytes, raw.shared_bytes, raw.num_registers, mode
     )
 
 
@@ -230,7 +230,7 @@ def library_path(ptx: str, *, races: bool = False, clock: bool = False) -> Path:
         needs = ("-include", header, "-Wl,--no-as-needed", str(runtime))
         host.compile_text(text, target, (*flags, *needs))
 
-    key = "\0".join(("ptx", str(runtime), *flags, text))
+    key = "\0".join(("ptx", _compiler(), str(runtime), *flags, text))
     return cache.get_or_build(key, ".so", build)
 
 
@@ -243,8 +243,16 @@ def _precompiled_header(flags: tuple[str, ...]) -> Path:
         command = [*shlex.split(env.cxx()), *flags, "-x", "c++-header", header, "-o", str(target)]
         subprocess.run(command, check=True)
 
-    key = "\0".join(("ptx header", *flags, *_headers()))
+    key = "\0".join(("ptx header", _compiler(), *flags, *_headers()))
     return cache.get_or_build(key, ".h.gch", build)
+
+
+@functools.cache
+def _compiler() -> str:
+    """Which one, and its version: a precompiled header is of use to no other."""
+    command = [*shlex.split(env.cxx()), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return " ".join(command) + done.stdout
 
 
 def _headers() -> list[str]:

@@ -120,6 +120,10 @@ class Machine:
         for name, address, size in library.variables():
             self.allocate(0, address, size, name)
 
+    def limit_ctas(self, most: int) -> None:
+        """How many CTAs of a rank run at a time from now on, in the grid's order; 0: any number."""
+        self._runtime.ptx_limit_ctas(self._handle, most)
+
     def launch(
         self,
         rank: int,
@@ -139,8 +143,14 @@ class Machine:
             pdl: it may begin when the launch before it lets dependents start.
 
         Raises:
-            ValueError: the parameters have another size than the entry's.
+            ValueError: the parameters have another size than the entry's, or the library another
+                mode than the machine.
         """
+        if kernel.mode != self.mode:
+            raise ValueError(
+                f"{kernel.name} was loaded with (races, clock) = {kernel.mode}, this machine has "
+                f"{self.mode}; load it with the machine's"
+            )
         if len(params) != kernel.param_bytes:
             raise ValueError(
                 f"{kernel.name} takes {kernel.param_bytes} bytes of parameters, not {len(params)}"

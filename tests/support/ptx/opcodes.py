@@ -294,6 +294,8 @@ def _atom(context: Context, instruction: Instruction) -> str:
     place = _place(context, operands[0], space)
     # Floating values are added as such; every other operation is on bits.
     real = is_float(kind)
+    if kind.endswith("x2") or (real and bits(kind) == 16):
+        raise modifiers.error("unknown type")
     work = "float" if kind == "f32" else "double" if kind == "f64" else signed_type(kind)
     given = "".join(
         f"const T {name} = {context.value(operand, kind)}; "
@@ -654,6 +656,8 @@ def _sign(context: Context, instruction: Instruction) -> str:
     kind = modifiers.type()
     flushes = modifiers.has("ftz")
     modifiers.end()
+    if flushes and kind != "f32":
+        raise modifiers.error("unknown modifier .ftz")
     target, source = instruction.operands
     if is_float(kind) or kind.endswith("x2"):
         raw = f"b{bits(kind)}"
@@ -693,6 +697,8 @@ def _real(context: Context, instruction: Instruction, modifiers: Modifiers, kind
     modifiers.end()
     if relu:
         raise modifiers.error("unknown modifier .relu")
+    if flushes and kind != "f32":
+        raise modifiers.error("unknown modifier .ftz")
     target, *sources = instruction.operands
     formula = {
         "add": "{0} + {1}",
@@ -748,7 +754,7 @@ _FUNCTIONS = {
 
 @emits(*_FUNCTIONS)
 def _function(context: Context, instruction: Instruction) -> str:
-    """.approx: the nearest value, which is within the error that the ISA states."""
+    """.approx: a value within the error that the ISA states."""
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
     modifiers.one_of("rn", "approx")
@@ -780,9 +786,11 @@ _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=
 _UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 
 
-def _compared(context: Context, comparison: str, kind: str, a: str, b: str) -> str:
+def _compared(context: Context, comparison: str, kind: str, a: str, b: str, flushes: bool) -> str:
     if is_float(kind):
         x, y = context.value(a, kind), context.value(b, kind)
+        if flushes:
+            x, y = f"flushed({x})", f"flushed({y})"
         unordered = f"(std::isnan({x}) || std::isnan({y}))"
         if comparison in ("num", "nan"):
             return unordered if comparison == "nan" else f"!{unordered}"
@@ -804,8 +812,12 @@ def _setp(context: Context, instruction: Instruction) -> str:
     unordered = [f"{name}u" for name in _COMPARED]
     comparison = modifiers.one_of(*_COMPARED, *_UNSIGNED, *unordered, "num", "nan")
     joined = modifiers.one_of("and", "or", "xor")
-    modifiers.has("ftz")
+    flushes = modifiers.has("ftz")
     modifiers.end()
+    if kind.endswith("x2"):
+        raise modifiers.error("unknown type")
+    if flushes and kind != "f32":
+        raise modifiers.error("unknown modifier .ftz")
     target, a, b, *third = instruction.operands
     first, _, second = target.partition("|")
     one, two = "is", "!is"
@@ -813,7 +825,7 @@ def _setp(context: Context, instruction: Instruction) -> str:
         operator = {"and": "&&", "or": "||", "xor": "!="}[joined]
         extra = context.value(third[0], "pred")
         one, two = f"is {operator} {extra}", f"!is {operator} {extra}"
-    text = f"const bool is = {_compared(context, comparison, kind, a, b)}; "
+    text = f"const bool is = {_compared(context, comparison, kind, a, b, flushes)}; "
     text += f"const bool one = {one}; const bool two = {two}; static_cast<void>(two); "
     text += context.assign(first, "pred", "one")
     if second:

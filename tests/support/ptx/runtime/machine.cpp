@@ -455,7 +455,8 @@ std::string deadlock(const Machine& machine) {
   return text.str();
 }
 
-// Every live thread has polled, and nothing has changed: only time can end the wait.
+// So many turns have only polled that every ready thread has most likely had one, and nothing has
+// changed: only time can end the wait.
 void let_time_pass(Machine& machine) {
   machine.idle_turns = 0;
   machine.leap_ns = std::max(kFirstLeapNs, 2 * machine.leap_ns);

@@ -156,10 +156,11 @@ inline float greatest(float a, float b, bool keeps_nan) {
   return a > b ? a : b;
 }
 
-// Of a value that has been rounded to an integer: clamped to the type; NaN becomes 0.
+// Of a value that has been rounded to an integer: clamped to the type. NaN becomes 0, in 64 bits the
+// highest bit alone.
 template <class Integer>
 inline Integer clamped(double value) {
-  if (std::isnan(value)) return 0;
+  if (std::isnan(value)) return sizeof(Integer) == 8 ? static_cast<Integer>(uint64_t{1} << 63) : 0;
   const double low = static_cast<double>(std::numeric_limits<Integer>::min());
   const double high = std::ldexp(1.0, std::numeric_limits<Integer>::digits);
   if (value <= low) return std::numeric_limits<Integer>::min();
