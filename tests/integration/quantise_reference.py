@@ -49,12 +49,20 @@ def quantising(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         mode = Mode(*json.loads(path.read_text("utf-8")))
         rows = dispatched(hidden_states, mode)
-        weights, owners = kwargs.pop("topk_weights"), owner(self, kwargs["topk_ids"], mode)
+        ids, weights = kwargs.pop("topk_ids"), kwargs.pop("topk_weights")
+        owners = owner(self, ids, mode)
         total = torch.zeros_like(output, dtype=torch.float32)
         for rank in range(mode.ep_size):
-            mine = torch.where(owners == rank, weights, 0.0)
-            original(self, output, rows, *args, topk_weights=mine, **kwargs)
-            total += combined(output, mode)
+            # A rank's experts get a row for each choice that is theirs.
+            row, choice = (owners == rank).nonzero(as_tuple=True)
+            done = torch.empty_like(rows[row])
+            theirs = {
+                "topk_ids": ids[row, choice].unsqueeze(1),
+                "topk_weights": weights[row, choice].unsqueeze(1),
+            }
+            original(self, done, rows[row], *args, **theirs, **kwargs)
+            partial = torch.zeros_like(total).index_add_(0, row, done.float())
+            total += combined(partial.to(output.dtype), mode)
         output.copy_(total)
 
     return apply
