@@ -146,7 +146,7 @@ def _checks(rank: int, _size: int) -> dict[str, str]:
 
 def test_a_backend_that_loses_or_alters_a_row_is_refused(tmp_path: Path) -> None:
     of_ranks = run_processes(2, _checks, tmp_path)
-    assert len(of_ranks[0]) == 5 * 2 * 4 + 5 * 3 + 2
+    assert len(of_ranks[0]) == 5 * 2 * 4 + 6 * 3 + 2
     for found in of_ranks:
         for case, message in found.items():
             if case.endswith("nothing"):
