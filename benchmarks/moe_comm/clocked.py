@@ -1,6 +1,6 @@
 """Our dispatch and combine on the software GPU's clock: **modelled** times, none of them measured.
 
-    with Layer(Work(ep_size=8, tokens=1), "gb200") as layer:
+    with Ours(Work(ep_size=8, tokens=1), "gb200") as layer:
         dispatch = layer.run("dispatch"); combine = layer.run("combine")
 
 The kernels are the PTX that NVRTC makes for users, launched with the product's shapes for that
@@ -16,6 +16,7 @@ nothing waits because several ranks send to one at once.
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import mmap
 from collections.abc import Iterator, Mapping
@@ -81,7 +82,7 @@ class Launch(NamedTuple):
     shared_bytes: int = 0
 
 
-class Layer:
+class Layer(abc.ABC):
     """One layer on every rank, or on the rank that stands for all: Ours or Peer.
 
     Args:
@@ -123,18 +124,19 @@ class Layer:
             for here, peer in self._words():
                 self._clock.mirror(here, peer)
 
+    @abc.abstractmethod
     def _load(self) -> build.Library:
-        raise NotImplementedError
+        """Return the kernels; the first of these methods to be called."""
 
-    def _workspace_bytes(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _workspace_bytes(self) -> int: ...
 
+    @abc.abstractmethod
     def _words(self) -> Iterator[tuple[int, int]]:
         """Return what rank 0 stores to each peer's workspace, and where the peer would store it."""
-        raise NotImplementedError
 
-    def _launches(self, verb: str, rank: int) -> list[Launch]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _launches(self, verb: str, rank: int) -> list[Launch]: ...
 
     def _threads_per_sm(self, verb: str) -> float:
         """Return how many threads of a verb's kernel an SM holds."""

@@ -72,7 +72,7 @@ def ptx_of(text: str, architecture: str) -> str:
         library.nvrtcDestroyProgram(program)
 
 
-class _Site(ctypes.Structure):
+class RawSite(ctypes.Structure):
     _fields_ = [
         ("text", ctypes.c_char_p),
         ("line", ctypes.c_uint32),
@@ -88,7 +88,7 @@ class _Kernel(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("run", ctypes.c_void_p),
-        ("sites", ctypes.POINTER(_Site)),
+        ("sites", ctypes.POINTER(RawSite)),
         ("resume_lines", ctypes.c_void_p),
         ("num_sites", ctypes.c_uint32),
         ("register_bytes", ctypes.c_uint32),
@@ -112,7 +112,7 @@ class Site:
     changed, which is what a mutant of the PTX is.
     """
 
-    def __init__(self, raw: _Site) -> None:
+    def __init__(self, raw: RawSite) -> None:
         self._raw = raw
         self._original = (raw.order, raw.scope)
         self.text: str = raw.text.decode()

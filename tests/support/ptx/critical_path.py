@@ -11,10 +11,12 @@ All times are modelled, by the table in costs.py.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .build import RawSite
 from .machine import Machine
 
 #: As in runtime/clock.h, enum StepKind.
@@ -50,14 +52,6 @@ class _Step(ctypes.Structure):
         ("launch", ctypes.c_uint32),
         ("cta", ctypes.c_uint32),
         ("thread", ctypes.c_uint32),
-    ]
-
-
-class _SiteHead(ctypes.Structure):
-    _fields_ = [
-        ("text", ctypes.c_char_p),
-        ("line", ctypes.c_uint32),
-        ("source_line", ctypes.c_uint32),
     ]
 
 
@@ -161,10 +155,6 @@ class Clock:
             for each in self._list("launches")
         ]
 
-    def end_ns(self) -> float:
-        """Return when the last launch of the slowest rank ended."""
-        return max(launch.end_ns for launch in self.launches())
-
     def path(self, launch: Launch) -> list[Step]:
         """Return what the end of a launch waited for, first to last; the times are contiguous."""
         steps = self._list("steps")
@@ -191,7 +181,7 @@ class Clock:
 
 
 def _decoded(raw: Any, kind: str, begin: float, end: float, queued: float) -> Step:
-    site = _SiteHead.from_address(raw.site) if raw.site and kind != "instructions" else None
+    site = RawSite.from_address(raw.site) if raw.site and kind != "instructions" else None
     return Step(
         kind=kind,
         begin_ns=begin,
@@ -218,8 +208,4 @@ def totals(path: list[Step]) -> dict[str, float]:
 
 def round_trips(path: list[Step]) -> dict[str, int]:
     """Return kind -> number of waits of a path."""
-    found: dict[str, int] = {}
-    for step in path:
-        if step.kind != "instructions":
-            found[step.kind] = found.get(step.kind, 0) + 1
-    return found
+    return dict(Counter(step.kind for step in path if step.kind != "instructions"))

@@ -458,7 +458,9 @@ def _bra(context: Context, instruction: Instruction) -> str:
 
 @emits("ret", "exit")
 def _ret(context: Context, instruction: Instruction) -> str:
-    Modifiers(instruction).end() if instruction.modifiers != ("uni",) else None
+    modifiers = Modifiers(instruction)
+    modifiers.has("uni")
+    modifiers.end()
     return "return Status::kEnded;"
 
 
