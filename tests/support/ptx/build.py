@@ -44,7 +44,6 @@ KINDS = (
     "warp_barrier",
     "warp",
     "grid_wait",
-    "grid_launch",
 )
 
 

@@ -103,7 +103,6 @@ class Entry:
 
 @dataclass
 class Module:
-    target: str
     variables: list[Variable] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
 
@@ -168,7 +167,7 @@ def _end_of_statement(ptx: str, start: int) -> int:
 class _Parser:
     def __init__(self, ptx: str) -> None:
         self._statements = _statements(ptx)
-        self._module = Module("")
+        self._module = Module()
         self._scopes: list[dict[str, str]] = []
         self._blocks = 0
         self._source_line = 0
@@ -178,11 +177,9 @@ class _Parser:
             text = statement.text
             if statement.kind != "text":
                 raise UnknownPtxError("outside of an entry", statement.line, statement.kind)
-            if text.startswith(".target"):
-                self._module.target = text.split()[1].rstrip(",")
-            elif re.match(r"(\.visible\s+|\.weak\s+)*\.entry\b", text):
+            if re.match(r"(\.visible\s+|\.weak\s+)*\.entry\b", text):
                 self._entry(statement)
-            elif text.startswith((".version", ".address_size", ".file", ".section")):
+            elif text.startswith((".version", ".target", ".address_size", ".file", ".section")):
                 pass
             elif re.match(r"(\.extern\s+)?\.func\b", text):
                 self._skip_function(text)

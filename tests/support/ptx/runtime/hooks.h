@@ -17,7 +17,6 @@ enum class Kind : uint8_t {
   kWarpBarrier,  // bar.warp.sync
   kWarp,         // shfl, redux, vote
   kGridWait,
-  kGridLaunch,
 };
 
 struct Allocation;
