@@ -27,9 +27,10 @@ struct Geometry {
 // hidden_size] of geometry.element, and its row is the quantised row. If the recipe has scales, the
 // quantiser writes the next payload, which has no source.
 struct Payload {
-  uint64_t source;     // [num_tokens, row_bytes], this rank's own memory
-  uint32_t region;     // [ep_size, max_tokens_per_rank, row_bytes] in every rank's workspace
-  uint32_t row_bytes;  // bytes of one token's row; any number
+  uint64_t source;         // [num_tokens, row_bytes], this rank's own memory
+  uint32_t region;         // [ep_size, max_tokens_per_rank, row_bytes] in every rank's workspace
+  uint32_t row_bytes;      // bytes of one token's row; any number
+  uint32_t packed_offset;  // small batches: of the row in the token's packed row; a multiple of 16
 };
 
 struct ControlRegions {
@@ -58,6 +59,9 @@ struct DispatchArgs {
   int32_t absent_id;         // with kReceivedIdsGiven
   uint32_t scales_layout;    // kScalesLayout*; not Linear: of the payload after the rows
   uint32_t laid_out_region;  // its scales in that layout, in this rank's workspace
+  uint32_t staging_region;   // small batches: [ep_size, max_tokens_per_rank, units] of packed rows
+  uint32_t packed_bytes;     // small batches: bytes of a packed row, a multiple of 16
+  uint32_t senders;          // small batches: CTAs that send; 0: all CTAs do all
   Payload payloads[kMaxPayloads];  // ids, weights, then the caller's rows
 };
 
@@ -74,7 +78,10 @@ struct CombineArgs {
   uint32_t format;         // kCombine*; not Unquantised: what the peers read is in the next three
   uint32_t rows_region;    // [ep_size, max_tokens_per_rank, bytes of a quantised row]
   uint32_t scales_region;  // [ep_size, max_tokens_per_rank, bytes of a row's block scales]
-  uint32_t row_scales_region;  // [ep_size, max_tokens_per_rank] f32; formats that have them
+  uint32_t row_scales_region;    // [ep_size, max_tokens_per_rank] f32; formats that have them
+  uint32_t even_staging_region;  // small batches: [ep_size, max_tokens_per_rank, units of a row]
+  uint32_t odd_staging_region;   // the same for rounds of an odd epoch
+  uint32_t senders;              // small batches: CTAs that send; 0: all CTAs do all
 };
 
 // The vocabulary product that the ranks of a group share (kernels/lm_head). Rank r has the
@@ -121,6 +128,8 @@ struct LocalControl {
   uint32_t remote_rows_put;   // the part of them that went to other ranks
   uint32_t combine_arrivals;  // rows that the running combine has quantised; CTAs that ended argmax
   uint32_t rows_taken;        // by CTAs of the running combine with a format; zero between combines
+  uint32_t combined_epoch;    // of the last combine; the dispatch after it reads it
+  uint32_t has_pulled;        // 1: the peers' experts' rows were read in the last combine
 };
 
 // Totals since the workspace was made.

@@ -12,6 +12,12 @@ constexpr int kRegionAlignment = 256;  // bytes; regions of the workspace start 
 constexpr int kMaxHeadSplits = 8;      // CTAs that share one row of logits
 constexpr int kMaxFinishers = 32;      // CTAs of dispatch that share the work at its end
 
+// Small batches (units.h): the most tokens of a rank, the bytes of a packed row that one CTA stages
+// at a time, and the most bytes of a packed row that a CTA quantises.
+constexpr int kMaxSmallTokens = 64;
+constexpr int kPartBytes = 3072;
+constexpr int kMaxStagedBytes = 16384;
+
 // Bits of a cell that hold a count of rows, which is at most 2^24 (epoch_flags.h).
 constexpr int kCountBits = 25;
 

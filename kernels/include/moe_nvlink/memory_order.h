@@ -45,6 +45,22 @@ HD void store_relaxed_sys(uint64_t* address, uint64_t value) {
   MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint64_t>(*address).store(value, std::memory_order_relaxed);)
 }
 
+// Two words side by side, of 16 aligned bytes. Each word arrives as a whole; the two may arrive in
+// any order.
+HD void store_words_relaxed_sys(uint64_t* address, uint64_t first, uint64_t second) {
+  MOE_NVLINK_DEVICE_ONLY(asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" : : "l"(
+                                          __cvta_generic_to_global(address)),
+                                      "l"(first), "l"(second) : "memory");)
+  MOE_NVLINK_HOST_ONLY(store_relaxed_sys(address, first); store_relaxed_sys(address + 1, second);)
+}
+
+HD void load_words_relaxed_sys(const uint64_t* address, uint64_t& first, uint64_t& second) {
+  MOE_NVLINK_DEVICE_ONLY(
+      asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first),
+                   "=l"(second) : "l"(__cvta_generic_to_global(address)) : "memory");)
+  MOE_NVLINK_HOST_ONLY(first = load_relaxed_sys(address); second = load_relaxed_sys(address + 1);)
+}
+
 // Adds without order, to hand out numbers.
 HD uint32_t fetch_add_relaxed_gpu(uint32_t* address, uint32_t value) {
   MOE_NVLINK_DEVICE_ONLY(uint32_t before;

@@ -1,0 +1,76 @@
+// Rows of small batches travel as units that carry their own flags.
+//
+// A unit is two words of 8 bytes. A word has 6 bytes of data and a mark, which stands for the epoch.
+// A word arrives as a whole (the PTX memory model says so of words up to 8 bytes), so a reader that
+// finds the mark has the data: no fence, no cell and no acquire stands between a row's store and its
+// use. That costs a third more bytes, and saves the sender the wait for its stores' acknowledgement.
+//
+// Units lie in a staging region, from where the receiver copies them. It sets every unit that it has
+// read to zero, so at the start of a round every unit of a region is zero, whatever layers used the
+// region before, and for how long this unit was not in use: 15 bits of the epoch could not tell it.
+// The next round's units come after these zeros (P12).
+#pragma once
+
+#include "config.h"
+#include "copy.h"
+#include "memory_order.h"
+#include "platform.h"
+
+namespace moe_nvlink {
+
+constexpr int kUnitBytes = 16;
+constexpr int kUnitDataBytes = 12;
+
+// Units of `bytes` bytes of data.
+HD int units_of(int bytes) {
+  return (bytes + kUnitDataBytes - 1) / kUnitDataBytes;
+}
+
+// Never 0, which stands for a unit that has not arrived.
+HD uint32_t mark_of(uint32_t epoch) {
+  return 0x8000u | (epoch & 0x7fffu);
+}
+
+// Three words of data as they travel.
+struct Unit {
+  uint64_t first;
+  uint64_t second;
+
+  HD bool has_arrived(uint32_t mark) const {
+    return static_cast<uint32_t>(first >> 48) == mark &&
+           static_cast<uint32_t>(second >> 48) == mark;
+  }
+  HD void unpack(uint32_t* data) const {
+    const uint32_t middle = static_cast<uint32_t>(second);
+    data[0] = static_cast<uint32_t>(first);
+    data[1] = (static_cast<uint32_t>(first >> 32) & 0xffffu) | middle << 16;
+    data[2] = static_cast<uint32_t>(second >> 16);
+  }
+};
+
+HD Unit pack_unit(uint32_t data0, uint32_t data1, uint32_t data2, uint32_t mark) {
+  const uint64_t flag = static_cast<uint64_t>(mark) << 48;
+  return Unit{flag | static_cast<uint64_t>(data1 & 0xffffu) << 32 | data0,
+              flag | static_cast<uint64_t>(data2) << 16 | data1 >> 16};
+}
+
+// P10: the data and its mark are one word.
+HD void put_unit(char* target, const Unit& unit) {
+  store_words_relaxed_sys(reinterpret_cast<uint64_t*>(target), unit.first, unit.second);
+}
+
+HD Unit look_at_unit(const char* source) {
+  Unit unit;
+  load_words_relaxed_sys(reinterpret_cast<const uint64_t*>(source), unit.first, unit.second);
+  return unit;
+}
+
+// After the unit has been read.
+HD void clear_unit(char* place) {
+  Vector<kUnitBytes> zeros;
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < kUnitBytes; ++i) zeros.bytes[i] = 0;
+  store_vector(place, zeros);
+}
+
+}  // namespace moe_nvlink
