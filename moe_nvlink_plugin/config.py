@@ -17,6 +17,13 @@ MAX_TOP_K = 32
 MAX_CALLER_PAYLOADS = 8
 MAX_CHANNELS = 64
 
+#: The most that small_tokens may be, and what it is on a GPU if nobody says. From about there on,
+#: the third that units add to the bytes costs more than the fences that they save (modelled by
+#: benchmarks/ptx_clock.py).
+MAX_SMALL_TOKENS = 64
+#: Bytes of memory that the staging of small batches may take on a rank, for each channel.
+MAX_STAGING_BYTES = 128 * 2**20
+
 #: Formats in which partial rows travel back. "bf16" means unquantised rows of config.dtype.
 COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
 
@@ -105,6 +112,12 @@ class AllToAllConfig:
             GPU may place them on any SMs. None takes MOE_NVLINK_MAX_SMS; if that is unset, all SMs.
             May differ by rank. Several channels, or several ranks on one GPU, lower the limit to
             their share.
+        small_tokens: most tokens of a rank for which dispatch and combine use the kernels for small
+            batches, 0..64; 0: none. It counts against the bound of a call, so all ranks of a round
+            use the same kernels. Their rows carry their own flags and take staging memory; if the
+            staging of so many tokens took more than 128 MiB, the number is lowered until it does
+            not. None takes MOE_NVLINK_SMALL_TOKENS; if that is unset, 64 on GPUs and 0 on CPU
+            ranks, where a fence costs nothing.
         extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
         received_ids: what received rows and empty slots have as `topk_ids`. An absent id is an id
             whose expert is on another rank than the receiving one, or an id that is no expert; an
@@ -144,6 +157,7 @@ class AllToAllConfig:
     num_channels: int = 1
     num_threads: int | None = None
     max_sms: int | None = None
+    small_tokens: int | None = None
     extra_payload_bytes: tuple[int, ...] = ()
     received_ids: str | int = "global"
     scales_layout: str = "linear"
@@ -151,7 +165,7 @@ class AllToAllConfig:
 
     def __post_init__(self) -> None:
         fill_timeouts(self)
-        fill_defaults(self, **HOST_DEFAULTS, combine=env.combine)
+        fill_defaults(self, **HOST_DEFAULTS, combine=env.combine, small_tokens=env.small_tokens)
         object.__setattr__(self, "extra_payload_bytes", tuple(self.extra_payload_bytes))
         self._check_ints()
         self._check_rest()
@@ -170,6 +184,8 @@ class AllToAllConfig:
         check_int("num_threads", self.num_threads, 1, 1024)
         if self.max_sms is not None:
             check_int("max_sms", self.max_sms, 1, 1024)
+        if self.small_tokens is not None:
+            check_int("small_tokens", self.small_tokens, 0, MAX_SMALL_TOKENS)
         for row_bytes in self.extra_payload_bytes:
             check_int("extra_payload_bytes", row_bytes, 1, 2**24)
 

@@ -146,6 +146,10 @@ class MoeAllToAll:
             "preparing the exchange",
             lambda: _prepare(config, ranks, torch.device(device), share_with),
         )
+        # On every rank the same: the ranks of a transport have devices of one kind.
+        on_gpu = workspace.executor.asynchronous
+        small_tokens = sizes.small_tokens(config, recipe, on_gpu=on_gpu)
+        config = dataclasses.replace(config, small_tokens=small_tokens)
         _check_agreement(config, ranks, workspace, shares=share_with is not None)
         workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
         try:

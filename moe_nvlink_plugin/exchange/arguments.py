@@ -8,7 +8,7 @@ launch sets hidden_splits.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moe_nvlink_plugin.config import COMBINE_FORMATS, AllToAllConfig
@@ -32,6 +32,7 @@ from moe_nvlink_plugin.recipes import (
 
 from .kernels import COMBINE, DISPATCH
 from .scales_layout import LAID_OUT
+from .sizes import packed_offsets
 
 
 def combine_code(config: AllToAllConfig) -> int:
@@ -126,8 +127,11 @@ def dispatch_arguments(
     args.scales_layout = scales_layouts()[config.scales_layout]
     if args.scales_layout:
         args.laid_out_region = regions[LAID_OUT].block
-    for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
+    offsets, args.packed_bytes = packed_offsets(row.row_bytes for row in rows.values())
+    for payload, offset, (name, row) in zip(args.payloads, offsets, rows.items(), strict=False):
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
+        payload.packed_offset = offset
+    _set_regions(args, regions, ("staging_region",), prefix="dispatch_")
     return args
 
 
@@ -139,11 +143,23 @@ def combine_arguments(
     args.region = regions["combine"].block
     args.hidden_splits = 1
     args.format = combine_code(config)
-    for field in ("rows_region", "scales_region", "row_scales_region"):
-        name = "combine_" + field.removesuffix("_region")
+    fields = ("rows_region", "scales_region", "row_scales_region")
+    _set_regions(args, regions, fields, prefix="combine_")
+    for parity in ("even", "odd"):
+        name = f"{parity}_combine_staging"
+        if name in regions:
+            setattr(args, f"{parity}_staging_region", regions[name].block)
+    return args
+
+
+def _set_regions(
+    args: Any, regions: Mapping[str, Region], fields: Iterable[str], *, prefix: str
+) -> None:
+    """Set each field `X_region` to the region `prefix + X`, if the layer has it."""
+    for field in fields:
+        name = prefix + field.removesuffix("_region")
         if name in regions:
             setattr(args, field, regions[name].block)
-    return args
 
 
 def _common(

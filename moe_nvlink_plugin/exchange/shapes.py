@@ -55,6 +55,42 @@ class CombineSizes(NamedTuple):
     slots: int
 
 
+class SmallSizes(NamedTuple):
+    """Sizes of one layer on which the launch shapes of small batches depend.
+
+    Attributes:
+        send_parts: parts of a sent row that CTAs share.
+        receive_parts: parts of a received row, or of a token's sum, that CTAs share.
+        sent_rows: rows that a rank sends for each of its tokens, as the kernel counts its items: 1
+            in dispatch, where a CTA puts a row to all its targets.
+        received_rows: rows that a rank receives for each token that it sends, if the router is
+            balanced; 1 in combine, where a CTA adds the rows of a token.
+    """
+
+    send_parts: int
+    receive_parts: int
+    sent_rows: int = 1
+    received_rows: int = 1
+
+
+def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
+    """Return the launch shape of a kernel for small batches; `splits` is the number of senders.
+
+    Each part of a row gets a CTA while they fit. A rank without tokens receives all the same, so
+    both roles have a CTA at least. If not all parts fit, the CTAs are shared in the proportion of
+    the parts; each CTA then takes several.
+    """
+    threads = min(FEW_THREADS, limits.max_threads)
+    most = max(limits.resident(threads), 2)
+    tokens = max(num_tokens, 1)
+    sending = tokens * sizes.sent_rows * sizes.send_parts
+    receiving = tokens * sizes.received_rows * sizes.receive_parts
+    if sending + receiving > most:
+        sending = max(most * sending // (sending + receiving), 1)
+        receiving = most - sending
+    return Shape(sending + receiving, threads, sending)
+
+
 def quantising_lanes(hidden_size: int) -> int:
     """Return how many threads can quantise a row at once.
 
