@@ -19,8 +19,8 @@ MAX_CHANNELS = 64
 
 #: The most that small_tokens may be.
 MAX_SMALL_TOKENS = 64
-#: What small_tokens is on a GPU if nobody says. With 64 tokens the third that units add to the bytes
-#: costs more than the fences that they save (modelled: benchmarks/README.md, ptx_clock.py).
+#: What small_tokens is on a GPU if nobody says. With 64 tokens the third that units add to the
+#: bytes costs more than the fences that they save (modelled: benchmarks/README.md, ptx_clock.py).
 GPU_SMALL_TOKENS = 32
 #: Bytes of memory that the staging of small batches may take on a rank, for each channel.
 MAX_STAGING_BYTES = 128 * 2**20
