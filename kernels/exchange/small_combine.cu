@@ -54,7 +54,7 @@ struct SmallPlan {
   int words;     // of 4 bytes
   int units;     // of a row
   int parts;     // of a row
-  int sent;      // step of the senders: how many CTAs send
+  int senders;   // CTAs that send
   int receiver;  // first CTA that receives
 };
 
@@ -67,9 +67,23 @@ HD SmallPlan small_plan(const CombineArgs& args, const Cta& cta, int element) {
                    split ? senders : cta.num_blocks, split ? senders : 0};
 }
 
-// The staging of a rank for the rounds with this epoch's parity.
+// The staging of a rank for the rounds with this epoch's parity. Not by a branch: the epoch is the
+// last to be known, and what does not depend on it is computed while it is on its way.
 HD char* staging_of(const CombineArgs& args, int rank, uint32_t epoch) {
-  return region_of(args, rank, epoch % 2 == 0 ? args.even_staging_region : args.odd_staging_region);
+  const uint32_t step = args.odd_staging_region - args.even_staging_region;
+  return region_of(args, rank, args.even_staging_region + epoch % 2 * step);
+}
+
+// What a kernel before this one has left. Every thread reads it for itself: no barrier precedes the
+// units.
+struct Round {
+  uint32_t epoch;
+  bool has_failed;  // a verb of this rank, before
+};
+
+HD Round this_round(const CombineArgs& args) {
+  const uint32_t epoch = load_word(&local_control(args)->epoch);
+  return Round{epoch, has_failed(args)};
 }
 
 // ---- The sender's side.
@@ -91,81 +105,102 @@ HD SentPart sent_part(const CombineArgs& args, const SmallPlan& plan, int item) 
                   item - row * plan.parts};
 }
 
-HD const char* sent_row(const CombineArgs& args, const SmallPlan& plan, const SentPart& sent) {
+// Loads a unit's data.
+HD void load_data(const CombineArgs& args, const SmallPlan& plan, const SentPart& sent, int unit,
+                  uint32_t* data) {
   const int slot = sent.source * args.geometry.max_tokens_per_rank + sent.place;
-  return region_of(args, rank_in(args.geometry), args.region) +
-         static_cast<int64_t>(slot) * plan.words * 4;
+  const char* row = region_of(args, rank_in(args.geometry), args.region) +
+                    static_cast<int64_t>(slot) * plan.words * 4;
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < kUnitWords; ++i) {
+    // After the end of the row the last word is repeated. Nobody reads it.
+    const int word = unit * kUnitWords + i;
+    const int place = word < plan.words ? word : plan.words - 1;
+    data[i] = load_word(reinterpret_cast<const uint32_t*>(row) + place);
+  }
 }
 
-HD char* sent_staging(const CombineArgs& args, const SmallPlan& plan, const SentPart& sent,
-                      uint32_t epoch) {
+HD void put_data(const CombineArgs& args, const SmallPlan& plan, const SentPart& sent, int unit,
+                 const uint32_t* data, uint32_t epoch) {
   const int slot = rank_in(args.geometry) * args.geometry.max_tokens_per_rank + sent.place;
-  return staging_of(args, sent.source, epoch) +
-         static_cast<int64_t>(slot) * plan.units * kUnitBytes;
+  char* target = staging_of(args, sent.source, epoch) +
+                 (static_cast<int64_t>(slot) * plan.units + unit) * kUnitBytes;
+  put_unit(target, pack_unit(data[0], data[1], data[2], mark_of(epoch)));
 }
 
-// Sends `Count` parts; all their loads come first. loads[i]: whether the part's memory is loaded;
-// sends[i]: whether there is such a row, which may become known after the loads have been issued.
-template <int Count>
-HD void send_parts(const CombineArgs& args, const Cta& cta, const SmallPlan& plan, uint32_t epoch,
-                   const SentPart* sent, const bool* loads, const bool* sends) {
+// Sends this CTA's first part, and returns what the kernels before have left. Which part it is
+// depends on arguments only. So the load of its data does not wait for the count that says whether
+// there is such a row: the places of absent rows are memory too.
+HD Round send_first_part(const CombineArgs& args, const Cta& cta, const SmallPlan& plan,
+                         const SentPart& sent) {
+  const int first_unit = sent.part * kPartUnits;
+  const int end = first_unit + kPartUnits < plan.units ? first_unit + kPartUnits : plan.units;
+  int unit = first_unit + cta.thread;
+  uint32_t data[kUnitWords];
+  load_data(args, plan, sent, unit < end ? unit : first_unit, data);
+  const uint32_t count = load_word(&rows_from(args)[sent.source]);
+  const Round round = this_round(args);
+  if (round.has_failed || static_cast<uint32_t>(sent.place) >= count) return round;
+  if (unit < end) put_data(args, plan, sent, unit, data, round.epoch);
+  // Fewer threads than units: on the host.
+  MOE_NVLINK_ROLLED
+  for (unit += cta.num_threads; unit < end; unit += cta.num_threads) {
+    load_data(args, plan, sent, unit, data);
+    put_data(args, plan, sent, unit, data, round.epoch);
+  }
+  return round;
+}
+
+// Sends this CTA's parts `item`, `item` + senders, ..., kPartsInFlight of them: all loads come
+// before the first store.
+HD void send_parts(const CombineArgs& args, const Cta& cta, const SmallPlan& plan, int item,
+                   int num_items, uint32_t epoch, const uint32_t* counts) {
+  SentPart sent[kPartsInFlight];
+  bool present[kPartsInFlight];
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < kPartsInFlight; ++i) {
+    const int here = item + i * plan.senders;
+    sent[i] = sent_part(args, plan, here);
+    present[i] = here < num_items && static_cast<uint32_t>(sent[i].place) < counts[sent[i].source];
+  }
   for (int lane = cta.thread; lane < kPartUnits; lane += cta.num_threads) {
-    uint32_t words[Count][kUnitWords];
+    uint32_t data[kPartsInFlight][kUnitWords];
     MOE_NVLINK_UNROLL
-    for (int i = 0; i < Count; ++i) {
+    for (int i = 0; i < kPartsInFlight; ++i) {
       const int unit = sent[i].part * kPartUnits + lane;
-      if (!loads[i] || unit >= plan.units) continue;
-      const uint32_t* row = reinterpret_cast<const uint32_t*>(sent_row(args, plan, sent[i]));
-      MOE_NVLINK_UNROLL
-      for (int word = 0; word < kUnitWords; ++word) {
-        // After the end of the row the last word is repeated. Nobody reads it.
-        const int place = unit * kUnitWords + word;
-        words[i][word] = load_word(row + (place < plan.words ? place : plan.words - 1));
-      }
+      if (present[i] && unit < plan.units) load_data(args, plan, sent[i], unit, data[i]);
     }
     MOE_NVLINK_UNROLL
-    for (int i = 0; i < Count; ++i) {
+    for (int i = 0; i < kPartsInFlight; ++i) {
       const int unit = sent[i].part * kPartUnits + lane;
-      if (!sends[i] || unit >= plan.units) continue;
-      char* target = sent_staging(args, plan, sent[i], epoch) + unit * kUnitBytes;
-      put_unit(target, pack_unit(words[i][0], words[i][1], words[i][2], mark_of(epoch)));
+      if (present[i] && unit < plan.units) put_data(args, plan, sent[i], unit, data[i], epoch);
     }
   }
 }
 
-// Sends this CTA's share of the received rows.
+// Sends this CTA's share of the received rows, of which `first` is the first part.
 HD void send_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& plan,
-                  const SentPart& first, uint32_t epoch, bool failed, SmallCombineShared& shared) {
+                  const SentPart& first, SmallCombineShared& shared) {
   const int num_ranks = num_ranks_in(args.geometry);
-  const int row_parts = num_ranks * plan.parts;
-  const int most_items = row_parts * args.geometry.max_tokens_per_rank;
+  const int items_of_place = num_ranks * plan.parts;
+  const int most_items = items_of_place * args.geometry.max_tokens_per_rank;
   if (cta.block >= most_items) return;
-  const bool loads = true;
-  const bool sends = static_cast<uint32_t>(first.place) < load_word(&rows_from(args)[first.source]);
-  const bool sends_now = sends && !failed;
-  send_parts<1>(args, cta, plan, epoch, &first, &loads, &sends_now);
-  if (cta.block + plan.sent >= most_items) return;
+  const Round round = send_first_part(args, cta, plan, first);
+  if (cta.block + plan.senders >= most_items) return;
   for_each_peer(args, cta, [&](int peer) {
-    shared.counts[peer] = failed ? 0 : load_word(&rows_from(args)[peer]);
+    const uint32_t count = load_word(&rows_from(args)[peer]);
+    shared.counts[peer] = round.has_failed ? 0 : count;
   });
   cta.sync();  // counts of all ranks
   uint32_t most = 0;
   for (int rank = 0; rank < num_ranks; ++rank) {
     most = shared.counts[rank] > most ? shared.counts[rank] : most;
   }
-  const int num_items = static_cast<int>(most) * row_parts;
+  const int num_items = static_cast<int>(most) * items_of_place;
   MOE_NVLINK_ROLLED
-  for (int item = cta.block + plan.sent; item < num_items; item += kPartsInFlight * plan.sent) {
-    SentPart sent[kPartsInFlight];
-    bool present[kPartsInFlight];
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < kPartsInFlight; ++i) {
-      const int here = item + i * plan.sent;
-      sent[i] = sent_part(args, plan, here);
-      present[i] =
-          here < num_items && static_cast<uint32_t>(sent[i].place) < shared.counts[sent[i].source];
-    }
-    send_parts<kPartsInFlight>(args, cta, plan, epoch, sent, present, present);
+  for (int item = cta.block + plan.senders; item < num_items;
+       item += kPartsInFlight * plan.senders) {
+    send_parts(args, cta, plan, item, num_items, round.epoch, shared.counts);
   }
 }
 
@@ -249,16 +284,36 @@ HD void find_staged_rows(const CombineArgs& args, const Cta& cta, const SmallPla
   }
 }
 
-// What a receiving thread needs besides the arguments.
+// What a thread receives with.
 struct Receiving {
-  const char* staging;
+  char* staging;
   uint32_t epoch;
-  bool faulted;  // this thread stores NaN from now on
+  bool has_failed;  // this thread stores NaN from now on
   Patience patience;
 };
 
 HD char* staged_unit(const Receiving& receiving, int row, int unit) {
-  return const_cast<char*>(receiving.staging) + static_cast<int64_t>(row + unit) * kUnitBytes;
+  return receiving.staging + static_cast<int64_t>(row + unit) * kUnitBytes;
+}
+
+// Calls visit(k, unit's address) for each k that `wanted` has a bit for. The rows come out of shared
+// memory a few at a time: with all of them in registers there would be no room for the units.
+template <class Config, class Visit>
+HD void for_each_unit(const Receiving& receiving, int top_k, const int32_t* rows, int unit,
+                      uint32_t wanted, const Visit& visit) {
+  constexpr int kTogether = 8;
+  MOE_NVLINK_UNROLL
+  for (int first = 0; first < top_k; first += kTogether) {
+    int32_t taken[kTogether];
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < kTogether && first + i < top_k; ++i) taken[i] = rows[first + i];
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < kTogether && first + i < top_k; ++i) {
+      if ((wanted >> (first + i) & 1u) != 0) {
+        visit(first + i, staged_unit(receiving, taken[i], unit));
+      }
+    }
+  }
 }
 
 // Names the rank whose unit is missing, the first of them.
@@ -271,97 +326,95 @@ HD void report_missing(const CombineArgs& args, const SmallPlan& plan, const int
                receiving.epoch, receiving.patience);
 }
 
-// Waits for the units of every k that `present` has a bit for. All looks of a turn are on their way
-// together, and each turn looks only at what had not arrived. False if the time is over.
+// Waits for the units of every k that `missing` has a bit for. All looks of a turn are on their way
+// together, and each turn looks only at what had not arrived. Returns which have not come in time.
 template <class Config, class Element>
-HD bool await_units(const CombineArgs& args, const int32_t* rows, int unit, uint32_t present,
-                    Receiving& receiving, UnitPart<Element>* parts, uint32_t& missing) {
-  const int top_k = top_k_of<Config>(args.geometry);
+HD uint32_t await_units(int top_k, const int32_t* rows, int unit, uint32_t missing,
+                        Receiving& receiving, UnitPart<Element>* parts) {
   const uint32_t mark = mark_of(receiving.epoch);
   Backoff backoff;
-  missing = present;
   while (true) {
-    MOE_NVLINK_UNROLL
-    for (int k = 0; k < top_k; ++k) {
-      if ((missing >> k & 1u) != 0) {
-        parts[k].unit = look_at_unit(staged_unit(receiving, rows[k], unit));
-      }
-    }
-    // P10: a word with the mark has the round's data, and the look is relaxed. If only one of the
-    // two words were asked for its mark, the other one's data might be zeros.
+    for_each_unit<Config>(receiving, top_k, rows, unit, missing,
+                          [&](int k, const char* place) { parts[k].unit = look_at_unit(place); });
+    // P10: a word with the mark has the round's data. If only one of the two words were asked for
+    // its mark, the other one's data might be zeros.
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
       if (parts[k].unit.has_arrived(mark)) missing &= ~(1u << k);
     }
-    if (missing == 0) return true;
+    if (missing == 0) return 0;
     const uint64_t waited = receiving.patience.waited_ns();
-    if (waited > receiving.patience.timeout_ns) return false;
+    if (waited > receiving.patience.timeout_ns) return missing;
     backoff.pause(waited);
   }
+}
+
+// Adds up the units of every k that `present` has a bit for. False if some have not come in time.
+template <class Config, class Element>
+HD bool sum_units(const CombineArgs& args, const SmallPlan& plan, const int32_t* rows, int unit,
+                  uint32_t present, Receiving& receiving, float* sum) {
+  using Part = UnitPart<Element>;
+  const int top_k = top_k_of<Config>(args.geometry);
+  Part parts[Config::kTopKBound];
+  PartialRow partial[Config::kTopKBound];  // add_tree asks whether one is null (host)
+  MOE_NVLINK_UNROLL
+  for (int k = 0; k < top_k; ++k) {
+    parts[k].set_absent();
+    partial[k].row = (present >> k & 1u) != 0 ? receiving.staging : nullptr;
+  }
+  const uint32_t missing =
+      await_units<Config, Element>(top_k, rows, unit, present, receiving, parts);
+  if (missing != 0) {
+    report_missing(args, plan, rows, missing, receiving);
+    return false;
+  }
+  for_each_unit<Config>(receiving, top_k, rows, unit, present,
+                        [](int /*k*/, char* place) { clear_unit(place); });
+  float sums[(Config::kTopKBound + 1) / 2][Part::kWidth];
+  add_tree(parts, partial, top_k, sums);
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < Part::kWidth; ++i) sum[i] = sums[0][i];
+  return true;
 }
 
 // Receives and adds one part of a token's row.
 template <class Config, class Element>
 HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& plan, int token,
-                     int part, const int32_t* shared_rows, Receiving& receiving) {
-  using Part = UnitPart<Element>;
-  const int top_k = top_k_of<Config>(args.geometry);
+                     int part, const int32_t* rows, Receiving& receiving) {
   char* output =
       reinterpret_cast<char*>(args.output) + static_cast<int64_t>(token) * plan.words * 4;
   const bool aligned = args.output % 4 == 0;
-  int32_t rows[Config::kTopKBound];
-  PartialRow partial[Config::kTopKBound];  // add_tree asks whether they are null (host)
+  const int top_k = top_k_of<Config>(args.geometry);
   uint32_t present = 0;
   MOE_NVLINK_UNROLL
-  for (int k = 0; k < top_k; ++k) {
-    rows[k] = shared_rows[k];
-    partial[k].row = rows[k] >= 0 ? receiving.staging : nullptr;
-    present |= rows[k] >= 0 ? 1u << k : 0u;
-  }
+  for (int k = 0; k < top_k; ++k) present |= rows[k] >= 0 ? 1u << k : 0u;
   const int end = (part + 1) * kPartUnits < plan.units ? (part + 1) * kPartUnits : plan.units;
   for (int unit = part * kPartUnits + cta.thread; unit < end; unit += cta.num_threads) {
-    const int words = plan.words - unit * kUnitWords;
-    char* target = output + unit * kUnitDataBytes;
-    Part parts[Config::kTopKBound];
-    float sums[(Config::kTopKBound + 1) / 2][Part::kWidth];
-    if (present != 0 && !receiving.faulted) {
-      MOE_NVLINK_UNROLL
-      for (int k = 0; k < top_k; ++k) parts[k].set_absent();
-      uint32_t missing = 0;
-      if (await_units<Config>(args, rows, unit, present, receiving, parts, missing)) {
-        MOE_NVLINK_UNROLL
-        for (int k = 0; k < top_k; ++k) {
-          if (rows[k] >= 0) clear_unit(staged_unit(receiving, rows[k], unit));
-        }
-        add_tree(parts, partial, top_k, sums);
-        store_unit_sums<Element>(target, sums[0], words, aligned);
-        continue;
-      }
-      report_missing(args, plan, shared_rows, missing, receiving);
-      receiving.faulted = true;
-    }
     // Without rows the output is zero. After a fault it is NaN, so nobody takes it for a result.
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < Part::kWidth; ++i) {
-      sums[0][i] = receiving.faulted ? float_of_bits(0x7fc00000u) : 0.0f;
+    float sum[UnitPart<Element>::kWidth] = {};
+    if (present != 0 && !receiving.has_failed) {
+      receiving.has_failed =
+          !sum_units<Config, Element>(args, plan, rows, unit, present, receiving, sum);
     }
-    store_unit_sums<Element>(target, sums[0], words, aligned);
+    MOE_NVLINK_UNROLL
+    for (float& value : sum) value = receiving.has_failed ? float_of_bits(0x7fc00000u) : value;
+    store_unit_sums<Element>(output + unit * kUnitDataBytes, sum, plan.words - unit * kUnitWords,
+                             aligned);
   }
 }
 
-// Combines this CTA's share of the tokens' parts. The last share is the signalling CTA's: it comes
-// late, and if there are fewer parts than receivers, it has none.
+// Combines this CTA's share of the tokens' parts. Its first item's rows are found; a barrier stands
+// between that and their use.
 template <class Config, class Element>
-HD void receive_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& plan,
-                     Receiving receiving, SmallCombineShared& shared) {
+HD void receive_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& plan, int share,
+                     const Round& round, SmallCombineShared& shared) {
   const int receivers = cta.num_blocks - plan.receiver;
-  const int share = cta.block == plan.receiver ? receivers - 1 : cta.block - plan.receiver - 1;
   const int num_items = args.geometry.num_tokens * plan.parts;
-  if (share >= num_items) return;
+  Receiving receiving{staging_of(args, rank_in(args.geometry), round.epoch), round.epoch,
+                      round.has_failed, Patience(args.timeout_ns)};
   int token = share / plan.parts;
-  find_staged_rows<Config>(args, cta, plan, token, shared.rows[0]);
-  cta.sync();  // rows of the first item
   int turn = 0;
+  cta.sync();  // rows of the first item
   MOE_NVLINK_ROLLED
   for (int item = share; item < num_items; item += receivers) {
     const int next = (item + receivers) / plan.parts;
@@ -383,23 +436,25 @@ HD void small_combine_body(const CombineArgs& args, const Cta& cta, SmallCombine
   const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
   const SmallPlan plan = small_plan(args, cta, element);
   const bool receives = cta.block >= plan.receiver;
-  const bool sends = !receives || plan.receiver == 0;
+  const bool publishes = cta.block == plan.receiver;
+  // The last share is the publishing CTA's: its wait for the fence delays it, and if there are fewer
+  // items than receivers, it has none.
+  const int share = (publishes ? cta.num_blocks : cta.block) - plan.receiver - 1;
   const SentPart first = sent_part(args, plan, cta.block);
   // Slots, rows and the epoch come from kernels before this one. dispatch.cu explains both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  // Every thread for itself, and two loads in flight together: no barrier precedes the units.
-  const uint32_t epoch = load_word(&local_control(args)->epoch);
-  const bool failed = has_failed(args);
-  if (sends) send_rows(args, cta, plan, first, epoch, failed, shared);
+  if (!receives || plan.receiver == 0) send_rows(args, cta, plan, first, shared);
   if (!receives) return;
-  if (cta.block == plan.receiver && !failed) publish_combined(args, cta, epoch, element);
-  const char* staging = staging_of(args, rank_in(args.geometry), epoch);
-  const Receiving receiving{staging, epoch, failed, Patience(args.timeout_ns)};
+  const Round round = this_round(args);
+  if (share / plan.parts < args.geometry.num_tokens) {
+    find_staged_rows<Config>(args, cta, plan, share / plan.parts, shared.rows[0]);
+  }
+  if (publishes && !round.has_failed) publish_combined(args, cta, round.epoch, element);
   static_assert(kNumElements == 3);
-  if (element == kElementBf16) receive_rows<Config, Bf16>(args, cta, plan, receiving, shared);
-  if (element == kElementFp16) receive_rows<Config, Fp16>(args, cta, plan, receiving, shared);
-  if (element == kElementFp32) receive_rows<Config, Fp32>(args, cta, plan, receiving, shared);
+  if (element == kElementBf16) receive_rows<Config, Bf16>(args, cta, plan, share, round, shared);
+  if (element == kElementFp16) receive_rows<Config, Fp16>(args, cta, plan, share, round, shared);
+  if (element == kElementFp32) receive_rows<Config, Fp32>(args, cta, plan, share, round, shared);
 }
 
 }  // namespace moe_nvlink
