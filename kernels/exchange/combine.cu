@@ -146,6 +146,7 @@ HD void combine_elements(const CombineArgs& args, const Cta& cta, const Share& s
 HD void signal_unquantised(const CombineArgs& args, const Cta& cta, uint32_t epoch, int element) {
   signal_peers(args, cta, args.control.combine_cells, pack_cell(epoch, 0, 0));
   if (cta.thread != cta.num_threads - 1) return;
+  leave_combined(args, epoch, true);
   const uint64_t bytes = static_cast<uint64_t>(element_bytes(element));
   count_rows(args, row_sizes<kCombineUnquantised>(bytes, args.geometry.hidden_size));
 }
