@@ -23,31 +23,53 @@ def channel(index: int, num_channels: int) -> None:
         )
 
 
-def activations(layer: LayerFormat, hidden_states: torch.Tensor) -> int:
+def bound(max_tokens: int, capacity: int) -> None:
+    """Check the bound of one call.
+
+    Raises:
+        InputError: it is not in 1..capacity.
+    """
+    if not 1 <= max_tokens <= capacity:
+        raise InputError(
+            f"max_tokens={max_tokens} is not between 1 and max_tokens_per_rank={capacity}; pass "
+            "the most tokens that a rank dispatches in this call, or create the exchange with a "
+            "larger capacity"
+        )
+
+
+def activations(layer: LayerFormat, hidden_states: torch.Tensor, max_tokens: int) -> int:
     """Check activations that dispatch quantises; return the number of tokens.
 
     Args:
         layer: rows of the layer.
         hidden_states: `[num_tokens, hidden_size]` config.dtype.
+        max_tokens: bound of the call.
 
     Raises:
         InputError: shape, dtype or device is another one. The message names both.
     """
     config = layer.config
-    num_tokens = _num_tokens(config.max_tokens_per_rank, hidden_states)
+    num_tokens = _num_tokens(layer, hidden_states, max_tokens)
     shape = (num_tokens, config.hidden_size)
     check_tensor("hidden_states", hidden_states, shape, (config.dtype,), layer.device)
     return num_tokens
 
 
-def _num_tokens(capacity: int, hidden_states: torch.Tensor) -> int:
+def _num_tokens(layer: LayerFormat, hidden_states: torch.Tensor, max_tokens: int) -> int:
     num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
-    if num_tokens > capacity:
+    if num_tokens <= max_tokens:
+        return num_tokens
+    capacity = layer.config.max_tokens_per_rank
+    if max_tokens < capacity:
         raise InputError(
-            f"{num_tokens} tokens exceed max_tokens_per_rank={capacity}; "
-            "dispatch in parts or create the exchange with a larger capacity"
+            f"{num_tokens} tokens exceed max_tokens={max_tokens} of this call; pass the most "
+            f"tokens that any rank dispatches, at most max_tokens_per_rank={capacity}, and the "
+            "same number on all ranks"
         )
-    return num_tokens
+    raise InputError(
+        f"{num_tokens} tokens exceed max_tokens_per_rank={capacity}; "
+        "dispatch in parts or create the exchange with a larger capacity"
+    )
 
 
 def global_scale(
@@ -87,6 +109,7 @@ def dispatch_inputs(
     extra_payloads: list[torch.Tensor],
     *,
     fused: bool,
+    max_tokens: int,
 ) -> None:
     """Check all tensors of one dispatch. MoeAllToAll.dispatch documents their shapes.
 
@@ -97,15 +120,18 @@ def dispatch_inputs(
         topk_weights: router weights.
         extra_payloads: further payloads.
         fused: whether the hidden states are activations that the kernel quantises.
+        max_tokens: bound of the call.
 
     Raises:
-        InputError: shape, dtype or device of a tensor is another one. The message names both.
+        InputError: shape, dtype or device of a tensor is another one, or the bound does not hold.
+            The message names both.
     """
     config, device = layer.config, layer.device
+    bound(max_tokens, config.max_tokens_per_rank)
     if fused:
-        num_tokens = activations(layer, given.hidden_states)
+        num_tokens = activations(layer, given.hidden_states, max_tokens)
     else:
-        num_tokens = _quantised_rows(layer, given.hidden_states, given.scales)
+        num_tokens = _quantised_rows(layer, given, max_tokens)
     routed = (num_tokens, config.top_k)
     check_tensor("topk_ids", topk_ids, routed, (torch.int32, torch.int64), device)
     check_tensor("topk_weights", topk_weights, routed, (torch.float32,), device)
@@ -114,13 +140,12 @@ def dispatch_inputs(
     _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
 
 
-def _quantised_rows(
-    layer: LayerFormat, hidden_states: torch.Tensor, scales: torch.Tensor | None
-) -> int:
+def _quantised_rows(layer: LayerFormat, given: Activations, max_tokens: int) -> int:
     """Check rows that travel as they are, and their scales; return the number of rows."""
     config, device = layer.config, layer.device
+    hidden_states, scales = given.hidden_states, given.scales
     row, scales_row = layer.rows["recv_hidden_states"], layer.rows.get("recv_scales")
-    num_tokens = _num_tokens(config.max_tokens_per_rank, hidden_states)
+    num_tokens = _num_tokens(layer, hidden_states, max_tokens)
     if layer.quantising is not None and hidden_states.dtype != row.dtype:
         raise InputError(
             f"hidden_states has dtype {hidden_states.dtype}; recipe {layer.recipe.name} takes "
@@ -172,6 +197,7 @@ def combine_inputs(
     expert_output: torch.Tensor,
     send_slots: torch.Tensor,
     output: torch.Tensor | None,
+    max_tokens: int,
 ) -> None:
     """Check all tensors of one combine. MoeAllToAll.combine documents their shapes.
 
@@ -179,13 +205,13 @@ def combine_inputs(
         InputError: shape, dtype or device of a tensor is another one. The message names both.
     """
     config, device = layer.config, layer.device
-    shape = (layer.num_slots, config.hidden_size)
+    shape = (layer.slots_of(max_tokens), config.hidden_size)
     check_tensor("expert_output", expert_output, shape, (config.dtype,), device)
     num_tokens = send_slots.shape[0] if send_slots.dim() else 0
-    if num_tokens > config.max_tokens_per_rank:
+    if num_tokens > max_tokens:
         raise InputError(
-            f"metadata of {num_tokens} tokens exceeds max_tokens_per_rank="
-            f"{config.max_tokens_per_rank}; pass the metadata dispatch returned"
+            f"metadata of {num_tokens} tokens exceeds max_tokens={max_tokens} of the dispatch; "
+            "pass the metadata dispatch returned"
         )
     routed = (num_tokens, config.top_k)
     check_tensor("metadata.send_slots", send_slots, routed, (torch.int32,), device)

@@ -55,5 +55,9 @@ class LayerFormat(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Number of rows that this rank can receive."""
-        return self.config.ep_size * self.config.max_tokens_per_rank
+        """Number of rows that this rank can receive in one call, whatever its bound."""
+        return self.slots_of(self.config.max_tokens_per_rank)
+
+    def slots_of(self, max_tokens: int) -> int:
+        """Return the number of slots of a call with this bound."""
+        return self.config.ep_size * max_tokens

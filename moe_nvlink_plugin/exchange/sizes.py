@@ -139,7 +139,9 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     rows = payload_rows(config, recipe)
     sizes = {name: slots * row.row_bytes for name, row in rows.items()}  # slice s: by rank s
     if config.scales_layout != "linear":
-        sizes[scales_layout.LAID_OUT] = scales_layout.laid_out_bytes(config, rows["recv_scales"])
+        sizes[scales_layout.LAID_OUT] = scales_layout.laid_out_bytes(
+            config, rows["recv_scales"], slots
+        )
     sizes["combine"] = slots * combine_row(config).row_bytes  # written by this rank's experts
     for name, row in quantised_combine_rows(config).items():
         sizes[name] = slots * row.row_bytes  # of those rows, written by combine for the peers

@@ -152,7 +152,7 @@ BAD_COMBINES: dict[str, tuple[Callable[[Dispatched], tuple[Any, ...]], str]] = {
             r.hidden_states,
             other_metadata(r, send_slots=torch.zeros(9, TOP_K, dtype=torch.int32)),
         ),
-        "metadata of 9 tokens exceeds max_tokens_per_rank=4",
+        "metadata of 9 tokens exceeds max_tokens=4 of the dispatch",
     ),
     "metadata channel": (
         lambda r: (r.hidden_states, other_metadata(r, channel=7)),
