@@ -21,7 +21,8 @@ from .watch import FailureWatch
 logger = logging.getLogger(__name__)
 
 #: The bound of a step is a multiple of this number. So are the sizes of the frameworks' CUDA graphs
-#: from 8 on. And columns of fp32 scales over all slots begin at multiples of 16 bytes, as TMA wants.
+#: from 8 on. And columns of fp32 scales over all slots begin at multiples of 16 bytes, which TMA
+#: needs.
 BOUND_MULTIPLE = 8
 
 
