@@ -18,7 +18,7 @@ from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
-from . import ops, sizes
+from . import checks, ops, sizes
 from .layer import LayerExchange, find
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,8 @@ class Dispatched(NamedTuple):
             AllToAllConfig.received_ids says.
         topk_weights: `[ep_size * max_tokens, top_k] float32`; unless received_ids is "global", 0
             beside absent ids.
-        extra_payloads: each `[ep_size * max_tokens, ...]`, in the dtype this rank sent.
+        extra_payloads: each `[ep_size * max_tokens, ...]`, in the dtype and row shape that this
+            rank sent.
         recv_counts: `[ep_size]` int32, number of rows from each rank.
         metadata: argument of combine.
     """
@@ -190,7 +191,9 @@ class MoeAllToAll:
             topk_ids: `[num_tokens, top_k]` int32 or int64, global expert ids. An id outside
                 0..num_experts-1 (such as -1, for padding) has no destination.
             topk_weights: `[num_tokens, top_k]` float32. They travel; dispatch does not apply them.
-            extra_payloads: each `[num_tokens, ...]`, any dtype; rows of extra_payload_bytes bytes.
+            extra_payloads: each `[num_tokens, ...]`, any dtype. Their number and the bytes of their
+                rows may change from call to call, up to extra_payload_bytes, and are equal on all
+                ranks.
             scales: `[num_tokens, scales per row]`, if the caller has quantised the rows and the
                 recipe has scales.
             global_scale: one float32 on the device, from 2^-126 to 2^126; for activations and the
@@ -213,9 +216,9 @@ class MoeAllToAll:
                 combined.
             ExchangeTimeoutError: another rank did not arrive within timeout_s (first_timeout_s
                 until the first complete round).
-            DisagreementError: another rank dispatched with another max_tokens, or through a layer
-                of another geometry. Ranks compare 7 bits, so on average one such pair in 128 goes
-                unnoticed.
+            DisagreementError: another rank dispatched with another max_tokens or extra payloads of
+                other sizes, or through a layer of another geometry. Ranks compare 7 bits, so on
+                average one such pair in 128 goes unnoticed.
             PeerError: another rank continued after a failure of its own.
         """
         if max_tokens is None:
@@ -256,35 +259,48 @@ class MoeAllToAll:
         self,
         dtype: torch.dtype | None = None,
         *,
+        hidden_size: int | None = None,
         metadata: DispatchMetadata | None = None,
         channel: int = 0,
     ) -> torch.Tensor:
         """Return memory for the experts' output, from which combine copies nothing. Local.
 
         Args:
-            dtype: config.dtype, or None.
+            dtype: type of the rows; None: config.dtype. Otherwise one of config.combine_dtypes.
+            hidden_size: elements of a row; None: config.hidden_size. Rows of another width need as
+                many bytes as those of hidden_size elements of the widest type, or fewer.
             metadata: that of the dispatch; it names channel and bound. None: the memory of all
                 slots of `channel`.
             channel: number of the channel if there is no metadata.
 
         Returns:
-            `[ep_size * max_tokens, hidden_size]` config.dtype, in the slots of the received rows,
+            `[ep_size * max_tokens, hidden_size]` of `dtype`, in the slots of the received rows,
             with the bound of the dispatch; max_tokens_per_rank without metadata. A view of all
             slots begins with those of a smaller bound. Write to it only between dispatch and
             combine. Combine never reads empty slots.
 
         Raises:
-            InputError: `dtype` is not config.dtype, the only type that combine reduces.
+            InputError: combine does not reduce `dtype`, or there is no room for such rows.
         """
-        if dtype not in (None, self.config.dtype):
+        config, layer = self.config, find(self._handle)
+        dtype = dtype or config.dtype
+        if dtype not in layer.format.combine_dtypes:
+            reduced = ", ".join(map(str, layer.format.combine_dtypes))
             raise InputError(
-                f"combine_input of {dtype} was asked for, combine reduces {self.config.dtype}; "
-                "create the exchange with that dtype or convert the experts' output"
+                f"combine_input of {dtype} was asked for, combine reduces {reduced}; create the "
+                "exchange with that dtype, name it in combine_dtypes, or convert the experts' "
+                "output"
             )
-        if metadata is None:
-            return find(self._handle).channel(channel).combine_region
-        found = find(self._handle).channel(metadata.channel)
-        return found.combine_input(metadata.max_tokens)
+        if hidden_size is not None:
+            checks.combine_width(layer.format, dtype, hidden_size)
+        width = config.hidden_size if hidden_size is None else hidden_size
+        if metadata is not None:
+            found = layer.channel(metadata.channel)
+            return found.combine_input(metadata.max_tokens, dtype, width)
+        found = layer.channel(channel)
+        if (dtype, width) == (config.dtype, config.hidden_size):
+            return found.combine_region
+        return found.combine_input(config.max_tokens_per_rank, dtype, width)
 
     def combine(
         self,
@@ -292,19 +308,24 @@ class MoeAllToAll:
         metadata: DispatchMetadata,
         *,
         output: torch.Tensor | None = None,
+        hidden_size: int | None = None,
     ) -> torch.Tensor:
         """Fetch the partial rows of this rank's tokens and add them up. Collective; capturable.
 
         Args:
-            expert_output: `[ep_size * max_tokens, hidden_size]` config.dtype: weighted sums over
-                this rank's experts, in the slots of the received rows; max_tokens is the bound of
-                the dispatch. If it is not the memory of combine_input(), it is copied there first.
+            expert_output: `[ep_size * max_tokens, hidden_size]`, config.dtype or one of
+                config.combine_dtypes: weighted sums over this rank's experts, in the slots of the
+                received rows; max_tokens is the bound of the dispatch. If it is not the memory of
+                combine_input(), it is copied there first.
             metadata: that of the dispatch.
-            output: `[num_tokens, hidden_size]` config.dtype to write to; None allocates it.
+            output: `[num_tokens, hidden_size]` in the type of expert_output; None allocates it.
+            hidden_size: elements of a row in this call; None: config.hidden_size. It may be any
+                width for which combine_input has room. Type and width must be equal on all ranks:
+                ranks do not compare them, and the sums of ranks that differ are wrong.
 
         Returns:
-            `[num_tokens, hidden_size]` config.dtype; zeros for a token without a valid expert. The
-            same rows and routing give the same bits, whatever the timing.
+            `[num_tokens, hidden_size]` in the type of expert_output; zeros for a token without a
+            valid expert. The same rows and routing give the same bits, whatever the timing.
 
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
@@ -319,11 +340,22 @@ class MoeAllToAll:
         pending = self._layer.workspace.pending
         if output is None:
             result: torch.Tensor = ops.combine(
-                pending, expert_output, metadata.send_slots, self._handle, metadata.channel
+                pending,
+                expert_output,
+                metadata.send_slots,
+                self._handle,
+                metadata.channel,
+                hidden_size,
             )
             return result
         ops.combine_out(
-            pending, expert_output, metadata.send_slots, output, self._handle, metadata.channel
+            pending,
+            expert_output,
+            metadata.send_slots,
+            output,
+            self._handle,
+            metadata.channel,
+            hidden_size,
         )
         return output
 

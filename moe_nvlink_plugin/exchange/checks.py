@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moe_nvlink_plugin.errors import InputError
+from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.memory.tensors import check_device, check_tensor
-from moe_nvlink_plugin.recipes import check_global_scale
+from moe_nvlink_plugin.recipes import check_global_scale, combine_formats
 
 from .formats import Activations, LayerFormat
+from .sizes import widest_combine_row
 
 
 def channel(index: int, num_channels: int) -> None:
@@ -110,7 +111,7 @@ def dispatch_inputs(
     *,
     fused: bool,
     max_tokens: int,
-) -> None:
+) -> tuple[int, ...]:
     """Check all tensors of one dispatch. MoeAllToAll.dispatch documents their shapes.
 
     Args:
@@ -121,6 +122,9 @@ def dispatch_inputs(
         extra_payloads: further payloads.
         fused: whether the hidden states are activations that the kernel quantises.
         max_tokens: bound of the call.
+
+    Returns:
+        Bytes of a row of each extra payload.
 
     Raises:
         InputError: shape, dtype or device of a tensor is another one, or the bound does not hold.
@@ -137,7 +141,7 @@ def dispatch_inputs(
     check_tensor("topk_weights", topk_weights, routed, (torch.float32,), device)
     if given.is_padding is not None:
         check_tensor("is_padding", given.is_padding, (num_tokens,), (torch.bool,), device)
-    _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
+    return _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
 
 
 def _quantised_rows(layer: LayerFormat, given: Activations, max_tokens: int) -> int:
@@ -164,21 +168,25 @@ def _quantised_rows(layer: LayerFormat, given: Activations, max_tokens: int) -> 
 
 
 def _extra_payloads(
-    expected: tuple[int, ...], given: list[torch.Tensor], num_tokens: int, device: torch.device
-) -> None:
-    if len(given) != len(expected):
+    capacities: tuple[int, ...], given: list[torch.Tensor], num_tokens: int, device: torch.device
+) -> tuple[int, ...]:
+    if len(given) > len(capacities):
         raise InputError(
-            f"{len(given)} extra payloads given, the configuration names {len(expected)} "
-            f"(extra_payload_bytes={expected})"
+            f"{len(given)} extra payloads given, the configuration has room for {len(capacities)} "
+            f"(extra_payload_bytes={capacities}); create the exchange with room for each"
         )
-    for index, (tensor, row_bytes) in enumerate(zip(given, expected, strict=True)):
+    row_bytes = []
+    for index, (tensor, most_bytes) in enumerate(zip(given, capacities, strict=False)):
         name = f"extra_payloads[{index}]"
         check_tensor(name, tensor, (num_tokens, *tensor.shape[1:]), (tensor.dtype,), device)
-        has_bytes = tensor.dtype.itemsize
-        for size in tensor.shape[1:]:
-            has_bytes *= size
-        if has_bytes != row_bytes:
-            raise InputError(f"{name} has rows of {has_bytes} bytes, configured are {row_bytes}")
+        has_bytes = tensor.dtype.itemsize * tensor.shape[1:].numel()
+        if not 1 <= has_bytes <= most_bytes:
+            raise InputError(
+                f"{name} has rows of {has_bytes} bytes, not 1 to {most_bytes} "
+                f"(extra_payload_bytes={capacities}); create the exchange with room for them"
+            )
+        row_bytes.append(has_bytes)
+    return tuple(row_bytes)
 
 
 def ids_as_int32(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -198,15 +206,28 @@ def combine_inputs(
     send_slots: torch.Tensor,
     output: torch.Tensor | None,
     max_tokens: int,
+    hidden_size: int | None,
 ) -> None:
     """Check all tensors of one combine. MoeAllToAll.combine documents their shapes.
+
+    Args:
+        layer: rows of the layer.
+        expert_output: the experts' rows.
+        send_slots: of the metadata.
+        output: where the sums go, or None.
+        max_tokens: bound of the dispatch.
+        hidden_size: width of the rows of this call; None: that of the configuration.
 
     Raises:
         InputError: shape, dtype or device of a tensor is another one. The message names both.
     """
     config, device = layer.config, layer.device
-    shape = (layer.slots_of(max_tokens), config.hidden_size)
-    check_tensor("expert_output", expert_output, shape, (config.dtype,), device)
+    if hidden_size is None:
+        hidden_size = config.hidden_size
+    else:
+        combine_width(layer, expert_output.dtype, hidden_size)
+    shape = (layer.slots_of(max_tokens), hidden_size)
+    check_tensor("expert_output", expert_output, shape, layer.combine_dtypes, device)
     num_tokens = send_slots.shape[0] if send_slots.dim() else 0
     if num_tokens > max_tokens:
         raise InputError(
@@ -216,4 +237,32 @@ def combine_inputs(
     routed = (num_tokens, config.top_k)
     check_tensor("metadata.send_slots", send_slots, routed, (torch.int32,), device)
     if output is not None:
-        check_tensor("output", output, (num_tokens, config.hidden_size), (config.dtype,), device)
+        shape = (num_tokens, hidden_size)
+        check_tensor("output", output, shape, (expert_output.dtype,), device)
+
+
+def combine_width(layer: LayerFormat, dtype: torch.dtype, hidden_size: int) -> None:
+    """Check that rows of this type and width have room in the memory for the experts' output.
+
+    Raises:
+        InputError: they have not, or combine's format does not support the width.
+    """
+    config = layer.config
+    row_bytes, most_bytes = hidden_size * dtype.itemsize, widest_combine_row(config)
+    if not hidden_size >= 1 or row_bytes > most_bytes:
+        raise InputError(
+            f"hidden_size={hidden_size} of {dtype} makes rows of {row_bytes} bytes, not 1 to "
+            f"{most_bytes}; create the exchange with a larger hidden_size, or name a wider type in "
+            "combine_dtypes"
+        )
+    if config.combine == "bf16":
+        return
+    if hidden_size > config.hidden_size:
+        raise InputError(
+            f"hidden_size={hidden_size} exceeds the exchange's {config.hidden_size}, for which "
+            f"combine={config.combine} has room; create the exchange with a larger hidden_size"
+        )
+    try:
+        combine_formats.combine_rows(config.combine, hidden_size)
+    except ConfigError as error:
+        raise InputError(str(error)) from error

@@ -157,7 +157,7 @@ class LayerExchange:
         if max_tokens is None:
             max_tokens = self.config.max_tokens_per_rank
         rows, fused = self._rows_to_send(given, max_tokens)
-        checks.dispatch_inputs(
+        extra_bytes = checks.dispatch_inputs(
             self.format,
             rows,
             topk_ids,
@@ -183,7 +183,13 @@ class LayerExchange:
                 )
             quantiser = self.quantiser if fused else 0
             slots = channel.dispatch(
-                payloads, num_tokens, max_tokens, quantiser, rows.global_scale, given.is_padding
+                payloads,
+                num_tokens,
+                max_tokens,
+                quantiser,
+                rows.global_scale,
+                given.is_padding,
+                extra_bytes,
             )
             self._raise_fault(channel)
             dispatched.value = self.handle
@@ -235,6 +241,7 @@ class LayerExchange:
         send_slots: torch.Tensor,
         output: torch.Tensor | None,
         channel_index: int,
+        hidden_size: int | None = None,
     ) -> torch.Tensor:
         """Run combine as MoeAllToAll.combine documents it; return output.
 
@@ -244,11 +251,10 @@ class LayerExchange:
         with self.workspace.channel_lock(channel_index):
             channel = self._usable_channel(channel_index)
             checks.combine_inputs(
-                self.format, expert_output, send_slots, output, channel.max_tokens
+                self.format, expert_output, send_slots, output, channel.max_tokens, hidden_size
             )
             if output is None:
-                shape = (send_slots.shape[0], self.config.hidden_size)
-                output = torch.empty(shape, dtype=self.config.dtype, device=expert_output.device)
+                output = expert_output.new_empty((send_slots.shape[0], expert_output.shape[1]))
             dispatched = _word(pending, channel_index)
             if dispatched.value != self.handle:
                 raise ExchangeStateError(

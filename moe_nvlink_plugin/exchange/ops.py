@@ -36,12 +36,12 @@ _library.define(
     "SymInt? max_tokens=None) -> Tensor"
 )
 _library.define(
-    "combine(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, int channel)"
-    " -> Tensor"
+    "combine(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, int channel, "
+    "SymInt? hidden_size=None) -> Tensor"
 )
 _library.define(
     "combine_out(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, "
-    "Tensor(b!) output, int handle, int channel) -> ()"
+    "Tensor(b!) output, int handle, int channel, SymInt? hidden_size=None) -> ()"
 )
 
 
@@ -152,8 +152,9 @@ def _combine(
     send_slots: torch.Tensor,
     handle: int,
     channel: int,
+    hidden_size: int | None = None,
 ) -> torch.Tensor:
-    return find(handle).combine(pending, expert_output, send_slots, None, channel)
+    return find(handle).combine(pending, expert_output, send_slots, None, channel, hidden_size)
 
 
 def _combine_fake(
@@ -162,11 +163,12 @@ def _combine_fake(
     send_slots: torch.Tensor,
     handle: int,
     channel: int,
+    hidden_size: int | None = None,
 ) -> torch.Tensor:
     layer = find(handle)
     layer.check_device(expert_output, send_slots)
-    shape = (send_slots.shape[0], layer.config.hidden_size)
-    return expert_output.new_empty(shape, dtype=layer.config.dtype)
+    width = layer.config.hidden_size if hidden_size is None else hidden_size
+    return expert_output.new_empty((send_slots.shape[0], width))
 
 
 def _combine_out(
@@ -176,8 +178,9 @@ def _combine_out(
     output: torch.Tensor,
     handle: int,
     channel: int,
+    hidden_size: int | None = None,
 ) -> None:
-    find(handle).combine(pending, expert_output, send_slots, output, channel)
+    find(handle).combine(pending, expert_output, send_slots, output, channel, hidden_size)
 
 
 def _combine_out_fake(
@@ -187,6 +190,7 @@ def _combine_out_fake(
     output: torch.Tensor,
     handle: int,
     channel: int,
+    hidden_size: int | None = None,
 ) -> None:
     find(handle).check_device(expert_output, send_slots, output)
 

@@ -82,14 +82,13 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"is_padding": torch.zeros(3, dtype=torch.bool, device="meta")},
         "is on meta, this exchange works on cpu",
     ),
-    "no extra payload": ({"extra_payloads": []}, "0 extra payloads given"),
     "two extra payloads": (
         {"extra_payloads": [torch.zeros(3, 6, dtype=torch.uint8)] * 2},
-        r"2 extra payloads given, the configuration names 1 \(extra_payload_bytes=\(6,\)\)",
+        r"2 extra payloads given, the configuration has room for 1 \(extra_payload_bytes=\(6,\)\)",
     ),
     "extra row bytes": (
-        {"extra_payloads": [torch.zeros(3, 5, dtype=torch.uint8)]},
-        r"extra_payloads\[0\] has rows of 5 bytes, configured are 6",
+        {"extra_payloads": [torch.zeros(3, 7, dtype=torch.uint8)]},
+        r"extra_payloads\[0\] has rows of 7 bytes, not 1 to 6",
     ),
     "extra tokens": (
         {"extra_payloads": [torch.zeros(2, 6, dtype=torch.uint8)]},
