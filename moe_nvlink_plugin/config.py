@@ -17,10 +17,11 @@ MAX_TOP_K = 32
 MAX_CALLER_PAYLOADS = 8
 MAX_CHANNELS = 64
 
-#: The most that small_tokens may be, and what it is on a GPU if nobody says. From about there on,
-#: the third that units add to the bytes costs more than the fences that they save (modelled by
-#: benchmarks/ptx_clock.py).
+#: The most that small_tokens may be.
 MAX_SMALL_TOKENS = 64
+#: What small_tokens is on a GPU if nobody says. With 64 tokens the third that units add to the
+#: bytes costs more than the fences that they save (modelled: benchmarks/README.md, ptx_clock.py).
+GPU_SMALL_TOKENS = 32
 #: Bytes of memory that the staging of small batches may take on a rank, for each channel.
 MAX_STAGING_BYTES = 128 * 2**20
 
@@ -116,7 +117,7 @@ class AllToAllConfig:
             batches, 0..64; 0: none. It counts against the bound of a call, so all ranks of a round
             use the same kernels. Their rows carry their own flags and take staging memory; if the
             staging of so many tokens took more than 128 MiB, the number is lowered until it does
-            not. None takes MOE_NVLINK_SMALL_TOKENS; if that is unset, 64 on GPUs and 0 on CPU
+            not. None takes MOE_NVLINK_SMALL_TOKENS; if that is unset, 32 on GPUs and 0 on CPU
             ranks, where a fence costs nothing.
         combine_dtypes: types beside `dtype` in which combine takes and returns rows, call by call.
             `create` loads their kernels, because the first call may be captured, and makes room

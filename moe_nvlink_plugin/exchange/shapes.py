@@ -77,8 +77,10 @@ def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
     """Return the launch shape of a kernel for small batches; `splits` is the number of senders.
 
     Each part of a row gets a CTA while they fit. A rank without tokens receives all the same, so
-    both roles have a CTA at least. If not all parts fit, the CTAs are shared in the proportion of
-    the parts; each CTA then takes several.
+    both roles have a CTA at least. If not all parts fit, the role with fewer parts gets a CTA for
+    each of them, up to half of all CTAs, and the CTAs of the other role take several parts. In
+    dispatch those are the receivers, which wait anyway; in combine they are the senders, each of
+    whose CTAs has several parts on their way together.
     """
     threads = min(FEW_THREADS, limits.max_threads)
     most = max(limits.resident(threads), 2)
@@ -86,7 +88,8 @@ def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
     sending = tokens * sizes.sent_rows * sizes.send_parts
     receiving = tokens * sizes.received_rows * sizes.receive_parts
     if sending + receiving > most:
-        sending = max(most * sending // (sending + receiving), 1)
+        fewer = min(sending, receiving, most // 2)
+        sending = fewer if sending <= receiving else most - fewer
         receiving = most - sending
     return Shape(sending + receiving, threads, sending)
 

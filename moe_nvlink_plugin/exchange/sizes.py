@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from moe_nvlink_plugin.config import (
+    GPU_SMALL_TOKENS,
     MAX_CALLER_PAYLOADS,
-    MAX_SMALL_TOKENS,
     MAX_STAGING_BYTES,
     AllToAllConfig,
 )
@@ -126,7 +126,7 @@ def small_tokens(config: AllToAllConfig, recipe: Recipe, *, on_gpu: bool) -> int
     """Return the small_tokens of a layer: what its configuration asks for, and fits. Local."""
     asked = config.small_tokens
     if asked is None:
-        asked = MAX_SMALL_TOKENS if on_gpu else 0
+        asked = GPU_SMALL_TOKENS if on_gpu else 0
     _offsets, packed = packed_offsets(r.row_bytes for r in payload_rows(config, recipe).values())
     if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
         return 0
