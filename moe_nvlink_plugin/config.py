@@ -119,7 +119,11 @@ class AllToAllConfig:
             staging of so many tokens took more than 128 MiB, the number is lowered until it does
             not. None takes MOE_NVLINK_SMALL_TOKENS; if that is unset, 32 on GPUs and 0 on CPU
             ranks, where a fence costs nothing.
-        extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
+        combine_dtypes: types beside `dtype` in which combine takes and returns rows, call by call.
+            `create` loads their kernels, because the first call may be captured, and makes room
+            for rows of hidden_size elements of the widest type.
+        extra_payload_bytes: capacities of the extra payloads: the most bytes per token of each, in
+            the order dispatch gets them.
         received_ids: what received rows and empty slots have as `topk_ids`. An absent id is an id
             whose expert is on another rank than the receiving one, or an id that is no expert; an
             empty slot has absent ids only. Unless "global", dispatch writes weight 0 beside every
@@ -159,6 +163,7 @@ class AllToAllConfig:
     num_threads: int | None = None
     max_sms: int | None = None
     small_tokens: int | None = None
+    combine_dtypes: tuple[torch.dtype, ...] = ()
     extra_payload_bytes: tuple[int, ...] = ()
     received_ids: str | int = "global"
     scales_layout: str = "linear"
@@ -167,6 +172,7 @@ class AllToAllConfig:
     def __post_init__(self) -> None:
         fill_timeouts(self)
         fill_defaults(self, **HOST_DEFAULTS, combine=env.combine, small_tokens=env.small_tokens)
+        object.__setattr__(self, "combine_dtypes", tuple(self.combine_dtypes))
         object.__setattr__(self, "extra_payload_bytes", tuple(self.extra_payload_bytes))
         self._check_ints()
         self._check_rest()
@@ -191,11 +197,15 @@ class AllToAllConfig:
             check_int("extra_payload_bytes", row_bytes, 1, 2**24)
 
     def _check_rest(self) -> None:
-        if self.dtype not in ACTIVATION_DTYPES:
-            raise ConfigError(
-                f"dtype={self.dtype} cannot be combined; use one of "
-                + ", ".join(str(dtype) for dtype in ACTIVATION_DTYPES)
-            )
+        for name, dtype in (
+            ("dtype", self.dtype),
+            *(("combine_dtypes", dtype) for dtype in self.combine_dtypes),
+        ):
+            if dtype not in ACTIVATION_DTYPES:
+                raise ConfigError(
+                    f"{name}={dtype} cannot be combined; use one of "
+                    + ", ".join(str(dtype) for dtype in ACTIVATION_DTYPES)
+                )
         if self.combine not in COMBINE_FORMATS:
             raise ConfigError(
                 f"combine={self.combine!r} (MOE_NVLINK_COMBINE) is no format of combine; use one "
