@@ -61,7 +61,14 @@ def test_geometries_with_formats() -> None:
     assert with_recipe == LAYER.variant(top_k=4, recipe="mxfp8")
     # As a layer asks for them: rows as they come, rows by its recipe, and its combine.
     codes = [(build.kernel.name, *build.values) for build in geometry.builds(pdl=True)]
-    assert codes == [("dispatch", 8, 0, 0, 1), ("dispatch", 8, 0, 1, 1), ("combine", 8, 0, 2, 1)]
+    assert codes == [
+        ("dispatch", 8, 0, 0, 1),
+        ("dispatch", 8, 0, 1, 1),
+        ("combine", 8, 0, 2, 1),
+        ("small_dispatch", 8, 0, 0, 1),
+        ("small_dispatch", 8, 0, 1, 1),
+        ("small_combine", 8, 0, 1),
+    ]
 
 
 def test_geometries_of_a_shared_head() -> None:
@@ -141,7 +148,7 @@ def test_what_it_makes_is_what_ranks_ask_for(
 ) -> None:
     arguments = ["--arch", "sm_90a", "sm_100a", "--geometry", "top_k=2", "top_k=1,dtype=fp32"]
     assert run(folder, *arguments) == 0
-    assert len(list(folder.glob("*.cubin"))) == 8
+    assert len(list(folder.glob("*.cubin"))) == 16
     lines = capsys.readouterr().out.splitlines()
     pattern = re.compile(r"  sm_\d+a +top_k=\d,dtype=\w+ +(\d+) bytes, compiled in \d+\.\d s")
     sizes = [int(match[1]) for match in map(pattern.fullmatch, lines) if match]
@@ -163,7 +170,7 @@ def test_what_it_makes_is_what_ranks_ask_for(
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
     # Without PDL it is other code.
     assert run(folder, *arguments, "--geometry", "top_k=2", "--no-pdl") == 0
-    assert len(list(folder.glob("*.cubin"))) == 16
+    assert len(list(folder.glob("*.cubin"))) == 32
     assert "was there" not in capsys.readouterr().out
     assert run(folder, *arguments) == 0
     assert capsys.readouterr().out.count("was there") == 4
@@ -174,7 +181,7 @@ def test_formats_are_compiled_by_themselves(
 ) -> None:
     geometry = "top_k=2,recipe=fp8_tensor,combine=fp8_block"
     assert run(folder, "--arch", "sm_90a", "--geometry", geometry) == 0
-    assert len(list(folder.glob("*.cubin"))) == 3
+    assert len(list(folder.glob("*.cubin"))) == 6
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder))
     wanted = precompile.parse_geometry(geometry)
 
@@ -253,11 +260,12 @@ def test_geometries_that_share_a_build_compile_it_once(
     asked = stub_compiler(monkeypatch)
     geometries = ["top_k=2", "top_k=2,recipe=mxfp8", "top_k=2,combine=nvfp4", "lm_head"]
     assert run(folder, "--arch", "sm_90a", "sm_100a", "--geometry", *geometries) == 0
-    # dispatch as it comes and by mxfp8, combine in bf16 and in nvfp4, three kernels of the head.
-    assert len(asked) == len(set(asked)) == 2 * 7
+    # dispatch as it comes and by mxfp8, combine in bf16 and in nvfp4, the same of small batches but
+    # for combine in nvfp4, three kernels of the head.
+    assert len(asked) == len(set(asked)) == 2 * 10
     out = capsys.readouterr().out
     sizes = re.findall(r"(\d+) bytes, compiled in (\d+)\.0 s", out)
-    assert sizes == 2 * [("20", "2"), ("30", "3"), ("20", "2"), ("30", "3")]
+    assert sizes == 2 * [("40", "4"), ("60", "6"), ("40", "4"), ("30", "3")]
     assert "8 of 8" in out
 
 
@@ -283,7 +291,7 @@ def test_several_processes(
     compiler: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "top_k=2", "--jobs", "2") == 0
-    assert len(list(folder.glob("*.cubin"))) == 4
+    assert len(list(folder.glob("*.cubin"))) == 8
     assert "2 of 2" in capsys.readouterr().out
 
 
@@ -374,7 +382,7 @@ def test_one_failure_leaves_the_others(
     assert re.search(r"FAILED sm_90a +top_k=2,dtype=bf16: ", out)
     assert str(error) in out
     assert "1 of 2" in out
-    assert len(list(folder.glob("*.cubin"))) == 2
+    assert len(list(folder.glob("*.cubin"))) == 4
 
 
 def test_a_directory_that_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
