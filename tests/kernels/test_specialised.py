@@ -9,7 +9,7 @@ import torch
 
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
-from tests.support import compare, kernel_texts
+from tests.support import cases, compare, kernel_texts
 from tests.support.cases import Case, make_inputs, run_case
 from tests.support.delays import replace_once
 
@@ -203,9 +203,13 @@ def test_lanes_of_the_gpu_in_small_batches(
     library = library_with_lanes(kernel_texts.host_source())
     monkeypatch.setattr(host, "load", lambda _text: library)
     case = quantised_case(recipe or "bf16", hidden_size)
-    odd = ((torch.uint8, (3001,)), (torch.int16, (5,)), (torch.float32, (7,)))
-    more = {"recipe": recipe, "tokens": (17, 9), "capacity": 17, "top_k": top_k, "extras": odd}
-    compare.check_case(dataclasses.replace(case, small=True, **more))
+    odd: tuple[cases.Extra, ...] = (
+        (torch.uint8, (3001,)),
+        (torch.int16, (5,)),
+        (torch.float32, (7,)),
+    )
+    case = dataclasses.replace(case, recipe=recipe, tokens=(17, 9), capacity=17, top_k=top_k)
+    compare.check_case(dataclasses.replace(case, small=True, extras=odd))
 
 
 def test_vectors_across_their_boundary_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
