@@ -9,7 +9,7 @@ import torch
 
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
-from tests.support import compare, kernel_texts
+from tests.support import cases, compare, kernel_texts
 from tests.support.cases import Case, make_inputs, run_case
 from tests.support.delays import replace_once
 
@@ -127,6 +127,15 @@ LANES_OF_THE_GPU = {
     sync_warp();
     return value;
 """,
+    "    return sum;\n": """
+    const int lane = thread % kWarpThreads;
+    warp_barrier->board[lane] = sum;
+    sync_warp();
+    sum = 0;
+    for (int i = 0; i < Lanes; ++i) sum += warp_barrier->board[i];
+    sync_warp();
+    return sum;
+""",
 }
 LANE_THREADS = 16
 
@@ -183,6 +192,24 @@ def test_lanes_of_the_gpu_in_combine(
     monkeypatch.setattr(host, "load", lambda _text: library)
     case = quantised_case("bf16", hidden_size)
     compare.check_case(dataclasses.replace(case, combine=combine, top_k=4))
+
+
+@pytest.mark.parametrize(("recipe", "hidden_size"), [(None, 43), ("fp8_token", 43), ("mxfp8", 352)])
+@pytest.mark.parametrize("top_k", [3, 4])
+def test_lanes_of_the_gpu_in_small_batches(
+    recipe: str | None, hidden_size: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that lanes count together, ids by vectors where they may, accesses to odd rows."""
+    library = library_with_lanes(kernel_texts.host_source())
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    case = quantised_case(recipe or "bf16", hidden_size)
+    odd: tuple[cases.Extra, ...] = (
+        (torch.uint8, (3001,)),
+        (torch.int16, (5,)),
+        (torch.float32, (7,)),
+    )
+    case = dataclasses.replace(case, recipe=recipe, tokens=(17, 9), capacity=17, top_k=top_k)
+    compare.check_case(dataclasses.replace(case, small=True, extras=odd))
 
 
 def test_vectors_across_their_boundary_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
