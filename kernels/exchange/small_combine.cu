@@ -342,6 +342,9 @@ HD uint32_t await_units(int top_k, const int32_t* rows, int unit, uint32_t missi
   while (true) {
     for_each_unit<Config>(receiving, top_k, rows, unit, missing,
                           [&](int k, const char* place) { parts[k].unit = look_at_unit(place); });
+    // Never true. The branch stands between the looks and their use: without it, ptxas would move
+    // the last looks behind the wait for the first ones, two trips to memory instead of one.
+    if (unknown(missing) == 0) return 0;
     // P10: a word with the mark has the round's data. If only one of the two words were asked for
     // its mark, the other one's data might be zeros.
     MOE_NVLINK_UNROLL
