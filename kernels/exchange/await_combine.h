@@ -44,4 +44,20 @@ HD void await_combine(const DispatchArgs& args, int first, int step, uint32_t ep
   });
 }
 
+// P12 of a dispatch whose rows carry no flags: only after a small combine. The CTA's last warp does
+// it, because the first warp finds the route. Its last thread has written has_failed, which becomes
+// 1 if a peer does not come. The CTA's next barrier hands over what has been acquired.
+HD void await_small_combine(const DispatchArgs& args, const Cta& cta, uint32_t* has_failed) {
+  const int lane = cta.thread - (cta.num_threads - Cta::kWarpThreads);
+  if (lane < 0) return;
+  const LocalControl* local = local_control(args);
+  const uint32_t has_pulled = load_word(&local->has_pulled);
+  const uint32_t epoch = load_word(&local->combined_epoch);
+  cta.sync_warp();  // has_failed is written
+  const bool failed = *has_failed != 0;
+  cta.sync_warp();  // and has been read by all
+  if (failed || has_pulled != 0) return;
+  await_combine(args, lane, Cta::kWarpThreads, epoch, has_failed);
+}
+
 }  // namespace moe_nvlink

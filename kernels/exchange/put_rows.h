@@ -7,6 +7,7 @@
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/quantise.h"
 #include "../include/moe_nvlink/routing.h"
+#include "await_combine.h"
 #include "dispatch_shared.h"
 
 namespace moe_nvlink {
@@ -169,8 +170,9 @@ HD void put_tokens(const DispatchArgs& args, const Cta& cta, bool failed, uint32
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
     TokenRoute& route = shared.routes[turn];
+    if (token == cta.block) await_small_combine(args, cta, &shared.has_failed);
     route_token<Config>(args, cta, token, failed, send_counters, route);
-    put_token<Config>(args, cta, shared, route, token);
+    if (shared.has_failed == 0) put_token<Config>(args, cta, shared, route, token);
     turn = 1 - turn;
   }
 }

@@ -122,12 +122,6 @@ HD void receive_round(const DispatchArgs& args, const Cta& cta, const SmallRole&
   }
 }
 
-template <class Config, class Shared>
-HD void send_round(const DispatchArgs& args, const Cta& cta, const SentShare& share,
-                   const SmallRole& role, const SmallRound& round, Shared& shared) {
-  send_parts_of_tokens<Config>(args, cta, share, round, shared);
-}
-
 template <class Config>
 HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
                             SmallDispatchSharedFor<Config>& shared) {
@@ -146,7 +140,7 @@ HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
   const LocalControl* local = local_control(args);
   const SmallRound round{has_failed(args), load_word(&local->combined_epoch)};
   const bool has_pulled = role.publishes() && load_word(&local->has_pulled) != 0;
-  if (role.sends()) send_round<Config>(args, cta, sent, role, round, shared);
+  if (role.sends()) send_round<Config>(args, cta, role, sent, round, shared);
   if (role.publishes()) publish_small_round<Config>(args, cta, round, has_pulled, shared);
   if (role.receives()) receive_round(args, cta, role, share, received, round, has_pulled, shared);
 }

@@ -66,13 +66,10 @@ HD Unit look_at_unit(const char* source) {
                static_cast<uint32_t>(second), static_cast<uint32_t>(second >> 32)}};
 }
 
-// After the unit has been read. A weak store on the GPU: who has read a word comes after its writer
-// there. In C++ a relaxed load orders nothing else, so the host's store is relaxed too.
+// After the unit has been read. A strong store, as the peer's that it follows: nothing else orders
+// the two, because a look acquires nothing.
 HD void clear_unit(char* place) {
-  MOE_NVLINK_DEVICE_ONLY(Vector<kUnitBytes> zeros;
-                         MOE_NVLINK_UNROLL for (int i = 0; i < kUnitBytes; ++i) zeros.bytes[i] = 0;
-                         store_vector(place, zeros);)
-  MOE_NVLINK_HOST_ONLY(store_words_relaxed_sys(reinterpret_cast<uint64_t*>(place), 0, 0);)
+  store_words_relaxed_sys(reinterpret_cast<uint64_t*>(place), 0, 0);
 }
 
 }  // namespace moe_nvlink

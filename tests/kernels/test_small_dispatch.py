@@ -1,0 +1,335 @@
+"""Dispatch of small batches on CPU ranks: the bits of the reference and of the bulk dispatch, the
+order of slots, staging that is left clean, and rounds of both kinds on one workspace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import DisagreementError, ExchangeTimeoutError
+from moe_nvlink_plugin.exchange import layer as exchange
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.exchange.sizes import staged_bytes
+from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.kernels.test_received import LAYOUT_CASES
+from tests.kernels.test_rounds import check_rounds, poisoned_round, sometimes, varying_inputs
+from tests.support import cases, compare
+from tests.support.cases import Case, Inputs, Seen
+from tests.support.delays import replace_once
+
+pytestmark = pytest.mark.timeout(240)
+
+FITTING = tuple(case for case in cases.CASES if case.capacity <= constants()["kMaxSmallTokens"])
+
+#: Packed rows of several parts: the last of one unit, and of more than one thread's.
+LONG = Case(name="three parts", tokens=(5, 0, 8), hidden_size=2048, top_k=3)
+#: More ranks than lanes of a warp, and more than threads of a CTA wait for.
+MANY = tuple(
+    Case(name=f"{size} ranks", tokens=(2, 0, 1, 3) * (size // 4), num_experts=size + 5, top_k=6)
+    for size in (64, 128)
+)
+OWN_CASES = (
+    LONG,
+    *MANY,
+    dataclasses.replace(
+        LONG,
+        name="extras over the bounds of parts",
+        extras=((torch.uint8, (3001,)), (torch.uint8, (7,)), (torch.int16, (1601,))),
+    ),
+    Case(name="64 tokens", tokens=(64, 1, 0, 63), capacity=64, routing="invalid", top_k=8),
+)
+IDS_CASES = tuple(
+    dataclasses.replace(case, name=f"{case.name}, {ids} ids", received_ids=ids)
+    for case, ids in zip(FITTING, ("elsewhere", "local", -1, 5) * len(FITTING), strict=False)
+)
+ALL_CASES = (*FITTING, *OWN_CASES, *IDS_CASES, *cases.RECIPE_CASES, *LAYOUT_CASES)
+
+
+def small(case: Case) -> Case:
+    return dataclasses.replace(case, small=True)
+
+
+def both_kinds(case: Case) -> tuple[list[Seen], list[Seen]]:
+    """The same round by the kernels for small batches, and by the others."""
+    (with_units,) = cases.run_case(small(case), rounds=1)
+    (bulk,) = cases.run_case(dataclasses.replace(case, num_threads=1), rounds=1)
+    return with_units, bulk
+
+
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
+def test_as_bulk(case: Case) -> None:
+    """One thread of the bulk dispatch hands out slots in the order of tokens; this one always."""
+    if case.num_channels > 1:
+        case = dataclasses.replace(case, num_channels=1)
+    with_units, bulk = both_kinds(case)
+    for rank, (mine, other) in enumerate(zip(with_units, bulk, strict=True)):
+        what = f"{case.name}, rank {rank}"
+        compare.assert_same_bits(mine.recv_counts, other.recv_counts, f"{what}: counts")
+        compare.assert_same_bits(mine.topk_ids, other.topk_ids, f"{what}: ids")
+        compare.assert_same_bits(mine.send_slots, other.send_slots, f"{what}: slots")
+        compare.assert_same_bits(mine.combined, other.combined, f"{what}: combined")
+        for number, pair in enumerate(zip(mine.payloads, other.payloads, strict=True)):
+            compare.assert_same_bits(*pair, f"{what}: payload {number}")
+
+
+@pytest.mark.parametrize("case", (*FITTING, *OWN_CASES), ids=lambda case: case.name)
+def test_as_the_reference(case: Case) -> None:
+    compare.check_case(small(case))
+
+
+def test_slots_are_numbers_of_tokens() -> None:
+    case = small(Case(name="order", tokens=(8, 8), num_threads=3, top_k=2, num_experts=4))
+    (seen,) = cases.run_case(case, rounds=1)
+    for mine in seen:
+        slots = mine.send_slots
+        for target in range(case.ep_size):
+            here = slots[(slots >= 0) & (slots // case.capacity == target)] % case.capacity
+            assert here.tolist() == list(range(len(here))) and len(here)
+
+
+def staging(layer: MoeAllToAll) -> bytes:
+    """This rank's staging of dispatch, as long as the layer's rows take."""
+    args = exchange.find(layer._handle).channel(0)._dispatch_args
+    geometry = args.geometry
+    first = args.window_base + geometry.ep_rank * args.rank_stride + 256 * args.staging_region
+    rows = geometry.ep_size * geometry.max_tokens_per_rank
+    return ctypes.string_at(first, rows * staged_bytes(args.packed_bytes))
+
+
+class Dirty(AssertionError):
+    """A unit has not been cleared."""
+
+
+#: Layers of one workspace: two for small batches, of different geometry, and one for others.
+TURNS = (
+    small(Case(name="narrow", tokens=(0, 0, 0), num_experts=7, top_k=2, hidden_size=33)),
+    Case(name="bulk", tokens=(0, 0, 0), num_experts=12, top_k=5, hidden_size=70, capacity=9),
+    small(Case(name="wide", tokens=(0, 0, 0), num_experts=9, top_k=4, hidden_size=1700)),
+)
+
+
+def check_turns(rounds: int) -> None:
+    """Layers in an irregular order, every buffer poisoned, ranks delayed."""
+    choose = random.Random(3)
+    order = [choose.randrange(len(TURNS)) for _ in range(rounds)]
+    assert {(a, b) for a, b in zip(order, order[1:], strict=False)} >= {(0, 1), (1, 0), (0, 2)}
+    inputs = [varying_inputs(case, rounds) for case in TURNS]
+
+    def rank_main(group: ThreadGroup) -> list[Seen]:
+        delay = sometimes(group.rank)
+        layers: list[MoeAllToAll] = []
+        for case in TURNS:
+            first = layers[0] if layers else None
+            layers.append(MoeAllToAll.create(case.config(group.rank), group, share_with=first))
+        seen = []
+        for number, turn in enumerate(order):
+
+            def checked(turn: int = turn) -> None:
+                delay()
+                # After dispatch, and until this rank's combine, nobody may write there.
+                if TURNS[turn].small and any(staging(layers[turn])) and len(calls) == 1:
+                    raise Dirty(f"round {len(seen)}: rank {group.rank} has left a unit")
+                calls.append(turn)
+
+            calls: list[int] = []
+            mine = inputs[turn][number][group.rank]
+            seen.append(poisoned_round(layers[turn], mine, checked))
+        for layer in layers:
+            layer.close()
+        return seen
+
+    by_rank = run_ranks(3, rank_main)
+    for number, turn in enumerate(order):
+        check_rounds(TURNS[turn], [inputs[turn][number]], [[seen[number]] for seen in by_rank])
+
+
+def test_rounds_of_both_kinds_take_turns() -> None:
+    check_turns(60)
+
+
+# What a kernel with a mistake in it does.
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, line: str, instead: str) -> None:
+    text = replace_once(LAYER.host_source(), line, instead)
+    library = host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))
+    monkeypatch.setattr(host, "load", lambda _text: library)
+
+
+def test_a_unit_that_is_not_cleared_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, "      clear_unit(units + i * kUnitBytes);\n", "")
+    with pytest.raises(Exception, match="has left a unit"):
+        check_turns(40)
+
+
+MUTANTS = {
+    "slots": ("counts[turn] && tokens[turn].has", "counts[turn] && !tokens[turn].has"),
+    "parts": ("constexpr int kUnitsOfPart = kPartBytes /", "constexpr int kUnitsOfPart = 8 +"),
+    "ids": ("const bool keeps = received.keeps(id);", "const bool keeps = true;"),
+    "empty": ("const int filled = shared.counts[source]", "const int filled = 1 + shared.counts[0]"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mistake_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(LONG, received_ids="elsewhere", tokens=(5, 3, 2), timeout_s=2.0)
+    broken(monkeypatch, *MUTANTS[mutant])
+    with pytest.raises((AssertionError, ExchangeTimeoutError)):
+        check_one_round(case)
+
+
+def check_one_round(case: Case) -> None:
+    inputs = cases.make_inputs(case)
+    (seen,) = cases.run_case(small(case), rounds=1)
+    compare.check_slots(case, inputs, seen)
+    compare.check_received(case, inputs, seen)
+
+
+# P12: a rank that is still in its round, and that no other rank waits for in combine.
+
+SETTLED = Case(name="settled", tokens=(2, 2), num_experts=4, top_k=1, capacity=4)
+
+
+def own_experts(case: Case, rank: int) -> Inputs:
+    """Tokens that stay on their rank."""
+    inputs = cases.make_inputs(case)[rank]
+    return inputs._replace(topk_ids=torch.full_like(inputs.topk_ids, 2 * rank))
+
+
+def is_overtaken(then: Case, patience_s: float) -> bool:
+    """Whether rank 0 dispatches again, as `then` says, before rank 1 has signalled its combine."""
+    first = small(SETTLED)
+    over = threading.Event()
+
+    def rank_main(group: ThreadGroup) -> bool:
+        layer = MoeAllToAll.create(first.config(group.rank), group)
+        other = MoeAllToAll.create(then.config(group.rank), group, share_with=layer)
+        mine = own_experts(first, group.rank)
+        received = layer.dispatch(*mine)
+        overtaken = False
+        if group.rank == 1:
+            args = exchange.find(layer._handle).channel(0)._dispatch_args
+            cells = args.window_base + args.rank_stride + 256 * args.control.dispatch_cells
+            until = time.monotonic() + patience_s
+            while time.monotonic() < until and not overtaken:
+                cell = int.from_bytes(ctypes.string_at(cells, 4), "little")
+                overtaken = cell == 2
+                time.sleep(0.001)
+            over.set()
+        rows = received.hidden_states
+        compare.assert_same_bits(
+            layer.combine(rows, received.metadata), mine.hidden_states, f"rank {group.rank}"
+        )
+        again = other.dispatch(*mine)
+        other.combine(again.hidden_states, again.metadata)
+        other.close()
+        layer.close()
+        return overtaken
+
+    return any(run_ranks(2, rank_main))
+
+
+@pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
+def test_nobody_dispatches_into_a_round_that_has_not_ended(kind: bool) -> None:
+    assert not is_overtaken(dataclasses.replace(SETTLED, small=kind, hidden_size=40), 0.2)
+
+
+@pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
+def test_a_rank_that_overtakes_is_noticed(kind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P12 away."""
+    broken(monkeypatch, "  while (!has_reached(load_acquire_sys(cell), epoch)) {", "  while (false) {")
+    then = dataclasses.replace(SETTLED, small=kind, hidden_size=40)
+    assert is_overtaken(then, 30.0)
+
+
+# Ranks that are missing, or that do something else.
+
+
+def errors_of(
+    case: Case, body: Callable[[ThreadGroup, MoeAllToAll], object]
+) -> list[ExchangeTimeoutError | None]:
+    """What each rank's body raises. No rank leaves before all have come to their end."""
+
+    def rank_main(group: ThreadGroup) -> ExchangeTimeoutError | None:
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            found = None
+            try:
+                body(group, layer)
+            except ExchangeTimeoutError as error:
+                found = error
+            group.all_gather_object(None)
+            return found
+
+    return run_ranks(case.ep_size, rank_main)
+
+
+MISSING = small(Case(name="missing", tokens=(3, 2, 1), num_experts=6, top_k=1, timeout_s=0.3))
+
+
+def seen_of(error: ExchangeTimeoutError | None) -> tuple[str, tuple[int, ...], int]:
+    assert error is not None
+    return error.phase, tuple(error.ranks), error.epoch
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_rank_that_does_not_dispatch(num_threads: int) -> None:
+    case = dataclasses.replace(MISSING, num_threads=num_threads)
+    inputs = cases.make_inputs(case)
+
+    def body(group: ThreadGroup, layer: MoeAllToAll) -> None:
+        if group.rank != 2:
+            layer.dispatch(*inputs[group.rank])
+
+    errors = errors_of(case, body)
+    assert errors[2] is None
+    assert [seen_of(error) for error in errors[:2]] == [("dispatch", (2,), 1)] * 2
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_rank_that_does_not_combine(num_threads: int) -> None:
+    """No rank has a row there, so the others notice in the next dispatch, and name the combine."""
+    case = dataclasses.replace(MISSING, num_threads=num_threads)
+
+    def body(group: ThreadGroup, layer: MoeAllToAll) -> None:
+        mine = own_experts(case, group.rank)
+        received = layer.dispatch(*mine)
+        if group.rank == 2:
+            return
+        layer.combine(received.hidden_states, received.metadata)
+        layer.dispatch(*mine)
+
+    errors = errors_of(case, body)
+    assert errors[2] is None
+    assert [seen_of(error) for error in errors[:2]] == [("combine", (2,), 1)] * 2
+
+
+@pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
+def test_ranks_with_different_bounds_disagree(kind: bool) -> None:
+    """Rank 1 dispatches through a layer that differs in its bound only, of either kind."""
+    here = small(Case(name="bounds", tokens=(3, 2), capacity=5, timeout_s=2.0))
+    there = dataclasses.replace(here, capacity=8, small=kind)
+
+    def rank_main(group: ThreadGroup) -> str:
+        layer = MoeAllToAll.create(here.config(group.rank), group)
+        other = MoeAllToAll.create(there.config(group.rank), group, share_with=layer)
+        used = other if group.rank == 1 else layer
+        with pytest.raises(DisagreementError) as caught:
+            used.dispatch(*cases.make_inputs(here)[group.rank])
+        group.all_gather_object(None)
+        other.close()
+        layer.close()
+        return str(caught.value)
+
+    for message in run_ranks(2, rank_main):
+        assert "rank 0" in message and "rank 1" in message
