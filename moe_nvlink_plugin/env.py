@@ -28,7 +28,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
     "MOE_NVLINK_MAX_SMS": ("unset", "SMs that each of our kernels may fill; unset: all SMs"),
     "MOE_NVLINK_SMALL_TOKENS": (
-        "64 on GPUs, 0 on CPU ranks",
+        "32 on GPUs, 0 on CPU ranks",
         "most tokens of a rank that travel by the kernels for small batches; 0: none",
     ),
     "MOE_NVLINK_COMBINE": (

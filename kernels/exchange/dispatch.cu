@@ -190,10 +190,12 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
   // take no place from this kernel's CTAs: they start after all CTAs of this kernel have come to
   // this line, so each of these has its place, also those that wait below.
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  const bool failed = has_failed(args);
+  // The first warp routes, the last thread leaves it for the others: the rest need not load it.
+  const bool is_last_thread = cta.thread == cta.num_threads - 1;
+  const bool failed = (cta.thread < Cta::kWarpThreads || is_last_thread) && has_failed(args);
   // Read here and not at the end, when the last CTA has already written it (P2 orders the two). The
   // last thread reads it, because the first warp shall begin with the route.
-  if (cta.thread == cta.num_threads - 1) {
+  if (is_last_thread) {
     shared.epoch = load_word(&local_control(args)->epoch) + 1;
     shared.has_failed = failed ? 1 : 0;
   }

@@ -1,8 +1,9 @@
 """Fills the argument structs (kernels/include/moe_nvlink/args.h) for one layer and channel.
 
 These functions set what does not change from call to call. At each call, the channel sets
-num_tokens, quantiser, is_padding, timeout_ns and the addresses of the call's tensors. On a GPU the
-launch sets hidden_splits.
+num_tokens, max_tokens_per_rank, quantiser, is_padding, timeout_ns and the addresses of the call's
+tensors; for combine also element and hidden_size. On a GPU the launch sets hidden_splits or
+senders.
 """
 
 from __future__ import annotations
@@ -122,17 +123,52 @@ def dispatch_arguments(
         rank_stride: bytes from one rank's workspace to the next rank's.
     """
     args = _common(DISPATCH, config, regions, Window(base_ptr, rank_stride))
-    args.num_payloads = len(rows)
     args.received_ids, args.absent_id = received_ids_code(config)
     args.scales_layout = scales_layouts()[config.scales_layout]
     if args.scales_layout:
         args.laid_out_region = regions[LAID_OUT].block
-    offsets, args.packed_bytes = packed_offsets(row.row_bytes for row in rows.values())
-    for payload, offset, (name, row) in zip(args.payloads, offsets, rows.items(), strict=False):
+    for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
-        payload.packed_offset = offset
+    set_extra_payloads(args, config, len(rows), config.extra_payload_bytes)
     _set_regions(args, regions, ("staging_region",), prefix="dispatch_")
     return args
+
+
+def set_extra_payloads(
+    args: Any, config: AllToAllConfig, most_payloads: int, row_bytes: tuple[int, ...]
+) -> None:
+    """Set what depends on the extra payloads of a call. Local.
+
+    Args:
+        args: the DispatchArgs.
+        config: the layer's configuration.
+        most_payloads: payloads of a call with all extra payloads of the configuration.
+        row_bytes: bytes of a row of each extra payload of the call, none above its capacity.
+    """
+    first = most_payloads - len(config.extra_payload_bytes)
+    args.num_payloads = first + len(row_bytes)
+    for index, size in enumerate(row_bytes):
+        args.payloads[first + index].row_bytes = size
+    payloads = args.payloads[: args.num_payloads]
+    offsets, args.packed_bytes = packed_offsets(payload.row_bytes for payload in payloads)
+    for payload, offset in zip(payloads, offsets, strict=True):
+        payload.packed_offset = offset
+    args.geometry.formats = _formats(config) ^ _payloads_code(config, row_bytes) << 7
+
+
+def _payloads_code(config: AllToAllConfig, row_bytes: tuple[int, ...]) -> int:
+    """Return 25 bits that stand for a call's extra payloads; 0 for those of the configuration.
+
+    They are part of the tag, like written_code, so ranks notice if their calls have different extra
+    payloads.
+    """
+    if row_bytes == config.extra_payload_bytes:
+        return 0
+    return zlib.crc32(repr(row_bytes).encode()) % (2**25 - 1) + 1
+
+
+def _formats(config: AllToAllConfig) -> int:
+    return formats_code(config) | written_code(config) << 7
 
 
 def combine_arguments(
@@ -171,5 +207,5 @@ def _common(
         setattr(geometry, name, getattr(config, name))
     geometry.max_tokens_per_rank = config.max_tokens_per_rank
     geometry.element = element_code(config.dtype)
-    geometry.formats = formats_code(config) | written_code(config) << 7
+    geometry.formats = _formats(config)
     return args

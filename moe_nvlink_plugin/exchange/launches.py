@@ -9,12 +9,12 @@ from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.base import Budget, Executor, Launcher
-from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.launch.kernel import ELEMENT, Variant
 
 from .arguments import all_ids_travel, combine_code
 from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER, SMALL_COMBINE, SMALL_DISPATCH
 from .shapes import LAID_OUT_WEIGHT, CombineSizes, DispatchSizes, SmallSizes, quantising_lanes
-from .sizes import combine_row, combines_small_batches, packed_offsets
+from .sizes import combine_dtypes, combines_small_batches, packed_offsets
 
 #: Bytes of a packed row that one CTA of a small batch stages (kPartBytes of config.h).
 PART_BYTES = 3072
@@ -81,10 +81,18 @@ class LayerLaunches:
             )
             for code, widest in loaded_bytes.items()
         }
-        sizes = CombineSizes(
-            config.hidden_size, config.dtype.itemsize, slots if combine_code(config) else 0
-        )
-        self._combine = launcher.load(COMBINE, sizes)
+        slots_to_quantise = slots if combine_code(config) else 0
+        self._element_bytes = {
+            element_code(dtype): dtype.itemsize for dtype in combine_dtypes(config)
+        }
+        self._combines = {
+            code: launcher.load(
+                COMBINE,
+                CombineSizes(config.hidden_size, element_bytes, slots_to_quantise),
+                **{ELEMENT.name: code},
+            )
+            for code, element_bytes in self._element_bytes.items()
+        }
         self._most_small = self._most_small_to_combine = 0
         if config.small_tokens:
             self._load_small(launcher, config, row_bytes)
@@ -108,9 +116,12 @@ class LayerLaunches:
         }
         if combines_small_batches(config):
             self._most_small_to_combine = config.small_tokens
-            parts = shape.ceil_div(combine_row(config).row_bytes, PART_BYTES)
-            sizes = SmallSizes(parts, parts, sent_rows=rows)
-            self._small_combine = launcher.load(SMALL_COMBINE, sizes)
+            self._small_combines = {}
+            for code, element_bytes in self._element_bytes.items():
+                parts = shape.ceil_div(config.hidden_size * element_bytes, PART_BYTES)
+                sizes = SmallSizes(parts, parts, sent_rows=rows)
+                launch = launcher.load(SMALL_COMBINE, sizes, **{ELEMENT.name: code})
+                self._small_combines[code] = launch
 
     def dispatch(self, args: Any) -> None:
         """Launch dispatch with DispatchArgs, which the launch copies. Collective; capturable.
@@ -123,8 +134,16 @@ class LayerLaunches:
             self._dispatches[args.quantiser](args)
 
     def combine(self, args: Any) -> None:
-        """Launch combine with CombineArgs; set how CTAs share it. Collective; capturable."""
-        if args.geometry.max_tokens_per_rank <= self._most_small_to_combine:
-            self._small_combine(args)
+        """Launch combine with CombineArgs; set how CTAs share it. Collective; capturable.
+
+        All ranks of a round have the same bound and the same rows, so all of them launch the same
+        kernel. The launch shape is that for rows of the configuration's width.
+        """
+        geometry = args.geometry
+        element = geometry.element
+        is_small = geometry.max_tokens_per_rank <= self._most_small_to_combine
+        # Units carry whole words: other rows are pulled.
+        if is_small and geometry.hidden_size * self._element_bytes[element] % 4 == 0:
+            self._small_combines[element](args)
         else:
-            self._combine(args)
+            self._combines[element](args)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from moe_nvlink_plugin.config import (
+    GPU_SMALL_TOKENS,
     MAX_CALLER_PAYLOADS,
-    MAX_SMALL_TOKENS,
     MAX_STAGING_BYTES,
     AllToAllConfig,
 )
@@ -75,8 +75,18 @@ def payload_rows(config: AllToAllConfig, recipe: Recipe) -> dict[str, PayloadRow
 
 
 def combine_row(config: AllToAllConfig) -> PayloadRow:
-    """Return the row of the experts' output."""
+    """Return the row of the experts' output, if a call names no other."""
     return PayloadRow(config.dtype, config.hidden_size)
+
+
+def combine_dtypes(config: AllToAllConfig) -> tuple[torch.dtype, ...]:
+    """Return the types in which combine takes rows, each once; config.dtype is the first."""
+    return tuple(dict.fromkeys((config.dtype, *config.combine_dtypes)))
+
+
+def widest_combine_row(config: AllToAllConfig) -> int:
+    """Return the most bytes of a row of the experts' output."""
+    return config.hidden_size * max(dtype.itemsize for dtype in combine_dtypes(config))
 
 
 def quantised_combine_rows(config: AllToAllConfig) -> dict[str, PayloadRow]:
@@ -105,18 +115,18 @@ def staged_bytes(row_bytes: int) -> int:
 
 
 def combines_small_batches(config: AllToAllConfig) -> bool:
-    """Return whether combine can bring a small batch's rows back as units. Local.
+    """Return whether combine can bring a small batch's widest rows back as units. Local.
 
     Units carry unquantised rows of whole 4-byte words.
     """
-    return config.combine == "bf16" and combine_row(config).row_bytes % 4 == 0
+    return config.combine == "bf16" and widest_combine_row(config) % 4 == 0
 
 
 def small_tokens(config: AllToAllConfig, recipe: Recipe, *, on_gpu: bool) -> int:
     """Return the small_tokens of a layer: what its configuration asks for, and fits. Local."""
     asked = config.small_tokens
     if asked is None:
-        asked = MAX_SMALL_TOKENS if on_gpu else 0
+        asked = GPU_SMALL_TOKENS if on_gpu else 0
     _offsets, packed = packed_offsets(r.row_bytes for r in payload_rows(config, recipe).values())
     if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
         return 0
@@ -129,7 +139,7 @@ def _staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:
     rows = {"dispatch_staging": staged_bytes(packed_bytes)}
     if combines_small_batches(config):
         for parity in ("even", "odd"):
-            rows[f"{parity}_combine_staging"] = staged_bytes(combine_row(config).row_bytes)
+            rows[f"{parity}_combine_staging"] = staged_bytes(widest_combine_row(config))
     return rows
 
 
@@ -139,8 +149,10 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     rows = payload_rows(config, recipe)
     sizes = {name: slots * row.row_bytes for name, row in rows.items()}  # slice s: by rank s
     if config.scales_layout != "linear":
-        sizes[scales_layout.LAID_OUT] = scales_layout.laid_out_bytes(config, rows["recv_scales"])
-    sizes["combine"] = slots * combine_row(config).row_bytes  # written by this rank's experts
+        sizes[scales_layout.LAID_OUT] = scales_layout.laid_out_bytes(
+            config, rows["recv_scales"], slots
+        )
+    sizes["combine"] = slots * widest_combine_row(config)  # written by this rank's experts
     for name, row in quantised_combine_rows(config).items():
         sizes[name] = slots * row.row_bytes  # of those rows, written by combine for the peers
     if config.small_tokens:
