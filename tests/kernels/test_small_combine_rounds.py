@@ -137,7 +137,7 @@ def staging(layer: MoeAllToAll, parity: str) -> torch.Tensor:
 
 
 def test_stagings_are_zero_two_rounds_later() -> None:
-    """A rank that is back from dispatch n + 2 has read what was written in round n."""
+    """Between dispatch n + 2 and its combine nobody writes; what round n brought has been read."""
     case = dataclasses.replace(OTHER, tokens=(9, 0, 4))
     inputs = varying_inputs(case, 6)
 
@@ -146,8 +146,10 @@ def test_stagings_are_zero_two_rounds_later() -> None:
             used = []
             for number, of_round in enumerate(inputs):
                 received = layer.dispatch(*of_round[group.rank])
+                group.all_gather_object(None)
                 parity = "odd" if number % 2 == 0 else "even"  # of epoch number + 1
                 used.append(bool(staging(layer, parity).any()))
+                group.all_gather_object(None)
                 layer.combine(layer.combine_input(), received.metadata)
             return used
 
