@@ -174,7 +174,7 @@ def test_every_share_of_the_work(ctas: int, senders: int, flags: tuple[str, ...]
 
 def test_many_ranks() -> None:
     case = Case(tokens=(1, 0, 2, 1) * 32, num_experts=256, top_k=8, hidden_size=20, dtype=BF16)
-    check_rounds(dataclasses.replace(case, capacity=2), rounds=1)
+    check_rounds(dataclasses.replace(case, capacity=2), rounds=0)
 
 
 def test_output_at_an_odd_address() -> None:
@@ -280,7 +280,7 @@ def test_after_a_fault_nothing_is_sent() -> None:
     """
     case = Case(tokens=(4, 4), top_k=4)
     inputs = cases.make_inputs(case)
-    with ranks_of(case, timeout_s=0.3) as ranks:
+    with ranks_of(case, ctas=4, timeout_s=0.3) as ranks:  # some CTA's first part is for rank 1
         slots = dispatched(ranks, inputs)
         region = ranks.regions[0]["local"]
         first = TIMEOUT << 56 | COMBINE_PHASE << 48 | 1 << 32 | 7
