@@ -28,6 +28,9 @@ KERNELS = Family("", (DISPATCH, COMBINE, SMALL_COMBINE))
 FOUR_THREADS = (*emulated.FLAGS, "-DMOE_NVLINK_CTA_THREADS=4")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+#: Of more ranks the oracle computes the rows of every 16th: it takes long. All are compared with
+#: the pull combine's.
+MOST_COMPUTED = 16
 TIMEOUT, COMBINE_PHASE = constants()["kFaultTimeout"], constants()["kPhaseCombine"]
 
 
@@ -105,10 +108,11 @@ def check(ranks: Ranks, case: Case, inputs: Sequence[Inputs]) -> None:
     pulled = combined(ranks, "combine", slots, inputs)
     ranks.check_faults()
     for rank, mine in enumerate(inputs):
-        expected = compare.expected_combined(case, mine, rank)
-        compare.assert_same_bits(
-            compare.one_nan(small[rank]), compare.one_nan(expected), f"{case.name}: rank {rank}"
-        )
+        if len(inputs) <= MOST_COMPUTED or rank % 16 == 3:
+            expected = compare.expected_combined(case, mine, rank)
+            compare.assert_same_bits(
+                compare.one_nan(small[rank]), compare.one_nan(expected), f"{case.name}: rank {rank}"
+            )
         compare.assert_same_bits(
             compare.one_nan(small[rank]), compare.one_nan(pulled[rank]), f"{case.name}: as pulled"
         )
