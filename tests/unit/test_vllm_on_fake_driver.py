@@ -125,4 +125,7 @@ def test_the_layer_between_processes_on_the_stand_in_driver(
         for result, (_, options) in zip(results, FORMATS, strict=True):
             # Sums of at most top_k rows of experts that give at most 1, in e4m3: 3 * 1 / 28.
             assert result["worst"] < (1e-5 if options.combine == "bf16" else 0.11)
-            assert (result["launches"], result["last"]) == (2 * NUM_ROUNDS, "moe_nvlink_combine")
+            # Units carry unquantised rows, so only these come back by the kernel for small batches.
+            last = "small_combine" if options.combine == "bf16" else "combine"
+            assert result["launches"] == 2 * NUM_ROUNDS
+            assert result["last"] == f"moe_nvlink_{last}"
