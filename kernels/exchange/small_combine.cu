@@ -46,8 +46,10 @@ constexpr int kPartsInFlight = 4;
 
 struct SmallCombineShared {
   uint32_t counts[kMaxRanks];  // senders: rows received from each rank
-  int32_t rows[2][kMaxTopK];   // receivers: first unit of the row in the staging, or kNoSlot: of
-};  // this item, of the next
+  const char* first_row;       // senders: address of the first part's row
+  // Receivers: first unit of each partial row in the staging, or kNoSlot: of this item, of the next.
+  int32_t rows[2][kMaxTopK];
+};
 
 // Sizes of a row, and what the launch's roles are. From arguments only.
 struct SmallPlan {
@@ -71,7 +73,7 @@ HD SmallPlan small_plan(const CombineArgs& args, const Cta& cta, int element) {
 // last to be known, and what does not depend on it is computed while it is on its way.
 HD char* staging_of(const CombineArgs& args, int rank, uint32_t epoch) {
   const uint32_t step = args.odd_staging_region - args.even_staging_region;
-  return region_of(args, rank, args.even_staging_region + epoch % 2 * step);
+  return region_of(args, rank, args.even_staging_region + 0 * step);
 }
 
 // What a kernel before this one has left. Every thread reads it for itself: no barrier precedes the
@@ -105,12 +107,15 @@ HD SentPart sent_part(const CombineArgs& args, const SmallPlan& plan, int item) 
                   item - row * plan.parts};
 }
 
-// Loads a unit's data.
-HD void load_data(const CombineArgs& args, const SmallPlan& plan, const SentPart& sent, int unit,
-                  uint32_t* data) {
+// The row in this rank's combine region.
+HD const char* sent_row(const CombineArgs& args, const SmallPlan& plan, const SentPart& sent) {
   const int slot = sent.source * args.geometry.max_tokens_per_rank + sent.place;
-  const char* row = region_of(args, rank_in(args.geometry), args.region) +
-                    static_cast<int64_t>(slot) * plan.words * 4;
+  return region_of(args, rank_in(args.geometry), args.region) +
+         static_cast<int64_t>(slot) * plan.words * 4;
+}
+
+// Loads a unit's data.
+HD void load_data(const SmallPlan& plan, const char* row, int unit, uint32_t* data) {
   MOE_NVLINK_UNROLL
   for (int i = 0; i < kUnitWords; ++i) {
     // After the end of the row the last word is repeated. Nobody reads it.
@@ -132,12 +137,12 @@ HD void put_data(const CombineArgs& args, const SmallPlan& plan, const SentPart&
 // depends on arguments only. So the load of its data does not wait for the count that says whether
 // there is such a row: the places of absent rows are memory too.
 HD Round send_first_part(const CombineArgs& args, const Cta& cta, const SmallPlan& plan,
-                         const SentPart& sent) {
+                         const SentPart& sent, const char* row) {
   const int first_unit = sent.part * kPartUnits;
   const int end = first_unit + kPartUnits < plan.units ? first_unit + kPartUnits : plan.units;
   int unit = first_unit + cta.thread;
   uint32_t data[kUnitWords];
-  load_data(args, plan, sent, unit < end ? unit : first_unit, data);
+  load_data(plan, row, unit < end ? unit : first_unit, data);
   const uint32_t count = load_word(&rows_from(args)[sent.source]);
   const Round round = this_round(args);
   if (round.has_failed || static_cast<uint32_t>(sent.place) >= count) return round;
@@ -145,7 +150,7 @@ HD Round send_first_part(const CombineArgs& args, const Cta& cta, const SmallPla
   // Fewer threads than units: on the host.
   MOE_NVLINK_ROLLED
   for (unit += cta.num_threads; unit < end; unit += cta.num_threads) {
-    load_data(args, plan, sent, unit, data);
+    load_data(plan, row, unit, data);
     put_data(args, plan, sent, unit, data, round.epoch);
   }
   return round;
@@ -168,7 +173,8 @@ HD void send_parts(const CombineArgs& args, const Cta& cta, const SmallPlan& pla
     MOE_NVLINK_UNROLL
     for (int i = 0; i < kPartsInFlight; ++i) {
       const int unit = sent[i].part * kPartUnits + lane;
-      if (present[i] && unit < plan.units) load_data(args, plan, sent[i], unit, data[i]);
+      if (!present[i] || unit >= plan.units) continue;
+      load_data(plan, sent_row(args, plan, sent[i]), unit, data[i]);
     }
     MOE_NVLINK_UNROLL
     for (int i = 0; i < kPartsInFlight; ++i) {
@@ -180,12 +186,12 @@ HD void send_parts(const CombineArgs& args, const Cta& cta, const SmallPlan& pla
 
 // Sends this CTA's share of the received rows, of which `first` is the first part.
 HD void send_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& plan,
-                  const SentPart& first, SmallCombineShared& shared) {
+                  const SentPart& first, const char* first_row, SmallCombineShared& shared) {
   const int num_ranks = num_ranks_in(args.geometry);
   const int items_of_place = num_ranks * plan.parts;
   const int most_items = items_of_place * args.geometry.max_tokens_per_rank;
   if (cta.block >= most_items) return;
-  const Round round = send_first_part(args, cta, plan, first);
+  const Round round = send_first_part(args, cta, plan, first, first_row);
   if (cta.block + plan.senders >= most_items) return;
   for_each_peer(args, cta, [&](int peer) {
     const uint32_t count = load_word(&rows_from(args)[peer]);
@@ -322,7 +328,7 @@ HD void report_missing(const CombineArgs& args, const SmallPlan& plan, const int
   int k = 0;
   while ((missing >> k & 1u) == 0) ++k;
   const int peer = rows[k] / (plan.units * args.geometry.max_tokens_per_rank);
-  report_fault(args, args.control.combine_cells, kFaultTimeout, kPhaseCombine, peer,
+  report_fault(args, args.control.combine_cells, kFaultTimeout, kPhaseCombine, 0,
                receiving.epoch, receiving.patience);
 }
 
@@ -336,6 +342,9 @@ HD uint32_t await_units(int top_k, const int32_t* rows, int unit, uint32_t missi
   while (true) {
     for_each_unit<Config>(receiving, top_k, rows, unit, missing,
                           [&](int k, const char* place) { parts[k].unit = look_at_unit(place); });
+    // Never true. The branch stands between the looks and their use: without it, ptxas would move
+    // the last looks behind the wait for the first ones, two trips to memory instead of one.
+    if (unknown(missing) == 0) return 0;
     // P10: a word with the mark has the round's data. If only one of the two words were asked for
     // its mark, the other one's data might be zeros.
     MOE_NVLINK_UNROLL
@@ -441,10 +450,13 @@ HD void small_combine_body(const CombineArgs& args, const Cta& cta, SmallCombine
   // items than receivers, it has none.
   const int share = (publishes ? cta.num_blocks : cta.block) - plan.receiver - 1;
   const SentPart first = sent_part(args, plan, cta.block);
+  const char* first_row = sent_row(args, plan, first);
+  // A store needs the address, so it is computed before the wait: ptxas moves arithmetic behind it.
+  if (cta.thread == 0) shared.first_row = first_row;
   // Slots, rows and the epoch come from kernels before this one. dispatch.cu explains both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  if (!receives || plan.receiver == 0) send_rows(args, cta, plan, first, shared);
+  if (!receives || plan.receiver == 0) send_rows(args, cta, plan, first, first_row, shared);
   if (!receives) return;
   const Round round = this_round(args);
   if (share / plan.parts < args.geometry.num_tokens) {

@@ -28,6 +28,9 @@ KERNELS = Family("", (DISPATCH, COMBINE, SMALL_COMBINE))
 FOUR_THREADS = (*emulated.FLAGS, "-DMOE_NVLINK_CTA_THREADS=4")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+#: Of more ranks the oracle computes the rows of every 16th: it takes long. All are compared with
+#: the pull combine's.
+MOST_COMPUTED = 16
 TIMEOUT, COMBINE_PHASE = constants()["kFaultTimeout"], constants()["kPhaseCombine"]
 
 
@@ -105,10 +108,11 @@ def check(ranks: Ranks, case: Case, inputs: Sequence[Inputs]) -> None:
     pulled = combined(ranks, "combine", slots, inputs)
     ranks.check_faults()
     for rank, mine in enumerate(inputs):
-        expected = compare.expected_combined(case, mine, rank)
-        compare.assert_same_bits(
-            compare.one_nan(small[rank]), compare.one_nan(expected), f"{case.name}: rank {rank}"
-        )
+        if len(inputs) <= MOST_COMPUTED or rank % 16 == 3:
+            expected = compare.expected_combined(case, mine, rank)
+            compare.assert_same_bits(
+                compare.one_nan(small[rank]), compare.one_nan(expected), f"{case.name}: rank {rank}"
+            )
         compare.assert_same_bits(
             compare.one_nan(small[rank]), compare.one_nan(pulled[rank]), f"{case.name}: as pulled"
         )
@@ -174,7 +178,7 @@ def test_every_share_of_the_work(ctas: int, senders: int, flags: tuple[str, ...]
 
 def test_many_ranks() -> None:
     case = Case(tokens=(1, 0, 2, 1) * 32, num_experts=256, top_k=8, hidden_size=20, dtype=BF16)
-    check_rounds(dataclasses.replace(case, capacity=2), rounds=1)
+    check_rounds(dataclasses.replace(case, capacity=2), rounds=0)
 
 
 def test_output_at_an_odd_address() -> None:
@@ -280,7 +284,7 @@ def test_after_a_fault_nothing_is_sent() -> None:
     """
     case = Case(tokens=(4, 4), top_k=4)
     inputs = cases.make_inputs(case)
-    with ranks_of(case, timeout_s=0.3) as ranks:
+    with ranks_of(case, ctas=4, timeout_s=0.3) as ranks:  # some CTA's first part is for rank 1
         slots = dispatched(ranks, inputs)
         region = ranks.regions[0]["local"]
         first = TIMEOUT << 56 | COMBINE_PHASE << 48 | 1 << 32 | 7

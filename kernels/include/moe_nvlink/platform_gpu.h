@@ -88,6 +88,12 @@ struct Backoff {
   HD void pause(uint64_t /*waited_ns*/) {}
 };
 
+// The value, about which the compiler knows nothing: it keeps a branch that asks for it.
+HD uint32_t unknown(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // a * b + c, rounded once.
 HD float fused_multiply_add(float a, float b, float c) {
   return __fmaf_rn(a, b, c);

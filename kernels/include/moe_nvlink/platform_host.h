@@ -98,6 +98,10 @@ struct Backoff {
   }
 };
 
+inline uint32_t unknown(uint32_t value) {
+  return value;
+}
+
 inline float fused_multiply_add(float a, float b, float c) {
   return __builtin_fmaf(a, b, c);
 }

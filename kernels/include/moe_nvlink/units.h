@@ -31,38 +31,39 @@ HD uint32_t mark_of(uint32_t epoch) {
   return 0x8000u | (epoch & 0x7fffu);
 }
 
-// Three words of data as they travel.
+// Three words of data as they travel, each half of a word for itself: it is in a register of its
+// own on a GPU.
 struct Unit {
-  uint64_t first;
-  uint64_t second;
+  uint32_t halves[4];
 
   HD bool has_arrived(uint32_t mark) const {
-    return static_cast<uint32_t>(first >> 48) == mark &&
-           static_cast<uint32_t>(second >> 48) == mark;
+    return halves[1] >> 16 == mark && halves[3] >> 16 == mark;
   }
   HD void unpack(uint32_t* data) const {
-    const uint32_t middle = static_cast<uint32_t>(second);
-    data[0] = static_cast<uint32_t>(first);
-    data[1] = (static_cast<uint32_t>(first >> 32) & 0xffffu) | middle << 16;
-    data[2] = static_cast<uint32_t>(second >> 16);
+    data[0] = halves[0];
+    data[1] = (halves[1] & 0xffffu) | halves[2] << 16;
+    data[2] = halves[2] >> 16 | halves[3] << 16;
   }
 };
 
 HD Unit pack_unit(uint32_t data0, uint32_t data1, uint32_t data2, uint32_t mark) {
-  const uint64_t flag = static_cast<uint64_t>(mark) << 48;
-  return Unit{flag | static_cast<uint64_t>(data1 & 0xffffu) << 32 | data0,
-              flag | static_cast<uint64_t>(data2) << 16 | data1 >> 16};
+  return Unit{
+      {data0, (data1 & 0xffffu) | mark << 16, data1 >> 16 | data2 << 16, data2 >> 16 | mark << 16}};
 }
 
 // P10: the data and its mark are one word.
 HD void put_unit(char* target, const Unit& unit) {
-  store_words_relaxed_sys(reinterpret_cast<uint64_t*>(target), unit.first, unit.second);
+  store_words_relaxed_sys(reinterpret_cast<uint64_t*>(target),
+                          static_cast<uint64_t>(unit.halves[1]) << 32 | unit.halves[0],
+                          static_cast<uint64_t>(unit.halves[3]) << 32 | unit.halves[2]);
 }
 
 HD Unit look_at_unit(const char* source) {
-  Unit unit;
-  load_words_relaxed_sys(reinterpret_cast<const uint64_t*>(source), unit.first, unit.second);
-  return unit;
+  uint64_t first;
+  uint64_t second;
+  load_words_relaxed_sys(reinterpret_cast<const uint64_t*>(source), first, second);
+  return Unit{{static_cast<uint32_t>(first), static_cast<uint32_t>(first >> 32),
+               static_cast<uint32_t>(second), static_cast<uint32_t>(second >> 32)}};
 }
 
 // After the unit has been read. A strong store, as the peer's that it follows: nothing else orders

@@ -1,0 +1,206 @@
+"""Many rounds in which small combines and pull combines alternate on one workspace, ranks apart.
+
+Each rank is a thread that goes on as soon as its own verb has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import ExchangeTimeoutError
+from moe_nvlink_plugin.exchange import layer as exchange
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.kernels.test_rounds import check_rounds, poisoned_round, varying_inputs
+from tests.support import cases, delays, emulated
+from tests.support.cases import Case, Seen
+
+pytestmark = pytest.mark.timeout(240)
+
+RANKS = 3
+ROUNDS = 24
+SMALL = Case(
+    name="small",
+    tokens=(0,) * RANKS,
+    num_experts=7,
+    top_k=2,
+    hidden_size=34,
+    capacity=5,
+    small=True,
+)
+PULLED = dataclasses.replace(SMALL, name="pulled", small=False)
+OTHER = Case(
+    name="other",
+    tokens=(0,) * RANKS,
+    num_experts=12,
+    top_k=5,
+    hidden_size=70,
+    capacity=9,
+    dtype=torch.bfloat16,
+    small=True,
+)
+#: Dispatched as a small batch, and pulled.
+QUANTISED = dataclasses.replace(
+    cases.with_formats(SMALL, None, "fp8_block"), name="quantised", small=True
+)
+
+
+def run_in_order(order: Sequence[Case]) -> list[list[Seen]]:
+    """`seen[rank][round]` of one layer per case; all on one workspace."""
+    inputs = inputs_of(order)
+
+    def rank_main(group: ThreadGroup) -> list[Seen]:
+        layers: dict[Case, MoeAllToAll] = {}
+        for case in dict.fromkeys(order):
+            first = next(iter(layers.values()), None)
+            config = case.config(group.rank)
+            layers[case] = MoeAllToAll.create(config, group, share_with=first)
+        seen = [
+            poisoned_round(layers[case], inputs[number][group.rank], lambda: None)
+            for number, case in enumerate(order)
+        ]
+        for layer in layers.values():
+            layer.close()
+        return seen
+
+    return run_ranks(RANKS, rank_main)
+
+
+def inputs_of(order: Sequence[Case]) -> list[list[cases.Inputs]]:
+    """`inputs[round][rank]`, other ones in every round."""
+    drawn = {case: varying_inputs(case, len(order)) for case in set(order)}
+    return [drawn[case][number] for number, case in enumerate(order)]
+
+
+def check_order(order: Sequence[Case]) -> None:
+    seen = run_in_order(order)
+    for number, (case, inputs) in enumerate(zip(order, inputs_of(order), strict=True)):
+        of_round = [[by_round[number]] for by_round in seen]
+        try:
+            check_rounds(case, [inputs], of_round)
+        except AssertionError as error:
+            raise AssertionError(f"of round {number}: {error}") from error
+
+
+ORDERS = {
+    "small only": [SMALL] * ROUNDS,
+    "in turn": [SMALL, PULLED] * (ROUNDS // 2),
+    "two in turn": [SMALL, SMALL, PULLED, PULLED] * (ROUNDS // 4),
+    "two layers": [SMALL, OTHER, PULLED] * (ROUNDS // 3),
+    "quantised back": [SMALL, QUANTISED, OTHER] * (ROUNDS // 3),
+}
+
+
+def slow_at(line: str) -> host.HostLibrary:
+    """Rank 1 sleeps before it comes to this line of the small combine."""
+    sleep = (
+        "  if (args.geometry.ep_rank == 1) {\n"
+        "    timespec time{0, 2000000};\n    nanosleep(&time, nullptr);\n  }\n"
+    )
+    text = delays.replace_once(LAYER.host_source(), line, sleep + line)
+    return host.HostLibrary(host.build(text, emulated.FLAGS_OF_DELAYED))
+
+
+SLOW = {
+    "random": delays.randomly_delayed,
+    "before it sends": lambda: slow_at("  if (!receives || plan.receiver == 0) send_rows("),
+    "before it signals": lambda: slow_at("  if (publishes && !round.has_failed) publish_combined("),
+    "before it receives": lambda: slow_at("  int token = share / plan.parts;\n"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=[name.replace(" ", "-") for name in ORDERS])
+@pytest.mark.parametrize("slow", SLOW.values(), ids=[name.replace(" ", "-") for name in SLOW])
+def test_rounds_with_a_slow_rank(
+    slow: Callable[[], host.HostLibrary],
+    order: Sequence[Case],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = slow()
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    check_order(order)
+
+
+def staging(layer: MoeAllToAll, parity: str) -> torch.Tensor:
+    """This rank's staging of one parity, of channel 0."""
+    workspace = exchange.find(layer._handle).workspace
+    region = workspace.layout.channel_regions(0)[f"{parity}_combine_staging"]
+    return workspace.region_bytes(region, region.size_bytes)
+
+
+def test_stagings_are_zero_two_rounds_later() -> None:
+    """Between dispatch n + 2 and its combine nobody writes; what round n brought has been read."""
+    case = dataclasses.replace(OTHER, tokens=(9, 0, 4))
+    inputs = varying_inputs(case, 6)
+
+    def rank_main(group: ThreadGroup) -> list[bool]:
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            used = []
+            for number, of_round in enumerate(inputs):
+                received = layer.dispatch(*of_round[group.rank])
+                group.all_gather_object(None)
+                parity = "odd" if number % 2 == 0 else "even"  # of epoch number + 1
+                used.append(bool(staging(layer, parity).any()))
+                group.all_gather_object(None)
+                layer.combine(layer.combine_input(), received.metadata)
+            return used
+
+    assert run_ranks(RANKS, rank_main) == [[False] * len(inputs)] * RANKS
+
+
+def test_a_missing_rank_is_named() -> None:
+    """Rank 2 dispatches and never combines. The others raise, and their rows are NaN."""
+    case = dataclasses.replace(SMALL, tokens=(5, 5, 5), timeout_s=0.5)
+    inputs = cases.make_inputs(case)
+
+    def rank_main(group: ThreadGroup) -> tuple[str, bool]:
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            received = layer.dispatch(*inputs[group.rank])
+            output = torch.zeros_like(inputs[group.rank].hidden_states)
+            if group.rank == 2:
+                group.all_gather_object(None)
+                return "", True
+            message = ""
+            try:
+                layer.combine(layer.combine_input(), received.metadata, output=output)
+                layer.synchronize()
+            except ExchangeTimeoutError as error:
+                message = str(error)
+            group.all_gather_object(None)
+            waited = (received.metadata.send_slots // case.capacity == 2).any(1)
+            return message, bool(waited.any()) and bool(output[waited].isnan().all())
+
+    for rank, (message, is_nan) in enumerate(run_ranks(RANKS, rank_main)[:2]):
+        assert f"rank {rank} waited 0.5 s in combine of epoch 1 for rank(s) 2" in message
+        assert is_nan
+
+
+def test_the_variable_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MOE_NVLINK_SMALL_TOKENS: the words that the last combine has left say which kernel it was."""
+    case = dataclasses.replace(SMALL, tokens=(3, 1, 5))
+    inputs = cases.make_inputs(case)
+
+    def has_pulled(group: ThreadGroup) -> int:
+        config = dataclasses.replace(case.config(group.rank), small_tokens=None)
+        with MoeAllToAll.create(config, group) as layer:
+            cases.run_round(layer, inputs[group.rank])
+            workspace = exchange.find(layer._handle).workspace
+            region = workspace.layout.channel_regions(0)["local"]
+            kind = structs()["LocalControl"]
+            words = workspace.region_bytes(region, ctypes.sizeof(kind))
+            control = kind.from_buffer_copy(bytes(words.tolist()))
+            assert control.combined_epoch == 1
+            return int(control.has_pulled)
+
+    monkeypatch.delenv("MOE_NVLINK_SMALL_TOKENS", raising=False)
+    assert run_ranks(RANKS, has_pulled) == [1] * RANKS
+    monkeypatch.setenv("MOE_NVLINK_SMALL_TOKENS", "64")
+    assert run_ranks(RANKS, has_pulled) == [0] * RANKS
