@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.moe_comm import clocked
 from benchmarks.moe_comm.terms import Work
+from tests.support import kernel_texts
 from tests.support.delays import replace_once
 from tests.support.ptx import costs
 
@@ -54,7 +55,7 @@ def test_a_row_that_begins_within_a_warp_is_noticed(
     changes: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of the 28 warps that move the row then stores parts of one line more."""
-    source = clocked.kernel_texts.specialised_source
+    source = kernel_texts.specialised_source
 
     def packed(top_k: int, element: int, *, pdl: bool) -> str:
         text = source(top_k, element, pdl=pdl)
@@ -64,7 +65,7 @@ def test_a_row_that_begins_within_a_warp_is_noticed(
             "before += plan_row(args, j).num_lanes",
         )
 
-    monkeypatch.setattr(clocked.kernel_texts, "specialised_source", packed)
+    monkeypatch.setattr(kernel_texts, "specialised_source", packed)
     work = Work(8, 3)
     more = 7 * 3 * 28 * HEADER_BYTES
     assert bytes_on_link(work, changes) == pytest.approx(
