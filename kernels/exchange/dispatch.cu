@@ -210,6 +210,7 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
     shared.has_failed = failed ? 1 : 0;
   }
   put_all_tokens<Config>(args, cta, failed, send_counters, shared);
+  end_streams();  // before the release half of P2
   const int finisher = arrive(args, cta, shared);
   if (finisher < 0) return;
   const bool is_last = finisher == num_finishers(cta) - 1;
