@@ -149,7 +149,9 @@ def test_scalar_code_is_noticed() -> None:
     constants = {"int kTopK": "8", "int kTopKBound": "8", "int kElement": "0"}
     constants |= {"int kQuantiser": "0", "int kCombine": "0"}
     whole = kernel_texts.host_unit(*kernel_texts.LAYER_FILES, constants=constants)
-    unstreamed = whole.replace("constexpr bool kStreams = true;", "constexpr bool kStreams = false;")
+    unstreamed = whole.replace(
+        "constexpr bool kStreams = true;", "constexpr bool kStreams = false;"
+    )
     text = unstreamed.replace("put_range<kVectorBytes, ", "put_range<1, ")
     assert whole != unstreamed != text
     symbols = disassembly(
