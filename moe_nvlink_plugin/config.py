@@ -17,6 +17,14 @@ MAX_TOP_K = 32
 MAX_CALLER_PAYLOADS = 8
 MAX_CHANNELS = 64
 
+#: The most that small_tokens may be.
+MAX_SMALL_TOKENS = 64
+#: What small_tokens is on a GPU if nobody says. With 64 tokens the third that units add to the
+#: bytes costs more than the fences that they save (modelled: benchmarks/README.md, ptx_clock.py).
+GPU_SMALL_TOKENS = 32
+#: Bytes of memory that the staging of small batches may take on a rank, for each channel.
+MAX_STAGING_BYTES = 128 * 2**20
+
 #: Formats in which partial rows travel back. "bf16" means unquantised rows of config.dtype.
 COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
 
@@ -105,7 +113,17 @@ class AllToAllConfig:
             GPU may place them on any SMs. None takes MOE_NVLINK_MAX_SMS; if that is unset, all SMs.
             May differ by rank. Several channels, or several ranks on one GPU, lower the limit to
             their share.
-        extra_payload_bytes: bytes per token of each extra payload, in the order dispatch gets them.
+        small_tokens: most tokens of a rank for which dispatch and combine use the kernels for small
+            batches, 0..64; 0: none. It counts against the bound of a call, so all ranks of a round
+            use the same kernels. Their rows carry their own flags and take staging memory; if the
+            staging of so many tokens took more than 128 MiB, the number is lowered until it does
+            not. None takes MOE_NVLINK_SMALL_TOKENS; if that is unset, 32 on GPUs and 0 on CPU
+            ranks, where a fence costs nothing.
+        combine_dtypes: types beside `dtype` in which combine takes and returns rows, call by call.
+            `create` loads their kernels, because the first call may be captured, and makes room
+            for rows of hidden_size elements of the widest type.
+        extra_payload_bytes: capacities of the extra payloads: the most bytes per token of each, in
+            the order dispatch gets them.
         received_ids: what received rows and empty slots have as `topk_ids`. An absent id is an id
             whose expert is on another rank than the receiving one, or an id that is no expert; an
             empty slot has absent ids only. Unless "global", dispatch writes weight 0 beside every
@@ -144,6 +162,8 @@ class AllToAllConfig:
     num_channels: int = 1
     num_threads: int | None = None
     max_sms: int | None = None
+    small_tokens: int | None = None
+    combine_dtypes: tuple[torch.dtype, ...] = ()
     extra_payload_bytes: tuple[int, ...] = ()
     received_ids: str | int = "global"
     scales_layout: str = "linear"
@@ -151,7 +171,8 @@ class AllToAllConfig:
 
     def __post_init__(self) -> None:
         fill_timeouts(self)
-        fill_defaults(self, **HOST_DEFAULTS, combine=env.combine)
+        fill_defaults(self, **HOST_DEFAULTS, combine=env.combine, small_tokens=env.small_tokens)
+        object.__setattr__(self, "combine_dtypes", tuple(self.combine_dtypes))
         object.__setattr__(self, "extra_payload_bytes", tuple(self.extra_payload_bytes))
         self._check_ints()
         self._check_rest()
@@ -170,15 +191,21 @@ class AllToAllConfig:
         check_int("num_threads", self.num_threads, 1, 1024)
         if self.max_sms is not None:
             check_int("max_sms", self.max_sms, 1, 1024)
+        if self.small_tokens is not None:
+            check_int("small_tokens", self.small_tokens, 0, MAX_SMALL_TOKENS)
         for row_bytes in self.extra_payload_bytes:
             check_int("extra_payload_bytes", row_bytes, 1, 2**24)
 
     def _check_rest(self) -> None:
-        if self.dtype not in ACTIVATION_DTYPES:
-            raise ConfigError(
-                f"dtype={self.dtype} cannot be combined; use one of "
-                + ", ".join(str(dtype) for dtype in ACTIVATION_DTYPES)
-            )
+        for name, dtype in (
+            ("dtype", self.dtype),
+            *(("combine_dtypes", dtype) for dtype in self.combine_dtypes),
+        ):
+            if dtype not in ACTIVATION_DTYPES:
+                raise ConfigError(
+                    f"{name}={dtype} cannot be combined; use one of "
+                    + ", ".join(str(dtype) for dtype in ACTIVATION_DTYPES)
+                )
         if self.combine not in COMBINE_FORMATS:
             raise ConfigError(
                 f"combine={self.combine!r} (MOE_NVLINK_COMBINE) is no format of combine; use one "

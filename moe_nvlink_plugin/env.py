@@ -27,6 +27,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
     "MOE_NVLINK_MAX_SMS": ("unset", "SMs that each of our kernels may fill; unset: all SMs"),
+    "MOE_NVLINK_SMALL_TOKENS": (
+        "32 on GPUs, 0 on CPU ranks",
+        "most tokens of a rank that travel by the kernels for small batches; 0: none",
+    ),
     "MOE_NVLINK_COMBINE": (
         "bf16",
         "format in which rows travel back: bf16 (unquantised), fp8_block, nvfp4",
@@ -149,6 +153,14 @@ def max_sms() -> int | None:
     if _text("MOE_NVLINK_MAX_SMS") is None:
         return None
     return int(_positive("MOE_NVLINK_MAX_SMS", int, 0))
+
+
+def small_tokens() -> int | None:
+    """Return the default of AllToAllConfig.small_tokens; None means that the device decides."""
+    text = _text("MOE_NVLINK_SMALL_TOKENS")
+    if text in (None, "0"):
+        return None if text is None else 0
+    return int(_positive("MOE_NVLINK_SMALL_TOKENS", int, 64))
 
 
 def host_threads() -> int:

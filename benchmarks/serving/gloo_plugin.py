@@ -75,8 +75,8 @@ class GlooExchange:
 
     @property
     def config(self) -> AllToAllConfig:
-        """Return ours with this step's largest batch as capacity: rows lie accordingly."""
-        return self._step.config
+        """Return the configuration that `create` got."""
+        return self._given
 
     def dispatch(
         self,
@@ -87,8 +87,12 @@ class GlooExchange:
         scales: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
         is_padding: torch.Tensor | None = None,
+        max_tokens: int | None = None,
     ) -> Dispatched:
-        """Dispatch as MoeAllToAll.dispatch; every rank gets all rows. Collective."""
+        """Dispatch as MoeAllToAll.dispatch; every rank gets all rows. Collective.
+
+        The bound is the largest batch, whatever max_tokens is.
+        """
         assert scales is None
         assert global_scale is None
         if is_padding is not None:  # the rows travel all the same, to no expert
@@ -104,11 +108,13 @@ class GlooExchange:
         dist.all_gather_into_tensor(step.received, step.sent, group=self._group)
         hidden, ids, weights = self._columns(step.received)
         self._count(count, step)
-        # Of our metadata, combine needs the number of tokens.
-        metadata = DispatchMetadata(topk_ids, 0, 0, self._stats.rounds)
+        # Of our metadata, combine needs the number of tokens, and prepare the bound.
+        metadata = DispatchMetadata(topk_ids, 0, 0, self._stats.rounds, max(counts))
         return Dispatched(hidden, None, ids, weights, (), torch.tensor(counts), metadata)
 
-    def combine_input(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def combine_input(
+        self, dtype: torch.dtype | None = None, *, metadata: DispatchMetadata | None = None
+    ) -> torch.Tensor:
         """Return the region as MoeAllToAll.combine_input. Local."""
         assert dtype in (None, self._given.dtype)
         return self._step.partial
@@ -167,7 +173,6 @@ class Buffers:
     partial `[ep_size * capacity, hidden]`, reduced `[capacity, hidden]`.
     """
 
-    config: AllToAllConfig
     sent: torch.Tensor
     received: torch.Tensor
     partial: torch.Tensor
@@ -177,7 +182,6 @@ class Buffers:
     def of(config: AllToAllConfig, capacity: int) -> Buffers:
         rows, width = config.ep_size * capacity, sum(_widths(config))
         return Buffers(
-            dataclasses.replace(config, max_tokens_per_rank=capacity),
             torch.zeros(capacity, width, dtype=torch.uint8),
             torch.zeros(rows, width, dtype=torch.uint8),
             torch.zeros(rows, config.hidden_size, dtype=config.dtype),

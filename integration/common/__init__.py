@@ -1,7 +1,7 @@
 """What every framework's adapter needs. Nothing here knows a framework.
 
 * ``agreement``: the ranks of a group, what they compare, and what each raises if they differ.
-* ``pool``: the exchanges of one worker by geometry and capacity; their start-up and counters.
+* ``pool``: the exchanges of one worker by geometry, the bound of a step; start-up and counters.
 * ``formats``: the format in which the rows of a layer travel; ``input_scales``: static scales that
   are equal on all ranks.
 * ``draft_head``: the LM head that ranks share, of a model that drafts tokens.

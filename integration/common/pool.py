@@ -1,4 +1,4 @@
-"""The exchanges of one worker: one per geometry and capacity, all on one workspace."""
+"""The exchanges of one worker: one per geometry, all on one workspace."""
 
 from __future__ import annotations
 
@@ -20,8 +20,23 @@ from .watch import FailureWatch
 
 logger = logging.getLogger(__name__)
 
-#: The smallest capacity of an exchange; smaller exchanges would save next to nothing.
-SMALLEST_CAPACITY = 8
+#: The bound of a step is a multiple of this number. So are the sizes of the frameworks' CUDA graphs
+#: from 8 on. And columns of fp32 scales over all slots begin at multiples of 16 bytes, which TMA
+#: needs.
+BOUND_MULTIPLE = 8
+
+
+def bound_of_step(most_tokens: int | None, capacity: int) -> int:
+    """Return the max_tokens of a step's dispatches. Local.
+
+    Args:
+        most_tokens: most tokens of any rank in this step, equal on all ranks; None: unknown.
+        capacity: max_tokens_per_rank of the exchange.
+    """
+    if most_tokens is None:
+        return capacity
+    rounded = -(-max(most_tokens, 1) // BOUND_MULTIPLE) * BOUND_MULTIPLE
+    return min(rounded, capacity)
 
 
 class ExchangePool:
@@ -76,40 +91,23 @@ class ExchangePool:
         All exchanges share one workspace, which grows for a new geometry. Raises as
         `MoeAllToAll.create`.
         """
-        known = geometry in self._exchanges
-        found = self._find_or_create(geometry)
-        if not known:
-            logger.info(
-                "moe_nvlink exchange of rank %d of %d: %s",
-                self.ranks.rank,
-                self.ranks.size,
-                found.config,
-            )
-        return found
-
-    def exchanges_by_capacity(self, geometry: Geometry) -> list[MoeAllToAll]:
-        """Return exchanges that differ only in capacity, ascending. Collective if one is new.
-
-        The capacities are powers of two, and the geometry's own as the last. The exchanges use the
-        same memory of the workspace, so the workspace is no larger because of them.
-        """
-        # Creates the largest first, so the workspace need not grow for the others.
-        largest, smaller = self.exchange(geometry), []
-        capacity = SMALLEST_CAPACITY
-        while capacity < geometry.max_tokens_per_rank:
-            smaller.append(self._find_or_create(geometry._replace(max_tokens_per_rank=capacity)))
-            capacity *= 2
-        return [*smaller, largest]
-
-    def exchanges_of_layer(self, geometry: Geometry) -> list[MoeAllToAll]:
-        """Return the exchanges that a layer needs on this rank's device. Collective if one is new.
-
-        On a GPU the experts get every slot of the chosen capacity. CPU ranks copy the filled rows,
-        so one capacity is enough for them.
-        """
-        if self.device.type == "cuda":
-            return self.exchanges_by_capacity(geometry)
-        return [self.exchange(geometry)]
+        if geometry in self._exchanges:
+            return self._exchanges[geometry]
+        first = next(iter(self._exchanges.values()), None)
+        self.ranks.meet()
+        created = MoeAllToAll.create(
+            self.config(geometry), self.ranks.group, self.device, share_with=first
+        )
+        self._exchanges[geometry] = created
+        if first is None:
+            self._begin(created)
+        logger.info(
+            "moe_nvlink exchange of rank %d of %d: %s",
+            self.ranks.rank,
+            self.ranks.size,
+            created.config,
+        )
+        return created
 
     def agree_on_format(
         self, layer: str, experts: ExpertsInput, geometry: Geometry
@@ -179,19 +177,6 @@ class ExchangePool:
         for exchange in self._exchanges.values():
             exchange.close()
         self._exchanges.clear()
-
-    def _find_or_create(self, geometry: Geometry) -> MoeAllToAll:
-        if geometry in self._exchanges:
-            return self._exchanges[geometry]
-        first = next(iter(self._exchanges.values()), None)
-        self.ranks.meet()
-        created = MoeAllToAll.create(
-            self.config(geometry), self.ranks.group, self.device, share_with=first
-        )
-        self._exchanges[geometry] = created
-        if first is None:
-            self._begin(created)
-        return created
 
     def _begin(self, first: MoeAllToAll) -> None:
         """Start what all exchanges share by the workspace: start-up, counters, watch."""

@@ -147,6 +147,7 @@ HD void combine_elements(const CombineArgs& args, const Cta& cta, const Share& s
 HD void signal_unquantised(const CombineArgs& args, const Cta& cta, uint32_t epoch, int element) {
   signal_peers(args, cta, args.control.combine_cells, pack_cell(epoch, 0, 0));
   if (cta.thread != cta.num_threads - 1) return;
+  leave_combined(args, epoch, true);
   const uint64_t bytes = static_cast<uint64_t>(element_bytes(element));
   count_rows(args, row_sizes<kCombineUnquantised>(bytes, args.geometry.hidden_size));
 }
@@ -160,10 +161,17 @@ HD void combine_body(const CombineArgs& args, const Cta& cta, SharedOf<Config>& 
   // Slots, rows and the epoch come from kernels before this one. dispatch.cu explains both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  // Two loads in flight together: the peers wait for what follows.
-  const uint32_t epoch = load_word(&local_control(args)->epoch);
-  const bool failed = has_failed(args);
-  if (cta.thread == cta.num_threads - 1) {
+  // The last thread leaves both words for the CTA. The threads of CTA 0 that signal load them too:
+  // the peers wait for what follows. The rest would only keep L2 busy.
+  const bool is_last_thread = cta.thread == cta.num_threads - 1;
+  const bool signals = cta.block == 0 && cta.thread < num_ranks_in(args.geometry);
+  uint32_t epoch = 0;
+  bool failed = false;
+  if (is_last_thread || signals) {
+    epoch = load_word(&local_control(args)->epoch);
+    failed = has_failed(args);
+  }
+  if (is_last_thread) {
     shared.epoch = epoch;
     shared.has_failed = failed ? 1 : 0;
   }

@@ -61,4 +61,13 @@ HD void count_rows(const CombineArgs& args, const RowSizes& sizes) {
   add_to_total(&totals->bytes_combined_remote, load_word(&local->remote_rows_put) * row_bytes);
 }
 
+// Leaves what the next dispatch must know of this combine. One thread of the launch; no CTA of the
+// launch reads these words. pulled: the rows were read in the memory of the ranks that made them,
+// so the next round's experts overwrite rows that this rank has read.
+HD void leave_combined(const CombineArgs& args, uint32_t epoch, bool pulled) {
+  LocalControl* local = local_control(args);
+  store_word(&local->combined_epoch, epoch);
+  store_word(&local->has_pulled, pulled ? 1u : 0u);
+}
+
 }  // namespace moe_nvlink

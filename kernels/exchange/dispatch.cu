@@ -14,7 +14,8 @@
 //
 // One barrier per verb is enough. A rank starts dispatch n+1 only after its combine n. Combine n
 // has waited for every rank's combine signal n, and a rank sends that signal after its experts have
-// read the receive buffers. So no rank overwrites rows that are still being read. Regions never
+// read the receive buffers. So no rank overwrites rows that are still being read. A small combine
+// does not wait for signals; after it, each CTA waits here (P12, await_combine.h). Regions never
 // move with batch or dtype, so the same argument covers layers of different geometry on one
 // workspace.
 //
@@ -40,10 +41,12 @@
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/routing.h"
 #include "../include/moe_nvlink/workspace.h"
+#include "await_combine.h"
 #include "dispatch_shared.h"
 #include "lay_out_scales.h"
 #include "put_quantised.h"
 #include "put_rows.h"
+#include "round_totals.h"
 
 namespace moe_nvlink {
 
@@ -93,25 +96,10 @@ HD void count_round(const DispatchArgs& args, const DispatchShared& shared) {
   uint32_t rows = 0;
   for (int rank = 0; rank < geometry.ep_size; ++rank) rows += shared.sent[rank];
   const uint32_t remote = rows - shared.sent[geometry.ep_rank];
-  uint64_t token_bytes = 0;
-  MOE_NVLINK_ROLLED
-  for (uint32_t i = 0; i < args.num_payloads; ++i) token_bytes += args.payloads[i].row_bytes;
-  const uint64_t tokens = static_cast<uint64_t>(geometry.num_tokens);
-  const uint64_t peers = static_cast<uint64_t>(geometry.ep_size - 1);
   LocalControl* local = local_control(args);
   store_word(&local->rows_put, rows);
   store_word(&local->remote_rows_put, remote);
-  ExchangeCounters* totals = exchange_counters(args);
-  add_to_total(&totals->rounds, 1);
-  add_to_total(&totals->tokens, tokens);
-  add_to_total(&totals->destinations, rows);
-  add_to_total(&totals->remote_destinations, remote);
-  add_to_total(&totals->bytes_dispatched, rows * token_bytes);
-  add_to_total(&totals->bytes_dispatched_remote, remote * token_bytes);
-  add_to_total(&totals->bytes_allgather, tokens * peers * token_bytes);
-  const uint64_t combined_bytes = static_cast<uint64_t>(geometry.hidden_size) *
-                                  static_cast<uint64_t>(element_bytes(geometry.element));
-  add_to_total(&totals->bytes_reducescatter, tokens * peers * combined_bytes);
+  add_round(args, 0, 1, rows, remote);
 }
 
 // Ends this rank's part of the round after all its rows have been stored. Only the last CTA to
@@ -202,15 +190,21 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
   // take no place from this kernel's CTAs: they start after all CTAs of this kernel have come to
   // this line, so each of these has its place, also those that wait below.
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  const bool failed = has_failed(args);
+  // The first warp routes, the last thread leaves it for the others: the rest need not load it.
+  const bool is_last_thread = cta.thread == cta.num_threads - 1;
+  const bool failed = (cta.thread < Cta::kWarpThreads || is_last_thread) && has_failed(args);
   // Read here and not at the end, when the last CTA has already written it (P2 orders the two). The
   // last thread reads it, because the first warp shall begin with the route.
-  if (cta.thread == cta.num_threads - 1) {
+  if (is_last_thread) {
     shared.epoch = load_word(&local_control(args)->epoch) + 1;
     shared.has_failed = failed ? 1 : 0;
   }
   put_all_tokens<Config>(args, cta, failed, send_counters, shared);
   end_streams();  // before the release half of P2
+  // The other CTAs have waited before their first row; the last CTA's cells come after its arrival.
+  if (cta.block >= args.geometry.num_tokens) {
+    await_small_combine(args, cta, &shared.has_failed);
+  }
   const int finisher = arrive(args, cta, shared);
   if (finisher < 0) return;
   const bool is_last = finisher == num_finishers(cta) - 1;

@@ -169,9 +169,12 @@ HD void put_quantised_tokens(const DispatchArgs& args, const Cta& cta, bool fail
       route_in_warp<Config>(args, cta, token, failed, send_counters, route);
     }
     quantising.prepare(token, shared.amax[turn]);
+    if (token == cta.block) await_small_combine(args, cta, &shared.has_failed);
     cta.sync();  // the route and the parts of the row's amax are whole
-    put_token<Config>(args, cta, shared, route, token);
-    quantising.put(token, route, shared.amax[turn]);
+    if (shared.has_failed == 0) {
+      put_token<Config>(args, cta, shared, route, token);
+      quantising.put(token, route, shared.amax[turn]);
+    }
     turn = 1 - turn;
   }
 }

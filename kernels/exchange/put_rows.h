@@ -7,6 +7,7 @@
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/quantise.h"
 #include "../include/moe_nvlink/routing.h"
+#include "await_combine.h"
 #include "dispatch_shared.h"
 
 namespace moe_nvlink {
@@ -30,6 +31,11 @@ HD bool has_choices(const DispatchArgs& args, int payload) {
   return payload == kTopkIdsPayload || (payload == kTopkWeightsPayload && !all_ids_travel(args));
 }
 
+HD int whole_warps(int threads) {
+  static_assert((Cta::kWarpThreads & (Cta::kWarpThreads - 1)) == 0);
+  return (threads + Cta::kWarpThreads - 1) & -Cta::kWarpThreads;
+}
+
 HD RowPlan plan_row(const DispatchArgs& args, int index) {
   const Payload& payload = args.payloads[index];
   const int bytes =
@@ -37,24 +43,25 @@ HD RowPlan plan_row(const DispatchArgs& args, int index) {
   return RowPlan{bytes, lanes_for(static_cast<int>(payload.row_bytes), bytes), 0};
 }
 
-// Lays the rows of the payloads around the CTA: each row begins at the thread after the last thread
-// of the row before. So threads with little or nothing of a long row move the short rows, and a
-// warp without a part of a row skips it. A quantised row begins at thread 0, because the lanes of a
-// block exchange values; the other rows follow it. Reads arguments only, nothing of an earlier
-// kernel.
+// Lays the rows of the payloads around the CTA: each row begins with the first warp after the row
+// before. So each warp stores whole lines of 128 bytes of a long row, and a line is one packet on
+// NVLink: if two warps stored parts of it, it would be two. Where the CTA has a thread for each
+// vector, no warp has two rows. A quantised row begins at thread 0, because the lanes of a block
+// exchange values; the other rows follow it. Reads arguments only, nothing of an earlier kernel.
+// The last threads do it, because the first warp shall begin with the route.
 template <class Config>
 HD void plan_rows(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   const int num_payloads = static_cast<int>(args.num_payloads);
   MOE_NVLINK_ROLLED
-  for (int i = cta.thread; i < num_payloads; i += cta.num_threads) {
+  for (int i = cta.num_threads - 1 - cta.thread; i < num_payloads; i += cta.num_threads) {
     int before = 0;
     if (quantiser_of<Config>(args) != kQuantiserNone) {
-      before = (args.geometry.hidden_size + kLaneElements - 1) / kLaneElements;
+      before = whole_warps((args.geometry.hidden_size + kLaneElements - 1) / kLaneElements);
     }
     MOE_NVLINK_ROLLED
     for (int j = 0; j < i; ++j) {
       if (is_quantised<Config>(args, j)) continue;
-      before += plan_row(args, j).num_lanes;
+      before += whole_warps(plan_row(args, j).num_lanes);
     }
     RowPlan plan = plan_row(args, i);
     plan.first_thread = before % cta.num_threads;
@@ -171,8 +178,9 @@ HD void put_tokens(const DispatchArgs& args, const Cta& cta, bool failed, uint32
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
     TokenRoute& route = shared.routes[turn];
+    if (token == cta.block) await_small_combine(args, cta, &shared.has_failed);
     route_token<Config>(args, cta, token, failed, send_counters, route);
-    put_token<Config>(args, cta, shared, route, token);
+    if (shared.has_failed == 0) put_token<Config>(args, cta, shared, route, token);
     turn = 1 - turn;
   }
 }

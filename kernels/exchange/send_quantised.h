@@ -129,6 +129,7 @@ HD void send_quantised(const CombineArgs& args, const Cta& cta, const RowSizes& 
   // The last thread: if threads outnumber the ranks, it has no peer to signal.
   if (cta.thread != cta.num_threads - 1) return;
   store_word(&local_control(args)->combine_arrivals, 0u);
+  leave_combined(args, shared.epoch, true);
   count_rows(args, sizes);
 }
 

@@ -18,7 +18,7 @@ from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
-from . import ops, sizes
+from . import checks, ops, sizes
 from .layer import LayerExchange, find
 
 logger = logging.getLogger(__name__)
@@ -37,36 +37,41 @@ class DispatchMetadata(NamedTuple):
         handle: number of the layer.
         round: number of the layer's dispatch through this channel. -1 from compiled code, where the
             graph ties a combine to its dispatch.
+        max_tokens: bound of the dispatch: each rank's slice has so many slots.
     """
 
     send_slots: torch.Tensor
     channel: int
     handle: int
     round: int
+    max_tokens: int
 
 
 class Dispatched(NamedTuple):
     """Rows that this rank received, as views into the workspace; valid until the matching combine.
 
-    The rows are rank-major. Rows `s * max_tokens_per_rank` up to, but not including,
-    `s * max_tokens_per_rank + recv_counts[s]` came from rank s, in its order. The remaining rows
-    of each rank's slice are empty. With `received_ids="global"`, all `topk_ids` of an empty row are
-    -1, and its other contents are arbitrary. Otherwise its `topk_ids` are the absent id, its
-    `topk_weights` are 0, and its other contents are arbitrary.
+    `max_tokens` is the bound of the dispatch, by default max_tokens_per_rank. The rows are
+    rank-major. Rows `s * max_tokens` up to, but not including, `s * max_tokens + recv_counts[s]`
+    came from rank s. If max_tokens is at most config.small_tokens, they have the order of that
+    rank's tokens; otherwise the order may differ from call to call. The remaining rows of each
+    rank's slice are empty. With `received_ids="global"`, all `topk_ids` of an empty row are -1, and
+    its other contents are arbitrary. Otherwise its `topk_ids` are the absent id, its `topk_weights`
+    are 0, and its other contents are arbitrary.
 
     Under torch.compile, only the experts' output that combine takes may depend on these tensors.
     The compiler may move any other reader after the combine, where the peers' next dispatch may
     have overwritten the rows. torch has no means to forbid that.
 
     Attributes:
-        hidden_states: `[ep_size * max_tokens_per_rank, elements of the recipe's row]`.
-        scales: `[ep_size * max_tokens_per_rank, scales per row]`, or as
-            AllToAllConfig.scales_layout says; None if the recipe has no scales.
-        topk_ids: `[ep_size * max_tokens_per_rank, top_k]` int32, global ids, and -1 for no expert;
-            or as AllToAllConfig.received_ids says.
-        topk_weights: `[ep_size * max_tokens_per_rank, top_k] float32`; unless received_ids is
-            "global", 0 beside absent ids.
-        extra_payloads: each `[ep_size * max_tokens_per_rank, ...]`, in the dtype this rank sent.
+        hidden_states: `[ep_size * max_tokens, elements of the recipe's row]`.
+        scales: `[ep_size * max_tokens, scales per row]`, or as AllToAllConfig.scales_layout says;
+            None if the recipe has no scales.
+        topk_ids: `[ep_size * max_tokens, top_k]` int32, global ids, and -1 for no expert; or as
+            AllToAllConfig.received_ids says.
+        topk_weights: `[ep_size * max_tokens, top_k] float32`; unless received_ids is "global", 0
+            beside absent ids.
+        extra_payloads: each `[ep_size * max_tokens, ...]`, in the dtype and row shape that this
+            rank sent.
         recv_counts: `[ep_size]` int32, number of rows from each rank.
         metadata: argument of combine.
     """
@@ -146,6 +151,10 @@ class MoeAllToAll:
             "preparing the exchange",
             lambda: _prepare(config, ranks, torch.device(device), share_with),
         )
+        # On every rank the same: the ranks of a transport have devices of one kind.
+        on_gpu = workspace.executor.asynchronous
+        small_tokens = sizes.small_tokens(config, recipe, on_gpu=on_gpu)
+        config = dataclasses.replace(config, small_tokens=small_tokens)
         _check_agreement(config, ranks, workspace, shares=share_with is not None)
         workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
         try:
@@ -169,6 +178,7 @@ class MoeAllToAll:
         scales: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
         is_padding: torch.Tensor | None = None,
+        max_tokens: int | None = None,
         channel: int = 0,
     ) -> Dispatched:
         """Send each token once to every rank that owns one of its experts. Collective; capturable.
@@ -177,11 +187,13 @@ class MoeAllToAll:
             hidden_states: `[num_tokens, hidden_size]` config.dtype: activations, which a quantising
                 recipe quantises while they travel; or `[num_tokens, elements]` in the recipe's
                 dtype: rows that the caller has quantised. num_tokens may be 0, may differ between
-                ranks, and is at most max_tokens_per_rank.
+                ranks, and is at most max_tokens.
             topk_ids: `[num_tokens, top_k]` int32 or int64, global expert ids. An id outside
                 0..num_experts-1 (such as -1, for padding) has no destination.
             topk_weights: `[num_tokens, top_k]` float32. They travel; dispatch does not apply them.
-            extra_payloads: each `[num_tokens, ...]`, any dtype; rows of extra_payload_bytes bytes.
+            extra_payloads: each `[num_tokens, ...]`, any dtype. Their number and the bytes of their
+                rows may change from call to call, up to extra_payload_bytes, and are equal on all
+                ranks.
             scales: `[num_tokens, scales per row]`, if the caller has quantised the rows and the
                 recipe has scales.
             global_scale: one float32 on the device, from 2^-126 to 2^126; for activations and the
@@ -191,17 +203,26 @@ class MoeAllToAll:
             is_padding: `[num_tokens]` bool; None: no token is padding. A token that is padding has
                 no destination, whatever its ids are. The kernel reads the values, so a CUDA graph
                 that has captured the call takes what the tensor holds at each replay.
+            max_tokens: bound of this call: no rank dispatches more tokens. Equal on all ranks,
+                1..max_tokens_per_rank; None: max_tokens_per_rank. The round then has
+                `ep_size * max_tokens` slots, so experts that compute all slots of a small batch do
+                not compute those of the largest. The memory does not move. The bound may change
+                from call to call; a CUDA graph keeps the bound of its capture.
             channel: number of the independent exchange, 0..num_channels-1.
 
         Raises:
-            InputError: a tensor is not as above. Nothing was sent.
+            InputError: an argument is not as above. Nothing was sent.
             ExchangeStateError: the exchange is closed, or the channel's last dispatch has not been
                 combined.
             ExchangeTimeoutError: another rank did not arrive within timeout_s (first_timeout_s
                 until the first complete round).
-            DisagreementError: another rank dispatched through a layer of another geometry.
+            DisagreementError: another rank dispatched with another max_tokens or extra payloads of
+                other sizes, or through a layer of another geometry. Ranks compare 7 bits, so on
+                average one such pair in 128 goes unnoticed.
             PeerError: another rank continued after a failure of its own.
         """
+        if max_tokens is None:
+            max_tokens = self.config.max_tokens_per_rank
         ids, weights, hidden, counts, slots = ops.dispatch(
             self._layer.workspace.pending,
             hidden_states,
@@ -213,39 +234,73 @@ class MoeAllToAll:
             self._handle,
             channel,
             is_padding,
+            max_tokens,
         )
         has_scales = "recv_scales" in self._layer.rows
         more = [
-            ops.received(counts, like, index, self._handle, channel)
+            ops.received(counts, like, index, self._handle, channel, max_tokens)
             for index, like in enumerate(extra_payloads)
         ]
+        laid_out = None
+        if has_scales:
+            laid_out = ops.received_scales(counts, self._handle, channel, max_tokens)
+        metadata = DispatchMetadata(slots, channel, self._handle, self._round(channel), max_tokens)
         return Dispatched(
             hidden_states=hidden,
-            scales=ops.received_scales(counts, self._handle, channel) if has_scales else None,
+            scales=laid_out,
             topk_ids=ids,
             topk_weights=weights,
             extra_payloads=tuple(more),
             recv_counts=counts,
-            metadata=DispatchMetadata(slots, channel, self._handle, self._round(channel)),
+            metadata=metadata,
         )
 
-    def combine_input(self, dtype: torch.dtype | None = None, *, channel: int = 0) -> torch.Tensor:
+    def combine_input(
+        self,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden_size: int | None = None,
+        metadata: DispatchMetadata | None = None,
+        channel: int = 0,
+    ) -> torch.Tensor:
         """Return memory for the experts' output, from which combine copies nothing. Local.
 
+        Args:
+            dtype: type of the rows; None: config.dtype. Otherwise one of config.combine_dtypes.
+            hidden_size: elements of a row; None: config.hidden_size. Rows of another width need as
+                many bytes as those of hidden_size elements of the widest type, or fewer.
+            metadata: that of the dispatch; it names channel and bound. None: the memory of all
+                slots of `channel`.
+            channel: number of the channel if there is no metadata.
+
         Returns:
-            `[ep_size * max_tokens_per_rank, hidden_size]` config.dtype, in the slots of the
-            received rows. Write to it only between dispatch and combine. Combine never reads empty
-            slots.
+            `[ep_size * max_tokens, hidden_size]` of `dtype`, in the slots of the received rows,
+            with the bound of the dispatch; max_tokens_per_rank without metadata. A view of all
+            slots begins with those of a smaller bound. Write to it only between dispatch and
+            combine. Combine never reads empty slots.
 
         Raises:
-            InputError: `dtype` is not config.dtype, the only type that combine reduces.
+            InputError: combine does not reduce `dtype`, or there is no room for such rows.
         """
-        if dtype not in (None, self.config.dtype):
+        config, layer = self.config, find(self._handle)
+        dtype = dtype or config.dtype
+        if dtype not in layer.format.combine_dtypes:
+            reduced = ", ".join(map(str, layer.format.combine_dtypes))
             raise InputError(
-                f"combine_input of {dtype} was asked for, combine reduces {self.config.dtype}; "
-                "create the exchange with that dtype or convert the experts' output"
+                f"combine_input of {dtype} was asked for, combine reduces {reduced}; create the "
+                "exchange with that dtype, name it in combine_dtypes, or convert the experts' "
+                "output"
             )
-        return find(self._handle).channel(channel).combine_region
+        if hidden_size is not None:
+            checks.combine_width(layer.format, dtype, hidden_size)
+        width = config.hidden_size if hidden_size is None else hidden_size
+        if metadata is not None:
+            found = layer.channel(metadata.channel)
+            return found.combine_input(metadata.max_tokens, dtype, width)
+        found = layer.channel(channel)
+        if (dtype, width) == (config.dtype, config.hidden_size):
+            return found.combine_region
+        return found.combine_input(config.max_tokens_per_rank, dtype, width)
 
     def combine(
         self,
@@ -253,19 +308,24 @@ class MoeAllToAll:
         metadata: DispatchMetadata,
         *,
         output: torch.Tensor | None = None,
+        hidden_size: int | None = None,
     ) -> torch.Tensor:
         """Fetch the partial rows of this rank's tokens and add them up. Collective; capturable.
 
         Args:
-            expert_output: `[ep_size * max_tokens_per_rank, hidden_size]` config.dtype: weighted
-                sums over this rank's experts, in the slots of the received rows. If it is not the
-                tensor of combine_input(), it is copied there first.
+            expert_output: `[ep_size * max_tokens, hidden_size]`, config.dtype or one of
+                config.combine_dtypes: weighted sums over this rank's experts, in the slots of the
+                received rows; max_tokens is the bound of the dispatch. If it is not the memory of
+                combine_input(), it is copied there first.
             metadata: that of the dispatch.
-            output: `[num_tokens, hidden_size]` config.dtype to write to; None allocates it.
+            output: `[num_tokens, hidden_size]` in the type of expert_output; None allocates it.
+            hidden_size: elements of a row in this call; None: config.hidden_size. It may be any
+                width for which combine_input has room. Type and width must be equal on all ranks:
+                ranks do not compare them, and the sums of ranks that differ are wrong.
 
         Returns:
-            `[num_tokens, hidden_size]` config.dtype; zeros for a token without a valid expert. The
-            same rows and routing give the same bits, whatever the timing.
+            `[num_tokens, hidden_size]` in the type of expert_output; zeros for a token without a
+            valid expert. The same rows and routing give the same bits, whatever the timing.
 
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
@@ -280,11 +340,22 @@ class MoeAllToAll:
         pending = self._layer.workspace.pending
         if output is None:
             result: torch.Tensor = ops.combine(
-                pending, expert_output, metadata.send_slots, self._handle, metadata.channel
+                pending,
+                expert_output,
+                metadata.send_slots,
+                self._handle,
+                metadata.channel,
+                hidden_size,
             )
             return result
         ops.combine_out(
-            pending, expert_output, metadata.send_slots, output, self._handle, metadata.channel
+            pending,
+            expert_output,
+            metadata.send_slots,
+            output,
+            self._handle,
+            metadata.channel,
+            hidden_size,
         )
         return output
 

@@ -1,14 +1,15 @@
 """Fills the argument structs (kernels/include/moe_nvlink/args.h) for one layer and channel.
 
 These functions set what does not change from call to call. At each call, the channel sets
-num_tokens, quantiser, is_padding, timeout_ns and the addresses of the call's tensors. On a GPU the
-launch sets hidden_splits.
+num_tokens, max_tokens_per_rank, quantiser, is_padding, timeout_ns and the addresses of the call's
+tensors; for combine also element and hidden_size. On a GPU the launch sets hidden_splits or
+senders.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moe_nvlink_plugin.config import COMBINE_FORMATS, AllToAllConfig
@@ -32,6 +33,7 @@ from moe_nvlink_plugin.recipes import (
 
 from .kernels import COMBINE, DISPATCH
 from .scales_layout import LAID_OUT
+from .sizes import packed_offsets
 
 
 def combine_code(config: AllToAllConfig) -> int:
@@ -121,14 +123,52 @@ def dispatch_arguments(
         rank_stride: bytes from one rank's workspace to the next rank's.
     """
     args = _common(DISPATCH, config, regions, Window(base_ptr, rank_stride))
-    args.num_payloads = len(rows)
     args.received_ids, args.absent_id = received_ids_code(config)
     args.scales_layout = scales_layouts()[config.scales_layout]
     if args.scales_layout:
         args.laid_out_region = regions[LAID_OUT].block
     for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
+    set_extra_payloads(args, config, len(rows), config.extra_payload_bytes)
+    _set_regions(args, regions, ("staging_region",), prefix="dispatch_")
     return args
+
+
+def set_extra_payloads(
+    args: Any, config: AllToAllConfig, most_payloads: int, row_bytes: tuple[int, ...]
+) -> None:
+    """Set what depends on the extra payloads of a call. Local.
+
+    Args:
+        args: the DispatchArgs.
+        config: the layer's configuration.
+        most_payloads: payloads of a call with all extra payloads of the configuration.
+        row_bytes: bytes of a row of each extra payload of the call, none above its capacity.
+    """
+    first = most_payloads - len(config.extra_payload_bytes)
+    args.num_payloads = first + len(row_bytes)
+    for index, size in enumerate(row_bytes):
+        args.payloads[first + index].row_bytes = size
+    payloads = args.payloads[: args.num_payloads]
+    offsets, args.packed_bytes = packed_offsets(payload.row_bytes for payload in payloads)
+    for payload, offset in zip(payloads, offsets, strict=True):
+        payload.packed_offset = offset
+    args.geometry.formats = _formats(config) ^ _payloads_code(config, row_bytes) << 7
+
+
+def _payloads_code(config: AllToAllConfig, row_bytes: tuple[int, ...]) -> int:
+    """Return 25 bits that stand for a call's extra payloads; 0 for those of the configuration.
+
+    They are part of the tag, like written_code, so ranks notice if their calls have different extra
+    payloads.
+    """
+    if row_bytes == config.extra_payload_bytes:
+        return 0
+    return zlib.crc32(repr(row_bytes).encode()) % (2**25 - 1) + 1
+
+
+def _formats(config: AllToAllConfig) -> int:
+    return formats_code(config) | written_code(config) << 7
 
 
 def combine_arguments(
@@ -139,11 +179,23 @@ def combine_arguments(
     args.region = regions["combine"].block
     args.hidden_splits = 1
     args.format = combine_code(config)
-    for field in ("rows_region", "scales_region", "row_scales_region"):
-        name = "combine_" + field.removesuffix("_region")
+    fields = ("rows_region", "scales_region", "row_scales_region")
+    _set_regions(args, regions, fields, prefix="combine_")
+    for parity in ("even", "odd"):
+        name = f"{parity}_combine_staging"
+        if name in regions:
+            setattr(args, f"{parity}_staging_region", regions[name].block)
+    return args
+
+
+def _set_regions(
+    args: Any, regions: Mapping[str, Region], fields: Iterable[str], *, prefix: str
+) -> None:
+    """Set each field `X_region` to the region `prefix + X`, if the layer has it."""
+    for field in fields:
+        name = prefix + field.removesuffix("_region")
         if name in regions:
             setattr(args, field, regions[name].block)
-    return args
 
 
 def _common(
@@ -155,5 +207,5 @@ def _common(
         setattr(geometry, name, getattr(config, name))
     geometry.max_tokens_per_rank = config.max_tokens_per_rank
     geometry.element = element_code(config.dtype)
-    geometry.formats = formats_code(config) | written_code(config) << 7
+    geometry.formats = _formats(config)
     return args

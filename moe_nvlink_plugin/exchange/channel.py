@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_nvlink_plugin.errors import MoeNvlinkError
+from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.memory.faults import Faults
 from moe_nvlink_plugin.memory.startup import Timeouts
@@ -12,10 +13,11 @@ from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import PayloadRow
 
 from . import scales_layout
-from .arguments import combine_arguments, dispatch_arguments
+from .arguments import combine_arguments, dispatch_arguments, set_extra_payloads
 from .formats import LayerFormat
 from .kernels import LAYER
 from .launches import LayerLaunches
+from .sizes import widest_combine_row
 
 
 class Channel:
@@ -41,6 +43,14 @@ class Channel:
         if "recv_scales" in layer.rows:
             self._scales = self._scales_view(layer.rows["recv_scales"])
         self.combine_region = self._view("combine", config.dtype, config.hidden_size)
+        self._combine_bytes = workspace.region_bytes(
+            self._regions["combine"], layer.num_slots * widest_combine_row(config)
+        )
+        self._combine_input = self.combine_region
+        self._combine_row = (config.dtype, config.hidden_size)
+        self._extra_bytes = config.extra_payload_bytes
+        #: Bound of the last dispatch.
+        self.max_tokens = config.max_tokens_per_rank
         ep_size = config.ep_size
         self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
@@ -61,21 +71,23 @@ class Channel:
         )
 
     def _scales_view(self, row: PayloadRow) -> torch.Tensor:
+        """Return the scales of all slots, flat."""
         config = self._layer.config
         if config.scales_layout == "linear":
-            return self._view("recv_scales", row.dtype, row.elements)
-        size = scales_layout.laid_out_bytes(config, row)
+            return self._view("recv_scales", row.dtype, row.elements).view(-1)
+        size = scales_layout.laid_out_bytes(config, row, self._layer.num_slots)
         region = self._workspace.region_bytes(self._regions[scales_layout.LAID_OUT], size)
-        elements = region.view(scales_layout.dtype_of(config, row))
-        return elements.as_strided(*scales_layout.strides(config, row))
+        return region.view(scales_layout.dtype_of(config, row))
 
     def dispatch(
         self,
         payloads: list[torch.Tensor | None],
         num_tokens: int,
+        max_tokens: int,
         quantiser: int,
         global_scale: torch.Tensor | None,
         is_padding: torch.Tensor | None = None,
+        extra_bytes: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """Launch dispatch; return send_slots `[num_tokens, top_k]` int32. Collective; capturable.
 
@@ -83,15 +95,21 @@ class Channel:
             payloads: payloads in the order of the regions; None for a payload that the quantiser
                 writes.
             num_tokens: tokens of this call.
+            max_tokens: bound of this call, equal on all ranks.
             quantiser: kQuantiser* of config.h; 0 sends the rows as they are.
             global_scale: one float32 for quantisers that need it.
             is_padding: `[num_tokens]` bool: tokens that are not sent; None: all are.
+            extra_bytes: bytes of a row of each extra payload; None: as in the last call.
         """
         args = self._dispatch_args
+        if extra_bytes is not None and extra_bytes != self._extra_bytes:
+            set_extra_payloads(args, self._layer.config, len(self._layer.rows), extra_bytes)
+            self._extra_bytes = extra_bytes
         top_k = args.geometry.top_k
         device = self.recv_counts.device
         slots = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
         args.geometry.num_tokens = num_tokens
+        args.geometry.max_tokens_per_rank = self.max_tokens = max_tokens
         args.send_slots = slots.data_ptr()
         args.quantiser = quantiser
         args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
@@ -112,7 +130,13 @@ class Channel:
         if expert_output.data_ptr() != self.combine_region.data_ptr():
             self._copy_rows(expert_output)
         args = self._combine_args
-        args.geometry.num_tokens = send_slots.shape[0]
+        geometry = args.geometry
+        row = (expert_output.dtype, expert_output.shape[1])
+        if row != self._combine_row:
+            geometry.element, geometry.hidden_size = element_code(row[0]), row[1]
+            self._combine_row = row
+        geometry.num_tokens = send_slots.shape[0]
+        geometry.max_tokens_per_rank = self.max_tokens
         args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
@@ -120,50 +144,69 @@ class Channel:
         startup.complete_round()
 
     def _copy_rows(self, expert_output: torch.Tensor) -> None:
+        region = self.combine_input(self.max_tokens, expert_output.dtype, expert_output.shape[1])
         if self._workspace.executor.asynchronous:
             # Only the GPU knows how many rows are filled, and to ask means to wait for it.
-            self.combine_region.copy_(expert_output)
+            region.copy_(expert_output)
             return
         # Nobody reads empty slots, and most slots are empty. The counts come from rows_from: the
         # caller may have written to recv_counts.
-        geometry = self._dispatch_args.geometry
-        capacity = geometry.max_tokens_per_rank
-        counts = self._workspace.words(self._regions["rows_from"], geometry.ep_size, torch.int32)
+        ep_size = self._layer.config.ep_size
+        counts = self._workspace.words(self._regions["rows_from"], ep_size, torch.int32)
         for source, count in enumerate(counts.tolist()):
-            rows = slice(source * capacity, source * capacity + count)
-            self.combine_region[rows].copy_(expert_output[rows])
+            rows = slice(source * self.max_tokens, source * self.max_tokens + count)
+            region[rows].copy_(expert_output[rows])
 
-    def view(self, index: int) -> torch.Tensor:
+    def combine_input(self, max_tokens: int, dtype: torch.dtype, hidden_size: int) -> torch.Tensor:
+        """Return the combine region in the slots of a call with this bound, for such rows.
+
+        Until a call has another bound or other rows, it is the same tensor, so callers may compare
+        with `is`.
+        """
+        shape = (self._layer.slots_of(max_tokens), hidden_size)
+        last = self._combine_input
+        if last.shape != shape or last.dtype != dtype:
+            region = self._combine_bytes.narrow(0, 0, shape[0] * hidden_size * dtype.itemsize)
+            last = self._combine_input = region.view(dtype).view(shape)
+        return last
+
+    def view(self, index: int, num_slots: int) -> torch.Tensor:
         """Return a new view of a received payload, by its number in the order of the regions.
 
         Returns:
-            `[ep_size * max_tokens_per_rank, elements of a row]`.
+            `[num_slots, elements of a row]`.
         """
-        return self._views[index].view(self._layer.num_slots, -1)
+        return self._views[index].narrow(0, 0, num_slots)
 
-    def received_scales(self) -> torch.Tensor:
+    def received_scales(self, num_slots: int) -> torch.Tensor:
         """Return a new view of the received scales, in the layout of the configuration."""
-        return self._scales.view(self._scales.dtype)
+        config, row = self._layer.config, self._layer.rows["recv_scales"]
+        return self._scales.as_strided(*scales_layout.strides(config, row, num_slots))
 
-    def received(self, index: int, like: torch.Tensor) -> torch.Tensor:
+    def received(self, index: int, like: torch.Tensor, num_slots: int) -> torch.Tensor:
         """Return a new view of a received extra payload, in the dtype and row shape of `like`."""
         first = len(self._views) - len(self._layer.config.extra_payload_bytes)
-        rows = self.view(first + index).view(like.dtype)
-        return rows.view(rows.shape[0], *like.shape[1:])
+        row_bytes = like.dtype.itemsize * like.shape[1:].numel()
+        region = self._views[first + index].view(-1)  # with room for wider rows, maybe
+        rows = region.narrow(0, 0, num_slots * row_bytes).view(like.dtype)
+        return rows.view(num_slots, *like.shape[1:])
 
     def fault(self, *, ask_device: bool = True) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. See Faults.error."""
         return self._faults.error(self._disagreement, ask_device=ask_device)
 
     def _disagreement(self, peer: int, phase: str, epoch: int) -> str:
-        mine = self._dispatch_args.geometry
-        names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
-        values = [f"{name}={getattr(mine, name)}" for name in names]
         config = self._layer.config
+        names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
+        values = [f"max_tokens={self.max_tokens}"]
+        values += [f"{name}={getattr(config, name)}" for name in names]
+        if self._extra_bytes:
+            values.append(f"extra payloads of {self._extra_bytes} bytes")
         values += [f"recipe={self._layer.recipe.name}", f"combine={config.combine}"]
         values += [f"received_ids={config.received_ids}", f"scales_layout={config.scales_layout}"]
         return (
-            f"in {phase} of epoch {epoch} rank {peer} used a layer of another geometry or format "
-            f"than rank {mine.ep_rank} ({', '.join(values)}); all ranks must call the same layers "
-            "in the same order"
+            f"in {phase} of epoch {epoch} rank {peer} passed another max_tokens or other extra "
+            "payloads, or used a layer of another geometry or format, than rank "
+            f"{config.ep_rank} ({', '.join(values)}); all ranks must call the same layers in the "
+            "same order, with the same max_tokens and extra payloads"
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moe_nvlink_plugin.errors import InputError
+from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.memory.tensors import check_device, check_tensor
-from moe_nvlink_plugin.recipes import check_global_scale
+from moe_nvlink_plugin.recipes import check_global_scale, combine_formats
 
 from .formats import Activations, LayerFormat
+from .sizes import widest_combine_row
 
 
 def channel(index: int, num_channels: int) -> None:
@@ -23,31 +24,53 @@ def channel(index: int, num_channels: int) -> None:
         )
 
 
-def activations(layer: LayerFormat, hidden_states: torch.Tensor) -> int:
+def bound(max_tokens: int, capacity: int) -> None:
+    """Check the bound of one call.
+
+    Raises:
+        InputError: it is not in 1..capacity.
+    """
+    if not 1 <= max_tokens <= capacity:
+        raise InputError(
+            f"max_tokens={max_tokens} is not between 1 and max_tokens_per_rank={capacity}; pass "
+            "the most tokens that a rank dispatches in this call, or create the exchange with a "
+            "larger capacity"
+        )
+
+
+def activations(layer: LayerFormat, hidden_states: torch.Tensor, max_tokens: int) -> int:
     """Check activations that dispatch quantises; return the number of tokens.
 
     Args:
         layer: rows of the layer.
         hidden_states: `[num_tokens, hidden_size]` config.dtype.
+        max_tokens: bound of the call.
 
     Raises:
         InputError: shape, dtype or device is another one. The message names both.
     """
     config = layer.config
-    num_tokens = _num_tokens(config.max_tokens_per_rank, hidden_states)
+    num_tokens = _num_tokens(layer, hidden_states, max_tokens)
     shape = (num_tokens, config.hidden_size)
     check_tensor("hidden_states", hidden_states, shape, (config.dtype,), layer.device)
     return num_tokens
 
 
-def _num_tokens(capacity: int, hidden_states: torch.Tensor) -> int:
+def _num_tokens(layer: LayerFormat, hidden_states: torch.Tensor, max_tokens: int) -> int:
     num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
-    if num_tokens > capacity:
+    if num_tokens <= max_tokens:
+        return num_tokens
+    capacity = layer.config.max_tokens_per_rank
+    if max_tokens < capacity:
         raise InputError(
-            f"{num_tokens} tokens exceed max_tokens_per_rank={capacity}; "
-            "dispatch in parts or create the exchange with a larger capacity"
+            f"{num_tokens} tokens exceed max_tokens={max_tokens} of this call; pass the most "
+            f"tokens that any rank dispatches, at most max_tokens_per_rank={capacity}, and the "
+            "same number on all ranks"
         )
-    return num_tokens
+    raise InputError(
+        f"{num_tokens} tokens exceed max_tokens_per_rank={capacity}; "
+        "dispatch in parts or create the exchange with a larger capacity"
+    )
 
 
 def global_scale(
@@ -87,7 +110,8 @@ def dispatch_inputs(
     extra_payloads: list[torch.Tensor],
     *,
     fused: bool,
-) -> None:
+    max_tokens: int,
+) -> tuple[int, ...]:
     """Check all tensors of one dispatch. MoeAllToAll.dispatch documents their shapes.
 
     Args:
@@ -97,30 +121,35 @@ def dispatch_inputs(
         topk_weights: router weights.
         extra_payloads: further payloads.
         fused: whether the hidden states are activations that the kernel quantises.
+        max_tokens: bound of the call.
+
+    Returns:
+        Bytes of a row of each extra payload.
 
     Raises:
-        InputError: shape, dtype or device of a tensor is another one. The message names both.
+        InputError: shape, dtype or device of a tensor is another one, or the bound does not hold.
+            The message names both.
     """
     config, device = layer.config, layer.device
+    bound(max_tokens, config.max_tokens_per_rank)
     if fused:
-        num_tokens = activations(layer, given.hidden_states)
+        num_tokens = activations(layer, given.hidden_states, max_tokens)
     else:
-        num_tokens = _quantised_rows(layer, given.hidden_states, given.scales)
+        num_tokens = _quantised_rows(layer, given, max_tokens)
     routed = (num_tokens, config.top_k)
     check_tensor("topk_ids", topk_ids, routed, (torch.int32, torch.int64), device)
     check_tensor("topk_weights", topk_weights, routed, (torch.float32,), device)
     if given.is_padding is not None:
         check_tensor("is_padding", given.is_padding, (num_tokens,), (torch.bool,), device)
-    _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
+    return _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
 
 
-def _quantised_rows(
-    layer: LayerFormat, hidden_states: torch.Tensor, scales: torch.Tensor | None
-) -> int:
+def _quantised_rows(layer: LayerFormat, given: Activations, max_tokens: int) -> int:
     """Check rows that travel as they are, and their scales; return the number of rows."""
     config, device = layer.config, layer.device
+    hidden_states, scales = given.hidden_states, given.scales
     row, scales_row = layer.rows["recv_hidden_states"], layer.rows.get("recv_scales")
-    num_tokens = _num_tokens(config.max_tokens_per_rank, hidden_states)
+    num_tokens = _num_tokens(layer, hidden_states, max_tokens)
     if layer.quantising is not None and hidden_states.dtype != row.dtype:
         raise InputError(
             f"hidden_states has dtype {hidden_states.dtype}; recipe {layer.recipe.name} takes "
@@ -139,21 +168,25 @@ def _quantised_rows(
 
 
 def _extra_payloads(
-    expected: tuple[int, ...], given: list[torch.Tensor], num_tokens: int, device: torch.device
-) -> None:
-    if len(given) != len(expected):
+    capacities: tuple[int, ...], given: list[torch.Tensor], num_tokens: int, device: torch.device
+) -> tuple[int, ...]:
+    if len(given) > len(capacities):
         raise InputError(
-            f"{len(given)} extra payloads given, the configuration names {len(expected)} "
-            f"(extra_payload_bytes={expected})"
+            f"{len(given)} extra payloads given, the configuration has room for {len(capacities)} "
+            f"(extra_payload_bytes={capacities}); create the exchange with room for each"
         )
-    for index, (tensor, row_bytes) in enumerate(zip(given, expected, strict=True)):
+    row_bytes = []
+    for index, (tensor, most_bytes) in enumerate(zip(given, capacities, strict=False)):
         name = f"extra_payloads[{index}]"
         check_tensor(name, tensor, (num_tokens, *tensor.shape[1:]), (tensor.dtype,), device)
-        has_bytes = tensor.dtype.itemsize
-        for size in tensor.shape[1:]:
-            has_bytes *= size
-        if has_bytes != row_bytes:
-            raise InputError(f"{name} has rows of {has_bytes} bytes, configured are {row_bytes}")
+        has_bytes = tensor.dtype.itemsize * tensor.shape[1:].numel()
+        if not 1 <= has_bytes <= most_bytes:
+            raise InputError(
+                f"{name} has rows of {has_bytes} bytes, not 1 to {most_bytes} "
+                f"(extra_payload_bytes={capacities}); create the exchange with room for them"
+            )
+        row_bytes.append(has_bytes)
+    return tuple(row_bytes)
 
 
 def ids_as_int32(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -172,22 +205,64 @@ def combine_inputs(
     expert_output: torch.Tensor,
     send_slots: torch.Tensor,
     output: torch.Tensor | None,
+    max_tokens: int,
+    hidden_size: int | None,
 ) -> None:
     """Check all tensors of one combine. MoeAllToAll.combine documents their shapes.
+
+    Args:
+        layer: rows of the layer.
+        expert_output: the experts' rows.
+        send_slots: of the metadata.
+        output: where the sums go, or None.
+        max_tokens: bound of the dispatch.
+        hidden_size: width of the rows of this call; None: that of the configuration.
 
     Raises:
         InputError: shape, dtype or device of a tensor is another one. The message names both.
     """
     config, device = layer.config, layer.device
-    shape = (layer.num_slots, config.hidden_size)
-    check_tensor("expert_output", expert_output, shape, (config.dtype,), device)
+    if hidden_size is None:
+        hidden_size = config.hidden_size
+    else:
+        combine_width(layer, expert_output.dtype, hidden_size)
+    shape = (layer.slots_of(max_tokens), hidden_size)
+    check_tensor("expert_output", expert_output, shape, layer.combine_dtypes, device)
     num_tokens = send_slots.shape[0] if send_slots.dim() else 0
-    if num_tokens > config.max_tokens_per_rank:
+    if num_tokens > max_tokens:
         raise InputError(
-            f"metadata of {num_tokens} tokens exceeds max_tokens_per_rank="
-            f"{config.max_tokens_per_rank}; pass the metadata dispatch returned"
+            f"metadata of {num_tokens} tokens exceeds max_tokens={max_tokens} of the dispatch; "
+            "pass the metadata dispatch returned"
         )
     routed = (num_tokens, config.top_k)
     check_tensor("metadata.send_slots", send_slots, routed, (torch.int32,), device)
     if output is not None:
-        check_tensor("output", output, (num_tokens, config.hidden_size), (config.dtype,), device)
+        shape = (num_tokens, hidden_size)
+        check_tensor("output", output, shape, (expert_output.dtype,), device)
+
+
+def combine_width(layer: LayerFormat, dtype: torch.dtype, hidden_size: int) -> None:
+    """Check that rows of this type and width have room in the memory for the experts' output.
+
+    Raises:
+        InputError: they have not, or combine's format does not support the width.
+    """
+    config = layer.config
+    row_bytes, most_bytes = hidden_size * dtype.itemsize, widest_combine_row(config)
+    if not hidden_size >= 1 or row_bytes > most_bytes:
+        raise InputError(
+            f"hidden_size={hidden_size} of {dtype} makes rows of {row_bytes} bytes, not 1 to "
+            f"{most_bytes}; create the exchange with a larger hidden_size, or name a wider type in "
+            "combine_dtypes"
+        )
+    if config.combine == "bf16":
+        return
+    if hidden_size > config.hidden_size:
+        raise InputError(
+            f"hidden_size={hidden_size} exceeds the exchange's {config.hidden_size}, for which "
+            f"combine={config.combine} has room; create the exchange with a larger hidden_size"
+        )
+    try:
+        combine_formats.combine_rows(config.combine, hidden_size)
+    except ConfigError as error:
+        raise InputError(str(error)) from error

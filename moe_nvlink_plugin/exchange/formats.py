@@ -10,7 +10,7 @@ from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.recipes import PayloadRow, QuantisingRecipe, Recipe
 
 from .arguments import quantiser_code
-from .sizes import payload_rows
+from .sizes import combine_dtypes, payload_rows
 
 
 class Activations(NamedTuple):
@@ -31,6 +31,7 @@ class LayerFormat(NamedTuple):
         quantising: the recipe if it can quantise, else None.
         quantiser: kQuantiser* of config.h by which dispatch quantises; 0: it does not.
         rows: name of the region -> row, for every payload.
+        combine_dtypes: types in which combine takes rows.
         device: device of the tensors.
     """
 
@@ -39,6 +40,7 @@ class LayerFormat(NamedTuple):
     quantising: QuantisingRecipe | None
     quantiser: int
     rows: dict[str, PayloadRow]
+    combine_dtypes: tuple[torch.dtype, ...]
     device: torch.device
 
     @classmethod
@@ -51,9 +53,14 @@ class LayerFormat(NamedTuple):
         """
         quantising = recipe if isinstance(recipe, QuantisingRecipe) else None
         quantiser = quantiser_code(recipe, config.hidden_size)
-        return cls(config, recipe, quantising, quantiser, payload_rows(config, recipe), device)
+        rows = payload_rows(config, recipe)
+        return cls(config, recipe, quantising, quantiser, rows, combine_dtypes(config), device)
 
     @property
     def num_slots(self) -> int:
-        """Number of rows that this rank can receive."""
-        return self.config.ep_size * self.config.max_tokens_per_rank
+        """Number of rows that this rank can receive in one call, whatever its bound."""
+        return self.slots_of(self.config.max_tokens_per_rank)
+
+    def slots_of(self, max_tokens: int) -> int:
+        """Return the number of slots of a call with this bound."""
+        return self.config.ep_size * max_tokens

@@ -13,7 +13,14 @@ from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Axis, Family, Kernel
 from moe_nvlink_plugin.launch.shape import Limits, Shape
 from moe_nvlink_plugin.memory.phases import Phase
 
-from .shapes import CombineSizes, DispatchSizes, combine_shape, dispatch_shape
+from .shapes import (
+    CombineSizes,
+    DispatchSizes,
+    SmallSizes,
+    combine_shape,
+    dispatch_shape,
+    small_shape,
+)
 
 
 def _counts() -> dict[str, int]:
@@ -75,5 +82,25 @@ COMBINE: Kernel[CombineSizes] = Kernel(
     splits="hidden_splits",
     phase=Phase("combine", "kPhaseCombine", "combine_cells"),
 )
+SMALL_DISPATCH: Kernel[SmallSizes] = Kernel(
+    name="small_dispatch",
+    source="exchange/small_dispatch.cu",
+    struct="DispatchArgs",
+    axes=(TOP_K, ELEMENT, QUANTISER, PDL),
+    count=_num_tokens,
+    shape=small_shape,
+    splits="senders",
+    phase=DISPATCH.phase,
+)
+SMALL_COMBINE: Kernel[SmallSizes] = Kernel(
+    name="small_combine",
+    source="exchange/small_combine.cu",
+    struct="CombineArgs",
+    axes=(TOP_K, ELEMENT, PDL),
+    count=_num_tokens,
+    shape=small_shape,
+    splits="senders",
+    phase=COMBINE.phase,
+)
 #: The kernels of one layer.
-LAYER = Family("", (DISPATCH, COMBINE))
+LAYER = Family("", (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE))

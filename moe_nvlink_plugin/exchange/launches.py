@@ -8,12 +8,16 @@ from typing import Any
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.arguments import element_code
-from moe_nvlink_plugin.launch.base import Budget, Executor
-from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.launch.base import Budget, Executor, Launcher
+from moe_nvlink_plugin.launch.kernel import ELEMENT, Variant
 
 from .arguments import all_ids_travel, combine_code
-from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER
-from .shapes import LAID_OUT_WEIGHT, CombineSizes, DispatchSizes, quantising_lanes
+from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER, SMALL_COMBINE, SMALL_DISPATCH
+from .shapes import LAID_OUT_WEIGHT, CombineSizes, DispatchSizes, SmallSizes, quantising_lanes
+from .sizes import combine_dtypes, combines_small_batches, packed_offsets
+
+#: Bytes of a packed row that one CTA of a small batch stages (kPartBytes of config.h).
+PART_BYTES = 3072
 
 
 def variant(config: AllToAllConfig, quantiser: int) -> Variant:
@@ -77,15 +81,69 @@ class LayerLaunches:
             )
             for code, widest in loaded_bytes.items()
         }
-        sizes = CombineSizes(
-            config.hidden_size, config.dtype.itemsize, slots if combine_code(config) else 0
-        )
-        self._combine = launcher.load(COMBINE, sizes)
+        slots_to_quantise = slots if combine_code(config) else 0
+        self._element_bytes = {
+            element_code(dtype): dtype.itemsize for dtype in combine_dtypes(config)
+        }
+        self._combines = {
+            code: launcher.load(
+                COMBINE,
+                CombineSizes(config.hidden_size, element_bytes, slots_to_quantise),
+                **{ELEMENT.name: code},
+            )
+            for code, element_bytes in self._element_bytes.items()
+        }
+        self._most_small = self._most_small_to_combine = 0
+        if config.small_tokens:
+            self._load_small(launcher, config, row_bytes)
+
+    def _load_small(
+        self, launcher: Launcher, config: AllToAllConfig, row_bytes: Mapping[str, int]
+    ) -> None:
+        """Load the kernels for small batches."""
+        assert config.small_tokens is not None
+        self._most_small = config.small_tokens
+        _offsets, packed = packed_offsets(row_bytes.values())
+        parts = shape.ceil_div(packed, PART_BYTES)
+        rows = min(config.ep_size, config.top_k)
+        self._small_dispatches = {
+            code: launcher.load(
+                SMALL_DISPATCH,
+                SmallSizes(1 if code else parts, parts, received_rows=rows),
+                **{QUANTISER.name: code},
+            )
+            for code in self._dispatches
+        }
+        if combines_small_batches(config):
+            self._most_small_to_combine = config.small_tokens
+            self._small_combines = {}
+            for code, element_bytes in self._element_bytes.items():
+                parts = shape.ceil_div(config.hidden_size * element_bytes, PART_BYTES)
+                sizes = SmallSizes(parts, parts, sent_rows=rows)
+                launch = launcher.load(SMALL_COMBINE, sizes, **{ELEMENT.name: code})
+                self._small_combines[code] = launch
 
     def dispatch(self, args: Any) -> None:
-        """Launch dispatch with DispatchArgs, which the launch copies. Collective; capturable."""
-        self._dispatches[args.quantiser](args)
+        """Launch dispatch with DispatchArgs, which the launch copies. Collective; capturable.
+
+        All ranks of a round have the same bound, so all of them launch the same kernel.
+        """
+        if args.geometry.max_tokens_per_rank <= self._most_small:
+            self._small_dispatches[args.quantiser](args)
+        else:
+            self._dispatches[args.quantiser](args)
 
     def combine(self, args: Any) -> None:
-        """Launch combine with CombineArgs; set their hidden_splits. Collective; capturable."""
-        self._combine(args)
+        """Launch combine with CombineArgs; set how CTAs share it. Collective; capturable.
+
+        All ranks of a round have the same bound and the same rows, so all of them launch the same
+        kernel. The launch shape is that for rows of the configuration's width.
+        """
+        geometry = args.geometry
+        element = geometry.element
+        is_small = geometry.max_tokens_per_rank <= self._most_small_to_combine
+        # Units carry whole words: other rows are pulled.
+        if is_small and geometry.hidden_size * self._element_bytes[element] % 4 == 0:
+            self._small_combines[element](args)
+        else:
+            self._combines[element](args)

@@ -60,7 +60,6 @@ class LayerExchange:
         recipe: the format that travels.
         format: the rows of the layer.
         rows: name of the region -> row, for every payload.
-        num_slots: number of rows that this rank can receive.
         quantiser: kQuantiser* of config.h by which dispatch quantises; 0: it does not.
         workspace: symmetric memory that the layer uses.
         rounds: number of dispatches so far, by channel.
@@ -74,7 +73,6 @@ class LayerExchange:
         self.recipe = recipe
         self.format = LayerFormat.of(config, recipe, workspace.device)
         self.rows = self.format.rows
-        self.num_slots = self.format.num_slots
         self.quantiser = self.format.quantiser
         self._checked_scales: set[tuple[int, int]] = set()
         self.workspace = workspace
@@ -126,6 +124,10 @@ class LayerExchange:
                 f"{self.rounds[channel_index]}; pass what the last dispatch returned"
             )
 
+    def slots_of(self, max_tokens: int | None) -> int:
+        """Return the number of slots of a call with this bound; None: the capacity. Local."""
+        return self.format.num_slots if max_tokens is None else self.format.slots_of(max_tokens)
+
     def check_device(self, *tensors: torch.Tensor) -> None:
         """Check the device of tensors. The fakes of the ops call this. Local.
 
@@ -145,15 +147,24 @@ class LayerExchange:
         topk_weights: torch.Tensor,
         extra_payloads: list[torch.Tensor],
         channel_index: int,
+        max_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run dispatch as MoeAllToAll.dispatch documents it. Collective; capturable.
 
         Returns:
             topk_ids, topk_weights, hidden_states, recv_counts, send_slots.
         """
-        rows, fused = self._rows_to_send(given)
-        checks.dispatch_inputs(
-            self.format, rows, topk_ids, topk_weights, extra_payloads, fused=fused
+        if max_tokens is None:
+            max_tokens = self.config.max_tokens_per_rank
+        rows, fused = self._rows_to_send(given, max_tokens)
+        extra_bytes = checks.dispatch_inputs(
+            self.format,
+            rows,
+            topk_ids,
+            topk_weights,
+            extra_payloads,
+            fused=fused,
+            max_tokens=max_tokens,
         )
         ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
         payloads: list[torch.Tensor | None] = [ids, topk_weights, rows.hidden_states]
@@ -172,15 +183,22 @@ class LayerExchange:
                 )
             quantiser = self.quantiser if fused else 0
             slots = channel.dispatch(
-                payloads, num_tokens, quantiser, rows.global_scale, given.is_padding
+                payloads,
+                num_tokens,
+                max_tokens,
+                quantiser,
+                rows.global_scale,
+                given.is_padding,
+                extra_bytes,
             )
             self._raise_fault(channel)
             dispatched.value = self.handle
             self.rounds[channel_index] += 1
-        ids, weights, hidden = (channel.view(index) for index in range(3))
+        num_slots = self.format.slots_of(max_tokens)
+        ids, weights, hidden = (channel.view(index, num_slots) for index in range(3))
         return ids, weights, hidden, channel.recv_counts.view(-1), slots
 
-    def _rows_to_send(self, given: Activations) -> tuple[Activations, bool]:
+    def _rows_to_send(self, given: Activations, max_tokens: int) -> tuple[Activations, bool]:
         """Return what the kernel reads, and whether it quantises that."""
         recipe, scale = self.format.quantising, given.global_scale
         if (
@@ -194,7 +212,7 @@ class LayerExchange:
         checks.global_scale(self.format, scale, needed=needed, read_value=unseen)
         if self.quantiser:
             return given, True
-        checks.activations(self.format, given.hidden_states)
+        checks.activations(self.format, given.hidden_states, max_tokens)
         rows = recipe.quantise(given.hidden_states, scale)
         return Activations(rows.rows, rows.scales, None, given.is_padding), False
 
@@ -223,18 +241,20 @@ class LayerExchange:
         send_slots: torch.Tensor,
         output: torch.Tensor | None,
         channel_index: int,
+        hidden_size: int | None = None,
     ) -> torch.Tensor:
         """Run combine as MoeAllToAll.combine documents it; return output.
 
         Collective; capturable.
         """
-        checks.combine_inputs(self.format, expert_output, send_slots, output)
-        if output is None:
-            shape = (send_slots.shape[0], self.config.hidden_size)
-            output = torch.empty(shape, dtype=self.config.dtype, device=expert_output.device)
         checks.channel(channel_index, self.config.num_channels)
         with self.workspace.channel_lock(channel_index):
             channel = self._usable_channel(channel_index)
+            checks.combine_inputs(
+                self.format, expert_output, send_slots, output, channel.max_tokens, hidden_size
+            )
+            if output is None:
+                output = expert_output.new_empty((send_slots.shape[0], expert_output.shape[1]))
             dispatched = _word(pending, channel_index)
             if dispatched.value != self.handle:
                 raise ExchangeStateError(

@@ -22,22 +22,26 @@ _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-un
 _library.define(
     "dispatch(Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
     "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel, "
-    "Tensor? is_padding=None) -> (Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, "
-    "Tensor recv_counts, Tensor send_slots)"
+    "Tensor? is_padding=None, SymInt? max_tokens=None) -> (Tensor topk_ids, Tensor topk_weights, "
+    "Tensor hidden_states, Tensor recv_counts, Tensor send_slots)"
 )
 # One op per further payload: torch cannot compile an op that writes to an argument, as dispatch
 # does, and also returns a list.
-_library.define("received_scales(Tensor recv_counts, int handle, int channel) -> Tensor")
 _library.define(
-    "received(Tensor recv_counts, Tensor like, int index, int handle, int channel) -> Tensor"
-)
-_library.define(
-    "combine(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, int channel)"
+    "received_scales(Tensor recv_counts, int handle, int channel, SymInt? max_tokens=None)"
     " -> Tensor"
 )
 _library.define(
+    "received(Tensor recv_counts, Tensor like, int index, int handle, int channel, "
+    "SymInt? max_tokens=None) -> Tensor"
+)
+_library.define(
+    "combine(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, int channel, "
+    "SymInt? hidden_size=None) -> Tensor"
+)
+_library.define(
     "combine_out(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, "
-    "Tensor(b!) output, int handle, int channel) -> ()"
+    "Tensor(b!) output, int handle, int channel, SymInt? hidden_size=None) -> ()"
 )
 
 
@@ -55,6 +59,7 @@ def _dispatch(
     handle: int,
     channel: int,
     is_padding: torch.Tensor | None = None,
+    max_tokens: int | None = None,
 ) -> Five:
     return find(handle).dispatch(
         pending,
@@ -63,6 +68,7 @@ def _dispatch(
         topk_weights,
         extra_payloads,
         channel,
+        max_tokens,
     )
 
 
@@ -77,13 +83,14 @@ def _dispatch_fake(
     handle: int,
     channel: int,
     is_padding: torch.Tensor | None = None,
+    max_tokens: int | None = None,
 ) -> Five:
     inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
     layer = find(handle)
     optional = [tensor for tensor in (scales, global_scale, is_padding) if tensor is not None]
     layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *optional)
     ids, weights, hidden = (
-        hidden_states.new_empty((layer.num_slots, row.elements), dtype=row.dtype)
+        hidden_states.new_empty((layer.slots_of(max_tokens), row.elements), dtype=row.dtype)
         for row in list(layer.rows.values())[:3]
     )
     counts = hidden_states.new_empty((layer.config.ep_size,), dtype=torch.int32)
@@ -91,36 +98,52 @@ def _dispatch_fake(
     return ids, weights, hidden, counts, slots
 
 
-def _received_scales(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
+def _received_scales(
+    recv_counts: torch.Tensor, handle: int, channel: int, max_tokens: int | None = None
+) -> torch.Tensor:
     """Return the received scales; recv_counts as for `received`."""
-    return find(handle).channel(channel).received_scales()
+    layer = find(handle)
+    return layer.channel(channel).received_scales(layer.slots_of(max_tokens))
 
 
-def _received_scales_fake(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
+def _received_scales_fake(
+    recv_counts: torch.Tensor, handle: int, channel: int, max_tokens: int | None = None
+) -> torch.Tensor:
     inductor.keep_outputs(torch.ops.moe_nvlink.received_scales.default)
     layer = find(handle)
     row = layer.rows["recv_scales"]
-    size, strides = scales_layout.strides(layer.config, row)
+    size, strides = scales_layout.strides(layer.config, row, layer.slots_of(max_tokens))
     dtype = scales_layout.dtype_of(layer.config, row)
     return recv_counts.new_empty_strided(size, strides, dtype=dtype)
 
 
 def _received(
-    recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
+    recv_counts: torch.Tensor,
+    like: torch.Tensor,
+    index: int,
+    handle: int,
+    channel: int,
+    max_tokens: int | None = None,
 ) -> torch.Tensor:
     """Return the received extra payload `index`, in the dtype and row shape of `like`.
 
     recv_counts is an output of the dispatch. It is an argument only so that a compiled graph runs
     this op after the dispatch.
     """
-    return find(handle).channel(channel).received(index, like)
+    layer = find(handle)
+    return layer.channel(channel).received(index, like, layer.slots_of(max_tokens))
 
 
 def _received_fake(
-    recv_counts: torch.Tensor, like: torch.Tensor, index: int, handle: int, channel: int
+    recv_counts: torch.Tensor,
+    like: torch.Tensor,
+    index: int,
+    handle: int,
+    channel: int,
+    max_tokens: int | None = None,
 ) -> torch.Tensor:
     inductor.keep_outputs(torch.ops.moe_nvlink.received.default)
-    return like.new_empty((find(handle).num_slots, *like.shape[1:]))
+    return like.new_empty((find(handle).slots_of(max_tokens), *like.shape[1:]))
 
 
 def _combine(
@@ -129,8 +152,9 @@ def _combine(
     send_slots: torch.Tensor,
     handle: int,
     channel: int,
+    hidden_size: int | None = None,
 ) -> torch.Tensor:
-    return find(handle).combine(pending, expert_output, send_slots, None, channel)
+    return find(handle).combine(pending, expert_output, send_slots, None, channel, hidden_size)
 
 
 def _combine_fake(
@@ -139,11 +163,12 @@ def _combine_fake(
     send_slots: torch.Tensor,
     handle: int,
     channel: int,
+    hidden_size: int | None = None,
 ) -> torch.Tensor:
     layer = find(handle)
     layer.check_device(expert_output, send_slots)
-    shape = (send_slots.shape[0], layer.config.hidden_size)
-    return expert_output.new_empty(shape, dtype=layer.config.dtype)
+    width = layer.config.hidden_size if hidden_size is None else hidden_size
+    return expert_output.new_empty((send_slots.shape[0], width))
 
 
 def _combine_out(
@@ -153,8 +178,9 @@ def _combine_out(
     output: torch.Tensor,
     handle: int,
     channel: int,
+    hidden_size: int | None = None,
 ) -> None:
-    find(handle).combine(pending, expert_output, send_slots, output, channel)
+    find(handle).combine(pending, expert_output, send_slots, output, channel, hidden_size)
 
 
 def _combine_out_fake(
@@ -164,6 +190,7 @@ def _combine_out_fake(
     output: torch.Tensor,
     handle: int,
     channel: int,
+    hidden_size: int | None = None,
 ) -> None:
     find(handle).check_device(expert_output, send_slots, output)
 

@@ -26,19 +26,22 @@ def check(config: AllToAllConfig, recipe: Recipe, scales: PayloadRow | None) -> 
     )
 
 
-def laid_out_bytes(config: AllToAllConfig, scales: PayloadRow) -> int:
-    """Return the bytes of the region LAID_OUT. Local."""
-    slots = config.ep_size * config.max_tokens_per_rank
+def laid_out_bytes(config: AllToAllConfig, scales: PayloadRow, slots: int) -> int:
+    """Return the bytes of the scales of so many slots in the region LAID_OUT. Local."""
     if config.scales_layout == "column_major":
         return slots * scales.row_bytes
     return _padded(slots, TILE_ROWS) * _padded(scales.elements, TILE_SCALES)
 
 
-def strides(config: AllToAllConfig, scales: PayloadRow) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of Dispatched.scales, in elements of `dtype_of`. Local."""
-    slots = config.ep_size * config.max_tokens_per_rank
+def strides(
+    config: AllToAllConfig, scales: PayloadRow, slots: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of Dispatched.scales for so many slots. Local.
+
+    Both count elements of `dtype_of`.
+    """
     if config.scales_layout == "interleaved":
-        return (laid_out_bytes(config, scales),), (1,)
+        return (laid_out_bytes(config, scales, slots),), (1,)
     if config.scales_layout == "column_major":
         return (slots, scales.elements), (1, slots)
     return (slots, scales.elements), (scales.elements, 1)

@@ -30,6 +30,15 @@ MOST_MARKING_CTAS = 32
 #: What a byte of a scale in another layout costs beside a byte of an empty slot: it is loaded and
 #: stored in words of 4 bytes (an estimate).
 LAID_OUT_WEIGHT = 4
+#: A combine of many tokens takes no more CTAs than so many SMs hold. They fill the links of a
+#: GB200; those of an H200 are full with half of them. More CTAs would only take registers while
+#: they wait for peers, and kernels of other streams (shared experts) would find fewer. Modelled, 8
+#: ranks, 2048 tokens: on GB200 288.4 us with all SMs, 289.7 with 96, 296.0 with 64; on H200 561.5
+#: with all, 560.0 with 48. Dispatch has no such limit: its CTAs end when they have put their rows,
+#: and at most MOST_MARKING_CTAS of them wait.
+FULL_LINK_SMS = 96
+#: Tokens for each CTA from which on a token more or less for some of them costs little.
+MANY_TOKENS_PER_CTA = 4
 
 
 class DispatchSizes(NamedTuple):
@@ -53,6 +62,45 @@ class CombineSizes(NamedTuple):
     hidden_size: int
     element_bytes: int
     slots: int
+
+
+class SmallSizes(NamedTuple):
+    """Sizes of one layer on which the launch shapes of small batches depend.
+
+    Attributes:
+        send_parts: parts of a sent row that CTAs share.
+        receive_parts: parts of a received row, or of a token's sum, that CTAs share.
+        sent_rows: rows that a rank sends for each of its tokens, as the kernel counts its items: 1
+            in dispatch, where a CTA puts a row to all its targets.
+        received_rows: rows that a rank receives for each token that it sends, if the router is
+            balanced; 1 in combine, where a CTA adds the rows of a token.
+    """
+
+    send_parts: int
+    receive_parts: int
+    sent_rows: int = 1
+    received_rows: int = 1
+
+
+def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
+    """Return the launch shape of a kernel for small batches; `splits` is the number of senders.
+
+    Each part of a row gets a CTA while they fit. A rank without tokens receives all the same, so
+    both roles have a CTA at least. If not all parts fit, the role with fewer parts gets a CTA for
+    each of them, up to half of all CTAs, and the CTAs of the other role take several parts. In
+    dispatch those are the receivers, which wait anyway; in combine they are the senders, each of
+    whose CTAs has several parts on their way together.
+    """
+    threads = min(FEW_THREADS, limits.max_threads)
+    most = max(limits.resident(threads), 2)
+    tokens = max(num_tokens, 1)
+    sending = tokens * sizes.sent_rows * sizes.send_parts
+    receiving = tokens * sizes.received_rows * sizes.receive_parts
+    if sending + receiving > most:
+        fewer = min(sending, receiving, most // 2)
+        sending = fewer if sending <= receiving else most - fewer
+        receiving = most - sending
+    return Shape(sending + receiving, threads, sending)
 
 
 def quantising_lanes(hidden_size: int) -> int:
@@ -91,7 +139,7 @@ def combine_shape(
     With few tokens, each thread then loads one vector of each of the top_k rows. All these loads
     are in flight together, so the call costs one trip to the peers instead of one per vector. With
     many tokens, a CTA takes whole rows. Then an SM holds several CTAs, and one computes while
-    others wait for peers.
+    others wait for peers. With very many, FULL_LINK_SMS bounds the grid.
 
     Args:
         num_tokens: tokens of this call on this rank.
@@ -111,4 +159,7 @@ def combine_shape(
     threads = whole_warps(ceil_div(vectors, parts), most)
     resident = max(limits.resident(threads), 1)
     splits = max(min(parts, resident // max(num_tokens, 1)), 1)
+    pulling = min(limits.num_sms, FULL_LINK_SMS) * limits.blocks_per_sm(threads)
+    if not slots and num_tokens >= MANY_TOKENS_PER_CTA * pulling > 0:
+        resident = pulling
     return Shape(min(max(num_tokens * splits, slots, 1), resident), threads, splits)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from moe_nvlink_plugin.config import MAX_CALLER_PAYLOADS, AllToAllConfig
+from moe_nvlink_plugin.config import (
+    GPU_SMALL_TOKENS,
+    MAX_CALLER_PAYLOADS,
+    MAX_STAGING_BYTES,
+    AllToAllConfig,
+)
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, ROOM, WorkspaceLayout
-from moe_nvlink_plugin.recipes import PayloadRow, Recipe, combine_formats
+from moe_nvlink_plugin.recipes import PayloadRow, QuantisingRecipe, Recipe, combine_formats
 
 from . import scales_layout
+
+#: Bytes of a unit, in which the rows of small batches travel, and of its data (units.h).
+UNIT_BYTES, UNIT_DATA_BYTES = 16, 12
+#: Payloads begin at multiples of these bytes in a packed row.
+PACKED_ALIGNMENT = 16
+#: Most bytes of a packed row that dispatch quantises (kMaxStagedBytes of config.h).
+MAX_STAGED_BYTES = 16384
 
 
 def layer_layout(
@@ -61,8 +75,18 @@ def payload_rows(config: AllToAllConfig, recipe: Recipe) -> dict[str, PayloadRow
 
 
 def combine_row(config: AllToAllConfig) -> PayloadRow:
-    """Return the row of the experts' output."""
+    """Return the row of the experts' output, if a call names no other."""
     return PayloadRow(config.dtype, config.hidden_size)
+
+
+def combine_dtypes(config: AllToAllConfig) -> tuple[torch.dtype, ...]:
+    """Return the types in which combine takes rows, each once; config.dtype is the first."""
+    return tuple(dict.fromkeys((config.dtype, *config.combine_dtypes)))
+
+
+def widest_combine_row(config: AllToAllConfig) -> int:
+    """Return the most bytes of a row of the experts' output."""
+    return config.hidden_size * max(dtype.itemsize for dtype in combine_dtypes(config))
 
 
 def quantised_combine_rows(config: AllToAllConfig) -> dict[str, PayloadRow]:
@@ -76,14 +100,63 @@ def quantised_combine_rows(config: AllToAllConfig) -> dict[str, PayloadRow]:
     return combine_formats.combine_rows(config.combine, config.hidden_size)
 
 
+def packed_offsets(row_bytes: Iterable[int]) -> tuple[list[int], int]:
+    """Return where payloads of these bytes lie in a token's packed row, and its bytes. Local."""
+    offsets, end = [], 0
+    for size in row_bytes:
+        offsets.append(end)
+        end += -(-size // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
+    return offsets, end
+
+
+def staged_bytes(row_bytes: int) -> int:
+    """Return the bytes of a row of so many bytes as units. Local."""
+    return -(-row_bytes // UNIT_DATA_BYTES) * UNIT_BYTES
+
+
+def combines_small_batches(config: AllToAllConfig) -> bool:
+    """Return whether combine can bring a small batch's widest rows back as units. Local.
+
+    Units carry unquantised rows of whole 4-byte words.
+    """
+    return config.combine == "bf16" and widest_combine_row(config) % 4 == 0
+
+
+def small_tokens(config: AllToAllConfig, recipe: Recipe, *, on_gpu: bool) -> int:
+    """Return the small_tokens of a layer: what its configuration asks for, and fits. Local."""
+    asked = config.small_tokens
+    if asked is None:
+        asked = GPU_SMALL_TOKENS if on_gpu else 0
+    _offsets, packed = packed_offsets(r.row_bytes for r in payload_rows(config, recipe).values())
+    if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
+        return 0
+    token_bytes = config.ep_size * sum(_staging_rows(config, packed).values())
+    return min(asked, config.max_tokens_per_rank, MAX_STAGING_BYTES // token_bytes)
+
+
+def _staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:
+    """Return region name -> bytes of one row's units."""
+    rows = {"dispatch_staging": staged_bytes(packed_bytes)}
+    if combines_small_batches(config):
+        for parity in ("even", "odd"):
+            rows[f"{parity}_combine_staging"] = staged_bytes(widest_combine_row(config))
+    return rows
+
+
 def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     """Return the bytes of the regions for one channel's rows in this geometry."""
     slots = config.ep_size * config.max_tokens_per_rank
     rows = payload_rows(config, recipe)
     sizes = {name: slots * row.row_bytes for name, row in rows.items()}  # slice s: by rank s
     if config.scales_layout != "linear":
-        sizes[scales_layout.LAID_OUT] = scales_layout.laid_out_bytes(config, rows["recv_scales"])
-    sizes["combine"] = slots * combine_row(config).row_bytes  # written by this rank's experts
+        sizes[scales_layout.LAID_OUT] = scales_layout.laid_out_bytes(
+            config, rows["recv_scales"], slots
+        )
+    sizes["combine"] = slots * widest_combine_row(config)  # written by this rank's experts
     for name, row in quantised_combine_rows(config).items():
         sizes[name] = slots * row.row_bytes  # of those rows, written by combine for the peers
+    if config.small_tokens:
+        _offsets, packed = packed_offsets(row.row_bytes for row in rows.values())
+        for name, row_bytes in _staging_rows(config, packed).items():
+            sizes[name] = config.ep_size * config.small_tokens * row_bytes  # slice s: by rank s
     return sizes

@@ -216,7 +216,11 @@ class _CudaLauncher:
         # before that kernel ends.
         pdl = self._pdl and PDL in kernel.axes
         build = self._variant.build(kernel, pdl=pdl, **instead)
-        function = _function(self._executor.device_facts.index, build, self._variant)
+        # What a user would have to precompile: a variant has the values that are always loaded too.
+        always = {axis.name: axis.always for axis in kernel.axes}
+        others = {name: code for name, code in instead.items() if code not in always[name]}
+        wanted = self._variant.instead(**others)
+        function = _function(self._executor.device_facts.index, build, wanted)
         limits = self._room.limits(function)
 
         def choose(count: int) -> Shape:

@@ -165,7 +165,8 @@ class Family:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """What the kernels wait for."""
-        return tuple(kernel.phase for kernel in self.kernels if kernel.phase is not None)
+        found = (kernel.phase for kernel in self.kernels if kernel.phase is not None)
+        return tuple(dict.fromkeys(found))
 
     @property
     def usage(self) -> str:

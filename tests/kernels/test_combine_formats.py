@@ -463,7 +463,7 @@ def test_a_failed_rank_quantises_and_signals_nothing() -> None:
                     region.fill_(0xA5)
                 output = torch.zeros(4, 128, dtype=BF16)
                 if group.rank == 0 or number == 0:
-                    slots = channel.dispatch(payloads, 4, 0, None)
+                    slots = channel.dispatch(payloads, 4, 4, 0, None)
                 if group.rank == 0:
                     channel.combine(channel.combine_region, slots, output)
                 group.all_gather_object(None)

@@ -247,11 +247,12 @@ def run_on(layer: MoeAllToAll, inputs: Inputs) -> torch.Tensor:
     """A round as a graph replays it: no check of what went before, and nothing is raised."""
     channel = layer._layer.channel(0)
     hidden, ids, weights, _extras = inputs
-    slots = channel.dispatch([ids, weights, hidden], hidden.shape[0], 0, None)
-    rows = channel.view(2)
+    capacity, num_slots = layer.config.max_tokens_per_rank, layer._layer.slots_of(None)
+    slots = channel.dispatch([ids, weights, hidden], hidden.shape[0], capacity, 0, None)
+    received_ids, received_weights, rows = (channel.view(index, num_slots) for index in range(3))
     rank = layer.config.ep_rank
     channel.combine_region.copy_(
-        cases.expert_rows(layer.config, rank, rows, channel.view(0), channel.view(1))
+        cases.expert_rows(layer.config, rank, rows, received_ids, received_weights)
     )
     output = torch.zeros_like(hidden)
     channel.combine(channel.combine_region, slots, output)

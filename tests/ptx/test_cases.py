@@ -117,10 +117,11 @@ def test_scales_as_experts_read_them(recipe: str, layout: str, architecture: str
         row = ranks.rows["recv_scales"]
         for rank, mine in enumerate(ranks.dispatch(cases.make_inputs(case))):
             config = ranks.configs[rank]
-            size = scales_layout.laid_out_bytes(config, row)
+            num_slots = config.ep_size * case.capacity
+            size = scales_layout.laid_out_bytes(config, row, num_slots)
             raw = ranks._bytes(rank, scales_layout.LAID_OUT, size, 0)
             typed = raw.view(scales_layout.dtype_of(config, row))
-            found = typed.as_strided(*scales_layout.strides(config, row))
+            found = typed.as_strided(*scales_layout.strides(config, row, num_slots))
             assert mine.scales is not None
             slot = torch.arange(len(mine.scales))
             filled = slot % case.capacity < mine.recv_counts[slot // case.capacity]

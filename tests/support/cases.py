@@ -42,6 +42,7 @@ class Case:
     num_threads: int = 1
     seed: int = 1
     timeout_s: float = 60.0
+    small: bool = False  # the kernels for small batches
 
     @property
     def ep_size(self) -> int:
@@ -65,6 +66,7 @@ class Case:
             timeout_s=self.timeout_s,
             num_channels=self.num_channels,
             num_threads=self.num_threads,
+            small_tokens=self.capacity if self.small else 0,
             extra_payload_bytes=tuple(row_bytes(extra) for extra in self.extras),
             received_ids=self.received_ids,
             scales_layout=self.scales_layout,

@@ -26,7 +26,11 @@ from moe_nvlink_plugin import HeadConfig, driver, reference
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import arguments, checks
-from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows
+from moe_nvlink_plugin.exchange.sizes import (
+    combines_small_batches,
+    layer_layout,
+    payload_rows,
+)
 from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.arguments import element_code
@@ -41,6 +45,9 @@ from tests.support.ranks import run_threads
 
 #: What combine makes for the peers where rows travel back in a format.
 COMBINE_REGIONS = ("combine_rows", "combine_scales", "combine_row_scales")
+
+#: verb -> kernel for small batches.
+_SMALL = {"dispatch": "small_dispatch", "combine": "small_combine"}
 
 #: Of the "cpu" back end: its texts are many, its rows few.
 FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in host.FLAGS)
@@ -197,6 +204,7 @@ class CudaBackend:
         top_k, formats = 0, dict[str, Any](head=True)
         if isinstance(config, AllToAllConfig):
             top_k, formats = config.top_k, {"combine": arguments.combine_code(config)}
+            formats["small"] = bool(config.small_tokens) and not options.get("fused", False)
             if not post_quant:
                 recipe = find_recipe(config)
                 formats["quantiser"] = arguments.quantiser_code(recipe, config.hidden_size)
@@ -376,6 +384,7 @@ class EmulatedRanks:
         self.rows = payload_rows(self.config, self.recipe)
         self.regions = _packed_regions(layer_layout(self.config, self.recipe))
         self.hidden_splits = hidden_splits
+        self._senders = 0 if isinstance(backend, CpuBackend) else max(backend.ctas // 2, 1)
         self.quantiser = (
             0 if post_quant else arguments.quantiser_code(self.recipe, self.config.hidden_size)
         )
@@ -429,7 +438,7 @@ class EmulatedRanks:
             self.memory.data_ptr(),
             self.memory.stride(0),
         )
-        args.quantiser = self.quantiser
+        args.quantiser, args.senders = self.quantiser, self._senders
         if self.quantiser and self.global_scale is not None:
             args.global_scale = self.global_scale.data_ptr()
         return args
@@ -450,8 +459,16 @@ class EmulatedRanks:
             self.memory.data_ptr(),
             self.memory.stride(0),
         )
-        args.hidden_splits = self.hidden_splits
+        args.hidden_splits, args.senders = self.hidden_splits, self._senders
         return args
+
+    def verb(self, name: str) -> str:
+        """The kernel that the product would launch for a verb."""
+        if not self.config.small_tokens:
+            return name
+        return (
+            name if name == "combine" and not combines_small_batches(self.config) else _SMALL[name]
+        )
 
     def dispatch(self, inputs: Sequence[Inputs], channel: int = 0) -> list[Received]:
         """Dispatch of the first `len(inputs)` ranks; their tensors are on the back end's device."""
@@ -465,7 +482,7 @@ class EmulatedRanks:
             sources.append(self.sources(mine))  # some may be ours alone: keep them
             set_sources(args, sources[-1])
             launched.append(args)
-        self.backend.prepare("dispatch", launched)()
+        self.backend.prepare(self.verb("dispatch"), launched)()
         return [
             self.received(rank, mine.extras, slots[rank], channel)
             for rank, mine in enumerate(inputs)
@@ -500,7 +517,7 @@ class EmulatedRanks:
             args.geometry.num_tokens = output.shape[0]
             args.send_slots, args.output = slots.data_ptr(), output.data_ptr()
             launched.append(args)
-        self.backend.prepare("combine", launched)()
+        self.backend.prepare(self.verb("combine"), launched)()
 
     def experts(self, rank: int, received: Received, channel: int = 0) -> None:
         """cases.expert_rows of all slots, into the combine region; nothing is read on the host."""

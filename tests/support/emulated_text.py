@@ -22,13 +22,22 @@ MAX_PARAMETER_BYTES = 32764
 VERBS = {
     "dispatch": ("DispatchArgs", "DispatchSharedFor<Config>", "dispatch_body"),
     "combine": ("CombineArgs", "SharedOf<Config>", "combine_body"),
+    "small_dispatch": ("DispatchArgs", "SmallDispatchSharedFor<Config>", "small_dispatch_body"),
+    "small_combine": ("CombineArgs", "SmallCombineShared", "small_combine_body"),
     "rounds": ("RoundsArgs", "RoundsShared", "rounds_body"),
     "quantise": ("DispatchArgs", "QuantiseShared", "quantise_body"),
     "head_gather": ("HeadArgs", "HeadShared", "head_gather_body"),
     "head_argmax": ("HeadArgs", "HeadArgmaxShared", "head_argmax_body"),
 }
 #: Those whose body is a kernel's of the product.
-OF_PRODUCT = ("dispatch", "combine", "head_gather", "head_argmax")
+OF_PRODUCT = (
+    "dispatch",
+    "combine",
+    "small_dispatch",
+    "small_combine",
+    "head_gather",
+    "head_argmax",
+)
 
 
 class RoundsArgs(ctypes.Structure):
@@ -335,13 +344,20 @@ def struct_of(verb: str) -> type[ctypes.Structure]:
 
 
 def verbs(
-    *, fused: bool = False, alone: bool = False, head: bool = False, **_options: int
+    *,
+    fused: bool = False,
+    alone: bool = False,
+    head: bool = False,
+    small: bool = False,
+    **_options: int,
 ) -> tuple[str, ...]:
     """Verbs that device_source makes with these options."""
     if head:
         return ("head_gather", "head_argmax")
     if alone:
         return ("quantise",)
+    if small:
+        return ("small_dispatch", "small_combine")
     return ("rounds",) if fused else ("dispatch", "combine")
 
 
@@ -358,6 +374,7 @@ def device_source(
     as_product: bool = False,
     quantiser: int = 0,
     combine: int = 0,
+    small: bool = False,
 ) -> str:
     """moe_nvlink_emulated_dispatch and _combine for up to `count` ranks, nothing else.
 
@@ -367,10 +384,11 @@ def device_source(
         fused: moe_nvlink_emulated_rounds instead.
         alone: moe_nvlink_emulated_quantise instead; needs a quantiser.
         head: moe_nvlink_emulated_head_gather and _head_argmax instead; top_k is of no account.
+        small: moe_nvlink_emulated_small_dispatch and _small_combine instead.
         as_product: for CTAs of any size, as the product's kernels are.
     """
     text = kernel_texts.specialised_source(
-        top_k, element, pdl=pdl, quantiser=quantiser, combine=combine
+        top_k, element, pdl=pdl, quantiser=quantiser, combine=combine, small=small
     )
     if head:
         text = kernel_texts.head_source(element, pdl=pdl)
@@ -382,7 +400,7 @@ def device_source(
         text += _QUANTISE
     if delays:
         text = with_delays(text, on_host=False)
-    for verb in verbs(fused=fused, alone=alone, head=head):
+    for verb in verbs(fused=fused, alone=alone, head=head, small=small):
         args, shared, body = VERBS[verb]
         fields: dict[str, Any] = {"args": args, "shared": shared, "body": body}
         fields["bounds"] = "" if as_product else f"__launch_bounds__({THREADS})"

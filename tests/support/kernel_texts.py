@@ -9,7 +9,16 @@ import functools
 import re
 from pathlib import Path
 
-from moe_nvlink_plugin.exchange.kernels import COMBINE_FORMAT, LAYER, QUANTISER, TOP_K
+from moe_nvlink_plugin.exchange.kernels import (
+    COMBINE,
+    COMBINE_FORMAT,
+    DISPATCH,
+    LAYER,
+    QUANTISER,
+    SMALL_COMBINE,
+    SMALL_DISPATCH,
+    TOP_K,
+)
 from moe_nvlink_plugin.jit import source
 from moe_nvlink_plugin.launch import kernel
 from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Axis
@@ -51,18 +60,21 @@ def specialised_source(
     host: bool = False,
     quantiser: int = 0,
     combine: int = 0,
+    small: bool = False,
 ) -> str:
     """Dispatch and combine in one unit for one top_k and element type: as a GPU gets them, or a
     host library of all kernels with the same values.
 
     Args:
         quantiser, combine: kQuantiser* of dispatch and kCombine* of combine.
+        small: the kernels for small batches instead; the host's library has both.
     """
     values: dict[Axis, int] = {TOP_K: top_k, ELEMENT: element, PDL: int(pdl)}
     values |= {QUANTISER: quantiser, COMBINE_FORMAT: combine}
     if host:
         return kernel.host_source((LAYER, HEAD), values)
-    return kernel.gpu_source(LAYER.kernels, values)
+    kernels = (SMALL_DISPATCH, SMALL_COMBINE) if small else (DISPATCH, COMBINE)
+    return kernel.gpu_source(kernels, values)
 
 
 def head_source(element: int, *, pdl: bool = True) -> str:

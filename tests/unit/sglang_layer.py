@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_nvlink_plugin import MoeAllToAll
-from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
+from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options, Wording
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from tests.unit import sglang_stand_in
@@ -56,13 +55,6 @@ def runner_config(ep_size: int, **values: Any) -> Any:
         "apply_router_weight_on_input": False,
     }
     return SimpleNamespace(**{**usual, **values})
-
-
-class GrowingPool(ExchangePool):
-    """A pool on CPU ranks that has the exchanges of CUDA ranks."""
-
-    def exchanges_of_layer(self, geometry: Geometry) -> list[MoeAllToAll]:
-        return self.exchanges_by_capacity(geometry)
 
 
 def pool_of(group: Any, kind: type[ExchangePool] = ExchangePool, **options: Any) -> ExchangePool:

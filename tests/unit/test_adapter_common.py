@@ -15,7 +15,7 @@ from moe_nvlink_plugin.integration.common import names, refusals
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.formats import ExpertsInput
 from moe_nvlink_plugin.integration.common.options import Options, Wording, read
-from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.common.pool import ExchangePool, bound_of_step
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 
 WORDING = Wording("Toy", "--toy-backend moe_nvlink", "toy.yaml", "dispatch: bf16 in toy.yaml")
@@ -67,7 +67,7 @@ def test_a_layer_from_set_up_to_result(quant_dtype: Any) -> None:
         chosen = pool.agree_on_format("layer 0", experts, GEOMETRY)
         assert (chosen.recipe is None) == (quant_dtype is None)
         name = None if chosen.recipe is None else chosen.recipe.name
-        (exchange,) = pool.exchanges_of_layer(GEOMETRY._replace(recipe=name))
+        exchange = pool.exchange(GEOMETRY._replace(recipe=name))
         hidden = torch.randn(2, 128, generator=torch.Generator().manual_seed(group.rank))
         sent = chosen.send(hidden, experts)
         # One expert of each rank.
@@ -84,6 +84,25 @@ def test_a_layer_from_set_up_to_result(quant_dtype: Any) -> None:
         return error
 
     assert max(run_ranks(2, body)) < (1e-6 if quant_dtype is None else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("most", "bound"),
+    [
+        (0, 8),
+        (1, 8),
+        (8, 8),
+        (9, 16),
+        (136, 136),
+        (137, 144),
+        (999, 1000),
+        (1001, 1001),
+        (None, 1001),
+    ],
+)
+def test_the_bound_of_a_step(most: int | None, bound: int) -> None:
+    """136 is a size of vLLM's CUDA graphs; 1001 is the capacity."""
+    assert bound_of_step(most, 1001) == bound
 
 
 def test_refusals_speak_the_frameworks_words() -> None:

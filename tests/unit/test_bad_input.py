@@ -82,14 +82,13 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"is_padding": torch.zeros(3, dtype=torch.bool, device="meta")},
         "is on meta, this exchange works on cpu",
     ),
-    "no extra payload": ({"extra_payloads": []}, "0 extra payloads given"),
     "two extra payloads": (
         {"extra_payloads": [torch.zeros(3, 6, dtype=torch.uint8)] * 2},
-        r"2 extra payloads given, the configuration names 1 \(extra_payload_bytes=\(6,\)\)",
+        r"2 extra payloads given, the configuration has room for 1 \(extra_payload_bytes=\(6,\)\)",
     ),
     "extra row bytes": (
-        {"extra_payloads": [torch.zeros(3, 5, dtype=torch.uint8)]},
-        r"extra_payloads\[0\] has rows of 5 bytes, configured are 6",
+        {"extra_payloads": [torch.zeros(3, 7, dtype=torch.uint8)]},
+        r"extra_payloads\[0\] has rows of 7 bytes, not 1 to 6",
     ),
     "extra tokens": (
         {"extra_payloads": [torch.zeros(2, 6, dtype=torch.uint8)]},
@@ -152,7 +151,7 @@ BAD_COMBINES: dict[str, tuple[Callable[[Dispatched], tuple[Any, ...]], str]] = {
             r.hidden_states,
             other_metadata(r, send_slots=torch.zeros(9, TOP_K, dtype=torch.int32)),
         ),
-        "metadata of 9 tokens exceeds max_tokens_per_rank=4",
+        "metadata of 9 tokens exceeds max_tokens=4 of the dispatch",
     ),
     "metadata channel": (
         lambda r: (r.hidden_states, other_metadata(r, channel=7)),

@@ -59,12 +59,12 @@ def rounds_of_the_peer(rank: int, _ep_size: int) -> list[Any]:
         hidden, ids, weights = batch(rank, step)
         received = made.dispatch(hidden, ids, weights)
         assert received.recv_counts.tolist() == counts
-        capacity = made.config.max_tokens_per_rank
-        assert capacity == max(counts)
+        bound = received.metadata.max_tokens
+        assert bound == max(counts)
         region = made.combine_input(torch.float32)
         arrived = []
         for source, count in enumerate(counts):
-            filled = slice(source * capacity, source * capacity + count)
+            filled = slice(source * bound, source * bound + count)
             whole = (received.hidden_states, received.topk_ids, received.topk_weights)
             arrived.append(tuple(tensor[filled].clone() for tensor in whole))
             region[filled] = received.hidden_states[filled] * (rank + 1)

@@ -403,6 +403,41 @@ def test_capture_from_the_first_call_and_many_replays(
     assert outcome == [True] * 5
 
 
+def capture_other_rows() -> list[bool]:
+    """Bound, type and width of the captured calls stay those of the graph."""
+    control = fake_cuda.control()
+    with alone(combine_dtypes=(torch.float32,)) as layer:
+        hidden, ids, weights = inputs(layer, 2)
+        output = torch.empty(2, 64)
+        with capturing():
+            control.fail()  # starts counting the calls
+            received = layer.dispatch(hidden, ids, weights, max_tokens=2)
+            region = layer.combine_input(torch.float32, hidden_size=64, metadata=received.metadata)
+            layer.combine(region, received.metadata, output=output, hidden_size=64)
+            outcome = [set(control.calls()) <= ALLOWED_IN_CAPTURE]
+        for number in range(6):
+            if number % 2:  # a round of another bound and of other rows, outside of the graph
+                outcome.append(torch.equal(round_trip(layer, 8), inputs(layer, 8)[0]))
+                continue
+            region.fill_(number + 1)
+            control.replay()
+            outcome.append(torch.equal(output, torch.full_like(output, number + 1)))
+            slots = received.metadata.send_slots.max(dim=1).values.long()
+            outcome.append(torch.equal(received.hidden_states[slots], hidden))
+    return outcome
+
+
+@pytest.mark.parametrize("on", ["host", "ptx"])
+def test_a_graph_keeps_bound_and_rows(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = units_of(on)
+    if on == "ptx":
+        units += ptx.of(LAYER.variant(top_k=4, dtype="fp32"))
+    outcome = in_driver(capture_other_rows, tmp_path, monkeypatch, units=units)
+    assert outcome == [True] * 10
+
+
 def drop_after_capture() -> list[bool]:
     control = fake_cuda.control()
     alone().close()

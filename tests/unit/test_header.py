@@ -15,13 +15,16 @@ from moe_nvlink_plugin.config import (
     COMBINE_FORMATS,
     MAX_CALLER_PAYLOADS,
     MAX_RANKS,
+    MAX_SMALL_TOKENS,
     MAX_TOP_K,
     RECEIVED_IDS,
     SCALES_LAYOUTS,
 )
 from moe_nvlink_plugin.errors import CompileError
+from moe_nvlink_plugin.exchange import sizes
 from moe_nvlink_plugin.exchange.arguments import formats_code, written_code
 from moe_nvlink_plugin.exchange.kernels import COMBINE, LAYER
+from moe_nvlink_plugin.exchange.launches import PART_BYTES
 from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.lm_head.kernels import GATHER, HEAD
@@ -39,6 +42,12 @@ def test_limits() -> None:
     assert numbers["kMaxPayloads"] == MAX_CALLER_PAYLOADS + numbers["kFirstCallerPayload"]
     assert numbers["kRegionAlignment"] == layout.REGION_ALIGNMENT
     assert numbers["kMaxHeadSplits"] == MOST_HEAD_SPLITS
+    assert numbers["kMaxSmallTokens"] == MAX_SMALL_TOKENS
+    assert numbers["kPartBytes"] == PART_BYTES
+    assert numbers["kMaxStagedBytes"] == sizes.MAX_STAGED_BYTES
+    units = constants("include/moe_nvlink/units.h")
+    assert units["kUnitBytes"] == sizes.UNIT_BYTES
+    assert units["kUnitDataBytes"] == sizes.UNIT_DATA_BYTES
 
 
 def test_no_constant_is_overlooked() -> None:
@@ -93,7 +102,7 @@ def test_arguments_fit_a_kernel_launch() -> None:
     for name in ("DispatchArgs", "CombineArgs", "HeadArgs"):
         assert ctypes.sizeof(structs()[name]) <= 4096
     payloads = dict(field[:2] for field in structs()["DispatchArgs"]._fields_)["payloads"]
-    assert ctypes.sizeof(payloads) == 16 * constants()["kMaxPayloads"]
+    assert ctypes.sizeof(payloads) == 24 * constants()["kMaxPayloads"]
 
 
 def layout_assertions(mirrors: Mapping[str, type[ctypes.Structure]]) -> str:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.exchange.shapes import (
+    FULL_LINK_SMS,
     LANE_ELEMENTS,
     MARKED_BYTES_PER_CTA,
     MOST_MARKING_CTAS,
@@ -75,9 +76,19 @@ def test_a_row_is_split_while_all_ctas_fit() -> None:
     assert combine_shape(1, 7168, 2, limits()) == (4, 224, 4)
     assert combine_shape(64, 7168, 2, limits()) == (256, 224, 4)
     assert combine_shape(300, 7168, 2, limits()) == (300, 224, 1)
-    assert combine_shape(8192, 7168, 2, limits()) == (H200_SMS * 4, 224, 1)
     assert combine_shape(0, 7168, 2, limits()) == (1, 224, 4)
     assert combine_shape(1, 1, 4, limits()) == (1, 32, 1)
+
+
+def test_many_tokens_take_no_more_ctas_than_fill_the_links() -> None:
+    most = FULL_LINK_SMS * 4
+    assert combine_shape(8192, 7168, 2, limits()) == (most, 224, 1)
+    assert combine_shape(4 * most, 7168, 2, limits()).blocks == most
+    # With fewer, some CTAs would have a token more than others for long.
+    assert combine_shape(4 * most - 1, 7168, 2, limits()).blocks == H200_SMS * 4
+    # Fewer SMs by configuration stay fewer; rows that are quantised first want all.
+    assert combine_shape(8192, 7168, 2, limits(num_sms=16)).blocks == 64
+    assert combine_shape(8192, 7168, 2, limits(), slots=65536).blocks == H200_SMS * 4
 
 
 def test_quantising_takes_every_cta_that_fits() -> None:

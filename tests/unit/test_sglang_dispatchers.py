@@ -25,7 +25,6 @@ from tests.unit.sglang_layer import (
     NUM_EXPERTS,
     RUNNERS,
     TOP_K,
-    GrowingPool,
     StandardCombineInput,
     StandardFormDispatcher,
     StandardTopKOutput,
@@ -204,7 +203,7 @@ def test_flashinfers_form(runner: str, padding: int, in_region: bool) -> None:
         hidden, ids, weights = works[mine]
         topk = StandardTopKOutput(weights, ids, torch.zeros(1))
         output = subject.dispatch(hidden_states=hidden, topk_output=topk)
-        region = subject._exchanges[0].combine_input()
+        region = subject._exchange.combine_input()
         assert (output.moe_output is not None) is in_region
         if in_region:
             assert output.moe_output.data_ptr() == region.data_ptr()
@@ -255,7 +254,7 @@ def test_target_and_draft_may_be_in_flight_together() -> None:
     def body(group: Any) -> float:
         target_pool, draft_pool = pool_of(group), pool_of(group)
         target, draft = dispatcher_of(target_pool), dispatcher_of(draft_pool, "triton")
-        regions = [one._exchanges[0].combine_input() for one in (target, draft)]
+        regions = [one._exchange.combine_input() for one in (target, draft)]
         work, draft_work = work_of(5, group.rank), work_of(3, 50 + group.rank)
         hidden, ids, weights = work
         topk = StandardTopKOutput(weights, ids, None)
@@ -275,8 +274,8 @@ def test_layers_of_one_pool_share_the_exchange() -> None:
     def body(pool: ExchangePool) -> None:
         first, second = dispatcher_of(pool), dispatcher_of(pool, layer_id=4)
         other = dispatcher_of(pool, top_k=2)
-        assert first._exchanges[0] is second._exchanges[0]
-        assert other._exchanges[0] is not first._exchanges[0]
+        assert first._exchange is second._exchange
+        assert other._exchange is not first._exchange
 
     run_ranks(2, _with_pool(body))
 
@@ -309,28 +308,29 @@ def test_combine_takes_the_format_of_dispatch_alone() -> None:
     run_ranks(1, _with_pool(body))
 
 
-# Capacities.
+# The bound of a step.
 
 
 @pytest.mark.parametrize(
-    ("most", "capacity"), [(0, 8), (8, 8), (9, 16), (33, 40), (40, 40), (41, 40), (None, 40)]
+    ("most", "bound"),
+    [(0, 8), (8, 8), (9, 16), (17, 24), (33, 40), (42, 42), (43, 42), (None, 42)],
 )
-def test_a_step_takes_the_smallest_capacity_that_holds_every_rank(
-    monkeypatch: pytest.MonkeyPatch, most: int | None, capacity: int
+def test_a_step_has_slots_for_the_largest_batch(
+    monkeypatch: pytest.MonkeyPatch, most: int | None, bound: int
 ) -> None:
     (group,) = ThreadGroup.ranks(1)
-    pool = pool_of(group, GrowingPool)
-    subject = dispatcher_of(pool, "triton", capacity=40)
+    pool = pool_of(group)
+    subject = dispatcher_of(pool, "triton", capacity=42)
     monkeypatch.setattr(step, "most_tokens_of_a_rank", lambda: most)
     hidden, ids, weights = work_of(1, 1)
     topk = StandardTopKOutput(weights, ids, None)
     dispatched = subject.dispatch(hidden_states=hidden, topk_output=topk)
-    assert dispatched.hidden_states.shape[0] == capacity
+    assert dispatched.hidden_states.shape[0] == bound
     pool.close()
 
 
 @pytest.mark.parametrize("counts", [(3, 1), (30, 40), (0, 0), (8, 9)], ids=str)
-def test_rounds_of_several_capacities_are_the_dense_layer(
+def test_rounds_of_several_bounds_are_the_dense_layer(
     monkeypatch: pytest.MonkeyPatch, counts: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(step, "get_forward", lambda: SimpleNamespace(sp_active=False))
@@ -338,7 +338,7 @@ def test_rounds_of_several_capacities_are_the_dense_layer(
     monkeypatch.setattr(step, "get_dp_global_num_tokens", lambda: list(counts))
 
     def body(group: Any) -> float:
-        pool = pool_of(group, GrowingPool)
+        pool = pool_of(group)
         subject = dispatcher_of(pool, "triton", capacity=40)
         work = work_of(counts[group.rank], group.rank)
         worst = _worst(layer(subject, *work), dense(*work))
@@ -399,9 +399,9 @@ def test_only_cpu_ranks_read_what_arrived(
         subject = dispatcher_of(pool, runner)
         hidden, ids, weights = work_of(CAPACITY, 1)
         routing = routing_of(StandardTopKOutput(weights, ids, None), CAPACITY)
-        exchange = subject._exchanges[0]
+        exchange = subject._exchange
         received = exchange.dispatch(hidden, routing.ids, routing.weights)
-        current = base.Round(exchange, received, routing)
+        current = base.Round(received, routing)
         with pytest.raises(AssertionError) if reads else contextlib.nullcontext(), _NoReads():  # type: ignore[no-untyped-call]
             subject._hand_out(current)
             subject._partial_rows(hidden, current)

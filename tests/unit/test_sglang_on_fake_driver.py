@@ -22,6 +22,7 @@ from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.groups import as_group
 from moe_nvlink_plugin.integration.common.agreement import Geometry
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes import NVFP4
 from tests.support import fake_cuda
@@ -31,7 +32,6 @@ from tests.support.ranks import run_processes
 from tests.unit.sglang_layer import (
     CAPACITY,
     TOP_K,
-    GrowingPool,
     StandardTopKOutput,
     dense,
     dispatcher_of,
@@ -65,7 +65,7 @@ CASES = (
 )
 
 
-class _PoolOnFakeDriver(GrowingPool):
+class _PoolOnFakeDriver(ExchangePool):
     def config(self, geometry: Geometry) -> AllToAllConfig:
         return dataclasses.replace(super().config(geometry), transport=OnFakeDriver.name)
 
@@ -79,17 +79,17 @@ def _case_body(group: Any, case: Case) -> dict[str, Any]:
     pool = pool_of(group, _PoolOnFakeDriver, combine=case.combine)
     subject = dispatcher_of(pool, case.runner, capacity=2 * CAPACITY)
     subject.set_quant_config({"input_global_scale": SCALE if case.nvfp4 else None})
-    exchange = subject._exchanges[-1]
+    exchange = subject._exchange
     assert exchange._layer.workspace.executor.asynchronous
-    worst, capacities = 0.0, set()
+    worst, bounds = 0.0, set()
     for number in range(NUM_ROUNDS):
         hidden, ids, weights = work_of(_count(number, group.rank), 100 * number + group.rank)
-        # SGLang's number for this step: capacities alternate.
+        # SGLang's number for this step: bounds alternate.
         most = 2 * CAPACITY if number % 2 else max(_count(number, rank) for rank in range(2))
         step.most_tokens_of_a_rank = lambda most=most: most  # type: ignore[misc]
         topk = StandardTopKOutput(weights, ids, None)
         output = subject.dispatch(hidden_states=hidden, topk_output=topk)
-        capacities.add(output.hidden_states.shape[0] // 2)
+        bounds.add(output.hidden_states.shape[0] // 2)
         if case.nvfp4:
             scales = output.hidden_states_scale.view(torch.float8_e4m3fn)
             rows = NVFP4.dequantise(output.hidden_states, scales, torch.float32, SCALE)
@@ -101,7 +101,7 @@ def _case_body(group: Any, case: Case) -> dict[str, Any]:
         worst = max([worst, *error.flatten().tolist()])
     launched = fake_cuda.control().last_launch()
     pool.close()
-    return {"worst": worst, "launches": launched.count - before, "capacities": capacities}
+    return {"worst": worst, "launches": launched.count - before, "bounds": bounds}
 
 
 def layer_body(rank: int, size: int) -> list[dict[str, Any]]:
@@ -141,4 +141,4 @@ def test_the_layer_between_processes_on_the_stand_in_driver(
         for result, case in zip(results, CASES, strict=True):
             assert result["worst"] < case.tolerance, case
             assert result["launches"] == 2 * NUM_ROUNDS
-            assert result["capacities"] == {8, 2 * CAPACITY}
+            assert result["bounds"] == {8, 2 * CAPACITY}

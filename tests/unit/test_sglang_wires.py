@@ -135,7 +135,7 @@ def test_fp8_blocks_reach_triton_beside_rows_of_the_output() -> None:
         assert torch.equal(rows.view(torch.uint8), expected.rows.view(torch.uint8))
         assert torch.equal(scales, expected.scales)
         assert output.hidden_states_scale is None
-        region = subject._exchanges[0].combine_input()
+        region = subject._exchange.combine_input()
         assert output.hidden_states.data_ptr() == region.data_ptr()
         assert output.hidden_states.dtype == torch.bfloat16
 
@@ -161,7 +161,7 @@ def test_other_layers_get_floats(runner: str, config: Any, more: dict[str, Any])
     def body(pool: ExchangePool) -> None:
         subject = dispatcher_of(pool, runner, params_dtype=torch.bfloat16, **more)
         subject.set_quant_config(config)
-        assert subject._exchanges[0].config.recipe is None
+        assert subject._exchange.config.recipe is None
         assert subject._experts.quant_dtype is None
 
     _on_ranks(1, body)
@@ -172,7 +172,7 @@ def test_a_user_can_turn_quantised_rows_off() -> None:
         subject, hidden, output = _dispatched(
             pool, "flashinfer_trtllm", {"input_global_scale": SCALE}
         )
-        assert subject._exchanges[0].config.recipe is None
+        assert subject._exchange.config.recipe is None
         assert torch.equal(output.hidden_states, hidden)
         assert output.hidden_states_scale is None
 

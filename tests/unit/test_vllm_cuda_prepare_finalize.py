@@ -121,18 +121,18 @@ def test_nothing_is_copied(layer: Layer) -> None:
     hidden, ids, weights = work_of(4, 0)
     layer(hidden, ids, weights)
     (call,) = layer.experts.calls
-    region = layer.exchanges[-1].combine_input()
+    region = layer.exchange.combine_input()
     assert call.output is region
     assert call.hidden_states.shape == (CAPACITY, HIDDEN_SIZE)
     # The same memory as the views of another dispatch of this exchange.
-    received = layer.exchanges[-1].dispatch(hidden, ids, weights)
+    received = layer.exchange.dispatch(hidden, ids, weights)
     assert call.hidden_states.data_ptr() == received.hidden_states.data_ptr()
-    layer.exchanges[-1].combine(region, received.metadata)
+    layer.exchange.combine(region, received.metadata)
 
 
 def _handed_out(group: Any) -> None:
     layer = Layer(group)
-    exchange, taken = layer.exchanges[-1], list[Dispatched]()
+    exchange, taken = layer.exchange, list[Dispatched]()
 
     def spied(*arguments: Any, **more: Any) -> Dispatched:
         taken.append(MoeAllToAll.dispatch(exchange, *arguments, **more))
@@ -177,7 +177,7 @@ def test_one_rank_with_all_experts(layer: Layer) -> None:
 def test_no_expert_map_although_there_are_other_ranks() -> None:
     exchange: Any = SimpleNamespace(config=config_of(2, 0))
     with pytest.raises(UnsupportedError, match="2 ranks share its 7 experts"):
-        CudaPrepareAndFinalize([exchange], None)
+        CudaPrepareAndFinalize(exchange, None)
 
 
 def test_the_region_is_handed_out_only_where_it_fits(layer: Layer) -> None:
@@ -187,7 +187,7 @@ def test_the_region_is_handed_out_only_where_it_fits(layer: Layer) -> None:
     ask = subject.allocate_fused_expert_output
     assert ask(shape, torch.float32, here, no_op) is None  # outside a round
     layer.kernel.impl._prepare(hidden, weights, ids, NUM_EXPERTS, None, False)
-    assert ask(shape, torch.float32, here, no_op) is layer.exchanges[-1].combine_input()
+    assert ask(shape, torch.float32, here, no_op) is layer.exchange.combine_input()
     assert ask((*shape, 1), torch.float32, here, no_op) is None
     assert ask(shape, torch.bfloat16, here, no_op) is None
     assert ask(shape, torch.float32, torch.device("meta"), no_op) is None
@@ -238,10 +238,10 @@ def in_context() -> Iterator[Callable[..., None]]:
 
 
 def test_a_small_batch_takes_a_small_part_of_the_buffer(in_context: Callable[..., None]) -> None:
-    capacities, sizes = (2, 4, CAPACITY), [(0, 1), (2, 1), (3, 4), (5, 0), (6, 6), (1, 2)]
+    sizes = [(0, 1), (8, 3), (9, 4), (0, 17), (20, 20), (1, 2)]
 
     def rank_main(group: Any) -> list[int]:
-        layer, slots = Layer(group, capacities=capacities), []
+        layer, slots = Layer(group, max_tokens_per_rank=20), []
         for number, both in enumerate(sizes):
             if group.rank == 0:
                 in_context(list(both))
@@ -254,11 +254,11 @@ def test_a_small_batch_takes_a_small_part_of_the_buffer(in_context: Callable[...
         return slots
 
     for slots in run_ranks(2, rank_main):
-        assert slots == [4, 4, 8, 12, 12, 4]
+        assert slots == [16, 16, 32, 40, 40, 16]
 
 
 def test_without_sizes_the_whole_buffer_is_handed_out(in_context: Callable[..., None]) -> None:
-    layer = _on_one_rank(capacities=(2, CAPACITY))
+    layer = _on_one_rank()
     layer(*work_of(1, 0))
     in_context()
     layer(*work_of(1, 0))
@@ -273,7 +273,7 @@ def test_padding_rows_are_not_sent(layer: Layer, in_context: Callable[..., None]
     got = layer(hidden, ids, weights)
     torch.testing.assert_close(got[:2], dense(hidden, ids, weights)[:2], rtol=1e-5, atol=1e-5)
     assert not got[2:].any()
-    assert layer.exchanges[-1].stats().destinations == 2
+    assert layer.exchange.stats().destinations == 2
     assert ids.min() == 0  # the router's own tensor is left alone
     # The mask of a whole sequence, of which this rank has a slice.
     in_context(is_padding=torch.ones(8, dtype=torch.bool))
@@ -310,7 +310,7 @@ class WithoutData:
             metadata=None,  # type: ignore[arg-type]
         )
 
-    def combine_input(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def combine_input(self, dtype: torch.dtype | None = None, *, metadata: Any) -> torch.Tensor:
         return self.region
 
     def combine(self, rows: torch.Tensor, metadata: Any, *, output: torch.Tensor) -> None:
@@ -340,7 +340,7 @@ def test_no_value_is_read_and_no_shape_depends_on_one(
 ) -> None:
     exchange: Any = WithoutData()
     in_context([4, 4], is_padding=torch.empty(4, dtype=torch.bool, device="meta"))
-    subject = CudaPrepareAndFinalize([exchange], expert_map_of(exchange.config))
+    subject = CudaPrepareAndFinalize(exchange, expert_map_of(exchange.config))
     _without_data(subject, exchange, left_open)
 
 
@@ -382,7 +382,7 @@ def test_experts_that_count_by_rank_need_equal_shares() -> None:
     for num_experts, refused in ((6, False), (7, True)):
         exchange: Any = WithoutData()
         exchange.config = config_of(2, 1, num_experts=num_experts)
-        subject = CudaPrepareAndFinalize([exchange], expert_map_of(exchange.config))
+        subject = CudaPrepareAndFinalize(exchange, expert_map_of(exchange.config))
         subject.post_init_setup(Experts(LEFT_OPEN["NoOP"]()))
         if refused:
             with pytest.raises(UnsupportedError, match="7 experts on 2 ranks"):

@@ -148,7 +148,7 @@ def test_powers_of_two_for_deep_gemm_take_two_launches(monkeypatch: pytest.Monke
     def rank_main(group: Any) -> list[str]:
         config = fp8(block_shape=[128, 128])
         layer = Layer(group, experts=Experts(LEFT_OPEN["NoOP"](), config, _zeros))
-        assert layer.exchanges[-1].recipe.name == "fp8_block_pow2"
+        assert layer.exchange.recipe.name == "fp8_block_pow2"
         names = launches_of(layer, 2 + group.rank)
         layer.close()
         return names

@@ -24,7 +24,6 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common.agreement import Ranks
-from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm import all2all_manager
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
@@ -207,16 +206,11 @@ def decomposed():
 @scenario
 def classes_by_device():
     made = []
-    method.CudaPrepareAndFinalize = lambda exchanges, *more: made.append(["cuda", exchanges])
+    method.CudaPrepareAndFinalize = lambda exchange, *more: made.append(["cuda", exchange])
     method.CpuPrepareAndFinalize = lambda exchange, *more: made.append(["cpu", exchange])
     for device in ("cpu", "cuda"):
-        pool = SimpleNamespace(
-            device=torch.device(device),
-            exchange=lambda geometry: "one",
-            exchanges_by_capacity=lambda geometry: ["small", "large"],
-        )
-        exchanges = ExchangePool.exchanges_of_layer(pool, None)
-        method._prepare_finalize(pool, exchanges, None, None)
+        pool = SimpleNamespace(device=torch.device(device))
+        method._prepare_finalize(pool, "one", None, None)
     return made
 
 
@@ -314,4 +308,4 @@ def test_experts_that_route_themselves_are_left_out_where_vllm_can(
 
 
 def test_the_device_chooses_the_class(results: dict[str, list[Any]]) -> None:
-    assert results["classes_by_device"] == [["cpu", "one"], ["cuda", ["small", "large"]]]
+    assert results["classes_by_device"] == [["cpu", "one"], ["cuda", "one"]]

@@ -66,12 +66,11 @@ def _format_body(group: Any, recipe: Any, options: Options) -> dict[str, Any]:
     before = fake_cuda.control().last_launch().count
     layer = Layer(
         group,
-        capacities=(2, CAPACITY),
         experts=_experts(recipe, options),
         options=options,
         transport=OnFakeDriver.name,
     )
-    assert layer.exchanges[-1]._layer.workspace.executor.asynchronous
+    assert layer.exchange._layer.workspace.executor.asynchronous
     worst, scale = 0.0, GLOBAL_SCALES.get(recipe.name) if recipe else None
     for number in range(NUM_ROUNDS):
         num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
@@ -81,7 +80,7 @@ def _format_body(group: Any, recipe: Any, options: Options) -> dict[str, Any]:
             hidden = recipe.dequantise(*recipe.quantise(hidden, scale), torch.float32, scale)
         error = (got - dense(hidden, ids, weights)).abs().nan_to_num(nan=float("inf"))
         worst = max([worst, *error.flatten().tolist()])
-        assert layer.experts.calls[-1].output is layer.exchanges[-1].combine_input()
+        assert layer.experts.calls[-1].output is layer.exchange.combine_input()
         layer.poison()
     launched = fake_cuda.control().last_launch()
     layer.close()

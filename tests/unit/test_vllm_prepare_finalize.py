@@ -325,21 +325,30 @@ def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
     return written
 
 
-def _capacities(ep_rank: int, ep_size: int) -> tuple[list[int], list[bool], int]:
-    """Of exchanges by capacity: their capacities, if they lie where the largest does, its size."""
-    pool = _pool(dist.group.WORLD)
-    exchanges = pool.exchanges_by_capacity(
-        Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, 40, torch.float32)
-    )
-    largest = exchanges[-1]
-    same_place = [
-        e.combine_input().data_ptr() == largest.combine_input().data_ptr() for e in exchanges
-    ]
-    alone = MoeAllToAll.create(largest.config, dist.group.WORLD)
-    grown_by = largest.workspace_bytes - alone.workspace_bytes
-    alone.close()
-    pool.close()
-    return [e.config.max_tokens_per_rank for e in exchanges], same_place, grown_by
+def _rounds_with_sizes(ep_rank: int, ep_size: int) -> tuple[list[float], list[int]]:
+    """Error and bound of each round, if vLLM's ranks have agreed on the sizes of the batches."""
+    from vllm import forward_context
+
+    config = _config(ep_size, ep_rank, max_tokens_per_rank=20)
+    errors: list[float] = []
+    bounds: list[int] = []
+    with MoeAllToAll.create(config, dist.group.WORLD) as exchange:
+
+        def spied(*arguments: Any, **more: Any) -> Any:
+            bounds.append(more["max_tokens"])
+            return MoeAllToAll.dispatch(exchange, *arguments, **more)
+
+        exchange.dispatch = spied  # type: ignore[method-assign]
+        layer = _prepare_finalize(exchange, _expert_map(config))
+        for number, sizes in enumerate(([3, 9], [1, 0], [20, 0], [16, 16])):
+            metadata = forward_context.DPMetadata(torch.tensor(sizes), local_sizes=sizes)
+            context = forward_context.ForwardContext({}, {}, {}, metadata)
+            work = _work(sizes[ep_rank], 100 * number + ep_rank)
+            with forward_context.override_forward_context(context):
+                got = _layer(layer, config, work)
+            error = (got - _expected(work)).abs()
+            errors.append(float(error.max()) if sizes[ep_rank] else 0.0)
+    return errors, bounds
 
 
 def _agreement(ep_rank: int, ep_size: int) -> list[str]:
@@ -431,7 +440,7 @@ def _absent_peer(ep_rank: int, ep_size: int) -> tuple[str, float]:
 
 
 SCENARIOS = (
-    *(_ragged_rounds, _geometries_and_stats, _capacities, _agreement, _shared_lm_head),
+    *(_ragged_rounds, _rounds_with_sizes, _geometries_and_stats, _agreement, _shared_lm_head),
     _absent_peer,
 )
 
@@ -458,6 +467,13 @@ def test_two_processes_with_ragged_and_empty_batches(results: list[dict[str, Any
         assert max(result["_ragged_rounds"]) < 1e-5
 
 
+def test_a_step_has_slots_for_the_largest_batch(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        errors, bounds = result["_rounds_with_sizes"]
+        assert max(errors) < 1e-5
+        assert bounds == [16, 8, 20, 16]
+
+
 def test_a_pool_shares_a_workspace_and_writes_stats(
     results: list[dict[str, Any]], folder: Path
 ) -> None:
@@ -468,11 +484,6 @@ def test_a_pool_shares_a_workspace_and_writes_stats(
         assert 0 < stats["bytes_dispatched_remote"] < stats["bytes_dispatched"]
         assert 0 < stats["bytes_combined_remote"] < stats["bytes_combined"]
     assert sorted(p.name for p in (folder / "stats").iterdir()) == ["rank0.json", "rank1.json"]
-
-
-def test_smaller_capacities_lie_over_the_largest(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        assert result["_capacities"] == ([8, 16, 32, 40], [True] * 4, 0)
 
 
 def test_ranks_set_a_layer_up_alike_or_not_at_all(results: list[dict[str, Any]]) -> None:

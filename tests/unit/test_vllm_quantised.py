@@ -242,7 +242,7 @@ def _run(group: Any, recipe: Any, options: Options, rounds: int = 4) -> Any:
         if call.scales_then is not None and call.scales_then.ndim:
             seen.append(call.scales_then[local].contiguous().view(torch.uint8))
         layer.poison()
-    bytes_sent = layer.exchanges[-1].stats().bytes_dispatched
+    bytes_sent = layer.exchange.stats().bytes_dispatched
     layer.close()
     return worst, seen, bytes_sent
 
@@ -332,7 +332,7 @@ def test_one_dynamic_scale_of_what_arrived(monkeypatch: pytest.MonkeyPatch) -> N
         ids = ids.clamp(min=0)
         expected = dense(floats_of(*quantise(A=hidden)), ids, weights)
         torch.testing.assert_close(layer(hidden, ids, weights), expected, rtol=1e-5, atol=1e-5)
-        layer.exchanges[-1]._layer.channel(0).view(2).fill_(math.inf)
+        layer.exchange._layer.channel(0)._views[2].fill_(math.inf)
     layer.close()
 
 
@@ -753,7 +753,7 @@ def _combined(group: Any, name: str) -> Any:
     owners = (ids >= layer.subject._end if group.rank == 0 else ids < layer.subject._first).long()
     partial = [dense(hidden, torch.where(owners == owner, ids, -1), weights) for owner in (0, 1)]
     bound = error_bound(torch.stack(partial, 1), name) if name != "bf16" else torch.zeros(1)
-    moved = layer.exchanges[-1].stats().bytes_combined_remote
+    moved = layer.exchange.stats().bytes_combined_remote
     layer.close()
     return got, expected, bound, moved
 
@@ -794,7 +794,7 @@ class WithoutData:
     def _empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((2 * CAPACITY, elements), dtype=dtype, device="meta")
 
-    def combine_input(self) -> torch.Tensor:
+    def combine_input(self, *, metadata: Any) -> torch.Tensor:
         return self._empty(HIDDEN_SIZE, torch.float32)
 
     def dispatch(self, rows: torch.Tensor, *_: Any, **given: Any) -> Any:
@@ -833,7 +833,7 @@ def test_no_value_is_read_and_no_shape_depends_on_one(
         "on_arrival": lambda: format_of(experts, Options(dispatch="bf16")),
     }[way]()
     exchange: Any = WithoutData(chosen)
-    subject = CudaPrepareAndFinalize([exchange], expert_map_of(exchange.config), chosen)
+    subject = CudaPrepareAndFinalize(exchange, expert_map_of(exchange.config), chosen)
     config = experts.quant_config
     config.is_scale_swizzled = config.is_scale_transposed = True
     for scale in ("scale", "alpha_or_gscale"):

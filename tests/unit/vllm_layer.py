@@ -220,7 +220,6 @@ class Layer:
         self,
         group: Any,
         left_open: str = "NoOP",
-        capacities: tuple[int, ...] = (CAPACITY,),
         subject_class: type[CudaPrepareAndFinalize] = CudaPrepareAndFinalize,
         experts: Experts | None = None,
         options: Options = DEFAULT_OPTIONS,
@@ -233,16 +232,10 @@ class Layer:
             values["recipe"] = self.format.recipe.name
             values["scales_layout"] = self.format.scales_layout
         values["combine"] = options.combine
-        largest_first = sorted(capacities, reverse=True)
-        self.exchanges: list[MoeAllToAll] = []
-        for capacity in largest_first:
-            values["max_tokens_per_rank"] = capacity
-            config = config_of(group.size, group.rank, **values)
-            first = self.exchanges[0] if self.exchanges else None
-            self.exchanges.append(MoeAllToAll.create(config, group, share_with=first))
-        self.exchanges.reverse()
-        self.expert_map = expert_map_of(self.exchanges[-1].config)
-        self.subject = subject_class(self.exchanges, self.expert_map, self.format)
+        config = config_of(group.size, group.rank, **values)
+        self.exchange = MoeAllToAll.create(config, group)
+        self.expert_map = expert_map_of(config)
+        self.subject = subject_class(self.exchange, self.expert_map, self.format)
         self.kernel = mk.FusedMoEKernel(self.subject, self.experts)
 
     def __call__(
@@ -264,7 +257,7 @@ class Layer:
     def poison(self) -> None:
         """Fills what peers and experts will write with NaN, while no rank is in a round."""
         self.group.all_gather_object(None)
-        self.exchanges[-1].combine_input().fill_(float("nan"))
+        self.exchange.combine_input().fill_(float("nan"))
         for call in self.experts.calls[-1:]:
             for given in (call.hidden_states, call.a1q_scale):
                 if given is not None and given.ndim:
@@ -273,5 +266,4 @@ class Layer:
         self.group.all_gather_object(None)
 
     def close(self) -> None:
-        for exchange in self.exchanges:
-            exchange.close()
+        self.exchange.close()

@@ -20,7 +20,7 @@ from moe_nvlink_plugin.errors import ConfigError, ExchangeStateError, Unsupporte
 from moe_nvlink_plugin.integration.common.agreement import Geometry
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.options import AUTO
-from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.common.pool import ExchangePool, bound_of_step
 
 from . import step
 from .experts_input import SglangExpertsInput, natural_recipe, wanted_recipe
@@ -30,9 +30,8 @@ from .streams import order_of
 
 
 class Round(NamedTuple):
-    """A dispatch that waits for its combine, and the exchange it went through."""
+    """A dispatch that waits for its combine, and how its tokens were routed."""
 
-    exchange: MoeAllToAll
     received: Dispatched
     routing: Routing
 
@@ -83,7 +82,6 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         self._configured = False
         self._experts = SglangExpertsInput(pool.ranks.wording, runner)
         self._format = DispatchFormat()
-        self._exchanges: Sequence[MoeAllToAll] = ()
         self._set_up(self._experts)
 
     # What SGLang calls.
@@ -119,17 +117,17 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         form of top-k that `routing` does not read, and what `MoeAllToAll.dispatch` raises.
         """
         routing = routing_of(topk_output, hidden_states.shape[0])
-        exchange = self._exchange_of_this_step()
         sent = self._format.send(hidden_states.contiguous(), self._experts)
         self._order.begins()
-        received = exchange.dispatch(
+        received = self._exchange.dispatch(
             sent.rows,
             routing.ids,
             routing.weights,
             scales=sent.scales,
             global_scale=sent.global_scale,
+            max_tokens=self._bound_of_this_step(),
         )
-        self._round = Round(exchange, received, routing)
+        self._round = Round(received, routing)
         return self._hand_out(self._round)
 
     def combine(self, combine_input: Any) -> torch.Tensor:
@@ -149,7 +147,7 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
                 "Please report this with the command that started SGLang."
             )
         rows = self._partial_rows(combine_input.hidden_states, current)
-        combined = current.exchange.combine(rows, current.received.metadata)
+        combined = self._exchange.combine(rows, current.received.metadata)
         self._order.ended()
         return combined
 
@@ -165,15 +163,14 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
 
     # What they share.
 
-    def _exchange_of_this_step(self) -> MoeAllToAll:
-        """The smallest exchange that holds the batch of every rank; equal on all ranks. Local."""
-        if len(self._exchanges) == 1:
-            return self._exchanges[0]
-        most = step.most_tokens_of_a_rank()
-        if most is None:
-            return self._exchanges[-1]
-        fitting = (e for e in self._exchanges if e.config.max_tokens_per_rank >= most)
-        return next(fitting, self._exchanges[-1])
+    def _bound_of_this_step(self) -> int:
+        """max_tokens of this step, equal on all ranks. Local."""
+        capacity = self._exchange.config.max_tokens_per_rank
+        return bound_of_step(step.most_tokens_of_a_rank(), capacity)
+
+    def _combine_input(self, current: Round) -> torch.Tensor:
+        """The combine region in the slots of a round. Local."""
+        return self._exchange.combine_input(metadata=current.received.metadata)
 
     def _is_local(self, ids: torch.Tensor) -> torch.Tensor:
         return (ids >= self._first) & (ids < self._end)
@@ -195,10 +192,10 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         return True
 
     def _set_up(self, experts: SglangExpertsInput) -> None:
-        """Agrees on a format, and makes its exchanges. Collective."""
+        """Agrees on a format, and makes its exchange. Collective."""
         chosen = self._pool.agree_on_format(self._name, experts, self._geometry)
         recipe = None if chosen.recipe is None else chosen.recipe.name
-        self._exchanges = self._pool.exchanges_of_layer(self._geometry._replace(recipe=recipe))
+        self._exchange = self._pool.exchange(self._geometry._replace(recipe=recipe))
         self._experts, self._format = experts, chosen
 
 

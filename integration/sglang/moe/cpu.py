@@ -49,7 +49,7 @@ class CpuDispatcher(MoeNvlinkDispatcher):
 
     def _hand_out(self, current: Round) -> StandardDispatchOutput:
         received = current.received
-        slots = _filled(received.recv_counts, current.exchange.config.max_tokens_per_rank)
+        slots = _filled(received.recv_counts, received.metadata.max_tokens)
         ids, weights = received.topk_ids[slots], received.topk_weights[slots]
         chosen = self._is_local(ids)
         self._routes = _Routes(slots, weights, chosen)
@@ -65,19 +65,24 @@ class CpuDispatcher(MoeNvlinkDispatcher):
         topk_output = StandardTopKOutput(weight, experts, current.routing.logits)
         return StandardDispatchOutput(routed, None, topk_output)
 
+    def _bound_of_this_step(self) -> int:
+        # The experts get filled rows alone, so a smaller bound would save little, and SGLang's
+        # number was read in its CUDA path only.
+        return int(self._exchange.config.max_tokens_per_rank)
+
     def _partial_rows(self, rows: torch.Tensor, current: Round) -> torch.Tensor:
         assert self._routes is not None
         (slots, weights, chosen), self._routes = self._routes, None
-        region = current.exchange.combine_input()
+        region = self._combine_input(current)
         weighted = torch.zeros(*chosen.shape, region.shape[1], dtype=torch.float32)
         weighted[chosen] = rows[: int(chosen.sum())].float() * weights[chosen].unsqueeze(1)
         region[slots] = weighted.sum(1).to(region.dtype)
         return region
 
 
-def _filled(recv_counts: torch.Tensor, capacity: int) -> torch.Tensor:
+def _filled(recv_counts: torch.Tensor, max_tokens: int) -> torch.Tensor:
     """`[num_rows] int64`: the slots of the rank-major buffers that hold a row."""
     counts = recv_counts.tolist()
-    starts = range(0, capacity * len(counts), capacity)
+    starts = range(0, max_tokens * len(counts), max_tokens)
     slots = [torch.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]
     return torch.cat(slots)

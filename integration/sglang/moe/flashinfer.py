@@ -33,7 +33,7 @@ class FlashinferFormDispatcher(MoeNvlinkDispatcher):
             hidden_states=rows,
             hidden_states_scale=scales,
             topk_output=StandardTopKOutput(weights, ids, current.routing.logits),
-            moe_output=current.exchange.combine_input() if self._runner.takes_region else None,
+            moe_output=self._combine_input(current) if self._runner.takes_region else None,
             output_dtype=dtype,
         )
 

@@ -29,7 +29,7 @@ class StandardFormDispatcher(MoeNvlinkDispatcher):
             return StandardDispatchOutput(arrived.rows, None, topk_output)
         # Triton reads quantised rows beside BF16 ones, of which it takes type and shape, and the
         # place for its output if it works in place: that is the combine region.
-        region = current.exchange.combine_input()
+        region = self._combine_input(current)
         return StandardDispatchOutput(region, None, topk_output, (arrived.rows, arrived.scales))
 
     def _arrived(self, current: Round) -> Arrived:

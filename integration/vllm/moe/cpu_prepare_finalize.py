@@ -1,6 +1,7 @@
 """Prepare and finalize for experts on CPU ranks, which get one row for each choice of this rank.
 
-The receive buffer is rank-major. It has room for every rank's capacity, and most of it is empty.
+The receive buffer is rank-major. It has slots for the largest batch of the step from every rank,
+and most of them are empty.
 vLLM's CPU experts compute all choices of every row that they get, ignore expert_map and do not
 check ids. A row arrives if one of its choices is an expert of this rank. For its other choices the
 experts would need a local id with weight 0, and would compute them too: half of all choices with
@@ -88,7 +89,7 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         return torch.ones(num_tokens, dtype=torch.bool) if self._is_idle() else None
 
     def _hand_out(self, received: Dispatched) -> Arrived:
-        filled = _filled(received.recv_counts.tolist(), self._exchange.config.max_tokens_per_rank)
+        filled = _filled(received.recv_counts.tolist(), received.metadata.max_tokens)
         # Indexing with filled copies: the peers' next dispatch would change a view.
         ids = received.topk_ids.numpy()[filled] - np.int32(self._first)
         rows, choices = ((ids >= 0) & (ids < self._end - self._first)).nonzero()
@@ -114,9 +115,9 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         region.index_copy_(0, filled, sums.to(region.dtype))
 
 
-def _filled(recv_counts: list[int], capacity: int) -> Any:
+def _filled(recv_counts: list[int], max_tokens: int) -> Any:
     """Return `[num_rows]` slots of the rank-major buffers that hold rows."""
-    of_ranks = [np.arange(count) + rank * capacity for rank, count in enumerate(recv_counts)]
+    of_ranks = [np.arange(count) + rank * max_tokens for rank, count in enumerate(recv_counts)]
     return np.concatenate(of_ranks)
 
 

@@ -2,7 +2,7 @@
 
 The experts read all slots of the receive buffer, where the peers wrote, and write into the combine
 region. Only `common.formats` copies rows, if experts take another format or layout than travels.
-The host learns nothing of the data: shapes depend on the chosen capacity only. A CUDA graph can
+The host learns nothing of the data: shapes depend on the bound of the step only. A CUDA graph can
 capture every call. No call waits for the device, except that dispatch reads a static scale at its
 first call with it, outside of captures.
 
@@ -17,8 +17,6 @@ experts weight and sum their rows themselves, finalize launches combine and noth
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -46,12 +44,11 @@ _SERVED = (TopKWeightAndReduceNoOP, TopKWeightAndReduceContiguous, TopKWeightAnd
 class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
     """Gives the experts views of the workspace, and takes their rows in it.
 
-    A step uses the smallest exchange that holds the batch of every rank, so the experts of a small
-    batch do not get the slots of the largest one. vLLM's ranks have agreed on batch sizes by then.
+    A step has slots for the largest batch of any rank, so the experts of a small batch do not get
+    the slots of the capacity.
 
     Args:
-        exchanges: exchanges of one geometry on one workspace, ascending in capacity, with
-            received_ids="elsewhere".
+        exchange: the layer's exchange, with received_ids="elsewhere".
         expert_map: vLLM's map of global to local expert ids; None if one rank has all experts.
         dispatch_format: how rows travel.
 
@@ -61,12 +58,12 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
 
     def __init__(
         self,
-        exchanges: Sequence[MoeAllToAll],
+        exchange: MoeAllToAll,
         expert_map: torch.Tensor | None,
         dispatch_format: DispatchFormat = UNQUANTISED,
     ) -> None:
-        super().__init__(exchanges[-1], expert_map, dispatch_format)
-        config = exchanges[-1].config
+        super().__init__(exchange, expert_map, dispatch_format)
+        config = exchange.config
         if expert_map is None and config.ep_size > 1:
             raise UnsupportedError(
                 f"vLLM gave this layer no expert_map although {config.ep_size} ranks share its "
@@ -74,7 +71,6 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 "Please report this with the command that started vLLM."
             )
         assert config.received_ids == "elsewhere", config.received_ids
-        self._exchanges = tuple(exchanges)
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Raise UnsupportedError for experts whose output combine cannot take. Local."""
@@ -121,21 +117,12 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
             device: device of the experts' output.
             weight_and_reduce_impl: what the experts leave to finalize.
         """
-        if self._round is None or not isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP):
+        no_op = isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP)
+        if self._received is None or not no_op or dtype != self._exchange.config.dtype:
             return None
-        exchange = self._round.exchange
-        if dtype != exchange.config.dtype:
-            return None
-        region = exchange.combine_input()
+        region = self._exchange.combine_input(metadata=self._received.metadata)
         fits = tuple(region.shape) == tuple(shape) and region.device == device
         return region if fits else None
-
-    def _exchange_of_this_step(self) -> MoeAllToAll:
-        most = _most_tokens_of_a_rank()
-        if most is None:
-            return self._exchange
-        fitting = (e for e in self._exchanges if e.config.max_tokens_per_rank >= most)
-        return next(fitting, self._exchange)
 
     def _padding(self, num_tokens: int) -> torch.Tensor | None:
         return _padding_mask(num_tokens)
@@ -156,16 +143,6 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
             topk_ids=done.topk_ids,
             apply_router_weight_on_input=done.weights_on_input,
         )
-
-
-def _most_tokens_of_a_rank() -> int | None:
-    """Return the most tokens of any rank in this step, equal on every rank; None if unknown."""
-    if not is_forward_context_available():
-        return None
-    metadata = get_forward_context().dp_metadata
-    if metadata is None or metadata.local_sizes is None:
-        return None
-    return int(max(metadata.local_sizes))
 
 
 def _padding_mask(num_tokens: int) -> torch.Tensor | None:

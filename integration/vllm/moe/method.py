@@ -141,9 +141,9 @@ def install(quant_method: Any, layer: Any) -> None:
         geometry = geometry._replace(recipe=chosen.recipe.name, scales_layout=chosen.scales_layout)
     if pool.device.type == "cuda":  # the experts then read ids and weights where they arrive
         geometry = geometry._replace(received_ids="elsewhere")
-    exchanges = pool.exchanges_of_layer(geometry)
+    exchange = pool.exchange(geometry)
     with pool.ranks.telling_all(layer.layer_name):
-        prepare_finalize = _prepare_finalize(pool, exchanges, layer.expert_map, chosen)
+        prepare_finalize = _prepare_finalize(pool, exchange, layer.expert_map, chosen)
         layer._replace_quant_method(MoeNvlinkFusedMoEMethod(quant_method, prepare_finalize))
     pool.ranks.agree(Proposal(layer.layer_name))
     logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, geometry, chosen)
@@ -198,11 +198,11 @@ def _pool() -> ExchangePool:
 
 def _prepare_finalize(
     pool: ExchangePool,
-    exchanges: list[MoeAllToAll],
+    exchange: MoeAllToAll,
     expert_map: torch.Tensor | None,
     chosen: DispatchFormat,
 ) -> MoeNvlinkPrepareAndFinalize:
     """Make the prepare/finalize for this rank's device. Local."""
     if pool.device.type == "cuda":
-        return CudaPrepareAndFinalize(exchanges, expert_map, chosen)
-    return CpuPrepareAndFinalize(exchanges[0], expert_map, chosen, lambda: pool.is_idle)
+        return CudaPrepareAndFinalize(exchange, expert_map, chosen)
+    return CpuPrepareAndFinalize(exchange, expert_map, chosen, lambda: pool.is_idle)

@@ -15,23 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
+from moe_nvlink_plugin.integration.common.pool import bound_of_step
 
 from .experts_input import VllmExpertsInput
 
 #: Activations as they are, for experts that take floats.
 UNQUANTISED = DispatchFormat()
-
-
-class Round(NamedTuple):
-    """Dispatch that has no combine yet, and its exchange."""
-
-    exchange: MoeAllToAll
-    received: Dispatched
 
 
 class Arrived(NamedTuple):
@@ -54,7 +49,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
     """Prepare and finalize of one MoE layer. Layers of one geometry share an exchange.
 
     Args:
-        exchange: the exchange with the largest capacity.
+        exchange: the layer's exchange.
         expert_map: vLLM's map of global to local expert ids, or None.
         dispatch_format: how rows travel.
 
@@ -76,7 +71,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             config.num_experts, config.ep_size, config.ep_rank
         )
         _check_placement(expert_map, self._first, self._end)
-        self._round: Round | None = None
+        #: Dispatch that has no combine yet.
+        self._received: Dispatched | None = None
 
     # What vLLM asks a prepare/finalize.
 
@@ -155,17 +151,19 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             )
         if apply_router_weight_on_input:
             a1 = _weighted(a1, topk_weights)
-        exchange = self._exchange_of_this_step()
         sent = self._format.send(a1.contiguous(), experts)
-        received = exchange.dispatch(
+        received = self._exchange.dispatch(
             sent.rows,
             topk_ids.contiguous(),
             topk_weights.contiguous().to(torch.float32),
             scales=sent.scales,
             global_scale=sent.global_scale,
             is_padding=self._padding(topk_ids.shape[0]),
+            max_tokens=bound_of_step(
+                _most_tokens_of_a_rank(), self._exchange.config.max_tokens_per_rank
+            ),
         )
-        self._round = Round(exchange, received)
+        self._received = received
         arrived = self._hand_out(received)
         rows, scales = self._format.receive(arrived.rows, arrived.scales, arrived.weights, experts)
         return rows, scales, None, arrived.ids, arrived.weights
@@ -194,10 +192,11 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             ExchangeStateError: there was no prepare.
             ExchangeTimeoutError: a rank did not arrive.
         """
-        if self._round is None:
+        if self._received is None:
             raise ExchangeStateError("finalize without a prepare: call prepare first, once each.")
-        current, self._round = self._round, None
-        region = current.exchange.combine_input(fused_expert_output.dtype)
+        received, self._received = self._received, None
+        dtype, metadata = fused_expert_output.dtype, received.metadata
+        region = self._exchange.combine_input(dtype, metadata=metadata)
         if fused_expert_output is not region:
             done = ExpertsOutput(
                 fused_expert_output,
@@ -206,14 +205,10 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
                 apply_router_weight_on_input,
                 weight_and_reduce_impl,
             )
-            self._fill(region, current.received, done)
-        current.exchange.combine(region, current.received.metadata, output=output)
+            self._fill(region, received, done)
+        self._exchange.combine(region, metadata, output=output)
 
     # Where the devices differ.
-
-    def _exchange_of_this_step(self) -> MoeAllToAll:
-        """Return the exchange for this step; every rank must choose the same. Local."""
-        return self._exchange
 
     def _padding(self, num_tokens: int) -> torch.Tensor | None:
         """Return `[num_tokens]` bool: tokens that dispatch shall not send; None: all travel.
@@ -247,6 +242,23 @@ class ExpertsOutput(NamedTuple):
     topk_ids: torch.Tensor
     weights_on_input: bool
     impl: mk.TopKWeightAndReduce
+
+
+def _most_tokens_of_a_rank() -> int | None:
+    """Return the most tokens of any rank in this step, equal on all ranks; None if unknown. Local.
+
+    The data-parallel ranks all-reduce their sizes before each forward, drafts and dummy batches
+    too (coordinate_batch_across_dp). vLLM asserts that the result has this rank's own size, and
+    from there each rank computes with equal numbers. With CUDA graphs all sizes are that of the
+    graph, so a graph keeps the bound that it was captured with. With sequence parallelism,
+    local_sizes are those of the slices.
+    """
+    if not is_forward_context_available():
+        return None
+    metadata = get_forward_context().dp_metadata
+    if metadata is None or metadata.local_sizes is None:
+        return None
+    return int(max(metadata.local_sizes))
 
 
 def _weighted(a1: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -70,15 +70,22 @@ struct Patience {
   }
 };
 
-// Reads the cell until it has reached the epoch; returns false if the time is over. Orders nothing.
-HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience) {
+// Reads the cell until it has reached the epoch; returns false if the time is over. `seen` is what
+// the last look found. Orders nothing.
+HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience,
+                           uint64_t& seen) {
   Backoff backoff;
-  while (!has_reached(load_relaxed_sys(cell), epoch)) {
+  while (!has_reached(seen = load_relaxed_sys(cell), epoch)) {
     const uint64_t waited = patience.waited_ns();
     if (waited > patience.timeout_ns) return false;
     backoff.pause(waited);
   }
   return true;
+}
+
+HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience) {
+  uint64_t seen;
+  return is_reached_in_time(cell, epoch, patience, seen);
 }
 
 // Waits until the cell has reached the epoch. On 0, all that the cell's writer did before releasing

@@ -67,6 +67,12 @@ struct Cta {
     }
     return value;
   }
+  // The sum of the values of the warp's threads.
+  template <int Lanes>
+  HD uint32_t sum_of_lanes(uint32_t value) const {
+    static_assert(Lanes == 32);
+    return __reduce_add_sync(0xffffffffu, value);
+  }
 };
 
 HD Cta this_cta() {

@@ -86,6 +86,10 @@ struct Cta {
     static_assert(Lanes == 1);
     return value;
   }
+  template <int Lanes>
+  uint32_t sum_of_lanes(uint32_t sum) const {
+    return sum;
+  }
 };
 
 inline uint64_t now_ns() {

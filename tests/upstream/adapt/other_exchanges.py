@@ -111,9 +111,7 @@ def kernel_of(group: Any, experts: Any, sizes: Mapping[str, Any], dispatch: str 
     exchange = exchange_of(group, **sizes, **written, recipe=recipe)
     expert_map = placement(group.rank(), group.size(), sizes["num_experts"])
     ours: Any = CpuPrepareAndFinalize(exchange, expert_map, chosen) if not settings.gpus() else None
-    return mk.FusedMoEKernel(
-        ours or CudaPrepareAndFinalize([exchange], expert_map, chosen), experts
-    )
+    return mk.FusedMoEKernel(ours or CudaPrepareAndFinalize(exchange, expert_map, chosen), experts)
 
 
 def check_used(exchange: Any) -> None:

@@ -1,0 +1,63 @@
+// P12: what a dispatch waits for before it stores to its peers.
+//
+// A dispatch after a pull combine need not wait, because that combine has waited for every rank's
+// signal. A small combine waits for nobody's signal, only for rows. So the dispatch after it waits
+// for the signals: a peer signals combine n after its experts have read what dispatch n brought, and
+// after it has cleared the units of dispatch n.
+#pragma once
+
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/config.h"
+#include "../include/moe_nvlink/epoch_flags.h"
+#include "../include/moe_nvlink/memory_order.h"
+#include "../include/moe_nvlink/peers.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/workspace.h"
+
+namespace moe_nvlink {
+
+// Waits until the cell has reached the epoch; a later one will do: a peer that this rank's signals
+// have reached may be a round ahead. The first look acquires, because the cell has nearly always
+// arrived; then there is no second look.
+HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patience) {
+  // P12, acquire half. If this load were relaxed, what this rank stores afterwards could come before
+  // the peer's last reads and zeros of the round before.
+  while (!has_reached(load_acquire_sys(cell), epoch)) {
+    if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
+  }
+  return 0;
+}
+
+// Waits for the combine `epoch` of the peers first, first + step, ... If a peer does not come, this
+// rank reports it and sets `faulted`, a word of shared memory. The CTA's next barrier hands over
+// what the threads have acquired.
+HD void await_combine(const DispatchArgs& args, int first, int step, uint32_t epoch,
+                      uint32_t* faulted) {
+  const uint32_t cells = args.control.combine_cells;
+  Patience patience(args.timeout_ns);
+  for_each_peer(args, first, step, [&](int peer) {
+    const uint64_t* cell = cell_of(args, args.geometry.ep_rank, cells, peer);
+    const int fault = wait_until_reached(cell, epoch, patience);
+    if (fault == 0) return;
+    report_fault(args, cells, fault, kPhaseCombine, peer, epoch, patience);
+    store_relaxed_cta(faulted, 1);
+  });
+}
+
+// P12 of a dispatch whose rows carry no flags: only after a small combine. The CTA's last warp does
+// it, because the first warp finds the route. Its last thread has written has_failed, which becomes
+// 1 if a peer does not come. The CTA's next barrier hands over what has been acquired.
+HD void await_small_combine(const DispatchArgs& args, const Cta& cta, uint32_t* has_failed) {
+  const int lane = cta.thread - (cta.num_threads - Cta::kWarpThreads);
+  if (lane < 0) return;
+  const LocalControl* local = local_control(args);
+  const uint32_t has_pulled = load_word(&local->has_pulled);
+  const uint32_t epoch = load_word(&local->combined_epoch);
+  cta.sync_warp();  // has_failed is written
+  const bool failed = *has_failed != 0;
+  cta.sync_warp();  // and has been read by all
+  if (failed || has_pulled != 0) return;
+  await_combine(args, lane, Cta::kWarpThreads, epoch, has_failed);
+}
+
+}  // namespace moe_nvlink

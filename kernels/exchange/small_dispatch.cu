@@ -1,0 +1,151 @@
+// Dispatch of small batches: rows go to the peers as units that carry their own flags (units.h), so
+// no row waits for a fence, an arrival or an acknowledgement.
+//
+//   senders     CTAs [0, senders): each takes parts of this rank's packed rows. It loads a part
+//               while it counts the token's slots (small_routing.h), then stores it as units into
+//               the staging of the token's targets (P10, small_send.h)
+//   CTA F       the first receiver: counts the rows for each rank and stores one cell {tag, count,
+//               epoch} to each (P11); it also counts the round and bumps the epoch
+//   receivers   the CTAs from `senders` on: each waits for every rank's cell, then takes parts of
+//               received rows from the staging, clears their units, and stores them where the
+//               experts read (small_receive.h). Ids travel as the router made them, and are
+//               translated here. Receivers also mark the empty slots
+//   P12         before a CTA stores to its peers, it waits until every rank has signalled the
+//               combine before this dispatch (await_combine.h)
+//
+// Why the order holds, for the staging: rank t clears units in dispatch n. Its signal of combine n
+// comes after that (release). Rank s acquires the signal at the start of dispatch n + 1, and its
+// units of dispatch n + 1 come after it (P12). The receive buffers are written by their own rank.
+//
+// The epoch is that of the last combine plus one. This kernel cannot read LocalControl.epoch, which
+// one of its CTAs writes while others may have yet to start.
+//
+// Slots are numbers of tokens, so the order of the rows in a slice is the order of the tokens.
+//
+// Senders and CTA F wait for signals of rounds that have ended on this rank, so they wait for no CTA
+// of this grid. Receivers wait for cells and units, also for those of this rank's own senders and
+// CTA F, which start before them, because GPUs start CTAs in order (CUDA does not promise it). So a
+// round ends if the GPU has room for one CTA at a time. If senders is 0, as on the host, every CTA
+// has both roles, and all CTAs run at the same time.
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/config.h"
+#include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/epoch_flags.h"
+#include "../include/moe_nvlink/memory_order.h"
+#include "../include/moe_nvlink/peers.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/workspace.h"
+#include "await_combine.h"
+#include "round_totals.h"
+#include "small_receive.h"
+#include "small_routing.h"
+#include "small_send.h"
+#include "small_shared.h"
+
+namespace moe_nvlink {
+
+// Counts this rank's rows for every rank: a rank for each group of lanes at a time.
+template <class Config, class Shared>
+HD void count_sent_rows(const DispatchArgs& args, const Cta& cta, Shared& shared) {
+  const int top_k = top_k_of<Config>(args.geometry);
+  CountedTokens<Config> tokens;
+  tokens.load(args, cta, args.geometry.num_tokens, ids_are_wide<Config>(args));
+  MOE_NVLINK_ROLLED
+  for (int rank = group_of(cta); rank < args.geometry.ep_size;
+       rank += num_routing_groups(args, cta)) {
+    const uint32_t count = tokens.with(cta, experts_of(rank, shared.owners), top_k);
+    if (lane_of(cta) == 0) shared.sent[rank] = count;
+  }
+}
+
+// Tells a rank how many rows it gets.
+HD void announce(const DispatchArgs& args, int peer, uint64_t cell, bool has_pulled) {
+  const uint32_t cells = args.control.dispatch_cells;
+  if (has_pulled) {
+    // P11, release half: this rank has read the peer's rows in the combine before. Without it the
+    // peer's experts may overwrite them first.
+    signal_peer(args, cells, peer, cell);
+  } else {
+    store_relaxed_sys(cell_of(args, peer, cells, args.geometry.ep_rank), cell);
+  }
+}
+
+// This rank's part of the round beside its rows. CTA F.
+template <class Config, class Shared>
+HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const SmallRound& round,
+                            bool has_pulled, Shared& shared) {
+  const Geometry& geometry = args.geometry;
+  if (group_of(cta) < num_routing_groups(args, cta)) count_sent_rows<Config>(args, cta, shared);
+  await_previous_round(args, cta, round, &shared.faulted);
+  cta.sync();  // sent is whole; the peers' cells are free
+  const bool has_failed = shared.faulted != 0;
+  for_each_peer(args, cta, [&](int peer) {
+    if (has_failed) return;
+    announce(args, peer, pack_cell(round.epoch(), shared.sent[peer], geometry_tag(geometry)),
+             has_pulled);
+  });
+  // The last group: if groups outnumber the ranks' groups, it has announced nothing.
+  if (group_of(cta) != num_groups(cta) - 1) return;
+  uint32_t rows = 0;
+  MOE_NVLINK_ROLLED
+  for (int rank = lane_of(cta); rank < geometry.ep_size; rank += Cta::kExchangeThreads) {
+    rows += shared.sent[rank];
+  }
+  rows = cta.sum_of_lanes<Cta::kExchangeThreads>(rows);
+  if (has_failed) return;
+  const uint32_t remote = rows - shared.sent[geometry.ep_rank];
+  if (lane_of(cta) == 0) {
+    LocalControl* local = local_control(args);
+    store_word(&local->epoch, round.epoch());
+    store_word(&local->rows_put, rows);
+    store_word(&local->remote_rows_put, remote);
+  }
+  add_round(args, lane_of(cta), Cta::kExchangeThreads, rows, remote);
+}
+
+// Receives this rank's rows. CTA F has waited for the combine before; the other receivers wait for
+// it here, so that a rank that is missing since then is named, and not the ranks that wait for it.
+template <class Shared>
+HD void receive_round(const DispatchArgs& args, const Cta& cta, const SmallRole& role,
+                      const ReceivedShare& share, const ReceivedIds& received,
+                      const SmallRound& round, bool has_pulled, Shared& shared) {
+  if (!role.publishes()) {
+    await_previous_round(args, cta, round, &shared.faulted);
+    cta.sync();
+  }
+  see_counts(args, cta, role, round.epoch(), shared.faulted != 0, shared);
+  cta.sync();  // the counts of all ranks; what was staged to be sent has been read
+  receive_parts(args, cta, share, received, round.epoch(), shared);
+  mark_small_slices(args, cta, role, received, shared);
+  if (role.publishes() && has_pulled && shared.faulted == 0) {
+    acquire_cells(args, cta, round.epoch());
+  }
+}
+
+template <class Config>
+HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
+                            SmallDispatchSharedFor<Config>& shared) {
+  const SmallRole role = small_role(args.senders, cta);
+  if (cta.thread == 0) {
+    shared.faulted = 0;
+    shared.owners = expert_owners(args.geometry);
+  }
+  const SentShare sent(role, num_parts(args));
+  cta.sync();  // the owners; faulted is cleared before a thread may set it
+  const ReceivedShare share(args, role);
+  const ReceivedIds received(args, shared.owners);
+  // dispatch.cu explains both calls.
+  if constexpr (Config::kPdl) pdl_wait();
+  if constexpr (Config::kPdl) pdl_launch_dependents();
+  const LocalControl* local = local_control(args);
+  const SmallRound round{has_failed(args), load_word(&local->combined_epoch)};
+  const bool has_pulled = role.publishes() && load_word(&local->has_pulled) != 0;
+  if (role.sends()) send_round<Config>(args, cta, role, sent, round, shared);
+  if (role.publishes()) publish_small_round<Config>(args, cta, round, has_pulled, shared);
+  if (role.receives()) receive_round(args, cta, role, share, received, round, has_pulled, shared);
+}
+
+}  // namespace moe_nvlink
+
+MOE_NVLINK_KERNEL(moe_nvlink_small_dispatch, DispatchArgs, SmallDispatchSharedFor<Config>,
+                  small_dispatch_body)

@@ -1,0 +1,171 @@
+// Slots without atomics. The slot of a token at a rank is the number of tokens before it that have
+// an expert there. A CTA counts them itself, from the ids of all tokens, which are few.
+#pragma once
+
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/config.h"
+#include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/routing.h"
+#include "../include/moe_nvlink/workspace.h"
+#include "small_shared.h"
+
+namespace moe_nvlink {
+
+HD ExpertOwners expert_owners(const Geometry& geometry) {
+  const int fewest = geometry.num_experts / geometry.ep_size;
+  const int num_larger = geometry.num_experts % geometry.ep_size;
+  return ExpertOwners{fewest, num_larger, num_larger * (fewest + 1),
+                      1.0f / static_cast<float>(fewest + 1),
+                      fewest > 0 ? 1.0f / static_cast<float>(fewest) : 0.0f};
+}
+
+// As target_rank_of(), without a division. The product may be off by one rank, because it is
+// rounded: ids have up to 24 bits, ranks 7.
+HD int owner_of(int32_t id, const ExpertOwners& owners, const Geometry& geometry) {
+  if (id < 0 || id >= geometry.num_experts) return kNoSlot;
+  const bool is_larger = id < owners.first_of_smaller;
+  const int size = is_larger ? owners.fewest + 1 : owners.fewest;
+  const int place = is_larger ? id : id - owners.first_of_smaller;
+  const float factor = is_larger ? owners.larger_factor : owners.smaller_factor;
+  int rank = static_cast<int>(static_cast<float>(place) * factor);
+  if (rank * size > place) --rank;
+  if ((rank + 1) * size <= place) ++rank;
+  return is_larger ? rank : rank + owners.num_larger;
+}
+
+HD ExpertRange experts_of(int rank, const ExpertOwners& owners) {
+  const bool is_larger = rank < owners.num_larger;
+  return ExpertRange{
+      static_cast<uint32_t>(rank * owners.fewest + (is_larger ? rank : owners.num_larger)),
+      static_cast<uint32_t>(is_larger ? owners.fewest + 1 : owners.fewest)};
+}
+
+// The ids of one token.
+template <class Config>
+struct ChosenIds {
+  int32_t ids[Config::kTopKBound];
+
+  // wide: the rows of ids lie on boundaries of 16 bytes.
+  HD void load(const DispatchArgs& args, int token, bool wide) {
+    const int top_k = top_k_of<Config>(args.geometry);
+    const int32_t* source =
+        reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source) +
+        static_cast<int64_t>(token) * top_k;
+    if (wide) {
+      MOE_NVLINK_UNROLL
+      for (int k = 0; k + 4 <= top_k; k += 4) {
+        Vector<16> four;
+        load_vector(four, reinterpret_cast<const char*>(source + k));
+        MOE_NVLINK_UNROLL
+        for (int i = 0; i < 4; ++i) ids[k + i] = reinterpret_cast<const int32_t*>(&four)[i];
+      }
+    } else {
+      MOE_NVLINK_UNROLL
+      for (int k = 0; k < top_k; ++k) ids[k] = load_word(source + k);
+    }
+  }
+
+  HD bool has(const ExpertRange& range, int top_k) const {
+    bool any = false;
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k; ++k) any = any || range.has(ids[k]);
+    return any;
+  }
+
+  // ids[k] of a k that is no constant, without an address.
+  HD int32_t at(int wanted, int top_k) const {
+    int32_t id = -1;
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k; ++k) id = k == wanted ? ids[k] : id;
+    return id;
+  }
+
+  HD bool has_before(const ExpertRange& range, int end, int top_k) const {
+    bool any = false;
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k; ++k) any = any || (k < end && range.has(ids[k]));
+    return any;
+  }
+};
+
+template <class Config>
+HD bool ids_are_wide(const DispatchArgs& args) {
+  const int top_k = top_k_of<Config>(args.geometry);
+  return kAlignedVectorsOnly && top_k % 4 == 0 &&
+         args.payloads[kTopkIdsPayload].source % kVectorBytes == 0;
+}
+
+// The ids of the first tokens, shared by the lanes of a group, every group the same.
+template <class Config>
+struct CountedTokens {
+  static constexpr int kTurns = kMaxSmallTokens / Cta::kExchangeThreads;
+  ChosenIds<Config> tokens[kTurns];
+  bool counts[kTurns];
+
+  // Tokens [0, end). All loads are on their way together; a lane without a token loads those of
+  // token 0.
+  HD void load(const DispatchArgs& args, const Cta& cta, int end, bool wide) {
+    MOE_NVLINK_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn) counts[turn] = false;
+    if (end == 0) return;
+    MOE_NVLINK_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int token = lane_of(cta) + turn * Cta::kExchangeThreads;
+      counts[turn] = token < end;
+      if (!kAlignedVectorsOnly && token >= end) break;
+      tokens[turn].load(args, token < end ? token : 0, wide);
+    }
+    if (args.is_padding == 0) return;
+    MOE_NVLINK_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int token = lane_of(cta) + turn * Cta::kExchangeThreads;
+      if (token < end) counts[turn] = !is_padding(args, token);
+    }
+  }
+
+  // How many of them have an expert in the range. Collective over the group's lanes.
+  HD uint32_t with(const Cta& cta, const ExpertRange& range, int top_k) const {
+    uint32_t found = 0;
+    MOE_NVLINK_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (counts[turn] && tokens[turn].has(range, top_k)) ++found;
+    }
+    return cta.sum_of_lanes<Cta::kExchangeThreads>(found);
+  }
+};
+
+// Fills `route`, and the token's row of send_slots if `writes_slots`. The routing groups of the CTA
+// call it; the CTA's next barrier publishes the route. Padding and a rank that has failed have no
+// targets.
+template <class Config>
+HD void find_route(const DispatchArgs& args, const Cta& cta, const ExpertOwners& owners, int token,
+                   bool has_failed, bool writes_slots, SmallRoute& route) {
+  const Geometry& geometry = args.geometry;
+  const int top_k = top_k_of<Config>(geometry);
+  const bool wide = ids_are_wide<Config>(args);
+  ChosenIds<Config> own;
+  own.load(args, token, wide);
+  CountedTokens<Config> before;
+  before.load(args, cta, token, wide);
+  const bool stays = is_padding(args, token) || has_failed;
+  int32_t* send_slots =
+      reinterpret_cast<int32_t*>(args.send_slots) + static_cast<int64_t>(token) * top_k;
+  MOE_NVLINK_ROLLED
+  for (int k = group_of(cta); k < top_k; k += num_routing_groups(args, cta)) {
+    const int owner = owner_of(own.at(k, top_k), owners, geometry);
+    const int rank = owner == kNoSlot ? 0 : owner;
+    const ExpertRange range = experts_of(rank, owners);
+    const int place = static_cast<int>(before.with(cta, range, top_k));
+    const bool has_row = owner != kNoSlot && !stays && !own.has_before(range, k, top_k);
+    if (lane_of(cta) != 0) continue;
+    route.targets[k] =
+        has_row ? reinterpret_cast<uint64_t>(packed_row_at(args, rank, geometry.ep_rank, place))
+                : 0;
+    if (writes_slots) {
+      store_word(send_slots + k, has_row ? rank * geometry.max_tokens_per_rank + place : kNoSlot);
+    }
+  }
+}
+
+}  // namespace moe_nvlink

@@ -1,0 +1,232 @@
+// The sender's side of small_dispatch: packed rows into shared memory, and from there as units to
+// the targets.
+#pragma once
+
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/quantise.h"
+#include "../include/moe_nvlink/units.h"
+#include "await_combine.h"
+#include "packed_rows.h"
+#include "put_quantised.h"
+#include "small_routing.h"
+#include "small_shared.h"
+
+namespace moe_nvlink {
+
+// Puts `bytes` staged bytes of a packed row as its units from first_unit on to every target.
+template <class Config>
+HD void put_units(const DispatchArgs& args, const Cta& cta, const SmallRoute& route,
+                  const char* staged, int first_unit, int bytes, uint32_t mark) {
+  const int top_k = top_k_of<Config>(args.geometry);
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(staged);
+  const int num_words = bytes / 4;
+  for (int unit = cta.thread; unit < units_of(bytes); unit += cta.num_threads) {
+    uint32_t data[3];
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < 3; ++i) data[i] = 3 * unit + i < num_words ? words[3 * unit + i] : 0;
+    const Unit packed = pack_unit(data[0], data[1], data[2], mark);
+    const int64_t offset = static_cast<int64_t>(first_unit + unit) * kUnitBytes;
+    MOE_NVLINK_UNROLL
+    for (int k = 0; k < top_k; ++k) {
+      const uint64_t target = route.targets[k];
+      if (target != 0) put_unit(reinterpret_cast<char*>(target) + offset, packed);
+    }
+  }
+}
+
+// A part of a row, as one CTA takes it.
+struct SentItem {
+  int token;
+  int part;
+};
+
+// The items of one sender: every num_senders-th, from its own number on. From arguments only.
+struct SentShare {
+  SentItem first;
+  SentItem step;
+
+  HD SentShare(const SmallRole& role, int parts)
+      : first{role.sender / parts, role.sender % parts},
+        step{role.num_senders / parts, role.num_senders % parts} {}
+
+  HD SentItem after(const SentItem& item, int parts) const {
+    const int part = item.part + step.part;
+    const int carry = part >= parts ? 1 : 0;
+    return SentItem{item.token + step.token + carry, part - carry * parts};
+  }
+};
+
+// Sends this CTA's parts of the rows as they are. A thread's first load of a part is on its way
+// while the route is found, so a part costs one wait for memory. One barrier stands between what is
+// staged and its use. The next item stages in the other half, and comes back to this half only after
+// its own barrier, which every thread that still reads this half must pass too.
+template <class Config, class Shared>
+HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const SentShare& share,
+                             const SmallRound& round, Shared& shared) {
+  const int parts = num_parts(args);
+  int turn = 0;
+  bool is_first = true;
+  for (SentItem item = share.first; item.token < args.geometry.num_tokens;
+       item = share.after(item, parts)) {
+    char* staged = shared.staged + turn * kPartBytes;
+    SmallRoute& route = shared.routes[turn];
+    const int bytes = bytes_of_part(args, item.part);
+    const int first_byte = item.part * kPartBytes;
+    const int num_pieces = bytes / kPieceBytes;
+    Piece piece = {};
+    if (cta.thread < num_pieces) {
+      piece =
+          load_piece(args, piece_origin(args, first_byte + cta.thread * kPieceBytes), item.token);
+    }
+    if (group_of(cta) < num_routing_groups(args, cta)) {
+      find_route<Config>(args, cta, shared.owners, item.token, round.has_failed, item.part == 0,
+                         route);
+    }
+    if (is_first) await_previous_round(args, cta, round, &shared.faulted);
+    if (cta.thread < num_pieces) piece_in(staged, cta.thread) = piece;
+    for (int i = cta.thread + cta.num_threads; i < num_pieces; i += cta.num_threads) {
+      piece_in(staged, i) =
+          load_piece(args, piece_origin(args, first_byte + i * kPieceBytes), item.token);
+    }
+    cta.sync();  // the part and its route are whole; the peers' staging is free (P12)
+    if (shared.faulted == 0) {
+      put_units<Config>(args, cta, route, staged, item.part * kUnitsOfPart, bytes,
+                        mark_of(round.epoch()));
+    }
+    turn = 1 - turn;
+    is_first = false;
+  }
+}
+
+// Quantised rows. A CTA takes a whole row, because the lanes of a block, or all of them, share a
+// scale.
+
+// The packed row of the CTA, in shared memory, as the target of a quantiser.
+struct StagedTarget {
+  char* row;
+  char* scales;
+
+  template <int Bytes>
+  HD static void put(char* target, const Vector<Bytes>& vector) {
+    MOE_NVLINK_DEVICE_ONLY(*reinterpret_cast<Vector<Bytes>*>(target) = vector;)
+    MOE_NVLINK_HOST_ONLY(std::memcpy(target, &vector, Bytes);)  // any boundary, as quantise.h says
+  }
+  template <int Bytes>
+  HD void store(int offset, const Vector<Bytes>& vector) const {
+    put(row + offset, vector);
+  }
+  template <int Bytes>
+  HD void store_scales(int offset, const Vector<Bytes>& vector) const {
+    put(scales + offset, vector);
+  }
+};
+
+// Leaves zeros between the end of a quantised payload's row and the next multiple of 16.
+HD void clear_rest(const DispatchArgs& args, const Cta& cta, int payload, char* staged) {
+  const int row_bytes = static_cast<int>(args.payloads[payload].row_bytes);
+  const int end = (row_bytes + kPieceBytes - 1) / kPieceBytes * kPieceBytes;
+  char* row = staged + args.payloads[payload].packed_offset;
+  MOE_NVLINK_ROLLED
+  for (int i = row_bytes + cta.thread; i < end; i += cta.num_threads) row[i] = 0;
+}
+
+// Whether a piece of the packed row is loaded as it is.
+template <class Config>
+HD bool is_loaded(const DispatchArgs& args, const PieceOrigin& origin) {
+  return !is_quantised<Config>(args, origin.payload);
+}
+
+// Stages the row's part that the quantiser writes. Collective over the CTA. Formats with one scale
+// for the row need two barriers of the CTA before: shared.amax is written, then read.
+template <class Config, int Quantiser, class Element, class Shared>
+HD void stage_quantised(const Quantising<Config, Quantiser, Element>& quantising, int token,
+                        Shared& shared) {
+  const DispatchArgs& args = quantising.args;
+  const Cta& cta = quantising.cta;
+  const char* row = quantising.row_of(token);
+  const int hidden_size = args.geometry.hidden_size;
+  uint32_t row_amax = 0;
+  if constexpr (FormatOf<Quantiser>::Type::kHasRowScale) {
+    leave_row_amax<Element>(cta, row, hidden_size, quantising.wide, shared.amax);
+    cta.sync();  // the parts of the row's amax are whole
+    row_amax = take_row_amax(cta, shared.amax);
+  }
+  const StagedTarget target{shared.staged + args.payloads[kFirstCallerPayload].packed_offset,
+                            shared.staged + args.payloads[kFirstCallerPayload + 1].packed_offset};
+  quantise_row<Quantiser, Element>(cta, cta.thread, row, hidden_size, quantising.wide, row_amax,
+                                   quantising.global_scale, target);
+}
+
+// Sends this CTA's rows. For with_quantiser(), a class, as QuantiseAndPutTokens is.
+template <class Config, class Shared>
+struct QuantiseAndSendTokens {
+  const DispatchArgs& args;
+  const Cta& cta;
+  const SmallRole& role;
+  const SmallRound& round;
+  Shared& shared;
+
+  template <class Kind>
+  HD void operator()(const Kind& quantising) const {
+    bool is_first = true;
+    for (int token = role.sender; token < args.geometry.num_tokens; token += role.num_senders) {
+      if (!is_first) cta.sync();  // the row before has been read
+      stage(quantising, token);
+      if (group_of(cta) < num_routing_groups(args, cta)) {
+        find_route<Config>(args, cta, shared.owners, token, round.has_failed, true,
+                           shared.routes[0]);
+      }
+      if (is_first) await_previous_round(args, cta, round, &shared.faulted);
+      cta.sync();  // the row and its route are whole; the peers' staging is free (P12)
+      if (shared.faulted == 0) {
+        put_units<Config>(args, cta, shared.routes[0], shared.staged, 0,
+                          static_cast<int>(args.packed_bytes), mark_of(round.epoch()));
+      }
+      is_first = false;
+    }
+  }
+
+  // The whole packed row. The loads of the first pieces are on their way while the quantiser works.
+  template <class Kind>
+  HD void stage(const Kind& quantising, int token) const {
+    const int num_pieces = static_cast<int>(args.packed_bytes) / kPieceBytes;
+    Piece piece = {};
+    PieceOrigin origin = piece_origin(args, cta.thread * kPieceBytes);
+    const bool loads = cta.thread < num_pieces && is_loaded<Config>(args, origin);
+    if (loads) piece = load_piece(args, origin, token);
+    stage_quantised(quantising, token, shared);
+    if (loads) piece_in(shared.staged, cta.thread) = piece;
+    for (int i = cta.thread + cta.num_threads; i < num_pieces; i += cta.num_threads) {
+      origin = piece_origin(args, i * kPieceBytes);
+      if (is_loaded<Config>(args, origin)) {
+        piece_in(shared.staged, i) = load_piece(args, origin, token);
+      }
+    }
+    clear_rest(args, cta, kFirstCallerPayload, shared.staged);
+    if (is_quantised<Config>(args, kFirstCallerPayload + 1)) {
+      clear_rest(args, cta, kFirstCallerPayload + 1, shared.staged);
+    }
+  }
+};
+
+// Sends this CTA's share of this rank's rows.
+template <class Config, class Shared>
+HD void send_round(const DispatchArgs& args, const Cta& cta, const SmallRole& role,
+                   const SentShare& share, const SmallRound& round, Shared& shared) {
+  if constexpr (Config::kQuantiser != kQuantiserNone) {
+    if (quantiser_of<Config>(args) != kQuantiserNone) {
+      float scale = 1.0f;
+      if (args.global_scale != 0) {
+        scale = load_word(reinterpret_cast<const float*>(args.global_scale));
+      }
+      with_quantiser<Config>(args, cta, scale,
+                             QuantiseAndSendTokens<Config, Shared>{args, cta, role, round, shared});
+      return;
+    }
+  }
+  send_parts_of_tokens<Config>(args, cta, share, round, shared);
+}
+
+}  // namespace moe_nvlink

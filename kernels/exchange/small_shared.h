@@ -1,0 +1,133 @@
+// What the threads of a CTA of small_dispatch share, and how the CTAs share the work.
+#pragma once
+
+#include "../include/moe_nvlink/args.h"
+#include "../include/moe_nvlink/config.h"
+#include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/quantise.h"
+#include "../include/moe_nvlink/routing.h"
+#include "../include/moe_nvlink/units.h"
+
+namespace moe_nvlink {
+
+// How experts lie on the ranks, with what takes a division: computed before pdl_wait().
+struct ExpertOwners {
+  int32_t fewest;            // experts of a rank; each of the first num_larger has one more
+  int32_t num_larger;        // ranks
+  int32_t first_of_smaller;  // expert
+  float larger_factor;       // 1 / (fewest + 1)
+  float smaller_factor;      // 1 / fewest, or 0
+};
+
+// The experts of one rank.
+struct ExpertRange {
+  uint32_t first;
+  uint32_t size;
+
+  HD bool has(int32_t id) const { return static_cast<uint32_t>(id) - first < size; }
+};
+
+// Where a token's units go: for each k the address of its packed row in the staging of the rank, or
+// 0 if the k has no row of its own.
+struct SmallRoute {
+  uint64_t targets[kMaxTopK];
+};
+
+// Two parts of rows: of this item and of the next.
+constexpr int kStagedParts = 2;
+
+template <int StagedBytes>
+struct SmallDispatchShared {
+  alignas(16) char staged[StagedBytes];
+  SmallRoute routes[2];       // of this item and of the next
+  ExpertOwners owners;        // of the launch
+  RowAmax amax;               // of the row that is being quantised
+  uint32_t sent[kMaxRanks];   // rows for each rank; in the CTA that publishes
+  int32_t counts[kMaxRanks];  // rows received from each rank
+  uint32_t faulted;           // this verb or an earlier one has failed
+};
+
+template <class Config>
+using SmallDispatchSharedFor =
+    SmallDispatchShared<Config::kQuantiser == kQuantiserNone ? kStagedParts * kPartBytes
+                                                             : kMaxStagedBytes>;
+static_assert(kStagedParts * kPartBytes <= kMaxStagedBytes);
+
+// What a CTA does. Senders are CTAs [0, senders), receivers are the others. If there is no such
+// split, all CTAs do all.
+struct SmallRole {
+  int sender;  // number among the senders; not less than num_senders: it sends nothing
+  int num_senders;
+  int receiver;  // number among the receivers; negative: it receives nothing
+  int num_receivers;
+
+  HD bool sends() const { return sender < num_senders; }
+  HD bool receives() const { return receiver >= 0; }
+  HD bool publishes() const { return receiver == 0; }
+};
+
+HD SmallRole small_role(uint32_t senders, const Cta& cta) {
+  const int split = static_cast<int>(senders);
+  const bool is_split = split > 0 && split < cta.num_blocks;
+  const int first_receiver = is_split ? split : 0;
+  return SmallRole{cta.block, is_split ? split : cta.num_blocks, cta.block - first_receiver,
+                   cta.num_blocks - first_receiver};
+}
+
+// The CTA's warps, or what exchanges values on this platform.
+HD int num_groups(const Cta& cta) {
+  return cta.num_threads / Cta::kExchangeThreads;
+}
+HD int group_of(const Cta& cta) {
+  return cta.thread / Cta::kExchangeThreads;
+}
+HD int lane_of(const Cta& cta) {
+  return cta.thread % Cta::kExchangeThreads;
+}
+
+// Threads at the end of the CTA wait for the peers: they have no vector of a part. The groups before
+// them find the route.
+HD int num_routing_groups(const DispatchArgs& args, const Cta& cta) {
+  const int waiting = (args.geometry.ep_size + Cta::kExchangeThreads - 1) / Cta::kExchangeThreads;
+  const int rest = num_groups(cta) - waiting;
+  return rest > 1 ? rest : 1;
+}
+
+// Parts of a packed row, and the bytes of one.
+HD int num_parts(const DispatchArgs& args) {
+  return (static_cast<int>(args.packed_bytes) + kPartBytes - 1) / kPartBytes;
+}
+HD int bytes_of_part(const DispatchArgs& args, int part) {
+  const int left = static_cast<int>(args.packed_bytes) - part * kPartBytes;
+  return left < kPartBytes ? left : kPartBytes;
+}
+constexpr int kUnitsOfPart = kPartBytes / kUnitDataBytes;
+static_assert(kPartBytes % kUnitDataBytes == 0 && kPartBytes % 16 == 0);
+
+// The packed row that `source` sends to `place` in its slice of `owner`'s staging.
+HD char* packed_row_at(const DispatchArgs& args, int owner, int source, int place) {
+  const int64_t row = static_cast<int64_t>(source) * args.geometry.max_tokens_per_rank + place;
+  const int64_t row_bytes =
+      static_cast<int64_t>(units_of(static_cast<int>(args.packed_bytes))) * kUnitBytes;
+  return region_of(args, owner, args.staging_region) + row * row_bytes;
+}
+
+// State of this launch that the kernels before it have left.
+struct SmallRound {
+  bool has_failed;    // an earlier verb
+  uint32_t combined;  // epoch of the combine before this dispatch
+  HD uint32_t epoch() const { return combined + 1; }
+};
+
+// P12 by the threads from the CTA's end on. Then a barrier, and `faulted` says whether this verb or
+// an earlier one has failed.
+HD void await_previous_round(const DispatchArgs& args, const Cta& cta, const SmallRound& round,
+                             uint32_t* faulted) {
+  if (round.has_failed) {
+    store_relaxed_cta(faulted, 1);
+  } else {
+    await_combine(args, cta.num_threads - 1 - cta.thread, cta.num_threads, round.combined, faulted);
+  }
+}
+
+}  // namespace moe_nvlink

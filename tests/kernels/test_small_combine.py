@@ -1,0 +1,294 @@
+"""Combine of small batches, whose rows travel as units, against the oracle and the pull combine.
+
+Dispatch is the one for large batches here, and the ranks go from verb to verb together; rounds of
+ranks that run apart are in test_small_rounds.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, SMALL_COMBINE
+from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.launch.kernel import Family
+from tests.support import cases, compare, emulated
+from tests.support.cases import Case, Inputs
+from tests.support.delays import replace_once
+
+pytestmark = pytest.mark.timeout(240)
+
+KERNELS = Family("", (DISPATCH, COMBINE, SMALL_COMBINE))
+#: A CTA of several threads, as the thread sanitizer runs it.
+FOUR_THREADS = (*emulated.FLAGS, "-DMOE_NVLINK_CTA_THREADS=4")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TIMEOUT, COMBINE_PHASE = constants()["kFaultTimeout"], constants()["kPhaseCombine"]
+
+
+class Cpu(emulated.CpuBackend):
+    """A thread per rank, each with a grid of host CTAs that run this text."""
+
+    def __init__(self, text: str, ranks: int, ctas: int, flags: tuple[str, ...]) -> None:
+        self.ctas = ctas
+        self._library = host.HostLibrary(host.build(text, flags))
+        self._of_tests = {}
+        self._grids = [self._library.create_grid(ctas) for _ in range(ranks)]
+
+
+class Ranks(emulated.EmulatedRanks):
+    """All ranks; `senders`: CTAs that send, 0: all CTAs have both roles."""
+
+    senders = 0
+    combines = "small_combine"
+
+    def verb(self, name: str) -> str:
+        return self.combines if name == "combine" else name
+
+    def combine_arguments(self, rank: int, channel: int = 0) -> Any:
+        args = super().combine_arguments(rank, channel)
+        args.senders = self.senders
+        return args
+
+    def staging(self, rank: int, parity: str) -> torch.Tensor:
+        region = self.regions[0][f"{parity}_combine_staging"]
+        return self.memory[rank, region.offset : region.offset + region.size_bytes]
+
+
+@contextlib.contextmanager
+def ranks_of(
+    case: Case,
+    *,
+    ctas: int = 1,
+    senders: int = 0,
+    flags: tuple[str, ...] = emulated.FLAGS,
+    text: str | None = None,
+    timeout_s: float = 10.0,
+) -> Iterator[Ranks]:
+    """The case's ranks on the CPU, with a staging for small batches."""
+    text = KERNELS.host_source() if text is None else text
+    with contextlib.closing(Cpu(text, case.ep_size, ctas, flags)) as backend:
+        small = dataclasses.replace(case, small=True)
+        ranks = Ranks(emulated.config_of(small, timeout_s), backend)
+        ranks.senders = senders
+        yield ranks
+
+
+def dispatched(ranks: Ranks, inputs: Sequence[Inputs]) -> list[torch.Tensor]:
+    """A dispatch and the experts; returns send_slots of each rank."""
+    received = ranks.dispatch(inputs)
+    for rank, mine in enumerate(received):
+        ranks.poison_combine(rank)
+        ranks.experts(rank, mine)
+        ranks.poison(rank)
+    return [mine.send_slots for mine in received]
+
+
+def combined(
+    ranks: Ranks, combines: str, slots: Sequence[torch.Tensor], inputs: Sequence[Inputs]
+) -> list[torch.Tensor]:
+    outputs = [torch.full_like(mine.hidden_states, 77.0) for mine in inputs]
+    ranks.combines = combines
+    ranks.combine(slots, outputs)
+    return outputs
+
+
+def check(ranks: Ranks, case: Case, inputs: Sequence[Inputs]) -> None:
+    """A round: the small combine's rows are the oracle's, and the pull combine's of its rows."""
+    slots = dispatched(ranks, inputs)
+    small = combined(ranks, "small_combine", slots, inputs)
+    pulled = combined(ranks, "combine", slots, inputs)
+    ranks.check_faults()
+    for rank, mine in enumerate(inputs):
+        expected = compare.expected_combined(case, mine, rank)
+        compare.assert_same_bits(
+            compare.one_nan(small[rank]), compare.one_nan(expected), f"{case.name}: rank {rank}"
+        )
+        compare.assert_same_bits(
+            compare.one_nan(small[rank]), compare.one_nan(pulled[rank]), f"{case.name}: as pulled"
+        )
+
+
+def check_rounds(case: Case, rounds: int = 2, **options: Any) -> None:
+    """Rounds of both parities with other tokens and counts; the first with the case's."""
+    with ranks_of(case, **options) as ranks:
+        drawn = emulated.varying_inputs(case, rounds)
+        for number, inputs in enumerate([cases.make_inputs(case), *drawn]):
+            with emulated.naming(f"round {number}"):
+                check(ranks, case, inputs)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 5, 8, 13, 22, 32])
+def test_every_top_k(top_k: int, dtype: torch.dtype) -> None:
+    case = Case(
+        tokens=(3, 5, 0, 8), num_experts=max(16, top_k), top_k=top_k, hidden_size=70, dtype=dtype
+    )
+    check_rounds(case)
+
+
+@pytest.mark.parametrize("routing", sorted(cases.ROUTINGS))
+def test_every_routing(routing: str) -> None:
+    """Ranks named twice, ids that are no experts, tokens without an expert (zeros)."""
+    for dtype in (BF16, FP32):
+        ids_dtype = torch.int64 if routing == "wrapping" else torch.int32
+        case = Case(
+            tokens=(8, 3, 5),
+            top_k=6,
+            routing=routing,
+            hidden_size=26,
+            dtype=dtype,
+            ids_dtype=ids_dtype,
+        )
+        check_rounds(case)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "dtype"),
+    [
+        *((size, FP32) for size in (1, 2, 3, 4, 101, 767, 768, 769, 1031)),
+        *((size, BF16) for size in (2, 4, 6, 8, 100, 1534, 1536, 1538, 3080)),
+    ],
+)
+def test_rows_that_end_within_a_unit(hidden_size: int, dtype: torch.dtype) -> None:
+    """And rows of several parts, the last of which has few units."""
+    check_rounds(Case(tokens=(4, 0, 8), hidden_size=hidden_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("flags", [emulated.FLAGS, FOUR_THREADS], ids=["one", "four threads"])
+@pytest.mark.parametrize(("ctas", "senders"), [(2, 0), (2, 1), (5, 3), (7, 1), (3, 3)])
+def test_every_share_of_the_work(ctas: int, senders: int, flags: tuple[str, ...]) -> None:
+    """Roles apart and together; more CTAs than parts, and many more parts than CTAs."""
+    for case in (
+        Case(tokens=(1, 0), top_k=2, hidden_size=6, dtype=BF16),
+        Case(tokens=(8, 1, 5), top_k=3, hidden_size=3080, dtype=BF16),
+        Case(tokens=(8, 8, 8), routing="to one rank", hidden_size=800),
+    ):
+        check_rounds(case, ctas=ctas, senders=senders, flags=flags)
+
+
+def test_many_ranks() -> None:
+    case = Case(tokens=(1, 0, 2, 1) * 32, num_experts=256, top_k=8, hidden_size=20, dtype=BF16)
+    check_rounds(dataclasses.replace(case, capacity=2), rounds=1)
+
+
+def test_output_at_an_odd_address() -> None:
+    """A caller's rows of 2-byte elements that begin between two words."""
+    case = Case(tokens=(8, 3), hidden_size=26, dtype=BF16)
+    inputs = cases.make_inputs(case)
+    with ranks_of(case) as ranks:
+        slots = dispatched(ranks, inputs)
+        outputs = [torch.zeros(mine.hidden_states.numel() + 1, dtype=BF16) for mine in inputs]
+        views = [output[1:].view(-1, case.hidden_size) for output in outputs]
+        assert all(view.data_ptr() % 4 == 2 for view in views)
+        ranks.combine(slots, views)
+    for rank, mine in enumerate(inputs):
+        expected = compare.expected_combined(case, mine, rank)
+        compare.assert_same_bits(
+            compare.one_nan(views[rank]), compare.one_nan(expected), f"rank {rank}"
+        )
+
+
+def test_what_the_next_dispatch_reads() -> None:
+    """Both combines leave their epoch, and which of them it was."""
+    case = Case(tokens=(2, 3))
+    with ranks_of(case) as ranks:
+        for epoch, combines in enumerate(("small_combine", "combine", "combine", "small_combine")):
+            inputs = cases.make_inputs(case, seed=epoch)
+            slots = dispatched(ranks, inputs)
+            combined(ranks, combines, slots, inputs)
+            for rank in range(case.ep_size):
+                control = ranks.control(rank)
+                assert control.combined_epoch == control.epoch == epoch + 1
+                assert control.has_pulled == (combines == "combine")
+
+
+def test_combine_with_a_format_leaves_its_words() -> None:
+    case = cases.with_formats(Case(tokens=(2, 3)), None, "fp8_block")
+    inputs = cases.make_inputs(case)
+    with ranks_of(case) as ranks:
+        combined(ranks, "combine", dispatched(ranks, inputs), inputs)
+        for rank in range(case.ep_size):
+            control = ranks.control(rank)
+            assert (control.combined_epoch, control.has_pulled) == (1, 1)
+
+
+def test_stagings_are_zero_after_their_round() -> None:
+    """Each unit is cleared by its reader; a round uses the staging of its epoch's parity only."""
+    case = Case(tokens=(8, 5, 0), hidden_size=101, top_k=5)
+    with ranks_of(case, ctas=3) as ranks:
+        for number, inputs in enumerate(emulated.varying_inputs(case, 4)):
+            mine, other = ("odd", "even") if number % 2 == 0 else ("even", "odd")
+            slots = dispatched(ranks, inputs)
+            for rank in range(case.ep_size):
+                ranks.staging(rank, other).fill_(0x55)
+            combined(ranks, "small_combine", slots, inputs)
+            ranks.check_faults()
+            for rank in range(case.ep_size):
+                assert not ranks.staging(rank, mine).any(), f"round {number}: rank {rank}"
+                assert bool((ranks.staging(rank, other) == 0x55).all())
+                ranks.staging(rank, other).zero_()
+
+
+def test_totals_are_those_of_the_pull_combine() -> None:
+    case = Case(tokens=(8, 5, 2), top_k=3, hidden_size=10)
+    inputs = cases.make_inputs(case)
+    seen = []
+    for combines in ("small_combine", "combine"):
+        with ranks_of(case) as ranks:
+            combined(ranks, combines, dispatched(ranks, inputs), inputs)
+            size = 10 * 8
+            seen.append([bytes(ranks._bytes(rank, "counters", size, 0)) for rank in range(3)])
+    assert seen[0] == seen[1]
+
+
+def faults(ranks: Ranks) -> list[tuple[int, int, int, int]]:
+    """{code, phase, peer, epoch} of each rank."""
+    words = [int(ranks.control(rank).fault) for rank in range(ranks.config.ep_size)]
+    return [(w >> 56, w >> 48 & 0xFF, w >> 32 & 0xFFFF, w & 0xFFFFFFFF) for w in words]
+
+
+@pytest.mark.parametrize(("ctas", "senders"), [(1, 0), (3, 1)])
+def test_a_rank_that_does_not_combine(ctas: int, senders: int) -> None:
+    """The others name it, store NaN where its rows are missing, and send nothing from then on."""
+    case = Case(tokens=(8, 5, 8), top_k=3, hidden_size=800)
+    inputs = cases.make_inputs(case)
+    with ranks_of(case, ctas=ctas, senders=senders, timeout_s=0.3) as ranks:
+        slots = dispatched(ranks, inputs)
+        outputs = combined(ranks, "small_combine", slots[:2], inputs[:2])
+        wanted = (TIMEOUT, COMBINE_PHASE, 2, 1)
+        assert faults(ranks) == [wanted, wanted, (0, 0, 0, 0)]
+        for rank, output in enumerate(outputs):
+            waits = (slots[rank] // case.capacity == 2).any(1)
+            assert bool(waits.any())
+            assert bool(output[waits].isnan().all())
+        # The late rank: the others had sent it their rows before they gave it up.
+        late = combined(ranks, "small_combine", slots, inputs)
+        assert all(bool(output.isnan().all()) for output in late[:2])
+        expected = compare.expected_combined(case, inputs[2], 2)
+        compare.assert_same_bits(compare.one_nan(late[2]), compare.one_nan(expected), "late rank")
+
+
+def test_after_a_fault_nothing_is_sent() -> None:
+    """A failed rank's rows are NaN at once; its peers wait for it in vain, and the first fault of
+    each stays.
+    """
+    case = Case(tokens=(4, 4), top_k=4)
+    inputs = cases.make_inputs(case)
+    with ranks_of(case, timeout_s=0.3) as ranks:
+        slots = dispatched(ranks, inputs)
+        region = ranks.regions[0]["local"]
+        first = TIMEOUT << 56 | COMBINE_PHASE << 48 | 1 << 32 | 7
+        ranks.memory[0, region.offset : region.offset + 8].view(torch.int64).fill_(first)
+        outputs = combined(ranks, "small_combine", slots, inputs)
+        assert faults(ranks) == [(TIMEOUT, COMBINE_PHASE, 1, 7), (TIMEOUT, COMBINE_PHASE, 0, 1)]
+        assert bool(outputs[0].isnan().all())
+        assert bool(outputs[1][(slots[1] // case.capacity == 0).any(1)].isnan().all())
+        assert not ranks.staging(1, "odd")[: ranks.staging(1, "odd").numel() // 2].any()
+        assert int(ranks.control(0).combined_epoch) == 0

@@ -1,0 +1,257 @@
+"""Rows that change from call to call: combine's type and width, and the extra payloads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
+from moe_nvlink_plugin.errors import ConfigError, DisagreementError, InputError
+from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
+
+pytestmark = pytest.mark.timeout(240)
+
+CAPACITY, HIDDEN = 5, 24
+TYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def config(group: ThreadGroup, **values: Any) -> AllToAllConfig:
+    usual: dict[str, Any] = {
+        "num_experts": 6,
+        "top_k": 3,
+        "hidden_size": HIDDEN,
+        "max_tokens_per_rank": CAPACITY,
+        "timeout_s": 60,
+    }
+    return AllToAllConfig(ep_size=group.size, ep_rank=group.rank, **{**usual, **values})
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs_of(layer: MoeAllToAll, num_tokens: int, seed: int = 0) -> Inputs:
+    return random_inputs(layer.config, num_tokens, torch.Generator().manual_seed(seed))
+
+
+def rows_of(received: Dispatched, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers, so that sums of a few are exact in every type; NaN in empty slots."""
+    numbers = torch.arange(width) % 5 + (received.hidden_states[:, :1] > 0).float()
+    empty = (received.topk_ids < 0).all(1, keepdim=True)
+    return torch.where(empty, torch.nan, numbers).to(dtype)
+
+
+def expected_of(inputs: Inputs, width: int, dtype: torch.dtype, ep_size: int) -> torch.Tensor:
+    hidden, ids, _weights = inputs
+    owners = ids // (6 // ep_size)
+    num_ranks = torch.tensor([len(set(row)) for row in owners.tolist()]).view(-1, 1)
+    return (num_ranks * (torch.arange(width) % 5 + (hidden[:, :1] > 0).float())).to(dtype)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_combine_in_another_type_and_width(ep_size: int, zero_copy: bool) -> None:
+    """Each call its own, the output given and not; 7 bf16 elements are no whole words."""
+    calls = [(dtype, width) for dtype in TYPES for width in (HIDDEN, 1, 7, 16)]
+    calls += [(torch.bfloat16, 2 * HIDDEN), (torch.bfloat16, HIDDEN)]
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(group, combine_dtypes=TYPES)
+        with MoeAllToAll.create(mine, group) as layer:
+            for number, (dtype, width) in enumerate(calls):
+                bound = number % CAPACITY + 1
+                inputs = inputs_of(layer, (number + group.rank) % (bound + 1), number)
+                received = layer.dispatch(*inputs, max_tokens=bound)
+                rows = rows_of(received, width, dtype)
+                if zero_copy:
+                    region = layer.combine_input(
+                        dtype, hidden_size=width, metadata=received.metadata
+                    )
+                    assert region.data_ptr() == layer.combine_input().data_ptr()
+                    rows = region.copy_(rows)
+                expected = expected_of(inputs, width, dtype, ep_size)
+                output = torch.full_like(expected, torch.nan) if number % 2 else None
+                named = {} if width == HIDDEN and number % 3 else {"hidden_size": width}
+                combined = layer.combine(rows, received.metadata, output=output, **named)
+                assert combined.dtype is dtype
+                assert output is None or combined is output
+                assert torch.equal(combined, expected), (dtype, width)
+
+    run_ranks(ep_size, rank_main)
+
+
+@pytest.mark.parametrize("combine", ["fp8_block", "nvfp4"])
+def test_quantised_rows_of_another_type_and_width(combine: str) -> None:
+    """As an exchange of that type and width has them, bit for bit."""
+    dtype, width = torch.float32, 128
+
+    def rank_main(group: ThreadGroup) -> None:
+        wide = config(group, hidden_size=256, combine=combine, combine_dtypes=(dtype,))
+        own = dataclasses.replace(wide, hidden_size=width, dtype=dtype, combine_dtypes=())
+        with (
+            MoeAllToAll.create(wide, group) as layer,
+            MoeAllToAll.create(own, group) as other,
+        ):
+            hidden, ids, weights = inputs_of(layer, 4, group.rank)
+            combined = []
+            for one in (layer, other):
+                given = hidden[:, : one.config.hidden_size].contiguous().to(one.config.dtype)
+                received = one.dispatch(given, ids, weights)
+                rows = received.hidden_states[:, :width].to(dtype).contiguous()
+                combined.append(one.combine(rows, received.metadata, hidden_size=width))
+            assert torch.equal(*combined)
+            assert bool(combined[0].any())
+
+    run_ranks(2, rank_main)
+
+
+@pytest.fixture
+def alone() -> Any:
+    (group,) = ThreadGroup.ranks(1)
+    mine = config(group, combine_dtypes=(torch.float32,), extra_payload_bytes=(8, 4))
+    with MoeAllToAll.create(mine, group) as layer:
+        yield layer
+
+
+def test_rows_for_which_there_is_no_room(alone: MoeAllToAll) -> None:
+    received = alone.dispatch(*inputs_of(alone, 2))
+    for dtype, width, words in (
+        (torch.float32, HIDDEN + 1, "hidden_size=25 of torch.float32 makes rows of 100 bytes, not"),
+        (torch.bfloat16, 2 * HIDDEN + 1, "makes rows of 98 bytes, not 1 to 96; create"),
+        (torch.bfloat16, 0, "hidden_size=0"),
+    ):
+        rows = torch.zeros(CAPACITY, width, dtype=dtype)
+        with pytest.raises(InputError, match=words):
+            alone.combine(rows, received.metadata, hidden_size=width)
+        with pytest.raises(InputError, match=words):
+            alone.combine_input(dtype, hidden_size=width)
+    alone.combine(alone.combine_input(), received.metadata)
+
+
+def test_a_width_that_the_call_does_not_name(alone: MoeAllToAll) -> None:
+    received = alone.dispatch(*inputs_of(alone, 2))
+    rows = torch.zeros(CAPACITY, 7, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"expert_output has shape \[5, 7\], expected \[5, 24\]"):
+        alone.combine(rows, received.metadata)
+    with pytest.raises(InputError, match=r"expert_output has shape \[5, 7\], expected \[5, 6\]"):
+        alone.combine(rows, received.metadata, hidden_size=6)
+    with pytest.raises(InputError, match="output has dtype torch.float32, expected torch.bfloat16"):
+        alone.combine(rows, received.metadata, hidden_size=7, output=torch.zeros(2, 7))
+    alone.combine(rows, received.metadata, hidden_size=7)
+
+
+def test_a_type_that_create_did_not_load(alone: MoeAllToAll) -> None:
+    received = alone.dispatch(*inputs_of(alone, 2))
+    rows = torch.zeros(CAPACITY, HIDDEN, dtype=torch.float16)
+    with pytest.raises(
+        InputError, match="has dtype torch.float16, expected torch.bfloat16 or torch.float32"
+    ):
+        alone.combine(rows, received.metadata)
+    with pytest.raises(InputError, match="name it in combine_dtypes"):
+        alone.combine_input(torch.float16)
+    alone.combine(alone.combine_input(torch.float32), received.metadata)
+
+
+@pytest.mark.parametrize(
+    ("combine", "width", "words"),
+    [("fp8_block", 64, "multiple of"), ("fp8_block", 384, "exceeds the exchange's 256")],
+)
+def test_a_width_that_the_format_does_not_support(combine: str, width: int, words: str) -> None:
+    (group,) = ThreadGroup.ranks(1)
+    mine = config(group, hidden_size=256, combine=combine, combine_dtypes=(torch.float32,))
+    with MoeAllToAll.create(mine, group) as layer, pytest.raises(InputError, match=words):
+        layer.combine_input(hidden_size=width)
+
+
+def test_types_that_cannot_be_combined() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    with pytest.raises(ConfigError, match="combine_dtypes=torch.float64 cannot be combined"):
+        config(group, combine_dtypes=(torch.float64,))
+
+
+def test_compiled_in_another_type_and_any_width(alone: MoeAllToAll) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def layer(hidden: Any, ids: Any, weights: Any, width: int) -> torch.Tensor:
+        received = alone.dispatch(hidden, ids, weights)
+        rows = received.hidden_states[:, :width].float().contiguous()
+        return alone.combine(rows, received.metadata, hidden_size=width) * 2.0
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for number, width in enumerate((16, 9, 21)):
+        inputs = inputs_of(alone, 4, number)
+        expected = layer(*inputs, width)
+        torch.testing.assert_close(compiled(*inputs, width), expected, rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+# Extra payloads.
+
+
+def extras_of(rows: torch.Tensor, number: int) -> list[torch.Tensor]:
+    """From none to two, of several types and shapes, made of the token's row."""
+    one = rows[:, 0].contiguous()
+    kinds: tuple[list[torch.Tensor], ...] = (
+        [],
+        [one.float().view(-1, 1), one.clone()],
+        [one.clone()],
+        [rows[:, :4].contiguous(), one.float()],
+        [rows[:, :4].contiguous().view(torch.uint8)[:, :3].contiguous()],
+        [
+            rows[:, :2].contiguous().view(-1, 1, 2),
+            (9 * one).clamp(0, 200).to(torch.uint8),
+        ],
+    )
+    return kinds[number % len(kinds)]
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_extra_payloads_that_change_from_call_to_call(ep_size: int) -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        with MoeAllToAll.create(config(group, extra_payload_bytes=(8, 4)), group) as layer:
+            for number in range(12):
+                bound = number % CAPACITY + 1
+                inputs = inputs_of(layer, (number + group.rank) % (bound + 1), number + group.rank)
+                sent = extras_of(inputs[0], number)
+                received = layer.dispatch(*inputs, sent, max_tokens=bound)
+                filled = (received.topk_ids >= 0).any(1)
+                # What the sender made of the row, made of the row that arrived.
+                expected = extras_of(received.hidden_states, number)
+                assert len(received.extra_payloads) == len(sent)
+                for arrived, wanted in zip(received.extra_payloads, expected, strict=True):
+                    assert arrived.shape == wanted.shape
+                    assert arrived.dtype is wanted.dtype
+                    assert torch.equal(arrived[filled], wanted[filled])
+                layer.combine(layer.combine_input(metadata=received.metadata), received.metadata)
+
+    run_ranks(ep_size, rank_main)
+
+
+def test_extra_payloads_without_room(alone: MoeAllToAll) -> None:
+    hidden, ids, weights = inputs_of(alone, 2)
+    for sent, words in (
+        ([torch.zeros(2)] * 3, "3 extra payloads given, the configuration has room for 2"),
+        ([torch.zeros(2, 3)], r"extra_payloads\[0\] has rows of 12 bytes, not 1 to 8"),
+        ([torch.zeros(2), torch.zeros(2, 5, dtype=torch.uint8)], r"\[1\] has rows of 5 bytes"),
+        ([torch.zeros(2, 0)], r"\[0\] has rows of 0 bytes"),
+    ):
+        with pytest.raises(InputError, match=words):
+            alone.dispatch(hidden, ids, weights, sent)
+    received = alone.dispatch(hidden, ids, weights)
+    alone.combine(alone.combine_input(), received.metadata)
+
+
+def test_ranks_with_other_extra_payloads() -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(group, extra_payload_bytes=(8, 4), timeout_s=20)
+        with MoeAllToAll.create(mine, group) as layer:
+            inputs = inputs_of(layer, 2)
+            layer.dispatch(*inputs, ([torch.zeros(2)], [torch.zeros(2, 2)])[group.rank])
+
+    for rank, outcome in enumerate(try_ranks(2, rank_main)):
+        assert isinstance(outcome, DisagreementError), repr(outcome)
+        assert f"extra payloads of ({4 + 4 * rank},) bytes" in str(outcome)
