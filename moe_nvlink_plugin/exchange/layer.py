@@ -196,7 +196,7 @@ class LayerExchange:
             self.rounds[channel_index] += 1
         num_slots = self.format.slots_of(max_tokens)
         ids, weights, hidden = (channel.view(index, num_slots) for index in range(3))
-        return ids, weights, hidden, channel.recv_counts.view(-1), slots
+        return ids, weights, hidden, channel.recv_counts.detach(), slots
 
     def _rows_to_send(self, given: Activations, max_tokens: int) -> tuple[Activations, bool]:
         """Return what the kernel reads, and whether it quantises that."""
