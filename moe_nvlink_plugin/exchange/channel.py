@@ -30,6 +30,7 @@ class Channel:
         config = layer.config
         self._layer = layer
         self._index = index
+        self._num_slots = layer.num_slots
         self._regions = workspace.layout.channel_regions(index)
         self._workspace = workspace
         row_bytes = {name: row.row_bytes for name, row in layer.rows.items()}
@@ -182,7 +183,9 @@ class Channel:
         """
         rows = self._views[index]
         # A detached tensor is the cheapest of the new views.
-        return rows.detach() if num_slots == len(rows) else rows.narrow(0, 0, num_slots)
+        if num_slots == self._num_slots:
+            return rows.detach()
+        return rows.narrow(0, 0, num_slots)
 
     def received_scales(self, num_slots: int) -> torch.Tensor:
         """Return a new view of the received scales, in the layout of the configuration."""

@@ -20,7 +20,6 @@ from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.launch.kernel import Family
 from tests.support import cases, compare, emulated
 from tests.support.cases import Case, Inputs
-from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(240)
 
