@@ -154,11 +154,7 @@ struct SharedRows {
 };
 
 // One thread's part of an item, and the address of the token's output row.
-struct ItemWork {
-  char* output;
-  int thread;  // among `threads`
-  int threads;
-};
+using ItemWork = SumTarget;
 
 // Adds the rows up without the absent rows (host).
 template <class Config, class Element, int Format, class Part, class Shared>
@@ -170,9 +166,9 @@ HD void combine_present_rows(const ItemWork& work, int hidden_size, int top_k, b
       rows[k].row_scale = reinterpret_cast<const char*>(shared.row_scales[turn][k]);
     }
   }
-  const int whole = hidden_size - hidden_size % kRegisterFloats;
-  sum_present_rows<Element, typename TermOf<Element, Format>::Type>(
-      rows, top_k, work.output, work.thread, work.threads, whole);
+  using Term = typename TermOf<Element, Format>::Type;
+  const int whole = hidden_size - hidden_size % Term::kElements;
+  sum_present_rows<Term>(rows, top_k, work, whole);
   // A quantised row is whole blocks.
   if constexpr (Format == kCombineUnquantised) {
     combine_range<Config, Element, typename Part::Rest>(
@@ -204,7 +200,9 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
                                                             static_cast<uint64_t>(hidden_size) *
                                                             static_cast<int>(sizeof(Word));
   const ItemWork work{output, split * cta.num_threads + cta.thread,
-                      static_cast<int>(args.hidden_splits) * cta.num_threads};
+                      static_cast<int>(args.hidden_splits) * cta.num_threads,
+                      are_streamed(args.output, static_cast<uint64_t>(hidden_size) * sizeof(Word),
+                                   args.geometry.num_tokens)};
   const uint64_t* addresses = shared.rows[turn];
   PartialRow rows[Config::kTopKBound];
   bool any = false;

@@ -108,6 +108,7 @@ HD void combine_items(const CombineArgs& args, const Cta& cta, const Share& shar
     here = next;
     turn = 1 - turn;
   }
+  end_streams();  // before the launch's end, after which any thread may read the output
 }
 
 template <class Config, class Element, int Format, class Shared>

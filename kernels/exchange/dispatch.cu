@@ -200,6 +200,7 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
     shared.has_failed = failed ? 1 : 0;
   }
   put_all_tokens<Config>(args, cta, failed, send_counters, shared);
+  end_streams();  // before the release half of P2
   // The other CTAs have waited before their first row; the last CTA's cells come after its arrival.
   if (cta.block >= args.geometry.num_tokens) {
     await_small_combine(args, cta, &shared.has_failed);

@@ -162,7 +162,9 @@ HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared
       const char* row = reinterpret_cast<const char*>(payload.source) +
                         static_cast<uint64_t>(token) * payload.row_bytes;
       put_row(cta, lane, row, targets.rows, targets.count(args.geometry),
-              static_cast<int>(payload.row_bytes), plan.vector_bytes);
+              static_cast<int>(payload.row_bytes), plan.vector_bytes,
+              are_streamed(payload.region * kRegionAlignment, payload.row_bytes,
+                           args.geometry.num_tokens));
     }
   }
 }

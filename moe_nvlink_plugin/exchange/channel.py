@@ -30,6 +30,7 @@ class Channel:
         config = layer.config
         self._layer = layer
         self._index = index
+        self._num_slots = layer.num_slots
         self._regions = workspace.layout.channel_regions(index)
         self._workspace = workspace
         row_bytes = {name: row.row_bytes for name, row in layer.rows.items()}
@@ -56,6 +57,10 @@ class Channel:
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
         self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
         self._combine_args = combine_arguments(config, self._regions, *window)
+        # ctypes makes a new object of a field that is a struct at each access.
+        self._sources = list(self._dispatch_args.payloads)
+        self._dispatch_geometry = self._dispatch_args.geometry
+        self._combine_geometry = self._combine_args.geometry
         self._timeouts = Timeouts.of(config)
         self._faults = Faults(
             workspace, index, config.ep_rank, ep_size, self._timeouts, LAYER.phases
@@ -92,8 +97,8 @@ class Channel:
         """Launch dispatch; return send_slots `[num_tokens, top_k]` int32. Collective; capturable.
 
         Args:
-            payloads: payloads in the order of the regions; None for a payload that the quantiser
-                writes.
+            payloads: payloads in the order of the regions, int32 ids first; None for a payload that
+                the quantiser writes.
             num_tokens: tokens of this call.
             max_tokens: bound of this call, equal on all ranks.
             quantiser: kQuantiser* of config.h; 0 sends the rows as they are.
@@ -105,16 +110,17 @@ class Channel:
         if extra_bytes is not None and extra_bytes != self._extra_bytes:
             set_extra_payloads(args, self._layer.config, len(self._layer.rows), extra_bytes)
             self._extra_bytes = extra_bytes
-        top_k = args.geometry.top_k
-        device = self.recv_counts.device
-        slots = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
-        args.geometry.num_tokens = num_tokens
-        args.geometry.max_tokens_per_rank = self.max_tokens = max_tokens
+        ids = payloads[0]
+        assert ids is not None
+        slots = torch.empty_like(ids)  # half the time of a torch.empty that is told all
+        geometry = self._dispatch_geometry
+        geometry.num_tokens = num_tokens
+        geometry.max_tokens_per_rank = self.max_tokens = max_tokens
         args.send_slots = slots.data_ptr()
         args.quantiser = quantiser
         args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
         args.is_padding = 0 if is_padding is None else is_padding.data_ptr()
-        for entry, tensor in zip(args.payloads, payloads, strict=False):
+        for entry, tensor in zip(self._sources, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
         self._launches.dispatch(args)
@@ -129,8 +135,7 @@ class Channel:
         """
         if expert_output.data_ptr() != self.combine_region.data_ptr():
             self._copy_rows(expert_output)
-        args = self._combine_args
-        geometry = args.geometry
+        args, geometry = self._combine_args, self._combine_geometry
         row = (expert_output.dtype, expert_output.shape[1])
         if row != self._combine_row:
             geometry.element, geometry.hidden_size = element_code(row[0]), row[1]
@@ -176,7 +181,11 @@ class Channel:
         Returns:
             `[num_slots, elements of a row]`.
         """
-        return self._views[index].narrow(0, 0, num_slots)
+        rows = self._views[index]
+        # A detached tensor is the cheapest of the new views.
+        if num_slots == self._num_slots:
+            return rows.detach()
+        return rows.narrow(0, 0, num_slots)
 
     def received_scales(self, num_slots: int) -> torch.Tensor:
         """Return a new view of the received scales, in the layout of the configuration."""

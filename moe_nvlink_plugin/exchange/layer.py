@@ -77,12 +77,13 @@ class LayerExchange:
         self._checked_scales: set[tuple[int, int]] = set()
         self.workspace = workspace
         self.rounds = [0] * config.num_channels
+        channels = range(config.num_channels)
+        self._words = [_word(workspace.pending, index) for index in channels]
         # Loads kernels here and not in the first round: a failure is then an error of `create` on
         # all ranks, and a CUDA graph may capture the first round. The views must not be inference
         # tensors, because callers write to them inside and outside of inference mode.
         with torch.inference_mode(False):
-            indices = range(config.num_channels)
-            self._channels = [Channel(self.format, workspace, index) for index in indices]
+            self._channels = [Channel(self.format, workspace, index) for index in channels]
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -175,7 +176,7 @@ class LayerExchange:
         checks.channel(channel_index, self.config.num_channels)
         with self.workspace.channel_lock(channel_index):
             channel = self._usable_channel(channel_index)
-            dispatched = _word(pending, channel_index)
+            dispatched = self._dispatched(pending, channel_index)
             if dispatched.value != 0:
                 raise ExchangeStateError(
                     f"dispatch twice on channel {channel_index}: the dispatch before has not been "
@@ -195,8 +196,9 @@ class LayerExchange:
             dispatched.value = self.handle
             self.rounds[channel_index] += 1
         num_slots = self.format.slots_of(max_tokens)
-        ids, weights, hidden = (channel.view(index, num_slots) for index in range(3))
-        return ids, weights, hidden, channel.recv_counts.view(-1), slots
+        view = channel.view
+        counts = channel.recv_counts.detach()
+        return view(0, num_slots), view(1, num_slots), view(2, num_slots), counts, slots
 
     def _rows_to_send(self, given: Activations, max_tokens: int) -> tuple[Activations, bool]:
         """Return what the kernel reads, and whether it quantises that."""
@@ -255,7 +257,7 @@ class LayerExchange:
             )
             if output is None:
                 output = expert_output.new_empty((send_slots.shape[0], expert_output.shape[1]))
-            dispatched = _word(pending, channel_index)
+            dispatched = self._dispatched(pending, channel_index)
             if dispatched.value != self.handle:
                 raise ExchangeStateError(
                     f"combine without dispatch on channel {channel_index}: this layer has no "
@@ -265,6 +267,12 @@ class LayerExchange:
             self._raise_fault(channel)
             dispatched.value = 0
         return output
+
+    def _dispatched(self, pending: torch.Tensor, channel_index: int) -> ctypes.c_int64:
+        """Return the channel's word in the state of the workspace."""
+        if pending is self.workspace.pending:
+            return self._words[channel_index]
+        return _word(pending, channel_index)  # a compiled graph has another tensor of this memory
 
     def _usable_channel(self, index: int) -> Channel:
         self.workspace.check_usable()

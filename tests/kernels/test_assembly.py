@@ -121,12 +121,15 @@ HD FloatRegister one_by_one(FloatRegister a, FloatRegister b) {
   for (int i = 0; i < kRegisterFloats; ++i) a[i] += b[i];
   return a;
 }
+HD RegisterPair one_by_one(RegisterPair a, RegisterPair b) {
+  return {one_by_one(a.even, b.even), one_by_one(a.odd, b.odd)};
+}
 """
 
 
 def with_scalar_sums(text: str) -> str:
     """Combine's sums of registers, made one element after the other."""
-    start = "template <class Element>\nstruct UnquantisedTerm"
+    start = "template <class Element>\nstruct RegisterTerm"
     for pattern, replacement, times in (
         (re.escape(start), lambda found: ONE_BY_ONE + found[0], 1),
         (r"total \+= (Term::load\(rows\[\d\], element\))", r"total = one_by_one(total, \1)", 3),
@@ -146,8 +149,11 @@ def test_scalar_code_is_noticed() -> None:
     constants = {"int kTopK": "8", "int kTopKBound": "8", "int kElement": "0"}
     constants |= {"int kQuantiser": "0", "int kCombine": "0"}
     whole = kernel_texts.host_unit(*kernel_texts.LAYER_FILES, constants=constants)
-    text = whole.replace("put_range<kVectorBytes, ", "put_range<1, ")
-    assert text != whole
+    unstreamed = whole.replace(
+        "constexpr bool kStreams = true;", "constexpr bool kStreams = false;"
+    )
+    text = unstreamed.replace("put_range<kVectorBytes, ", "put_range<1, ")
+    assert whole != unstreamed != text
     symbols = disassembly(
         with_scalar_sums(text),
         (*host.FLAGS, "-O1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"),

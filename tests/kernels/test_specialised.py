@@ -51,6 +51,38 @@ def test_specialised_build(
     compare.check_case(case)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "hidden_size"),
+    [
+        (torch.bfloat16, 1056),  # rows of 66 registers of 32 bytes: 16 vectors, and 2 registers
+        (torch.float16, 1040),
+        (torch.float32, 1032),
+        (torch.bfloat16, 1044),  # rows that lie on no whole registers are not streamed
+    ],
+)
+def test_streamed_rows(
+    dtype: torch.dtype, hidden_size: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row that may be streamed is, however few there are."""
+    text = replace_once(
+        kernel_texts.host_source(), "kStreamedBytes = 1 << 20", "kStreamedBytes = 0"
+    )
+    library = built(text)
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    case = Case(
+        name=f"streamed rows of {hidden_size} {dtype}",
+        tokens=(8, 3, 0, 7),
+        num_experts=24,
+        top_k=6,
+        hidden_size=hidden_size,
+        dtype=dtype,
+        routing="invalid",
+        num_threads=num_threads,
+    )
+    compare.check_case(case)
+
+
 #: platform.h's constants of the host, and what stands there for the GPU.
 AS_ON_THE_GPU = {
     "constexpr int kVectorBytes = 128;": "constexpr int kVectorBytes = 16;",

@@ -112,9 +112,31 @@ HD int lanes_for(int row_bytes, int vector_bytes) {
   return whole > rest ? whole : rest;
 }
 
+// Whether `count` rows from this address on are streamed (platform_host.h): they are too many bytes
+// for a cache, and each row lies on whole registers.
+HD bool are_streamed(uint64_t address, uint64_t row_bytes, int count) {
+  constexpr uint64_t kRegisterBytes = 4 * kRegisterFloats;
+  return kStreams && kVectorBytes % kRegisterBytes == 0 &&
+         static_cast<uint64_t>(count) * row_bytes > kStreamedBytes &&
+         (address | row_bytes) % kRegisterBytes == 0;
+}
+
+template <bool Streams, int Bytes>
+HD void store_or_stream(char* target, const Vector<Bytes>& vector) {
+  if constexpr (Streams) {  // on the host only
+    constexpr int kRegisterBytes = 4 * kRegisterFloats;
+    for (int i = 0; i + kRegisterBytes <= Bytes; i += kRegisterBytes) {
+      MOE_NVLINK_HOST_ONLY(BitRegister part; std::memcpy(&part, vector.bytes + i, kRegisterBytes);
+                           stream_register(target + i, part);)
+    }
+  } else {
+    store_vector(target, vector);
+  }
+}
+
 // Moves bytes [first, last) of one row, a multiple of Bytes, to each target that is not null. This
 // thread moves the vectors lane, lane + num_threads, ...
-template <int Bytes, int InFlight>
+template <int Bytes, int InFlight, bool Streams = false>
 HD void put_range(const Cta& cta, int lane, const char* source, char* const* targets,
                   int num_targets, int first, int last) {
   const int step = cta.num_threads * Bytes;
@@ -133,20 +155,25 @@ HD void put_range(const Cta& cta, int lane, const char* source, char* const* tar
       if (place >= last) break;
       MOE_NVLINK_UNROLL
       for (int target = 0; target < num_targets; ++target) {
-        if (targets[target] != nullptr) store_vector(targets[target] + place, vectors[i]);
+        if (targets[target] != nullptr) {
+          store_or_stream<Streams>(targets[target] + place, vectors[i]);
+        }
       }
     }
   }
 }
 
 // Moves one row of any size to each target that is not null. All threads of the CTA; `lane` numbers
-// them from 0 to num_threads - 1 in any order. vector_bytes: of vector_bytes_for().
+// them from 0 to num_threads - 1 in any order. vector_bytes: of vector_bytes_for(). streamed: of
+// are_streamed() for the targets.
 HD void put_row(const Cta& cta, int lane, const char* source, char* const* targets, int num_targets,
-                int row_bytes, int vector_bytes) {
+                int row_bytes, int vector_bytes, bool streamed = false) {
   const int whole = row_bytes & ~(vector_bytes - 1);
   switch (vector_bytes) {
     case kVectorBytes:
-      if (whole > cta.num_threads * kVectorBytes) {
+      if (kStreams && streamed) {
+        put_range<kVectorBytes, 1, kStreams>(cta, lane, source, targets, num_targets, 0, whole);
+      } else if (whole > cta.num_threads * kVectorBytes) {
         put_range<kVectorBytes, kVectorsInFlight>(cta, lane, source, targets, num_targets, 0,
                                                   whole);
       } else {

@@ -37,6 +37,11 @@ constexpr int kLaneElements = 16;
 constexpr int kRegisterFloats = 1;
 using FloatRegister = float;
 using BitRegister = uint32_t;
+// Only the host streams (platform_host.h).
+constexpr bool kStreams = false;
+constexpr uint64_t kStreamedBytes = 0;
+HD void stream_register(char*, BitRegister) {}
+HD void end_streams() {}
 
 // One cooperative thread array: the thread's place in it, and its barriers.
 struct Cta {

@@ -9,6 +9,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 #include "../../host/barrier.h"
 
 #define HD inline
@@ -38,6 +42,27 @@ constexpr int kLaneElements = 128;
 constexpr int kRegisterFloats = 8;
 typedef float FloatRegister __attribute__((vector_size(4 * kRegisterFloats)));
 typedef uint32_t BitRegister __attribute__((vector_size(4 * kRegisterFloats)));
+
+// Long rows are streamed: stored past the caches. To store a line as usual, a core first takes it
+// from memory or from the core that read it last; ranks on cores that share no cache pay most for
+// that. Where a launch has at most kStreamedBytes to store, the readers find them in a cache. The
+// thread sanitizer does not see streamed stores, so its build has none.
+constexpr uint64_t kStreamedBytes = 1 << 20;
+#if defined(__AVX__) && !defined(__SANITIZE_THREAD__)
+constexpr bool kStreams = true;
+inline void stream_register(char* target, BitRegister bits) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(target), reinterpret_cast<__m256i>(bits));
+}
+// A release does not order the streamed stores before it. So a thread that has streamed calls this
+// before it releases anything.
+inline void end_streams() {
+  _mm_sfence();
+}
+#else
+constexpr bool kStreams = false;
+inline void stream_register(char*, BitRegister) {}
+inline void end_streams() {}
+#endif
 
 struct Cta {
   int block;

@@ -1,9 +1,9 @@
 // The sum of a token's partial rows without the absent rows. Only the host uses it, because there
 // combine spends its time on arithmetic. The sum has the bits of combine's tree over all k; only
 // NaN may have other bits. An absent row would add -0.0, which changes nothing, so a node of the
-// tree with one empty side equals its other side. The sum goes through registers, kRegisterFloats
-// elements at a time. The few shapes that the tree of two, three and four rows can have are written
-// out.
+// tree with one empty side equals its other side. The sum goes through registers, one or two of
+// kRegisterFloats elements at a time. The few shapes that the tree of two, three and four rows can
+// have are written out.
 #pragma once
 
 #include "combine_formats.h"
@@ -33,25 +33,80 @@ HD void store_register(char* target, BitRegister bits) {
                        std::memcpy(target, &words, sizeof(words));)
 }
 
-// ---- Terms: a register of one row's elements, from `element` on, a multiple of kRegisterFloats.
+// Two registers of elements of 2 bytes: the elements at even places and those at odd places. To
+// take them apart needs a shift and a mask, while elements in their order would have to be widened
+// and narrowed across the halves of a register.
+struct RegisterPair {
+  FloatRegister even;
+  FloatRegister odd;
+};
 
+HD RegisterPair operator+(const RegisterPair& a, const RegisterPair& b) {
+  return RegisterPair{a.even + b.even, a.odd + b.odd};
+}
+
+HD RegisterPair& operator+=(RegisterPair& sum, const RegisterPair& term) {
+  return sum = sum + term;
+}
+
+// ---- Terms: kElements of one row's elements, from `element` on, a multiple of kElements. The sum
+// of terms is stored as elements of the activation's type.
+
+// One register, in the order of the elements.
 template <class Element>
-struct UnquantisedTerm {
-  HD static FloatRegister load(const PartialRow& from, int element) {
+struct RegisterTerm {
+  static constexpr int kElements = kRegisterFloats;
+  using Sum = FloatRegister;
+  HD static Sum absent() { return -FloatRegister{}; }
+  HD static void store(char* row, int element, const Sum& sum, bool streamed) {
     using Word = typename Element::Storage;
-    return Element::floats_of(
-        load_register<Word>(from.row + element * static_cast<int>(sizeof(Word))));
+    const BitRegister words = Element::rounded(bits_of_float(sum));
+    char* target = row + element * static_cast<int>(sizeof(Word));
+    if constexpr (sizeof(Word) == 4) {
+      if (streamed) return stream_register(target, words);
+    }
+    store_register<Word>(target, words);
   }
 };
 
-struct Fp8BlockTerm {
+template <class Element, int ElementBytes>
+struct UnquantisedTerm;
+
+template <class Element>
+struct UnquantisedTerm<Element, 4> : RegisterTerm<Element> {
+  HD static FloatRegister load(const PartialRow& from, int element) {
+    return Element::floats_of(load_register<uint32_t>(from.row + element * 4));
+  }
+};
+
+template <class Element>
+struct UnquantisedTerm<Element, 2> {
+  static constexpr int kElements = 2 * kRegisterFloats;
+  using Sum = RegisterPair;
+  HD static Sum absent() { return Sum{-FloatRegister{}, -FloatRegister{}}; }
+  HD static Sum load(const PartialRow& from, int element) {
+    const BitRegister words = load_register<uint32_t>(from.row + element * 2);
+    return Sum{Element::floats_of(words & 0xffffu), Element::floats_of(words >> 16)};
+  }
+  HD static void store(char* row, int element, const Sum& sum, bool streamed) {
+    const BitRegister words =
+        Element::rounded(bits_of_float(sum.even)) | Element::rounded(bits_of_float(sum.odd)) << 16;
+    char* target = row + element * 2;
+    if (streamed) return stream_register(target, words);
+    store_register<uint32_t>(target, words);
+  }
+};
+
+template <class Element>
+struct Fp8BlockTerm : RegisterTerm<Element> {
   HD static FloatRegister load(const PartialRow& from, int element) {
     const float scale = load_word(reinterpret_cast<const float*>(from.scales) + element / 128);
     return E4m3::floats_of(load_register<uint8_t>(from.row + element)) * scale;
   }
 };
 
-struct Nvfp4Term {
+template <class Element>
+struct Nvfp4Term : RegisterTerm<Element> {
   HD static FloatRegister load(const PartialRow& from, int element) {
     const uint8_t code = load_word(reinterpret_cast<const uint8_t*>(from.scales) + element / 16);
     const float unit =
@@ -76,15 +131,15 @@ template <class Element, int Format>
 struct TermOf;
 template <class Element>
 struct TermOf<Element, kCombineUnquantised> {
-  using Type = UnquantisedTerm<Element>;
+  using Type = UnquantisedTerm<Element, sizeof(typename Element::Storage)>;
 };
 template <class Element>
 struct TermOf<Element, kCombineFp8Block> {
-  using Type = Fp8BlockTerm;
+  using Type = Fp8BlockTerm<Element>;
 };
 template <class Element>
 struct TermOf<Element, kCombineNvfp4> {
-  using Type = Nvfp4Term;
+  using Type = Nvfp4Term<Element>;
 };
 
 // ---- Shapes: which sums are made of the rows.
@@ -93,8 +148,8 @@ struct TermOf<Element, kCombineNvfp4> {
 template <int Count>
 struct Chain {
   template <class Term>
-  HD static FloatRegister sum(const PartialRow* rows, int element) {
-    FloatRegister total = Term::load(rows[0], element);
+  HD static typename Term::Sum sum(const PartialRow* rows, int element) {
+    typename Term::Sum total = Term::load(rows[0], element);
     if constexpr (Count > 1) total += Term::load(rows[1], element);
     if constexpr (Count > 2) total += Term::load(rows[2], element);
     if constexpr (Count > 3) total += Term::load(rows[3], element);
@@ -106,7 +161,7 @@ struct Chain {
 template <int Count>
 struct Tree {
   template <class Term>
-  HD static FloatRegister sum(const PartialRow* rows, int element) {
+  HD static typename Term::Sum sum(const PartialRow* rows, int element) {
     return Tree<Count / 2>::template sum<Term>(rows, element) +
            Tree<Count / 2>::template sum<Term>(rows + Count / 2, element);
   }
@@ -114,8 +169,9 @@ struct Tree {
 template <>
 struct Tree<1> {
   template <class Term>
-  HD static FloatRegister sum(const PartialRow* rows, int element) {
-    return rows->row == nullptr ? -FloatRegister{} : Term::load(*rows, element);
+  HD static typename Term::Sum sum(const PartialRow* rows, int element) {
+    if (rows->row == nullptr) return Term::absent();
+    return Term::load(*rows, element);
   }
 };
 
@@ -123,8 +179,8 @@ struct Tree<1> {
 struct Forest {
   static constexpr int kQuarter = kMaxTopK / 4;
   template <class Term>
-  HD static FloatRegister sum(const PartialRow* rows, int element) {
-    FloatRegister quarters[4];
+  HD static typename Term::Sum sum(const PartialRow* rows, int element) {
+    typename Term::Sum quarters[4];
     MOE_NVLINK_ROLLED
     for (int i = 0; i < 4; ++i) {
       quarters[i] = Tree<kQuarter>::template sum<Term>(rows + i * kQuarter, element);
@@ -133,15 +189,20 @@ struct Forest {
   }
 };
 
-// This thread's elements of [0, whole), a multiple of kRegisterFloats.
-template <class Element, class Term, class Shape>
-HD void sum_rows(const PartialRow* rows, char* output, int thread, int threads, int whole) {
-  using Word = typename Element::Storage;
-  for (int element = thread * kRegisterFloats; element < whole;
-       element += threads * kRegisterFloats) {
-    const FloatRegister total = Shape::template sum<Term>(rows, element);
-    store_register<Word>(output + element * static_cast<int>(sizeof(Word)),
-                         Element::rounded(bits_of_float(total)));
+// Where a sum goes. This is thread `thread` of the `threads` that share the row.
+struct SumTarget {
+  char* output;
+  int thread;
+  int threads;
+  bool streamed;  // of are_streamed()
+};
+
+// This thread's elements of [0, whole), a multiple of the term's kElements.
+template <class Term, class Shape>
+HD void sum_rows(const PartialRow* rows, const SumTarget& target, int whole) {
+  const int step = target.threads * Term::kElements;
+  for (int element = target.thread * Term::kElements; element < whole; element += step) {
+    Term::store(target.output, element, Shape::template sum<Term>(rows, element), target.streamed);
   }
 }
 
@@ -173,19 +234,17 @@ HD bool order_four(PartialRow* rows, const int* k) {
 }
 
 // The same of any rows.
-template <class Element, class Term>
-HD void sum_many_rows(const PartialRow* rows, int top_k, char* output, int thread, int threads,
-                      int whole) {
+template <class Term>
+HD void sum_many_rows(const PartialRow* rows, int top_k, const SumTarget& target, int whole) {
   PartialRow all[kMaxTopK];
   for (int i = 0; i < kMaxTopK; ++i) all[i] = i < top_k ? rows[i] : PartialRow{};
-  if (top_k <= 8) return sum_rows<Element, Term, Tree<8>>(all, output, thread, threads, whole);
-  sum_rows<Element, Term, Forest>(all, output, thread, threads, whole);
+  if (top_k <= 8) return sum_rows<Term, Tree<8>>(all, target, whole);
+  sum_rows<Term, Forest>(all, target, whole);
 }
 
 // Adds a token's top_k rows up, of which at least one is not absent.
-template <class Element, class Term>
-HD void sum_present_rows(const PartialRow* rows, int top_k, char* output, int thread, int threads,
-                         int whole) {
+template <class Term>
+HD void sum_present_rows(const PartialRow* rows, int top_k, const SumTarget& target, int whole) {
   PartialRow present[4];
   int k[4];
   int count = 0;
@@ -197,17 +256,17 @@ HD void sum_present_rows(const PartialRow* rows, int top_k, char* output, int th
     }
     ++count;
   }
-  if (count == 1) return sum_rows<Element, Term, Chain<1>>(present, output, thread, threads, whole);
-  if (count == 2) return sum_rows<Element, Term, Chain<2>>(present, output, thread, threads, whole);
+  if (count == 1) return sum_rows<Term, Chain<1>>(present, target, whole);
+  if (count == 2) return sum_rows<Term, Chain<2>>(present, target, whole);
   if (count == 3) {
     order_three(present, k);
-    return sum_rows<Element, Term, Chain<3>>(present, output, thread, threads, whole);
+    return sum_rows<Term, Chain<3>>(present, target, whole);
   }
   if (count == 4 && order_four(present, k)) {
-    return sum_rows<Element, Term, Chain<4>>(present, output, thread, threads, whole);
+    return sum_rows<Term, Chain<4>>(present, target, whole);
   }
-  if (count == 4) return sum_rows<Element, Term, Tree<4>>(present, output, thread, threads, whole);
-  sum_many_rows<Element, Term>(rows, top_k, output, thread, threads, whole);
+  if (count == 4) return sum_rows<Term, Tree<4>>(present, target, whole);
+  sum_many_rows<Term>(rows, top_k, target, whole);
 }
 
 }  // namespace moe_nvlink
