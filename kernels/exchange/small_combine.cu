@@ -73,7 +73,7 @@ HD SmallPlan small_plan(const CombineArgs& args, const Cta& cta, int element) {
 // last to be known, and what does not depend on it is computed while it is on its way.
 HD char* staging_of(const CombineArgs& args, int rank, uint32_t epoch) {
   const uint32_t step = args.odd_staging_region - args.even_staging_region;
-  return region_of(args, rank, args.even_staging_region + 0 * step);
+  return region_of(args, rank, args.even_staging_region + epoch % 2 * step);
 }
 
 // What a kernel before this one has left. Every thread reads it for itself: no barrier precedes the
@@ -328,7 +328,7 @@ HD void report_missing(const CombineArgs& args, const SmallPlan& plan, const int
   int k = 0;
   while ((missing >> k & 1u) == 0) ++k;
   const int peer = rows[k] / (plan.units * args.geometry.max_tokens_per_rank);
-  report_fault(args, args.control.combine_cells, kFaultTimeout, kPhaseCombine, 0,
+  report_fault(args, args.control.combine_cells, kFaultTimeout, kPhaseCombine, peer,
                receiving.epoch, receiving.patience);
 }
 
