@@ -95,7 +95,8 @@ def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
     most = max(limits.resident(threads), 2)
     tokens = max(num_tokens, 1)
     sending = tokens * sizes.sent_rows * sizes.send_parts
-    receiving = tokens * sizes.received_rows * sizes.receive_parts
+    # One more, for the CTA that signals the peers before it receives.
+    receiving = tokens * sizes.received_rows * sizes.receive_parts + 1
     if sending + receiving > most:
         fewer = min(sending, receiving, most // 2)
         sending = fewer if sending <= receiving else most - fewer
