@@ -232,7 +232,7 @@ def own_experts(case: Case, rank: int) -> Inputs:
 def is_overtaken(then: Case, patience_s: float) -> bool:
     """Whether rank 0 dispatches again, as `then` says, before rank 1 has signalled its combine."""
     first = small(SETTLED)
-    over = threading.Event()
+    has_received = threading.Event()
 
     def rank_main(group: ThreadGroup) -> bool:
         layer = MoeAllToAll.create(first.config(group.rank), group)
@@ -240,7 +240,11 @@ def is_overtaken(then: Case, patience_s: float) -> bool:
         mine = own_experts(first, group.rank)
         received = layer.dispatch(*mine)
         overtaken = False
-        if group.rank == 1:
+        if group.rank == 0:
+            # Without it the mistake may show in another way: as a rank that is ahead in dispatch.
+            assert has_received.wait(60)
+        else:
+            has_received.set()
             args = exchange.find(layer._handle).channel(0)._dispatch_args
             cells = args.window_base + args.rank_stride + 256 * args.control.dispatch_cells
             until = time.monotonic() + patience_s
@@ -248,7 +252,6 @@ def is_overtaken(then: Case, patience_s: float) -> bool:
                 cell = int.from_bytes(ctypes.string_at(cells, 4), "little")
                 overtaken = cell == 2
                 time.sleep(0.001)
-            over.set()
         rows = received.hidden_states
         compare.assert_same_bits(
             layer.combine(rows, received.metadata), mine.hidden_states, f"rank {group.rank}"
