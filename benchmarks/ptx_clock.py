@@ -34,6 +34,7 @@ from benchmarks.moe_comm import clocked, gb200
 from benchmarks.moe_comm.terms import VERBS, Work
 from benchmarks.reporting import tables
 from benchmarks.reporting.files import Result
+from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
 from tests.support.ptx import costs
 from tests.support.ptx.critical_path import round_trips, totals
 
@@ -42,11 +43,16 @@ LABEL = "modelled"
 TOKENS = (1, 4, 16, 64, 128, 512)
 KERNELS: Mapping[str, type[clocked.Layer]] = {
     "moe_nvlink": clocked.Ours,
+    "moe_nvlink_small": clocked.Small,
+    "moe_nvlink_bulk": clocked.Bulk,
     "flashinfer": clocked.Peer,
     "flashinfer_cake": clocked.Cake,
 }
+#: What "moe_nvlink" would do with either kind of kernels, on request, up to these tokens.
+MOST_TOKENS = {"moe_nvlink_small": MAX_SMALL_TOKENS, "moe_nvlink_bulk": MAX_SMALL_TOKENS}
 #: Whose source is for one machine alone.
 ONLY_ON = {"flashinfer_cake": "gb200"}
+DEFAULTS = [name for name in KERNELS if name not in MOST_TOKENS]
 #: SASS of the text that was published (TensorRT-LLM's, before its loop was split in two) keeps four
 #: wide loads of combine in flight, where the text in FlashInfer's wheel keeps all eight.
 PUBLISHED = {"thread_loads_in_flight": 4.0}
@@ -141,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ep", type=int, nargs="+", default=[8, 64], help="number of ranks")
     parser.add_argument("--machine", nargs="+", choices=costs.MACHINES, default=["gb200"])
     parser.add_argument("--verb", nargs="+", choices=VERBS, default=list(VERBS))
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=DEFAULTS)
     parser.add_argument("--path", action="store_true", help="print the critical paths")
     parser.add_argument("--calibrate", action="store_true", help="beside the published times")
     parser.add_argument("--output_file", type=Path, help="JSON of all of it")
@@ -158,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made["errors"] = errors(made["calibration"])
     cases = itertools.product(given.machine, given.ep, given.tokens, given.kernels)
     for machine, ep_size, tokens, kernels in cases:
-        if ONLY_ON.get(kernels, machine) != machine:
+        if ONLY_ON.get(kernels, machine) != machine or tokens > MOST_TOKENS.get(kernels, tokens):
             continue
         began = time.monotonic()
         made["rows"] += rows_of(kernels, Work(ep_size, tokens), machine, given.verb)

@@ -9,9 +9,9 @@ ends when the slowest rank's launch has ended.
 
 Either every rank is simulated, or rank 0 stands for all (`is_whole=False`): the perfect router
 gives every rank the same work, so what rank 0 stores to the words of a peer (its cell), the peer is
-taken to store to rank 0's at the same time. Rows that peers would send to rank 0 are then not
-simulated: a rank's links carry in each direction what it sends itself, or fetches itself, and
-nothing waits because several ranks send to one at once.
+taken to store to rank 0's at the same time; so are the units of a small batch's rows. Other rows
+that peers would send to rank 0 are then not simulated: a rank's links carry in each direction what
+it sends itself, or fetches itself, and nothing waits because several ranks send to one at once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from typing_extensions import Self
 
 from benchmarks.moe_comm import options, peer_cake, peer_launches, peer_source, routers
 from benchmarks.moe_comm.terms import VERBS, Work
-from moe_nvlink_plugin.config import AllToAllConfig
+from moe_nvlink_plugin.config import GPU_SMALL_TOKENS, MAX_SMALL_TOKENS, AllToAllConfig
 from moe_nvlink_plugin.exchange import arguments, shapes
-from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows
+from moe_nvlink_plugin.exchange.launches import PART_BYTES
+from moe_nvlink_plugin.exchange.sizes import layer_layout, packed_offsets, payload_rows
 from moe_nvlink_plugin.jit.header import constants, structs
-from moe_nvlink_plugin.launch.shape import MOST_THREADS, Limits, Shape
+from moe_nvlink_plugin.launch.shape import MOST_THREADS, Limits, Shape, ceil_div
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import kernel_texts
 from tests.support.ptx import build, costs
-from tests.support.ptx.critical_path import Clock, Step
+from tests.support.ptx.critical_path import Clock, Mirror, Step
 from tests.support.ptx.machine import Machine
 
 ARCHITECTURES = {"h200": "sm_90a", "gb200": "sm_100a"}
@@ -121,8 +122,8 @@ class Layer(abc.ABC):
             for name, tensor in tensors.items():
                 self._machine.allocate(rank, tensor.data_ptr(), tensor.nbytes, name)
         if not is_whole:
-            for here, peer in self._words():
-                self._clock.mirror(here, peer)
+            for mirror in self._mirrors():
+                self._clock.mirror(mirror)
 
     @abc.abstractmethod
     def _load(self) -> build.Library:
@@ -132,8 +133,15 @@ class Layer(abc.ABC):
     def _workspace_bytes(self) -> int: ...
 
     @abc.abstractmethod
-    def _words(self) -> Iterator[tuple[int, int]]:
-        """Return what rank 0 stores to each peer's workspace, and where the peer would store it."""
+    def _mirrors(self) -> Iterator[Mirror]:
+        """Return where rank 0 stores in peers' workspaces, and where those do in its own."""
+
+    def _slices(self, start: int, size_bytes: int) -> Mirror:
+        """Slice 0 of a region at each peer, and the slice of that peer at rank 0."""
+        of_peer = self._memory.address + self._stride + start
+        of_rank_0 = self._memory.address + start + size_bytes
+        peers = self.work.ep_size - 1
+        return Mirror(of_peer, self._stride, of_rank_0, size_bytes, size_bytes, peers)
 
     @abc.abstractmethod
     def _launches(self, verb: str, rank: int) -> list[Launch]: ...
@@ -206,10 +214,21 @@ def _inputs(work: Work, rank: int) -> dict[str, torch.Tensor]:
 
 
 class Ours(Layer):
-    """Our kernels with the product's launch shapes."""
+    """Our kernels with the product's launch shapes.
+
+    Attributes:
+        most_small_tokens: with so many, the kernels for small batches run; as in the product.
+    """
+
+    most_small_tokens = GPU_SMALL_TOKENS
+
+    def _small_tokens(self) -> int:
+        """Return the layer's small_tokens."""
+        return self.work.tokens if self.work.tokens <= self.most_small_tokens else 0
 
     def _load(self) -> build.Library:
         work = self.work
+        self._small = self._small_tokens() > 0
         self._configs = [
             AllToAllConfig(
                 ep_size=work.ep_size,
@@ -218,6 +237,7 @@ class Ours(Layer):
                 top_k=work.top_k,
                 hidden_size=work.hidden_size,
                 max_tokens_per_rank=work.tokens,
+                small_tokens=self._small_tokens(),
                 dtype=torch.bfloat16,
             )
             for rank in self._ranks
@@ -225,17 +245,20 @@ class Ours(Layer):
         recipe = find_recipe(self._configs[0])
         self._rows = payload_rows(self._configs[0], recipe)
         self._regions = layer_layout(self._configs[0], recipe).channel_regions(0)
-        text = kernel_texts.specialised_source(work.top_k, constants()["kElementBf16"], pdl=True)
+        text = kernel_texts.specialised_source(
+            work.top_k, constants()["kElementBf16"], pdl=True, small=self._small
+        )
         return build.load(build.ptx_of(text, ARCHITECTURES[self._gpu]), clock=True)
 
     def _workspace_bytes(self) -> int:
         return max(region.offset + region.size_bytes for region in self._regions.values())
 
-    def _words(self) -> Iterator[tuple[int, int]]:
+    def _mirrors(self) -> Iterator[Mirror]:
         for verb in VERBS:
-            cells = self._regions[f"{verb}_cells"].offset
-            for peer in range(1, self.work.ep_size):
-                yield self._bases[peer] + cells, self._bases[0] + cells + 8 * peer
+            yield self._slices(self._regions[f"{verb}_cells"].offset, 8)
+        for name, region in self._regions.items():
+            if name.endswith("_staging"):
+                yield self._slices(region.offset, region.size_bytes // self.work.ep_size)
 
     def run(self, verb: str) -> Clocked:
         """Run a verb as every layer does.
@@ -243,28 +266,48 @@ class Ours(Layer):
         Raises:
             RuntimeError: a rank waited in vain.
         """
+        for rank in self._ranks:
+            # The round before was of the same kind.
+            self._local(rank).has_pulled = 0 if self._small else 1
         clocked = super().run(verb)
         for rank in self._ranks:
-            place = self._bases[rank] + self._regions["local"].offset
-            local: Any = structs()["LocalControl"].from_address(place)
-            if local.fault:
+            fault = self._local(rank).fault
+            if fault:
                 raise RuntimeError(
-                    f"{verb} of rank {rank} left fault word {local.fault:#018x}: its time is of a "
+                    f"{verb} of rank {rank} left fault word {fault:#018x}: its time is of a "
                     "round that failed"
                 )
         return clocked
+
+    def _local(self, rank: int) -> Any:
+        return structs()["LocalControl"].from_address(
+            self._bases[rank] + self._regions["local"].offset
+        )
 
     def shape(self, verb: str) -> Shape:
         """Return the product's launch shape on this machine."""
         work = self.work
         limits = Limits(int(self._costs["num_sms"]), MOST_THREADS, self._places)
+        if self._small:
+            return shapes.small_shape(work.tokens, self._small_sizes(verb), limits)
         if verb == "dispatch":
             empty = work.ep_size * work.tokens * work.top_k * 4
             return shapes.dispatch_shape(work.tokens, int(work.recipe_bytes), empty, limits)
         return shapes.combine_shape(work.tokens, work.hidden_size, 2, limits)
 
+    def _small_sizes(self, verb: str) -> shapes.SmallSizes:
+        """Return what LayerLaunches would."""
+        rows = min(self.work.ep_size, self.work.top_k)
+        if verb == "dispatch":
+            _offsets, packed = packed_offsets(row.row_bytes for row in self._rows.values())
+            parts = ceil_div(packed, PART_BYTES)
+            return shapes.SmallSizes(parts, parts, received_rows=rows)
+        parts = ceil_div(self.work.hidden_size * 2, PART_BYTES)
+        return shapes.SmallSizes(parts, parts, sent_rows=rows)
+
     def _launches(self, verb: str, rank: int) -> list[Launch]:
-        kernel, shape = self._library[f"moe_nvlink_{verb}"], self.shape(verb)
+        name = f"small_{verb}" if self._small else verb
+        kernel, shape = self._library[f"moe_nvlink_{name}"], self.shape(verb)
         args = bytes(self._arguments(verb, rank))
         return [Launch(kernel, shape.blocks, shape.threads, args)]
 
@@ -278,10 +321,25 @@ class Ours(Layer):
         else:
             args = arguments.combine_arguments(config, self._regions, *window)
             args.output = tensors["output"].data_ptr()
+        if self._small:
+            args.senders = self.shape(verb).splits
+        elif verb == "combine":
             args.hidden_splits = self.shape(verb).splits
         args.send_slots = tensors["slots"].data_ptr()
         args.geometry.num_tokens = self.work.tokens
         return args
+
+
+class Small(Ours):
+    """The kernels for small batches wherever they can run."""
+
+    most_small_tokens = MAX_SMALL_TOKENS
+
+
+class Bulk(Ours):
+    """The kernels for batches of any size, also for small ones."""
+
+    most_small_tokens = 0
 
 
 #: Registers a thread of dispatch and of combine for top_k 8, by `ptxas -v` of CUDA 13.0.88.
@@ -322,11 +380,10 @@ class Peer(Layer):
     def _workspace_bytes(self) -> int:
         return self._of.offsets().size
 
-    def _words(self) -> Iterator[tuple[int, int]]:
+    def _mirrors(self) -> Iterator[Mirror]:
         at = self._of.offsets()
         for start in (at.recv_counters, at.dispatch_flags, at.combine_flags):
-            for peer in range(1, self.work.ep_size):
-                yield self._bases[peer] + start, self._bases[0] + start + 4 * peer
+            yield self._slices(start, 4)
 
     def _launches(self, verb: str, rank: int) -> list[Launch]:
         names = ("hidden", "ids", "weights", "output")

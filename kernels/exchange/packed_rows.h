@@ -32,9 +32,8 @@ struct PieceOrigin {
 HD PieceOrigin piece_origin(const DispatchArgs& args, int packed_offset) {
   int payload = 0;
   MOE_NVLINK_ROLLED
-  while (payload + 1 < static_cast<int>(args.num_payloads) &&
-         static_cast<int>(args.payloads[payload + 1].packed_offset) <= packed_offset) {
-    ++payload;
+  for (; payload + 1 < static_cast<int>(args.num_payloads); ++payload) {
+    if (static_cast<int>(args.payloads[payload + 1].packed_offset) > packed_offset) break;
   }
   const int offset = packed_offset - static_cast<int>(args.payloads[payload].packed_offset);
   const int left = static_cast<int>(args.payloads[payload].row_bytes) - offset;

@@ -37,7 +37,9 @@ constexpr int kGivenId = kExperts + 3;  // for experts that a rank does not have
 constexpr int kMostHidden = 256;        // of dispatch's rows in rounds that quantise
 constexpr int kMostScales = 12;         // bytes of a row's scales
 constexpr int kLaidOutBytes = 128 * kMostScales;
-constexpr int kBackHidden = 256;  // of combine's rows in rounds that have a format
+constexpr int kBackHidden = 256;       // of combine's rows in rounds that have a format
+constexpr int kPayloadAlignment = 16;  // in a packed row
+constexpr int kMostPackedBytes = 512;
 
 std::atomic<int> mistakes{0};
 
@@ -86,6 +88,8 @@ struct Regions {
   uint32_t back_rows = 0;
   uint32_t back_scales = 0;
   uint32_t back_row_scales = 0;
+  uint32_t staging = 0;
+  uint32_t back_staging[2] = {0, 0};  // of rounds of even and of odd epochs
 
   Regions() {
     control.dispatch_cells = layout.add(kRanks * 8);
@@ -105,6 +109,12 @@ struct Regions {
     back_rows = layout.add(kSlots * kBackHidden);
     back_scales = layout.add(kSlots * kBackHidden / 16);
     back_row_scales = layout.add(kSlots * 4);
+    using moe_nvlink::kUnitBytes;
+    using moe_nvlink::units_of;
+    staging = layout.add(static_cast<size_t>(kSlots) * units_of(kMostPackedBytes) * kUnitBytes);
+    for (uint32_t& each : back_staging) {
+      each = layout.add(static_cast<size_t>(kSlots) * units_of(kHidden * 4) * kUnitBytes);
+    }
   }
 };
 
@@ -171,6 +181,13 @@ int scales_layout(int round) {
   const bool bytes =
       quantiser == moe_nvlink::kQuantiserMxfp8 || quantiser == moe_nvlink::kQuantiserNvfp4;
   return bytes ? moe_nvlink::kScalesLayoutInterleaved : moe_nvlink::kScalesLayoutColumnMajor;
+}
+// Rounds of both kinds follow each other in every order. A format's rows travel back by combine.cu.
+bool is_small(int round) {
+  return (round / 2 + round / 5) % 2 == 0;
+}
+bool combines_small(int round) {
+  return is_small(round) && format_of(round) == moe_nvlink::kCombineUnquantised;
 }
 bool has_mask(int round) {
   return round % 5 < 2;
@@ -340,10 +357,10 @@ struct Rank {
     args.geometry.hidden_size = hidden_size;
     args.quantiser = static_cast<uint32_t>(how.quantiser);
     if (how.global_scale != 0) args.global_scale = reinterpret_cast<uint64_t>(&how.global_scale);
-    args.payloads[0] = {reinterpret_cast<uint64_t>(ids.data()), regions.ids, kTopK * 4};
-    args.payloads[1] = {reinterpret_cast<uint64_t>(weights.data()), regions.weights, kTopK * 4};
+    args.payloads[0] = {reinterpret_cast<uint64_t>(ids.data()), regions.ids, kTopK * 4, 0};
+    args.payloads[1] = {reinterpret_cast<uint64_t>(weights.data()), regions.weights, kTopK * 4, 0};
     args.payloads[2] = {reinterpret_cast<uint64_t>(hidden.data()), regions.hidden,
-                        static_cast<uint32_t>(how.row_bytes)};
+                        static_cast<uint32_t>(how.row_bytes), 0};
     args.received_ids = static_cast<uint32_t>(received_ids(round));
     args.absent_id = kGivenId;
     args.scales_layout = static_cast<uint32_t>(scales_layout(round));
@@ -352,10 +369,22 @@ struct Rank {
     args.num_payloads = 3;
     if (how.scale_bytes != 0) {
       args.payloads[args.num_payloads++] = {0, regions.scales,
-                                            static_cast<uint32_t>(how.scale_bytes)};
+                                            static_cast<uint32_t>(how.scale_bytes), 0};
     }
     args.payloads[args.num_payloads++] = {reinterpret_cast<uint64_t>(extra.data()), regions.extra,
-                                          kExtraBytes};
+                                          kExtraBytes, 0};
+    for (uint32_t i = 0; i < args.num_payloads; ++i) {
+      args.payloads[i].packed_offset = args.packed_bytes;
+      args.packed_bytes += (args.payloads[i].row_bytes + kPayloadAlignment - 1) /
+                           kPayloadAlignment * kPayloadAlignment;
+    }
+    args.staging_region = regions.staging;
+    if (is_small(round)) {
+      expect(args.packed_bytes <= kMostPackedBytes, "packed row", rank, round);
+      // It loads a row while it looks for the row's targets.
+      moe_nvlink_small_dispatch(&args, &grid);
+      return;
+    }
     forbid_padded_rows(count);
     moe_nvlink_dispatch(&args, &grid);
     allow_all_rows();
@@ -462,7 +491,13 @@ struct Rank {
     args.scales_region = regions.back_scales;
     args.row_scales_region = regions.back_row_scales;
     args.geometry.hidden_size = back_hidden(round);
-    moe_nvlink_combine(&args, &grid);
+    args.even_staging_region = regions.back_staging[0];
+    args.odd_staging_region = regions.back_staging[1];
+    if (combines_small(round)) {
+      moe_nvlink_small_combine(&args, &grid);
+    } else {
+      moe_nvlink_combine(&args, &grid);
+    }
   }
 
   // Small whole numbers: their sums are exact in any order.

@@ -135,6 +135,44 @@ FORMAT_BUGS: Bugs = {
     "barrier behind a row's amax": without("quantise_slot", "cta.sync();"),
 }
 
+#: The same in rounds of small batches, between rounds of other batches. Units are words of
+#: std::atomic_ref, so a missing P10 or a unit that is not cleared in time is no race here: the
+#: litmus programs and the software GPU look at those.
+SMALL_BUGS: Bugs = {
+    "P11 release": [Edit("announce", "if (has_pulled) {", "if (has_pulled && !AWAKE) {")],
+    "P11 acquire": instead("acquire_cells", "load_acquire_sys", "load_relaxed_sys"),
+    "P12 acquire": instead("wait_until_reached", "load_acquire_sys", "load_relaxed_sys"),
+    # Left in at a CTA's first two tokens, whose routes are addresses.
+    "barrier behind what is staged": [
+        Edit(
+            "send_parts_of_tokens",
+            "cta.sync();",
+            "if (!AWAKE || item.token < 2 * cta.num_blocks) { cta.sync(); }",
+        )
+    ],
+    "second staged half": [
+        Edit(
+            "send_parts_of_tokens",
+            "shared.staged + turn * kPartBytes",
+            "shared.staged + (AWAKE ? 0 : turn) * kPartBytes",
+        )
+    ],
+    "barrier behind the units": without("receive_parts", "cta.sync();"),
+    "second half of what is received": [
+        Edit(
+            "receive_parts",
+            "shared.staged + turn * kPartBytes",
+            "shared.staged + (AWAKE ? 0 : turn) * kPartBytes",
+        )
+    ],
+    "barrier behind the counts of a small round": without(
+        "receive_round", "cta.sync();", after="receive_parts"
+    ),
+    "barrier between two items of a small combine": without(
+        "receive_rows", "cta.sync();", after="token = next;"
+    ),
+}
+
 #: And where dispatch does.
 QUANTISER_BUGS: Bugs = {
     # Left in at a CTA's first two tokens, as above.
@@ -182,11 +220,12 @@ REPORTS = {
     "a block behind the end of a row": "AddressSanitizer",
 }
 
-RACES = {**SEEDED_BUGS, **FORMAT_BUGS, **QUANTISER_BUGS}
+RACES = {**SEEDED_BUGS, **SMALL_BUGS, **FORMAT_BUGS, **QUANTISER_BUGS}
 NUMBERS = {name: number for number, name in enumerate({**RACES, **OTHER_BUGS}, 1)}
 #: Each with the bugs that sleep in one program.
 GROUPS = {
     "protocol": SEEDED_BUGS,
+    "small": SMALL_BUGS,
     "formats": FORMAT_BUGS,
     "quantisers": QUANTISER_BUGS,
     "others": OTHER_BUGS,

@@ -130,7 +130,7 @@ class Kernels:
             unused.discard(key)
             rest = next(said[key])
             if rest:
-                lines.append(f"{instruction} {rest}".strip())
+                lines.append(_with_operands(instruction, rest))
         if unused:
             raise SourceError(f"{function} has nothing like {sorted(unused)} on this path")
         return "; ".join(lines)
@@ -364,6 +364,13 @@ def _masked(node: Node, parts: tuple[Node, ...]) -> tuple[int, str]:
     return first, text
 
 
+def _with_operands(instruction: str, operands: str) -> str:
+    """An access; one of two words, `a, 1 & b, 2`, is two accesses."""
+    access = instruction.removesuffix(".v2")
+    parts = operands.split(" & ") if access != instruction else [operands]
+    return "; ".join(f"{access} {part}".strip() for part in parts)
+
+
 def _turns(value: Operands) -> Iterator[str]:
     """What is said of the first match, the second, ... One text is said of all of them."""
     return itertools.repeat(value) if isinstance(value, str) else iter(value)
@@ -378,7 +385,8 @@ def _key_of(call: Call, operands: Mapping[str, Operands]) -> str:
 
 @functools.cache
 def _kernels() -> str:
-    return kernel_texts.specialised_source(8, 0) + kernel_texts.head_source(0)
+    small = kernel_texts.specialised_source(8, 0, small=True)
+    return kernel_texts.specialised_source(8, 0) + small + kernel_texts.head_source(0)
 
 
 @functools.cache
@@ -423,5 +431,6 @@ def _instruction(body: str) -> str | None:
         return None
     access = ACCESS.match(match[1])
     if access:
-        return access[0] + (".add" if access[1] == "atom" else "")
+        words = ".v2" if ".v2." in match[1] else ""
+        return access[0] + (".add" if access[1] == "atom" else words)
     return match[1].split(";")[0] if match[1].startswith("griddepcontrol.wait") else None

@@ -54,6 +54,9 @@ LOOKS_FOR_FAILURE = r"has_failed: "
 
 SLOT_TAKEN = r"&send_counters\[target\]"
 
+#: The last warp alone waits for a small combine before this dispatch (small_protocol.py).
+IN_LAST_WARP = r"^!\(lane < 0\)$"
+
 PUTS_TOKENS = r"^int token = cta\.block"
 QUANTISES_TOKENS = r"^!\(Config::kQuantiser == kQuantiserNone\)$"
 FIRST_WARP = r"^cta\.thread < Cta::kWarpThreads$"
@@ -144,7 +147,7 @@ def arriving(
     """
     operands: dict[str, Operands] = {LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {}
-    untaken = [IS_FINISHER, QUANTISES_TOKENS]
+    untaken = [IS_FINISHER, QUANTISES_TOKENS, IN_LAST_WARP]
     if arrival:
         operands[r"->arrivals"] = arrival
         plain[EPOCH_READ] = epoch_read
@@ -186,7 +189,7 @@ def finishing(
         MARKED: mark,
         LAID_OUT: laid_out,
     }
-    untaken = [PUTS_TOKENS, QUANTISES_TOKENS, HAS_FAILED, A_FAULT]
+    untaken = [PUTS_TOKENS, QUANTISES_TOKENS, IN_LAST_WARP, HAS_FAILED, A_FAULT]
     if arrival:
         operands[r"->arrivals"] = arrival
     else:
@@ -507,14 +510,14 @@ def route_of_three_tokens(kernels: Kernels) -> str:
                 "dispatch_body",
                 operands | {SLOT_TAKEN: ""},
                 {ROUTE_WRITTEN: writes},
-                [IS_FINISHER, QUANTISES_TOKENS],
+                [IS_FINISHER, QUANTISES_TOKENS, IN_LAST_WARP],
                 turns,
             ),
             "gpu0.k0.cta0.t32": kernels.thread(
                 "dispatch_body",
                 {LOOKS_FOR_FAILURE: ""},
                 {ROW_PUT: reads},
-                [IS_FINISHER, QUANTISES_TOKENS, THREAD_0, FIRST_WARP],
+                [IS_FINISHER, QUANTISES_TOKENS, THREAD_0, FIRST_WARP, IN_LAST_WARP],
                 turns,
             ),
         }
@@ -527,7 +530,7 @@ def route_of_three_quantised_tokens(kernels: Kernels) -> str:
     where = buffers(kernels, body, "shared.routes[turn]", "turn = 1 - turn;")
     assert kernels.bodies[body].count("shared.amax[turn]") == 2
     tokens = list(enumerate(where, 1))
-    turns = {PUTS_TOKENS: 3}
+    turns, untaken = {PUTS_TOKENS: 3}, [IN_LAST_WARP]
     writes: dict[str, Operands] = {
         ROUTE_WRITTEN: tuple(f"st.weak route_{place}, {token}" for token, place in tokens),
         PREPARES: tuple(f"st.weak amax_{place}, {token}" for token, place in tokens),
@@ -538,8 +541,10 @@ def route_of_three_quantised_tokens(kernels: Kernels) -> str:
     }
     return text(
         {
-            "gpu0.k0.cta0.t0": kernels.thread(body, {SLOT_TAKEN: ""}, writes, [], turns),
-            "gpu0.k0.cta0.t32": kernels.thread(body, {}, reads, [FIRST_WARP], turns),
+            "gpu0.k0.cta0.t0": kernels.thread(
+                body, {SLOT_TAKEN: ""}, writes, [IN_LAST_WARP], turns
+            ),
+            "gpu0.k0.cta0.t32": kernels.thread(body, {}, reads, [FIRST_WARP, *untaken], turns),
         }
     )
 

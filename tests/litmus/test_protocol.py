@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.litmus import head_protocol, protocol, ptx_model
+from tests.litmus import head_protocol, protocol, ptx_model, small_protocol
 from tests.litmus.kernel_source import Edit, Kernels, Operands, SourceError
 from tests.litmus.program import Program
 from tests.litmus.protocol import EPOCH_READ, arriving
 
-SCENARIOS = protocol.SCENARIOS | head_protocol.SCENARIOS
+SCENARIOS = protocol.SCENARIOS | head_protocol.SCENARIOS | small_protocol.SCENARIOS
 TWINS = [(name, twin) for name, scenario in SCENARIOS.items() for twin in scenario.twins]
 KERNELS_README = Path(__file__).parents[2] / "kernels" / "README.md"
 
@@ -115,8 +115,8 @@ def test_each_access_is_named_after_its_instruction(kernels: Kernels) -> None:
     accesses = {n: i for n, i in kernels.primitives.items() if i.startswith(tuple(operations))}
     assert len(accesses) >= 8
     for name, instruction in accesses.items():
-        operation, order, scope = instruction.removesuffix(".add").split(".")
-        assert name == f"{operations[operation]}_{order}_{scope}"
+        operation, order, scope, *words = instruction.removesuffix(".add").split(".")
+        assert name == f"{operations[operation]}_{'words_' * len(words)}{order}_{scope}"
 
 
 def test_a_new_ordered_access_is_noticed() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import HeadConfig, reference
+from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
 from moe_nvlink_plugin.exchange import scales_layout
 from moe_nvlink_plugin.jit.header import combine_formats, constants, elements, quantisers
 from tests.kernels.test_received import filled_places, laid_out
@@ -95,6 +96,38 @@ def test_sample(recipe: str | None, combine: str, architecture: str, post_quant:
         threads=64,
         pdl=True,
     )
+
+
+# ---- small batches: what dispatch and combine launch for them instead
+
+#: (recipe, format of combine, architecture, the caller has quantised the rows); the first one is in
+#: `make test`.
+SMALL_SAMPLE = tuple(
+    each if number == 0 else pytest.param(*each, marks=pytest.mark.long)
+    for number, each in enumerate(SAMPLE)
+)
+
+
+@pytest.mark.parametrize(("recipe", "combine", "architecture", "post_quant"), SMALL_SAMPLE)
+def test_small_sample(
+    recipe: str | None, combine: str, architecture: str, post_quant: bool
+) -> None:
+    """With CTAs for each role, and with CTAs that have both."""
+    case = dataclasses.replace(cases.with_formats(SMALL, recipe, combine), small=True)
+    options: dict[str, Any] = {"architecture": architecture, "post_quant": post_quant}
+    for ctas in (3, 1):
+        emulated.check_case("ptx", case, ctas=ctas, threads=64, pdl=True, **options)
+
+
+@pytest.mark.parametrize("received_ids", ["elsewhere", 5])
+def test_ids_and_weights_of_small_batches(received_ids: str | int) -> None:
+    case = dataclasses.replace(SMALL, received_ids=received_ids, small=True)
+    emulated.check_case("ptx", case, ctas=3, threads=64, pdl=True)
+
+
+def test_small_rounds_of_other_counts() -> None:
+    case = dataclasses.replace(SMALL, small=True)
+    emulated.check_rounds("ptx", case, 6, ctas=2, threads=64, pdl=True, seed=3)
 
 
 @pytest.mark.parametrize("received_ids", ["elsewhere", 5])
@@ -246,6 +279,17 @@ def test_heads(number: int, architecture: str) -> None:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[name_of(case) for case in CASES])
 def test_case(number: int, architecture: str) -> None:
     emulated.check_case("ptx", CASES[number], architecture=architecture, **varied(number))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[name_of(case) for case in CASES])
+def test_case_as_a_small_batch(number: int, architecture: str) -> None:
+    if CASES[number].capacity > MAX_SMALL_TOKENS:
+        pytest.skip("more tokens than a small batch has")
+    case, options = dataclasses.replace(CASES[number], small=True), varied(number)
+    del options["hidden_splits"]
+    emulated.check_case("ptx", case, architecture=architecture, **options)
 
 
 @pytest.mark.long

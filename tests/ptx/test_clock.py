@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from benchmarks.moe_comm.clocked import Clocked, Ours
+from benchmarks.moe_comm.clocked import Bulk, Clocked, Ours, Small
 from benchmarks.moe_comm.terms import Work
 from tests.support.ptx import build, costs
-from tests.support.ptx.critical_path import Clock, Launch, round_trips, totals
+from tests.support.ptx.critical_path import Clock, Launch, Mirror, round_trips, totals
 from tests.support.ptx.machine import Machine
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
@@ -318,7 +318,7 @@ def test_ranks_that_do_the_same_end_together(ranks: Ranks) -> None:
 def test_a_rank_that_stands_for_both() -> None:
     """What it stores to the peer's word is stored to its own."""
     ranks = Ranks()
-    ranks.clock.mirror(ranks.at(1), ranks.at(0))
+    ranks.clock.mirror(Mirror(ranks.at(1), 1 << 32, ranks.at(0), 8, 8, 1))
     assert ranks.ns("meet", ranks.at(1), ranks.at(0)) == pytest.approx(50 + 1000)
     assert ranks.memory[0][0] == 1
 
@@ -353,15 +353,19 @@ def timed(
     work: Work,
     changes: dict[str, float] | None = None,
     *,
+    of: type[Ours] = Bulk,
     is_whole: bool = True,
     seed: int = 0,
 ) -> dict[str, Clocked]:
-    with Ours(work, "h200", changes, is_whole=is_whole, seed=seed) as layer:
+    with of(work, "h200", changes, is_whole=is_whole, seed=seed) as layer:
         return {verb: layer.run(verb) for verb in ("dispatch", "combine")}
 
 
-def test_more_tokens_take_no_less_time() -> None:
-    ends = [timed(SMALL._replace(tokens=tokens)) for tokens in (1, 4, 64)]
+@pytest.mark.parametrize("of", [Small, Bulk])
+def test_more_tokens_take_no_less_time(of: type[Ours]) -> None:
+    """With free fences: one for each launch hides the rest of a small combine."""
+    free = {"fence_sys_ns": 0.0}
+    ends = [timed(SMALL._replace(tokens=tokens), free, of=of) for tokens in (1, 4, 64)]
     a_poll = 1e-3 * costs.costs("h200")["l2_ns"]  # by so much luck decides
     for verb in ("dispatch", "combine"):
         few, more, many = (end[verb].us for end in ends)
@@ -370,8 +374,17 @@ def test_more_tokens_take_no_less_time() -> None:
         assert 1.01 * few < many, verb
 
 
-def test_a_run_can_be_repeated() -> None:
-    assert timed(SMALL) == timed(SMALL)
+@pytest.mark.parametrize("of", [Small, Bulk])
+def test_a_run_can_be_repeated(of: type[Ours]) -> None:
+    assert timed(SMALL, of=of) == timed(SMALL, of=of)
+
+
+def test_small_batches_wait_for_less() -> None:
+    """No fence stands before a row, and none at all in dispatch."""
+    small, bulk = timed(SMALL, of=Small), timed(SMALL, of=Bulk)
+    assert "fence" not in totals(small["dispatch"].path)
+    for verb in ("dispatch", "combine"):
+        assert small[verb].us < bulk[verb].us
 
 
 @pytest.mark.parametrize("name", ["fence_sys_ns", "atomic_ns", "launch_ns"])
@@ -389,9 +402,11 @@ def test_a_cost_moves_a_verb_by_what_its_path_says(name: str) -> None:
         assert moved == pytest.approx(400 * len(on_path), abs=64), (verb, totals(path))
 
 
+@pytest.mark.parametrize("of", [Small, Bulk])
 @pytest.mark.parametrize("tokens", [1, 8])
-def test_one_rank_stands_for_all(tokens: int) -> None:
+def test_one_rank_stands_for_all(tokens: int, of: type[Ours]) -> None:
+    """Small: the units of peers' rows, too, come when rank 0's come there."""
     work = SMALL._replace(tokens=tokens)
-    whole, one = timed(work), timed(work, is_whole=False)
+    whole, one = timed(work, of=of), timed(work, of=of, is_whole=False)
     for verb in ("dispatch", "combine"):
         assert one[verb].us == pytest.approx(whole[verb].us, rel=0.03), verb

@@ -15,7 +15,7 @@ import torch
 
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.exchange import launches
-from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.kernel import Build, Kernel
 from moe_nvlink_plugin.launch.shape import Shape
@@ -212,6 +212,8 @@ def _of_collect(args: Any) -> _Tensors:
 _TENSORS: dict[str, Callable[[Any], _Tensors]] = {
     "dispatch": _of_dispatch,
     "combine": _of_combine,
+    "small_dispatch": _of_dispatch,
+    "small_combine": _of_combine,
     "head_gather": _of_gather,
     "head_argmax": _of_argmax,
     "head_collect": _of_collect,
@@ -237,7 +239,7 @@ class PtxBackend:
     def prepare(
         self, verb: str, rank_arguments: Sequence[Any], shape: Shape | None = None
     ) -> Callable[[], None]:
-        kernels: dict[str, Kernel[Any]] = {"dispatch": DISPATCH, "combine": COMBINE}
+        kernels = {kernel.name: kernel for kernel in LAYER.kernels}
         copies = [type(args).from_buffer_copy(args) for args in rank_arguments]
         builds = [self.build_of(kernels[verb], args) for args in copies]
         return lambda: self.grids.launch(builds, copies, shape)

@@ -65,6 +65,24 @@ class _Launch(ctypes.Structure):
     ]
 
 
+class Mirror(NamedTuple):
+    """Places of peers, and where those store what this rank stores there; as in clock.h.
+
+    Attributes:
+        stored, stored_stride: address at the first peer, and bytes from one peer's to the next's.
+        also, also_stride: the same of the places in this rank's memory.
+        bytes: of each place.
+        peers: how many.
+    """
+
+    stored: int
+    stored_stride: int
+    also: int
+    also_stride: int
+    bytes: int
+    peers: int
+
+
 class Launch(NamedTuple):
     """A launch that has ended; times in ns since the first launch was enqueued."""
 
@@ -134,14 +152,14 @@ class Clock:
         self._runtime.ptx_clock_set(ctypes.c_void_p(self._handle), values)
         self._runtime.ptx_clock_keep_steps(ctypes.c_void_p(self._handle), int(keeps_steps))
 
-    def mirror(self, stored: int, also: int) -> None:
-        """Let whatever is stored at one address be stored at another too, at the same time.
+    def mirror(self, mirror: Mirror) -> None:
+        """Let what is stored to peers' places be stored to this rank's too, at the same time.
 
         So one rank stands for all, where they do the same at the same time: what it stores to a
-        peer's word, the peer stores to this rank's. Words of at most 8 bytes.
+        peer's memory, the peer stores to this rank's.
         """
         self._runtime.ptx_clock_mirror(
-            ctypes.c_void_p(self._handle), ctypes.c_uint64(stored), ctypes.c_uint64(also)
+            ctypes.c_void_p(self._handle), (ctypes.c_uint64 * len(mirror))(*mirror)
         )
 
     def restart(self) -> None:

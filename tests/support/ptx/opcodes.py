@@ -7,6 +7,7 @@ emitter. What each instruction does is said in NVIDIA's PTX ISA, chapter 9.7.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -227,13 +228,31 @@ def _ld(context: Context, instruction: Instruction) -> str:
     modifiers.end()
     targets = elements(instruction.operands[0])
     place = _place(context, instruction.operands[1], space)
-    reads = f"load<{unsigned(kind)}, {len(targets)}>(t, {context.site('kLoad', order, scope)}, "
-    writes = "".join(
+    site = context.site("kLoad", order, scope)
+    writes = [
         context.assign(target, kind, f"{as_value(kind, f'v[{n}]')}")
         for n, target in enumerate(targets)
-    )
-    body = f"{{ {unsigned(kind)} v[{len(targets)}]; {reads}{place}, v); {writes} }}"
-    return _pause_before(context, space, order) + body
+    ]
+    begin = f"{{ {unsigned(kind)} v[{len(targets)}]; "
+    at_once = f"{begin}load<{unsigned(kind)}, {len(targets)}>(t, {site}, {place}, v); "
+    body = f"{at_once}{''.join(writes)} }}"
+    if order == "kWeak" or len(targets) == 1:
+        return _pause_before(context, space, order) + body
+    read = f"{begin}load_part<{unsigned(kind)}, {len(targets)}>(t, {site}, {place}"
+    # A target may be the register of the address; it comes last.
+    of_address = re.split(r"[\[\]+\s]+", instruction.operands[1])
+    numbers = sorted(range(len(targets)), key=lambda n: targets[n] in of_address)
+    return _one_by_one(context, body, [f"{read}, {n}, v); {writes[n]} }}" for n in numbers])
+
+
+def _one_by_one(context: Context, at_once: str, parts: list[str]) -> str:
+    """The elements of a strong vector are accesses of their own, between which others run.
+
+    On the clock they are one packet.
+    """
+    first = context.pause("kPolls")
+    others = "".join(f" {context.pause('kPolls')} {part}" for part in parts[1:])
+    return f"{first} AT_ONCE({at_once}) ONE_BY_ONE({parts[0]}{others})"
 
 
 def as_value(kind: str, raw: str) -> str:
@@ -255,11 +274,13 @@ def _st(context: Context, instruction: Instruction) -> str:
     values = [context.value(each, raw) for each in elements(instruction.operands[1])]
     place = _place(context, instruction.operands[0], space)
     site = context.site("kStore", order, scope)
-    body = (
-        f"{{ const {unsigned(kind)} v[] = {{{', '.join(values)}}}; "
-        f"store<{unsigned(kind)}, {len(values)}>(t, {site}, {place}, v); }}"
-    )
-    return _pause_before(context, space, order) + body
+    begin = f"{{ const {unsigned(kind)} v[] = {{{', '.join(values)}}}; "
+    access = f"<{unsigned(kind)}, {len(values)}>(t, {site}, {place}"
+    body = f"{begin}store{access}, v); }}"
+    if order == "kWeak" or len(values) == 1:
+        return _pause_before(context, space, order) + body
+    parts = [f"{begin}store_part{access}, {n}, v); }}" for n in range(len(values))]
+    return _one_by_one(context, body, parts)
 
 
 _COMBINED = {

@@ -128,6 +128,24 @@ struct Word {
   double busy = 0;  // with atomics, until
 };
 
+// Of a machine in which one rank stands for all: what it stores to a peer's memory, that peer
+// stores to this rank's, at the same time. Places of `count` peers, each of `bytes` bytes.
+struct Mirror {
+  uint64_t stored;
+  uint64_t stored_stride;
+  uint64_t also;
+  uint64_t also_stride;
+  uint64_t bytes;
+  uint64_t count;
+};
+
+// A store to such a place, and where it goes too.
+struct Mirrored {
+  uint64_t address;
+  uint64_t to;
+  uint32_t bytes;
+};
+
 }  // namespace clocks
 
 struct ThreadClock {
@@ -147,11 +165,13 @@ struct ThreadClock {
   size_t next_load = 0;
 };
 
-// A line of memory that a warp's instruction has touched, and which of its sectors.
+// A line of memory that a warp's instruction has touched, and which of its sectors; of ordered
+// accesses also which lanes have, because a lane that comes again polls.
 struct Touched {
   uint64_t line = 0;
   const Site* site = nullptr;
   uint32_t sectors = 0;
+  uint32_t lanes = 0;
 };
 
 struct CtaClock {
@@ -201,10 +221,8 @@ struct MachineClock {
   size_t heap_size = 0;    // so many of the ready threads are a heap
   double horizon = 0;      // who is later than that lets others run
   bool keeps_steps = true;
-  // Of a machine in which one rank stands for all: what it stores to a peer's word, that peer stores
-  // to this rank's, at the same time.
-  std::unordered_map<uint64_t, uint64_t> mirrors;
-  std::vector<std::pair<uint64_t, uint32_t>> mirrored;  // address and bytes of what was stored
+  std::vector<clocks::Mirror> mirrors;
+  std::vector<clocks::Mirrored> mirrored;  // since the last thread ran
 };
 
 namespace clocks {

@@ -18,8 +18,12 @@ using namespace ptx;
       clocks::on_late(t, Class::kind, numbers, reads);                              \
     }                                                                               \
   }
+#define AT_ONCE(...) __VA_ARGS__
+#define ONE_BY_ONE(...)
 #else
 #define ISSUE(...)
+#define AT_ONCE(...)
+#define ONE_BY_ONE(...) __VA_ARGS__
 #endif
 
 // Variables of the module, which every rank's kernels may touch.

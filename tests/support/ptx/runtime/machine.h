@@ -313,7 +313,13 @@ inline unsigned char* reach(Thread& thread, Access access, bool generic) {
   return memory;
 }
 
-// Vectors take effect element by element, as PTX says of them.
+// A vector is aligned as a whole.
+inline void check_vector(Thread& thread, Site& site, uint64_t address, uint32_t bytes) {
+  if (address % bytes == 0) return;
+  fail_alignment(thread, Access{address, bytes, Space::kGlobal, false, false, &site, nullptr});
+}
+
+// Weak vectors take effect element by element, as PTX says of all vectors, and nobody comes between.
 template <class Element, int kCount>
 inline void load(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
                  Element* values) {
@@ -323,6 +329,15 @@ inline void load(Thread& thread, Site& site, Space space, bool generic, uint64_t
   for (int i = 0; i < kCount; ++i) values[i] = __atomic_load_n(from + i, order);
 }
 
+// Element `number` of a strong vector, which is an access of its own.
+template <class Element, int kCount>
+inline void load_part(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
+                      int number, Element* values) {
+  check_vector(thread, site, address, sizeof(Element) * kCount);
+  load<Element, 1>(thread, site, space, generic, address + number * sizeof(Element),
+                   values + number);
+}
+
 template <class Element, int kCount>
 inline void store(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
                   const Element* values) {
@@ -330,6 +345,14 @@ inline void store(Thread& thread, Site& site, Space space, bool generic, uint64_
   auto* to = reinterpret_cast<Element*>(reach(thread, access, generic));
   const int order = site.order == Order::kWeak ? __ATOMIC_RELAXED : __ATOMIC_RELEASE;
   for (int i = 0; i < kCount; ++i) __atomic_store_n(to + i, values[i], order);
+}
+
+template <class Element, int kCount>
+inline void store_part(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
+                       int number, const Element* values) {
+  check_vector(thread, site, address, sizeof(Element) * kCount);
+  store<Element, 1>(thread, site, space, generic, address + number * sizeof(Element),
+                    values + number);
 }
 
 // `combine(before)` is what the word becomes; returns what it was.

@@ -112,7 +112,6 @@ struct Traffic {
 Traffic traffic_of(Thread& thread, const Access& access, bool is_ordered) {
   const Costs& costs = costs_of(thread);
   const double rounded = std::max<double>(access.bytes, costs.granule_bytes);
-  if (is_ordered) return {true, costs.header_bytes + rounded};
   const uint64_t address = device_address(thread, access);
   const uint64_t line = address / kLineBytes;
   const size_t warp = thread.index / kWarpThreads;
@@ -125,12 +124,19 @@ Traffic traffic_of(Thread& thread, const Access& access, bool is_ordered) {
     return each.line == line && each.site == access.site;
   });
   const uint32_t sector = 1U << (address % kLineBytes / kSectorBytes);
-  const bool is_same = found != set + kWays;
-  if (is_same && (found->sectors & sector) != 0) return {false, 0};
-  const Touched now{line, access.site, is_same ? found->sectors | sector : sector};
+  const uint32_t lane = is_ordered ? 1U << thread.lane : 0;
+  const bool is_there = found != set + kWays;
+  const bool is_same = is_there && (found->lanes & lane) == 0;
+  const uint32_t sectors = is_same ? found->sectors : 0;
+  const uint32_t lanes = is_same ? found->lanes | lane : lane;
+  if ((sectors & sector) != 0) {
+    found->lanes = lanes;
+    return {false, 0};
+  }
+  const Touched now{line, access.site, sectors | sector, lanes};
   // The set is in the order of use: the last one leaves.
-  std::move_backward(set, is_same ? found : set + kWays - 1,
-                     (is_same ? found : set + kWays - 1) + 1);
+  Touched* last = is_there ? found : set + kWays - 1;
+  std::move_backward(set, last, last + 1);
   *set = now;
   return {!is_same, (is_same ? 0 : costs.header_bytes) + rounded};
 }
@@ -292,6 +298,17 @@ Step load_ordered(Thread& thread, const Access& access) {
   return step;
 }
 
+void note_mirrors(MachineClock& clock, const Access& access) {
+  for (const Mirror& each : clock.mirrors) {
+    const uint64_t distance = access.address - each.stored;  // wraps below
+    const uint64_t peer = distance / each.stored_stride;
+    const uint64_t offset = distance % each.stored_stride;
+    if (peer >= each.count || offset + access.bytes > each.bytes) continue;
+    const uint64_t to = each.also + peer * each.also_stride + offset;
+    clock.mirrored.push_back({access.address, to, access.bytes});
+  }
+}
+
 void store(Thread& thread, const Access& access) {
   const bool is_ordered = access.site->order != Order::kWeak;
   const bool remote = is_remote(thread, access);
@@ -305,22 +322,17 @@ void store(Thread& thread, const Access& access) {
   step.queued = std::max(0.0, at - now - back);
   if (is_ordered) is_visible(thread, access, at);
   is_stored(thread, step, remote);
-  MachineClock& machine = machine_clock(thread);
-  if (access.bytes <= 8 && machine.mirrors.count(access.address) != 0) {
-    machine.mirrored.emplace_back(access.address, access.bytes);
-  }
+  note_mirrors(machine_clock(thread), access);
 }
 
 // Before the next thread runs: what has been stored is in memory.
 void mirror(MachineClock& clock) {
-  for (const auto& [address, bytes] : clock.mirrored) {
-    const uint64_t to = clock.mirrors[address];
+  for (const auto& [address, to, bytes] : clock.mirrored) {
     std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(address), bytes);
     const auto found = clock.words.find(address);
-    if (found != clock.words.end()) {
-      const Word word = found->second;
-      clock.words[to] = word;
-    }
+    if (found == clock.words.end()) continue;
+    clock.words[to] = found->second;  // nobody reads the other one
+    clock.words.erase(address);
   }
   clock.mirrored.clear();
 }
@@ -330,7 +342,8 @@ Step atomic(Thread& thread, const Access& access) {
   const bool remote = is_remote(thread, access);
   const int owner = remote ? access.where->rank : thread.rank;
   const double now = thread.clock.now;
-  const double arrives = fly(thread, remote, owner, traffic_of(thread, access, true));
+  const Traffic traffic{true, costs.header_bytes + costs.granule_bytes};
+  const double arrives = fly(thread, remote, owner, traffic);
   Word& word = machine_clock(thread).words[access.address];
   const double begin = std::max(arrives, word.busy);
   word.busy = begin + costs.atomic_gap_ns;
@@ -642,8 +655,8 @@ void ptx_clock_keep_steps(ptx_machine* machine, int keeps) {
   machine->machine.clock.keeps_steps = keeps != 0;
 }
 
-void ptx_clock_mirror(ptx_machine* machine, uint64_t stored, uint64_t also) {
-  machine->machine.clock.mirrors[stored] = also;
+void ptx_clock_mirror(ptx_machine* machine, const ptx::clocks::Mirror* mirror) {
+  machine->machine.clock.mirrors.push_back(*mirror);
 }
 
 // Time begins again, at 0 for all ranks; streams are empty.
