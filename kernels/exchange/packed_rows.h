@@ -33,9 +33,9 @@ HD PieceOrigin piece_origin(const DispatchArgs& args, int packed_offset) {
   int payload = 0;
   MOE_NVLINK_ROLLED
   for (; payload + 1 < static_cast<int>(args.num_payloads); ++payload) {
-    if (static_cast<int>(args.payloads[payload + 1].packed_offset) > packed_offset) break;
+    if (static_cast<int>(args.packed_offsets[payload + 1]) > packed_offset) break;
   }
-  const int offset = packed_offset - static_cast<int>(args.payloads[payload].packed_offset);
+  const int offset = packed_offset - static_cast<int>(args.packed_offsets[payload]);
   const int left = static_cast<int>(args.payloads[payload].row_bytes) - offset;
   return PieceOrigin{payload, offset, left < kPieceBytes ? left : kPieceBytes};
 }

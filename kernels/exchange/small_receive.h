@@ -195,7 +195,7 @@ HD void store_choices(const DispatchArgs& args, const Cta& cta, const ReceivedId
   int32_t* id_row = reinterpret_cast<int32_t*>(region_of(args, rank, ids.region)) + first;
   int32_t* weight_row = reinterpret_cast<int32_t*>(region_of(args, rank, weights.region)) + first;
   const int32_t* words = reinterpret_cast<const int32_t*>(staged);
-  const int first_weight = static_cast<int>(weights.packed_offset / 4);
+  const int first_weight = static_cast<int>(args.packed_offsets[kTopkWeightsPayload] / 4);
   for (int k = cta.num_threads - 1 - cta.thread; k < args.geometry.top_k; k += cta.num_threads) {
     const int32_t id = words[k];
     const int32_t weight = words[first_weight + k];

@@ -127,7 +127,7 @@ struct StagedTarget {
 HD void clear_rest(const DispatchArgs& args, const Cta& cta, int payload, char* staged) {
   const int row_bytes = static_cast<int>(args.payloads[payload].row_bytes);
   const int end = (row_bytes + kPieceBytes - 1) / kPieceBytes * kPieceBytes;
-  char* row = staged + args.payloads[payload].packed_offset;
+  char* row = staged + args.packed_offsets[payload];
   MOE_NVLINK_ROLLED
   for (int i = row_bytes + cta.thread; i < end; i += cta.num_threads) row[i] = 0;
 }
@@ -153,8 +153,8 @@ HD void stage_quantised(const Quantising<Config, Quantiser, Element>& quantising
     cta.sync();  // the parts of the row's amax are whole
     row_amax = take_row_amax(cta, shared.amax);
   }
-  const StagedTarget target{shared.staged + args.payloads[kFirstCallerPayload].packed_offset,
-                            shared.staged + args.payloads[kFirstCallerPayload + 1].packed_offset};
+  const StagedTarget target{shared.staged + args.packed_offsets[kFirstCallerPayload],
+                            shared.staged + args.packed_offsets[kFirstCallerPayload + 1]};
   quantise_row<Quantiser, Element>(cta, cta.thread, row, hidden_size, quantising.wide, row_amax,
                                    quantising.global_scale, target);
 }

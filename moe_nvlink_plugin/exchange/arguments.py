@@ -151,8 +151,7 @@ def set_extra_payloads(
         args.payloads[first + index].row_bytes = size
     payloads = args.payloads[: args.num_payloads]
     offsets, args.packed_bytes = packed_offsets(payload.row_bytes for payload in payloads)
-    for payload, offset in zip(payloads, offsets, strict=True):
-        payload.packed_offset = offset
+    args.packed_offsets[: len(offsets)] = offsets
     args.geometry.formats = _formats(config) ^ _payloads_code(config, row_bytes) << 7
 
 

@@ -357,10 +357,10 @@ struct Rank {
     args.geometry.hidden_size = hidden_size;
     args.quantiser = static_cast<uint32_t>(how.quantiser);
     if (how.global_scale != 0) args.global_scale = reinterpret_cast<uint64_t>(&how.global_scale);
-    args.payloads[0] = {reinterpret_cast<uint64_t>(ids.data()), regions.ids, kTopK * 4, 0};
-    args.payloads[1] = {reinterpret_cast<uint64_t>(weights.data()), regions.weights, kTopK * 4, 0};
+    args.payloads[0] = {reinterpret_cast<uint64_t>(ids.data()), regions.ids, kTopK * 4};
+    args.payloads[1] = {reinterpret_cast<uint64_t>(weights.data()), regions.weights, kTopK * 4};
     args.payloads[2] = {reinterpret_cast<uint64_t>(hidden.data()), regions.hidden,
-                        static_cast<uint32_t>(how.row_bytes), 0};
+                        static_cast<uint32_t>(how.row_bytes)};
     args.received_ids = static_cast<uint32_t>(received_ids(round));
     args.absent_id = kGivenId;
     args.scales_layout = static_cast<uint32_t>(scales_layout(round));
@@ -369,12 +369,12 @@ struct Rank {
     args.num_payloads = 3;
     if (how.scale_bytes != 0) {
       args.payloads[args.num_payloads++] = {0, regions.scales,
-                                            static_cast<uint32_t>(how.scale_bytes), 0};
+                                            static_cast<uint32_t>(how.scale_bytes)};
     }
     args.payloads[args.num_payloads++] = {reinterpret_cast<uint64_t>(extra.data()), regions.extra,
-                                          kExtraBytes, 0};
+                                          kExtraBytes};
     for (uint32_t i = 0; i < args.num_payloads; ++i) {
-      args.payloads[i].packed_offset = args.packed_bytes;
+      args.packed_offsets[i] = args.packed_bytes;
       args.packed_bytes += (args.payloads[i].row_bytes + kPayloadAlignment - 1) /
                            kPayloadAlignment * kPayloadAlignment;
     }

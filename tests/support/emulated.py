@@ -274,7 +274,7 @@ class CudaBackend:
 def most_ranks_for(ranks: int, verbs: Sequence[str] = ("dispatch", "combine")) -> int:
     """Ranks the kernels are compiled for: few values, so that cases share their machine code."""
     limit = min(emulated_text.most_ranks(emulated_text.struct_of(verb)) for verb in verbs)
-    found = next((count for count in (8, 64, limit) if ranks <= count), None)
+    found = next((count for count in (8, min(64, limit), limit) if ranks <= count), None)
     if found is None:
         raise UnsupportedError(f"{ranks} emulated ranks; one launch takes {limit} ranks' arguments")
     return found

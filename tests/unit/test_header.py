@@ -102,7 +102,7 @@ def test_arguments_fit_a_kernel_launch() -> None:
     for name in ("DispatchArgs", "CombineArgs", "HeadArgs"):
         assert ctypes.sizeof(structs()[name]) <= 4096
     payloads = dict(field[:2] for field in structs()["DispatchArgs"]._fields_)["payloads"]
-    assert ctypes.sizeof(payloads) == 24 * constants()["kMaxPayloads"]
+    assert ctypes.sizeof(payloads) == 16 * constants()["kMaxPayloads"]
 
 
 def layout_assertions(mirrors: Mapping[str, type[ctypes.Structure]]) -> str:

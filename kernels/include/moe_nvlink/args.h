@@ -27,10 +27,9 @@ struct Geometry {
 // hidden_size] of geometry.element, and its row is the quantised row. If the recipe has scales, the
 // quantiser writes the next payload, which has no source.
 struct Payload {
-  uint64_t source;         // [num_tokens, row_bytes], this rank's own memory
-  uint32_t region;         // [ep_size, max_tokens_per_rank, row_bytes] in every rank's workspace
-  uint32_t row_bytes;      // bytes of one token's row; any number
-  uint32_t packed_offset;  // small batches: of the row in the token's packed row; a multiple of 16
+  uint64_t source;     // [num_tokens, row_bytes], this rank's own memory
+  uint32_t region;     // [ep_size, max_tokens_per_rank, row_bytes] in every rank's workspace
+  uint32_t row_bytes;  // bytes of one token's row; any number
 };
 
 struct ControlRegions {
@@ -60,8 +59,9 @@ struct DispatchArgs {
   uint32_t scales_layout;    // kScalesLayout*; not Linear: of the payload after the rows
   uint32_t laid_out_region;  // its scales in that layout, in this rank's workspace
   uint32_t staging_region;   // small batches: [ep_size, max_tokens_per_rank, units] of packed rows
-  uint32_t packed_bytes;     // small batches: bytes of a packed row, a multiple of 16
-  uint32_t senders;          // small batches: CTAs that send; 0: all CTAs do all
+  uint32_t packed_offsets[kMaxPayloads];  // small batches: where each payload's row begins in it
+  uint32_t packed_bytes;           // small batches: bytes of a token's packed row, a multiple of 16
+  uint32_t senders;                // small batches: CTAs that send; 0: all CTAs do all
   Payload payloads[kMaxPayloads];  // ids, weights, then the caller's rows
 };
 
