@@ -26,10 +26,11 @@ import torch
 
 from benchmarks.columns import print_headings
 from moe_nvlink_plugin import AllToAllConfig
-from moe_nvlink_plugin.exchange import shapes
+from moe_nvlink_plugin.exchange import shapes, sizes
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
+from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import cases, emulated
 from tests.support.ranks import run_threads
 
@@ -67,6 +68,7 @@ class Layer:
         given: what it is spared.
         branches: whether its bodies replay graphs already, a branch for each rank; else each body
             is one launch.
+        takes_small: whether small batches go through their kernels, as in the product on a GPU.
         before: phase -> what must be done ahead of it, and is not timed.
 
     Args:
@@ -76,6 +78,7 @@ class Layer:
     """
 
     name, given, branches = OURS, GIVEN, False
+    takes_small = False
     dispatch: Body
     combine: Body
     both: Body
@@ -91,9 +94,7 @@ class Layer:
     ) -> None:
         self.options, self.tokens = options, tokens
         self.before: dict[str, Body] = {}
-        self.ranks = emulated.EmulatedRanks(
-            lambda rank: config_of(options, rank, tokens), backend, post_quant=post_quant
-        )
+        self.ranks = emulated.EmulatedRanks(self._config, backend, post_quant=post_quant)
         self.inputs = make_inputs(options, tokens) if inputs is None else inputs
         self._slots = [torch.empty_like(mine.topk_ids) for mine in self.inputs]
         self._outputs = [torch.empty_like(mine.hidden) for mine in self.inputs]
@@ -107,12 +108,18 @@ class Layer:
             [self._combine_arguments(rank) for rank in ranks],
         )
 
+    def _config(self, rank: int) -> AllToAllConfig:
+        config = config_of(self.options, rank, self.tokens)
+        most = sizes.small_tokens(config, find_recipe(config), on_gpu=True)
+        return dataclasses.replace(config, small_tokens=most if self.takes_small else 0)
+
     def _prepare(
         self, backend: emulated.Backend, dispatches: list[Any], combines: list[Any]
     ) -> None:
         """Make the bodies out of each verb's arguments of all ranks."""
-        self.dispatch = backend.prepare("dispatch", dispatches, self.shapes.get("dispatch"))
-        self.combine = backend.prepare("combine", combines, self.shapes.get("combine"))
+        verbs = {verb: self.ranks.verb(verb) for verb in VERBS}
+        self.dispatch = backend.prepare(verbs["dispatch"], dispatches, self.shapes.get("dispatch"))
+        self.combine = backend.prepare(verbs["combine"], combines, self.shapes.get("combine"))
         self.both = bodies_of(self)[2]
 
     def _shapes(self, backend: emulated.Backend) -> dict[str, shape.Shape]:
@@ -194,7 +201,7 @@ class Branches(Layer):
     is no PDL: a combine that came early would take the place of a peer's dispatch, and wait for it.
     """
 
-    branches = True
+    branches = takes_small = True
     given = f"{GIVEN}; {BRANCHES}, whose fork and join are in its time"
 
     def _shapes(self, backend: emulated.Backend) -> dict[str, shape.Shape]:

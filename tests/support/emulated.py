@@ -204,7 +204,7 @@ class CudaBackend:
         top_k, formats = 0, dict[str, Any](head=True)
         if isinstance(config, AllToAllConfig):
             top_k, formats = config.top_k, {"combine": arguments.combine_code(config)}
-            formats["small"] = bool(config.small_tokens) and not options.get("fused", False)
+            formats["small"] = is_small(config) and not options.get("fused", False)
             if not post_quant:
                 recipe = find_recipe(config)
                 formats["quantiser"] = arguments.quantiser_code(recipe, config.hidden_size)
@@ -357,6 +357,11 @@ def config_of(case: Case, timeout_s: float = 10.0) -> Callable[[int], AllToAllCo
     return lambda rank: dataclasses.replace(case.config(rank), timeout_s=timeout_s)
 
 
+def is_small(config: AllToAllConfig) -> bool:
+    """Whether rounds of the whole capacity go through the kernels for small batches."""
+    return config.max_tokens_per_rank <= (config.small_tokens or 0)
+
+
 class EmulatedRanks:
     """All ranks of one exchange: their workspaces, arguments and views.
 
@@ -464,11 +469,11 @@ class EmulatedRanks:
 
     def verb(self, name: str) -> str:
         """The kernel that the product would launch for a verb."""
-        if not self.config.small_tokens:
+        if not is_small(self.config):
             return name
-        return (
-            name if name == "combine" and not combines_small_batches(self.config) else _SMALL[name]
-        )
+        if name == "combine" and not combines_small_batches(self.config):
+            return name
+        return _SMALL[name]
 
     def dispatch(self, inputs: Sequence[Inputs], channel: int = 0) -> list[Received]:
         """Dispatch of the first `len(inputs)` ranks; their tensors are on the back end's device."""
