@@ -40,7 +40,7 @@ from tests.support.ptx.critical_path import round_trips, totals
 
 SCHEMA = 1
 LABEL = "modelled"
-TOKENS = (1, 4, 16, 64, 128, 512)
+TOKENS = (1, 4, 16, 32, 64, 128, 512)
 KERNELS: Mapping[str, type[clocked.Layer]] = {
     "moe_nvlink": clocked.Ours,
     "moe_nvlink_small": clocked.Small,
