@@ -176,9 +176,10 @@ def test_entry_points_compile_and_64_ranks_fit(
     element = constants()["kElementBf16"]
     if fused:
         count = min(count, emulated_text.most_ranks(emulated_text.RoundsArgs))
-    code = emulated.cubin(top_k, element, count, architecture, fused=fused)
+    made = {"fused": fused, "small": not fused}
+    code = emulated.cubin(top_k, element, count, architecture, **made)
     usage = cuobjdump(code, "-res-usage")
-    for verb in emulated_text.verbs(fused=fused):
+    for verb in emulated_text.verbs(**made):
         line = re.search(rf"Function moe_nvlink_emulated_{verb}:\n\s*(REG:.*)", usage)
         assert line is not None, usage
         numbers = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line[1])}
@@ -191,7 +192,7 @@ def test_entry_points_compile_and_64_ranks_fit(
 def test_the_benchmarks_kernels_compile(architecture: str) -> None:
     """And spill nothing: a strict compilation would fail."""
     element = constants()["kElementBf16"]
-    text = emulated_text.device_source(8, element, 8, as_product=True)
+    text = emulated_text.device_source(8, element, 8, as_product=True, small=True)
     nvrtc.compile_cubin(text, architecture, strict=True)
 
 
@@ -272,7 +273,8 @@ def _benchmark(pdl: bool) -> None:
         emulate_ranks=True,
         pdl=pdl,
     )
-    made = emulated.CudaBackend(4, 1, options.config(0, 1), pdl=pdl, device="cpu", as_product=True)
+    config = one_gpu.config_of(options, 0, 1)
+    made = emulated.CudaBackend(4, 1, config, pdl=pdl, device="cpu", as_product=True)
     with contextlib.closing(made) as backend:
         (row,) = one_gpu.measure(options, 3, cuda_clock.Clock("cpu", 2, 0), backend)
         last = fake_cuda.control().last_launch()
