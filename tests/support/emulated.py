@@ -854,9 +854,9 @@ def captured(body: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def check_missing_rank(name: str, **options: Any) -> None:
+def check_missing_rank(name: str, *, small: bool = False, **options: Any) -> None:
     """Rank 2 of 3 never comes: the others' fault words name it, and the device goes on."""
-    case = Case(name="missing", tokens=(3, 2, 1))
+    case = Case(name="missing", tokens=(3, 2, 1), small=small)
     inputs = cases.make_inputs(case)
     with contextlib.closing(make_backend(name, case, ctas=2, **options)) as backend:
         ranks = EmulatedRanks(config_of(case, timeout_s=0.3), backend)
