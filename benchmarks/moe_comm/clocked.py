@@ -29,11 +29,10 @@ from typing_extensions import Self
 from benchmarks.moe_comm import options, peer_cake, peer_launches, peer_source, routers
 from benchmarks.moe_comm.terms import VERBS, Work
 from moe_nvlink_plugin.config import GPU_SMALL_TOKENS, MAX_SMALL_TOKENS, AllToAllConfig
-from moe_nvlink_plugin.exchange import arguments, shapes
-from moe_nvlink_plugin.exchange.launches import PART_BYTES
-from moe_nvlink_plugin.exchange.sizes import layer_layout, packed_offsets, payload_rows
+from moe_nvlink_plugin.exchange import arguments, launches, shapes
+from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows, small_tokens
 from moe_nvlink_plugin.jit.header import constants, structs
-from moe_nvlink_plugin.launch.shape import MOST_THREADS, Limits, Shape, ceil_div
+from moe_nvlink_plugin.launch.shape import MOST_THREADS, Limits, Shape
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import kernel_texts
 from tests.support.ptx import build, costs
@@ -163,8 +162,8 @@ class Layer(abc.ABC):
         widest = max(launch.threads for launch in of_rank[0])
         places = max(1, int(self._threads_per_sm(verb)) // widest)
         self._machine.limit_ctas(int(self._costs["num_sms"]) * places)
-        for rank, launches in of_rank.items():
-            for number, launch in enumerate(launches):
+        for rank, of_verb in of_rank.items():
+            for number, launch in enumerate(of_verb):
                 self._machine.launch(
                     rank,
                     launch.kernel,
@@ -223,30 +222,33 @@ class Ours(Layer):
     most_small_tokens = GPU_SMALL_TOKENS
 
     def _small_tokens(self) -> int:
-        """Return the layer's small_tokens."""
-        return self.work.tokens if self.work.tokens <= self.most_small_tokens else 0
+        """Return the layer's small_tokens: none, unless a batch of the work is small."""
+        asked = self._config(0, self.most_small_tokens)
+        found = small_tokens(asked, find_recipe(asked), on_gpu=True)
+        return found if self.work.tokens <= found else 0
+
+    def _config(self, rank: int, small_tokens: int) -> AllToAllConfig:
+        work = self.work
+        return AllToAllConfig(
+            ep_size=work.ep_size,
+            ep_rank=rank,
+            num_experts=work.num_experts,
+            top_k=work.top_k,
+            hidden_size=work.hidden_size,
+            max_tokens_per_rank=work.tokens,
+            small_tokens=small_tokens,
+            dtype=torch.bfloat16,
+        )
 
     def _load(self) -> build.Library:
-        work = self.work
-        self._small = self._small_tokens() > 0
-        self._configs = [
-            AllToAllConfig(
-                ep_size=work.ep_size,
-                ep_rank=rank,
-                num_experts=work.num_experts,
-                top_k=work.top_k,
-                hidden_size=work.hidden_size,
-                max_tokens_per_rank=work.tokens,
-                small_tokens=self._small_tokens(),
-                dtype=torch.bfloat16,
-            )
-            for rank in self._ranks
-        ]
+        most = self._small_tokens()
+        self._small = most > 0
+        self._configs = [self._config(rank, most) for rank in self._ranks]
         recipe = find_recipe(self._configs[0])
         self._rows = payload_rows(self._configs[0], recipe)
         self._regions = layer_layout(self._configs[0], recipe).channel_regions(0)
         text = kernel_texts.specialised_source(
-            work.top_k, constants()["kElementBf16"], pdl=True, small=self._small
+            self.work.top_k, constants()["kElementBf16"], pdl=True, small=True
         )
         return build.load(build.ptx_of(text, ARCHITECTURES[self._gpu]), clock=True)
 
@@ -296,14 +298,11 @@ class Ours(Layer):
         return shapes.combine_shape(work.tokens, work.hidden_size, 2, limits)
 
     def _small_sizes(self, verb: str) -> shapes.SmallSizes:
-        """Return what LayerLaunches would."""
-        rows = min(self.work.ep_size, self.work.top_k)
-        if verb == "dispatch":
-            _offsets, packed = packed_offsets(row.row_bytes for row in self._rows.values())
-            parts = ceil_div(packed, PART_BYTES)
-            return shapes.SmallSizes(parts, parts, received_rows=rows)
-        parts = ceil_div(self.work.hidden_size * 2, PART_BYTES)
-        return shapes.SmallSizes(parts, parts, sent_rows=rows)
+        config = self._configs[0]
+        if verb == "combine":
+            return launches.small_combine_sizes(config, config.dtype.itemsize)
+        row_bytes = {name: row.row_bytes for name, row in self._rows.items()}
+        return launches.small_dispatch_sizes(config, row_bytes, 0)
 
     def _launches(self, verb: str, rank: int) -> list[Launch]:
         name = f"small_{verb}" if self._small else verb
@@ -389,10 +388,10 @@ class Peer(Layer):
         names = ("hidden", "ids", "weights", "output")
         hidden, ids, weights, output = (self._tensors[rank][name].data_ptr() for name in names)
         given = peer_launches.RankMemory(self.work.tokens, (hidden, ids, weights), output)
-        launches = getattr(self.verbs, verb)
+        of_peer = getattr(self.verbs, verb)
         return [
             Launch(self._library[self._names[each.kernel]], *each[1:])
-            for each in launches(self._of, rank, self._bases, given)
+            for each in of_peer(self._of, rank, self._bases, given)
         ]
 
     def _threads_per_sm(self, verb: str) -> float:

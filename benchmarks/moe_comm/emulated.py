@@ -11,6 +11,10 @@ Ratios are of this form. The first form then has rows of its own, named ONE_LAUN
 "Remote" memory is the same GPU's. So this shows what launch, routing, copy and reduction cost, and
 how near they come to the memory's speed. It shows nothing of NVLink: no remote latency, bandwidth
 or ordering. Not run on a GPU yet.
+
+Small batches go through their kernels up to the product's limit for GPUs, or up to
+MOE_NVLINK_SMALL_TOKENS; with 0 all batches go through the others. Field "is_small" of a row says
+which were launched.
 """
 
 from __future__ import annotations
@@ -27,7 +31,11 @@ import torch
 from benchmarks.columns import print_headings
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.exchange import shapes, sizes
-from moe_nvlink_plugin.exchange.launches import LayerLaunches
+from moe_nvlink_plugin.exchange.launches import (
+    LayerLaunches,
+    small_combine_sizes,
+    small_dispatch_sizes,
+)
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.plugins import find_recipe
@@ -68,7 +76,6 @@ class Layer:
         given: what it is spared.
         branches: whether its bodies replay graphs already, a branch for each rank; else each body
             is one launch.
-        takes_small: whether small batches go through their kernels, as in the product on a GPU.
         before: phase -> what must be done ahead of it, and is not timed.
 
     Args:
@@ -78,7 +85,6 @@ class Layer:
     """
 
     name, given, branches = OURS, GIVEN, False
-    takes_small = False
     dispatch: Body
     combine: Body
     both: Body
@@ -94,7 +100,9 @@ class Layer:
     ) -> None:
         self.options, self.tokens = options, tokens
         self.before: dict[str, Body] = {}
-        self.ranks = emulated.EmulatedRanks(self._config, backend, post_quant=post_quant)
+        self.ranks = emulated.EmulatedRanks(
+            lambda rank: config_of(options, rank, tokens), backend, post_quant=post_quant
+        )
         self.inputs = make_inputs(options, tokens) if inputs is None else inputs
         self._slots = [torch.empty_like(mine.topk_ids) for mine in self.inputs]
         self._outputs = [torch.empty_like(mine.hidden) for mine in self.inputs]
@@ -107,11 +115,6 @@ class Layer:
             [self._dispatch_arguments(rank) for rank in ranks],
             [self._combine_arguments(rank) for rank in ranks],
         )
-
-    def _config(self, rank: int) -> AllToAllConfig:
-        config = config_of(self.options, rank, self.tokens)
-        most = sizes.small_tokens(config, find_recipe(config), on_gpu=True)
-        return dataclasses.replace(config, small_tokens=most if self.takes_small else 0)
 
     def _prepare(
         self, backend: emulated.Backend, dispatches: list[Any], combines: list[Any]
@@ -126,23 +129,40 @@ class Layer:
         """Choose what the product would launch on a GPU with this rank's share of the SMs."""
         if not isinstance(backend, emulated.CudaBackend):
             return {}
-        config, ep_size = self.ranks.config, self.options.ep_size
+        kernels = {verb: self.ranks.verb(verb) for verb in VERBS}
+        return {
+            verb: self._shape(kernel, backend.limits(kernel, self.options.ep_size))
+            for verb, kernel in kernels.items()
+        }
+
+    def _shape(self, kernel: str, limits: shape.Limits) -> shape.Shape:
+        config, quantiser = self.ranks.config, self.ranks.quantiser
         row_bytes = {name: row.row_bytes for name, row in self.ranks.rows.items()}
-        slots = ep_size * config.max_tokens_per_rank
-        lanes_bytes = max(row_bytes.values())
-        if self.ranks.quantiser:
-            lanes_bytes = shapes.quantising_lanes(config.hidden_size) * shape.VECTOR_BYTES
-        marked, limits = slots * row_bytes["recv_topk_ids"], backend.limits("dispatch", ep_size)
-        dispatch = shapes.dispatch_shape(self.tokens, lanes_bytes, marked, limits)
+        if kernel == "small_dispatch":
+            of_dispatch = small_dispatch_sizes(config, row_bytes, quantiser)
+            return shapes.small_shape(self.tokens, of_dispatch, limits)
+        if kernel == "small_combine":
+            of_combine = small_combine_sizes(config, config.dtype.itemsize)
+            return shapes.small_shape(self.tokens, of_combine, limits)
+        slots = config.ep_size * config.max_tokens_per_rank
+        if kernel == "dispatch":
+            lanes_bytes = max(row_bytes.values())
+            if quantiser:
+                lanes_bytes = shapes.quantising_lanes(config.hidden_size) * shape.VECTOR_BYTES
+            marked = slots * row_bytes["recv_topk_ids"]
+            return shapes.dispatch_shape(self.tokens, lanes_bytes, marked, limits)
         quantised = 0 if config.combine == "bf16" else slots
-        row, limits = config.dtype.itemsize, backend.limits("combine", ep_size)
-        combine = shapes.combine_shape(self.tokens, config.hidden_size, row, limits, quantised)
-        return {"dispatch": dispatch, "combine": combine}
+        element_bytes = config.dtype.itemsize
+        return shapes.combine_shape(
+            self.tokens, config.hidden_size, element_bytes, limits, quantised
+        )
 
     def _dispatch_arguments(self, rank: int) -> Any:
         args = self.ranks.dispatch_arguments(rank)
         args.geometry.num_tokens = self.tokens
         args.send_slots = self._slots[rank].data_ptr()
+        if "dispatch" in self.shapes:
+            args.senders = self.shapes["dispatch"].splits
         emulated.set_sources(args, self._sources[rank])
         return args
 
@@ -152,7 +172,8 @@ class Layer:
         args.send_slots = self._slots[rank].data_ptr()
         args.output = self._outputs[rank].data_ptr()
         if "combine" in self.shapes:
-            args.hidden_splits = self.shapes["combine"].splits
+            # Each kernel reads the one that it knows.
+            args.hidden_splits = args.senders = self.shapes["combine"].splits
         return args
 
     def check(self, dispatch: Body | None = None, combine: Body | None = None) -> None:
@@ -201,7 +222,7 @@ class Branches(Layer):
     is no PDL: a combine that came early would take the place of a peer's dispatch, and wait for it.
     """
 
-    branches = takes_small = True
+    branches = True
     given = f"{GIVEN}; {BRANCHES}, whose fork and join are in its time"
 
     def _shapes(self, backend: emulated.Backend) -> dict[str, shape.Shape]:
@@ -250,9 +271,14 @@ def _together(device: torch.device, ranks: int, *verbs: Callable[[int], None]) -
 
 
 def config_of(options: Options, rank: int, tokens: int) -> AllToAllConfig:
-    """Configure one rank. On a GPU, whose minutes are lent, a wait that hangs ends soon."""
+    """Configure one rank, whose small batches go through their kernels as in the product on a GPU.
+
+    On a GPU, whose minutes are lent, a wait that hangs ends soon.
+    """
     patience_s = 10.0 if options.device == "cuda" else options.timeout_s
-    return dataclasses.replace(options.config(rank, tokens), timeout_s=patience_s)
+    config = dataclasses.replace(options.config(rank, tokens), timeout_s=patience_s)
+    most = sizes.small_tokens(config, find_recipe(config), on_gpu=True)
+    return dataclasses.replace(config, small_tokens=most)
 
 
 def device_of(options: Options) -> str:
@@ -433,6 +459,8 @@ def _told(options: Options, mine: Any, clock: Clock, verbs: dict[str, Body]) -> 
     """Return the fields of a side's row beside its times."""
     launch = BRANCHES if mine.branches else GRAPH if options.cuda_graph else PLAIN
     extra: Row = {"given": mine.given, "launch": launch, "shows": SHOWS}
+    if isinstance(mine, Layer):
+        extra["is_small"] = emulated.is_small(mine.ranks.config)
     if options.kernel_breakdown:
         try:
             of = {verb: clock.kernels(body, mine.before.get(verb)) for verb, body in verbs.items()}

@@ -100,9 +100,10 @@ def moe_comm(result: Result) -> str:
 
 
 def _name(row: Row) -> str:
-    """Name the backend; of emulated ranks, how they were launched."""
+    """Name the backend; of emulated ranks, how they were launched, and which kernels of ours."""
     name = NAMES.get(row["backend"], row["backend"])
-    return f"{name}, {row['launch']}" if "launch" in row else str(name)
+    launched = f"{name}, {row['launch']}" if "launch" in row else str(name)
+    return f"{launched}, kernels for small batches" if row.get("is_small") else launched
 
 
 def _moe_comm_row(row: Row) -> list[str]:

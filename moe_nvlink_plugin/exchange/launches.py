@@ -36,6 +36,37 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
     )
 
 
+def small_dispatch_sizes(
+    config: AllToAllConfig, row_bytes: Mapping[str, int], quantiser: int
+) -> SmallSizes:
+    """Return what the launch shape of a small batch's dispatch depends on.
+
+    Args:
+        config: the layer's configuration.
+        row_bytes: as for `LayerLaunches`.
+        quantiser: as for `variant`; a CTA quantises whole rows.
+    """
+    _offsets, packed = packed_offsets(row_bytes.values())
+    parts = shape.ceil_div(packed, PART_BYTES)
+    return SmallSizes(1 if quantiser else parts, parts, received_rows=_rows_per_token(config))
+
+
+def small_combine_sizes(config: AllToAllConfig, element_bytes: int) -> SmallSizes:
+    """Return what the launch shape of a small batch's combine depends on.
+
+    Args:
+        config: the layer's configuration.
+        element_bytes: bytes of an element of the experts' rows.
+    """
+    parts = shape.ceil_div(config.hidden_size * element_bytes, PART_BYTES)
+    return SmallSizes(parts, parts, sent_rows=_rows_per_token(config))
+
+
+def _rows_per_token(config: AllToAllConfig) -> int:
+    """Return how many ranks get a token's row at most."""
+    return min(config.ep_size, config.top_k)
+
+
 class LayerLaunches:
     """Both verbs of one layer on one channel. One thread at a time may use it.
 
@@ -103,25 +134,24 @@ class LayerLaunches:
         """Load the kernels for small batches."""
         assert config.small_tokens is not None
         self._most_small = config.small_tokens
-        _offsets, packed = packed_offsets(row_bytes.values())
-        parts = shape.ceil_div(packed, PART_BYTES)
-        rows = min(config.ep_size, config.top_k)
         self._small_dispatches = {
             code: launcher.load(
                 SMALL_DISPATCH,
-                SmallSizes(1 if code else parts, parts, received_rows=rows),
+                small_dispatch_sizes(config, row_bytes, code),
                 **{QUANTISER.name: code},
             )
             for code in self._dispatches
         }
         if combines_small_batches(config):
             self._most_small_to_combine = config.small_tokens
-            self._small_combines = {}
-            for code, element_bytes in self._element_bytes.items():
-                parts = shape.ceil_div(config.hidden_size * element_bytes, PART_BYTES)
-                sizes = SmallSizes(parts, parts, sent_rows=rows)
-                launch = launcher.load(SMALL_COMBINE, sizes, **{ELEMENT.name: code})
-                self._small_combines[code] = launch
+            self._small_combines = {
+                code: launcher.load(
+                    SMALL_COMBINE,
+                    small_combine_sizes(config, element_bytes),
+                    **{ELEMENT.name: code},
+                )
+                for code, element_bytes in self._element_bytes.items()
+            }
 
     def dispatch(self, args: Any) -> None:
         """Launch dispatch with DispatchArgs, which the launch copies. Collective; capturable.

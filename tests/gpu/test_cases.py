@@ -6,11 +6,13 @@ one away (tests/support/compare.py says why). test_quantisers.py has the framewo
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
+from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
 from tests.support import cases, emulated
 from tests.support.cases import CASES, COMBINE_FORMATS, CORE_RECIPE_CASES, RECIPES, Case
 
@@ -21,6 +23,9 @@ def name_of(case: Case) -> str:
     return case.name.replace(" ", "-")
 
 
+SMALL_CASES = tuple(
+    dataclasses.replace(case, small=True) for case in CASES if case.capacity <= MAX_SMALL_TOKENS
+)
 each_case = pytest.mark.parametrize("case", CASES, ids=name_of)
 
 
@@ -29,6 +34,23 @@ each_case = pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_named_case(case: Case, ctas: int) -> None:
     """One CTA per rank shows the order of the slots too; four race for them."""
     emulated.check_case("cuda", case, ctas=ctas)
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=name_of)
+@pytest.mark.parametrize("ctas", [1, 4])
+def test_small_batch(case: Case, ctas: int) -> None:
+    """With one CTA a rank sends, then receives; of four, two send."""
+    emulated.check_case("cuda", case, ctas=ctas)
+
+
+@pytest.mark.parametrize("case", CORE_RECIPE_CASES[::2], ids=name_of)
+def test_quantised_small_batch(case: Case) -> None:
+    emulated.check_case("cuda", dataclasses.replace(case, small=True), ctas=3)
+
+
+def test_small_batches_with_pdl() -> None:
+    (case,) = (case for case in SMALL_CASES if case.name == "invalid ids")
+    emulated.check_case("cuda", case, ctas=2, pdl=True)
 
 
 @pytest.mark.parametrize("case", CORE_RECIPE_CASES, ids=name_of)
@@ -105,6 +127,7 @@ def test_deepseek_v3_rows(recipe: str | None) -> None:
     combine = "bf16" if recipe is None else list(COMBINE_FORMATS)[list(RECIPES).index(recipe) % 3]
     case = cases.with_formats(DEEPSEEK_V3, recipe, combine)
     emulated.check_case("cuda", case, ctas=16, hidden_splits=4)
+    emulated.check_case("cuda", dataclasses.replace(case, small=True), ctas=16)
 
 
 def test_many_quantising_ranks() -> None:

@@ -13,9 +13,13 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeStateError
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.support import cases, emulated, real_path
+from tests.support.cases import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
+each_kind = pytest.mark.parametrize(
+    "case", [real_path.ONE_RANK, real_path.SMALL], ids=["any size", "small"]
+)
 with_and_without_pdl = pytest.mark.parametrize("pdl", ["0", "1"], ids=["plain", "pdl"])
 
 
@@ -24,16 +28,18 @@ def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
 
 
+@each_kind
 @with_and_without_pdl
-def test_rounds(pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds(case: Case, pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
-    real_path.check_rounds("cuda", rounds=200)
+    real_path.check_rounds("cuda", 200, case)
 
 
+@each_kind
 @with_and_without_pdl
-def test_capture_from_the_first_call(pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_from_the_first_call(case: Case, pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
-    real_path.check_replays("cuda", rounds=1000)
+    real_path.check_replays("cuda", 1000, case)
 
 
 def test_capture_of_rows_that_must_be_copied() -> None:
@@ -54,6 +60,13 @@ def test_quantised_rounds(pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real_path.check_rounds("cuda", 100, QUANTISED)
 
 
+def test_quantised_rounds_of_small_batches() -> None:
+    """Rows that come back unquantised come as units; the others are pulled."""
+    for combine in ("bf16", "fp8_block"):
+        case = cases.with_formats(real_path.SMALL, "fp8_token", combine)
+        real_path.check_rounds("cuda", 100, case)
+
+
 def test_capture_of_quantised_rounds() -> None:
     """The scale that fp8_tensor is given stays where it is, and is read by every replay."""
     real_path.check_replays("cuda", 200, QUANTISED)
@@ -66,8 +79,9 @@ def test_more_tokens_than_fit(max_sms: int | None) -> None:
     real_path.check_sm_budget("cuda", tokens=3000, max_sms=max_sms)
 
 
-def test_two_channels_on_two_streams() -> None:
-    real_path.check_two_channels("cuda", rounds=100)
+@each_kind
+def test_two_channels_on_two_streams(case: Case) -> None:
+    real_path.check_two_channels("cuda", 100, case)
 
 
 def test_bad_input() -> None:

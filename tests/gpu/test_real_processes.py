@@ -55,6 +55,29 @@ def test_a_missing_rank(tmp_path: Path) -> None:
     assert last == ()
 
 
+# The same with the kernels for small batches.
+
+
+@sizes
+def test_small_rounds(size: int, tmp_path: Path) -> None:
+    seen = run(size, real_path.process_rounds, tmp_path, 100, True)
+    real_path.check_process_rounds(seen, "cuda", 100)
+
+
+def test_small_replays(tmp_path: Path) -> None:
+    outputs = run(3, real_path.process_replays, tmp_path, 100, True)
+    real_path.check_process_replays(outputs, 100)
+
+
+def test_a_missing_rank_of_small_batches(tmp_path: Path) -> None:
+    first, last = run(2, real_path.process_missing, tmp_path, True)
+    assert first == ("dispatch", (1,), 8.0)
+    assert last == ()
+
+
+# Either kind.
+
+
 def test_growth(tmp_path: Path) -> None:
     real_path.check_process_rounds(run(2, real_path.process_grows, tmp_path, 20), "cuda", 20)
 

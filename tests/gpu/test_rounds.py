@@ -27,6 +27,9 @@ QUANTISED = dataclasses.replace(
     cases.with_formats(BF16, "fp8_block", "fp8_block"), name="quantised", hidden_size=384
 )
 
+#: In the order of slots that the kernels for small batches promise, and 4-byte words in rows.
+UNITS = dataclasses.replace(BF16, name="small batches", small=True)
+
 #: A verb that does not wait for its peers: what stands in the kernels, and what instead.
 LEFT_OUT = {
     "combine": (
@@ -46,6 +49,11 @@ LEFT_OUT = {
 def test_thousand_rounds() -> None:
     """One launch a verb; sleeps before every release and arrival, after every wait."""
     emulated.check_rounds("cuda", SMALL, rounds=1000, ctas=3, delays=True)
+
+
+def test_thousand_rounds_of_small_batches() -> None:
+    """A unit left over from a round before would be taken for one of this round."""
+    emulated.check_rounds("cuda", UNITS, rounds=1000, ctas=3, delays=True)
 
 
 @pytest.mark.parametrize("case", [SMALL, BF16, QUANTISED], ids=lambda case: case.name)
@@ -78,6 +86,11 @@ def test_thousand_replays(pdl: bool) -> None:
     emulated.check_static_rounds("cuda", SMALL, rounds=1000, pdl=pdl)
 
 
+@pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
+def test_thousand_replays_of_small_batches(pdl: bool) -> None:
+    emulated.check_static_rounds("cuda", UNITS, rounds=1000, pdl=pdl)
+
+
 def test_rounds_with_pdl() -> None:
     emulated.check_rounds("cuda", BF16, rounds=200, ctas=3, pdl=True, delays=True)
 
@@ -95,3 +108,7 @@ def test_quantising_rounds_with_delays() -> None:
 
 def test_a_missing_rank_is_named() -> None:
     emulated.check_missing_rank("cuda")
+
+
+def test_a_missing_rank_of_small_batches_is_named() -> None:
+    emulated.check_missing_rank("cuda", small=True)

@@ -22,6 +22,7 @@ from benchmarks.moe_comm.options import Options
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
+from tests.gpu import test_cases as test_gpu_cases
 from tests.gpu import test_rounds as test_gpu_rounds
 from tests.kernels.test_nvrtc import cuobjdump
 from tests.support import cases, compare, delays, emulated, emulated_text, fake_cuda, sanitized
@@ -54,6 +55,13 @@ QUANTISED = dataclasses.replace(
 
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name.replace(" ", "-"))
 def test_named_case(case: Case) -> None:
+    emulated.check_case("cpu", case, ctas=case.num_threads)
+
+
+@pytest.mark.parametrize(
+    "case", test_gpu_cases.SMALL_CASES[::5], ids=lambda case: case.name.replace(" ", "-")
+)
+def test_small_batch(case: Case) -> None:
     emulated.check_case("cpu", case, ctas=case.num_threads)
 
 
@@ -96,10 +104,16 @@ def test_fused_rounds_of_other_types(dtype: torch.dtype, top_k: int) -> None:
 def test_static_buffers() -> None:
     """What a replayed graph does: fixed addresses and counts, other tokens, padded with -1."""
     emulated.check_static_rounds("cpu", FUSED, rounds=100)
+    emulated.check_static_rounds("cpu", test_gpu_rounds.UNITS, rounds=50)
 
 
-def test_a_missing_rank_is_named() -> None:
-    emulated.check_missing_rank("cpu")
+def test_rounds_of_small_batches() -> None:
+    emulated.check_rounds("cpu", test_gpu_rounds.UNITS, rounds=100, ctas=2, delays=True)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["any size", "small"])
+def test_a_missing_rank_is_named(small: bool) -> None:
+    emulated.check_missing_rank("cpu", small=small)
 
 
 # These checks can fail.
@@ -176,9 +190,10 @@ def test_entry_points_compile_and_64_ranks_fit(
     element = constants()["kElementBf16"]
     if fused:
         count = min(count, emulated_text.most_ranks(emulated_text.RoundsArgs))
-    code = emulated.cubin(top_k, element, count, architecture, fused=fused)
+    made = {"fused": fused, "small": not fused}
+    code = emulated.cubin(top_k, element, count, architecture, **made)
     usage = cuobjdump(code, "-res-usage")
-    for verb in emulated_text.verbs(fused=fused):
+    for verb in emulated_text.verbs(**made):
         line = re.search(rf"Function moe_nvlink_emulated_{verb}:\n\s*(REG:.*)", usage)
         assert line is not None, usage
         numbers = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line[1])}
@@ -191,7 +206,7 @@ def test_entry_points_compile_and_64_ranks_fit(
 def test_the_benchmarks_kernels_compile(architecture: str) -> None:
     """And spill nothing: a strict compilation would fail."""
     element = constants()["kElementBf16"]
-    text = emulated_text.device_source(8, element, 8, as_product=True)
+    text = emulated_text.device_source(8, element, 8, as_product=True, small=True)
     nvrtc.compile_cubin(text, architecture, strict=True)
 
 
@@ -250,6 +265,8 @@ def _on_stand_in(_rank: int, _size: int, pdl: bool) -> tuple[Any, ...]:
         emulated.check_rounds("stand-in", QUANTISED, rounds=3, ctas=3)
         emulated.check_static_rounds("stand-in", FUSED, rounds=3)
         emulated.check_missing_rank("stand-in")
+        emulated.check_rounds("stand-in", test_gpu_rounds.UNITS, rounds=3, ctas=3)
+        emulated.check_static_rounds("stand-in", test_gpu_rounds.UNITS, rounds=3)
         _sanitized_programs()
     _benchmark(pdl)
     modules = fake_cuda.control().modules()
@@ -272,7 +289,8 @@ def _benchmark(pdl: bool) -> None:
         emulate_ranks=True,
         pdl=pdl,
     )
-    made = emulated.CudaBackend(4, 1, options.config(0, 1), pdl=pdl, device="cpu", as_product=True)
+    config = one_gpu.config_of(options, 0, 1)
+    made = emulated.CudaBackend(4, 1, config, pdl=pdl, device="cpu", as_product=True)
     with contextlib.closing(made) as backend:
         (row,) = one_gpu.measure(options, 3, cuda_clock.Clock("cpu", 2, 0), backend)
         last = fake_cuda.control().last_launch()

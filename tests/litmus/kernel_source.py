@@ -385,8 +385,7 @@ def _key_of(call: Call, operands: Mapping[str, Operands]) -> str:
 
 @functools.cache
 def _kernels() -> str:
-    small = kernel_texts.specialised_source(8, 0, small=True)
-    return kernel_texts.specialised_source(8, 0) + small + kernel_texts.head_source(0)
+    return kernel_texts.specialised_source(8, 0, small=True) + kernel_texts.head_source(0)
 
 
 @functools.cache

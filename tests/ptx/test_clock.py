@@ -387,6 +387,15 @@ def test_small_batches_wait_for_less() -> None:
         assert small[verb].us < bulk[verb].us
 
 
+def test_batches_whose_staging_takes_too_much_are_not_small() -> None:
+    """64 tokens of 64 ranks would stage more than 128 MiB."""
+    many = SMALL._replace(ep_size=64, tokens=64, hidden_size=7168, num_experts=64)
+    for work, is_small in ((many, False), (many._replace(tokens=32), True)):
+        with Small(work, "h200") as small, Bulk(work, "h200") as bulk:
+            for verb in ("dispatch", "combine"):
+                assert (small.shape(verb) != bulk.shape(verb)) == is_small
+
+
 @pytest.mark.parametrize("name", ["fence_sys_ns", "atomic_ns", "launch_ns"])
 def test_a_cost_moves_a_verb_by_what_its_path_says(name: str) -> None:
     kinds = {"fence_sys_ns": "fence", "atomic_ns": "atomic", "launch_ns": "launch"}

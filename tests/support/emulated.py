@@ -61,7 +61,7 @@ class Backend(Protocol):
     """What runs a verb of all ranks at once."""
 
     device: torch.device
-    ctas: int  # per rank, of dispatch
+    ctas: int  # per rank
     approximates: bool  # nvfp4's reciprocals, by an instruction that is not fixed to the bit
 
     def prepare(
@@ -204,7 +204,8 @@ class CudaBackend:
         top_k, formats = 0, dict[str, Any](head=True)
         if isinstance(config, AllToAllConfig):
             top_k, formats = config.top_k, {"combine": arguments.combine_code(config)}
-            formats["small"] = is_small(config) and not options.get("fused", False)
+            without = options.get("fused", False) or options.get("alone", False)
+            formats["small"] = is_small(config) and not without
             if not post_quant:
                 recipe = find_recipe(config)
                 formats["quantiser"] = arguments.quantiser_code(recipe, config.hidden_size)
@@ -220,11 +221,10 @@ class CudaBackend:
             self._kernels = {
                 verb: _Kernel(index, self._module, f"moe_nvlink_emulated_{verb}") for verb in verbs
             }
-        self._ctas = {
-            verb: ctas_per_rank(ranks, gpu.num_sms, kernel.blocks_per_sm(THREADS), ctas)
-            for verb, kernel in self._kernels.items()
-        }
-        self.ctas = self._ctas[verbs[0]]
+        self.ctas = min(
+            ctas_per_rank(ranks, gpu.num_sms, kernel.blocks_per_sm(THREADS), ctas)
+            for kernel in self._kernels.values()
+        )
 
     def limits(self, verb: str, ranks: int) -> Limits:
         """What one of so many ranks may fill: its share of the SMs."""
@@ -237,7 +237,7 @@ class CudaBackend:
         packed = (emulated_text.struct_of(verb) * self._count)(*rank_arguments)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
         ranks = len(rank_arguments)
-        blocks, threads = (self._ctas[verb], THREADS) if shape is None else shape[:2]
+        blocks, threads = (self.ctas, THREADS) if shape is None else shape[:2]
         pdl = self._pdl and verb != "rounds"
 
         @functools.cache
@@ -854,9 +854,9 @@ def captured(body: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def check_missing_rank(name: str, **options: Any) -> None:
+def check_missing_rank(name: str, *, small: bool = False, **options: Any) -> None:
     """Rank 2 of 3 never comes: the others' fault words name it, and the device goes on."""
-    case = Case(name="missing", tokens=(3, 2, 1))
+    case = Case(name="missing", tokens=(3, 2, 1), small=small)
     inputs = cases.make_inputs(case)
     with contextlib.closing(make_backend(name, case, ctas=2, **options)) as backend:
         ranks = EmulatedRanks(config_of(case, timeout_s=0.3), backend)

@@ -11,7 +11,9 @@ import ctypes
 import re
 from typing import Any
 
+from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
 from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.lm_head.kernels import HEAD
 from tests.support import kernel_texts
 from tests.support.delays import with_delays
 
@@ -356,9 +358,9 @@ def verbs(
         return ("head_gather", "head_argmax")
     if alone:
         return ("quantise",)
-    if small:
-        return ("small_dispatch", "small_combine")
-    return ("rounds",) if fused else ("dispatch", "combine")
+    if fused:
+        return ("rounds",)
+    return tuple(each.name for each in LAYER.kernels) if small else ("dispatch", "combine")
 
 
 def device_source(
@@ -384,7 +386,7 @@ def device_source(
         fused: moe_nvlink_emulated_rounds instead.
         alone: moe_nvlink_emulated_quantise instead; needs a quantiser.
         head: moe_nvlink_emulated_head_gather and _head_argmax instead; top_k is of no account.
-        small: moe_nvlink_emulated_small_dispatch and _small_combine instead.
+        small: moe_nvlink_emulated_small_dispatch and _small_combine too.
         as_product: for CTAs of any size, as the product's kernels are.
     """
     text = kernel_texts.specialised_source(
@@ -392,8 +394,9 @@ def device_source(
     )
     if head:
         text = kernel_texts.head_source(element, pdl=pdl)
-    text, entries = re.subn(r"^MOE_NVLINK_KERNEL\(.*\)\n", "", text, flags=re.MULTILINE)
-    assert entries == (3 if head else 2), f"{entries} entry points of the product"
+    text, entries = re.subn(r"^MOE_NVLINK_KERNEL\([^)]*\)\n", "", text, flags=re.MULTILINE)
+    made = HEAD.kernels if head else LAYER.kernels if small else (DISPATCH, COMBINE)
+    assert entries == len(made), f"{entries} entry points of the product"
     if fused:
         text += _ROUNDS
     if alone:

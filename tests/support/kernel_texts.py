@@ -15,8 +15,6 @@ from moe_nvlink_plugin.exchange.kernels import (
     DISPATCH,
     LAYER,
     QUANTISER,
-    SMALL_COMBINE,
-    SMALL_DISPATCH,
     TOP_K,
 )
 from moe_nvlink_plugin.jit import source
@@ -67,14 +65,13 @@ def specialised_source(
 
     Args:
         quantiser, combine: kQuantiser* of dispatch and kCombine* of combine.
-        small: the kernels for small batches instead; the host's library has both.
+        small: all kernels of a layer, those for small batches too, as the host's library has them.
     """
     values: dict[Axis, int] = {TOP_K: top_k, ELEMENT: element, PDL: int(pdl)}
     values |= {QUANTISER: quantiser, COMBINE_FORMAT: combine}
     if host:
         return kernel.host_source((LAYER, HEAD), values)
-    kernels = (SMALL_DISPATCH, SMALL_COMBINE) if small else (DISPATCH, COMBINE)
-    return kernel.gpu_source(kernels, values)
+    return kernel.gpu_source(LAYER.kernels if small else (DISPATCH, COMBINE), values)
 
 
 def head_source(element: int, *, pdl: bool = True) -> str:

@@ -38,7 +38,11 @@ ONE_RANK = Case(
 )
 
 
-def of_processes(ep_size: int) -> Case:
+#: The same with the kernels for small batches.
+SMALL = dataclasses.replace(ONE_RANK, name="one rank, small", small=True)
+
+
+def of_processes(ep_size: int, *, small: bool = False) -> Case:
     """The case that so many processes on one device run."""
     return Case(
         name=f"{ep_size} processes",
@@ -48,6 +52,7 @@ def of_processes(ep_size: int) -> Case:
         hidden_size=50,
         dtype=torch.bfloat16,
         routing="invalid",
+        small=small,
     )
 
 
@@ -239,9 +244,9 @@ def check_sm_budget(device: str, tokens: int, max_sms: int | None) -> None:
             emulated.check_round(emulated.with_ctas(case, 2), [inputs], [seen])
 
 
-def check_two_channels(device: str, rounds: int) -> None:
+def check_two_channels(device: str, rounds: int, case: Case = ONE_RANK) -> None:
     """Both are dispatched before either is combined; on a GPU each on a stream of its own."""
-    case = dataclasses.replace(ONE_RANK, num_channels=2)
+    case = dataclasses.replace(case, num_channels=2)
     cuda: Any = torch.cuda  # torch ships no types for what is used here
     on_gpu = device == "cuda"
     streams = [cuda.stream(cuda.Stream()) if on_gpu else contextlib.nullcontext() for _ in range(2)]
@@ -290,9 +295,11 @@ def check_bad_input(device: str, elsewhere: str) -> None:
 # Ranks as processes; every function below is one rank's.
 
 
-def process_rounds(ep_rank: int, ep_size: int, device: str, rounds: int) -> list[Seen]:
+def process_rounds(
+    ep_rank: int, ep_size: int, device: str, rounds: int, small: bool = False
+) -> list[Seen]:
     """Poisoned rounds, ranks out of step at random."""
-    case = of_processes(ep_size)
+    case = of_processes(ep_size, small=small)
     with create(case, device, dist.group.WORLD) as layer:
         seen = []
         for number, of_round in enumerate(emulated.varying_inputs(case, rounds)):
@@ -302,9 +309,11 @@ def process_rounds(ep_rank: int, ep_size: int, device: str, rounds: int) -> list
         return seen
 
 
-def process_replays(ep_rank: int, ep_size: int, device: str, rounds: int) -> list[torch.Tensor]:
+def process_replays(
+    ep_rank: int, ep_size: int, device: str, rounds: int, small: bool = False
+) -> list[torch.Tensor]:
     """Each rank captures when it gets there, before any verb has run; then replays."""
-    case = of_processes(ep_size)
+    case = of_processes(ep_size, small=small)
     with create(case, device, dist.group.WORLD) as layer:
         static = StaticLayer(layer, device)
         time.sleep(0.3 * ep_rank)
@@ -318,9 +327,11 @@ def process_replays(ep_rank: int, ep_size: int, device: str, rounds: int) -> lis
         return outputs
 
 
-def process_missing(ep_rank: int, ep_size: int, device: str) -> tuple[Any, ...]:
+def process_missing(
+    ep_rank: int, ep_size: int, device: str, small: bool = False
+) -> tuple[Any, ...]:
     """The last rank never dispatches."""
-    case = of_processes(ep_size)
+    case = of_processes(ep_size, small=small)
     layer = create(case, device, dist.group.WORLD, timeout_s=1.5)
     if ep_rank == ep_size - 1:
         return ()

@@ -31,6 +31,10 @@ CASE = Case(
 QUANTISED = dataclasses.replace(
     cases.with_formats(CASE, "fp8_token", "nvfp4"), name="quantised", hidden_size=528
 )
+#: Each with the kernels for batches of any size, and with those for small ones.
+CASES = tuple(
+    dataclasses.replace(case, small=small) for small in (False, True) for case in (CASE, QUANTISED)
+)
 
 
 def without_barrier(text: str) -> str:
@@ -101,7 +105,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.broken == "racecheck":
         break_barrier()
-    for case in (CASE,) if arguments.broken else (CASE, QUANTISED):
+    for case in (CASE,) if arguments.broken else CASES:
         with contextlib.closing(emulated.make_backend(arguments.backend, case, ctas=2)) as backend:
             ranks = emulated.EmulatedRanks.of_case(case, backend, hidden_splits=2)
             if arguments.broken == "memcheck":

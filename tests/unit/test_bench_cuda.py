@@ -282,21 +282,21 @@ def test_ranks_on_branches_launch_what_the_product_launches(
         monkeypatch.setenv(name, value)
     (launches,) = run_processes(1, _branches_on_stand_in, tmp_path)
     # The CTAs of one rank, which has 2 SMs: 16 of 128 threads on each at most, fewer by registers.
-    name, (ctas, *_), pdl = launches.pop((40, False))
-    assert (name, pdl) == ("moe_nvlink_combine", False)
-    assert ctas % 2 == 0
-    assert 4 <= ctas <= 2 * 16 < 40
-    assert launches == {
-        (3, False): ("moe_nvlink_combine", [3, 1, 1], False),
-        (3, True): ("moe_nvlink_combine", [3, 1, 1], False),  # early, it would keep out a dispatch
-    }
+    # With 3 tokens 9 rows go back and 3 are added, and a CTA signals: of 256 threads fewer fit.
+    most = {(40, False): 2 * 16, (3, False): 2 * 6, (3, True): 2 * 6}
+    assert launches.keys() == most.keys()
+    for (tokens, early), (name, (ctas, *_), pdl) in launches.items():
+        assert name == ("moe_nvlink_combine" if tokens == 40 else "moe_nvlink_small_combine")
+        assert not pdl, f"early ({early}), it would keep out a dispatch"
+        assert ctas % 2 == 0
+        assert 4 <= ctas <= most[tokens, early]
 
 
 class OfAGpu(CudaBackend):
     """Has no kernels of its own, which the product's do without."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.ctas = torch.device("cpu"), 1
 
 
 def _branches_on_stand_in(_rank: int, _size: int) -> dict[tuple[int, bool], Any]:

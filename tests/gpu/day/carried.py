@@ -29,7 +29,7 @@ from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
-from moe_nvlink_plugin.exchange.sizes import payload_rows
+from moe_nvlink_plugin.exchange.sizes import payload_rows, small_tokens
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.plugins import find_recipe
@@ -47,12 +47,16 @@ class Compiled(Exception):  # noqa: N818 - it is what was wanted
     """Machine code is in the cache; nothing more is to be done."""
 
 
-def layer(config: AllToAllConfig) -> None:
+def layer(config: AllToAllConfig, *, pdl: bool = True, ranks_on_device: int = 1) -> None:
     """Ask for the kernels that the product launches for a layer."""
     recipe = find_recipe(config)
     row_bytes = {name: row.row_bytes for name, row in payload_rows(config, recipe).items()}
     quantiser = quantiser_code(recipe, config.hidden_size)
-    LayerLaunches(CudaExecutor(DEVICE), config, row_bytes, quantiser)
+    most = small_tokens(config, recipe, on_gpu=True)
+    executor = CudaExecutor(DEVICE)
+    executor.pdl = executor.pdl and pdl
+    resolved = dataclasses.replace(config, small_tokens=most)
+    LayerLaunches(executor, resolved, row_bytes, quantiser, ranks_on_device)
 
 
 def head(config: HeadConfig) -> None:
@@ -78,7 +82,7 @@ def _run_processes(size: int, body: Callable[..., Any], *_args: Any, **_options:
     if body.__module__ == real_head.__name__:
         head(real_head.config(size, 0))
     else:
-        layer(real_path.of_processes(size).config(0))
+        layer(real_path.of_processes(size, small=True).config(0), ranks_on_device=size)
     raise Compiled
 
 
@@ -140,14 +144,19 @@ def of_benchmarks() -> None:
     """Run each command of the stages, by its own options; and the sanitizers' program."""
     for step in STEPS.values():
         program, *given = step.command
-        with mock.patch.object(sys, "argv", [*step.command]):
+        with (
+            mock.patch.object(sys, "argv", [*step.command]),
+            mock.patch.dict(os.environ, dict(step.variables)),
+        ):
             if program == "benchmarks/bench_moe_comm.py":
-                asked(one_gpu.make_backend, options.parse("", given).options)
+                made = options.parse("", given).options
+                asked(one_gpu.make_backend, made)
+                layer(one_gpu.config_of(made, 0, 1), pdl=False)  # of one_gpu.Branches
             elif program == "benchmarks/bench_recipes.py":
                 _of_recipes(bench_recipes.parse())
             elif program == "benchmarks/bench_lm_head.py":
                 _of_head(bench_lm_head.parse())
-    for case in (sanitized.CASE, sanitized.QUANTISED):
+    for case in sanitized.CASES:
         asked(emulated.make_backend, "cuda", case, ctas=2)
     with mock.patch.object(emulated_text, "device_source", emulated_text.device_source):
         sanitized.break_barrier()

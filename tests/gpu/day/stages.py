@@ -150,9 +150,11 @@ class Run:
             outcome = Outcome(step.name, "not run", detail=reason)
         else:
             command = self._command(step)
-            self._say(f"\n== {step.name}\n{' '.join(command)}")
+            set_here = [f"{name}={value}" for name, value in step.variables]
+            self._say(f"\n== {step.name}\n{' '.join([*set_here, *command])}")
             started = time.monotonic()
-            status, last_line = self._run(command, limit_s, prefix)
+            variables = self._environment | dict(step.variables)
+            status, last_line = self._run(command, variables, limit_s, prefix)
             outcome = self._judge(step, status, time.monotonic() - started, limit_s, last_line)
         self._say(f"== {outcome}")
         return outcome
@@ -176,7 +178,9 @@ class Run:
     def _junit(self, step: Step) -> Path:
         return self._scratch / f"{step.name}.xml"
 
-    def _run(self, command: list[str], limit_s: float, prefix: str) -> tuple[int, str]:
+    def _run(
+        self, command: list[str], variables: dict[str, str], limit_s: float, prefix: str
+    ) -> tuple[int, str]:
         """Return exit status and last line.
 
         `timeout` leads a process group, which holds the step. At the limit pytest gets ^C, so that
@@ -185,7 +189,7 @@ class Run:
         limits = (f"--kill-after={GRACE_S}", f"{limit_s:.1f}")
         process = subprocess.Popen(
             ["timeout", "--signal=INT", *limits, *command],
-            env=self._environment,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
