@@ -158,7 +158,7 @@ def test_stagings_are_zero_two_rounds_later() -> None:
 
 def test_a_missing_rank_is_named() -> None:
     """Rank 2 dispatches and never combines. The others raise, and their rows are NaN."""
-    case = dataclasses.replace(SMALL, tokens=(5, 5, 5), timeout_s=0.5)
+    case = dataclasses.replace(SMALL, tokens=(5, 5, 5), timeout_s=1.0)
     inputs = cases.make_inputs(case)
 
     def rank_main(group: ThreadGroup) -> tuple[str, bool]:
