@@ -5,11 +5,13 @@ A token passes these folders, in this order:
     integration/   the porch: one adapter per framework, which uses the public names below
     exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); torch.ops.moe_nvlink.*
                    (ops.py, inductor.py); one layer on one workspace (layer.py, checks.py), its
-                   views on one channel (channel.py), and its two kernels (kernels.py)
+                   views on one channel (channel.py), and its kernels (kernels.py): two,
+                   and two for small batches
     launch/        says what a kernel is (Kernel, kernel.py), and starts one: on CPU threads
                    (cpu.py) or on a CUDA stream (cuda.py)
     kernels/       dispatch puts: it routes, stores rows to the peers, signals, waits
-                   combine gets: it waits, loads the partial rows, adds, stores
+                   combine gets: it waits, loads the partial rows, adds, stores; for
+                   small batches the experts' ranks put them
 
 A shared LM head takes the same path from lm_head/: HeadGroup, sharded_argmax and sharded_logits
 (group.py), its three kernels (kernels.py), and the rule that estimates when sharing pays (cost.py).

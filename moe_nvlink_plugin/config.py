@@ -90,16 +90,17 @@ class AllToAllConfig:
         top_k: number of expert ids per token, 1..32.
         hidden_size: number of elements in an activation row.
         max_tokens_per_rank: capacity: the most tokens that one rank dispatches in one call.
-        dtype: activation type; combine reduces in fp32 and writes this type.
+        dtype: activation type; combine reduces in fp32 and writes this type, or that of the
+            rows (combine_dtypes).
         recipe: name of the format that dispatch sends; None: the unquantised recipe of `dtype`.
         combine: format in which the experts' rows travel back. "bf16": unquantised, in `dtype`
             whichever type it is. "fp8_block", "nvfp4": the rank that computed the rows quantises
             them in blocks, and the rank that receives them adds them in fp32; combine_formats.py
             bounds the error. None takes MOE_NVLINK_COMBINE.
         timeout_s: seconds to wait for the other ranks. None takes MOE_NVLINK_TIMEOUT_S.
-        first_timeout_s: seconds to wait for the other ranks until the first complete round, because
-            a rank may still compile, load or tune its experts. None takes timeout_s if the caller
-            gives it, else MOE_NVLINK_FIRST_TIMEOUT_S.
+        first_timeout_s: seconds to wait for the other ranks until the second complete round,
+            because a rank may still compile, load or tune its experts. None takes timeout_s if the
+            caller gives it, else MOE_NVLINK_FIRST_TIMEOUT_S.
         num_channels: number of independent sets of control and buffers, one per micro-batch in
             flight. On a GPU, if it is above 1, each channel's kernels take a share of the SMs, one
             CTA per SM, and run without programmatic dependent launch, so that kernels of
@@ -115,10 +116,11 @@ class AllToAllConfig:
             their share.
         small_tokens: most tokens of a rank for which dispatch and combine use the kernels for small
             batches, 0..64; 0: none. It counts against the bound of a call, so all ranks of a round
-            use the same kernels. Their rows carry their own flags and take staging memory; if the
-            staging of so many tokens took more than 128 MiB, the number is lowered until it does
-            not. None takes MOE_NVLINK_SMALL_TOKENS; if that is unset, 32 on GPUs and 0 on CPU
-            ranks, where a fence costs nothing.
+            use the same kernels. Their rows carry their own flags and take staging memory. `create`
+            lowers the number to max_tokens_per_rank, and until the staging takes at most 128 MiB;
+            with a quantising recipe it is 0 if the payloads of a token take more than 16 KiB. None
+            takes MOE_NVLINK_SMALL_TOKENS; if that is unset, 32 on GPUs and 0 on CPU ranks, where a
+            fence costs nothing.
         combine_dtypes: types beside `dtype` in which combine takes and returns rows, call by call.
             `create` loads their kernels, because the first call may be captured, and makes room
             for rows of hidden_size elements of the widest type.

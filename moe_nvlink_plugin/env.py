@@ -22,7 +22,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_TIMEOUT_S": ("300", "seconds a rank waits for the others before it reports them"),
     "MOE_NVLINK_FIRST_TIMEOUT_S": (
         "1800",
-        "the same limit while the ranks start: until the first complete round; in vLLM until the "
+        "the same limit while the ranks start: until the second complete round; in vLLM until the "
         "first request or CUDA graph",
     ),
     "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
@@ -54,6 +54,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "vLLM, SGLang: directory in which each worker writes its counters: rank0.json and so on",
     ),
 }
+
+
+#: config.MAX_SMALL_TOKENS, which this module cannot import.
+_MOST_SMALL_TOKENS = 64
 
 
 def _text(name: str) -> str | None:
@@ -158,9 +162,14 @@ def max_sms() -> int | None:
 def small_tokens() -> int | None:
     """Return the default of AllToAllConfig.small_tokens; None means that the device decides."""
     text = _text("MOE_NVLINK_SMALL_TOKENS")
-    if text in (None, "0"):
-        return None if text is None else 0
-    return int(_positive("MOE_NVLINK_SMALL_TOKENS", int, 64))
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) > _MOST_SMALL_TOKENS:
+        raise ConfigError(
+            f"MOE_NVLINK_SMALL_TOKENS={text!r} is no number from 0 to {_MOST_SMALL_TOKENS}; unset "
+            "it for 32 on GPUs and 0 on CPU ranks"
+        )
+    return int(text)
 
 
 def host_threads() -> int:

@@ -20,9 +20,9 @@ from .watch import FailureWatch
 
 logger = logging.getLogger(__name__)
 
-#: The bound of a step is a multiple of this number. So are the sizes of the frameworks' CUDA graphs
-#: from 8 on. And columns of fp32 scales over all slots begin at multiples of 16 bytes, which TMA
-#: needs.
+#: The bound of a step is a multiple of this number, or the capacity. So are most sizes of the
+#: frameworks' CUDA graphs; a graph of 12 tokens has 16 slots. And columns of fp32 scales over all
+#: slots then begin at multiples of 16 bytes, which TMA needs.
 BOUND_MULTIPLE = 8
 
 

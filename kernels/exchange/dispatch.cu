@@ -53,6 +53,9 @@ namespace moe_nvlink {
 // Vectors that each thread stores when a CTA marks one piece of the slots.
 constexpr int kVectorsPerPiece = 4;
 
+// What a CTA that has failed adds to the arrivals beside its one. Grids are smaller.
+constexpr uint32_t kFailedArrival = 1u << 16;
+
 HD int num_finishers(const Cta& cta) {
   return cta.num_blocks < kMaxFinishers ? cta.num_blocks : kMaxFinishers;
 }
@@ -67,8 +70,13 @@ HD int arrive(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) 
     // were relaxed, the cells of P1 would cover the last CTA's own rows only: a peer could read
     // stale rows of every other CTA, and the last CTA could bump the epoch before this CTA has read
     // it.
-    const uint32_t before = fetch_add_acq_rel_gpu(&local_control(args)->arrivals, 1);
-    shared.finisher = static_cast<int>(before) - (cta.num_blocks - num_finishers(cta));
+    const uint32_t mine = shared.has_failed != 0 ? kFailedArrival + 1 : 1;
+    const uint32_t before = fetch_add_acq_rel_gpu(&local_control(args)->arrivals, mine);
+    // A CTA that has waited in vain for the combine before (P12) has put no rows, but has counted
+    // them. Then no cell may announce them.
+    if (before >= kFailedArrival) shared.has_failed = 1;
+    shared.finisher =
+        static_cast<int>(before % kFailedArrival) - (cta.num_blocks - num_finishers(cta));
   }
   cta.sync();
   return shared.finisher;

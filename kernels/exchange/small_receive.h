@@ -57,7 +57,8 @@ struct ReceivedShare {
   HD ReceivedShare(const DispatchArgs& args, const SmallRole& role)
       : parts(num_parts(args)),
         ep_size(args.geometry.ep_size),
-        first(item_at(role.receiver)),
+        // The last share is CTA F's, which publishes first. If there are fewer parts, it has none.
+        first(item_at(role.publishes() ? role.num_receivers - 1 : role.receiver - 1)),
         step(item_at(role.num_receivers)) {}
 
   HD ReceivedItem item_at(int number) const {

@@ -151,11 +151,12 @@ class MoeAllToAll:
             "preparing the exchange",
             lambda: _prepare(config, ranks, torch.device(device), share_with),
         )
-        # On every rank the same: the ranks of a transport have devices of one kind.
+        _check_agreement(config, ranks, workspace, shares=share_with is not None)
+        # Equal on all ranks: they agree on the rest, and have devices of one kind. Before they have
+        # agreed, an error here would be this rank's alone, and the others would wait for it.
         on_gpu = workspace.executor.asynchronous
         small_tokens = sizes.small_tokens(config, recipe, on_gpu=on_gpu)
         config = dataclasses.replace(config, small_tokens=small_tokens)
-        _check_agreement(config, ranks, workspace, shares=share_with is not None)
         workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
         try:
             layer = all_or_none(
@@ -215,7 +216,7 @@ class MoeAllToAll:
             ExchangeStateError: the exchange is closed, or the channel's last dispatch has not been
                 combined.
             ExchangeTimeoutError: another rank did not arrive within timeout_s (first_timeout_s
-                until the first complete round).
+                until the second complete round).
             DisagreementError: another rank dispatched with another max_tokens or extra payloads of
                 other sizes, or through a layer of another geometry. Ranks compare 7 bits, so on
                 average one such pair in 128 goes unnoticed.
@@ -280,7 +281,8 @@ class MoeAllToAll:
             combine. Combine never reads empty slots.
 
         Raises:
-            InputError: combine does not reduce `dtype`, or there is no room for such rows.
+            InputError: combine does not reduce `dtype`, there is no room for such rows, or metadata
+                belongs to another exchange.
         """
         config, layer = self.config, find(self._handle)
         dtype = dtype or config.dtype
@@ -295,6 +297,7 @@ class MoeAllToAll:
             checks.combine_width(layer.format, dtype, hidden_size)
         width = config.hidden_size if hidden_size is None else hidden_size
         if metadata is not None:
+            self._check_own(metadata)
             found = layer.channel(metadata.channel)
             return found.combine_input(metadata.max_tokens, dtype, width)
         found = layer.channel(channel)
@@ -321,7 +324,7 @@ class MoeAllToAll:
             output: `[num_tokens, hidden_size]` in the type of expert_output; None allocates it.
             hidden_size: elements of a row in this call; None: config.hidden_size. It may be any
                 width for which combine_input has room. Type and width must be equal on all ranks:
-                ranks do not compare them, and the sums of ranks that differ are wrong.
+                ranks do not compare them. If ranks differ, sums are wrong, or a wait times out.
 
         Returns:
             `[num_tokens, hidden_size]` in the type of expert_output; zeros for a token without a
@@ -330,11 +333,7 @@ class MoeAllToAll:
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
         """
-        if metadata.handle != self._handle:
-            raise InputError(
-                f"metadata belongs to exchange {metadata.handle}, this is {self._handle}; pass "
-                "what this layer's dispatch returned"
-            )
+        self._check_own(metadata)
         if metadata.round >= 0 and not torch.compiler.is_compiling():
             self._layer.check_round(metadata.round, metadata.channel)
         pending = self._layer.workspace.pending
@@ -359,6 +358,13 @@ class MoeAllToAll:
         )
         return output
 
+    def _check_own(self, metadata: DispatchMetadata) -> None:
+        if metadata.handle != self._handle:
+            raise InputError(
+                f"metadata belongs to exchange {metadata.handle}, this is {self._handle}; pass "
+                "what this layer's dispatch returned"
+            )
+
     def _round(self, channel: int) -> int:
         # With a number that grows, torch.compile would compile the code again at every call.
         return -1 if torch.compiler.is_compiling() else self._layer.rounds[channel]
@@ -378,7 +384,7 @@ class MoeAllToAll:
         """Make waits last up to first_timeout_s until `end_startup` is called. Local.
 
         It applies to all layers on the workspace. Use it if ranks compile or tune after the first
-        round. Without it start-up ends with the first complete round. The capture of a CUDA graph
+        round. Without it start-up ends with the second complete round. The capture of a CUDA graph
         also ends it.
         """
         self._layer.workspace.startup.hold()

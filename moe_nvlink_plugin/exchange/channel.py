@@ -50,8 +50,8 @@ class Channel:
         self._combine_input = self.combine_region
         self._combine_row = (config.dtype, config.hidden_size)
         self._extra_bytes = config.extra_payload_bytes
-        #: Bound of the last dispatch.
-        self.max_tokens = config.max_tokens_per_rank
+        #: Bound and tokens of the last dispatch.
+        self.max_tokens, self.num_tokens = config.max_tokens_per_rank, 0
         ep_size = config.ep_size
         self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
@@ -114,7 +114,7 @@ class Channel:
         assert ids is not None
         slots = torch.empty_like(ids)  # half the time of a torch.empty that is told all
         geometry = self._dispatch_geometry
-        geometry.num_tokens = num_tokens
+        geometry.num_tokens = self.num_tokens = num_tokens
         geometry.max_tokens_per_rank = self.max_tokens = max_tokens
         args.send_slots = slots.data_ptr()
         args.quantiser = quantiser

@@ -266,3 +266,16 @@ def combine_width(layer: LayerFormat, dtype: torch.dtype, hidden_size: int) -> N
         combine_formats.combine_rows(config.combine, hidden_size)
     except ConfigError as error:
         raise InputError(str(error)) from error
+
+
+def all_tokens(num_tokens: int, dispatched: int) -> None:
+    """Check that a combine is for the tokens of its dispatch.
+
+    Raises:
+        InputError: it is for fewer tokens, or for more.
+    """
+    if num_tokens != dispatched:
+        raise InputError(
+            f"metadata of {num_tokens} tokens, but the dispatch had {dispatched}; pass the "
+            "metadata that dispatch returned, unchanged"
+        )

@@ -263,6 +263,8 @@ class LayerExchange:
                     f"combine without dispatch on channel {channel_index}: this layer has no "
                     "dispatch waiting there; call dispatch first"
                 )
+            # The peers send the rows of every token that was dispatched.
+            checks.all_tokens(send_slots.shape[0], channel.num_tokens)
             channel.combine(expert_output, send_slots, output)
             self._raise_fault(channel)
             dispatched.value = 0

@@ -92,7 +92,9 @@ def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
     whose CTAs has several parts on their way together.
     """
     threads = min(FEW_THREADS, limits.max_threads)
-    most = max(limits.resident(threads), 2)
+    most = limits.resident(threads)
+    if most < 2:
+        return Shape(1, threads, 1)  # one CTA has both roles
     tokens = max(num_tokens, 1)
     sending = tokens * sizes.sent_rows * sizes.send_parts
     # One more, for the CTA that signals the peers before it receives.

@@ -103,7 +103,7 @@ class Kernel(Generic[S]):
             reads every value from the arguments.
         count: reads from the arguments how many items a call has.
         shape: returns the launch shape for so many items.
-        splits: field of the arguments that gets the number of CTAs which share an item; "": none.
+        splits: field of the arguments that gets Shape.splits; "": none.
         phase: what the kernel waits for; None: nothing that a fault word names.
         header: path of the file below kernels/ that declares the struct.
     """

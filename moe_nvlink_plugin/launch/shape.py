@@ -56,7 +56,8 @@ class Shape(NamedTuple):
     Attributes:
         blocks: CTAs.
         threads: threads of each CTA.
-        splits: CTAs that share an item; 1 if the kernel does not split items.
+        splits: CTAs that share an item; in kernels for small batches the CTAs that send; 1 if the
+            kernel does not split.
     """
 
     blocks: int

@@ -27,8 +27,9 @@ class Timeouts(NamedTuple):
 class Startup:
     """Chooser of the limit that each launch on one workspace gets. Local to this rank.
 
-    Start-up lasts until the first complete round; if it is held, until `end`. The capture of a CUDA
-    graph also ends it: a graph replays its launches after start-up, so they get the later limit.
+    Start-up lasts until the second complete round; if it is held, until `end`. The capture of a
+    CUDA graph also ends it: a graph replays its launches after start-up, so they get the later
+    limit.
 
     Args:
         is_capturing: whether launches of this thread now go into a CUDA graph.
@@ -37,6 +38,7 @@ class Startup:
     def __init__(self, is_capturing: Callable[[], bool]) -> None:
         self._is_capturing = is_capturing
         self._is_over = self._is_held = False
+        self._complete = 0  # rounds
         self._rounds: Counter[int] = Counter()  # channel -> rounds that began with the first limit
 
     def hold(self) -> None:
@@ -61,9 +63,14 @@ class Startup:
         return int((timeouts.later if self._is_over else timeouts.first) * 1e9)
 
     def complete_round(self) -> None:
-        """Record that the last launch of a round has been made."""
+        """Record that the last launch of a round has been made.
+
+        The second round has the first limit too. The combine of a small batch waits for the rows of
+        this rank's own tokens only; the dispatch after it waits until every rank has combined.
+        """
         if not self._is_held:
-            self._is_over = True
+            self._complete += 1
+            self._is_over = self._complete > 1
 
     def waited_s(self, channel: int, epoch: int, timeouts: Timeouts) -> float:
         """Return the limit in seconds of a wait in this round; epochs of a channel start at 1."""

@@ -244,10 +244,11 @@ class _Building:
                 f"GPU {self._memory._index} has no room for {wanted} more bytes of workspace; "
                 f"{free} of its {total} bytes are free. A workspace takes ep_size "
                 f"({self._memory._group.size}) x max_tokens_per_rank x (bytes of a token's payload "
-                "rows + of its combined row) x num_channels. Lower max_tokens_per_rank (vLLM: "
+                "rows + of its widest combined row) x num_channels, and up to 128 MiB x "
+                "num_channels for small batches. Lower max_tokens_per_rank (vLLM: "
                 "--max-num-batched-tokens), choose a recipe or dtype with fewer bytes per token, "
-                "or lower num_channels; or leave more room on the GPU (vLLM: lower "
-                "--gpu-memory-utilization)"
+                "lower num_channels or set MOE_NVLINK_SMALL_TOKENS=0; or leave more room on the "
+                "GPU (vLLM: lower --gpu-memory-utilization)"
             ) from error
 
     def connect(self, offers: Sequence[_Offer]) -> None:

@@ -99,8 +99,8 @@ CELL_RELAXED = Edit("announce", r"if \(has_pulled\)", "if (false)")
 CELL_STORED_RELAXED = Edit("announce", r"\bsignal_peer\(", "store_relaxed_sys(")
 CELL_NOT_ACQUIRED = Edit("acquire_cells", "load_acquire_sys", "load_relaxed_sys")
 ONE_STAGING = Edit("staging_of", r"epoch % 2", "0")
-ONE_MARK = Edit("has_arrived", r"&&\s*static_cast<uint32_t>\(second >> 48\) == mark")
-NO_MARK_OF_FIRST = Edit("has_arrived", r"static_cast<uint32_t>\(first >> 48\) == mark &&")
+ONE_MARK = Edit("has_arrived", r"&&\s*halves\[3\] >> 16 == mark")
+NO_MARK_OF_FIRST = Edit("has_arrived", r"halves\[1\] >> 16 == mark\s*&&")
 ONE_STAGED_HALF = Edit("send_parts_of_tokens", r"turn = 1 - turn;")
 ONE_TAKEN_HALF = Edit("receive_parts", r"turn = 1 - turn;")
 NO_BARRIER_BEHIND_UNITS = Edit("receive_parts", r"cta\.sync\(\);")
@@ -214,8 +214,8 @@ def combining_small(
 
 def marks_asked(kernels: Kernels) -> list[str]:
     """What a look that leaves must have found of a unit's two words, by the text."""
-    asked = re.findall(r"(first|second) >> 48\) == mark", kernels.bodies["has_arrived"])
-    return ["-|1" if word in asked else "-|-" for word in ("first", "second")]
+    asked = re.findall(r"halves\[(\d)\] >> 16 == mark", kernels.bodies["has_arrived"])
+    return ["-|1" if half in asked else "-|-" for half in ("1", "3")]
 
 
 # ---- Programs.

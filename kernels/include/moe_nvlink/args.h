@@ -17,7 +17,7 @@ struct Geometry {
   int32_t num_experts;          // global
   int32_t top_k;                // ids per token
   int32_t hidden_size;          // elements of a combined row
-  int32_t max_tokens_per_rank;  // capacity: slots of one source's slice
+  int32_t max_tokens_per_rank;  // bound of this call: slots of one source's slice
   int32_t element;              // kElement* of combine
   int32_t num_tokens;           // this call's tokens on this rank
   uint32_t formats;  // 7 bits: recipe and combine's format; above them: what dispatch writes

@@ -11,7 +11,8 @@
 
 namespace moe_nvlink {
 
-// Loads without order, for polling: an acquire in the loop would empty L1 in every iteration.
+// Loads without order, for polling: an acquire in the loop would empty L1 in every iteration. Also
+// for units (P10).
 HD uint64_t load_relaxed_sys(const uint64_t* address) {
   MOE_NVLINK_DEVICE_ONLY(uint64_t value; asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(
       value) : "l"(__cvta_generic_to_global(address)) : "memory");
@@ -37,7 +38,8 @@ HD void store_release_sys(uint64_t* address, uint64_t value) {
   MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint64_t>(*address).store(value, std::memory_order_release);)
 }
 
-// Stores a whole word that only the host reads, after the launch.
+// Stores a whole word without order: a fault word for the host, or a cell that a peer polls for its
+// count.
 HD void store_relaxed_sys(uint64_t* address, uint64_t value) {
   MOE_NVLINK_DEVICE_ONLY(
       asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(__cvta_generic_to_global(address)),

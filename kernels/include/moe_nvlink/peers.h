@@ -45,7 +45,7 @@ HD void for_each_row_and_peer(const Args& args, const Cta& cta, int num_rows, co
 // Stores the peer's copy of this rank's cell in `cells`.
 template <class Args>
 HD void signal_peer(const Args& args, uint32_t cells, int peer, uint64_t cell) {
-  // P1, P3, P6, P8, release: what this rank has put, written and read comes before the cell. That
+  // P1, P3, P6, P8, P11, P12, release: what this rank has put, written and read comes before the cell. That
   // holds for the kernels before this one too, which pdl_wait orders: P3 covers the experts' rows,
   // and the experts' reads of the receive buffers before the peer's next dispatch.
   // Without it the peer may see the new epoch and old rows, words or logits.

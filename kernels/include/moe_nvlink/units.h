@@ -11,8 +11,6 @@
 // The next round's units come after these zeros (P12).
 #pragma once
 
-#include "config.h"
-#include "copy.h"
 #include "memory_order.h"
 #include "platform.h"
 
