@@ -179,7 +179,7 @@ def test_a_missing_rank_is_named() -> None:
             return message, bool(waited.any()) and bool(output[waited].isnan().all())
 
     for rank, (message, is_nan) in enumerate(run_ranks(RANKS, rank_main)[:2]):
-        assert f"rank {rank} waited 0.5 s in combine of epoch 1 for rank(s) 2" in message
+        assert f"rank {rank} waited 1 s in combine of epoch 1 for rank(s) 2" in message
         assert is_nan
 
 
