@@ -1,7 +1,7 @@
 """Combine of small batches, whose rows travel as units, against the oracle and the pull combine.
 
 Dispatch is the one for large batches here, and the ranks go from verb to verb together; rounds of
-ranks that run apart are in test_small_rounds.py.
+ranks that run apart are in test_small_combine_rounds.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.launch.kernel import Family
 from tests.support import cases, compare, emulated
 from tests.support.cases import Case, Inputs
+from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -222,10 +223,9 @@ def test_combine_with_a_format_leaves_its_words() -> None:
             assert (control.combined_epoch, control.has_pulled) == (1, 1)
 
 
-def test_stagings_are_zero_after_their_round() -> None:
-    """Each unit is cleared by its reader; a round uses the staging of its epoch's parity only."""
+def check_stagings(**options: Any) -> None:
     case = Case(tokens=(8, 5, 0), hidden_size=101, top_k=5)
-    with ranks_of(case, ctas=3) as ranks:
+    with ranks_of(case, ctas=3, **options) as ranks:
         for number, inputs in enumerate(emulated.varying_inputs(case, 4)):
             mine, other = ("odd", "even") if number % 2 == 0 else ("even", "odd")
             slots = dispatched(ranks, inputs)
@@ -237,6 +237,11 @@ def test_stagings_are_zero_after_their_round() -> None:
                 assert not ranks.staging(rank, mine).any(), f"round {number}: rank {rank}"
                 assert bool((ranks.staging(rank, other) == 0x55).all())
                 ranks.staging(rank, other).zero_()
+
+
+def test_stagings_are_zero_after_their_round() -> None:
+    """Each unit is cleared by its reader; a round uses the staging of its epoch's parity only."""
+    check_stagings()
 
 
 def test_totals_are_those_of_the_pull_combine() -> None:
@@ -257,12 +262,10 @@ def faults(ranks: Ranks) -> list[tuple[int, int, int, int]]:
     return [(w >> 56, w >> 48 & 0xFF, w >> 32 & 0xFFFF, w & 0xFFFFFFFF) for w in words]
 
 
-@pytest.mark.parametrize(("ctas", "senders"), [(1, 0), (3, 1)])
-def test_a_rank_that_does_not_combine(ctas: int, senders: int) -> None:
-    """The others name it, store NaN where its rows are missing, and send nothing from then on."""
+def check_missing_rank(**options: Any) -> None:
     case = Case(tokens=(8, 5, 8), top_k=3, hidden_size=800)
     inputs = cases.make_inputs(case)
-    with ranks_of(case, ctas=ctas, senders=senders, timeout_s=0.3) as ranks:
+    with ranks_of(case, timeout_s=1.0, **options) as ranks:
         slots = dispatched(ranks, inputs)
         outputs = combined(ranks, "small_combine", slots[:2], inputs[:2])
         wanted = (TIMEOUT, COMBINE_PHASE, 2, 1)
@@ -278,13 +281,41 @@ def test_a_rank_that_does_not_combine(ctas: int, senders: int) -> None:
         compare.assert_same_bits(compare.one_nan(late[2]), compare.one_nan(expected), "late rank")
 
 
+@pytest.mark.parametrize(("ctas", "senders"), [(1, 0), (3, 1)])
+def test_a_rank_that_does_not_combine(ctas: int, senders: int) -> None:
+    """The others name it, store NaN where its rows are missing, and send nothing from then on."""
+    check_missing_rank(ctas=ctas, senders=senders)
+
+
+MISTAKES = {
+    "one staging for both parities": (
+        "args.even_staging_region + epoch % 2 * step",
+        "args.even_staging_region + 0 * step",
+        check_stagings,
+    ),
+    "rank 0 is named": (
+        "kFaultTimeout, kPhaseCombine, peer,\n               receiving.epoch",
+        "kFaultTimeout, kPhaseCombine, 0,\n               receiving.epoch",
+        check_missing_rank,
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake: str) -> None:
+    line, instead, check_it = MISTAKES[mistake]
+    text = replace_once(KERNELS.host_source(), line, instead)
+    with pytest.raises(AssertionError):
+        check_it(text=text)
+
+
 def test_after_a_fault_nothing_is_sent() -> None:
     """A failed rank's rows are NaN at once; its peers wait for it in vain, and the first fault of
     each stays.
     """
     case = Case(tokens=(4, 4), top_k=4)
     inputs = cases.make_inputs(case)
-    with ranks_of(case, ctas=4, timeout_s=0.3) as ranks:  # some CTA's first part is for rank 1
+    with ranks_of(case, ctas=4, timeout_s=1.0) as ranks:  # some CTA's first part is for rank 1
         slots = dispatched(ranks, inputs)
         region = ranks.regions[0]["local"]
         first = TIMEOUT << 56 | COMBINE_PHASE << 48 | 1 << 32 | 7

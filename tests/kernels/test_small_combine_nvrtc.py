@@ -29,13 +29,28 @@ pytestmark = pytest.mark.timeout(280)
 
 ENTRY = "moe_nvlink_small_combine"
 GEOMETRIES = ((1, BF16), (8, BF16), (8, FP32), (22, FP16), (32, BF16), (32, FP16), (32, FP32))
+ARCHITECTURES = ("sm_90a", "sm_100a")
 #: Three CTAs of 256 threads on an SM, so that the parts of a batch find their places at once.
 MAX_REGISTERS = 80
 #: Words of a unit's data, the count, the epoch and the fault word.
 LOADS_OF_A_SENDER = 3 + 1 + 1 + 1
 
-each_geometry = pytest.mark.parametrize(("top_k", "element"), GEOMETRIES)
-each_architecture = pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+#: The larger top_k take long to compile: `make test` reads those of one architecture.
+each_build = pytest.mark.parametrize(
+    ("top_k", "element", "architecture"),
+    [
+        pytest.param(
+            *geometry,
+            architecture,
+            marks=[pytest.mark.long]
+            if geometry[0] > COMMON_TOP_K and architecture != ARCHITECTURES[0]
+            else [],
+        )
+        for geometry in GEOMETRIES
+        for architecture in ARCHITECTURES
+    ],
+)
+each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
 def text_of(top_k: int, element: int, *, pdl: bool = True) -> str:
@@ -57,8 +72,7 @@ def names_of(code: tuple[Instruction, ...]) -> tuple[str, ...]:
     return tuple(one.name for one in code)
 
 
-@each_architecture
-@each_geometry
+@each_build
 def test_registers_and_no_spills(top_k: int, element: int, architecture: str) -> None:
     usage = cuobjdump(cubin(top_k, element, architecture), "-res-usage")
     line = re.search(rf"Function {ENTRY}:\n\s*(REG:.*)", usage)
@@ -72,8 +86,7 @@ def test_registers_and_no_spills(top_k: int, element: int, architecture: str) ->
     assert not generic_accesses(names)
 
 
-@each_architecture
-@each_geometry
+@each_build
 def test_all_looks_fly_together(top_k: int, element: int, architecture: str) -> None:
     """A thread looks at the units of all k by 16 bytes each before it waits for the first one."""
     code = listing(top_k, element, architecture)

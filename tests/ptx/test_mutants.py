@@ -69,11 +69,13 @@ class Group(NamedTuple):
 
     Attributes:
         mutants: a pattern of those that are this group's; others meet them, or never run here.
+        around: what holds while the runs are made.
     """
 
     builds: list[Build]
     runs: list[Callable[[int], None]]
     mutants: str = ""
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 # ---- dispatch and combine
@@ -141,7 +143,8 @@ def layer_rounds(case: Case, seed: int) -> None:
     with running_layer(case, seed) as ranks:
         for ranks.kind in MIXED if case.small else (BULK,) * ROUNDS:
             seen = ranks.run_round(inputs)
-            emulated.check_round(emulated.with_ctas(case, CTAS), inputs, seen, near=True)
+            of_kind = dataclasses.replace(case, small=ranks.kind == SMALL)
+            emulated.check_round(emulated.with_ctas(of_kind, CTAS), inputs, seen, near=True)
 
 
 def layer_without(verb: str, case: Case, seed: int) -> None:
@@ -162,16 +165,24 @@ def layer_without(verb: str, case: Case, seed: int) -> None:
             assert ranks.words[rank] == word
 
 
-def clear_weakly(builds: Sequence[Build]) -> None:
-    """Let units be cleared by weak stores, which the memory model allows just as well.
+@contextlib.contextmanager
+def clearing_weakly(builds: Sequence[Build]) -> Iterator[None]:
+    """Units are cleared by weak stores for as long as the block lasts.
 
-    Who has read a word by a strong load comes after its writer. A strong zero would race with no
-    unit, so that nothing but a lost unit could tell that P12 is missing.
+    Whoever has read a word by a strong load comes after its writer, so weak zeros race with units
+    of later rounds only, which P12 keeps apart from them. Strong zeros race with no unit: nothing
+    but a lost unit could tell that P12 is missing.
     """
-    for made in builds:
-        for mutant in mutants.mutants_of(made, ARCHITECTURE):
-            if "clear_unit" in str(mutant):
-                mutant.site.order = "weak"
+    every = [each for made in builds for each in mutants.mutants_of(made, ARCHITECTURE)]
+    sites = [each.site for each in every if "clear_unit" in str(each)]
+    assert sites, "no unit is cleared"
+    try:
+        for site in sites:
+            site.order = "weak"
+        yield
+    finally:
+        for site in sites:
+            site.reset()
 
 
 def rounds_apart(case: Case, seed: int) -> None:
@@ -182,10 +193,11 @@ def rounds_apart(case: Case, seed: int) -> None:
     inputs = cases.make_inputs(case)
     with running_layer(case, seed) as ranks:
         outputs = [torch.full_like(mine.hidden_states, -7) for mine in inputs]
+        slots = []  # of all rounds: the kernels run at the end of the block
         with ranks.backend.grids.queued():  # type: ignore[attr-defined]
             for ranks.kind in MIXED:
-                received = ranks.dispatch(inputs)
-                ranks.combine([each.send_slots for each in received], outputs)
+                slots.append([each.send_slots for each in ranks.dispatch(inputs)])
+                ranks.combine(slots[-1], outputs)
         ranks.check_faults()
 
 
@@ -200,8 +212,6 @@ def layer(case: Case) -> Group:
     variant = launches.variant(config, quantiser)
     kernels = (SMALL_DISPATCH, SMALL_COMBINE, DISPATCH) if case.small else (DISPATCH, COMBINE)
     builds = [variant.build(kernel, pdl=True) for kernel in kernels]
-    if case.small:
-        clear_weakly(builds)
     return Group(
         builds,
         [
@@ -211,6 +221,7 @@ def layer(case: Case) -> Group:
             functools.partial(layer_without, "combine", case),
         ],
         _SMALL_ROUNDS if case.small else _BULK_ROUNDS,
+        functools.partial(clearing_weakly, builds) if case.small else contextlib.nullcontext,
     )
 
 
@@ -362,18 +373,22 @@ def all_mutants(group: Group) -> list[Mutant]:
 
 def check(group: Group, seeds: Sequence[int]) -> None:
     """Every mutant of the group is reported in a schedule of a run, or REDUNDANT and in none."""
-    for seed, run in itertools.product(SEEDS, group.runs):
-        run(seed)
     wrong = []
-    for mutant in all_mutants(group):
-        reason = reason_of(mutant)
-        # What must be found may take another schedule; it ends with the first report.
-        tried = SEEDS if reason is None else seeds
-        runs = [functools.partial(run, seed) for seed in tried for run in group.runs]
-        finding = mutants.find(mutant, runs)
-        if (finding is None) == (reason is None):
-            wrong.append(f"{mutant}\n  {finding or 'not reported'}\n  {reason or 'not listed'}")
+    with group.around():
+        for seed, run in itertools.product(SEEDS, group.runs):
+            run(seed)
+        for mutant in all_mutants(group):
+            reason = reason_of(mutant)
+            # What must be found may take another schedule; it ends with the first report.
+            tried = SEEDS if reason is None else seeds
+            finding = mutants.find(mutant, runs_of(group, tried))
+            if (finding is None) == (reason is None):
+                wrong.append(f"{mutant}\n  {finding or 'not reported'}\n  {reason or 'not listed'}")
     assert not wrong, "\n".join(wrong)
+
+
+def runs_of(group: Group, seeds: Sequence[int]) -> list[Callable[[], None]]:
+    return [functools.partial(run, seed) for seed in seeds for run in group.runs]
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -399,14 +414,16 @@ def test_pairs_are_those_of_the_readme() -> None:
 def test_pairs_of_small_batches_are_reported(pair: str) -> None:
     """Not every mutant of the small kernels: each half of their numbered pairs."""
     group = layer(SMALL_CASE)
-    runs = [functools.partial(group.runs[0], seed) for seed in SEEDS]
-    for run in runs:
-        run()
-    every = all_mutants(group)
-    for pattern in SMALL_PAIRS[pair]:
-        found = [each for each in every if re.search(pattern, str(each))]
-        assert found, pattern
-        assert any(mutants.find(each, runs) is not None for each in found), pattern
+    runs = runs_of(group, SEEDS)
+    with group.around():
+        for run in runs:
+            run()
+        every = all_mutants(group)
+        for pattern in SMALL_PAIRS[pair]:
+            found = [each for each in every if re.search(pattern, str(each))]
+            assert found, pattern
+            missed = [str(each) for each in found if mutants.find(each, runs) is None]
+            assert not missed, "\n".join(missed)
 
 
 @pytest.mark.long

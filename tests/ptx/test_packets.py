@@ -1,4 +1,5 @@
-"""Packets of a dispatch on NVLink, counted from the addresses that its PTX stores to.
+"""Packets of the dispatch of large batches on NVLink, counted from the addresses that its PTX
+stores to.
 
 A packet carries at most one line of 128 bytes, of what one instruction of a warp stores. The link
 of the software GPU's clock is made so slow here that a dispatch takes as long as its bytes, headers
@@ -6,6 +7,8 @@ included.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -29,7 +32,7 @@ HEADER_BYTES, LEAST_BYTES = TABLE["header_bytes"], TABLE["granule_bytes"]
 
 def bytes_on_link(work: Work, changes: dict[str, float]) -> float:
     changes = changes | {"link_bytes_per_ns": LINK_BYTES_PER_NS}
-    with clocked.Ours(work, "h200", changes) as layer:
+    with clocked.Bulk(work, "h200", changes) as layer:
         return 1e3 * layer.run("dispatch").us * LINK_BYTES_PER_NS
 
 
@@ -57,8 +60,8 @@ def test_a_row_that_begins_within_a_warp_is_noticed(
     """Each of the 28 warps that move the row then stores parts of one line more."""
     source = kernel_texts.specialised_source
 
-    def packed(top_k: int, element: int, *, pdl: bool) -> str:
-        text = source(top_k, element, pdl=pdl)
+    def packed(top_k: int, element: int, **options: Any) -> str:
+        text = source(top_k, element, **options)
         return replace_once(
             text,
             "before += whole_warps(plan_row(args, j).num_lanes)",

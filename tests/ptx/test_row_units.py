@@ -34,8 +34,8 @@ extern "C" __global__ void put(char* units, const uint32_t* data) {
 }
 extern "C" __global__ void look(char* units, uint64_t* found) {
   const Unit unit = look_at_unit(units + kUnitBytes * threadIdx.x);
-  store_word(found + 2 * threadIdx.x, unit.first);
-  store_word(found + 2 * threadIdx.x + 1, unit.second);
+  uint32_t* halves = reinterpret_cast<uint32_t*>(found + 2 * threadIdx.x);
+  for (int i = 0; i < 4; ++i) store_word(halves + i, unit.halves[i]);
 }
 extern "C" __global__ void take(char* units, uint32_t* data) {
   char* place = units + kUnitBytes * threadIdx.x;

@@ -96,9 +96,9 @@ def _check_slice(
     here = (slots >= target * case.capacity) & (slots < (target + 1) * case.capacity)
     assert here.sum(1).tolist() == [1] * count, f"{what}: one slot per token"
     row_of_token = (slots[here] - target * case.capacity).tolist()
-    # Filled from the front without gaps; with one CTA also in the source's order.
+    # Filled from the front without gaps; in a small batch, or with one CTA, in the source's order.
     assert sorted(row_of_token) == list(range(count)), f"{what}: slots {row_of_token}"
-    if case.num_threads == 1:
+    if case.small or case.num_threads == 1:
         assert row_of_token == sorted(row_of_token), f"{what}: order {row_of_token}"
     first = source * case.capacity
     places = [first + row for row in row_of_token]

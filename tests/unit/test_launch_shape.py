@@ -13,9 +13,11 @@ from moe_nvlink_plugin.exchange.shapes import (
     MARKED_BYTES_PER_CTA,
     MOST_MARKING_CTAS,
     QUANTISED_WIDTH,
+    SmallSizes,
     combine_shape,
     dispatch_shape,
     quantising_lanes,
+    small_shape,
 )
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.jit.source import read_kernel_file
@@ -239,6 +241,54 @@ def test_every_grid_is_resident_and_covers_its_rows(
     elements = QUANTISED_WIDTH if slots else VECTOR_BYTES // element_bytes
     assert (shape.splits - 1) * shape.threads * elements < hidden_size
     assert num_tokens * shape.splits <= mine.resident(shape.threads) or (shape.splits == 1)
+
+
+#: One token of EP 8 and top_k 8: a row of 5 parts to send, 8 rows to receive; and the way back.
+SMALL_DISPATCH_SIZES = SmallSizes(5, 5, received_rows=8)
+SMALL_COMBINE_SIZES = SmallSizes(5, 5, sent_rows=8)
+
+
+def test_parts_of_a_small_batch_have_a_cta_each_while_they_fit() -> None:
+    assert small_shape(1, SMALL_DISPATCH_SIZES, limits()) == (5 + 40 + 1, 256, 5)
+    assert small_shape(1, SMALL_COMBINE_SIZES, limits()) == (40 + 5 + 1, 256, 40)
+    # A rank without tokens receives all the same.
+    assert small_shape(0, SMALL_DISPATCH_SIZES, limits()).splits == 5
+    # 64 tokens: 320 CTAs of parts to send do not fit beside 2561. Half of all are theirs.
+    assert small_shape(64, SMALL_DISPATCH_SIZES, limits()) == (528, 256, 264)
+    assert small_shape(32, SMALL_DISPATCH_SIZES, limits()) == (528, 256, 160)
+    assert small_shape(32, SMALL_COMBINE_SIZES, limits()) == (528, 256, 528 - 161)
+
+
+@given(
+    num_tokens=st.integers(0, 256),
+    sizes=st.builds(SmallSizes, *[st.integers(1, 64)] * 4),
+    num_sms=st.integers(1, 160),
+    registers=st.sampled_from([32, 64, 96, 128, 168, 255]),
+    is_alone=st.booleans(),
+)
+def test_both_roles_of_a_small_batch_have_ctas_that_fit(
+    num_tokens: int, sizes: SmallSizes, num_sms: int, registers: int, is_alone: bool
+) -> None:
+    mine = limits(num_sms, registers)
+    if not is_alone:
+        mine = mine.beside_others(num_sms)
+    shape = small_shape(num_tokens, sizes, mine)
+    most = mine.resident(shape.threads)
+    assert WARP <= shape.threads <= mine.max_threads
+    if most == 1:
+        assert shape == (1, shape.threads, 1), "one CTA has both roles"
+        return
+    assert 1 <= shape.splits < shape.blocks <= most
+    # No CTA is left without a part, the one that signals apart.
+    tokens = max(num_tokens, 1)
+    assert shape.splits <= tokens * sizes.sent_rows * sizes.send_parts
+    assert shape.blocks - shape.splits <= tokens * sizes.received_rows * sizes.receive_parts + 1
+
+
+@pytest.mark.parametrize("resident", [0, 1])
+def test_one_cta_has_both_roles_of_a_small_batch_where_no_second_fits(resident: int) -> None:
+    one = Limits(1, 1024, lambda _threads: resident)
+    assert small_shape(8, SMALL_DISPATCH_SIZES, one) == (1, 256, 1)
 
 
 @pytest.mark.parametrize("threads", [1, 31])
