@@ -5,6 +5,7 @@
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/platform.h"
+#include "../include/moe_nvlink/workspace.h"
 
 namespace moe_nvlink {
 

@@ -7,6 +7,7 @@
 #include "../include/moe_nvlink/quantise.h"
 #include "../include/moe_nvlink/routing.h"
 #include "../include/moe_nvlink/units.h"
+#include "await_combine.h"
 
 namespace moe_nvlink {
 
