@@ -91,6 +91,8 @@ LAYER_CASE = Case(
     num_experts=8,
 )
 SMALL_CASE = dataclasses.replace(LAYER_CASE, small=True)
+#: Two that send, whose second one's first part goes to a peer, and two that receive.
+SMALL_CTAS = 4
 LAYERS = {
     "as they are": LAYER_CASE,
     "fp8": dataclasses.replace(LAYER_CASE, recipe="fp8_token", combine="fp8_block"),
@@ -130,7 +132,8 @@ class Ranks(EmulatedRanks):
 
 @contextlib.contextmanager
 def running_layer(case: Case, seed: int) -> Iterator[Ranks]:
-    backend = PtxBackend(case.ep_size, case.config(0), seed=seed, **OPTIONS)
+    options = OPTIONS | {"ctas": SMALL_CTAS if case.small else CTAS}
+    backend = PtxBackend(case.ep_size, case.config(0), seed=seed, **options)
     try:
         yield Ranks(case, backend)
     finally:
