@@ -352,14 +352,15 @@ PAIRS = {
 }
 
 
-#: The same of the small batches' pairs, which rounds of both kinds look at.
+#: The same of the small batches' pairs, which rounds of both kinds look at. A dispatch of large
+#: batches waits in its CTAs with tokens, and in these rounds no CTA is without.
 SMALL_PAIRS = {
     "P10": (r"small_dispatch: .*put_unit: .*scope gpu", r"small_dispatch: .*look_at_unit: .*scope"),
     "P11": (r"announce > signal_peer: .*order relaxed", r"acquire_cells .*order relaxed"),
     "P12": (
         r"small_combine: .*signal_peer: .*order relaxed",
         r"send_parts_of_tokens > await_previous_round .*wait_until_reached: .*\(1 of 2\): order",
-        r"await_small_combine .*wait_until_reached: .*\(1 of 2\): order relaxed",
+        r"put_tokens > await_small_combine .*wait_until_reached: .*\(1 of 2\): order relaxed",
     ),
 }
 
