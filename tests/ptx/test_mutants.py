@@ -91,6 +91,8 @@ LAYER_CASE = Case(
     num_experts=8,
 )
 SMALL_CASE = dataclasses.replace(LAYER_CASE, small=True)
+#: Two that send, whose second one's first part goes to a peer, and two that receive.
+SMALL_CTAS = 4
 LAYERS = {
     "as they are": LAYER_CASE,
     "fp8": dataclasses.replace(LAYER_CASE, recipe="fp8_token", combine="fp8_block"),
@@ -130,7 +132,8 @@ class Ranks(EmulatedRanks):
 
 @contextlib.contextmanager
 def running_layer(case: Case, seed: int) -> Iterator[Ranks]:
-    backend = PtxBackend(case.ep_size, case.config(0), seed=seed, **OPTIONS)
+    options = OPTIONS | {"ctas": SMALL_CTAS if case.small else CTAS}
+    backend = PtxBackend(case.ep_size, case.config(0), seed=seed, **options)
     try:
         yield Ranks(case, backend)
     finally:
@@ -349,14 +352,15 @@ PAIRS = {
 }
 
 
-#: The same of the small batches' pairs, which rounds of both kinds look at.
+#: The same of the small batches' pairs, which rounds of both kinds look at. A dispatch of large
+#: batches waits in its CTAs with tokens, and in these rounds no CTA is without.
 SMALL_PAIRS = {
     "P10": (r"small_dispatch: .*put_unit: .*scope gpu", r"small_dispatch: .*look_at_unit: .*scope"),
     "P11": (r"announce > signal_peer: .*order relaxed", r"acquire_cells .*order relaxed"),
     "P12": (
         r"small_combine: .*signal_peer: .*order relaxed",
         r"send_parts_of_tokens > await_previous_round .*wait_until_reached: .*\(1 of 2\): order",
-        r"await_small_combine .*wait_until_reached: .*\(1 of 2\): order relaxed",
+        r"put_tokens > await_small_combine .*wait_until_reached: .*\(1 of 2\): order relaxed",
     ),
 }
 
