@@ -39,10 +39,12 @@ COMMON_TOP_K = 8
 #: Ordered accesses of a kernel. Every release is a barrier and then the access, every acquire the
 #: access and then the emptying of L1.
 SYSTEM_RELEASES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}  # P1; P3
-SYSTEM_ACQUIRES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}
+#: P1, and P12 before the first token and in a CTA without tokens; P3. ptxas may unroll the look of
+#: P12, which is in a loop.
+SYSTEM_ACQUIRES = {"moe_nvlink_dispatch": (3, 5), "moe_nvlink_combine": (1,)}
 GPU_ARRIVALS = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 0}  # P2
-#: Fault words: stored relaxed, in the workspace and in the host's memory.
-FAULT_STORES = {"moe_nvlink_dispatch": 2, "moe_nvlink_combine": 2}
+#: Fault words of each wait: stored relaxed, in the workspace and in the host's memory.
+FAULT_STORES = {"moe_nvlink_dispatch": 6, "moe_nvlink_combine": 2}
 
 
 class Instruction(NamedTuple):
@@ -217,7 +219,7 @@ def test_ordered_accesses(architecture: str, kernel: str) -> None:
     assert sum("SYS" in names[i] for i in barriers) == SYSTEM_RELEASES[kernel]
     # The poll and, as an instruction of its own, the acquiring load behind it; then L1 is emptied.
     acquires = [i for i in loads if names[i + 1] == "CCTL.IVALL"]
-    assert len(acquires) == SYSTEM_ACQUIRES[kernel]
+    assert len(acquires) in SYSTEM_ACQUIRES[kernel]
     assert len(loads) > len(acquires), "no relaxed poll"
     # P2: a GPU-scope atomic behind this CTA's rows and before what reads the others'.
     atomics = [i for i, name in enumerate(names) if re.match(r"ATOMG\.E\.ADD.*STRONG\.GPU", name)]
