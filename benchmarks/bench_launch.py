@@ -53,8 +53,12 @@ void* moe_nvlink_grid_create(int) { static int grid; return &grid; }
 void moe_nvlink_grid_destroy(void*) {}
 int moe_nvlink_sizeof_dispatch_args() { return DISPATCH_BYTES; }
 int moe_nvlink_sizeof_combine_args() { return COMBINE_BYTES; }
+int moe_nvlink_sizeof_small_dispatch_args() { return DISPATCH_BYTES; }
+int moe_nvlink_sizeof_small_combine_args() { return COMBINE_BYTES; }
 void moe_nvlink_dispatch(const void*, void*) {}
 void moe_nvlink_combine(const void*, void*) {}
+void moe_nvlink_small_dispatch(const void*, void*) {}
+void moe_nvlink_small_combine(const void*, void*) {}
 }
 """
 
@@ -103,7 +107,7 @@ class Levels:
         executor = self.inner.workspace.executor
         assert isinstance(executor, CudaExecutor)
         row_bytes = {name: row.row_bytes for name, row in self.inner.rows.items()}
-        self.launcher = LayerLaunches(executor, config, row_bytes, 0)
+        self.launcher = LayerLaunches(executor, self.inner.config, row_bytes, 0)
         self.region = self.layer.combine_input()
         self._combine(self._dispatch())
         drain()
@@ -126,8 +130,9 @@ class Levels:
 
     def bare(self) -> dict[str, float]:
         """Time cuLaunchKernelEx alone, with what the launcher has prepared for it."""
-        launched: Any = self.launcher._dispatches[0]
-        args = self.arguments()
+        args, of = self.arguments(), self.launcher
+        is_small = args.geometry.max_tokens_per_rank <= of._most_small
+        launched: Any = (of._small_dispatches if is_small else of._dispatches)[0]
         with launched._executor.context():
             launched(args)
             config = launched._prepare(0).config

@@ -30,7 +30,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_nvlink_plugin.errors import MoeNvlinkError
-from moe_nvlink_plugin.exchange.kernels import COMBINE_FORMAT, LAYER, QUANTISER
+from moe_nvlink_plugin.exchange.kernels import (
+    COMBINE_FORMAT,
+    LAYER,
+    QUANTISER,
+    SMALL_COMBINE,
+    SMALL_DISPATCH,
+)
 from moe_nvlink_plugin.jit import header, nvrtc
 from moe_nvlink_plugin.launch.kernel import Build, Variant
 from moe_nvlink_plugin.lm_head.kernels import HEAD
@@ -164,7 +170,9 @@ def _builds(geometry: Variant, architecture: str, *, pdl: bool = True) -> Iterat
     for build in geometry.builds(pdl=pdl):
         if build not in plain:
             name = f"{build.kernel.name} of {_name(geometry, pdl)}"
-            yield Kernel(_family(geometry), name, architecture, build.text)
+            is_small = build.kernel in (SMALL_DISPATCH, SMALL_COMBINE)
+            family = f"small {_family(geometry)}" if is_small else _family(geometry)
+            yield Kernel(family, name, architecture, build.text)
 
 
 def _heads() -> Iterator[Kernel]:
@@ -175,12 +183,12 @@ def _heads() -> Iterator[Kernel]:
 
 
 def _emulated_verbs() -> Iterator[Kernel]:
-    """Dispatch and combine of many ranks; in the oracle's form they may spill, which is no mistake
-    (emulated.py), so they are compiled as the benchmarks compile them.
+    """All kernels of a layer for many ranks; in the oracle's form they may spill, which is no
+    mistake (emulated.py), so they are compiled as the benchmarks compile them.
     """
     for kind, architecture in zip(kinds(), itertools.cycle(nvrtc.ARCHITECTURES), strict=False):
         text = functools.partial(
-            emulated_text.device_source, 8, 0, _EMULATED_RANKS, as_product=True
+            emulated_text.device_source, 8, 0, _EMULATED_RANKS, as_product=True, small=True
         )
         yield Kernel("emulated", f"emulated {kind}", architecture, _with(text, kind))
 

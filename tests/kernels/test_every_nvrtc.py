@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import header, nvrtc
 from tests.kernels import every_nvrtc
 from tests.kernels.every_nvrtc import Kernel, Outcome, Release
@@ -78,6 +79,14 @@ def test_the_list_has_every_kind_of_kernel() -> None:
             )
         for kind, dtype in itertools.product(kinds, header.elements()):
             assert any(f"dtype={dtype}," in name and f"={kind}" in name for name in names)
+        for kernel, architecture in itertools.product(LAYER.kernels, nvrtc.ARCHITECTURES):
+            first = f"{kernel.name} of "
+            of_kernel = [n for n in names if n.startswith(first) and n.endswith(architecture)]
+            for dtype in header.elements() if whole else ["bf16"]:
+                assert any(f"dtype={dtype}" in name for name in of_kernel), (first, architecture)
+        for kernel, dtype in itertools.product(LAYER.kernels, header.elements()):
+            first = f"{kernel.name} of "
+            assert any(n.startswith(first) and f"dtype={dtype}" in n for n in names), (first, dtype)
         texts = [(one.text(), one.architecture) for one in every_nvrtc.kernels(whole)]
         assert len(set(texts)) == len(texts), "something is compiled twice"
 
