@@ -276,6 +276,7 @@ def test_the_thread_sanitizer_catches(bug: str, program_of: ProgramOf) -> None:
     sanitizers.check_race_is_found(program, NUMBERS[bug])
 
 
+@pytest.mark.timeout(900)  # its threads take turns on the cores, and other tests take theirs
 @pytest.mark.parametrize("cta_threads", [1, 4])
 def test_no_bad_address_and_no_undefined_behaviour(cta_threads: int, tmp_path: Path) -> None:
     """One thread as in the product, and its loops vectorised; at -O2, because with these sanitizers
