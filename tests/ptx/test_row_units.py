@@ -21,7 +21,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 THREADS = 32
 #: What the first look found of the two words of a unit: whether each has the mark.
 NEITHER, BOTH = (False, False), (True, True)
-UNITS = "include/moe_nvlink/units.h"
+COPY, UNITS = "include/moe_nvlink/copy.h", "include/moe_nvlink/units.h"
 MARK = 0x8005
 
 #: Of each thread: words of a unit that it stores, looks at, or waits for and clears.
@@ -51,7 +51,7 @@ extern "C" __global__ void take(char* units, uint32_t* data) {
 
 @functools.cache
 def library(races: bool) -> build.Library:
-    text = source.amalgamate((source.CONFIG_HEADER, UNITS)) + TEXT
+    text = source.amalgamate((source.CONFIG_HEADER, COPY, UNITS)) + TEXT
     return build.load(build.ptx_of(text, "sm_90a"), races=races)
 
 
