@@ -484,6 +484,14 @@ def _widened(kind: Any, bits: int) -> Callable[[int], int]:
     return lambda pair: half(pair >> bits) << 16 | half(pair & ((1 << bits) - 1))
 
 
+def _truncated(value: np.float32) -> int:
+    """The next whole number towards zero that s32 has; 0 for NaN."""
+    if np.isnan(value):
+        return 0
+    least, most = -(2**31), 2**31 - 1
+    return most if value > most else least if value < least else int(value)
+
+
 def _rounded_half(value: np.float32) -> np.float16 | int:
     return 0x7FFF if np.isnan(value) else value.astype(np.float16)
 
@@ -503,6 +511,7 @@ def _conversions() -> Iterator[Form]:
         yield Form(
             f"cvt.rn.f32.{of}", (of,), "f32", lambda a: rounded(Fraction(a)) if a else np.float32(0)
         )
+    yield Form("cvt.rzi.s32.f32", ("f32",), "s32", _truncated)
     yield Form("cvt.f32.f16", ("f16",), "f32", _of_half)
     yield Form("cvt.rn.f16.f32", ("f32",), "b16", _rounded_half)
     yield Form("cvt.rn.bf16.f32", ("f32",), "b16", _brain)
