@@ -14,7 +14,7 @@ from moe_nvlink_plugin.launch.kernel import ELEMENT, Variant
 from .arguments import all_ids_travel, combine_code
 from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER, SMALL_COMBINE, SMALL_DISPATCH
 from .shapes import LAID_OUT_WEIGHT, CombineSizes, DispatchSizes, SmallSizes, quantising_lanes
-from .sizes import combine_dtypes, combines_small_batches, packed_offsets
+from .sizes import combine_dtypes, combines_small_batches, packed_bytes
 
 #: Bytes of a packed row that one CTA of a small batch stages (kPartBytes of config.h).
 PART_BYTES = 3072
@@ -46,8 +46,7 @@ def small_dispatch_sizes(
         row_bytes: as for `LayerLaunches`.
         quantiser: as for `variant`; a CTA quantises whole rows.
     """
-    _offsets, packed = packed_offsets(row_bytes.values())
-    parts = shape.ceil_div(packed, PART_BYTES)
+    parts = shape.ceil_div(packed_bytes(row_bytes.values()), PART_BYTES)
     return SmallSizes(1 if quantiser else parts, parts, received_rows=_rows_per_token(config))
 
 

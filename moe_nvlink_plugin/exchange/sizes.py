@@ -109,6 +109,11 @@ def packed_offsets(row_bytes: Iterable[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def packed_bytes(row_bytes: Iterable[int]) -> int:
+    """Return the bytes of a token's packed row. Local."""
+    return packed_offsets(row_bytes)[1]
+
+
 def staged_bytes(row_bytes: int) -> int:
     """Return the bytes of a row of so many bytes as units. Local."""
     return -(-row_bytes // UNIT_DATA_BYTES) * UNIT_BYTES
@@ -127,7 +132,7 @@ def small_tokens(config: AllToAllConfig, recipe: Recipe, *, on_gpu: bool) -> int
     asked = config.small_tokens
     if asked is None:
         asked = GPU_SMALL_TOKENS if on_gpu else 0
-    _offsets, packed = packed_offsets(r.row_bytes for r in payload_rows(config, recipe).values())
+    packed = packed_bytes(row.row_bytes for row in payload_rows(config, recipe).values())
     if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
         return 0
     token_bytes = config.ep_size * sum(_staging_rows(config, packed).values())
@@ -156,7 +161,7 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     for name, row in quantised_combine_rows(config).items():
         sizes[name] = slots * row.row_bytes  # of those rows, written by combine for the peers
     if config.small_tokens:
-        _offsets, packed = packed_offsets(row.row_bytes for row in rows.values())
+        packed = packed_bytes(row.row_bytes for row in rows.values())
         for name, row_bytes in _staging_rows(config, packed).items():
             sizes[name] = config.ep_size * config.small_tokens * row_bytes  # slice s: by rank s
     return sizes
