@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import common
-from tests.support import cases
+from tests.support import cases, flashinfer_wheel
 
 from . import expected
 from .options import Options
 from .routers import RankTokens
 
-READ_FROM = "0.7.2.post1"
+READ_FROM = flashinfer_wheel.VERSION
 
 #: Its kernels' limits (moeAlltoAllKernels.h).
 MOST_RANKS, MOST_TOP_K = 64, 22

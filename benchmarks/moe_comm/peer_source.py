@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moe_nvlink_plugin.errors import CompileError
-from tests.support import wheels
+from tests.support import flashinfer_wheel, wheels
 from tests.support.delays import replace_once
 
 from .flashinfer_api import READ_FROM
@@ -32,7 +32,6 @@ _KERNELS = "flashinfer/data/csrc/nv_internal/tensorrt_llm/kernels/communicationK
 _SOURCE = "moeAlltoAllKernels.cu"
 _NO_SYNC = "#define DISABLE_SYNC_FOR_PROFILING"
 _NAMESPACE = "tensorrt_llm::kernels::moe_alltoall"
-_CAKE = "flashinfer/data/csrc/generated/mnnvl_moe_alltoall_sm100.cu"
 
 #: What its own build gives nvcc (flashinfer/jit/core.py and jit/comm.py), as far as it shapes code.
 OPTIONS = ("--std=c++17", "--use_fast_math", "-DNDEBUG", "-DENABLE_BF16")
@@ -101,7 +100,7 @@ def compiled(architecture: str, kernels: tuple[str, ...], *, has_sync: bool = Tr
         FetchError: a wheel could not be fetched.
         CompileError: NVRTC refused the text. The message has its log.
     """
-    folder = _flashinfer()
+    folder = flashinfer_wheel.folder()
     text = (folder / _KERNELS / _SOURCE).read_text(encoding="utf-8")
     if not has_sync:
         text = replace_once(text, f"{_NO_SYNC} 0", f"{_NO_SYNC} 1")
@@ -117,8 +116,8 @@ def compiled_cake(kernels: tuple[str, ...]) -> Compiled:
     Raises:
         FetchError, CompileError: as compiled.
     """
-    folder = _flashinfer()
-    text = (folder / _CAKE).read_text(encoding="utf-8")
+    folder = flashinfer_wheel.folder()
+    text = (folder / flashinfer_wheel.CAKE).read_text(encoding="utf-8")
 
     def kept(found: re.Match[str]) -> str:
         is_wanted = any(f"{kernel}(" in found[0] for kernel in kernels)
@@ -143,15 +142,6 @@ def _without_launchers(text: str) -> str:
     """Return the text with empty lines for the functions of the host that launch kernels."""
     launcher = re.compile(r"^void moe_a2a_\w+_launch\([^;{]*\{.*?^\}", re.DOTALL | re.MULTILINE)
     return launcher.sub(lambda found: "\n" * found[0].count("\n"), text)
-
-
-def _flashinfer() -> Path:
-    folders = ("flashinfer/data/csrc/nv_internal/", "flashinfer/data/include/flashinfer/", _CAKE)
-
-    def wanted(name: str) -> bool:
-        return name.startswith(folders) and name.endswith((".h", ".cuh", ".cu"))
-
-    return wheels.files_of("flashinfer-python", READ_FROM, wanted, "".join(folders))
 
 
 def _include_paths(folder: Path) -> list[Path]:

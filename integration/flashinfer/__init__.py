@@ -1,0 +1,1 @@
+"""Adapters for programs that call FlashInfer themselves, without a serving framework."""
