@@ -23,7 +23,8 @@ class DisagreementError(MoeNvlinkError):
     """The ranks' configurations differ.
 
     From `create`: every rank raises it, with every rank's value of each field that differs. From a
-    verb: each rank that notices another geometry in the same round raises it, and names both ranks.
+    verb: each rank that notices another geometry, or other rows, in the same round raises it, and
+    names both ranks.
     """
 
 

@@ -4,10 +4,14 @@
 // signal. A small combine waits for nobody's signal, only for rows. So the dispatch after it waits
 // for the signals: a peer signals combine n after its experts have read what dispatch n brought, and
 // after it has cleared the units of dispatch n.
+//
+// Receivers of a small combine see no cells, so ranks whose combines had rows of different type or
+// width find that out here: each compares its own cell of that combine with those of the peers.
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/config.h"
+#include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/epoch_flags.h"
 #include "../include/moe_nvlink/memory_order.h"
 #include "../include/moe_nvlink/peers.h"
@@ -18,26 +22,34 @@ namespace moe_nvlink {
 
 // Waits until the cell has reached the epoch; a later one will do: a peer that this rank's signals
 // have reached may be a round ahead. The first look acquires, because the cell has nearly always
-// arrived; then there is no second look.
-HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patience) {
+// arrived; then there is no second look. `seen` is what the last look found.
+HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patience,
+                          uint64_t& seen) {
   // P12, acquire half. If this load were relaxed, what this rank stores afterwards could come before
   // the peer's last reads and zeros of the round before.
-  while (!has_reached(load_acquire_sys(cell), epoch)) {
+  while (!has_reached(seen = load_acquire_sys(cell), epoch)) {
     if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
   }
   return 0;
 }
 
-// Waits for the combine `epoch` of the peers first, first + step, ... If a peer does not come, this
-// rank reports it and sets `faulted`, a word of shared memory. The CTA's next barrier hands over
-// what the threads have acquired.
+// Waits for the combine `epoch` of the peers first, first + step, ... If a peer does not come, or has
+// combined rows of another type or width, this rank reports it and sets `faulted`, a word of shared
+// memory. The CTA's next barrier hands over what the threads have acquired.
 HD void await_combine(const DispatchArgs& args, int first, int step, uint32_t epoch,
                       uint32_t* faulted) {
   const uint32_t cells = args.control.combine_cells;
+  const int me = args.geometry.ep_rank;
   Patience patience(args.timeout_ns);
   for_each_peer(args, first, step, [&](int peer) {
-    const uint64_t* cell = cell_of(args, args.geometry.ep_rank, cells, peer);
-    const int fault = wait_until_reached(cell, epoch, patience);
+    // Loaded together with the first look. A kernel before this one has written it.
+    const uint64_t mine = load_word(cell_of(args, me, cells, me));
+    uint64_t seen = 0;
+    int fault = wait_until_reached(cell_of(args, me, cells, peer), epoch, patience, seen);
+    // A peer that is a round ahead has another round's cell. It is not ahead of CTA F, whose cell of
+    // this round it needs for that, nor of a bulk dispatch.
+    const bool disagrees = cell_epoch(seen) == epoch && cell_tag(seen) != cell_tag(mine);
+    if (fault == 0 && disagrees) fault = kFaultGeometry;
     if (fault == 0) return;
     report_fault(args, cells, fault, kPhaseCombine, peer, epoch, patience);
     store_relaxed_cta(faulted, 1);

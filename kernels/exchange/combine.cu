@@ -42,10 +42,11 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
   cta.sync();  // faulted is cleared before a thread may set it; epoch and has_failed are written
   if (shared.has_failed != 0) return true;
   const Awaited awaited{args.control.combine_cells, kPhaseCombine, shared.epoch};
+  const ExpectedCell expected{combine_tag(args), 0};
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {
     uint64_t cell = 0;
-    const int fault = wait_for_peer(args, awaited, peer, AnyCell{}, patience, &cell);
+    const int fault = wait_for_peer(args, awaited, peer, expected, patience, &cell);
     if (fault != 0) store_relaxed_cta(&shared.faulted, 1);
   });
   // P4: thread t has acquired rank t's rows. The barrier hands them to the CTA's other threads,
@@ -145,7 +146,7 @@ HD void combine_elements(const CombineArgs& args, const Cta& cta, const Share& s
 
 // Signals the peers of a combine without a format, whose rows the experts have written. CTA 0.
 HD void signal_unquantised(const CombineArgs& args, const Cta& cta, uint32_t epoch, int element) {
-  signal_peers(args, cta, args.control.combine_cells, pack_cell(epoch, 0, 0));
+  signal_peers(args, cta, args.control.combine_cells, combine_cell(args, epoch));
   if (cta.thread != cta.num_threads - 1) return;
   leave_combined(args, epoch, true);
   const uint64_t bytes = static_cast<uint64_t>(element_bytes(element));

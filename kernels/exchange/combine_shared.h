@@ -6,6 +6,7 @@
 #include "../include/moe_nvlink/combine_formats.h"
 #include "../include/moe_nvlink/config.h"
 #include "../include/moe_nvlink/copy.h"
+#include "../include/moe_nvlink/epoch_flags.h"
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/quantise.h"
 #include "../include/moe_nvlink/workspace.h"
@@ -50,6 +51,19 @@ HD uint64_t address_of_row(const CombineArgs& args, int target, uint32_t region,
                            uint64_t row_bytes) {
   return reinterpret_cast<uint64_t>(region_of(args, target, region)) +
          static_cast<uint64_t>(row) * row_bytes;
+}
+
+// What all ranks of a combine must agree on, in 7 bits: of 128 pairs of widths one shares a tag. Two
+// types, or two formats, of one width never share one.
+HD uint32_t combine_tag(const CombineArgs& args) {
+  const uint32_t width = static_cast<uint32_t>(args.geometry.hidden_size) * 0x9e3779b1u;
+  return width >> kCountBits ^ static_cast<uint32_t>(args.geometry.element) ^ args.format << 2;
+}
+static_assert(kNumElements <= 4 && kNumCombineFormats <= 1 << (kTagBits - 2));
+
+// This rank's cell of a combine.
+HD uint64_t combine_cell(const CombineArgs& args, uint32_t epoch) {
+  return pack_cell(epoch, 0, combine_tag(args));
 }
 
 // Adds the rows that this rank is about to read to the totals. One thread of the launch.

@@ -125,7 +125,7 @@ HD void send_quantised(const CombineArgs& args, const Cta& cta, const RowSizes& 
   if (cta.thread == 0) end_taking(args, cta, shared.taken[0], num_rows);
   const uint32_t quantised = quantise_received<Element, Format>(args, cta, num_rows, sizes, shared);
   if (!completes_rows(args, cta, quantised, num_rows, shared)) return;
-  signal_peers(args, cta, args.control.combine_cells, pack_cell(shared.epoch, 0, 0));
+  signal_peers(args, cta, args.control.combine_cells, combine_cell(args, shared.epoch));
   // The last thread: if threads outnumber the ranks, it has no peer to signal.
   if (cta.thread != cta.num_threads - 1) return;
   store_word(&local_control(args)->combine_arrivals, 0u);

@@ -217,7 +217,7 @@ HD void publish_combined(const CombineArgs& args, const Cta& cta, uint32_t epoch
   // P12, release: the experts of this rank have read its receive buffers, and the kernels before
   // this one have cleared what they have read of its stagings. If it were relaxed, a peer's next
   // units could come before these zeros, which would then take their place.
-  signal_peers(args, cta, args.control.combine_cells, pack_cell(epoch, 0, 0));
+  signal_peers(args, cta, args.control.combine_cells, combine_cell(args, epoch));
   // The last thread: if threads outnumber the ranks, it has no peer to signal.
   if (cta.thread != cta.num_threads - 1) return;
   leave_combined(args, epoch, false);

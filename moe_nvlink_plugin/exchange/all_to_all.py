@@ -219,7 +219,8 @@ class MoeAllToAll:
                 until the second complete round).
             DisagreementError: another rank dispatched with another max_tokens or extra payloads of
                 other sizes, or through a layer of another geometry. Ranks compare 7 bits, so on
-                average one such pair in 128 goes unnoticed.
+                average one such pair in 128 goes unnoticed. Or another rank's combine before this
+                dispatch had rows of another type or width (see combine).
             PeerError: another rank continued after a failure of its own.
         """
         if max_tokens is None:
@@ -323,8 +324,7 @@ class MoeAllToAll:
             metadata: that of the dispatch.
             output: `[num_tokens, hidden_size]` in the type of expert_output; None allocates it.
             hidden_size: elements of a row in this call; None: config.hidden_size. It may be any
-                width for which combine_input has room. Type and width must be equal on all ranks:
-                ranks do not compare them. If ranks differ, sums are wrong, or a wait times out.
+                width for which combine_input has room. Type and width must be equal on all ranks.
 
         Returns:
             `[num_tokens, hidden_size]` in the type of expert_output; zeros for a token without a
@@ -332,6 +332,11 @@ class MoeAllToAll:
 
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
+            DisagreementError: another rank combined rows of another type or width. Two types never
+                go unnoticed; of 128 pairs of widths one does. For a small batch (small_tokens) and
+                rows without a format, this combine may return wrong sums, or raise
+                ExchangeTimeoutError; if it raises nothing, the channel's next dispatch raises
+                DisagreementError.
         """
         self._check_own(metadata)
         if metadata.round >= 0 and not torch.compiler.is_compiling():

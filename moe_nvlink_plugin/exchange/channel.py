@@ -15,7 +15,7 @@ from moe_nvlink_plugin.recipes import PayloadRow
 from . import scales_layout
 from .arguments import combine_arguments, dispatch_arguments, set_extra_payloads
 from .formats import LayerFormat
-from .kernels import LAYER
+from .kernels import COMBINE, LAYER
 from .launches import LayerLaunches
 from .sizes import widest_combine_row
 
@@ -206,6 +206,14 @@ class Channel:
 
     def _disagreement(self, peer: int, phase: str, epoch: int) -> str:
         config = self._layer.config
+        if phase == COMBINE.name:
+            dtype, width = self._combine_row
+            return (
+                f"in {phase} of epoch {epoch} rank {peer} combined rows of another type or width "
+                f"than rank {config.ep_rank} (dtype={dtype}, hidden_size={width}, "
+                f"combine={config.combine}); pass expert_output of the same dtype, and the same "
+                "hidden_size, on all ranks"
+            )
         names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
         values = [f"max_tokens={self.max_tokens}"]
         values += [f"{name}={getattr(config, name)}" for name in names]

@@ -6,9 +6,7 @@ from tests.litmus.kernel_source import Edit, Kernels, Operands
 from tests.litmus.protocol import (
     A_FAULT,
     ANY_RELEASE_OR_ACQUIRE,
-    ARRIVAL_ACQUIRES_ONLY,
     ARRIVAL_OF_CTA_SCOPE,
-    ARRIVAL_RELEASES_ONLY,
     CELL,
     EPOCH_BUMP,
     HAS_FAILED,
@@ -20,7 +18,10 @@ from tests.litmus.protocol import (
     WAIT,
     WAITS,
     Scenario,
+    broken_arrival,
     buffers,
+    does_not_wait,
+    mixed_up,
     text,
 )
 from tests.litmus.protocol import SIGNAL_RELAXED as CELL_RELAXED
@@ -51,16 +52,9 @@ NO_BARRIER_BEHIND_ARRIVAL = Edit("arrive_last", r"cta\.sync\(\);")
 NO_BARRIER_BEHIND_WAIT = Edit("head_argmax_body", r"cta\.sync\(\);", turn=1)
 PARTS_BARRIER_OF_WARP = Edit("put_words", r"cta\.sync\(\);", "cta.sync_warp();")
 ONE_BUFFER = Edit("put_words", r"turn = 1 - turn;")
-PDL_WAIT = r"if constexpr \(Config::kPdl\) pdl_wait\(\);"
-GATHER_DOES_NOT_WAIT = Edit("head_gather_body", PDL_WAIT)
-ARGMAX_DOES_NOT_WAIT = Edit("head_argmax_body", PDL_WAIT)
-COLLECT_DOES_NOT_WAIT = Edit("head_collect_body", PDL_WAIT)
-
-ANY_ARRIVAL: dict[str, tuple[Edit, ...]] = {
-    "arrival relaxed": (ARRIVAL_RELAXED,),
-    "arrival only acquires": (ARRIVAL_ACQUIRES_ONLY,),
-    "arrival only releases": (ARRIVAL_RELEASES_ONLY,),
-}
+GATHER_DOES_NOT_WAIT = does_not_wait("head_gather")
+ARGMAX_DOES_NOT_WAIT = does_not_wait("head_argmax")
+COLLECT_DOES_NOT_WAIT = does_not_wait("head_collect")
 
 WORD_CELL = "splits|signalled"
 SIGNALLED = (f"glance=-|1, {WORD_CELL}", f"caught=-|1, {WORD_CELL}")
@@ -347,7 +341,7 @@ SCENARIOS = {
         rows_before_cells,
         ({"got": 0},),
         {
-            **ANY_ARRIVAL,
+            **broken_arrival(ARRIVAL_RELAXED),
             "arrival of CTA scope": (ARRIVAL_OF_CTA_SCOPE,),
             "no barrier before the arrival": (NO_BARRIER_BEFORE_ARRIVAL,),
             "no barrier behind the arrival": (NO_BARRIER_BEHIND_ARRIVAL,),
@@ -371,7 +365,7 @@ SCENARIOS = {
         words_before_cells,
         ({"got": 0},),
         {
-            **ANY_ARRIVAL,
+            **broken_arrival(ARRIVAL_RELAXED),
             "arrival of CTA scope": (ARRIVAL_OF_CTA_SCOPE,),
             "no barrier behind the arrival": (NO_BARRIER_BEHIND_ARRIVAL,),
             "no barrier behind the wait": (NO_BARRIER_BEHIND_WAIT,),
@@ -441,7 +435,10 @@ SCENARIOS = {
         },
     ),
     "head: the epoch is read before it is bumped": Scenario(
-        ("P7",), epoch_read_before_bump, ({"old": 1},), ANY_ARRIVAL
+        ("P7",),
+        epoch_read_before_bump,
+        ({"old": 1},),
+        broken_arrival(ARRIVAL_RELAXED),
     ),
     "head: the next round starts clean": Scenario(
         ("P7",),
@@ -455,7 +452,7 @@ SCENARIOS = {
     "head: parts of three items": Scenario(
         (),
         parts_of_three_items,
-        tuple({f"item{a}": b} for a in (1, 2, 3) for b in (0, 1, 2, 3) if a != b),
+        mixed_up("item"),
         {
             "a barrier of the warp only": (PARTS_BARRIER_OF_WARP,),
             "one buffer": (ONE_BUFFER,),

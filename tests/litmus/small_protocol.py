@@ -26,9 +26,12 @@ from tests.litmus.protocol import (
     THREAD_0,
     WAIT,
     Scenario,
+    Twins,
     arriving,
     buffers,
     combining,
+    does_not_wait,
+    mixed_up,
     text,
 )
 
@@ -72,7 +75,7 @@ HEALTHY = (
     r"^!\(see_unit",
     r"^missing != 0$",
     r"^!\(missing == 0\)$",
-    r"^!has_reached\(load_\w+\(cell\), epoch\)$",
+    r"^!has_reached\(seen = load_\w+\(cell\), epoch\)$",
 )
 HAS_NO_TOKEN = r"^cta\.block >= args\.geometry\.num_tokens$"
 HAS_TOKENS = r"^SentItem item"
@@ -87,10 +90,8 @@ MORE_UNITS = r"^unit \+= cta\.num_threads; unit < end"
 
 # ---- What breaks an order.
 
-PDL_WAIT = r"if constexpr \(Config::kPdl\) pdl_wait\(\);"
-DISPATCH_DOES_NOT_WAIT = Edit("small_dispatch_body", PDL_WAIT)
-COMBINE_DOES_NOT_WAIT = Edit("small_combine_body", PDL_WAIT)
-PULL_DOES_NOT_WAIT = Edit("combine_body", PDL_WAIT)
+DISPATCH_DOES_NOT_WAIT = does_not_wait("small_dispatch")
+COMBINE_DOES_NOT_WAIT = does_not_wait("small_combine")
 AWAIT_RELAXED = Edit("wait_until_reached", "load_acquire_sys", "load_relaxed_sys")
 NO_AWAIT = Edit("await_previous_round", r"await_combine\([^;]*\);")
 BULK_DOES_NOT_AWAIT = Edit("await_small_combine", r"await_combine\([^;]*\);")
@@ -105,13 +106,16 @@ ONE_STAGED_HALF = Edit("send_parts_of_tokens", r"turn = 1 - turn;")
 ONE_TAKEN_HALF = Edit("receive_parts", r"turn = 1 - turn;")
 NO_BARRIER_BEHIND_UNITS = Edit("receive_parts", r"cta\.sync\(\);")
 
-P12_BROKEN: dict[str, tuple[Edit, ...]] = {
-    "signal relaxed": (SIGNAL_RELAXED,),
-    "acquire relaxed": (AWAIT_RELAXED,),
-    "release of GPU scope": (RELEASE_OF_GPU_SCOPE,),
-    "acquire of GPU scope": (ACQUIRE_OF_GPU_SCOPE,),
-    "nobody waits for the combine before": (NO_AWAIT,),
-}
+
+def broken_p12(no_await: Edit) -> Twins:
+    """Twins that break P12. no_await: takes the dispatch's wait away."""
+    return {
+        "signal relaxed": (SIGNAL_RELAXED,),
+        "acquire relaxed": (AWAIT_RELAXED,),
+        "release of GPU scope": (RELEASE_OF_GPU_SCOPE,),
+        "acquire of GPU scope": (ACQUIRE_OF_GPU_SCOPE,),
+        "nobody waits for the combine before": (no_await,),
+    }
 
 
 # ---- One thread of each kernel. An access without operands is left out.
@@ -393,10 +397,7 @@ def taken_parts_of_three_items(kernels: Kernels) -> str:
     )
 
 
-_THREE_ITEMS: tuple[dict[str, int | str], ...] = tuple(
-    {f"item{a}": b} for a in (1, 2, 3) for b in (0, 1, 2, 3) if a != b
-)
-_ONE_MARK: dict[str, tuple[Edit, ...]] = {
+_ONE_MARK: Twins = {
     "the second mark is not asked for": (ONE_MARK,),
     "the first mark is not asked for": (NO_MARK_OF_FIRST,),
 }
@@ -419,7 +420,7 @@ SCENARIOS = {
         cleared_before_next_put,
         ({"word": 0}, {"word": 1}),
         {
-            **P12_BROKEN,
+            **broken_p12(NO_AWAIT),
             "no barrier behind the wait": (NO_BARRIER_BEHIND_AWAIT,),
             "combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,),
         },
@@ -429,7 +430,7 @@ SCENARIOS = {
         combined_before_next_of_parity,
         ({"word": 0}, {"word": 1}),
         {
-            **P12_BROKEN,
+            **broken_p12(NO_AWAIT),
             "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),
             "combine does not wait for dispatch": (COMBINE_DOES_NOT_WAIT,),
         },
@@ -457,11 +458,7 @@ SCENARIOS = {
         experts_read_before_bulk_put,
         ({"got": 2},),
         {
-            "signal relaxed": (SIGNAL_RELAXED,),
-            "acquire relaxed": (AWAIT_RELAXED,),
-            "release of GPU scope": (RELEASE_OF_GPU_SCOPE,),
-            "acquire of GPU scope": (ACQUIRE_OF_GPU_SCOPE,),
-            "nobody waits for the combine before": (BULK_DOES_NOT_AWAIT,),
+            **broken_p12(BULK_DOES_NOT_AWAIT),
             "no barrier behind the wait": (NO_BARRIER_BEHIND_ROUTE,),
             "combine does not wait for the experts": (COMBINE_DOES_NOT_WAIT,),
         },
@@ -489,7 +486,7 @@ SCENARIOS = {
     "staged parts of three items": Scenario(
         (),
         staged_parts_of_three_items,
-        _THREE_ITEMS,
+        mixed_up("item"),
         {
             "no barrier behind what is staged": (NO_BARRIER_BEHIND_AWAIT,),
             "one half": (ONE_STAGED_HALF,),
@@ -498,7 +495,7 @@ SCENARIOS = {
     "taken parts of three items": Scenario(
         (),
         taken_parts_of_three_items,
-        _THREE_ITEMS,
+        mixed_up("item"),
         {
             "no barrier behind the units": (NO_BARRIER_BEHIND_UNITS,),
             "one half": (ONE_TAKEN_HALF,),

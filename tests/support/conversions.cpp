@@ -1,5 +1,6 @@
 // Functions of the kernels' headers over arrays, exported, so that tests and benchmarks can compare
 // them with torch's. kernel_texts.py puts this behind the text of the kernels, which has the headers.
+#include "../../kernels/exchange/combine_shared.h"
 #include "../../kernels/include/moe_nvlink/args.h"
 #include "../../kernels/include/moe_nvlink/epoch_flags.h"
 #include "../../kernels/include/moe_nvlink/numeric.h"
@@ -67,6 +68,11 @@ extern "C" {
 // The tag of a geometry in a cell, so that the tests can count what shares one.
 uint32_t moe_nvlink_geometry_tag(const moe_nvlink::Geometry* geometry) {
   return moe_nvlink::geometry_tag(*geometry);
+}
+
+// The tag of combine's rows in a signal, for the same.
+uint32_t moe_nvlink_combine_tag(const moe_nvlink::CombineArgs* args) {
+  return moe_nvlink::combine_tag(*args);
 }
 
 // Element conversions, so that the tests can compare them with torch's.

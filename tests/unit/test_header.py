@@ -290,3 +290,22 @@ def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
     most = max(drawn.count(value) for value in set(drawn))
     assert len(set(drawn)) == 128
     assert most < 3 * len(drawn) / 128
+
+
+def test_rows_that_ranks_may_mix_up_have_tags_of_their_own() -> None:
+    """Types and formats of one width always; of two widths, about one pair in 128 shares a tag."""
+    library = ctypes.CDLL(str(host.build(kernel_texts.host_source())))
+    library.moe_nvlink_combine_tag.restype = ctypes.c_uint32
+
+    def tag(width: int, element: int = 0, combine: int = 0) -> int:
+        args: Any = structs()["CombineArgs"]()
+        args.geometry.hidden_size, args.geometry.element, args.format = width, element, combine
+        return int(library.moe_nvlink_combine_tag(ctypes.byref(args)))
+
+    for width in (1, 34, 2880, 7168):
+        tags = {tag(width, element, combine) for element in range(3) for combine in range(3)}
+        assert len(tags) == 9
+        assert max(tags) < 2**7
+    drawn = [tag(width) for width in range(64, 16385, 64)]
+    assert len(set(drawn)) == 128
+    assert max(drawn.count(value) for value in drawn) < 3 * len(drawn) / 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -106,6 +107,62 @@ def test_quantised_rows_of_another_type_and_width(combine: str) -> None:
             assert bool(combined[0].any())
 
     run_ranks(2, rank_main)
+
+
+#: What the two ranks combine: two types of one width, two widths of one type.
+OTHER_ROWS = {
+    "types": ((torch.bfloat16, HIDDEN), (torch.float16, HIDDEN)),
+    "widths": ((torch.bfloat16, HIDDEN), (torch.bfloat16, 16)),
+}
+
+
+@pytest.mark.parametrize("rows", OTHER_ROWS.values(), ids=OTHER_ROWS)
+@pytest.mark.parametrize("next_bound", [CAPACITY - 1, CAPACITY], ids=["small", "bulk"])
+def test_ranks_that_combine_other_rows_in_a_small_batch(
+    rows: tuple[tuple[torch.dtype, int], ...], next_bound: int
+) -> None:
+    """No rank has rows at the other, so nothing is wrong but what the next dispatch finds."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(group, combine_dtypes=TYPES, small_tokens=CAPACITY - 1, timeout_s=20)
+        dtype, width = rows[group.rank]
+        with MoeAllToAll.create(mine, group) as layer:
+            hidden, ids, weights = inputs_of(layer, 2)
+            ids = 3 * group.rank + ids % 3
+            received = layer.dispatch(hidden, ids, weights, max_tokens=CAPACITY - 1)
+            sent = rows_of(received, width, dtype)
+            combined = layer.combine(sent, received.metadata, hidden_size=width)
+            assert torch.equal(combined, expected_of((hidden, ids, weights), width, dtype, 2))
+            layer.dispatch(hidden, ids, weights, max_tokens=next_bound)
+
+    check_that_ranks_name_each_other(try_ranks(2, rank_main), rows)
+
+
+@pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("rows", OTHER_ROWS.values(), ids=OTHER_ROWS)
+def test_ranks_that_combine_other_rows(
+    rows: tuple[tuple[torch.dtype, int], ...], combine: str
+) -> None:
+    rows = tuple((dtype, 16 * width) for dtype, width in rows)
+
+    def rank_main(group: ThreadGroup) -> None:
+        wide = {"hidden_size": 16 * HIDDEN, "combine": combine, "timeout_s": 20}
+        dtype, width = rows[group.rank]
+        with MoeAllToAll.create(config(group, combine_dtypes=TYPES, **wide), group) as layer:
+            received = layer.dispatch(*inputs_of(layer, 2))
+            sent = torch.zeros(len(received.topk_ids), width, dtype=dtype)
+            layer.combine(sent, received.metadata, hidden_size=width)
+
+    check_that_ranks_name_each_other(try_ranks(2, rank_main), rows)
+
+
+def check_that_ranks_name_each_other(
+    outcomes: Sequence[Any], rows: tuple[tuple[torch.dtype, int], ...]
+) -> None:
+    for rank, (outcome, (dtype, width)) in enumerate(zip(outcomes, rows, strict=True)):
+        assert isinstance(outcome, DisagreementError), repr(outcome)
+        assert f"in combine of epoch 1 rank {1 - rank} combined rows of another" in str(outcome)
+        assert f"than rank {rank} (dtype={dtype}, hidden_size={width}" in str(outcome)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ constexpr int kPhaseHeadArgmax = 4;
 // Why a wait ended without what it waited for.
 constexpr int kFaultTimeout = 1;   // the peer's cell did not reach the epoch in time
 constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slice has slots
-constexpr int kFaultGeometry = 3;  // the peer dispatched through a layer of another geometry
+constexpr int kFaultGeometry = 3;  // the peer's round has another geometry, or other rows
 constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
 
 // The slot of an expert id without a row of its own: the expert's rank already has the token

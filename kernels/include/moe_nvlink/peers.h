@@ -75,11 +75,6 @@ struct ExpectedCell {
   }
 };
 
-// Accepts every cell.
-struct AnyCell {
-  HD int fault_of(uint64_t /*cell*/) const { return 0; }
-};
-
 // Waits for the peer's cell. On 0, all that the peer did before it signalled is visible to this
 // thread, and `cell` holds the cell. Otherwise the fault, which has been reported.
 template <class Args, class Expected>

@@ -69,6 +69,7 @@ def _runtime(races: bool, clock: bool) -> Any:
         "create": (pointer, [whole, u64, whole]),
         "destroy": (None, [pointer]),
         "limit_ctas": (None, [pointer, u32]),
+        "make_late": (None, [pointer, whole, u32]),
         "allocate": (None, [pointer, whole, u64, u64, text]),
         "release": (None, [pointer, u64]),
         "launch": (None, [pointer, whole, pointer, triple, triple, text, u64, u32, whole]),
@@ -123,6 +124,10 @@ class Machine:
     def limit_ctas(self, most: int) -> None:
         """How many CTAs of a rank run at a time from now on, in the grid's order; 0: any number."""
         self._runtime.ptx_limit_ctas(self._handle, most)
+
+    def make_late(self, rank: int, cta: int) -> None:
+        """From now on this CTA of the rank's launches runs when all other threads wait or poll."""
+        self._runtime.ptx_make_late(self._handle, rank, cta)
 
     def launch(
         self,

@@ -499,7 +499,7 @@ void take_turn(Machine& machine) {
     if (status == Status::kPolls && ++machine.idle_turns > 16 * machine.ready.size() + 64) {
       if (machine.in_processes) {
         give_way(machine);
-      } else {
+      } else if (!machine.wake_late()) {
         let_time_pass(machine);
       }
     }
@@ -508,7 +508,7 @@ void take_turn(Machine& machine) {
 
 void run(Machine& machine) {
   for (Rank& rank : machine.ranks) begin_all(machine, rank);
-  while (!machine.ready.empty()) take_turn(machine);
+  while (!machine.ready.empty() || machine.wake_late()) take_turn(machine);
   for (const Rank& rank : machine.ranks) {
     if (!rank.stream.empty()) throw Fault("Deadlock", deadlock(machine));
   }
@@ -538,6 +538,12 @@ void ptx_destroy(ptx_machine* machine) {
 
 void ptx_limit_ctas(ptx_machine* machine, uint32_t most) {
   machine->machine.most_resident_ctas = most;
+}
+
+// Of this rank, every launch's CTA of this number runs when all other threads wait or poll.
+void ptx_make_late(ptx_machine* machine, int rank, uint32_t cta) {
+  machine->machine.late_rank = rank;
+  machine->machine.late_cta = cta;
 }
 
 // In processes: how long its threads may poll without a store of theirs.
@@ -589,6 +595,7 @@ static const char* guarded(ptx_machine* machine, void (*body)(ptx_machine*)) {
     machine->message = fault.what();
   }
   machine->machine.ready.clear();
+  machine->machine.late.clear();
   for (ptx::Rank& rank : machine->machine.ranks) {
     rank.stream.clear();
     rank.resident_ctas = 0;

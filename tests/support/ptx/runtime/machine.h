@@ -172,8 +172,11 @@ struct Machine {
   // processor away, and the timer is the host's.
   bool in_processes;
   uint32_t most_resident_ctas = 0;  // a rank's; 0: any number
+  int late_rank = -1;               // its CTAs of this number run when nobody else goes on
+  uint32_t late_cta = 0;
   std::map<uint64_t, std::unique_ptr<Allocation>> allocations;
   std::vector<Thread*> ready;
+  std::vector<Thread*> late;  // would be ready, but are of the late CTA
   uint64_t timer_ns = 1'000'000'000;
   MachineRaces races;
   MachineClock clock;
@@ -192,8 +195,17 @@ struct Machine {
     idle_since_ns = 0;
   }
   void wake(Thread* thread) {
-    ready.push_back(thread);
+    const bool is_late = thread->rank == late_rank && thread->cta->number == late_cta;
+    (is_late ? late : ready).push_back(thread);
     progress();
+  }
+  // Lets the late CTAs' threads run; false if there are none.
+  bool wake_late() {
+    if (late.empty()) return false;
+    ready.insert(ready.end(), late.begin(), late.end());
+    late.clear();
+    progress();
+    return true;
   }
   Allocation* find(uint64_t address) const {
     auto after = allocations.upper_bound(address);
