@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 
@@ -181,8 +182,16 @@ class _Shared(torch.nn.Module):
         return torch.tanh(rows)
 
 
+class _Scratch:
+    """vLLM's workspace, which exists before the layer runs."""
+
+    def get_simultaneous(self, *asked: Any) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in asked]
+
+
 @pytest.fixture
 def vllms_configuration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(mk, "current_workspace_manager", _Scratch)
     with set_current_vllm_config(VllmConfig()), vllm_runner.forwards_of_vllm(monkeypatch):
         yield
 

@@ -86,6 +86,7 @@ class Routed(layers.MoeNvlinkRoutedExperts):
             dp_size=config.ep_size,
             pcp_size=1,
             tp_size=1,
+            ep_size=config.ep_size,
             moe_parallel_config=SimpleNamespace(enable_eplb=False, use_fi_nvl_two_sided_kernels=0),
         )
         layer.experts.consumes_expert_mask = False
