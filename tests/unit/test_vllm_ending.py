@@ -304,6 +304,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         set_current_vllm_config(VllmConfig()),
         vllm_runner.forwards_of_vllm(monkeypatch),
     ):
+        # vLLM's CPU platform has just set it.
+        monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "0")
         yield done
 
 
