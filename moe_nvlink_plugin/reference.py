@@ -148,23 +148,34 @@ def combine(
     config: AllToAllConfig,
     topk_ids: torch.Tensor,
     partial_rows: Sequence[torch.Tensor],
+    add: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Add up the partial rows of one rank's tokens.
+    """Add up the partial rows of one rank's tokens; return scale * sum + add, rounded once.
 
     Args:
         config: geometry; its ep_rank is not used.
         topk_ids: `[num_tokens, top_k]` of this rank.
         partial_rows: `partial_rows[target]` is `[num_tokens, hidden_size]`: what the rank `target`
             computed. Rows of tokens that did not travel to `target` are ignored.
+        add: `[num_tokens, hidden_size]`, or None.
+        scale: factor of the sums, as float32.
 
     Returns:
-        `[num_tokens, hidden_size]` config.dtype; zeros for a token without a valid expert.
+        `[num_tokens, hidden_size]` config.dtype. For a token without a valid expert: its row of
+        `add`, or zeros.
     """
     table = target_ranks(topk_ids, config.num_experts, config.ep_size)
     result = torch.zeros((len(table), config.hidden_size), dtype=config.dtype)
+    if add is not None:
+        result.copy_(add)
+    factor = torch.tensor(scale, dtype=torch.float32)
     for token, targets in enumerate(table):
         rows = [None if t is None else partial_rows[t][token] for t in targets]
         total = pairwise_tree(rows) if rows else None
         if total is not None:
+            total = total * factor
+            if add is not None:
+                total = total + add[token].float()
             result[token] = total.to(config.dtype)
     return result

@@ -81,6 +81,7 @@ TOUCHED = (
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "patch"),
     Touched("vllm.config", "get_current_vllm_config_or_none", "use", ()),
     Touched("vllm.distributed", "get_ep_group", "use", ()),
+    Touched("vllm.distributed", "get_tensor_model_parallel_world_size", "use", ()),
     Touched(_CONTEXT, "get_forward_context", "use", ()),
     Touched(_CONTEXT, "is_forward_context_available", "use", ()),
     Touched(f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator", "subclass", None, "cpu"),
@@ -108,13 +109,11 @@ TOUCHED = (
         "RoutedExperts",
         "subclass",
         _get_quant_method=("prefix", "quant_config", "moe_config"),
+        _replace_quant_method=("quant_method",),
         weight_loader=(
             *("param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
             "return_success",
         ),
-    ),
-    *methods(
-        f"{_MOE}.routed_experts", "RoutedExperts", "use", _replace_quant_method=("quant_method",)
     ),
     *methods(
         f"{_MOE}.runner.moe_runner",
@@ -122,7 +121,19 @@ TOUCHED = (
         "hook",
         register_oot=("_decorated_layer_cls", "name"),
     ),
-    *methods(f"{_MOE}.runner.moe_runner", "MoERunner", "subclass", _select_forward=()),
+    *methods(
+        f"{_MOE}.runner.moe_runner",
+        "MoERunner",
+        "subclass",
+        _select_forward=(),
+        _apply_quant_method=(
+            *("hidden_states", "router_logits", "shared_experts_input", "input_ids"),
+            "shared_experts_overlapping",
+        ),
+        _maybe_combine=("shared_output", "hidden_states"),
+        _maybe_apply_routed_scale_to_output=("shared_output", "fused_output"),
+    ),
+    *methods(f"{_MOE}.runner.shared_experts", "SharedExperts", "use", wait=()),
     *methods(
         f"{_MOE}.fused_moe_method_base",
         "FusedMoEMethodBase",
@@ -337,8 +348,9 @@ FIELDS = (
         f"{_MOE}.config",
         "FusedMoEConfig",
         (
-            *("experts_per_token", "hidden_dim", "in_dtype", "max_num_tokens"),
-            *("moe_parallel_config", "num_experts", "sp_size"),
+            *("experts_per_token", "hidden_dim", "hidden_dim_unpadded", "in_dtype"),
+            *("is_sequence_parallel", "max_num_tokens", "moe_parallel_config", "num_experts"),
+            "sp_size",
         ),
     ),
     Fields(f"{_MOE}.config", "FusedMoEConfig", ("require_decomposed_backend",), since="0.33"),
@@ -367,8 +379,13 @@ FIELDS = (
     Fields(
         f"{_MOE}.runner.moe_runner",
         "MoERunner",
-        ("_shared_experts", "layer_name", "routed_experts"),
+        (
+            *("_forward_entry", "_shared_experts", "layer_name", "moe_config", "routed_experts"),
+            *("routed_input_transform", "routed_output_transform", "routed_scaling_factor"),
+            "shared_experts",
+        ),
     ),
+    Fields(f"{_MOE}.runner.shared_experts", "SharedExperts", ("_output", "_output_idx")),
     Fields(
         f"{_COMMUNICATORS}.base_device_communicator",
         "DeviceCommunicatorBase",

@@ -1,5 +1,5 @@
 // The receiver's side of combine: load a token's partial rows from the peers, add them in fp32 as a
-// pairwise tree over the positions k, round the sum once and store it.
+// pairwise tree over the positions k, multiply the sum and add the caller's row, round once, store.
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
@@ -70,15 +70,50 @@ HD void store_sums(char* target, const float* sums, bool wide) {
   }
 }
 
+// The part of the row that is added to the sums: -0.0, which changes no sum, if there is none. It
+// is loaded as store_sums stores.
+template <class Element, int Width>
+struct AddedPart {
+  using Word = typename Element::Storage;
+  static constexpr int kBytes = static_cast<int>(sizeof(Word));
+  static constexpr int kLoaded = Width * kBytes < kVectorBytes ? Width : kVectorBytes / kBytes;
+  UnquantisedPart<Element, kLoaded> parts[Width / kLoaded];
+
+  HD void set_absent() {
+    MOE_NVLINK_UNROLL
+    for (auto& part : parts) part.set_absent();
+  }
+  HD void load(const char* row, bool wide) {
+    MOE_NVLINK_UNROLL
+    for (int first = 0; first < Width; first += kLoaded) {
+      const char* source = row + first * kBytes;
+      Lanes<Element, kLoaded>& lanes = parts[first / kLoaded].lanes;
+      if (wide) {
+        load_vector(lanes, source);
+      } else {
+        auto* words = reinterpret_cast<Word*>(&lanes);
+        MOE_NVLINK_UNROLL
+        for (int i = 0; i < kLoaded; ++i) {
+          words[i] = load_word(reinterpret_cast<const Word*>(source) + i);
+        }
+      }
+    }
+  }
+  HD void add_to(float* sums) const {
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < Width / kLoaded; ++i) parts[i].add_to(sums + i * kLoaded);
+  }
+};
+
 // Combines elements [first, last) of one token, a multiple of the part's width. This is thread
 // `thread` of the `threads` that share them.
 template <class Config, class Element, class Part, class Rows>
-HD void combine_range(const Rows& source, int top_k, char* output, bool wide, int thread,
-                      int threads, int first, int last) {
+HD void combine_range(const Rows& source, int top_k, const SumTarget& work, bool wide, int first,
+                      int last) {
   constexpr int kBytes = static_cast<int>(sizeof(typename Element::Storage));
   constexpr int Width = Part::kWidth;
-  for (int base = first; base < last; base += threads * Width) {
-    const int element = base + thread * Width;
+  for (int base = first; base < last; base += work.threads * Width) {
+    const int element = base + work.thread * Width;
     const int place = element < last ? element : first;
     // All loads come first, so the loads of top_k rows are in flight together and their latencies
     // overlap.
@@ -92,13 +127,23 @@ HD void combine_range(const Rows& source, int top_k, char* output, bool wide, in
       loaded[k].set_absent();
       if (rows[k].row != nullptr) loaded[k].load(rows[k], place);
     }
+    // Not at `place`: where the row lies in the output's place, another thread may write there.
+    AddedPart<Element, Width> added;
+    added.set_absent();
+    const char* add = work.finish.add;
+    if (add != nullptr && element < last) added.load(add + element * kBytes, wide);
     // This branch stands between the loads and the sums. Without it, ptxas would move the last
     // loads after the first sums, to save registers. They would then follow the wait for the first
     // loads: two trips to the peers instead of one.
     if (element >= last) return;
     float sums[(Config::kTopKBound + 1) / 2][Width];
     add_tree(loaded, rows, top_k, sums);
-    store_sums<Element, Width>(output + element * kBytes, sums[0], wide);
+    if (work.finish.is_needed()) {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < Width; ++i) sums[0][i] *= work.finish.scale;
+      added.add_to(sums[0]);
+    }
+    store_sums<Element, Width>(work.output + element * kBytes, sums[0], wide);
   }
 }
 
@@ -153,12 +198,9 @@ struct SharedRows {
   }
 };
 
-// One thread's part of an item, and the address of the token's output row.
-using ItemWork = SumTarget;
-
 // Adds the rows up without the absent rows (host).
 template <class Config, class Element, int Format, class Part, class Shared>
-HD void combine_present_rows(const ItemWork& work, int hidden_size, int top_k, bool wide,
+HD void combine_present_rows(const SumTarget& work, int hidden_size, int top_k, bool wide,
                              PartialRow* rows, const Shared& shared, int turn) {
   if constexpr (Format != kCombineUnquantised) {
     for (int k = 0; k < top_k; ++k) {
@@ -171,22 +213,28 @@ HD void combine_present_rows(const ItemWork& work, int hidden_size, int top_k, b
   sum_present_rows<Term>(rows, top_k, work, whole);
   // A quantised row is whole blocks.
   if constexpr (Format == kCombineUnquantised) {
-    combine_range<Config, Element, typename Part::Rest>(
-        KeptRows{rows}, top_k, work.output, wide, work.thread, work.threads, whole, hidden_size);
+    combine_range<Config, Element, typename Part::Rest>(KeptRows{rows}, top_k, work, wide, whole,
+                                                        hidden_size);
   }
 }
 
 // Adds the rows of all k up, the absent rows as -0.0.
 template <class Config, class Element, class Part, class Rows>
-HD void combine_all_rows(const ItemWork& work, int hidden_size, int top_k, bool wide,
+HD void combine_all_rows(const SumTarget& work, int hidden_size, int top_k, bool wide,
                          const Rows& source) {
   const int whole = hidden_size - hidden_size % Part::kWidth;
-  combine_range<Config, Element, Part>(source, top_k, work.output, wide, work.thread, work.threads,
-                                       0, whole);
+  combine_range<Config, Element, Part>(source, top_k, work, wide, 0, whole);
   if constexpr (!kAlignedVectorsOnly) {
-    combine_range<Config, Element, typename Part::Rest>(
-        source, top_k, work.output, wide, work.thread, work.threads, whole, hidden_size);
+    combine_range<Config, Element, typename Part::Rest>(source, top_k, work, wide, whole,
+                                                        hidden_size);
   }
+}
+
+// What follows the tree of a token whose row begins `place` bytes after the first one. If the token
+// has no partial rows, the row that is added stays as it is.
+HD Finish finish_of(const CombineArgs& args, uint64_t place, bool has_rows) {
+  return Finish{reinterpret_cast<const char*>(args.add == 0 ? 0 : args.add + place),
+                has_rows ? args.scale : 1.0f};
 }
 
 // Combines one item: share `split` of args.hidden_splits of one token's row.
@@ -196,13 +244,8 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
   using Word = typename Element::Storage;
   const int hidden_size = args.geometry.hidden_size;
   const int top_k = top_k_of<Config>(args.geometry);
-  char* output = reinterpret_cast<char*>(args.output) + static_cast<uint64_t>(token) *
-                                                            static_cast<uint64_t>(hidden_size) *
-                                                            static_cast<int>(sizeof(Word));
-  const ItemWork work{output, split * cta.num_threads + cta.thread,
-                      static_cast<int>(args.hidden_splits) * cta.num_threads,
-                      are_streamed(args.output, static_cast<uint64_t>(hidden_size) * sizeof(Word),
-                                   args.geometry.num_tokens)};
+  const uint64_t row_bytes = static_cast<uint64_t>(hidden_size) * sizeof(Word);
+  const uint64_t place = static_cast<uint64_t>(token) * row_bytes;
   const uint64_t* addresses = shared.rows[turn];
   PartialRow rows[Config::kTopKBound];
   bool any = false;
@@ -211,10 +254,14 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
     rows[k].row = reinterpret_cast<const char*>(addresses[k]);
     any = any || addresses[k] != 0;
   }
-  if (faulted || !any) {
-    // Without rows the output is zero. After a fault it is NaN, so nobody takes it for a result.
+  const SumTarget work{
+      reinterpret_cast<char*>(args.output + place), split * cta.num_threads + cta.thread,
+      static_cast<int>(args.hidden_splits) * cta.num_threads,
+      are_streamed(args.output, row_bytes, args.geometry.num_tokens), finish_of(args, place, any)};
+  if (faulted || (!any && work.finish.add == nullptr)) {
+    // Without any row the output is zero. After a fault it is NaN, so nobody takes it for a result.
     const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
-    auto* words = reinterpret_cast<Word*>(output);
+    auto* words = reinterpret_cast<Word*>(work.output);
     MOE_NVLINK_ROLLED
     for (int i = work.thread; i < hidden_size; i += work.threads) store_word(words + i, word);
     return;

@@ -6,8 +6,9 @@
 //   a format    before P3: the CTAs that run quantise the experts' rows (send_quantised.h); the CTA
 //               that completes them (P5) signals instead of CTA 0
 //   per item    a token, or one of hidden_splits shares of its row: load the partial row of each k
-//               from (target_rank, slot), add in fp32 as a pairwise tree over k, round once to the
-//               activation's type, store once (add_rows.h)
+//               from (target_rank, slot), add in fp32 as a pairwise tree over k, multiply by the
+//               caller's scale and add the caller's row, round once to the activation's type, store
+//               once (add_rows.h)
 //
 // hidden_splits: with few tokens the latency of the peers dominates. Then a row is spread over so
 // many CTAs that each thread loads one vector of each k, with all loads in flight at once.
@@ -86,7 +87,7 @@ HD void combine_items(const CombineArgs& args, const Cta& cta, const Share& shar
                       const RowSizes& sizes, Shared& shared) {
   const uint64_t output_bytes =
       static_cast<uint64_t>(args.geometry.hidden_size) * sizeof(typename Element::Storage);
-  const bool wide = vector_bytes_for(args.output, output_bytes) == kVectorBytes;
+  const bool wide = vector_bytes_for(args.output | args.add, output_bytes) == kVectorBytes;
   const int splits = static_cast<int>(args.hidden_splits);
   const int num_items = args.geometry.num_tokens * splits;
   Item here = share.first;

@@ -9,7 +9,7 @@
 //               written again from the next dispatch on
 //   receivers   the CTAs from there on: for each unit of a token's row, load the units of all k
 //               together, look again at those that have not arrived, clear them, add them up in
-//               fp32 as combine.cu does, round once and store
+//               fp32 as combine.cu does, with the caller's scale and row, round once and store
 //
 // Units of rounds of even and of odd epochs lie in two stagings. Combine n clears its units; its
 // rank says so by the signal of combine n + 1, which every rank has acquired before dispatch n + 2
@@ -233,16 +233,17 @@ struct UnitPart {
   using Word = typename Element::Storage;
   static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Word));
   static constexpr int kWidth = kUnitWords * kPerWord;
+  static constexpr uint32_t kAbsentWord =
+      kPerWord == 2 ? Element::kMinusZero | Element::kMinusZero << 16 : Element::kMinusZero;
   Unit unit;
 
-  HD void set_absent() {
-    uint32_t word = Element::kMinusZero;
-    if constexpr (kPerWord == 2) word |= word << 16;
-    unit = pack_unit(word, word, word, 0);
-  }
+  HD void set_absent() { unit = pack_unit(kAbsentWord, kAbsentWord, kAbsentWord, 0); }
   HD void add_to(float* sums) const {
     uint32_t data[kUnitWords];
     unit.unpack(data);
+    add_words(data, sums);
+  }
+  HD static void add_words(const uint32_t* data, float* sums) {
     MOE_NVLINK_UNROLL
     for (int i = 0; i < kWidth; ++i) {
       const uint32_t word = data[i / kPerWord];
@@ -250,6 +251,23 @@ struct UnitPart {
     }
   }
 };
+
+// Loads `words` words of the row that is added to a unit's sums: -0.0, which change no sum, after the
+// row's end and if there is no row. aligned: as for store_unit_sums.
+template <class Element>
+HD void load_added(const char* row, int words, bool aligned, uint32_t* data) {
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < kUnitWords; ++i) {
+    data[i] = UnitPart<Element>::kAbsentWord;
+    if (row == nullptr || i >= words) continue;
+    if (aligned) {
+      data[i] = load_word(reinterpret_cast<const uint32_t*>(row) + i);
+    } else {
+      const uint16_t* halves = reinterpret_cast<const uint16_t*>(row) + 2 * i;
+      data[i] = load_word(halves) | static_cast<uint32_t>(load_word(halves + 1)) << 16;
+    }
+  }
+}
 
 // Rounds the sums once and stores `words` words of 4 bytes of them. aligned: the words lie on their
 // boundaries.
@@ -390,25 +408,38 @@ HD bool sum_units(const CombineArgs& args, const SmallPlan& plan, const int32_t*
 template <class Config, class Element>
 HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& plan, int token,
                      int part, const int32_t* rows, Receiving& receiving) {
-  char* output =
-      reinterpret_cast<char*>(args.output) + static_cast<int64_t>(token) * plan.words * 4;
-  const bool aligned = args.output % 4 == 0;
+  const uint64_t place = static_cast<uint64_t>(token) * static_cast<uint64_t>(plan.words) * 4;
+  char* output = reinterpret_cast<char*>(args.output + place);
+  const bool aligned = (args.output | args.add) % 4 == 0;
   const int top_k = top_k_of<Config>(args.geometry);
   uint32_t present = 0;
   MOE_NVLINK_UNROLL
   for (int k = 0; k < top_k; ++k) present |= rows[k] >= 0 ? 1u << k : 0u;
+  const Finish finish = finish_of(args, place, present != 0);
   const int end = (part + 1) * kPartUnits < plan.units ? (part + 1) * kPartUnits : plan.units;
   for (int unit = part * kPartUnits + cta.thread; unit < end; unit += cta.num_threads) {
-    // Without rows the output is zero. After a fault it is NaN, so nobody takes it for a result.
-    float sum[UnitPart<Element>::kWidth] = {};
+    const int offset = unit * kUnitDataBytes;
+    const int words = plan.words - unit * kUnitWords;
+    // On its way before the units: it is here when they are.
+    uint32_t added[kUnitWords];
+    const char* add = finish.add == nullptr ? nullptr : finish.add + offset;
+    load_added<Element>(add, words, aligned, added);
+    // Without any row the output is zero. After a fault it is NaN, so nobody takes it for a result.
+    float sum[UnitPart<Element>::kWidth];
+    MOE_NVLINK_UNROLL
+    for (float& value : sum) value = add == nullptr ? 0.0f : -0.0f;
     if (present != 0 && !receiving.has_failed) {
       receiving.has_failed =
           !sum_units<Config, Element>(args, plan, rows, unit, present, receiving, sum);
     }
+    if (finish.is_needed()) {
+      MOE_NVLINK_UNROLL
+      for (float& value : sum) value *= finish.scale;
+      UnitPart<Element>::add_words(added, sum);
+    }
     MOE_NVLINK_UNROLL
     for (float& value : sum) value = receiving.has_failed ? float_of_bits(0x7fc00000u) : value;
-    store_unit_sums<Element>(output + unit * kUnitDataBytes, sum, plan.words - unit * kUnitWords,
-                             aligned);
+    store_unit_sums<Element>(output + offset, sum, words, aligned);
   }
 }
 

@@ -313,8 +313,14 @@ class MoeAllToAll:
         *,
         output: torch.Tensor | None = None,
         hidden_size: int | None = None,
+        add: torch.Tensor | None = None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Fetch the partial rows of this rank's tokens and add them up. Collective; capturable.
+
+        With `add` and `scale` it also does what often follows: it applies a router's scaling factor
+        and adds the output of shared experts, or a residual. The result is `scale * sum + add` in
+        fp32, rounded to the type of expert_output once.
 
         Args:
             expert_output: `[ep_size * max_tokens, hidden_size]`, config.dtype or one of
@@ -325,10 +331,17 @@ class MoeAllToAll:
             output: `[num_tokens, hidden_size]` in the type of expert_output; None allocates it.
             hidden_size: elements of a row in this call; None: config.hidden_size. It may be any
                 width for which combine_input has room. Type and width must be equal on all ranks.
+            add: `[num_tokens, hidden_size]` in the type of expert_output: rows of this rank's
+                tokens that are added to the scaled sums; None adds nothing. Ranks need not agree
+                on it. It may be `output`, which then is overwritten in place, but it may overlap
+                neither a part of `output` nor the exchange's workspace.
+            scale: what the sums are multiplied by, as float32; finite. Ranks need not agree on it.
+                A CUDA graph keeps the value of its capture.
 
         Returns:
-            `[num_tokens, hidden_size]` in the type of expert_output; zeros for a token without a
-            valid expert. The same rows and routing give the same bits, whatever the timing.
+            `[num_tokens, hidden_size]` in the type of expert_output. For a token without a valid
+            expert: its row of `add` unchanged, or zeros without `add`. The same rows, routing, add
+            and scale give the same bits, whatever the timing.
 
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
@@ -350,6 +363,8 @@ class MoeAllToAll:
                 self._handle,
                 metadata.channel,
                 hidden_size,
+                add,
+                scale,
             )
             return result
         ops.combine_out(
@@ -360,6 +375,8 @@ class MoeAllToAll:
             self._handle,
             metadata.channel,
             hidden_size,
+            add,
+            scale,
         )
         return output
 

@@ -2,7 +2,7 @@
 
 These functions set what does not change from call to call. At each call, the channel sets
 num_tokens, max_tokens_per_rank, quantiser, is_padding, timeout_ns and the addresses of the call's
-tensors; for combine also element and hidden_size. On a GPU the launch sets hidden_splits or
+tensors; for combine also element, hidden_size and scale. On a GPU the launch sets hidden_splits or
 senders.
 """
 
@@ -177,6 +177,7 @@ def combine_arguments(
     args = _common(COMBINE, config, regions, Window(base_ptr, rank_stride))
     args.region = regions["combine"].block
     args.hidden_splits = 1
+    args.scale = 1.0
     args.format = combine_code(config)
     fields = ("rows_region", "scales_region", "row_scales_region")
     _set_regions(args, regions, fields, prefix="combine_")

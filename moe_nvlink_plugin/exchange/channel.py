@@ -127,7 +127,12 @@ class Channel:
         return slots
 
     def combine(
-        self, expert_output: torch.Tensor, send_slots: torch.Tensor, output: torch.Tensor
+        self,
+        expert_output: torch.Tensor,
+        send_slots: torch.Tensor,
+        output: torch.Tensor,
+        add: torch.Tensor | None = None,
+        scale: float = 1.0,
     ) -> None:
         """Launch combine; first copy expert_output if it is not combine_region.
 
@@ -143,6 +148,8 @@ class Channel:
         geometry.num_tokens = send_slots.shape[0]
         geometry.max_tokens_per_rank = self.max_tokens
         args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
+        args.add = 0 if add is None else add.data_ptr()
+        args.scale = scale
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
         self._launches.combine(args)

@@ -11,6 +11,9 @@ from moe_nvlink_plugin.recipes import check_global_scale, combine_formats
 from .formats import Activations, LayerFormat
 from .sizes import widest_combine_row
 
+#: Of combine: the largest number of float32.
+LARGEST_SCALE = torch.finfo(torch.float32).max
+
 
 def channel(index: int, num_channels: int) -> None:
     """Check that the configuration has a channel.
@@ -239,6 +242,56 @@ def combine_inputs(
     if output is not None:
         shape = (num_tokens, hidden_size)
         check_tensor("output", output, shape, (expert_output.dtype,), device)
+
+
+def scale(value: float) -> None:
+    """Check the factor of a combine's sums.
+
+    Raises:
+        InputError: it is no finite number of float32.
+    """
+    if not abs(value) <= LARGEST_SCALE:
+        raise InputError(
+            f"scale={value} is no finite number of float32 (at most {LARGEST_SCALE} in magnitude); "
+            "pass a smaller one, and scale the rest in the experts' output"
+        )
+
+
+def added_rows(
+    layer: LayerFormat,
+    add: torch.Tensor,
+    expert_output: torch.Tensor,
+    num_tokens: int,
+    output: torch.Tensor | None,
+    window: range,
+) -> None:
+    """Check the rows that a combine adds to its sums. MoeAllToAll.combine documents them.
+
+    Args:
+        layer: rows of the layer.
+        add: the rows.
+        expert_output: the experts' rows, which have been checked.
+        num_tokens: tokens of the call.
+        output: where the sums go, or None.
+        window: addresses of all ranks' workspaces.
+
+    Raises:
+        InputError: shape, dtype or device is another one; or the rows overlap the workspace, or
+            overlap `output` without being the same memory.
+    """
+    shape = (num_tokens, expert_output.shape[1])
+    check_tensor("add", add, shape, (expert_output.dtype,), layer.device)
+    address, size = add.data_ptr(), add.numel() * add.itemsize
+    if address < window.stop and window.start < address + size:
+        raise InputError(
+            f"add lies at {address:#x}, in the exchange's workspace ({window.start:#x} up to "
+            f"{window.stop:#x}), which peers write to during combine; pass a copy"
+        )
+    if output is not None and 0 < abs(output.data_ptr() - address) < size:
+        raise InputError(
+            f"add overlaps output, which begins {output.data_ptr() - address} bytes after it; pass "
+            "the same memory or memory apart from it"
+        )
 
 
 def combine_width(layer: LayerFormat, dtype: torch.dtype, hidden_size: int) -> None:

@@ -244,17 +244,22 @@ class LayerExchange:
         output: torch.Tensor | None,
         channel_index: int,
         hidden_size: int | None = None,
+        add: torch.Tensor | None = None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Run combine as MoeAllToAll.combine documents it; return output.
 
         Collective; capturable.
         """
         checks.channel(channel_index, self.config.num_channels)
+        checks.scale(scale)
         with self.workspace.channel_lock(channel_index):
             channel = self._usable_channel(channel_index)
             checks.combine_inputs(
                 self.format, expert_output, send_slots, output, channel.max_tokens, hidden_size
             )
+            if add is not None:
+                self._check_added(add, expert_output, send_slots.shape[0], output)
             if output is None:
                 output = expert_output.new_empty((send_slots.shape[0], expert_output.shape[1]))
             dispatched = self._dispatched(pending, channel_index)
@@ -265,10 +270,21 @@ class LayerExchange:
                 )
             # The peers send the rows of every token that was dispatched.
             checks.all_tokens(send_slots.shape[0], channel.num_tokens)
-            channel.combine(expert_output, send_slots, output)
+            channel.combine(expert_output, send_slots, output, add, scale)
             self._raise_fault(channel)
             dispatched.value = 0
         return output
+
+    def _check_added(
+        self,
+        add: torch.Tensor,
+        expert_output: torch.Tensor,
+        num_tokens: int,
+        output: torch.Tensor | None,
+    ) -> None:
+        memory = self.workspace.memory
+        window = range(memory.base_ptr, memory.base_ptr + memory.rank_stride * self.config.ep_size)
+        checks.added_rows(self.format, add, expert_output, num_tokens, output, window)
 
     def _dispatched(self, pending: torch.Tensor, channel_index: int) -> ctypes.c_int64:
         """Return the channel's word in the state of the workspace."""

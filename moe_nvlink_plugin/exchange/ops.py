@@ -37,11 +37,12 @@ _library.define(
 )
 _library.define(
     "combine(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, int channel, "
-    "SymInt? hidden_size=None) -> Tensor"
+    "SymInt? hidden_size=None, Tensor? add=None, float scale=1.0) -> Tensor"
 )
 _library.define(
     "combine_out(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, "
-    "Tensor(b!) output, int handle, int channel, SymInt? hidden_size=None) -> ()"
+    "Tensor(b!) output, int handle, int channel, SymInt? hidden_size=None, Tensor? add=None, "
+    "float scale=1.0) -> ()"
 )
 
 
@@ -153,8 +154,12 @@ def _combine(
     handle: int,
     channel: int,
     hidden_size: int | None = None,
+    add: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    return find(handle).combine(pending, expert_output, send_slots, None, channel, hidden_size)
+    return find(handle).combine(
+        pending, expert_output, send_slots, None, channel, hidden_size, add, scale
+    )
 
 
 def _combine_fake(
@@ -164,9 +169,12 @@ def _combine_fake(
     handle: int,
     channel: int,
     hidden_size: int | None = None,
+    add: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     layer = find(handle)
-    layer.check_device(expert_output, send_slots)
+    optional = [] if add is None else [add]
+    layer.check_device(expert_output, send_slots, *optional)
     width = layer.config.hidden_size if hidden_size is None else hidden_size
     return expert_output.new_empty((send_slots.shape[0], width))
 
@@ -179,8 +187,12 @@ def _combine_out(
     handle: int,
     channel: int,
     hidden_size: int | None = None,
+    add: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> None:
-    find(handle).combine(pending, expert_output, send_slots, output, channel, hidden_size)
+    find(handle).combine(
+        pending, expert_output, send_slots, output, channel, hidden_size, add, scale
+    )
 
 
 def _combine_out_fake(
@@ -191,8 +203,11 @@ def _combine_out_fake(
     handle: int,
     channel: int,
     hidden_size: int | None = None,
+    add: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> None:
-    find(handle).check_device(expert_output, send_slots, output)
+    optional = [] if add is None else [add]
+    find(handle).check_device(expert_output, send_slots, output, *optional)
 
 
 for _name, _implementation, _fake in (

@@ -14,7 +14,7 @@ import torch
 
 from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
 from tests.support import cases, emulated
-from tests.support.cases import CASES, COMBINE_FORMATS, CORE_RECIPE_CASES, RECIPES, Case
+from tests.support.cases import ADDS, CASES, COMBINE_FORMATS, CORE_RECIPE_CASES, RECIPES, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
@@ -94,6 +94,16 @@ def test_rows_shared_by_ctas(hidden_splits: int, hidden_size: int) -> None:
         dtype=torch.bfloat16,
     )
     emulated.check_case("cuda", case, ctas=5, hidden_splits=hidden_splits)
+
+
+@pytest.mark.parametrize("add", ADDS)
+@pytest.mark.parametrize("combine", COMBINE_FORMATS)
+def test_sums_that_are_scaled_and_added_to(combine: str, add: str) -> None:
+    case = Case(name=f"{add}, {combine}", tokens=(8, 3, 0), dtype=torch.bfloat16, routing="invalid")
+    case = dataclasses.replace(cases.with_formats(case, None, combine), add=add, scale=1 / 3)
+    emulated.check_case("cuda", case, ctas=5, hidden_splits=2)
+    if combine == "bf16":
+        emulated.check_case("cuda", dataclasses.replace(case, small=True), ctas=5)
 
 
 @pytest.mark.parametrize(("ep_size", "hidden_size"), [(16, 64), (32, 264), (64, 128), (72, 40)])

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.integration.demo import processes
 from moe_nvlink_plugin.integration.demo.server import CPU_ENVIRONMENT, ServerError, free_port
-from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, TinyModel, write_checkpoint
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
+    DEEPSEEK_V3,
+    MODELS,
+    TinyModel,
+    write_checkpoint,
+)
 from tests.integration import stop_on_order
 from tests.integration.servers import (
     EpServer,
@@ -39,6 +45,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 QWEN3 = dataclasses.replace(MODELS["qwen3_moe"], num_layers=2)
 #: A dense layer and one with experts.
 SHORT_GLM4 = dataclasses.replace(MODELS["glm4_moe"], num_layers=2)
+#: Its heads have a size for which vLLM has attention on CPU.
+SHORT_DEEPSEEK = dataclasses.replace(DEEPSEEK_V3, num_layers=2, head_dim=48, rope_head_dim=16)
+#: vLLM's attention by heads also for models with latent attention, see DEEPSEEK_V3.
+BY_HEADS = {"VLLM_MLA_DISABLE": "1"}
 NUM_SEQUENCES = 40
 #: Of the server whose rank is stopped, for the test waits as long.
 SHORT_TIMEOUT_S = 8
@@ -75,6 +85,7 @@ def _ask_one_rank(model: TinyModel, folder: Path) -> Requests:
         folder=folder,
         arguments=["--enforce-eager"],
         with_plugins=False,
+        environment=BY_HEADS,
     )
     with server:
         server.wait_until_ready()
@@ -145,22 +156,33 @@ class TestTwoDataParallelRanks:
         check_stopped_rank_is_named(server, Stops(folder, NAME), stop_on_order.DISPATCH, told)
 
 
+EAGER = "--enforce-eager"
+DP2, DP4, DP2_TP2 = (
+    ["--data-parallel-size=2"],
+    ["--data-parallel-size=4", EAGER],
+    ["--data-parallel-size=2", "--tensor-parallel-size=2", EAGER],
+)
+
+
+def _long(*values: Any) -> Any:
+    return pytest.param(*values, marks=[pytest.mark.long, pytest.mark.timeout(900)])
+
+
+# GLM-4 MoE with two and with four data-parallel ranks, eager: test_mtp_e2e.py too. Of its servers
+# with tensor parallelism, vLLM itself adds the shared experts' output; of all others here, combine.
 @pytest.mark.parametrize(
     ("name", "model", "ep_size", "arguments"),
     [
-        ("qwen3 dp2 compiled", QWEN3, 2, ["--data-parallel-size=2"]),
-        (
-            "qwen3 dp2 tp2",
-            QWEN3,
-            4,
-            ["--data-parallel-size=2", "--tensor-parallel-size=2", "--enforce-eager"],
-        ),
-        (
-            "glm4 dp2 tp2",
-            SHORT_GLM4,
-            4,
-            ["--data-parallel-size=2", "--tensor-parallel-size=2", "--enforce-eager"],
-        ),
+        ("deepseek dp2 compiled", SHORT_DEEPSEEK, 2, DP2),
+        ("qwen3 dp2 tp2", QWEN3, 4, DP2_TP2),
+        ("glm4 dp2 tp2", SHORT_GLM4, 4, DP2_TP2),
+        _long("qwen3 dp2 compiled", QWEN3, 2, DP2),
+        _long("glm4 dp2", SHORT_GLM4, 2, [*DP2, EAGER]),
+        _long("glm4 dp2 compiled", SHORT_GLM4, 2, DP2),
+        _long("glm4 dp4", SHORT_GLM4, 4, DP4),
+        _long("deepseek dp2", SHORT_DEEPSEEK, 2, [*DP2, EAGER]),
+        _long("deepseek dp4", SHORT_DEEPSEEK, 4, DP4),
+        _long("deepseek dp2 tp2", SHORT_DEEPSEEK, 4, DP2_TP2),
     ],
 )
 def test_tokens_equal_those_of_one_rank(
@@ -173,7 +195,8 @@ def test_tokens_equal_those_of_one_rank(
 ) -> None:
     # Four ranks of which two always wait for the other two's cores are slow.
     alone, count = (4, 24) if ep_size == 2 else (2, 12)
-    with EpServer(requests_of(model), folder, name, *arguments) as server:
+    requests = requests_of(model)
+    with EpServer(requests, folder, name, *arguments, environment=BY_HEADS) as server:
         assert server.differing(range(alone), concurrency=1) == []
         assert server.differing(range(alone, count), concurrency=5) == []
         server.check_traffic(ep_size, count, _num_moe_layers(model))

@@ -132,6 +132,9 @@ struct Random {
 float hidden_value(int stamp, int element) {
   return static_cast<float>(stamp % 4096 + element);
 }
+float added_value(int stamp, int element) {
+  return static_cast<float>(stamp % 512 - 3 * element);
+}
 unsigned char extra_value(int stamp, int byte) {
   return static_cast<unsigned char>(stamp + byte);
 }
@@ -188,6 +191,16 @@ bool is_small(int round) {
 }
 bool combines_small(int round) {
   return is_small(round) && format_of(round) == moe_nvlink::kCombineUnquantised;
+}
+// Combine adds nothing, then rows where it stores its own, then rows of their own memory.
+bool adds(int round) {
+  return round % 4 != 0;
+}
+bool adds_in_place(int round) {
+  return round % 4 == 1;
+}
+float scale_of(int round) {
+  return round % 2 == 0 ? 1.0f : -2.0f;
 }
 bool has_mask(int round) {
   return round % 5 < 2;
@@ -282,7 +295,7 @@ struct Rank {
   // Of this round; sized exactly, so that the address sanitizer sees one step too far.
   int hidden_size = 0;
   std::vector<int32_t> ids{}, slots{};
-  std::vector<float> weights{}, hidden{}, output{};
+  std::vector<float> weights{}, hidden{}, output{}, added{};
   std::vector<unsigned char> extra{}, padding{};
 
   char* mine(uint32_t region) const {
@@ -296,6 +309,7 @@ struct Rank {
     hidden_size = quantised(round).hidden;
     hidden.assign(count * hidden_size, 0.0f);
     output.assign(count * back_hidden(round), 0.0f);
+    added.assign(adds(round) ? output.size() : 0, 0.0f);
     extra.assign(count * kExtraBytes, 0);
     padding.assign(count, 0);
     for (int token = 0; token < count; ++token) {
@@ -311,7 +325,10 @@ struct Rank {
         hidden[token * hidden_size + i] = hidden_value(stamp, i);
       }
       for (int i = 0; i < kExtraBytes; ++i) extra[token * kExtraBytes + i] = extra_value(stamp, i);
+      const int width = adds(round) ? back_hidden(round) : 0;
+      for (int i = 0; i < width; ++i) added[token * width + i] = added_value(stamp, i);
     }
+    if (adds_in_place(round)) output.swap(added);
   }
 
   bool is_padded(int token) const {
@@ -484,6 +501,9 @@ struct Rank {
   void combine(int round, int count) {
     auto args = common<moe_nvlink::CombineArgs>(count);
     args.output = reinterpret_cast<uint64_t>(output.data());
+    const std::vector<float>& rows = adds_in_place(round) ? output : added;
+    if (adds(round)) args.add = reinterpret_cast<uint64_t>(rows.data());
+    args.scale = scale_of(round);
     args.region = regions.combine;
     args.hidden_splits = 1 + static_cast<uint32_t>(round) / 3 % 3;
     args.format = static_cast<uint32_t>(format_of(round));
@@ -516,6 +536,8 @@ struct Rank {
         for (int target = 0; target < kRanks; ++target) {
           if (goes_to[target]) sum += partial_value_of(round, stamp, target, i);
         }
+        sum *= scale_of(round);
+        if (adds(round)) sum += added_value(stamp, i);
         expect(output[token * width + i] == sum, "combined row", rank, round);
       }
     }

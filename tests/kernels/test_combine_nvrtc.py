@@ -108,9 +108,11 @@ def test_loads_that_wait_for_sums_are_noticed() -> None:
 
 @each_variant
 def test_rows_move_wide(name: str, architecture: str) -> None:
-    """16 elements of the experts' row in two loads, their codes in one store, sums in one."""
+    """16 elements of the experts' row in two loads, their codes in one store, sums in one; the row
+    that is added in one load.
+    """
     names = [one.name for one in listing(name, architecture)]
-    assert names.count("LDG.E.128") == {"Fp8Block": 2, "Nvfp4": 4}[name]  # nvfp4: for amax too
+    assert names.count("LDG.E.128") == {"Fp8Block": 2, "Nvfp4": 4}[name] + 1  # nvfp4: for amax too
     assert names.count("STG.E.128") == {"Fp8Block": 2, "Nvfp4": 1}[name]
     assert "STG.E.64" in names
 

@@ -188,9 +188,19 @@ def test_wide_accesses(top_k: int, element: int, architecture: str, kernel: str)
 @each_architecture
 @each_geometry
 def test_all_loads_fly_together(top_k: int, element: int, architecture: str) -> None:
-    """Combine has top_k loads on their way before it waits for the first one."""
+    """Combine has top_k loads, and that of the row which it adds, on their way before it waits for
+    the first one.
+    """
     code = listing(top_k, element, architecture, "moe_nvlink_combine")
-    assert loads_before_first_use(code) == top_k
+    assert loads_before_first_use(code) == top_k + 1
+
+
+@each_architecture
+def test_no_operation_is_fused(architecture: str) -> None:
+    """scale * sum + add is rounded twice, as on CPU ranks."""
+    names = instructions(8, BF16, architecture, "moe_nvlink_combine")
+    assert any(name.startswith("FMUL") for name in names)
+    assert not [name for name in names if re.match(r"FFMA|HFMA2\.BF16", name)]
 
 
 @each_architecture

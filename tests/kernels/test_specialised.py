@@ -79,6 +79,8 @@ def test_streamed_rows(
         dtype=dtype,
         routing="invalid",
         num_threads=num_threads,
+        add="in place",
+        scale=0.3,
     )
     compare.check_case(case)
 
@@ -131,6 +133,8 @@ def test_constants_of_the_gpu(
         dtype=dtype,
         routing="invalid",
         num_threads=3,
+        add="in place" if cta_threads > 1 else "unaligned",
+        scale=-0.7,
     )
     compare.check_case(case)
 

@@ -22,7 +22,9 @@ Extra = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A geometry with the tokens of each rank. `routing` names an entry of ROUTINGS."""
+    """A geometry with the tokens of each rank. `routing` names an entry of ROUTINGS, `add` one of
+    ADDS.
+    """
 
     name: str = "drawn"
     tokens: tuple[int, ...]
@@ -43,6 +45,8 @@ class Case:
     seed: int = 1
     timeout_s: float = 60.0
     small: bool = False  # the kernels for small batches
+    add: str = ""  # what combine adds to the sums
+    scale: float = 1.0  # what it multiplies them by
 
     @property
     def ep_size(self) -> int:
@@ -85,6 +89,22 @@ class Inputs(NamedTuple):
         hidden, ids, weights, extras = self
         extras = tuple(extra.to(device) for extra in extras)
         return Inputs(hidden.to(device), ids.to(device), weights.to(device), extras)
+
+
+#: Where the rows that combine adds lie: there are none, in memory of their own, where the output is
+#: written, one element after a vector's boundary.
+ADDS = ("", "apart", "in place", "unaligned")
+
+
+def added_rows(hidden_states: torch.Tensor, add: str) -> torch.Tensor | None:
+    """Rows that combine adds, or None: the activations backwards, so any device has the same."""
+    if not add:
+        return None
+    rows = hidden_states.flip(1)
+    if add != "unaligned":
+        return rows
+    memory = rows.new_empty(rows.numel() + 1)
+    return memory[1:].view(rows.shape).copy_(rows)
 
 
 class Seen(NamedTuple):
@@ -336,6 +356,8 @@ def run_round(
     channel: int = 0,
     zero_copy: bool = True,
     post_quant: bool = False,
+    add: str = "",
+    scale: float = 1.0,
 ) -> Seen:
     """One dispatch and combine on this rank."""
     received = dispatch(exchange, inputs, channel=channel, post_quant=post_quant)
@@ -348,7 +370,9 @@ def run_round(
     copies = tuple(_copied(payload) for payload in payloads)
     if zero_copy:
         rows = exchange.combine_input(channel=channel).copy_(rows)
-    combined = exchange.combine(rows, received.metadata)
+    added = added_rows(inputs.hidden_states, add)
+    output = added if add == "in place" else None
+    combined = exchange.combine(rows, received.metadata, output=output, add=added, scale=scale)
     return Seen(*seen, copies, _copied(received.metadata.send_slots), _copied(combined))
 
 
@@ -375,6 +399,8 @@ def run_case(
                     channel=number % case.num_channels,
                     zero_copy=number % 2 == 0,
                     post_quant=number % 2 == 1,
+                    add=case.add,
+                    scale=case.scale,
                 )
                 for number in range(rounds)
             ]

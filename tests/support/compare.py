@@ -158,7 +158,8 @@ def expected_combined(
     back = combine_formats.combine_format(case.combine)
     if back is not None:
         partial_rows = [back.dequantise(back.quantise(rows)) for rows in partial_rows]
-    return reference.combine(config, inputs.topk_ids, partial_rows)
+    added = cases.added_rows(inputs.hidden_states, case.add)
+    return reference.combine(config, inputs.topk_ids, partial_rows, added, case.scale)
 
 
 def received_activations(case: Case, seen: list[Seen], ep_rank: int) -> list[torch.Tensor]:

@@ -389,6 +389,7 @@ class EmulatedRanks:
         self.rows = payload_rows(self.config, self.recipe)
         self.regions = _packed_regions(layer_layout(self.config, self.recipe))
         self.hidden_splits = hidden_splits
+        self.add, self.scale = "", 1.0
         self._senders = 0 if isinstance(backend, CpuBackend) else max(backend.ctas // 2, 1)
         self.quantiser = (
             0 if post_quant else arguments.quantiser_code(self.recipe, self.config.hidden_size)
@@ -404,7 +405,9 @@ class EmulatedRanks:
     def of_case(
         cls, case: Case, backend: Backend, *, hidden_splits: int = 1, post_quant: bool = False
     ) -> EmulatedRanks:
-        return cls(config_of(case), backend, hidden_splits=hidden_splits, post_quant=post_quant)
+        ranks = cls(config_of(case), backend, hidden_splits=hidden_splits, post_quant=post_quant)
+        ranks.add, ranks.scale = case.add, case.scale
+        return ranks
 
     def view(self, rank: int, name: str, channel: int = 0, *, writes: bool = False) -> torch.Tensor:
         """A payload's or the combine region's rows, `[slots, elements]`, in its dtype."""
@@ -465,6 +468,7 @@ class EmulatedRanks:
             self.memory.stride(0),
         )
         args.hidden_splits, args.senders = self.hidden_splits, self._senders
+        args.scale = self.scale
         return args
 
     def verb(self, name: str) -> str:
@@ -513,14 +517,20 @@ class EmulatedRanks:
         )
 
     def combine(
-        self, send_slots: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], channel: int = 0
+        self,
+        send_slots: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        channel: int = 0,
+        added: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Combine of the first `len(outputs)` ranks into `outputs[rank]`."""
+        """Combine of the first `len(outputs)` ranks into `outputs[rank]`; adds `added[rank]`."""
         launched = []
         for rank, (slots, output) in enumerate(zip(send_slots, outputs, strict=True)):
             args = self.combine_arguments(rank, channel)
             args.geometry.num_tokens = output.shape[0]
             args.send_slots, args.output = slots.data_ptr(), output.data_ptr()
+            rows = None if added is None else added[rank]
+            args.add = 0 if rows is None else rows.data_ptr()
             launched.append(args)
         self.backend.prepare(self.verb("combine"), launched)()
 
@@ -550,18 +560,21 @@ class EmulatedRanks:
         here = [mine.to(device) for mine in inputs]
         received = self.dispatch(here, channel)
         seen = []
-        outputs = []
+        outputs, added = [], [cases.added_rows(mine.hidden_states, self.add) for mine in here]
         for rank, mine in enumerate(received):
             self.poison_combine(rank, channel)
             self.experts(rank, mine, channel)
-            outputs.append(torch.full_like(here[rank].hidden_states, float("nan")))
+            rows, in_place = added[rank], self.add == "in place"
+            if rows is None or not in_place:
+                rows = torch.full_like(here[rank].hidden_states, float("nan"))
+            outputs.append(rows)
             scales = () if mine.scales is None else (mine.scales,)
             payloads = (mine.topk_weights, mine.hidden_states, *scales, *mine.extras)
             copies = tuple(_copied(payload) for payload in payloads)
             seen.append((_copied(mine.recv_counts), _copied(mine.topk_ids), copies))
             self.poison(rank, channel)
         slots = [mine.send_slots for mine in received]
-        self.combine(slots, outputs, channel)
+        self.combine(slots, outputs, channel, added)
         combined = [_copied(output) for output in outputs]  # waits for the device
         self.check_faults(channel)
         return [Seen(*mine, _copied(slots[rank]), combined[rank]) for rank, mine in enumerate(seen)]

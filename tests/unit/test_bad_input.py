@@ -173,6 +173,69 @@ def test_combine_refuses(name: str, layer: MoeAllToAll) -> None:
     assert torch.equal(combined, inputs["hidden_states"])
 
 
+BAD_ADDS: dict[str, tuple[Callable[[MoeAllToAll], dict[str, Any]], str]] = {
+    "add shape": (
+        lambda layer: {"add": torch.zeros(2, HIDDEN)},
+        r"add has shape \[2, 8\], expected \[3, 8\]",
+    ),
+    "add dtype": (
+        lambda layer: {"add": torch.zeros(3, HIDDEN).half()},
+        "add has dtype torch.float16, expected torch.float32; convert it first",
+    ),
+    "add strides": (
+        lambda layer: {"add": torch.zeros(HIDDEN, 3).T},
+        r"add is not contiguous \(strides \[1, 3\]\); call .contiguous",
+    ),
+    "add device": (
+        lambda layer: {"add": torch.empty(3, HIDDEN, device="meta")},
+        "is on meta, this exchange works on cpu",
+    ),
+    "add in the combine region": (
+        lambda layer: {"add": layer.combine_input()[:3]},
+        "add lies at 0x[0-9a-f]+, in the exchange's workspace .*; pass a copy",
+    ),
+    "add across the output": (
+        lambda layer: overlapping(torch.zeros(4, HIDDEN)),
+        "add overlaps output, which begins 32 bytes after it; pass the same memory or",
+    ),
+    "output before add": (
+        lambda layer: overlapping(torch.zeros(4, HIDDEN), names=("output", "add")),
+        "add overlaps output, which begins -32 bytes after it",
+    ),
+    "scale NaN": (lambda layer: {"scale": float("nan")}, "scale=nan is no finite number of float"),
+    "scale infinity": (lambda layer: {"scale": float("-inf")}, "scale=-inf is no finite number"),
+    "scale beyond float32": (
+        lambda layer: {"scale": 3.5e38},
+        r"scale=3.5e\+38 is no finite number of float32 \(at most 3.4028.*e\+38 in magnitude\); ",
+    ),
+}
+
+
+def overlapping(memory: torch.Tensor, names: tuple[str, str] = ("add", "output")) -> dict[str, Any]:
+    """Rows of three tokens in memory of four; the second name's begin one later."""
+    return dict(zip(names, (memory[:3], memory[1:]), strict=True))
+
+
+@pytest.mark.parametrize("name", BAD_ADDS)
+def test_combine_refuses_what_it_cannot_add(name: str, layer: MoeAllToAll) -> None:
+    """The dispatch before stays to be combined."""
+    changes, message = BAD_ADDS[name]
+    inputs = good()
+    received = layer.dispatch(**inputs)
+    with pytest.raises(InputError, match=message):
+        layer.combine(received.hidden_states, received.metadata, **changes(layer))
+    combined = layer.combine(received.hidden_states.clone(), received.metadata)
+    assert torch.equal(combined, inputs["hidden_states"])
+
+
+def test_the_largest_scale(layer: MoeAllToAll) -> None:
+    inputs, largest = good(), torch.finfo(torch.float32).max
+    received = layer.dispatch(**inputs)
+    rows = torch.full((CAPACITY, HIDDEN), 0.5)
+    combined = layer.combine(rows, received.metadata, scale=largest)
+    assert bool((combined == torch.tensor(largest) * 0.5).all())
+
+
 def test_slots_outside_the_buffers_are_no_rows(layer: MoeAllToAll) -> None:
     received = layer.dispatch(**good())
     slots = torch.tensor([[-5, 10**6], [2**31 - 1, -(2**31)], [SLOTS, -1]], dtype=torch.int32)

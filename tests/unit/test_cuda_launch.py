@@ -126,7 +126,8 @@ def launches() -> dict[str, Any]:
             "row_bytes": args.payloads[2].row_bytes == 14336,
         }
         rows = layer.combine_input().copy_(received.hidden_states)
-        output = layer.combine(rows, received.metadata)
+        added = hidden.clone()
+        output = layer.combine(rows, received.metadata, add=added, scale=-2.0)
         combine = fake_cuda.control().last_launch()
         seen["combine"] = described(combine)
         struct = structs()["CombineArgs"]
@@ -134,8 +135,10 @@ def launches() -> dict[str, Any]:
         seen["combine args"] = {
             "output": args.output == output.data_ptr(),
             "hidden_splits": args.hidden_splits == 4,
+            "add": args.add == added.data_ptr(),
+            "scale": args.scale == -2.0,
         }
-        same = torch.equal(output, hidden)
+        same = torch.equal(output, -hidden)
     return {**seen, "same": same}
 
 

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.errors import InputError
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.support.ranks import run_processes
@@ -82,6 +83,27 @@ def test_opcheck_combine(layer: MoeAllToAll) -> None:
 def test_opcheck_combine_out(layer: MoeAllToAll) -> None:
     arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._handle, 0)
     torch.library.opcheck(torch.ops.moe_nvlink.combine_out.default, arguments)
+
+
+def test_opcheck_combine_with_add(layer: MoeAllToAll) -> None:
+    arguments = (*combine_arguments(layer), layer._handle, 0, None, torch.randn(7, 24), 2.5)
+    torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
+
+
+def test_opcheck_combine_out_with_add(layer: MoeAllToAll) -> None:
+    arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._handle, 0)
+    finish = {"add": torch.randn(7, 24), "scale": -0.5}
+    torch.library.opcheck(torch.ops.moe_nvlink.combine_out.default, arguments, finish)
+
+
+def test_fakes_refuse_another_device(layer: MoeAllToAll) -> None:
+    """On meta torch runs the fake instead of the op."""
+    elsewhere = torch.empty(7, 24, device="meta")
+    arguments = combine_arguments(layer)
+    with pytest.raises(InputError, match="is on meta"):
+        ops.combine(*arguments, layer._handle, 0, add=elsewhere)
+    with pytest.raises(InputError, match="is on meta"):
+        ops.combine_out(*arguments, torch.empty(7, 24), layer._handle, 0, add=elsewhere)
 
 
 # Compiled layers.
@@ -178,6 +200,30 @@ def test_compiled_by_inductor(plain_layer: MoeAllToAll) -> None:
         arguments = inputs(num_tokens, number)
         expected = layer(*arguments)
         torch.testing.assert_close(compiled(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_with_shared_experts(plain_layer: MoeAllToAll, in_place: bool) -> None:
+    """What is added is computed in the graph; with a buffer for both it is overwritten there."""
+    counter = CompileCounterWithBackend("aot_eager")
+    shared = torch.randn(24, 24, generator=torch.Generator().manual_seed(4))
+
+    def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        received = plain_layer.dispatch(hidden, ids, weights)
+        add = torch.relu(hidden @ shared)
+        output = add if in_place else None
+        return plain_layer.combine(
+            received.hidden_states * 2.0, received.metadata, output=output, add=add, scale=2.5
+        )
+
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for number, num_tokens in enumerate((7, 16, 2)):
+        hidden, ids, weights = inputs(num_tokens, number)
+        expected = hidden * 2.0 * 2.5 + torch.relu(hidden @ shared)
+        found = compiled(hidden, ids, weights)
+        torch.testing.assert_close(found, layer(hidden, ids, weights), rtol=0, atol=0)
+        torch.testing.assert_close(found, expected)
+    assert counter.frame_count == 1
 
 
 # Two ranks.

@@ -1,4 +1,4 @@
-"""What a MoE layer launches in vLLM on CUDA ranks: dispatch and combine, nothing else.
+"""What a MoE layer launches in vLLM on CUDA ranks: dispatch, combine and experts, nothing else.
 
 A launch is an op that writes memory. Ops that return views or allocate launch nothing. What our own
 ops call is counted too.
@@ -6,14 +6,18 @@ ops call is counted too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
@@ -22,6 +26,7 @@ from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.moe import experts_input
 from moe_nvlink_plugin.testing import run_ranks
+from tests.unit import vllm_runner
 from tests.unit.test_vllm_quantised import TENSOR_SCALE, fp8, mxfp8, nvfp4
 from tests.unit.vllm_layer import (
     CAPACITY,
@@ -38,15 +43,21 @@ from tests.unit.vllm_layer import (
 pytestmark = pytest.mark.usefixtures("environment")
 
 ALLOCATIONS = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
-#: Our ops and the functions behind them; the last two return views of the workspace.
+#: Our ops, vLLM's ops that call them, and the functions behind all of them.
 OURS: dict[Any, Callable[..., Any]] = {
+    torch.ops.vllm.moe_forward.default: moe_runner._moe_forward,
+    torch.ops.vllm.moe_forward_shared.default: moe_runner._moe_forward_shared,
     ops.dispatch: ops._dispatch,
     ops.combine: ops._combine,
     ops.combine_out: ops._combine_out,
     ops.received: ops._received,
     ops.received_scales: ops._received_scales,
 }
-VIEWS = (ops.received, ops.received_scales)
+#: Ops that launch nothing themselves. The first two return views of the workspace.
+QUIET = (
+    *(ops.received, ops.received_scales),
+    *(torch.ops.vllm.moe_forward.default, torch.ops.vllm.moe_forward_shared.default),
+)
 TWO_LAUNCHES = ["moe_nvlink::dispatch", "moe_nvlink::combine_out"]
 
 
@@ -69,7 +80,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _launches(func: Any) -> bool:
     aliases = [returned.alias_info for returned in func._schema.returns]
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
-    return not is_view and func not in VIEWS and func._schema.name not in ALLOCATIONS
+    return not is_view and func not in QUIET and func._schema.name not in ALLOCATIONS
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +165,63 @@ def test_powers_of_two_for_deep_gemm_take_two_launches(monkeypatch: pytest.Monke
         return names
 
     assert run_ranks(2, rank_main) == [TWO_LAUNCHES] * 2
+
+
+class _Unseen(Experts):
+    """Experts whose own launches are not of interest."""
+
+    def apply(self, **given: Any) -> None:
+        with _disable_current_modes():
+            super().apply(**given)
+
+
+class _Shared(torch.nn.Module):
+    """Shared experts of one launch."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(rows)
+
+
+class _Scratch:
+    """vLLM's workspace, which exists before the layer runs."""
+
+    def get_simultaneous(self, *asked: Any) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in asked]
+
+
+@pytest.fixture
+def vllms_configuration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(mk, "current_workspace_manager", _Scratch)
+    with set_current_vllm_config(VllmConfig()), vllm_runner.forwards_of_vllm(monkeypatch):
+        yield
+
+
+def _of_runner(group: Any, shared: torch.nn.Module | None, ends_in_combine: bool) -> list[str]:
+    layer = Layer(group, experts=_Unseen(LEFT_OPEN["NoOP"]()))
+    routed = vllm_runner.Routed(layer)
+    if not ends_in_combine:
+        routed.moe_config.hidden_dim_unpadded = None
+    runner = vllm_runner.make_runner(routed, f"layer of rank {group.rank}", shared, 2.5)
+    routed.install()
+    work, recorded = work_of(2 + group.rank, group.rank), Launches()
+    with recorded:
+        vllm_runner.forward(runner, *work)
+    layer.close()
+    return recorded.names
+
+
+@pytest.mark.parametrize(
+    ("shared", "launches"), [(_Shared(), ["aten::tanh", *TWO_LAUNCHES]), (None, TWO_LAUNCHES)]
+)
+def test_combine_ends_the_layer(
+    shared: torch.nn.Module | None, launches: list[str], vllms_configuration: None
+) -> None:
+    assert run_ranks(2, lambda group: _of_runner(group, shared, True)) == [launches] * 2
+
+
+def test_a_layer_that_vllm_ends_launches_more(vllms_configuration: None) -> None:
+    wanted = ["aten::tanh", *TWO_LAUNCHES, "aten::mul_", "aten::add"]
+    assert run_ranks(2, lambda group: _of_runner(group, _Shared(), False)) == [wanted] * 2
 
 
 def test_rows_quantised_on_arrival_launch_more() -> None:

@@ -88,7 +88,10 @@ def replaced():
 @scenario
 def opaque():
     # What a layer calls; also on CPUs, where vLLM's own is traced into.
-    runners = SimpleNamespace(_shared_experts=None), SimpleNamespace(_shared_experts="some")
+    runners = [
+        SimpleNamespace(_shared_experts=shared, _ends_in_combine=ends)
+        for shared, ends in [(None, False), ("some", False), ("some", True)]
+    ]
     return [str(layers.MoeNvlinkMoERunner._select_forward(runner)) for runner in runners]
 
 
@@ -248,8 +251,8 @@ def test_both_classes_are_replaced_once(results: dict[str, list[str]]) -> None:
 
 
 def test_a_layer_is_one_op_with_shared_experts_and_without(results: dict[str, list[str]]) -> None:
-    """The compiled server of the e2e tests has no shared experts."""
-    assert results["opaque"] == ["vllm.moe_forward", "vllm.moe_forward_shared"]
+    ops = ["vllm.moe_forward", "vllm.moe_forward_shared", "vllm.moe_forward"]
+    assert results["opaque"] == ops
 
 
 def test_another_plugins_class_is_not_overwritten(results: dict[str, list[str]]) -> None:

@@ -6,9 +6,12 @@ Both use ``register_oot``, vLLM's hook to replace a layer class when a layer is 
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
@@ -17,7 +20,10 @@ from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import replacement
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
 
+from .ending import Ending, ending_with
 from .method import MoeNvlinkFusedMoEMethod, install_after_loading
+
+logger = logging.getLogger(__name__)
 
 
 def put_in_place() -> None:
@@ -33,6 +39,9 @@ def put_in_place() -> None:
 class MoeNvlinkRoutedExperts(RoutedExperts):
     """vLLM's routed experts, which get our fused MoE method when their weights are loaded."""
 
+    #: Called when another quant method has replaced the layer's.
+    on_replaced: Callable[[], None] | None = None
+
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         ours = selected_here() and moe_config.moe_parallel_config.use_all2all_kernels
         if ours and hasattr(moe_config, "require_decomposed_backend"):
@@ -46,6 +55,11 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
                 serve_without_amx(quant_method)
             install_after_loading(quant_method)
         return quant_method
+
+    def _replace_quant_method(self, quant_method: Any) -> None:
+        super()._replace_quant_method(quant_method)
+        if self.on_replaced is not None:
+            self.on_replaced()
 
     def weight_loader(
         self,
@@ -80,18 +94,134 @@ vars(MoeNvlinkRoutedExperts.weight_loader).update(vars(RoutedExperts.weight_load
 
 
 class MoeNvlinkMoERunner(MoERunner):
-    """vLLM's runner, with the MoE layer as one opaque op on every platform."""
+    """vLLM's runner, with the MoE layer as one opaque op on every platform.
+
+    If combine can end the layer (`why_not`), it applies the routed scaling factor and adds the
+    shared experts' output; the op then returns the layer's result, and vLLM's steps after the op do
+    nothing. The runner decides when our method enters the layer, and again if another method
+    replaces ours.
+    """
+
+    #: Whether combine ends the layer.
+    _ends_in_combine = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if selected_here() and not isinstance(self.routed_experts, MoeNvlinkRoutedExperts):
+        if isinstance(self.routed_experts, MoeNvlinkRoutedExperts):
+            self.routed_experts.on_replaced = self._decide
+        elif selected_here():
             raise UnsupportedError(
                 f"--all2all-backend {BACKEND}: layer {self.layer_name} brings its own experts "
                 f"class {type(self.routed_experts).__name__}, which our exchange cannot enter. "
                 "Use another backend for this model."
             )
 
+    def _decide(self) -> None:
+        """Decide whether combine ends the layer, and take the op for it. Local."""
+        reason = why_not(self)
+        self._ends_in_combine = not reason
+        self._forward_entry = self._select_forward()
+        if reason:
+            logger.debug("combine of %s only sums: %s", self.layer_name, reason)
+        else:
+            added = "nothing" if self._shared_experts is None else "the shared experts' output"
+            logger.debug(
+                "combine of %s multiplies by %s and adds %s",
+                *(self.layer_name, self.routed_scaling_factor, added),
+            )
+
     def _select_forward(self) -> Any:
         """Return the custom op, also on CPU, where vLLM would let Dynamo trace the exchange."""
-        ops = torch.ops.vllm
-        return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
+        ops, one_output = torch.ops.vllm, self._shared_experts is None or self._ends_in_combine
+        return ops.moe_forward if one_output else ops.moe_forward_shared
+
+    def _apply_quant_method(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        shared_experts_input: torch.Tensor | None,
+        input_ids: torch.Tensor | None = None,
+        shared_experts_overlapping: bool = False,
+    ) -> tuple[torch.Tensor | None, Any]:
+        """Route, dispatch, compute and combine. Collective; capturable on CUDA ranks.
+
+        If combine ends the layer, the stream waits for the shared experts directly before combine
+        and not afterwards, as in vLLM.
+
+        Args:
+            hidden_states: `[num_tokens, hidden_size]`.
+            router_logits: what the router reads.
+            shared_experts_input: `[num_tokens, hidden_size]`, or None.
+            input_ids: `[num_tokens]`, or None.
+            shared_experts_overlapping: whether the shared experts run on another stream.
+
+        Returns:
+            Output of the shared experts or None, and that of the layer or of the routed experts.
+        """
+        apply = functools.partial(
+            super()._apply_quant_method,
+            hidden_states=hidden_states,
+            router_logits=router_logits,
+            shared_experts_input=shared_experts_input,
+            input_ids=input_ids,
+        )
+        if not self._ends_in_combine:
+            return apply(shared_experts_overlapping=shared_experts_overlapping)
+        shared = self._shared_experts
+
+        def take_added() -> torch.Tensor | None:
+            if shared is None:
+                return None
+            if shared_experts_overlapping:
+                shared.wait()
+            return shared._output[shared._output_idx]
+
+        try:
+            with ending_with(Ending(self.routed_scaling_factor, take_added)):
+                return apply(shared_experts_overlapping=False)  # take_added has waited
+        except BaseException:
+            if shared is not None:  # vLLM's next forward asserts that no output is left
+                shared._output[shared._output_idx] = None
+            raise
+
+    def _maybe_combine(self, shared_output: torch.Tensor | None, hidden_states: Any) -> Any:
+        """Return what the op returns: one tensor if combine ended the layer. Local."""
+        if self._ends_in_combine:
+            return hidden_states
+        return super()._maybe_combine(shared_output, hidden_states)
+
+    def _maybe_apply_routed_scale_to_output(
+        self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Scale the routed output as vLLM does, unless combine has done it. Local."""
+        if self._ends_in_combine:
+            return shared_output, fused_output
+        scaled: tuple[torch.Tensor | None, torch.Tensor]
+        scaled = super()._maybe_apply_routed_scale_to_output(shared_output, fused_output)
+        return scaled
+
+
+def why_not(runner: Any) -> str:
+    """Return why combine cannot end the layer; "" if it can. Local.
+
+    Args:
+        runner: vLLM's MoERunner of the layer, with its weights loaded.
+    """
+    moe = runner.moe_config
+    adds, scales = runner.shared_experts is not None, runner.routed_scaling_factor != 1.0
+    installed = runner.routed_experts.quant_method
+    if not adds and not scales:
+        return "there are no shared experts and no routed scaling factor"
+    if not isinstance(installed, MoeNvlinkFusedMoEMethod):
+        return f"its method is {type(installed).__name__}"
+    if runner.routed_output_transform is not None:
+        return "a transform of the routed output comes before the sum"
+    if runner.routed_input_transform is not None:
+        return "the shared experts get other rows than the routed experts"
+    if moe.hidden_dim != moe.hidden_dim_unpadded:
+        return f"rows of {moe.hidden_dim_unpadded} elements are padded to {moe.hidden_dim}"
+    if adds and not moe.is_sequence_parallel and get_tensor_model_parallel_world_size() > 1:
+        return "tensor-parallel ranks must sum the shared experts' output first"
+    if adds and scales and moe.in_dtype == torch.float16:
+        return "in float16, vLLM divides the shared experts' output by the scaling factor"
+    return ""

@@ -23,6 +23,7 @@ from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import bound_of_step
 
+from . import ending
 from .experts_input import VllmExpertsInput
 
 #: Activations as they are, for experts that take floats.
@@ -179,6 +180,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
     ) -> None:
         """Take the experts' rows and combine into output. Collective; capturable on CUDA ranks.
 
+        Combine ends the layer as `ending.current` says.
+
         Args:
             output: `[num_tokens, hidden_size]`. It may share memory with fused_expert_output, whose
                 rows are in the workspace before combine writes output.
@@ -206,7 +209,15 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
                 weight_and_reduce_impl,
             )
             self._fill(region, received, done)
-        self._exchange.combine(region, metadata, output=output)
+        end = ending.current()
+        added = end.take_added()
+        self._exchange.combine(
+            region,
+            metadata,
+            output=output,
+            add=None if added is None else added.contiguous(),
+            scale=end.scale,
+        )
 
     # Where the devices differ.
 

@@ -71,6 +71,7 @@ struct CombineArgs {
   uint64_t send_slots;     // [num_tokens, top_k] i32 as dispatch wrote it
   uint64_t timeout_ns;     // how long the wait for the peers may take
   uint64_t output;         // [num_tokens, hidden_size] elements, written
+  uint64_t add;            // [num_tokens, hidden_size] elements, added to scale * sum; 0: none
   Geometry geometry;       // by value
   ControlRegions control;  // of this call's channel
   uint32_t region;         // [ep_size, max_tokens_per_rank, hidden_size]: the experts' output
@@ -82,6 +83,7 @@ struct CombineArgs {
   uint32_t even_staging_region;  // small batches: [ep_size, max_tokens_per_rank, units of a row]
   uint32_t odd_staging_region;   // the same for rounds of an odd epoch
   uint32_t senders;              // small batches: CTAs that send; 0: all CTAs do all
+  float scale;                   // the sums are multiplied by it; finite
 };
 
 // The vocabulary product that the ranks of a group share (kernels/lm_head). Rank r has the

@@ -49,8 +49,14 @@ HD RegisterPair& operator+=(RegisterPair& sum, const RegisterPair& term) {
   return sum = sum + term;
 }
 
+HD RegisterPair& operator*=(RegisterPair& sum, float factor) {
+  sum.even *= factor;
+  sum.odd *= factor;
+  return sum;
+}
+
 // ---- Terms: kElements of one row's elements, from `element` on, a multiple of kElements. The sum
-// of terms is stored as elements of the activation's type.
+// of terms is stored as elements of the activation's type; `stored` are such elements.
 
 // One register, in the order of the elements.
 template <class Element>
@@ -58,6 +64,10 @@ struct RegisterTerm {
   static constexpr int kElements = kRegisterFloats;
   using Sum = FloatRegister;
   HD static Sum absent() { return -FloatRegister{}; }
+  HD static Sum stored(const char* row, int element) {
+    using Word = typename Element::Storage;
+    return Element::floats_of(load_register<Word>(row + element * static_cast<int>(sizeof(Word))));
+  }
   HD static void store(char* row, int element, const Sum& sum, bool streamed) {
     using Word = typename Element::Storage;
     const BitRegister words = Element::rounded(bits_of_float(sum));
@@ -75,7 +85,7 @@ struct UnquantisedTerm;
 template <class Element>
 struct UnquantisedTerm<Element, 4> : RegisterTerm<Element> {
   HD static FloatRegister load(const PartialRow& from, int element) {
-    return Element::floats_of(load_register<uint32_t>(from.row + element * 4));
+    return RegisterTerm<Element>::stored(from.row, element);
   }
 };
 
@@ -84,8 +94,9 @@ struct UnquantisedTerm<Element, 2> {
   static constexpr int kElements = 2 * kRegisterFloats;
   using Sum = RegisterPair;
   HD static Sum absent() { return Sum{-FloatRegister{}, -FloatRegister{}}; }
-  HD static Sum load(const PartialRow& from, int element) {
-    const BitRegister words = load_register<uint32_t>(from.row + element * 2);
+  HD static Sum load(const PartialRow& from, int element) { return stored(from.row, element); }
+  HD static Sum stored(const char* row, int element) {
+    const BitRegister words = load_register<uint32_t>(row + element * 2);
     return Sum{Element::floats_of(words & 0xffffu), Element::floats_of(words >> 16)};
   }
   HD static void store(char* row, int element, const Sum& sum, bool streamed) {
@@ -189,20 +200,35 @@ struct Forest {
   }
 };
 
+// What follows the tree: scale * sum + add, in fp32, two roundings of its own.
+struct Finish {
+  const char* add;  // elements as the output's, in the output's place or elsewhere; or null
+  float scale;
+  HD bool is_needed() const { return add != nullptr || scale != 1.0f; }
+};
+
 // Where a sum goes. This is thread `thread` of the `threads` that share the row.
 struct SumTarget {
   char* output;
   int thread;
   int threads;
   bool streamed;  // of are_streamed()
+  Finish finish;
 };
 
 // This thread's elements of [0, whole), a multiple of the term's kElements.
 template <class Term, class Shape>
 HD void sum_rows(const PartialRow* rows, const SumTarget& target, int whole) {
   const int step = target.threads * Term::kElements;
+  const Finish finish = target.finish;
+  const bool is_needed = finish.is_needed();
   for (int element = target.thread * Term::kElements; element < whole; element += step) {
-    Term::store(target.output, element, Shape::template sum<Term>(rows, element), target.streamed);
+    typename Term::Sum sum = Shape::template sum<Term>(rows, element);
+    if (is_needed) {
+      sum *= finish.scale;
+      sum += finish.add == nullptr ? Term::absent() : Term::stored(finish.add, element);
+    }
+    Term::store(target.output, element, sum, target.streamed);
   }
 }
 
@@ -242,7 +268,7 @@ HD void sum_many_rows(const PartialRow* rows, int top_k, const SumTarget& target
   sum_rows<Term, Forest>(all, target, whole);
 }
 
-// Adds a token's top_k rows up, of which at least one is not absent.
+// Adds a token's top_k rows up. If all are absent, the sum is -0.0.
 template <class Term>
 HD void sum_present_rows(const PartialRow* rows, int top_k, const SumTarget& target, int whole) {
   PartialRow present[4];
@@ -256,6 +282,7 @@ HD void sum_present_rows(const PartialRow* rows, int top_k, const SumTarget& tar
     }
     ++count;
   }
+  if (count == 0) return sum_rows<Term, Tree<1>>(rows, target, whole);
   if (count == 1) return sum_rows<Term, Chain<1>>(present, target, whole);
   if (count == 2) return sum_rows<Term, Chain<2>>(present, target, whole);
   if (count == 3) {
