@@ -42,6 +42,7 @@ HD void await_combine(const DispatchArgs& args, int first, int step, uint32_t ep
   const int me = args.geometry.ep_rank;
   Patience patience(args.timeout_ns);
   for_each_peer(args, first, step, [&](int peer) {
+    if (!is_active(args, peer)) return;
     // Loaded together with the first look. A kernel before this one has written it.
     const uint64_t mine = load_word(cell_of(args, me, cells, me));
     uint64_t seen = 0;

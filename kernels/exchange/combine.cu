@@ -46,6 +46,7 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
   const ExpectedCell expected{combine_tag(args), 0};
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {
+    if (!is_active(args, peer)) return;
     uint64_t cell = 0;
     const int fault = wait_for_peer(args, awaited, peer, expected, patience, &cell);
     if (fault != 0) store_relaxed_cta(&shared.faulted, 1);
