@@ -21,7 +21,7 @@ VERSION = "0.7.2.post1"
 #: CUDA sources that benchmarks/moe_comm/peer_source.py compiles.
 CAKE = "flashinfer/data/csrc/generated/mnnvl_moe_alltoall_sm100.cu"
 _CUDA = ("flashinfer/data/csrc/nv_internal/", "flashinfer/data/include/flashinfer/", CAKE)
-_LEFT_OUT = ("flashinfer/data/", "flashinfer/experimental/")
+_LEFT_OUT = "flashinfer/data/"
 _PACKAGE = "flashinfer"
 
 #: What this process has imported of it: a second import would make every class a second time.
@@ -34,7 +34,7 @@ def folder() -> Path:
     Raises:
         FetchError: the wheel could not be fetched.
     """
-    chosen = "".join(("python", *_CUDA, *_LEFT_OUT))
+    chosen = "".join(("python", *_CUDA, _LEFT_OUT))
     return wheels.files_of("flashinfer-python", VERSION, _is_wanted, chosen)
 
 
