@@ -116,9 +116,10 @@ class _Plan(NamedTuple):
 class MoeAlltoAll:
     """Dispatch and combine with the methods of `flashinfer.comm.MoeAlltoAll`.
 
-    If dispatch gets an invalid_token_expert_id, empty rows have it as their ids. If that is -1, a
-    received row keeps all ids of its token, as with FlashInfer's kernels. Otherwise an id whose
-    expert is on another rank becomes the invalid id too, as FlashInfer's docstring has it. An id
+    If dispatch gets an invalid_token_expert_id, empty rows have it as their ids. If it is
+    num_experts or more, an id whose expert is on another rank becomes the invalid id too, as
+    FlashInfer's docstring has it. With any other, a received row keeps all ids of its token, as
+    with FlashInfer's kernels; if it is not -1 either, torch writes it, by further launches. An id
     outside 0..num_experts-1 has no destination, and arrives as -1 or the invalid id; FlashInfer's
     kernels send it to a rank.
 
@@ -262,7 +263,7 @@ class MoeAlltoAll:
         Args:
             token_selected_experts: `[num_tokens, top_k]` int32.
             input_payloads: one or more, each `[num_tokens, *]`, any dtype. Beside one that is
-                token_selected_experts and, unless the invalid id is another than -1, one float32 of
+                token_selected_experts and, if the invalid id is below num_experts, one float32 of
                 its shape, up to 8 have room.
             runtime_max_tokens_per_rank: bound of the call, equal on all ranks; 0 counts as 1.
             invalid_token_expert_id: id of empty rows; see the class.
@@ -287,9 +288,8 @@ class MoeAlltoAll:
         bound = check_bound(
             "runtime_max_tokens_per_rank", runtime_max_tokens_per_rank or 1, self.max_num_tokens
         )
-        received_ids = _received_ids(
-            invalid_token_expert_id, expert_id_payload_index, len(input_payloads)
-        )
+        _check_ids(invalid_token_expert_id, expert_id_payload_index, len(input_payloads))
+        received_ids = self._received_ids(invalid_token_expert_id)
         plan = _Plan.of(
             token_selected_experts,
             input_payloads,
@@ -318,9 +318,12 @@ class MoeAlltoAll:
             combined_bytes=most_bytes - sum(row_sizes),
         )
         self._bound = runtime_max_tokens_per_rank
+        ids = received.topk_ids
+        if received_ids == "global" and invalid_token_expert_id not in (None, -1):
+            ids.masked_fill_((ids < 0).all(dim=1, keepdim=True), invalid_token_expert_id)
         found = dict(zip(plan.rows, received.payloads, strict=True))
         if plan.ids is not None:
-            found[plan.ids] = received.topk_ids
+            found[plan.ids] = ids
         if plan.weights is not None:
             found[plan.weights] = received.topk_weights
         return [
@@ -397,6 +400,10 @@ class MoeAlltoAll:
         self._check_round("get_combine_payload_tensor_in_workspace", runtime_max_tokens_per_rank)
         region = self._rows.combine_input(dtype, hidden_size)
         return region.view(self.ep_size, -1, hidden_size)[:, :runtime_max_tokens_per_rank]
+
+    def _received_ids(self, invalid_id: int | None) -> str | int:
+        """Return AllToAllConfig.received_ids for a call."""
+        return "global" if invalid_id is None or invalid_id < self.num_experts else invalid_id
 
     def _check_round(self, verb: str, runtime_max_tokens_per_rank: int) -> None:
         if not self._rows.is_dispatched:
@@ -523,8 +530,8 @@ def _ep_group(mapping: Any, mnnvl_config: Any) -> Any:
     return group
 
 
-def _received_ids(invalid_id: int | None, index: int | None, num_payloads: int) -> str | int:
-    """Return AllToAllConfig.received_ids for a call.
+def _check_ids(invalid_id: int | None, index: int | None, num_payloads: int) -> None:
+    """Check which payload is to have the invalid id.
 
     Raises:
         InputError: an invalid id is given, and the ids are not among the payloads.
@@ -534,14 +541,11 @@ def _received_ids(invalid_id: int | None, index: int | None, num_payloads: int) 
             f"expert_id_payload_index={index} names none of {num_payloads} payloads; pass 0 to "
             f"{num_payloads - 1}"
         )
-    if invalid_id is None:
-        return "global"
-    if index is None:
+    if invalid_id is not None and index is None:
         raise InputError(
             "expert_id_payload_index=None, but invalid_token_expert_id is given; pass the index of "
             "token_selected_experts among the payloads"
         )
-    return "global" if invalid_id == -1 else invalid_id
 
 
 def _routing_bytes(top_k: int) -> int:

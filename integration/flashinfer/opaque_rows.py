@@ -209,7 +209,8 @@ def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise InputError(
             f"{name} is not contiguous (strides {list(tensor.stride())}); call .contiguous() first"
         )
-    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])).view(torch.uint8)
+    # Flat in between: strides of dimensions with one element, or none, are arbitrary.
+    return tensor.view(-1).view(torch.uint8).view(tensor.shape[0], row_bytes(tensor))
 
 
 def check_bound(name: str, max_tokens: object, capacity: int) -> int:

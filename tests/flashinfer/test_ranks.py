@@ -6,8 +6,6 @@ number of ranks share one process group, and all ranks one import of FlashInfer.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.flashinfer.launch import Outcomes, run_everywhere
