@@ -53,12 +53,14 @@ def importable() -> Iterator[None]:
     Raises:
         FetchError: the wheel could not be fetched.
     """
-    path = str(folder())
+    path, writes_nothing = str(folder()), sys.dont_write_bytecode
     sys.modules.update(_imported)
     sys.path.insert(0, path)
+    sys.dont_write_bytecode = False  # its import compiles for seconds
     try:
         yield
     finally:
+        sys.dont_write_bytecode = writes_nothing
         sys.path.remove(path)
         found = [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]
         _imported.update({name: sys.modules.pop(name) for name in found})
