@@ -11,7 +11,7 @@ import torch
 
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.recipes import Recipe, unquantised_recipe_of
+from moe_nvlink_plugin.recipes import Recipe, opaque_recipe, unquantised_recipe_of
 from moe_nvlink_plugin.transport import Transport
 
 from . import builtin as builtin_plugins
@@ -59,9 +59,12 @@ def find_recipe(config: AllToAllConfig) -> Recipe:
     """
     name = config.recipe or unquantised_recipe_of(config.dtype).name
     recipes: dict[str, Recipe] = _by_name(manager().hook.moe_nvlink_recipes, "recipe")
-    if name not in recipes:
-        raise ConfigError(f"recipe={name!r} is unknown; installed are {', '.join(sorted(recipes))}")
-    recipe = recipes[name]
+    recipe = recipes.get(name) or opaque_recipe(name)
+    if recipe is None:
+        raise ConfigError(
+            f"recipe={name!r} is unknown; installed are {', '.join(sorted(recipes))}, and bytes_N "
+            "for rows of N bytes, 1 to 16777216"
+        )
     if config.dtype not in recipe.activation_dtypes:
         allowed = ", ".join(str(dtype) for dtype in recipe.activation_dtypes)
         raise ConfigError(f"recipe {name!r} takes activations of {allowed}, not {config.dtype}")

@@ -1,0 +1,592 @@
+"""A drop-in for `flashinfer.comm.MoeAlltoAll`, for code that has not moved to flashinfer.moe_ep.
+
+    from moe_nvlink_plugin.integration import flashinfer
+    flashinfer.install()  # before anything imports MoeAlltoAll from flashinfer.comm
+
+Signatures are FlashInfer's. What has no counterpart here raises UnsupportedError and names one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+import flashinfer.comm
+import flashinfer.comm.trtllm_moe_alltoall
+import torch
+from flashinfer.tllm_enums import SfLayout
+
+from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin.errors import (
+    ConfigError,
+    ExchangeStateError,
+    InputError,
+    UnsupportedError,
+)
+
+from .communicators import CommunicatorGroup, group_of
+from .opaque_rows import Kind, OpaqueRows, check_bound, refuse_rows_beyond, row_bytes
+
+#: FlashInfer's sizes of workspaces are multiples of this number of bytes.
+_ALIGNMENT = 128
+#: Combine's types, and the widest of them, in which the room for the experts' output is counted.
+_WIDEST, _OTHERS = torch.float32, (torch.bfloat16, torch.float16)
+_MASK = (
+    "dispatch without a mask, and destroy the group when a rank is lost; FlashInfer's own class "
+    "has active_rank_mask"
+)
+
+
+class _Geometry(NamedTuple):
+    """What an object needs to share a workspace with another; FlashInfer's key, and ours."""
+
+    workspace_size_per_rank: int
+    ep_rank: int
+    ep_size: int
+    max_num_tokens: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's payloads and its row of the experts' output."""
+        return self.workspace_size_per_rank // (self.ep_size * self.max_num_tokens)
+
+    def config_of(self, kind: Kind) -> AllToAllConfig:
+        """Return the configuration for calls of one kind."""
+        first, *others = kind.row_bytes
+        return AllToAllConfig(
+            ep_size=self.ep_size,
+            ep_rank=self.ep_rank,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_size=-(-kind.combined_bytes // _WIDEST.itemsize),
+            max_tokens_per_rank=self.max_num_tokens,
+            dtype=_WIDEST,
+            recipe=f"bytes_{first}",
+            combine="bf16",
+            combine_dtypes=_OTHERS,
+            extra_payload_bytes=tuple(others),
+            received_ids=kind.received_ids,
+        )
+
+
+class _Plan(NamedTuple):
+    """How the payloads of a call travel, by their indices.
+
+    Attributes:
+        ids: payload that is token_selected_experts itself; None: none is.
+        weights: payload that travels as the exchange's weights; None: none does.
+        rows: payloads that travel as they are; at least one.
+    """
+
+    ids: int | None
+    weights: int | None
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        experts: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
+        id_index: int | None,
+        *,
+        may_have_weights: bool,
+    ) -> _Plan:
+        """Make a plan that is equal on ranks with tokens and on ranks without. Local."""
+        ids = weights = None
+        if id_index is not None:
+            ids = id_index if _is_same(payloads[id_index], experts) else None
+        for index, payload in enumerate(payloads):
+            if id_index is None and ids is None and payload is experts:
+                ids = index
+            elif (
+                may_have_weights
+                and weights is None
+                and payload.dtype == torch.float32
+                and payload.shape == experts.shape
+            ):
+                weights = index
+        rows = tuple(index for index in range(len(payloads)) if index not in (ids, weights))
+        return cls(ids, weights, rows or (0,))
+
+
+class MoeAlltoAll:
+    """Dispatch and combine with the methods of `flashinfer.comm.MoeAlltoAll`.
+
+    If dispatch gets an invalid_token_expert_id, empty rows have it as their ids. If it is
+    num_experts or more, an id whose expert is on another rank becomes the invalid id too, as
+    FlashInfer's docstring has it. With any other, a received row keeps all ids of its token, as
+    with FlashInfer's kernels; if it is not -1 either, torch writes it, by further launches. An id
+    outside 0..num_experts-1 has no destination, and arrives as -1 or the invalid id; FlashInfer's
+    kernels send it to a rank.
+
+    Args:
+        mapping: has moe_ep_rank and moe_ep_size.
+        max_num_tokens: most tokens that a rank dispatches in one call.
+        top_k: expert ids of a token.
+        num_experts: experts of all ranks.
+        workspace_size_per_rank: bytes, as moe_a2a_get_workspace_size_per_rank returns them: for
+            every payload and the experts' output. None: from hidden_size, for 16-bit rows.
+        hidden_size: elements of a row if workspace_size_per_rank is None.
+        mnnvl_config: its comm_backend is how ranks meet; None: all ranks of torch.distributed.
+        eplb_stats_num_experts: must be 0.
+        enable_rank_mask: must be False.
+        backend: "trtllm". The kernels are ours.
+
+    Raises:
+        ConfigError: a size is out of range, or the ranks cannot meet.
+        UnsupportedError: an argument asks for what is not here.
+    """
+
+    # The exchanges, one for each size of workspace, as FlashInfer caches them.
+    _WORKSPACE_CACHE: dict[_Geometry, OpaqueRows] = {}  # noqa: RUF012
+
+    def __init__(
+        self,
+        mapping: Any,
+        max_num_tokens: int,
+        top_k: int,
+        num_experts: int,
+        workspace_size_per_rank: int | None = None,
+        hidden_size: int | None = None,
+        mnnvl_config: Any = None,
+        eplb_stats_num_experts: int = 0,
+        enable_rank_mask: bool = False,
+        *,
+        backend: str = "trtllm",
+    ) -> None:
+        _refuse_options(eplb_stats_num_experts, enable_rank_mask, backend)
+        self.ep_size: int = mapping.moe_ep_size
+        self.ep_rank: int = mapping.moe_ep_rank
+        self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
+        self.eplb_stats_num_experts, self.enable_eplb = 0, False
+        self.enable_rank_mask = False
+        for name in ("ep_size", "max_num_tokens", "top_k", "num_experts"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a positive integer")
+        if workspace_size_per_rank is None:
+            if hidden_size is None:
+                raise ConfigError("pass workspace_size_per_rank, or hidden_size; both are None")
+            workspace_size_per_rank = self.get_moe_workspace_size_per_rank(
+                self.ep_size, top_k, max_num_tokens, hidden_size
+            )
+        self.workspace_size_per_rank = workspace_size_per_rank
+        self._geometry = _Geometry(
+            workspace_size_per_rank, self.ep_rank, self.ep_size, max_num_tokens, top_k, num_experts
+        )
+        # An example of what travels: raises if a size is out of range.
+        self._geometry.config_of(Kind((1,), "global", _WIDEST.itemsize))
+        rows = self._WORKSPACE_CACHE.get(self._geometry)
+        if rows is None:
+            rows = OpaqueRows(_ep_group(mapping, mnnvl_config), self._geometry.config_of)
+            self._WORKSPACE_CACHE[self._geometry] = rows
+        self._rows = rows
+        self._bound = 0
+
+    @classmethod
+    def get_workspace(
+        cls,
+        workspace_size_per_rank: int,
+        ep_rank: int,
+        ep_size: int,
+        max_num_tokens: int,
+        mapping: Any,
+        eplb_stats_num_experts: int = 0,
+        *,
+        backend: str = "trtllm",
+    ) -> dict[str, Any]:
+        """Raise UnsupportedError: the workspace is not the caller's to see."""
+        _refuse("get_workspace", "the constructor of MoeAlltoAll, which creates or shares it")
+
+    @staticmethod
+    def get_moe_workspace_size_per_rank(
+        ep_size: int,
+        top_k: int,
+        max_num_tokens: int,
+        hidden_size: int,
+        extra_payload_bytes_per_token: int = 0,
+        eplb_stats_num_experts: int = 0,
+        *,
+        backend: str = "trtllm",
+    ) -> int:
+        """Return the bytes for 16-bit rows, ids and weights. Local."""
+        row = hidden_size * 2
+        return moe_a2a_get_workspace_size_per_rank(
+            ep_size,
+            max_num_tokens,
+            row + _routing_bytes(top_k) + extra_payload_bytes_per_token,
+            row,
+            eplb_stats_num_experts,
+            backend=backend,
+        )
+
+    @classmethod
+    def _init_constants(cls, backend: str = "trtllm") -> None:
+        """Do nothing: FlashInfer reads the offsets of its workspace here."""
+
+    @property
+    def eplb_gathered_stats(self) -> torch.Tensor | None:
+        """None: dispatch gathers no statistics."""
+        return None
+
+    def checkpoint_prepare(self) -> None:
+        """Raise UnsupportedError."""
+        _refuse("checkpoint_prepare", "a new MoeAlltoAll after the restore")
+
+    def checkpoint_restore(self, comm_backend: Any) -> None:
+        """Raise UnsupportedError."""
+        _refuse("checkpoint_restore", "a new MoeAlltoAll after the restore")
+
+    def _reset_workspace(self) -> None:
+        """Close the workspace. No object on it is usable afterwards. Local."""
+        self._WORKSPACE_CACHE.pop(self._geometry, None)
+        self._rows.close()
+
+    def dispatch(
+        self,
+        token_selected_experts: torch.Tensor,
+        input_payloads: list[torch.Tensor],
+        runtime_max_tokens_per_rank: int,
+        invalid_token_expert_id: int | None = None,
+        expert_id_payload_index: int | None = None,
+        eplb_local_stats: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Send each token's payloads once to every rank that owns one of its experts. Collective.
+
+        Capturable after a first call with payloads of these sizes.
+
+        Args:
+            token_selected_experts: `[num_tokens, top_k]` int32.
+            input_payloads: one or more, each `[num_tokens, *]`, any dtype. Beside one that is
+                token_selected_experts and, if the invalid id is below num_experts, one float32 of
+                its shape, up to 8 have room.
+            runtime_max_tokens_per_rank: bound of the call, equal on all ranks; 0 counts as 1.
+            invalid_token_expert_id: id of empty rows; see the class.
+            expert_id_payload_index: which payload has the ids, if invalid_token_expert_id is given.
+                It must be token_selected_experts itself.
+            eplb_local_stats: must be None.
+            active_rank_mask: must be None.
+
+        Returns:
+            For each payload `[ep_size, runtime_max_tokens_per_rank, *]`, valid until combine.
+
+        Raises:
+            InputError, ConfigError, UnsupportedError, ExchangeStateError: nothing was sent.
+            ExchangeTimeoutError, DisagreementError, PeerError: as MoeAllToAll.dispatch.
+        """
+        if eplb_local_stats is not None:
+            _refuse("eplb_local_stats", "torch.distributed.all_gather_into_tensor")
+        if active_rank_mask is not None:
+            _refuse("active_rank_mask", _MASK)
+        if not input_payloads:
+            raise InputError("input_payloads is empty; pass one tensor [num_tokens, ...] or more")
+        bound = check_bound(
+            "runtime_max_tokens_per_rank", runtime_max_tokens_per_rank or 1, self.max_num_tokens
+        )
+        _check_ids(invalid_token_expert_id, expert_id_payload_index, len(input_payloads))
+        received_ids = self._received_ids(invalid_token_expert_id)
+        plan = _Plan.of(
+            token_selected_experts,
+            input_payloads,
+            expert_id_payload_index,
+            may_have_weights=received_ids == "global",
+        )
+        if invalid_token_expert_id is not None and plan.ids is None:
+            _refuse(
+                "invalid_token_expert_id for a payload that is not token_selected_experts",
+                "token_selected_experts itself as that payload",
+            )
+        row_sizes = [row_bytes(payload) for payload in input_payloads]
+        most_bytes = self._geometry.token_bytes
+        refuse_rows_beyond(
+            row_sizes,
+            most_bytes - _WIDEST.itemsize,
+            f"what workspace_size_per_rank={self.workspace_size_per_rank} leaves to a token beside "
+            "the experts' output; compute it by moe_a2a_get_workspace_size_per_rank",
+        )
+        received = self._rows.dispatch(
+            token_selected_experts,
+            None if plan.weights is None else input_payloads[plan.weights],
+            [input_payloads[index] for index in plan.rows],
+            received_ids=received_ids,
+            max_tokens=bound,
+            combined_bytes=most_bytes - sum(row_sizes),
+        )
+        self._bound = runtime_max_tokens_per_rank
+        ids = received.topk_ids
+        if received_ids == "global" and invalid_token_expert_id not in (None, -1):
+            ids.masked_fill_((ids < 0).all(dim=1, keepdim=True), invalid_token_expert_id)
+        found = dict(zip(plan.rows, received.payloads, strict=True))
+        if plan.ids is not None:
+            found[plan.ids] = ids
+        if plan.weights is not None:
+            found[plan.weights] = received.topk_weights
+        return [
+            found[index].view(self.ep_size, bound, *found[index].shape[1:])[
+                :, :runtime_max_tokens_per_rank
+            ]
+            for index in range(len(input_payloads))
+        ]
+
+    def combine(
+        self,
+        payload: torch.Tensor,
+        runtime_max_tokens_per_rank: int,
+        payload_in_workspace: bool = False,
+        output_dtype: torch.dtype | None = None,
+        output_scales: torch.Tensor | None = None,
+        output_scalar_scale: float = 1.0,
+        sf_layout: SfLayout = SfLayout.layout_linear,
+        output: torch.Tensor | None = None,
+        *,
+        use_low_precision: bool = False,
+        active_rank_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add up the partial rows of this rank's tokens. Collective; capturable.
+
+        Args:
+            payload: `[ep_size, runtime_max_tokens_per_rank, hidden_size]` bf16, fp16 or fp32.
+            runtime_max_tokens_per_rank: that of dispatch.
+            payload_in_workspace: whether payload is what get_combine_payload_tensor_in_workspace
+                returned.
+            output_dtype: None or the type of payload.
+            output_scales: must be None.
+            output_scalar_scale: must be 1.0.
+            sf_layout: not used, as without output_scales in FlashInfer.
+            output: `[num_tokens, hidden_size]` in the type of payload; None allocates it.
+            use_low_precision: must be False: FlashInfer casts rows to e4m3 without a scale.
+            active_rank_mask: must be None.
+
+        Raises:
+            InputError, UnsupportedError, ExchangeStateError: nothing was sent.
+            ExchangeTimeoutError, DisagreementError, PeerError: as MoeAllToAll.combine.
+        """
+        _refuse_quantised(payload, output_dtype, output_scales, output_scalar_scale)
+        if use_low_precision:
+            _refuse("use_low_precision", 'MoeNvlinkConfig(combine="fp8_block") in moe_ep')
+        if active_rank_mask is not None:
+            _refuse("active_rank_mask", _MASK)
+        self._check_round("combine", runtime_max_tokens_per_rank)
+        shape = (self.ep_size, runtime_max_tokens_per_rank)
+        if payload.dim() != 3 or payload.shape[:2] != shape:
+            raise InputError(
+                f"payload has shape {list(payload.shape)}; pass [{shape[0]}, {shape[1]}, "
+                "hidden_size], the rows of the last dispatch"
+            )
+        rows = payload.flatten(0, 1)
+        if runtime_max_tokens_per_rank == 0:  # no rank has tokens, and the round has one empty slot
+            rows = payload.new_empty((self.ep_size, payload.shape[2]))
+        elif payload_in_workspace:
+            self._check_in_workspace(payload)
+        return self._rows.combine(rows, output)
+
+    def get_combine_payload_tensor_in_workspace(
+        self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return memory for the experts' output, from which combine copies nothing. Local.
+
+        Returns:
+            `[ep_size, runtime_max_tokens_per_rank, hidden_size]` of `dtype`, valid until combine.
+
+        Raises:
+            ExchangeStateError: no dispatch is in flight.
+            InputError: the bound is not that of dispatch, or there is no room for such rows.
+        """
+        self._check_round("get_combine_payload_tensor_in_workspace", runtime_max_tokens_per_rank)
+        region = self._rows.combine_input(dtype, hidden_size)
+        return region.view(self.ep_size, -1, hidden_size)[:, :runtime_max_tokens_per_rank]
+
+    def _received_ids(self, invalid_id: int | None) -> str | int:
+        """Return AllToAllConfig.received_ids for a call."""
+        return "global" if invalid_id is None or invalid_id < self.num_experts else invalid_id
+
+    def _check_round(self, verb: str, runtime_max_tokens_per_rank: int) -> None:
+        if not self._rows.is_dispatched:
+            raise ExchangeStateError(f"{verb} called before a successful dispatch; call it first")
+        if runtime_max_tokens_per_rank != self._bound:
+            raise InputError(
+                f"runtime_max_tokens_per_rank={runtime_max_tokens_per_rank}, but the dispatch had "
+                f"{self._bound}; pass the same number"
+            )
+
+    def _check_in_workspace(self, payload: torch.Tensor) -> None:
+        region = self._rows.combine_input(payload.dtype, payload.shape[2])
+        if payload.data_ptr() != region.data_ptr():
+            raise InputError(
+                "payload_in_workspace=True, but payload lies elsewhere; pass the tensor that "
+                "get_combine_payload_tensor_in_workspace returned, or payload_in_workspace=False"
+            )
+
+
+def moe_a2a_get_workspace_size_per_rank(
+    ep_size: int,
+    max_num_tokens: int,
+    total_dispatch_payload_size_per_token: int,
+    combine_payload_size_per_token: int,
+    eplb_stats_num_experts: int = 0,
+    *,
+    backend: str = "trtllm",
+) -> int:
+    """Return the bytes of all payloads and of the experts' output. Local.
+
+    It is FlashInfer's sum without its own control data; the workspace has ours beside these bytes.
+    """
+    _refuse_options(eplb_stats_num_experts, enable_rank_mask=False, backend=backend)
+    slots = ep_size * max_num_tokens
+    parts = (total_dispatch_payload_size_per_token, combine_payload_size_per_token)
+    return sum(-(-slots * part // _ALIGNMENT) * _ALIGNMENT for part in parts)
+
+
+def _functional(name: str) -> Any:
+    """Return a function that raises: the functional API works on a workspace of FlashInfer's."""
+
+    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
+        _refuse(f"{name} on a caller's workspace", "the methods of MoeAlltoAll")
+
+    refuse.__name__ = name
+    return refuse
+
+
+#: What `install` puts into FlashInfer's modules. Sizes of workspaces would not fit its functions,
+#: so these raise.
+_INSTALLED: dict[str, Any] = {
+    "MoeAlltoAll": MoeAlltoAll,
+    "moe_a2a_get_workspace_size_per_rank": moe_a2a_get_workspace_size_per_rank,
+    **{
+        name: _functional(name)
+        for name in (
+            "moe_a2a_initialize",
+            "moe_a2a_dispatch",
+            "moe_a2a_combine",
+            "moe_a2a_sanitize_expert_ids",
+            "moe_a2a_wrap_payload_tensor_in_workspace",
+        )
+    },
+}
+_MODULES: tuple[ModuleType, ...] = (flashinfer.comm, flashinfer.comm.trtllm_moe_alltoall)
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Put our MoeAlltoAll in the place of `flashinfer.comm`'s, in this process. Local; idempotent.
+
+    Raises:
+        ExchangeStateError: a module has imported FlashInfer's class; it would keep that.
+    """
+    if _originals:
+        return
+    theirs = flashinfer.comm.MoeAlltoAll
+    late = sorted(
+        name
+        for name, module in sys.modules.items()
+        if getattr(module, "__dict__", {}).get("MoeAlltoAll") is theirs and module not in _MODULES
+    )
+    if late:
+        raise ExchangeStateError(
+            f"{', '.join(late)} imported MoeAlltoAll from FlashInfer before; call install() first"
+        )
+    for name, ours in _INSTALLED.items():
+        _originals[name] = getattr(flashinfer.comm, name)
+        for module in _MODULES:
+            setattr(module, name, ours)
+
+
+def uninstall() -> None:
+    """Undo `install`. Objects made meanwhile stay ours. Local; idempotent."""
+    for name, original in _originals.items():
+        for module in _MODULES:
+            setattr(module, name, original)
+    _originals.clear()
+
+
+def _ep_group(mapping: Any, mnnvl_config: Any) -> Any:
+    """Return the expert-parallel group of this rank, as `MoeAllToAll.create` takes it.
+
+    Raises:
+        ConfigError: the communicator has other ranks than the mapping's group, or there is none.
+    """
+    wanted = (mapping.moe_ep_size, mapping.moe_ep_rank)
+    communicator = None if mnnvl_config is None else mnnvl_config.comm_backend
+    group = group_of(communicator, None, "mnnvl_config with a comm_backend")
+    if communicator is None:
+        found = (group.size(), group.rank())
+    else:
+        if (group.size, group.rank) != wanted:
+            # All ranks of the model, say: those of one group have the same colour.
+            split = communicator.Split(min(mapping.moe_ep_group), mapping.moe_ep_rank)
+            group = CommunicatorGroup(split)
+        found = (group.size, group.rank)
+    if found != wanted:
+        raise ConfigError(
+            f"the communicator has {found[0]} ranks and this is rank {found[1]}, but the mapping "
+            f"has moe_ep_size={wanted[0]} and moe_ep_rank={wanted[1]}; pass a comm_backend of the "
+            "expert-parallel group"
+        )
+    return group
+
+
+def _check_ids(invalid_id: int | None, index: int | None, num_payloads: int) -> None:
+    """Check which payload is to have the invalid id.
+
+    Raises:
+        InputError: an invalid id is given, and the ids are not among the payloads.
+    """
+    if index is not None and not 0 <= index < num_payloads:
+        raise InputError(
+            f"expert_id_payload_index={index} names none of {num_payloads} payloads; pass 0 to "
+            f"{num_payloads - 1}"
+        )
+    if invalid_id is not None and index is None:
+        raise InputError(
+            "expert_id_payload_index=None, but invalid_token_expert_id is given; pass the index of "
+            "token_selected_experts among the payloads"
+        )
+
+
+def _routing_bytes(top_k: int) -> int:
+    """Return the bytes of a token's ids and weights."""
+    return top_k * (torch.int32.itemsize + torch.float32.itemsize)
+
+
+def _is_same(payload: torch.Tensor, experts: torch.Tensor) -> bool:
+    """Return whether two tensors are the same memory in the same form; empty ones have none."""
+    if payload is experts:
+        return True
+    if payload.shape != experts.shape or payload.dtype != experts.dtype:
+        return False
+    if experts.numel() == 0:
+        return True
+    return payload.data_ptr() == experts.data_ptr() and payload.stride() == experts.stride()
+
+
+def _refuse_options(eplb_stats_num_experts: int, enable_rank_mask: bool, backend: str) -> None:
+    if eplb_stats_num_experts:
+        _refuse(
+            f"eplb_stats_num_experts={eplb_stats_num_experts}",
+            "torch.distributed.all_gather_into_tensor for the statistics",
+        )
+    if enable_rank_mask:
+        _refuse("enable_rank_mask", _MASK)
+    if backend != "trtllm":
+        _refuse(f"backend={backend!r}", 'backend="trtllm"; the kernels are those of moe_nvlink')
+
+
+def _refuse_quantised(
+    payload: torch.Tensor,
+    dtype: torch.dtype | None,
+    scales: torch.Tensor | None,
+    scalar_scale: float,
+) -> None:
+    if scales is not None or scalar_scale != 1.0:
+        _refuse("output_scales", "quantisation of combine's output after combine")
+    if dtype not in (None, payload.dtype):
+        _refuse(f"output_dtype={dtype}", f"output_dtype={payload.dtype}, and convert afterwards")
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise UnsupportedError(f"moe_nvlink has no {what}; use {instead}")

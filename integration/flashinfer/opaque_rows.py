@@ -1,0 +1,240 @@
+"""Lists of payloads, whose rows differ from call to call, through exchanges on one workspace.
+
+FlashInfer's callers say what a token's payloads are when they dispatch. An exchange of ours knows
+the bytes of its rows when it is created. So there is one exchange for each kind of call, created at
+the first call of that kind; all of them share one workspace. The first payload travels as the row
+of recipe bytes_N, the others as extra payloads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_nvlink_plugin import AllToAllConfig, DispatchMetadata, MoeAllToAll
+from moe_nvlink_plugin.errors import ConfigError, ExchangeStateError, InputError
+
+
+class Kind(NamedTuple):
+    """What calls have in common that use the same exchange.
+
+    Attributes:
+        row_bytes: bytes of a row of each payload.
+        received_ids: as AllToAllConfig.received_ids.
+        combined_bytes: bytes of a row of the experts' output; 0: as always.
+    """
+
+    row_bytes: tuple[int, ...]
+    received_ids: str | int
+    combined_bytes: int = 0
+
+
+class Received(NamedTuple):
+    """Views of what this rank received; see Dispatched.
+
+    Attributes:
+        topk_ids: `[ep_size * max_tokens, top_k]` int32.
+        topk_weights: `[ep_size * max_tokens, top_k]` float32.
+        payloads: each `[ep_size * max_tokens, ...]`, in the dtype and row shape of the sent one.
+        max_tokens: bound of the dispatch.
+    """
+
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    payloads: tuple[torch.Tensor, ...]
+    max_tokens: int
+
+
+class _Round(NamedTuple):
+    exchange: MoeAllToAll
+    metadata: DispatchMetadata
+
+
+class OpaqueRows:
+    """Exchanges of one group that carry rows of any bytes.
+
+    One dispatch may be in flight at a time.
+
+    Args:
+        group: as `MoeAllToAll.create` takes it.
+        config_of: returns the configuration of the exchange for a kind of call, `recipe`,
+            `extra_payload_bytes` and `received_ids` apart.
+    """
+
+    def __init__(self, group: Any, config_of: Callable[[Kind], AllToAllConfig]) -> None:
+        self.group = group
+        self._config_of = config_of
+        self._exchanges: dict[Kind, MoeAllToAll] = {}
+        self._no_weights: torch.Tensor | None = None
+        self._round: _Round | None = None
+
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether a dispatch waits for its combine."""
+        return self._round is not None
+
+    def prepare(self, kind: Kind, device: torch.device) -> MoeAllToAll:
+        """Return the exchange for a kind of call. Collective if it is the first of its kind.
+
+        Raises:
+            ExchangeStateError: it is the first of its kind, and a CUDA graph captures.
+            as AllToAllConfig and MoeAllToAll.create.
+        """
+        found = self._exchanges.get(kind)
+        if found is not None:
+            return found
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ExchangeStateError(
+                f"the first dispatch of payloads of {kind.row_bytes} bytes is being captured; run "
+                "it once before the capture, because it allocates"
+            )
+        first = next(iter(self._exchanges.values()), None)
+        created = MoeAllToAll.create(self._config_of(kind), self.group, device, share_with=first)
+        self._exchanges[kind] = created
+        return created
+
+    def dispatch(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        payloads: Sequence[torch.Tensor],
+        *,
+        received_ids: str | int,
+        max_tokens: int,
+        combined_bytes: int = 0,
+    ) -> Received:
+        """Send payloads to the ranks that own the tokens' experts. Collective; capturable.
+
+        Args:
+            topk_ids: `[num_tokens, top_k]` int32 or int64.
+            topk_weights: `[num_tokens, top_k]` float32; None: arbitrary weights travel.
+            payloads: one or more, each `[num_tokens, ...]`, any dtype.
+            received_ids: as AllToAllConfig.received_ids.
+            max_tokens: bound of the call.
+            combined_bytes: as in Kind.
+
+        Raises:
+            InputError, ExchangeStateError, and what waits raise: as MoeAllToAll.dispatch.
+        """
+        if self._round is not None:
+            raise ExchangeStateError(
+                "dispatch twice: the dispatch before has not been combined; call combine first"
+            )
+        rows = [_rows(f"payload {index}", tensor) for index, tensor in enumerate(payloads)]
+        kind = Kind(tuple(row.shape[1] for row in rows), received_ids, combined_bytes)
+        exchange = self.prepare(kind, topk_ids.device)
+        if topk_weights is None:
+            topk_weights = self._weights(exchange.config, topk_ids)
+        received = exchange.dispatch(
+            rows[0], topk_ids, topk_weights, rows[1:], max_tokens=max_tokens
+        )
+        self._round = _Round(exchange, received.metadata)
+        views = (received.hidden_states, *received.extra_payloads)
+        return Received(
+            received.topk_ids,
+            received.topk_weights,
+            tuple(
+                view.view(sent.dtype).view(view.shape[0], *sent.shape[1:])
+                for view, sent in zip(views, payloads, strict=True)
+            ),
+            max_tokens,
+        )
+
+    def combine_input(self, dtype: torch.dtype, hidden_size: int) -> torch.Tensor:
+        """Return memory for the experts' output of the dispatch in flight. Local.
+
+        Returns:
+            `[ep_size * max_tokens, hidden_size]`.
+        """
+        current = self._in_flight("combine_input")
+        return current.exchange.combine_input(
+            dtype, hidden_size=hidden_size, metadata=current.metadata
+        )
+
+    def combine(self, rows: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        """Add up the partial rows of this rank's tokens. Collective; capturable.
+
+        Args:
+            rows: `[ep_size * max_tokens, hidden_size]`, the experts' output.
+            output: `[num_tokens, hidden_size]`; None allocates it.
+
+        Raises:
+            InputError, ExchangeStateError, and what waits raise: as MoeAllToAll.combine.
+        """
+        current = self._in_flight("combine")
+        width = rows.shape[-1]
+        total = current.exchange.combine(rows, current.metadata, output=output, hidden_size=width)
+        self._round = None
+        return total
+
+    def close(self) -> None:
+        """Close all exchanges. Local; idempotent."""
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges.clear()
+        self._round = None
+
+    def _in_flight(self, verb: str) -> _Round:
+        if self._round is None:
+            raise ExchangeStateError(f"{verb} without dispatch; call dispatch first")
+        return self._round
+
+    def _weights(self, config: AllToAllConfig, topk_ids: torch.Tensor) -> torch.Tensor:
+        shape = (config.max_tokens_per_rank, config.top_k)
+        if self._no_weights is None or self._no_weights.shape != shape:
+            self._no_weights = torch.zeros(shape, device=topk_ids.device)
+        return self._no_weights[: topk_ids.shape[0]]
+
+
+def row_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a row of a payload `[num_tokens, ...]`. Local."""
+    return math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+
+
+def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a payload as `[num_tokens, bytes of a row]` uint8.
+
+    Raises:
+        InputError: it has no rows, rows of 0 bytes, or is not contiguous.
+    """
+    if tensor.dim() == 0 or row_bytes(tensor) == 0:
+        raise InputError(
+            f"{name} has shape {list(tensor.shape)}; pass [num_tokens, ...] with rows of 1 byte or "
+            "more"
+        )
+    if not tensor.is_contiguous():
+        raise InputError(
+            f"{name} is not contiguous (strides {list(tensor.stride())}); call .contiguous() first"
+        )
+    # Flat in between: strides of dimensions with one element, or none, are arbitrary.
+    return tensor.view(-1).view(torch.uint8).view(tensor.shape[0], row_bytes(tensor))
+
+
+def check_bound(name: str, max_tokens: object, capacity: int) -> int:
+    """Return the bound of a call. Local.
+
+    Raises:
+        InputError: it is no integer from 1 to the capacity.
+    """
+    if not isinstance(max_tokens, int) or not 1 <= max_tokens <= capacity:
+        raise InputError(
+            f"{name}={max_tokens!r} is no integer from 1 to {capacity}; pass the most tokens that "
+            "any rank dispatches in this call, or create the exchange with a larger capacity"
+        )
+    return max_tokens
+
+
+def refuse_rows_beyond(row_bytes: Sequence[int], most_bytes: int, what: str) -> None:
+    """Check that the payloads of a token have room. Local.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    if sum(row_bytes) > most_bytes:
+        raise ConfigError(
+            f"payloads of {'+'.join(map(str, row_bytes))} bytes per token exceed {most_bytes}, "
+            f"{what}"
+        )

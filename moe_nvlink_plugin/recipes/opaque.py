@@ -1,0 +1,48 @@
+"""bytes_N: rows of N bytes that the caller has made, of which nothing else is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import torch
+
+from .base import PayloadRow
+from .fp8 import ACTIVATION_DTYPES
+
+#: No row is wider: a payload of one token.
+_MOST_BYTES = 2**24
+_NAME = re.compile(r"bytes_([1-9][0-9]{0,8})")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpaqueRecipe:
+    """Recipe bytes_N, whose row is N bytes, whatever hidden_size is; without scales.
+
+    It carries formats that no other recipe has. AllToAllConfig.hidden_size and dtype describe the
+    experts' rows alone, which combine adds.
+    """
+
+    row_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"bytes_{self.row_bytes}"
+
+    @property
+    def activation_dtypes(self) -> tuple[torch.dtype, ...]:
+        return ACTIVATION_DTYPES
+
+    def hidden_row(self, hidden_size: int) -> PayloadRow:
+        return PayloadRow(torch.uint8, self.row_bytes)
+
+    def scales_row(self, hidden_size: int) -> PayloadRow | None:
+        return None
+
+
+def opaque_recipe(name: str) -> OpaqueRecipe | None:
+    """Return the recipe of this name if the name is bytes_N with N from 1 to 2^24. Local."""
+    found = _NAME.fullmatch(name)
+    if found is None or int(found[1]) > _MOST_BYTES:
+        return None
+    return OpaqueRecipe(int(found[1]))

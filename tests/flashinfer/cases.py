@@ -1,0 +1,589 @@
+"""What every rank of a group runs, in one order: the backend, FlashInfer's layer, the drop-in.
+
+Imported where FlashInfer can be imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import flashinfer.comm
+import pytest
+import torch
+import torch.distributed as dist
+from flashinfer.comm.comm_backend import TorchDistBackend
+from flashinfer.comm.mapping import Mapping
+from flashinfer.fused_moe.api import QuantFormat
+from flashinfer.moe_ep import (
+    BootstrapConfig,
+    EpAlgorithm,
+    EpLayout,
+    FleetParams,
+    MoEEpLayer,
+    MoEEpTensors,
+    MoEWeightPack,
+    SplitConfig,
+)
+from flashinfer.moe_ep.backends.split.comm import nvlink_common
+from flashinfer.moe_ep.backends.split.comm.nvlink_one_sided import communication as one_sided
+from flashinfer.moe_ep.core.comm.communication import MoEEpCommParams, create_communication
+from flashinfer.moe_ep.core.kernel.base import SplitKernelBackend
+from flashinfer.moe_ep.core.kernel.registry import register_split_kernel
+
+from moe_nvlink_plugin.errors import (
+    ConfigError,
+    DisagreementError,
+    ExchangeStateError,
+    InputError,
+    UnsupportedError,
+)
+from moe_nvlink_plugin.integration import flashinfer as ours
+from moe_nvlink_plugin.integration.flashinfer import moe_alltoall, moe_ep
+
+from . import wires
+from .wires import HIDDEN, MAX_TOKENS, TOP_K, Wire, Work
+
+Case = Callable[[int, int], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    """A function of (rank, ep_size) that every rank calls."""
+    CASES[function.__name__] = function
+    return function
+
+
+def bootstrap(rank: int, ep_size: int) -> Any:
+    return BootstrapConfig(world_size=ep_size, rank=rank, process_group=dist.group.WORLD)
+
+
+def params_of(wire: Wire, num_experts: int, invalid_id: int = -1) -> MoEEpCommParams:
+    return MoEEpCommParams(
+        num_experts=num_experts,
+        top_k=TOP_K,
+        max_tokens_per_rank=MAX_TOKENS,
+        hidden_size=HIDDEN,
+        dtype=wire.dtype,
+        dispatch_format=QuantFormat[wire.format] if wire.format else None,
+        invalid_expert_id=invalid_id,
+    )
+
+
+@contextlib.contextmanager
+def communication(
+    rank: int, ep_size: int, params: MoEEpCommParams, **options: Any
+) -> Iterator[Any]:
+    config = ours.MoeNvlinkConfig(timeout_s=30, **options)
+    made = create_communication(bootstrap(rank, ep_size), params, config)
+    try:
+        yield made
+    finally:
+        made.destroy()
+
+
+def counts_of(ep_size: int, seed: int) -> list[int]:
+    """Uneven; the last rank has no tokens in every other round."""
+    counts = [(seed + 2 * rank) % MAX_TOKENS + 1 for rank in range(ep_size)]
+    if seed % 2:
+        counts[-1] = 0
+    return counts
+
+
+def check_received(
+    ids: torch.Tensor,
+    payloads: list[torch.Tensor],
+    sent: list[list[torch.Tensor]],
+    everyones: list[Work],
+    share: tuple[int, int, int],
+    invalid_id: int,
+) -> None:
+    """Rank-major, each token once; empty rows have the invalid id alone.
+
+    Args:
+        ids: `[ep_size, bound, top_k]` received.
+        payloads: `[ep_size, bound, *]` received.
+        sent: by rank, the payloads.
+        share: first and end of this rank's experts, and num_experts.
+    """
+    first, end, num_experts = share
+    for source, work in enumerate(everyones):
+        is_mine = (work.ids >= first) & (work.ids < end)
+        mine = is_mine.any(dim=1)
+        count = int(mine.sum())
+        if invalid_id < num_experts:
+            kept = torch.where((work.ids >= 0) & (work.ids < num_experts), work.ids, -1)
+        else:
+            kept = torch.where(is_mine, work.ids, invalid_id)
+        wanted = [kept[mine], *(payload[mine] for payload in sent[source])]
+        found = [ids[source, :count], *(payload[source, :count] for payload in payloads)]
+        assert wires.rows_as_bytes(*found) == wires.rows_as_bytes(*wanted), f"from rank {source}"
+        assert (ids[source, count:] == invalid_id).all(), f"empty rows from rank {source}"
+
+
+def share_of(rank: int, ep_size: int, num_experts: int) -> tuple[int, int, int]:
+    num_local = num_experts // ep_size
+    return rank * num_local, (rank + 1) * num_local, num_experts
+
+
+# The backend of flashinfer.moe_ep.
+
+
+def round_of(
+    made: Any, wire: Wire, rank: int, seed: int, bound: int | None, *, in_region: bool
+) -> None:
+    """A dispatch, experts in torch, a combine; compared with the reference."""
+    ep_size, num_experts = made.ep_size, made.params.num_experts
+    everyones = wires.works(ep_size, num_experts, counts_of(ep_size, seed), seed)
+    mine, share = everyones[rank], share_of(rank, ep_size, num_experts)
+    rows, scales = wire.make(mine.hidden)
+    got = made.dispatch(
+        rows, mine.ids, mine.weights, hidden_states_scale=scales, max_tokens_per_rank=bound
+    )
+    assert got.tokens_per_rank == (bound or MAX_TOKENS)
+    assert got.eplb_gathered_stats is None
+    assert (got.hidden_states_scale is None) == (scales is None)
+    received = [got.hidden_states] + ([] if scales is None else [got.hidden_states_scale])
+    sent = [[t for t in wire.make(work.hidden) if t is not None] for work in everyones]
+    shape = (ep_size, got.tokens_per_rank)
+    check_received(
+        got.topk_ids.view(*shape, TOP_K),
+        [payload.view(*shape, -1) for payload in received],
+        sent,
+        everyones,
+        share,
+        made.params.invalid_expert_id,
+    )
+    is_empty = (got.topk_ids == made.params.invalid_expert_id).all(dim=1, keepdim=True)
+    x = wire.read(got.hidden_states, got.hidden_states_scale)
+    partial = wires.local_sums(x, got.topk_ids, got.topk_weights, *share[:2])
+    partial = torch.where(is_empty, torch.nan, partial).to(wire.dtype)  # nobody may read those
+    output = None
+    if in_region:
+        region = made.get_combine_input_buffer(wire.dtype)
+        assert region.data_ptr() == made._rows.combine_input(wire.dtype, HIDDEN).data_ptr()
+        partial = region.copy_(partial)
+        output = torch.empty((mine.ids.shape[0], HIDDEN), dtype=wire.dtype)
+    else:
+        partial = partial.view(ep_size, -1, HIDDEN)
+    total = made.combine(partial, output=output)
+    assert output is None or total is output
+    assert torch.equal(total, wires.expected(wire, mine, ep_size, num_experts)), wire.name
+
+
+@case
+def every_format(rank: int, ep_size: int) -> None:
+    for number, wire in enumerate(wires.WIRES):
+        invalid_id = (-1, 2 * ep_size, 1000)[number % 3]
+        with communication(rank, ep_size, params_of(wire, 2 * ep_size, invalid_id)) as made:
+            round_of(made, wire, rank, 2 * number, None, in_region=False)
+            round_of(made, wire, rank, 2 * number + 1, MAX_TOKENS, in_region=True)
+
+
+@case
+def the_bound_of_each_call(rank: int, ep_size: int) -> None:
+    with communication(rank, ep_size, params_of(wires.BF16, 2 * ep_size)) as made:
+        assert made.supports_cuda_graph
+        assert made.is_workload_feasible(MAX_TOKENS)
+        assert not made.is_workload_feasible(MAX_TOKENS + 1)
+        nothing = wires.works(ep_size, 2 * ep_size, [0] * ep_size)[rank]
+        for bound in (1, 3, None):
+            rows = nothing.hidden.to(torch.bfloat16)
+            got = made.dispatch(rows, nothing.ids, max_tokens_per_rank=bound)
+            assert got.hidden_states.shape == (ep_size * (bound or MAX_TOKENS), HIDDEN)
+            assert got.topk_weights is None
+            assert (got.topk_ids == -1).all()
+            assert made.combine(got.hidden_states).shape == (0, HIDDEN)
+        round_of(made, wires.BF16, rank, 1, MAX_TOKENS - 1, in_region=True)
+
+
+@case
+def communications_of_a_geometry_share_a_workspace(rank: int, ep_size: int) -> None:
+    params = params_of(wires.BF16, 2 * ep_size)
+    with communication(rank, ep_size, params) as one, communication(rank, ep_size, params) as two:
+        assert one._rows is two._rows
+        round_of(two, wires.BF16, rank, 1, None, in_region=True)
+        two.destroy()
+        two.destroy()
+        with pytest.raises(ExchangeStateError, match="destroyed; create a new one"):
+            two.combine(torch.empty(1, HIDDEN))
+        round_of(one, wires.BF16, rank, 2, None, in_region=False)
+        # Quantised rows on their way back: another geometry, another workspace.
+        with communication(rank, ep_size, params, combine="fp8_block") as quantised:
+            assert quantised._rows is not one._rows
+            x = torch.randn(2, HIDDEN, dtype=torch.bfloat16)
+            ids = torch.full((2, TOP_K), 2 * rank, dtype=torch.int32)
+            got = quantised.dispatch(x, ids, torch.ones(2, TOP_K))
+            total = quantised.combine(got.hidden_states).float()
+            torch.testing.assert_close(total, x.float(), rtol=0.07, atol=0.01)
+    assert not moe_ep._shared
+
+
+@case
+def what_the_backend_refuses(rank: int, ep_size: int) -> None:
+    with pytest.raises(ValueError, match=r"num_experts \(\d+\) divisible by the EP size"):
+        create_communication(
+            bootstrap(rank, ep_size), params_of(wires.BF16, 2 * ep_size + 1), "moe_nvlink"
+        )
+    with communication(rank, ep_size, params_of(wires.BF16, 2 * ep_size)) as made:
+        x = torch.zeros(2, HIDDEN, dtype=torch.bfloat16)
+        ids, weights = torch.zeros(2, TOP_K, dtype=torch.int32), torch.zeros(2, TOP_K)
+        with pytest.raises(UnsupportedError, match="eplb_local_stats .*all_gather_into_tensor"):
+            made.dispatch(x, ids, weights, eplb_local_stats=ids[0])
+        for bound in (0, MAX_TOKENS + 1):
+            with pytest.raises(InputError, match=f"={bound} is no integer from 1 to {MAX_TOKENS}"):
+                made.dispatch(x, ids, weights, max_tokens_per_rank=bound)
+        with pytest.raises(InputError, match="2 tokens exceed max_tokens=1 of this call"):
+            made.dispatch(x, ids, weights, max_tokens_per_rank=1)
+        with pytest.raises(InputError, match=r"topk_ids has shape \[2, 2\], expected \[2, 3\]"):
+            made.dispatch(x, ids[:, :2].contiguous(), weights)
+        with pytest.raises(InputError, match="topk_ids has dtype torch.float32"):
+            made.dispatch(x, weights, weights)
+        with pytest.raises(InputError, match="topk_weights has dtype torch.bfloat16"):
+            made.dispatch(x, ids, weights.bfloat16())
+        with pytest.raises(InputError, match="payload 0 is not contiguous"):
+            made.dispatch(x.t().contiguous().t(), ids, weights)
+        with pytest.raises(ConfigError, match=r"256\+8 bytes per token exceed 256"):
+            made.dispatch(x, ids, weights, hidden_states_scale=torch.zeros(2, 2))
+        with pytest.raises(ExchangeStateError, match="combine without dispatch"):
+            made.combine(x)
+        made.dispatch(x, ids, weights)
+        with pytest.raises(ExchangeStateError, match="dispatch twice"):
+            made.dispatch(x, ids, weights)
+        with pytest.raises(InputError, match="combine_input of torch.float32 .*combine_dtypes"):
+            made.get_combine_input_buffer(torch.float32)
+        with pytest.raises(InputError, match=r"expert_output has shape \[3\]"):
+            made.combine(torch.zeros(3, dtype=torch.bfloat16))
+        made.combine(torch.zeros(ep_size * MAX_TOKENS, HIDDEN, dtype=torch.bfloat16))
+    params = params_of(wires.BF16, 2 * ep_size)
+    params = dataclasses.replace(params, hidden_size=HIDDEN + 16 * (rank == 1))
+    with pytest.raises(DisagreementError, match=r"hidden_size: rank 0 has 128, rank 1 has 144"):
+        create_communication(bootstrap(rank, ep_size), params, ours.MoeNvlinkConfig())
+    assert not moe_ep._shared
+
+
+@case
+def flashinfers_layer_with_its_identity(rank: int, ep_size: int) -> None:
+    num_experts = 2 * ep_size
+    everyones = wires.works(ep_size, num_experts, counts_of(ep_size, 4))
+    mine = everyones[rank]
+    for wire in (wires.BF16, wires.FP32):
+        layer = layer_of(rank, ep_size, num_experts, wire.dtype, kernel=None)
+        x = mine.hidden.to(wire.dtype)
+        output = layer(MoEEpTensors(x, mine.ids, mine.weights))
+        everyone = [[None if t is None else x[n] for t in row] for n, row in targets(mine, layer)]
+        sums = [wires.reference.pairwise_tree(rows) for rows in everyone]
+        zeros = torch.zeros(HIDDEN)
+        wanted = torch.stack([zeros if s is None else s for s in sums] or [zeros])[: len(x)]
+        assert torch.equal(output, wanted.to(wire.dtype))
+        layer.destroy()
+
+
+def targets(work: Work, layer: Any) -> Any:
+    table = wires.reference.target_ranks(
+        work.ids, layer._fleet_params.num_experts, layer._bootstrap.world_size
+    )
+    return enumerate(table)
+
+
+def layer_of(rank: int, ep_size: int, num_experts: int, dtype: torch.dtype, kernel: object) -> Any:
+    fleet = FleetParams(
+        num_experts=num_experts,
+        max_tokens_per_rank=MAX_TOKENS,
+        token_hidden_size=HIDDEN,
+        dtype_bytes=dtype.itemsize,
+        algorithm=EpAlgorithm.LOW_LATENCY,
+        layout=EpLayout.RANK_MAJOR,
+    )
+    w13, w2 = weights_of(num_experts, dtype)
+    first, end, _ = share_of(rank, ep_size, num_experts)
+    comm = ours.MoeNvlinkConfig(timeout_s=30)
+    split = SplitConfig(comm=comm) if kernel is None else SplitConfig(comm=comm, kernel=kernel)
+    pack = MoEWeightPack(w13[first:end], w2[first:end])
+    return MoEEpLayer(bootstrap(rank, ep_size), fleet, pack, backend=split)
+
+
+def weights_of(num_experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all experts."""
+    random = torch.Generator().manual_seed(7)
+    w13 = torch.randn(num_experts, 2 * 32, HIDDEN, generator=random) / 8
+    return w13.to(dtype), (torch.randn(num_experts, HIDDEN, 32, generator=random) / 8).to(dtype)
+
+
+@dataclasses.dataclass
+class TorchExperts:
+    """Config of the kernel below."""
+
+    kernel_name: str = "torch_for_tests"
+
+
+@register_split_kernel("torch_for_tests")
+class TorchKernel(SplitKernelBackend):  # type: ignore[misc]
+    """FlashInfer's inner kernels' contract in torch: SwiGLU of each local expert."""
+
+    rows_seen: ClassVar[int] = 0
+
+    @classmethod
+    def kernel_name(cls) -> str:
+        return "torch_for_tests"
+
+    def compute(self, ctx: Any) -> torch.Tensor:
+        pack = self._transformed_weights
+        x = ctx.expert_tensors.reshape(ctx.num_tokens, -1).float()
+        total = torch.zeros_like(x)
+        for row, (ids, weights) in enumerate(
+            zip(ctx.recv_topk_idx.tolist(), ctx.recv_topk_weights, strict=True)
+        ):
+            for k, expert in enumerate(ids):
+                if expert >= 0:
+                    TorchKernel.rows_seen += 1
+                    total[row] += weights[k] * swiglu(x[row], pack.w13[expert], pack.w2[expert])
+        return total.to(ctx.expert_tensors.dtype)
+
+
+def swiglu(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    gate, up = (w13.float() @ x).chunk(2)
+    return w2.float() @ (torch.nn.functional.silu(gate) * up)
+
+
+@case
+def flashinfers_layer_with_experts_in_torch(rank: int, ep_size: int) -> None:
+    num_experts = 2 * ep_size
+    mine = wires.works(ep_size, num_experts, counts_of(ep_size, 5))[rank]
+    TorchKernel.rows_seen = 0
+    layer = layer_of(rank, ep_size, num_experts, torch.bfloat16, TorchExperts())
+    w13, w2 = weights_of(num_experts, torch.bfloat16)
+    x = mine.hidden.bfloat16()
+    tensors = MoEEpTensors(x, mine.ids, mine.weights)
+    output = layer(tensors)
+    state = layer.create_graph_state(tensors)  # what a capture would use
+    assert torch.equal(layer(tensors, graph_state=state), output)
+    wanted = torch.zeros(len(x), HIDDEN)
+    for n, ids in enumerate(mine.ids.tolist()):
+        for k, expert in enumerate(ids):
+            if 0 <= expert < num_experts:
+                one = swiglu(x[n].float(), w13[expert], w2[expert])
+                wanted[n] += mine.weights[n, k] * one
+    torch.testing.assert_close(output.float(), wanted, rtol=0.03, atol=0.03)
+    assert TorchKernel.rows_seen > 0
+    layer.destroy()
+
+
+# The drop-in.
+
+
+def mapping_of(rank: int, ep_size: int) -> Any:
+    return Mapping(
+        rank=rank,
+        tp_size=ep_size,
+        moe_ep_size=ep_size,
+        world_size=ep_size,
+        gpus_per_node=ep_size,
+        pp_size=1,
+        cp_size=1,
+    )
+
+
+def drop_in(rank: int, ep_size: int, num_experts: int, **options: Any) -> Any:
+    chosen: dict[str, Any] = {"hidden_size": HIDDEN, **options}
+    if "workspace_size_per_rank" in chosen:
+        del chosen["hidden_size"]
+    config = types.SimpleNamespace(comm_backend=TorchDistBackend())
+    chosen.setdefault("mnnvl_config", config)
+    return flashinfer.comm.MoeAlltoAll(
+        mapping_of(rank, ep_size), MAX_TOKENS, TOP_K, num_experts, **chosen
+    )
+
+
+def payloads_of(wire: Wire, work: Work) -> list[torch.Tensor]:
+    rows, scales = wire.make(work.hidden)
+    return [rows, *([] if scales is None else [scales]), work.ids, work.weights]
+
+
+def drop_in_round(subject: Any, wire: Wire, rank: int, seed: int, invalid_id: int) -> None:
+    ep_size, num_experts = subject.ep_size, subject.num_experts
+    counts = counts_of(ep_size, seed)
+    everyones = wires.works(ep_size, num_experts, counts, seed)
+    mine, share = everyones[rank], share_of(rank, ep_size, num_experts)
+    bound, in_workspace = max(counts), seed % 2 == 0
+    payloads = payloads_of(wire, mine)
+    received = subject.dispatch(
+        mine.ids,
+        payloads,
+        bound,
+        invalid_token_expert_id=invalid_id,
+        expert_id_payload_index=len(payloads) - 2,
+    )
+    assert [r.dtype for r in received] == [p.dtype for p in payloads]
+    assert [r.shape for r in received] == [(ep_size, bound, *p.shape[1:]) for p in payloads]
+    *rows, ids, weights = received
+    sent = [[*payloads_of(wire, work)[:-2], work.weights] for work in everyones]
+    check_received(ids, [*rows, weights], sent, everyones, share, invalid_id)
+    flat = [tensor.flatten(0, 1) for tensor in received]
+    x = wire.read(flat[0], flat[1] if len(flat) == 4 else None)
+    partial = wires.local_sums(x, flat[-2], flat[-1], *share[:2]).to(wire.dtype)
+    partial = partial.view(ep_size, bound, HIDDEN)
+    if in_workspace:
+        region = subject.get_combine_payload_tensor_in_workspace(bound, HIDDEN, wire.dtype)
+        partial = region.copy_(partial)
+    total = subject.combine(partial, bound, payload_in_workspace=in_workspace)
+    assert torch.equal(total, wires.expected(wire, mine, ep_size, num_experts)), wire.name
+
+
+@case
+def the_drop_in_carries_every_format(rank: int, ep_size: int) -> None:
+    with installed():
+        num_experts = 2 * ep_size
+        size = flashinfer.comm.moe_a2a_get_workspace_size_per_rank(
+            ep_size, MAX_TOKENS, 4 * HIDDEN + 8 * TOP_K, 4 * HIDDEN
+        )
+        one = drop_in(rank, ep_size, num_experts, workspace_size_per_rank=size)
+        two = drop_in(rank, ep_size, num_experts, workspace_size_per_rank=size)
+        assert one._rows is two._rows, "the cache of workspaces"
+        # Layers of several formats take turns on one workspace, as in SGLang.
+        for number, wire in enumerate(wires.WIRES):
+            invalid_id = (-1, num_experts, 1)[number % 3]
+            drop_in_round((one, two)[number % 2], wire, rank, number, invalid_id)
+        one._reset_workspace()
+
+
+@case
+def the_least_workspace_is_enough(rank: int, ep_size: int) -> None:
+    """As sized for 16-bit rows; a bound of 0 on all ranks; a mapping without a communicator."""
+    with installed():
+        num_experts = 2 * ep_size
+        subject = drop_in(rank, ep_size, num_experts, mnnvl_config=None)
+        for seed, invalid_id in ((2, -1), (3, num_experts)):
+            drop_in_round(subject, wires.BF16, rank, seed, invalid_id)
+        nothing = wires.works(ep_size, num_experts, [0] * ep_size)[rank]
+        received = subject.dispatch(nothing.ids, payloads_of(wires.BF16, nothing), 0)
+        assert [tuple(r.shape[:2]) for r in received] == [(ep_size, 0)] * 3
+        region = subject.get_combine_payload_tensor_in_workspace(0, HIDDEN, torch.bfloat16)
+        assert subject.combine(region, 0, payload_in_workspace=True).shape == (0, HIDDEN)
+        subject._reset_workspace()
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    ours.install()
+    try:
+        assert flashinfer.comm.MoeAlltoAll is ours.MoeAlltoAll
+        yield
+    finally:
+        ours.uninstall()
+    assert flashinfer.comm.MoeAlltoAll is not ours.MoeAlltoAll
+
+
+@case
+def what_the_drop_in_refuses(rank: int, ep_size: int) -> None:
+    with installed():
+        subject = drop_in(rank, ep_size, 2 * ep_size)
+        x = torch.zeros(2, HIDDEN, dtype=torch.bfloat16)
+        ids, weights = torch.zeros(2, TOP_K, dtype=torch.int32), torch.zeros(2, TOP_K)
+        payloads = [x, ids, weights]
+        _refused_dispatches(subject, payloads)
+        subject.dispatch(ids, payloads, 2)
+        good = torch.zeros(ep_size, 2, HIDDEN, dtype=torch.bfloat16)
+        with pytest.raises(UnsupportedError, match='use MoeNvlinkConfig.combine="fp8_block"'):
+            subject.combine(good, 2, use_low_precision=True)
+        with pytest.raises(UnsupportedError, match="output_dtype=torch.bfloat16, and convert"):
+            subject.combine(good, 2, output_dtype=torch.float8_e4m3fn)
+        with pytest.raises(UnsupportedError, match="no output_scales"):
+            subject.combine(good, 2, output_scales=weights)
+        with pytest.raises(UnsupportedError, match="no active_rank_mask"):
+            subject.combine(good, 2, active_rank_mask=ids)
+        with pytest.raises(InputError, match="=3, but the dispatch had 2"):
+            subject.combine(good, 3)
+        with pytest.raises(InputError, match=r"payload has shape \[1, 2, 128\]; pass"):
+            subject.combine(good[:1] if ep_size > 1 else good.repeat(2, 1, 1), 2)
+        with pytest.raises(InputError, match="payload_in_workspace=True, but payload lies elsew"):
+            subject.combine(good, 2, payload_in_workspace=True)
+        with pytest.raises(
+            InputError, match=r"hidden_size=256 of torch.bfloat16 makes rows of 512"
+        ):
+            subject.get_combine_payload_tensor_in_workspace(2, 256, torch.bfloat16)
+        assert torch.equal(subject.combine(good, 2, output_dtype=torch.bfloat16), x)
+        with pytest.raises(ExchangeStateError, match="combine called before a successful dispatch"):
+            subject.combine(good, 2)
+        subject._reset_workspace()
+
+
+def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
+    x, ids, _weights = payloads
+    with pytest.raises(UnsupportedError, match="no active_rank_mask; use dispatch without a mask"):
+        subject.dispatch(ids, payloads, 2, active_rank_mask=ids)
+    with pytest.raises(UnsupportedError, match="no eplb_local_stats"):
+        subject.dispatch(ids, payloads, 2, eplb_local_stats=ids)
+    with pytest.raises(InputError, match=f"=7 is no integer from 1 to {MAX_TOKENS}"):
+        subject.dispatch(ids, payloads, 7)
+    with pytest.raises(InputError, match="input_payloads is empty"):
+        subject.dispatch(ids, [], 2)
+    with pytest.raises(InputError, match="expert_id_payload_index=None, but invalid"):
+        subject.dispatch(ids, payloads, 2, 5)
+    with pytest.raises(InputError, match="expert_id_payload_index=3 names none of 3 payloads"):
+        subject.dispatch(ids, payloads, 2, 5, 3)
+    with pytest.raises(UnsupportedError, match="that is not token_selected_experts"):
+        subject.dispatch(ids.clone(), payloads, 2, -1, 1)
+    with pytest.raises(ConfigError, match=r"256\+12\+12\+256\+256 bytes per token exceed 5\d\d"):
+        subject.dispatch(ids, [*payloads, x, x], 2)
+    with pytest.raises(ExchangeStateError, match="get_combine_payload_tensor.* before a successf"):
+        subject.get_combine_payload_tensor_in_workspace(2, HIDDEN, torch.bfloat16)
+    for wrong, complaint in (
+        ({"eplb_stats_num_experts": 4}, "no eplb_stats_num_experts=4"),
+        ({"enable_rank_mask": True}, "no enable_rank_mask"),
+        ({"backend": "cake"}, "no backend='cake'"),
+    ):
+        with pytest.raises(UnsupportedError, match=complaint):
+            drop_in(subject.ep_rank, subject.ep_size, subject.num_experts, **wrong)
+    with pytest.raises(ConfigError, match="both are None"):
+        drop_in(subject.ep_rank, subject.ep_size, 4, hidden_size=None)
+    with pytest.raises(ConfigError, match="num_experts=0 must be a positive integer"):
+        drop_in(subject.ep_rank, subject.ep_size, 0)
+    with pytest.raises(ConfigError, match="but the mapping has moe_ep_size=1 and moe_ep_rank=0"):
+        moe_alltoall._ep_group(mapping_of(0, 1), None)
+    with pytest.raises(UnsupportedError, match="no checkpoint_prepare; use a new MoeAlltoAll"):
+        subject.checkpoint_prepare()
+    with pytest.raises(UnsupportedError, match="no moe_a2a_dispatch on a caller's workspace; use"):
+        flashinfer.comm.moe_a2a_dispatch(ids, payloads)
+
+
+@case
+def flashinfers_own_backend_on_the_drop_in(rank: int, ep_size: int) -> None:
+    """Its class nvlink_one_sided, which vLLM 0.33 takes, finds the class that is installed."""
+    params = params_of(wires.BF16, 2 * ep_size)
+    # The checks of the platform are for its own kernels.
+    with installed(), contextlib.ExitStack() as patches:
+        for module in (nvlink_common, one_sided):
+            patch = mock.patch.object(module, "nvlink_platform_supported", return_value=True)
+            patches.enter_context(patch)
+        made = create_communication(bootstrap(rank, ep_size), params, "nvlink_one_sided")
+        assert type(made.alltoall) is ours.MoeAlltoAll
+        everyones = wires.works(ep_size, 2 * ep_size, counts_of(ep_size, 6), 6)
+        mine, share = everyones[rank], share_of(rank, ep_size, 2 * ep_size)
+        got = made.dispatch(mine.hidden.bfloat16(), mine.ids, mine.weights)
+        x = got.hidden_states.float()
+        partial = wires.local_sums(x, got.topk_ids, got.topk_weights, *share[:2])
+        region = made.get_combine_input_buffer(torch.bfloat16)
+        total = made.combine(region.copy_(partial))
+        assert torch.equal(total, wires.expected(wires.BF16, mine, ep_size, 2 * ep_size))
+        made.alltoall._reset_workspace()
+
+
+@case
+def the_newcomers_page(rank: int, ep_size: int) -> None:
+    """The README's lines, as they stand there; the ranks have met before."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = text.partition("### From FlashInfer")[2]
+    page = section.partition("```python\n")[2].partition("```")[0]
+    found: dict[str, Any] = {}
+    with mock.patch.object(dist, "init_process_group") as meet:
+        exec(compile(page, "README.md", "exec"), found)
+    meet.assert_called_once_with("gloo")
+    assert found["moe"].ep_size == ep_size
+    torch.testing.assert_close(found["output"], found["x"], rtol=0.02, atol=0.01)
+    assert not moe_ep._shared
