@@ -16,6 +16,8 @@ from typing import Any
 BACKEND = "moe_nvlink"
 CARRIER = "allgather_reducescatter"
 KEY = "all2all_backend"
+#: Where ``additional_config`` says which version of this package serves.
+VERSION_KEY = "moe_nvlink_version"
 
 
 class OurPlatform:

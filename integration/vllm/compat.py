@@ -26,6 +26,11 @@ _COMMUNICATORS = "vllm.distributed.device_communicators"
 _PLATFORM = "vllm.platforms.interface"
 _CONTEXT = "vllm.forward_context"
 _LAYERS = "vllm.model_executor.layers"
+#: Parameters of vLLM's ops for MoE layers.
+_FORWARD = (
+    *("hidden_states", "router_logits", "shared_experts_input", "input_ids", "layer_name"),
+    "hidden_dim_unpadded",
+)
 
 
 def _for_drafts(*touched: Touched) -> list[Touched]:
@@ -134,6 +139,16 @@ TOUCHED = (
         _maybe_apply_routed_scale_to_output=("shared_output", "fused_output"),
     ),
     *methods(f"{_MOE}.runner.shared_experts", "SharedExperts", "use", wait=()),
+    *(
+        Touched(f"{_MOE}.runner.moe_runner", name, "use", _FORWARD)
+        for name in ("_moe_forward", "_moe_forward_fake")
+    ),
+    Touched(
+        "vllm.utils.torch_utils",
+        "direct_register_custom_op",
+        "use",
+        ("op_name", "op_func", "mutates_args", "fake_impl", "target_lib", "dispatch_key", "tags"),
+    ),
     *methods(
         f"{_MOE}.fused_moe_method_base",
         "FusedMoEMethodBase",

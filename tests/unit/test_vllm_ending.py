@@ -23,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.runner import shared_experts
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.integration.vllm.moe import ending, layers
+from moe_nvlink_plugin.integration.vllm.moe.layer_op import layer_op
 from moe_nvlink_plugin.integration.vllm.moe.method import MoeNvlinkFusedMoEMethod
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.unit import vllm_experts, vllm_runner
@@ -89,6 +90,14 @@ def test_which_layers_combine_ends(
     assert bool(told) == bool(reason)
 
 
+def test_the_op_writes_none_of_its_inputs() -> None:
+    """torch.compile would copy inputs for an op that writes them, as vLLM's with one output."""
+    ours, theirs = layer_op().default._schema, torch.ops.vllm.moe_forward.default._schema
+    assert theirs.is_mutable
+    assert not ours.is_mutable
+    assert [a.name for a in ours.arguments] == [a.name for a in theirs.arguments]
+
+
 # CPU ranks.
 
 
@@ -153,13 +162,16 @@ def test_the_result_is_rounded_once(
         wanted = routed.float() * scale
         if layer.shared is not None:
             wanted = wanted + layer.shared(work[0]).float()
+            if scale != 1.0 and dtype == torch.bfloat16:  # what vLLM's own steps make of it
+                thrice = routed * scale + layer.shared(work[0])
+                assert not torch.equal(thrice, wanted.to(dtype))
         got = vllm_runner.forward(layer.runner, *work)
         if layer.shared is not None:
             assert layer.runner.shared_experts._output == [None, None]
         return layer.op, got, wanted.to(dtype)
 
     for op, got, wanted in run_ranks(EP_SIZE, rank_main):
-        assert op == "vllm.moe_forward"
+        assert op == "vllm.moe_nvlink_forward"
         assert torch.equal(got, wanted)
 
 
@@ -207,7 +219,7 @@ def test_a_method_that_replaces_ours_ends_layers_itself(cpu_ranks: None) -> None
         assert layer.op == "vllm.moe_forward_shared"
         torch.testing.assert_close(vllm_runner.forward(layer.runner, *work), before)
         layer.runner._replace_quant_method(method)
-        assert layer.op == "vllm.moe_forward"
+        assert layer.op == "vllm.moe_nvlink_forward"
         assert torch.equal(vllm_runner.forward(layer.runner, *work), before)
 
     run_ranks(EP_SIZE, rank_main)

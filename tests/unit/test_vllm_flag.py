@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration import vllm as adapter
-from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY, is_selected
+from moe_nvlink_plugin.integration.vllm.backend import (
+    BACKEND,
+    CARRIER,
+    KEY,
+    VERSION_KEY,
+    is_selected,
+)
 from moe_nvlink_plugin.integration.vllm.plugin import flag, platform
 from tests.integration.servers import OF_VLLM_LIBRARIES, Template
 
@@ -134,8 +140,13 @@ def test_python_takes_the_name(checkpoint: Path) -> None:
         additional_config={"mine": 1},
     ).create_engine_config()
     assert is_selected(config)
-    assert config.additional_config == {"mine": 1, **ASKED}
+    ours = {**ASKED, VERSION_KEY: version("moe-nvlink-plugin")}
+    assert config.additional_config == {"mine": 1, **ours}
     assert config.parallel_config.all2all_backend == CARRIER
+    # Graphs that vLLM has compiled with another version of ours are not taken.
+    before = config.compute_hash()
+    config.additional_config[VERSION_KEY] = "0.0.0"
+    assert config.compute_hash() != before
 
 
 def test_python_refuses_an_unknown_name(checkpoint: Path) -> None:

@@ -251,7 +251,7 @@ def test_both_classes_are_replaced_once(results: dict[str, list[str]]) -> None:
 
 
 def test_a_layer_is_one_op_with_shared_experts_and_without(results: dict[str, list[str]]) -> None:
-    ops = ["vllm.moe_forward", "vllm.moe_forward_shared", "vllm.moe_forward"]
+    ops = ["vllm.moe_forward", "vllm.moe_forward_shared", "vllm.moe_nvlink_forward"]
     assert results["opaque"] == ops
 
 

@@ -73,6 +73,7 @@ def _format_body(group: Any, recipe: Any, options: Options) -> dict[str, Any]:
     assert layer.exchange._layer.workspace.executor.asynchronous
     worst, scale = 0.0, GLOBAL_SCALES.get(recipe.name) if recipe else None
     for number in range(NUM_ROUNDS):
+        fake_cuda.control().fail()  # counts from here on
         num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
         hidden, ids, weights = work_of(num_tokens, 100 * number + group.rank)
         got = layer(hidden, ids, weights)
@@ -82,9 +83,14 @@ def _format_body(group: Any, recipe: Any, options: Options) -> dict[str, Any]:
         worst = max([worst, *error.flatten().tolist()])
         assert layer.experts.calls[-1].output is layer.exchange.combine_input()
         layer.poison()
-    launched = fake_cuda.control().last_launch()
+    calls, launched = fake_cuda.control().calls(), fake_cuda.control().last_launch()
     layer.close()
-    return {"worst": worst, "launches": launched.count - before, "last": launched.name.decode()}
+    return {
+        "worst": worst,
+        "launches": launched.count - before,
+        "last": launched.name.decode(),
+        "calls": calls,
+    }
 
 
 def layer_body(rank: int, size: int) -> list[dict[str, Any]]:
@@ -129,3 +135,6 @@ def test_the_layer_between_processes_on_the_stand_in_driver(
             last = "small_combine" if options.combine == "bf16" else "combine"
             assert result["launches"] == 2 * NUM_ROUNDS
             assert result["last"] == f"moe_nvlink_{last}"
+            # Nothing waits for another stream or makes another stream wait, such as that of vLLM's
+            # shared experts.
+            assert result["calls"] == {"cuLaunchKernelEx": 2}

@@ -21,6 +21,7 @@ from moe_nvlink_plugin.integration.vllm import replacement
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
 
 from .ending import Ending, ending_with
+from .layer_op import layer_op
 from .method import MoeNvlinkFusedMoEMethod, install_after_loading
 
 logger = logging.getLogger(__name__)
@@ -132,8 +133,10 @@ class MoeNvlinkMoERunner(MoERunner):
 
     def _select_forward(self) -> Any:
         """Return the custom op, also on CPU, where vLLM would let Dynamo trace the exchange."""
-        ops, one_output = torch.ops.vllm, self._shared_experts is None or self._ends_in_combine
-        return ops.moe_forward if one_output else ops.moe_forward_shared
+        if self._ends_in_combine:
+            return layer_op()
+        ops = torch.ops.vllm
+        return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
 
     def _apply_quant_method(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING, Any
 
 from moe_nvlink_plugin.integration.common import logs
@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _GROUP = "vllm.platform_plugins"
 #: The module of our entry points, `integration.vllm`.
 _ADAPTER = __name__.removesuffix(".plugin.platform")
+_DISTRIBUTION = "moe-nvlink-plugin"
 _PREFIX = "MoeNvlink"
 # Platform of vLLM that we can extend -> our communicator for it.
 _COMMUNICATORS = {
@@ -58,6 +59,10 @@ class MoeNvlinkPlatform(_Base):
             from . import validation
 
             drafts.ask_for_tokens(vllm_config, validation.check(vllm_config, cls.device_type))
+            # vLLM hashes it into the key of its compile cache. A graph that another version of ours
+            # left there may call another op for a layer than the layer takes now.
+            stamp = {backend.VERSION_KEY: version(_DISTRIBUTION)}
+            vllm_config.additional_config = {**vllm_config.additional_config, **stamp}
         super().check_and_update_config(vllm_config)
         if is_selected:
             from . import worker
