@@ -48,6 +48,7 @@ def flashinfer() -> Iterator[Any]:
             import flashinfer.fused_moe
             import flashinfer.testing.utils
             import flashinfer.tllm_enums
+            import flashinfer.trace.templates.gemm
             import flashinfer.trace.templates.moe
 
             yield flashinfer
@@ -417,7 +418,7 @@ def check_in_place(exchange: Any, received: Any, made: torch.Tensor, stand_in: S
     )
     assert ids.data_ptr() == received.topk_ids.data_ptr()
     assert weights.data_ptr() == received.topk_weights.data_ptr()
-    assert given["tune_max_num_tokens"] == 2 * CAPACITY
+    assert given["tune_max_num_tokens"] == exchange.config.ep_size * CAPACITY
 
 
 @pytest.fixture
@@ -449,3 +450,53 @@ def test_two_ranks_compute_the_layer(
             if got.numel():
                 largest = expected.abs().amax(1, keepdim=True) + 1e-6
                 assert float(((got.float() - expected).abs() / largest).max()) < 2**-6
+
+
+def test_a_copy_is_noticed(
+    stand_in: Callable[[str], StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = experts._of_rows
+
+    def copied(function: str, received: Any) -> dict[str, Any]:
+        given = original(function, received)
+        return {**given, "hidden_states_scale": given["hidden_states_scale"].clone()}
+
+    monkeypatch.setattr(experts, "_of_rows", copied)
+    case = Case(TRTLLM_FP8, "fp8_block")
+    recorder = stand_in(case.function)
+    with pytest.raises(AssertionError):
+        run_ranks(1, lambda group: rounds_of(group, case, recorder))
+
+
+def test_foreign_ids_are_noticed(
+    stand_in: Callable[[str], StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that computes another rank's experts."""
+    monkeypatch.setattr(experts, "local_expert_range", lambda *_: (NUM_EXPERTS // 2, NUM_EXPERTS))
+    case = Case(TRTLLM_FP4, None)
+    recorder = stand_in(case.function)
+    results = run_ranks(2, lambda group: rounds_of(group, case, recorder))
+    assert not all(bool(each.isfinite().all()) for each in results[0])
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_interleaved_scales_are_flashinfers(flashinfer: Any, recipe: str) -> None:
+    """The layout in which vLLM's FlashInferExperts take them (swizzled_input_sf=True)."""
+    config = config_of(CUTLASS, recipe, 1, 0, scales_layout="interleaved")
+    unswizzled = flashinfer.trace.templates.gemm._unswizzle_sf_128x4
+
+    def rank_main(group: Any) -> None:
+        hidden, ids, weights = tokens_of(0, CAPACITY)
+        with MoeAllToAll.create(config, group) as exchange:
+            scale = ONE if recipe == "nvfp4" else None
+            received = exchange.dispatch(hidden, ids, weights, global_scale=scale)
+            filled = int(received.recv_counts.sum())
+            linear = getattr(recipes, recipe.upper()).quantise(hidden, scale).scales
+            found = unswizzled(received.scales, CAPACITY, linear.shape[1])[:filled]
+            is_sent = (ids >= 0).any(1)
+            assert filled == int(is_sent.sum()) > 0
+            rows = {bytes(each.view(torch.uint8).tolist()) for each in linear[is_sent]}
+            assert {bytes(each.tolist()) for each in found} == rows
+            exchange.combine(exchange.combine_input(), received.metadata)
+
+    run_ranks(1, rank_main)
