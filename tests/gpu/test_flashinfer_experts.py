@@ -49,7 +49,8 @@ def drawn_weights() -> tuple[torch.Tensor, torch.Tensor]:
     def draw(rows: int, columns: int) -> torch.Tensor:
         shape = (NUM_EXPERTS, rows, columns)
         drawn = torch.randn(shape, generator=random, device="cuda") * columns**-0.5
-        return drawn.bfloat16()
+        weights: torch.Tensor = drawn.bfloat16()
+        return weights
 
     return draw(2 * INTERMEDIATE_SIZE, HIDDEN_SIZE), draw(HIDDEN_SIZE, INTERMEDIATE_SIZE)
 
@@ -140,7 +141,8 @@ def in_nvfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     one = torch.ones(1, device="cuda")
     rows, scales = NVFP4.quantise(weights.flatten(0, 1), one)
     assert scales is not None
-    return rows.unflatten(0, weights.shape[:2]), scales.unflatten(0, weights.shape[:2])
+    shape = (*weights.shape[:2], -1)
+    return rows.view(shape), scales.view(shape)
 
 
 def packed(weights: torch.Tensor, scales: torch.Tensor, *, gated: bool) -> list[torch.Tensor]:
