@@ -199,7 +199,7 @@ def the_bound_of_each_call(rank: int, ep_size: int) -> None:
             assert got.topk_weights is None
             assert (got.topk_ids == -1).all()
             assert made.combine(got.hidden_states).shape == (0, HIDDEN)
-        round_of(made, wires.BF16, rank, 1, MAX_TOKENS - 1, in_region=True)
+        round_of(made, wires.BF16, rank, 2, MAX_TOKENS - 1, in_region=True)
 
 
 @case
