@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -375,6 +377,38 @@ def flashinfers_layer_with_experts_in_torch(rank: int, ep_size: int) -> None:
 
 
 # The drop-in.
+
+
+def signature_of(function: Any) -> list[tuple[str, object, object]]:
+    """Names, kinds and defaults; annotations are each side's own."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@case
+def the_drop_in_has_flashinfers_signatures(rank: int, ep_size: int) -> None:
+    theirs = flashinfer.comm.MoeAlltoAll
+    for name, member in vars(theirs).items():
+        # checkpoints and workspaces included, which raise; not its constants and its private parts
+        if callable(getattr(theirs, name)) and (name == "__init__" or not name.startswith("__")):
+            mine = getattr(ours.MoeAlltoAll, name)
+            assert signature_of(mine) == signature_of(getattr(theirs, name)), name
+        elif isinstance(member, property):
+            assert isinstance(vars(ours.MoeAlltoAll)[name], property)
+    size = "moe_a2a_get_workspace_size_per_rank"
+    mine = getattr(moe_alltoall, size)
+    assert signature_of(mine) == signature_of(getattr(flashinfer.comm, size))
+    with installed():
+        patched = [name for name in vars(flashinfer.comm) if name in moe_alltoall._INSTALLED]
+        assert len(patched) == len(moe_alltoall._INSTALLED)
+        ours.install()  # a second time
+    late = types.ModuleType("late")
+    late.MoeAlltoAll = theirs  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(sys.modules, {"late": late}),
+        pytest.raises(ExchangeStateError, match="^late imported MoeAlltoAll .*install.. first"),
+    ):
+        ours.install()
+    assert flashinfer.comm.MoeAlltoAll is theirs
 
 
 def mapping_of(rank: int, ep_size: int) -> Any:
