@@ -6,7 +6,7 @@ A token passes these folders, in this order:
     exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); torch.ops.moe_nvlink.*
                    (ops.py, inductor.py); one layer on one workspace (layer.py, checks.py), its
                    views on one channel (channel.py), and its kernels (kernels.py): two,
-                   and two for small batches
+                   and two for small batches; masks of ranks (rank_masks.py)
     launch/        says what a kernel is (Kernel, kernel.py), and starts one: on CPU threads
                    (cpu.py) or on a CUDA stream (cuda.py)
     kernels/       dispatch puts: it routes, stores rows to the peers, signals, waits
@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import AllToAllConfig
     from .exchange.all_to_all import Dispatched, DispatchMetadata, MoeAllToAll
+    from .exchange.rank_masks import rank_mask
     from .lm_head.config import HeadConfig
     from .lm_head.group import HeadGroup, HeadStats, sharded_argmax, sharded_logits
     from .memory.workspace import ExchangeStats
@@ -56,6 +57,7 @@ _HOMES = {
     "HeadStats": "lm_head.group",
     "MoeAllToAll": "exchange.all_to_all",
     "QuantisingRecipe": "recipes",
+    "rank_mask": "exchange.rank_masks",
     "sharded_argmax": "lm_head.group",
     "sharded_logits": "lm_head.group",
 }
@@ -70,6 +72,7 @@ __all__ = [
     "HeadStats",
     "MoeAllToAll",
     "QuantisingRecipe",
+    "rank_mask",
     "sharded_argmax",
     "sharded_logits",
 ]

@@ -94,6 +94,7 @@ def dispatch(
     topk_ids: Sequence[torch.Tensor],
     payloads: Sequence[Sequence[torch.Tensor]],
     is_padding: Sequence[torch.Tensor] | None = None,
+    active_ranks: Sequence[int] | None = None,
 ) -> list[list[ReceivedRows]]:
     """Return `received[target][source]`: the rows that each rank receives from each rank.
 
@@ -102,7 +103,10 @@ def dispatch(
         topk_ids: per rank `[num_tokens, top_k]` integers.
         payloads: per rank a list of `[num_tokens, ...]` tensors.
         is_padding: per rank `[num_tokens]` bool; None: no token is padding.
+        active_ranks: ranks that take part; None: all. The others send and receive no rows.
     """
+    if active_ranks is not None:
+        topk_ids = among_ranks(config, topk_ids, active_ranks)
     if is_padding is not None:
         topk_ids = without_padding(topk_ids, is_padding)
     received: list[list[ReceivedRows]] = []
@@ -116,6 +120,25 @@ def dispatch(
             from_sources.append(ReceivedRows(tokens, rows, ids, is_absent))
         received.append(from_sources)
     return received
+
+
+def among_ranks(
+    config: AllToAllConfig, topk_ids: Sequence[torch.Tensor], active_ranks: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return the ids by which tokens travel if only these ranks take part.
+
+    Experts of other ranks are no experts, and tokens of other ranks have no destination.
+    """
+    has_owner = torch.zeros(config.num_experts + 1, dtype=torch.bool)  # the last one: no expert
+    for rank in active_ranks:
+        first, end = local_expert_range(config.num_experts, config.ep_size, rank)
+        has_owner[first:end] = True
+    result = []
+    for rank, ids in enumerate(topk_ids):
+        is_expert = (ids >= 0) & (ids < config.num_experts) & (rank in active_ranks)
+        travels = has_owner[torch.where(is_expert, ids, config.num_experts).long()]
+        result.append(torch.where(travels, ids, -1))
+    return result
 
 
 def without_padding(

@@ -36,6 +36,7 @@ HD void await_combine(const DispatchArgs& args, int first, int step, uint32_t ep
   const uint32_t cells = args.control.combine_cells;
   Patience patience(args.timeout_ns);
   for_each_peer(args, first, step, [&](int peer) {
+    if (!is_active(args, peer)) return;
     const uint64_t* cell = cell_of(args, args.geometry.ep_rank, cells, peer);
     const int fault = wait_until_reached(cell, epoch, patience);
     if (fault == 0) return;

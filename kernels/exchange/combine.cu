@@ -44,6 +44,7 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
   const Awaited awaited{args.control.combine_cells, kPhaseCombine, shared.epoch};
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {
+    if (!is_active(args, peer)) return;
     uint64_t cell = 0;
     const int fault = wait_for_peer(args, awaited, peer, AnyCell{}, patience, &cell);
     if (fault != 0) store_relaxed_cta(&shared.faulted, 1);

@@ -87,10 +87,12 @@ HD void publish_counts(const DispatchArgs& args, const Cta& cta, DispatchShared&
   const Geometry& geometry = args.geometry;
   uint32_t* send_counters =
       reinterpret_cast<uint32_t*>(region_of(args, geometry.ep_rank, args.control.send_counters));
+  const uint32_t tag = round_tag(args);
   for_each_peer(args, cta, [&](int peer) {
     const uint32_t count = load_relaxed_gpu(&send_counters[peer]);
-    signal_peer(args, args.control.dispatch_cells, peer,
-                pack_cell(shared.epoch, count, geometry_tag(geometry)));
+    if (is_active(args, peer)) {
+      signal_peer(args, args.control.dispatch_cells, peer, pack_cell(shared.epoch, count, tag));
+    }
     shared.sent[peer] = count;
     store_relaxed_gpu(&send_counters[peer], 0);
   });
@@ -116,6 +118,7 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
   LocalControl* local = local_control(args);
   if (shared.has_failed != 0) {
     if (cta.thread == 0) store_word(&local->arrivals, 0u);
+    report_left_out(args, cta, shared.epoch);
     return;
   }
   publish_counts(args, cta, shared);
@@ -124,6 +127,7 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
   if (cta.thread != cta.num_threads - 1) return;
   store_word(&local->arrivals, 0u);
   store_word(&local->epoch, shared.epoch);
+  leave_mask(args);
   count_round(args, shared);
 }
 
@@ -137,12 +141,11 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   int32_t* recv_counts =
       reinterpret_cast<int32_t*>(region_of(args, geometry.ep_rank, args.control.recv_counts));
   const Awaited awaited{args.control.dispatch_cells, kPhaseDispatch, shared.epoch};
-  const ExpectedCell expected{geometry_tag(geometry),
-                              static_cast<uint32_t>(geometry.max_tokens_per_rank)};
+  const ExpectedCell expected{round_tag(args), static_cast<uint32_t>(geometry.max_tokens_per_rank)};
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {
     int32_t count = 0;
-    if (shared.has_failed == 0) {
+    if (shared.has_failed == 0 && is_active(args, peer)) {
       uint64_t cell = 0;
       const int fault = wait_for_peer(args, awaited, peer, expected, patience, &cell);
       if (fault == 0) count = static_cast<int32_t>(cell_count(cell));
@@ -200,7 +203,7 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
   if constexpr (Config::kPdl) pdl_launch_dependents();
   // The first warp routes, the last thread leaves it for the others: the rest need not load it.
   const bool is_last_thread = cta.thread == cta.num_threads - 1;
-  const bool failed = (cta.thread < Cta::kWarpThreads || is_last_thread) && has_failed(args);
+  const bool failed = (cta.thread < Cta::kWarpThreads || is_last_thread) && is_excluded(args);
   // Read here and not at the end, when the last CTA has already written it (P2 orders the two). The
   // last thread reads it, because the first warp shall begin with the route.
   if (is_last_thread) {

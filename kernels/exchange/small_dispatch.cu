@@ -54,7 +54,7 @@ HD void count_sent_rows(const DispatchArgs& args, const Cta& cta, Shared& shared
   for (int rank = group_of(cta); rank < args.geometry.ep_size;
        rank += num_routing_groups(args, cta)) {
     const uint32_t count = tokens.with(cta, experts_of(rank, shared.owners), top_k);
-    if (lane_of(cta) == 0) shared.sent[rank] = count;
+    if (lane_of(cta) == 0) shared.sent[rank] = is_active(args, rank) ? count : 0;
   }
 }
 
@@ -79,11 +79,13 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
   await_previous_round(args, cta, round, &shared.faulted);
   cta.sync();  // sent is whole; the peers' cells are free
   const bool has_failed = shared.faulted != 0;
+  const uint32_t tag = round_tag(args);
   for_each_peer(args, cta, [&](int peer) {
     if (has_failed) return;
-    announce(args, peer, pack_cell(round.epoch(), shared.sent[peer], geometry_tag(geometry)),
-             has_pulled);
+    if (!is_active(args, peer)) return;
+    announce(args, peer, pack_cell(round.epoch(), shared.sent[peer], tag), has_pulled);
   });
+  if (has_failed) report_left_out(args, cta, round.epoch());
   // The last group: if groups outnumber the ranks' groups, it has announced nothing.
   if (group_of(cta) != num_groups(cta) - 1) return;
   uint32_t rows = 0;
@@ -97,6 +99,7 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
   if (lane_of(cta) == 0) {
     LocalControl* local = local_control(args);
     store_word(&local->epoch, round.epoch());
+    leave_mask(args);
     store_word(&local->rows_put, rows);
     store_word(&local->remote_rows_put, remote);
   }
@@ -138,7 +141,7 @@ HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
   const LocalControl* local = local_control(args);
-  const SmallRound round{has_failed(args), load_word(&local->combined_epoch)};
+  const SmallRound round{is_excluded(args), load_word(&local->combined_epoch)};
   const bool has_pulled = role.publishes() && load_word(&local->has_pulled) != 0;
   if (role.sends()) send_round<Config>(args, cta, role, sent, round, shared);
   if (role.publishes()) publish_small_round<Config>(args, cta, round, has_pulled, shared);

@@ -24,17 +24,22 @@ struct ReceivedIds {
   uint32_t first;   // what ids are counted from here
   int32_t absent;   // what stands for absent ids
   bool all_travel;
-  int32_t num_experts;
+  const ExpertOwners& owners;
 
   HD ReceivedIds(const DispatchArgs& args, const ExpertOwners& owners)
       : own(experts_of(args.geometry.ep_rank, owners)),
         first(args.received_ids == kReceivedIdsLocal ? own.first : 0),
         absent(absent_id_at(args.geometry.ep_rank, args)),
         all_travel(all_ids_travel(args)),
-        num_experts(args.geometry.num_experts) {}
+        owners(owners) {}
 
   // Whether a row keeps the id and its weight.
-  HD bool keeps(int32_t id) const { return all_travel ? id >= 0 && id < num_experts : own.has(id); }
+  HD bool keeps(const DispatchArgs& args, int32_t id) const {
+    if (!all_travel) return own.has(id);
+    const bool is_expert = id >= 0 && id < args.geometry.num_experts;
+    if (args.active_ranks == 0) return is_expert;
+    return active_owner_of(args, id, owners) != kNoSlot;
+  }
 };
 
 // A part of a received row. Parts are numbered place by place of the slices; in a place, source by
@@ -99,12 +104,11 @@ HD void see_counts(const DispatchArgs& args, const Cta& cta, const SmallRole& ro
   const uint32_t cells = args.control.dispatch_cells;
   int32_t* recv_counts =
       reinterpret_cast<int32_t*>(region_of(args, geometry.ep_rank, args.control.recv_counts));
-  const ExpectedCell expected{geometry_tag(geometry),
-                              static_cast<uint32_t>(geometry.max_tokens_per_rank)};
+  const ExpectedCell expected{round_tag(args), static_cast<uint32_t>(geometry.max_tokens_per_rank)};
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {
     int32_t count = 0;
-    if (!has_failed) {
+    if (!has_failed && is_active(args, peer)) {
       uint64_t cell = 0;
       int fault = kFaultTimeout;
       if (is_reached_in_time(cell_of(args, geometry.ep_rank, cells, peer), epoch, patience, cell)) {
@@ -131,6 +135,7 @@ HD void acquire_cells(const DispatchArgs& args, const Cta& cta, uint32_t epoch) 
   const uint32_t cells = args.control.dispatch_cells;
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {
+    if (!is_active(args, peer)) return;
     const uint64_t cell = load_acquire_sys(cell_of(args, args.geometry.ep_rank, cells, peer));
     if (cell_epoch(cell) == epoch) return;
     report_fault(args, cells, kFaultAhead, kPhaseDispatch, peer, epoch, patience);
@@ -200,7 +205,7 @@ HD void store_choices(const DispatchArgs& args, const Cta& cta, const ReceivedId
   for (int k = cta.num_threads - 1 - cta.thread; k < args.geometry.top_k; k += cta.num_threads) {
     const int32_t id = words[k];
     const int32_t weight = words[first_weight + k];
-    const bool keeps = received.keeps(id);
+    const bool keeps = received.keeps(args, id);
     store_word(id_row + k, keeps ? static_cast<int32_t>(static_cast<uint32_t>(id) - received.first)
                                  : received.absent);
     store_word(weight_row + k, keeps || received.all_travel ? weight : 0);

@@ -34,6 +34,12 @@ HD int owner_of(int32_t id, const ExpertOwners& owners, const Geometry& geometry
   return is_larger ? rank : rank + owners.num_larger;
 }
 
+// As active_target_of().
+HD int active_owner_of(const DispatchArgs& args, int32_t id, const ExpertOwners& owners) {
+  const int owner = owner_of(id, owners, args.geometry);
+  return owner != kNoSlot && is_active(args, owner) ? owner : kNoSlot;
+}
+
 HD ExpertRange experts_of(int rank, const ExpertOwners& owners) {
   const bool is_larger = rank < owners.num_larger;
   return ExpertRange{
@@ -153,7 +159,7 @@ HD void find_route(const DispatchArgs& args, const Cta& cta, const ExpertOwners&
       reinterpret_cast<int32_t*>(args.send_slots) + static_cast<int64_t>(token) * top_k;
   MOE_NVLINK_ROLLED
   for (int k = group_of(cta); k < top_k; k += num_routing_groups(args, cta)) {
-    const int owner = owner_of(own.at(k, top_k), owners, geometry);
+    const int owner = active_owner_of(args, own.at(k, top_k), owners);
     const int rank = owner == kNoSlot ? 0 : owner;
     const ExpertRange range = experts_of(rank, owners);
     const int place = static_cast<int>(before.with(cta, range, top_k));

@@ -180,6 +180,7 @@ class MoeAllToAll:
         global_scale: torch.Tensor | None = None,
         is_padding: torch.Tensor | None = None,
         max_tokens: int | None = None,
+        active_ranks: torch.Tensor | None = None,
         channel: int = 0,
     ) -> Dispatched:
         """Send each token once to every rank that owns one of its experts. Collective; capturable.
@@ -209,6 +210,13 @@ class MoeAllToAll:
                 `ep_size * max_tokens` slots, so experts that compute all slots of a small batch do
                 not compute those of the largest. The memory does not move. The bound may change
                 from call to call; a CUDA graph keeps the bound of its capture.
+            active_ranks: what `rank_mask` returns, equal on all ranks that it names; None: all
+                ranks take part. The ranks that the mask leaves out must not call. They are sent
+                nothing and waited for by nobody, here and in the combine, and their experts count
+                as no experts. The kernel reads the values, so a CUDA graph that has captured the
+                call takes what the tensor holds at each replay. A rank that a round has left out
+                cannot take part in later rounds on this workspace. On a GPU it is checked as
+                global_scale is that the mask names this rank.
             channel: number of the independent exchange, 0..num_channels-1.
 
         Raises:
@@ -217,9 +225,10 @@ class MoeAllToAll:
                 combined.
             ExchangeTimeoutError: another rank did not arrive within timeout_s (first_timeout_s
                 until the second complete round).
-            DisagreementError: another rank dispatched with another max_tokens or extra payloads of
-                other sizes, or through a layer of another geometry. Ranks compare 7 bits, so on
-                average one such pair in 128 goes unnoticed.
+            DisagreementError: another rank dispatched with another max_tokens or active_ranks, with
+                extra payloads of other sizes, or through a layer of another geometry. Ranks compare
+                7 bits, so on average one such pair in 128 goes unnoticed. If only one of two ranks
+                leaves the other out, the other one waits in vain.
             PeerError: another rank continued after a failure of its own.
         """
         if max_tokens is None:
@@ -236,6 +245,7 @@ class MoeAllToAll:
             channel,
             is_padding,
             max_tokens,
+            active_ranks,
         )
         has_scales = "recv_scales" in self._layer.rows
         more = [

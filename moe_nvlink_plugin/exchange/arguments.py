@@ -1,9 +1,9 @@
 """Fills the argument structs (kernels/include/moe_nvlink/args.h) for one layer and channel.
 
 These functions set what does not change from call to call. At each call, the channel sets
-num_tokens, max_tokens_per_rank, quantiser, is_padding, timeout_ns and the addresses of the call's
-tensors; for combine also element and hidden_size. On a GPU the launch sets hidden_splits or
-senders.
+num_tokens, max_tokens_per_rank, quantiser, is_padding, active_ranks, timeout_ns and the addresses
+of the call's tensors; for combine also element, hidden_size and is_masked. On a GPU the launch sets
+hidden_splits or senders.
 """
 
 from __future__ import annotations

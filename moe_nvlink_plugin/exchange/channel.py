@@ -12,7 +12,7 @@ from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import PayloadRow
 
-from . import scales_layout
+from . import rank_masks, scales_layout
 from .arguments import combine_arguments, dispatch_arguments, set_extra_payloads
 from .formats import LayerFormat
 from .kernels import LAYER
@@ -61,6 +61,7 @@ class Channel:
         self._sources = list(self._dispatch_args.payloads)
         self._dispatch_geometry = self._dispatch_args.geometry
         self._combine_geometry = self._combine_args.geometry
+        self._active_ranks: torch.Tensor | None = None  # of the last dispatch
         self._timeouts = Timeouts.of(config)
         self._faults = Faults(
             workspace, index, config.ep_rank, ep_size, self._timeouts, LAYER.phases
@@ -93,6 +94,7 @@ class Channel:
         global_scale: torch.Tensor | None,
         is_padding: torch.Tensor | None = None,
         extra_bytes: tuple[int, ...] | None = None,
+        active_ranks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launch dispatch; return send_slots `[num_tokens, top_k]` int32. Collective; capturable.
 
@@ -105,6 +107,7 @@ class Channel:
             global_scale: one float32 for quantisers that need it.
             is_padding: `[num_tokens]` bool: tokens that are not sent; None: all are.
             extra_bytes: bytes of a row of each extra payload; None: as in the last call.
+            active_ranks: mask of the ranks that take part (rank_masks.py); None: all do.
         """
         args = self._dispatch_args
         if extra_bytes is not None and extra_bytes != self._extra_bytes:
@@ -120,6 +123,8 @@ class Channel:
         args.quantiser = quantiser
         args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
         args.is_padding = 0 if is_padding is None else is_padding.data_ptr()
+        self._active_ranks = active_ranks
+        args.active_ranks = 0 if active_ranks is None else active_ranks.data_ptr()
         for entry, tensor in zip(self._sources, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
@@ -142,6 +147,7 @@ class Channel:
             self._combine_row = row
         geometry.num_tokens = send_slots.shape[0]
         geometry.max_tokens_per_rank = self.max_tokens
+        args.is_masked = 0 if self._active_ranks is None else 1
         args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
@@ -202,20 +208,31 @@ class Channel:
 
     def fault(self, *, ask_device: bool = True) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. See Faults.error."""
-        return self._faults.error(self._disagreement, ask_device=ask_device)
+        return self._faults.error(
+            self._disagreement, ask_device=ask_device, takes_part=self._takes_part
+        )
+
+    def _takes_part(self) -> list[int]:
+        """Return the ranks of the last round; on a GPU it waits for the device if it had a mask."""
+        ep_size = self._layer.config.ep_size
+        if self._active_ranks is None:
+            return list(range(ep_size))
+        return rank_masks.ranks_in(self._active_ranks, ep_size)
 
     def _disagreement(self, peer: int, phase: str, epoch: int) -> str:
         config = self._layer.config
         names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
         values = [f"max_tokens={self.max_tokens}"]
         values += [f"{name}={getattr(config, name)}" for name in names]
+        if self._active_ranks is not None:
+            values.append("active_ranks given")
         if self._extra_bytes:
             values.append(f"extra payloads of {self._extra_bytes} bytes")
         values += [f"recipe={self._layer.recipe.name}", f"combine={config.combine}"]
         values += [f"received_ids={config.received_ids}", f"scales_layout={config.scales_layout}"]
         return (
-            f"in {phase} of epoch {epoch} rank {peer} passed another max_tokens or other extra "
-            "payloads, or used a layer of another geometry or format, than rank "
+            f"in {phase} of epoch {epoch} rank {peer} passed another max_tokens or active_ranks or "
+            "other extra payloads, or used a layer of another geometry or format, than rank "
             f"{config.ep_rank} ({', '.join(values)}); all ranks must call the same layers in the "
-            "same order, with the same max_tokens and extra payloads"
+            "same order, with the same max_tokens, active_ranks and extra payloads"
         )

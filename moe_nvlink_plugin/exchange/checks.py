@@ -8,6 +8,7 @@ from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.memory.tensors import check_device, check_tensor
 from moe_nvlink_plugin.recipes import check_global_scale, combine_formats
 
+from . import rank_masks
 from .formats import Activations, LayerFormat
 from .sizes import widest_combine_row
 
@@ -116,7 +117,7 @@ def dispatch_inputs(
 
     Args:
         layer: rows of the layer.
-        given: hidden states, scales, global scale and mask of padding.
+        given: hidden states, scales, global scale, and masks of padding and of ranks.
         topk_ids: expert ids.
         topk_weights: router weights.
         extra_payloads: further payloads.
@@ -141,7 +142,25 @@ def dispatch_inputs(
     check_tensor("topk_weights", topk_weights, routed, (torch.float32,), device)
     if given.is_padding is not None:
         check_tensor("is_padding", given.is_padding, (num_tokens,), (torch.bool,), device)
+    if given.active_ranks is not None:
+        shape = (rank_masks.num_words(config.ep_size),)
+        check_tensor("active_ranks", given.active_ranks, shape, (torch.int64,), device)
     return _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
+
+
+def names_itself(layer: LayerFormat, active_ranks: torch.Tensor) -> None:
+    """Check that this rank takes part in its own round. On a GPU it waits for the device.
+
+    Raises:
+        InputError: the mask leaves this rank out.
+    """
+    ranks = rank_masks.ranks_in(active_ranks, layer.config.ep_size)
+    if layer.config.ep_rank not in ranks:
+        raise InputError(
+            f"active_ranks names ranks {ranks} of 0 to {layer.config.ep_size - 1}, but this is "
+            f"rank {layer.config.ep_rank}; a rank that dispatches names itself, and the others "
+            "name it too"
+        )
 
 
 def _quantised_rows(layer: LayerFormat, given: Activations, max_tokens: int) -> int:

@@ -20,6 +20,7 @@ class Activations(NamedTuple):
     scales: torch.Tensor | None
     global_scale: torch.Tensor | None
     is_padding: torch.Tensor | None = None
+    active_ranks: torch.Tensor | None = None
 
 
 class LayerFormat(NamedTuple):

@@ -167,6 +167,8 @@ class LayerExchange:
             fused=fused,
             max_tokens=max_tokens,
         )
+        if given.active_ranks is not None and self._may_look_at(given.active_ranks):
+            checks.names_itself(self.format, given.active_ranks)
         ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
         payloads: list[torch.Tensor | None] = [ids, topk_weights, rows.hidden_states]
         if "recv_scales" in self.rows:
@@ -191,6 +193,7 @@ class LayerExchange:
                 rows.global_scale,
                 given.is_padding,
                 extra_bytes,
+                given.active_ranks,
             )
             self._raise_fault(channel)
             dispatched.value = self.handle
@@ -216,10 +219,11 @@ class LayerExchange:
             return given, True
         checks.activations(self.format, given.hidden_states, max_tokens)
         rows = recipe.quantise(given.hidden_states, scale)
-        return Activations(rows.rows, rows.scales, None, given.is_padding), False
+        masks = given.is_padding, given.active_ranks
+        return Activations(rows.rows, rows.scales, None, *masks), False
 
     def _may_look_at(self, scale: torch.Tensor | None) -> bool:
-        """Return whether to check the value of a scale in this call."""
+        """Return whether to check the values of a scale or a mask in this call."""
         executor = self.workspace.executor
         if not executor.asynchronous:
             return True

@@ -22,8 +22,9 @@ _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-un
 _library.define(
     "dispatch(Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
     "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel, "
-    "Tensor? is_padding=None, SymInt? max_tokens=None) -> (Tensor topk_ids, Tensor topk_weights, "
-    "Tensor hidden_states, Tensor recv_counts, Tensor send_slots)"
+    "Tensor? is_padding=None, SymInt? max_tokens=None, Tensor? active_ranks=None) -> "
+    "(Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, Tensor recv_counts, "
+    "Tensor send_slots)"
 )
 # One op per further payload: torch cannot compile an op that writes to an argument, as dispatch
 # does, and also returns a list.
@@ -60,10 +61,11 @@ def _dispatch(
     channel: int,
     is_padding: torch.Tensor | None = None,
     max_tokens: int | None = None,
+    active_ranks: torch.Tensor | None = None,
 ) -> Five:
     return find(handle).dispatch(
         pending,
-        Activations(hidden_states, scales, global_scale, is_padding),
+        Activations(hidden_states, scales, global_scale, is_padding, active_ranks),
         topk_ids,
         topk_weights,
         extra_payloads,
@@ -84,11 +86,13 @@ def _dispatch_fake(
     channel: int,
     is_padding: torch.Tensor | None = None,
     max_tokens: int | None = None,
+    active_ranks: torch.Tensor | None = None,
 ) -> Five:
     inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
     layer = find(handle)
-    optional = [tensor for tensor in (scales, global_scale, is_padding) if tensor is not None]
-    layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *optional)
+    optional = (scales, global_scale, is_padding, active_ranks)
+    given = [tensor for tensor in optional if tensor is not None]
+    layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *given)
     ids, weights, hidden = (
         hidden_states.new_empty((layer.slots_of(max_tokens), row.elements), dtype=row.dtype)
         for row in list(layer.rows.values())[:3]

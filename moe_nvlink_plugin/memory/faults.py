@@ -11,6 +11,7 @@ import torch
 from moe_nvlink_plugin.errors import (
     DisagreementError,
     ExchangeTimeoutError,
+    InputError,
     MoeNvlinkError,
     PeerError,
 )
@@ -47,7 +48,11 @@ class Faults:
         self._phases = {phase.code: phase for phase in phases}
 
     def error(
-        self, disagreement: Callable[[int, str, int], str], *, ask_device: bool = True
+        self,
+        disagreement: Callable[[int, str, int], str],
+        *,
+        ask_device: bool = True,
+        takes_part: Callable[[], list[int]] | None = None,
     ) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local. It names phase, ranks and epoch.
 
@@ -57,6 +62,8 @@ class Faults:
                 of a dropped layer alive.
             ask_device: also find out which other ranks are late. On a GPU this waits for the
                 device. Without it nothing here waits, and any thread may call.
+            takes_part: returns the ranks of the round, of which some may be late; None: all ranks.
+                On a GPU it may wait for the device.
         """
         word = self._workspace.fault(self._channel)
         if not word:
@@ -70,6 +77,12 @@ class Faults:
                 f"rank {peer} is ahead of this rank's round, {phase.name} of epoch {epoch}: it "
                 "went on after a failure of its own, which its log names; end all ranks"
             )
+        if code == constants()["kFaultLeftOut"]:
+            return InputError(
+                f"in {phase.name} of epoch {epoch} active_ranks left out rank {peer}, which is "
+                "this rank; a rank that dispatches names itself, and the others name it too; close "
+                "all layers on the workspace and create them anew"
+            )
         if code == constants()["kFaultBadCount"]:
             return PeerError(
                 f"rank {peer} announced more rows than its slice holds in {phase.name} of epoch "
@@ -81,7 +94,7 @@ class Faults:
                 f"code {code} no kernel writes (config.h): somebody wrote into the memory; end all "
                 "ranks"
             )
-        late = (self._late_ranks(phase, epoch) if ask_device else ()) or (peer,)
+        late = (self._late_ranks(phase, epoch, takes_part) if ask_device else ()) or (peer,)
         waited_s = self._workspace.startup.waited_s(self._channel, epoch, self._timeouts)
         is_first = waited_s != self._timeouts.later
         raised = "first_timeout_s (MOE_NVLINK_FIRST" if is_first else "timeout_s (MOE_NVLINK"
@@ -102,7 +115,9 @@ class Faults:
         """
         return self._phases.get(code) or Phase(f"phase {code} (of another kernel)", "", cells="")
 
-    def _late_ranks(self, phase: Phase, epoch: int) -> tuple[int, ...]:
+    def _late_ranks(
+        self, phase: Phase, epoch: int, takes_part: Callable[[], list[int]] | None
+    ) -> tuple[int, ...]:
         if not phase.cells:
             return ()
         if self._workspace.executor.is_capturing():
@@ -110,5 +125,5 @@ class Faults:
         region = self._workspace.layout.channel_regions(self._channel)[phase.cells]
         cells = self._workspace.words(region, self._size, torch.int64)
         epochs = [cell & 0xFFFFFFFF for cell in cells.tolist()]
-        behind = [ctypes.c_int32(seen - epoch).value < 0 for seen in epochs]
-        return tuple(rank for rank, is_behind in enumerate(behind) if is_behind)
+        ranks = range(self._size) if takes_part is None else takes_part()
+        return tuple(rank for rank in ranks if ctypes.c_int32(epochs[rank] - epoch).value < 0)

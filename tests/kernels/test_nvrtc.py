@@ -44,7 +44,7 @@ SYSTEM_RELEASES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}  # P1; P3
 SYSTEM_ACQUIRES = {"moe_nvlink_dispatch": (3, 5), "moe_nvlink_combine": (1,)}
 GPU_ARRIVALS = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 0}  # P2
 #: Fault words of each wait: stored relaxed, in the workspace and in the host's memory.
-FAULT_STORES = {"moe_nvlink_dispatch": 6, "moe_nvlink_combine": 2}
+FAULT_STORES = {"moe_nvlink_dispatch": 8, "moe_nvlink_combine": 2}
 
 
 class Instruction(NamedTuple):

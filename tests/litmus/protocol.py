@@ -473,7 +473,7 @@ def signal_read_before_next_signal(kernels: Kernels) -> str:
 def fault_is_seen(kernels: Kernels) -> str:
     """Thread 0 clears the CTA's fault flag, thread 1 sets it, thread 0 looks."""
     fails = {
-        rf"{WAITS}|report_fault: |has_failed: ": "",
+        rf"{WAITS}|leave_fault: |has_failed: ": "",
         r"combine_barrier: store_relaxed_cta": "faulted, 1",
     }
     untaken = [SIGNALS, OTHER_ELEMENTS, *OTHER_FORMATS, QUANTISES, HAS_ITEMS, HAS_FAILED]

@@ -125,6 +125,13 @@ def test_ids_and_weights_of_small_batches(received_ids: str | int) -> None:
     emulated.check_case("ptx", case, ctas=3, threads=64, pdl=True)
 
 
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_ranks_that_are_left_out(small: bool) -> None:
+    """Two rounds side by side, which know nothing of each other."""
+    case = dataclasses.replace(SMALL, small=small, left_out=(1,))
+    emulated.check_case("ptx", case, ctas=3, hidden_splits=2, threads=64, pdl=True)
+
+
 def test_small_rounds_of_other_counts() -> None:
     case = dataclasses.replace(SMALL, small=True)
     emulated.check_rounds("ptx", case, 6, ctas=2, threads=64, pdl=True, seed=3)

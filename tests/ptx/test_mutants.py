@@ -322,10 +322,10 @@ class Redundant(NamedTuple):
 OWN_RANK = "only kernels of this rank use the word while they run; .gpu holds them"
 REDUNDANT = (
     Redundant(r"has_failed: .*: scope gpu$", OWN_RANK),
-    Redundant(r"report_fault: store_relaxed_sys\(&local->fault, .*: scope gpu$", OWN_RANK),
+    Redundant(r"leave_fault: store_relaxed_sys\(&local->fault, .*: scope gpu$", OWN_RANK),
     Redundant(r"report_fault > is_reached_in_time: .*: scope gpu$", OWN_RANK),
     Redundant(
-        r"report_fault: .*host_fault\), fault\);: scope gpu$",
+        r"leave_fault: .*host_fault\), fault\);: scope gpu$",
         "the host polls this word while the kernel runs, and needs .sys; the machine's hosts wait",
     ),
     Redundant(

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe
@@ -43,6 +43,7 @@ class Case:
     seed: int = 1
     timeout_s: float = 60.0
     small: bool = False  # the kernels for small batches
+    left_out: tuple[int, ...] = ()  # by the masks of the others; these make up a round of their own
 
     @property
     def ep_size(self) -> int:
@@ -51,6 +52,16 @@ class Case:
     @property
     def has_scales(self) -> bool:
         return self.recipe in _WITH_SCALES
+
+    def active_ranks(self, rank: int) -> list[int]:
+        """The ranks of this rank's rounds."""
+        is_out = rank in self.left_out
+        return [other for other in range(self.ep_size) if (other in self.left_out) == is_out]
+
+    def mask(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
+        if not self.left_out:
+            return None
+        return rank_mask(self.active_ranks(rank), self.ep_size, device)
 
     def config(self, ep_rank: int) -> AllToAllConfig:
         return AllToAllConfig(
@@ -162,16 +173,22 @@ def activations(
 
 
 def dispatch(
-    exchange: MoeAllToAll, inputs: Inputs, *, channel: int = 0, post_quant: bool = False
+    exchange: MoeAllToAll,
+    inputs: Inputs,
+    *,
+    channel: int = 0,
+    post_quant: bool = False,
+    active_ranks: torch.Tensor | None = None,
 ) -> Dispatched:
     """Dispatches activations, or what the caller has made of them by the layer's recipe."""
     hidden, ids, weights, extras = inputs
     config = exchange.config
+    options: dict[str, Any] = {"channel": channel, "active_ranks": active_ranks}
     if post_quant:
         rows, scales = quantised(config, hidden)
-        return exchange.dispatch(rows, ids, weights, extras, scales=scales, channel=channel)
+        return exchange.dispatch(rows, ids, weights, extras, scales=scales, **options)
     scale = global_scale(config, hidden.device)
-    return exchange.dispatch(hidden, ids, weights, extras, global_scale=scale, channel=channel)
+    return exchange.dispatch(hidden, ids, weights, extras, global_scale=scale, **options)
 
 
 def with_formats(case: Case, recipe: str | None, combine: str = "bf16") -> Case:
@@ -294,6 +311,20 @@ def make_inputs(case: Case, tokens: tuple[int, ...] | None = None, seed: int = 0
     return inputs
 
 
+def among_active(case: Case, inputs: list[Inputs]) -> list[Inputs]:
+    """Inputs with the ids by which tokens travel: experts of ranks that are left out are none."""
+    if not case.left_out:
+        return inputs
+    everyones = [mine.topk_ids for mine in inputs]
+    config = case.config(0)
+    return [
+        mine._replace(
+            topk_ids=reference.among_ranks(config, everyones, case.active_ranks(rank))[rank]
+        )
+        for rank, mine in enumerate(inputs)
+    ]
+
+
 def expert_rows(
     config: AllToAllConfig,
     target: int,
@@ -336,9 +367,12 @@ def run_round(
     channel: int = 0,
     zero_copy: bool = True,
     post_quant: bool = False,
+    active_ranks: torch.Tensor | None = None,
 ) -> Seen:
     """One dispatch and combine on this rank."""
-    received = dispatch(exchange, inputs, channel=channel, post_quant=post_quant)
+    received = dispatch(
+        exchange, inputs, channel=channel, post_quant=post_quant, active_ranks=active_ranks
+    )
     config = exchange.config
     hidden = activations(config, received.hidden_states, received.scales)
     ids = global_ids(config, received.topk_ids)
@@ -375,6 +409,7 @@ def run_case(
                     channel=number % case.num_channels,
                     zero_copy=number % 2 == 0,
                     post_quant=number % 2 == 1,
+                    active_ranks=case.mask(group.rank, torch_device),
                 )
                 for number in range(rounds)
             ]

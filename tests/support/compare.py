@@ -65,6 +65,7 @@ def check_received(
     case: Case, inputs: list[Inputs], seen: list[Seen], *, near: bool = False
 ) -> None:
     """Every source's rows, each in the slot that the source recorded, and empty slots behind."""
+    inputs = cases.among_active(case, inputs)
     ids = [rank.topk_ids for rank in inputs]
     payloads = [[rank.topk_weights, *_sent(case, rank), *rank.extras] for rank in inputs]
     expected = reference.dispatch(case.config(0), ids, payloads)
@@ -185,7 +186,7 @@ def one_nan(tensor: torch.Tensor) -> torch.Tensor:
 def check_combined(
     case: Case, inputs: list[Inputs], seen: list[Seen], *, near: bool = False
 ) -> None:
-    for rank, mine in enumerate(inputs):
+    for rank, mine in enumerate(cases.among_active(case, inputs)):
         what = f"{case.name}: combined on rank {rank}"
         hidden = received_activations(case, seen, rank) if near else None
         expected = expected_combined(case, mine, rank, hidden)
@@ -194,7 +195,7 @@ def check_combined(
 
 def check_slots(case: Case, inputs: list[Inputs], seen: list[Seen]) -> None:
     """A slot exactly where the reference has a target, at that target."""
-    for rank, mine in enumerate(inputs):
+    for rank, mine in enumerate(cases.among_active(case, inputs)):
         table = reference.target_ranks(mine.topk_ids, case.num_experts, case.ep_size)
         targets = seen[rank].send_slots.div(case.capacity, rounding_mode="floor").tolist()
         wanted = [[-1 if target is None else target for target in row] for row in table]

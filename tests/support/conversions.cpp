@@ -65,6 +65,10 @@ void quantise(const Rows& rows) {
 extern "C" {
 
 // The tag of a geometry in a cell, so that the tests can count what shares one.
+uint32_t moe_nvlink_mask_tag(const moe_nvlink::DispatchArgs* args) {
+  return moe_nvlink::mask_tag(*args);
+}
+
 uint32_t moe_nvlink_geometry_tag(const moe_nvlink::Geometry* geometry) {
   return moe_nvlink::geometry_tag(*geometry);
 }

@@ -372,6 +372,7 @@ class EmulatedRanks:
         config_by_rank: rank -> its configuration.
         hidden_splits: CTAs that share one token's row in combine.
         post_quant: activations are quantised by the recipe in torch, not by dispatch.
+        masks: rank -> its mask of active ranks; None: it has none.
     """
 
     def __init__(
@@ -381,10 +382,12 @@ class EmulatedRanks:
         *,
         hidden_splits: int = 1,
         post_quant: bool = False,
+        masks: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         self.backend = backend
         self.config = config_by_rank(0)
         self.configs = [config_by_rank(rank) for rank in range(self.config.ep_size)]
+        self._masks = masks or [None] * self.config.ep_size
         self.recipe = find_recipe(self.config)
         self.rows = payload_rows(self.config, self.recipe)
         self.regions = _packed_regions(layer_layout(self.config, self.recipe))
@@ -404,7 +407,14 @@ class EmulatedRanks:
     def of_case(
         cls, case: Case, backend: Backend, *, hidden_splits: int = 1, post_quant: bool = False
     ) -> EmulatedRanks:
-        return cls(config_of(case), backend, hidden_splits=hidden_splits, post_quant=post_quant)
+        masks = [case.mask(rank, backend.device) for rank in range(case.ep_size)]
+        return cls(
+            config_of(case),
+            backend,
+            hidden_splits=hidden_splits,
+            post_quant=post_quant,
+            masks=masks,
+        )
 
     def view(self, rank: int, name: str, channel: int = 0, *, writes: bool = False) -> torch.Tensor:
         """A payload's or the combine region's rows, `[slots, elements]`, in its dtype."""
@@ -446,6 +456,8 @@ class EmulatedRanks:
         args.quantiser, args.senders = self.quantiser, self._senders
         if self.quantiser and self.global_scale is not None:
             args.global_scale = self.global_scale.data_ptr()
+        mask = self._masks[rank]
+        args.active_ranks = 0 if mask is None else mask.data_ptr()
         return args
 
     def sources(self, inputs: Inputs) -> list[torch.Tensor | None]:
@@ -465,6 +477,7 @@ class EmulatedRanks:
             self.memory.stride(0),
         )
         args.hidden_splits, args.senders = self.hidden_splits, self._senders
+        args.is_masked = 0 if self._masks[rank] is None else 1
         return args
 
     def verb(self, name: str) -> str:

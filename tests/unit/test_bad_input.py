@@ -82,6 +82,22 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"is_padding": torch.zeros(3, dtype=torch.bool, device="meta")},
         "is on meta, this exchange works on cpu",
     ),
+    "mask of two words": (
+        {"active_ranks": torch.ones(2, dtype=torch.int64)},
+        r"active_ranks has shape \[2\], expected \[1\]",
+    ),
+    "mask dtype": (
+        {"active_ranks": torch.ones(1, dtype=torch.bool)},
+        "active_ranks has dtype torch.bool, expected torch.int64",
+    ),
+    "mask device": (
+        {"active_ranks": torch.ones(1, dtype=torch.int64, device="meta")},
+        "is on meta, this exchange works on cpu",
+    ),
+    "mask without oneself": (
+        {"active_ranks": torch.zeros(1, dtype=torch.int64)},
+        r"active_ranks names ranks \[\] of 0 to 0, but this is rank 0; a rank that dispatches",
+    ),
     "two extra payloads": (
         {"extra_payloads": [torch.zeros(3, 6, dtype=torch.uint8)] * 2},
         r"2 extra payloads given, the configuration has room for 1 \(extra_payload_bytes=\(6,\)\)",

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, rank_mask
 from moe_nvlink_plugin.errors import (
     CompileError,
     ConfigError,
@@ -354,12 +354,12 @@ def capture_and_replay(num_replays: int) -> list[bool]:
     outcome = []
     with alone() as layer:
         hidden, ids, weights = inputs(layer, 8)
-        mask = torch.zeros(8, dtype=torch.bool)
+        mask, me = torch.zeros(8, dtype=torch.bool), rank_mask((0,), 1)
         allocations = control.live()
         with capturing():
             control.fail()  # starts counting the calls
             # The first call after create.
-            received = layer.dispatch(hidden, ids, weights, is_padding=mask)
+            received = layer.dispatch(hidden, ids, weights, is_padding=mask, active_ranks=me)
             output = torch.empty_like(hidden)
             # What experts would be in the graph: they write where combine reads.
             layer.combine(layer.combine_input(), received.metadata, output=output)

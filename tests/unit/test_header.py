@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from moe_nvlink_plugin.config import (
     SCALES_LAYOUTS,
 )
 from moe_nvlink_plugin.errors import CompileError
-from moe_nvlink_plugin.exchange import sizes
+from moe_nvlink_plugin.exchange import rank_masks, sizes
 from moe_nvlink_plugin.exchange.arguments import formats_code, written_code
 from moe_nvlink_plugin.exchange.kernels import COMBINE, LAYER
 from moe_nvlink_plugin.exchange.launches import PART_BYTES
@@ -37,6 +37,7 @@ from tests.support import kernel_texts
 def test_limits() -> None:
     numbers = constants()
     assert numbers["kMaxRanks"] == MAX_RANKS
+    assert numbers["kRankMaskWords"] == rank_masks.num_words(MAX_RANKS)
     assert numbers["kMaxTopK"] == MAX_TOP_K
     # Beside the caller's: expert ids and router weights.
     assert numbers["kMaxPayloads"] == MAX_CALLER_PAYLOADS + numbers["kFirstCallerPayload"]
@@ -254,6 +255,26 @@ def layers_that_write_differently() -> list[AllToAllConfig]:
         for ids in (*RECEIVED_IDS, -1, 8)
         for layout in SCALES_LAYOUTS
     ]
+
+
+def test_masks_that_differ_in_one_rank_or_two_have_tags_of_their_own() -> None:
+    """As long as there are fewer ranks than tags."""
+    library = ctypes.CDLL(str(host.build(kernel_texts.host_source())))
+    library.moe_nvlink_mask_tag.restype = ctypes.c_uint32
+    ranks = range(127)
+
+    def tag(left_out: Collection[int]) -> int:
+        mask = rank_masks.rank_mask(set(ranks) - set(left_out), len(ranks))
+        args: Any = structs()["DispatchArgs"]()
+        args.active_ranks, args.geometry.ep_size = mask.data_ptr(), len(ranks)
+        return int(library.moe_nvlink_mask_tag(ctypes.byref(args)))
+
+    assert tag(()) == 0
+    alone = [tag((rank,)) for rank in ranks]
+    assert len({0, *alone}) == 2**7 == max(alone) + 1
+    others = [tag((5, 77, rank)) for rank in ranks if rank not in (5, 77)]
+    assert len({tag((5, 77)), *others}) == len(others) + 1
+    assert tag(()) == int(library.moe_nvlink_mask_tag(ctypes.byref(structs()["DispatchArgs"]())))
 
 
 def test_geometries_that_ranks_may_mix_up_have_tags_of_their_own() -> None:

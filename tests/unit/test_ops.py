@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, rank_mask
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
@@ -51,7 +51,9 @@ def dispatch_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
     hidden, ids, weights = inputs(7)
     extra = torch.arange(35, dtype=torch.uint8).view(7, 5)
     pending = torch.zeros_like(layer._layer.workspace.pending)
-    return (pending, hidden, None, ids, weights, [extra], None, layer._handle, 0)
+    alone = rank_mask((0,), 1)
+    optional = (None, None, alone)
+    return (pending, hidden, None, ids, weights, [extra], None, layer._handle, 0, *optional)
 
 
 def combine_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:

@@ -249,6 +249,9 @@ def test_ranks_that_take_different_layers_for_a_round(num_threads: int) -> None:
         return str(caught.value)
 
     first, second = run_ranks(2, rank_main)
-    said = "passed another max_tokens or other extra payloads, or used a layer of another geometry"
+    said = (
+        "passed another max_tokens or active_ranks or other extra payloads, or used a layer of "
+        "another geometry"
+    )
     assert f"epoch 1 rank 1 {said} or format, than rank 0 (max_tokens=8, max_tokens_per_r" in first
     assert f"rank 0 {said} or format, than rank 1 (max_tokens=4, max_tokens_per_rank=4" in second

@@ -50,6 +50,7 @@ struct DispatchArgs {
   uint64_t timeout_ns;       // how long the wait for the peers may take
   uint64_t global_scale;     // address of one f32 for quantisers that take one, or 0
   uint64_t is_padding;       // [num_tokens] bytes; not 0: the token is not sent; or no address
+  uint64_t active_ranks;     // u64 words, bit r % 64 of word r / 64: rank r takes part; 0: all do
   Geometry geometry;         // by value
   ControlRegions control;    // of this call's channel
   uint32_t num_payloads;     // used entries below
@@ -82,6 +83,7 @@ struct CombineArgs {
   uint32_t even_staging_region;  // small batches: [ep_size, max_tokens_per_rank, units of a row]
   uint32_t odd_staging_region;   // the same for rounds of an odd epoch
   uint32_t senders;              // small batches: CTAs that send; 0: all CTAs do all
+  uint32_t is_masked;            // 1: the dispatch had a mask, which it left in LocalControl
 };
 
 // The vocabulary product that the ranks of a group share (kernels/lm_head). Rank r has the
@@ -130,6 +132,7 @@ struct LocalControl {
   uint32_t rows_taken;        // by CTAs of the running combine with a format; zero between combines
   uint32_t combined_epoch;    // of the last combine; the dispatch after it reads it
   uint32_t has_pulled;        // 1: the peers' experts' rows were read in the last combine
+  uint64_t active_ranks[kRankMaskWords];  // mask of the last dispatch that had one, for combine
 };
 
 // Totals since the workspace was made.

@@ -6,6 +6,7 @@
 namespace moe_nvlink {
 
 constexpr int kMaxRanks = 128;         // ranks of one exchange; an NVL72 domain has 72 GPUs
+constexpr int kRankMaskWords = 2;      // words of 64 bits that have a bit for each rank
 constexpr int kMaxTopK = 32;           // experts a token may be routed to
 constexpr int kMaxPayloads = 10;       // expert ids, router weights and up to 8 rows of the caller
 constexpr int kRegionAlignment = 256;  // bytes; regions of the workspace start on multiples of it
@@ -90,6 +91,7 @@ constexpr int kFaultTimeout = 1;   // the peer's cell did not reach the epoch in
 constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slice has slots
 constexpr int kFaultGeometry = 3;  // the peer dispatched through a layer of another geometry
 constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
+constexpr int kFaultLeftOut = 5;   // this rank's own mask of active ranks leaves this rank out
 
 // The slot of an expert id without a row of its own: the expert's rank already has the token
 // because of an earlier id, or the id is no expert.

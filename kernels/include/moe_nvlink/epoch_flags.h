@@ -115,21 +115,25 @@ HD bool has_failed(const Args& args) {
 // first fault stays, because later faults follow from it. If the host cannot read this rank's
 // workspace without waiting for the device, it has named a word of its own memory. A GPU reaches
 // that word in global space, because the host has pinned and mapped it.
-//
-// Waits first for this rank's own cell of the round in `cells`. The CTA that sends the cell checks
-// for failures of earlier verbs first. If it took this fault for such a failure, it would not
-// signal, and the peers would report a missing rank instead of the cause.
+template <class Args>
+HD void leave_fault(const Args& args, uint64_t fault) {
+  if (has_failed(args)) return;
+  LocalControl* local = local_control(args);
+  store_relaxed_sys(&local->fault, fault);
+  const uint64_t host_fault = load_word(&local->host_fault);
+  if (host_fault != 0) store_relaxed_sys(reinterpret_cast<uint64_t*>(host_fault), fault);
+}
+
+// Leaves the fault that a wait for a peer has ended with. Waits first for this rank's own cell of
+// the round in `cells`. The CTA that sends the cell checks for failures of earlier verbs first. If it
+// took this fault for such a failure, it would not signal, and the peers would report a missing rank
+// instead of the cause.
 template <class Args>
 HD void report_fault(const Args& args, uint32_t cells, int code, int phase, int peer,
                      uint32_t epoch, Patience& patience) {
   const int me = rank_in(args.geometry);
   is_reached_in_time(cell_of(args, me, cells, me), epoch, patience);
-  if (has_failed(args)) return;
-  LocalControl* local = local_control(args);
-  const uint64_t fault = pack_fault(code, phase, peer, epoch);
-  store_relaxed_sys(&local->fault, fault);
-  const uint64_t host_fault = load_word(&local->host_fault);
-  if (host_fault != 0) store_relaxed_sys(reinterpret_cast<uint64_t*>(host_fault), fault);
+  leave_fault(args, pack_fault(code, phase, peer, epoch));
 }
 
 }  // namespace moe_nvlink

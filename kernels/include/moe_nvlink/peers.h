@@ -3,6 +3,7 @@
 // others.
 #pragma once
 
+#include "active_ranks.h"
 #include "config.h"
 #include "epoch_flags.h"
 #include "memory_order.h"
@@ -11,10 +12,10 @@
 
 namespace moe_nvlink {
 
-// Calls visit(peer) for the peers first, first + step, ... If a round shall leave ranks out, change
-// this loop and for_each_row_and_peer(), and store the count 0 for each rank that is left out. The
-// sums and dispatch's marking of empty slots go through all ranks, and remain right: such a rank
-// adds no rows, and all slots of its slice are marked as empty.
+// Calls visit(peer) for the peers first, first + step, ... A round may leave ranks out
+// (active_ranks.h): a loop that signals or waits asks is_active(), and a loop that counts stores 0
+// for such a rank. Sums and the marking of empty slots go through all ranks: such a rank adds no
+// rows, and all slots of its slice are marked as empty.
 template <class Args, class Visit>
 HD void for_each_peer(const Args& args, int first, int step, const Visit& visit) {
   const int num_ranks = num_ranks_in(args.geometry);
@@ -52,10 +53,12 @@ HD void signal_peer(const Args& args, uint32_t cells, int peer, uint64_t cell) {
   store_release_sys(cell_of(args, peer, cells, rank_in(args.geometry)), cell);
 }
 
-// Stores one cell to every peer. One CTA.
+// Stores one cell to every peer that takes part. One CTA.
 template <class Args>
 HD void signal_peers(const Args& args, const Cta& cta, uint32_t cells, uint64_t cell) {
-  for_each_peer(args, cta, [&](int peer) { signal_peer(args, cells, peer, cell); });
+  for_each_peer(args, cta, [&](int peer) {
+    if (is_active(args, peer)) signal_peer(args, cells, peer, cell);
+  });
 }
 
 // What a kernel waits for: the peers' cells of one region, at one epoch.

@@ -1,6 +1,7 @@
 // From a token's expert ids to (target_rank, slot), once per distinct rank.
 #pragma once
 
+#include "active_ranks.h"
 #include "args.h"
 #include "config.h"
 #include "copy.h"
@@ -19,6 +20,12 @@ HD int target_rank_of(int expert, const Geometry& geometry) {
   const int first_of_smaller = num_larger * (fewest + 1);
   if (expert < first_of_smaller) return expert / (fewest + 1);
   return num_larger + (expert - first_of_smaller) / fewest;
+}
+
+// The rank that gets a token because of this id: kNoSlot also if the round leaves the owner out.
+HD int active_target_of(const DispatchArgs& args, int expert) {
+  const int target = target_rank_of(expert, args.geometry);
+  return target != kNoSlot && is_active(args, target) ? target : kNoSlot;
 }
 
 // The first expert of a rank.
@@ -83,7 +90,7 @@ HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, bool 
     // way together.
     const bool padding = is_padding(args, token);
     const bool stays = failed || padding;
-    const int target = stays ? kNoSlot : target_rank_of(id, geometry);
+    const int target = stays ? kNoSlot : active_target_of(args, id);
     route.target_ranks[k] = target;
     route.ids[k] = target == kNoSlot ? -1 : id;
   }

@@ -177,6 +177,7 @@ def _of_dispatch(args: Any) -> _Tensors:
     yield args.send_slots, tokens * geometry.top_k * 4, "send_slots"
     yield args.global_scale, 4, "global_scale"
     yield args.is_padding, tokens, "is_padding"
+    yield args.active_ranks, -(-geometry.ep_size // 64) * 8, "active_ranks"
     for index, payload in enumerate(args.payloads[: args.num_payloads]):
         row_bytes = payload.row_bytes
         if args.quantiser and index == 2:  # activations
