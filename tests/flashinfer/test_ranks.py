@@ -27,6 +27,7 @@ CASES = (
     "the_drop_in_carries_every_format",
     "the_least_workspace_is_enough",
     "what_the_drop_in_refuses",
+    "rounds_without_the_last_rank",
     "flashinfers_own_backend_on_the_drop_in",
     "the_newcomers_page",
 )

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from tests.support import wheels
-
 #: The newest release, from which our adapters and benchmarks were read.
 VERSION = "0.7.2.post1"
 #: CUDA sources that benchmarks/moe_comm/peer_source.py compiles.
@@ -34,6 +32,8 @@ def folder() -> Path:
     Raises:
         FetchError: the wheel could not be fetched.
     """
+    from tests.support import wheels  # a machine with a GPU may lack what this imports
+
     chosen = "".join(("python", *_CUDA, _LEFT_OUT))
     return wheels.files_of("flashinfer-python", VERSION, _is_wanted, chosen)
 

@@ -48,6 +48,7 @@ def flashinfer() -> Iterator[Any]:
             import flashinfer.fused_moe
             import flashinfer.testing.utils
             import flashinfer.tllm_enums
+            import flashinfer.trace.templates.gemm
             import flashinfer.trace.templates.moe
 
             yield flashinfer
@@ -170,15 +171,26 @@ class Case(NamedTuple):
     def name(self) -> str:
         return f"{self.function.split('_block')[0]} {self.recipe}"
 
+    @property
+    def has_blocks_of_128(self) -> bool:
+        return self.recipe in ("fp8_block", "fp8_block_pow2")
+
+    @property
+    def global_scale(self) -> torch.Tensor | None:
+        """1, which the references know nothing of."""
+        return ONE if self.recipe in ("nvfp4", "fp8_tensor") else None
+
 
 CASES = (
     Case(CUTLASS, None),
+    Case(CUTLASS, "fp8_tensor"),
     Case(CUTLASS, "nvfp4"),
     Case(CUTLASS, "mxfp8"),
     Case(TRTLLM_FP4, None),
     Case(TRTLLM_FP4, "nvfp4"),
     Case(TRTLLM_FP4, "mxfp8"),
     Case(TRTLLM_FP8, "fp8_block"),
+    Case(TRTLLM_FP8, "fp8_block_pow2"),
     Case(TRTLLM_FP8, "mxfp8", STEP),
 )
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -207,10 +219,9 @@ def weights_of(case: Case, first: int, end: int) -> dict[str, Any]:
             if not is_mx:
                 scales = (torch.rand(shape, generator=random) / 16).to(torch.float8_e4m3fn)
             return dict(zip(names, (codes.to(torch.uint8), scales), strict=True))
-        block = 128 if case.recipe == "fp8_block" else 32
-        tall = block if case.recipe == "fp8_block" else 1
+        block, tall = (128, 128) if case.has_blocks_of_128 else (32, 1)
         shape = (NUM_EXPERTS, rows // tall, columns // block)
-        if case.recipe == "fp8_block":
+        if case.has_blocks_of_128:
             scales = torch.rand(shape, generator=random) + 0.5
         else:
             scales = torch.randint(126, 129, shape, generator=random).to(torch.uint8)
@@ -240,7 +251,7 @@ def sums_of(flashinfer: Any, given: dict[str, Any]) -> torch.Tensor:
         rows, scales = given["input"], given["input_sf"]
         if scales is not None:
             rows = moe._dequantize_fp4_hidden_states(rows, scales, False)
-        local = len(given["fc1_expert_weights"])
+        local = len(given["fc1_expert_weights"])  # rows of fp8_tensor have a scale of 1
         sums = moe._moe_bf16_run_experts(
             rows,
             given["fc1_expert_weights"],
@@ -311,7 +322,8 @@ def check_cutlass_call(given: dict[str, Any]) -> None:
         assert scales.is_contiguous()
         assert scales.dtype.itemsize == 1
         assert scales.shape[0] == rows.shape[0]
-    assert given["use_mxfp8_act_scaling"] == (rows.dtype == torch.float8_e4m3fn)
+    is_mxfp8 = rows.dtype == torch.float8_e4m3fn and scales is not None
+    assert given["use_mxfp8_act_scaling"] == is_mxfp8
     absent = len(given["fc1_expert_weights"]) * given["ep_size"]
     assert bool(((ids >= 0) & (ids <= absent)).all())
 
@@ -356,17 +368,17 @@ def expected_of(flashinfer: Any, case: Case, rank: int, count: int) -> torch.Ten
     hidden, ids, weights = tokens_of(rank, count)
     quantised: Any = (hidden, None)
     if case.recipe is not None:
-        quantised = getattr(recipes, case.recipe.upper()).quantise(hidden, ONE)
+        quantised = getattr(recipes, case.recipe.upper()).quantise(hidden, case.global_scale)
     rows, scales = quantised
     every = weights_of(case, 0, NUM_EXPERTS)
     if case.function == CUTLASS:
         routed = {"input": rows, "input_sf": scales, "ep_rank": 0, "ep_size": 1}
         routed |= {"token_selected_experts": ids, "token_final_scales": weights}
     else:
-        if case.recipe == "fp8_block":
+        if case.has_blocks_of_128:
             scales = scales.t().contiguous()
         routed = {"hidden_states": rows, "hidden_states_scale": scales, "topk_ids": (ids, weights)}
-        kind = {"fp8_block": 1, "mxfp8": 2}.get(case.recipe or "", 0)
+        kind = 1 if case.has_blocks_of_128 else 2
         routed |= {"num_experts": NUM_EXPERTS, "local_expert_offset": 0}
         routed |= {"fp8_quantization_type": kind, "activation_type": case.activation}
     return sums_of(flashinfer, {**UNREAD[case.function], **routed, **every})
@@ -386,9 +398,10 @@ def rounds_of(group: Any, case: Case, stand_in: StandIn) -> list[torch.Tensor]:
             **weights_of(case, first, end),
         )
         for counts, bound in ROUNDS:
-            scale = ONE if case.recipe == "nvfp4" else None
             hidden, ids, weights = tokens_of(group.rank, counts[group.rank])
-            received = exchange.dispatch(hidden, ids, weights, global_scale=scale, max_tokens=bound)
+            received = exchange.dispatch(
+                hidden, ids, weights, global_scale=case.global_scale, max_tokens=bound
+            )
             made = fused(received)
             check_in_place(exchange, received, made, stand_in)
             results.append(exchange.combine(made, received.metadata))
@@ -401,12 +414,11 @@ ROUNDS = (((3, 5), CAPACITY), ((0, 4), 5), ((1, 2), 2))
 
 def check_in_place(exchange: Any, received: Any, made: torch.Tensor, stand_in: StandIn) -> None:
     region = exchange.combine_input(metadata=received.metadata)
-    (given,) = [call for call in stand_in.calls if call["output"].data_ptr() == region.data_ptr()][
-        -1:
-    ]
+    calls = [each for each in stand_in.calls if each["output"].data_ptr() == region.data_ptr()]
+    given = calls[-1]
     assert made.data_ptr() == region.data_ptr()
     assert made.shape == region.shape
-    rows = given.get("input", given.get("hidden_states"))
+    rows = given["input"] if "input" in given else given["hidden_states"]
     assert rows.data_ptr() == received.hidden_states.data_ptr()
     scales = given.get("input_sf", given.get("hidden_states_scale"))
     assert (scales is None) == (received.scales is None)
@@ -417,7 +429,7 @@ def check_in_place(exchange: Any, received: Any, made: torch.Tensor, stand_in: S
     )
     assert ids.data_ptr() == received.topk_ids.data_ptr()
     assert weights.data_ptr() == received.topk_weights.data_ptr()
-    assert given["tune_max_num_tokens"] == 2 * CAPACITY
+    assert given["tune_max_num_tokens"] == exchange.config.ep_size * CAPACITY
 
 
 @pytest.fixture
@@ -449,3 +461,53 @@ def test_two_ranks_compute_the_layer(
             if got.numel():
                 largest = expected.abs().amax(1, keepdim=True) + 1e-6
                 assert float(((got.float() - expected).abs() / largest).max()) < 2**-6
+
+
+def test_a_copy_is_noticed(
+    stand_in: Callable[[str], StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = experts._of_rows
+
+    def copied(function: str, received: Any) -> dict[str, Any]:
+        given = original(function, received)
+        return {**given, "hidden_states_scale": given["hidden_states_scale"].clone()}
+
+    monkeypatch.setattr(experts, "_of_rows", copied)
+    case = Case(TRTLLM_FP8, "fp8_block")
+    recorder = stand_in(case.function)
+    with pytest.raises(AssertionError):
+        run_ranks(1, lambda group: rounds_of(group, case, recorder))
+
+
+def test_foreign_ids_are_noticed(
+    stand_in: Callable[[str], StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that computes another rank's experts."""
+    monkeypatch.setattr(experts, "local_expert_range", lambda *_: (NUM_EXPERTS // 2, NUM_EXPERTS))
+    case = Case(TRTLLM_FP4, None)
+    recorder = stand_in(case.function)
+    results = run_ranks(2, lambda group: rounds_of(group, case, recorder))
+    assert not all(bool(each.isfinite().all()) for each in results[0])
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_interleaved_scales_are_flashinfers(flashinfer: Any, recipe: str) -> None:
+    """The layout in which vLLM's FlashInferExperts take them (swizzled_input_sf=True)."""
+    config = config_of(CUTLASS, recipe, 1, 0, scales_layout="interleaved")
+    unswizzled = flashinfer.trace.templates.gemm._unswizzle_sf_128x4
+
+    def rank_main(group: Any) -> None:
+        hidden, ids, weights = tokens_of(0, CAPACITY)
+        with MoeAllToAll.create(config, group) as exchange:
+            scale = ONE if recipe == "nvfp4" else None
+            received = exchange.dispatch(hidden, ids, weights, global_scale=scale)
+            filled = int(received.recv_counts.sum())
+            linear = getattr(recipes, recipe.upper()).quantise(hidden, scale).scales
+            found = unswizzled(received.scales, CAPACITY, linear.shape[1])[:filled]
+            is_sent = (ids >= 0).any(1)
+            assert filled == int(is_sent.sum()) > 0
+            rows = {bytes(each.view(torch.uint8).tolist()) for each in linear[is_sent]}
+            assert {bytes(each.tolist()) for each in found} == rows
+            exchange.combine(exchange.combine_input(), received.metadata)
+
+    run_ranks(1, rank_main)

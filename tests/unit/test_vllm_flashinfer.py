@@ -229,8 +229,8 @@ def _first(arguments: dict[str, Any], *names: str) -> Any:
     return next((arguments[name] for name in names if name in arguments), None)
 
 
-def _same(given: torch.Tensor, ours: torch.Tensor) -> bool:
-    return given.data_ptr() == ours.data_ptr() and given.nbytes == ours.nbytes
+def _same(given: torch.Tensor, ours: torch.Tensor | None) -> bool:
+    return ours is not None and given.data_ptr() == ours.data_ptr() and given.nbytes == ours.nbytes
 
 
 class Layer:
