@@ -6,6 +6,7 @@
   not moved to ``flashinfer.moe_ep``. ``install`` puts it in the place of FlashInfer's.
 * ``opaque_rows``: lists of payloads through exchanges on one workspace, which both stand on.
 * ``communicators``: FlashInfer's communicators as groups of ours.
+* ``experts``: FlashInfer's fused experts between our dispatch and combine.
 * ``compat``: every name of FlashInfer that these modules touch.
 """
 

@@ -33,10 +33,6 @@ from .opaque_rows import Kind, OpaqueRows, check_bound, refuse_rows_beyond, row_
 _ALIGNMENT = 128
 #: Combine's types, and the widest of them, in which the room for the experts' output is counted.
 _WIDEST, _OTHERS = torch.float32, (torch.bfloat16, torch.float16)
-_MASK = (
-    "dispatch without a mask, and destroy the group when a rank is lost; FlashInfer's own class "
-    "has active_rank_mask"
-)
 
 
 class _Geometry(NamedTuple):
@@ -133,7 +129,7 @@ class MoeAlltoAll:
         hidden_size: elements of a row if workspace_size_per_rank is None.
         mnnvl_config: its comm_backend is how ranks meet; None: all ranks of torch.distributed.
         eplb_stats_num_experts: must be 0.
-        enable_rank_mask: must be False.
+        enable_rank_mask: whether dispatch takes an active_rank_mask.
         backend: "trtllm". The kernels are ours.
 
     Raises:
@@ -158,12 +154,12 @@ class MoeAlltoAll:
         *,
         backend: str = "trtllm",
     ) -> None:
-        _refuse_options(eplb_stats_num_experts, enable_rank_mask, backend)
+        _refuse_options(eplb_stats_num_experts, backend)
         self.ep_size: int = mapping.moe_ep_size
         self.ep_rank: int = mapping.moe_ep_rank
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.eplb_stats_num_experts, self.enable_eplb = 0, False
-        self.enable_rank_mask = False
+        self.enable_rank_mask = enable_rank_mask
         for name in ("ep_size", "max_num_tokens", "top_k", "num_experts"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -270,7 +266,10 @@ class MoeAlltoAll:
             expert_id_payload_index: which payload has the ids, if invalid_token_expert_id is given.
                 It must be token_selected_experts itself.
             eplb_local_stats: must be None.
-            active_rank_mask: must be None.
+            active_rank_mask: what flashinfer.comm.moe_a2a_active_rank_mask returns, equal on all
+                ranks that it names; None: all ranks take part. The others must not call; their
+                experts are no experts, and they cannot take part in later rounds on the workspace.
+                Payloads of these sizes must have travelled among all ranks before.
 
         Returns:
             For each payload `[ep_size, runtime_max_tokens_per_rank, *]`, valid until combine.
@@ -281,8 +280,7 @@ class MoeAlltoAll:
         """
         if eplb_local_stats is not None:
             _refuse("eplb_local_stats", "torch.distributed.all_gather_into_tensor")
-        if active_rank_mask is not None:
-            _refuse("active_rank_mask", _MASK)
+        self._check_mask(active_rank_mask)
         if not input_payloads:
             raise InputError("input_payloads is empty; pass one tensor [num_tokens, ...] or more")
         bound = check_bound(
@@ -316,6 +314,7 @@ class MoeAlltoAll:
             received_ids=received_ids,
             max_tokens=bound,
             combined_bytes=most_bytes - sum(row_sizes),
+            active_rank_mask=active_rank_mask,
         )
         self._bound = runtime_max_tokens_per_rank
         ids = received.topk_ids
@@ -360,7 +359,7 @@ class MoeAlltoAll:
             sf_layout: not used, as without output_scales in FlashInfer.
             output: `[num_tokens, hidden_size]` in the type of payload; None allocates it.
             use_low_precision: must be False: FlashInfer casts rows to e4m3 without a scale.
-            active_rank_mask: must be None.
+            active_rank_mask: that of dispatch, or None.
 
         Raises:
             InputError, UnsupportedError, ExchangeStateError: nothing was sent.
@@ -369,8 +368,7 @@ class MoeAlltoAll:
         _refuse_quantised(payload, output_dtype, output_scales, output_scalar_scale)
         if use_low_precision:
             _refuse("use_low_precision", 'MoeNvlinkConfig(combine="fp8_block") in moe_ep')
-        if active_rank_mask is not None:
-            _refuse("active_rank_mask", _MASK)
+        self._check_mask(active_rank_mask)
         self._check_round("combine", runtime_max_tokens_per_rank)
         shape = (self.ep_size, runtime_max_tokens_per_rank)
         if payload.dim() != 3 or payload.shape[:2] != shape:
@@ -383,7 +381,7 @@ class MoeAlltoAll:
             rows = payload.new_empty((self.ep_size, payload.shape[2]))
         elif payload_in_workspace:
             self._check_in_workspace(payload)
-        return self._rows.combine(rows, output)
+        return self._rows.combine(rows, output, active_rank_mask)
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
@@ -404,6 +402,13 @@ class MoeAlltoAll:
     def _received_ids(self, invalid_id: int | None) -> str | int:
         """Return AllToAllConfig.received_ids for a call."""
         return "global" if invalid_id is None or invalid_id < self.num_experts else invalid_id
+
+    def _check_mask(self, mask: torch.Tensor | None) -> None:
+        if mask is not None and not self.enable_rank_mask:
+            raise InputError(
+                "active_rank_mask is given, but enable_rank_mask=False; construct MoeAlltoAll with "
+                "enable_rank_mask=True"
+            )
 
     def _check_round(self, verb: str, runtime_max_tokens_per_rank: int) -> None:
         if not self._rows.is_dispatched:
@@ -436,7 +441,7 @@ def moe_a2a_get_workspace_size_per_rank(
 
     It is FlashInfer's sum without its own control data; the workspace has ours beside these bytes.
     """
-    _refuse_options(eplb_stats_num_experts, enable_rank_mask=False, backend=backend)
+    _refuse_options(eplb_stats_num_experts, backend)
     slots = ep_size * max_num_tokens
     parts = (total_dispatch_payload_size_per_token, combine_payload_size_per_token)
     return sum(-(-slots * part // _ALIGNMENT) * _ALIGNMENT for part in parts)
@@ -564,14 +569,12 @@ def _is_same(payload: torch.Tensor, experts: torch.Tensor) -> bool:
     return payload.data_ptr() == experts.data_ptr() and payload.stride() == experts.stride()
 
 
-def _refuse_options(eplb_stats_num_experts: int, enable_rank_mask: bool, backend: str) -> None:
+def _refuse_options(eplb_stats_num_experts: int, backend: str) -> None:
     if eplb_stats_num_experts:
         _refuse(
             f"eplb_stats_num_experts={eplb_stats_num_experts}",
             "torch.distributed.all_gather_into_tensor for the statistics",
         )
-    if enable_rank_mask:
-        _refuse("enable_rank_mask", _MASK)
     if backend != "trtllm":
         _refuse(f"backend={backend!r}", 'backend="trtllm"; the kernels are those of moe_nvlink')
 

@@ -126,6 +126,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):  # type: ignore[misc]
         hidden_states_scale: torch.Tensor | None = None,
         max_tokens_per_rank: int | None = None,
         eplb_local_stats: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
     ) -> MoEEpDispatchResult:
         """Send each token once to every rank that owns one of its experts. Collective; capturable.
 
@@ -136,6 +137,9 @@ class MoeNvlinkCommunication(MoEEpCommunication):  # type: ignore[misc]
             hidden_states_scale: `[num_tokens, *]`, any dtype.
             max_tokens_per_rank: bound of the call, equal on all ranks; None: that of params.
             eplb_local_stats: must be None.
+            active_rank_mask: what flashinfer.comm.moe_a2a_active_rank_mask returns, equal on all
+                ranks that it names; None: all ranks take part. The others must not call; their
+                experts are no experts, and they cannot take part in later rounds on the workspace.
 
         Raises:
             UnsupportedError: eplb_local_stats is given.
@@ -163,7 +167,12 @@ class MoeNvlinkCommunication(MoEEpCommunication):  # type: ignore[misc]
             "MoeNvlinkConfig; name the dispatch_format, or raise the latter",
         )
         received = rows.dispatch(
-            topk_ids, topk_weights, payloads, received_ids=self._received_ids, max_tokens=bound
+            topk_ids,
+            topk_weights,
+            payloads,
+            received_ids=self._received_ids,
+            max_tokens=bound,
+            active_rank_mask=active_rank_mask,
         )
         return MoEEpDispatchResult(
             hidden_states=received.payloads[0],
@@ -186,7 +195,11 @@ class MoeNvlinkCommunication(MoEEpCommunication):  # type: ignore[misc]
         return self._live().combine_input(dtype, self.params.hidden_size)
 
     def combine(
-        self, expert_output: torch.Tensor, *, output: torch.Tensor | None = None
+        self,
+        expert_output: torch.Tensor,
+        *,
+        output: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add up the partial rows of this rank's tokens. Collective; capturable.
 
@@ -195,6 +208,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):  # type: ignore[misc]
                 `[ep_size, tokens_per_rank, hidden]`; MoEEpCommParams.dtype or one of
                 MoeNvlinkConfig.combine_dtypes.
             output: `[num_tokens, hidden]` in the type of expert_output; None allocates it.
+            active_rank_mask: that of dispatch, or None.
 
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as MoeAllToAll.combine.
@@ -204,7 +218,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):  # type: ignore[misc]
                 f"expert_output has shape {list(expert_output.shape)}; pass 2 or 3 dimensions: "
                 "[ep_size * tokens_per_rank, hidden] or [ep_size, tokens_per_rank, hidden]"
             )
-        return self._live().combine(expert_output.flatten(0, -2), output)
+        return self._live().combine(expert_output.flatten(0, -2), output, active_rank_mask)
 
     def destroy(self) -> None:
         """Give up the exchange; the last user of a workspace frees it. Local; idempotent."""

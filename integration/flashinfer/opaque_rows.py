@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, DispatchMetadata, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, DispatchMetadata, MoeAllToAll, rank_mask
 from moe_nvlink_plugin.errors import ConfigError, ExchangeStateError, InputError
 
 
@@ -51,6 +51,7 @@ class Received(NamedTuple):
 class _Round(NamedTuple):
     exchange: MoeAllToAll
     metadata: DispatchMetadata
+    mask: tuple[int, ...] | None
 
 
 class OpaqueRows:
@@ -69,6 +70,7 @@ class OpaqueRows:
         self._config_of = config_of
         self._exchanges: dict[Kind, MoeAllToAll] = {}
         self._no_weights: torch.Tensor | None = None
+        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._round: _Round | None = None
 
     @property
@@ -105,6 +107,7 @@ class OpaqueRows:
         received_ids: str | int,
         max_tokens: int,
         combined_bytes: int = 0,
+        active_rank_mask: torch.Tensor | None = None,
     ) -> Received:
         """Send payloads to the ranks that own the tokens' experts. Collective; capturable.
 
@@ -115,6 +118,8 @@ class OpaqueRows:
             received_ids: as AllToAllConfig.received_ids.
             max_tokens: bound of the call.
             combined_bytes: as in Kind.
+            active_rank_mask: which ranks take part, as FlashInfer's: words of 64 bits on the CPU.
+                The others must not call. None: all do.
 
         Raises:
             InputError, ExchangeStateError, and what waits raise: as MoeAllToAll.dispatch.
@@ -129,9 +134,14 @@ class OpaqueRows:
         if topk_weights is None:
             topk_weights = self._weights(exchange.config, topk_ids)
         received = exchange.dispatch(
-            rows[0], topk_ids, topk_weights, rows[1:], max_tokens=max_tokens
+            rows[0],
+            topk_ids,
+            topk_weights,
+            rows[1:],
+            max_tokens=max_tokens,
+            active_ranks=self._active_ranks(active_rank_mask, exchange.config, topk_ids.device),
         )
-        self._round = _Round(exchange, received.metadata)
+        self._round = _Round(exchange, received.metadata, _words(active_rank_mask))
         views = (received.hidden_states, *received.extra_payloads)
         return Received(
             received.topk_ids,
@@ -154,17 +164,28 @@ class OpaqueRows:
             dtype, hidden_size=hidden_size, metadata=current.metadata
         )
 
-    def combine(self, rows: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+    def combine(
+        self,
+        rows: torch.Tensor,
+        output: torch.Tensor | None,
+        active_rank_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Add up the partial rows of this rank's tokens. Collective; capturable.
 
         Args:
             rows: `[ep_size * max_tokens, hidden_size]`, the experts' output.
             output: `[num_tokens, hidden_size]`; None allocates it.
+            active_rank_mask: that of dispatch, or None.
 
         Raises:
             InputError, ExchangeStateError, and what waits raise: as MoeAllToAll.combine.
         """
         current = self._in_flight("combine")
+        mask = _words(active_rank_mask)
+        if mask not in (None, current.mask):
+            raise InputError(
+                f"active_rank_mask={mask}, but the dispatch had {current.mask}; pass the same mask"
+            )
         width = rows.shape[-1]
         total = current.exchange.combine(rows, current.metadata, output=output, hidden_size=width)
         self._round = None
@@ -182,11 +203,41 @@ class OpaqueRows:
             raise ExchangeStateError(f"{verb} without dispatch; call dispatch first")
         return self._round
 
+    def _active_ranks(
+        self, mask: torch.Tensor | None, config: AllToAllConfig, device: torch.device
+    ) -> torch.Tensor | None:
+        """Return a mask of FlashInfer's as dispatch takes it. Each lies on the device once."""
+        words = _words(mask)
+        if words is None:
+            return None
+        found = self._masks.get(words)
+        if found is None:
+            bits = sum(word << 64 * index for index, word in enumerate(words))
+            ranks = [rank for rank in range(config.ep_size) if bits >> rank & 1]
+            found = self._masks[words] = rank_mask(ranks, config.ep_size, device)
+        return found
+
     def _weights(self, config: AllToAllConfig, topk_ids: torch.Tensor) -> torch.Tensor:
         shape = (config.max_tokens_per_rank, config.top_k)
         if self._no_weights is None or self._no_weights.shape != shape:
             self._no_weights = torch.zeros(shape, device=topk_ids.device)
         return self._no_weights[: topk_ids.shape[0]]
+
+
+def _words(mask: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Return the words of a mask, each 0 or more.
+
+    Raises:
+        InputError: it is no mask of FlashInfer's.
+    """
+    if mask is None:
+        return None
+    if mask.dtype != torch.uint64 or mask.dim() != 1 or mask.device.type != "cpu":
+        raise InputError(
+            f"active_rank_mask is {mask.dtype} {list(mask.shape)} on {mask.device}; pass what "
+            "flashinfer.comm.moe_a2a_active_rank_mask returns"
+        )
+    return tuple(mask.tolist())
 
 
 def row_bytes(tensor: torch.Tensor) -> int:

@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "lm_head": {"doorway", "memory", "plugins", "launch"},
     "tools": {"doorway", "transport", "jit", "plugins", "launch", "exchange", "lm_head"},
     "integration.common": {"doorway", "public"},
-    "integration.flashinfer": {"doorway", "public"},
+    "integration.flashinfer": {"doorway", "public", "integration.common"},
     SGLANG: {"doorway", "public", "integration.common"},
     VLLM: {"doorway", "public", "integration.common"},
 }

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -199,7 +201,7 @@ def the_bound_of_each_call(rank: int, ep_size: int) -> None:
             assert got.topk_weights is None
             assert (got.topk_ids == -1).all()
             assert made.combine(got.hidden_states).shape == (0, HIDDEN)
-        round_of(made, wires.BF16, rank, 1, MAX_TOKENS - 1, in_region=True)
+        round_of(made, wires.BF16, rank, 2, MAX_TOKENS - 1, in_region=True)
 
 
 @case
@@ -377,6 +379,38 @@ def flashinfers_layer_with_experts_in_torch(rank: int, ep_size: int) -> None:
 # The drop-in.
 
 
+def signature_of(function: Any) -> list[tuple[str, object, object]]:
+    """Names, kinds and defaults; annotations are each side's own."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@case
+def the_drop_in_has_flashinfers_signatures(rank: int, ep_size: int) -> None:
+    theirs = flashinfer.comm.MoeAlltoAll
+    for name, member in vars(theirs).items():
+        # checkpoints and workspaces included, which raise; not its constants and its private parts
+        if callable(getattr(theirs, name)) and (name == "__init__" or not name.startswith("__")):
+            mine = getattr(ours.MoeAlltoAll, name)
+            assert signature_of(mine) == signature_of(getattr(theirs, name)), name
+        elif isinstance(member, property):
+            assert isinstance(vars(ours.MoeAlltoAll)[name], property)
+    size = "moe_a2a_get_workspace_size_per_rank"
+    mine = getattr(moe_alltoall, size)
+    assert signature_of(mine) == signature_of(getattr(flashinfer.comm, size))
+    with installed():
+        patched = [name for name in vars(flashinfer.comm) if name in moe_alltoall._INSTALLED]
+        assert len(patched) == len(moe_alltoall._INSTALLED)
+        ours.install()  # a second time
+    late = types.ModuleType("late")
+    late.MoeAlltoAll = theirs  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(sys.modules, {"late": late}),
+        pytest.raises(ExchangeStateError, match="^late imported MoeAlltoAll .*install.. first"),
+    ):
+        ours.install()
+    assert flashinfer.comm.MoeAlltoAll is theirs
+
+
 def mapping_of(rank: int, ep_size: int) -> Any:
     return Mapping(
         rank=rank,
@@ -495,8 +529,8 @@ def what_the_drop_in_refuses(rank: int, ep_size: int) -> None:
             subject.combine(good, 2, output_dtype=torch.float8_e4m3fn)
         with pytest.raises(UnsupportedError, match="no output_scales"):
             subject.combine(good, 2, output_scales=weights)
-        with pytest.raises(UnsupportedError, match="no active_rank_mask"):
-            subject.combine(good, 2, active_rank_mask=ids)
+        with pytest.raises(InputError, match="is given, but enable_rank_mask=False; construct"):
+            subject.combine(good, 2, active_rank_mask=mask_of([rank], ep_size))
         with pytest.raises(InputError, match="=3, but the dispatch had 2"):
             subject.combine(good, 3)
         with pytest.raises(InputError, match=r"payload has shape \[1, 2, 128\]; pass"):
@@ -515,8 +549,8 @@ def what_the_drop_in_refuses(rank: int, ep_size: int) -> None:
 
 def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
     x, ids, _weights = payloads
-    with pytest.raises(UnsupportedError, match="no active_rank_mask; use dispatch without a mask"):
-        subject.dispatch(ids, payloads, 2, active_rank_mask=ids)
+    with pytest.raises(InputError, match="is given, but enable_rank_mask=False; construct"):
+        subject.dispatch(ids, payloads, 2, active_rank_mask=mask_of([0], subject.ep_size))
     with pytest.raises(UnsupportedError, match="no eplb_local_stats"):
         subject.dispatch(ids, payloads, 2, eplb_local_stats=ids)
     with pytest.raises(InputError, match=f"=7 is no integer from 1 to {MAX_TOKENS}"):
@@ -535,7 +569,6 @@ def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
         subject.get_combine_payload_tensor_in_workspace(2, HIDDEN, torch.bfloat16)
     for wrong, complaint in (
         ({"eplb_stats_num_experts": 4}, "no eplb_stats_num_experts=4"),
-        ({"enable_rank_mask": True}, "no enable_rank_mask"),
         ({"backend": "cake"}, "no backend='cake'"),
     ):
         with pytest.raises(UnsupportedError, match=complaint):
@@ -550,6 +583,57 @@ def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
         subject.checkpoint_prepare()
     with pytest.raises(UnsupportedError, match="no moe_a2a_dispatch on a caller's workspace; use"):
         flashinfer.comm.moe_a2a_dispatch(ids, payloads)
+
+
+def mask_of(ranks: Sequence[int], ep_size: int) -> torch.Tensor:
+    mask: torch.Tensor = flashinfer.comm.moe_a2a_active_rank_mask(ranks, ep_size)
+    return mask
+
+
+def without_last(work: Work, ep_size: int, num_experts: int) -> Work:
+    """The experts of the last rank are no experts any more."""
+    last, _end, _all = share_of(ep_size - 1, ep_size, num_experts)
+    return dataclasses.replace(work, ids=torch.where(work.ids >= last, -1, work.ids))
+
+
+@case
+def rounds_without_the_last_rank(rank: int, ep_size: int) -> None:
+    """Which has taken part before; both doors, and masks that are none."""
+    num_experts, survivors = 2 * ep_size, range(ep_size - 1)
+    mask = mask_of(survivors, ep_size)
+    work = wires.works(ep_size, num_experts, [3] * ep_size, 8)[rank]
+    wanted = wires.expected(
+        wires.BF16, without_last(work, ep_size, num_experts), ep_size, num_experts
+    )
+    first, end, _ = share_of(rank, ep_size, num_experts)
+    payloads = payloads_of(wires.BF16, work)
+    with communication(rank, ep_size, params_of(wires.BF16, num_experts)) as made:
+        round_of(made, wires.BF16, rank, 2, None, in_region=False)
+        if rank in survivors:
+            for _ in range(2):
+                got = made.dispatch(*payloads, active_rank_mask=mask)
+                x = got.hidden_states.float()
+                partial = wires.local_sums(x, got.topk_ids, got.topk_weights, first, end)
+                total = made.combine(partial.bfloat16(), active_rank_mask=mask)
+                assert torch.equal(total, wanted)
+        with pytest.raises(InputError, match=r"active_rank_mask is torch.int32 \[1\] on cpu; pass"):
+            made.dispatch(*payloads, active_rank_mask=torch.ones(1, dtype=torch.int32))
+        others = mask_of([other for other in range(ep_size) if other != rank], ep_size)
+        with pytest.raises(InputError, match=f"but this is rank {rank}; a rank that dispatches"):
+            made.dispatch(*payloads, active_rank_mask=others)
+    with installed():
+        subject = drop_in(rank, ep_size, num_experts, enable_rank_mask=True)
+        drop_in_round(subject, wires.BF16, rank, 2, -1)
+        if rank in survivors:
+            rows, ids, weights = subject.dispatch(work.ids, payloads, 3, -1, 1, None, mask)
+            flat = [tensor.flatten(0, 1) for tensor in (rows.float(), ids, weights)]
+            partial = wires.local_sums(*flat, first, end).bfloat16().view(ep_size, 3, HIDDEN)
+            other = mask_of(range(ep_size), ep_size)
+            with pytest.raises(InputError, match=r"but the dispatch had \(\d,\); pass the same"):
+                subject.combine(partial, 3, active_rank_mask=other)
+            assert torch.equal(subject.combine(partial, 3, active_rank_mask=mask), wanted)
+        dist.barrier()
+        subject._reset_workspace()
 
 
 @case

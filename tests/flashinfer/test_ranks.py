@@ -23,9 +23,11 @@ CASES = (
     "what_the_backend_refuses",
     "flashinfers_layer_with_its_identity",
     "flashinfers_layer_with_experts_in_torch",
+    "the_drop_in_has_flashinfers_signatures",
     "the_drop_in_carries_every_format",
     "the_least_workspace_is_enough",
     "what_the_drop_in_refuses",
+    "rounds_without_the_last_rank",
     "flashinfers_own_backend_on_the_drop_in",
     "the_newcomers_page",
 )

@@ -1,0 +1,60 @@
+"""Every name of FlashInfer that we touch, held against its source; imports nothing of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_nvlink_plugin.integration.common.names import Touched
+from moe_nvlink_plugin.integration.flashinfer import compat
+from tests.support import flashinfer_wheel
+from tests.support.wheels import FetchError
+from tests.unit.framework_source import Source, not_in_the_readme
+from tests.unit.framework_wheels import left_out
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    try:
+        return Source(flashinfer_wheel.folder(), flashinfer_wheel.VERSION, "flashinfer")
+    except FetchError as error:
+        left_out(error)
+
+
+def test_every_name_is_there_as_we_touch_it(source: Source) -> None:
+    complaints = [source.complaints(touched) for touched in compat.TOUCHED]
+    assert [complaint for complaint in complaints if complaint] == []
+
+
+def test_every_field_we_read_is_there(source: Source) -> None:
+    missing = [name for fields in compat.FIELDS for name in source.missing_fields(fields)]
+    assert missing == []
+
+
+def test_a_change_is_noticed(source: Source) -> None:
+    verb = next(one for one in compat.TOUCHED if one.name == "MoeAlltoAll.dispatch")
+    assert verb.parameters is not None
+    assert "takes" in source.complaints(verb._replace(parameters=verb.parameters[:-1]))
+    gone = Touched(verb.module, "MoeAlltoAll.is_gone", "use")
+    assert "is gone" in source.complaints(gone)
+    params = compat.FIELDS[0]
+    assert source.missing_fields(params._replace(names=("top_k", "is_gone"))) == [
+        f"{params.module}.MoEEpCommParams.is_gone"
+    ]
+
+
+def test_the_release_that_tests_import_is_one_of_those_read() -> None:
+    assert flashinfer_wheel.VERSION in compat.READ
+
+
+def test_the_readme_lists_every_name_and_field_we_touch() -> None:
+    assert not_in_the_readme("flashinfer", compat.TOUCHED, compat.FIELDS) == []
+
+
+@pytest.mark.parametrize("file", ["README.md", "integration/README.md"])
+def test_the_tables_of_versions_say_what_was_done(file: str) -> None:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    assert f"| FlashInfer | {compat.supported_versions()} |" in lines
