@@ -43,12 +43,12 @@ HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& 
   cta.sync();  // faulted is cleared before a thread may set it; epoch and has_failed are written
   if (shared.has_failed != 0) return true;
   const Awaited awaited{args.control.combine_cells, kPhaseCombine, shared.epoch};
-  const ExpectedCell expected{combine_tag(args), 0};
+  const ExpectedCell agreed{combine_tag(args), 0};
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {
     if (!is_active(args, peer)) return;
     uint64_t cell = 0;
-    const int fault = wait_for_peer(args, awaited, peer, expected, patience, &cell);
+    const int fault = wait_for_peer(args, awaited, peer, agreed, patience, &cell);
     if (fault != 0) store_relaxed_cta(&shared.faulted, 1);
   });
   // P4: thread t has acquired rank t's rows. The barrier hands them to the CTA's other threads,
