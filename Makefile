@@ -101,9 +101,10 @@ SGLANG_WHERE_IT_RUNS = $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c \
 demo: env $(if $(findstring sglang,$(DEMO_ARGS)),sglang-env)
 	@$(PY) -m moe_nvlink_plugin.integration.demo $(DEMO_ARGS)
 
-# Two processes, of which each compiles or waits much of the time; `-n 0` in PYTEST_ARGS: none.
+# Three processes, for two cores: each waits much of the time, for servers and for time limits that it
+# tests. `-n 0` in PYTEST_ARGS: none.
 test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC) $(SGLANG_WHERE_IT_RUNS)
-	@$(PY) -m pytest -n 2 --max-worker-restart 0 $(PYTEST_ARGS)
+	@$(PY) -m pytest -n 3 --max-worker-restart 0 $(PYTEST_ARGS)
 
 # --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
 upstream-tests: env

@@ -23,11 +23,13 @@ from tests.support.turns import Turn
 #: that give each other less than a minute and a half are not here. The longest come first.
 PATIENT = (
     "tests/kernels/test_every_nvrtc.py",
+    "tests/kernels/test_sanitizers.py",
+    "tests/kernels/test_nvrtc.py",
+    "tests/litmus/test_ptx_model_properties.py",
+    "tests/litmus/test_protocol.py",
     "tests/kernels/test_assembly.py",
     "tests/kernels/test_head_nvrtc.py",
-    "tests/kernels/test_nvrtc.py",
     "tests/kernels/test_combine_nvrtc.py",
-    "tests/kernels/test_sanitizers.py",
     "tests/kernels/test_head_sanitizers.py",
     "tests/architecture/",
     "tests/litmus/",
@@ -52,7 +54,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def _is_one_of_many(config: pytest.Config) -> bool:
-    """Whether this is one of the processes of `pytest -n 2`. A pytest that a test starts is not,
+    """Whether this is one of the processes of `pytest -n 3`. A pytest that a test starts is not,
     though it inherits their variables.
     """
     return hasattr(config, "workerinput")

@@ -8,7 +8,7 @@ Prints a table: how many kernels of each family each release compiles, and how m
 kernel of the product for which ptxas has a warning, such as a register spill, counts as refused.
 pip installs each release into a temporary folder, and each runs in a process of its own, because a
 process loads one NVRTC. Needs no GPU. test_every_nvrtc.py does the same with
-two releases and a sample of the list.
+two releases and half of the list each.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ TIME_LIMIT_S = 3600.0
 #: For kernels of the short list whose element type is not bf16; those of bf16 have top_k 8.
 _OTHER_TOP_K = (1, 4, 6, 22, 32)
 _EMULATED_RANKS = 8
+_ENDS = (nvrtc.ARCHITECTURES[0], nvrtc.ARCHITECTURES[-1])
 
 
 class Kernel(NamedTuple):
@@ -108,10 +109,21 @@ def kernels(whole: bool = False) -> list[Kernel]:
     return [*layers, *_heads(), *_emulated_verbs(), *_emulated_others()]
 
 
-def sample() -> list[Kernel]:
+def ends() -> list[Kernel]:
     """Of the short list, what is for the oldest architecture and for the newest."""
-    ends = (nvrtc.ARCHITECTURES[0], nvrtc.ARCHITECTURES[-1])
-    return [kernel for kernel in kernels() if kernel.architecture in ends]
+    return [kernel for kernel in kernels() if kernel.architecture in _ENDS]
+
+
+def halves() -> tuple[list[Kernel], list[Kernel]]:
+    """The kernels of `ends` in two lists: a kind that one has for the oldest architecture, the
+    other has for the newest.
+    """
+    lists: tuple[list[Kernel], list[Kernel]] = ([], [])
+    numbers: dict[str, int] = {}
+    for kernel in ends():
+        number = numbers.setdefault(kernel.name, len(numbers))
+        lists[(number + _ENDS.index(kernel.architecture)) % 2].append(kernel)
+    return lists
 
 
 def few() -> list[Kernel]:
@@ -129,7 +141,9 @@ def few() -> list[Kernel]:
 #: By the name that the command knows it by.
 LISTS: dict[str, Callable[[], list[Kernel]]] = {
     "few": few,
-    "sample": sample,
+    "ends": ends,
+    "half": lambda: halves()[0],
+    "other half": lambda: halves()[1],
     "short": kernels,
     "whole": functools.partial(kernels, whole=True),
 }

@@ -28,7 +28,7 @@ pytestmark = [builds.ON_X86, pytest.mark.timeout(300)]
 CASE = Case(name="build", tokens=(5, 0, 8), num_experts=12, top_k=7, hidden_size=300)
 
 
-@pytest.fixture(scope="module", params=builds.LEVELS)
+@pytest.fixture(scope="module", params=builds.PARAMETERS)
 def built(request: pytest.FixtureRequest) -> host.HostLibrary:
     level: str = request.param
     if lacking := builds.missing(level):

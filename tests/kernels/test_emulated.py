@@ -177,11 +177,16 @@ def test_delays_are_sown() -> None:
 
 # The GPU's part, without a GPU.
 
+#: The oldest and the newest; those between are behind the marker `long`.
+ARCHITECTURES = [
+    nvrtc.ARCHITECTURES[0],
+    *(pytest.param(each, marks=pytest.mark.long) for each in nvrtc.ARCHITECTURES[1:-1]),
+    nvrtc.ARCHITECTURES[-1],
+]
 
-@pytest.mark.parametrize(
-    ("top_k", "count", "architecture"),
-    [*((8, 64, architecture) for architecture in nvrtc.ARCHITECTURES), (32, 8, "sm_90a")],
-)
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("top_k", "count"), [(8, 64), pytest.param(32, 8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("fused", [False, True], ids=["verbs", "rounds"])
 def test_entry_points_compile_and_64_ranks_fit(
     top_k: int, count: int, architecture: str, fused: bool
@@ -202,7 +207,7 @@ def test_entry_points_compile_and_64_ranks_fit(
         assert emulated.ctas_per_rank(64, H100_SMS, per_sm, 16) >= 2, line[1]
 
 
-@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_benchmarks_kernels_compile(architecture: str) -> None:
     """And spill nothing: a strict compilation would fail."""
     element = constants()["kElementBf16"]

@@ -1,7 +1,9 @@
 """Every kind of kernel for GPUs compiles with the oldest NVRTC that pyproject.toml allows, and with
 this environment's, which is the newest in a new environment. Compiled, not run.
 
-Here for the oldest architecture and the newest; every_nvrtc.py compiles all, with every release.
+Here for the oldest architecture and the newest: a kind that one release compiles for one of them,
+the other compiles for the other. Behind the marker `long`, both compile all of it for both.
+every_nvrtc.py compiles for all architectures, with every release.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from tests.kernels import every_nvrtc
 from tests.kernels.every_nvrtc import Kernel, Outcome, Release
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-#: A minute and a half of processor time each; other tests may have most of the processors.
+#: A minute of processor time each; other tests may have most of the processors.
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -38,28 +40,42 @@ def test_messages_name_the_oldest() -> None:
     assert nvrtc.TRIED[0] == every_nvrtc.oldest()
 
 
-def check(release: Release) -> None:
+_ENDS = pytest.param("ends", marks=pytest.mark.long)
+
+
+def check(release: Release, which: str) -> None:
     assert not release.refused(), every_nvrtc.complaints(release.refused())
-    assert len(release.outcomes) == len(every_nvrtc.sample())
+    assert len(release.outcomes) == len(every_nvrtc.LISTS[which]())
 
 
-def test_the_oldest_compiles_every_kind() -> None:
-    release = every_nvrtc.compile_all(oldest_release(), which="sample", time_limit_s=1700)
+@pytest.mark.parametrize("which", ["half", _ENDS])
+def test_the_oldest_compiles_every_kind(which: str) -> None:
+    release = every_nvrtc.compile_all(oldest_release(), which=which, time_limit_s=1700)
     assert every_nvrtc.oldest().startswith(f"{release.version}.")
-    check(release)
+    check(release, which)
 
 
-def test_this_environments_compiles_every_kind() -> None:
-    release = every_nvrtc.compile_all(None, which="sample", time_limit_s=1700)
+@pytest.mark.parametrize("which", ["other half", _ENDS])
+def test_this_environments_compiles_every_kind(which: str) -> None:
+    release = every_nvrtc.compile_all(None, which=which, time_limit_s=1700)
     assert release.version == nvrtc.version()
-    check(release)
+    check(release, which)
 
 
-def test_the_sample_has_every_family_for_both_architectures() -> None:
+def test_the_halves_have_every_kind() -> None:
+    """Together every kernel once; each has every kind that is for both architectures."""
     ends = {nvrtc.ARCHITECTURES[0], nvrtc.ARCHITECTURES[-1]}
     families = {one.family for one in every_nvrtc.kernels(whole=True)}
-    found = {(one.family, one.architecture) for one in every_nvrtc.sample()}
-    assert found == set(itertools.product(families, ends))
+    every = every_nvrtc.ends()
+    assert {(one.family, one.architecture) for one in every} == set(
+        itertools.product(families, ends)
+    )
+    halves = [[(one.name, one.architecture) for one in half] for half in every_nvrtc.halves()]
+    assert sorted(halves[0] + halves[1]) == sorted((one.name, one.architecture) for one in every)
+    for half in every_nvrtc.halves():
+        assert {one.family for one in half} == families
+    twice = {name for name, _ in halves[0]} & {name for name, _ in halves[1]}
+    assert len(halves[0]) + len(halves[1]) - len(twice) == len({one.name for one in every})
 
 
 def test_the_list_has_every_kind_of_kernel() -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.timeout(280)
 
 BF16, FP16, FP32 = (constants()[f"kElement{name}"] for name in ("Bf16", "Fp16", "Fp32"))
 GEOMETRIES = ((1, BF16), (6, FP16), (8, BF16), (22, BF16), (22, FP32), (32, FP32))
+COMMON = (8, BF16)
 KERNELS = ("moe_nvlink_dispatch", "moe_nvlink_combine")
 
 #: Asked of common top_k only. 64: dispatch may run in CTAs of 1024 threads, one for each vector of
@@ -118,7 +121,19 @@ def instructions(top_k: int, element: int, architecture: str, kernel: str) -> tu
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 each_architecture = pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
-each_geometry = pytest.mark.parametrize(("top_k", "element"), GEOMETRIES)
+
+
+def _geometries() -> Iterator[Any]:
+    """A common geometry for every architecture, and each other one for one of them. The rest are
+    behind the marker `long`: test_every_nvrtc.py notices what spills.
+    """
+    turns = dict(zip(GEOMETRIES, itertools.cycle(nvrtc.ARCHITECTURES), strict=False))
+    for geometry, architecture in itertools.product(GEOMETRIES, nvrtc.ARCHITECTURES):
+        is_long = geometry != COMMON and architecture != turns[geometry]
+        yield pytest.param(*geometry, architecture, marks=[pytest.mark.long] if is_long else [])
+
+
+each_geometry = pytest.mark.parametrize(("top_k", "element", "architecture"), [*_geometries()])
 
 
 def loads_before_first_use(code: tuple[Instruction, ...]) -> int:
@@ -149,7 +164,6 @@ def generic_accesses(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if re.match(r"(LD|ST|ATOM|RED|CCTL)\.E\b", name)]
 
 
-@each_architecture
 @each_geometry
 def test_compiles_without_spills(top_k: int, element: int, architecture: str) -> None:
     usage = cuobjdump(cubin(top_k, element, architecture), "-res-usage")
@@ -167,7 +181,6 @@ def test_compiles_without_spills(top_k: int, element: int, architecture: str) ->
 
 
 @each_kernel
-@each_architecture
 @each_geometry
 def test_wide_accesses(top_k: int, element: int, architecture: str, kernel: str) -> None:
     """Dispatch loads a vector once and stores it up to top_k times; combine the other way round."""
@@ -185,7 +198,6 @@ def test_wide_accesses(top_k: int, element: int, architecture: str, kernel: str)
     assert not generic_accesses(names)
 
 
-@each_architecture
 @each_geometry
 def test_all_loads_fly_together(top_k: int, element: int, architecture: str) -> None:
     """Combine has top_k loads, and that of the row which it adds, on their way before it waits for

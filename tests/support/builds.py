@@ -22,6 +22,14 @@ LEVELS = {
     "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
 }
 
+#: For the tests. The one in the middle has nothing that the others lack, so it is behind the marker
+#: `long`: each build is half a minute of a core.
+PARAMETERS = [
+    "x86-64",
+    pytest.param("x86-64-v3", marks=pytest.mark.long),
+    "x86-64-v4",
+]
+
 ON_X86 = pytest.mark.skipif(
     platform.machine() not in {"x86_64", "AMD64"},
     reason=f"builds for x86-64, this is {platform.machine()}",

@@ -5,6 +5,7 @@ And the checkout beside an installation: Python finds our package wherever it is
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tarfile
@@ -99,9 +100,20 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = cmd_init()[0].subparser_init(FlexibleArgumentParser().add_subparsers())
 chosen = parser.parse_args(["model", "--all2all-backend", "moe_nvlink"])
 assert chosen.additional_config == {"all2all_backend": "moe_nvlink"}, chosen.additional_config
+"""
+
+#: Prints where the parts of the package are that vLLM loads by our entry points.
+OUR_PARTS = """
+from importlib import metadata
 
 import moe_nvlink_plugin.kernels
-print(moe_nvlink_plugin.__file__)
+from moe_nvlink_plugin.integration import common, vllm
+
+for group in ("vllm.platform_plugins", "vllm.general_plugins"):
+    (found,) = metadata.entry_points(group=group, name="moe_nvlink")
+    assert found.load().__module__ == vllm.__name__
+for part in (moe_nvlink_plugin, moe_nvlink_plugin.kernels, common, vllm):
+    print(part.__file__)
 """
 
 
@@ -117,19 +129,25 @@ def printed(python: Path, folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("is_editable", "is_in_checkout"), [(False, True), (False, False), (True, False)]
 )
-def test_vllm_serve_knows_our_flag_wherever_it_is_started(
+def test_python_finds_the_whole_package_wherever_it_is_started(
     installed: Path, tmp_path: Path, *, is_editable: bool, is_in_checkout: bool
 ) -> None:
     """In the checkout Python takes the package that lies there: it must be as whole as the wheel's.
 
     Elsewhere Python takes what is installed.
     """
-    pytest.importorskip("vllm", reason="vLLM is not installed")
     python = Path(sys.executable) if is_editable else installed
     folder = ROOT if is_in_checkout else tmp_path
-    found = Path(printed(python, folder, "-c", VLLM_SERVE).splitlines()[-1])
     expected = ROOT / PACKAGE if is_editable or is_in_checkout else installed.parents[1]
-    assert found.is_relative_to(expected)
+    for found in printed(python, folder, "-c", OUR_PARTS).splitlines():
+        assert Path(found).is_relative_to(expected)
+
+
+def test_vllm_serve_knows_our_flag(installed: Path, tmp_path: Path) -> None:
+    """Of the wheel: every server of the other tests has the editable installation's."""
+    if importlib.util.find_spec("vllm") is None:  # importing it here would take as long again
+        pytest.skip("vLLM is not installed")
+    printed(installed, tmp_path, "-c", VLLM_SERVE)
 
 
 @pytest.mark.parametrize("script", ["bench_moe_comm.py", "bench_serve.py"])
