@@ -38,7 +38,7 @@ from tests.unit.framework_wheels import left_out
 from tests.unit.test_vllm_quantised import ONE, TENSOR_SCALE, fp8, mxfp8, nvfp4
 from tests.unit.vllm_layer import config_of, expert_map_of, take_cuda_branches
 
-NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE, CAPACITY = 8, 3, 256, 128, 8
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE, CAPACITY = 8, 4, 256, 128, 8
 EP_SIZE = 2
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
 CUTLASS = f"{EXPERTS}.flashinfer_cutlass_moe"
