@@ -290,7 +290,7 @@ def test_nobody_dispatches_into_a_round_that_has_not_ended(kind: bool) -> None:
 @pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
 def test_a_rank_that_overtakes_is_noticed(kind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """P12 away."""
-    wait = "  while (!has_reached(load_acquire_sys(cell), epoch)) {"
+    wait = "  while (!has_reached(seen = load_acquire_sys(cell), epoch)) {"
     broken(monkeypatch, wait, "  while (false) {", SMALL_KERNELS if kind else LAYER)
     then = dataclasses.replace(SETTLED, small=kind, hidden_size=40)
     assert is_overtaken(then, 30.0)

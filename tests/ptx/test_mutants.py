@@ -412,7 +412,10 @@ PAIRS = {
     "P7": (r"gather: .*arrive_last: .*order acquire", r"gather: .*arrive_last: .*order release"),
     "P8": (r"argmax: .*signal_peer: .*order relaxed", r"argmax: .*wait_for_epoch: .*relaxed"),
     "P9": (r"argmax: .*arrive_last: .*order acquire", r"argmax: .*arrive_last: .*order release"),
-    "P10": (r"small_dispatch: .*put_unit: .*scope gpu", r"small_dispatch: .*look_at_unit: .*scope"),
+    "P10": (
+        r"small_dispatch: .*put_unit: .*\(1 of 4\): scope gpu",
+        r"small_dispatch: .*look_at_unit: .*scope",
+    ),
     "P11": (r"announce > signal_peer: .*order relaxed", r"acquire_cells .*order relaxed"),
     "P12": (
         r"small_combine: .*signal_peer: .*order relaxed",
