@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from moe_nvlink_plugin.integration.demo.demo import EAGER, SERVE_FLAGS
+from moe_nvlink_plugin.integration.demo.demo import EAGER, ONE_PROCESS, SERVE_FLAGS
 from moe_nvlink_plugin.integration.demo.server import VllmServer
 
 from . import gloo_plugin
@@ -58,7 +58,7 @@ class ExpertParallelServer:
             model=checkpoint,
             name=stem,
             folder=folder,
-            arguments=(*flags, EAGER, f"--max-num-seqs={max_num_seqs}"),
+            arguments=(*flags, EAGER, ONE_PROCESS, f"--max-num-seqs={max_num_seqs}"),
             environment=environment,
             with_plugins=self.ep_size > 1,
         )
@@ -137,7 +137,7 @@ def one_rank_tokens(
         model=checkpoint,
         name="one-rank",
         folder=folder,
-        arguments=(EAGER,),
+        arguments=(EAGER, ONE_PROCESS),
         with_plugins=False,
     )
     with server:

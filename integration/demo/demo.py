@@ -31,6 +31,10 @@ SERVE_FLAGS: Sequence[str] = (
 )
 #: Skips torch.compile: the demonstration is about the exchange, and start-up is what one waits for.
 EAGER = "--enforce-eager"
+#: A rank's engine and its worker are one process. As two, each polls while the other works, and
+#: takes time from the other rank where ranks share a few cores. It also starts faster. vLLM's own
+#: choice on CPUs is two, so that it can bind the worker's threads; here nothing is bound.
+ONE_PROCESS = "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"
 #: SGLang's five processes import for a minute on two idle cores, and other work may share them.
 READY_S = 600.0
 EXIT_INTERRUPTED = 130
@@ -50,7 +54,7 @@ FRAMEWORKS: dict[str, Framework] = {
         name="vLLM",
         server=VllmServer,
         over_ranks=SERVE_FLAGS,
-        always=(EAGER,),
+        always=(EAGER, ONE_PROCESS),
     ),
     "sglang": Framework(
         name="SGLang",

@@ -91,7 +91,7 @@ class RunningDemo:
         self.look()
         if stage == WORKERS_LOAD:
             log = self.log.read_text(errors="replace") if self.log.exists() else ""
-            return "(Worker" in log
+            return "Starting to load model" in log
         return stage in self.text()
 
     def text(self) -> str:
