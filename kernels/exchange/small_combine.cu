@@ -415,19 +415,18 @@ HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& p
   uint32_t present = 0;
   MOE_NVLINK_UNROLL
   for (int k = 0; k < top_k; ++k) present |= rows[k] >= 0 ? 1u << k : 0u;
-  const Finish finish = finish_of(args, place, present != 0);
+  const Finish finish = finish_of(args);
   const int end = (part + 1) * kPartUnits < plan.units ? (part + 1) * kPartUnits : plan.units;
   for (int unit = part * kPartUnits + cta.thread; unit < end; unit += cta.num_threads) {
     const int offset = unit * kUnitDataBytes;
     const int words = plan.words - unit * kUnitWords;
     // On its way before the units: it is here when they are.
     uint32_t added[kUnitWords];
-    const char* add = finish.add == nullptr ? nullptr : finish.add + offset;
-    load_added<Element>(add, words, aligned, added);
+    load_added<Element>(finish.added_to(output + offset), words, aligned, added);
     // Without any row the output is zero. After a fault it is NaN, so nobody takes it for a result.
     float sum[UnitPart<Element>::kWidth];
     MOE_NVLINK_UNROLL
-    for (float& value : sum) value = add == nullptr ? 0.0f : -0.0f;
+    for (float& value : sum) value = finish.adds ? -0.0f : 0.0f;
     if (present != 0 && !receiving.has_failed) {
       receiving.has_failed =
           !sum_units<Config, Element>(args, plan, rows, unit, present, receiving, sum);
