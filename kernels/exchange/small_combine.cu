@@ -257,15 +257,21 @@ struct UnitPart {
 template <class Element>
 HD void load_added(const char* row, int words, bool aligned, uint32_t* data) {
   MOE_NVLINK_UNROLL
-  for (int i = 0; i < kUnitWords; ++i) {
-    data[i] = UnitPart<Element>::kAbsentWord;
-    if (row == nullptr || i >= words) continue;
-    if (aligned) {
-      data[i] = load_word(reinterpret_cast<const uint32_t*>(row) + i);
-    } else {
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(row) + 2 * i;
-      data[i] = load_word(halves) | static_cast<uint32_t>(load_word(halves + 1)) << 16;
+  for (int i = 0; i < kUnitWords; ++i) data[i] = UnitPart<Element>::kAbsentWord;
+  if (row == nullptr) return;
+  if (aligned) {
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < kUnitWords; ++i) {
+      if (i < words) data[i] = load_word(reinterpret_cast<const uint32_t*>(row) + i);
     }
+    return;
+  }
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(row);
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < kUnitWords; ++i) {
+    if (i >= words) continue;
+    data[i] = load_word(halves + 2 * i) | static_cast<uint32_t>(load_word(halves + 2 * i + 1))
+                                              << 16;
   }
 }
 
