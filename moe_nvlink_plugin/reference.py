@@ -185,17 +185,17 @@ def combine(
         scale: factor of the sums, as float32.
 
     Returns:
-        `[num_tokens, hidden_size]` config.dtype. For a token without a valid expert: its row of
-        `add`, or zeros.
+        `[num_tokens, hidden_size]` config.dtype. A token without a valid expert gets its row of
+        `add` (its sum is -0.0), or zeros.
     """
     table = target_ranks(topk_ids, config.num_experts, config.ep_size)
     result = torch.zeros((len(table), config.hidden_size), dtype=config.dtype)
-    if add is not None:
-        result.copy_(add)
     factor = torch.tensor(scale, dtype=torch.float32)
     for token, targets in enumerate(table):
         rows = [None if t is None else partial_rows[t][token] for t in targets]
         total = pairwise_tree(rows) if rows else None
+        if total is None and add is not None:
+            total = torch.full((config.hidden_size,), -0.0)
         if total is not None:
             total = total * factor
             if add is not None:

@@ -128,10 +128,13 @@ HD void combine_range(const Rows& source, int top_k, const SumTarget& work, bool
       if (rows[k].row != nullptr) loaded[k].load(rows[k], place);
     }
     // Not at `place`: where the row lies in the output's place, another thread may write there.
+    // unknown: or the load would follow the branch below.
+    char* output = work.output + element * kBytes;
     AddedPart<Element, Width> added;
     added.set_absent();
-    const char* add = work.finish.add;
-    if (add != nullptr && element < last) added.load(add + element * kBytes, wide);
+    if (work.finish.adds && unknown(element < last ? 1u : 0u) != 0) {
+      added.load(work.finish.added_to(output), wide);
+    }
     // This branch stands between the loads and the sums. Without it, ptxas would move the last
     // loads after the first sums, to save registers. They would then follow the wait for the first
     // loads: two trips to the peers instead of one.
@@ -143,7 +146,7 @@ HD void combine_range(const Rows& source, int top_k, const SumTarget& work, bool
       for (int i = 0; i < Width; ++i) sums[0][i] *= work.finish.scale;
       added.add_to(sums[0]);
     }
-    store_sums<Element, Width>(work.output + element * kBytes, sums[0], wide);
+    store_sums<Element, Width>(output, sums[0], wide);
   }
 }
 
@@ -230,13 +233,6 @@ HD void combine_all_rows(const SumTarget& work, int hidden_size, int top_k, bool
   }
 }
 
-// What follows the tree of a token whose row begins `place` bytes after the first one. If the token
-// has no partial rows, the row that is added stays as it is.
-HD Finish finish_of(const CombineArgs& args, uint64_t place, bool has_rows) {
-  return Finish{reinterpret_cast<const char*>(args.add == 0 ? 0 : args.add + place),
-                has_rows ? args.scale : 1.0f};
-}
-
 // Combines one item: share `split` of args.hidden_splits of one token's row.
 template <class Config, class Element, int Format, class Part, class Shared>
 HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int split, bool faulted,
@@ -257,8 +253,8 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
   const SumTarget work{
       reinterpret_cast<char*>(args.output + place), split * cta.num_threads + cta.thread,
       static_cast<int>(args.hidden_splits) * cta.num_threads,
-      are_streamed(args.output, row_bytes, args.geometry.num_tokens), finish_of(args, place, any)};
-  if (faulted || (!any && work.finish.add == nullptr)) {
+      are_streamed(args.output, row_bytes, args.geometry.num_tokens), finish_of(args)};
+  if (faulted || (!any && !work.finish.adds)) {
     // Without any row the output is zero. After a fault it is NaN, so nobody takes it for a result.
     const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
     auto* words = reinterpret_cast<Word*>(work.output);

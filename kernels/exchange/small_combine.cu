@@ -257,15 +257,21 @@ struct UnitPart {
 template <class Element>
 HD void load_added(const char* row, int words, bool aligned, uint32_t* data) {
   MOE_NVLINK_UNROLL
-  for (int i = 0; i < kUnitWords; ++i) {
-    data[i] = UnitPart<Element>::kAbsentWord;
-    if (row == nullptr || i >= words) continue;
-    if (aligned) {
-      data[i] = load_word(reinterpret_cast<const uint32_t*>(row) + i);
-    } else {
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(row) + 2 * i;
-      data[i] = load_word(halves) | static_cast<uint32_t>(load_word(halves + 1)) << 16;
+  for (int i = 0; i < kUnitWords; ++i) data[i] = UnitPart<Element>::kAbsentWord;
+  if (row == nullptr) return;
+  if (aligned) {
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < kUnitWords; ++i) {
+      if (i < words) data[i] = load_word(reinterpret_cast<const uint32_t*>(row) + i);
     }
+    return;
+  }
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(row);
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < kUnitWords; ++i) {
+    if (i >= words) continue;
+    data[i] = load_word(halves + 2 * i) | static_cast<uint32_t>(load_word(halves + 2 * i + 1))
+                                              << 16;
   }
 }
 
@@ -415,19 +421,18 @@ HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& p
   uint32_t present = 0;
   MOE_NVLINK_UNROLL
   for (int k = 0; k < top_k; ++k) present |= rows[k] >= 0 ? 1u << k : 0u;
-  const Finish finish = finish_of(args, place, present != 0);
+  const Finish finish = finish_of(args);
   const int end = (part + 1) * kPartUnits < plan.units ? (part + 1) * kPartUnits : plan.units;
   for (int unit = part * kPartUnits + cta.thread; unit < end; unit += cta.num_threads) {
     const int offset = unit * kUnitDataBytes;
     const int words = plan.words - unit * kUnitWords;
     // On its way before the units: it is here when they are.
     uint32_t added[kUnitWords];
-    const char* add = finish.add == nullptr ? nullptr : finish.add + offset;
-    load_added<Element>(add, words, aligned, added);
+    load_added<Element>(finish.added_to(output + offset), words, aligned, added);
     // Without any row the output is zero. After a fault it is NaN, so nobody takes it for a result.
     float sum[UnitPart<Element>::kWidth];
     MOE_NVLINK_UNROLL
-    for (float& value : sum) value = add == nullptr ? 0.0f : -0.0f;
+    for (float& value : sum) value = finish.adds ? -0.0f : 0.0f;
     if (present != 0 && !receiving.has_failed) {
       receiving.has_failed =
           !sum_units<Config, Element>(args, plan, rows, unit, present, receiving, sum);

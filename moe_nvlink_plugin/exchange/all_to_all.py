@@ -324,7 +324,7 @@ class MoeAllToAll:
         output: torch.Tensor | None = None,
         hidden_size: int | None = None,
         add: torch.Tensor | None = None,
-        scale: float = 1.0,
+        scale: float = 1,  # not 1.0, of which a dynamic torch.compile would make an input
     ) -> torch.Tensor:
         """Fetch the partial rows of this rank's tokens and add them up. Collective; capturable.
 
@@ -349,9 +349,9 @@ class MoeAllToAll:
                 A CUDA graph keeps the value of its capture.
 
         Returns:
-            `[num_tokens, hidden_size]` in the type of expert_output. For a token without a valid
-            expert: its row of `add` unchanged, or zeros without `add`. The same rows, routing, add
-            and scale give the same bits, whatever the timing.
+            `[num_tokens, hidden_size]` in the type of expert_output. A token without a valid expert
+            gets its row of `add` (its sum is -0.0), or zeros without `add`. The same rows, routing,
+            add and scale give the same bits, whatever the timing.
 
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.

@@ -138,6 +138,7 @@ def with_scalar_sums(text: str) -> str:
     for pattern, replacement, times in (
         (re.escape(start), lambda found: ONE_BY_ONE + found[0], 1),
         (r"total \+= (Term::load\(rows\[\d\], element\))", r"total = one_by_one(total, \1)", 3),
+        (r"sum \+= (added == nullptr .*?, element\));", r"sum = one_by_one(sum, \1);", 1),
         (r"return (Tree<.*?>\(rows, element\)) \+\s+(Tree<.*?element\));",
          r"return one_by_one(\1, \2);", 1),
         (r"\((quarters\[0\]) \+ (quarters\[1\])\) \+ \((quarters\[2\]) \+ (quarters\[3\])\)",

@@ -133,14 +133,14 @@ def test_signs_of_zero(small: bool) -> None:
 
 @both_kernels
 def test_a_token_without_experts_keeps_its_added_row(small: bool) -> None:
-    """Also -0.0 by a negative scale, and -0.0 in the place of nothing is not the result."""
+    """Also its -0.0, and the result without `add` is 0.0."""
     with alone(1, BF16, small=small) as layer:
         ids, weights = torch.full((1, 2), -1, dtype=torch.int32), torch.ones(1, 2)
         rows = torch.zeros(1, 4, dtype=BF16)
         added = torch.tensor([[-0.0, 0.0, 1e-40, float("inf")]]).to(BF16)
         for add, expected in ((added, added), (None, torch.zeros(1, 4, dtype=BF16))):
             metadata = layer.dispatch(rows, ids, weights).metadata
-            found = layer.combine(rows, metadata, add=add, scale=-3.0)
+            found = layer.combine(rows, metadata, add=add, scale=3.0)
             compare.assert_same_bits(found, expected, f"add={add}")
 
 

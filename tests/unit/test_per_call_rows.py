@@ -75,8 +75,8 @@ def test_combine_in_another_type_and_width(ep_size: int, zero_copy: bool) -> Non
                     rows = region.copy_(rows)
                 expected = expected_of(inputs, width, dtype, ep_size)
                 output = torch.full_like(expected, torch.nan) if number % 2 else None
-                named = {} if width == HIDDEN and number % 3 else {"hidden_size": width}
-                combined = layer.combine(rows, received.metadata, output=output, **named)
+                size = None if width == HIDDEN and number % 3 else width
+                combined = layer.combine(rows, received.metadata, output=output, hidden_size=size)
                 assert combined.dtype is dtype
                 assert output is None or combined is output
                 assert torch.equal(combined, expected), (dtype, width)

@@ -6,6 +6,7 @@
 // have are written out.
 #pragma once
 
+#include "args.h"
 #include "combine_formats.h"
 #include "config.h"
 #include "copy.h"
@@ -200,12 +201,23 @@ struct Forest {
   }
 };
 
-// What follows the tree: scale * sum + add, in fp32, two roundings of its own.
+// What follows the tree: scale * sum + add, in fp32, two roundings of its own. It is the same for
+// all rows of a launch, so on a GPU it takes no registers of a thread.
 struct Finish {
-  const char* add;  // elements as the output's, in the output's place or elsewhere; or null
+  bool adds;
+  uint64_t distance;  // from where a sum is stored to what is added to it
   float scale;
-  HD bool is_needed() const { return add != nullptr || scale != 1.0f; }
+  HD bool is_needed() const { return adds || scale != 1.0f; }
+  // The elements that are added to the sums which are stored from `output` on; or null.
+  HD const char* added_to(const char* output) const {
+    if (!adds) return nullptr;
+    return reinterpret_cast<const char*>(reinterpret_cast<uint64_t>(output) + distance);
+  }
 };
+
+HD Finish finish_of(const CombineArgs& args) {
+  return Finish{args.add != 0, args.add - args.output, args.scale};
+}
 
 // Where a sum goes. This is thread `thread` of the `threads` that share the row.
 struct SumTarget {
@@ -222,11 +234,12 @@ HD void sum_rows(const PartialRow* rows, const SumTarget& target, int whole) {
   const int step = target.threads * Term::kElements;
   const Finish finish = target.finish;
   const bool is_needed = finish.is_needed();
+  const char* added = finish.added_to(target.output);
   for (int element = target.thread * Term::kElements; element < whole; element += step) {
     typename Term::Sum sum = Shape::template sum<Term>(rows, element);
     if (is_needed) {
       sum *= finish.scale;
-      sum += finish.add == nullptr ? Term::absent() : Term::stored(finish.add, element);
+      sum += added == nullptr ? Term::absent() : Term::stored(added, element);
     }
     Term::store(target.output, element, sum, target.streamed);
   }

@@ -191,6 +191,7 @@ def _of_combine(args: Any) -> _Tensors:
     yield args.send_slots, tokens * geometry.top_k * 4, "send_slots"
     row_bytes = geometry.hidden_size * _ELEMENT_BYTES[geometry.element]
     yield args.output, tokens * row_bytes, "output"
+    yield args.add, tokens * row_bytes, "added rows"
 
 
 def _of_gather(args: Any) -> _Tensors:
