@@ -182,7 +182,6 @@ def _long(*values: Any) -> Any:
         _long("glm4 dp4", SHORT_GLM4, 4, DP4),
         _long("deepseek dp2", SHORT_DEEPSEEK, 2, [*DP2, EAGER]),
         _long("deepseek dp4", SHORT_DEEPSEEK, 4, DP4),
-        _long("deepseek dp2 tp2", SHORT_DEEPSEEK, 4, DP2_TP2),
     ],
 )
 def test_tokens_equal_those_of_one_rank(

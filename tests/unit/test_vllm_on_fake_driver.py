@@ -43,6 +43,9 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("environment")]
 
 
 NUM_ROUNDS = 6
+#: What a round asks the driver beside its launches. None of them waits for a stream or makes one
+#: wait, such as the stream of vLLM's shared experts.
+QUESTIONS = {"cuCtxGetCurrent", "cuCtxPopCurrent", "cuCtxPushCurrent", "cuStreamIsCapturing"}
 
 
 #: What travels: the recipe of quantised experts, or of a user who names one, and combine's format.
@@ -135,6 +138,5 @@ def test_the_layer_between_processes_on_the_stand_in_driver(
             last = "small_combine" if options.combine == "bf16" else "combine"
             assert result["launches"] == 2 * NUM_ROUNDS
             assert result["last"] == f"moe_nvlink_{last}"
-            # Nothing waits for another stream or makes another stream wait, such as that of vLLM's
-            # shared experts.
-            assert result["calls"] == {"cuLaunchKernelEx": 2}
+            assert result["calls"].pop("cuLaunchKernelEx") == 2
+            assert result["calls"].keys() <= QUESTIONS

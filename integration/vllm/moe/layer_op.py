@@ -11,15 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.runner import moe_runner
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import (
+    _moe_forward,
+    _moe_forward_fake,
+)
 from vllm.utils.torch_utils import direct_register_custom_op
 
 NAME = "moe_nvlink_forward"
 
 direct_register_custom_op(
     op_name=NAME,
-    op_func=moe_runner._moe_forward,
-    fake_impl=moe_runner._moe_forward_fake,
+    op_func=_moe_forward,
+    fake_impl=_moe_forward_fake,
     tags=tuple(torch.ops.vllm.moe_forward.default.tags),
 )
 

@@ -161,7 +161,7 @@ class MoeNvlinkMoERunner(MoERunner):
         Returns:
             Output of the shared experts or None, and that of the layer or of the routed experts.
         """
-        apply = functools.partial(
+        apply: Callable[..., tuple[torch.Tensor | None, Any]] = functools.partial(
             super()._apply_quant_method,
             hidden_states=hidden_states,
             router_logits=router_logits,
@@ -177,7 +177,8 @@ class MoeNvlinkMoERunner(MoERunner):
                 return None
             if shared_experts_overlapping:
                 shared.wait()
-            return shared._output[shared._output_idx]
+            output: torch.Tensor = shared._output[shared._output_idx]
+            return output
 
         try:
             with ending_with(Ending(self.routed_scaling_factor, take_added)):
