@@ -35,11 +35,10 @@
 #include "../include/moe_nvlink/workspace.h"
 #include "add_rows.h"
 #include "combine_shared.h"
+#include "small_role.h"
 
 namespace moe_nvlink {
 
-// Units of a part: what the threads of a CTA take of a row at a time.
-constexpr int kPartUnits = kPartBytes / kUnitDataBytes;
 constexpr int kUnitWords = kUnitDataBytes / 4;
 // Parts after its first one that a sender has on their way together.
 constexpr int kPartsInFlight = 4;
@@ -51,22 +50,19 @@ struct SmallCombineShared {
   int32_t rows[2][kMaxTopK];
 };
 
-// Sizes of a row, and what the launch's roles are. From arguments only.
+// Sizes of a row, and what the CTA does. From arguments only.
 struct SmallPlan {
-  int words;     // of 4 bytes
-  int units;     // of a row
-  int parts;     // of a row
-  int senders;   // CTAs that send
-  int receiver;  // first CTA that receives
+  int words;  // of 4 bytes
+  int units;  // of a row
+  int parts;  // of a row
+  SmallRole role;
 };
 
 HD SmallPlan small_plan(const CombineArgs& args, const Cta& cta, int element) {
   const int row_bytes = args.geometry.hidden_size * element_bytes(element);
   const int units = units_of(row_bytes);
-  const int senders = static_cast<int>(args.senders);
-  const bool split = senders > 0 && senders < cta.num_blocks;
   return SmallPlan{row_bytes / 4, units, (units + kPartUnits - 1) / kPartUnits,
-                   split ? senders : cta.num_blocks, split ? senders : 0};
+                   small_role(args.senders, cta)};
 }
 
 // The staging of a rank for the rounds with this epoch's parity. Not by a branch: the epoch is the
@@ -164,7 +160,7 @@ HD void send_parts(const CombineArgs& args, const Cta& cta, const SmallPlan& pla
   bool present[kPartsInFlight];
   MOE_NVLINK_UNROLL
   for (int i = 0; i < kPartsInFlight; ++i) {
-    const int here = item + i * plan.senders;
+    const int here = item + i * plan.role.num_senders;
     sent[i] = sent_part(args, plan, here);
     present[i] = here < num_items && static_cast<uint32_t>(sent[i].place) < counts[sent[i].source];
   }
@@ -192,7 +188,7 @@ HD void send_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& plan
   const int most_items = items_of_place * args.geometry.max_tokens_per_rank;
   if (cta.block >= most_items) return;
   const Round round = send_first_part(args, cta, plan, first, first_row);
-  if (cta.block + plan.senders >= most_items) return;
+  if (cta.block + plan.role.num_senders >= most_items) return;
   for_each_peer(args, cta, [&](int peer) {
     const uint32_t count = load_word(&rows_from(args)[peer]);
     shared.counts[peer] = round.has_failed ? 0 : count;
@@ -204,8 +200,8 @@ HD void send_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& plan
   }
   const int num_items = static_cast<int>(most) * items_of_place;
   MOE_NVLINK_ROLLED
-  for (int item = cta.block + plan.senders; item < num_items;
-       item += kPartsInFlight * plan.senders) {
+  for (int item = cta.block + plan.role.num_senders; item < num_items;
+       item += kPartsInFlight * plan.role.num_senders) {
     send_parts(args, cta, plan, item, num_items, round.epoch, shared.counts);
   }
 }
@@ -328,7 +324,7 @@ HD char* staged_unit(const Receiving& receiving, int row, int unit) {
 
 // Calls visit(k, unit's address) for each k that `wanted` has a bit for. The rows come out of shared
 // memory a few at a time: with all of them in registers there would be no room for the units.
-template <class Config, class Visit>
+template <class Visit>
 HD void for_each_unit(const Receiving& receiving, int top_k, const int32_t* rows, int unit,
                       uint32_t wanted, const Visit& visit) {
   constexpr int kTogether = 8;
@@ -358,14 +354,14 @@ HD void report_missing(const CombineArgs& args, const SmallPlan& plan, const int
 
 // Waits for the units of every k that `missing` has a bit for. All looks of a turn are on their way
 // together, and each turn looks only at what had not arrived. Returns which have not come in time.
-template <class Config, class Element>
+template <class Element>
 HD uint32_t await_units(int top_k, const int32_t* rows, int unit, uint32_t missing,
                         Receiving& receiving, UnitPart<Element>* parts) {
   const uint32_t mark = mark_of(receiving.epoch);
   Backoff backoff;
   while (true) {
-    for_each_unit<Config>(receiving, top_k, rows, unit, missing,
-                          [&](int k, const char* place) { parts[k].unit = look_at_unit(place); });
+    for_each_unit(receiving, top_k, rows, unit, missing,
+                  [&](int k, const char* place) { parts[k].unit = look_at_unit(place); });
     // Never true. The branch stands between the looks and their use: without it, ptxas would move
     // the last looks behind the wait for the first ones, two trips to memory instead of one.
     if (unknown(missing) == 0) return 0;
@@ -395,14 +391,13 @@ HD bool sum_units(const CombineArgs& args, const SmallPlan& plan, const int32_t*
     parts[k].set_absent();
     partial[k].row = (present >> k & 1u) != 0 ? receiving.staging : nullptr;
   }
-  const uint32_t missing =
-      await_units<Config, Element>(top_k, rows, unit, present, receiving, parts);
+  const uint32_t missing = await_units<Element>(top_k, rows, unit, present, receiving, parts);
   if (missing != 0) {
     report_missing(args, plan, rows, missing, receiving);
     return false;
   }
-  for_each_unit<Config>(receiving, top_k, rows, unit, present,
-                        [](int /*k*/, char* place) { clear_unit(place); });
+  for_each_unit(receiving, top_k, rows, unit, present,
+                [](int /*k*/, char* place) { clear_unit(place); });
   float sums[(Config::kTopKBound + 1) / 2][Part::kWidth];
   add_tree(parts, partial, top_k, sums);
   MOE_NVLINK_UNROLL
@@ -453,7 +448,6 @@ HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& p
 template <class Config, class Element>
 HD void receive_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& plan, int share,
                      const Round& round, SmallCombineShared& shared) {
-  const int receivers = cta.num_blocks - plan.receiver;
   const int num_items = args.geometry.num_tokens * plan.parts;
   Receiving receiving{staging_of(args, rank_in(args.geometry), round.epoch), round.epoch,
                       round.has_failed, Patience(args.timeout_ns)};
@@ -461,8 +455,8 @@ HD void receive_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& p
   int turn = 0;
   cta.sync();  // rows of the first item
   MOE_NVLINK_ROLLED
-  for (int item = share; item < num_items; item += receivers) {
-    const int next = (item + receivers) / plan.parts;
+  for (int item = share; item < num_items; item += plan.role.num_receivers) {
+    const int next = (item + plan.role.num_receivers) / plan.parts;
     if (next < args.geometry.num_tokens) {
       find_staged_rows<Config>(args, cta, plan, next, shared.rows[1 - turn]);
     }
@@ -480,11 +474,10 @@ template <class Config>
 HD void small_combine_body(const CombineArgs& args, const Cta& cta, SmallCombineShared& shared) {
   const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
   const SmallPlan plan = small_plan(args, cta, element);
-  const bool receives = cta.block >= plan.receiver;
-  const bool publishes = cta.block == plan.receiver;
+  const SmallRole& role = plan.role;
   // The last share is the publishing CTA's: its wait for the fence delays it, and if there are fewer
   // items than receivers, it has none.
-  const int share = (publishes ? cta.num_blocks : cta.block) - plan.receiver - 1;
+  const int share = (role.publishes() ? role.num_receivers : role.receiver) - 1;
   const SentPart first = sent_part(args, plan, cta.block);
   const char* first_row = sent_row(args, plan, first);
   // A store needs the address, so it is computed before the wait: ptxas moves arithmetic behind it.
@@ -492,13 +485,13 @@ HD void small_combine_body(const CombineArgs& args, const Cta& cta, SmallCombine
   // Slots, rows and the epoch come from kernels before this one. dispatch.cu explains both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  if (!receives || plan.receiver == 0) send_rows(args, cta, plan, first, first_row, shared);
-  if (!receives) return;
+  if (role.sends()) send_rows(args, cta, plan, first, first_row, shared);
+  if (!role.receives()) return;
   const Round round = this_round(args);
   if (share / plan.parts < args.geometry.num_tokens) {
     find_staged_rows<Config>(args, cta, plan, share / plan.parts, shared.rows[0]);
   }
-  if (publishes && !round.has_failed) publish_combined(args, cta, round.epoch, element);
+  if (role.publishes() && !round.has_failed) publish_combined(args, cta, round.epoch, element);
   static_assert(kNumElements == 3);
   if (element == kElementBf16) receive_rows<Config, Bf16>(args, cta, plan, share, round, shared);
   if (element == kElementFp16) receive_rows<Config, Fp16>(args, cta, plan, share, round, shared);

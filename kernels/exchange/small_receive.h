@@ -172,7 +172,7 @@ HD void take_units(const DispatchArgs& args, const Cta& cta, const ReceivedItem&
   const int bytes = bytes_of_part(args, item.part);
   uint32_t* words = reinterpret_cast<uint32_t*>(staged);
   char* units = packed_row_at(args, args.geometry.ep_rank, item.source, item.place) +
-                static_cast<int64_t>(item.part) * kUnitsOfPart * kUnitBytes;
+                static_cast<int64_t>(item.part) * kPartUnits * kUnitBytes;
   for (int i = cta.thread; i < units_of(bytes); i += cta.num_threads) {
     uint32_t data[3] = {0, 0, 0};
     Unit unit;

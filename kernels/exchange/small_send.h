@@ -92,7 +92,7 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sen
     }
     cta.sync();  // the part and its route are whole; the peers' staging is free (P12)
     if (shared.faulted == 0) {
-      put_units<Config>(args, cta, route, staged, item.part * kUnitsOfPart, bytes,
+      put_units<Config>(args, cta, route, staged, item.part * kPartUnits, bytes,
                         mark_of(round.epoch()));
     }
     turn = 1 - turn;

@@ -1,4 +1,4 @@
-// What the threads of a CTA of small_dispatch share, and how the CTAs share the work.
+// What the threads of a CTA of small_dispatch share, and what its two sides use.
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
@@ -8,6 +8,7 @@
 #include "../include/moe_nvlink/routing.h"
 #include "../include/moe_nvlink/units.h"
 #include "await_combine.h"
+#include "small_role.h"
 
 namespace moe_nvlink {
 
@@ -54,27 +55,6 @@ using SmallDispatchSharedFor =
                                                              : kMaxStagedBytes>;
 static_assert(kStagedParts * kPartBytes <= kMaxStagedBytes);
 
-// What a CTA does. Senders are CTAs [0, senders), receivers are the others. If there is no such
-// split, all CTAs do all.
-struct SmallRole {
-  int sender;  // number among the senders; not less than num_senders: it sends nothing
-  int num_senders;
-  int receiver;  // number among the receivers; negative: it receives nothing
-  int num_receivers;
-
-  HD bool sends() const { return sender < num_senders; }
-  HD bool receives() const { return receiver >= 0; }
-  HD bool publishes() const { return receiver == 0; }
-};
-
-HD SmallRole small_role(uint32_t senders, const Cta& cta) {
-  const int split = static_cast<int>(senders);
-  const bool is_split = split > 0 && split < cta.num_blocks;
-  const int first_receiver = is_split ? split : 0;
-  return SmallRole{cta.block, is_split ? split : cta.num_blocks, cta.block - first_receiver,
-                   cta.num_blocks - first_receiver};
-}
-
 // The CTA's warps, or what exchanges values on this platform.
 HD int num_groups(const Cta& cta) {
   return cta.num_threads / Cta::kExchangeThreads;
@@ -102,8 +82,6 @@ HD int bytes_of_part(const DispatchArgs& args, int part) {
   const int left = static_cast<int>(args.packed_bytes) - part * kPartBytes;
   return left < kPartBytes ? left : kPartBytes;
 }
-constexpr int kUnitsOfPart = kPartBytes / kUnitDataBytes;
-static_assert(kPartBytes % kUnitDataBytes == 0 && kPartBytes % 16 == 0);
 
 // The packed row that `source` sends to `place` in its slice of `owner`'s staging.
 HD char* packed_row_at(const DispatchArgs& args, int owner, int source, int place) {

@@ -81,11 +81,10 @@ HAS_NO_TOKEN = r"^cta\.block >= args\.geometry\.num_tokens$"
 HAS_TOKENS = r"^SentItem item"
 HAS_RECEIVED = r"^ReceivedItem item"
 
-COMBINE_SENDS = r"^!receives \|\| plan\.receiver == 0$"
-COMBINE_RECEIVES = r"^!\(!receives\)$"
-COMBINE_SIGNALS = r"^publishes && !round\.has_failed$"
+COMBINE_RECEIVES = r"^!\(!role\.receives\(\)\)$"
+COMBINE_SIGNALS = r"^role\.publishes\(\) && !round\.has_failed$"
 COMBINE_HAS_ITEMS = r"^int item = share"
-MORE_PARTS = r"^!\(cta\.block \+ plan\.senders >= most_items\)$"
+MORE_PARTS = r"^!\(cta\.block \+ plan\.role\.num_senders >= most_items\)$"
 MORE_UNITS = r"^unit \+= cta\.num_threads; unit < end"
 
 # ---- What breaks an order.
@@ -202,7 +201,7 @@ def combining_small(
         plain[COUNT_READ] = count_read
         untaken += [MORE_PARTS, MORE_UNITS, COMBINE_RECEIVES]
     else:
-        untaken.append(COMBINE_SENDS)
+        untaken.append(SENDS)
     if signal:
         operands[SIGNALS] = signal
         plain[COMBINED_LEFT] = combined_left
