@@ -81,7 +81,7 @@ def params_of(wire: Wire, num_experts: int, invalid_id: int = -1) -> MoEEpCommPa
 def communication(
     rank: int, ep_size: int, params: MoEEpCommParams, **options: Any
 ) -> Iterator[Any]:
-    config = ours.MoeNvlinkConfig(timeout_s=30, **options)
+    config = ours.MoeNvlinkConfig(timeout_s=120, **options)
     made = create_communication(bootstrap(rank, ep_size), params, config)
     try:
         yield made
@@ -304,7 +304,7 @@ def layer_of(rank: int, ep_size: int, num_experts: int, dtype: torch.dtype, kern
     )
     w13, w2 = weights_of(num_experts, dtype)
     first, end, _ = share_of(rank, ep_size, num_experts)
-    comm = ours.MoeNvlinkConfig(timeout_s=30)
+    comm = ours.MoeNvlinkConfig(timeout_s=120)
     split = SplitConfig(comm=comm) if kernel is None else SplitConfig(comm=comm, kernel=kernel)
     pack = MoEWeightPack(w13[first:end], w2[first:end])
     return MoEEpLayer(bootstrap(rank, ep_size), fleet, pack, backend=split)
