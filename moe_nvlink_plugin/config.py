@@ -93,6 +93,7 @@ class AllToAllConfig:
         dtype: activation type; combine reduces in fp32 and writes this type, or that of the
             rows (combine_dtypes).
         recipe: name of the format that dispatch sends; None: the unquantised recipe of `dtype`.
+            "bytes_N": rows of N bytes that the caller has made, 1 to 2^24.
         combine: format in which the experts' rows travel back. "bf16": unquantised, in `dtype`
             whichever type it is. "fp8_block", "nvfp4": the rank that computed the rows quantises
             them in blocks, and the rank that receives them adds them in fp32; combine_formats.py

@@ -68,7 +68,7 @@ _shared: dict[object, _Shared] = {}
 
 
 @register_communication(BACKEND)
-class MoeNvlinkCommunication(MoEEpCommunication):  # type: ignore[misc]
+class MoeNvlinkCommunication(MoEEpCommunication):
     """Rank-major dispatch and combine by MoeAllToAll.
 
     What FlashInfer's contract leaves open: an empty row's ids are invalid_expert_id; its other

