@@ -313,7 +313,8 @@ class WithoutData:
     def combine_input(self, dtype: torch.dtype | None = None, *, metadata: Any) -> torch.Tensor:
         return self.region
 
-    def combine(self, rows: torch.Tensor, metadata: Any, *, output: torch.Tensor) -> None:
+    def combine(self, rows: torch.Tensor, metadata: Any, **given: Any) -> None:
+        assert given.keys() == {"output", "add", "scale"}
         self.combined.append(rows)
 
 
