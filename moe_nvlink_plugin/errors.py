@@ -15,7 +15,9 @@ class InputError(MoeNvlinkError, ValueError):
     """A tensor that a verb got has a wrong shape, dtype, device or layout.
 
     The verb raises it before it touches memory. The exchange stays usable if every rank then calls
-    the same verb with valid tensors.
+    the same verb with valid tensors. One case differs: if only the kernel sees that a mask of
+    active ranks leaves out its own rank, nothing was sent, but the exchange cannot be used
+    afterwards.
     """
 
 

@@ -3,7 +3,7 @@
 // A dispatch after a pull combine need not wait, because that combine has waited for every rank's
 // signal. A small combine waits for nobody's signal, only for rows. So the dispatch after it waits
 // for the signals: a peer signals combine n after its experts have read what dispatch n brought, and
-// after it has cleared the units of dispatch n.
+// after it has cleared the units of dispatch n. A small dispatch waits after every combine.
 //
 // Receivers of a small combine see no cells, so ranks whose combines had rows of different type or
 // width find that out here: each compares its own cell of that combine with those of the peers.

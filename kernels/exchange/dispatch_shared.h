@@ -19,7 +19,7 @@ struct DispatchShared {
   TokenRoute routes[2];  // of this token and of the next
   RowPlan plans[kMaxPayloads];
   uint32_t epoch;             // of this round
-  uint32_t has_failed;        // an earlier verb of this rank has failed
+  uint32_t has_failed;        // this rank sends nothing: a verb or P12 has failed, or no mask
   int32_t finisher;           // number among the finishers; negative in the other CTAs
   uint32_t sent[kMaxRanks];   // rows put to each rank; in the last CTA
   int32_t counts[kMaxRanks];  // rows received from each rank; in finishers

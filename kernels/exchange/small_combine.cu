@@ -432,7 +432,8 @@ HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& p
       receiving.has_failed =
           !sum_units<Config, Element>(args, plan, rows, unit, present, receiving, sum);
     }
-    if (finish.is_needed()) {
+    // A token without any row is neither scaled nor added to: its zero stays +0.0.
+    if (finish.is_needed() && (present != 0 || finish.adds)) {
       MOE_NVLINK_UNROLL
       for (float& value : sum) value *= finish.scale;
       UnitPart<Element>::add_words(added, sum);

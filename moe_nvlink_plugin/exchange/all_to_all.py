@@ -355,11 +355,11 @@ class MoeAllToAll:
 
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
-            DisagreementError: another rank combined rows of another type or width. Two types never
-                go unnoticed; of 128 pairs of widths one does. For a small batch (small_tokens) and
-                rows without a format, this combine may return wrong sums, or raise
-                ExchangeTimeoutError; if it raises nothing, the channel's next dispatch raises
-                DisagreementError.
+            DisagreementError: another rank combined rows of another type or width. Two types of
+                one width never go unnoticed; of 128 pairs of widths one does. For a small batch
+                (small_tokens) and rows without a format, this combine may return wrong sums, or
+                raise ExchangeTimeoutError; if it raises nothing, the channel's next dispatch
+                raises DisagreementError.
         """
         self._check_own(metadata)
         if metadata.round >= 0 and not torch.compiler.is_compiling():
@@ -409,6 +409,7 @@ class MoeAllToAll:
 
         Raises:
             ExchangeTimeoutError, DisagreementError, PeerError: as dispatch.
+            InputError: active_ranks left out this rank when the kernel read it.
         """
         self._layer.synchronize()
 

@@ -43,11 +43,11 @@ def combine_code(config: AllToAllConfig) -> int:
 
 
 def formats_code(config: AllToAllConfig) -> int:
-    """Return 7 bits that name the recipe and combine's format; each pair of ours has its own code.
+    """Return 7 bits that name the recipe and combine's format; each pair of BUILT_IN has its own.
 
     If two layers have rows of different formats, ranks must not take one layer for the other in a
-    round, even if the rows have the same size. A third-party recipe has one of 96 codes by its
-    name, so two of them may share a code.
+    round, even if the rows have the same size. Any other recipe, bytes_N too, has one of 96 codes
+    by its name, so two of them may share a code.
     """
     names = [recipe.name for recipe in BUILT_IN]
     name = config.recipe or unquantised_recipe_of(config.dtype).name

@@ -233,8 +233,9 @@ class Channel:
             return (
                 f"in {phase} of epoch {epoch} rank {peer} combined rows of another type or width "
                 f"than rank {config.ep_rank} (dtype={dtype}, hidden_size={width}, "
-                f"combine={config.combine}); pass expert_output of the same dtype, and the same "
-                "hidden_size, on all ranks"
+                f"combine={config.combine}, if that combine was this layer's: a dispatch finds "
+                "out for the layer before it); pass expert_output of the same dtype, and the "
+                "same hidden_size, on all ranks"
             )
         names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
         values = [f"max_tokens={self.max_tokens}"]

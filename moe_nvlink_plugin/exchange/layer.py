@@ -309,8 +309,8 @@ class LayerExchange:
         Not capturable.
 
         Raises:
-            ExchangeTimeoutError, DisagreementError, PeerError: a verb failed. The workspace is
-                unusable from now on.
+            ExchangeTimeoutError, DisagreementError, PeerError, InputError: a verb failed. The
+                workspace is unusable from now on.
         """
         self.workspace.executor.synchronize()
         for channel in self._channels:

@@ -59,7 +59,8 @@ def test_every_width(hidden_size: int) -> None:
 @pytest.mark.parametrize("routing", ["all invalid", "distinct"])
 def test_ranks_without_tokens_and_tokens_without_experts(routing: str) -> None:
     for tokens in ((0, 0, 0), (0, 3, 8)):
-        check(Case(tokens=tokens, routing=routing, add="apart", scale=-2.5, hidden_size=26))
+        for add in ("apart", ""):
+            check(Case(tokens=tokens, routing=routing, add=add, scale=-2.5, hidden_size=26))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)

@@ -215,7 +215,7 @@ def test_a_unit_that_is_not_cleared_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 MUTANTS = {
     "slots": ("counts[turn] && tokens[turn].has", "counts[turn] && !tokens[turn].has"),
     "parts": ("constexpr int kPartUnits = kPartBytes /", "constexpr int kPartUnits = 8 +"),
-    "ids": ("const bool keeps = received.keeps(id);", "const bool keeps = true;"),
+    "ids": ("const bool keeps = received.keeps(args, id);", "const bool keeps = true;"),
     "empty": ("int word = filled + column", "int word = filled + 1 + column"),
 }
 

@@ -1,8 +1,9 @@
 // The cells by which ranks signal each other, and the bounded wait for a cell. The loops over peers
 // are in peers.h. A cell is one 8-byte word {tag:7, count:25, epoch:32} with a single writer, so
-// all of it arrives together. The tag stands for the sender's geometry, in combine for the
-// type and width of its rows: if ranks dispatch through layers of different geometry in the same
-// round, rows go to places where the receivers do not look. Epochs only go up and wrap after 2^32 rounds. They are compared by signed difference.
+// all of it arrives together. The tag stands for the sender's geometry, in combine for the type and
+// width of its rows: if ranks dispatch through layers of different geometry in the same round, rows
+// go to places where the receivers do not look. Epochs only go up and wrap after 2^32 rounds. They
+// are compared by signed difference.
 #pragma once
 
 #include "config.h"

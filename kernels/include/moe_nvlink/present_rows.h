@@ -1,5 +1,6 @@
-// The sum of a token's partial rows without the absent rows. Only the host uses it, because there
-// combine spends its time on arithmetic. The sum has the bits of combine's tree over all k; only
+// The sum of a token's partial rows without the absent rows, and what follows every sum (Finish).
+// Only the host uses this sum, because there combine spends its time on arithmetic; Finish and
+// SumTarget serve GPUs too. The sum has the bits of combine's tree over all k; only
 // NaN may have other bits. An absent row would add -0.0, which changes nothing, so a node of the
 // tree with one empty side equals its other side. The sum goes through registers, one or two of
 // kRegisterFloats elements at a time. The few shapes that the tree of two, three and four rows can

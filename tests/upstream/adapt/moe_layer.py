@@ -49,8 +49,8 @@ FACTORS = (1.0, -1.0, 0.75, -0.75)
 
 #: Of the inputs' size by hidden size, unquantised and FP8: outputs that are large beside the file's
 #: absolute tolerances, with roundings that are small beside them. Measured: rows have 0.2 to 5
-#: (FP8: 0.05 to 1), and the largest deviation is at most 0.9 of what is tolerated. Part of it is the
-#: reference's: it rounds the routed sum and the shared experts' output before it adds them.
+#: (FP8: 0.05 to 1), and the largest deviation is at most 0.9 of what is tolerated. Part of it is
+#: the reference's, which rounds the routed sum and the shared experts' output before it adds them.
 SCALES = ({256: 16.0, 512: 8.0, 2048: 4.0}, {256: 8.0, 512: 4.2, 2048: 1.4})
 #: More where 64 experts share a token's weights; a gate makes up for it with larger logits.
 MORE_EXPERTS = 1.6
