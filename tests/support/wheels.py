@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import filelock
 import platformdirs
 
 #: What pip says when it cannot reach a registry, whatever registry it was told to use.
@@ -54,13 +55,15 @@ def files_of(
     if kept.is_dir():
         return kept
     cache.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{version}.", dir=cache))
-    try:
-        _fetch(f"{name}=={version}", scratch, wanted, tags)
-        if not kept.exists():  # another process may have been quicker
+    with filelock.FileLock(cache / f"{kept.name}.lock"):  # a wheel has up to hundreds of MB
+        if kept.is_dir():  # another process has been quicker
+            return kept
+        scratch = Path(tempfile.mkdtemp(prefix=f"{version}.", dir=cache))
+        try:
+            _fetch(f"{name}=={version}", scratch, wanted, tags)
             scratch.rename(kept)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return kept
 
 
