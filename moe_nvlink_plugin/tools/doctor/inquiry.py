@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -32,7 +33,7 @@ _DISTRIBUTIONS = (
 )
 _SGLANG_GROUP = "sglang.srt.plugins"
 _FLASHINFER = "flashinfer-python"
-_FLASHINFER_REGISTRY = "flashinfer/moe_ep/core/comm/communication.py"
+_FLASHINFER_REGISTRY = "moe_ep/core/comm/communication.py"
 _ENTRY_POINT_GROUPS = (
     *("vllm.platform_plugins", "vllm.general_plugins", _SGLANG_GROUP),
     "moe_nvlink.plugins",
@@ -282,8 +283,10 @@ def _flashinfer(version: str | None) -> Found | None:
     """Return whether our backend can register; None without FlashInfer. It imports nothing."""
     if version is None:
         return None
-    registry = importlib.metadata.distribution(_FLASHINFER).locate_file(_FLASHINFER_REGISTRY)
-    if not Path(str(registry)).is_file():
+    # Where Python finds it: the files of an editable installation are not beside its metadata.
+    package = importlib.util.find_spec("flashinfer")
+    places = (package and package.submodule_search_locations) or ()
+    if not any((Path(place) / _FLASHINFER_REGISTRY).is_file() for place in places):
         return Found(
             error=f"{version} has no registry of moe_ep for backend moe_nvlink; install "
             f"{_FLASHINFER} 0.7.2 or newer if a program is to use it"
