@@ -1,7 +1,8 @@
 """FlashInfer's doors to our exchange.
 
 * ``moe_ep``: the backend ``moe_nvlink`` of ``flashinfer.moe_ep``. To import this package registers
-  it in FlashInfer's registry, if FlashInfer is installed; nothing uses it until a program names it.
+  it in FlashInfer's registry, if FlashInfer can be imported; nothing uses it until a program names
+  it.
 * ``moe_alltoall``: a class with the methods of ``flashinfer.comm.MoeAlltoAll``, for code that has
   not moved to ``flashinfer.moe_ep``. ``install`` puts it in the place of FlashInfer's.
 * ``opaque_rows``: lists of payloads through exchanges on one workspace, which both stand on.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from typing import TYPE_CHECKING, Any
 
 from moe_nvlink_plugin.errors import UnsupportedError
@@ -21,6 +23,8 @@ from moe_nvlink_plugin.errors import UnsupportedError
 if TYPE_CHECKING:
     from .moe_alltoall import MoeAlltoAll, install, uninstall
     from .moe_ep import MoeNvlinkCommunication, MoeNvlinkConfig
+
+logger = logging.getLogger(__name__)
 
 _HOMES = {
     "MoeAlltoAll": "moe_alltoall",
@@ -40,8 +44,23 @@ def __getattr__(name: str) -> Any:
         raise UnsupportedError(
             f"{name} needs FlashInfer; pip install 'moe-nvlink-plugin[flashinfer]'"
         )
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        home = importlib.import_module(f".{_HOMES[name]}", __name__)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{name} needs FlashInfer 0.7.2 or newer, whose import failed: {error}; pip install "
+            "'moe-nvlink-plugin[flashinfer]'"
+        ) from error
+    return getattr(home, name)
 
 
 if importlib.util.find_spec("flashinfer") is not None:
-    importlib.import_module(".moe_ep", __name__)
+    try:
+        importlib.import_module(".moe_ep", __name__)
+    except ImportError as error:
+        # An older release, or one without its requirements. Nobody may have asked for the backend.
+        logger.warning(
+            "backend moe_nvlink of flashinfer.moe_ep is not registered, because FlashInfer's "
+            "import failed: %s",
+            error,
+        )
