@@ -431,8 +431,8 @@ def test_platformdirs_is_not_needed_where_the_cache_is_named(tmp_path: Path) -> 
 
 #: Of the extras `bench`, `test` and `upstream`, which such a machine may not have.
 LACKING = (
-    *("cogapp", "matplotlib", "pandas", "platformdirs", "psutil", "pydantic", "scipy"),
-    *("tabulate", "tqdm", "tree_sitter", "tree_sitter_cpp", "yaml"),
+    *("cogapp", "matplotlib", "pandas", "platformdirs", "psutil", "pydantic", "requests", "scipy"),
+    *("tqdm", "tree_sitter", "tree_sitter_cpp", "yaml"),
 )
 
 
