@@ -50,6 +50,11 @@ def test_the_release_that_tests_import_is_one_of_those_read() -> None:
     assert flashinfer_wheel.VERSION in compat.READ
 
 
+def test_the_oldest_release_that_may_be_installed_is_the_one_that_was_read() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"flashinfer-python>={compat.OLDEST}"' in text
+
+
 def test_the_readme_lists_every_name_and_field_we_touch() -> None:
     assert not_in_the_readme("flashinfer", compat.TOUCHED, compat.FIELDS) == []
 
