@@ -70,10 +70,11 @@ class _Geometry(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How the payloads of a call travel, by their indices.
+    """How the payloads of a call travel, by their indices; equal on all ranks.
 
     Attributes:
-        ids: payload that is token_selected_experts itself; None: none is.
+        ids: payload that is token_selected_experts itself and travels as the exchange's ids; None:
+            none does.
         weights: payload that travels as the exchange's weights; None: none does.
         rows: payloads that travel as they are; at least one.
     """
@@ -91,20 +92,18 @@ class _Plan(NamedTuple):
         *,
         may_have_weights: bool,
     ) -> _Plan:
-        """Make a plan that is equal on ranks with tokens and on ranks without. Local."""
-        ids = weights = None
-        if id_index is not None:
-            ids = id_index if _is_same(payloads[id_index], experts) else None
-        for index, payload in enumerate(payloads):
-            if id_index is None and ids is None and payload is experts:
-                ids = index
-            elif (
-                may_have_weights
-                and weights is None
-                and payload.dtype == torch.float32
-                and payload.shape == experts.shape
-            ):
-                weights = index
+        """Make a plan. Local.
+
+        Args:
+            id_index: payload that is to be the ids; None: ids are a payload as any other.
+            may_have_weights: whether the exchange's weights arrive as they were sent.
+        """
+        ids = None
+        if id_index is not None and _is_same(payloads[id_index], experts):
+            ids = id_index
+        weights = None
+        if may_have_weights:
+            weights = next((i for i, each in enumerate(payloads) if _is_like(each, experts)), None)
         rows = tuple(index for index in range(len(payloads)) if index not in (ids, weights))
         return cls(ids, weights, rows or (0,))
 
@@ -116,8 +115,12 @@ class MoeAlltoAll:
     num_experts or more, an id whose expert is on another rank becomes the invalid id too, as
     FlashInfer's docstring has it. With any other, a received row keeps all ids of its token, as
     with FlashInfer's kernels; if it is not -1 either, torch writes it, by further launches. An id
-    outside 0..num_experts-1 has no destination, and arrives as -1 or the invalid id; FlashInfer's
-    kernels send it to a rank.
+    outside 0..num_experts-1 has no destination. It arrives as -1 or the invalid id if one is given,
+    else as it was; FlashInfer's kernels send it to a rank.
+
+    After an ExchangeTimeoutError, DisagreementError or PeerError the workspace is unusable, for new
+    objects of the same sizes too, until every rank has called _reset_workspace on one of them. So
+    a mask must name the live ranks before a round waits for a dead one.
 
     Args:
         mapping: has moe_ep_rank and moe_ep_size.
@@ -238,8 +241,12 @@ class MoeAlltoAll:
         _refuse("checkpoint_restore", "a new MoeAlltoAll after the restore")
 
     def _reset_workspace(self) -> None:
-        """Close the workspace. No object on it is usable afterwards. Local."""
-        self._WORKSPACE_CACHE.pop(self._geometry, None)
+        """Close the workspace. No object on it is usable afterwards. Local; idempotent.
+
+        An object that is created afterwards has another one.
+        """
+        if self._WORKSPACE_CACHE.get(self._geometry) is self._rows:
+            del self._WORKSPACE_CACHE[self._geometry]
         self._rows.close()
 
     def dispatch(
@@ -254,13 +261,14 @@ class MoeAlltoAll:
     ) -> list[torch.Tensor]:
         """Send each token's payloads once to every rank that owns one of its experts. Collective.
 
-        Capturable after a first call with payloads of these sizes.
+        Capturable after a first call with payloads of these sizes and this mask; the graph keeps
+        the mask.
 
         Args:
             token_selected_experts: `[num_tokens, top_k]` int32.
-            input_payloads: one or more, each `[num_tokens, *]`, any dtype. Beside one that is
-                token_selected_experts and, if the invalid id is below num_experts, one float32 of
-                its shape, up to 8 have room.
+            input_payloads: one or more, each `[num_tokens, *]`, any dtype. Up to 8 have room beside
+                token_selected_experts, if an invalid id is given, and beside one float32 of its
+                shape, if no invalid id is given or it is below num_experts.
             runtime_max_tokens_per_rank: bound of the call, equal on all ranks; 0 counts as 1.
             invalid_token_expert_id: id of empty rows; see the class.
             expert_id_payload_index: which payload has the ids, if invalid_token_expert_id is given.
@@ -287,11 +295,16 @@ class MoeAlltoAll:
             "runtime_max_tokens_per_rank", runtime_max_tokens_per_rank or 1, self.max_num_tokens
         )
         _check_ids(invalid_token_expert_id, expert_id_payload_index, len(input_payloads))
+        if token_selected_experts.dtype != torch.int32:
+            raise InputError(
+                f"token_selected_experts has dtype {token_selected_experts.dtype}; pass "
+                ".to(torch.int32), the only type that FlashInfer takes"
+            )
         received_ids = self._received_ids(invalid_token_expert_id)
         plan = _Plan.of(
             token_selected_experts,
             input_payloads,
-            expert_id_payload_index,
+            None if invalid_token_expert_id is None else expert_id_payload_index,
             may_have_weights=received_ids == "global",
         )
         if invalid_token_expert_id is not None and plan.ids is None:
@@ -412,6 +425,7 @@ class MoeAlltoAll:
 
     def _check_round(self, verb: str, runtime_max_tokens_per_rank: int) -> None:
         if not self._rows.is_dispatched:
+            self._rows.check_usable()
             raise ExchangeStateError(f"{verb} called before a successful dispatch; call it first")
         if runtime_max_tokens_per_rank != self._bound:
             raise InputError(
@@ -488,15 +502,16 @@ def install() -> None:
     theirs = flashinfer.comm.MoeAlltoAll
     late = sorted(
         name
-        for name, module in sys.modules.items()
+        for name, module in list(sys.modules.items())
         if getattr(module, "__dict__", {}).get("MoeAlltoAll") is theirs and module not in _MODULES
     )
     if late:
         raise ExchangeStateError(
             f"{', '.join(late)} imported MoeAlltoAll from FlashInfer before; call install() first"
         )
+    # Before the first is replaced: a release that lacks one keeps all of its own.
+    _originals.update({name: getattr(flashinfer.comm, name) for name in _INSTALLED})
     for name, ours in _INSTALLED.items():
-        _originals[name] = getattr(flashinfer.comm, name)
         for module in _MODULES:
             setattr(module, name, ours)
 
@@ -521,7 +536,8 @@ def _ep_group(mapping: Any, mnnvl_config: Any) -> Any:
     if communicator is None:
         found = (group.size(), group.rank())
     else:
-        if (group.size, group.rank) != wanted:
+        # Split is collective, so all ranks of the communicator decide together.
+        if any(group.all_gather_object((group.size, group.rank) != wanted)):
             # All ranks of the model, say: those of one group have the same colour.
             split = communicator.Split(min(mapping.moe_ep_group), mapping.moe_ep_rank)
             group = CommunicatorGroup(split)
@@ -559,14 +575,16 @@ def _routing_bytes(top_k: int) -> int:
 
 
 def _is_same(payload: torch.Tensor, experts: torch.Tensor) -> bool:
-    """Return whether two tensors are the same memory in the same form; empty ones have none."""
-    if payload is experts:
-        return True
-    if payload.shape != experts.shape or payload.dtype != experts.dtype:
-        return False
-    if experts.numel() == 0:
-        return True
-    return payload.data_ptr() == experts.data_ptr() and payload.stride() == experts.stride()
+    """Return whether two tensors are the same memory in the same form.
+
+    Empty ones are told apart too, by their storage: a rank without tokens answers as the others.
+    """
+    return payload.dtype == experts.dtype and payload.is_set_to(experts)
+
+
+def _is_like(payload: torch.Tensor, experts: torch.Tensor) -> bool:
+    """Return whether a payload can travel as the exchange's weights."""
+    return payload.dtype == torch.float32 and payload.shape == experts.shape
 
 
 def _refuse_options(eplb_stats_num_experts: int, backend: str) -> None:

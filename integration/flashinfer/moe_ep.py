@@ -128,7 +128,10 @@ class MoeNvlinkCommunication(MoEEpCommunication):
         eplb_local_stats: torch.Tensor | None = None,
         active_rank_mask: torch.Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        """Send each token once to every rank that owns one of its experts. Collective; capturable.
+        """Send each token once to every rank that owns one of its experts. Collective.
+
+        Capturable after a first call with this mask, and with rows of these bytes if they are not
+        those of dispatch_format; the graph keeps the mask.
 
         Args:
             hidden_states: `[num_tokens, *]`, any dtype.
@@ -144,8 +147,11 @@ class MoeNvlinkCommunication(MoEEpCommunication):
         Raises:
             UnsupportedError: eplb_local_stats is given.
             InputError: a tensor or the bound does not fit. Nothing was sent.
-            ExchangeStateError: the last dispatch has not been combined, or destroy() was called.
-            ExchangeTimeoutError, DisagreementError, PeerError: as MoeAllToAll.dispatch.
+            ConfigError: the rows of a token have no room. Nothing was sent.
+            ExchangeStateError: the last dispatch has not been combined, destroy() was called, a
+                capture comes before the first call, or a round has failed.
+            ExchangeTimeoutError, DisagreementError, PeerError: as MoeAllToAll.dispatch. The
+                workspace is unusable until all communications on it are destroyed, on every rank.
         """
         if eplb_local_stats is not None:
             raise UnsupportedError(

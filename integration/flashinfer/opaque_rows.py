@@ -72,6 +72,7 @@ class OpaqueRows:
         self._no_weights: torch.Tensor | None = None
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._round: _Round | None = None
+        self._is_closed = False
 
     @property
     def is_dispatched(self) -> bool:
@@ -82,9 +83,11 @@ class OpaqueRows:
         """Return the exchange for a kind of call. Collective if it is the first of its kind.
 
         Raises:
-            ExchangeStateError: it is the first of its kind, and a CUDA graph captures.
+            ExchangeStateError: it is the first of its kind, and a CUDA graph captures; or `close`
+                was called.
             as AllToAllConfig and MoeAllToAll.create.
         """
+        self._check_open()
         found = self._exchanges.get(kind)
         if found is not None:
             return found
@@ -109,7 +112,10 @@ class OpaqueRows:
         combined_bytes: int = 0,
         active_rank_mask: torch.Tensor | None = None,
     ) -> Received:
-        """Send payloads to the ranks that own the tokens' experts. Collective; capturable.
+        """Send payloads to the ranks that own the tokens' experts. Collective.
+
+        Capturable after a first call with rows of these bytes and this mask; the graph keeps the
+        mask.
 
         Args:
             topk_ids: `[num_tokens, top_k]` int32 or int64.
@@ -125,6 +131,7 @@ class OpaqueRows:
             InputError, ExchangeStateError, and what waits raise: as MoeAllToAll.dispatch.
         """
         if self._round is not None:
+            self.check_usable()
             raise ExchangeStateError(
                 "dispatch twice: the dispatch before has not been combined; call combine first"
             )
@@ -197,21 +204,50 @@ class OpaqueRows:
             exchange.close()
         self._exchanges.clear()
         self._round = None
+        self._is_closed = True
+
+    def check_usable(self) -> None:
+        """Check that no round has failed, and that `close` was not called. Local.
+
+        Raises:
+            ExchangeStateError: the message says why.
+        """
+        self._check_open()
+        for exchange in self._exchanges.values():
+            failure = exchange.failure()
+            if failure is not None:
+                raise ExchangeStateError(
+                    f"the exchange is unusable since: {failure}; close it and create it anew"
+                ) from failure
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ExchangeStateError("the workspace is closed; create a new object on it")
 
     def _in_flight(self, verb: str) -> _Round:
         if self._round is None:
+            self.check_usable()
             raise ExchangeStateError(f"{verb} without dispatch; call dispatch first")
         return self._round
 
     def _active_ranks(
         self, mask: torch.Tensor | None, config: AllToAllConfig, device: torch.device
     ) -> torch.Tensor | None:
-        """Return a mask of FlashInfer's as dispatch takes it. Each lies on the device once."""
+        """Return a mask of FlashInfer's as dispatch takes it. Each lies on the device once.
+
+        Raises:
+            ExchangeStateError: a CUDA graph captures its first use.
+        """
         words = _words(mask)
         if words is None:
             return None
         found = self._masks.get(words)
         if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ExchangeStateError(
+                    f"the first dispatch with active_rank_mask={words} is being captured; run it "
+                    "once before the capture, because it copies the mask to the GPU"
+                )
             bits = sum(word << 64 * index for index, word in enumerate(words))
             ranks = [rank for rank in range(config.ep_size) if bits >> rank & 1]
             found = self._masks[words] = rank_mask(ranks, config.ep_size, device)

@@ -503,6 +503,71 @@ def the_least_workspace_is_enough(rank: int, ep_size: int) -> None:
         subject._reset_workspace()
 
 
+@case
+def ids_without_an_invalid_id_arrive_as_sent(rank: int, ep_size: int) -> None:
+    """Those of no expert too, and of a copy. The last rank has no tokens and the same plan."""
+    num_experts = 2 * ep_size
+    everyones = wires.works(ep_size, num_experts, [2] * (ep_size - 1) + [0], 3)
+    everyones[0].ids[:] = torch.tensor([[num_experts - 1, -1, 2**30], [0, 2**30, -1]])
+    mine, (first, end, _) = everyones[rank], share_of(rank, ep_size, num_experts)
+    rows, ids, weights = payloads_of(wires.BF16, mine)
+    with installed():
+        subject = drop_in(rank, ep_size, num_experts)
+        with pytest.raises(UnsupportedError, match="that is not token_selected_experts"):
+            subject.dispatch(ids, [rows, ids.clone(), weights], 2, -1, 1)
+        for sent_ids in (ids, ids.clone()):
+            received = subject.dispatch(ids, [rows, sent_ids, weights], 2, None, 1)
+            for source, work in enumerate(everyones):
+                is_mine = ((work.ids >= first) & (work.ids < end)).any(dim=1)
+                count = int(is_mine.sum())
+                found = (payload[source, :count] for payload in received)
+                wanted = (payload[is_mine] for payload in payloads_of(wires.BF16, work))
+                assert wires.rows_as_bytes(*found) == wires.rows_as_bytes(*wanted)
+            subject.combine(received[0], 2)
+        subject._reset_workspace()
+
+
+class Renumbered(TorchDistBackend):  # type: ignore[misc]
+    """The last two ranks in the other order, those before them as they are."""
+
+    def Get_rank(self) -> int:  # noqa: N802
+        rank: int = super().Get_rank()
+        size: int = self.Get_size()
+        return 2 * size - 3 - rank if rank >= size - 2 else rank
+
+    def Split(self, color: int, key: int) -> Any:  # noqa: N802
+        return TorchDistBackend().Split(color, key)
+
+
+@case
+def the_ranks_of_a_communicator_split_it_together(rank: int, ep_size: int) -> None:
+    """Of four ranks, two have the numbers of the mapping already."""
+    subjects = [(Renumbered(), mapping_of(rank, ep_size))]
+    if ep_size == 4:  # two groups of two
+        pairs = Mapping(world_size=4, rank=rank, tp_size=4, moe_ep_size=2, moe_tp_size=2)
+        subjects.append((TorchDistBackend(), pairs))
+    for communicator, mapping in subjects:
+        config = types.SimpleNamespace(comm_backend=communicator)
+        group = moe_alltoall._ep_group(mapping, config)
+        assert group.all_gather_object(rank) == list(mapping.moe_ep_group)
+        assert (group.size, group.rank) == (mapping.moe_ep_size, mapping.moe_ep_rank)
+
+
+@case
+def a_reset_leaves_the_next_workspace_alone(rank: int, ep_size: int) -> None:
+    with installed():
+        old, other = (drop_in(rank, ep_size, 2 * ep_size) for _ in range(2))
+        drop_in_round(old, wires.BF16, rank, 2, -1)
+        old._reset_workspace()
+        with pytest.raises(ExchangeStateError, match="workspace is closed; create a new object"):
+            drop_in_round(other, wires.BF16, rank, 2, -1)
+        new = drop_in(rank, ep_size, 2 * ep_size)
+        other._reset_workspace()
+        assert drop_in(rank, ep_size, 2 * ep_size)._rows is new._rows
+        drop_in_round(new, wires.BF16, rank, 3, -1)
+        new._reset_workspace()
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     ours.install()
@@ -549,7 +614,7 @@ def what_the_drop_in_refuses(rank: int, ep_size: int) -> None:
 
 
 def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
-    x, ids, _weights = payloads
+    x, ids, weights = payloads
     with pytest.raises(InputError, match="is given, but enable_rank_mask=False; construct"):
         subject.dispatch(ids, payloads, 2, active_rank_mask=mask_of([0], subject.ep_size))
     with pytest.raises(UnsupportedError, match="no eplb_local_stats"):
@@ -564,6 +629,8 @@ def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
         subject.dispatch(ids, payloads, 2, 5, 3)
     with pytest.raises(UnsupportedError, match="that is not token_selected_experts"):
         subject.dispatch(ids.clone(), payloads, 2, -1, 1)
+    with pytest.raises(InputError, match=r"has dtype torch.int64; pass .to\(torch.int32\)"):
+        subject.dispatch(ids.long(), [x, ids.long(), weights], 2)
     with pytest.raises(ConfigError, match=r"256\+12\+12\+256\+256 bytes per token exceed 5\d\d"):
         subject.dispatch(ids, [*payloads, x, x], 2)
     with pytest.raises(ExchangeStateError, match="get_combine_payload_tensor.* before a successf"):
