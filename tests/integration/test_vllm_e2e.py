@@ -175,8 +175,8 @@ def _long(*values: Any) -> Any:
 
 # GLM-4 MoE with two and with four data-parallel ranks, eager: test_mtp_e2e.py too. If the model is
 # compiled, a layer of Qwen3 is an op of vLLM's, and a layer of the other models is an op of ours.
-# With tensor parallelism the experts of Qwen3 get slices of the batch, and those of GLM-4 get all of
-# it; there vLLM adds the shared experts' output, and in all other servers combine does.
+# With tensor parallelism the experts of Qwen3 get slices of the batch, and those of GLM-4 get
+# all of it; there vLLM adds the shared experts' output, and in all other servers combine does.
 @pytest.mark.parametrize(
     ("name", "model", "ep_size", "arguments"),
     [
@@ -206,6 +206,14 @@ def test_tokens_equal_those_of_one_rank(
         assert server.differing(range(alone), concurrency=1) == []
         assert server.differing(range(alone, count), concurrency=5) == []
         server.check_traffic(ep_size, count, _num_moe_layers(model))
+        # If vLLM adds it where combine should, the tokens are the same.
+        assert _combine_adds(server) == (model.num_shared_experts > 0 and arguments is not DP2_TP2)
+
+
+def _combine_adds(server: EpServer) -> bool:
+    """Whether a worker has said that combine adds the shared experts' output."""
+    log = server.server.log_path.read_text("utf-8")
+    return "combine ends layers" in log and "and adds the shared experts' output" in log
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
