@@ -22,6 +22,7 @@ from moe_nvlink_plugin.integration.demo import processes
 from moe_nvlink_plugin.integration.demo.server import (
     CPU_ENVIRONMENT,
     ServerError,
+    VllmServer,
     free_port,
 )
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
@@ -214,6 +215,18 @@ def _combine_adds(server: EpServer) -> bool:
     """Whether a worker has said that combine adds the shared experts' output."""
     log = server.server.log_path.read_text("utf-8")
     return "combine ends layers" in log and "and adds the shared experts' output" in log
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_processes_started_in_vllms_own_way(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """Engines and workers are spawned: each imports vLLM anew, which loads our plugin there."""
+    name = "spawned"
+    with EpServer(requests_of(QWEN3), folder, name, *DP2, EAGER, server=VllmServer) as server:
+        assert server.differing(range(8), concurrency=8) == []
+        server.check_traffic(2, 8, _num_moe_layers(QWEN3))
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
