@@ -120,7 +120,13 @@ class GlooExchange:
         return self._step.partial
 
     def combine(
-        self, expert_output: torch.Tensor, metadata: DispatchMetadata, *, output: torch.Tensor
+        self,
+        expert_output: torch.Tensor,
+        metadata: DispatchMetadata,
+        *,
+        output: torch.Tensor,
+        add: torch.Tensor | None = None,
+        scale: float = 1,
     ) -> torch.Tensor:
         """Add up the ranks' rows of this rank's tokens, as MoeAllToAll.combine. Collective."""
         count = metadata.send_slots.shape[0]
@@ -129,7 +135,9 @@ class GlooExchange:
         dist.reduce_scatter_tensor(reduced, expert_output, group=self._group)
         if not in_place:
             output.copy_(reduced[:count])
-        return output
+        if scale != 1:
+            output.mul_(scale)
+        return output if add is None else output.add_(add)
 
     def stats(self) -> PeerStats:
         """Return totals of this rank. Local."""

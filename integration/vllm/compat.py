@@ -344,10 +344,11 @@ FIELDS = (
         "vllm.config",
         "ModelConfig",
         (
-            *("dtype", "get_hidden_size", "get_num_experts", "get_num_experts_per_tok"),
-            *("head_dtype", "hf_config", "model"),
+            *("architecture", "dtype", "get_hidden_size", "get_num_experts"),
+            *("get_num_experts_per_tok", "head_dtype", "hf_config", "model"),
         ),
     ),
+    Fields("vllm.config", "CompilationConfig", ("mode",)),
     Fields("vllm.config", "SchedulerConfig", ("max_num_batched_tokens", "max_num_seqs")),
     Fields(
         "vllm.config",

@@ -4,8 +4,8 @@ vLLM's CPU platform insists on "spawn", so that each of the six processes of a t
 imports torch and vLLM again: 15 s of CPU time each. Here a template imports them once, and every
 server of the tests is a fork of it. So are the processes that a server starts: in it "spawn" means
 Python's own "forkserver", which vLLM offers on its other platforms, itself forked before the server
-has threads. What the processes do then is the same; `make demo`, whose test runs it as it is,
-starts its processes in vLLM's own way.
+has threads. What the processes do then is the same. Two tests start processes in vLLM's own way:
+that of the demo, where a rank is one process, and a long one in test_vllm_e2e.py, where it is two.
 
     python tests/integration/fast_server.py [modules] <number of a socket>
 
@@ -41,6 +41,7 @@ SERVERS = (
     "vllm.v1.engine.coordinator",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.deepseek_v2",
     "vllm.model_executor.models.glm4_moe",
     "vllm.model_executor.models.glm4_moe_mtp",
     "vllm.model_executor.models.qwen3_moe",

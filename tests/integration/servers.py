@@ -180,7 +180,11 @@ class Requests(NamedTuple):
 
 
 class EpServer:
-    """A server with our backend, its workers' counters, and comparisons with the one-rank one."""
+    """A server with our backend, its workers' counters, and comparisons with the one-rank one.
+
+    Args:
+        server: how its processes start.
+    """
 
     def __init__(
         self,
@@ -189,10 +193,11 @@ class EpServer:
         name: str,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
+        server: type[VllmServer] = ForkedServer,
     ) -> None:
         self.requests = requests
         self.stats_folder = folder / f"stats {name}"
-        self.server: Server = ForkedServer(
+        self.server: Server = server(
             model=requests.checkpoint,
             name=name,
             folder=folder,

@@ -19,7 +19,12 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin.integration.demo import processes
-from moe_nvlink_plugin.integration.demo.server import CPU_ENVIRONMENT, ServerError, free_port
+from moe_nvlink_plugin.integration.demo.server import (
+    CPU_ENVIRONMENT,
+    ServerError,
+    VllmServer,
+    free_port,
+)
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
     DEEPSEEK_V3,
     MODELS,
@@ -45,8 +50,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 QWEN3 = dataclasses.replace(MODELS["qwen3_moe"], num_layers=2)
 #: A dense layer and one with experts.
 SHORT_GLM4 = dataclasses.replace(MODELS["glm4_moe"], num_layers=2)
-#: Its heads have a size for which vLLM has attention on CPU.
-SHORT_DEEPSEEK = dataclasses.replace(DEEPSEEK_V3, num_layers=2, head_dim=48, rope_head_dim=16)
+#: A dense layer and two with experts: the compiled graph has our op twice. Its heads have a size
+#: for which vLLM has attention on CPU.
+SHORT_DEEPSEEK = dataclasses.replace(DEEPSEEK_V3, num_layers=3, head_dim=48, rope_head_dim=16)
 #: vLLM's attention by heads also for models with latent attention, see DEEPSEEK_V3.
 BY_HEADS = {"VLLM_MLA_DISABLE": "1"}
 NUM_SEQUENCES = 40
@@ -168,20 +174,24 @@ def _long(*values: Any) -> Any:
     return pytest.param(*values, marks=[pytest.mark.long, pytest.mark.timeout(900)])
 
 
-# GLM-4 MoE with two and with four data-parallel ranks, eager: test_mtp_e2e.py too. Of its servers
-# with tensor parallelism, vLLM itself adds the shared experts' output; of all others here, combine.
+# GLM-4 MoE with two and with four data-parallel ranks, eager: test_mtp_e2e.py too. If the model is
+# compiled, a layer of Qwen3 is an op of vLLM's, and a layer of the other models is an op of ours.
+# With tensor parallelism the experts of Qwen3 get slices of the batch, and those of GLM-4 get
+# all of it; there vLLM adds the shared experts' output, and in all other servers combine does.
 @pytest.mark.parametrize(
     ("name", "model", "ep_size", "arguments"),
     [
         ("deepseek dp2 compiled", SHORT_DEEPSEEK, 2, DP2),
+        ("qwen3 dp2 compiled", QWEN3, 2, DP2),
         ("qwen3 dp2 tp2", QWEN3, 4, DP2_TP2),
-        ("glm4 dp2 tp2", SHORT_GLM4, 4, DP2_TP2),
-        _long("qwen3 dp2 compiled", QWEN3, 2, DP2),
+        _long("glm4 dp2 tp2", SHORT_GLM4, 4, DP2_TP2),
         _long("glm4 dp2", SHORT_GLM4, 2, [*DP2, EAGER]),
         _long("glm4 dp2 compiled", SHORT_GLM4, 2, DP2),
         _long("glm4 dp4", SHORT_GLM4, 4, DP4),
         _long("deepseek dp2", SHORT_DEEPSEEK, 2, [*DP2, EAGER]),
         _long("deepseek dp4", SHORT_DEEPSEEK, 4, DP4),
+        # Eager: test_deepseek_with_tensor_parallelism.
+        _long("deepseek dp2 tp2 compiled", SHORT_DEEPSEEK, 4, DP2_TP2[:2]),
     ],
 )
 def test_tokens_equal_those_of_one_rank(
@@ -199,6 +209,55 @@ def test_tokens_equal_those_of_one_rank(
         assert server.differing(range(alone), concurrency=1) == []
         assert server.differing(range(alone, count), concurrency=5) == []
         server.check_traffic(ep_size, count, _num_moe_layers(model))
+        # If vLLM adds it where combine should, the tokens are the same.
+        assert _combine_adds(server) == (model.num_shared_experts > 0 and arguments is not DP2_TP2)
+
+
+def _combine_adds(server: EpServer) -> bool:
+    """Whether a worker has said that combine adds the shared experts' output."""
+    log = server.server.log_path.read_text("utf-8")
+    return "combine ends layers" in log and "and adds the shared experts' output" in log
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_processes_started_in_vllms_own_way(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """Engines and workers are spawned: each imports vLLM anew, which loads our plugin there."""
+    name = "spawned"
+    with EpServer(requests_of(QWEN3), folder, name, *DP2, EAGER, server=VllmServer) as server:
+        assert server.differing(range(8), concurrency=8) == []
+        server.check_traffic(2, 8, _num_moe_layers(QWEN3))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_deepseek_with_tensor_parallelism(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """Each step has two tokens or more: for a step of one, vLLM's eager model has wrong logits.
+
+    The model tells a tensor-parallel rank's slice of a batch from the whole batch by the number of
+    rows, and both have one row if the batch has one. So every token is asked for as the first one
+    after a longer prompt. The compiled model gathers slices always.
+    """
+    given = requests_of(SHORT_DEEPSEEK)
+    answered = zip(given.prompts[:4], given.expected[:4], strict=True)
+    steps = [
+        ([*prompt, *answer[:n]], [token])
+        for prompt, answer in answered
+        for n, token in enumerate(answer)
+        if len(prompt) + n > 1
+    ]
+    prompts, expected = (list(column) for column in zip(*steps, strict=True))
+    requests = Requests(given.checkpoint, prompts, [1] * len(steps), expected)
+    name, alone = "deepseek dp2 tp2", len(steps) // 2
+    with EpServer(requests, folder, name, *DP2_TP2, environment=BY_HEADS) as server:
+        assert server.differing(range(alone), concurrency=1) == []
+        assert server.differing(range(alone, len(steps)), concurrency=5) == []
+        server.check_traffic(4, len(steps), _num_moe_layers(SHORT_DEEPSEEK))
+        assert _combine_adds(server)
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:

@@ -46,7 +46,8 @@ SYSTEM_RELEASES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}  # P1; P3
 #: P12, which is in a loop.
 SYSTEM_ACQUIRES = {"moe_nvlink_dispatch": (3, 5), "moe_nvlink_combine": (1,)}
 GPU_ARRIVALS = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 0}  # P2
-#: Fault words of each wait, and of a mask without oneself: stored relaxed, in the workspace and in the host's memory.
+#: Fault words of each wait, and of a mask without oneself: stored relaxed, in the workspace and in
+#: the host's memory.
 FAULT_STORES = {"moe_nvlink_dispatch": 8, "moe_nvlink_combine": 2}
 
 

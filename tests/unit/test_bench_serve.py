@@ -87,10 +87,12 @@ def test_the_peer_gathers_and_reduces(tmp_path: Path) -> None:
 
 
 def test_the_peer_takes_what_prepare_gives() -> None:
-    """vLLM's layers have no extra payloads and one channel."""
+    """vLLM's layers have no extra payloads, no mask of ranks, one channel and one width."""
     exchanges = (MoeAllToAll, gloo_plugin.GlooExchange)
     ours, peers = (set(inspect.signature(one.dispatch).parameters) for one in exchanges)
-    assert ours - peers == {"extra_payloads", "channel"}
+    assert ours - peers == {"active_ranks", "extra_payloads", "channel"}
+    ours, peers = (set(inspect.signature(one.combine).parameters) for one in exchanges)
+    assert ours - peers == {"hidden_size"}
 
 
 def test_the_peer_refuses_a_batch_that_vllm_did_not_agree_on() -> None:

@@ -102,18 +102,23 @@ chosen = parser.parse_args(["model", "--all2all-backend", "moe_nvlink"])
 assert chosen.additional_config == {"all2all_backend": "moe_nvlink"}, chosen.additional_config
 """
 
-#: Prints where the parts of the package are that vLLM loads by our entry points.
+#: Prints where the parts of the package are that vLLM loads by our entry points, and the modules
+#: that our flag needs.
 OUR_PARTS = """
 from importlib import metadata
+from importlib.util import find_spec
 
 import moe_nvlink_plugin.kernels
 from moe_nvlink_plugin.integration import common, vllm
+from moe_nvlink_plugin.integration.vllm.plugin import flag
 
 for group in ("vllm.platform_plugins", "vllm.general_plugins"):
     (found,) = metadata.entry_points(group=group, name="moe_nvlink")
     assert found.load().__module__ == vllm.__name__
 for part in (moe_nvlink_plugin, moe_nvlink_plugin.kernels, common, vllm):
     print(part.__file__)
+for name in flag._NEEDED:
+    print(find_spec(name).origin)
 """
 
 

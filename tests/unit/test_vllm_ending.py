@@ -165,7 +165,11 @@ def test_the_result_is_rounded_once(
             if scale != 1.0 and dtype == torch.bfloat16:  # what vLLM's own steps make of it
                 thrice = routed * scale + layer.shared(work[0])
                 assert not torch.equal(thrice, wanted.to(dtype))
+        before = [one.clone() for one in work]
         got = vllm_runner.forward(layer.runner, *work)
+        # The op's schema says that it writes none of its inputs, and returns none of them.
+        assert all(map(torch.equal, work, before))
+        assert got.data_ptr() not in [one.data_ptr() for one in work]
         if layer.shared is not None:
             assert layer.runner.shared_experts._output == [None, None]
         return layer.op, got, wanted.to(dtype)

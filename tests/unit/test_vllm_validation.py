@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.config import CompilationMode
+
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration.common import names
 from moe_nvlink_plugin.integration.common.options import Options
@@ -61,6 +63,7 @@ def _parallel(**values: Any) -> SimpleNamespace:
 def _model(**values: Any) -> SimpleNamespace:
     good = {
         "model": "tiny",
+        "architecture": "Qwen3MoeForCausalLM",
         "dtype": torch.float32,
         "get_num_experts": lambda: 16,
         "get_num_experts_per_tok": lambda: 4,
@@ -73,6 +76,7 @@ def _config(
     parallel: Any = None, model: Any = None, lora: Any = None, **options: Any
 ) -> SimpleNamespace:
     return SimpleNamespace(
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
         parallel_config=parallel or _parallel(),
         model_config=model or _model(),
         lora_config=lora,
@@ -85,6 +89,40 @@ def test_the_good_configuration_passes(checkpoint: Path) -> None:
     validation.check(_config(), "cpu")
     assert backend.is_selected(_create(checkpoint))
     assert backend.is_selected(_create(checkpoint, tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensor_parallel_size", "mode", "warns"),
+    [
+        ("DeepseekV3ForCausalLM", 2, CompilationMode.NONE, True),
+        ("MistralLarge3ForCausalLM", 4, CompilationMode.NONE, True),
+        ("DeepseekV3ForCausalLM", 1, CompilationMode.NONE, False),
+        ("DeepseekV3ForCausalLM", 2, CompilationMode.VLLM_COMPILE, False),
+        ("Qwen3MoeForCausalLM", 2, CompilationMode.NONE, False),
+    ],
+)
+def test_models_that_vllm_serves_with_wrong_tokens_are_warned_about(
+    architecture: str,
+    tensor_parallel_size: int,
+    mode: CompilationMode,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parallel = _parallel(tensor_parallel_size=tensor_parallel_size)
+    config = _config(parallel, _model(architecture=architecture))
+    config.compilation_config.mode = mode
+    validation.check(config, "cpu")
+    assert ("If a step has one token" in caplog.text) == warns
+
+
+def test_those_models_are_vllms() -> None:
+    """Each is, or extends, the module whose model compares numbers of rows."""
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in validation.SLICES_BY_ROWS:
+        cls = ModelRegistry.models[architecture].load_model_cls()
+        assert issubclass(cls, DeepseekV2ForCausalLM)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ class MoeNvlinkMoERunner(MoERunner):
                 "combine of %s multiplies by %s and adds %s",
                 *(self.layer_name, self.routed_scaling_factor, added),
             )
+            _tell(self.routed_scaling_factor, added)
 
     def _select_forward(self) -> Any:
         """Return the custom op, also on CPU, where vLLM would let Dynamo trace the exchange."""
@@ -203,6 +204,12 @@ class MoeNvlinkMoERunner(MoERunner):
         scaled: tuple[torch.Tensor | None, torch.Tensor]
         scaled = super()._maybe_apply_routed_scale_to_output(shared_output, fused_output)
         return scaled
+
+
+@functools.cache
+def _tell(scale: float, added: str) -> None:
+    """Log once per process and kind of layer that combine ends layers. Local."""
+    logger.info("combine ends layers: it multiplies by %s and adds %s", scale, added)
 
 
 def why_not(runner: Any) -> str:

@@ -7,6 +7,7 @@ change.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,19 @@ from moe_nvlink_plugin.integration.vllm.draft import drafts
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
 CPU_HIDDEN_MULTIPLE = 32
+
+#: Models of vLLM's `DeepseekV2Model`. It tells a tensor-parallel rank's slice of a batch from the
+#: whole batch by the number of rows, and both have one row if the batch has one token. A compiled
+#: model is right: it does what the comparison said of the larger batch that vLLM traces.
+SLICES_BY_ROWS = frozenset(
+    (
+        *("DeepseekForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        "MistralLarge3ForCausalLM",
+    )
+)
+_NOT_COMPILED = 0  # vLLM's CompilationMode.NONE
+
+logger = logging.getLogger(__name__)
 
 
 def check(vllm_config: Any, device_type: str) -> Options:
@@ -49,7 +63,24 @@ def check(vllm_config: Any, device_type: str) -> Options:
     problems += drafts.problems(vllm_config, options)
     refusals.refuse(problems, compat.vllm_version(), WORDING)
     compat.warn_if_untried(device_type)
+    _warn_of_single_tokens(vllm_config)
     return options
+
+
+def _warn_of_single_tokens(vllm_config: Any) -> None:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model is None or parallel.tensor_parallel_size < 2:
+        return
+    is_compiled = vllm_config.compilation_config.mode != _NOT_COMPILED
+    if model.architecture in SLICES_BY_ROWS and not is_compiled:
+        logger.warning(
+            "If a step has one token, vLLM's %s gives wrong tokens with --tensor-parallel-size %s "
+            "and without torch.compile, with any backend (vLLM pull request 50691). Remove "
+            "--enforce-eager or what else turns torch.compile off, or set "
+            "--tensor-parallel-size 1.",
+            model.architecture,
+            parallel.tensor_parallel_size,
+        )
 
 
 def _parallel(parallel: Any) -> Iterator[str]:
