@@ -135,7 +135,8 @@ class OpaqueRows:
             raise ExchangeStateError(
                 "dispatch twice: the dispatch before has not been combined; call combine first"
             )
-        rows = [_rows(f"payload {index}", tensor) for index, tensor in enumerate(payloads)]
+        words = _words(active_rank_mask)
+        rows = [_rows(index, tensor) for index, tensor in enumerate(payloads)]
         kind = Kind(tuple(row.shape[1] for row in rows), received_ids, combined_bytes)
         exchange = self.prepare(kind, topk_ids.device)
         if topk_weights is None:
@@ -146,9 +147,9 @@ class OpaqueRows:
             topk_weights,
             rows[1:],
             max_tokens=max_tokens,
-            active_ranks=self._active_ranks(active_rank_mask, exchange.config, topk_ids.device),
+            active_ranks=self._active_ranks(words, exchange.config, topk_ids.device),
         )
-        self._round = _Round(exchange, received.metadata, _words(active_rank_mask))
+        self._round = _Round(exchange, received.metadata, words)
         views = (received.hidden_states, *received.extra_payloads)
         return Received(
             received.topk_ids,
@@ -231,14 +232,13 @@ class OpaqueRows:
         return self._round
 
     def _active_ranks(
-        self, mask: torch.Tensor | None, config: AllToAllConfig, device: torch.device
+        self, words: tuple[int, ...] | None, config: AllToAllConfig, device: torch.device
     ) -> torch.Tensor | None:
         """Return a mask of FlashInfer's as dispatch takes it. Each lies on the device once.
 
         Raises:
             ExchangeStateError: a CUDA graph captures its first use.
         """
-        words = _words(mask)
         if words is None:
             return None
         found = self._masks.get(words)
@@ -281,7 +281,7 @@ def row_bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
 
 
-def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _rows(index: int, tensor: torch.Tensor) -> torch.Tensor:
     """Return a payload as `[num_tokens, bytes of a row]` uint8.
 
     Raises:
@@ -289,12 +289,13 @@ def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.dim() == 0 or row_bytes(tensor) == 0:
         raise InputError(
-            f"{name} has shape {list(tensor.shape)}; pass [num_tokens, ...] with rows of 1 byte or "
-            "more"
+            f"payload {index} has shape {list(tensor.shape)}; pass [num_tokens, ...] with rows of "
+            "1 byte or more"
         )
     if not tensor.is_contiguous():
         raise InputError(
-            f"{name} is not contiguous (strides {list(tensor.stride())}); call .contiguous() first"
+            f"payload {index} is not contiguous (strides {list(tensor.stride())}); call "
+            ".contiguous() first"
         )
     # Flat in between: strides of dimensions with one element, or none, are arbitrary.
     return tensor.view(-1).view(torch.uint8).view(tensor.shape[0], row_bytes(tensor))
