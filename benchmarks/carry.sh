@@ -27,7 +27,8 @@ CARRY=${CARRY:-$repository/.carry}
 MOST_KIB=$((40 * 1024))
 # The release whose interface benchmarks/moe_comm/flashinfer_api.py was read from; what importing its
 # flashinfer.comm needs and that machine lacks; and headers that compiling it needs.
-FLASHINFER=(flashinfer-python==0.7.2.post1 "apache-tvm-ffi>=0.1.11,<0.2" tabulate nvidia-ml-py)
+FLASHINFER=(flashinfer-python==0.7.2.post1 "apache-tvm-ffi>=0.1.11,<0.2" nvidia-ml-py
+  requests certifi charset-normalizer idna urllib3 tqdm)
 HEADERS="nvidia-cublas>=13.0,<13.2"
 module=mnnvl_moe_alltoall
 
