@@ -81,8 +81,7 @@ def test_what_a_capture_must_not_be_the_first_to_do(monkeypatch: pytest.MonkeyPa
     rows, gpu, kind = rows_of(ThreadGroup.ranks(1)[0]), torch.device("cuda"), Kind((512,), "global")
     with pytest.raises(ExchangeStateError, match="payloads of .512,. bytes is being captured; run"):
         rows.prepare(kind, gpu)
-    mask = torch.tensor([1], dtype=torch.uint64)
-    config = rows._config_of(kind)
+    mask, config = (1,), rows._config_of(kind)
     with pytest.raises(ExchangeStateError, match=r"active_rank_mask=\(1,\) is being captured; run"):
         rows._active_ranks(mask, config, gpu)
     known = rows._active_ranks(mask, config, torch.device("cpu"))
