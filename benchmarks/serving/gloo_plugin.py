@@ -143,6 +143,12 @@ class GlooExchange:
         """Return totals of this rank. Local."""
         return self._stats
 
+    def hold_startup(self) -> None:
+        """Change nothing: gloo's waits have one limit."""
+
+    def end_startup(self) -> None:
+        """Change nothing, as hold_startup."""
+
     def close(self) -> None:
         """Give nothing back."""
 

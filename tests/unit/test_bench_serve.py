@@ -22,6 +22,10 @@ import torch.distributed as dist
 from benchmarks import bench_serve
 from benchmarks.serving import gloo_plugin, measure, servers
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.vllm.choices import WORDING
+from moe_nvlink_plugin.testing import ThreadGroup
 from tests.support.ranks import run_processes
 
 EP_SIZE, HIDDEN, TOP_K, EXPERTS = 2, 32, 3, 8
@@ -101,11 +105,23 @@ def test_the_peer_refuses_a_batch_that_vllm_did_not_agree_on() -> None:
         made.dispatch(*batch(0, 0))
 
 
-def test_the_plugin_replaces_the_managers_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool: Any = importlib.import_module("moe_nvlink_plugin.integration.common.pool")
-    monkeypatch.setattr(pool, "MoeAllToAll", pool.MoeAllToAll)
+def test_the_plugin_replaces_the_managers_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a worker's start to its end, the pool asks the peer for nothing that it lacks."""
+    module: Any = importlib.import_module("moe_nvlink_plugin.integration.common.pool")
+    monkeypatch.setattr(module, "MoeAllToAll", module.MoeAllToAll)
     gloo_plugin.register()
-    assert pool.MoeAllToAll is gloo_plugin.GlooExchange
+    monkeypatch.setenv("MOE_NVLINK_STATS_DIR", str(tmp_path))
+    (group,) = ThreadGroup.ranks(1)
+    ranks = Ranks(group, 0, 1, WORDING)
+    pool = module.ExchangePool(ranks, torch.device("cpu"), Options(), holds_startup=True)
+    made = pool.exchange(Geometry(EXPERTS, TOP_K, HIDDEN, 64, torch.float32))
+    assert type(made) is gloo_plugin.GlooExchange
+    pool.end_startup()
+    pool.close()
+    (written,) = tmp_path.iterdir()
+    assert json.loads(written.read_text())["exchange"] == gloo_plugin.NAME
 
 
 def test_the_plugin_is_found_where_it_is_installed(tmp_path: Path) -> None:
