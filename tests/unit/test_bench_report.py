@@ -299,12 +299,12 @@ def test_goals_of_a_gpu_are_of_that_gpu(here: Path) -> None:
     result = comm(5.0, 10.0, tokens=64, peer="flashinfer", **EMULATED)
     result["machine"]["gpu"] = "NVIDIA H100"
     write(here, "2031-01-02-gpu-moe-comm.json", result)
-    assert verdicts()[4][0] == "not measured"
+    assert verdicts()[5][0] == "not measured"
     result["machine"]["gpu"] = "NVIDIA H200"
     write(here, "2031-01-02-gpu-moe-comm.json", result)
-    assert verdicts()[4] == ("met", "0.50x (0.50x..0.50x); 64 tokens")
-    assert verdicts()[5][0] == "**not met**"  # combine: 0.4 is asked
-    assert verdicts()[6][0] == "not measured"
+    assert verdicts()[5] == ("met", "0.50x (0.50x..0.50x); 64 tokens")
+    assert verdicts()[6][0] == "**not met**"  # combine: 0.4 is asked
+    assert verdicts()[7][0] == "not measured"
 
 
 EMULATED: dict[str, Any] = {
@@ -326,9 +326,9 @@ def emulated_on_gpu(ours_launch: str, theirs_launch: str) -> dict[str, Any]:
 def test_a_goal_is_judged_where_both_were_launched_alike(here: Path) -> None:
     name = "2031-01-02-gpu-moe-comm.json"
     write(here, name, emulated_on_gpu("branches", "branches"))
-    assert verdicts()[4] == ("met", "0.50x (0.50x..0.50x); 64 tokens, branches")
+    assert verdicts()[5] == ("met", "0.50x (0.50x..0.50x); 64 tokens, branches")
     write(here, name, emulated_on_gpu("one launch", "branches"))
-    assert verdicts()[4] == ("not measured", "")
+    assert verdicts()[5] == ("not measured", "")
     (result,) = load()
     assert tables.moe_comm(result).count("| not comparable |") == 1
 
