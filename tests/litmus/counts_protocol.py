@@ -20,6 +20,7 @@ from tests.litmus.protocol import (
     NO_BARRIER_BEFORE_ARRIVAL,
     NO_BARRIER_BEHIND_ARRIVAL,
     NO_BARRIER_BEHIND_ROUTE,
+    NO_BARRIER_OF_WARP,
     NO_COUNTS,
     NOT_THE_LAST_THREAD,
     PUTS_TOKENS,
@@ -29,6 +30,7 @@ from tests.litmus.protocol import (
     SIGNALLED,
     SLOT_TAKEN,
     THREAD_0,
+    WAIT,
     Scenario,
     broken_arrival,
     combining,
@@ -67,6 +69,7 @@ NO_UNIT = r"^!\(see_unit"
 
 NO_BARRIER_BEHIND_COUNTING = Edit("publish_expert_counts", r"cta\.sync\(\);")
 NO_BARRIER_BEHIND_AWAIT = Edit("publish_small_round", r"cta\.sync\(\);")
+NO_BARRIER_BEHIND_CELLS = Edit("publish_round", r"cta\.sync\(\);")
 COUNTERS_STAY = Edit("take_count", r"store_relaxed_gpu\(counter, 0\);")
 SMALL_DISPATCH_DOES_NOT_WAIT = does_not_wait("small_dispatch")
 SMALL_COMBINE_DOES_NOT_WAIT = does_not_wait("small_combine")
@@ -235,7 +238,7 @@ def cleared_before_next_small_counts(kernels: Kernels) -> str:
             "gpu0.k0.cta0.t1": publishing_counts(kernels, put="word, 1"),
             "gpu1.k0.cta1.t0": taking_small_counts(kernels, look="got=1, word", clear=CLEARS),
             "gpu1.k1.cta0.t0": combining_small(kernels, signal=f"{SIGNAL}, 0|1"),
-            "gpu0.k1.cta0.t0": combining_small(kernels, signal=f"{SIGNAL}, 0|1"),
+            "gpu0.k1.cta0.t0": WAIT,
             "gpu0.k2.cta0.t0": publishing_counts(kernels, awaits=AWAITED_SIGNAL),
             "gpu0.k2.cta0.t1": publishing_counts(kernels, put="word, 2"),
         }
@@ -249,9 +252,13 @@ SCENARIOS = {
         ({"sent": 0}, {"sent": 1}),
         {
             **broken_arrival(ARRIVAL_RELAXED),
-            # Each of the two does for the choices, which are counted before the route is whole.
-            "no barrier before the arrival": (NO_BARRIER_BEFORE_ARRIVAL, NO_BARRIER_BEHIND_ROUTE),
-            "no barrier behind the arrival": (NO_BARRIER_BEHIND_ARRIVAL,),
+            # Each of the three does for the choices, each of the two for what the last CTA reads.
+            "no barrier before the arrival": (
+                NO_BARRIER_BEFORE_ARRIVAL,
+                NO_BARRIER_BEHIND_ROUTE,
+                NO_BARRIER_OF_WARP,
+            ),
+            "no barrier behind the arrival": (NO_BARRIER_BEHIND_ARRIVAL, NO_BARRIER_BEHIND_CELLS),
         },
     ),
     "the next round counts from 0": Scenario(
