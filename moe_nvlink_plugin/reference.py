@@ -122,6 +122,28 @@ def dispatch(
     return received
 
 
+def expert_counts(
+    config: AllToAllConfig,
+    topk_ids: Sequence[torch.Tensor],
+    is_padding: Sequence[torch.Tensor] | None = None,
+    active_ranks: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return `[ep_size, num_experts]` int32: how often each rank's ids name each expert.
+
+    Arguments as for `dispatch`. Only ids with a destination count.
+    """
+    if active_ranks is not None:
+        topk_ids = among_ranks(config, topk_ids, active_ranks)
+    if is_padding is not None:
+        topk_ids = without_padding(topk_ids, is_padding)
+    counts = torch.zeros((config.ep_size, config.num_experts), dtype=torch.int32)
+    for rank, ids in enumerate(topk_ids):
+        for expert in ids.flatten().tolist():
+            if 0 <= expert < config.num_experts:
+                counts[rank, expert] += 1
+    return counts
+
+
 def among_ranks(
     config: AllToAllConfig, topk_ids: Sequence[torch.Tensor], active_ranks: Sequence[int]
 ) -> list[torch.Tensor]:

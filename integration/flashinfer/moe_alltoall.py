@@ -66,6 +66,7 @@ class _Geometry(NamedTuple):
             combine_dtypes=_OTHERS,
             extra_payload_bytes=tuple(others),
             received_ids=kind.received_ids,
+            num_expert_counts=kind.num_counts,
         )
 
 
@@ -131,7 +132,7 @@ class MoeAlltoAll:
             every payload and the experts' output. None: from hidden_size, for 16-bit rows.
         hidden_size: elements of a row if workspace_size_per_rank is None.
         mnnvl_config: its comm_backend is how ranks meet; None: all ranks of torch.distributed.
-        eplb_stats_num_experts: must be 0.
+        eplb_stats_num_experts: int32 words of statistics that a dispatch may gather; 0: none.
         enable_rank_mask: whether dispatch takes an active_rank_mask.
         backend: "trtllm". The kernels are ours.
 
@@ -157,11 +158,12 @@ class MoeAlltoAll:
         *,
         backend: str = "trtllm",
     ) -> None:
-        _refuse_options(eplb_stats_num_experts, backend)
+        _refuse_backend(backend)
         self.ep_size: int = mapping.moe_ep_size
         self.ep_rank: int = mapping.moe_ep_rank
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
-        self.eplb_stats_num_experts, self.enable_eplb = 0, False
+        self.eplb_stats_num_experts = eplb_stats_num_experts
+        self.enable_eplb = eplb_stats_num_experts > 0
         self.enable_rank_mask = enable_rank_mask
         for name in ("ep_size", "max_num_tokens", "top_k", "num_experts"):
             value = getattr(self, name)
@@ -178,13 +180,14 @@ class MoeAlltoAll:
             workspace_size_per_rank, self.ep_rank, self.ep_size, max_num_tokens, top_k, num_experts
         )
         # An example of what travels: raises if a size is out of range.
-        self._geometry.config_of(Kind((1,), "global", _WIDEST.itemsize))
+        self._geometry.config_of(Kind((1,), "global", _WIDEST.itemsize, eplb_stats_num_experts))
         rows = self._WORKSPACE_CACHE.get(self._geometry)
         if rows is None:
             rows = OpaqueRows(_ep_group(mapping, mnnvl_config), self._geometry.config_of)
             self._WORKSPACE_CACHE[self._geometry] = rows
         self._rows = rows
         self._bound = 0
+        self._gathered_stats: torch.Tensor | None = None
 
     @classmethod
     def get_workspace(
@@ -229,8 +232,11 @@ class MoeAlltoAll:
 
     @property
     def eplb_gathered_stats(self) -> torch.Tensor | None:
-        """None: dispatch gathers no statistics."""
-        return None
+        """`[ep_size, eplb_stats_num_experts]` int32: eplb_local_stats of all ranks.
+
+        None after combine, and if the last dispatch had none.
+        """
+        return self._gathered_stats
 
     def checkpoint_prepare(self) -> None:
         """Raise UnsupportedError."""
@@ -273,7 +279,9 @@ class MoeAlltoAll:
             invalid_token_expert_id: id of empty rows; see the class.
             expert_id_payload_index: which payload has the ids, if invalid_token_expert_id is given.
                 It must be token_selected_experts itself.
-            eplb_local_stats: must be None.
+            eplb_local_stats: `[eplb_stats_num_experts]` int32; then eplb_gathered_stats has those
+                of all ranks. All ranks pass it, or none does. A capture comes after a first call
+                with it.
             active_rank_mask: what flashinfer.comm.moe_a2a_active_rank_mask returns, equal on all
                 ranks that it names; None: all ranks take part. The others must not call; their
                 experts are no experts, and they cannot take part in later rounds on the workspace.
@@ -286,8 +294,7 @@ class MoeAlltoAll:
             InputError, ConfigError, UnsupportedError, ExchangeStateError: nothing was sent.
             ExchangeTimeoutError, DisagreementError, PeerError: as MoeAllToAll.dispatch.
         """
-        if eplb_local_stats is not None:
-            _refuse("eplb_local_stats", "torch.distributed.all_gather_into_tensor")
+        self._check_stats(eplb_local_stats)
         self._check_mask(active_rank_mask)
         if not input_payloads:
             raise InputError("input_payloads is empty; pass one tensor [num_tokens, ...] or more")
@@ -328,7 +335,9 @@ class MoeAlltoAll:
             max_tokens=bound,
             combined_bytes=most_bytes - sum(row_sizes),
             active_rank_mask=active_rank_mask,
+            expert_counts=eplb_local_stats,
         )
+        self._gathered_stats = received.expert_counts
         self._bound = runtime_max_tokens_per_rank
         ids = received.topk_ids
         if received_ids == "global" and invalid_token_expert_id not in (None, -1):
@@ -394,7 +403,9 @@ class MoeAlltoAll:
             rows = payload.new_empty((self.ep_size, payload.shape[2]))
         elif payload_in_workspace:
             self._check_in_workspace(payload)
-        return self._rows.combine(rows, output, active_rank_mask)
+        total = self._rows.combine(rows, output, active_rank_mask)
+        self._gathered_stats = None
+        return total
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
@@ -415,6 +426,14 @@ class MoeAlltoAll:
     def _received_ids(self, invalid_id: int | None) -> str | int:
         """Return AllToAllConfig.received_ids for a call."""
         return "global" if invalid_id is None or invalid_id < self.num_experts else invalid_id
+
+    def _check_stats(self, stats: torch.Tensor | None) -> None:
+        if stats is not None and list(stats.shape) != [self.eplb_stats_num_experts]:
+            raise InputError(
+                f"eplb_local_stats has shape {list(stats.shape)}, but eplb_stats_num_experts="
+                f"{self.eplb_stats_num_experts}; construct MoeAlltoAll with the number that each "
+                "rank passes"
+            )
 
     def _check_mask(self, mask: torch.Tensor | None) -> None:
         if mask is not None and not self.enable_rank_mask:
@@ -455,7 +474,7 @@ def moe_a2a_get_workspace_size_per_rank(
 
     It is FlashInfer's sum without its own control data; the workspace has ours beside these bytes.
     """
-    _refuse_options(eplb_stats_num_experts, backend)
+    _refuse_backend(backend)
     slots = ep_size * max_num_tokens
     parts = (total_dispatch_payload_size_per_token, combine_payload_size_per_token)
     return sum(-(-slots * part // _ALIGNMENT) * _ALIGNMENT for part in parts)
@@ -587,12 +606,7 @@ def _is_like(payload: torch.Tensor, experts: torch.Tensor) -> bool:
     return payload.dtype == torch.float32 and payload.shape == experts.shape
 
 
-def _refuse_options(eplb_stats_num_experts: int, backend: str) -> None:
-    if eplb_stats_num_experts:
-        _refuse(
-            f"eplb_stats_num_experts={eplb_stats_num_experts}",
-            "torch.distributed.all_gather_into_tensor for the statistics",
-        )
+def _refuse_backend(backend: str) -> None:
     if backend != "trtllm":
         _refuse(f"backend={backend!r}", 'backend="trtllm"; the kernels are those of moe_nvlink')
 

@@ -21,7 +21,7 @@ from flashinfer.moe_ep.core.comm.communication import (
 
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES
-from moe_nvlink_plugin.errors import ExchangeStateError, InputError, UnsupportedError
+from moe_nvlink_plugin.errors import ExchangeStateError, InputError
 
 from .communicators import default_device, group_of
 from .opaque_rows import Kind, OpaqueRows, check_bound, refuse_rows_beyond, row_bytes
@@ -130,8 +130,8 @@ class MoeNvlinkCommunication(MoEEpCommunication):
     ) -> MoEEpDispatchResult:
         """Send each token once to every rank that owns one of its experts. Collective.
 
-        Capturable after a first call with this mask, and with rows of these bytes if they are not
-        those of dispatch_format; the graph keeps the mask.
+        Capturable after a first call with this mask, with statistics of this length, and with rows
+        of these bytes if they are not those of dispatch_format; the graph keeps the mask.
 
         Args:
             hidden_states: `[num_tokens, *]`, any dtype.
@@ -139,13 +139,15 @@ class MoeNvlinkCommunication(MoEEpCommunication):
             topk_weights: `[num_tokens, top_k]` float32; None: the result has none.
             hidden_states_scale: `[num_tokens, *]`, any dtype.
             max_tokens_per_rank: bound of the call, equal on all ranks; None: that of params.
-            eplb_local_stats: must be None.
+            eplb_local_stats: `[n]` int32, the same n on all ranks, 1..65536; they need not be
+                counts of these tokens. None: no statistics travel. The result has those of all
+                ranks as eplb_gathered_stats, `[ep_size, n]` int32, valid until the next dispatch
+                of a communication of this geometry; zeros for ranks that the mask leaves out.
             active_rank_mask: what flashinfer.comm.moe_a2a_active_rank_mask returns, equal on all
                 ranks that it names; None: all ranks take part. The others must not call; their
                 experts are no experts, and they cannot take part in later rounds on the workspace.
 
         Raises:
-            UnsupportedError: eplb_local_stats is given.
             InputError: a tensor or the bound does not fit. Nothing was sent.
             ConfigError: the rows of a token have no room. Nothing was sent.
             ExchangeStateError: the last dispatch has not been combined, destroy() was called, a
@@ -153,11 +155,6 @@ class MoeNvlinkCommunication(MoEEpCommunication):
             ExchangeTimeoutError, DisagreementError, PeerError: as MoeAllToAll.dispatch. The
                 workspace is unusable until all communications on it are destroyed, on every rank.
         """
-        if eplb_local_stats is not None:
-            raise UnsupportedError(
-                "moe_nvlink gathers no eplb_local_stats with dispatch; gather them by "
-                "torch.distributed.all_gather_into_tensor, or use backend nvlink_one_sided"
-            )
         rows = self._live()
         capacity = self.params.max_tokens_per_rank
         bound = capacity
@@ -179,6 +176,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
             received_ids=self._received_ids,
             max_tokens=bound,
             active_rank_mask=active_rank_mask,
+            expert_counts=eplb_local_stats,
         )
         return MoEEpDispatchResult(
             hidden_states=received.payloads[0],
@@ -186,6 +184,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
             topk_weights=None if topk_weights is None else received.topk_weights,
             tokens_per_rank=bound,
             hidden_states_scale=None if hidden_states_scale is None else received.payloads[1],
+            eplb_gathered_stats=received.expert_counts,
         )
 
     def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor:
@@ -260,6 +259,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
             combine_dtypes=options.combine_dtypes,
             extra_payload_bytes=tuple(others),
             received_ids=kind.received_ids,
+            num_expert_counts=kind.num_counts,
             timeout_s=options.timeout_s,
         )
 

@@ -25,11 +25,13 @@ class Kind(NamedTuple):
         row_bytes: bytes of a row of each payload.
         received_ids: as AllToAllConfig.received_ids.
         combined_bytes: bytes of a row of the experts' output; 0: as always.
+        num_counts: as AllToAllConfig.num_expert_counts.
     """
 
     row_bytes: tuple[int, ...]
     received_ids: str | int
     combined_bytes: int = 0
+    num_counts: int = 0
 
 
 class Received(NamedTuple):
@@ -40,12 +42,15 @@ class Received(NamedTuple):
         topk_weights: `[ep_size * max_tokens, top_k]` float32.
         payloads: each `[ep_size * max_tokens, ...]`, in the dtype and row shape of the sent one.
         max_tokens: bound of the dispatch.
+        expert_counts: `[ep_size, num_counts]` int32, valid until the next dispatch; None: none
+            were given.
     """
 
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     payloads: tuple[torch.Tensor, ...]
     max_tokens: int
+    expert_counts: torch.Tensor | None
 
 
 class _Round(NamedTuple):
@@ -111,11 +116,12 @@ class OpaqueRows:
         max_tokens: int,
         combined_bytes: int = 0,
         active_rank_mask: torch.Tensor | None = None,
+        expert_counts: torch.Tensor | None = None,
     ) -> Received:
         """Send payloads to the ranks that own the tokens' experts. Collective.
 
-        Capturable after a first call with rows of these bytes and this mask; the graph keeps the
-        mask.
+        Capturable after a first call with rows of these bytes, counts of this length and this
+        mask; the graph keeps the mask.
 
         Args:
             topk_ids: `[num_tokens, top_k]` int32 or int64.
@@ -126,6 +132,8 @@ class OpaqueRows:
             combined_bytes: as in Kind.
             active_rank_mask: which ranks take part, as FlashInfer's: words of 64 bits on the CPU.
                 The others must not call. None: all do.
+            expert_counts: `[num_counts]` int32, which every rank gets from all ranks. All ranks
+                pass as many, or None.
 
         Raises:
             InputError, ExchangeStateError, and what waits raise: as MoeAllToAll.dispatch.
@@ -137,7 +145,8 @@ class OpaqueRows:
             )
         words = _words(active_rank_mask)
         rows = [_rows(index, tensor) for index, tensor in enumerate(payloads)]
-        kind = Kind(tuple(row.shape[1] for row in rows), received_ids, combined_bytes)
+        num_counts = _num_counts(expert_counts)
+        kind = Kind(tuple(row.shape[1] for row in rows), received_ids, combined_bytes, num_counts)
         exchange = self.prepare(kind, topk_ids.device)
         if topk_weights is None:
             topk_weights = self._weights(exchange.config, topk_ids)
@@ -148,6 +157,7 @@ class OpaqueRows:
             rows[1:],
             max_tokens=max_tokens,
             active_ranks=self._active_ranks(words, exchange.config, topk_ids.device),
+            expert_counts=expert_counts,
         )
         self._round = _Round(exchange, received.metadata, words)
         views = (received.hidden_states, *received.extra_payloads)
@@ -159,6 +169,7 @@ class OpaqueRows:
                 for view, sent in zip(views, payloads, strict=True)
             ),
             max_tokens,
+            received.expert_counts,
         )
 
     def combine_input(self, dtype: torch.dtype, hidden_size: int) -> torch.Tensor:
@@ -274,6 +285,22 @@ def _words(mask: torch.Tensor | None) -> tuple[int, ...] | None:
             "flashinfer.comm.moe_a2a_active_rank_mask returns"
         )
     return tuple(mask.tolist())
+
+
+def _num_counts(counts: torch.Tensor | None) -> int:
+    """Return how many counts a call sends.
+
+    Raises:
+        InputError: they are no counts.
+    """
+    if counts is None:
+        return 0
+    if counts.dim() != 1 or counts.dtype != torch.int32 or counts.numel() == 0:
+        raise InputError(
+            f"eplb_local_stats is {counts.dtype} {list(counts.shape)}; pass [num_experts] int32, "
+            "as many on all ranks"
+        )
+    return counts.numel()
 
 
 def row_bytes(tensor: torch.Tensor) -> int:

@@ -11,6 +11,8 @@
 //               as empty: absent ids, and weights of 0 unless all ids travel (config.h). If the
 //               experts read scales in another layout, it copies its share of them
 //               (lay_out_scales.h)
+//   counts      if counts per expert travel: the last CTA sends them after its cells, the finishers
+//               take them at their end (expert_counts.h)
 //
 // One barrier per verb is enough. A rank starts dispatch n+1 only after its combine n. Combine n
 // has waited for every rank's combine signal n, and a rank sends that signal after its experts have
@@ -43,6 +45,7 @@
 #include "../include/moe_nvlink/workspace.h"
 #include "await_combine.h"
 #include "dispatch_shared.h"
+#include "expert_counts.h"
 #include "lay_out_scales.h"
 #include "put_quantised.h"
 #include "put_rows.h"
@@ -220,11 +223,17 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
   if (finisher < 0) return;
   const bool is_last = finisher == num_finishers(cta) - 1;
   if (is_last) publish_round(args, cta, shared);
+  const bool has_counts = has_expert_counts<Config>(args);
+  if (has_counts && is_last && shared.has_failed == 0) send_expert_counts(args, cta, shared.epoch);
   collect_counts(args, cta, is_last, shared);
   cta.sync();  // counts of all peers in shared memory
   mark_empty_slots(args, cta, shared);
   if (args.scales_layout != kScalesLayoutLinear) {
     lay_out_scales(args, cta, num_finishers(cta), shared);
+  }
+  if (has_counts) {
+    receive_expert_counts(args, cta, finisher, num_finishers(cta), shared.epoch,
+                          shared.has_failed != 0);
   }
 }
 

@@ -10,6 +10,8 @@
 //               received rows from the staging, clears their units, and stores them where the
 //               experts read (small_receive.h). Ids travel as the router made them, and are
 //               translated here. Receivers also mark the empty slots
+//   counts      if counts per expert travel: CTA F sends them after its cells, the receivers take
+//               them at their end (expert_counts.h)
 //   P12         before a CTA stores to its peers, it waits until every rank has signalled the
 //               combine before this dispatch (await_combine.h)
 //
@@ -36,6 +38,7 @@
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/workspace.h"
 #include "await_combine.h"
+#include "expert_counts.h"
 #include "round_totals.h"
 #include "small_receive.h"
 #include "small_routing.h"
@@ -106,6 +109,22 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
   add_round(args, lane_of(cta), Cta::kExchangeThreads, rows, remote);
 }
 
+// Counts this rank's choices, unless the caller has, and sends the counts. CTA F, after its cells.
+template <class Config, class Shared>
+HD void publish_expert_counts(const DispatchArgs& args, const Cta& cta, uint32_t epoch,
+                              const Shared& shared) {
+  const int top_k = top_k_of<Config>(args.geometry);
+  const int32_t* ids = reinterpret_cast<const int32_t*>(args.payloads[kTopkIdsPayload].source);
+  MOE_NVLINK_ROLLED
+  for (int i = cta.thread; i < args.geometry.num_tokens * top_k; i += cta.num_threads) {
+    if (is_padding(args, i / top_k)) continue;
+    const int32_t id = load_word(ids + i);
+    if (active_owner_of(args, id, shared.owners) != kNoSlot) count_choice<Config>(args, id);
+  }
+  cta.sync();  // all choices are counted
+  send_expert_counts(args, cta, epoch);
+}
+
 // Receives this rank's rows. CTA F has waited for the combine before; the other receivers wait for
 // it here, so that a rank that is missing since then is named, and not the ranks that wait for it.
 template <class Shared>
@@ -145,7 +164,15 @@ HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
   const bool has_pulled = role.publishes() && load_word(&local->has_pulled) != 0;
   if (role.sends()) send_round<Config>(args, cta, role, sent, round, shared);
   if (role.publishes()) publish_small_round<Config>(args, cta, round, has_pulled, shared);
+  const bool has_counts = has_expert_counts<Config>(args);
+  if (has_counts && role.publishes() && shared.faulted == 0) {
+    publish_expert_counts<Config>(args, cta, round.epoch(), shared);
+  }
   if (role.receives()) receive_round(args, cta, role, share, received, round, has_pulled, shared);
+  if (has_counts && role.receives()) {
+    receive_expert_counts(args, cta, role.receiver, role.num_receivers, round.epoch(),
+                          shared.faulted != 0);
+  }
 }
 
 }  // namespace moe_nvlink

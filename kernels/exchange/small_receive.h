@@ -13,6 +13,7 @@
 #include "await_combine.h"
 #include "lay_out_scales.h"
 #include "packed_rows.h"
+#include "see_unit.h"
 #include "small_routing.h"
 #include "small_shared.h"
 
@@ -152,18 +153,6 @@ HD int most_rows(const DispatchArgs& args, const Cta& cta, const Shared& shared)
     most = count > most ? count : most;
   }
   return static_cast<int>(cta.max_of_lanes<Cta::kExchangeThreads>(most));
-}
-
-// Looks at the unit until both words have arrived; false if the time is over. P10: the data and its
-// mark are one word, so nothing is acquired.
-HD bool see_unit(const char* place, uint32_t mark, Patience& patience, Unit& unit) {
-  Backoff backoff;
-  while (!(unit = look_at_unit(place)).has_arrived(mark)) {
-    const uint64_t waited = patience.waited_ns();
-    if (waited > patience.timeout_ns) return false;
-    backoff.pause(waited);
-  }
-  return true;
 }
 
 // Brings a part's units into shared memory and clears them.

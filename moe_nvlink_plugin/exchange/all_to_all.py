@@ -74,6 +74,10 @@ class Dispatched(NamedTuple):
             rank sent.
         recv_counts: `[ep_size]` int32, number of rows from each rank.
         metadata: argument of combine.
+        expert_counts: `[ep_size, num_expert_counts]` int32: row s is what rank s has counted; zeros
+            for a rank that active_ranks leaves out. Unlike the rows, it is valid until this rank's
+            next dispatch on the channel, through any layer on the workspace. None if
+            config.num_expert_counts is 0.
     """
 
     hidden_states: torch.Tensor
@@ -83,6 +87,7 @@ class Dispatched(NamedTuple):
     extra_payloads: tuple[torch.Tensor, ...]
     recv_counts: torch.Tensor
     metadata: DispatchMetadata
+    expert_counts: torch.Tensor | None = None
 
 
 class MoeAllToAll:
@@ -181,6 +186,7 @@ class MoeAllToAll:
         is_padding: torch.Tensor | None = None,
         max_tokens: int | None = None,
         active_ranks: torch.Tensor | None = None,
+        expert_counts: torch.Tensor | None = None,
         channel: int = 0,
     ) -> Dispatched:
         """Send each token once to every rank that owns one of its experts. Collective; capturable.
@@ -217,6 +223,11 @@ class MoeAllToAll:
                 call takes what the tensor holds at each replay. A rank that a round has left out
                 cannot take part in later rounds on this workspace. On a GPU it is checked as
                 global_scale is that the mask names this rank.
+            expert_counts: `[num_expert_counts]` int32 that the caller has counted. None: dispatch
+                counts how often this rank's topk_ids name each expert; num_expert_counts must be
+                num_experts or 0. It does not count tokens that are padding, ids that are no
+                expert, and experts of ranks that active_ranks leaves out. An id that a token has
+                twice counts twice.
             channel: number of the independent exchange, 0..num_channels-1.
 
         Raises:
@@ -247,6 +258,7 @@ class MoeAllToAll:
             is_padding,
             max_tokens,
             active_ranks,
+            expert_counts,
         )
         has_scales = "recv_scales" in self._layer.rows
         more = [
@@ -256,6 +268,9 @@ class MoeAllToAll:
         laid_out = None
         if has_scales:
             laid_out = ops.received_scales(counts, self._handle, channel, max_tokens)
+        everyones = None
+        if self.config.num_expert_counts:
+            everyones = ops.received_expert_counts(counts, self._handle, channel)
         metadata = DispatchMetadata(slots, channel, self._handle, self._round(channel), max_tokens)
         return Dispatched(
             hidden_states=hidden,
@@ -265,6 +280,7 @@ class MoeAllToAll:
             extra_payloads=tuple(more),
             recv_counts=counts,
             metadata=metadata,
+            expert_counts=everyones,
         )
 
     def combine_input(

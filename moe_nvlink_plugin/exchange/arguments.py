@@ -1,9 +1,9 @@
 """Fills the argument structs (kernels/include/moe_nvlink/args.h) for one layer and channel.
 
 These functions set what does not change from call to call. At each call, the channel sets
-num_tokens, max_tokens_per_rank, quantiser, is_padding, active_ranks, timeout_ns and the addresses
-of the call's tensors; for combine also element, hidden_size, scale and is_masked. On a GPU the
-launch sets hidden_splits or senders.
+num_tokens, max_tokens_per_rank, quantiser, is_padding, active_ranks, expert_counts, timeout_ns and
+the addresses of the call's tensors; for combine also element, hidden_size, scale and is_masked. On
+a GPU the launch sets hidden_splits or senders.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_nvlink_plugin.recipes import (
 
 from .kernels import COMBINE, DISPATCH
 from .scales_layout import LAID_OUT
-from .sizes import packed_offsets
+from .sizes import COUNTS_REGIONS, packed_offsets
 
 
 def combine_code(config: AllToAllConfig) -> int:
@@ -71,11 +71,13 @@ def all_ids_travel(config: AllToAllConfig) -> bool:
 def written_code(config: AllToAllConfig) -> int:
     """Return 25 bits that stand for what dispatch writes beside the rows; 0 for the defaults.
 
-    Layers that differ in nothing else have different tags, given absent ids apart: of 128 pairs of
-    them one shares a tag.
+    Layers that differ in nothing else have different tags, given absent ids and numbers of counts
+    apart: of 128 pairs of them one shares a tag.
     """
     code, absent_id = received_ids_code(config)
-    return code | scales_layouts()[config.scales_layout] << 2 | (absent_id & 0xFFFF) << 4
+    code |= scales_layouts()[config.scales_layout] << 2 | (absent_id & 0xFFFF) << 4
+    num_counts = config.num_expert_counts
+    return code | (num_counts % 31 + 1 if num_counts else 0) << 20
 
 
 def quantiser_code(recipe: Recipe, hidden_size: int) -> int:
@@ -131,6 +133,11 @@ def dispatch_arguments(
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
     set_extra_payloads(args, config, len(rows), config.extra_payload_bytes)
     _set_regions(args, regions, ("staging_region",), prefix="dispatch_")
+    args.num_expert_counts = config.num_expert_counts
+    if config.num_expert_counts:
+        fields = ("counts_region", "counts_staging_region", "counters_region")
+        for field, name in zip(fields, COUNTS_REGIONS, strict=True):
+            setattr(args, field, regions[name].block)
     return args
 
 

@@ -54,6 +54,11 @@ class Channel:
         self.max_tokens, self.num_tokens = config.max_tokens_per_rank, 0
         ep_size = config.ep_size
         self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
+        if config.num_expert_counts:
+            num_words = ep_size * config.num_expert_counts
+            counts = workspace.words(self._regions["expert_counts"], num_words, torch.int32)
+            #: Counts per expert of all ranks.
+            self.expert_counts = counts.view(ep_size, config.num_expert_counts)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
         self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
         self._combine_args = combine_arguments(config, self._regions, *window)
@@ -95,6 +100,7 @@ class Channel:
         is_padding: torch.Tensor | None = None,
         extra_bytes: tuple[int, ...] | None = None,
         active_ranks: torch.Tensor | None = None,
+        expert_counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launch dispatch; return send_slots `[num_tokens, top_k]` int32. Collective; capturable.
 
@@ -108,6 +114,7 @@ class Channel:
             is_padding: `[num_tokens]` bool: tokens that are not sent; None: all are.
             extra_bytes: bytes of a row of each extra payload; None: as in the last call.
             active_ranks: mask of the ranks that take part (rank_masks.py); None: all do.
+            expert_counts: `[num_expert_counts]` int32; None: dispatch counts, if counts travel.
         """
         args = self._dispatch_args
         if extra_bytes is not None and extra_bytes != self._extra_bytes:
@@ -125,6 +132,7 @@ class Channel:
         args.is_padding = 0 if is_padding is None else is_padding.data_ptr()
         self._active_ranks = active_ranks
         args.active_ranks = 0 if active_ranks is None else active_ranks.data_ptr()
+        args.expert_counts = 0 if expert_counts is None else expert_counts.data_ptr()
         for entry, tensor in zip(self._sources, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
@@ -246,6 +254,7 @@ class Channel:
             values.append(f"extra payloads of {self._extra_bytes} bytes")
         values += [f"recipe={self._layer.recipe.name}", f"combine={config.combine}"]
         values += [f"received_ids={config.received_ids}", f"scales_layout={config.scales_layout}"]
+        values.append(f"num_expert_counts={config.num_expert_counts}")
         return (
             f"in {phase} of epoch {epoch} rank {peer} passed another max_tokens or active_ranks or "
             "other extra payloads, or used a layer of another geometry or format, than rank "

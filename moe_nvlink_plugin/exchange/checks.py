@@ -148,6 +148,7 @@ def dispatch_inputs(
     if given.active_ranks is not None:
         shape = (rank_masks.num_words(config.ep_size),)
         check_tensor("active_ranks", given.active_ranks, shape, (torch.int64,), device)
+    _expert_counts(layer, given.expert_counts)
     return _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
 
 
@@ -187,6 +188,24 @@ def _quantised_rows(layer: LayerFormat, given: Activations, max_tokens: int) -> 
         shape = (num_tokens, scales_row.elements)
         check_tensor("scales", scales, shape, (scales_row.dtype,), device)
     return num_tokens
+
+
+def _expert_counts(layer: LayerFormat, counts: torch.Tensor | None) -> None:
+    num_counts, num_experts = layer.config.num_expert_counts, layer.config.num_experts
+    if counts is None:
+        if num_counts in (0, num_experts):
+            return
+        raise InputError(
+            f"no expert_counts, but num_expert_counts={num_counts}; pass {num_counts} int32, or "
+            f"create the exchange with num_expert_counts={num_experts} (num_experts): then "
+            "dispatch counts"
+        )
+    if not num_counts:
+        raise InputError(
+            f"expert_counts of {list(counts.shape)}, but num_expert_counts=0; create the exchange "
+            "with the number of words that each rank sends"
+        )
+    check_tensor("expert_counts", counts, (num_counts,), (torch.int32,), layer.device)
 
 
 def _extra_payloads(

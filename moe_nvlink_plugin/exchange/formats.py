@@ -21,6 +21,7 @@ class Activations(NamedTuple):
     global_scale: torch.Tensor | None
     is_padding: torch.Tensor | None = None
     active_ranks: torch.Tensor | None = None
+    expert_counts: torch.Tensor | None = None
 
 
 class LayerFormat(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_nvlink_plugin.jit import header
-from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Axis, Family, Kernel
+from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Axis, Family, Kernel, no_yes
 from moe_nvlink_plugin.launch.shape import Limits, Shape
 from moe_nvlink_plugin.memory.phases import Phase
 
@@ -49,6 +49,15 @@ COMBINE_FORMAT = Axis(
     is_silent=True,
     placeholder="FORMAT",
 )
+#: Whether counts per expert travel with dispatch.
+EXPERT_COUNTS = Axis(
+    "expert_counts",
+    ("int kExpertCounts",),
+    no_yes,
+    default="no",
+    is_silent=True,
+    placeholder="yes",
+)
 
 
 def _num_tokens(args: Any) -> int:
@@ -67,7 +76,7 @@ DISPATCH: Kernel[DispatchSizes] = Kernel(
     name="dispatch",
     source="exchange/dispatch.cu",
     struct="DispatchArgs",
-    axes=(TOP_K, ELEMENT, QUANTISER, PDL),
+    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, PDL),
     count=_num_tokens,
     shape=_dispatch_shape,
     phase=Phase("dispatch", "kPhaseDispatch", "dispatch_cells"),
@@ -86,7 +95,7 @@ SMALL_DISPATCH: Kernel[SmallSizes] = Kernel(
     name="small_dispatch",
     source="exchange/small_dispatch.cu",
     struct="DispatchArgs",
-    axes=(TOP_K, ELEMENT, QUANTISER, PDL),
+    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, PDL),
     count=_num_tokens,
     shape=small_shape,
     splits="senders",

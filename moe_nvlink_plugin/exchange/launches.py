@@ -33,6 +33,7 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
         dtype=element_code(config.dtype),
         recipe=quantiser,
         combine=combine_code(config),
+        expert_counts=1 if config.num_expert_counts else 0,
     )
 
 

@@ -194,6 +194,7 @@ class LayerExchange:
                 given.is_padding,
                 extra_bytes,
                 given.active_ranks,
+                given.expert_counts,
             )
             self._raise_fault(channel)
             dispatched.value = self.handle
@@ -219,8 +220,7 @@ class LayerExchange:
             return given, True
         checks.activations(self.format, given.hidden_states, max_tokens)
         rows = recipe.quantise(given.hidden_states, scale)
-        masks = given.is_padding, given.active_ranks
-        return Activations(rows.rows, rows.scales, None, *masks), False
+        return given._replace(hidden_states=rows.rows, scales=rows.scales, global_scale=None), False
 
     def _may_look_at(self, scale: torch.Tensor | None) -> bool:
         """Return whether to check the values of a scale or a mask in this call."""

@@ -22,7 +22,8 @@ _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-un
 _library.define(
     "dispatch(Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
     "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel, "
-    "Tensor? is_padding=None, SymInt? max_tokens=None, Tensor? active_ranks=None) -> "
+    "Tensor? is_padding=None, SymInt? max_tokens=None, Tensor? active_ranks=None, "
+    "Tensor? expert_counts=None) -> "
     "(Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, Tensor recv_counts, "
     "Tensor send_slots)"
 )
@@ -36,6 +37,7 @@ _library.define(
     "received(Tensor recv_counts, Tensor like, int index, int handle, int channel, "
     "SymInt? max_tokens=None) -> Tensor"
 )
+_library.define("received_expert_counts(Tensor recv_counts, int handle, int channel) -> Tensor")
 _library.define(
     "combine(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, int channel, "
     "SymInt? hidden_size=None, Tensor? add=None, float scale=1.0) -> Tensor"
@@ -63,10 +65,11 @@ def _dispatch(
     is_padding: torch.Tensor | None = None,
     max_tokens: int | None = None,
     active_ranks: torch.Tensor | None = None,
+    expert_counts: torch.Tensor | None = None,
 ) -> Five:
     return find(handle).dispatch(
         pending,
-        Activations(hidden_states, scales, global_scale, is_padding, active_ranks),
+        Activations(hidden_states, scales, global_scale, is_padding, active_ranks, expert_counts),
         topk_ids,
         topk_weights,
         extra_payloads,
@@ -88,10 +91,11 @@ def _dispatch_fake(
     is_padding: torch.Tensor | None = None,
     max_tokens: int | None = None,
     active_ranks: torch.Tensor | None = None,
+    expert_counts: torch.Tensor | None = None,
 ) -> Five:
     inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
     layer = find(handle)
-    optional = (scales, global_scale, is_padding, active_ranks)
+    optional = (scales, global_scale, is_padding, active_ranks, expert_counts)
     given = [tensor for tensor in optional if tensor is not None]
     layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *given)
     ids, weights, hidden = (
@@ -149,6 +153,20 @@ def _received_fake(
 ) -> torch.Tensor:
     inductor.keep_outputs(torch.ops.moe_nvlink.received.default)
     return like.new_empty((find(handle).slots_of(max_tokens), *like.shape[1:]))
+
+
+def _received_expert_counts(recv_counts: torch.Tensor, handle: int, channel: int) -> torch.Tensor:
+    """Return the counts per expert of all ranks; recv_counts as for `received`."""
+    return find(handle).channel(channel).expert_counts.detach()
+
+
+def _received_expert_counts_fake(
+    recv_counts: torch.Tensor, handle: int, channel: int
+) -> torch.Tensor:
+    inductor.keep_outputs(torch.ops.moe_nvlink.received_expert_counts.default)
+    config = find(handle).config
+    shape = (config.ep_size, config.num_expert_counts)
+    return recv_counts.new_empty(shape, dtype=torch.int32)
 
 
 def _combine(
@@ -218,6 +236,7 @@ for _name, _implementation, _fake in (
     ("dispatch", _dispatch, _dispatch_fake),
     ("received_scales", _received_scales, _received_scales_fake),
     ("received", _received, _received_fake),
+    ("received_expert_counts", _received_expert_counts, _received_expert_counts_fake),
     ("combine", _combine, _combine_fake),
     ("combine_out", _combine_out, _combine_out_fake),
 ):
@@ -228,5 +247,6 @@ for _name, _implementation, _fake in (
 dispatch = torch.ops.moe_nvlink.dispatch.default
 received_scales = torch.ops.moe_nvlink.received_scales.default
 received = torch.ops.moe_nvlink.received.default
+received_expert_counts = torch.ops.moe_nvlink.received_expert_counts.default
 combine = torch.ops.moe_nvlink.combine.default
 combine_out = torch.ops.moe_nvlink.combine_out.default

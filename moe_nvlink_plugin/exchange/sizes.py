@@ -22,6 +22,9 @@ from . import scales_layout
 UNIT_BYTES, UNIT_DATA_BYTES = 16, 12
 #: Payloads begin at multiples of these bytes in a packed row.
 PACKED_ALIGNMENT = 16
+#: Regions of counts per expert: what all ranks have counted, the same on its way, this rank's
+#: counters.
+COUNTS_REGIONS = ("expert_counts", "expert_counts_staging", "expert_counters")
 #: Most bytes of a packed row that dispatch quantises (kMaxStagedBytes of config.h).
 MAX_STAGED_BYTES = 16384
 
@@ -164,4 +167,13 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
         packed = packed_bytes(row.row_bytes for row in rows.values())
         for name, row_bytes in _staging_rows(config, packed).items():
             sizes[name] = config.ep_size * config.small_tokens * row_bytes  # slice s: by rank s
+    if config.num_expert_counts:
+        sizes |= _counts_sizes(config)
     return sizes
+
+
+def _counts_sizes(config: AllToAllConfig) -> dict[str, int]:
+    block = config.num_expert_counts * 4
+    staged = config.ep_size * staged_bytes(block)  # slice s: by rank s
+    blocks = (config.ep_size * block, staged, config.num_experts * 4)
+    return dict(zip(COUNTS_REGIONS, blocks, strict=True))

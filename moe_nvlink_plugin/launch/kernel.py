@@ -80,7 +80,8 @@ def _as_number(text: str) -> str:
         return text
 
 
-def _no_yes() -> dict[str, int]:
+def no_yes() -> dict[str, int]:
+    """Return the choices of an axis that is a question."""
     return {"no": 0, "yes": 1}
 
 
@@ -88,7 +89,7 @@ def _no_yes() -> dict[str, int]:
 ELEMENT = Axis("dtype", ("int kElement",), header.elements, default="bf16", placeholder="TYPE")
 #: Whether a build has the instructions of programmatic dependent launch. The executor chooses. A
 #: launch with the attribute needs the instructions; without the attribute they have no effect.
-PDL = Axis("pdl", ("bool kPdl",), _no_yes, default="yes")
+PDL = Axis("pdl", ("bool kPdl",), no_yes, default="yes")
 
 
 @dataclasses.dataclass(frozen=True)

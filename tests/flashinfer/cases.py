@@ -34,6 +34,7 @@ from flashinfer.moe_ep import (
 )
 from flashinfer.moe_ep.backends.split.comm import nvlink_common
 from flashinfer.moe_ep.backends.split.comm.nvlink_one_sided import communication as one_sided
+from flashinfer.moe_ep.backends.split.comm.nvlink_one_sided.config import NVLinkOneSidedConfig
 from flashinfer.moe_ep.core.comm.communication import MoEEpCommParams, create_communication
 from flashinfer.moe_ep.core.kernel.base import SplitKernelBackend
 from flashinfer.moe_ep.core.kernel.registry import register_split_kernel
@@ -236,8 +237,9 @@ def what_the_backend_refuses(rank: int, ep_size: int) -> None:
     with communication(rank, ep_size, params_of(wires.BF16, 2 * ep_size)) as made:
         x = torch.zeros(2, HIDDEN, dtype=torch.bfloat16)
         ids, weights = torch.zeros(2, TOP_K, dtype=torch.int32), torch.zeros(2, TOP_K)
-        with pytest.raises(UnsupportedError, match="eplb_local_stats .*all_gather_into_tensor"):
-            made.dispatch(x, ids, weights, eplb_local_stats=ids[0])
+        for stats in (ids, ids[0].float(), ids[0, :0]):
+            with pytest.raises(InputError, match=r"eplb_local_stats is .*pass \[num_experts\] int"):
+                made.dispatch(x, ids, weights, eplb_local_stats=stats)
         for bound in (0, MAX_TOKENS + 1):
             with pytest.raises(InputError, match=f"={bound} is no integer from 1 to {MAX_TOKENS}"):
                 made.dispatch(x, ids, weights, max_tokens_per_rank=bound)
@@ -617,8 +619,8 @@ def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
     x, ids, weights = payloads
     with pytest.raises(InputError, match="is given, but enable_rank_mask=False; construct"):
         subject.dispatch(ids, payloads, 2, active_rank_mask=mask_of([0], subject.ep_size))
-    with pytest.raises(UnsupportedError, match="no eplb_local_stats"):
-        subject.dispatch(ids, payloads, 2, eplb_local_stats=ids)
+    with pytest.raises(InputError, match=r"has shape \[3\], but eplb_stats_num_experts=0; cons"):
+        subject.dispatch(ids, payloads, 2, eplb_local_stats=ids[0])
     with pytest.raises(InputError, match=f"=7 is no integer from 1 to {MAX_TOKENS}"):
         subject.dispatch(ids, payloads, 7)
     with pytest.raises(InputError, match="input_payloads is empty"):
@@ -635,12 +637,8 @@ def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
         subject.dispatch(ids, [*payloads, x, x], 2)
     with pytest.raises(ExchangeStateError, match="get_combine_payload_tensor.* before a successf"):
         subject.get_combine_payload_tensor_in_workspace(2, HIDDEN, torch.bfloat16)
-    for wrong, complaint in (
-        ({"eplb_stats_num_experts": 4}, "no eplb_stats_num_experts=4"),
-        ({"backend": "cake"}, "no backend='cake'"),
-    ):
-        with pytest.raises(UnsupportedError, match=complaint):
-            drop_in(subject.ep_rank, subject.ep_size, subject.num_experts, **wrong)
+    with pytest.raises(UnsupportedError, match="no backend='cake'"):
+        drop_in(subject.ep_rank, subject.ep_size, subject.num_experts, backend="cake")
     with pytest.raises(ConfigError, match="both are None"):
         drop_in(subject.ep_rank, subject.ep_size, 4, hidden_size=None)
     with pytest.raises(ConfigError, match="num_experts=0 must be a positive integer"):
@@ -724,6 +722,62 @@ def flashinfers_own_backend_on_the_drop_in(rank: int, ep_size: int) -> None:
         region = made.get_combine_input_buffer(torch.bfloat16)
         total = made.combine(region.copy_(partial))
         assert torch.equal(total, wires.expected(wires.BF16, mine, ep_size, 2 * ep_size))
+        made.alltoall._reset_workspace()
+
+
+def stats_of(rank: int, number: int) -> torch.Tensor:
+    """Of seven experts, whatever number the exchange has; negative and large ones too."""
+    words = torch.arange(7, dtype=torch.int32) - 3 + 100 * rank
+    return words * (-1) ** number * (1 + number * 2**20)
+
+
+def gathered(ep_size: int, number: int) -> torch.Tensor:
+    return torch.stack([stats_of(source, number) for source in range(ep_size)])
+
+
+@case
+def statistics_of_experts(rank: int, ep_size: int) -> None:
+    """Both doors, FlashInfer's class on the second, calls without statistics in between, and a
+    round without the last rank.
+    """
+    num_experts, survivors = 2 * ep_size, range(ep_size - 1)
+    params, mask = params_of(wires.BF16, num_experts), mask_of(survivors, ep_size)
+    work = wires.works(ep_size, num_experts, counts_of(ep_size, 3), 3)[rank]
+    rows, ids, weights = payloads = payloads_of(wires.BF16, work)
+    with communication(rank, ep_size, params) as made:
+        for number in range(3):
+            got = made.dispatch(*payloads, eplb_local_stats=stats_of(rank, number))
+            assert torch.equal(got.eplb_gathered_stats, gathered(ep_size, number))
+            made.combine(torch.zeros_like(got.hidden_states))
+            round_of(made, wires.BF16, rank, number, None, in_region=False)
+        if rank in survivors:
+            told = {"active_rank_mask": mask, "eplb_local_stats": stats_of(rank, 5)}
+            got = made.dispatch(*payloads, **told)
+            wanted = gathered(ep_size, 5)
+            wanted[-1] = 0
+            assert torch.equal(got.eplb_gathered_stats, wanted)
+            made.combine(torch.zeros_like(got.hidden_states))
+        dist.barrier()
+    with installed(), contextlib.ExitStack() as patches:
+        subject = drop_in(rank, ep_size, num_experts, eplb_stats_num_experts=7)
+        assert subject.enable_eplb
+        assert subject.eplb_gathered_stats is None
+        for number in range(2):
+            stats = stats_of(rank, number)
+            received = subject.dispatch(ids, payloads, MAX_TOKENS, eplb_local_stats=stats)
+            assert torch.equal(subject.eplb_gathered_stats, gathered(ep_size, number))
+            subject.combine(torch.zeros_like(received[0]), MAX_TOKENS)
+            assert subject.eplb_gathered_stats is None
+            drop_in_round(subject, wires.BF16, rank, number, -1)
+        subject._reset_workspace()
+        for module in (nvlink_common, one_sided):
+            patch = mock.patch.object(module, "nvlink_platform_supported", return_value=True)
+            patches.enter_context(patch)
+        config = NVLinkOneSidedConfig(eplb_stats_num_experts=7)
+        made = create_communication(bootstrap(rank, ep_size), params, config)
+        got = made.dispatch(rows, ids, weights, eplb_local_stats=stats_of(rank, 1))
+        assert torch.equal(got.eplb_gathered_stats, gathered(ep_size, 1))
+        made.combine(torch.zeros_like(got.hidden_states))
         made.alltoall._reset_workspace()
 
 

@@ -32,6 +32,7 @@ CASES = (
     "what_the_drop_in_refuses",
     "rounds_without_the_last_rank",
     "flashinfers_own_backend_on_the_drop_in",
+    "statistics_of_experts",
     "the_newcomers_page",
 )
 

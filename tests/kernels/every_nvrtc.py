@@ -150,7 +150,7 @@ LISTS: dict[str, Callable[[], list[Kernel]]] = {
 
 
 def kinds() -> list[Variant]:
-    """Of layers: rows as they come, each recipe, each format of combine."""
+    """Of layers: rows as they come, each recipe, each format of combine, counts per expert."""
     return [kind for kind in precompile.kinds() if kind.family is LAYER]
 
 
@@ -180,7 +180,8 @@ def _builds(geometry: Variant, architecture: str, *, pdl: bool = True) -> Iterat
     """
     plain = set[Build]()
     if geometry.family is LAYER and _family(geometry) != "unquantised":
-        plain = set(geometry.instead(recipe="none", combine="bf16").builds(pdl=pdl))
+        usual = geometry.instead(recipe="none", combine="bf16", expert_counts="no")
+        plain = set(usual.builds(pdl=pdl))
     for build in geometry.builds(pdl=pdl):
         if build not in plain:
             name = f"{build.kernel.name} of {_name(geometry, pdl)}"
@@ -229,7 +230,8 @@ def _emulated_others() -> Iterator[Kernel]:
 
 def _with(text: Callable[..., str], geometry: Variant) -> Callable[[], str]:
     codes = geometry.codes()
-    return functools.partial(text, quantiser=codes["recipe"], combine=codes["combine"])
+    values = {name: codes[name] for name in ("combine", "expert_counts")}
+    return functools.partial(text, quantiser=codes["recipe"], **values)
 
 
 def _family(geometry: Variant) -> str:
@@ -238,6 +240,8 @@ def _family(geometry: Variant) -> str:
     codes = geometry.codes()
     if codes["recipe"]:
         return QUANTISER.word(codes["recipe"])
+    if codes["expert_counts"]:
+        return "expert counts"
     combine = COMBINE_FORMAT.word(codes["combine"])
     return f"combine {combine}" if codes["combine"] else "unquantised"
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from moe_nvlink_plugin.exchange.kernels import QUANTISER, SMALL_DISPATCH, TOP_K
+from moe_nvlink_plugin.exchange.kernels import EXPERT_COUNTS, QUANTISER, SMALL_DISPATCH, TOP_K
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.jit.header import quantisers
 from moe_nvlink_plugin.launch import kernel
@@ -59,7 +59,8 @@ each_architecture = pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"
 
 
 def text_of(top_k: int, element: int, recipe: str = "none", *, pdl: bool = True) -> str:
-    values = {TOP_K: top_k, ELEMENT: element, QUANTISER: quantisers()[recipe], PDL: int(pdl)}
+    values = {TOP_K: top_k, ELEMENT: element, QUANTISER: quantisers()[recipe]}
+    values |= {EXPERT_COUNTS: 0, PDL: int(pdl)}
     return kernel.gpu_source((SMALL_DISPATCH,), values)
 
 

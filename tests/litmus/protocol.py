@@ -62,6 +62,9 @@ SLOT_TAKEN = r"&send_counters\[target\]"
 #: The last warp alone waits for a small combine before this dispatch (small_protocol.py).
 IN_LAST_WARP = r"^!\(lane < 0\)$"
 
+#: What a thread of a dispatch without counts per expert does not come to (counts_protocol.py).
+NO_COUNTS = (r"^!\(!has_expert_counts", r"^has_counts\b")
+
 PUTS_TOKENS = r"^int token = cta\.block"
 QUANTISES_TOKENS = r"^!\(Config::kQuantiser == kQuantiserNone\)$"
 FIRST_WARP = r"^cta\.thread < Cta::kWarpThreads$"
@@ -181,7 +184,7 @@ def arriving(
     """
     operands: dict[str, Operands] = {LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {}
-    untaken = [IS_FINISHER, QUANTISES_TOKENS, IN_LAST_WARP]
+    untaken = [IS_FINISHER, QUANTISES_TOKENS, IN_LAST_WARP, *NO_COUNTS]
     if arrival:
         operands[r"->arrivals"] = arrival
         plain[EPOCH_READ] = epoch_read
@@ -223,7 +226,7 @@ def finishing(
         MARKED: mark,
         LAID_OUT: laid_out,
     }
-    untaken = [PUTS_TOKENS, QUANTISES_TOKENS, IN_LAST_WARP, HAS_FAILED, A_FAULT]
+    untaken = [PUTS_TOKENS, QUANTISES_TOKENS, IN_LAST_WARP, HAS_FAILED, A_FAULT, *NO_COUNTS]
     if arrival:
         operands[r"->arrivals"] = arrival
     else:
@@ -544,7 +547,7 @@ def route_of_three_tokens(kernels: Kernels) -> str:
                 "dispatch_body",
                 operands | {SLOT_TAKEN: ""},
                 {ROUTE_WRITTEN: writes},
-                [IS_FINISHER, QUANTISES_TOKENS, IN_LAST_WARP],
+                [IS_FINISHER, QUANTISES_TOKENS, IN_LAST_WARP, *NO_COUNTS],
                 turns,
             ),
             "gpu0.k0.cta0.t32": kernels.thread(
@@ -564,7 +567,7 @@ def route_of_three_quantised_tokens(kernels: Kernels) -> str:
     where = buffers(kernels, body, "shared.routes[turn]", "turn = 1 - turn;")
     assert kernels.bodies[body].count("shared.amax[turn]") == 2
     tokens = list(enumerate(where, 1))
-    turns, untaken = {PUTS_TOKENS: 3}, [IN_LAST_WARP]
+    turns, untaken = {PUTS_TOKENS: 3}, [IN_LAST_WARP, *NO_COUNTS]
     writes: dict[str, Operands] = {
         ROUTE_WRITTEN: tuple(f"st.weak route_{place}, {token}" for token, place in tokens),
         PREPARES: tuple(f"st.weak amax_{place}, {token}" for token, place in tokens),
@@ -575,9 +578,7 @@ def route_of_three_quantised_tokens(kernels: Kernels) -> str:
     }
     return text(
         {
-            "gpu0.k0.cta0.t0": kernels.thread(
-                body, {SLOT_TAKEN: ""}, writes, [IN_LAST_WARP], turns
-            ),
+            "gpu0.k0.cta0.t0": kernels.thread(body, {SLOT_TAKEN: ""}, writes, untaken, turns),
             "gpu0.k0.cta0.t32": kernels.thread(body, {}, reads, [FIRST_WARP, *untaken], turns),
         }
     )
@@ -587,7 +588,7 @@ def targets_within_a_warp(kernels: Kernels) -> str:
     """A lane finds the target rank of its k; another looks whether an earlier k has the same."""
 
     def lane(plain: dict[str, Operands]) -> str:
-        return kernels.thread("route_token", {SLOT_TAKEN: ""}, plain)
+        return kernels.thread("route_token", {SLOT_TAKEN: ""}, plain, NO_COUNTS)
 
     return text(
         {

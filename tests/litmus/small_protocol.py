@@ -17,6 +17,7 @@ from tests.litmus.protocol import (
     IS_FINISHER,
     LOOKS_FOR_FAILURE,
     NO_BARRIER_BEHIND_ROUTE,
+    NO_COUNTS,
     OTHER_ELEMENTS,
     QUANTISES_TOKENS,
     RELEASE_OF_GPU_SCOPE,
@@ -64,7 +65,8 @@ DOES_NOT_PUBLISH = r"^!role\.publishes\(\)$"
 PUBLISHES_AFTER_PULL = r"^role\.publishes\(\) && has_pulled && shared\.faulted == 0$"
 HAS_PULLED = r"^has_pulled$"
 NOT_PULLED = r"^!\(has_pulled\)$"
-#: What a healthy thread without a quantiser does not come to; second looks are left out, too.
+#: What a healthy thread without quantiser and counts does not come to; second looks are left out,
+#: too.
 HEALTHY = (
     r"^Config::kQuantiser != kQuantiserNone$",
     r"^round\.has_failed$",
@@ -76,6 +78,7 @@ HEALTHY = (
     r"^missing != 0$",
     r"^!\(missing == 0\)$",
     r"^!has_reached\(seen = load_\w+\(cell\), epoch\)$",
+    *NO_COUNTS,
 )
 HAS_NO_TOKEN = r"^cta\.block >= args\.geometry\.num_tokens$"
 HAS_TOKENS = r"^SentItem item"

@@ -143,6 +143,29 @@ def test_ranks_that_are_left_out(small: bool) -> None:
     emulated.check_case("ptx", case, ctas=3, hidden_splits=2, threads=64, pdl=True)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_counts_per_expert(small: bool, architecture: str) -> None:
+    """Of rounds in which a rank is left out; twice, so that staging and counters must be clean."""
+    case = dataclasses.replace(SMALL, small=small, left_out=(1,), num_expert_counts=10)
+    options: dict[str, Any] = {"ctas": 3, "threads": 64, "pdl": True, "races": True}
+    backend = PtxBackend(3, case.config(0), architecture=architecture, **options)
+    inputs = [cases.make_inputs(case, seed=seed) for seed in range(2)]
+    with contextlib.closing(backend):
+        ranks = EmulatedRanks.of_case(case, backend)
+        for of_round in inputs:
+            ranks.run_round(of_round)
+            everyones = [mine.topk_ids for mine in of_round]
+            for rank in range(case.ep_size):
+                active = case.active_ranks(rank)
+                wanted = reference.expert_counts(case.config(0), everyones, None, active)
+                found = ranks._bytes(rank, "expert_counts", wanted.nbytes, 0).view(torch.int32)
+                compare.assert_same_bits(found.view(wanted.shape), wanted, f"rank {rank}")
+                for name in ("expert_counts_staging", "expert_counters"):
+                    region = ranks.regions[0][name]
+                    assert not ranks._bytes(rank, name, region.size_bytes, 0).any(), name
+
+
 def test_small_rounds_of_other_counts() -> None:
     case = dataclasses.replace(SMALL, small=True)
     emulated.check_rounds("ptx", case, 6, ctas=2, threads=64, pdl=True, seed=3)

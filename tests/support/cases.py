@@ -47,6 +47,7 @@ class Case:
     small: bool = False  # the kernels for small batches
     add: str = ""  # what combine adds to the sums
     scale: float = 1.0  # what it multiplies them by
+    num_expert_counts: int = 0
     left_out: tuple[int, ...] = ()  # by the masks of the others; these make up a round of their own
 
     @property
@@ -85,6 +86,7 @@ class Case:
             extra_payload_bytes=tuple(row_bytes(extra) for extra in self.extras),
             received_ids=self.received_ids,
             scales_layout=self.scales_layout,
+            num_expert_counts=self.num_expert_counts,
         )
 
 

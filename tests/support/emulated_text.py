@@ -376,12 +376,13 @@ def device_source(
     as_product: bool = False,
     quantiser: int = 0,
     combine: int = 0,
+    expert_counts: int = 0,
     small: bool = False,
 ) -> str:
     """moe_nvlink_emulated_dispatch and _combine for up to `count` ranks, nothing else.
 
     Args:
-        quantiser, combine: kQuantiser* of dispatch and kCombine* of combine.
+        quantiser, combine, expert_counts: as for specialised_source.
         delays: sleeps sown in.
         fused: moe_nvlink_emulated_rounds instead.
         alone: moe_nvlink_emulated_quantise instead; needs a quantiser.
@@ -390,7 +391,13 @@ def device_source(
         as_product: for CTAs of any size, as the product's kernels are.
     """
     text = kernel_texts.specialised_source(
-        top_k, element, pdl=pdl, quantiser=quantiser, combine=combine, small=small
+        top_k,
+        element,
+        pdl=pdl,
+        quantiser=quantiser,
+        combine=combine,
+        expert_counts=expert_counts,
+        small=small,
     )
     if head:
         text = kernel_texts.head_source(element, pdl=pdl)

@@ -13,6 +13,7 @@ from moe_nvlink_plugin.exchange.kernels import (
     COMBINE,
     COMBINE_FORMAT,
     DISPATCH,
+    EXPERT_COUNTS,
     LAYER,
     QUANTISER,
     TOP_K,
@@ -58,6 +59,7 @@ def specialised_source(
     host: bool = False,
     quantiser: int = 0,
     combine: int = 0,
+    expert_counts: int = 0,
     small: bool = False,
 ) -> str:
     """Dispatch and combine in one unit for one top_k and element type: as a GPU gets them, or a
@@ -65,10 +67,11 @@ def specialised_source(
 
     Args:
         quantiser, combine: kQuantiser* of dispatch and kCombine* of combine.
+        expert_counts: whether counts per expert travel.
         small: all kernels of a layer, those for small batches too, as the host's library has them.
     """
     values: dict[Axis, int] = {TOP_K: top_k, ELEMENT: element, PDL: int(pdl)}
-    values |= {QUANTISER: quantiser, COMBINE_FORMAT: combine}
+    values |= {QUANTISER: quantiser, COMBINE_FORMAT: combine, EXPERT_COUNTS: expert_counts}
     if host:
         return kernel.host_source((LAYER, HEAD), values)
     return kernel.gpu_source(LAYER.kernels if small else (DISPATCH, COMBINE), values)

@@ -17,7 +17,9 @@ from tests.support.delays import replace_once
 
 
 def test_usages() -> None:
-    assert LAYER.usage == "top_k=N[,dtype=TYPE][,recipe=RECIPE][,combine=FORMAT]"
+    assert (
+        LAYER.usage == "top_k=N[,dtype=TYPE][,recipe=RECIPE][,expert_counts=yes][,combine=FORMAT]"
+    )
     assert HEAD.usage == "lm_head[,dtype=TYPE]"
 
 

@@ -40,7 +40,8 @@ def config(**values: Any) -> AllToAllConfig:
 @pytest.fixture
 def layer() -> Iterator[MoeAllToAll]:
     (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(extra_payload_bytes=(5,)), group) as exchange:
+    options = config(extra_payload_bytes=(5,), num_expert_counts=2)
+    with MoeAllToAll.create(options, group) as exchange:
         yield exchange
 
 
@@ -53,7 +54,7 @@ def dispatch_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
     extra = torch.arange(35, dtype=torch.uint8).view(7, 5)
     pending = torch.zeros_like(layer._layer.workspace.pending)
     alone = rank_mask((0,), 1)
-    optional = (None, None, alone)
+    optional = (None, None, alone, torch.tensor([3, 4], dtype=torch.int32))
     return (pending, hidden, None, ids, weights, [extra], None, layer._handle, 0, *optional)
 
 
@@ -74,6 +75,14 @@ def test_opcheck_received(layer: MoeAllToAll) -> None:
     like = arguments[5][0]
     torch.library.opcheck(
         torch.ops.moe_nvlink.received.default, (counts, like, 0, layer._handle, 0)
+    )
+
+
+def test_opcheck_received_expert_counts(layer: MoeAllToAll) -> None:
+    counts = ops.dispatch(*dispatch_arguments(layer))[3]
+    assert ops.received_expert_counts(counts, layer._handle, 0).tolist() == [[3, 4]]
+    torch.library.opcheck(
+        torch.ops.moe_nvlink.received_expert_counts.default, (counts, layer._handle, 0)
     )
 
 

@@ -51,6 +51,7 @@ struct DispatchArgs {
   uint64_t global_scale;     // address of one f32 for quantisers that take one, or 0
   uint64_t is_padding;       // [num_tokens] bytes; not 0: the token is not sent; or no address
   uint64_t active_ranks;     // u64 words, bit r % 64 of word r / 64: rank r takes part; 0: all do
+  uint64_t expert_counts;    // [num_expert_counts] u32 of the caller; 0: dispatch counts, if any
   Geometry geometry;         // by value
   ControlRegions control;    // of this call's channel
   uint32_t num_payloads;     // used entries below
@@ -63,6 +64,10 @@ struct DispatchArgs {
   uint32_t packed_offsets[kMaxPayloads];  // small batches: where each payload's row begins in it
   uint32_t packed_bytes;           // small batches: bytes of a token's packed row, a multiple of 16
   uint32_t senders;                // small batches: CTAs that send; 0: all CTAs do all
+  uint32_t num_expert_counts;      // words that each rank sends to every rank; 0: none
+  uint32_t counts_region;          // [ep_size, num_expert_counts] u32: what each rank has sent
+  uint32_t counts_staging_region;  // [ep_size, units]: the same on its way; slice s: by rank s
+  uint32_t counters_region;        // [num_experts] u32, this rank's; zero between dispatches
   Payload payloads[kMaxPayloads];  // ids, weights, then the caller's rows
 };
 

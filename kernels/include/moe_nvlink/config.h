@@ -109,6 +109,8 @@ struct RuntimeConfig {
   static constexpr bool kPdl = false;
   static constexpr int kQuantiser = -1;
   static constexpr int kCombine = -1;
+  // Whether counts per expert travel with dispatch: 0, 1, or -1: the arguments say it.
+  static constexpr int kExpertCounts = -1;
 };
 
 }  // namespace moe_nvlink

@@ -72,6 +72,24 @@ HD int top_k_of(const Geometry& geometry) {
   return Config::kTopK > 0 ? Config::kTopK : geometry.top_k;
 }
 
+// Whether counts per expert travel with this dispatch (expert_counts.h).
+template <class Config>
+HD bool has_expert_counts(const DispatchArgs& args) {
+  return Config::kExpertCounts >= 0 ? Config::kExpertCounts != 0 : args.num_expert_counts != 0;
+}
+
+HD uint32_t* expert_counters(const DispatchArgs& args) {
+  return reinterpret_cast<uint32_t*>(region_of(args, args.geometry.ep_rank, args.counters_region));
+}
+
+// Counts one choice of a token's router, unless the caller has counted. The id is an expert's.
+template <class Config>
+HD void count_choice(const DispatchArgs& args, int32_t id) {
+  if (!has_expert_counts<Config>(args) || args.expert_counts != 0) return;
+  // Relaxed: the CTA that reads the sum is ordered after it by P2, or by its own barrier.
+  fetch_add_relaxed_gpu(&expert_counters(args)[id], 1);
+}
+
 // The first warp's part of route_token(). The warp has a thread for every k, so only its threads
 // wait for one another.
 template <class Config>
@@ -93,6 +111,7 @@ HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, bool 
     const int target = stays ? kNoSlot : active_target_of(args, id);
     route.target_ranks[k] = target;
     route.ids[k] = target == kNoSlot ? -1 : id;
+    if (target != kNoSlot) count_choice<Config>(args, id);
   }
   cta.sync_warp();  // the targets of all k
   MOE_NVLINK_ROLLED

@@ -178,6 +178,7 @@ def _of_dispatch(args: Any) -> _Tensors:
     yield args.global_scale, 4, "global_scale"
     yield args.is_padding, tokens, "is_padding"
     yield args.active_ranks, -(-geometry.ep_size // 64) * 8, "active_ranks"
+    yield args.expert_counts, args.num_expert_counts * 4, "expert_counts"
     for index, payload in enumerate(args.payloads[: args.num_payloads]):
         row_bytes = payload.row_bytes
         if args.quantiser and index == 2:  # activations
