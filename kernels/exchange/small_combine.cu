@@ -316,6 +316,9 @@ struct Receiving {
   uint32_t epoch;
   bool has_failed;  // this thread stores NaN from now on
   Patience patience;
+  bool is_counted;       // this thread adds its waits to the totals
+  uint64_t counted = 0;  // nanoseconds of the patience that it has added
+  uint32_t late = 0;     // has a bit for each k whose unit the last look that failed did not find
 };
 
 HD char* staged_unit(const Receiving& receiving, int row, int unit) {
@@ -342,14 +345,29 @@ HD void for_each_unit(const Receiving& receiving, int top_k, const int32_t* rows
   }
 }
 
+// The rank that the first of these units comes from.
+HD int peer_of(const CombineArgs& args, const SmallPlan& plan, const int32_t* rows,
+               uint32_t units) {
+  int k = 0;
+  while ((units >> k & 1u) == 0) ++k;
+  return rows[k] / (plan.units * args.geometry.max_tokens_per_rank);
+}
+
 // Names the rank whose unit is missing, the first of them.
 HD void report_missing(const CombineArgs& args, const SmallPlan& plan, const int32_t* rows,
                        uint32_t missing, Receiving& receiving) {
-  int k = 0;
-  while ((missing >> k & 1u) == 0) ++k;
-  const int peer = rows[k] / (plan.units * args.geometry.max_tokens_per_rank);
-  report_fault(args, args.control.combine_cells, kFaultTimeout, kPhaseCombine, peer,
-               receiving.epoch, receiving.patience);
+  report_fault(args, args.control.combine_cells, kFaultTimeout, kPhaseCombine,
+               peer_of(args, plan, rows, missing), receiving.epoch, receiving.patience);
+}
+
+// Adds what this thread has waited since the last call to the total of the rank whose unit came last.
+// Called after the sums have been stored, so the load of the total delays no row.
+HD void count_late(const CombineArgs& args, const SmallPlan& plan, const int32_t* rows,
+                   Receiving& receiving) {
+  const uint64_t waited = receiving.patience.waited - receiving.counted;
+  if (!receiving.is_counted || waited == 0) return;
+  receiving.counted = receiving.patience.waited;
+  add_to_total(wait_totals(args) + peer_of(args, plan, rows, receiving.late), waited);
 }
 
 // Waits for the units of every k that `missing` has a bit for. All looks of a turn are on their way
@@ -373,6 +391,7 @@ HD uint32_t await_units(int top_k, const int32_t* rows, int unit, uint32_t missi
     }
     if (missing == 0) return 0;
     const uint64_t waited = receiving.patience.waited_ns();
+    receiving.late = missing;
     if (waited > receiving.patience.timeout_ns) return missing;
     backoff.pause(waited);
   }
@@ -441,6 +460,7 @@ HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& p
     MOE_NVLINK_UNROLL
     for (float& value : sum) value = receiving.has_failed ? float_of_bits(0x7fc00000u) : value;
     store_unit_sums<Element>(output + offset, sum, words, aligned);
+    count_late(args, plan, rows, receiving);
   }
 }
 
@@ -451,7 +471,7 @@ HD void receive_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& p
                      const Round& round, SmallCombineShared& shared) {
   const int num_items = args.geometry.num_tokens * plan.parts;
   Receiving receiving{staging_of(args, rank_in(args.geometry), round.epoch), round.epoch,
-                      round.has_failed, Patience(args.timeout_ns)};
+                      round.has_failed, Patience(args.timeout_ns), share == 0 && cta.thread == 0};
   int token = share / plan.parts;
   int turn = 0;
   cta.sync();  // rows of the first item
