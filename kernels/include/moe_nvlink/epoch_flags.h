@@ -61,14 +61,14 @@ struct Patience {
 
   HD explicit Patience(uint64_t nanoseconds) : timeout_ns(nanoseconds) {}
 
-  // Nanoseconds since the first call, and never less than before: a GPU's clock may read lower than
-  // before (the driver sets it, one clock for all SMs), and an unsigned difference would then be
-  // above every limit.
+  // Nanoseconds since the first call. Never negative: a GPU's clock may read lower than before (the
+  // driver sets it, one clock for all SMs), and an unsigned difference would then be above every
+  // limit.
   HD uint64_t waited_ns() {
     const uint64_t now = now_ns();
     if (start == 0) start = now;
     const int64_t since = static_cast<int64_t>(now - start);
-    if (since > static_cast<int64_t>(waited)) waited = static_cast<uint64_t>(since);
+    waited = since > 0 ? static_cast<uint64_t>(since) : 0;
     return waited;
   }
 };
@@ -88,7 +88,7 @@ struct WaitCount {
         waited(patience.waited) {}
 
   HD void end(const Patience& patience) const {
-    if (total == nullptr || patience.waited == waited) return;
+    if (total == nullptr || patience.waited <= waited) return;
     store_word(total, before + (patience.waited - waited));
   }
 };
