@@ -65,7 +65,7 @@ class ExchangeStats(NamedTuple):
         """Add field by field."""
         pairs = zip(self[:-1], other[:-1], strict=True)
         waits = itertools.zip_longest(self.waited_ns, other.waited_ns, fillvalue=0)
-        return ExchangeStats(*(a + b for a, b in pairs), tuple(a + b for a, b in waits))
+        return ExchangeStats._make([*(a + b for a, b in pairs), tuple(a + b for a, b in waits)])
 
 
 #: Fields of ExchangeStats that are in the struct ExchangeCounters of args.h, in its order.
@@ -261,7 +261,7 @@ class Workspace(Generic[E]):
             regions = self.layout.channel_regions(channel)
             counters = self._numbers(regions["counters"], len(COUNTERS), wait)
             waits = self._numbers(regions["wait_totals"], self.group.size, wait)
-            total = total.plus(ExchangeStats(*counters, tuple(waits)))
+            total = total.plus(ExchangeStats._make([*counters, tuple(waits)]))
         return total
 
     def _numbers(self, region: Region, count: int, wait: bool) -> list[int]:
