@@ -20,7 +20,7 @@ A new kernel is one .cu file, one argument struct in args.h, one Kernel, and its
 Five folders serve them. memory/ says what lies where in symmetric memory and what a kernel reports
 there. transport/ says how peers reach that memory. jit/ makes machine code from kernels/ and keeps
 it. recipes/ say what travels, there and back. plugins/ find recipes and transports. tools/ serves
-the shell: the command `moe-nvlink` with its doctor and precompile.
+the shell: the command `moe-nvlink` with its doctor, precompile and top.
 
 The doorway, which every module may use: config.py (AllToAllConfig), errors.py, env.py, groups.py
 (the collective steps of create), driver.py (calls of the CUDA driver), reference.py (the same verbs

@@ -6,7 +6,7 @@
   are equal on all ranks.
 * ``draft_head``: the LM head that ranks share, of a model that drafts tokens.
 * ``options``: what a user can choose; ``refusals``: what is refused at start-up, and how it is
-  said; ``logs``, ``stats``, ``watch``: what a user sees of it.
+  said; ``logs``, ``stats``, ``metrics``, ``watch``, ``slow_rank``: what a user sees of it.
 * ``names``: what an adapter's list of its framework's names is made of.
 
 An adapter says what the experts of a layer take (`formats.ExpertsInput`), and how its users write

@@ -273,7 +273,7 @@ class DraftHead:
 
     def stats(self) -> dict[str, int]:
         """Return counters of this rank by name; `steps_whole` as in the class. Local."""
-        stats: HeadStats = self.group.stats()
+        stats: HeadStats = self.group.stats(wait=False)
         return {
             "tp_size": self.group.config.tp_size,
             "steps_whole": self.steps_whole,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,9 @@ from moe_nvlink_plugin.errors import MoeNvlinkError
 
 from .agreement import Geometry, Proposal, Ranks
 from .formats import DispatchFormat, ExpertsInput, choose
+from .metrics import Publication
 from .options import Options
+from .slow_rank import SlowRankWatch, Waits
 from .stats import StatsWriter
 from .watch import FailureWatch
 
@@ -48,7 +51,8 @@ class ExchangePool:
         options: what the user chose.
         name: tells the pools of one worker apart in the names of the counters' files.
         holds_startup: whether the adapter calls `end_startup`.
-        more_stats: returns further keys of the counters' file.
+        more_stats: returns further keys of the counters' file; waits for no launch.
+        publication: where the counters go beside their file; the pool closes it.
     """
 
     def __init__(
@@ -60,16 +64,18 @@ class ExchangePool:
         name: str = "",
         holds_startup: bool = False,
         more_stats: Callable[[], Mapping[str, object]] = dict,
+        publication: Publication | None = None,
     ) -> None:
         self._name = name
         self.ranks, self.device, self.options = ranks, device, options
         #: Whether the rank's tokens are dummies; see `idling`.
         self.is_idle = False
         self._holds_startup = holds_startup
-        self._more_stats = more_stats
+        self._more_stats, self._publication = more_stats, publication
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         self._stats_writer: StatsWriter | None = None
         self._watch: FailureWatch | None = None
+        self._slow_watch: SlowRankWatch | None = None
 
     @property
     def exchanges(self) -> list[MoeAllToAll]:
@@ -171,6 +177,9 @@ class ExchangePool:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        if self._slow_watch is not None:
+            self._slow_watch.close()
+            self._slow_watch = None
         if self._stats_writer is not None:
             self._stats_writer.close()
             self._stats_writer = None
@@ -179,23 +188,35 @@ class ExchangePool:
         self._exchanges.clear()
 
     def _begin(self, first: MoeAllToAll) -> None:
-        """Start what all exchanges share by the workspace: start-up, counters, watch."""
+        """Start what all exchanges share by the workspace: start-up, counters, watches."""
         if self._holds_startup:
             first.hold_startup()
         self._start_stats(first)
         if self.device.type == "cuda":
             self._watch = FailureWatch(first.failure)
+        if self.ranks.rank == 0 and self.ranks.size > 1:  # one line in the log, not one a rank
+            of_pool = weakref.ref(first)  # a thread keeps no dropped exchange alive
+
+            def waits() -> Waits | None:
+                exchange = of_pool()
+                # After a failure a peer may be gone, and its memory with it.
+                if exchange is None or exchange.failure() is not None:
+                    return None
+                return exchange.waits()
+
+            self._slow_watch = SlowRankWatch(waits)
 
     def _start_stats(self, exchange: MoeAllToAll) -> None:
         directory = env.stats_dir()
-        if directory is None:
+        if directory is None and self._publication is None:
             return
         about = {"ep_rank": self.ranks.rank, "ep_size": self.ranks.size}
 
         def read() -> dict[str, Any]:
-            return {**exchange.stats()._asdict(), **self._more_stats()}
+            faults = 0 if exchange.failure() is None else 1
+            counted = exchange.stats(wait=False)._asdict()
+            return {**counted, "faults": faults, **self._more_stats()}
 
-        # To read counters of a GPU, a thread copies them, which would break another thread's
-        # capture of a CUDA graph. There the writer writes once, when the worker ends.
-        watch = self.device.type == "cpu"
-        self._stats_writer = StatsWriter(directory, about, read, pool=self._name, watch=watch)
+        self._stats_writer = StatsWriter(
+            directory, about, read, pool=self._name, publication=self._publication
+        )

@@ -1,14 +1,17 @@
-"""Writes this rank's counters to a JSON file, for whoever watches a server."""
+"""Shows this rank's counters to whoever watches a server: in a JSON file, and as metrics."""
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from moe_nvlink_plugin.errors import MoeNvlinkError
+
+from .metrics import Publication, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -21,37 +24,42 @@ class StatsWriter:
     Because a thread writes, an idle worker still publishes its last rounds, and the exchange never
     waits for a disk. The writer replaces the file as a whole, so a reader sees one state or the
     next. If the file cannot be written, the writer logs the path and the reason once, and the
-    worker continues: counters are not worth a server.
+    worker continues: counters are not worth a server. The same holds for the publication.
 
     Args:
-        directory: created if it does not exist.
+        directory: created if it does not exist; None: no file.
         about: keys of the file that do not change; `ep_rank` is one of them.
         read: returns the other keys.
         pool: name of the pool, if a worker has several; the file is
             ``<directory>/<pool>-rank<ep_rank>.json`` then.
         watch: False starts no thread; then only `close` writes.
+        publication: gets all keys too; `close` closes it.
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | None,
         about: Mapping[str, int],
         read: Callable[[], Mapping[str, object]],
         *,
         pool: str = "",
         watch: bool = True,
+        publication: Publication | None = None,
     ) -> None:
         prefix = f"{pool}-" if pool else ""
-        self.path = Path(directory) / f"{prefix}rank{about['ep_rank']}.json"
+        name = f"{prefix}rank{about['ep_rank']}.json"
+        self.path = None if directory is None else Path(directory) / name
+        self._publication = publication
         self._about = {**about, "pid": os.getpid()}
         self._read = read
         self._written: Mapping[str, object] | None = None
         self._has_warned = False
         self._stop = threading.Event()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._warn(error)
+            self._warn_of_path(error)
         self._thread = threading.Thread(target=self._run, name="moe-nvlink-stats", daemon=True)
         if watch:
             self._thread.start()
@@ -62,27 +70,42 @@ class StatsWriter:
             self._write()
 
     def _write(self) -> None:
-        stats = self._read()
+        try:
+            stats = self._read()
+        except MoeNvlinkError as error:  # of a GPU that can do nothing any more
+            self._warn("the counters of this rank cannot be read: %s", error)
+            return
         if stats == self._written:
             return
-        content = json.dumps({**self._about, **stats})
-        scratch = self.path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            scratch.write_text(content + "\n", encoding="utf-8")
-            scratch.replace(self.path)
-        except OSError as error:
-            self._warn(error)
-            return
+        content = {**self._about, **stats}
         self._written = stats
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            logger.warning(
-                "moe_nvlink: the counters of this rank are not written to %s: %s; let "
-                "MOE_NVLINK_STATS_DIR name a directory that this process may write to",
-                self.path,
+        try:
+            if self._publication is not None:
+                self._publication.publish(content)
+        except OSError as error:
+            self._warn(
+                "the server's metrics lack this rank: %s; let XDG_RUNTIME_DIR name a directory "
+                "that this process may write to",
                 error,
             )
+        try:
+            if self.path is not None:
+                write_whole(self.path, content)
+        except OSError as error:
+            self._written = None  # tried again, also if nothing is counted
+            self._warn_of_path(error)
+
+    def _warn_of_path(self, error: OSError) -> None:
+        self._warn(
+            "the counters of this rank are not written to %s: %s; let MOE_NVLINK_STATS_DIR name a "
+            "directory that this process may write to",
+            self.path,
+            error,
+        )
+
+    def _warn(self, message: str, *values: object) -> None:
+        if not self._has_warned:
+            logger.warning(f"moe_nvlink: {message}", *values)
         self._has_warned = True
 
     def close(self) -> None:
@@ -93,4 +116,6 @@ class StatsWriter:
         if self._thread.ident is not None:
             self._thread.join()
         self._write()
+        if self._publication is not None:
+            self._publication.close()
         atexit.unregister(self.close)

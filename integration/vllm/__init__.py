@@ -16,8 +16,8 @@ The modules (``plugin`` imports all others; ``moe`` and ``draft`` do not import 
 * ``draft``: the LM head of an MTP draft, if ranks share it. ``drafts`` says what a configuration
   asks; ``logits_processor`` and ``mtp`` extend vLLM's classes.
 * ``plugin``: what the flag starts, in this order: ``flag`` (command line or Python ->
-  ``additional_config``), ``platform``, ``validation``, ``worker``, ``communicator`` (one per
-  worker; ``cpu_communicator``, ``cuda_communicator``), which puts the rest in place.
+  ``additional_config``), ``platform``, ``validation``, ``worker``, ``metrics``, ``communicator``
+  (one per worker; ``cpu_communicator``, ``cuda_communicator``), which puts the rest in place.
 
 Without the flag, vLLM loads only ``backend``, ``flag``, ``platform`` and ``common.logs`` of ours.
 All modules use ``integration.common``, which knows no framework.

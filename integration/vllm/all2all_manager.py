@@ -14,6 +14,7 @@ from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common import logs
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.draft_head import DraftHeads
+from moe_nvlink_plugin.integration.common.metrics import Publication
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 
@@ -30,6 +31,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         device: where this rank's layers work.
         options: what the user chose; None takes the defaults and reads no environment variable.
         holds_startup: whether the worker calls `end_startup`.
+        publication: where the worker's counters go.
 
     Raises:
         UnsupportedError: the CPU ranks are on several hosts.
@@ -43,6 +45,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         device: torch.device,
         options: Options | None = None,
         holds_startup: bool = False,
+        publication: Publication | None = None,
     ) -> None:
         super().__init__(cpu_group, tcp_store_group)
         if self.internode and device.type == "cpu":
@@ -60,6 +63,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
             options or Options(),
             holds_startup=holds_startup,
             more_stats=self.heads.stats,
+            publication=publication,
         )
 
     def end_startup(self) -> None:

@@ -327,8 +327,9 @@ FIELDS = (
         "vllm.config",
         "VllmConfig",
         (
-            *("additional_config", "lora_config", "model_config", "parallel_config"),
-            *("scheduler_config", "speculative_config", "use_v2_model_runner"),
+            *("additional_config", "instance_id", "lora_config", "model_config"),
+            *("parallel_config", "scheduler_config", "speculative_config"),
+            "use_v2_model_runner",
         ),
     ),
     Fields(

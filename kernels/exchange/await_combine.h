@@ -35,9 +35,9 @@ HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patien
 
 // Waits for the combine `epoch` of the peers first, first + step, ... If a peer does not come, or has
 // combined rows of another type or width, this rank reports it and sets `faulted`, a word of shared
-// memory. The CTA's next barrier hands over what the threads have acquired.
+// memory. The CTA's next barrier hands over what the threads have acquired. is_counted: as Awaited.
 HD void await_combine(const DispatchArgs& args, int first, int step, uint32_t epoch,
-                      uint32_t* faulted) {
+                      bool is_counted, uint32_t* faulted) {
   const uint32_t cells = args.control.combine_cells;
   const int me = args.geometry.ep_rank;
   Patience patience(args.timeout_ns);
@@ -46,7 +46,9 @@ HD void await_combine(const DispatchArgs& args, int first, int step, uint32_t ep
     // Loaded together with the first look. A kernel before this one has written it.
     const uint64_t mine = load_word(cell_of(args, me, cells, me));
     uint64_t seen = 0;
+    const WaitCount count(args, is_counted, peer, patience);
     int fault = wait_until_reached(cell_of(args, me, cells, peer), epoch, patience, seen);
+    count.end(patience);
     // A peer that is a round ahead has another round's cell. It is not ahead of CTA F, whose cell of
     // this round it needs for that, nor of a bulk dispatch.
     const bool disagrees = cell_epoch(seen) == epoch && cell_tag(seen) != cell_tag(mine);
@@ -70,7 +72,7 @@ HD void await_small_combine(const DispatchArgs& args, const Cta& cta, uint32_t* 
   const bool failed = *has_failed != 0;
   cta.sync_warp();  // and has been read by all
   if (failed || has_pulled != 0) return;
-  await_combine(args, lane, Cta::kWarpThreads, epoch, has_failed);
+  await_combine(args, lane, Cta::kWarpThreads, epoch, cta.block == 0, has_failed);
 }
 
 }  // namespace moe_nvlink

@@ -42,7 +42,7 @@ namespace moe_nvlink {
 HD bool combine_barrier(const CombineArgs& args, const Cta& cta, CombineShared& shared) {
   cta.sync();  // faulted is cleared before a thread may set it; epoch and has_failed are written
   if (shared.has_failed != 0) return true;
-  const Awaited awaited{args.control.combine_cells, kPhaseCombine, shared.epoch};
+  const Awaited awaited{args.control.combine_cells, kPhaseCombine, shared.epoch, cta.block == 0};
   const ExpectedCell agreed{combine_tag(args), 0};
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {

@@ -143,7 +143,7 @@ HD void collect_counts(const DispatchArgs& args, const Cta& cta, bool is_last,
   const Geometry& geometry = args.geometry;
   int32_t* recv_counts =
       reinterpret_cast<int32_t*>(region_of(args, geometry.ep_rank, args.control.recv_counts));
-  const Awaited awaited{args.control.dispatch_cells, kPhaseDispatch, shared.epoch};
+  const Awaited awaited{args.control.dispatch_cells, kPhaseDispatch, shared.epoch, is_last};
   const ExpectedCell expected{round_tag(args), static_cast<uint32_t>(geometry.max_tokens_per_rank)};
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {

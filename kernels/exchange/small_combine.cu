@@ -43,11 +43,20 @@ constexpr int kUnitWords = kUnitDataBytes / 4;
 // Parts after its first one that a sender has on their way together.
 constexpr int kPartsInFlight = 4;
 
+// What the first thread of a receiver has waited for units, for the totals. In shared memory, because
+// the units take the registers.
+struct LateUnits {
+  uint64_t waited;   // nanoseconds, all together
+  uint64_t counted;  // the part of them that the totals have
+  uint32_t missing;  // has a bit for each k whose unit the last look that failed did not find
+};
+
 struct SmallCombineShared {
   uint32_t counts[kMaxRanks];  // senders: rows received from each rank
   const char* first_row;       // senders: address of the first part's row
   // Receivers: first unit of each partial row in the staging, or kNoSlot: of this item, of the next.
   int32_t rows[2][kMaxTopK];
+  LateUnits late;
 };
 
 // Sizes of a row, and what the CTA does. From arguments only.
@@ -316,6 +325,7 @@ struct Receiving {
   uint32_t epoch;
   bool has_failed;  // this thread stores NaN from now on
   Patience patience;
+  LateUnits* late;  // of the CTA; of the other threads nullptr
 };
 
 HD char* staged_unit(const Receiving& receiving, int row, int unit) {
@@ -342,14 +352,29 @@ HD void for_each_unit(const Receiving& receiving, int top_k, const int32_t* rows
   }
 }
 
+// The rank that the first of these units comes from.
+HD int peer_of(const CombineArgs& args, const SmallPlan& plan, const int32_t* rows,
+               uint32_t units) {
+  int k = 0;
+  while ((units >> k & 1u) == 0) ++k;
+  return rows[k] / (plan.units * args.geometry.max_tokens_per_rank);
+}
+
 // Names the rank whose unit is missing, the first of them.
 HD void report_missing(const CombineArgs& args, const SmallPlan& plan, const int32_t* rows,
                        uint32_t missing, Receiving& receiving) {
-  int k = 0;
-  while ((missing >> k & 1u) == 0) ++k;
-  const int peer = rows[k] / (plan.units * args.geometry.max_tokens_per_rank);
-  report_fault(args, args.control.combine_cells, kFaultTimeout, kPhaseCombine, peer,
-               receiving.epoch, receiving.patience);
+  report_fault(args, args.control.combine_cells, kFaultTimeout, kPhaseCombine,
+               peer_of(args, plan, rows, missing), receiving.epoch, receiving.patience);
+}
+
+// Adds what has been waited since the last call to the total of the rank whose unit came last. Called
+// after the sums have been stored, so the load of the total delays no row.
+HD void count_late(const CombineArgs& args, const SmallPlan& plan, const int32_t* rows,
+                   LateUnits& late) {
+  if (late.waited <= late.counted) return;
+  const uint64_t waited = late.waited - late.counted;
+  late.counted = late.waited;
+  add_to_total(wait_totals(args) + peer_of(args, plan, rows, late.missing), waited);
 }
 
 // Waits for the units of every k that `missing` has a bit for. All looks of a turn are on their way
@@ -373,6 +398,10 @@ HD uint32_t await_units(int top_k, const int32_t* rows, int unit, uint32_t missi
     }
     if (missing == 0) return 0;
     const uint64_t waited = receiving.patience.waited_ns();
+    if (receiving.late != nullptr) {
+      receiving.late->waited = waited;
+      receiving.late->missing = missing;
+    }
     if (waited > receiving.patience.timeout_ns) return missing;
     backoff.pause(waited);
   }
@@ -451,7 +480,9 @@ HD void receive_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& p
                      const Round& round, SmallCombineShared& shared) {
   const int num_items = args.geometry.num_tokens * plan.parts;
   Receiving receiving{staging_of(args, rank_in(args.geometry), round.epoch), round.epoch,
-                      round.has_failed, Patience(args.timeout_ns)};
+                      round.has_failed, Patience(args.timeout_ns),
+                      cta.thread == 0 ? &shared.late : nullptr};
+  if (cta.thread == 0) shared.late.waited = shared.late.counted = 0;
   int token = share / plan.parts;
   int turn = 0;
   cta.sync();  // rows of the first item
@@ -463,6 +494,7 @@ HD void receive_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& p
     }
     combine_part<Config, Element>(args, cta, plan, token, item - token * plan.parts,
                                   shared.rows[turn], receiving);
+    if (cta.thread == 0 && share == 0) count_late(args, plan, shared.rows[turn], shared.late);
     // After the barrier all threads see the next item's rows, and no thread reads those of this
     // item, which the next turn overwrites.
     cta.sync();

@@ -112,9 +112,11 @@ HD void see_counts(const DispatchArgs& args, const Cta& cta, const SmallRole& ro
     if (!has_failed && is_active(args, peer)) {
       uint64_t cell = 0;
       int fault = kFaultTimeout;
+      const WaitCount count_of_waits(args, role.publishes(), peer, patience);
       if (is_reached_in_time(cell_of(args, geometry.ep_rank, cells, peer), epoch, patience, cell)) {
         fault = cell_epoch(cell) == epoch ? expected.fault_of(cell) : kFaultAhead;
       }
+      count_of_waits.end(patience);
       if (fault == 0) {
         count = static_cast<int32_t>(cell_count(cell));
       } else {

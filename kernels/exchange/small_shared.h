@@ -105,7 +105,9 @@ HD void await_previous_round(const DispatchArgs& args, const Cta& cta, const Sma
   if (round.has_failed) {
     store_relaxed_cta(faulted, 1);
   } else {
-    await_combine(args, cta.num_threads - 1 - cta.thread, cta.num_threads, round.combined, faulted);
+    const bool is_counted = small_role(args.senders, cta).publishes();
+    await_combine(args, cta.num_threads - 1 - cta.thread, cta.num_threads, round.combined,
+                  is_counted, faulted);
   }
 }
 

@@ -96,7 +96,7 @@ HD void signal_round(const HeadArgs& args, const Cta& cta, uint32_t cells, uint3
 // come, or comes from another call, this rank leaves a fault word and takes 0 for the count.
 HD void wait_for_counts(const HeadArgs& args, const Cta& cta, uint32_t cells, int phase,
                         uint32_t most, int32_t* counts, HeadShared& shared) {
-  const Awaited awaited{cells, phase, shared.epoch};
+  const Awaited awaited{cells, phase, shared.epoch, false};
   const ExpectedCell expected{head_tag(args.geometry), most};
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {

@@ -450,12 +450,23 @@ class MoeAllToAll:
         """
         return self._layer.failure()
 
-    def stats(self) -> ExchangeStats:
+    def stats(self, *, wait: bool = True) -> ExchangeStats:
         """Return this rank's totals over all layers on the workspace. Local; not capturable.
 
         It waits for this thread's stream. Verbs on other streams may be missing in the totals.
+
+        Args:
+            wait: False: wait for no launch, so running verbs may be missing. Then any thread may
+                call, also while another thread captures a CUDA graph.
         """
-        return self._layer.workspace.stats()
+        return self._layer.workspace.stats(wait=wait)
+
+    def waits(self) -> list[list[int]]:
+        """Return the nanoseconds that rank r has waited for rank p, as [r][p]. Local; any thread.
+
+        It reads ExchangeStats.waited_ns of every rank in the peers' memory, and waits for nothing.
+        """
+        return self._layer.workspace.waits()
 
     @property
     def workspace_bytes(self) -> int:

@@ -31,6 +31,11 @@ class _HostFaultWords:
         """Do nothing: no launch outlives its call."""
 
 
+class _HostWordReader:
+    def read(self, address: int, count: int) -> list[int]:
+        return list((ctypes.c_uint64 * count).from_address(address))
+
+
 class _HostLauncher:
     def __init__(self, library: host.HostLibrary, num_threads: int) -> None:
         # Each launcher has its own threads, because two channels may be in flight at the same time.
@@ -68,6 +73,10 @@ class HostExecutor:
     def fault_words(self, count: int) -> _HostFaultWords:
         """See WorkspaceExecutor. The words lie in ordinary memory of this process."""
         return _HostFaultWords(count)
+
+    def word_reader(self, most: int) -> _HostWordReader:
+        """See WorkspaceExecutor. Kernels run on this process's threads and its peers' processes."""
+        return _HostWordReader()
 
     def launcher(self, variant: Variant, budget: Budget) -> _HostLauncher:
         """See Executor. Compiles the family's host library on first use."""

@@ -257,8 +257,43 @@ class _MappedFaultWords:
         self._free.detach()
 
 
+class _SideStreamReader:
+    """Copies words to pinned memory on a stream of its own, which waits for no other stream.
+
+    The thread that copies is in the relaxed mode meanwhile, so the copy is no mistake of a capture
+    in another thread.
+    """
+
+    def __init__(self, index: int, most: int) -> None:
+        self._index, self._lock = index, threading.Lock()
+        # Allocated now: an allocation may wait for the device, and later kernels may be running.
+        with driver.on_device(index):
+            self._address = int(driver.call("cuMemHostAlloc", 8 * most, 0))
+            self._free = weakref.finalize(self, _free_host_memory, index, self._address)
+            self._free.atexit = False
+            flag = driver.api().CUstream_flags.CU_STREAM_NON_BLOCKING
+            self._stream = driver.call("cuStreamCreate", flag)
+            weakref.finalize(self, _destroy_stream, index, self._stream).atexit = False
+        self._words = (ctypes.c_uint64 * most).from_address(self._address)
+
+    def read(self, address: int, count: int) -> list[int]:
+        with self._lock, driver.on_device(self._index), driver.relaxed_capture():
+            driver.call("cuMemcpyDtoHAsync", self._address, address, 8 * count, self._stream)
+            driver.call("cuStreamSynchronize", self._stream)
+            return self._words[:count]
+
+
+def _destroy_stream(index: int, stream: Any) -> None:
+    """Give up a reader's stream after its last user has gone."""
+    try:
+        with driver.on_device(index), driver.relaxed_capture():
+            driver.call("cuStreamDestroy", stream)
+    except MoeNvlinkError as error:  # a finalizer cannot raise
+        logger.warning("moe_nvlink: a stream of GPU %d stays open: %s", index, error)
+
+
 def _free_host_memory(index: int, address: int) -> None:
-    """Free fault words after their last user has gone.
+    """Free pinned words after their last user has gone.
 
     The garbage collector may call this while a thread captures a CUDA graph that does not use the
     words.
@@ -267,7 +302,7 @@ def _free_host_memory(index: int, address: int) -> None:
         with driver.on_device(index), driver.relaxed_capture():
             driver.call("cuMemFreeHost", address)
     except MoeNvlinkError as error:  # a finalizer cannot raise; few words are lost
-        logger.warning("moe_nvlink: fault words of GPU %d stay allocated: %s", index, error)
+        logger.warning("moe_nvlink: pinned words of GPU %d stay allocated: %s", index, error)
 
 
 class CudaExecutor:
@@ -331,6 +366,10 @@ class CudaExecutor:
     def fault_words(self, count: int) -> _MappedFaultWords:
         """See WorkspaceExecutor. The words lie in pinned host memory, mapped into the GPU."""
         return _MappedFaultWords(self.device_facts.index, count)
+
+    def word_reader(self, most: int) -> _SideStreamReader:
+        """See WorkspaceExecutor."""
+        return _SideStreamReader(self.device_facts.index, most)
 
     def launcher(self, variant: Variant, budget: Budget) -> _CudaLauncher:
         """See Executor."""

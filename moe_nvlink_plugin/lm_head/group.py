@@ -119,12 +119,15 @@ class HeadGroup:
         """
         return self._head.failure()
 
-    def stats(self) -> HeadStats:
+    def stats(self, *, wait: bool = True) -> HeadStats:
         """Return this rank's totals. Local; not capturable.
 
         It waits for this thread's stream. Verbs on other streams may be missing in the totals.
+
+        Args:
+            wait: as for MoeAllToAll.stats.
         """
-        totals = self._head.workspace.stats()
+        totals = self._head.workspace.stats(wait=wait)
         return HeadStats(
             rounds=totals.rounds,
             rows=totals.tokens,

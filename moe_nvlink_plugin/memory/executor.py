@@ -28,6 +28,17 @@ class FaultWords(Protocol):
         ...
 
 
+class WordReader(Protocol):
+    """Reads words of mapped memory at any time, also while kernels write them."""
+
+    def read(self, address: int, count: int) -> list[int]:
+        """Return `count` words of 8 bytes. Local; any thread.
+
+        It waits for no launch and breaks no capture of a CUDA graph.
+        """
+        ...
+
+
 class WorkspaceExecutor(Protocol):
     """The part of an executor that a workspace uses."""
 
@@ -42,4 +53,8 @@ class WorkspaceExecutor(Protocol):
 
     def fault_words(self, count: int) -> FaultWords:
         """Allocate `count` words, all 0. Local."""
+        ...
+
+    def word_reader(self, most: int) -> WordReader:
+        """Make a reader of up to `most` words at a time. Local."""
         ...

@@ -53,6 +53,7 @@ def _control_sizes(ep_size: int) -> dict[str, int]:
         "send_counters": ep_size * 4,
         "local": STRUCT_BYTES,
         "counters": STRUCT_BYTES,
+        "wait_totals": ep_size * 8,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
@@ -16,7 +17,7 @@ from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
 from moe_nvlink_plugin.groups import Group, all_or_none
 from moe_nvlink_plugin.transport import SymmetricMemory, Transport
 
-from .executor import FaultWords, WorkspaceExecutor
+from .executor import FaultWords, WordReader, WorkspaceExecutor
 from .layout import MAX_WINDOW_BYTES, Region, WorkspaceLayout
 from .startup import Startup
 
@@ -43,6 +44,9 @@ class ExchangeStats(NamedTuple):
         bytes_allgather: bytes that an all-gather of the same payloads would have sent between this
             rank and its peers.
         bytes_reducescatter: the same for a reduce-scatter of the same outputs.
+        waited_ns: nanoseconds that this rank's verbs have waited for each rank, by its number; ()
+            before there is memory. A wait counts after it has ended. One CTA of each kernel counts
+            (kernels/README.md); in small batches' combine it sees the ranks of one token.
     """
 
     rounds: int = 0
@@ -55,10 +59,17 @@ class ExchangeStats(NamedTuple):
     bytes_combined_remote: int = 0
     bytes_allgather: int = 0
     bytes_reducescatter: int = 0
+    waited_ns: tuple[int, ...] = ()
 
     def plus(self, other: ExchangeStats) -> ExchangeStats:
         """Add field by field."""
-        return ExchangeStats(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        pairs = zip(self[:-1], other[:-1], strict=True)
+        waits = itertools.zip_longest(self.waited_ns, other.waited_ns, fillvalue=0)
+        return ExchangeStats._make([*(a + b for a, b in pairs), tuple(a + b for a, b in waits)])
+
+
+#: Fields of ExchangeStats that are in the struct ExchangeCounters of args.h, in its order.
+COUNTERS = ExchangeStats._fields[:-1]
 
 
 #: The executor as its caller knows it.
@@ -96,6 +107,7 @@ class Workspace(Generic[E]):
         self._layout: WorkspaceLayout | None = None
         self._memory: SymmetricMemory | None = None
         self._faults: FaultWords | None = None
+        self._reader: WordReader | None = None
         self._last_stats = ExchangeStats()
         self._users = 0
 
@@ -198,6 +210,8 @@ class Workspace(Generic[E]):
     ) -> None:
         # The transport provides zeros, and every other control word starts at zero.
         if self._faults is None:
+            # The reader needs as many words as the largest region that it reads.
+            self._reader = self.executor.word_reader(max(len(COUNTERS), self.group.size))
             self._faults = self.executor.fault_words(MAX_CHANNELS)
         for channel in range(0 if before is None else before.num_channels, layout.num_channels):
             region = layout.channel_regions(channel)["local"]
@@ -232,16 +246,50 @@ class Workspace(Generic[E]):
         """Return the first `count` elements of a control region as a view."""
         return self.region_bytes(region, count * dtype.itemsize).view(dtype)
 
-    def stats(self) -> ExchangeStats:
-        """Return totals of all channels. Local; waits for this thread's stream; not capturable."""
+    def stats(self, *, wait: bool = True) -> ExchangeStats:
+        """Return totals of all channels. Local.
+
+        Args:
+            wait: True: wait for this thread's stream; not capturable. False: wait for no launch, so
+                the totals of running verbs may be missing; any thread may call, also while
+                another thread captures a CUDA graph.
+        """
         if self._memory is None:
             return self._last_stats
         total = ExchangeStats()
         for channel in range(self.layout.num_channels):
-            region = self.layout.channel_regions(channel)["counters"]
-            values = self.words(region, len(ExchangeStats._fields), torch.int64).tolist()
-            total = total.plus(ExchangeStats(*values))
+            regions = self.layout.channel_regions(channel)
+            counters = self._numbers(regions["counters"], len(COUNTERS), wait)
+            waits = self._numbers(regions["wait_totals"], self.group.size, wait)
+            total = total.plus(ExchangeStats._make([*counters, tuple(waits)]))
         return total
+
+    def _numbers(self, region: Region, count: int, wait: bool) -> list[int]:
+        if not wait:
+            return self._numbers_of(self.group.rank, region, count)
+        numbers: list[int] = self.words(region, count, torch.int64).tolist()
+        return numbers
+
+    def _numbers_of(self, rank: int, region: Region, count: int) -> list[int]:
+        """Return the first words of a rank's control region; waits for no launch."""
+        memory = self.memory
+        assert self._reader is not None
+        address = memory.base_ptr + rank * memory.rank_stride + region.offset
+        return self._reader.read(address, count)
+
+    def waits(self) -> list[list[int]]:
+        """Return the nanoseconds that rank r has waited for rank p, as [r][p], of all channels.
+
+        Local; any thread may call. It reads the peers' memory and waits for no launch.
+        """
+        size = self.group.size
+        waited = [[0] * size for _ in range(size)]
+        for channel in range(self.layout.num_channels):
+            region = self.layout.channel_regions(channel)["wait_totals"]
+            for rank, totals in enumerate(waited):
+                for peer, number in enumerate(self._numbers_of(rank, region, size)):
+                    totals[peer] += number
+        return waited
 
     def release(self) -> None:
         """Release the workspace for one layer; the last layer closes it. Local.
@@ -254,7 +302,7 @@ class Workspace(Generic[E]):
         self._keep_last_stats()
         self._keep()
         self._memory.close()
-        self._memory = self._faults = None
+        self._memory = self._faults = self._reader = None
 
     def _keep_last_stats(self) -> None:
         try:

@@ -32,6 +32,13 @@ own GPU, and rank 0 prints what all ranks found:
 The exit code is 0 if GPU ranks or CPU ranks will work, and 1 if neither will or a rank is missing.
 The command compiles kernels that the cache lacks into the cache."""
 
+_TOP = """
+Shows which ranks the others wait for, from the metrics of one or several vLLM servers, and again
+every few seconds until Ctrl-C. Name every server of the model: with external load balancing each
+server knows its own ranks only.
+
+  moe-nvlink top http://host-a:8000 http://host-b:8000"""
+
 
 def _geometry(text: str) -> Variant:
     try:
@@ -44,6 +51,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return value
 
 
 def _presets() -> str:
@@ -105,6 +122,17 @@ def _parser() -> argparse.ArgumentParser:
     compiling.add_argument(
         "--jobs", type=_count, metavar="N", help="compiling processes (default: one per CPU)"
     )
+    watching = commands.add_parser(
+        "top",
+        help="show which ranks of a running model the others wait for",
+        description=_TOP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    watching.add_argument("urls", nargs="+", metavar="URL", help="a server, or its /metrics")
+    watching.add_argument(
+        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds (default: 2)"
+    )
+    watching.add_argument("--once", action="store_true", help="print one table and end")
     return parser
 
 
@@ -113,6 +141,10 @@ def _run(options: argparse.Namespace) -> int:
         from . import doctor
 
         return doctor.main(as_json=options.json)
+    if options.command == "top":
+        from . import top
+
+        return top.main(options.urls, options.interval, once=options.once)
     return precompile.precompile(
         options.arch or precompile.default_architectures(),
         options.geometry or precompile.default_geometries(),

@@ -30,6 +30,7 @@ from moe_nvlink_plugin.integration.demo.server import (
     ServerProcess,
     VllmServer,
 )
+from moe_nvlink_plugin.tools import top
 from tests.integration import stop_on_order
 from tests.support.ranks import LIBRARIES_OF_VLLM
 
@@ -243,6 +244,25 @@ class EpServer:
             before = now
             time.sleep(1.5)
         raise AssertionError(f"the counters of {ep_size} workers did not settle: {before}")
+
+    def check_metrics(self, ep_size: int) -> None:
+        """The server shows what its workers have counted."""
+        stats = self.stats(ep_size)
+        look = top.parse([top.fetch(f"http://127.0.0.1:{self.server.port}")], 0.0)
+        assert sorted(look.ranks) == list(range(ep_size))
+        for counted in stats:
+            rank = counted["ep_rank"]
+            shown = look.ranks[rank]
+            waited = sum(ns for peer, ns in enumerate(counted["waited_ns"]) if peer != rank)
+            of_peers = [value for (name, _), value in shown.items() if name == "wait_seconds"]
+            assert len(of_peers) == ep_size - 1
+            assert abs(sum(of_peers) - waited / 1e9) < 1e-6
+            assert waited > 0, "in all of these rounds a rank has waited once"
+            assert shown["rounds", ""] == counted["rounds"] > 0
+            assert shown["tokens", ""] == counted["tokens"]
+            moved = counted["bytes_dispatched"] + counted["bytes_combined"]
+            assert shown["bytes", ""] == moved
+            assert shown["faults", ""] == counted["faults"] == 0
 
     def wait_for_rounds(self, rank: int, more_than: int) -> None:
         """Returns when a worker has counted more rounds than these."""

@@ -146,6 +146,9 @@ class TestTwoDataParallelRanks:
     def test_the_rows_went_through_our_exchange(self, server: EpServer) -> None:
         server.check_traffic(2, NUM_SEQUENCES, _num_moe_layers(QWEN3))
 
+    def test_the_servers_metrics_have_the_workers_counters(self, server: EpServer) -> None:
+        server.check_metrics(2)
+
     def test_shared_memory_has_no_name_any_more(self, server: EpServer) -> None:
         stats = server.stats(2)
         mapped = _our_mappings([counters["pid"] for counters in stats])
@@ -224,11 +227,24 @@ def _combine_adds(server: EpServer) -> bool:
 def test_processes_started_in_vllms_own_way(
     requests_of: Callable[[TinyModel], Requests], folder: Path
 ) -> None:
-    """Engines and workers are spawned: each imports vLLM anew, which loads our plugin there."""
-    name = "spawned"
-    with EpServer(requests_of(QWEN3), folder, name, *DP2, EAGER, server=VllmServer) as server:
+    """Engines and workers are spawned: each imports vLLM anew, which loads our plugin there.
+
+    With this variable, which vLLM sets for several API servers, they count in its directory.
+    """
+    name, counts = "spawned", folder / "prometheus"
+    counts.mkdir()
+    with EpServer(
+        requests_of(QWEN3),
+        folder,
+        name,
+        *DP2,
+        EAGER,
+        environment={"PROMETHEUS_MULTIPROC_DIR": str(counts)},
+        server=VllmServer,
+    ) as server:
         assert server.differing(range(8), concurrency=8) == []
         server.check_traffic(2, 8, _num_moe_layers(QWEN3))
+        server.check_metrics(2)
 
 
 @pytest.mark.long

@@ -99,6 +99,7 @@ struct Regions {
     control.send_counters = layout.add(kRanks * 4);
     control.local = layout.add(sizeof(moe_nvlink::LocalControl));
     control.counters = layout.add(sizeof(moe_nvlink::ExchangeCounters));
+    control.wait_totals = layout.add(kRanks * 8);
     ids = layout.add(kSlots * kTopK * 4);
     weights = layout.add(kSlots * kTopK * 4);
     hidden = layout.add(kSlots * kMostHidden);

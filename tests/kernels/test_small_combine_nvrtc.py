@@ -98,9 +98,9 @@ def test_all_looks_fly_together(top_k: int, element: int, architecture: str) -> 
 
 def test_looks_that_wait_for_one_another_are_noticed() -> None:
     """As soon as nothing stands between the looks and their use."""
-    text = replace_once(text_of(9, FP32), "    if (unknown(missing) == 0) return 0;\n", "")
+    text = replace_once(text_of(6, FP32), "    if (unknown(missing) == 0) return 0;\n", "")
     code = disassemble(nvrtc.compile_cubin(text, "sm_100a"), ENTRY)
-    assert loads_before_first_use(code) < 9
+    assert loads_before_first_use(code) < 6
 
 
 @each_architecture

@@ -109,16 +109,39 @@ def randomly_delayed() -> host.HostLibrary:
 
 def clock_that_goes_back() -> host.HostLibrary:
     """Each look at the clock reads a microsecond less than the look before; test_looks() counts."""
-    text = LAYER.host_source()
-    clock = re.compile(r"^inline uint64_t now_ns\(\) \{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
-    text, clocks = clock.subn(
+    text = _with_clock(
         "inline std::atomic<uint64_t> looks{0};\n"
-        "inline uint64_t now_ns() { return 1000000000u - 1000u * looks.fetch_add(1); }\n",
-        text,
+        "inline uint64_t now_ns() { return 1000000000u - 1000u * looks.fetch_add(1); }\n"
     )
-    assert clocks == 1, f"{clocks} clocks of the host"
     count = 'extern "C" unsigned long long test_looks() { return moe_nvlink::looks; }\n'
     return _built(text + count)
+
+
+def clock_of_looks(nanoseconds: int) -> host.HostLibrary:
+    """Each rank has a clock of its own, which its looks at it move.
+
+    A rank's thread, which is the one CTA of its kernels, calls test_enter(rank) first. test_looks
+    (rank) counts a rank's looks.
+    """
+    text = _with_clock(
+        "inline std::atomic<uint64_t> looks[128];\n"
+        "inline thread_local int clock_of = 127;\n"
+        "inline uint64_t now_ns() {\n"
+        f"  return {nanoseconds}u * (looks[clock_of].fetch_add(1) + 1);\n}}\n"
+    )
+    return _built(
+        f"{text}\n"
+        'extern "C" void test_enter(int rank) { moe_nvlink::clock_of = rank; }\n'
+        'extern "C" unsigned long long test_looks(int rank) { return moe_nvlink::looks[rank]; }\n'
+    )
+
+
+def _with_clock(now_ns: str) -> str:
+    """The text of the CPU ranks with another clock."""
+    clock = re.compile(r"^inline uint64_t now_ns\(\) \{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
+    text, clocks = clock.subn(lambda _: now_ns, LAYER.host_source())
+    assert clocks == 1, f"{clocks} clocks of the host"
+    return text
 
 
 def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_nvlink_plugin import AllToAllConfig, ExchangeStats, env
+from moe_nvlink_plugin import AllToAllConfig, env
 from moe_nvlink_plugin.config import (
     COMBINE_FORMATS,
     MAX_CALLER_PAYLOADS,
@@ -30,6 +30,7 @@ from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.lm_head.kernels import GATHER, HEAD
 from moe_nvlink_plugin.lm_head.shapes import MOST_HEAD_SPLITS
 from moe_nvlink_plugin.memory import layout
+from moe_nvlink_plugin.memory.workspace import COUNTERS
 from moe_nvlink_plugin.recipes import BUILT_IN
 from tests.support import kernel_texts
 
@@ -83,7 +84,7 @@ def test_reserved_bytes_hold_the_struct(name: str) -> None:
 
 def test_counters_are_the_stats_in_this_order() -> None:
     names = [field[0] for field in structs()["ExchangeCounters"]._fields_]
-    assert tuple(names) == ExchangeStats._fields
+    assert tuple(names) == COUNTERS
 
 
 def test_control_regions_are_regions_of_the_layout() -> None:
@@ -96,6 +97,7 @@ def test_control_regions_are_regions_of_the_layout() -> None:
         "send_counters",
         "local",
         "counters",
+        "wait_totals",
     }
 
 

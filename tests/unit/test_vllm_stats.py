@@ -29,6 +29,11 @@ class Counters:
         return self.now._asdict()
 
 
+def _path(writer: StatsWriter) -> Path:
+    assert writer.path is not None
+    return writer.path
+
+
 def _until_rounds(path: Path, rounds: int) -> dict[str, int]:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -44,10 +49,10 @@ def test_the_file_follows_the_counters_without_being_asked(tmp_path: Path) -> No
     counters = Counters()
     writer = StatsWriter(tmp_path / "new" / "folder", ABOUT, counters.read)
     counters.count(5)
-    content = _until_rounds(writer.path, 5)
-    assert content == {**ABOUT, "pid": os.getpid(), **counters.now._asdict()}
+    content = _until_rounds(_path(writer), 5)
+    assert content == {**ABOUT, "pid": os.getpid(), **counters.now._asdict(), "waited_ns": []}
     counters.count(9)
-    _until_rounds(writer.path, 9)
+    _until_rounds(_path(writer), 9)
     writer.close()
 
 
@@ -57,7 +62,7 @@ def test_close_writes_the_last_state_and_leaves_one_file(tmp_path: Path) -> None
     counters.count(7)
     writer.close()
     writer.close()
-    assert json.loads(writer.path.read_text("utf-8"))["rounds"] == 7
+    assert json.loads(_path(writer).read_text("utf-8"))["rounds"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["rank3.json"]
     assert not writer._thread.is_alive()
 
@@ -67,9 +72,9 @@ def test_without_a_thread_the_last_state_alone_is_written(tmp_path: Path) -> Non
     writer = StatsWriter(tmp_path, ABOUT, counters.read, watch=False)
     counters.count(7)
     time.sleep(1.2)  # a thread would have written by now, at least twice
-    assert not writer.path.exists()
+    assert not _path(writer).exists()
     writer.close()
-    assert json.loads(writer.path.read_text("utf-8"))["rounds"] == 7
+    assert json.loads(_path(writer).read_text("utf-8"))["rounds"] == 7
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -79,19 +84,19 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     for rounds in range(200):
         counters.count(rounds)
         writer._write()
-        assert json.loads(writer.path.read_text("utf-8"))["rounds"] == rounds
+        assert json.loads(_path(writer).read_text("utf-8"))["rounds"] == rounds
 
 
 def test_unchanged_counters_are_not_written_again(tmp_path: Path) -> None:
     counters = Counters()
     writer = StatsWriter(tmp_path, ABOUT, counters.read)
     writer.close()
-    written = writer.path.stat().st_mtime_ns, writer.path.stat().st_ino
+    written = _path(writer).stat().st_mtime_ns, _path(writer).stat().st_ino
     writer._write()
-    assert (writer.path.stat().st_mtime_ns, writer.path.stat().st_ino) == written
+    assert (_path(writer).stat().st_mtime_ns, _path(writer).stat().st_ino) == written
     counters.count(1)
     writer._write()
-    assert writer.path.stat().st_ino != written[1]
+    assert _path(writer).stat().st_ino != written[1]
 
 
 def test_a_folder_that_cannot_be_made_is_logged_once_and_stops_nobody(
@@ -105,7 +110,7 @@ def test_a_folder_that_cannot_be_made_is_logged_once_and_stops_nobody(
         counters.count(2)
         writer.close()
     (message,) = [record.getMessage() for record in caplog.records]
-    assert f"not written to {writer.path}: " in message
+    assert f"not written to {_path(writer)}: " in message
     assert "MOE_NVLINK_STATS_DIR" in message
 
 
@@ -123,4 +128,4 @@ def test_a_folder_that_goes_away_leaves_the_thread_running(
     assert len(caplog.records) == 1
     (tmp_path / "elsewhere").rename(folder)
     writer.close()
-    assert json.loads(writer.path.read_text("utf-8"))["rounds"] == 2
+    assert json.loads(_path(writer).read_text("utf-8"))["rounds"] == 2

@@ -16,7 +16,7 @@ from moe_nvlink_plugin.integration.vllm.backend import selected_here
 from moe_nvlink_plugin.integration.vllm.choices import options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-from . import worker
+from . import metrics, worker
 
 logger = logging.getLogger(__name__)
 
@@ -61,4 +61,5 @@ def attach(communicator: Any, device: torch.device) -> None:
         device=device,
         options=options,
         holds_startup=worker.is_in_place(vllm_config),
+        publication=metrics.publication(vllm_config),
     )

@@ -65,9 +65,10 @@ class MoeNvlinkPlatform(_Base):
             vllm_config.additional_config = {**vllm_config.additional_config, **stamp}
         super().check_and_update_config(vllm_config)
         if is_selected:
-            from . import worker
+            from . import metrics, worker
 
             worker.put_in_place(vllm_config)
+            metrics.serve(vllm_config)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

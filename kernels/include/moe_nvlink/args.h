@@ -40,6 +40,7 @@ struct ControlRegions {
   uint32_t send_counters;   // [ep_size] u32 rows put to each rank; zero between dispatches
   uint32_t local;           // LocalControl; this rank only
   uint32_t counters;        // ExchangeCounters; this rank only
+  uint32_t wait_totals;     // [ep_size] u64 nanoseconds waited for each rank; this rank only
 };
 
 // send_slots holds target_rank * max_tokens_per_rank + slot, or kNoSlot.

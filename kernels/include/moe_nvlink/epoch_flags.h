@@ -56,7 +56,8 @@ HD uint64_t pack_fault(int code, int phase, int peer, uint32_t epoch) {
 // fails, so a thread that need not wait does not read the clock.
 struct Patience {
   uint64_t timeout_ns;
-  uint64_t start = 0;  // 0: no look has failed yet
+  uint64_t start = 0;   // 0: no look has failed yet
+  uint64_t waited = 0;  // what waited_ns() has returned last
 
   HD explicit Patience(uint64_t nanoseconds) : timeout_ns(nanoseconds) {}
 
@@ -66,8 +67,29 @@ struct Patience {
   HD uint64_t waited_ns() {
     const uint64_t now = now_ns();
     if (start == 0) start = now;
-    const int64_t waited = static_cast<int64_t>(now - start);
-    return waited > 0 ? static_cast<uint64_t>(waited) : 0;
+    const int64_t since = static_cast<int64_t>(now - start);
+    waited = since > 0 ? static_cast<uint64_t>(since) : 0;
+    return waited;
+  }
+};
+
+// Adds what one thread waits for one peer to this rank's totals. All CTAs of a launch wait at the same
+// time, so one of them counts; for each peer one of its threads. The time ends with the last look that
+// has failed: no clock is read after the cell has arrived.
+struct WaitCount {
+  uint64_t* total;  // nullptr: this thread does not count
+  uint64_t before;  // loaded before the wait, so nothing waits for the load after it
+  uint64_t waited;  // by this thread for other peers
+
+  template <class Args>
+  HD WaitCount(const Args& args, bool is_counted, int peer, const Patience& patience)
+      : total(is_counted ? wait_totals(args) + peer : nullptr),
+        before(is_counted ? load_word(total) : 0),
+        waited(patience.waited) {}
+
+  HD void end(const Patience& patience) const {
+    if (total == nullptr || patience.waited <= waited) return;
+    store_word(total, before + (patience.waited - waited));
   }
 };
 

@@ -66,6 +66,7 @@ struct Awaited {
   uint32_t cells;
   int phase;  // kPhase*, which a fault word names
   uint32_t epoch;
+  bool is_counted;  // this CTA adds its waits to the totals
 };
 
 // What a cell must hold in addition to the epoch.
@@ -83,8 +84,10 @@ struct ExpectedCell {
 template <class Args, class Expected>
 HD int wait_for_peer(const Args& args, const Awaited& awaited, int peer, const Expected& expected,
                      Patience& patience, uint64_t* cell) {
+  const WaitCount count(args, awaited.is_counted, peer, patience);
   int fault = wait_for_epoch(cell_of(args, rank_in(args.geometry), awaited.cells, peer),
                              awaited.epoch, patience, cell);
+  count.end(patience);
   if (fault == 0) fault = expected.fault_of(*cell);
   if (fault != 0) {
     report_fault(args, awaited.cells, fault, awaited.phase, peer, awaited.epoch, patience);

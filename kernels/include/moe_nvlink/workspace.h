@@ -46,6 +46,13 @@ HD ExchangeCounters* exchange_counters(const Args& args) {
       region_of(args, rank_in(args.geometry), args.control.counters));
 }
 
+// Nanoseconds that this rank's verbs have waited for each rank since the workspace was made.
+template <class Args>
+HD uint64_t* wait_totals(const Args& args) {
+  return reinterpret_cast<uint64_t*>(
+      region_of(args, rank_in(args.geometry), args.control.wait_totals));
+}
+
 // Rows that this rank has received from each rank in the last dispatch.
 template <class Args>
 HD uint32_t* rows_from(const Args& args) {

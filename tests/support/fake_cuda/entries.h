@@ -10,7 +10,7 @@ const std::map<int, std::string> kEntries = {
     {3000, " cuGetExportTable "},
     {3020,
      " cuDeviceTotalMem cuMemAlloc cuMemFree cuMemGetInfo cuMemHostGetDevicePointer cuMemcpyDtoH "
-     "cuMemcpyHtoD cuMemsetD8 "},
+     "cuMemcpyDtoHAsync cuMemcpyHtoD cuMemsetD8 "},
     {4000,
      " cuCtxGetCurrent cuCtxPopCurrent cuCtxPushCurrent cuCtxSetCurrent cuDeviceCanAccessPeer "
      "cuStreamDestroy "},

@@ -699,6 +699,23 @@ Status cuMemcpyDtoH_v2(void* target, Address source, size_t size) {
   ENTER(cuMemcpyDtoH);
   return copy_now(source, size, [=] { memcpy(target, pointer(source), size); });
 }
+// On a stream that captures nothing, into pinned memory: what else the driver allows is not here.
+Status cuMemcpyDtoHAsync_v2(void* target, Address source, size_t size, void* handle) {
+  ENTER(cuMemcpyDtoHAsync);
+  REQUIRE_CONTEXT();
+  const std::lock_guard guard(lock);
+  const int device = current()->device;
+  Stream* stream;
+  if (const Status bad = find_stream(handle, device, &stream)) return bad;
+  CHECK(stream != nullptr && stream->capture == nullptr, CUDA_ERROR_NOT_SUPPORTED);
+  CHECK(inside_one(host_memory, address_of(target), size), CUDA_ERROR_INVALID_VALUE);
+  if (const Status bad = check_unsafe()) return bad;
+  if (const Status bad = may_touch(device, source, size)) return bad;
+  const std::vector<Address> opened = use(device);
+  memcpy(target, pointer(source), size);
+  leave(opened);
+  return 0;
+}
 Status cuMemcpyHtoD_v2(Address target, const void* source, size_t size) {
   ENTER(cuMemcpyHtoD);
   return copy_now(target, size, [=] { memcpy(pointer(target), source, size); });
