@@ -1,7 +1,7 @@
 // Meet: a barrier of the ranks that go on after another rank has died. The host clears what the
 // broken round has left between two meetings (moe_nvlink_plugin/exchange/survivors.py).
 //
-//   M1          one CTA: thread t stores this rank's mask and epoch into its entry in rank t's
+//   P13         one CTA: thread t stores this rank's mask and epoch into its entry in rank t's
 //               workspace, then the meeting's number (release); then it waits for rank t's number
 //               (acquire). What rank t did before it came to this meeting, in kernels before this
 //               one too, is visible to the kernels after it.
@@ -49,12 +49,13 @@ HD void meet_body(const MeetArgs& args, const Cta& cta, MeetShared& /*shared*/) 
       store_word(entry + word, args.active_ranks[word]);
     }
     store_word(entry + kRankMaskWords, static_cast<uint64_t>(args.epoch));
-    // M1, release half: also what this rank has stored to its peers before, and its zeros.
+    // P13, release half: also what this rank has stored to its peers before, and its zeros.
     store_release_sys(entry + kMeetingWords - 1, args.number);
   });
   uint64_t* outcomes = reinterpret_cast<uint64_t*>(region_of(args, me, args.control.meeting)) +
                        2 * args.geometry.ep_size * kMeetingWords;
   Patience patience(args.timeout_ns);
+  // P13, acquire half: in wait_until_reached().
   for_each_peer(args, cta, [&](int peer) {
     int fault = 0;
     if (is_active(args, peer)) {

@@ -112,6 +112,7 @@ def _meet_shape(_count: int, num_threads: int, _limits: Limits) -> Shape:
     return Shape(1, num_threads)
 
 
+#: The barrier of the ranks that go on after another one has died.
 MEET: Kernel[int] = Kernel(
     name="meet",
     source="exchange/meet.cu",
@@ -121,7 +122,5 @@ MEET: Kernel[int] = Kernel(
     shape=_meet_shape,
     phase=Phase("mask", "kPhaseMeet", "meeting"),
 )
-#: The barrier of the ranks that go on after another one has died: one per workspace.
-SURVIVORS = Family("meet", (MEET,))
 #: The kernels of one layer.
-LAYER = Family("", (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE))
+LAYER = Family("", (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE, MEET))

@@ -24,6 +24,7 @@ from moe_nvlink_plugin.recipes import Recipe
 from . import checks, survivors
 from .channel import Channel
 from .formats import Activations, LayerFormat
+from .launches import variant
 
 _handles = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, LayerExchange] = weakref.WeakValueDictionary()
@@ -312,7 +313,8 @@ class LayerExchange:
         config = self.config
         assert config.timeout_s is not None
         longest = max(config.timeout_s, config.first_timeout_s or 0)
-        survivors.leave_out(self.workspace, ranks, everyones, 2 * longest)
+        kernels = variant(config, self.quantiser)
+        survivors.leave_out(self.workspace, ranks, everyones, kernels, 2 * longest)
 
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""

@@ -24,11 +24,12 @@ from moe_nvlink_plugin.errors import (
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.arguments import Window, new_arguments
 from moe_nvlink_plugin.launch.base import Budget, Executor
+from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.memory.layout import Region
 from moe_nvlink_plugin.memory.workspace import Workspace
 
 from . import rank_masks
-from .kernels import MEET, SURVIVORS
+from .kernels import MEET
 
 #: Threads of the meeting's one CTA on a GPU; each serves some ranks.
 MEETING_THREADS = 128
@@ -41,6 +42,7 @@ def leave_out(
     workspace: Workspace[Executor],
     ranks: Iterable[int],
     everyones_regions: Sequence[Sequence[dict[str, Region]]],
+    variant: Variant,
     timeout_s: float,
 ) -> None:
     """Go on without these ranks. Collective over the ranks that live.
@@ -49,6 +51,7 @@ def leave_out(
         workspace: the workspace that all of them share.
         ranks: ranks that have died. Those that died before are left out anyway.
         everyones_regions: for each layer on the workspace its regions, by channel.
+        variant: that of a layer on the workspace, which names the builds of its kernels.
         timeout_s: how long a rank waits for the others at each meeting.
 
     Raises:
@@ -68,7 +71,7 @@ def leave_out(
         workspace.broken = workspace.broken or ExchangeStateError(
             "mask() has not come to its end on this rank; call it again on all ranks that live"
         )
-        meeting = _Meeting(workspace, alive, timeout_s)
+        meeting = _Meeting(workspace, alive, variant, timeout_s)
         # Both numbers are taken, whatever happens: so ranks that call again stay in step.
         workspace.meetings += 2
         epoch = meeting.hold(workspace.meetings - 1, meeting.own_epoch())
@@ -98,7 +101,13 @@ def _alive(workspace: Workspace[Executor], ranks: Iterable[int]) -> list[int]:
 class _Meeting:
     """The barrier of these ranks."""
 
-    def __init__(self, workspace: Workspace[Executor], alive: list[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        workspace: Workspace[Executor],
+        alive: list[int],
+        variant: Variant,
+        timeout_s: float,
+    ) -> None:
         self._workspace, self._alive, self._timeout_s = workspace, alive, timeout_s
         group, memory = workspace.group, workspace.memory
         self._regions = workspace.layout.channel_regions(0)
@@ -109,7 +118,7 @@ class _Meeting:
         for index, word in enumerate(self._mask):
             self._args.active_ranks[index] = word & (2**64 - 1)
         launcher = workspace.executor.launcher(
-            SURVIVORS.variant(), Budget(num_threads=1, max_sms=None, num_ranks=group.size)
+            variant, Budget(num_threads=1, max_sms=None, num_ranks=group.size)
         )
         self._launch = launcher.load(MEET, MEETING_THREADS)
 

@@ -27,7 +27,7 @@ from moe_nvlink_plugin.errors import (
     ExchangeTimeoutError,
     InputError,
 )
-from moe_nvlink_plugin.exchange.kernels import LAYER, SURVIVORS
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support import cases, compare
@@ -149,12 +149,10 @@ def _tokens(case: Case, death: int, number: int) -> tuple[int, ...]:
 
 def _live(ep_rank: int, _ep_size: int, case: Case) -> Lived:
     lived, numbers = Lived([], []), _inputs(case)
-    path, load = mortal_library(), host.load
+    path = mortal_library()
     arms: Any = ctypes.CDLL(str(path))
     library = host.HostLibrary(path)
-    with mock.patch.object(
-        host, "load", lambda text: library if text == LAYER.host_source() else load(text)
-    ):
+    with mock.patch.object(host, "load", return_value=library):
         layer = MoeAllToAll.create(case.config(ep_rank), dist.group.WORLD)
         for death, rounds in enumerate(numbers):
             lived.rounds.append([cases.run_round(layer, inputs[ep_rank]) for inputs in rounds])
@@ -189,8 +187,7 @@ def test_the_others_go_on(small: bool, combine: str, tmp_path: Path) -> None:
     case = dataclasses.replace(case, small=small, dtype=torch.bfloat16)
     numbers = _inputs(case)
     killed = tuple(range(NUM_DEATHS))
-    for build in (mortal_library, lambda: host.build(SURVIVORS.host_source())):
-        build()  # once, and not in every rank
+    mortal_library()  # once, and not in every rank
     lives = run_processes(case.ep_size, _live, tmp_path, case, killed=killed)
     survivors = [life for life in lives if life is not None]
     assert len(survivors) == 2
@@ -224,7 +221,8 @@ def together(size: int, body: Callable[[MoeAllToAll, int], None], **values: Any)
     case = Case(name="together", tokens=(3,) * size, **values)
 
     def rank_main(group: ThreadGroup) -> None:
-        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+        config = dataclasses.replace(case.config(group.rank), first_timeout_s=case.timeout_s)
+        with MoeAllToAll.create(config, group) as layer:
             body(layer, group.rank)
             group.all_gather_object(None)
 
