@@ -16,7 +16,6 @@ import torch
 
 from moe_nvlink_plugin.errors import (
     DisagreementError,
-    ExchangeStateError,
     ExchangeTimeoutError,
     InputError,
     PeerError,
@@ -68,7 +67,8 @@ def leave_out(
         for channel in range(workspace.layout.num_channels):
             locks.enter_context(workspace.channel_lock(channel))
         workspace.executor.synchronize()
-        workspace.broken = workspace.broken or ExchangeStateError(
+        # Of a kind after which this function may be called again.
+        workspace.broken = workspace.broken or PeerError(
             "mask() has not come to its end on this rank; call it again on all ranks that live"
         )
         meeting = _Meeting(workspace, alive, variant, timeout_s)

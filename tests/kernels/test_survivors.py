@@ -257,7 +257,10 @@ def test_ranks_that_leave_out_different_ranks() -> None:
         layer.mask(2, 3)
         cases.run_round(layer, inputs[rank])
 
-    inputs, barrier = cases.make_inputs(Case(name="together", tokens=(3,) * 4)), Barrier(4)
+    inputs, barrier = (
+        cases.make_inputs(Case(name="together", tokens=(3,) * 4)),
+        Barrier(4, timeout=60),
+    )
     together(4, body, timeout_s=2.0)
 
 
@@ -268,7 +271,7 @@ def test_a_rank_that_does_not_come_to_the_meeting() -> None:
         with pytest.raises(ExchangeTimeoutError) as caught:
             layer.mask(2)
         assert (caught.value.phase, caught.value.ranks) == ("mask", (1,))
-        layer.mask(1)  # alone from now on, for both have died
+        layer.mask(1, 2)  # alone from now on, for both have died
         cases.run_round(layer, inputs[rank])
 
     inputs = cases.make_inputs(Case(name="together", tokens=(3,) * 3))
