@@ -12,13 +12,15 @@ SIGNALLED = r"meet_body: store_release_sys|meet_body: store_relaxed_sys"
 NUMBER = "number"
 SEEN = f"seen=1, {NUMBER}"
 
-TWINS = {
+TWINS: dict[str, tuple[Edit, ...]] = {
     "number relaxed": (Edit("meet_body", "store_release_sys", "store_relaxed_sys"),),
     "release of GPU scope": (RELEASE_OF_GPU_SCOPE,),
     "acquire relaxed": (AWAIT_RELAXED,),
     "acquire of GPU scope": (ACQUIRE_OF_GPU_SCOPE,),
 }
-DOES_NOT_WAIT = {"a meeting does not wait": (Edit("meet_body", PDL_WAIT),)}
+DOES_NOT_WAIT: dict[str, tuple[Edit, ...]] = {
+    "a meeting does not wait": (Edit("meet_body", PDL_WAIT),)
+}
 
 
 def meeting(kernels: Kernels, *, signal: str = "", wait: str = "", entry: str = "") -> str:
