@@ -426,6 +426,27 @@ class MoeAllToAll:
         """Make waits last up to timeout_s, from this rank's next launch on. Local; idempotent."""
         self._layer.workspace.startup.end()
 
+    def mask(self, *ranks: int) -> None:
+        """Go on without ranks that have died. Collective over the others; not capturable.
+
+        Call it on every rank that lives, with the same ranks, after ExchangeTimeoutError, or when
+        the process of a rank is known to have ended; no verb of any layer may be running. It waits
+        for this thread's stream, and for the other ranks twice, each time up to twice the longest
+        timeout of this layer, because they may still be waiting for the dead rank. Which ranks are
+        dead is for the caller to say: an error may also name a rank that was late because of them.
+
+        It serves all layers on the workspace. A dispatch without its combine is forgotten, and the
+        metadata of earlier rounds is refused. Later dispatches that name no active_ranks leave out
+        these ranks, and those of earlier calls. A rank that is left out cannot come back.
+
+        Raises:
+            InputError: a rank is not one of the group, or it is this rank. Nothing has changed.
+            ExchangeStateError: the exchange is closed, or unusable for another reason.
+            DisagreementError: another rank leaves out other ranks; call it again.
+            ExchangeTimeoutError: a rank did not come; call it again, with that rank if it has died.
+        """
+        self._layer.mask(ranks)
+
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; any thread may call it.
 

@@ -75,6 +75,8 @@ class Workspace(Generic[E]):
             order.
         broken: why no rank may use the workspace any more; None while it is usable. It belongs to
             the workspace, because the rounds of all layers share its cells and epochs.
+        active_ranks: mask of the ranks of rounds that name none themselves; None: all ranks.
+        meetings: number of meetings after deaths so far, equal on all ranks that live.
         startup: limits of the waits of its launches.
         name: unique name, equal on every rank after the ranks have agreed.
     """
@@ -86,6 +88,8 @@ class Workspace(Generic[E]):
         self.device = device
         self.executor = executor
         self.broken: MoeNvlinkError | None = None
+        self.active_ranks: torch.Tensor | None = None
+        self.meetings = 0
         self.startup = Startup(executor.is_capturing)
         self.name = secrets.token_hex(8)
         # Not an inference tensor, even in the caller's inference mode: verbs outside it write here.
@@ -149,6 +153,22 @@ class Workspace(Generic[E]):
             self.broken = ExchangeStateError(
                 f"exchange {handle} was closed between its dispatch and its combine"
             )
+
+    def recover(self, active_ranks: torch.Tensor) -> None:
+        """Make the workspace usable for these ranks. Local; its memory is as after a round.
+
+        Args:
+            active_ranks: mask of the ranks of later rounds, on the workspace's device.
+        """
+        assert self._faults is not None
+        for channel in range(self.layout.num_channels):
+            self._faults.clear(channel)
+        self.pending.zero_()
+        if self.active_ranks is None:
+            self.active_ranks = active_ranks
+        else:
+            self.active_ranks.copy_(active_ranks)  # a CUDA graph may have captured it
+        self.broken = None
 
     def _place(self, layout: WorkspaceLayout) -> None:
         before = self._layout

@@ -123,7 +123,7 @@ def _rounds_that_lose_ranks(
     return run_ranks(case.ep_size, rank_main)
 
 
-def _nothing(case: Case, like: Seen) -> Seen:
+def nothing(case: Case, like: Seen) -> Seen:
     """What the reference has for a rank without tokens that gets no rows."""
     return Seen(
         torch.zeros_like(like.recv_counts),
@@ -149,7 +149,7 @@ def test_ranks_that_go(small: bool, combine: str) -> None:
     for number, of_round in enumerate(inputs):
         masked = dataclasses.replace(case, left_out=tuple(lost[:number]))
         seen = [
-            rank.seen[number] if number < len(rank.seen) else _nothing(case, rank.seen[0])
+            rank.seen[number] if number < len(rank.seen) else nothing(case, rank.seen[0])
             for rank in by_rank
         ]
         compare.check_slots(masked, of_round, seen)

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.litmus import head_protocol, protocol, ptx_model, small_protocol
+from tests.litmus import head_protocol, protocol, ptx_model, small_protocol, survivors_protocol
 from tests.litmus.kernel_source import Edit, Kernels, Operands, SourceError
 from tests.litmus.program import Program
 from tests.litmus.protocol import EPOCH_READ, arriving
 
-SCENARIOS = protocol.SCENARIOS | head_protocol.SCENARIOS | small_protocol.SCENARIOS
+SCENARIOS = (
+    protocol.SCENARIOS
+    | head_protocol.SCENARIOS
+    | small_protocol.SCENARIOS
+    | survivors_protocol.SCENARIOS
+)
 TWINS = [(name, twin) for name, scenario in SCENARIOS.items() for twin in scenario.twins]
 KERNELS_README = Path(__file__).parents[2] / "kernels" / "README.md"
 
