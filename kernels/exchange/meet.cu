@@ -1,14 +1,14 @@
 // Meet: a barrier of the ranks that go on after another rank has died. The host clears what the
 // broken round has left between two meetings (moe_nvlink_plugin/exchange/survivors.py).
 //
-//   P13         one CTA: thread t stores this rank's mask and epoch into its entry in rank t's
-//               workspace, then the meeting's number (release); then it waits for rank t's number
-//               (acquire). What rank t did before it came to this meeting, in kernels before this
-//               one too, is visible to the kernels after it.
+//   P13         one CTA: thread t stores this rank's mask into its entry in rank t's workspace, then
+//               the meeting's number (release); then it waits for rank t's number (acquire). What
+//               rank t did before it came to this meeting, in kernels before this one too, is
+//               visible to the kernels after it.
 //
 // The entries of even and of odd meetings lie apart, so a rank that has gone on to the next meeting
-// does not overwrite what the host of a peer reads. A later number will do, too: that rank has seen
-// this rank's number.
+// does not overwrite what the host of a peer reads. A later number ends the wait too. Then the
+// peer's host has begun anew, and this rank's host comes to that meeting instead.
 #include "../include/moe_nvlink/active_ranks.h"
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/config.h"
@@ -30,7 +30,7 @@ HD bool is_active(const MeetArgs& args, int rank) {
   return (args.active_ranks[rank / 64] >> (rank % 64) & 1) != 0;
 }
 
-// {mask, epoch, number of the meeting} of `source` in `owner`'s workspace.
+// {mask, number of the meeting} of `source` in `owner`'s workspace.
 HD uint64_t* meeting_entry(const MeetArgs& args, int owner, int source) {
   const int place = static_cast<int>(args.number % 2) * args.geometry.ep_size + source;
   return reinterpret_cast<uint64_t*>(region_of(args, owner, args.control.meeting)) +
@@ -48,9 +48,8 @@ HD void meet_body(const MeetArgs& args, const Cta& cta, MeetShared& /*shared*/) 
     for (int word = 0; word < kRankMaskWords; ++word) {
       store_word(entry + word, args.active_ranks[word]);
     }
-    store_word(entry + kRankMaskWords, static_cast<uint64_t>(args.epoch));
     // P13, release half: also what this rank has stored to its peers before, and its zeros.
-    store_release_sys(entry + kMeetingWords - 1, args.number);
+    store_release_sys(entry + kRankMaskWords, args.number);
   });
   uint64_t* outcomes = reinterpret_cast<uint64_t*>(region_of(args, me, args.control.meeting)) +
                        2 * args.geometry.ep_size * kMeetingWords;
@@ -59,8 +58,9 @@ HD void meet_body(const MeetArgs& args, const Cta& cta, MeetShared& /*shared*/) 
   for_each_peer(args, cta, [&](int peer) {
     int fault = 0;
     if (is_active(args, peer)) {
-      const uint64_t* cell = meeting_entry(args, me, peer) + kMeetingWords - 1;
-      fault = wait_until_reached(cell, static_cast<uint32_t>(args.number), patience);
+      const uint64_t* cell = meeting_entry(args, me, peer) + kRankMaskWords;
+      uint64_t seen = 0;
+      fault = wait_until_reached(cell, static_cast<uint32_t>(args.number), patience, seen);
     }
     store_word(outcomes + peer, static_cast<uint64_t>(fault));
   });

@@ -107,7 +107,7 @@ class Channel:
             global_scale: one float32 for quantisers that need it.
             is_padding: `[num_tokens]` bool: tokens that are not sent; None: all are.
             extra_bytes: bytes of a row of each extra payload; None: as in the last call.
-            active_ranks: mask of the ranks that take part (rank_masks.py); None: all do.
+            active_ranks: mask of the ranks that take part (rank_masks.py); None: all that live.
         """
         args = self._dispatch_args
         if extra_bytes is not None and extra_bytes != self._extra_bytes:
@@ -123,7 +123,7 @@ class Channel:
         args.quantiser = quantiser
         args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
         args.is_padding = 0 if is_padding is None else is_padding.data_ptr()
-        if active_ranks is None:
+        if active_ranks is None and self._workspace.left_out:
             active_ranks = self._workspace.active_ranks
         self._active_ranks = active_ranks
         args.active_ranks = 0 if active_ranks is None else active_ranks.data_ptr()

@@ -120,7 +120,6 @@ MEET: Kernel[int] = Kernel(
     axes=(PDL,),
     count=_one,
     shape=_meet_shape,
-    phase=Phase("mask", "kPhaseMeet", "meeting"),
 )
 #: The kernels of one layer.
 LAYER = Family("", (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE, MEET))

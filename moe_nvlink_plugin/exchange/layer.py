@@ -21,7 +21,7 @@ from moe_nvlink_plugin.memory.tensors import check_device
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
-from . import checks, survivors
+from . import checks, rank_masks, survivors
 from .channel import Channel
 from .formats import Activations, LayerFormat
 from .launches import variant
@@ -86,6 +86,10 @@ class LayerExchange:
         # tensors, because callers write to them inside and outside of inference mode.
         with torch.inference_mode(False):
             self._channels = [Channel(self.format, workspace, index) for index in channels]
+            if workspace.active_ranks is None:
+                size, device = config.ep_size, workspace.device
+                workspace.active_ranks = rank_masks.rank_mask(range(size), size, device)
+        self._meet = survivors.load_meeting(workspace, variant(config, self.quantiser))
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -329,8 +333,7 @@ class LayerExchange:
         config = self.config
         assert config.timeout_s is not None
         longest = max(config.timeout_s, config.first_timeout_s or 0)
-        kernels = variant(config, self.quantiser)
-        survivors.leave_out(self.workspace, ranks, everyones, kernels, 2 * longest)
+        survivors.leave_out(self.workspace, ranks, everyones, self._meet, 2 * longest)
 
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""

@@ -29,7 +29,7 @@ MAX_WINDOW_BYTES = REGION_ALIGNMENT << 32
 STRUCT_BYTES = 256
 
 #: Words of an entry of a meeting (kMeetingWords of config.h).
-_MEETING_WORDS = 4
+_MEETING_WORDS = 3
 
 
 @dataclasses.dataclass(frozen=True)

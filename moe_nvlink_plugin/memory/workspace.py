@@ -75,8 +75,9 @@ class Workspace(Generic[E]):
             order.
         broken: why no rank may use the workspace any more; None while it is usable. It belongs to
             the workspace, because the rounds of all layers share its cells and epochs.
-        active_ranks: mask of the ranks of rounds that name none themselves; None: all ranks.
-        meetings: number of meetings after deaths so far, equal on all ranks that live.
+        left_out: ranks that have died, and that the others have agreed to go on without.
+        active_ranks: mask of the other ranks, on the device; None: no layer is on the workspace.
+        meetings: the largest number of a meeting after a death so far.
         startup: limits of the waits of its launches.
         name: unique name, equal on every rank after the ranks have agreed.
     """
@@ -88,6 +89,7 @@ class Workspace(Generic[E]):
         self.device = device
         self.executor = executor
         self.broken: MoeNvlinkError | None = None
+        self.left_out: tuple[int, ...] = ()
         self.active_ranks: torch.Tensor | None = None
         self.meetings = 0
         self.startup = Startup(executor.is_capturing)
@@ -154,20 +156,21 @@ class Workspace(Generic[E]):
                 f"exchange {handle} was closed between its dispatch and its combine"
             )
 
-    def recover(self, active_ranks: torch.Tensor) -> None:
-        """Make the workspace usable for these ranks. Local; its memory is as after a round.
+    def recover(self, left_out: tuple[int, ...], active_ranks: torch.Tensor) -> None:
+        """Make the workspace usable without some ranks. Local; its memory is as when it was made.
 
         Args:
-            active_ranks: mask of the ranks of later rounds, on the workspace's device.
+            left_out: the ranks that have died.
+            active_ranks: mask of the others.
         """
         assert self._faults is not None
+        assert self.active_ranks is not None
         for channel in range(self.layout.num_channels):
             self._faults.clear(channel)
         self.pending.zero_()
-        if self.active_ranks is None:
-            self.active_ranks = active_ranks
-        else:
-            self.active_ranks.copy_(active_ranks)  # a CUDA graph may have captured it
+        self.startup.begin_anew()
+        self.left_out = left_out
+        self.active_ranks.copy_(active_ranks)  # in place: a CUDA graph may have captured it
         self.broken = None
 
     def _place(self, layout: WorkspaceLayout) -> None:

@@ -20,15 +20,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import MoeAllToAll, reference
+from moe_nvlink_plugin import MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.errors import (
     DisagreementError,
     ExchangeStateError,
     ExchangeTimeoutError,
     InputError,
+    PeerError,
 )
+from moe_nvlink_plugin.exchange import rank_masks
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support import cases, compare
 from tests.support.cases import Case, Inputs, Seen
@@ -87,6 +90,13 @@ PLACES = (
         3,
     ),
     Place(
+        "while it waits for the peers' cells",
+        (
+            "  collect_counts(args, cta, is_last, shared);\n",
+            "  see_counts(args, cta, role, round.epoch(), shared.faulted != 0, shared);\n",
+        ),
+    ),
+    Place(
         "between the signals of combine",
         ("    if (is_active(args, peer)) signal_peer(args, cells, peer, cell);\n",),
         4,
@@ -99,6 +109,9 @@ PLACES = (
         ),
     ),
 )
+#: Before a rank tells a peer that it has come to a meeting: to a second one, to a first one.
+IN_SECOND, IN_FIRST = len(PLACES), len(PLACES) + 1
+_TELLS = "    store_release_sys(entry + kRankMaskWords, args.number);\n"
 #: Between dispatch and combine, on the host.
 AMONG_EXPERTS = len(PLACES)
 NUM_DEATHS = len(PLACES) + 1
@@ -116,10 +129,10 @@ CASE = Case(
 def mortal_library() -> Path:
     """The kernels of a layer, in which moe_nvlink_die_at() arms a place."""
     text = LAYER.host_source()
-    for number, place in enumerate(PLACES):
-        for line in place.lines:
-            assert line in text, line
-            text = text.replace(line, f"  test_die({number});\n{line}")
+    lines = [(line, str(number)) for number, place in enumerate(PLACES) for line in place.lines]
+    for line, place in (*lines, (_TELLS, f"{IN_SECOND} + args.number % 2")):
+        assert line in text, line
+        text = text.replace(line, f"  test_die({place});\n{line}")
     marker = "// ---- kernels/include/moe_nvlink/memory_order.h\n"
     assert text.count(marker) == 1
     return host.build(text.replace(marker, _DYING + marker), (*host.FLAGS, "-O0"))
@@ -147,13 +160,18 @@ def _tokens(case: Case, death: int, number: int) -> tuple[int, ...]:
     return tuple(0 if rank < death else 1 + (rank + number) % 5 for rank in range(case.ep_size))
 
 
+def _mortal(case: Case, ep_rank: int) -> tuple[MoeAllToAll, Any]:
+    """A layer of this rank, and the library whose moe_nvlink_die_at() arms its kernels."""
+    path = mortal_library()
+    with mock.patch.object(host, "load", return_value=host.HostLibrary(path)):
+        layer = MoeAllToAll.create(case.config(ep_rank), dist.group.WORLD)
+    return layer, ctypes.CDLL(str(path))
+
+
 def _live(ep_rank: int, _ep_size: int, case: Case) -> Lived:
     lived, numbers = Lived([], []), _inputs(case)
-    path = mortal_library()
-    arms: Any = ctypes.CDLL(str(path))
-    library = host.HostLibrary(path)
-    with mock.patch.object(host, "load", return_value=library):
-        layer = MoeAllToAll.create(case.config(ep_rank), dist.group.WORLD)
+    layer, arms = _mortal(case, ep_rank)
+    with layer:
         for death, rounds in enumerate(numbers):
             lived.rounds.append([cases.run_round(layer, inputs[ep_rank]) for inputs in rounds])
             if death == NUM_DEATHS:
@@ -213,6 +231,54 @@ def _check(case: Case, inputs: list[Inputs], rank: int, seen: Seen) -> None:
     assert seen.recv_counts.tolist() == [len(each.tokens) for each in rows], what
 
 
+# A death during mask().
+
+MEETING_CASE = dataclasses.replace(CASE, tokens=(3, 2, 5, 4), num_experts=9)
+
+
+def _live_on(ep_rank: int, _ep_size: int, case: Case, place: int, turn: int) -> tuple[int, Seen]:
+    """How often a rank had to call mask(), and what it saw of the round after that."""
+    inputs, gone = cases.make_inputs(case)[ep_rank], {0}
+    layer, arms = _mortal(case, ep_rank)
+    with layer:
+        cases.run_round(layer, inputs)
+        if ep_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ep_rank == 1:
+            arms.moe_nvlink_die_at(place, turn)
+        for calls in range(1, 5):
+            try:
+                layer.mask(*gone)
+                return calls, cases.run_round(layer, inputs)
+            except ExchangeTimeoutError:  # of a meeting; or of a round, if mask() had an end here
+                gone.add(1)
+    raise AssertionError("four calls were not enough")
+
+
+@pytest.mark.parametrize(
+    ("place", "turn"),
+    [
+        pytest.param(IN_FIRST, 3, marks=pytest.mark.long),
+        pytest.param(IN_SECOND, 2, marks=pytest.mark.long),
+        (IN_SECOND, 3),
+    ],
+    ids=["the first meeting", "the second", "the second, of which one peer knows"],
+)
+def test_a_death_during_mask(place: int, turn: int, tmp_path: Path) -> None:
+    """Rank 0 dies; then rank 1, before it tells its turn-th peer (first itself) that it has come.
+
+    If one peer knows of its second meeting, that peer ends mask() while the other one waits.
+    """
+    mortal_library()
+    lives = run_processes(4, _live_on, tmp_path, MEETING_CASE, place, turn, killed=(0, 1))
+    masked = dataclasses.replace(MEETING_CASE, left_out=(0, 1))
+    inputs = cases.make_inputs(MEETING_CASE)
+    for rank in (2, 3):
+        calls, seen = lives[rank]
+        assert calls > 1, "rank 1 has died too late"
+        _check(masked, inputs, rank, seen)
+
+
 # Without a death.
 
 
@@ -227,6 +293,22 @@ def together(size: int, body: Callable[[MoeAllToAll, int], None], **values: Any)
             group.all_gather_object(None)
 
     run_ranks(size, rank_main)
+
+
+def check_that_ranks_go_on(timeout_s: float) -> None:
+    """In the simplest case: the last rank ends after a round."""
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        cases.run_round(layer, inputs[rank])
+        if rank < 2:
+            layer.mask(2)
+            seen[rank] = cases.run_round(layer, inputs[rank])
+
+    case = Case(name="together", tokens=(3,) * 3, left_out=(2,))
+    inputs, seen = cases.make_inputs(case), dict[int, Seen]()
+    together(3, body, timeout_s=timeout_s)
+    for rank in range(2):
+        _check(case, inputs, rank, seen[rank])
 
 
 def test_ranks_that_may_not_be_left_out() -> None:
@@ -288,5 +370,87 @@ def test_metadata_of_the_broken_round_is_refused() -> None:
             layer.combine(layer.combine_input(), received.metadata)
         cases.run_round(layer, inputs[rank])
 
+    inputs = cases.make_inputs(Case(name="together", tokens=(3,) * 3))
+    together(3, body)
+
+
+def test_a_rank_that_calls_late() -> None:
+    """Rank 0 has called before, in vain: its meetings have other numbers."""
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        if rank == 2:
+            barrier.wait()
+            return
+        if rank == 0:
+            with pytest.raises(ExchangeTimeoutError):
+                layer.mask(2)
+        barrier.wait()
+        layer.mask(2)
+        seen[rank] = cases.run_round(layer, inputs[rank])
+
+    case = Case(name="together", tokens=(3,) * 3)
+    inputs, barrier, seen = cases.make_inputs(case), Barrier(3, timeout=60), dict[int, Seen]()
+    together(3, body, timeout_s=2.0)
+    for rank in range(2):
+        _check(dataclasses.replace(case, left_out=(2,)), inputs, rank, seen[rank])
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_a_launch_that_names_a_rank_that_has_gone(small: bool) -> None:
+    """As a graph that was captured before, without the mask: it says so, and waits for nobody."""
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        everybody = rank_mask(range(3), 3)
+        cases.run_round(layer, inputs[rank], active_ranks=everybody)
+        if rank == 2:
+            return
+        layer.mask(2)
+        with pytest.raises(PeerError, match=r"took rank 2 .* but mask\(\) has left it out"):
+            cases.dispatch(layer, inputs[rank], active_ranks=everybody)
+        assert layer._layer.workspace.fault(0) >> 56 == constants()["kFaultAhead"]
+        layer.mask()
+        cases.run_round(layer, inputs[rank])
+
+    inputs = cases.make_inputs(Case(name="together", tokens=(3,) * 3))
+    together(3, body, small=small)
+
+
+def test_the_tensor_that_graphs_capture() -> None:
+    """It is one tensor from the first call on, and mask() changes its content."""
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        mask = layer.active_ranks
+        assert rank_masks.ranks_in(mask, 4) == [0, 1, 2, 3]
+        for gone in range(3):
+            if rank >= 4 - gone:
+                return
+            if gone:
+                layer.mask(4 - gone)
+            assert layer.active_ranks is mask
+            assert rank_masks.ranks_in(mask, 4) == list(range(4 - gone))
+            seen[gone][rank] = cases.run_round(layer, inputs[rank], active_ranks=mask)
+
+    case = Case(name="together", tokens=(3,) * 4)
+    inputs, seen = cases.make_inputs(case), tuple(dict[int, Seen]() for _ in range(3))
+    together(4, body)
+    for gone, of_round in enumerate(seen):
+        masked = dataclasses.replace(case, left_out=tuple(range(4 - gone, 4)))
+        assert len(of_round) == 4 - gone
+        for rank, mine in of_round.items():
+            _check(masked, inputs, rank, mine)
+
+
+def test_no_layer_is_added_after_a_death() -> None:
+    """Not by way of the group, in which the dead rank would be waited for."""
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        if rank == 2:
+            return
+        layer.mask(2)
+        with pytest.raises(ExchangeStateError, match=r"mask\(\) has left out rank\(s\) 2 of"):
+            MoeAllToAll.create(layer.config, no_group, share_with=layer)
+        cases.run_round(layer, inputs[rank])
+
+    no_group = object()
     inputs = cases.make_inputs(Case(name="together", tokens=(3,) * 3))
     together(3, body)

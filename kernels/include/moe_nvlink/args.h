@@ -98,7 +98,6 @@ struct MeetArgs {
   uint64_t number;                        // of the meeting, from 1 on
   Geometry geometry;                      // ranks only
   ControlRegions control;                 // of channel 0
-  uint32_t epoch;                         // the largest of this rank
 };
 
 // The vocabulary product that the ranks of a group share (kernels/lm_head). Rank r has the

@@ -7,7 +7,7 @@ namespace moe_nvlink {
 
 constexpr int kMaxRanks = 128;         // ranks of one exchange; an NVL72 domain has 72 GPUs
 constexpr int kRankMaskWords = 2;      // words of 64 bits that have a bit for each rank
-constexpr int kMeetingWords = 4;       // words of an entry of a meeting: mask, epoch, number
+constexpr int kMeetingWords = 3;       // words of an entry of a meeting: mask, number
 constexpr int kMaxTopK = 32;           // experts a token may be routed to
 constexpr int kMaxPayloads = 10;       // expert ids, router weights and up to 8 rows of the caller
 constexpr int kRegionAlignment = 256;  // bytes; regions of the workspace start on multiples of it
@@ -86,7 +86,6 @@ constexpr int kPhaseDispatch = 1;
 constexpr int kPhaseCombine = 2;
 constexpr int kPhaseHeadGather = 3;
 constexpr int kPhaseHeadArgmax = 4;
-constexpr int kPhaseMeet = 5;
 
 // Why a wait ended without what it waited for.
 constexpr int kFaultTimeout = 1;   // the peer's cell did not reach the epoch in time
