@@ -105,7 +105,7 @@ PLACES = (
         "while the peers take its rows",
         (
             "  const bool faulted = combine_barrier(args, cta, shared);\n",
-            "  const int receivers = cta.num_blocks - plan.receiver;\n",
+            "  if (!role.receives()) return;\n",
         ),
     ),
 )
@@ -163,6 +163,7 @@ def _tokens(case: Case, death: int, number: int) -> tuple[int, ...]:
 def _mortal(case: Case, ep_rank: int) -> tuple[MoeAllToAll, Any]:
     """A layer of this rank, and the library whose moe_nvlink_die_at() arms its kernels."""
     path = mortal_library()
+    dist.barrier()  # create waits for no more than TIMEOUT_S, and processes start when they can
     with mock.patch.object(host, "load", return_value=host.HostLibrary(path)):
         layer = MoeAllToAll.create(case.config(ep_rank), dist.group.WORLD)
     return layer, ctypes.CDLL(str(path))
