@@ -55,10 +55,12 @@ int moe_nvlink_sizeof_dispatch_args() { return DISPATCH_BYTES; }
 int moe_nvlink_sizeof_combine_args() { return COMBINE_BYTES; }
 int moe_nvlink_sizeof_small_dispatch_args() { return DISPATCH_BYTES; }
 int moe_nvlink_sizeof_small_combine_args() { return COMBINE_BYTES; }
+int moe_nvlink_sizeof_meet_args() { return MEET_BYTES; }
 void moe_nvlink_dispatch(const void*, void*) {}
 void moe_nvlink_combine(const void*, void*) {}
 void moe_nvlink_small_dispatch(const void*, void*) {}
 void moe_nvlink_small_combine(const void*, void*) {}
+void moe_nvlink_meet(const void*, void*) {}
 }
 """
 
@@ -193,7 +195,7 @@ def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, 
 def measure_on_fake(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time all levels in a process of its own, which finds the stand-in before any real driver."""
     text = NO_KERNELS
-    for name in ("Dispatch", "Combine"):
+    for name in ("Dispatch", "Combine", "Meet"):
         size = ctypes.sizeof(structs()[f"{name}Args"])
         text = text.replace(f"{name.upper()}_BYTES", str(size))
     with tempfile.TemporaryDirectory() as folder:

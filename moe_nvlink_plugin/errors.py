@@ -67,8 +67,10 @@ class ExchangeStateError(MoeNvlinkError, RuntimeError):
 class ExchangeTimeoutError(MoeNvlinkError, TimeoutError):
     """Another rank did not arrive in time. This rank cannot use the exchange afterwards.
 
+    If the other rank has died, the ranks that live call MoeAllToAll.mask and go on without it.
+
     Attributes:
-        phase: "dispatch" or "combine"; for a shared LM head "head gather" or "head argmax".
+        phase: "dispatch", "combine" or "mask"; for a shared LM head "head gather" or "head argmax".
         ranks: numbers of all ranks that are late.
         epoch: number of the round.
     """

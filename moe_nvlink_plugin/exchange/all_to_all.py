@@ -11,7 +11,12 @@ import torch
 
 from moe_nvlink_plugin import plugins
 from moe_nvlink_plugin.config import AllToAllConfig
-from moe_nvlink_plugin.errors import ConfigError, InputError, MoeNvlinkError
+from moe_nvlink_plugin.errors import (
+    ConfigError,
+    ExchangeStateError,
+    InputError,
+    MoeNvlinkError,
+)
 from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
@@ -144,12 +149,16 @@ class MoeAllToAll:
                 grows if this layer needs more.
 
         Raises:
+            ExchangeStateError: `mask` has left out ranks of share_with's workspace, which would
+                have to take part. Raised on every rank.
             ConfigError: the configuration does not fit the group, or names unknown parts.
             DisagreementError: the ranks' configurations differ; raised on every rank.
             UnsupportedError: no transport supports the device.
             TransportError, CompileError: this rank could not get its memory or its kernels.
             PeerError: another rank failed, or did not arrive. Nothing of this call remains.
         """
+        if share_with is not None:
+            _check_complete(share_with)
         ranks = as_group(group, float(config.timeout_s or 0))
         recipe, workspace = all_or_none(
             ranks,
@@ -216,8 +225,9 @@ class MoeAllToAll:
                 `ep_size * max_tokens` slots, so experts that compute all slots of a small batch do
                 not compute those of the largest. The memory does not move. The bound may change
                 from call to call; a CUDA graph keeps the bound of its capture.
-            active_ranks: what `rank_mask` returns, equal on all ranks that it names; None: all
-                ranks take part. The ranks that the mask leaves out must not call. They are sent
+            active_ranks: what `rank_mask` or the attribute `active_ranks` returns, equal on all
+                ranks that it names; None: all ranks take part, apart from those that `mask` has
+                left out. The ranks that the mask leaves out must not call. They are sent
                 nothing and waited for by nobody, here and in the combine, and their experts count
                 as no experts. The kernel reads the values, so a CUDA graph that has captured the
                 call takes what the tensor holds at each replay. A rank that a round has left out
@@ -442,6 +452,45 @@ class MoeAllToAll:
         """Make waits last up to timeout_s, from this rank's next launch on. Local; idempotent."""
         self._layer.workspace.startup.end()
 
+    def mask(self, *ranks: int) -> None:
+        """Go on without ranks that have died. Collective over the others; not capturable.
+
+        Call it on every rank that lives, with the same ranks, after ExchangeTimeoutError, or when
+        the process of a rank is known to have ended; no verb of any layer may be running. It waits
+        for this thread's stream, and for the other ranks twice, each time up to twice the longest
+        timeout of this layer, because they may still be waiting for the dead rank. Which ranks are
+        dead is for the caller to say: an error may also name a rank that was late because of them.
+
+        It serves all layers on the workspace. A dispatch without its combine is forgotten, and the
+        metadata of earlier rounds is refused. Epochs begin at 1 again. Later dispatches that name
+        no active_ranks leave out these ranks, and those of earlier calls. A rank that is left out
+        cannot come back, and no layer can be added to the workspace.
+
+        A CUDA graph whose dispatches were captured with `active_ranks=exchange.active_ranks`, or
+        after a call of this function, leaves out the same ranks from its next replay on. Another
+        graph must be captured again: its replay exchanges nothing, and the next verb raises
+        PeerError, which names the rank that is left out.
+
+        Raises:
+            InputError: a rank is not one of the group, or it is this rank. Nothing has changed.
+            ExchangeStateError: the exchange is closed, or unusable for another reason.
+            DisagreementError: another rank leaves out other ranks; call it again.
+            ExchangeTimeoutError: a rank did not come; call it again, with that rank if it has died.
+        """
+        self._layer.mask(ranks)
+
+    @property
+    def active_ranks(self) -> torch.Tensor:
+        """Mask of the ranks that `mask` has not left out, for dispatch(active_ranks=...). Local.
+
+        All layers on the workspace have one tensor, whose content `mask` changes. Do not write to
+        it. A CUDA graph that has captured it need not be captured again after a death. A round with
+        a mask of all ranks is one without a mask, apart from the loads of the mask.
+        """
+        tensor = self._layer.workspace.active_ranks
+        assert tensor is not None
+        return tensor
+
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; any thread may call it.
 
@@ -488,6 +537,16 @@ class MoeAllToAll:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def _check_complete(share_with: MoeAllToAll) -> None:
+    """Refuse a workspace that ranks have been left out of; they would be waited for."""
+    if gone := share_with._layer.workspace.left_out:
+        raise ExchangeStateError(
+            f"mask() has left out rank(s) {', '.join(map(str, gone))} of share_with's workspace, "
+            "and all ranks of the group create a layer together; create all layers before a rank "
+            "dies, or anew on a process group of the ranks that live"
+        )
 
 
 def _prepare(

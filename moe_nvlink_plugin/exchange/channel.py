@@ -31,7 +31,7 @@ class Channel:
         self._layer = layer
         self._index = index
         self._num_slots = layer.num_slots
-        self._regions = workspace.layout.channel_regions(index)
+        self.regions = workspace.layout.channel_regions(index)
         self._workspace = workspace
         row_bytes = {name: row.row_bytes for name, row in layer.rows.items()}
         ranks_on_device = workspace.memory.ranks_on_device
@@ -45,7 +45,7 @@ class Channel:
             self._scales = self._scales_view(layer.rows["recv_scales"])
         self.combine_region = self._view("combine", config.dtype, config.hidden_size)
         self._combine_bytes = workspace.region_bytes(
-            self._regions["combine"], layer.num_slots * widest_combine_row(config)
+            self.regions["combine"], layer.num_slots * widest_combine_row(config)
         )
         self._combine_input = self.combine_region
         self._combine_row = (config.dtype, config.hidden_size)
@@ -53,15 +53,15 @@ class Channel:
         #: Bound and tokens of the last dispatch.
         self.max_tokens, self.num_tokens = config.max_tokens_per_rank, 0
         ep_size = config.ep_size
-        self.recv_counts = workspace.words(self._regions["recv_counts"], ep_size, torch.int32)
+        self.recv_counts = workspace.words(self.regions["recv_counts"], ep_size, torch.int32)
         if config.num_expert_counts:
             num_words = ep_size * config.num_expert_counts
-            counts = workspace.words(self._regions["expert_counts"], num_words, torch.int32)
+            counts = workspace.words(self.regions["expert_counts"], num_words, torch.int32)
             #: Counts per expert of all ranks.
             self.expert_counts = counts.view(ep_size, config.num_expert_counts)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
-        self._dispatch_args = dispatch_arguments(config, layer.rows, self._regions, *window)
-        self._combine_args = combine_arguments(config, self._regions, *window)
+        self._dispatch_args = dispatch_arguments(config, layer.rows, self.regions, *window)
+        self._combine_args = combine_arguments(config, self.regions, *window)
         # ctypes makes a new object of a field that is a struct at each access.
         self._sources = list(self._dispatch_args.payloads)
         self._dispatch_geometry = self._dispatch_args.geometry
@@ -76,7 +76,7 @@ class Channel:
         num_slots = self._layer.num_slots
         size = num_slots * elements * dtype.itemsize
         return (
-            self._workspace.region_bytes(self._regions[name], size)
+            self._workspace.region_bytes(self.regions[name], size)
             .view(dtype)
             .view(num_slots, elements)
         )
@@ -87,7 +87,7 @@ class Channel:
         if config.scales_layout == "linear":
             return self._view("recv_scales", row.dtype, row.elements).view(-1)
         size = scales_layout.laid_out_bytes(config, row, self._layer.num_slots)
-        region = self._workspace.region_bytes(self._regions[scales_layout.LAID_OUT], size)
+        region = self._workspace.region_bytes(self.regions[scales_layout.LAID_OUT], size)
         return region.view(scales_layout.dtype_of(config, row))
 
     def dispatch(
@@ -113,7 +113,7 @@ class Channel:
             global_scale: one float32 for quantisers that need it.
             is_padding: `[num_tokens]` bool: tokens that are not sent; None: all are.
             extra_bytes: bytes of a row of each extra payload; None: as in the last call.
-            active_ranks: mask of the ranks that take part (rank_masks.py); None: all do.
+            active_ranks: mask of the ranks that take part (rank_masks.py); None: all that live.
             expert_counts: `[num_expert_counts]` int32; None: dispatch counts, if counts travel.
         """
         args = self._dispatch_args
@@ -130,6 +130,8 @@ class Channel:
         args.quantiser = quantiser
         args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
         args.is_padding = 0 if is_padding is None else is_padding.data_ptr()
+        if active_ranks is None and self._workspace.left_out:
+            active_ranks = self._workspace.active_ranks
         self._active_ranks = active_ranks
         args.active_ranks = 0 if active_ranks is None else active_ranks.data_ptr()
         args.expert_counts = 0 if expert_counts is None else expert_counts.data_ptr()
@@ -178,7 +180,7 @@ class Channel:
         # Nobody reads empty slots, and most slots are empty. The counts come from rows_from: the
         # caller may have written to recv_counts.
         ep_size = self._layer.config.ep_size
-        counts = self._workspace.words(self._regions["rows_from"], ep_size, torch.int32)
+        counts = self._workspace.words(self.regions["rows_from"], ep_size, torch.int32)
         for source, count in enumerate(counts.tolist()):
             rows = slice(source * self.max_tokens, source * self.max_tokens + count)
             region[rows].copy_(expert_output[rows])

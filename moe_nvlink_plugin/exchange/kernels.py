@@ -111,5 +111,24 @@ SMALL_COMBINE: Kernel[SmallSizes] = Kernel(
     splits="senders",
     phase=COMBINE.phase,
 )
+
+
+def _one(_args: Any) -> int:
+    return 1
+
+
+def _meet_shape(_count: int, num_threads: int, _limits: Limits) -> Shape:
+    return Shape(1, num_threads)
+
+
+#: The barrier of the ranks that go on after another one has died.
+MEET: Kernel[int] = Kernel(
+    name="meet",
+    source="exchange/meet.cu",
+    struct="MeetArgs",
+    axes=(PDL,),
+    count=_one,
+    shape=_meet_shape,
+)
 #: The kernels of one layer.
-LAYER = Family("", (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE))
+LAYER = Family("", (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE, MEET))

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import itertools
 import weakref
+from collections.abc import Iterable
 
 import torch
 
@@ -20,9 +21,10 @@ from moe_nvlink_plugin.memory.tensors import check_device
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
-from . import checks
+from . import checks, rank_masks, survivors
 from .channel import Channel
 from .formats import Activations, LayerFormat
+from .launches import variant
 
 _handles = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, LayerExchange] = weakref.WeakValueDictionary()
@@ -84,6 +86,10 @@ class LayerExchange:
         # tensors, because callers write to them inside and outside of inference mode.
         with torch.inference_mode(False):
             self._channels = [Channel(self.format, workspace, index) for index in channels]
+            if workspace.active_ranks is None:
+                size, device = config.ep_size, workspace.device
+                workspace.active_ranks = rank_masks.rank_mask(range(size), size, device)
+        self._meet = survivors.load_meeting(workspace, variant(config, self.quantiser))
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -315,6 +321,19 @@ class LayerExchange:
         self.workspace.executor.synchronize()
         for channel in self._channels:
             self._raise_fault(channel)
+
+    def mask(self, ranks: Iterable[int]) -> None:
+        """Go on without ranks that have died, as MoeAllToAll.mask documents it."""
+        find(self.handle)
+        everyones = [
+            [channel.regions for channel in layer._channels]
+            for layer in list(_live.values())
+            if layer.workspace is self.workspace
+        ]
+        config = self.config
+        assert config.timeout_s is not None
+        longest = max(config.timeout_s, config.first_timeout_s or 0)
+        survivors.leave_out(self.workspace, ranks, everyones, self._meet, 2 * longest)
 
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""

@@ -27,6 +27,9 @@ class _HostFaultWords:
     def read(self, channel: int) -> int:
         return self._words[channel]
 
+    def clear(self, channel: int) -> None:
+        self._words[channel] = 0
+
     def leak(self) -> None:
         """Do nothing: no launch outlives its call."""
 

@@ -253,6 +253,9 @@ class _MappedFaultWords:
     def read(self, channel: int) -> int:
         return self._words[channel]
 
+    def clear(self, channel: int) -> None:
+        self._words[channel] = 0
+
     def leak(self) -> None:
         self._free.detach()
 

@@ -23,6 +23,10 @@ class FaultWords(Protocol):
         """Return the word (pack_fault of epoch_flags.h); 0: no fault. Local; waits for nothing."""
         ...
 
+    def clear(self, channel: int) -> None:
+        """Set the word to 0. Local; no verb of the channel runs."""
+        ...
+
     def leak(self) -> None:
         """Keep the words until the process ends. Local."""
         ...

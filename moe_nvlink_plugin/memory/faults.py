@@ -70,6 +70,13 @@ class Faults:
             return None
         code, phase = word >> 56, self._phase(word >> 48 & 0xFF)
         peer, epoch = word >> 32 & 0xFFFF, word & 0xFFFFFFFF
+        if peer in self._workspace.left_out:
+            return PeerError(
+                f"{phase.name} of epoch {epoch} took rank {peer} for a rank that takes part, but "
+                "mask() has left it out: a CUDA graph that was captured before without "
+                "active_ranks=MoeAllToAll.active_ranks, or active_ranks that name the rank; call "
+                "mask() on all ranks that live, and capture the graph again"
+            )
         if code == constants()["kFaultGeometry"]:
             return DisagreementError(disagreement(peer, phase.name, epoch))
         if code == constants()["kFaultAhead"]:

@@ -28,6 +28,9 @@ MAX_WINDOW_BYTES = REGION_ALIGNMENT << 32
 #: Bytes reserved for the structs LocalControl and ExchangeCounters of args.h (checked on load).
 STRUCT_BYTES = 256
 
+#: Words of an entry of a meeting (kMeetingWords of config.h).
+_MEETING_WORDS = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class Region:
@@ -54,6 +57,7 @@ def _control_sizes(ep_size: int) -> dict[str, int]:
         "local": STRUCT_BYTES,
         "counters": STRUCT_BYTES,
         "wait_totals": ep_size * 8,
+        "meeting": ep_size * (2 * _MEETING_WORDS + 1) * 8,  # entries written by the peers
     }
 
 

@@ -72,6 +72,10 @@ class Startup:
             self._complete += 1
             self._is_over = self._complete > 1
 
+    def begin_anew(self) -> None:
+        """Record that the epochs of all channels begin at 1 again. Start-up does not."""
+        self._rounds.clear()
+
     def waited_s(self, channel: int, epoch: int, timeouts: Timeouts) -> float:
         """Return the limit in seconds of a wait in this round; epochs of a channel start at 1."""
         return timeouts.first if epoch <= self._rounds[channel] else timeouts.later

@@ -86,6 +86,9 @@ class Workspace(Generic[E]):
             order.
         broken: why no rank may use the workspace any more; None while it is usable. It belongs to
             the workspace, because the rounds of all layers share its cells and epochs.
+        left_out: ranks that have died, and that the others have agreed to go on without.
+        active_ranks: mask of the other ranks, on the device; None: no layer is on the workspace.
+        meetings: the largest number of a meeting after a death so far.
         startup: limits of the waits of its launches.
         name: unique name, equal on every rank after the ranks have agreed.
     """
@@ -97,6 +100,9 @@ class Workspace(Generic[E]):
         self.device = device
         self.executor = executor
         self.broken: MoeNvlinkError | None = None
+        self.left_out: tuple[int, ...] = ()
+        self.active_ranks: torch.Tensor | None = None
+        self.meetings = 0
         self.startup = Startup(executor.is_capturing)
         self.name = secrets.token_hex(8)
         # Not an inference tensor, even in the caller's inference mode: verbs outside it write here.
@@ -161,6 +167,23 @@ class Workspace(Generic[E]):
             self.broken = ExchangeStateError(
                 f"exchange {handle} was closed between its dispatch and its combine"
             )
+
+    def recover(self, left_out: tuple[int, ...], active_ranks: torch.Tensor) -> None:
+        """Make the workspace usable without some ranks. Local; its memory is as when it was made.
+
+        Args:
+            left_out: the ranks that have died.
+            active_ranks: mask of the others.
+        """
+        assert self._faults is not None
+        assert self.active_ranks is not None
+        for channel in range(self.layout.num_channels):
+            self._faults.clear(channel)
+        self.pending.zero_()
+        self.startup.begin_anew()
+        self.left_out = left_out
+        self.active_ranks.copy_(active_ranks)  # in place: a CUDA graph may have captured it
+        self.broken = None
 
     def _place(self, layout: WorkspaceLayout) -> None:
         before = self._layout

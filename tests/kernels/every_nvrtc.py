@@ -33,6 +33,7 @@ from moe_nvlink_plugin.errors import MoeNvlinkError
 from moe_nvlink_plugin.exchange.kernels import (
     COMBINE_FORMAT,
     LAYER,
+    MEET,
     QUANTISER,
     SMALL_COMBINE,
     SMALL_DISPATCH,
@@ -176,12 +177,15 @@ def _whole_layers() -> Iterator[Kernel]:
 def _builds(geometry: Variant, architecture: str, *, pdl: bool = True) -> Iterator[Kernel]:
     """The kernels that a GPU gets for a geometry, each as the product compiles it.
 
-    Of a recipe or a format, only the kernel that it changes: the other is in the list already.
+    Of a recipe or a format, only the kernel that it changes: the other is in the list already. So
+    is a kernel that is the same for every geometry.
     """
-    plain = set[Build]()
+    plain, common = set[Build](), kinds()[0]
     if geometry.family is LAYER and _family(geometry) != "unquantised":
         usual = geometry.instead(recipe="none", combine="bf16", expert_counts="no")
         plain = set(usual.builds(pdl=pdl))
+    if geometry.family is LAYER and geometry != common:
+        plain.add(common.build(MEET, pdl=pdl))
     for build in geometry.builds(pdl=pdl):
         if build not in plain:
             name = f"{build.kernel.name} of {_name(geometry, pdl)}"

@@ -3,6 +3,7 @@
 // include path as kernel_text.h, and sets MOE_NVLINK_CTA_THREADS.
 //
 // Between the ranks nothing orders anything but the protocol itself: no barrier, no join, no lock.
+// When the last rank ends, and the others go on without it, a flag says so.
 // Every rank checks what it received and what it combined by the rows' content alone. Exit status 1
 // says that a value was wrong; a sanitizer has a status of its own.
 #include "kernel_text.h"
@@ -31,6 +32,10 @@ constexpr int kTopK = 4;
 constexpr int kHidden = 37;  // fp32: 148 bytes, one wide vector and a rest
 constexpr int kCapacity = 12;
 constexpr int kRounds = 40;
+// Then the last rank ends, and the others go on without it: so many rounds in which it is left out,
+// and as many after they have met and cleared their memory. The last of the first ones is small.
+constexpr int kRoundsWithout = 8;
+constexpr uint64_t kSurvivors = (1u << (kRanks - 1)) - 1;
 constexpr int kExtraBytes = 131;
 constexpr int kSlots = kRanks * kCapacity;
 constexpr int kGivenId = kExperts + 3;  // for experts that a rank does not have
@@ -42,6 +47,7 @@ constexpr int kPayloadAlignment = 16;  // in a packed row
 constexpr int kMostPackedBytes = 512;
 
 std::atomic<int> mistakes{0};
+std::atomic<bool> last_has_ended{false};
 
 void expect(bool good, const char* what, int rank, int round) {
   if (!good && mistakes.fetch_add(1) < 5) {
@@ -100,6 +106,7 @@ struct Regions {
     control.local = layout.add(sizeof(moe_nvlink::LocalControl));
     control.counters = layout.add(sizeof(moe_nvlink::ExchangeCounters));
     control.wait_totals = layout.add(kRanks * 8);
+    control.meeting = layout.add(kRanks * (2 * moe_nvlink::kMeetingWords + 1) * 8);
     ids = layout.add(kSlots * kTopK * 4);
     weights = layout.add(kSlots * kTopK * 4);
     hidden = layout.add(kSlots * kMostHidden);
@@ -275,6 +282,12 @@ int owner_of(int expert) {
   return -1;
 }
 
+// The rank that gets a token because of this expert; negative: none.
+int target_of(int expert, int round) {
+  const int owner = owner_of(expert);
+  return round >= kRounds && owner == kRanks - 1 ? -1 : owner;
+}
+
 int first_expert(int rank) {
   int first = 0;
   while (owner_of(first) < rank) ++first;
@@ -332,18 +345,18 @@ struct Rank {
     if (adds_in_place(round)) output.swap(added);
   }
 
-  bool is_padded(int token) const {
+  bool is_padded(int token, int round) const {
     if (padding[token] != 0) return true;
     for (int k = 0; k < kTopK; ++k) {
-      if (owner_of(ids[token * kTopK + k]) >= 0) return false;
+      if (target_of(ids[token * kTopK + k], round) >= 0) return false;
     }
     return true;
   }
 
   // Rows of tokens that go nowhere may not even be read.
-  void forbid_padded_rows(int count) {
+  void forbid_padded_rows(int count, int round) {
     for (int token = 0; token < count; ++token) {
-      if (!is_padded(token)) continue;
+      if (!is_padded(token, round)) continue;
       ASAN_POISON_MEMORY_REGION(&weights[token * kTopK], kTopK * 4);
       ASAN_POISON_MEMORY_REGION(&hidden[token * hidden_size], hidden_size * 4);
       ASAN_POISON_MEMORY_REGION(&extra[token * kExtraBytes], kExtraBytes);
@@ -358,10 +371,16 @@ struct Rank {
 
   template <class Args>
   Args common(int count) const {
+    auto args = common_of_all<Args>(count);
+    args.send_slots = reinterpret_cast<uint64_t>(slots.data());
+    return args;
+  }
+
+  template <class Args>
+  Args common_of_all(int count) const {
     Args args{};
     args.window_base = reinterpret_cast<uint64_t>(window);
     args.rank_stride = regions.layout.bytes();
-    args.send_slots = reinterpret_cast<uint64_t>(slots.data());
     args.timeout_ns = 100ull * 1000000000ull;
     args.geometry = {kRanks, rank, kExperts, kTopK, kHidden, kCapacity, moe_nvlink::kElementFp32,
                      count,  0};
@@ -384,6 +403,7 @@ struct Rank {
     args.scales_layout = static_cast<uint32_t>(scales_layout(round));
     args.laid_out_region = regions.laid_out;
     if (has_mask(round)) args.is_padding = reinterpret_cast<uint64_t>(padding.data());
+    if (round >= kRounds) args.active_ranks = reinterpret_cast<uint64_t>(&kSurvivors);
     args.num_payloads = 3;
     if (how.scale_bytes != 0) {
       args.payloads[args.num_payloads++] = {0, regions.scales,
@@ -403,7 +423,7 @@ struct Rank {
       moe_nvlink_small_dispatch(&args, &grid);
       return;
     }
-    forbid_padded_rows(count);
+    forbid_padded_rows(count, round);
     moe_nvlink_dispatch(&args, &grid);
     allow_all_rows();
   }
@@ -505,6 +525,7 @@ struct Rank {
     const std::vector<float>& rows = adds_in_place(round) ? output : added;
     if (adds(round)) args.add = reinterpret_cast<uint64_t>(rows.data());
     args.scale = scale_of(round);
+    args.is_masked = round >= kRounds ? 1 : 0;
     args.region = regions.combine;
     args.hidden_splits = 1 + static_cast<uint32_t>(round) / 3 % 3;
     args.format = static_cast<uint32_t>(format_of(round));
@@ -527,7 +548,7 @@ struct Rank {
       bool goes_to[kRanks] = {};
       for (int k = 0; k < kTopK; ++k) {
         const int expert = ids[token * kTopK + k];
-        const bool goes = expert >= 0 && expert < kExperts && padding[token] == 0;
+        const bool goes = target_of(expert, round) >= 0 && padding[token] == 0;
         if (goes) goes_to[owner_of(expert)] = true;
       }
       const int width = back_hidden(round);
@@ -544,9 +565,40 @@ struct Rank {
     }
   }
 
-  void main() {
-    Random random{static_cast<uint32_t>(rank) * 2654435761u + 17u};
-    for (int round = 0; round < kRounds; ++round) {
+  void meet(uint64_t number) {
+    auto args = common_of_all<moe_nvlink::MeetArgs>(0);
+    args.active_ranks[0] = kSurvivors;
+    args.number = number;
+    moe_nvlink_meet(&args, &grid);
+    const auto* outcomes = reinterpret_cast<const uint64_t*>(mine(regions.control.meeting)) +
+                           2 * kRanks * moe_nvlink::kMeetingWords;
+    for (int peer = 0; peer < kRanks; ++peer) {
+      expect(outcomes[peer] == 0, "a meeting's outcome", rank, static_cast<int>(number));
+    }
+  }
+
+  void clear(uint32_t region, size_t bytes) { std::memset(mine(region), 0, bytes); }
+
+  // As the product's host (moe_nvlink_plugin/exchange/survivors.py).
+  void begin_anew() {
+    using moe_nvlink::kUnitBytes;
+    using moe_nvlink::units_of;
+    meet(1);
+    clear(regions.control.dispatch_cells, kRanks * 8);
+    clear(regions.control.combine_cells, kRanks * 8);
+    clear(regions.control.recv_counts, kRanks * 4);
+    clear(regions.control.rows_from, kRanks * 4);
+    clear(regions.control.send_counters, kRanks * 4);
+    clear(regions.control.local, sizeof(moe_nvlink::LocalControl));
+    clear(regions.staging, static_cast<size_t>(kSlots) * units_of(kMostPackedBytes) * kUnitBytes);
+    for (const uint32_t each : regions.back_staging) {
+      clear(each, static_cast<size_t>(kSlots) * units_of(kHidden * 4) * kUnitBytes);
+    }
+    meet(2);
+  }
+
+  void rounds(Random& random, int first, int end) {
+    for (int round = first; round < end; ++round) {
       const int count = static_cast<int>(random.below(kCapacity + 1));
       make_tokens(random, round, count);
       dispatch(round, count);
@@ -554,12 +606,30 @@ struct Rank {
       combine(round, count);
       check_output(count, round);
     }
+    check_end(end == kRounds + 2 * kRoundsWithout ? kRoundsWithout : end);
+  }
+
+  void main() {
+    Random random{static_cast<uint32_t>(rank) * 2654435761u + 17u};
+    rounds(random, 0, kRounds);
+    if (rank == kRanks - 1) {
+      last_has_ended.store(true, std::memory_order_release);
+      return;
+    }
+    // It reads the others' rows in its last combine.
+    while (!last_has_ended.load(std::memory_order_acquire)) std::this_thread::yield();
+    rounds(random, kRounds, kRounds + kRoundsWithout);
+    begin_anew();
+    rounds(random, kRounds + kRoundsWithout, kRounds + 2 * kRoundsWithout);
+  }
+
+  void check_end(int epoch) const {
     const auto* local =
         reinterpret_cast<const moe_nvlink::LocalControl*>(mine(regions.control.local));
-    expect(local->fault == 0, "fault word", rank, kRounds);
-    expect(local->epoch == kRounds, "epoch", rank, kRounds);
-    expect(local->combine_arrivals == 0, "arrivals of combine", rank, kRounds);
-    expect(local->rows_taken == 0, "rows taken in combine", rank, kRounds);
+    expect(local->fault == 0, "fault word", rank, epoch);
+    expect(local->epoch == static_cast<uint32_t>(epoch), "epoch", rank, epoch);
+    expect(local->combine_arrivals == 0, "arrivals of combine", rank, epoch);
+    expect(local->rows_taken == 0, "rows taken in combine", rank, epoch);
   }
 };
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from moe_nvlink_plugin import MoeAllToAll, rank_mask
+from moe_nvlink_plugin import MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.errors import (
     DisagreementError,
     ExchangeStateError,
@@ -62,6 +62,10 @@ def test_as_the_reference(case: Case, small: bool) -> None:
 
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 def test_a_mask_of_two_words(small: bool) -> None:
+    check_two_words(small)
+
+
+def check_two_words(small: bool) -> None:
     """In ordinary memory, as the other tests of many ranks."""
     tokens = (2, 0, 1, 3) * 18
     case = Case(name="72 ranks", tokens=tokens, num_experts=80, top_k=6, left_out=(3, 64, 70))
@@ -123,7 +127,7 @@ def _rounds_that_lose_ranks(
     return run_ranks(case.ep_size, rank_main)
 
 
-def _nothing(case: Case, like: Seen) -> Seen:
+def nothing(case: Case, like: Seen) -> Seen:
     """What the reference has for a rank without tokens that gets no rows."""
     return Seen(
         torch.zeros_like(like.recv_counts),
@@ -134,12 +138,10 @@ def _nothing(case: Case, like: Seen) -> Seen:
     )
 
 
-@pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
-def test_ranks_that_go(small: bool, combine: str) -> None:
+def check_ranks_that_go(combine: str, **values: Any) -> None:
     """They never call again, and nobody touches their memory."""
     case = cases.with_formats(Case(name="going", tokens=(0,) * 4, top_k=3), None, combine)
-    case = dataclasses.replace(case, small=small, dtype=torch.bfloat16)
+    case = dataclasses.replace(case, dtype=torch.bfloat16, **values)
     lost = [2, 0]
     tokens = [(5, 3, 8, 2), (4, 8, 0, 8), (0, 7, 0, 1)]
     inputs = [cases.make_inputs(case, tokens[number], seed=number) for number in range(3)]
@@ -149,12 +151,44 @@ def test_ranks_that_go(small: bool, combine: str) -> None:
     for number, of_round in enumerate(inputs):
         masked = dataclasses.replace(case, left_out=tuple(lost[:number]))
         seen = [
-            rank.seen[number] if number < len(rank.seen) else _nothing(case, rank.seen[0])
+            rank.seen[number] if number < len(rank.seen) else nothing(case, rank.seen[0])
             for rank in by_rank
         ]
         compare.check_slots(masked, of_round, seen)
         compare.check_received(masked, of_round, seen)
         compare.check_combined(masked, of_round, seen)
+
+
+@pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_ranks_that_go(small: bool, combine: str) -> None:
+    check_ranks_that_go(combine, small=small)
+
+
+def check_counters(**values: Any) -> None:
+    """Rows for a rank that is left out are not counted, because they do not travel."""
+    case = Case(name="counters", tokens=(8, 5, 7), left_out=(1,), **values)
+    inputs = cases.make_inputs(case)
+    active = cases.among_active(case, inputs)
+
+    def rank_main(group: ThreadGroup) -> int:
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            mask = case.mask(group.rank)
+            cases.run_round(layer, inputs[group.rank], active_ranks=mask)
+            return layer.stats().destinations
+
+    ids = [mine.topk_ids for mine in active]
+    rows = reference.dispatch(case.config(0), ids, [[] for _ in ids])
+    from_rank = [0] * 3
+    for target in rows:
+        for source, slice_of_source in enumerate(target):
+            from_rank[source] += len(slice_of_source.tokens)
+    assert run_ranks(3, rank_main) == from_rank
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_counters(small: bool) -> None:
+    check_counters(small=small)
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
@@ -187,6 +221,10 @@ def test_a_timeout_names_ranks_of_the_round_only(small: bool, phase: str) -> Non
 
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 def test_masks_that_differ(small: bool) -> None:
+    check_masks_that_differ(small)
+
+
+def check_masks_that_differ(small: bool) -> None:
     """Ranks that name each other compare their masks."""
     case = Case(name="differ", tokens=(3, 3, 3), timeout_s=3.0, small=small)
     inputs = cases.make_inputs(case)
@@ -229,6 +267,10 @@ def test_a_mask_without_oneself() -> None:
 def test_a_mask_without_oneself_that_only_the_kernel_sees(
     small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_left_out_by_oneself(small, monkeypatch)
+
+
+def check_left_out_by_oneself(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a replayed launch takes what the tensor holds. Nothing is sent."""
     monkeypatch.setattr(checks, "names_itself", lambda *_: None)
     case = Case(name="unseen", tokens=(3, 3), timeout_s=20.0, small=small)

@@ -10,12 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.litmus import counts_protocol, head_protocol, protocol, ptx_model, small_protocol
+from tests.litmus import (
+    counts_protocol,
+    head_protocol,
+    protocol,
+    ptx_model,
+    small_protocol,
+    survivors_protocol,
+)
 from tests.litmus.kernel_source import Edit, Kernels, Operands, SourceError
 from tests.litmus.program import Program
 from tests.litmus.protocol import EPOCH_READ, arriving
 
-MODULES = (protocol, head_protocol, small_protocol, counts_protocol)
+MODULES = (protocol, head_protocol, small_protocol, counts_protocol, survivors_protocol)
 SCENARIOS = {name: each for module in MODULES for name, each in module.SCENARIOS.items()}
 TWINS = [(name, twin) for name, scenario in SCENARIOS.items() for twin in scenario.twins]
 KERNELS_README = Path(__file__).parents[2] / "kernels" / "README.md"

@@ -23,7 +23,13 @@ import torch
 
 from moe_nvlink_plugin import HeadConfig, reference
 from moe_nvlink_plugin.exchange import arguments, launches
-from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, SMALL_COMBINE, SMALL_DISPATCH
+from moe_nvlink_plugin.exchange.kernels import (
+    COMBINE,
+    DISPATCH,
+    MEET,
+    SMALL_COMBINE,
+    SMALL_DISPATCH,
+)
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.kernel import Build, Kernel
@@ -33,7 +39,7 @@ from tests.support import cases, emulated, head_ranks
 from tests.support.cases import Case
 from tests.support.emulated import EmulatedRanks
 from tests.support.head_ranks import Call, Round
-from tests.support.ptx import build, mutants
+from tests.support.ptx import build, mutants, survivors
 from tests.support.ptx.backend import PtxBackend, unchanged
 from tests.support.ptx.head import PtxHeadRanks
 from tests.support.ptx.machine import PtxError
@@ -304,6 +310,29 @@ def counts() -> Group:
     )
 
 
+# ---- going on without a rank
+
+
+def go_on(case: Case, seed: int) -> None:
+    """The last rank never comes to a round; the others meet, clear their memory, and do a round."""
+    inputs = cases.make_inputs(case)
+    without = dataclasses.replace(case, left_out=(case.ep_size - 1,))
+    with running_layer(case, seed) as ranks:
+        ranks.kind = SMALL if case.small else BULK
+        received = ranks.dispatch(inputs[:-1])
+        outputs = [torch.zeros_like(mine.hidden_states) for mine in inputs[:-1]]
+        ranks.combine([each.send_slots for each in received], outputs)
+        assert all(ranks.control(rank).fault for rank in range(case.ep_size - 1))
+        survivors.go_on_without(ranks, case.ep_size - 1)
+        emulated.check_round(emulated.with_ctas(without, CTAS), inputs, ranks.run_round(inputs))
+
+
+def meeting() -> Group:
+    """Meet alone: what it orders are other kernels' stores and the host's zeros."""
+    made = launches.variant(LAYER_CASE.config(0), 0).build(MEET, pdl=True)
+    return Group([made], [functools.partial(go_on, case) for case in (LAYER_CASE, SMALL_CASE)])
+
+
 # ---- the LM head
 
 HEAD_CONFIG = HeadConfig(
@@ -381,10 +410,11 @@ def head() -> Group:
 # ---- the mutants
 
 #: Those that `make test` looks at.
-SAMPLE = ("as they are", "lm_head")
+SAMPLE = ("as they are", "meet", "lm_head")
 GROUPS: dict[str, Callable[[], Group]] = {
     **{name: functools.partial(layer, case) for name, case in LAYERS.items()},
     "counts": counts,
+    "meet": meeting,
     "lm_head": head,
 }
 
@@ -453,6 +483,7 @@ PAIRS = {
         r"publish_small_round > await_previous_round .*wait_until_reached: .*\(2 of 2\): order",
         r"put_tokens > await_small_combine .*wait_until_reached: .*\(2 of 2\): order relaxed",
     ),
+    "P13": (r"meet: .*store_release_sys.*order relaxed", r"meet: .*wait_until_reached: .*relaxed"),
 }
 
 

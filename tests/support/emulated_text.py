@@ -26,6 +26,7 @@ VERBS = {
     "combine": ("CombineArgs", "SharedOf<Config>", "combine_body"),
     "small_dispatch": ("DispatchArgs", "SmallDispatchSharedFor<Config>", "small_dispatch_body"),
     "small_combine": ("CombineArgs", "SmallCombineShared", "small_combine_body"),
+    "meet": ("MeetArgs", "MeetShared", "meet_body"),
     "rounds": ("RoundsArgs", "RoundsShared", "rounds_body"),
     "quantise": ("DispatchArgs", "QuantiseShared", "quantise_body"),
     "head_gather": ("HeadArgs", "HeadShared", "head_gather_body"),
@@ -37,6 +38,7 @@ OF_PRODUCT = (
     "combine",
     "small_dispatch",
     "small_combine",
+    "meet",
     "head_gather",
     "head_argmax",
 )
@@ -387,7 +389,7 @@ def device_source(
         fused: moe_nvlink_emulated_rounds instead.
         alone: moe_nvlink_emulated_quantise instead; needs a quantiser.
         head: moe_nvlink_emulated_head_gather and _head_argmax instead; top_k is of no account.
-        small: moe_nvlink_emulated_small_dispatch and _small_combine too.
+        small: moe_nvlink_emulated_small_dispatch, _small_combine and _meet too.
         as_product: for CTAs of any size, as the product's kernels are.
     """
     text = kernel_texts.specialised_source(

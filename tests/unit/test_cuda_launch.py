@@ -35,7 +35,7 @@ from moe_nvlink_plugin.errors import (
 from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
 from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.jit import host
-from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch import cuda
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.support import cases, compare, fake_cuda, kernel_texts
@@ -521,6 +521,97 @@ def late_rank() -> list[Any]:
 @pytest.mark.parametrize("on", ["host", "ptx"])
 def test_a_late_rank(on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_driver(late_rank, tmp_path, monkeypatch, units=units_of(on)) == [True, None]
+
+
+# A rank that has died.
+
+DEATH = cases.Case(name="death", tokens=(3, 2, 4), timeout_s=1.0)
+
+
+def go_on(small: bool) -> list[list[cases.Seen]]:
+    """A round that the last rank does not come to, and two of the others without it."""
+    case = dataclasses.replace(DEATH, small=small)
+    inputs = cases.make_inputs(case)
+
+    def rank_main(group: ThreadGroup) -> list[cases.Seen]:
+        seen: list[cases.Seen] = []
+        here = dataclasses.replace(case.config(group.rank), transport="launched_by_driver")
+        with MoeAllToAll.create(here, group) as layer:
+            if group.rank < 2:
+                with pytest.raises(ExchangeTimeoutError):
+                    cases.dispatch(layer, inputs[group.rank])
+                layer.mask(2)
+                seen = [cases.run_round(layer, inputs[group.rank]) for _ in range(2)]
+            group.all_gather_object(None)
+        return seen
+
+    return run_ranks(3, rank_main)
+
+
+@pytest.mark.parametrize("on", ["host", "ptx"])
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_ranks_go_on_without_another(
+    small: bool, on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = dataclasses.replace(DEATH, small=small, left_out=(2,))
+    units = ptx.of_configs(case.config(0)) if on == "ptx" else []
+    by_rank = in_driver(go_on, tmp_path, monkeypatch, small, units=units)
+    everyones = cases.among_active(case, cases.make_inputs(case))
+    assert [len(seen) for seen in by_rank] == [2, 2, 0]
+    for rank, seen in enumerate(by_rank):
+        expected = compare.expected_combined(case, everyones[rank], rank)
+        for of_round in seen:
+            compare.assert_same_bits(of_round.combined, expected, f"rank {rank}")
+
+
+def replay_after_a_death(follows: bool) -> list[Any]:
+    """A graph that rank 0 of 2 captures before rank 1 dies, replayed afterwards."""
+    control = fake_cuda.control()
+
+    def rank_main(group: ThreadGroup) -> list[Any]:
+        with MoeAllToAll.create(config(group), group) as layer:
+            if group.rank == 1:
+                group.all_gather_object(None)
+                return []
+            hidden, ids, weights = inputs(layer, 8)
+            mask, output = layer.active_ranks if follows else None, torch.empty_like(hidden)
+            with capturing():
+                received = layer.dispatch(hidden, ids, weights, active_ranks=mask)
+                layer.combine(layer.combine_input(), received.metadata, output=output)
+            layer.mask(1)
+            layer.combine_input().fill_(3)
+            control.replay()
+            code = layer._layer.workspace.fault(0) >> 56
+            has_row = (ids < 4).any(dim=1, keepdim=True)  # at rank 0
+            same = torch.equal(output, torch.where(has_row, 3.0, 0.0).to(output).expand_as(output))
+            said = [same, code, str(layer.failure())]
+            if not follows:
+                layer.mask()  # the same rank is left out; the workspace is usable again
+                round_trip(layer)
+            group.all_gather_object(None)
+            return said
+
+    return run_ranks(2, rank_main)[0]
+
+
+@pytest.mark.parametrize("on", ["host", "ptx"])
+def test_a_graph_that_follows_the_mask(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = in_driver(replay_after_a_death, tmp_path, monkeypatch, True, units=units_of(on))
+    assert said == [True, 0, "None"]
+
+
+@pytest.mark.parametrize("on", ["host", "ptx"])
+def test_a_graph_without_the_mask_waits_for_nobody(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same, code, message = in_driver(
+        replay_after_a_death, tmp_path, monkeypatch, False, units=units_of(on)
+    )
+    assert (same, code) == (False, constants()["kFaultAhead"])
+    assert "took rank 1 for a rank that takes part, but mask() has left it out" in message
+    assert "capture the graph again" in message
 
 
 def failing(spec: str) -> tuple[list[str], dict[str, int], dict[str, int]]:

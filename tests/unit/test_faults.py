@@ -20,9 +20,13 @@ from moe_nvlink_plugin.memory.faults import Faults
 from moe_nvlink_plugin.memory.startup import Startup, Timeouts
 
 
-def error_of(word: int, *, ask_device: bool = True) -> MoeNvlinkError | None:
+def error_of(
+    word: int, *, ask_device: bool = True, left_out: tuple[int, ...] = ()
+) -> MoeNvlinkError | None:
     """What rank 0 of 4 reports, as a layer reads its workspace's word."""
-    workspace: Any = SimpleNamespace(fault=lambda channel: word, startup=Startup(lambda: False))
+    workspace: Any = SimpleNamespace(
+        fault=lambda channel: word, startup=Startup(lambda: False), left_out=left_out
+    )
     faults = Faults(workspace, 0, 0, 4, Timeouts(60.0, 5.0), LAYER.phases)
     return faults.error(
         lambda peer, phase, epoch: f"rank {peer}, {phase}, epoch {epoch}", ask_device=ask_device
@@ -39,6 +43,16 @@ FOREIGN = [*(phase.code for phase in HEAD.phases), 0, 200]
 
 def test_no_fault_is_no_error() -> None:
     assert error_of(0) is None
+
+
+@pytest.mark.parametrize("fault", ["kFaultTimeout", "kFaultAhead", "kFaultBadCount"])
+def test_a_rank_that_mask_has_left_out(fault: str) -> None:
+    """However a launch without the mask has found out: a rank that lives after all may go on."""
+    word = word_of(fault, constants()["kPhaseDispatch"])
+    error = error_of(word, left_out=(2,))
+    assert isinstance(error, PeerError)
+    assert "dispatch of epoch 7 took rank 2 for a rank that takes part, but mask()" in str(error)
+    assert "left it out" not in str(error_of(word, left_out=(1,), ask_device=False))
 
 
 @pytest.mark.parametrize("phase", FOREIGN)

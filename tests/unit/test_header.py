@@ -39,6 +39,7 @@ def test_limits() -> None:
     numbers = constants()
     assert numbers["kMaxRanks"] == MAX_RANKS
     assert numbers["kRankMaskWords"] == rank_masks.num_words(MAX_RANKS)
+    assert numbers["kMeetingWords"] == layout._MEETING_WORDS == numbers["kRankMaskWords"] + 1
     assert numbers["kMaxTopK"] == MAX_TOP_K
     # Beside the caller's: expert ids and router weights.
     assert numbers["kMaxPayloads"] == MAX_CALLER_PAYLOADS + numbers["kFirstCallerPayload"]
@@ -98,6 +99,7 @@ def test_control_regions_are_regions_of_the_layout() -> None:
         "local",
         "counters",
         "wait_totals",
+        "meeting",
     }
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import CompileError, ConfigError, MoeNvlinkError, UnsupportedError
-from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
+from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER, MEET
 from moe_nvlink_plugin.jit import header, host, nvrtc
 from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.kernel import Kernel
@@ -68,6 +68,7 @@ def test_geometries_with_formats() -> None:
         ("small_dispatch", 8, 0, 0, 1),
         ("small_dispatch", 8, 0, 1, 1),
         ("small_combine", 8, 0, 1),
+        ("meet", 1),
     ]
 
 
@@ -148,13 +149,17 @@ def test_what_it_makes_is_what_ranks_ask_for(
 ) -> None:
     arguments = ["--arch", "sm_90a", "sm_100a", "--geometry", "top_k=2", "top_k=1,dtype=fp32"]
     assert run(folder, *arguments) == 0
-    assert len(list(folder.glob("*.cubin"))) == 16
+    assert len(list(folder.glob("*.cubin"))) == 18
     lines = capsys.readouterr().out.splitlines()
     pattern = re.compile(r"  sm_\d+a +top_k=\d,dtype=\w+ +(\d+) bytes, compiled in \d+\.\d s")
     sizes = [int(match[1]) for match in map(pattern.fullmatch, lines) if match]
     assert len(sizes) == 4
+    # Both geometries count the build that they share.
+    shared = LAYER.variant(top_k=2).build(MEET, pdl=True).text()
+    twice = sum(len(nvrtc.load_or_compile(shared, each)) for each in ("sm_90a", "sm_100a"))
     # On disk each kernel has a checksum of 32 bytes behind it.
-    assert sum(sizes) == sum(path.stat().st_size - 32 for path in folder.glob("*.cubin"))
+    on_disk = [path.stat().st_size - 32 for path in folder.glob("*.cubin")]
+    assert sum(sizes) == sum(on_disk) + twice
     assert lines[-1].startswith(f"set MOE_NVLINK_CACHE_DIR={folder} ")
     assert "any user may read it" in lines[-1]
     assert folder.stat().st_mode & 0o777 == 0o755
@@ -170,7 +175,7 @@ def test_what_it_makes_is_what_ranks_ask_for(
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
     # Without PDL it is other code.
     assert run(folder, *arguments, "--geometry", "top_k=2", "--no-pdl") == 0
-    assert len(list(folder.glob("*.cubin"))) == 32
+    assert len(list(folder.glob("*.cubin"))) == 36
     assert "was there" not in capsys.readouterr().out
     assert run(folder, *arguments) == 0
     assert capsys.readouterr().out.count("was there") == 4
@@ -181,7 +186,7 @@ def test_formats_are_compiled_by_themselves(
 ) -> None:
     geometry = "top_k=2,recipe=fp8_tensor,combine=fp8_block"
     assert run(folder, "--arch", "sm_90a", "--geometry", geometry) == 0
-    assert len(list(folder.glob("*.cubin"))) == 6
+    assert len(list(folder.glob("*.cubin"))) == 7
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder))
     wanted = precompile.parse_geometry(geometry)
 
@@ -261,11 +266,11 @@ def test_geometries_that_share_a_build_compile_it_once(
     geometries = ["top_k=2", "top_k=2,recipe=mxfp8", "top_k=2,combine=nvfp4", "lm_head"]
     assert run(folder, "--arch", "sm_90a", "sm_100a", "--geometry", *geometries) == 0
     # dispatch as it comes and by mxfp8, combine in bf16 and in nvfp4, the same of small batches but
-    # for combine in nvfp4, three kernels of the head.
-    assert len(asked) == len(set(asked)) == 2 * 10
+    # for combine in nvfp4, meet, three kernels of the head.
+    assert len(asked) == len(set(asked)) == 2 * 11
     out = capsys.readouterr().out
     sizes = re.findall(r"(\d+) bytes, compiled in (\d+)\.0 s", out)
-    assert sizes == 2 * [("40", "4"), ("60", "6"), ("40", "4"), ("30", "3")]
+    assert sizes == 2 * [("50", "5"), ("70", "7"), ("50", "5"), ("30", "3")]
     assert "8 of 8" in out
 
 
@@ -291,7 +296,7 @@ def test_several_processes(
     compiler: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "top_k=2", "--jobs", "2") == 0
-    assert len(list(folder.glob("*.cubin"))) == 8
+    assert len(list(folder.glob("*.cubin"))) == 10
     assert "2 of 2" in capsys.readouterr().out
 
 
@@ -382,7 +387,7 @@ def test_one_failure_leaves_the_others(
     assert re.search(r"FAILED sm_90a +top_k=2,dtype=bf16: ", out)
     assert str(error) in out
     assert "1 of 2" in out
-    assert len(list(folder.glob("*.cubin"))) == 4
+    assert len(list(folder.glob("*.cubin"))) == 5
 
 
 def test_a_directory_that_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

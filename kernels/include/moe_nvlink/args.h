@@ -41,6 +41,7 @@ struct ControlRegions {
   uint32_t local;           // LocalControl; this rank only
   uint32_t counters;        // ExchangeCounters; this rank only
   uint32_t wait_totals;     // [ep_size] u64 nanoseconds waited for each rank; this rank only
+  uint32_t meeting;  // [2, ep_size, kMeetingWords] u64, entry s by rank s; [ep_size] outcomes
 };
 
 // send_slots holds target_rank * max_tokens_per_rank + slot, or kNoSlot.
@@ -92,6 +93,17 @@ struct CombineArgs {
   uint32_t senders;              // small batches: CTAs that send; 0: all CTAs do all
   float scale;                   // the sums are multiplied by it; finite
   uint32_t is_masked;            // 1: the dispatch had a mask, which it left in LocalControl
+};
+
+// A barrier of the ranks that go on after another one has died (meet.cu).
+struct MeetArgs {
+  uint64_t window_base;                   // address of rank 0's workspace
+  uint64_t rank_stride;                   // bytes from one rank's workspace to the next
+  uint64_t timeout_ns;                    // how long the wait for the peers may take
+  uint64_t active_ranks[kRankMaskWords];  // the ranks that meet
+  uint64_t number;                        // of the meeting, from 1 on
+  Geometry geometry;                      // ranks only
+  ControlRegions control;                 // of channel 0
 };
 
 // The vocabulary product that the ranks of a group share (kernels/lm_head). Rank r has the

@@ -7,6 +7,7 @@ namespace moe_nvlink {
 
 constexpr int kMaxRanks = 128;         // ranks of one exchange; an NVL72 domain has 72 GPUs
 constexpr int kRankMaskWords = 2;      // words of 64 bits that have a bit for each rank
+constexpr int kMeetingWords = 3;       // words of an entry of a meeting: mask, number
 constexpr int kMaxTopK = 32;           // experts a token may be routed to
 constexpr int kMaxPayloads = 10;       // expert ids, router weights and up to 8 rows of the caller
 constexpr int kRegionAlignment = 256;  // bytes; regions of the workspace start on multiples of it

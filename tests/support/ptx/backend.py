@@ -195,6 +195,11 @@ def _of_combine(args: Any) -> _Tensors:
     yield args.add, tokens * row_bytes, "added rows"
 
 
+def _of_meet(_args: Any) -> _Tensors:
+    """It touches the workspaces only."""
+    yield from ()
+
+
 def _of_gather(args: Any) -> _Tensors:
     geometry = args.geometry
     row_bytes = geometry.hidden_size * _ELEMENT_BYTES[geometry.element]
@@ -217,6 +222,7 @@ _TENSORS: dict[str, Callable[[Any], _Tensors]] = {
     "combine": _of_combine,
     "small_dispatch": _of_dispatch,
     "small_combine": _of_combine,
+    "meet": _of_meet,
     "head_gather": _of_gather,
     "head_argmax": _of_argmax,
     "head_collect": _of_collect,

@@ -1,0 +1,201 @@
+"""What the ranks that live do when another one has died: they agree to go on without it.
+
+After a timeout the ranks stand in different rounds, and their memory has the remains of a broken
+one. They meet, each of them clears its own memory, and they meet again (kernels/exchange/meet.cu).
+After the first meeting no old round stores to a peer any more, so zeros are not overwritten. After
+the second one all memory is clear, so no zero falls on a new round's rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from moe_nvlink_plugin.errors import (
+    DisagreementError,
+    ExchangeTimeoutError,
+    InputError,
+    PeerError,
+)
+from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.launch.arguments import Window, new_arguments
+from moe_nvlink_plugin.launch.base import Budget, Executor, Launch
+from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.memory.layout import Region
+from moe_nvlink_plugin.memory.workspace import Workspace
+
+from . import rank_masks
+from .kernels import MEET
+
+#: Threads of the meeting's one CTA on a GPU; each serves some ranks.
+MEETING_THREADS = 128
+
+#: Regions that are zero when a workspace is made; without them rounds begin with epoch 1.
+_ZERO_AT_FIRST = ("send_counters", "recv_counts", "rows_from", "expert_counters")
+
+
+def load_meeting(workspace: Workspace[Executor], variant: Variant) -> Launch:
+    """Load the kernel of the meetings, before a rank has died. Local."""
+    budget = Budget(num_threads=1, max_sms=None, num_ranks=workspace.group.size)
+    return workspace.executor.launcher(variant, budget).load(MEET, MEETING_THREADS)
+
+
+def leave_out(
+    workspace: Workspace[Executor],
+    ranks: Iterable[int],
+    everyones_regions: Sequence[Sequence[dict[str, Region]]],
+    meet: Launch,
+    timeout_s: float,
+) -> None:
+    """Go on without these ranks. Collective over the ranks that live.
+
+    Args:
+        workspace: the workspace that all of them share.
+        ranks: ranks that have died. Those that died before are left out anyway.
+        everyones_regions: for each layer on the workspace its regions, by channel.
+        meet: what load_meeting has loaded.
+        timeout_s: how long a rank waits for the others at each meeting.
+
+    Raises:
+        InputError: a rank is not one of the group, or is this rank. Nothing has changed.
+        ExchangeStateError: the workspace is unusable, and not because a rank is missing.
+        DisagreementError: another rank leaves out other ranks. Nothing has changed.
+        ExchangeTimeoutError: a rank did not come; call again on all ranks that live.
+    """
+    gone = _gone(workspace, ranks)
+    if not isinstance(workspace.broken, ExchangeTimeoutError | PeerError | DisagreementError):
+        workspace.check_usable()
+    with contextlib.ExitStack() as locks:
+        for channel in range(workspace.layout.num_channels):
+            locks.enter_context(workspace.channel_lock(channel))
+        workspace.executor.synchronize()
+        # Of a kind after which this function may be called again.
+        workspace.broken = workspace.broken or PeerError(
+            "mask() has not come to its end on this rank; call it again on all ranks that live"
+        )
+        meeting = _Meeting(workspace, gone, meet, timeout_s)
+        meeting.begin()
+        for regions in everyones_regions:
+            for of_channel in regions:
+                _clear(workspace, of_channel, gone)
+        meeting.hold(workspace.meetings)
+        workspace.recover(gone, meeting.mask)
+
+
+def _gone(workspace: Workspace[Executor], ranks: Iterable[int]) -> tuple[int, ...]:
+    size, me = workspace.group.size, workspace.group.rank
+    dead = {*ranks}
+    for rank in dead:
+        if not 0 <= rank < size or rank == me:
+            raise InputError(
+                f"rank {rank} cannot be left out: name ranks of 0 to {size - 1}, and not rank "
+                f"{me}, which is this rank"
+            )
+    return tuple(sorted(dead.union(workspace.left_out)))
+
+
+class _Meeting:
+    """The barrier of the ranks that are not gone."""
+
+    def __init__(
+        self,
+        workspace: Workspace[Executor],
+        gone: tuple[int, ...],
+        meet: Launch,
+        timeout_s: float,
+    ) -> None:
+        group, memory = workspace.group, workspace.memory
+        self._workspace, self._launch, self._timeout_s = workspace, meet, timeout_s
+        self._alive = [rank for rank in range(group.size) if rank not in gone]
+        regions = workspace.layout.channel_regions(0)
+        self._num_words = constants()["kMeetingWords"]
+        count = group.size * (2 * self._num_words + 1)
+        self._words = workspace.words(regions["meeting"], count, torch.int64)
+        window = Window(memory.base_ptr, memory.rank_stride)
+        self._args = new_arguments(MEET, regions, window, timeout_s)
+        self._args.geometry.ep_size, self._args.geometry.ep_rank = group.size, group.rank
+        self.mask = rank_masks.rank_mask(self._alive, group.size)
+        for index, word in enumerate(self.mask.tolist()):
+            self._args.active_ranks[index] = word & (2**64 - 1)
+
+    def begin(self) -> None:
+        """Hold the first meeting, whose number is odd. Leave the second one's in `meetings`.
+
+        A rank takes a larger number than it has seen. What it has seen may be of a call that has
+        failed; a rank that still waits sees the larger number, and comes to that meeting.
+        """
+        seen = max(entry[-1] for entry in self._entries(1).values())
+        number = max(self._workspace.meetings + 1, seen + 2 if seen else 1)
+        largest = 0
+        while number != largest:
+            number = max(number, largest)
+            self._workspace.meetings = number + 1
+            largest = self.hold(number)
+
+    def hold(self, number: int) -> int:
+        """Meet; return the largest number that a rank has come with."""
+        self._args.number = number
+        self._launch(self._args)
+        self._workspace.executor.synchronize()
+        entries = self._entries(number)
+        for rank, entry in entries.items():
+            if entry[-1] == number:
+                self._compare(rank, entry)
+        outcomes = self._words[-self._workspace.group.size :].tolist()
+        late = tuple(rank for rank in self._alive if outcomes[rank] != 0)
+        if late:
+            raise ExchangeTimeoutError(
+                f"rank {self._workspace.group.rank} waited {self._timeout_s:g} s in mask, meeting "
+                f"{number}, for rank(s) {', '.join(map(str, late))}; every rank that lives calls "
+                "mask() with the same ranks; if one of those has died, call it again with that "
+                "rank too",
+                phase="mask",
+                ranks=late,
+                epoch=number,
+            )
+        return max(entry[-1] for entry in entries.values())
+
+    def _entries(self, number: int) -> dict[int, list[int]]:
+        """Return what the ranks have stored here for meetings like this one, odd or even."""
+        words, size = self._num_words, self._workspace.group.size
+        found = self._words[: 2 * size * words].view(2, size, words)[number % 2].tolist()
+        return {rank: found[rank] for rank in self._alive}
+
+    def _compare(self, rank: int, entry: list[int]) -> None:
+        if entry[: len(self.mask)] == self.mask.tolist():
+            return
+        group = self._workspace.group
+        theirs = rank_masks.ranks_in(torch.tensor(entry, dtype=torch.int64), group.size)
+        raise DisagreementError(
+            f"rank {rank} goes on with ranks {theirs}, rank {group.rank} with {self._alive}; call "
+            "mask() with the same ranks on all ranks that live"
+        )
+
+
+def _clear(
+    workspace: Workspace[Executor], regions: dict[str, Region], gone: tuple[int, ...]
+) -> None:
+    """Leave one channel's memory on this rank as it was when the workspace was made."""
+    for name, region in regions.items():
+        if name in _ZERO_AT_FIRST or name.endswith("_staging"):
+            workspace.region_bytes(region).zero_()
+        elif name.endswith("_cells"):
+            cells = workspace.words(region, workspace.group.size, torch.int64).zero_()
+            for rank in gone:
+                cells[rank] = _never_a_round()
+    local = workspace.region_bytes(regions["local"])
+    host_fault = structs()["LocalControl"].host_fault
+    local[: host_fault.offset].zero_()
+    local[host_fault.offset + host_fault.size :].zero_()
+
+
+def _never_a_round() -> int:
+    """Return the cell of a rank that has gone.
+
+    A launch that does not leave the rank out finds it ahead, and does not wait. Should its epoch
+    ever be right, no slice holds so many rows.
+    """
+    most_rows = (1 << constants()["kCountBits"]) - 1
+    return most_rows << 32 | 0x7FFFFFFF

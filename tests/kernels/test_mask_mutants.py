@@ -1,0 +1,203 @@
+"""Each place where a kernel asks for the mask is needed: without it, a check of masks fails.
+
+All of them sleep in one library (tests/support/sanitizers.py), and each is woken by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_nvlink_plugin.jit import host
+from tests.kernels import test_active_ranks as masks
+from tests.kernels import test_survivors
+from tests.support import emulated, emulated_text, sanitizers
+from tests.support.sanitizers import Bugs, Edit, instead
+
+pytestmark = pytest.mark.timeout(600)
+
+#: Of waits for a rank that is left out. The checks have waits of their own that are in time.
+TIMEOUT_S = 2.0
+
+_ASKS = "if (!is_active(args, peer)) return;"
+_DOES_NOT_ASK = "if (!AWAKE && !is_active(args, peer)) return;"
+_WAITS = "if (is_active(args, peer)) {"
+
+Check = Callable[[pytest.MonkeyPatch], None]
+
+
+def going(small: bool, combine: str = "bf16") -> Check:
+    return lambda _: masks.check_ranks_that_go(combine, small=small, timeout_s=TIMEOUT_S)
+
+
+def differing(small: bool) -> Check:
+    return lambda _: masks.check_masks_that_differ(small)
+
+
+def left_out(small: bool) -> Check:
+    return functools.partial(masks.check_left_out_by_oneself, small)
+
+
+def counters(_: pytest.MonkeyPatch) -> None:
+    masks.check_counters(small=True)
+
+
+def two_words(_: pytest.MonkeyPatch) -> None:
+    masks.check_two_words(small=False)
+
+
+def going_on(_: pytest.MonkeyPatch) -> None:
+    test_survivors.check_that_ranks_go_on(TIMEOUT_S)
+
+
+#: What is broken, and the check that must fail.
+MUTANTS: dict[str, tuple[list[Edit], Check]] = {
+    "dispatch routes to a rank that is left out": (
+        instead("active_target_of", "is_active(args, target)", "true"),
+        going(small=False),
+    ),
+    "dispatch signals it": (
+        instead("publish_counts", "is_active(args, peer)", "true"),
+        going(small=False),
+    ),
+    "dispatch waits for it": (
+        instead("collect_counts", "is_active(args, peer)", "true"),
+        going(small=False),
+    ),
+    "combine signals it": (
+        instead("signal_peers", "is_active(args, peer)", "true"),
+        going(small=False),
+    ),
+    "combine waits for it": (
+        [Edit("combine_barrier", _ASKS, _DOES_NOT_ASK)],
+        going(small=False),
+    ),
+    "small dispatch routes to it": (
+        instead("active_owner_of", "is_active(args, owner)", "true"),
+        going(small=True),
+    ),
+    "small dispatch counts rows for it": (
+        instead("count_sent_rows", "is_active(args, rank)", "true"),
+        counters,
+    ),
+    "small dispatch signals it": (
+        [Edit("publish_small_round", _ASKS, _DOES_NOT_ASK)],
+        going(small=True),
+    ),
+    "small dispatch waits for it": (
+        instead("see_counts", "is_active(args, peer)", "true"),
+        going(small=True),
+    ),
+    "small dispatch acquires its cell": (
+        [Edit("acquire_cells", _ASKS, _DOES_NOT_ASK)],
+        going(small=True, combine="fp8_block"),
+    ),
+    "a dispatch waits for its combine": (
+        [Edit("await_combine", _ASKS, _DOES_NOT_ASK)],
+        going(small=True),
+    ),
+    "ids of its experts stay": (
+        instead("keeps", "args.active_ranks == 0", "true"),
+        going(small=True),
+    ),
+    "combine has no mask": (
+        instead("is_active", "args.is_masked == 0", "true"),
+        going(small=False),
+    ),
+    "dispatch leaves no mask": (
+        instead("leave_mask", "args.active_ranks == 0", "true"),
+        going(small=True),
+    ),
+    "a mask has no tag": (
+        instead("mask_tag", "args.active_ranks == 0", "true"),
+        differing(small=False),
+    ),
+    "a small round's mask has no tag": (
+        instead("mask_tag", "args.active_ranks == 0", "true"),
+        differing(small=True),
+    ),
+    "a rank that leaves itself out goes on": (
+        instead("is_excluded", "!is_active(args, args.geometry.ep_rank)", "false"),
+        left_out(small=False),
+    ),
+    "it does not report that": (
+        instead("report_left_out", "is_active(args, me)", "true"),
+        left_out(small=True),
+    ),
+    "the second word is not read": (
+        instead("has_rank", "mask + rank / 64", "mask"),
+        two_words,
+    ),
+    "meet waits for a rank that has gone": (
+        [
+            Edit(
+                "meet_body", "if (is_active(args, peer)) {", "if (AWAKE || is_active(args, peer)) {"
+            )
+        ],
+        going_on,
+    ),
+    "meet has no mask in its entry": (
+        instead("meet_body", "args.active_ranks[word]", "uint64_t{0}"),
+        going_on,
+    ),
+    "meet tells nobody": (
+        [Edit("meet_body", _ASKS, "if (AWAKE || !is_active(args, peer)) return;")],
+        going_on,
+    ),
+}
+#: Those that `make test` looks at: one of each kernel.
+SAMPLE = (
+    "dispatch signals it",
+    "combine has no mask",
+    "small dispatch counts rows for it",
+    "meet has no mask in its entry",
+)
+NUMBERS = {name: number for number, name in enumerate(MUTANTS, 1)}
+BUGS: Bugs = {name: edits for name, (edits, _check) in MUTANTS.items()}
+
+_WAKE = 'extern "C" void moe_nvlink_wake(int bug) { moe_nvlink::seeded_bug = bug; }\n'
+
+
+@functools.cache
+def library() -> Path:
+    text = sanitizers.seed(emulated_text.host_source(), BUGS, NUMBERS) + _WAKE
+    return host.build(text, emulated.FLAGS_OF_DELAYED)
+
+
+@pytest.fixture
+def wake(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Ranks of this process run the library from now on; the function wakes one of its bugs."""
+    path = library()
+    loaded: Any = ctypes.CDLL(str(path))
+    of_ranks = host.HostLibrary(path)
+    monkeypatch.setattr(host, "load", lambda _text: of_ranks)
+    # Emulated ranks build theirs.
+    monkeypatch.setattr(host, "build", lambda *_args: path)
+    waken: Callable[[int], None] = loaded.moe_nvlink_wake
+    waken(0)
+    return waken
+
+
+def test_asleep_they_do_nothing(
+    wake: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in SAMPLE:
+        MUTANTS[name][1](monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [each if each in SAMPLE else pytest.param(each, marks=pytest.mark.long) for each in MUTANTS],
+)
+def test_it_is_noticed(
+    name: str, wake: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wake(NUMBERS[name])
+    # A wrong result, a rank's error, or an error that does not come.
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        MUTANTS[name][1](monkeypatch)

@@ -1,0 +1,67 @@
+"""Ranks that go on without another one, on the PTX of the product's kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from moe_nvlink_plugin.jit.header import constants
+from tests.ptx.test_cases import ARCHITECTURES, SMALL
+from tests.support import cases, emulated
+from tests.support.emulated import EmulatedRanks
+from tests.support.ptx import survivors
+from tests.support.ptx.backend import PtxBackend
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+pytestmark = pytest.mark.timeout(600)
+
+CASE = dataclasses.replace(SMALL, tokens=(3, 1, 4, 2), num_experts=11)
+
+
+def broken_round(ranks: EmulatedRanks, inputs: list[cases.Inputs]) -> None:
+    """The last rank never comes; the others end both verbs, with a fault that names it."""
+    here, last = inputs[:-1], len(inputs) - 1
+    received = ranks.dispatch(here)
+    ranks.combine(
+        [mine.send_slots for mine in received], [torch.zeros_like(m.hidden_states) for m in here]
+    )
+    for rank in range(last):
+        word = int(ranks.control(rank).fault)
+        assert (word >> 48 & 0xFF, word >> 32 & 0xFFFF) == (constants()["kPhaseDispatch"], last)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_others_go_on(architecture: str, small: bool) -> None:
+    """A good round, a broken one, and two without the rank that broke it."""
+    case = dataclasses.replace(CASE, small=small)
+    masked = emulated.with_ctas(dataclasses.replace(case, left_out=(3,)), 2)
+    options: dict[str, Any] = {"architecture": architecture, "ctas": 2, "pdl": True, "races": True}
+    inputs = cases.make_inputs(case)
+    with contextlib.closing(PtxBackend(4, case.config(0), **options)) as backend:
+        ranks = EmulatedRanks(emulated.config_of(case, timeout_s=1e-3), backend, hidden_splits=2)
+        ranks.run_round(inputs)
+        broken_round(ranks, inputs)
+        survivors.go_on_without(ranks, 3)
+        for _ in range(2):
+            emulated.check_round(masked, inputs, ranks.run_round(inputs))
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_a_launch_without_the_mask_does_not_wait(small: bool) -> None:
+    """As of a graph that was captured before the death: the code is not that of a wait in vain."""
+    case = dataclasses.replace(CASE, small=small)
+    inputs = cases.make_inputs(case)
+    with contextlib.closing(PtxBackend(4, case.config(0), ctas=2, pdl=True)) as backend:
+        ranks = EmulatedRanks(emulated.config_of(case, timeout_s=1e-3), backend)
+        broken_round(ranks, inputs)
+        survivors.go_on_without(ranks, 3)
+        ranks._masks = [None] * 4
+        ranks.dispatch(inputs[:3])
+        for rank in range(3):
+            word = int(ranks.control(rank).fault)
+            assert (word >> 56, word >> 32 & 0xFFFF) == (constants()["kFaultAhead"], 3)

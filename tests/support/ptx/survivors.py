@@ -1,0 +1,77 @@
+"""Emulated ranks that go on without the last one, as MoeAllToAll.mask does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from moe_nvlink_plugin import rank_mask
+from moe_nvlink_plugin.exchange import launches, survivors
+from moe_nvlink_plugin.exchange.kernels import MEET
+from moe_nvlink_plugin.launch.arguments import Window, new_arguments
+from moe_nvlink_plugin.launch.kernel import Build
+from moe_nvlink_plugin.launch.shape import Shape
+from moe_nvlink_plugin.memory.layout import Region
+from tests.support.emulated import EmulatedRanks
+from tests.support.ptx.backend import PtxBackend
+
+#: Fewer than ranks: a thread has several peers.
+THREADS = 2
+
+
+def build(ranks: EmulatedRanks) -> Build:
+    """What a GPU gets of meet."""
+    assert isinstance(ranks.backend, PtxBackend)
+    return launches.variant(ranks.config, 0).build(MEET, pdl=ranks.backend.grids.pdl)
+
+
+def meet(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> None:
+    """One meeting; AssertionError if a rank has waited in vain."""
+    size = ranks.config.ep_size
+    window = Window(ranks.memory.data_ptr(), ranks.memory.stride(0))
+    calls = []
+    for rank in alive:
+        args: Any = new_arguments(MEET, ranks.regions[0], window, ranks.config.timeout_s)
+        args.geometry.ep_size, args.geometry.ep_rank = size, rank
+        args.active_ranks[0] = rank_mask(alive, size).item()
+        args.number = number
+        calls.append(args)
+    backend = ranks.backend
+    assert isinstance(backend, PtxBackend)
+    backend.grids.launch([build(ranks)] * len(calls), calls, Shape(1, THREADS), ranks=alive)
+    for rank in alive:
+        words = _Memory(ranks, rank).region_bytes(ranks.regions[0]["meeting"]).view(torch.int64)
+        assert not words[-size:].any(), f"rank {rank} waited in vain"
+
+
+class _Memory:
+    """What clearing needs of a Workspace; the host of the rank writes there."""
+
+    def __init__(self, ranks: EmulatedRanks, rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+        self.group = SimpleNamespace(size=ranks.config.ep_size)
+
+    def region_bytes(self, region: Region) -> torch.Tensor:
+        found = self._ranks.memory[self._rank, region.offset :][: region.size_bytes]
+        writes = region.name != "meeting"
+        self._ranks.backend.host_access(self._rank, found, writes=writes)
+        return found
+
+    def words(self, region: Region, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.region_bytes(region).view(dtype)[:count]
+
+
+def go_on_without(ranks: EmulatedRanks, gone: int) -> None:
+    """The others meet, clear their memory, meet again, and have a mask in later rounds."""
+    alive = [rank for rank in range(ranks.config.ep_size) if rank != gone]
+    meet(ranks, alive, 1)
+    for rank in alive:
+        memory: Any = _Memory(ranks, rank)
+        survivors._clear(memory, ranks.regions[0], (gone,))
+    meet(ranks, alive, 2)
+    for rank in range(ranks.config.ep_size):
+        others = alive if rank in alive else [gone]
+        ranks._masks[rank] = rank_mask(others, ranks.config.ep_size)
