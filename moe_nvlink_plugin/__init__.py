@@ -4,8 +4,9 @@ A token passes these folders, in this order:
 
     integration/   the porch: one adapter per framework, which uses the public names below
     exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); torch.ops.moe_nvlink.*
-                   (ops.py, inductor.py); one layer on one workspace (layer.py, checks.py), its
-                   views on one channel (channel.py), and its kernels (kernels.py): two,
+                   (ops.py, inductor.py); verbs that run beside their caller (in_flight.py); one
+                   layer on one workspace (layer.py, checks.py), its views on one channel
+                   (channel.py), and its kernels (kernels.py): two,
                    and two for small batches; masks of ranks (rank_masks.py); how ranks go on
                    after the death of another (survivors.py)
     launch/        says what a kernel is (Kernel, kernel.py), and starts one: on CPU threads
@@ -42,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import AllToAllConfig
     from .exchange.all_to_all import Dispatched, DispatchMetadata, MoeAllToAll
+    from .exchange.in_flight import InFlight
     from .exchange.rank_masks import rank_mask
     from .lm_head.config import HeadConfig
     from .lm_head.group import HeadGroup, HeadStats, sharded_argmax, sharded_logits
@@ -56,6 +58,7 @@ _HOMES = {
     "HeadConfig": "lm_head.config",
     "HeadGroup": "lm_head.group",
     "HeadStats": "lm_head.group",
+    "InFlight": "exchange.in_flight",
     "MoeAllToAll": "exchange.all_to_all",
     "QuantisingRecipe": "recipes",
     "rank_mask": "exchange.rank_masks",
@@ -71,6 +74,7 @@ __all__ = [
     "HeadConfig",
     "HeadGroup",
     "HeadStats",
+    "InFlight",
     "MoeAllToAll",
     "QuantisingRecipe",
     "rank_mask",

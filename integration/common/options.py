@@ -59,6 +59,7 @@ class Options(NamedTuple):
             nvfp4 has 1.0.
         mtp_lm_head_tp_size: number of consecutive data-parallel ranks that share the LM head of an
             MTP draft; 1: none share. "auto": decided step by step by the rule of lm_head/cost.py.
+        overlap_shared_experts: whether combine runs beside the shared experts, and not after them.
     """
 
     dispatch: str = AUTO
@@ -66,6 +67,7 @@ class Options(NamedTuple):
     quantise: str = FUSED
     dispatch_global_scale: float | None = None
     mtp_lm_head_tp_size: int | str = 1
+    overlap_shared_experts: bool = False
 
     @property
     def shares_lm_head(self) -> bool:
@@ -109,6 +111,9 @@ def read(given: Any, wording: Wording) -> Options:
         raise ConfigError(
             f"{where}: dispatch={chosen.dispatch!r} is not {AUTO}, {UNQUANTISED} or a recipe's name"
         )
+    if not isinstance(chosen.overlap_shared_experts, bool):
+        found = chosen.overlap_shared_experts
+        raise ConfigError(f"{where}: overlap_shared_experts={found!r} is not true or false")
     _check_global_scale(chosen, where)
     _check_mtp_lm_head(chosen, where)
     return chosen

@@ -31,6 +31,15 @@ _FORWARD = (
     *("hidden_states", "router_logits", "shared_experts_input", "input_ids", "layer_name"),
     "hidden_dim_unpadded",
 )
+#: Parameters of prepare and finalize, and of their halves.
+_PREPARE = (
+    *("a1", "topk_weights", "topk_ids", "num_experts", "expert_map"),
+    *("apply_router_weight_on_input", "quant_config", "defer_input_quant"),
+)
+_FINALIZE = (
+    *("output", "fused_expert_output", "topk_weights", "topk_ids"),
+    *("apply_router_weight_on_input", "weight_and_reduce_impl"),
+)
 
 
 def _for_drafts(*touched: Touched) -> list[Touched]:
@@ -173,15 +182,20 @@ TOUCHED = (
         max_num_tokens_per_rank=(),
         num_dispatchers=(),
         output_is_reduced=(),
+        supports_async=(),
         post_init_setup=("fused_experts",),
-        prepare=(
-            *("a1", "topk_weights", "topk_ids", "num_experts", "expert_map"),
-            *("apply_router_weight_on_input", "quant_config", "defer_input_quant"),
-        ),
-        finalize=(
-            *("output", "fused_expert_output", "topk_weights", "topk_ids"),
-            *("apply_router_weight_on_input", "weight_and_reduce_impl"),
-        ),
+        prepare=_PREPARE,
+        prepare_async=_PREPARE,
+        finalize=_FINALIZE,
+        finalize_async=_FINALIZE,
+    ),
+    *(
+        Touched("vllm.v1.worker.ubatching", name, "use", parameters)
+        for name, parameters in (
+            ("dbo_current_ubatch_id", ()),
+            ("dbo_enabled", ()),
+            ("dbo_maybe_run_recv_hook", None),  # wrapped: takes the thread's context
+        )
     ),
     *methods(
         _KERNEL,
@@ -387,7 +401,11 @@ FIELDS = (
     ),
     Fields(f"{_MOE}.fused_moe_modular_method", "FusedMoEModularMethod", ("old_quant_method",)),
     Fields(_FP8, "Fp8MoEMethod", ("block_quant", "experts_cls", "fp8_backend", "moe")),
-    Fields(_KERNEL, "FusedMoEKernel", ("fused_experts", "is_monolithic", "prepare_finalize")),
+    Fields(
+        _KERNEL,
+        "FusedMoEKernel",
+        ("can_overlap_shared_experts", "fused_experts", "is_monolithic", "prepare_finalize"),
+    ),
     Fields(
         f"{_MOE}.routed_experts",
         "RoutedExperts",

@@ -24,7 +24,9 @@ from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
 from . import checks, ops, sizes
-from .layer import LayerExchange, find
+from .formats import Activations
+from .in_flight import InFlight
+from .layer import Five, LayerExchange, find
 
 logger = logging.getLogger(__name__)
 
@@ -270,6 +272,75 @@ class MoeAllToAll:
             active_ranks,
             expert_counts,
         )
+        outputs = ids, weights, hidden, counts, slots
+        return self._dispatched(outputs, extra_payloads, channel, max_tokens)
+
+    def dispatch_async(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        extra_payloads: Sequence[torch.Tensor] = (),
+        *,
+        scales: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
+        is_padding: torch.Tensor | None = None,
+        max_tokens: int | None = None,
+        active_ranks: torch.Tensor | None = None,
+        channel: int = 0,
+    ) -> InFlight[Dispatched]:
+        """Start a dispatch that runs beside the caller. Collective; capturable.
+
+        On a GPU the kernel runs on a stream of the channel, which first waits for the caller's
+        current stream; on CPU ranks it runs on a thread. `wait` of the result ends the verb: not
+        before that may combine follow. Other ranks may call `dispatch` for the same round. While
+        the kernel waits for a late rank, some of its CTAs keep their place: with max_sms, or
+        MOE_NVLINK_MAX_SMS, it takes fewer.
+
+        torch.compile cannot trace it.
+
+        Args:
+            hidden_states: as for dispatch, like all arguments. Nobody writes to them before `wait`.
+            topk_ids: as for dispatch.
+            topk_weights: as for dispatch.
+            extra_payloads: as for dispatch.
+            scales: as for dispatch.
+            global_scale: as for dispatch.
+            is_padding: as for dispatch.
+            max_tokens: as for dispatch.
+            active_ranks: as for dispatch.
+            channel: as for dispatch. Verbs of different channels may be in flight together.
+
+        Raises:
+            InputError, ExchangeStateError: as dispatch; also if the verb before in this channel
+                still runs beside its caller.
+        """
+        if max_tokens is None:
+            max_tokens = self.config.max_tokens_per_rank
+        layer, bound = find(self._handle), max_tokens
+        outputs = layer.dispatch(
+            layer.workspace.pending,
+            Activations(hidden_states, scales, global_scale, is_padding, active_ranks),
+            topk_ids,
+            topk_weights,
+            list(extra_payloads),
+            channel,
+            max_tokens,
+            beside=True,
+        )
+        running = layer.running(channel)
+
+        def wait() -> Dispatched:
+            find(self._handle).wait(channel, running)
+            return self._dispatched(outputs, extra_payloads, channel, bound)
+
+        return InFlight(wait)
+
+    def _dispatched(
+        self, outputs: Five, extra_payloads: Sequence[torch.Tensor], channel: int, max_tokens: int
+    ) -> Dispatched:
+        """Return what dispatch returns, from the outputs of the op. Local."""
+        ids, weights, hidden, counts, slots = outputs
         has_scales = "recv_scales" in self._layer.rows
         more = [
             ops.received(counts, like, index, self._handle, channel, max_tokens)
@@ -415,6 +486,57 @@ class MoeAllToAll:
             scale,
         )
         return output
+
+    def combine_async(
+        self,
+        expert_output: torch.Tensor,
+        metadata: DispatchMetadata,
+        *,
+        output: torch.Tensor | None = None,
+        hidden_size: int | None = None,
+        add: torch.Tensor | None = None,
+        scale: float = 1,
+    ) -> InFlight[torch.Tensor]:
+        """Start a combine that runs beside the caller. Collective; capturable.
+
+        It runs as dispatch_async does. The experts' rows are in place when it starts. If
+        expert_output is not the memory of combine_input(), the copy comes before, on the caller's
+        stream. torch.compile cannot trace it.
+
+        Args:
+            expert_output: as for combine, like all arguments. Nobody writes to them before `wait`.
+            metadata: as for combine.
+            output: as for combine.
+            hidden_size: as for combine.
+            add: as for combine. Its rows are complete when this verb starts.
+            scale: as for combine.
+
+        Raises:
+            InputError, ExchangeStateError: as combine; also if the dispatch still runs beside its
+                caller.
+        """
+        self._check_own(metadata)
+        layer, channel = find(self._handle), metadata.channel
+        if metadata.round >= 0:
+            layer.check_round(metadata.round, channel)
+        result = layer.combine(
+            layer.workspace.pending,
+            expert_output,
+            metadata.send_slots,
+            output,
+            channel,
+            hidden_size,
+            add,
+            scale,
+            beside=True,
+        )
+        running = layer.running(channel)
+
+        def wait() -> torch.Tensor:
+            find(self._handle).wait(channel, running)
+            return result
+
+        return InFlight(wait)
 
     def _check_own(self, metadata: DispatchMetadata) -> None:
         if metadata.handle != self._handle:

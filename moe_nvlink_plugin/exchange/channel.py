@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from moe_nvlink_plugin.errors import MoeNvlinkError
@@ -67,6 +71,8 @@ class Channel:
         self._dispatch_geometry = self._dispatch_args.geometry
         self._combine_geometry = self._combine_args.geometry
         self._active_ranks: torch.Tensor | None = None  # of the last dispatch
+        #: Waits for the last launch that runs beside the caller.
+        self.join: Callable[[], None] = lambda: None
         self._timeouts = Timeouts.of(config)
         self._faults = Faults(
             workspace, index, config.ep_rank, ep_size, self._timeouts, LAYER.phases
@@ -101,6 +107,8 @@ class Channel:
         extra_bytes: tuple[int, ...] | None = None,
         active_ranks: torch.Tensor | None = None,
         expert_counts: torch.Tensor | None = None,
+        *,
+        beside: bool = False,
     ) -> torch.Tensor:
         """Launch dispatch; return send_slots `[num_tokens, top_k]` int32. Collective; capturable.
 
@@ -115,6 +123,7 @@ class Channel:
             extra_bytes: bytes of a row of each extra payload; None: as in the last call.
             active_ranks: mask of the ranks that take part (rank_masks.py); None: all that live.
             expert_counts: `[num_expert_counts]` int32; None: dispatch counts, if counts travel.
+            beside: whether the kernel runs beside the caller; then `join` waits for it.
         """
         args = self._dispatch_args
         if extra_bytes is not None and extra_bytes != self._extra_bytes:
@@ -138,8 +147,15 @@ class Channel:
         for entry, tensor in zip(self._sources, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
-        self._launches.dispatch(args)
+        self._launch(self._launches.dispatch, args, beside)
         return slots
+
+    def _launch(self, launch: Callable[[Any], None], args: Any, beside: bool) -> None:
+        if beside:
+            executor = self._workspace.executor
+            self.join = executor.beside(self._index, functools.partial(launch, args))
+        else:
+            launch(args)
 
     def combine(
         self,
@@ -148,10 +164,13 @@ class Channel:
         output: torch.Tensor,
         add: torch.Tensor | None = None,
         scale: float = 1.0,
+        *,
+        beside: bool = False,
     ) -> None:
         """Launch combine; first copy expert_output if it is not combine_region.
 
-        Collective; capturable. The arguments have the shapes that MoeAllToAll.combine documents.
+        Collective; capturable. The arguments have the shapes that MoeAllToAll.combine documents;
+        `beside` as for `dispatch`.
         """
         if expert_output.data_ptr() != self.combine_region.data_ptr():
             self._copy_rows(expert_output)
@@ -168,7 +187,7 @@ class Channel:
         args.scale = scale
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
-        self._launches.combine(args)
+        self._launch(self._launches.combine, args, beside)
         startup.complete_round()
 
     def _copy_rows(self, expert_output: torch.Tensor) -> None:

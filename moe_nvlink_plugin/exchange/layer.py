@@ -24,7 +24,11 @@ from moe_nvlink_plugin.recipes import Recipe
 from . import checks, rank_masks, survivors
 from .channel import Channel
 from .formats import Activations, LayerFormat
+from .in_flight import Running
 from .launches import variant
+
+#: topk_ids, topk_weights, hidden_states, recv_counts, send_slots: what dispatch returns.
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _handles = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, LayerExchange] = weakref.WeakValueDictionary()
@@ -79,6 +83,7 @@ class LayerExchange:
         self._checked_scales: set[tuple[int, int]] = set()
         self.workspace = workspace
         self.rounds = [0] * config.num_channels
+        self._running: dict[int, Running] = {}  # channel -> what runs beside the caller
         channels = range(config.num_channels)
         self._words = [_word(workspace.pending, index) for index in channels]
         # Loads kernels here and not in the first round: a failure is then an error of `create` on
@@ -100,6 +105,10 @@ class LayerExchange:
         with contextlib.ExitStack() as locks:
             for index in range(self.config.num_channels):
                 locks.enter_context(self.workspace.channel_lock(index))
+            for running in self._running.values():
+                with contextlib.suppress(Exception):  # nobody waits for its result any more
+                    running.join()
+            self._running.clear()
             self._channels = []
             self.workspace.abandon(self.handle)
             self.workspace.release()
@@ -155,11 +164,12 @@ class LayerExchange:
         extra_payloads: list[torch.Tensor],
         channel_index: int,
         max_tokens: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        *,
+        beside: bool = False,
+    ) -> Five:
         """Run dispatch as MoeAllToAll.dispatch documents it. Collective; capturable.
 
-        Returns:
-            topk_ids, topk_weights, hidden_states, recv_counts, send_slots.
+        If it runs `beside` the caller, the results are there after `wait`.
         """
         if max_tokens is None:
             max_tokens = self.config.max_tokens_per_rank
@@ -183,7 +193,7 @@ class LayerExchange:
         num_tokens = rows.hidden_states.shape[0]
         checks.channel(channel_index, self.config.num_channels)
         with self.workspace.channel_lock(channel_index):
-            channel = self._usable_channel(channel_index)
+            channel = self._usable_channel(channel_index, "dispatch")
             dispatched = self._dispatched(pending, channel_index)
             if dispatched.value != 0:
                 raise ExchangeStateError(
@@ -201,8 +211,14 @@ class LayerExchange:
                 extra_bytes,
                 given.active_ranks,
                 given.expert_counts,
+                beside=beside,
             )
-            self._raise_fault(channel)
+            if beside:
+                read = [*payloads, slots, rows.global_scale, given.is_padding]
+                read += [given.active_ranks, given.expert_counts]
+                self._running[channel_index] = Running("dispatch", channel.join, read)
+            else:
+                self._raise_fault(channel)
             dispatched.value = self.handle
             self.rounds[channel_index] += 1
         num_slots = self.format.slots_of(max_tokens)
@@ -256,15 +272,17 @@ class LayerExchange:
         hidden_size: int | None = None,
         add: torch.Tensor | None = None,
         scale: float = 1.0,
+        *,
+        beside: bool = False,
     ) -> torch.Tensor:
         """Run combine as MoeAllToAll.combine documents it; return output.
 
-        Collective; capturable.
+        Collective; capturable. If it runs `beside` the caller, output is written after `wait`.
         """
         checks.channel(channel_index, self.config.num_channels)
         checks.scale(scale)
         with self.workspace.channel_lock(channel_index):
-            channel = self._usable_channel(channel_index)
+            channel = self._usable_channel(channel_index, "combine")
             checks.combine_inputs(
                 self.format, expert_output, send_slots, output, channel.max_tokens, hidden_size
             )
@@ -280,10 +298,37 @@ class LayerExchange:
                 )
             # The peers send the rows of every token that was dispatched.
             checks.all_tokens(send_slots.shape[0], channel.num_tokens)
-            channel.combine(expert_output, send_slots, output, add, scale)
-            self._raise_fault(channel)
-            dispatched.value = 0
+            channel.combine(expert_output, send_slots, output, add, scale, beside=beside)
+            if beside:
+                read = [expert_output, send_slots, output, add]
+                self._running[channel_index] = Running("combine", channel.join, read)
+            else:
+                self._raise_fault(channel)
+                dispatched.value = 0
         return output
+
+    def running(self, channel_index: int) -> Running:
+        """Return what the last verb of a channel, which runs beside the caller, left. Local."""
+        return self._running[channel_index]
+
+    def wait(self, channel_index: int, running: Running) -> None:
+        """Wait for a verb that runs beside the caller, as InFlight.wait documents it. Local.
+
+        Capturable.
+        """
+        with self.workspace.channel_lock(channel_index):
+            channel = self.channel(channel_index)
+            if self._running.get(channel_index) is not running:
+                self.workspace.check_usable()  # the first wait may have failed
+                raise ExchangeStateError(
+                    f"wait twice for one {running.verb}_async on channel {channel_index}: keep "
+                    "what the first wait() returned"
+                )
+            del self._running[channel_index]
+            running.join()
+            self._raise_fault(channel)
+            if running.verb == "combine":
+                self._words[channel_index].value = 0
 
     def _check_added(
         self,
@@ -302,9 +347,11 @@ class LayerExchange:
             return self._words[channel_index]
         return _word(pending, channel_index)  # a compiled graph has another tensor of this memory
 
-    def _usable_channel(self, index: int) -> Channel:
+    def _usable_channel(self, index: int, verb: str) -> Channel:
         self.workspace.check_usable()
         channel = self.channel(index)
+        if index in self._running:
+            raise self._running[index].refuse(verb, index)
         # On a GPU an earlier verb may have failed after its call returned.
         self._raise_fault(channel)
         return channel

@@ -14,7 +14,7 @@ import torch
 
 from . import inductor, scales_layout
 from .formats import Activations
-from .layer import find
+from .layer import Five, find
 
 # The ops exist as long as this object. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-untyped-call]
@@ -47,9 +47,6 @@ _library.define(
     "Tensor(b!) output, int handle, int channel, SymInt? hidden_size=None, Tensor? add=None, "
     "float scale=1.0) -> ()"
 )
-
-
-Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _dispatch(

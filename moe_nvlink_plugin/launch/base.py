@@ -65,6 +65,23 @@ class Executor(WorkspaceExecutor, Protocol):
         """Wait until this thread's stream has done all its work. Local; not capturable."""
         ...
 
+    def beside(self, channel: int, launch: Callable[[], None]) -> Callable[[], None]:
+        """Run a launch beside the caller; return what waits for it. Local; capturable.
+
+        What the caller's stream has done before is visible to the kernel. One launch of a channel
+        at a time runs so.
+
+        Args:
+            channel: number of the channel. Launches of two channels do not wait for each other.
+            launch: calls a Launch.
+
+        Returns:
+            A function for one call by any thread. On a GPU it makes the calling thread's stream
+            wait for the kernel. On CPU ranks it waits for the kernel and raises what the launch
+            has raised.
+        """
+        ...
+
     def launcher(self, variant: Variant, budget: Budget) -> Launcher:
         """Make the launcher for the kernels of one family. Local.
 

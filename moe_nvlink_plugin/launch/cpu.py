@@ -1,10 +1,15 @@
-"""CPU ranks: a launch is a call, which returns after the kernel has run."""
+"""CPU ranks: a launch is a call, which returns after the kernel has run.
+
+A launch that runs beside its caller is such a call on another thread.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -72,6 +77,22 @@ class HostExecutor:
 
     def synchronize(self) -> None:
         """Do nothing: a launch has finished when it returns."""
+
+    def beside(self, channel: int, launch: Callable[[], None]) -> Callable[[], None]:
+        """See Executor. The launch runs on a thread, which ends with it."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                launch()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        # No daemon: at its end the interpreter waits for the thread, which uses shared memory.
+        threading.Thread(target=run, name=f"moe_nvlink channel {channel}").start()
+        return done.result
 
     def fault_words(self, count: int) -> _HostFaultWords:
         """See WorkspaceExecutor. The words lie in ordinary memory of this process."""

@@ -142,7 +142,9 @@ class _CudaLaunch:
         if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            found = _prepared(self._choose(count), key[1], self._pdl)
+            # A side stream's kernel waits for another stream's event, which PDL does not know.
+            pdl = self._pdl and not self._executor.runs_beside()
+            found = _prepared(self._choose(count), key[1], pdl)
             self._prepared[key] = found
         return found
 
@@ -308,6 +310,45 @@ def _free_host_memory(index: int, address: int) -> None:
         logger.warning("moe_nvlink: pinned words of GPU %d stay allocated: %s", index, error)
 
 
+class _Side(NamedTuple):
+    """The stream of one channel's launches beside the caller's stream, and its two events.
+
+    Attributes:
+        stream: its priority is the highest, so its CTAs find a place before those of a large
+            kernel's next wave.
+        begun: what the caller's stream has done before the launch.
+        done: the launch.
+    """
+
+    stream: Any
+    begun: Any
+    done: Any
+
+    @classmethod
+    def create(cls, index: int) -> _Side:
+        """Create a channel's stream on a device, also while a thread captures a CUDA graph."""
+        api = driver.api()
+        with driver.on_device(index), driver.relaxed_capture():
+            _least, greatest = driver.call("cuCtxGetStreamPriorityRange")
+            flags = api.CUstream_flags.CU_STREAM_NON_BLOCKING
+            stream = driver.call("cuStreamCreateWithPriority", flags, greatest)
+            untimed = api.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            events = [driver.call("cuEventCreate", untimed) for _ in range(2)]
+        return cls(stream, *events)
+
+    @staticmethod
+    def destroy(index: int, sides: dict[int, _Side]) -> None:
+        """Destroy streams and events; what still runs on the streams ends first."""
+        try:
+            with driver.on_device(index), driver.relaxed_capture():
+                for side in sides.values():
+                    driver.call("cuStreamDestroy", side.stream)
+                    driver.call("cuEventDestroy", side.begun)
+                    driver.call("cuEventDestroy", side.done)
+        except MoeNvlinkError as error:  # a finalizer cannot raise
+            logger.warning("moe_nvlink: streams of GPU %d stay: %s", index, error)
+
+
 class CudaExecutor:
     """Launches kernels on the current stream of one GPU.
 
@@ -328,9 +369,53 @@ class CudaExecutor:
         self.device_facts = driver.device(device.index or 0)
         # Raises for an unsupported GPU before anything is allocated.
         _ = self.device_facts.architecture
+        self._sides: dict[int, _Side] = {}  # channel -> its stream
+        self._beside = threading.local()  # .stream: where this thread launches now
+        keep = weakref.finalize(self, _Side.destroy, self.device_facts.index, self._sides)
+        keep.atexit = False
+
+    def runs_beside(self) -> bool:
+        """Return whether this thread launches on a side stream now."""
+        return getattr(self._beside, "stream", None) is not None
+
+    def beside(self, channel: int, launch: Callable[[], None]) -> Callable[[], None]:
+        """See Executor. Each channel has a stream of its own.
+
+        On one stream for all, ranks that start two channels in different order would wait for
+        each other forever.
+        """
+        with self.context():
+            side = self._sides.get(channel)
+            if side is None:
+                side = _Side.create(self.device_facts.index)
+                self._sides[channel] = side
+            driver.call("cuEventRecord", side.begun, self._current())
+            driver.call("cuStreamWaitEvent", side.stream, side.begun, 0)
+            self._beside.stream = int(side.stream)
+            try:
+                launch()
+            finally:
+                self._beside.stream = None
+            driver.call("cuEventRecord", side.done, side.stream)
+        done = side.done
+
+        def wait() -> None:
+            with self.context():
+                driver.call("cuStreamWaitEvent", self._current(), done, 0)
+
+        return wait
+
+    def _current(self) -> Any:
+        return driver.api().CUstream(self.stream())
 
     def stream(self) -> int:
-        """Return the handle of the stream on which torch launches in this thread."""
+        """Return the handle of the stream on which our kernels launch in this thread.
+
+        It is the stream of torch, apart from launches that run beside the caller.
+        """
+        beside = getattr(self._beside, "stream", None)
+        if beside is not None:
+            return int(beside)
         if self._torch_device.type != "cuda":
             return 0
         return int(torch.cuda.current_stream(self._torch_device).cuda_stream)

@@ -249,6 +249,23 @@ def test_processes_started_in_vllms_own_way(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_shared_experts_beside_combine(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """Their output is added after combine, in float32 with the same tokens."""
+    option = '{"moe_nvlink": {"overlap_shared_experts": true}}'
+    arguments = (*DP2, EAGER, "--additional-config", option)
+    requests = requests_of(SHORT_DEEPSEEK)
+    with EpServer(requests, folder, "beside", *arguments, environment=BY_HEADS) as server:
+        assert server.differing(range(4), concurrency=1) == []
+        assert server.differing(range(4, 24), concurrency=5) == []
+        server.check_traffic(2, 24, _num_moe_layers(SHORT_DEEPSEEK))
+        log = server.server.log_path.read_text("utf-8")
+        assert "adds nothing, because the shared experts run beside it" in log
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_deepseek_with_tensor_parallelism(
     requests_of: Callable[[TinyModel], Requests], folder: Path
 ) -> None:

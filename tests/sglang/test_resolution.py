@@ -204,6 +204,7 @@ def test_options_come_in_the_models_overrides(resolved: Resolve) -> None:
         ({"dispatch": "nvfp5"}, "nvfp5"),
         (["combine"], "is a list, it must be a dict"),
         ({"mtp_lm_head_tp_size": 2}, "mtp_lm_head_tp_size=2 is not served under SGLang"),
+        ({"overlap_shared_experts": True}, "overlap_shared_experts is not served under SGLang"),
     ],
 )
 def test_options_that_are_refused(resolved: Resolve, options: Any, words: str) -> None:

@@ -49,6 +49,11 @@ def check(server_args: Any) -> Options:
         problems.append(f"{error}.")
     if (refused := draft.refusal(options)) is not None:
         problems.append(refused)
+    if options.overlap_shared_experts:
+        problems.append(
+            "overlap_shared_experts is not served under SGLang: its dispatchers run both verbs on "
+            "the stream of the experts. Remove it."
+        )
     if not problems:
         problems += _model(server_args, view, options)
     refusals.refuse(problems, compat.sglang_version(), choices.WORDING)

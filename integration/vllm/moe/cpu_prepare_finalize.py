@@ -73,7 +73,7 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
     ) -> None:
         super().__init__(exchange, expert_map, dispatch_format)
         self._is_idle = is_idle
-        self._pairs: Pairs | None = None
+        self._pairs: dict[int, Pairs] = {}  # by channel
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Raise UnsupportedError for experts that leave weighting or summing to finalize. Local."""
@@ -95,7 +95,9 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         rows, choices = ((ids >= 0) & (ids < self._end - self._first)).nonzero()
         weights = received.topk_weights.numpy()[filled][rows, choices]
         slots = torch.from_numpy(filled[rows])
-        self._pairs = Pairs(torch.from_numpy(filled), slots, torch.from_numpy(rows))
+        self._pairs[received.metadata.channel] = Pairs(
+            torch.from_numpy(filled), slots, torch.from_numpy(rows)
+        )
         scales = received.scales
         return Arrived(
             _select(received.hidden_states, slots),
@@ -105,8 +107,7 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         )
 
     def _fill(self, region: torch.Tensor, received: Dispatched, done: ExpertsOutput) -> None:
-        assert self._pairs is not None
-        (filled, slots, rows), self._pairs = self._pairs, None
+        filled, slots, rows = self._pairs.pop(received.metadata.channel)
         if region.dtype == torch.float32:
             region.index_fill_(0, filled, 0.0).index_add_(0, slots, done.rows)
             return

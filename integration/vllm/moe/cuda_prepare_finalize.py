@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
 )
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
@@ -118,9 +119,10 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
             weight_and_reduce_impl: what the experts leave to finalize.
         """
         no_op = isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP)
-        if self._received is None or not no_op or dtype != self._exchange.config.dtype:
+        received = self._received.get(dbo_current_ubatch_id())
+        if received is None or not no_op or dtype != self._exchange.config.dtype:
             return None
-        region = self._exchange.combine_input(metadata=self._received.metadata)
+        region = self._exchange.combine_input(metadata=received.metadata)
         fits = tuple(region.shape) == tuple(shape) and region.device == device
         return region if fits else None
 

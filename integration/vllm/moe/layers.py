@@ -126,6 +126,9 @@ class MoeNvlinkMoERunner(MoERunner):
             logger.debug("combine of %s only sums: %s", self.layer_name, reason)
         else:
             added = "nothing" if self._shared_experts is None else "the shared experts' output"
+            kernel = self.routed_experts.quant_method.moe_kernel
+            if self._shared_experts is not None and kernel.can_overlap_shared_experts:
+                added = "nothing, because the shared experts run beside it"
             logger.debug(
                 "combine of %s multiplies by %s and adds %s",
                 *(self.layer_name, self.routed_scaling_factor, added),

@@ -203,6 +203,10 @@ def _prepare_finalize(
     chosen: DispatchFormat,
 ) -> MoeNvlinkPrepareAndFinalize:
     """Make the prepare/finalize for this rank's device. Local."""
+    made: MoeNvlinkPrepareAndFinalize
     if pool.device.type == "cuda":
-        return CudaPrepareAndFinalize(exchange, expert_map, chosen)
-    return CpuPrepareAndFinalize(exchange, expert_map, chosen, lambda: pool.is_idle)
+        made = CudaPrepareAndFinalize(exchange, expert_map, chosen)
+    else:
+        made = CpuPrepareAndFinalize(exchange, expert_map, chosen, lambda: pool.is_idle)
+    made.overlaps_shared_experts = pool.options.overlap_shared_experts
+    return made

@@ -6,18 +6,29 @@ TopKWeightAndReduceNoOP). Our combine sums the partial rows of the ranks without
 `common.formats` decides in which format rows travel. The experts get different rows on different
 devices: `cpu_prepare_finalize` collects the filled rows, and `cuda_prepare_finalize` leaves rows
 where the peers put them.
+
+`prepare_async` and `finalize_async` start the verbs beside vLLM's stream or thread, and return a
+hook and a receiver. Two things can run meanwhile: with dual batch overlap the other micro-batch,
+whose thread calls the hook; between finalize_async and its receiver the shared experts. Each
+micro-batch has a channel of the exchange.
 """
 
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.v1.worker.ubatching import (
+    dbo_current_ubatch_id,
+    dbo_enabled,
+    dbo_maybe_run_recv_hook,
+)
 
-from moe_nvlink_plugin import Dispatched, MoeAllToAll
+from moe_nvlink_plugin import Dispatched, DispatchMetadata, InFlight, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
@@ -25,6 +36,8 @@ from moe_nvlink_plugin.integration.common.pool import bound_of_step
 
 from . import ending
 from .experts_input import VllmExpertsInput
+
+T = TypeVar("T")
 
 #: Activations as they are, for experts that take floats.
 UNQUANTISED = DispatchFormat()
@@ -46,6 +59,23 @@ class Arrived(NamedTuple):
     weights: torch.Tensor
 
 
+class Once(Generic[T]):
+    """The end of a verb that runs beside its caller; the hook and the receiver both ask for it.
+
+    The other micro-batch's thread may call the hook, but only one of these threads runs at a time.
+    """
+
+    def __init__(self, in_flight: InFlight[T]) -> None:
+        self._in_flight: InFlight[T] | None = in_flight
+
+    def __call__(self) -> T:
+        """Wait if nobody has waited yet; return what the verb returns."""
+        if self._in_flight is not None:
+            self._result = self._in_flight.wait()
+            self._in_flight = None
+        return self._result
+
+
 class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC):
     """Prepare and finalize of one MoE layer. Layers of one geometry share an exchange.
 
@@ -57,6 +87,9 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
     Raises:
         UnsupportedError: vLLM has not placed experts in contiguous ranges.
     """
+
+    #: Whether the shared experts run beside combine, also without dual batch overlap.
+    overlaps_shared_experts = False
 
     def __init__(
         self,
@@ -72,8 +105,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             config.num_experts, config.ep_size, config.ep_rank
         )
         _check_placement(expert_map, self._first, self._end)
-        #: Dispatch that has no combine yet.
-        self._received: Dispatched | None = None
+        #: Channel -> dispatch that has no combine yet.
+        self._received: dict[int, Dispatched] = {}
 
     # What vLLM asks a prepare/finalize.
 
@@ -97,6 +130,15 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
     def output_is_reduced(self) -> bool:
         """Return True: after finalize every token's row is complete on its own rank."""
         return True
+
+    def supports_async(self) -> bool:
+        """Return whether vLLM shall call prepare_async and finalize_async. vLLM asks every time.
+
+        Without dual batch overlap vLLM uses them for its shared experts only. Then it no longer
+        runs small batches of them on its second stream, beside dispatch and the routed experts, and
+        combine can no longer add their output. So that is an option.
+        """
+        return self.overlaps_shared_experts or dbo_enabled()
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Raise UnsupportedError for experts whose output combine does not reduce. Local."""
@@ -143,6 +185,42 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             UnsupportedError: the experts take another format than the layer was set up for.
             ExchangeTimeoutError: a rank did not arrive.
         """
+        experts = self._experts(quant_config, defer_input_quant)
+        if apply_router_weight_on_input:
+            a1 = _weighted(a1, topk_weights)
+        dispatch = self._exchange.dispatch
+        return self._arrived(self._send(dispatch, a1, topk_weights, topk_ids, experts), experts)
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool,
+    ) -> tuple[Callable[[], object], Callable[[], Any]] | Callable[[], Any]:
+        """Start dispatch. Collective; capturable on CUDA ranks; arguments and errors as prepare.
+
+        Returns:
+            A hook, which waits for dispatch, and a receiver, which waits if nobody has called the
+            hook, and returns what prepare returns. Without dual batch overlap nothing could run
+            meanwhile: dispatch has run, and there is no hook.
+        """
+        experts = self._experts(quant_config, defer_input_quant)
+        if apply_router_weight_on_input:
+            a1 = _weighted(a1, topk_weights)
+        if not dbo_enabled():
+            received = self._send(self._exchange.dispatch, a1, topk_weights, topk_ids, experts)
+            return lambda: self._arrived(received, experts)
+        dispatch = self._exchange.dispatch_async
+        sent = Once(self._send(dispatch, a1, topk_weights, topk_ids, experts))
+        return sent, lambda: self._arrived(sent(), experts)
+
+    def _experts(self, quant_config: Any, defer_input_quant: bool) -> VllmExpertsInput:
+        """Return what the experts take. Local; raises UnsupportedError if that was not agreed."""
         experts = VllmExpertsInput(quant_config, takes_floats=defer_input_quant)
         if experts.quant_dtype != self._format.quant_dtype:
             raise UnsupportedError(
@@ -150,10 +228,19 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
                 f"{self._format.quant_dtype} when their weights were loaded. Please report this "
                 "with the command that started vLLM."
             )
-        if apply_router_weight_on_input:
-            a1 = _weighted(a1, topk_weights)
+        return experts
+
+    def _send(
+        self,
+        dispatch: Callable[..., T],
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        experts: VllmExpertsInput,
+    ) -> T:
+        """Call dispatch or dispatch_async. Collective; capturable on CUDA ranks."""
         sent = self._format.send(a1.contiguous(), experts)
-        received = self._exchange.dispatch(
+        return dispatch(
             sent.rows,
             topk_ids.contiguous(),
             topk_weights.contiguous().to(torch.float32),
@@ -163,8 +250,12 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             max_tokens=bound_of_step(
                 _most_tokens_of_a_rank(), self._exchange.config.max_tokens_per_rank
             ),
+            channel=dbo_current_ubatch_id(),
         )
-        self._received = received
+
+    def _arrived(self, received: Dispatched, experts: VllmExpertsInput) -> mk.PrepareResultType:
+        """Return what prepare returns. Local."""
+        self._received[received.metadata.channel] = received
         arrived = self._hand_out(received)
         rows, scales = self._format.receive(arrived.rows, arrived.scales, arrived.weights, experts)
         return rows, scales, None, arrived.ids, arrived.weights
@@ -195,20 +286,14 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             ExchangeStateError: there was no prepare.
             ExchangeTimeoutError: a rank did not arrive.
         """
-        if self._received is None:
-            raise ExchangeStateError("finalize without a prepare: call prepare first, once each.")
-        received, self._received = self._received, None
-        dtype, metadata = fused_expert_output.dtype, received.metadata
-        region = self._exchange.combine_input(dtype, metadata=metadata)
-        if fused_expert_output is not region:
-            done = ExpertsOutput(
-                fused_expert_output,
-                topk_weights,
-                topk_ids,
-                apply_router_weight_on_input,
-                weight_and_reduce_impl,
-            )
-            self._fill(region, received, done)
+        done = ExpertsOutput(
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )
+        region, metadata = self._filled(done)
         end = ending.current()
         added = end.take_added()
         self._exchange.combine(
@@ -218,6 +303,60 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             add=None if added is None else added.contiguous(),
             scale=end.scale,
         )
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> tuple[Callable[[], object], Callable[[], None]]:
+        """Take the experts' rows and start combine; arguments and errors as finalize.
+
+        Collective; capturable on CUDA ranks. If combine ends the layer, it multiplies by the
+        scaling factor; the receiver adds the shared experts' output, which is not there before.
+
+        Returns:
+            A hook, which waits for combine, and a receiver, which waits if nobody has called the
+            hook. After the receiver output is complete.
+        """
+        # vLLM's kernel calls the other micro-batch's hook before prepare_async only.
+        dbo_maybe_run_recv_hook()
+        done = ExpertsOutput(
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )
+        region, metadata = self._filled(done)
+        end = ending.current()
+        combine = self._exchange.combine_async
+        combined = Once(combine(region, metadata, output=output, scale=end.scale))
+
+        def receive() -> None:
+            combined()
+            added = end.take_added()
+            if added is not None:
+                output.add_(added)
+
+        return combined, receive
+
+    def _filled(self, done: ExpertsOutput) -> tuple[torch.Tensor, DispatchMetadata]:
+        """Return the combine region with the experts' rows, and what combine needs. Local.
+
+        Raises:
+            ExchangeStateError: there was no prepare.
+        """
+        received = self._received.pop(dbo_current_ubatch_id(), None)
+        if received is None:
+            raise ExchangeStateError("finalize without a prepare: call prepare first, once each.")
+        region = self._exchange.combine_input(done.rows.dtype, metadata=received.metadata)
+        if done.rows is not region:
+            self._fill(region, received, done)
+        return region, received.metadata
 
     # Where the devices differ.
 

@@ -98,8 +98,10 @@ def _parallel(parallel: Any) -> Iterator[str]:
         )
     if parallel.enable_dbo or parallel.ubatch_size > 1:
         yield (
-            f"dual batch overlap (--enable-dbo, --ubatch-size {parallel.ubatch_size}): "
-            "remove these flags."
+            f"dual batch overlap (--enable-dbo, --ubatch-size {parallel.ubatch_size}): vLLM allows "
+            "it to a fixed list of its own backends and none of plugins (VllmConfig, "
+            '"Microbatching currently only supports"). Remove these flags, or choose one of that '
+            "list by --all2all-backend."
         )
     if parallel.enable_elastic_ep:
         yield "elastic expert parallelism: remove --enable-elastic-ep."

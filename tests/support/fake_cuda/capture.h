@@ -21,11 +21,32 @@ struct Capture {
 struct Stream {
   int device;
   bool blocking;  // waits for the legacy stream, which therefore conflicts with its capture
-  std::unique_ptr<Capture> capture;
+  std::shared_ptr<Capture> capture;
+  bool forked = false;  // into the capture of another stream, by an event
+  uint64_t done = 0;    // what has been put on it in the capture
+  uint64_t joined = 0;  // how much of that an event of the capture's own stream covers
+};
+// What was on a stream when the event was recorded.
+struct Event {
+  int device;
+  void* stream = nullptr;
+  std::weak_ptr<Capture> capture;
+  uint64_t done = 0;
 };
 
 std::map<void*, std::unique_ptr<Stream>> streams;
+std::map<void*, std::unique_ptr<Event>> events;
 thread_local int thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+Status make_stream(int device, unsigned flags, void** out) {
+  CHECK(flags <= CU_STREAM_NON_BLOCKING, CUDA_ERROR_INVALID_VALUE);
+  auto made = std::make_unique<Stream>();
+  made->device = device;
+  made->blocking = flags == 0;
+  *out = made.get();
+  streams[*out] = std::move(made);
+  return 0;
+}
 
 bool is_legacy(void* stream) {
   return address_of(stream) <= 1;  // null and CU_STREAM_LEGACY

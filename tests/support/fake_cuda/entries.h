@@ -5,16 +5,17 @@ const std::map<int, std::string> kEntries = {
     {2000,
      " cuInit cuDeviceGet cuDeviceGetAttribute cuDeviceGetCount cuDeviceGetName cuCtxGetDevice "
      "cuCtxSynchronize cuStreamCreate cuStreamSynchronize cuMemFreeHost cuModuleGetFunction "
-     "cuModuleLoadData cuModuleUnload "},
+     "cuModuleLoadData cuModuleUnload cuEventCreate cuEventRecord "},
     {2020, " cuDriverGetVersion cuFuncGetAttribute cuMemHostAlloc "},
     {3000, " cuGetExportTable "},
     {3020,
      " cuDeviceTotalMem cuMemAlloc cuMemFree cuMemGetInfo cuMemHostGetDevicePointer cuMemcpyDtoH "
-     "cuMemcpyDtoHAsync cuMemcpyHtoD cuMemsetD8 "},
+     "cuMemcpyDtoHAsync cuMemcpyHtoD cuMemsetD8 cuStreamWaitEvent "},
     {4000,
      " cuCtxGetCurrent cuCtxPopCurrent cuCtxPushCurrent cuCtxSetCurrent cuDeviceCanAccessPeer "
-     "cuStreamDestroy "},
+     "cuStreamDestroy cuEventDestroy "},
     {4010, " cuDeviceGetPCIBusId "},
+    {5050, " cuCtxGetStreamPriorityRange cuStreamCreateWithPriority "},
     {6000, " cuGetErrorName cuGetErrorString "},
     {6050, " cuOccupancyMaxActiveBlocksPerMultiprocessor "},
     {7000, " cuDevicePrimaryCtxRetain "},

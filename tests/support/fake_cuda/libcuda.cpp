@@ -387,11 +387,21 @@ Status cuCtxSynchronize() {
 Status cuStreamCreate(void** out, unsigned flags) {
   ENTER(cuStreamCreate);
   REQUIRE_CONTEXT();
-  CHECK(flags <= CU_STREAM_NON_BLOCKING, CUDA_ERROR_INVALID_VALUE);
   const std::lock_guard guard(lock);
-  auto made = std::make_unique<Stream>(Stream{current()->device, flags == 0, nullptr});
-  *out = made.get();
-  streams[*out] = std::move(made);
+  return make_stream(current()->device, flags, out);
+}
+// The driver clamps a priority that is out of range.
+Status cuStreamCreateWithPriority(void** out, unsigned flags, int) {
+  ENTER(cuStreamCreateWithPriority);
+  REQUIRE_CONTEXT();
+  const std::lock_guard guard(lock);
+  return make_stream(current()->device, flags, out);
+}
+Status cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  ENTER(cuCtxGetStreamPriorityRange);
+  REQUIRE_CONTEXT();
+  *least = 0;
+  *greatest = -5;
   return 0;
 }
 Status cuStreamDestroy_v2(void* stream) {
@@ -449,7 +459,8 @@ Status cuStreamBeginCapture_v2(void* handle, int mode) {
   if (const Status bad = find_stream(handle, current()->device, &stream)) return bad;
   CHECK(stream != nullptr, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
   CHECK(stream->capture == nullptr, CUDA_ERROR_ILLEGAL_STATE);
-  stream->capture = std::make_unique<Capture>(Capture{mode, std::this_thread::get_id(), false, {}});
+  stream->capture = std::make_shared<Capture>(Capture{mode, std::this_thread::get_id(), false, {}});
+  stream->forked = false;
   return 0;
 }
 
@@ -462,13 +473,82 @@ Status cuStreamEndCapture(void* handle, void** graph) {
   Stream* stream;
   if (const Status bad = find_stream(handle, current()->device, &stream)) return bad;
   CHECK(stream != nullptr && stream->capture != nullptr, CUDA_ERROR_ILLEGAL_STATE);
+  CHECK(!stream->forked, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
   CHECK(stream->capture->mode == CU_STREAM_CAPTURE_MODE_RELAXED ||
             stream->capture->thread == std::this_thread::get_id(),
         CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
-  const std::unique_ptr<Capture> ended = std::move(stream->capture);
+  const std::shared_ptr<Capture> ended = std::move(stream->capture);
+  bool is_joined = true;
+  for (auto& [_, one] : streams) {
+    if (one->capture != ended) continue;
+    is_joined = is_joined && one->joined == one->done;
+    one->capture = nullptr;
+  }
+  CHECK(is_joined, CUDA_ERROR_STREAM_CAPTURE_UNJOINED);
   CHECK(!ended->broken, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
   graphs.push_back(ended->launches);
   *graph = &graphs;
+  return 0;
+}
+
+// ---- events. What they order has happened already, so they matter to captures only.
+
+Status cuEventCreate(void** out, unsigned) {
+  ENTER(cuEventCreate);
+  REQUIRE_CONTEXT();
+  const std::lock_guard guard(lock);
+  auto made = std::make_unique<Event>();
+  made->device = current()->device;
+  *out = made.get();
+  events[*out] = std::move(made);
+  return 0;
+}
+Status cuEventDestroy_v2(void* event) {
+  ENTER(cuEventDestroy);
+  const std::lock_guard guard(lock);
+  return events.erase(event) == 1 ? 0 : CUDA_ERROR_INVALID_HANDLE;
+}
+Status cuEventRecord(void* event, void* handle) {
+  ENTER(cuEventRecord);
+  REQUIRE_CONTEXT();
+  const std::lock_guard guard(lock);
+  CHECK(events.count(event) == 1, CUDA_ERROR_INVALID_HANDLE);
+  Stream* stream;
+  if (const Status bad = find_stream(handle, current()->device, &stream)) return bad;
+  if (stream == nullptr) {
+    if (const Status bad = check_legacy(current()->device)) return bad;
+  }
+  Event& recorded = *events[event];
+  recorded.stream = stream == nullptr ? nullptr : handle;
+  recorded.capture = stream == nullptr ? nullptr : stream->capture;
+  recorded.done = stream == nullptr ? 0 : stream->done;
+  return 0;
+}
+Status cuStreamWaitEvent(void* handle, void* event, unsigned) {
+  ENTER(cuStreamWaitEvent);
+  REQUIRE_CONTEXT();
+  const std::lock_guard guard(lock);
+  CHECK(events.count(event) == 1, CUDA_ERROR_INVALID_HANDLE);
+  Stream* stream;
+  if (const Status bad = find_stream(handle, current()->device, &stream)) return bad;
+  const Event& waited = *events[event];
+  const std::shared_ptr<Capture> capture = waited.capture.lock();
+  const std::shared_ptr<Capture> mine = stream == nullptr ? nullptr : stream->capture;
+  // A capture knows no work outside of it, and no other capture.
+  CHECK(capture != nullptr || mine == nullptr, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
+  if (capture == nullptr) return 0;
+  CHECK(stream != nullptr, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+  CHECK(mine == nullptr || mine == capture, CUDA_ERROR_STREAM_CAPTURE_MERGE);
+  if (mine == nullptr) {
+    stream->capture = capture;
+    stream->forked = true;
+    stream->done = 1;
+    stream->joined = 0;
+  }
+  const auto other = streams.find(waited.stream);
+  if (other != streams.end() && other->second->forked && !stream->forked) {
+    other->second->joined = waited.done;
+  }
   return 0;
 }
 
@@ -844,6 +924,7 @@ Status cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** p
     ++num_launches;
     last_launch = launch;
     if (captures) {
+      ++stream->done;
       stream->capture->launches.push_back(launch);
       return 0;
     }
