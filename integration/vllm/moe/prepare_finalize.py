@@ -24,6 +24,7 @@ from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import bound_of_step
 
 from . import ending
+from .adapters import NUMBER_BYTES
 from .experts_input import VllmExpertsInput
 
 #: Activations as they are, for experts that take floats.
@@ -38,12 +39,15 @@ class Arrived(NamedTuple):
         scales: `[num_rows, scales per row]` or None.
         ids: `[num_rows, top_k]` int32.
         weights: `[num_rows, top_k]` float32; 0 for ids of other ranks' experts.
+        adapters: `[num_rows]` int32: numbers of the rows' adapters (`adapters`); None if they do
+            not travel.
     """
 
     rows: torch.Tensor
     scales: torch.Tensor | None
     ids: torch.Tensor
     weights: torch.Tensor
+    adapters: torch.Tensor | None = None
 
 
 class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC):
@@ -74,6 +78,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         _check_placement(expert_map, self._first, self._end)
         #: Dispatch that has no combine yet.
         self._received: Dispatched | None = None
+        #: vLLM's MoELoRAContext of the layer, if its experts have adapters.
+        self._lora_context: Any = None
 
     # What vLLM asks a prepare/finalize.
 
@@ -109,6 +115,27 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
                 "experts with --moe-backend, or another --dtype."
             )
 
+    def set_lora_context(self, context: Any) -> None:
+        """Let the numbers of the tokens' adapters travel from now on. Local.
+
+        vLLM's LoRA layer calls it. The experts read the same context.
+
+        Args:
+            context: vLLM's MoELoRAContext of the layer.
+
+        Raises:
+            UnsupportedError: the layer was set up without adapters.
+        """
+        bytes_here = self._exchange.config.extra_payload_bytes
+        if bytes_here != (NUMBER_BYTES,) or not hasattr(context.punica_wrapper, "adapter_numbers"):
+            raise UnsupportedError(
+                "vLLM gives adapters (LoRA) to a MoE layer that was set up without them "
+                f"({type(context.punica_wrapper).__name__}, extra payloads of {bytes_here} bytes). "
+                "Please report this with the command that started vLLM; --lora-target-modules can "
+                "name other layers."
+            )
+        self._lora_context = context
+
     # The two verbs.
 
     def prepare(
@@ -141,6 +168,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
 
         Raises:
             UnsupportedError: the experts take another format than the layer was set up for.
+            DisagreementError: a token has an adapter that this rank has not loaded.
             ExchangeTimeoutError: a rank did not arrive.
         """
         experts = VllmExpertsInput(quant_config, takes_floats=defer_input_quant)
@@ -153,10 +181,14 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         if apply_router_weight_on_input:
             a1 = _weighted(a1, topk_weights)
         sent = self._format.send(a1.contiguous(), experts)
+        numbers = None
+        if self._lora_context is not None:
+            numbers = self._lora_context.punica_wrapper.adapter_numbers
         received = self._exchange.dispatch(
             sent.rows,
             topk_ids.contiguous(),
             topk_weights.contiguous().to(torch.float32),
+            () if numbers is None else (numbers.of_tokens(a1.shape[0]),),
             scales=sent.scales,
             global_scale=sent.global_scale,
             is_padding=self._padding(topk_ids.shape[0]),
@@ -166,6 +198,9 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         )
         self._received = received
         arrived = self._hand_out(received)
+        if numbers is not None and arrived.adapters is not None:
+            slots = numbers.slots_of(arrived.adapters)
+            self._lora_context.local_token_lora_mapping = slots
         rows, scales = self._format.receive(arrived.rows, arrived.scales, arrived.weights, experts)
         return rows, scales, None, arrived.ids, arrived.weights
 
