@@ -409,6 +409,7 @@ FIELDS = (
             "worker_cls",
         ),
     ),
+    Fields("vllm.v1.worker.gpu_worker", "Worker", ("model_runner",)),
     Fields("vllm.config", "LoRAConfig", ("fully_sharded_loras", "max_loras", "target_modules")),
     Fields("vllm.lora.request", "LoRARequest", ("lora_int_id", "lora_name")),
     Fields("vllm.lora.lora_model", "LoRAModel", ("loras",)),
@@ -416,7 +417,9 @@ FIELDS = (
     Fields("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin", ("lora_config",)),
     Fields("vllm.lora.layers.utils", "LoRAMapping", ("index_mapping",)),
     Fields(
-        f"{_PUNICA}.punica_base", "PunicaWrapperBase", ("sampler_indices", "token_lora_indices")
+        f"{_PUNICA}.punica_base",
+        "PunicaWrapperBase",
+        ("no_lora", "sampler_indices", "token_lora_indices"),
     ),
     Fields(f"{_PUNICA}.punica_gpu", "PunicaWrapperGPU", ("token_mapping_meta",)),
     Fields(

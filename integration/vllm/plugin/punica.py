@@ -72,18 +72,24 @@ class KeepsBaseRows(KnowsNumbers):
 
     def add_lora_linear(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Add what adapters add to a linear layer's output. Local."""
-        with _kept(y, self.token_lora_indices):
+        if not self.no_lora:
+            before = y.clone()
             super().add_lora_linear(y, *args, **kwargs)
+            _restore(y, before, self.token_lora_indices)
 
     def add_lora_embedding(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Add what adapters add to embeddings. Local."""
-        with _kept(y, self.token_lora_indices):
+        if not self.no_lora:
+            before = y.clone()
             super().add_lora_embedding(y, *args, **kwargs)
+            _restore(y, before, self.token_lora_indices)
 
-    def add_lora_logits(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def add_lora_logits(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Add what adapters add to logits. Local."""
-        with _kept(y, self.sampler_indices):
-            return super().add_lora_logits(y, *args, **kwargs)
+        if not self.no_lora:
+            before = y.clone()
+            super().add_lora_logits(y, *args, **kwargs)
+            _restore(y, before, self.sampler_indices)
 
 
 class NamesEverySlot(KnowsNumbers):
@@ -127,14 +133,10 @@ class NamesEverySlot(KnowsNumbers):
             self.token_mapping_meta = of_batch
 
 
-@contextlib.contextmanager
-def _kept(y: torch.Tensor, slots: torch.Tensor) -> Iterator[None]:
-    """Surround a change of `[..., columns]` y that must leave rows without a slot as they are."""
-    rows = y.view(-1, y.shape[-1])
-    without = (slots < 0).nonzero().squeeze(1)
-    before = rows[without]
-    yield
-    rows[without] = before
+def _restore(y: torch.Tensor, before: torch.Tensor, slots: torch.Tensor) -> None:
+    """Give rows of `[..., columns]` y that have no slot the values from before. Local."""
+    rows, old = y.view(-1, y.shape[-1]), before.view(-1, y.shape[-1])
+    rows.copy_(torch.where((slots < 0).unsqueeze(1), old, rows))
 
 
 _MIXINS = {"CPU": KeepsBaseRows, "GPU": NamesEverySlot}
