@@ -372,7 +372,7 @@ def test_a_layer_that_was_set_up_without_adapters_gets_none() -> None:
     ("method", "words"),
     [
         (SimpleNamespace(), "SimpleNamespace has quantised weights"),
-        ({"activation": SimpleNamespace(value="relu2")}, "activation is relu2"),
+        ({"activation": cpu_lora_experts.MoEActivation.RELU2}, "activation is relu2"),
         ({"has_bias": True}, "experts have biases"),
     ],
 )
