@@ -62,6 +62,7 @@ def _of_adapters() -> list[Touched]:
     runner = "vllm.v1.worker.lora_model_runner_mixin"
     mixin = f"{_MOE}.experts.lora_experts_mixin"
     return [
+        Touched(f"{_PUNICA}.punica_base", "PunicaWrapperBase", "use"),
         Touched(cpu, "PunicaWrapperCPU", "subclass", device="cpu"),
         *methods(
             cpu,
@@ -151,7 +152,6 @@ TOUCHED = (
     Touched("vllm", "version", "use"),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "patch"),
     Touched("vllm.config", "get_current_vllm_config_or_none", "use", ()),
-    Touched("vllm.config", "get_current_vllm_config", "use", ()),
     *_of_adapters(),
     Touched("vllm.distributed", "get_ep_group", "use", ()),
     Touched("vllm.distributed", "get_tensor_model_parallel_world_size", "use", ()),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -50,7 +50,8 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
         if ours and hasattr(moe_config, "require_decomposed_backend"):
             # vLLM 0.33 and newer then chooses no experts that route inside their kernel.
             moe_config.require_decomposed_backend = True
-        with_adapters = ours and on_experts(get_current_vllm_config().lora_config)
+        lora_config = getattr(get_current_vllm_config_or_none(), "lora_config", None)
+        with_adapters = ours and on_experts(lora_config)
         if ours and current_platform.is_cpu():
             # vLLM would choose Triton's experts, also for layers that get no adapters.
             moe_config.is_lora_enabled = False
