@@ -29,6 +29,7 @@ class Geometry(NamedTuple):
     recipe: str | None = None
     received_ids: str | int = "global"
     scales_layout: str = "linear"
+    extra_payload_bytes: tuple[int, ...] = ()
 
 
 class Proposal(NamedTuple):

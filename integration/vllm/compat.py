@@ -26,6 +26,8 @@ _COMMUNICATORS = "vllm.distributed.device_communicators"
 _PLATFORM = "vllm.platforms.interface"
 _CONTEXT = "vllm.forward_context"
 _LAYERS = "vllm.model_executor.layers"
+_PUNICA = "vllm.lora.punica_wrapper"
+_LORA_META = "vllm.lora.ops.triton_ops.lora_kernel_metadata"
 #: Parameters of vLLM's ops for MoE layers.
 _FORWARD = (
     *("hidden_states", "router_logits", "shared_experts_input", "input_ids", "layer_name"),
@@ -60,6 +62,70 @@ def _draft_models() -> list[Touched]:
     ]
 
 
+def _of_adapters() -> list[Touched]:
+    """Return what we extend and call of vLLM's LoRA."""
+    made = ("max_num_batched_tokens", "max_batches", "device")
+    updated = ("mapping", "lora_index_to_id", "max_loras", "vocab_size")
+    stacked = ("y", "x", "lora_a_stacked", "lora_b_stacked")
+    cpu, gpu = f"{_PUNICA}.punica_cpu", f"{_PUNICA}.punica_gpu"
+    runner = "vllm.v1.worker.lora_model_runner_mixin"
+    mixin = f"{_MOE}.experts.lora_experts_mixin"
+    return [
+        Touched(f"{_PUNICA}.punica_base", "PunicaWrapperBase", "use"),
+        Touched(cpu, "PunicaWrapperCPU", "subclass", device="cpu"),
+        *methods(
+            cpu,
+            "PunicaWrapperCPU",
+            "use",
+            "cpu",
+            __init__=made,
+            update_metadata=updated,
+            add_lora_linear=(*stacked, "scale", "output_slices", "buffer"),
+            add_lora_embedding=("y", "x", "lora_b_stacked", "add_inputs"),
+            add_lora_logits=(*stacked, "scale", "buffer"),
+        ),
+        Touched(gpu, "PunicaWrapperGPU", "subclass", device="cuda"),
+        *methods(gpu, "PunicaWrapperGPU", "use", "cuda", __init__=made, update_metadata=updated),
+        Touched(gpu, "PunicaWrapperGPU.add_lora_fused_moe", "use", device="cuda"),
+        Touched(gpu, "PunicaWrapperGPU.moe_lora_align_block_size", "use", device="cuda"),
+        Touched(
+            _LORA_META,
+            "LoRAKernelMeta.make",
+            "use",
+            ("max_loras", "max_num_tokens", "device", "captured_lora_counts"),
+            "cuda",
+        ),
+        *methods(
+            "vllm.lora.worker_manager",
+            "WorkerLoRAManager",
+            "patch",
+            _load_adapter=("lora_request",),
+        ),
+        *methods("vllm.lora.worker_manager", "WorkerLoRAManager", "use", list_adapters=()),
+        *methods(
+            runner,
+            "LoRAModelRunnerMixin",
+            "patch",
+            maybe_setup_dummy_loras=("lora_config", "remove_lora"),
+        ),
+        *methods(
+            runner,
+            "LoRAModelRunnerMixin",
+            "use",
+            _set_active_loras=(
+                *("prompt_lora_mapping", "token_lora_mapping", "lora_requests", "mapping_type"),
+            ),
+        ),
+        Touched(mixin, "LoRAExpertsMixin", "subclass", device="cpu"),
+        *methods(mixin, "LoRAExpertsMixin", "use", set_lora_context=("ctx",)),
+        *methods(_KERNEL, "FusedMoEExpertsModular", "use", supports_lora=()),
+        Touched(
+            f"{_MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod", "use", device="cpu"
+        ),
+        Touched(f"{_MOE}.activation", "MoEActivation", "use", device="cpu"),
+    ]
+
+
 TOUCHED = (
     *methods(
         _PLATFORM,
@@ -68,6 +134,7 @@ TOUCHED = (
         pre_register_and_update=("parser",),
         check_and_update_config=("vllm_config",),
         get_device_communicator_cls=(),
+        get_punica_wrapper=(),
     ),
     Touched("vllm.platforms", "builtin_platform_plugins", "use"),
     Touched("vllm.platforms", "current_platform", "use"),
@@ -94,6 +161,7 @@ TOUCHED = (
     Touched("vllm", "version", "use"),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "patch"),
     Touched("vllm.config", "get_current_vllm_config_or_none", "use", ()),
+    *_of_adapters(),
     Touched("vllm.distributed", "get_ep_group", "use", ()),
     Touched("vllm.distributed", "get_tensor_model_parallel_world_size", "use", ()),
     Touched(_CONTEXT, "get_forward_context", "use", ()),
@@ -353,6 +421,33 @@ FIELDS = (
             *("all2all_backend", "data_parallel_size", "enable_dbo", "enable_elastic_ep"),
             *("enable_eplb", "enable_expert_parallel", "nnodes", "pipeline_parallel_size"),
             *("prefill_context_parallel_size", "tensor_parallel_size", "ubatch_size"),
+            "worker_cls",
+        ),
+    ),
+    Fields("vllm.v1.worker.gpu_worker", "Worker", ("model_runner",)),
+    Fields("vllm.config", "LoRAConfig", ("fully_sharded_loras", "max_loras", "target_modules")),
+    Fields("vllm.lora.request", "LoRARequest", ("lora_int_id", "lora_name")),
+    Fields("vllm.lora.lora_model", "LoRAModel", ("loras",)),
+    Fields("vllm.lora.worker_manager", "WorkerLoRAManager", ("lora_config",)),
+    Fields("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin", ("lora_config",)),
+    Fields("vllm.lora.layers.utils", "LoRAMapping", ("index_mapping",)),
+    Fields(
+        f"{_PUNICA}.punica_base",
+        "PunicaWrapperBase",
+        ("no_lora", "sampler_indices", "token_lora_indices"),
+    ),
+    Fields(f"{_PUNICA}.punica_gpu", "PunicaWrapperGPU", ("token_mapping_meta",)),
+    Fields(
+        _LORA_META,
+        "LoRAKernelMeta",
+        ("active_lora_ids", "no_lora_flag_cpu", "num_active_loras_cpu"),
+    ),
+    Fields(
+        f"{_MOE}.experts.lora_context",
+        "MoELoRAContext",
+        (
+            *("local_token_lora_mapping", "punica_wrapper", "w13_lora_a_stacked"),
+            *("w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked"),
         ),
     ),
     Fields(
@@ -380,8 +475,8 @@ FIELDS = (
         "FusedMoEConfig",
         (
             *("experts_per_token", "hidden_dim", "hidden_dim_unpadded", "in_dtype"),
-            *("is_sequence_parallel", "max_num_tokens", "moe_parallel_config", "num_experts"),
-            "sp_size",
+            *("activation", "has_bias", "is_lora_enabled", "is_sequence_parallel"),
+            *("max_num_tokens", "moe_parallel_config", "num_experts", "sp_size"),
         ),
     ),
     Fields(f"{_MOE}.config", "FusedMoEConfig", ("require_decomposed_backend",), since="0.33"),

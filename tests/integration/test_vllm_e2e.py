@@ -295,7 +295,8 @@ def test_deepseek_with_tensor_parallelism(
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
     checkpoint = write_checkpoint(folder / "refused", "qwen3_moe")
-    arguments = ["--data-parallel-size=2", "--all2all-backend=moe_nvlink", "--enable-lora"]
+    lora = ["--enable-lora", "--fully-sharded-loras"]
+    arguments = ["--data-parallel-size=2", "--all2all-backend=moe_nvlink", *lora]
     server = ForkedServer(
         model=checkpoint,
         name="refused",
@@ -307,7 +308,7 @@ def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
     told = server.log_tail(5)
     assert "--all2all-backend moe_nvlink cannot serve this configuration" in told
     assert "add --enable-expert-parallel" in told
-    assert "remove --enable-lora" in told
+    assert "LoRA on experts with --fully-sharded-loras: remove the flag" in told
 
 
 _PYTHON = """

@@ -298,7 +298,7 @@ def test_a_plugin_that_cannot_be_loaded_is_logged_as_an_error(
 # The platform.
 
 
-def test_the_platform_is_vllms_own_choice_with_three_hooks() -> None:
+def test_the_platform_is_vllms_own_choice_with_four_hooks() -> None:
     from vllm.platforms import current_platform
     from vllm.platforms.cpu import CpuPlatform
 
@@ -309,6 +309,7 @@ def test_the_platform_is_vllms_own_choice_with_three_hooks() -> None:
         "pre_register_and_update",
         "check_and_update_config",
         "get_device_communicator_cls",
+        "get_punica_wrapper",
     }
     assert current_platform._enum is CpuPlatform._enum
     assert current_platform.is_cpu()
@@ -390,6 +391,7 @@ arguments = ["--model", sys.argv[1], "--skip-tokenizer-init", "--data-parallel-s
 config = AsyncEngineArgs.from_cli_args(parser.parse_args(arguments)).create_engine_config()
 with set_current_vllm_config(config):
     communicator = current_platform.get_device_communicator_cls()
+    punica = current_platform.get_punica_wrapper()
 print("RESULT" + json.dumps({
     "platform": type(current_platform).__name__,
     "choices": parser._option_string_actions["--all2all-backend"].choices,
@@ -401,6 +403,7 @@ print("RESULT" + json.dumps({
     "additional": config.additional_config,
     "backend": config.parallel_config.all2all_backend,
     "communicator": communicator,
+    "punica": punica,
     "enum": str(current_platform._enum),
     "device": [current_platform.device_name, current_platform.device_type,
                current_platform.dispatch_key, current_platform.dist_backend],

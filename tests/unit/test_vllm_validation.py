@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.config import CompilationMode
+from vllm.config.lora import LoRAConfig
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration.common import names
@@ -56,6 +57,7 @@ def _parallel(**values: Any) -> SimpleNamespace:
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "nnodes": 1,
+        "worker_cls": "auto",
     }
     return SimpleNamespace(**{**good, **values})
 
@@ -73,13 +75,14 @@ def _model(**values: Any) -> SimpleNamespace:
 
 
 def _config(
-    parallel: Any = None, model: Any = None, lora: Any = None, **options: Any
+    parallel: Any = None, model: Any = None, lora: Any = None, drafts: Any = None, **options: Any
 ) -> SimpleNamespace:
     return SimpleNamespace(
         compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
         parallel_config=parallel or _parallel(),
         model_config=model or _model(),
         lora_config=lora,
+        speculative_config=drafts,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         additional_config={backend.KEY: backend.BACKEND, **({KEY: options} if options else {})},
     )
@@ -130,7 +133,10 @@ def test_those_models_are_vllms() -> None:
     [
         ({"enable_expert_parallel": False}, ["--enable-expert-parallel", "off"]),
         ({"data_parallel_size": 1}, ["--data-parallel-size is 1"]),
-        ({"enable_lora": True}, ["--enable-lora"]),
+        (
+            {"enable_lora": True, "tensor_parallel_size": 2},
+            ["LoRA on experts with --tensor-parallel-size 2", "--lora-target-modules"],
+        ),
         ({"enable_dbo": True}, ["--enable-dbo", "Microbatching currently only supports"]),
         ({"ubatch_size": 3}, ["--ubatch-size 3"]),
         ({"prefill_context_parallel_size": 2}, ["--prefill-context-parallel-size is 2"]),
@@ -164,12 +170,23 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         (_config(_parallel(nnodes=2)), "cpu", "--nnodes is 2"),
         (_config(model=_model(get_num_experts=lambda: 0)), "cpu", "no MoE layers"),
         (_config(model=_model(get_num_experts_per_tok=lambda: 40)), "cpu", "top_k=40"),
-        (_config(lora=object()), "cpu", "--enable-lora"),
+        (
+            _config(_parallel(worker_cls="some.where.Worker"), lora=LoRAConfig()),
+            "cpu",
+            "--worker-cls some.where.Worker",
+        ),
+        (
+            _config(model=_model(get_num_experts=lambda: 15), lora=LoRAConfig()),
+            "cuda",
+            "15 experts on 2 ranks",
+        ),
+        (_config(_parallel(enable_eplb=True), lora=LoRAConfig()), "cpu", "experts move"),
         (_config(), "xpu", "transports for cpu and cuda ranks"),
         (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
         (_config(_parallel(enable_eplb=True)), "cuda", "--enable-eplb"),
         (_config(_parallel(pipeline_parallel_size=2)), "cuda", "--pipeline-parallel-size is 2"),
-        (_config(lora=object()), "cuda", "--enable-lora"),
+        (_config(lora=LoRAConfig(fully_sharded_loras=True)), "cuda", "--fully-sharded-loras"),
+        (_config(lora=LoRAConfig(), drafts=object()), "cuda", "LoRA with drafts"),
     ],
 )
 def test_rules_that_vllm_or_this_machine_would_hide(config: Any, device: str, words: str) -> None:
@@ -185,10 +202,20 @@ def test_gpus_of_several_hosts_and_any_hidden_size_are_left_to_those_who_know() 
 
 
 def test_all_problems_are_told_at_once() -> None:
-    config = _config(_parallel(enable_expert_parallel=False, enable_dbo=True), lora=object())
+    lora = LoRAConfig(fully_sharded_loras=True)
+    config = _config(_parallel(enable_expert_parallel=False, enable_dbo=True), lora=lora)
     with pytest.raises(UnsupportedError) as caught:
         validation.check(config, "cpu")
     assert str(caught.value).count("\n  - ") == 3
+
+
+def test_lora_passes_where_it_is_served() -> None:
+    """On experts, and on other layers also with what experts' adapters do not go with."""
+    others = LoRAConfig(target_modules=["q_proj"], fully_sharded_loras=True)
+    sizes = _parallel(tensor_parallel_size=2, worker_cls="some.where.Worker")
+    for device in ("cpu", "cuda"):
+        validation.check(_config(lora=LoRAConfig()), device)
+        validation.check(_config(sizes, lora=others), device)
 
 
 def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:

@@ -70,6 +70,10 @@ def test_startup_ends_when_the_worker_has_warmed_up(monkeypatch: pytest.MonkeyPa
     events: list[str] = []
 
     class VllmsWorker:
+        model_runner = SimpleNamespace(
+            lora_manager=SimpleNamespace(_load_adapter=lambda request: request)
+        )
+
         def compile_or_warm_up_model(self) -> str:
             events.append("warmed up")
             return "times"
@@ -80,6 +84,8 @@ def test_startup_ends_when_the_worker_has_warmed_up(monkeypatch: pytest.MonkeyPa
     made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
     assert made().compile_or_warm_up_model() == "times"
     assert events == ["warmed up", "start-up over"]
+    guarded = VllmsWorker.model_runner.lora_manager._load_adapter
+    assert guarded.__wrapped__, "adapters that we cannot serve are refused"
 
 
 def test_a_dummy_batch_is_one_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +93,13 @@ def test_a_dummy_batch_is_one_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -
     made_pool = ExchangePool(Ranks(group, 0, 1, WORDING), torch.device("cpu"), Options())
 
     class VllmsWorker:
+        model_runner = SimpleNamespace(
+            lora_config="some", _set_active_loras=lambda *_given: None, maybe_setup_dummy_loras=None
+        )
+
         def execute_dummy_batch(self) -> None:
             assert made_pool.is_idle
+            assert self.model_runner.maybe_setup_dummy_loras is not None, "keeps adapters"
             raise RuntimeError("out of memory")
 
     manager = SimpleNamespace(pool=made_pool)

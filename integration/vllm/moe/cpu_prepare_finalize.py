@@ -99,11 +99,13 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
             torch.from_numpy(filled), slots, torch.from_numpy(rows)
         )
         scales = received.scales
+        numbers = received.extra_payloads[0][slots] if received.extra_payloads else None
         return Arrived(
             _select(received.hidden_states, slots),
             None if scales is None else _select(scales, slots),
             torch.from_numpy(ids[rows, choices]).unsqueeze(1),
             torch.from_numpy(weights).unsqueeze(1),
+            numbers,
         )
 
     def _fill(self, region: torch.Tensor, received: Dispatched, done: ExpertsOutput) -> None:

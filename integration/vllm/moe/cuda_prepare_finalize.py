@@ -14,6 +14,8 @@ chosen them. Rows of empty slots hold old bytes, and nobody reads what experts m
 
 If the rows travel as the experts take them, prepare launches dispatch and nothing else; if the
 experts weight and sum their rows themselves, finalize launches combine and nothing else.
+If the experts have adapters (LoRA), prepare also launches some ten small kernels of torch, which
+find the slots of the rows' adapters.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 
+from .adapters import BASE
 from .prepare_finalize import (
     UNQUANTISED,
     Arrived,
@@ -130,8 +133,14 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         return _padding_mask(num_tokens)
 
     def _hand_out(self, received: Dispatched) -> Arrived:
+        numbers = None
+        if received.extra_payloads:
+            ids = received.topk_ids
+            is_local = ((ids >= self._first) & (ids < self._end)).any(1)
+            numbers = torch.where(is_local, received.extra_payloads[0], BASE)  # else old bytes
         return Arrived(
-            received.hidden_states, received.scales, received.topk_ids, received.topk_weights
+            *(received.hidden_states, received.scales, received.topk_ids, received.topk_weights),
+            numbers,
         )
 
     def _fill(self, region: torch.Tensor, received: Dispatched, done: ExpertsOutput) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -20,6 +21,7 @@ from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import replacement
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
 
+from .adapters import on_experts
 from .ending import Ending, ending_with
 from .layer_op import layer_op
 from .method import MoeNvlinkFusedMoEMethod, install_after_loading
@@ -48,13 +50,21 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
         if ours and hasattr(moe_config, "require_decomposed_backend"):
             # vLLM 0.33 and newer then chooses no experts that route inside their kernel.
             moe_config.require_decomposed_backend = True
+        lora_config = getattr(get_current_vllm_config_or_none(), "lora_config", None)
+        with_adapters = ours and on_experts(lora_config)
+        if ours and current_platform.is_cpu():
+            # vLLM would choose Triton's experts, also for layers that get no adapters.
+            moe_config.is_lora_enabled = False
         quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
         if ours:
             if current_platform.is_cpu():
                 from .cpu_fp8_experts import serve_without_amx
+                from .cpu_lora_experts import take_adapters
 
                 serve_without_amx(quant_method)
-            install_after_loading(quant_method)
+                if with_adapters:
+                    take_adapters(quant_method)
+            install_after_loading(quant_method, adapters=with_adapters)
         return quant_method
 
     def _replace_quant_method(self, quant_method: Any) -> None:

@@ -27,6 +27,7 @@ from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
+from .adapters import NUMBER_BYTES
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
 from .experts_input import VllmExpertsInput
@@ -88,12 +89,13 @@ class MoeNvlinkFusedMoEMethod(FusedMoEModularMethod):
             self.moe_quant_config = self.old_quant_method.moe_quant_config
 
 
-def install_after_loading(quant_method: Any) -> None:
+def install_after_loading(quant_method: Any, *, adapters: bool = False) -> None:
     """Replace a layer's quant method by ours as soon as the layer's weights are processed. Local.
 
     Args:
         quant_method: vLLM's method of one layer. Its next process_weights_after_loading is
             collective over the EP group, and raises as `install`.
+        adapters: as `install` takes it.
     """
     original = quant_method.process_weights_after_loading
     is_wrapped = "process_weights_after_loading" in vars(quant_method)  # by somebody before us
@@ -103,21 +105,22 @@ def install_after_loading(quant_method: Any) -> None:
         del quant_method.process_weights_after_loading  # from now on our method forwards to it
         if is_wrapped:
             quant_method.process_weights_after_loading = original
-        install(quant_method, layer)
+        install(quant_method, layer, adapters=adapters)
 
     quant_method.process_weights_after_loading = process_weights_after_loading
 
 
-def install(quant_method: Any, layer: Any) -> None:
+def install(quant_method: Any, layer: Any, *, adapters: bool = False) -> None:
     """Process a layer's weights; then replace its quant method. Collective over the EP group.
 
     Args:
         quant_method: vLLM's method of the layer.
         layer: vLLM's RoutedExperts, with weights as its checkpoint has them.
+        adapters: whether vLLM will give the experts adapters (LoRA).
 
     Raises:
         UnsupportedError: the experts are outside of the modular kernel, or are not placed in
-            contiguous ranges, or no recipe has the format that they take.
+            contiguous ranges, or take no adapters, or no recipe has the format that they take.
         ConfigError: the format does not support the hidden size.
         PeerError: another rank raised one of these.
     """
@@ -126,7 +129,7 @@ def install(quant_method: Any, layer: Any) -> None:
     with pool.ranks.telling_all(layer.layer_name):
         _process(quant_method, layer)
         _check_modular(quant_method, layer)
-        taken = VllmExpertsInput.of(quant_method.moe_kernel.fused_experts)
+        taken = _experts_input(quant_method.moe_kernel.fused_experts, layer, adapters=adapters)
     moe = layer.moe_config
     geometry = Geometry(
         num_experts=moe.num_experts,
@@ -141,6 +144,8 @@ def install(quant_method: Any, layer: Any) -> None:
         geometry = geometry._replace(recipe=chosen.recipe.name, scales_layout=chosen.scales_layout)
     if pool.device.type == "cuda":  # the experts then read ids and weights where they arrive
         geometry = geometry._replace(received_ids="elsewhere")
+    if adapters:
+        geometry = geometry._replace(extra_payload_bytes=(NUMBER_BYTES,))
     exchange = pool.exchange(geometry)
     with pool.ranks.telling_all(layer.layer_name):
         prepare_finalize = _prepare_finalize(pool, exchange, layer.expert_map, chosen)
@@ -189,6 +194,23 @@ def _check_modular(quant_method: Any, layer: Any) -> None:
             f"{' and '.join(missing)}, and {name} keeps the weights of {layer.layer_name} under "
             "other names. Use weights in another format, or another backend."
         )
+
+
+def _experts_input(experts: Any, layer: Any, *, adapters: bool) -> VllmExpertsInput:
+    """Return what experts take, and with adapters what they take when they have a context."""
+    if not adapters:
+        return VllmExpertsInput.of(experts)
+    if not experts.supports_lora():
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: {type(experts).__name__} of {layer.layer_name} takes no "
+            "adapters (LoRA). Choose other experts with --moe-backend (triton is one), or name "
+            "other layers, such as q_proj, with --lora-target-modules."
+        )
+    experts.set_lora_context(object())
+    try:
+        return VllmExpertsInput.of(experts)
+    finally:
+        experts.set_lora_context(None)
 
 
 def _pool() -> ExchangePool:

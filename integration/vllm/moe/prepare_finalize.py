@@ -35,6 +35,7 @@ from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import bound_of_step
 
 from . import ending
+from .adapters import NUMBER_BYTES
 from .experts_input import VllmExpertsInput
 
 T = TypeVar("T")
@@ -51,12 +52,15 @@ class Arrived(NamedTuple):
         scales: `[num_rows, scales per row]` or None.
         ids: `[num_rows, top_k]` int32.
         weights: `[num_rows, top_k]` float32; 0 for ids of other ranks' experts.
+        adapters: `[num_rows]` int32: numbers of the rows' adapters (`adapters`); None if they do
+            not travel.
     """
 
     rows: torch.Tensor
     scales: torch.Tensor | None
     ids: torch.Tensor
     weights: torch.Tensor
+    adapters: torch.Tensor | None = None
 
 
 class Once(Generic[T]):
@@ -107,6 +111,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         _check_placement(expert_map, self._first, self._end)
         #: Channel -> dispatch that has no combine yet.
         self._received: dict[int, Dispatched] = {}
+        #: vLLM's MoELoRAContext of the layer, if its experts have adapters.
+        self._lora_context: Any = None
 
     # What vLLM asks a prepare/finalize.
 
@@ -151,6 +157,27 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
                 "experts with --moe-backend, or another --dtype."
             )
 
+    def set_lora_context(self, context: Any) -> None:
+        """Let the numbers of the tokens' adapters travel from now on. Local.
+
+        vLLM's LoRA layer calls it. The experts read the same context.
+
+        Args:
+            context: vLLM's MoELoRAContext of the layer.
+
+        Raises:
+            UnsupportedError: the layer was set up without adapters.
+        """
+        bytes_here = self._exchange.config.extra_payload_bytes
+        if bytes_here != (NUMBER_BYTES,) or not hasattr(context.punica_wrapper, "adapter_numbers"):
+            raise UnsupportedError(
+                "vLLM gives adapters (LoRA) to a MoE layer that was set up without them "
+                f"({type(context.punica_wrapper).__name__}, extra payloads of {bytes_here} bytes). "
+                "Please report this with the command that started vLLM; --lora-target-modules can "
+                "name other layers."
+            )
+        self._lora_context = context
+
     # The two verbs.
 
     def prepare(
@@ -183,6 +210,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
 
         Raises:
             UnsupportedError: the experts take another format than the layer was set up for.
+            DisagreementError: a token has an adapter that this rank has not loaded.
             ExchangeTimeoutError: a rank did not arrive.
         """
         experts = self._experts(quant_config, defer_input_quant)
@@ -240,10 +268,12 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
     ) -> T:
         """Call dispatch or dispatch_async. Collective; capturable on CUDA ranks."""
         sent = self._format.send(a1.contiguous(), experts)
+        numbers = self._adapter_numbers()
         return dispatch(
             sent.rows,
             topk_ids.contiguous(),
             topk_weights.contiguous().to(torch.float32),
+            () if numbers is None else (numbers.of_tokens(a1.shape[0]),),
             scales=sent.scales,
             global_scale=sent.global_scale,
             is_padding=self._padding(topk_ids.shape[0]),
@@ -253,10 +283,19 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             channel=dbo_current_ubatch_id(),
         )
 
+    def _adapter_numbers(self) -> Any:
+        """Return the AdapterNumbers of this worker; None if the experts have no adapters."""
+        context = self._lora_context
+        return None if context is None else context.punica_wrapper.adapter_numbers
+
     def _arrived(self, received: Dispatched, experts: VllmExpertsInput) -> mk.PrepareResultType:
         """Return what prepare returns. Local."""
         self._received[received.metadata.channel] = received
         arrived = self._hand_out(received)
+        numbers = self._adapter_numbers()
+        if numbers is not None and arrived.adapters is not None:
+            slots = numbers.slots_of(arrived.adapters)
+            self._lora_context.local_token_lora_mapping = slots
         rows, scales = self._format.receive(arrived.rows, arrived.scales, arrived.weights, experts)
         return rows, scales, None, arrived.ids, arrived.weights
 

@@ -1,4 +1,4 @@
-"""Our subclass of the platform that vLLM chooses: three hooks, no-ops without the flag."""
+"""Our subclass of the platform that vLLM chooses: four hooks, no-ops without the flag."""
 
 from __future__ import annotations
 
@@ -76,6 +76,16 @@ class MoeNvlinkPlatform(_Base):
         if backend.selected_here():
             return f"{__package__}.{cls._communicator}"
         return str(super().get_device_communicator_cls())
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        """Return what computes adapters (LoRA): ours if the flag was given, else vLLM's. Local."""
+        chosen = str(super().get_punica_wrapper())
+        if not backend.selected_here():
+            return chosen
+        from . import punica
+
+        return punica.extended(chosen)
 
 
 def choose() -> str | None:

@@ -18,6 +18,9 @@ from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
+from moe_nvlink_plugin.integration.vllm.moe.adapters import on_experts
+
+from . import worker
 
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
@@ -52,7 +55,7 @@ def check(vllm_config: Any, device_type: str) -> Options:
         *_parallel(vllm_config.parallel_config),
         *_untried_sizes(vllm_config.parallel_config, device_type),
     ]
-    problems += _features(vllm_config)
+    problems += _lora(vllm_config)
     options = Options()
     try:
         options = options_of(vllm_config)
@@ -119,9 +122,30 @@ def _untried_sizes(parallel: Any, device_type: str) -> Iterator[str]:
     yield from refusals.several_cpu_hosts(device_type, parallel.nnodes)
 
 
-def _features(vllm_config: Any) -> Iterator[str]:
-    if vllm_config.lora_config is not None:
-        yield "LoRA: remove --enable-lora (adapters would not follow their tokens)."
+def _lora(vllm_config: Any) -> Iterator[str]:
+    lora, parallel = vllm_config.lora_config, vllm_config.parallel_config
+    if lora is not None and vllm_config.speculative_config is not None:
+        yield "LoRA with drafts: remove --enable-lora or --speculative-config."
+    if not on_experts(lora):
+        return
+    slices, others = parallel.tensor_parallel_size, "name other layers with --lora-target-modules"
+    if slices > 1:
+        yield (
+            f"LoRA on experts with --tensor-parallel-size {slices}: experts get slices of the "
+            f"batch, and vLLM does not slice the adapters. Set it to 1, or {others}."
+        )
+    if lora.fully_sharded_loras:
+        yield f"LoRA on experts with --fully-sharded-loras: remove the flag, or {others}."
+    if parallel.enable_eplb:
+        yield (
+            "LoRA on experts with --enable-eplb: experts move, and vLLM leaves their adapters "
+            f"behind. Remove the flag, or {others}."
+        )
+    if not worker.extends(parallel.worker_cls):
+        yield (
+            f"LoRA on experts with --worker-cls {parallel.worker_cls}: its ranks would lose "
+            f"adapters while they have no requests. Remove the flag, or {others}."
+        )
 
 
 def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str]:
@@ -135,6 +159,12 @@ def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str
         yield (
             f"{num_experts} experts on {ep_size} ranks (--data-parallel-size times "
             "--tensor-parallel-size): every rank needs at least one expert."
+        )
+    if num_experts % ep_size and on_experts(vllm_config.lora_config):
+        yield (
+            f"LoRA on experts with {num_experts} experts on {ep_size} ranks: vLLM takes a rank's "
+            "adapters from its place if all ranks have equally many experts. Use another number "
+            "of ranks, or name other layers with --lora-target-modules."
         )
     hidden_size = model.get_hidden_size()
     yield from refusals.exchange(

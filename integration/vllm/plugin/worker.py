@@ -5,12 +5,14 @@ That takes minutes, and differs from rank to rank. Until it is over, ranks wait 
 another (MOE_NVLINK_FIRST_TIMEOUT_S).
 
 A rank without requests runs dummy batches while other ranks work. On CPU ranks the tokens of a
-dummy batch go to no expert.
+dummy batch go to no expert. Dummy batches remove no adapters (LoRA).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from . import adapter_loading
 
 #: Class that vLLM's platforms choose for `worker_cls="auto"` -> name of our subclass.
 _OURS = {
@@ -28,14 +30,15 @@ class TellsOurExchange(_Base):
     """Mixin for one of vLLM's workers, which does everything else."""
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up as vLLM does; then end start-up."""
+        """Warm up as vLLM does; then end start-up, and refuse adapters that we cannot serve."""
         times = super().compile_or_warm_up_model()
+        adapter_loading.guard(self.model_runner)
         _manager().end_startup()
         return times
 
     def execute_dummy_batch(self) -> None:
         """Run the model as vLLM does for a rank without requests."""
-        with _manager().pool.idling():
+        with _manager().pool.idling(), adapter_loading.keeping(self.model_runner):
             super().execute_dummy_batch()
 
 
@@ -54,6 +57,11 @@ def put_in_place(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if parallel.worker_cls in _OURS:
         parallel.worker_cls = f"{__name__}.{_OURS[parallel.worker_cls]}"
+
+
+def extends(worker_cls: str) -> bool:
+    """Return whether `put_in_place` makes such a worker ours, or has done so. Local."""
+    return worker_cls == "auto" or worker_cls in _OURS or worker_cls.startswith(f"{__name__}.")
 
 
 def is_in_place(vllm_config: Any) -> bool:
