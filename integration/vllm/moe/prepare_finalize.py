@@ -75,6 +75,11 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         #: Dispatch that has no combine yet.
         self._received: Dispatched | None = None
 
+    @property
+    def dispatch_format(self) -> DispatchFormat:
+        """How rows travel."""
+        return self._format
+
     # What vLLM asks a prepare/finalize.
 
     @property

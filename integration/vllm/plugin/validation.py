@@ -19,6 +19,8 @@ from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
+from . import balancing
+
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
 CPU_HIDDEN_MULTIPLE = 32
@@ -53,6 +55,7 @@ def check(vllm_config: Any, device_type: str) -> Options:
         *_untried_sizes(vllm_config.parallel_config, device_type),
     ]
     problems += _features(vllm_config)
+    problems += balancing.problems(vllm_config, device_type)
     options = Options()
     try:
         options = options_of(vllm_config)
@@ -103,8 +106,6 @@ def _parallel(parallel: Any) -> Iterator[str]:
         )
     if parallel.enable_elastic_ep:
         yield "elastic expert parallelism: remove --enable-elastic-ep."
-    if parallel.enable_eplb:
-        yield "expert load balancing: remove --enable-eplb."
 
 
 def _untried_sizes(parallel: Any, device_type: str) -> Iterator[str]:
@@ -134,12 +135,15 @@ def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str
             f"{num_experts} experts on {ep_size} ranks (--data-parallel-size times "
             "--tensor-parallel-size): every rank needs at least one expert."
         )
+    redundant = balancing.num_redundant(parallel)
+    if parallel.enable_eplb:
+        yield from balancing.uneven(num_experts, redundant, ep_size)
     hidden_size = model.get_hidden_size()
     yield from refusals.exchange(
         model.model,
         options,
         ep_size=ep_size,
-        num_experts=num_experts,
+        num_experts=num_experts + redundant,
         top_k=model.get_num_experts_per_tok(),
         hidden_size=hidden_size,
         max_tokens_per_rank=vllm_config.scheduler_config.max_num_batched_tokens,

@@ -27,6 +27,14 @@ else:
 class TellsOurExchange(_Base):
     """Mixin for one of vLLM's workers, which does everything else."""
 
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model as vLLM does; then follow its load balancer, if there is one."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        if self.vllm_config.parallel_config.enable_eplb:
+            from . import balancing
+
+            balancing.begin(self, _manager())
+
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does; then end start-up."""
         times = super().compile_or_warm_up_model()
@@ -54,6 +62,12 @@ def put_in_place(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if parallel.worker_cls in _OURS:
         parallel.worker_cls = f"{__name__}.{_OURS[parallel.worker_cls]}"
+
+
+def will_be_ours(parallel: Any) -> bool:
+    """Return whether the user leaves the choice of the worker to vLLM, and so to us. Local."""
+    chosen = str(parallel.worker_cls)
+    return chosen in ("auto", *_OURS) or chosen.startswith(f"{__name__}.")
 
 
 def is_in_place(vllm_config: Any) -> bool:
