@@ -98,10 +98,10 @@ def rules(device: str, **values: Any) -> list[str]:
     parallel = SimpleNamespace(
         enable_eplb=True,
         eplb_config=SimpleNamespace(communicator="torch_gloo"),
-        worker_cls="auto",
     )
     config = {"parallel_config": parallel, "speculative_config": None, "use_v2_model_runner": False}
-    return list(balancing.problems(SimpleNamespace(**{**config, **values}), device))
+    asked = SimpleNamespace(**{**config, **values})
+    return list(balancing.problems(asked, device, worker_is_ours=True))
 
 
 def test_rules_that_this_machine_would_hide() -> None:

@@ -53,6 +53,7 @@ def _parallel(**values: Any) -> SimpleNamespace:
         "ubatch_size": 0,
         "enable_elastic_ep": False,
         "enable_eplb": False,
+        "worker_cls": "auto",
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "nnodes": 1,

@@ -21,20 +21,19 @@ from typing import Any
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, OurPlatform
 
-from . import worker
-
 #: Name of vLLM's communicator that moves weights of CPU ranks.
 CPU_COMMUNICATOR = "torch_gloo"
 
 logger = logging.getLogger(__name__)
 
 
-def problems(vllm_config: Any, device_type: str) -> Iterator[str]:
+def problems(vllm_config: Any, device_type: str, *, worker_is_ours: bool) -> Iterator[str]:
     """Yield what load balancing cannot serve; nothing if it is off. Local.
 
     Args:
         vllm_config: vLLM's VllmConfig, which asks for our backend.
         device_type: "cpu" or "cuda".
+        worker_is_ours: whether workers will be of our class.
     """
     parallel = vllm_config.parallel_config
     if not parallel.enable_eplb or device_type != "cpu":
@@ -50,7 +49,7 @@ def problems(vllm_config: Any, device_type: str) -> Iterator[str]:
             "expert load balancing with a draft model on CPU ranks, where vLLM's model runner does "
             "not register drafts: remove --enable-eplb or --speculative-config."
         )
-    if not worker.will_be_ours(parallel):
+    if not worker_is_ours:
         yield (
             f"expert load balancing with --worker-cls {parallel.worker_cls} on CPU ranks, where "
             "our worker creates the balancer: remove --enable-eplb or --worker-cls."

@@ -19,7 +19,7 @@ from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-from . import balancing
+from . import balancing, worker
 
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
@@ -55,7 +55,8 @@ def check(vllm_config: Any, device_type: str) -> Options:
         *_untried_sizes(vllm_config.parallel_config, device_type),
     ]
     problems += _features(vllm_config)
-    problems += balancing.problems(vllm_config, device_type)
+    ours = worker.will_be_ours(vllm_config.parallel_config)
+    problems += balancing.problems(vllm_config, device_type, worker_is_ours=ours)
     options = Options()
     try:
         options = options_of(vllm_config)
