@@ -32,7 +32,8 @@ class Touched(NamedTuple):
         since: the first release that has the name. Code looks for such a name at run time, and does
             without it if it is missing.
         needed_for: "drafts": only if ranks share an MTP draft's LM head. "one draft": by one of the
-            framework's draft models; code looks for it when it serves that model. "": always.
+            framework's draft models; code looks for it when it serves that model. "balancing": only
+            if the framework's load balancer moves experts. "": always.
     """
 
     module: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -57,14 +58,19 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
         self.ranks = Ranks(cpu_group, self.rank, self.world_size, WORDING)
         self.heads = DraftHeads(self.ranks, device)
+        #: Each returns sections of the counters' file.
+        self.sections: list[Callable[[], Mapping[str, object]]] = [self.heads.stats]
         self.pool = ExchangePool(
             self.ranks,
             device,
             options or Options(),
             holds_startup=holds_startup,
-            more_stats=self.heads.stats,
+            more_stats=self._more_stats,
             publication=publication,
         )
+
+    def _more_stats(self) -> dict[str, object]:
+        return {name: section for read in self.sections for name, section in read().items()}
 
     def end_startup(self) -> None:
         """Give waits the ordinary limit from now on, because this worker has warmed up. Local."""

@@ -28,6 +28,7 @@ _CONTEXT = "vllm.forward_context"
 _LAYERS = "vllm.model_executor.layers"
 _PUNICA = "vllm.lora.punica_wrapper"
 _LORA_META = "vllm.lora.ops.triton_ops.lora_kernel_metadata"
+_BALANCER = "vllm.distributed.eplb.eplb_state"
 #: Parameters of vLLM's ops for MoE layers.
 _FORWARD = (
     *("hidden_states", "router_logits", "shared_experts_input", "input_ids", "layer_name"),
@@ -46,6 +47,10 @@ _FINALIZE = (
 
 def _for_drafts(*touched: Touched) -> list[Touched]:
     return [one._replace(needed_for="drafts") for one in touched]
+
+
+def _for_balancing(*touched: Touched) -> list[Touched]:
+    return [one._replace(needed_for="balancing") for one in touched]
 
 
 def _draft_models() -> list[Touched]:
@@ -146,6 +151,7 @@ TOUCHED = (
         "CPUWorker",
         "subclass",
         "cpu",
+        load_model=("load_dummy_weights",),
         compile_or_warm_up_model=(),
         execute_dummy_batch=(),
     ),
@@ -154,6 +160,7 @@ TOUCHED = (
         "Worker",
         "subclass",
         "cuda",
+        load_model=("load_dummy_weights",),
         compile_or_warm_up_model=(),
         execute_dummy_batch=(),
     ),
@@ -383,6 +390,37 @@ TOUCHED = (
         ),
     ),
     *_draft_models(),
+    *_for_balancing(
+        Touched("vllm.config.parallel", "current_platform", "patch", None, "cpu"),
+        Touched(
+            f"{_MOE}.router.base_router",
+            "eplb_map_to_physical_and_record",
+            "patch",
+            (
+                *("topk_ids", "expert_load_view", "logical_to_physical_map"),
+                *("logical_replica_count", "record_enabled", "num_unpadded_tokens"),
+            ),
+            "cpu",
+        ),
+        *methods(_BALANCER, "EplbState", "use", step=("is_dummy", "is_profile", "log_stats")),
+        *methods(
+            _BALANCER,
+            "EplbState",
+            "subclass",
+            "cpu",
+            __init__=("parallel_config", "device"),
+            rearrange=("is_profile", "rank_mapping", "use_last_expert_load"),
+        ),
+        *methods(
+            "vllm.v1.worker.gpu.eplb_utils",
+            "EPLBController",
+            "use",
+            "cpu",
+            __init__=("parallel_config", "device"),
+            maybe_register_model=("model", "model_config"),
+        ),
+        Touched("vllm._custom_ops", "cpu_prepack_moe_weight", "use", ("weight", "isa"), "cpu"),
+    ),
 )
 
 
@@ -419,9 +457,9 @@ FIELDS = (
         "ParallelConfig",
         (
             *("all2all_backend", "data_parallel_size", "enable_dbo", "enable_elastic_ep"),
-            *("enable_eplb", "enable_expert_parallel", "nnodes", "pipeline_parallel_size"),
-            *("prefill_context_parallel_size", "tensor_parallel_size", "ubatch_size"),
-            "worker_cls",
+            *("enable_eplb", "enable_expert_parallel", "eplb_config", "nnodes"),
+            *("pipeline_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size"),
+            *("ubatch_size", "worker_cls"),
         ),
     ),
     Fields("vllm.v1.worker.gpu_worker", "Worker", ("model_runner",)),
@@ -450,6 +488,21 @@ FIELDS = (
             *("w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked"),
         ),
     ),
+    Fields(
+        "vllm.config.parallel",
+        "EPLBConfig",
+        ("communicator", "num_redundant_experts", "use_async"),
+    ),
+    Fields(_BALANCER, "EplbState", ("expert_rearrangement_step", "model_states")),
+    Fields(_BALANCER, "EplbModelState", ("model", "physical_to_logical_map", "rebalanced")),
+    Fields("vllm.v1.worker.gpu.eplb_utils", "EPLBController", ("state",)),
+    Fields(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner",
+        ("_moe_model", "device", "eplb_state", "model", "model_config", "parallel_config"),
+    ),
+    Fields("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", ("eplb_state", "model_config")),
+    Fields(f"{_MOE}.experts.cpu_moe", "CPUUnquantizedExperts", ("isa",)),
     Fields(
         "vllm.config",
         "ModelConfig",
@@ -480,7 +533,7 @@ FIELDS = (
         ),
     ),
     Fields(f"{_MOE}.config", "FusedMoEConfig", ("require_decomposed_backend",), since="0.33"),
-    Fields(f"{_MOE}.config", "FusedMoEParallelConfig", ("use_all2all_kernels",)),
+    Fields(f"{_MOE}.config", "FusedMoEParallelConfig", ("enable_eplb", "use_all2all_kernels")),
     Fields(
         f"{_MOE}.config",
         "FusedMoEQuantConfig",
@@ -563,24 +616,25 @@ def warn_if_untried(device_type: str) -> None:
     names.warn_if_untried("vLLM", vllm_version(), device_type, TRIED.get(device_type, ()), READ)
 
 
-def check_names(device_type: str, *, drafts: bool = False) -> None:
+def check_names(device_type: str, *, drafts: bool = False, balances: bool = False) -> None:
     """Check that this vLLM has the names in `TOUCHED`. Local; a worker calls it at start-up.
 
-    A name that we patch may be missing: `flag.patch_engine_args` warns of that, and the flag works
-    without it.
+    The method that `flag.patch_engine_args` wraps may be missing: it warns of that, and the flag
+    works without it.
 
     Args:
         device_type: "cpu" or "cuda".
         drafts: whether ranks share the LM head of an MTP draft.
+        balances: whether vLLM's load balancer moves experts.
 
     Raises:
         UnsupportedError: names are missing; the message lists them.
     """
-    wanted_for = ("", "drafts") if drafts else ("",)
+    wanted_for = {"", *(["drafts"] if drafts else []), *(["balancing"] if balances else [])}
     needed = (
         one
         for one in TOUCHED
-        if one.kind != "patch"
+        if (one.kind != "patch" or one.needed_for)
         and not one.since
         and one.device in ("", device_type)
         and one.needed_for in wanted_for

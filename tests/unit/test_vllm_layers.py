@@ -142,6 +142,7 @@ def attached():
         config = SimpleNamespace(
             name=name,
             additional_config=asked,
+            parallel_config=SimpleNamespace(enable_eplb=False),
             speculative_config=SimpleNamespace(method=method) if method else None,
         )
         vllm.config.get_current_vllm_config_or_none = lambda: config

@@ -54,10 +54,10 @@ def _parallel(**values: Any) -> SimpleNamespace:
         "ubatch_size": 0,
         "enable_elastic_ep": False,
         "enable_eplb": False,
+        "worker_cls": "auto",
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "nnodes": 1,
-        "worker_cls": "auto",
     }
     return SimpleNamespace(**{**good, **values})
 
@@ -166,7 +166,6 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
     ("config", "device", "words"),
     [
         (_config(_parallel(enable_elastic_ep=True)), "cpu", "--enable-elastic-ep"),
-        (_config(_parallel(enable_eplb=True)), "cpu", "--enable-eplb"),
         (_config(_parallel(nnodes=2)), "cpu", "--nnodes is 2"),
         (_config(model=_model(get_num_experts=lambda: 0)), "cpu", "no MoE layers"),
         (_config(model=_model(get_num_experts_per_tok=lambda: 40)), "cpu", "top_k=40"),
@@ -183,7 +182,6 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         (_config(_parallel(enable_eplb=True), lora=LoRAConfig()), "cpu", "experts move"),
         (_config(), "xpu", "transports for cpu and cuda ranks"),
         (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
-        (_config(_parallel(enable_eplb=True)), "cuda", "--enable-eplb"),
         (_config(_parallel(pipeline_parallel_size=2)), "cuda", "--pipeline-parallel-size is 2"),
         (_config(lora=LoRAConfig(fully_sharded_loras=True)), "cuda", "--fully-sharded-loras"),
         (_config(lora=LoRAConfig(), drafts=object()), "cuda", "LoRA with drafts"),

@@ -64,7 +64,11 @@ _OF_THREAD = threading.local()
 
 def join(group: ThreadGroup) -> ExchangePool:
     """Gives this thread's layers a pool of exchanges with the group's other ranks."""
-    ranks = Ranks(group, group.rank, group.size, WORDING)
+    return join_as(Ranks(group, group.rank, group.size, WORDING))
+
+
+def join_as(ranks: Ranks) -> ExchangePool:
+    """The same for ranks of any group."""
     pool = _OF_THREAD.pool = ExchangePool(ranks, torch.device("cpu"), Options())
     return pool
 
@@ -85,10 +89,13 @@ class Weights:
         self.w2 = draw(HIDDEN_SIZE, INTERMEDIATE_SIZE)
 
     def load(self, layer: Any) -> None:
-        """Gives every weight to the loader of the layer's parameter, as a model does."""
+        """Gives every weight to the loader of the layer's parameter, as a model does.
+
+        Redundant experts are copies of the first ones, as vLLM's balancer places them at the start.
+        """
         for shard, name in (("w1", "w13_weight"), ("w3", "w13_weight"), ("w2", "w2_weight")):
-            for expert, weight in enumerate(getattr(self, shard)):
-                parameter = getattr(layer, name)
+            for expert in range(layer.global_num_experts):
+                parameter, weight = getattr(layer, name), getattr(self, shard)[expert % NUM_EXPERTS]
                 parameter.weight_loader(parameter, weight, name, shard, expert)
 
     def dense(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -116,8 +123,17 @@ def tokens(
     )
 
 
-def make_layer(rank: int, ep_size: int, dtype: torch.dtype = torch.float32) -> Any:
-    """The rank's routed experts, of our class, not loaded."""
+def make_layer(
+    rank: int,
+    ep_size: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    redundant: int | None = None,
+    name: str = "layer 3",
+) -> Any:
+    """The rank's routed experts, of our class, not loaded; `redundant`: with load balancing."""
+    balances = redundant is not None
+    physical = NUM_EXPERTS + (redundant or 0)
     parallel = moe_config.FusedMoEParallelConfig(
         tp_size=1,
         pcp_size=1,
@@ -130,20 +146,20 @@ def make_layer(rank: int, ep_size: int, dtype: torch.dtype = torch.float32) -> A
         sp_size=1,
         use_ep=True,
         all2all_backend=CARRIER,
-        enable_eplb=False,
+        enable_eplb=balances,
     )
     placed = ExpertMapManager(
         max_num_batched_tokens=CAPACITY,
         top_k=TOP_K,
-        global_num_experts=NUM_EXPERTS,
-        num_redundant_experts=0,
+        global_num_experts=physical,
+        num_redundant_experts=redundant or 0,
         num_expert_group=None,
         moe_parallel_config=parallel,
         placement_strategy="linear",
-        enable_eplb=False,
+        enable_eplb=balances,
     )
     config = moe_config.FusedMoEConfig(
-        num_experts=NUM_EXPERTS,
+        num_experts=physical,
         experts_per_token=TOP_K,
         hidden_dim=HIDDEN_SIZE,
         intermediate_size=INTERMEDIATE_SIZE,
@@ -157,7 +173,7 @@ def make_layer(rank: int, ep_size: int, dtype: torch.dtype = torch.float32) -> A
         max_num_tokens=CAPACITY,
     )
     return layers.MoeNvlinkRoutedExperts(
-        layer_name="layer 3",
+        layer_name=name,
         params_dtype=dtype,
         moe_config=config,
         quant_config=None,

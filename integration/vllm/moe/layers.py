@@ -39,11 +39,21 @@ def put_in_place() -> None:
     replacement.put_in_place(MoERunner, MoeNvlinkMoERunner)
 
 
+def put_balancing_in_place() -> None:
+    """Make vLLM's routers hand out physical ids on CPU too. Local; idempotent."""
+    if current_platform.is_cpu():
+        from . import cpu_balancing
+
+        cpu_balancing.put_in_place()
+
+
 class MoeNvlinkRoutedExperts(RoutedExperts):
     """vLLM's routed experts, which get our fused MoE method when their weights are loaded."""
 
     #: Called when another quant method has replaced the layer's.
     on_replaced: Callable[[], None] | None = None
+    #: Whether the load balancer has placed the experts otherwise than vLLM's loader does.
+    have_moved = False
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         ours = selected_here() and moe_config.moe_parallel_config.use_all2all_kernels
@@ -92,6 +102,12 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
         )
         if not isinstance(self.quant_method, MoeNvlinkFusedMoEMethod):
             return load()
+        if self.have_moved:
+            raise UnsupportedError(
+                f"weights of {self.layer_name} cannot be loaded again: the load balancer has moved "
+                "its experts, and vLLM's loader would put them where they were at the start. "
+                "Restart the server, or serve without --enable-eplb."
+            )
         # A module's __dict__ precedes its submodules, of which our method is one.
         self.__dict__["quant_method"] = self.quant_method.old_quant_method
         try:

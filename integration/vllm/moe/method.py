@@ -70,6 +70,22 @@ class MoeNvlinkFusedMoEMethod(FusedMoEModularMethod):
                 raise
             return getattr(self.old_quant_method, name)
 
+    @property
+    def has_static_scale(self) -> bool:
+        """Whether rows are quantised by a scale of the checkpoint."""
+        return bool(self.moe_kernel.prepare_finalize.dispatch_format.has_static_scale)
+
+    def static_scale(self) -> float | None:
+        """Return that scale; None without one. Local; waits for the device.
+
+        Raises:
+            UnsupportedError: the value is unusable, or the experts have different scales.
+        """
+        kernel = self.moe_kernel
+        taken = VllmExpertsInput.of(kernel.fused_experts)
+        scale: float | None = kernel.prepare_finalize.dispatch_format.static_scale(taken)
+        return scale
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Process reloaded weights as the replaced method does, and compute with them.
 
@@ -129,6 +145,7 @@ def install(quant_method: Any, layer: Any, *, adapters: bool = False) -> None:
     with pool.ranks.telling_all(layer.layer_name):
         _process(quant_method, layer)
         _check_modular(quant_method, layer)
+        _check_movable(quant_method, layer)
         taken = _experts_input(quant_method.moe_kernel.fused_experts, layer, adapters=adapters)
     moe = layer.moe_config
     geometry = Geometry(
@@ -211,6 +228,17 @@ def _experts_input(experts: Any, layer: Any, *, adapters: bool) -> VllmExpertsIn
         return VllmExpertsInput.of(experts)
     finally:
         experts.set_lora_context(None)
+
+
+def _check_movable(quant_method: Any, layer: Any) -> None:
+    """Check weights of CPU ranks that vLLM's load balancer will move. Local.
+
+    On CUDA ranks vLLM has checked the quant method when it created the layer.
+    """
+    if layer.moe_config.moe_parallel_config.enable_eplb and current_platform.is_cpu():
+        from .cpu_balancing import check_movable
+
+        check_movable(quant_method.moe_kernel.fused_experts, layer.layer_name)
 
 
 def _pool() -> ExchangePool:

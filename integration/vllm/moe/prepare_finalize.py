@@ -114,6 +114,11 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         #: vLLM's MoELoRAContext of the layer, if its experts have adapters.
         self._lora_context: Any = None
 
+    @property
+    def dispatch_format(self) -> DispatchFormat:
+        """How rows travel."""
+        return self._format
+
     # What vLLM asks a prepare/finalize.
 
     @property

@@ -16,7 +16,7 @@ from moe_nvlink_plugin.integration.vllm.backend import selected_here
 from moe_nvlink_plugin.integration.vllm.choices import options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-from . import metrics, worker
+from . import balancing, metrics, worker
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,15 @@ def attach(communicator: Any, device: torch.device) -> None:
     options = options_of(vllm_config)
     shares_head = drafts.shares_head(vllm_config, options)
     # Checked before our modules import these names.
-    compat.check_names(device.type, drafts=shares_head)
+    balances = vllm_config.parallel_config.enable_eplb
+    compat.check_names(device.type, drafts=shares_head, balances=balances)
     from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
     from moe_nvlink_plugin.integration.vllm.moe import layers
 
     layers.put_in_place()
+    if balances:
+        balancing.allow()
+        layers.put_balancing_in_place()
     if shares_head:
         from moe_nvlink_plugin.integration.vllm.draft import logits_processor, mtp
 

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY, OurPlatform
+from moe_nvlink_plugin.integration.vllm.backend import (
+    BACKEND,
+    CARRIER,
+    KEY,
+    OurPlatform,
+    is_selected,
+)
 
 _OPTION = "--all2all-backend"
 _ADDITIONAL_OPTION = "--additional-config"
@@ -137,10 +143,10 @@ def map_engine_args(engine_args: Any) -> None:
 
 
 def patch_engine_args() -> None:
-    """Wrap ``EngineArgs.create_engine_config``: the only patch of vLLM in this package.
+    """Wrap ``EngineArgs.create_engine_config``. Local; idempotent.
 
-    Local; idempotent. If a later vLLM has moved the method, the command line still works, and a
-    warning says what to write in Python instead.
+    If a later vLLM has moved the method, the command line still works, and a warning says what to
+    write in Python instead.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -160,7 +166,12 @@ def patch_engine_args() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         map_engine_args(self)
-        return original(self, *args, **kwargs)
+        if not (self.enable_eplb and is_selected(self)):
+            return original(self, *args, **kwargs)
+        from . import balancing
+
+        with balancing.allowed():
+            return original(self, *args, **kwargs)
 
     create_engine_config.moe_nvlink_original = original  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config

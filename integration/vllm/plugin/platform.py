@@ -56,9 +56,10 @@ class MoeNvlinkPlatform(_Base):
             flag.require_all_of_ours()
             from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-            from . import validation
+            from . import balancing, validation
 
             drafts.ask_for_tokens(vllm_config, validation.check(vllm_config, cls.device_type))
+            balancing.adjust(vllm_config, cls.device_type)
             # vLLM hashes it into the key of its compile cache. A graph that another version of ours
             # left there may call another op for a layer than the layer takes now.
             stamp = {backend.VERSION_KEY: version(_DISTRIBUTION)}

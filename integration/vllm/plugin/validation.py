@@ -20,7 +20,7 @@ from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 from moe_nvlink_plugin.integration.vllm.moe.adapters import on_experts
 
-from . import worker
+from . import balancing, worker
 
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
@@ -56,6 +56,8 @@ def check(vllm_config: Any, device_type: str) -> Options:
         *_untried_sizes(vllm_config.parallel_config, device_type),
     ]
     problems += _lora(vllm_config)
+    ours = worker.extends(str(vllm_config.parallel_config.worker_cls))
+    problems += balancing.problems(vllm_config, device_type, worker_is_ours=ours)
     options = Options()
     try:
         options = options_of(vllm_config)
@@ -108,8 +110,6 @@ def _parallel(parallel: Any) -> Iterator[str]:
         )
     if parallel.enable_elastic_ep:
         yield "elastic expert parallelism: remove --enable-elastic-ep."
-    if parallel.enable_eplb:
-        yield "expert load balancing: remove --enable-eplb."
 
 
 def _untried_sizes(parallel: Any, device_type: str) -> Iterator[str]:
@@ -166,12 +166,15 @@ def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str
             "adapters from its place if all ranks have equally many experts. Use another number "
             "of ranks, or name other layers with --lora-target-modules."
         )
+    redundant = balancing.num_redundant(parallel)
+    if parallel.enable_eplb:
+        yield from balancing.uneven(num_experts, redundant, ep_size)
     hidden_size = model.get_hidden_size()
     yield from refusals.exchange(
         model.model,
         options,
         ep_size=ep_size,
-        num_experts=num_experts,
+        num_experts=num_experts + redundant,
         top_k=model.get_num_experts_per_tok(),
         hidden_size=hidden_size,
         max_tokens_per_rank=vllm_config.scheduler_config.max_num_batched_tokens,

@@ -29,6 +29,14 @@ else:
 class TellsOurExchange(_Base):
     """Mixin for one of vLLM's workers, which does everything else."""
 
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model as vLLM does; then follow its load balancer, if there is one."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        if self.vllm_config.parallel_config.enable_eplb:
+            from . import balancing
+
+            balancing.begin(self, _manager())
+
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does; then end start-up, and refuse adapters that we cannot serve."""
         times = super().compile_or_warm_up_model()

@@ -8,8 +8,8 @@ The file's inputs are equal on all ranks, and so small that outputs of zeros lie
 tolerances. Here each data-parallel rank has its own inputs (`_own_inputs`), so large
 (`input_scale`) that a missing row shows.
 
-On CPUs the reference is vLLM's `torch_experts` instead of Triton's kernel, and what vLLM keeps from
-CPUs of its expert load balancing is filled in (`_balance_on_cpu`).
+On CPUs the reference is vLLM's `torch_experts` instead of Triton's kernel. What vLLM's expert load
+balancing lacks there is the adapter's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,11 +29,10 @@ import torch
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
-from moe_nvlink_plugin.integration.vllm.plugin import validation
+from moe_nvlink_plugin.integration.vllm.plugin import balancing
 
 from .. import settings
 from . import ranks
-from .cpu_device import SaysYes
 
 _MODULE = "tests.kernels.moe.test_moe_layer"
 
@@ -76,7 +75,6 @@ def adapt() -> None:
 
         module.fused_experts = functools.partial(_reference, torch_experts)
         module.make_test_weights = _Remembered(module.make_test_weights)
-        _balance_on_cpu()
 
 
 # In pytest's process.
@@ -113,7 +111,7 @@ def _choose_backend(module: Any, on_cpu: bool) -> None:
     """What the command line does with `--all2all-backend moe_nvlink`, for the two classes."""
     ours: list[Any] = []
     make_parallel, make_config = module.ParallelConfig, module.VllmConfig
-    allowed = _balancing_allowed if on_cpu else contextlib.nullcontext
+    allowed = balancing.allowed if on_cpu else contextlib.nullcontext
 
     def parallel_config(**named: Any) -> Any:
         if named.get("all2all_backend") != BACKEND:
@@ -126,21 +124,13 @@ def _choose_backend(module: Any, on_cpu: bool) -> None:
     def vllm_config(**named: Any) -> Any:
         if not any(named["parallel_config"] is config for config in ours):
             return make_config(**named)
-        with allowed(), mock.patch.object(validation, "_parallel", _refusals_but_balancing):
+        with allowed():
             try:
                 return make_config(additional_config={KEY: BACKEND}, **named)
             except UnsupportedError as refusal:
                 pytest.skip(f"our backend refuses: {refusal}")
 
     module.ParallelConfig, module.VllmConfig = parallel_config, vllm_config
-
-
-_refusals = validation._parallel
-
-
-def _refusals_but_balancing(parallel: Any) -> Iterator[str]:
-    """Load balancing is refused in servers; here the exchange is tested under physical ids."""
-    return (problem for problem in _refusals(parallel) if "--enable-eplb" not in problem)
 
 
 # In a rank.
@@ -260,26 +250,3 @@ class _Remembered:
             self._asked, self._state_after = asked, torch.get_rng_state()
         torch.set_rng_state(self._state_after)
         return self._drawn
-
-
-@contextlib.contextmanager
-def _balancing_allowed() -> Iterator[None]:
-    """Both classes check it: the second looks at the first's fields again."""
-    parallel = importlib.import_module("vllm.config.parallel")
-    as_cuda = SaysYes(parallel.current_platform, "is_cuda_alike")
-    with mock.patch.object(parallel, "current_platform", as_cuda):
-        yield
-
-
-def _balance_on_cpu() -> None:
-    """vLLM's routers leave ids logical on CPUs; here they become physical."""
-    router: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.router.base_router")
-    router.eplb_map_to_physical_and_record = _physical_ids
-
-
-def _physical_ids(
-    topk_ids: torch.Tensor, *, logical_to_physical_map: torch.Tensor, **_named: Any
-) -> torch.Tensor:
-    """The first replica of each expert; the tests have one of each. Nothing is recorded."""
-    assert logical_to_physical_map.shape[1] == 1
-    return logical_to_physical_map[topk_ids.long(), 0].to(topk_ids.dtype)

@@ -1,0 +1,194 @@
+"""Expert load balancing: who may ask for it, and the physical ids of CPU ranks.
+
+Moves of experts between ranks: test_vllm_balancing_ranks.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.distributed.eplb.eplb_state import compute_logical_maps
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.vllm import backend
+from moe_nvlink_plugin.integration.vllm.moe import cpu_balancing
+from moe_nvlink_plugin.integration.vllm.plugin import balancing
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+
+def created(checkpoint: Path, **values: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    asked = {"all2all_backend": backend.BACKEND, "enable_eplb": True, "data_parallel_size": 2}
+    return EngineArgs(
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=512,
+        enable_expert_parallel=True,
+        **{**asked, **values},
+    ).create_engine_config()
+
+
+# Who may ask for it.
+
+
+def test_cpu_ranks_are_served_and_move_experts_between_steps(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(balancing.logger, "warning", told.append)
+    made = created(checkpoint, eplb_config={"num_redundant_experts": 2}).parallel_config
+    assert made.enable_eplb
+    assert not made.eplb_config.use_async
+    assert ["--eplb-config.use_async=false" in text for text in told] == [True]
+    assert made.eplb_config.communicator == balancing.CPU_COMMUNICATOR
+
+
+def test_without_our_backend_vllm_refuses_as_before(checkpoint: Path) -> None:
+    created(checkpoint)  # what this needs is gone afterwards
+    for other in (backend.CARRIER, "deepep_v2"):
+        with pytest.raises(ValueError, match="only supported on CUDA"):
+            created(checkpoint, all2all_backend=other)
+
+
+def test_a_worker_may_copy_its_configuration(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM checks the copy, and a model with several parts gets one for each."""
+    from vllm.config import parallel
+    from vllm.config.utils import replace
+
+    made = created(checkpoint)
+    with pytest.raises(ValueError, match="only supported on CUDA"):
+        replace(made, model_config=made.model_config)
+    monkeypatch.setattr(parallel, "current_platform", parallel.current_platform)
+    for _ in range(2):
+        balancing.allow()
+    assert replace(made, model_config=made.model_config).parallel_config.enable_eplb
+    assert parallel.current_platform.device_type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"eplb_config": {"num_redundant_experts": 1}}, "num_redundant_experts=2"),
+        ({"eplb_config": {"communicator": "torch_nccl", "use_async": False}}, "torch_nccl"),
+        ({"worker_cls": "some.where.Worker"}, "--worker-cls some.where.Worker"),
+    ],
+)
+def test_what_cpu_ranks_cannot_do_is_named(
+    values: dict[str, Any], words: str, checkpoint: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match="cannot serve") as caught:
+        created(checkpoint, **values)
+    assert words in str(caught.value)
+
+
+def rules(device: str, **values: Any) -> list[str]:
+    parallel = SimpleNamespace(
+        enable_eplb=True,
+        eplb_config=SimpleNamespace(communicator="torch_gloo"),
+    )
+    config = {"parallel_config": parallel, "speculative_config": None, "use_v2_model_runner": False}
+    asked = SimpleNamespace(**{**config, **values})
+    return list(balancing.problems(asked, device, worker_is_ours=True))
+
+
+def test_rules_that_this_machine_would_hide() -> None:
+    assert rules("cpu") == []
+    assert "draft model" in rules("cpu", speculative_config=object())[0]
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in rules("cpu", use_v2_model_runner=True)[0]
+    assert rules("cuda", speculative_config=object(), use_v2_model_runner=True) == []
+
+
+# Physical ids of CPU ranks.
+
+
+def maps(physical_to_logical: list[int], num_logical: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made: tuple[torch.Tensor, torch.Tensor]
+    made = compute_logical_maps(torch.tensor(physical_to_logical), num_logical)
+    return made
+
+
+def physical(
+    ids: torch.Tensor, load: torch.Tensor, counted: bool = True, unpadded: int | None = None
+) -> torch.Tensor:
+    """Of eight physical experts for five logical ones."""
+    to_physical, replicas = maps([4, 0, 3, 1, 0, 2, 0, 3], 5)
+    rows = None if unpadded is None else torch.tensor(unpadded, dtype=torch.int32)
+    enabled = torch.tensor(counted)
+    return cpu_balancing.to_physical(ids, load, to_physical, replicas, enabled, rows)
+
+
+def test_every_id_becomes_a_replica_of_its_expert() -> None:
+    ids = torch.stack([torch.randperm(5)[:3] for _ in range(40)]).to(torch.int32)
+    load = torch.zeros(8, dtype=torch.int32)
+    got = physical(ids, load)
+    assert got.dtype == torch.int32
+    logical = torch.tensor([4, 0, 3, 1, 0, 2, 0, 3])
+    assert logical[got.long()].tolist() == ids.tolist()
+    assert load.tolist() == torch.bincount(got.flatten(), minlength=8).tolist()
+    assert all(load[slot] > 0 for slot in (1, 4, 6)), "tokens take all replicas of an expert"
+
+
+def test_a_token_takes_the_replica_that_vllms_kernel_would_take() -> None:
+    """Worked out by hand from its hash: 2654435769 * row mod 2^32, mod the number of replicas."""
+    ids = torch.zeros(6, 1, dtype=torch.int64)
+    got = physical(ids, torch.zeros(8, dtype=torch.int32))
+    hashed = [0, 2654435769, 1013904242, 3668340011, 2027808484, 387276957]
+    assert got.flatten().tolist() == [(1, 4, 6)[h % 3] for h in hashed]
+
+
+def test_padding_is_not_counted_and_marked_choices_stay_marked() -> None:
+    ids = torch.tensor([[1, -1], [2, 1], [4, 2], [7, 0]])
+    load = torch.full((8,), 5, dtype=torch.int32)
+    got = physical(ids, load, unpadded=2)
+    assert got[:3].tolist() == [[3, -1], [5, 3], [0, 5]]
+    assert got[3, 0] == -1, "there is no expert 7"
+    assert load.tolist() == [5, 5, 5, 7, 5, 6, 5, 5]
+    physical(ids, load, counted=False)
+    assert load.tolist() == [5, 5, 5, 7, 5, 6, 5, 5]
+
+
+def test_no_tokens() -> None:
+    load = torch.zeros(8, dtype=torch.int32)
+    assert physical(torch.zeros(0, 3, dtype=torch.int32), load).shape == (0, 3)
+    assert not load.any()
+
+
+# Weights that can move.
+
+
+def experts(kind: type) -> Any:
+    return object.__new__(kind)
+
+
+def test_packed_weights_of_unquantised_experts_can_move() -> None:
+    cpu_balancing.check_movable(experts(cpu_moe.CPUUnquantizedExperts), "layer 3")
+
+
+def test_weights_of_which_nothing_is_known_cannot() -> None:
+    with pytest.raises(UnsupportedError, match="CPUExpertsFp8 of layer 3 packs"):
+        cpu_balancing.check_movable(experts(cpu_moe.CPUExpertsFp8), "layer 3")
+
+
+def test_a_layout_that_mixes_experts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mixed(cpu_moe.CPUUnquantizedExperts):  # type: ignore[misc]
+        isa = "mixed"
+
+    def mixing(weight: torch.Tensor, isa: str) -> torch.Tensor:
+        return weight.transpose(0, 1).contiguous().view_as(weight)
+
+    monkeypatch.setattr(cpu_balancing, "cpu_prepack_moe_weight", mixing)
+    with pytest.raises(UnsupportedError, match="Mixed of layer 3"):
+        cpu_balancing.check_movable(experts(Mixed), "layer 3")
