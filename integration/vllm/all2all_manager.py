@@ -17,11 +17,11 @@ from moe_nvlink_plugin.integration.common.draft_head import DraftHeads
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 
-from .backend import BACKEND
+from .backend import BACKEND, OurManager
 from .choices import WORDING
 
 
-class MoeNvlinkAll2AllManager(All2AllManagerBase):
+class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
     """Holds the worker's `ExchangePool` and `DraftHeads` where vLLM expects its own manager.
 
     Args:
@@ -30,9 +30,6 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         device: where this rank's layers work.
         options: what the user chose; None takes the defaults and reads no environment variable.
         holds_startup: whether the worker calls `end_startup`.
-
-    Raises:
-        UnsupportedError: the CPU ranks are on several hosts.
     """
 
     def __init__(
@@ -45,12 +42,6 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         holds_startup: bool = False,
     ) -> None:
         super().__init__(cpu_group, tcp_store_group)
-        if self.internode and device.type == "cpu":
-            raise UnsupportedError(
-                f"--all2all-backend {BACKEND}: the {self.world_size} ranks of the expert-parallel "
-                "group are not on one host, and the host transport is shared memory. Start all "
-                "ranks on one host, or drop the flag."
-            )
         logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
         self.ranks = Ranks(cpu_group, self.rank, self.world_size, WORDING)
         self.heads = DraftHeads(self.ranks, device)

@@ -220,12 +220,17 @@ class EpServer:
     def __exit__(self, *_: object) -> None:
         self.server.stop()
 
-    def differing(self, numbers: range, concurrency: int) -> list[int]:
-        """The requests among `numbers` whose tokens are not the one-rank server's."""
+    def differing(self, numbers: range, concurrency: int, rank: int | None = None) -> list[int]:
+        """The requests among `numbers` whose tokens are not the one-rank server's.
+
+        Args:
+            rank: the data-parallel rank that is to answer; None: the server chooses.
+        """
         answers = self.server.complete(
             [self.requests.prompts[n] for n in numbers],
             max_tokens=[self.requests.lengths[n] for n in numbers],
             concurrency=concurrency,
+            rank=rank,
         )
         expected = [self.requests.expected[n] for n in numbers]
         pairs = zip(numbers, answers, expected, strict=True)

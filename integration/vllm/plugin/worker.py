@@ -10,7 +10,10 @@ dummy batch go to no expert.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
+
+from moe_nvlink_plugin.integration.vllm.backend import OurManager
 
 #: Class that vLLM's platforms choose for `worker_cls="auto"` -> name of our subclass.
 _OURS = {
@@ -30,19 +33,23 @@ class TellsOurExchange(_Base):
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does; then end start-up."""
         times = super().compile_or_warm_up_model()
-        _manager().end_startup()
+        if (manager := _manager()) is not None:
+            manager.end_startup()
         return times
 
     def execute_dummy_batch(self) -> None:
         """Run the model as vLLM does for a rank without requests."""
-        with _manager().pool.idling():
+        manager = _manager()
+        with contextlib.nullcontext() if manager is None else manager.pool.idling():
             super().execute_dummy_batch()
 
 
 def _manager() -> Any:
+    """Return our manager; None if the ranks have fallen back to vLLM's. Local."""
     from vllm.distributed import get_ep_group
 
-    return get_ep_group().device_communicator.all2all_manager
+    found = get_ep_group().device_communicator.all2all_manager
+    return found if isinstance(found, OurManager) else None
 
 
 def put_in_place(vllm_config: Any) -> None:
