@@ -1,4 +1,4 @@
-"""A plugin of vLLM for tests: Ray places CPU ranks.
+"""Two plugins of vLLM for tests, a platform (none) and a general one: Ray places CPU ranks.
 
 vLLM's CPU platform names no resource for Ray. Here it names GPUs, of which the Ray of this test
 believes to have some. The server's process starts that Ray, without our variables: ranks in Ray's

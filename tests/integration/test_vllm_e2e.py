@@ -372,10 +372,15 @@ def test_ray(what: str, requests_of: Callable[[TinyModel], Requests], folder: Pa
     """
     pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
     name = f"ray {what}"
-    plugin = write_plugin(folder / f"plugin {name}", "ray_on_cpus", ray_on_cpus)
+    # Ray's workers ask for the resource after they have chosen a platform, and before plugins.
+    groups = ("platform", "general")
+    plugin = write_plugin(folder / f"plugin {name}", "ray_on_cpus", ray_on_cpus, groups)
     arguments = (*DP2, EAGER, f"--{what}-backend=ray")
     environment = {"PYTHONPATH": str(plugin)}
-    with EpServer(requests_of(QWEN3), folder, name, *arguments, environment=environment) as server:
+    # Each process of Ray imports vLLM anew.
+    with EpServer(
+        requests_of(QWEN3), folder, name, *arguments, environment=environment, ready_s=780
+    ) as server:
         assert server.differing(range(3), concurrency=1) == []
         assert server.differing(range(3, 12), concurrency=4) == []
         server.check_traffic(2, 12, _num_moe_layers(QWEN3))
