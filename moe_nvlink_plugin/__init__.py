@@ -21,8 +21,9 @@ A new kernel is one .cu file, one argument struct in args.h, one Kernel, and its
 
 Five folders serve them. memory/ says what lies where in symmetric memory and what a kernel reports
 there. transport/ says how peers reach that memory. jit/ makes machine code from kernels/ and keeps
-it. recipes/ say what travels, there and back. plugins/ find recipes and transports. tools/ serves
-the shell: the command `moe-nvlink` with its doctor, precompile and top.
+it. recipes/ say what travels, there and back. plugins/ find recipes and transports, and try whether
+a transport connects ranks. tools/ serves the shell: the command `moe-nvlink` with its doctor,
+precompile and top.
 
 The doorway, which every module may use: config.py (AllToAllConfig), errors.py, env.py, groups.py
 (the collective steps of create), driver.py (calls of the CUDA driver), reference.py (the same verbs
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .lm_head.config import HeadConfig
     from .lm_head.group import HeadGroup, HeadStats, sharded_argmax, sharded_logits
     from .memory.workspace import ExchangeStats
+    from .plugins.connection import check_connected
     from .recipes import QuantisingRecipe
 
 _HOMES = {
@@ -61,6 +63,7 @@ _HOMES = {
     "InFlight": "exchange.in_flight",
     "MoeAllToAll": "exchange.all_to_all",
     "QuantisingRecipe": "recipes",
+    "check_connected": "plugins.connection",
     "rank_mask": "exchange.rank_masks",
     "sharded_argmax": "lm_head.group",
     "sharded_logits": "lm_head.group",
@@ -77,6 +80,7 @@ __all__ = [
     "InFlight",
     "MoeAllToAll",
     "QuantisingRecipe",
+    "check_connected",
     "rank_mask",
     "sharded_argmax",
     "sharded_logits",

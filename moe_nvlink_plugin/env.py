@@ -60,6 +60,18 @@ VARIABLES: dict[str, tuple[str, str]] = {
 _MOST_SMALL_TOKENS = 64
 
 
+def add_to_list(name: str, item: str) -> None:
+    """Add an item to a variable of another program that holds items between commas. Idempotent.
+
+    Args:
+        name: the variable.
+        item: the item.
+    """
+    items = [one.strip() for one in os.environ.get(name, "").split(",") if one.strip()]
+    if item not in items:
+        os.environ[name] = ",".join([*items, item])
+
+
 def _text(name: str) -> str | None:
     assert name in VARIABLES, name
     value = os.environ.get(name, "").strip()

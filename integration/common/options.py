@@ -26,12 +26,14 @@ class Wording(NamedTuple):
         flag: what chooses our backend.
         options: where our options stand.
         unquantised: what sets `Options.dispatch` to `UNQUANTISED`.
+        own_backend: the framework's own exchange, which Options.fallback may name; "" if none.
     """
 
     framework: str
     flag: str
     options: str
     unquantised: str
+    own_backend: str = ""
 
     @property
     def quantise_on_arrival(self) -> str:
@@ -60,6 +62,8 @@ class Options(NamedTuple):
         mtp_lm_head_tp_size: number of consecutive data-parallel ranks that share the LM head of an
             MTP draft; 1: none share. "auto": decided step by step by the rule of lm_head/cost.py.
         overlap_shared_experts: whether combine runs beside the shared experts, and not after them.
+        fallback: name of the framework's own exchange, with which the ranks go on if no transport
+            connects them; None: they stop.
     """
 
     dispatch: str = AUTO
@@ -68,6 +72,7 @@ class Options(NamedTuple):
     dispatch_global_scale: float | None = None
     mtp_lm_head_tp_size: int | str = 1
     overlap_shared_experts: bool = False
+    fallback: str | None = None
 
     @property
     def shares_lm_head(self) -> bool:
@@ -116,6 +121,7 @@ def read(given: Any, wording: Wording) -> Options:
         raise ConfigError(f"{where}: overlap_shared_experts={found!r} is not true or false")
     _check_global_scale(chosen, where)
     _check_mtp_lm_head(chosen, where)
+    _check_fallback(chosen, wording)
     return chosen
 
 
@@ -151,3 +157,15 @@ def _check_mtp_lm_head(chosen: Options, where: str) -> None:
         raise ConfigError(
             f"{where}: {MTP_LM_HEAD}={size!r} is no number of ranks from 1 up, nor {AUTO!r}"
         )
+
+
+def _check_fallback(chosen: Options, wording: Wording) -> None:
+    name, where = chosen.fallback, wording.options
+    if name is None:
+        return
+    if not wording.own_backend:
+        raise ConfigError(
+            f"{where}: fallback={name!r} is not available with {wording.framework}; remove it"
+        )
+    if name != wording.own_backend:
+        raise ConfigError(f"{where}: fallback={name!r} is not {wording.own_backend}")

@@ -314,6 +314,9 @@ class VllmServer(Server):
     with_plugins: False starts vLLM with no plugin at all, ours included.
     """
 
+    #: What Python runs.
+    program = API_SERVER
+
     def __init__(
         self,
         *,
@@ -328,7 +331,7 @@ class VllmServer(Server):
         if not with_plugins:
             variables["VLLM_PLUGINS"] = ""
         command = (
-            *(sys.executable, *API_SERVER),
+            *(sys.executable, *self.program),
             *("--model", str(model), "--served-model-name", SERVED_NAME),
             *CPU_ARGUMENTS,
             *arguments,

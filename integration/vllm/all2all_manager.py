@@ -19,11 +19,11 @@ from moe_nvlink_plugin.integration.common.metrics import Publication
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 
-from .backend import BACKEND
+from .backend import BACKEND, OurManager
 from .choices import WORDING
 
 
-class MoeNvlinkAll2AllManager(All2AllManagerBase):
+class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
     """Holds the worker's `ExchangePool` and `DraftHeads` where vLLM expects its own manager.
 
     Args:
@@ -33,9 +33,6 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         options: what the user chose; None takes the defaults and reads no environment variable.
         holds_startup: whether the worker calls `end_startup`.
         publication: where the worker's counters go.
-
-    Raises:
-        UnsupportedError: the CPU ranks are on several hosts.
     """
 
     def __init__(
@@ -49,12 +46,6 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase):
         publication: Publication | None = None,
     ) -> None:
         super().__init__(cpu_group, tcp_store_group)
-        if self.internode and device.type == "cpu":
-            raise UnsupportedError(
-                f"--all2all-backend {BACKEND}: the {self.world_size} ranks of the expert-parallel "
-                "group are not on one host, and the host transport is shared memory. Start all "
-                "ranks on one host, or drop the flag."
-            )
         logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
         self.ranks = Ranks(cpu_group, self.rank, self.world_size, WORDING)
         self.heads = DraftHeads(self.ranks, device)

@@ -24,6 +24,10 @@ class OurPlatform:
     """Base class of our platforms, so code can recognise one without importing its module."""
 
 
+class OurManager:
+    """Base class of our all-to-all manager, so code can recognise it without importing it."""
+
+
 def additional(vllm_config: Any) -> dict[str, Any]:
     """Return ``additional_config`` if it is a dict, else {}. Local; takes any object and None."""
     found = getattr(vllm_config, "additional_config", None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_nvlink_plugin.integration.common.options import UNQUANTISED, Options, Wording, read
 
-from .backend import BACKEND, additional
+from .backend import BACKEND, CARRIER, additional
 
 KEY = "moe_nvlink"
 
@@ -15,6 +15,7 @@ WORDING = Wording(
     flag=f"--all2all-backend {BACKEND}",
     options=f'additional_config["{KEY}"]',
     unquantised=f'--additional-config \'{{"{KEY}": {{"dispatch": "{UNQUANTISED}"}}}}\'',
+    own_backend=CARRIER,
 )
 
 

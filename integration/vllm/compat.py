@@ -456,10 +456,10 @@ FIELDS = (
         "vllm.config",
         "ParallelConfig",
         (
-            *("all2all_backend", "data_parallel_size", "enable_dbo", "enable_elastic_ep"),
-            *("enable_eplb", "enable_expert_parallel", "eplb_config", "nnodes"),
-            *("pipeline_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size"),
-            *("ubatch_size", "worker_cls"),
+            *("all2all_backend", "data_parallel_backend", "data_parallel_size"),
+            *("enable_dbo", "enable_elastic_ep", "enable_eplb", "enable_expert_parallel"),
+            *("eplb_config", "pipeline_parallel_size", "prefill_context_parallel_size"),
+            *("tensor_parallel_size", "ubatch_size", "use_ray", "worker_cls"),
         ),
     ),
     Fields("vllm.v1.worker.gpu_worker", "Worker", ("model_runner",)),
@@ -512,6 +512,7 @@ FIELDS = (
         ),
     ),
     Fields("vllm.config", "CompilationConfig", ("mode",)),
+    Fields(_PLATFORM, "Platform", ("device_name", "ray_device_key")),
     Fields("vllm.config", "SchedulerConfig", ("max_num_batched_tokens", "max_num_seqs")),
     Fields(
         "vllm.config",
@@ -577,7 +578,7 @@ FIELDS = (
     Fields(
         f"{_COMMUNICATORS}.base_device_communicator",
         "All2AllManagerBase",
-        ("cpu_group", "internode", "rank", "world_size"),
+        ("cpu_group", "rank", "world_size"),
     ),
     Fields(f"{_MOE}.experts.flashinfer_cutlass_moe", "FlashInferExperts", ("ep_rank",)),
     Fields(f"{_MOE}.experts.trtllm_bf16_moe", "TrtLlmBf16ExpertsModular", ("ep_rank",)),

@@ -1,8 +1,16 @@
-"""Search for recipes and transports. A plugin marks its hooks with `hookimpl`."""
+"""Search for recipes and transports; a trial of one. A plugin marks its hooks with `hookimpl`."""
 
 from __future__ import annotations
 
+from .connection import check_connected
 from .hookspecs import hookimpl
 from .registry import ENTRY_POINT_GROUP, find_recipe, find_transport, manager
 
-__all__ = ["ENTRY_POINT_GROUP", "find_recipe", "find_transport", "hookimpl", "manager"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "check_connected",
+    "find_recipe",
+    "find_transport",
+    "hookimpl",
+    "manager",
+]

@@ -1,4 +1,6 @@
-"""Transport `host`: POSIX shared memory between processes (or threads) of one machine.
+"""Transport `host`: POSIX shared memory between processes (or threads) of one host.
+
+In `reserve`, the ranks compare their hosts: boot ids, and the file system of /dev/shm.
 
 In every `extend`, each rank creates one shared memory object, which only its user may read and
 write, and which holds all extents one after the other. Each rank opens and maps the objects of all
@@ -26,10 +28,11 @@ import torch
 from moe_nvlink_plugin.errors import TransportError
 from moe_nvlink_plugin.groups import Group, all_or_none
 
+from . import hosts
 from .base import Extent
 from .window import MappedRanges, check_same_extents, round_up
 
-_DIRECTORY = Path("/dev/shm")  # where Linux keeps POSIX shared memory objects
+_DIRECTORY = hosts.SHARED_MEMORY
 _PREFIX = "moe_nvlink-"
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -283,7 +286,7 @@ def _pieces(extents: Sequence[Extent]) -> list[_Piece]:
 
 
 class HostTransport:
-    """Transport by POSIX shared memory among the ranks of one machine."""
+    """Transport by POSIX shared memory among the ranks of one host."""
 
     name = "host"
     executor = "host"
@@ -302,7 +305,9 @@ class HostTransport:
             device: not used.
 
         Raises:
+            UnsupportedError: the ranks are on several hosts, or see several /dev/shm.
             TransportError: this rank's address space is too small.
             PeerError: another rank's address space is too small.
         """
+        hosts.check_shared(group.all_gather_object(hosts.here()))
         return all_or_none(group, "reserving addresses", lambda: HostMemory(group, reserve_bytes))

@@ -7,12 +7,11 @@ import enum
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.errors import DriverError, UnsupportedError
 
-from . import vmm
+from . import hosts, vmm
 
 _INSTEAD = (
     "or let vLLM exchange over NCCL (--all2all-backend allgather_reducescatter), or across NVLink "
@@ -71,9 +70,8 @@ class Facts:
 def host_id() -> str:
     """Return a text that is equal in processes that can pass descriptors to each other. Local."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:  # a sandbox that hides them
+        return f"{hosts.boot_id()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:  # a sandbox that hides it
         return socket.gethostname()
 
 

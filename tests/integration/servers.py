@@ -185,6 +185,7 @@ class EpServer:
 
     Args:
         server: how its processes start.
+        ready_s: seconds that it may take to start.
     """
 
     def __init__(
@@ -195,8 +196,10 @@ class EpServer:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         server: type[VllmServer] = ForkedServer,
+        ready_s: float = 300.0,
     ) -> None:
         self.requests = requests
+        self._ready_s = ready_s
         self.stats_folder = folder / f"stats {name}"
         self.server: Server = server(
             model=requests.checkpoint,
@@ -212,7 +215,7 @@ class EpServer:
 
     def __enter__(self) -> Self:
         try:
-            self.server.wait_until_ready()
+            self.server.wait_until_ready(timeout_s=self._ready_s)
         except BaseException:
             self.server.stop()
             raise
@@ -221,12 +224,17 @@ class EpServer:
     def __exit__(self, *_: object) -> None:
         self.server.stop()
 
-    def differing(self, numbers: range, concurrency: int) -> list[int]:
-        """The requests among `numbers` whose tokens are not the one-rank server's."""
+    def differing(self, numbers: range, concurrency: int, rank: int | None = None) -> list[int]:
+        """The requests among `numbers` whose tokens are not the one-rank server's.
+
+        Args:
+            rank: the data-parallel rank that is to answer; None: the server chooses.
+        """
         answers = self.server.complete(
             [self.requests.prompts[n] for n in numbers],
             max_tokens=[self.requests.lengths[n] for n in numbers],
             concurrency=concurrency,
+            rank=rank,
         )
         expected = [self.requests.expected[n] for n in numbers]
         pairs = zip(numbers, answers, expected, strict=True)
@@ -372,11 +380,21 @@ def wait_for_text(path: Path, text: str, timeout_s: float) -> bool:
     return False
 
 
-def write_plugin(folder: Path, name: str, module: ModuleType) -> Path:
-    """An installed distribution, as far as vLLM looks for one: `register` of a module of ours."""
+def write_plugin(
+    folder: Path, name: str, module: ModuleType, groups: Sequence[str] = ("general",)
+) -> Path:
+    """An installed distribution, as far as vLLM looks for one: `register` of a module of ours.
+
+    Args:
+        folder: where it goes; a new one.
+        name: of the distribution, and of its module.
+        module: what is copied.
+        groups: vLLM's groups of plugins that call `register`.
+    """
     about = folder / f"{name}-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+    entries = (f"[vllm.{group}_plugins]\n{name} = {name}:register\n" for group in groups)
+    (about / "entry_points.txt").write_text("".join(entries))
     shutil.copy(str(module.__file__), folder / f"{name}.py")
     return folder

@@ -31,7 +31,8 @@ from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
     TinyModel,
     write_checkpoint,
 )
-from tests.integration import stop_on_order
+from tests.integration import one_host_each, ray_on_cpus, stop_on_order
+from tests.integration.deployments import SHAPES, Deployment
 from tests.integration.servers import (
     EpServer,
     Forked,
@@ -41,6 +42,7 @@ from tests.integration.servers import (
     check_stopped_rank_is_named,
     our_files,
     templates,
+    write_plugin,
 )
 
 # A server of four workers on two cores needs its time to start.
@@ -291,6 +293,130 @@ def test_deepseek_with_tensor_parallelism(
         assert server.differing(range(alone, len(steps)), concurrency=5) == []
         server.check_traffic(4, len(steps), _num_moe_layers(SHORT_DEEPSEEK))
         assert _combine_adds(server)
+
+
+# Of the shapes, the first has most: two API servers, a coordinator, an engine of each of two nodes.
+@pytest.mark.parametrize("name", [next(iter(SHAPES)), *map(_long, list(SHAPES)[1:])])
+def test_every_shape_of_a_deployment(
+    name: str, requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """One node's requests leave the other ranks idle; then all nodes answer at once."""
+    requests, ep_size = requests_of(QWEN3), SHAPES[name].ep_size
+    with Deployment(requests, folder, name, EAGER) as deployment:
+        for server in deployment.answering:
+            assert server.differing(range(3), concurrency=1) == []
+        if SHAPES[name].by_rank:
+            for rank in range(ep_size):
+                assert deployment.answering[0].differing(range(3, 6), 3, rank=rank) == []
+        assert deployment.differing(range(6, 18), concurrency=4) == []
+        deployment.answering[0].check_traffic(ep_size, 18, _num_moe_layers(QWEN3))
+
+
+_MANAGERS = """
+import json, sys
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import get_ep_group, parallel_state
+from moe_nvlink_plugin.transport import hosts
+
+rank, port, answers = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+parallel = ParallelConfig(
+    data_parallel_size=2, data_parallel_rank=rank, enable_expert_parallel=True,
+    is_moe_model=True, data_parallel_master_port=port, _data_parallel_master_port_list=[port],
+)
+config = VllmConfig(parallel_config=parallel)
+boot_id, found = hosts.boot_id, []
+with set_current_vllm_config(config):
+    parallel_state.init_distributed_environment(1, 0, "", 0, "gloo")
+    for options, apart in [
+        ({"fallback": "allgather_reducescatter"}, False),
+        ({"fallback": "allgather_reducescatter"}, True),
+        ({}, True),
+    ]:
+        # On CPU ranks the platform refuses the option, so vLLM gets it after its own checks.
+        config.additional_config = {"all2all_backend": "moe_nvlink", "moe_nvlink": options}
+        hosts.boot_id = (lambda: f"of rank {rank}") if apart else boot_id
+        try:
+            parallel_state.initialize_model_parallel(1, 1, backend="gloo")
+            manager = get_ep_group().device_communicator.all2all_manager
+            found.append(type(manager).__name__)
+            parallel_state.destroy_model_parallel()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+json.dump(found, open(answers, "w"))
+"""
+
+
+def test_ranks_choose_their_manager_together(folder: Path) -> None:
+    """vLLM's own groups of two processes: connected, and each on a host that the other is not on.
+
+    vLLM's manager cannot serve CPU ranks, so there are no tokens here.
+    """
+    work = folder / "managers"
+    work.mkdir()
+    script = work / "managers.py"
+    script.write_text(_MANAGERS, "utf-8")
+    port = str(free_port())
+    running = []
+    with (work / "log").open("wb") as log:
+        for rank in ("0", "1"):
+            command = [str(script), rank, port, str(work / f"rank{rank}.json")]
+            environment = {**os.environ, **CPU_ENVIRONMENT}
+            running.append(templates().with_ours.fork(command, environment, log))
+    try:
+        for process in running:
+            assert process.wait(timeout=120) == 0, (work / "log").read_text("utf-8")[-3000:]
+    finally:
+        for process in running:
+            processes.end_session(process.pid)
+    for rank in range(2):
+        ours, vllms, stopped = json.loads((work / f"rank{rank}.json").read_text("utf-8"))
+        assert (ours, vllms) == ("MoeNvlinkAll2AllManager", "AgRsAll2AllManager")
+        assert stopped.startswith("UnsupportedError: --all2all-backend moe_nvlink: no transport")
+        assert "rank 0 on" in stopped
+        assert "rank 1 on" in stopped
+    warned = (work / "log").read_text("utf-8").count("all of them go on with vLLM's own")
+    assert warned == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_ranks_on_two_hosts_are_named(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """vLLM counts one node; the ranks' boot ids differ."""
+    plugin = write_plugin(folder / "plugin apart", "one_host_each", one_host_each)
+    server = EpServer(
+        requests_of(QWEN3), folder, "apart", *DP2, EAGER, environment={"PYTHONPATH": str(plugin)}
+    )
+    with pytest.raises(ServerError), server:
+        pass
+    told = server.server.log_path.read_text("utf-8")
+    assert "no transport connects the ranks: the CPU ranks are on several hosts" in told
+    assert "(boot id of rank 0); rank 1 on" in told
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("what", ["data-parallel", "distributed-executor"])
+def test_ray(what: str, requests_of: Callable[[TinyModel], Requests], folder: Path) -> None:
+    """Engines in Ray's actors with their workers, or the workers alone.
+
+    vLLM's CPU platform leaves Ray out; a plugin of this test lifts that.
+    """
+    pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
+    name = f"ray {what}"
+    # Ray's workers ask for the resource after they have chosen a platform, and before plugins.
+    groups = ("platform", "general")
+    plugin = write_plugin(folder / f"plugin {name}", "ray_on_cpus", ray_on_cpus, groups)
+    arguments = (*DP2, EAGER, f"--{what}-backend=ray")
+    environment = {"PYTHONPATH": str(plugin)}
+    # Each process of Ray imports vLLM anew.
+    with EpServer(
+        requests_of(QWEN3), folder, name, *arguments, environment=environment, ready_s=780
+    ) as server:
+        assert server.differing(range(3), concurrency=1) == []
+        assert server.differing(range(3, 12), concurrency=4) == []
+        server.check_traffic(2, 12, _num_moe_layers(QWEN3))
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import driver
+from moe_nvlink_plugin import check_connected, driver
 from moe_nvlink_plugin.errors import (
     DriverError,
     MoeNvlinkError,
@@ -29,6 +29,7 @@ from moe_nvlink_plugin.errors import (
     UnsupportedError,
 )
 from moe_nvlink_plugin.groups import Group, as_group
+from moe_nvlink_plugin.plugins import connection
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport import Extent, nvlink, topology, vmm
 from moe_nvlink_plugin.transport.nvlink import NvlinkMemory, NvlinkTransport
@@ -390,6 +391,10 @@ def refusals_body(_rank: int, _size: int) -> None:
             refused(("cannot import the memory of rank", "one NVLink domain", "imex", *instead))
             control().fail()
             del memories
+    with registered(FakeNvlinkTransport()):
+        run_ranks(2, check_connected)  # `state` below: it leaves nothing
+        with hosts_apart():
+            refused(("2 hosts", "no FABRIC", *instead), check_connected)
     refused(("was asked to map", "configurations differ"), extend_differently)
     refused(
         ("2 x 1152921504606846976 bytes", "cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY"),
@@ -431,6 +436,15 @@ def reserve_too_much(group: ThreadGroup) -> NvlinkMemory:
 
 def extend_differently(group: ThreadGroup) -> None:
     reserve(group).extend([Extent(0, 1 + group.rank)])
+
+
+@contextlib.contextmanager
+def registered(transport: NvlinkTransport) -> Iterator[None]:
+    """The one transport that `check_connected` finds."""
+    before = connection.find_transport
+    connection.find_transport = lambda name, device: transport
+    yield
+    connection.find_transport = before
 
 
 @contextlib.contextmanager

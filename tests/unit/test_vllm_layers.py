@@ -128,7 +128,9 @@ def attached():
         vllm.config.get_current_vllm_config_or_none,
         mtp.put_in_place,
         all2all_manager.MoeNvlinkAll2AllManager,
+        communicator._can_exchange,
     )
+    communicator._can_exchange = lambda *_: True
     mtp.put_in_place = lambda config, device: placed.append([config.name, device])
     all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options, **_more: options
     for name, size, method in [
@@ -153,6 +155,7 @@ def attached():
         vllm.config.get_current_vllm_config_or_none,
         mtp.put_in_place,
         all2all_manager.MoeNvlinkAll2AllManager,
+        communicator._can_exchange,
     ) = kept
     return placed
 
@@ -172,7 +175,7 @@ def not_modular():
 @scenario
 def naive_path():
     def init(self, cpu_group, tcp_store_group=None):
-        self.internode, self.world_size, self.rank = False, 1, 0
+        self.world_size, self.rank = 1, 0
 
     All2AllManagerBase.__init__ = init
     manager = MoeNvlinkAll2AllManager(None, device=torch.device("cpu"))
@@ -181,13 +184,22 @@ def naive_path():
 
 
 @scenario
-def two_hosts():
-    def init(self, cpu_group, tcp_store_group=None):
-        self.internode, self.world_size, self.rank = True, 4, 0
-
-    All2AllManagerBase.__init__ = init
-    devices = torch.device("cpu"), torch.device("cuda", 3)
-    return [refusal(lambda: MoeNvlinkAll2AllManager(None, device=d)) for d in devices]
+def apart():
+    # What becomes of ranks that no transport connects; rank 0 speaks for all of them.
+    kept = vllm.config.get_current_vllm_config_or_none, communicator.connection.why_apart
+    communicator.connection.why_apart = lambda ranks, device: f"{ranks.size} ranks on {device}"
+    warned, told = [], []
+    communicator.logger.warning = lambda text, *values: warned.append(text % values)
+    given = SimpleNamespace(use_all2all=True, all2all_manager="theirs")
+    for options in ({}, {"fallback": "allgather_reducescatter"}):
+        asked = {"all2all_backend": "moe_nvlink", "moe_nvlink": options}
+        config = SimpleNamespace(additional_config=asked)
+        vllm.config.get_current_vllm_config_or_none = lambda: config
+        for rank, device in enumerate((torch.device("cpu"), torch.device("cuda", 3))):
+            given.cpu_group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+            told.append(refusal(lambda: communicator.attach(given, device)))
+    vllm.config.get_current_vllm_config_or_none, communicator.connection.why_apart = kept
+    return [told, warned, given.all2all_manager, sorted(op_registry_oot)]
 
 
 @scenario
@@ -298,11 +310,17 @@ def test_the_naive_path_of_the_manager_is_an_error(results: dict[str, list[str]]
     assert all("modular kernel" in message for message in results["naive_path"])
 
 
-def test_cpu_ranks_on_two_hosts_are_refused(results: dict[str, list[str]]) -> None:
-    cpu, cuda = results["two_hosts"]
-    assert "the 4 ranks" in cpu
-    assert "not on one host" in cpu
-    assert cuda == "nothing was refused"  # one NVLink domain may span hosts; the transport looks
+def test_ranks_that_no_transport_connects_stop_or_fall_back(results: dict[str, list[Any]]) -> None:
+    (cpu, cuda, *fallen_back), warned, manager, replaced = results["apart"]
+    told = "--all2all-backend moe_nvlink: no transport connects the ranks: 2 ranks on"
+    assert cpu == f"{told} cpu. Drop the flag."
+    assert cuda.startswith(f"{told} cuda:3. Drop the flag, or add --additional-config")
+    assert cuda.endswith("""{"moe_nvlink": {"fallback": "allgather_reducescatter"}}'.""")
+    assert fallen_back == ["nothing was refused"] * 2
+    (warning,) = warned  # rank 0's
+    assert "vLLM's own allgather_reducescatter" in warning
+    assert "2 ranks on cpu" in warning
+    assert (manager, replaced) == ("theirs", []), "vLLM is as without us"
 
 
 def test_experts_that_route_themselves_are_left_out_where_vllm_can(

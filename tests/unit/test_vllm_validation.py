@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,8 @@ def _parallel(**values: Any) -> SimpleNamespace:
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "nnodes": 1,
+        "data_parallel_backend": "mp",
+        "use_ray": False,
     }
     return SimpleNamespace(**{**good, **values})
 
@@ -166,7 +169,10 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
     ("config", "device", "words"),
     [
         (_config(_parallel(enable_elastic_ep=True)), "cpu", "--enable-elastic-ep"),
-        (_config(_parallel(nnodes=2)), "cpu", "--nnodes is 2"),
+        (_config(_parallel(data_parallel_backend="ray")), "cpu", "--data-parallel-backend ray: "),
+        (_config(_parallel(use_ray=True)), "cpu", "--distributed-executor-backend ray: vLLM's"),
+        (_config(fallback=backend.CARRIER), "cpu", "CpuCommunicator has no all_gatherv"),
+        (_config(fallback="deepep"), "cuda", "fallback='deepep' is not allgather_reducescatter"),
         (_config(model=_model(get_num_experts=lambda: 0)), "cpu", "no MoE layers"),
         (_config(model=_model(get_num_experts_per_tok=lambda: 40)), "cpu", "top_k=40"),
         (
@@ -193,10 +199,54 @@ def test_rules_that_vllm_or_this_machine_would_hide(config: Any, device: str, wo
     assert words in str(caught.value)
 
 
-def test_gpus_of_several_hosts_and_any_hidden_size_are_left_to_those_who_know() -> None:
-    """The transport refuses GPUs outside one NVLink domain; columns of 32 are a CPU kernel's."""
+def test_several_nodes_and_any_hidden_size_are_left_to_those_who_know() -> None:
+    """Two of vLLM's nodes may be one host, and two hosts one NVLink domain: the transport looks.
+
+    Columns of 32 are a CPU kernel's.
+    """
+    validation.check(_config(_parallel(nnodes=2)), "cpu")
     model = _model(get_hidden_size=lambda: 100, dtype=torch.bfloat16)
     validation.check(_config(_parallel(nnodes=2), model), "cuda")
+
+
+def test_ray_is_left_to_platforms_that_name_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's CUDA platform does."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU", raising=False)
+    validation.check(_config(_parallel(data_parallel_backend="ray", use_ray=True)), "cuda")
+
+
+def test_a_fallback_is_chosen_for_gpus_without_a_shared_head() -> None:
+    options = {"fallback": backend.CARRIER, "mtp_lm_head_tp_size": 2}
+    assert validation.check(_config(fallback=backend.CARRIER), "cuda").fallback == backend.CARRIER
+    config = _config(model=_model(head_dtype=torch.float32), **options)
+    config.speculative_config = SimpleNamespace(
+        method="mtp",
+        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[])),
+    )
+    with pytest.raises(UnsupportedError, match="fallback and mtp_lm_head_tp_size"):
+        validation.check(config, "cuda")
+
+
+def test_engines_in_ray_actors_get_our_variables(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM copies variables by prefix to them, and ours is none of its prefixes."""
+    from vllm.platforms import current_platform
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "SOME_")
+    monkeypatch.setenv("MOE_NVLINK_COMBINE", "fp8_block")
+    assert "MOE_NVLINK_COMBINE" not in get_env_vars_to_copy()
+    config = _create(checkpoint)
+    assert "MOE_NVLINK_COMBINE" not in get_env_vars_to_copy(), "there is no Ray"
+    monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU", raising=False)
+    config.parallel_config.data_parallel_backend = "ray"
+    for _ in range(2):
+        current_platform.check_and_update_config(config)
+        assert os.environ["VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"] == "SOME_,MOE_NVLINK_"
+    assert "MOE_NVLINK_COMBINE" in get_env_vars_to_copy()
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -28,6 +28,15 @@ pytestmark = pytest.mark.usefixtures("environment")
 CPU = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
+class Manager(SimpleNamespace, backend.OurManager):
+    """As much of our manager as a worker uses."""
+
+
+def in_ep_group(manager: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=manager))
+    monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: group)
+
+
 def created(checkpoint: Path, **values: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
@@ -78,9 +87,8 @@ def test_startup_ends_when_the_worker_has_warmed_up(monkeypatch: pytest.MonkeyPa
             events.append("warmed up")
             return "times"
 
-    manager = SimpleNamespace(end_startup=lambda: events.append("start-up over"))
-    group = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=manager))
-    monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: group)
+    manager = Manager(end_startup=lambda: events.append("start-up over"))
+    in_ep_group(manager, monkeypatch)
     made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
     assert made().compile_or_warm_up_model() == "times"
     assert events == ["warmed up", "start-up over"]
@@ -102,14 +110,30 @@ def test_a_dummy_batch_is_one_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -
             assert self.model_runner.maybe_setup_dummy_loras is not None, "keeps adapters"
             raise RuntimeError("out of memory")
 
-    manager = SimpleNamespace(pool=made_pool)
-    ep_group = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=manager))
-    monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: ep_group)
+    in_ep_group(Manager(pool=made_pool), monkeypatch)
     made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
     assert not made_pool.is_idle
     with pytest.raises(RuntimeError, match="out of memory"):
         made().execute_dummy_batch()
     assert not made_pool.is_idle
+
+
+def test_a_worker_whose_ranks_have_fallen_back_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager is vLLM's, which knows neither start-up nor idle ranks."""
+    events: list[str] = []
+
+    class VllmsWorker:
+        def compile_or_warm_up_model(self) -> str:
+            return "times"
+
+        def execute_dummy_batch(self) -> None:
+            events.append("dummy batch")
+
+    in_ep_group(object(), monkeypatch)
+    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
+    assert made().compile_or_warm_up_model() == "times"
+    made().execute_dummy_batch()
+    assert events == ["dummy batch"]
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -119,7 +143,7 @@ def test_the_manager_holds_startup_for_all_layers(
     """The geometry that comes first holds it, those on the same workspace with it."""
 
     def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
-        self.rank, self.world_size, self.internode = 0, 1, False
+        self.rank, self.world_size = 0, 1
 
     (group,) = ThreadGroup.ranks(1)
     monkeypatch.setattr(All2AllManagerBase, "__init__", init)

@@ -12,11 +12,18 @@ from typing import Any
 
 import torch
 
-from moe_nvlink_plugin.integration.vllm.backend import selected_here
-from moe_nvlink_plugin.integration.vllm.choices import options_of
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common import connection
+from moe_nvlink_plugin.integration.common.agreement import Ranks
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.vllm.backend import CARRIER, selected_here
+from moe_nvlink_plugin.integration.vllm.choices import KEY, WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
 from . import balancing, metrics, worker
+
+#: What lets ranks go on that no transport connects.
+_FALL_BACK = f'--additional-config \'{{"{KEY}": {{"fallback": "{CARRIER}"}}}}\''
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +31,16 @@ logger = logging.getLogger(__name__)
 def attach(communicator: Any, device: torch.device) -> None:
     """Replace the all-to-all manager of an EP communicator by ours, if the flag asks for it.
 
-    Collective over the communicator's group if it replaces the manager.
+    Collective over the communicator's group if the flag asks for it. If no transport connects the
+    ranks and the option `fallback` is set, vLLM's manager stays on all ranks, and vLLM serves as
+    without us.
 
     Args:
         communicator: the communicator.
         device: where this rank's layers work.
 
     Raises:
-        UnsupportedError: this vLLM lacks a name that we need, or CPU ranks are on several hosts.
+        UnsupportedError: this vLLM lacks a name that we need, or no transport connects the ranks.
         ConfigError: an option is unknown or has a value that is not allowed.
     """
     if not communicator.use_all2all or not selected_here():
@@ -42,6 +51,8 @@ def attach(communicator: Any, device: torch.device) -> None:
 
     vllm_config = get_current_vllm_config_or_none()
     options = options_of(vllm_config)
+    if not _can_exchange(communicator.cpu_group, device, options):
+        return
     shares_head = drafts.shares_head(vllm_config, options)
     # Checked before our modules import these names.
     balances = vllm_config.parallel_config.enable_eplb
@@ -67,3 +78,28 @@ def attach(communicator: Any, device: torch.device) -> None:
         holds_startup=worker.is_in_place(vllm_config),
         publication=metrics.publication(vllm_config),
     )
+
+
+def _can_exchange(group: Any, device: torch.device, options: Options) -> bool:
+    """Return whether the ranks use our exchange; False: all of them fall back. Collective.
+
+    Raises:
+        UnsupportedError: no transport connects the ranks, and `fallback` is not set; raised on
+            every rank.
+    """
+    ranks = Ranks(group, group.rank(), group.size(), WORDING)
+    problem = connection.why_apart(ranks, device)
+    if not problem:
+        return True
+    if options.fallback is None:
+        raise UnsupportedError(
+            f"{WORDING.flag}: no transport connects the ranks: {problem}. Drop the flag"
+            + ("." if device.type == "cpu" else f", or add {_FALL_BACK}.")
+        )
+    if ranks.rank == 0:
+        logger.warning(
+            "No transport connects the ranks, so all of them go on with vLLM's own %s, as %s "
+            "allows: %s",
+            *(options.fallback, WORDING.options, problem),
+        )
+    return False

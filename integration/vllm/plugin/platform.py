@@ -6,6 +6,7 @@ import logging
 from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING, Any
 
+from moe_nvlink_plugin import env
 from moe_nvlink_plugin.integration.common import logs
 from moe_nvlink_plugin.integration.vllm import backend
 
@@ -18,6 +19,8 @@ _GROUP = "vllm.platform_plugins"
 _ADAPTER = __name__.removesuffix(".plugin.platform")
 _DISTRIBUTION = "moe-nvlink-plugin"
 _PREFIX = "MoeNvlink"
+#: Variable of vLLM: prefixes of the variables that it copies to its engines that are Ray actors.
+_RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 # Platform of vLLM that we can extend -> our communicator for it.
 _COMMUNICATORS = {
     "vllm.platforms.cpu.CpuPlatform": "cpu_communicator.MoeNvlinkCpuCommunicator",
@@ -64,6 +67,8 @@ class MoeNvlinkPlatform(_Base):
             # left there may call another op for a layer than the layer takes now.
             stamp = {backend.VERSION_KEY: version(_DISTRIBUTION)}
             vllm_config.additional_config = {**vllm_config.additional_config, **stamp}
+            if vllm_config.parallel_config.data_parallel_backend == "ray":
+                env.add_to_list(_RAY_PREFIXES, "MOE_NVLINK_")
         super().check_and_update_config(vllm_config)
         if is_selected:
             from . import metrics, worker

@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.common import refusals
-from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
 from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
@@ -53,7 +53,8 @@ def check(vllm_config: Any, device_type: str) -> Options:
     problems = [
         *refusals.device(device_type),
         *_parallel(vllm_config.parallel_config),
-        *_untried_sizes(vllm_config.parallel_config, device_type),
+        *_untried_sizes(vllm_config.parallel_config),
+        *_ray(vllm_config.parallel_config),
     ]
     problems += _lora(vllm_config)
     ours = worker.extends(str(vllm_config.parallel_config.worker_cls))
@@ -63,6 +64,7 @@ def check(vllm_config: Any, device_type: str) -> Options:
         options = options_of(vllm_config)
     except ConfigError as error:
         problems.append(f"{error}.")
+    problems += _fallback(vllm_config, options, device_type)
     if vllm_config.model_config is not None and not problems:
         problems += _model(vllm_config, device_type, options)
     problems += drafts.problems(vllm_config, options)
@@ -112,14 +114,50 @@ def _parallel(parallel: Any) -> Iterator[str]:
         yield "elastic expert parallelism: remove --enable-elastic-ep."
 
 
-def _untried_sizes(parallel: Any, device_type: str) -> Iterator[str]:
+def _untried_sizes(parallel: Any) -> Iterator[str]:
     for size, option, what in (
         (parallel.prefill_context_parallel_size, "--prefill-context-parallel-size", "PCP"),
         (parallel.pipeline_parallel_size, "--pipeline-parallel-size", "pipeline parallelism"),
     ):
         if size > 1:
             yield f"{what}: {option} is {size}, set it to 1."
-    yield from refusals.several_cpu_hosts(device_type, parallel.nnodes)
+
+
+def _ray(parallel: Any) -> Iterator[str]:
+    """Refuse Ray where vLLM's platform names no resource for it, as vLLM's CPU platform."""
+    asked = [
+        flag
+        for flag, asks in (
+            ("--data-parallel-backend ray", parallel.data_parallel_backend == "ray"),
+            ("--distributed-executor-backend ray", parallel.use_ray),
+        )
+        if asks
+    ]
+    if not asked:
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.ray_device_key:
+        yield (
+            f"{' and '.join(asked)}: vLLM's platform for {current_platform.device_name} names no "
+            "resource of Ray by which its workers could be placed. Set both to mp, or leave them "
+            "out."
+        )
+
+
+def _fallback(vllm_config: Any, options: Options, device_type: str) -> Iterator[str]:
+    if options.fallback is None:
+        return
+    if device_type == "cpu":
+        yield (
+            f"{WORDING.options}: fallback={options.fallback!r} on CPU ranks: vLLM's own exchange "
+            "cannot serve them, because its CpuCommunicator has no all_gatherv. Remove it."
+        )
+    if drafts.shares_head(vllm_config, options):
+        yield (
+            f"{WORDING.options}: fallback and {MTP_LM_HEAD}: ranks that fall back could not share "
+            "the draft's LM head. Remove one of the two."
+        )
 
 
 def _lora(vllm_config: Any) -> Iterator[str]:

@@ -10,7 +10,10 @@ dummy batch go to no expert. Dummy batches remove no adapters (LoRA).
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
+
+from moe_nvlink_plugin.integration.vllm.backend import OurManager
 
 from . import adapter_loading
 
@@ -32,28 +35,34 @@ class TellsOurExchange(_Base):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model as vLLM does; then follow its load balancer, if there is one."""
         super().load_model(load_dummy_weights=load_dummy_weights)
-        if self.vllm_config.parallel_config.enable_eplb:
+        manager = _manager()
+        if self.vllm_config.parallel_config.enable_eplb and manager is not None:
             from . import balancing
 
-            balancing.begin(self, _manager())
+            balancing.begin(self, manager)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does; then end start-up, and refuse adapters that we cannot serve."""
         times = super().compile_or_warm_up_model()
         adapter_loading.guard(self.model_runner)
-        _manager().end_startup()
+        if (manager := _manager()) is not None:
+            manager.end_startup()
         return times
 
     def execute_dummy_batch(self) -> None:
         """Run the model as vLLM does for a rank without requests."""
-        with _manager().pool.idling(), adapter_loading.keeping(self.model_runner):
+        manager = _manager()
+        idling = contextlib.nullcontext() if manager is None else manager.pool.idling()
+        with idling, adapter_loading.keeping(self.model_runner):
             super().execute_dummy_batch()
 
 
 def _manager() -> Any:
+    """Return our manager; None if the ranks have fallen back to vLLM's. Local."""
     from vllm.distributed import get_ep_group
 
-    return get_ep_group().device_communicator.all2all_manager
+    found = get_ep_group().device_communicator.all2all_manager
+    return found if isinstance(found, OurManager) else None
 
 
 def put_in_place(vllm_config: Any) -> None:
