@@ -68,6 +68,7 @@ def _model(**values: Any) -> SimpleNamespace:
         "get_num_experts": lambda: 16,
         "get_num_experts_per_tok": lambda: 4,
         "get_hidden_size": lambda: 128,
+        "enable_sleep_mode": False,
     }
     return SimpleNamespace(**{**good, **values})
 
@@ -76,7 +77,7 @@ def _config(
     parallel: Any = None, model: Any = None, lora: Any = None, **options: Any
 ) -> SimpleNamespace:
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE, splitting_ops=None),
         parallel_config=parallel or _parallel(),
         model_config=model or _model(),
         lora_config=lora,

@@ -16,7 +16,7 @@ from moe_nvlink_plugin.integration.vllm.backend import selected_here
 from moe_nvlink_plugin.integration.vllm.choices import options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-from . import worker
+from . import graphs, worker
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ def attach(communicator: Any, device: torch.device) -> None:
     Raises:
         UnsupportedError: this vLLM lacks a name that we need, or CPU ranks are on several hosts.
         ConfigError: an option is unknown or has a value that is not allowed.
+        DisagreementError: ranks compile or capture different sizes.
     """
     if not communicator.use_all2all or not selected_here():
         return
@@ -56,9 +57,11 @@ def attach(communicator: Any, device: torch.device) -> None:
         mtp.put_in_place(vllm_config, device.type)
     elif options.shares_lm_head:
         logger.info("MOE_NVLINK_MTP_LM_HEAD_TP is set, and there is no MTP draft to use it for")
-    communicator.all2all_manager = MoeNvlinkAll2AllManager(
+    manager = MoeNvlinkAll2AllManager(
         communicator.cpu_group,
         device=device,
         options=options,
         holds_startup=worker.is_in_place(vllm_config),
     )
+    graphs.agree(vllm_config, manager.ranks)
+    communicator.all2all_manager = manager

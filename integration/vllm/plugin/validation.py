@@ -19,6 +19,8 @@ from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
+from . import graphs
+
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
 CPU_HIDDEN_MULTIPLE = 32
@@ -32,6 +34,8 @@ SLICES_BY_ROWS = frozenset(
         "MistralLarge3ForCausalLM",
     )
 )
+#: vLLM's mechanism of sleep that frees what its own allocator has made, and nothing else.
+SLEEPS = "cumem"
 _NOT_COMPILED = 0  # vLLM's CompilationMode.NONE
 
 logger = logging.getLogger(__name__)
@@ -61,6 +65,8 @@ def check(vllm_config: Any, device_type: str) -> Options:
     if vllm_config.model_config is not None and not problems:
         problems += _model(vllm_config, device_type, options)
     problems += drafts.problems(vllm_config, options)
+    problems += graphs.problems(vllm_config)
+    problems += _sleep(vllm_config.model_config)
     refusals.refuse(problems, compat.vllm_version(), WORDING)
     compat.warn_if_untried(device_type)
     _warn_of_single_tokens(vllm_config)
@@ -120,6 +126,15 @@ def _untried_sizes(parallel: Any, device_type: str) -> Iterator[str]:
 def _features(vllm_config: Any) -> Iterator[str]:
     if vllm_config.lora_config is not None:
         yield "LoRA: remove --enable-lora (adapters would not follow their tokens)."
+
+
+def _sleep(model: Any) -> Iterator[str]:
+    if model is not None and model.enable_sleep_mode and model.sleep_mode_backend != SLEEPS:
+        yield (
+            f"--sleep-mode-backend {model.sleep_mode_backend}: the workspace stays in GPU memory "
+            f"that other ranks have mapped, and only {SLEEPS} leaves it alone. Set "
+            f"--sleep-mode-backend {SLEEPS}, or remove --enable-sleep-mode."
+        )
 
 
 def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str]:
