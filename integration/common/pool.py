@@ -73,6 +73,8 @@ class ExchangePool:
         self._holds_startup = holds_startup
         self._more_stats, self._publication = more_stats, publication
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
+        #: Scales that the user named, on the device, with their values.
+        self._named_scales: list[tuple[torch.Tensor, float]] = []
         self._stats_writer: StatsWriter | None = None
         self._watch: FailureWatch | None = None
         self._slow_watch: SlowRankWatch | None = None
@@ -150,6 +152,8 @@ class ExchangePool:
             None if problem is None else f"{type(problem).__name__}: {problem}",
             None if chosen.global_scale is None else float(chosen.global_scale),
         )
+        if chosen.global_scale is not None and mine.named_scale is not None:
+            self._named_scales.append((chosen.global_scale, mine.named_scale))
         self.ranks.agree(mine)
         if isinstance(problem, MoeNvlinkError):
             raise type(problem)(f"{self.ranks.wording.flag}: {layer}: {problem}") from problem
@@ -165,6 +169,14 @@ class ExchangePool:
             yield
         finally:
             self.is_idle = False
+
+    def restore(self) -> None:
+        """Write our tensors again that the framework has allocated, and whose content is lost.
+
+        Local. The workspace is outside of torch's memory, so nothing of it is lost.
+        """
+        for tensor, value in self._named_scales:
+            tensor.fill_(value)
 
     def end_startup(self) -> None:
         """Give waits the ordinary limit from now on, because this worker has warmed up. Local."""

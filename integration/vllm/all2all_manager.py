@@ -90,6 +90,20 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
         """Raise UnsupportedError: only our prepare/finalize calls our combine."""
         raise self._not_modular()
 
+    # vLLM's own manager skips these two silently.
+
+    def checkpoint_prepare(self) -> None:
+        """Raise UnsupportedError: we cannot give back memory that other ranks have mapped."""
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: the workspace is memory that other ranks have mapped, "
+            "and cannot be given back and mapped again for a checkpoint of the process. Start a "
+            "new server instead, or use another backend."
+        )
+
+    def checkpoint_restore(self) -> None:
+        """Raise UnsupportedError as `checkpoint_prepare`."""
+        self.checkpoint_prepare()
+
     @staticmethod
     def _not_modular() -> UnsupportedError:
         return UnsupportedError(

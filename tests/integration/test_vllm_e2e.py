@@ -10,7 +10,10 @@ import dataclasses
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,7 @@ def server(requests_of: Callable[[TinyModel], Requests], folder: Path) -> Iterat
         environment={
             **Stops(folder, NAME).install(),
             "MOE_NVLINK_TIMEOUT_S": str(SHORT_TIMEOUT_S),
+            "VLLM_SERVER_DEV_MODE": "1",  # for the calls that pause and reload
         },
     ) as server:
         yield server
@@ -160,11 +164,59 @@ class TestTwoDataParallelRanks:
         assert all(any(f"-{c['pid']}-" in line for line in mapped) for c in stats)
         assert our_files(stats) == []
 
+    @pytest.mark.long
+    def test_requests_go_on_after_a_pause(self, server: EpServer) -> None:
+        """Longer than a rank waits for another: no rank may stand in the middle of a round."""
+        rounds = server.stats(2)[0]["rounds"]
+        prompts, expected = server.requests.prompts[:4], server.requests.expected[:4]
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(server.server.complete, prompts, max_tokens=400)
+            server.wait_for_rounds(0, rounds + 20)
+            assert _post(server, "/pause?mode=keep") == {"status": "paused"}
+            assert _get(server, "/is_paused") == {"is_paused": True}
+            paused = server.stats(2)[0]["rounds"]
+            time.sleep(SHORT_TIMEOUT_S + 1)
+            assert server.stats(2)[0]["rounds"] == paused
+            assert not asking.done(), "there was nothing to pause"
+            assert _post(server, "/resume") == {"status": "resumed"}
+            answers = [answer.token_ids for answer in asking.result()]
+        firsts = [tokens[: len(right)] for tokens, right in zip(answers, expected, strict=True)]
+        assert firsts == expected
+
+    def test_requests_go_on_after_a_sleep(self, server: EpServer) -> None:
+        """vLLM's CPU workers keep their memory, so here a sleep is a pause."""
+        assert _post(server, "/sleep?level=1")["status"] == "sleeping"
+        assert _get(server, "/is_sleeping") == {"is_sleeping": True}
+        assert _post(server, "/wake_up")["status"] == "awake"
+        assert server.differing(range(4), concurrency=4) == []
+
+    def test_reloaded_weights_are_computed_with(self, server: EpServer, folder: Path) -> None:
+        """Other weights give other tokens, and the first ones the tokens from before."""
+        other = write_checkpoint(folder / "other weights", QWEN3, seed=1)
+        for checkpoint in (other, server.requests.checkpoint):
+            _post(server, "/pause?mode=wait")
+            kwargs = {"weights_path": str(checkpoint)}
+            _post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+            _post(server, "/resume")
+            numbers = range(8)
+            differing = server.differing(numbers, concurrency=4)
+            assert differing == (list(numbers) if checkpoint == other else [])
+
     def test_a_rank_that_hangs_is_named_and_nothing_waits_for_ever(
         self, server: EpServer, folder: Path
     ) -> None:
         told = f"rank 0 waited {SHORT_TIMEOUT_S} s in dispatch of epoch"
         check_stopped_rank_is_named(server, Stops(folder, NAME), stop_on_order.DISPATCH, told)
+
+
+def _post(server: EpServer, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    return server.server._post(path, body or {}, 60.0)
+
+
+def _get(server: EpServer, path: str) -> Any:
+    status, text = server.server._request("GET", path, None, 60.0)
+    assert status == HTTPStatus.OK, text
+    return json.loads(text)
 
 
 EAGER = "--enforce-eager"

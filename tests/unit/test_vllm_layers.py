@@ -29,7 +29,7 @@ from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllM
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.draft import logits_processor as draft_logits, mtp
 from moe_nvlink_plugin.integration.vllm.moe import layers, method
-from moe_nvlink_plugin.integration.vllm.plugin import communicator
+from moe_nvlink_plugin.integration.vllm.plugin import communicator, graphs
 from moe_nvlink_plugin.testing import ThreadGroup
 
 results = {}
@@ -129,10 +129,14 @@ def attached():
         mtp.put_in_place,
         all2all_manager.MoeNvlinkAll2AllManager,
         communicator._can_exchange,
+        graphs.agree,
     )
     communicator._can_exchange = lambda *_: True
     mtp.put_in_place = lambda config, device: placed.append([config.name, device])
-    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options, **_more: options
+    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options, **_more: (
+        SimpleNamespace(ranks="the ranks", options=options)
+    )
+    graphs.agree = lambda config, ranks: placed.append([config.name, ranks])
     for name, size, method in [
         ("whole", 1, "mtp"),
         ("shared", 2, "mtp"),
@@ -150,12 +154,14 @@ def attached():
         vllm.config.get_current_vllm_config_or_none = lambda: config
         given = SimpleNamespace(use_all2all=True, all2all_manager=None, cpu_group=None)
         communicator.attach(given, torch.device("cpu"))
-        placed.append([name, given.all2all_manager.mtp_lm_head_tp_size, sorted(op_registry_oot)])
+        size = given.all2all_manager.options.mtp_lm_head_tp_size
+        placed.append([name, size, sorted(op_registry_oot)])
     (
         vllm.config.get_current_vllm_config_or_none,
         mtp.put_in_place,
         all2all_manager.MoeNvlinkAll2AllManager,
         communicator._can_exchange,
+        graphs.agree,
     ) = kept
     return placed
 
@@ -180,6 +186,10 @@ def naive_path():
     All2AllManagerBase.__init__ = init
     manager = MoeNvlinkAll2AllManager(None, device=torch.device("cpu"))
     verbs = "dispatch", "dispatch_router_logits", "combine"
+    results["checkpoints"] = [
+        refusal(manager.checkpoint_prepare),
+        refusal(manager.checkpoint_restore),
+    ]
     return [refusal(lambda: getattr(manager, verb)(None)) for verb in verbs]
 
 
@@ -290,11 +300,15 @@ def test_only_a_shared_lm_head_replaces_more_than_moe_layers(
 ) -> None:
     layers = ["MoERunner", "RoutedExperts"]
     assert results["attached"] == [
+        ["whole", "the ranks"],
         ["whole", 1, layers],
         ["shared", "cpu"],
+        ["shared", "the ranks"],
         ["shared", 2, ["LogitsProcessor", *layers]],
         ["auto", "cpu"],
+        ["auto", "the ranks"],
         ["auto", "auto", ["LogitsProcessor", *layers]],
+        ["no draft", "the ranks"],
         ["no draft", 1, layers],
     ]
 
@@ -321,6 +335,11 @@ def test_ranks_that_no_transport_connects_stop_or_fall_back(results: dict[str, l
     assert "vLLM's own allgather_reducescatter" in warning
     assert "2 ranks on cpu" in warning
     assert (manager, replaced) == ("theirs", []), "vLLM is as without us"
+
+
+def test_a_checkpoint_of_the_process_is_an_error(results: dict[str, list[str]]) -> None:
+    assert len(results["checkpoints"]) == 2
+    assert all("cannot be given back" in message for message in results["checkpoints"])
 
 
 def test_experts_that_route_themselves_are_left_out_where_vllm_can(

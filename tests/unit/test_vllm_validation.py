@@ -73,6 +73,7 @@ def _model(**values: Any) -> SimpleNamespace:
         "get_num_experts": lambda: 16,
         "get_num_experts_per_tok": lambda: 4,
         "get_hidden_size": lambda: 128,
+        "enable_sleep_mode": False,
     }
     return SimpleNamespace(**{**good, **values})
 
@@ -81,7 +82,7 @@ def _config(
     parallel: Any = None, model: Any = None, lora: Any = None, drafts: Any = None, **options: Any
 ) -> SimpleNamespace:
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE, splitting_ops=None),
         parallel_config=parallel or _parallel(),
         model_config=model or _model(),
         lora_config=lora,
@@ -173,6 +174,7 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         (_config(_parallel(use_ray=True)), "cpu", "--distributed-executor-backend ray: vLLM's"),
         (_config(fallback=backend.CARRIER), "cpu", "CpuCommunicator has no all_gatherv"),
         (_config(fallback="deepep"), "cuda", "fallback='deepep' is not allgather_reducescatter"),
+        (_config(lora=LoRAConfig(), fallback=backend.CARRIER), "cuda", "fallback and LoRA on"),
         (_config(model=_model(get_num_experts=lambda: 0)), "cpu", "no MoE layers"),
         (_config(model=_model(get_num_experts_per_tok=lambda: 40)), "cpu", "top_k=40"),
         (

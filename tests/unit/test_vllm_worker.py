@@ -19,6 +19,7 @@ from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm import backend
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
+from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from moe_nvlink_plugin.integration.vllm.plugin import worker
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.unit.small_exchange import config
@@ -123,6 +124,8 @@ def test_a_worker_whose_ranks_have_fallen_back_is_vllms(monkeypatch: pytest.Monk
     events: list[str] = []
 
     class VllmsWorker:
+        model_runner = SimpleNamespace(lora_config=None)
+
         def compile_or_warm_up_model(self) -> str:
             return "times"
 
@@ -134,6 +137,38 @@ def test_a_worker_whose_ranks_have_fallen_back_is_vllms(monkeypatch: pytest.Monk
     assert made().compile_or_warm_up_model() == "times"
     made().execute_dummy_batch()
     assert events == ["dummy batch"]
+
+
+@pytest.mark.parametrize(
+    ("tags", "is_restored"), [(None, True), (["weights"], True), (["kv_cache"], False)]
+)
+def test_waking_writes_what_sleep_has_lost(
+    tags: list[str] | None, is_restored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale that the user named lies among the weights, and vLLM takes it for one of them."""
+    (group,) = ThreadGroup.ranks(1)
+    made_pool = ExchangePool(
+        Ranks(group, 0, 1, WORDING),
+        torch.device("cpu"),
+        Options(dispatch="nvfp4", dispatch_global_scale=0.25),
+    )
+    geometry = Geometry(4, 2, 128, 8, torch.float32)
+    floats = VllmExpertsInput(SimpleNamespace(quant_dtype=None), takes_floats=True)
+    chosen = made_pool.agree_on_format("a layer", floats, geometry)
+    scale = chosen.global_scale
+    assert scale is not None
+    woken: list[Any] = []
+
+    class VllmsWorker:
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            scale.fill_(float("nan"))
+            woken.append(tags)
+
+    in_ep_group(Manager(pool=made_pool), monkeypatch)
+    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
+    made().wake_up(tags)
+    assert woken == [tags]
+    assert (scale.tolist() == [0.25]) == is_restored
 
 
 @pytest.mark.parametrize("holds", [True, False])

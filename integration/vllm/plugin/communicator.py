@@ -20,7 +20,7 @@ from moe_nvlink_plugin.integration.vllm.backend import CARRIER, selected_here
 from moe_nvlink_plugin.integration.vllm.choices import KEY, WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-from . import balancing, metrics, worker
+from . import balancing, graphs, metrics, worker
 
 #: What lets ranks go on that no transport connects.
 _FALL_BACK = f'--additional-config \'{{"{KEY}": {{"fallback": "{CARRIER}"}}}}\''
@@ -42,6 +42,7 @@ def attach(communicator: Any, device: torch.device) -> None:
     Raises:
         UnsupportedError: this vLLM lacks a name that we need, or no transport connects the ranks.
         ConfigError: an option is unknown or has a value that is not allowed.
+        DisagreementError: ranks compile or capture different sizes.
     """
     if not communicator.use_all2all or not selected_here():
         return
@@ -71,13 +72,15 @@ def attach(communicator: Any, device: torch.device) -> None:
         mtp.put_in_place(vllm_config, device.type)
     elif options.shares_lm_head:
         logger.info("MOE_NVLINK_MTP_LM_HEAD_TP is set, and there is no MTP draft to use it for")
-    communicator.all2all_manager = MoeNvlinkAll2AllManager(
+    manager = MoeNvlinkAll2AllManager(
         communicator.cpu_group,
         device=device,
         options=options,
         holds_startup=worker.is_in_place(vllm_config),
         publication=metrics.publication(vllm_config),
     )
+    graphs.agree(vllm_config, manager.ranks)
+    communicator.all2all_manager = manager
 
 
 def _can_exchange(group: Any, device: torch.device, options: Options) -> bool:

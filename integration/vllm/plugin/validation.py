@@ -20,7 +20,7 @@ from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 from moe_nvlink_plugin.integration.vllm.moe.adapters import on_experts
 
-from . import balancing, worker
+from . import balancing, graphs, worker
 
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
@@ -35,6 +35,8 @@ SLICES_BY_ROWS = frozenset(
         "MistralLarge3ForCausalLM",
     )
 )
+#: vLLM's mechanism of sleep that frees what its own allocator has made, and nothing else.
+SLEEPS = "cumem"
 _NOT_COMPILED = 0  # vLLM's CompilationMode.NONE
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ def check(vllm_config: Any, device_type: str) -> Options:
     if vllm_config.model_config is not None and not problems:
         problems += _model(vllm_config, device_type, options)
     problems += drafts.problems(vllm_config, options)
+    problems += graphs.problems(vllm_config)
+    problems += _sleep(vllm_config.model_config)
     refusals.refuse(problems, compat.vllm_version(), WORDING)
     compat.warn_if_untried(device_type)
     _warn_of_single_tokens(vllm_config)
@@ -158,6 +162,11 @@ def _fallback(vllm_config: Any, options: Options, device_type: str) -> Iterator[
             f"{WORDING.options}: fallback and {MTP_LM_HEAD}: ranks that fall back could not share "
             "the draft's LM head. Remove one of the two."
         )
+    if on_experts(vllm_config.lora_config):
+        yield (
+            f"{WORDING.options}: fallback and LoRA on experts: vLLM's own exchange leaves a token's "
+            "adapter behind. Remove it, or name other layers with --lora-target-modules."
+        )
 
 
 def _lora(vllm_config: Any) -> Iterator[str]:
@@ -183,6 +192,15 @@ def _lora(vllm_config: Any) -> Iterator[str]:
         yield (
             f"LoRA on experts with --worker-cls {parallel.worker_cls}: its ranks would lose "
             f"adapters while they have no requests. Remove the flag, or {others}."
+        )
+
+
+def _sleep(model: Any) -> Iterator[str]:
+    if model is not None and model.enable_sleep_mode and model.sleep_mode_backend != SLEEPS:
+        yield (
+            f"--sleep-mode-backend {model.sleep_mode_backend}: the workspace stays in GPU memory "
+            f"that other ranks have mapped, and only {SLEEPS} leaves it alone. Set "
+            f"--sleep-mode-backend {SLEEPS}, or remove --enable-sleep-mode."
         )
 
 

@@ -1,4 +1,4 @@
-"""vLLM's worker, extended: it tells our exchange of the end of start-up, and of dummy batches.
+"""vLLM's worker, extended: it tells our exchange of the end of start-up, dummy batches, and waking.
 
 Between its first rounds and its first request, a worker compiles, tunes and captures CUDA graphs.
 That takes minutes, and differs from rank to rank. Until it is over, ranks wait longer for one
@@ -6,6 +6,9 @@ another (MOE_NVLINK_FIRST_TIMEOUT_S).
 
 A rank without requests runs dummy batches while other ranks work. On CPU ranks the tokens of a
 dummy batch go to no expert. Dummy batches remove no adapters (LoRA).
+
+vLLM's sleep mode frees what a worker has allocated while it loaded weights. Level 2 loses the
+content, of tensors of ours too.
 """
 
 from __future__ import annotations
@@ -55,6 +58,13 @@ class TellsOurExchange(_Base):
         idling = contextlib.nullcontext() if manager is None else manager.pool.idling()
         with idling, adapter_loading.keeping(self.model_runner):
             super().execute_dummy_batch()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake up as vLLM does; then write what sleep has lost."""
+        super().wake_up(tags)
+        manager = _manager()
+        if manager is not None and (tags is None or "weights" in tags):
+            manager.pool.restore()
 
 
 def _manager() -> Any:
