@@ -108,7 +108,7 @@ def quantised_regions(layer: MoeAllToAll) -> dict[str, torch.Tensor]:
     slots = channel.combine_region.shape[0]
     rows = combine_formats.combine_rows(layer.config.combine, layer.config.hidden_size)
     return {
-        key: channel._workspace.region_bytes(channel._regions[key], slots * row.row_bytes).view(
+        key: channel._workspace.region_bytes(channel.regions[key], slots * row.row_bytes).view(
             slots, row.row_bytes
         )
         for key, row in rows.items()
@@ -456,7 +456,7 @@ def test_a_failed_rank_quantises_and_signals_nothing() -> None:
             channel, regions = layer._layer.channel(0), quantised_regions(layer)
             ids = torch.tensor([[0, 1]] * 4, dtype=torch.int32)
             payloads: list[torch.Tensor | None] = [ids, torch.ones(4, 2), rows[:, 0].contiguous()]
-            cells = channel._workspace.words(channel._regions["combine_cells"], 4, torch.int32)
+            cells = channel._workspace.words(channel.regions["combine_cells"], 4, torch.int32)
             is_nan, quantised, signalled = [], [], []
             for number in range(2):
                 for region in regions.values():

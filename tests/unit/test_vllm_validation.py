@@ -187,7 +187,7 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
             "cuda",
             "15 experts on 2 ranks",
         ),
-        (_config(_parallel(enable_eplb=True), lora=LoRAConfig()), "cpu", "experts move"),
+        (_config(_parallel(enable_eplb=True), lora=LoRAConfig()), "cuda", "experts move"),
         (_config(), "xpu", "transports for cpu and cuda ranks"),
         (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
         (_config(_parallel(pipeline_parallel_size=2)), "cuda", "--pipeline-parallel-size is 2"),

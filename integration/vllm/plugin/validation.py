@@ -164,8 +164,8 @@ def _fallback(vllm_config: Any, options: Options, device_type: str) -> Iterator[
         )
     if on_experts(vllm_config.lora_config):
         yield (
-            f"{WORDING.options}: fallback and LoRA on experts: vLLM's own exchange leaves a token's "
-            "adapter behind. Remove it, or name other layers with --lora-target-modules."
+            f"{WORDING.options}: fallback and LoRA on experts: vLLM's own exchange leaves a "
+            "token's adapter behind. Remove it, or name other layers with --lora-target-modules."
         )
 
 
