@@ -728,7 +728,7 @@ def flashinfers_own_backend_on_the_drop_in(rank: int, ep_size: int) -> None:
 def stats_of(rank: int, number: int) -> torch.Tensor:
     """Of seven experts, whatever number the exchange has; negative and large ones too."""
     words = torch.arange(7, dtype=torch.int32) - 3 + 100 * rank
-    return words * (-1) ** number * (1 + number * 2**20)
+    return words * ((1 + number * 2**20) * (-1 if number % 2 else 1))
 
 
 def gathered(ep_size: int, number: int) -> torch.Tensor:
@@ -760,14 +760,13 @@ def statistics_of_experts(rank: int, ep_size: int) -> None:
         dist.barrier()
     with installed(), contextlib.ExitStack() as patches:
         subject = drop_in(rank, ep_size, num_experts, eplb_stats_num_experts=7)
-        assert subject.enable_eplb
-        assert subject.eplb_gathered_stats is None
+        assert (subject.enable_eplb, subject.eplb_gathered_stats) == (True, None)
         for number in range(2):
             stats = stats_of(rank, number)
             received = subject.dispatch(ids, payloads, MAX_TOKENS, eplb_local_stats=stats)
             assert torch.equal(subject.eplb_gathered_stats, gathered(ep_size, number))
             subject.combine(torch.zeros_like(received[0]), MAX_TOKENS)
-            assert subject.eplb_gathered_stats is None
+            assert [subject.eplb_gathered_stats] == [None]
             drop_in_round(subject, wires.BF16, rank, number, -1)
         subject._reset_workspace()
         for module in (nvlink_common, one_sided):

@@ -25,11 +25,12 @@ def cubin(kernel: Kernel[object], counts: str, architecture: str) -> bytes:
     return nvrtc.compile_cubin(made.text(), architecture)
 
 
-def names(kernel: Kernel[object], counts: str, architecture: str) -> list[str]:
-    return [one.name for one in disassemble(cubin(kernel, counts, architecture), kernel.entry)]
+def names(kernel: Kernel[object], counts: str, architecture: str) -> tuple[str, ...]:
+    code = disassemble(cubin(kernel, counts, architecture), kernel.entry)
+    return tuple(one.name for one in code)
 
 
-def found(names: list[str], pattern: str) -> list[str]:
+def found(names: tuple[str, ...], pattern: str) -> list[str]:
     return [name for name in names if re.match(pattern, name)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -143,13 +144,14 @@ def test_ranks_that_are_left_out(small: bool) -> None:
     emulated.check_case("ptx", case, ctas=3, hidden_splits=2, threads=64, pdl=True)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
-def test_counts_per_expert(small: bool, architecture: str) -> None:
-    """Of rounds in which a rank is left out; twice, so that staging and counters must be clean."""
+def test_counts_per_expert(small: bool) -> None:
+    """Of rounds in which a rank is left out. Staging and counters are clean at the end; before, the
+    host's look at them would race with the peers' next round.
+    """
     case = dataclasses.replace(SMALL, small=small, left_out=(1,), num_expert_counts=10)
     options: dict[str, Any] = {"ctas": 3, "threads": 64, "pdl": True, "races": True}
-    backend = PtxBackend(3, case.config(0), architecture=architecture, **options)
+    backend = PtxBackend(3, case.config(0), **options)
     inputs = [cases.make_inputs(case, seed=seed) for seed in range(2)]
     with contextlib.closing(backend):
         ranks = EmulatedRanks.of_case(case, backend)
@@ -161,9 +163,11 @@ def test_counts_per_expert(small: bool, architecture: str) -> None:
                 wanted = reference.expert_counts(case.config(0), everyones, None, active)
                 found = ranks._bytes(rank, "expert_counts", wanted.nbytes, 0).view(torch.int32)
                 compare.assert_same_bits(found.view(wanted.shape), wanted, f"rank {rank}")
-                for name in ("expert_counts_staging", "expert_counters"):
-                    region = ranks.regions[0][name]
-                    assert not ranks._bytes(rank, name, region.size_bytes, 0).any(), name
+        for rank, name in itertools.product(
+            range(case.ep_size), ("expert_counts_staging", "expert_counters")
+        ):
+            region = ranks.regions[0][name]
+            assert not ranks._bytes(rank, name, region.size_bytes, 0).any(), name
 
 
 def test_small_rounds_of_other_counts() -> None:

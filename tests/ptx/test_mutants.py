@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moe_nvlink_plugin import HeadConfig, reference
+from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.exchange import arguments, launches
 from moe_nvlink_plugin.exchange.kernels import (
     COMBINE,
@@ -281,35 +281,6 @@ def layer(case: Case) -> Group:
     )
 
 
-# ---- counts per expert
-
-#: Two units of counts, in rounds of both kinds.
-COUNTS_CASE = dataclasses.replace(SMALL_CASE, tokens=(4, 2, 3), num_experts=6, num_expert_counts=6)
-
-
-def counts_rounds(seed: int) -> None:
-    """Rounds with all ranks, whose counts are those of the reference."""
-    inputs = cases.make_inputs(COUNTS_CASE)
-    ids = [mine.topk_ids for mine in inputs]
-    wanted = reference.expert_counts(COUNTS_CASE.config(0), ids)
-    with running_layer(COUNTS_CASE, seed) as ranks:
-        for ranks.kind in MIXED:
-            ranks.run_round(inputs)
-            for rank in range(COUNTS_CASE.ep_size):
-                found = ranks._bytes(rank, "expert_counts", wanted.nbytes, 0).view(torch.int32)
-                assert torch.equal(found.view(wanted.shape), wanted)
-
-
-def counts() -> Group:
-    """What counts add to both kinds of dispatch, and no more."""
-    variant = launches.variant(COUNTS_CASE.config(0), 0)
-    return Group(
-        [variant.build(kernel, pdl=True) for kernel in (SMALL_DISPATCH, DISPATCH)],
-        [counts_rounds, functools.partial(rounds_apart, COUNTS_CASE, SMALL_CTAS, False)],
-        r"(send|receive|publish)_expert_counts|count_choice",
-    )
-
-
 # ---- going on without a rank
 
 
@@ -413,7 +384,6 @@ def head() -> Group:
 SAMPLE = ("as they are", "meet", "lm_head")
 GROUPS: dict[str, Callable[[], Group]] = {
     **{name: functools.partial(layer, case) for name, case in LAYERS.items()},
-    "counts": counts,
     "meet": meeting,
     "lm_head": head,
 }
