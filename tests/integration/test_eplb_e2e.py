@@ -9,7 +9,6 @@ have moved meanwhile, again and again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def requests(folder: Path) -> Iterator[Requests]:
+def requests(folder: Path) -> Requests:
     return _ask_one_rank(QWEN3, folder)
 
 

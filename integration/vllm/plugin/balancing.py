@@ -113,7 +113,8 @@ def allow() -> None:
     """
     parallel: Any = importlib.import_module("vllm.config.parallel")
     present = parallel.current_platform
-    if isinstance(present, OurPlatform) and present.device_type == "cpu":
+    is_cpu = present.device_type == "cpu"
+    if is_cpu and isinstance(present, OurPlatform):
         parallel.current_platform = _PlatformForBalancing(present)
 
 
