@@ -51,8 +51,9 @@ class Factors:
         random = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> torch.Tensor:
-            drawn: torch.Tensor = torch.randn(NUM_EXPERTS, *shape, generator=random)
-            return drawn * float(shape[-1]) ** -0.5
+            drawn = torch.randn(NUM_EXPERTS, *shape, generator=random)
+            scaled: torch.Tensor = drawn * shape[-1] ** -0.5
+            return scaled
 
         self.w1 = draw(FACTORS, HIDDEN_SIZE), draw(INTERMEDIATE_SIZE, FACTORS)
         self.w3 = draw(FACTORS, HIDDEN_SIZE), draw(INTERMEDIATE_SIZE, FACTORS)
