@@ -5,7 +5,7 @@ Ranks are threads. The LoRA layer, its weights and its context are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,10 @@ from vllm.config import get_current_vllm_config
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import FusedMoEWithLoRA, LoRAMapping
 from vllm.lora.punica_wrapper import punica_gpu
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from moe_nvlink_plugin.errors import DisagreementError, UnsupportedError
@@ -47,7 +51,9 @@ class Factors:
         random = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(NUM_EXPERTS, *shape, generator=random) * shape[-1] ** -0.5
+            drawn = torch.randn(NUM_EXPERTS, *shape, generator=random)
+            scaled: torch.Tensor = drawn * shape[-1] ** -0.5
+            return scaled
 
         self.w1 = draw(FACTORS, HIDDEN_SIZE), draw(INTERMEDIATE_SIZE, FACTORS)
         self.w3 = draw(FACTORS, HIDDEN_SIZE), draw(INTERMEDIATE_SIZE, FACTORS)
@@ -203,7 +209,7 @@ def test_the_gpu_wrapper_names_every_slot_for_experts(monkeypatch: pytest.Monkey
     of_batch = wrapper.token_mapping_meta
     assert of_batch.no_lora_flag_cpu.item()
     rows, arrived = torch.zeros(4, HIDDEN_SIZE), torch.tensor([1, -1, 1, -1], dtype=torch.int32)
-    given = (rows, rows, (), (), None, None, None, None, FACTORS, 1, {}, {}, None)
+    given: tuple[Any, ...] = (rows, rows, (), (), None, None, None, None, FACTORS, 1, {}, {}, None)
     wrapper.add_lora_fused_moe(*given, token_lora_mapping=arrived)
     (call,) = calls
     assert call[8] is arrived
@@ -222,7 +228,7 @@ def test_tokens_without_an_adapter_stay_as_they_are() -> None:
     mapping = LoRAMapping((0, FIRST, 0), (0, FIRST, 0), is_prefill=True)
     wrapper.update_metadata(mapping, [FIRST], 2, 100)
     a, b = torch.ones(1, 1, FACTORS, 4), torch.ones(1, 1, 6, FACTORS)
-    calls = {
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
         "linear": lambda y, x: wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (6,)),
         "embedding": lambda y, x: wrapper.add_lora_embedding(
             y, torch.ones(3, FACTORS), b, add_inputs=True
@@ -307,7 +313,7 @@ def test_a_dummy_batch_removes_no_adapters() -> None:
         def _set_active_loras(self, *given: Any) -> None:
             events.append(given)
 
-        def maybe_setup_dummy_loras(self, *_given: Any) -> None:
+        def maybe_setup_dummy_loras(self, *_given: Any) -> Any:
             events.append("vLLM's")
 
         def dummy_run(self) -> None:
@@ -372,15 +378,15 @@ def test_a_layer_that_was_set_up_without_adapters_gets_none() -> None:
     ("method", "words"),
     [
         (SimpleNamespace(), "SimpleNamespace has quantised weights"),
-        ({"activation": cpu_lora_experts.MoEActivation.RELU2}, "activation is relu2"),
+        ({"activation": MoEActivation.RELU2}, "activation is relu2"),
         ({"has_bias": True}, "experts have biases"),
     ],
 )
 def test_cpu_layers_whose_adapters_are_not_served(method: Any, words: str) -> None:
     if isinstance(method, dict):
-        silu = cpu_lora_experts.MoEActivation.SILU
+        silu = MoEActivation.SILU
         moe = SimpleNamespace(**{"activation": silu, "has_bias": False, **method})
-        method = object.__new__(cpu_lora_experts.UnquantizedFusedMoEMethod)
+        method = object.__new__(UnquantizedFusedMoEMethod)
         method.__dict__["moe"] = moe
     with pytest.raises(UnsupportedError, match=words):
         cpu_lora_experts.take_adapters(method)

@@ -56,7 +56,7 @@ def take_adapters(quant_method: Any) -> None:
     quant_method.experts_cls = _taking_adapters(quant_method.experts_cls)
 
 
-class LoraRowsMixin(LoRAExpertsMixin):  # type: ignore[misc]
+class LoraRowsMixin(LoRAExpertsMixin):
     """Mixin for vLLM's CPU experts: computes products and adapters, on weights as loaded."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -89,7 +89,7 @@ class LoraRowsMixin(LoRAExpertsMixin):  # type: ignore[misc]
         if context is not None:
             slots = context.local_token_lora_mapping.long()
         gate = _GATES[activation]
-        for expert, slot in torch.stack((ids, slots), 1).unique(dim=0).tolist():
+        for expert, slot in sorted(set(zip(ids.tolist(), slots.tolist(), strict=True))):
             chosen = ((ids == expert) & (slots == slot)).nonzero().squeeze(1)
             rows = hidden_states[chosen]
             both = rows @ w1[expert].T
