@@ -116,9 +116,9 @@ def read(given: Any, wording: Wording) -> Options:
         raise ConfigError(
             f"{where}: dispatch={chosen.dispatch!r} is not {AUTO}, {UNQUANTISED} or a recipe's name"
         )
-    if not isinstance(chosen.overlap_shared_experts, bool):
-        found = chosen.overlap_shared_experts
-        raise ConfigError(f"{where}: overlap_shared_experts={found!r} is not true or false")
+    overlaps: object = chosen.overlap_shared_experts  # of any type: a user wrote it
+    if not isinstance(overlaps, bool):
+        raise ConfigError(f"{where}: overlap_shared_experts={overlaps!r} is not true or false")
     _check_global_scale(chosen, where)
     _check_mtp_lm_head(chosen, where)
     _check_fallback(chosen, wording)

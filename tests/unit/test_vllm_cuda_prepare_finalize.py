@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import forward_context
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 
-from moe_nvlink_plugin import Dispatched, MoeAllToAll
+from moe_nvlink_plugin import Dispatched, DispatchMetadata, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
@@ -307,7 +307,7 @@ class WithoutData:
             topk_weights=self._empty(TOP_K, dtype=torch.float32),
             extra_payloads=(),
             recv_counts=torch.empty(2, dtype=torch.int32, device="meta"),
-            metadata=None,  # type: ignore[arg-type]
+            metadata=DispatchMetadata(ids, 0, 0, -1, CAPACITY),
         )
 
     def combine_input(self, dtype: torch.dtype | None = None, *, metadata: Any) -> torch.Tensor:

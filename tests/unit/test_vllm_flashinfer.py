@@ -201,7 +201,7 @@ class Recorder:
     def __call__(self, *given: Any, **named: Any) -> Any:
         arguments = dict(self._bind(*given, **named).arguments)
         layer: Layer = _OF_THREAD.layer
-        received = layer.subject._received
+        received = layer.subject._received.get(0)
         assert received is not None
         region = layer.exchange.combine_input(metadata=received.metadata)
         rows = _first(arguments, "input", "hidden_states", "x")
