@@ -155,8 +155,8 @@ def test_waking_writes_what_sleep_has_lost(
     geometry = Geometry(4, 2, 128, 8, torch.float32)
     floats = VllmExpertsInput(SimpleNamespace(quant_dtype=None), takes_floats=True)
     chosen = made_pool.agree_on_format("a layer", floats, geometry)
-    scale = chosen.global_scale
-    assert scale is not None
+    assert chosen.global_scale is not None
+    scale: torch.Tensor = chosen.global_scale
     woken: list[Any] = []
 
     class VllmsWorker:
