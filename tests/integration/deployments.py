@@ -85,13 +85,6 @@ SHAPES: Mapping[str, Shape] = {
         by_rank=True,
     ),
     "external balancer": Shape(2, [Node((f"--data-parallel-rank={rank}",)) for rank in range(2)]),
-    "external balancer by flag": Shape(
-        2,
-        [
-            Node(("--data-parallel-external-lb", f"--data-parallel-rank={rank}"))
-            for rank in range(2)
-        ],
-    ),
     "hybrid balancer": Shape(4, [_hybrid(0), _hybrid(2)]),
 }
 

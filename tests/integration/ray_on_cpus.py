@@ -7,13 +7,15 @@ processes must get these from vLLM.
 
 from __future__ import annotations
 
+import importlib
 import os
 
 
 def register() -> None:
     """Names the resource; in the first process that asks, also starts Ray."""
-    import ray
     from vllm.platforms.cpu import CpuPlatform
+
+    ray = importlib.import_module("ray")  # which type checkers need not have
 
     CpuPlatform.ray_device_key = "GPU"
     if ray.is_initialized() or "RAY_ADDRESS" in os.environ:

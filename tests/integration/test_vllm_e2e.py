@@ -410,8 +410,8 @@ def test_ranks_choose_their_manager_together(folder: Path) -> None:
     port = str(free_port())
     running = []
     with (work / "log").open("wb") as log:
-        for rank in ("0", "1"):
-            command = [str(script), rank, port, str(work / f"rank{rank}.json")]
+        for rank in range(2):
+            command = [str(script), str(rank), port, str(work / f"rank{rank}.json")]
             environment = {**os.environ, **CPU_ENVIRONMENT}
             running.append(templates().with_ours.fork(command, environment, log))
     try:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -391,7 +392,7 @@ def refusals_body(_rank: int, _size: int) -> None:
             refused(("cannot import the memory of rank", "one NVLink domain", "imex", *instead))
             control().fail()
             del memories
-    with registered(FakeNvlinkTransport()):
+    with mock.patch.object(connection, "find_transport", return_value=FakeNvlinkTransport()):
         run_ranks(2, check_connected)  # `state` below: it leaves nothing
         with hosts_apart():
             refused(("2 hosts", "no FABRIC", *instead), check_connected)
@@ -436,15 +437,6 @@ def reserve_too_much(group: ThreadGroup) -> NvlinkMemory:
 
 def extend_differently(group: ThreadGroup) -> None:
     reserve(group).extend([Extent(0, 1 + group.rank)])
-
-
-@contextlib.contextmanager
-def registered(transport: NvlinkTransport) -> Iterator[None]:
-    """The one transport that `check_connected` finds."""
-    before = connection.find_transport
-    connection.find_transport = lambda name, device: transport
-    yield
-    connection.find_transport = before
 
 
 @contextlib.contextmanager
