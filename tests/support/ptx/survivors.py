@@ -80,6 +80,5 @@ def go_on_without(ranks: EmulatedRanks, gone: int) -> None:
         memory: Any = _Memory(ranks, rank)
         survivors._clear(memory, ranks.regions[0], (gone,))
     meet(ranks, alive, 2)
-    for rank in range(ranks.config.ep_size):
-        others = alive if rank in alive else [gone]
-        ranks._masks[rank] = rank_mask(others, ranks.config.ep_size)
+    size = ranks.config.ep_size
+    ranks._masks = [rank_mask(alive if rank in alive else [gone], size) for rank in range(size)]
