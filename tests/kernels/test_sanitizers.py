@@ -175,8 +175,8 @@ SMALL_BUGS: Bugs = {
 
 #: The same where ranks go on without another one. A small round comes before the first meeting, so
 #: its signals and units would meet the zeros of the host; the second meeting keeps these zeros from
-#: the rounds after it. A meeting that only has weaker orders is for the litmus programs: while a rank
-#: polls, the sanitizer forgets what that rank has stored before.
+#: the rounds after it. Weaker orders of a meeting are for the litmus programs: while a rank polls,
+#: the sanitizer forgets what that rank has stored before.
 MEETING_BUGS: Bugs = {
     f"the {which} meeting (P13)": [
         Edit(
