@@ -43,8 +43,17 @@ def meet(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> None:
     assert isinstance(backend, PtxBackend)
     backend.grids.launch([build(ranks)] * len(calls), calls, Shape(1, THREADS), ranks=alive)
     for rank in alive:
-        words = _Memory(ranks, rank).region_bytes(ranks.regions[0]["meeting"]).view(torch.int64)
-        assert not words[-size:].any(), f"rank {rank} waited in vain"
+        assert _outcomes(ranks, rank, number) == [0] * size, f"rank {rank} waited in vain"
+
+
+def _outcomes(ranks: EmulatedRanks, rank: int, number: int) -> list[int]:
+    """The host reads this meeting's entries and the outcomes; peers may write the other entries."""
+    region, size = ranks.regions[0]["meeting"], ranks.config.ep_size
+    found = ranks.memory[rank, region.offset :][: region.size_bytes].view(torch.int64)
+    entries, outcomes = found[:-size].view(2, -1)[number % 2], found[-size:]
+    for read in (entries, outcomes):
+        ranks.backend.host_access(rank, read, writes=False)
+    return [int(each) for each in outcomes]
 
 
 class _Memory:
@@ -56,8 +65,7 @@ class _Memory:
 
     def region_bytes(self, region: Region) -> torch.Tensor:
         found = self._ranks.memory[self._rank, region.offset :][: region.size_bytes]
-        writes = region.name != "meeting"
-        self._ranks.backend.host_access(self._rank, found, writes=writes)
+        self._ranks.backend.host_access(self._rank, found, writes=True)
         return found
 
     def words(self, region: Region, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -72,6 +80,5 @@ def go_on_without(ranks: EmulatedRanks, gone: int) -> None:
         memory: Any = _Memory(ranks, rank)
         survivors._clear(memory, ranks.regions[0], (gone,))
     meet(ranks, alive, 2)
-    for rank in range(ranks.config.ep_size):
-        others = alive if rank in alive else [gone]
-        ranks._masks[rank] = rank_mask(others, ranks.config.ep_size)
+    size = ranks.config.ep_size
+    ranks._masks = [rank_mask(alive if rank in alive else [gone], size) for rank in range(size)]
