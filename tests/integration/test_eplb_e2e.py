@@ -36,15 +36,9 @@ def requests(folder: Path) -> Requests:
     return _ask_one_rank(QWEN3, folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("eager", SERVED), ("compiled", [SERVED[0], SERVED[2]])],
-)
-def test_tokens_stay_those_of_one_rank(
-    name: str, arguments: list[str], requests: Requests, folder: Path
-) -> None:
+def test_tokens_stay_those_of_one_rank(requests: Requests, folder: Path) -> None:
     chosen = f"--eplb-config={json.dumps(BALANCING)}"
-    with EpServer(requests, folder, f"eplb {name}", *arguments, chosen) as server:
+    with EpServer(requests, folder, "eplb", *SERVED, chosen) as server:
         assert server.differing(range(8), concurrency=1) == [], "one rank is idle"
         first = server.stats(2)
         assert server.differing(range(8, 40), concurrency=6) == []
