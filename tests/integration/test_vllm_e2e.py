@@ -449,18 +449,17 @@ def test_ranks_on_two_hosts_are_named(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("what", ["data-parallel", "distributed-executor"])
-def test_ray(what: str, requests_of: Callable[[TinyModel], Requests], folder: Path) -> None:
-    """Engines in Ray's actors with their workers, or the workers alone.
+def test_ray(requests_of: Callable[[TinyModel], Requests], folder: Path) -> None:
+    """Engines are Ray's actors, and so are their workers: vLLM then takes its executor for Ray.
 
     vLLM's CPU platform leaves Ray out; a plugin of this test lifts that.
     """
     pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
-    name = f"ray {what}"
+    name = "ray"
     # Ray's workers ask for the resource after they have chosen a platform, and before plugins.
     groups = ("platform", "general")
     plugin = write_plugin(folder / f"plugin {name}", "ray_on_cpus", ray_on_cpus, groups)
-    arguments = (*DP2, EAGER, f"--{what}-backend=ray")
+    arguments = (*DP2, EAGER, "--data-parallel-backend=ray")
     environment = {"PYTHONPATH": str(plugin)}
     # Each process of Ray imports vLLM anew.
     with EpServer(
