@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,16 +83,20 @@ class GlooExchange:
         hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
+        extra_payloads: Sequence[torch.Tensor] = (),
         *,
         scales: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
         is_padding: torch.Tensor | None = None,
         max_tokens: int | None = None,
+        channel: int = 0,
     ) -> Dispatched:
         """Dispatch as MoeAllToAll.dispatch; every rank gets all rows. Collective.
 
         The bound is the largest batch, whatever max_tokens is.
         """
+        assert not extra_payloads
+        assert channel == 0
         assert scales is None
         assert global_scale is None
         if is_padding is not None:  # the rows travel all the same, to no expert
@@ -139,9 +143,16 @@ class GlooExchange:
             output.mul_(scale)
         return output if add is None else output.add_(add)
 
-    def stats(self) -> PeerStats:
-        """Return totals of this rank. Local."""
+    def stats(self, *, wait: bool = True) -> PeerStats:
+        """Return totals of this rank. Local; it never waits."""
         return self._stats
+
+    def waits(self) -> list[list[int]]:
+        """Return what ranks have waited for ranks: gloo does not say. Local."""
+        return [[0] * self._given.ep_size for _ in range(self._given.ep_size)]
+
+    def failure(self) -> None:
+        """Return no failure: gloo raises its own. Local."""
 
     def hold_startup(self) -> None:
         """Change nothing: gloo's waits have one limit."""

@@ -165,7 +165,7 @@ def test_a_combine_region_that_moves_is_caught() -> None:
     def overlap(small: MoeAllToAll, large: MoeAllToAll) -> None:
         rows = exchange.find(large._handle).channel(0)
         other = exchange.find(small._handle).channel(0)
-        rows._dispatch_args.payloads[2].region = other._regions["combine"].block
+        rows._dispatch_args.payloads[2].region = other.regions["combine"].block
         rows._views[2] = rows.combine_region
 
     with pytest.raises(AssertionError, match=r"round .* small: combined on rank 1"):

@@ -91,10 +91,10 @@ def test_the_peer_gathers_and_reduces(tmp_path: Path) -> None:
 
 
 def test_the_peer_takes_what_prepare_gives() -> None:
-    """vLLM's layers have no extra payloads, no mask of ranks, one channel and one width."""
+    """vLLM's layers have no mask of ranks, no counts per expert, and one width."""
     exchanges = (MoeAllToAll, gloo_plugin.GlooExchange)
     ours, peers = (set(inspect.signature(one.dispatch).parameters) for one in exchanges)
-    assert ours - peers == {"active_ranks", "extra_payloads", "channel"}
+    assert ours - peers == {"active_ranks", "expert_counts"}
     ours, peers = (set(inspect.signature(one.combine).parameters) for one in exchanges)
     assert ours - peers == {"hidden_size"}
 
