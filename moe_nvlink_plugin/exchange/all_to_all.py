@@ -595,7 +595,8 @@ class MoeAllToAll:
 
         Raises:
             InputError: a rank is not one of the group, or it is this rank. Nothing has changed.
-            ExchangeStateError: the exchange is closed, or unusable for another reason.
+            ExchangeStateError: the exchange is closed, or unusable for another reason, or a verb
+                that runs beside its caller has not been waited for.
             DisagreementError: another rank leaves out other ranks; call it again.
             ExchangeTimeoutError: a rank did not come; call it again, with that rank if it has died.
         """

@@ -372,11 +372,13 @@ class LayerExchange:
     def mask(self, ranks: Iterable[int]) -> None:
         """Go on without ranks that have died, as MoeAllToAll.mask documents it."""
         find(self.handle)
-        everyones = [
-            [channel.regions for channel in layer._channels]
-            for layer in list(_live.values())
-            if layer.workspace is self.workspace
-        ]
+        layers = [layer for layer in list(_live.values()) if layer.workspace is self.workspace]
+        for channel, running in ((c, r) for layer in layers for c, r in layer._running.items()):
+            raise ExchangeStateError(
+                f"mask() before wait() of {running.verb}_async on channel {channel}; call wait() "
+                "first: it raises what has become of the verb"
+            )
+        everyones = [[channel.regions for channel in layer._channels] for layer in layers]
         config = self.config
         assert config.timeout_s is not None
         longest = max(config.timeout_s, config.first_timeout_s or 0)

@@ -312,6 +312,32 @@ def check_that_ranks_go_on(timeout_s: float) -> None:
         _check(case, inputs, rank, seen[rank])
 
 
+def test_counts_per_expert_begin_anew() -> None:
+    """A broken round leaves numbers where ids are counted and where counts arrive."""
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        cases.run_round(layer, inputs[rank])
+        if rank == 2:
+            return
+        workspace, channel = layer._layer.workspace, layer._layer.channel(0)
+        for name in ("expert_counters", "expert_counts_staging"):
+            workspace.region_bytes(channel.regions[name]).fill_(1)
+        layer.mask(2)
+        received = cases.dispatch(layer, inputs[rank])
+        assert received.expert_counts is not None
+        found[rank] = received.expert_counts.clone()
+        layer.combine(layer.combine_input().zero_(), received.metadata)
+
+    values: dict[str, Any] = {"num_experts": 6, "num_expert_counts": 6}
+    case = Case(name="together", tokens=(3,) * 3, left_out=(2,), **values)
+    inputs, found = cases.make_inputs(case), dict[int, torch.Tensor]()
+    together(3, body, **values)
+    ids = [mine.topk_ids for mine in inputs]
+    expected = reference.expert_counts(case.config(0), ids, active_ranks=(0, 1))
+    for rank in range(2):
+        assert torch.equal(found[rank], expected)
+
+
 def test_ranks_that_may_not_be_left_out() -> None:
     def body(layer: MoeAllToAll, rank: int) -> None:
         for wrong in (rank, -1, 2):

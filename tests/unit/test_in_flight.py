@@ -173,6 +173,17 @@ def test_wait_twice(layer: MoeAllToAll) -> None:
     assert_still_works(layer)
 
 
+def test_ranks_are_not_left_out_meanwhile(layer: MoeAllToAll) -> None:
+    dispatching = layer.dispatch_async(**good())
+    told = r"mask\(\) before wait\(\) of dispatch_async on channel 0; call wait\(\) first"
+    with pytest.raises(ExchangeStateError, match=told):
+        layer.mask()
+    received = dispatching.wait()
+    layer.combine(received.hidden_states.clone(), received.metadata)
+    layer.mask()
+    assert_still_works(layer)
+
+
 def test_another_layer_may_not_come_between(layer: MoeAllToAll) -> None:
     (group,) = ThreadGroup.ranks(1)
     inputs = {**good(), "extra_payloads": ()}
