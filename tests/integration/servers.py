@@ -188,6 +188,8 @@ class EpServer:
         ready_s: seconds that it may take to start.
     """
 
+    _ready_s = 300.0
+
     def __init__(
         self,
         requests: Requests,
@@ -196,7 +198,7 @@ class EpServer:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         server: type[VllmServer] = ForkedServer,
-        ready_s: float = 300.0,
+        ready_s: float = _ready_s,
     ) -> None:
         self.requests = requests
         self._ready_s = ready_s
