@@ -6,9 +6,9 @@ A token passes these folders, in this order:
     exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); torch.ops.moe_nvlink.*
                    (ops.py, inductor.py); verbs that run beside their caller (in_flight.py); one
                    layer on one workspace (layer.py, checks.py), its views on one channel
-                   (channel.py), and its kernels (kernels.py): two,
-                   and two for small batches; masks of ranks (rank_masks.py); how ranks go on
-                   after the death of another (survivors.py)
+                   (channel.py), and its kernels (kernels.py): two, two for small batches, and one
+                   by which ranks meet after a death; masks of ranks (rank_masks.py); how ranks go
+                   on then (survivors.py)
     launch/        says what a kernel is (Kernel, kernel.py), and starts one: on CPU threads
                    (cpu.py) or on a CUDA stream (cuda.py)
     kernels/       dispatch puts: it routes, stores rows to the peers, signals, waits

@@ -32,7 +32,6 @@ class StatsWriter:
         read: returns the other keys.
         pool: name of the pool, if a worker has several; the file is
             ``<directory>/<pool>-rank<ep_rank>.json`` then.
-        watch: False starts no thread; then only `close` writes.
         publication: gets all keys too; `close` closes it.
     """
 
@@ -43,7 +42,6 @@ class StatsWriter:
         read: Callable[[], Mapping[str, object]],
         *,
         pool: str = "",
-        watch: bool = True,
         publication: Publication | None = None,
     ) -> None:
         prefix = f"{pool}-" if pool else ""
@@ -61,8 +59,7 @@ class StatsWriter:
         except OSError as error:
             self._warn_of_path(error)
         self._thread = threading.Thread(target=self._run, name="moe-nvlink-stats", daemon=True)
-        if watch:
-            self._thread.start()
+        self._thread.start()
         atexit.register(self.close)
 
     def _run(self) -> None:

@@ -285,7 +285,8 @@ class MoeAlltoAll:
             active_rank_mask: what flashinfer.comm.moe_a2a_active_rank_mask returns, equal on all
                 ranks that it names; None: all ranks take part. The others must not call; their
                 experts are no experts, and they cannot take part in later rounds on the workspace.
-                Payloads of these sizes must have travelled among all ranks before.
+                Payloads of these sizes, and statistics if any, must have travelled among all ranks
+                before.
 
         Returns:
             For each payload `[ep_size, runtime_max_tokens_per_rank, *]`, valid until combine.

@@ -98,8 +98,8 @@ class OpaqueRows:
             return found
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ExchangeStateError(
-                f"the first dispatch of payloads of {kind.row_bytes} bytes is being captured; run "
-                "it once before the capture, because it allocates"
+                f"the first dispatch of payloads of {kind.row_bytes} bytes with {kind.num_counts} "
+                "statistics is being captured; run it once before the capture, because it allocates"
             )
         first = next(iter(self._exchanges.values()), None)
         created = MoeAllToAll.create(self._config_of(kind), self.group, device, share_with=first)

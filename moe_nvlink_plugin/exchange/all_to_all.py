@@ -287,6 +287,7 @@ class MoeAllToAll:
         is_padding: torch.Tensor | None = None,
         max_tokens: int | None = None,
         active_ranks: torch.Tensor | None = None,
+        expert_counts: torch.Tensor | None = None,
         channel: int = 0,
     ) -> InFlight[Dispatched]:
         """Start a dispatch that runs beside the caller. Collective; capturable.
@@ -309,6 +310,7 @@ class MoeAllToAll:
             is_padding: as for dispatch.
             max_tokens: as for dispatch.
             active_ranks: as for dispatch.
+            expert_counts: as for dispatch.
             channel: as for dispatch. Verbs of different channels may be in flight together.
 
         Raises:
@@ -320,7 +322,9 @@ class MoeAllToAll:
         layer, bound = find(self._handle), max_tokens
         outputs = layer.dispatch(
             layer.workspace.pending,
-            Activations(hidden_states, scales, global_scale, is_padding, active_ranks),
+            Activations(
+                hidden_states, scales, global_scale, is_padding, active_ranks, expert_counts
+            ),
             topk_ids,
             topk_weights,
             list(extra_payloads),

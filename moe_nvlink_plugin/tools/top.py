@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -111,7 +111,7 @@ def fetch(url: str) -> str:
     try:
         with urllib.request.urlopen(where, timeout=_TIMEOUT_S) as answer:
             content: bytes = answer.read()
-    except (OSError, urllib.error.URLError) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise PeerError(f"{where} does not answer: {error}; is the server up?") from error
     return content.decode("utf-8", "replace")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,14 @@ def test_the_bits_are_those_of_the_oracle(case: Case, monkeypatch: pytest.Monkey
     compare.check_case(case)
     odd, num_rounds = case.ep_size // 2, 2
     assert sorted(beside) == ["combine"] * num_rounds * odd + ["dispatch"] * num_rounds * odd
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "combine"])
+def test_both_forms_take_the_same_arguments(verb: str) -> None:
+    plain, beside = (
+        inspect.signature(getattr(MoeAllToAll, name)).parameters for name in (verb, f"{verb}_async")
+    )
+    assert list(plain.values()) == list(beside.values())
 
 
 def test_the_caller_goes_on_while_a_peer_is_late() -> None:
@@ -210,9 +219,11 @@ def test_bad_arguments_start_nothing(layer: MoeAllToAll) -> None:
 
 
 def test_close_waits_for_what_is_in_flight(layer: MoeAllToAll) -> None:
+    others = set(threading.enumerate())
     dispatching = layer.dispatch_async(**good())
     layer.close()
-    assert not [one for one in threading.enumerate() if one.name.startswith("moe_nvlink channel")]
+    own = set(threading.enumerate()) - others
+    assert not [one for one in own if one.name.startswith("moe_nvlink channel")]
     with pytest.raises(ExchangeStateError, match="closed"):
         dispatching.wait()
 

@@ -79,7 +79,10 @@ def test_a_closed_workspace_is_not_created_anew() -> None:
 def test_what_a_capture_must_not_be_the_first_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     rows, gpu, kind = rows_of(ThreadGroup.ranks(1)[0]), torch.device("cuda"), Kind((512,), "global")
-    with pytest.raises(ExchangeStateError, match="payloads of .512,. bytes is being captured; run"):
+    with pytest.raises(
+        ExchangeStateError,
+        match="512,. bytes with 0 statistics is being captured; run",
+    ):
         rows.prepare(kind, gpu)
     mask, config = (1,), rows._config_of(kind)
     with pytest.raises(ExchangeStateError, match=r"active_rank_mask=\(1,\) is being captured; run"):

@@ -67,14 +67,10 @@ def test_close_writes_the_last_state_and_leaves_one_file(tmp_path: Path) -> None
     assert not writer._thread.is_alive()
 
 
-def test_without_a_thread_the_last_state_alone_is_written(tmp_path: Path) -> None:
-    counters = Counters()
-    writer = StatsWriter(tmp_path, ABOUT, counters.read, watch=False)
-    counters.count(7)
-    time.sleep(1.2)  # a thread would have written by now, at least twice
-    assert not _path(writer).exists()
-    writer.close()
-    assert json.loads(_path(writer).read_text("utf-8"))["rounds"] == 7
+@pytest.fixture
+def resting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the test and `close` write."""
+    monkeypatch.setattr(stats, "_PERIOD_S", 3600.0)
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -99,6 +95,7 @@ def test_unchanged_counters_are_not_written_again(tmp_path: Path) -> None:
     assert _path(writer).stat().st_ino != written[1]
 
 
+@pytest.mark.usefixtures("resting_thread")
 def test_a_folder_that_cannot_be_made_is_logged_once_and_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,7 +103,7 @@ def test_a_folder_that_cannot_be_made_is_logged_once_and_stops_nobody(
     (tmp_path / "a file").write_text("")
     counters = Counters()
     with caplog.at_level(logging.WARNING, logger="moe_nvlink_plugin"):
-        writer = StatsWriter(tmp_path / "a file" / "folder", ABOUT, counters.read, watch=False)
+        writer = StatsWriter(tmp_path / "a file" / "folder", ABOUT, counters.read)
         counters.count(2)
         writer.close()
     (message,) = [record.getMessage() for record in caplog.records]
@@ -114,12 +111,13 @@ def test_a_folder_that_cannot_be_made_is_logged_once_and_stops_nobody(
     assert "MOE_NVLINK_STATS_DIR" in message
 
 
+@pytest.mark.usefixtures("resting_thread")
 def test_a_folder_that_goes_away_leaves_the_thread_running(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     counters = Counters()
     folder = tmp_path / "folder"
-    writer = StatsWriter(folder, ABOUT, counters.read, watch=False)
+    writer = StatsWriter(folder, ABOUT, counters.read)
     folder.rename(tmp_path / "elsewhere")
     with caplog.at_level(logging.WARNING, logger="moe_nvlink_plugin"):
         for rounds in (1, 2):

@@ -11,7 +11,11 @@ what schedulers report, not what workers have counted.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 from moe_nvlink_plugin.integration.common.metrics import (
@@ -21,6 +25,8 @@ from moe_nvlink_plugin.integration.common.metrics import (
     RanksCollector,
     folder_of,
 )
+
+logger = logging.getLogger(__name__)
 
 _collector: RanksCollector | None = None
 
@@ -36,14 +42,32 @@ def serve(vllm_config: Any) -> None:
 
         _collector = RanksCollector(())
         REGISTRY.register(_collector)
-    _collector.folders.append(folder_of(_server(vllm_config)))
+    if (folder := _folder(vllm_config)) is not None:
+        _collector.folders.append(folder)
+        atexit.register(_remove, folder, os.getpid())
 
 
-def publication(vllm_config: Any) -> Publication:
-    """Return where this worker's counters go. Local."""
+def publication(vllm_config: Any) -> Publication | None:
+    """Return where this worker's counters go; None if they have no place. Local."""
     if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         return ProcessCounters()
-    return RankFile(folder_of(_server(vllm_config)))
+    folder = _folder(vllm_config)
+    return None if folder is None else RankFile(folder)
+
+
+def _folder(vllm_config: Any) -> Path | None:
+    """Return the folder of the workers' files; None if this user may have none. Local."""
+    try:
+        return folder_of(_server(vllm_config))
+    except OSError as error:  # the runtime directory is somebody else's
+        logger.warning("/metrics lacks our counters: %s", error)
+        return None
+
+
+def _remove(folder: Path, pid: int) -> None:
+    """Remove what killed workers have left. A forked child of the server has this handler too."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _server(vllm_config: Any) -> str:
