@@ -161,7 +161,9 @@ class ProcessCounters:
         """See Publication."""
         for name, labels, value in samples(snapshot):
             more = value - self._published.get((name, labels), 0.0)
-            self._counters[name].labels(*labels).inc(more)
+            self._counters[name].labels(*labels).inc(
+                max(more, 0)
+            )  # after mask() there is no fault any more
             self._published[name, labels] = value
 
     def close(self) -> None:

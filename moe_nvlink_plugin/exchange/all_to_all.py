@@ -582,9 +582,10 @@ class MoeAllToAll:
         """Go on without ranks that have died. Collective over the others; not capturable.
 
         Call it on every rank that lives, with the same ranks, after ExchangeTimeoutError, or when
-        the process of a rank is known to have ended; no verb of any layer may be running. It waits
-        for this thread's stream, and for the other ranks twice, each time up to twice the longest
-        timeout of this layer, because they may still be waiting for the dead rank. Which ranks are
+        the process of a rank is known to have ended; no verb of any layer may be running, apart
+        from those beside their caller, which it ends. It waits for the device, and for the other
+        ranks twice, each time up to twice timeout_s (during start-up: first_timeout_s), because
+        they may still be waiting for the dead rank. Which ranks are
         dead is for the caller to say: an error may also name a rank that was late because of them.
 
         It serves all layers on the workspace. A dispatch without its combine is forgotten, and the
@@ -594,14 +595,14 @@ class MoeAllToAll:
 
         A CUDA graph whose dispatches were captured with `active_ranks=exchange.active_ranks`, or
         after a call of this function, leaves out the same ranks from its next replay on. Another
-        graph must be captured again: its replay exchanges nothing, and the next verb raises
+        graph must be captured again: its replay fails at once, and the next verb raises
         PeerError, which names the rank that is left out.
 
         Raises:
             InputError: a rank is not one of the group, or it is this rank. Nothing has changed.
-            ExchangeStateError: the exchange is closed, or unusable for another reason, or a verb
-                that runs beside its caller has not been waited for.
-            DisagreementError: another rank leaves out other ranks; call it again.
+            ExchangeStateError: the exchange is closed, or unusable for another reason.
+            DisagreementError: another rank leaves out other ranks; call it again. It may be
+                ExchangeTimeoutError instead, if a third rank is missing too.
             ExchangeTimeoutError: a rank did not come; call it again, with that rank if it has died.
         """
         self._layer.mask(ranks)

@@ -147,15 +147,23 @@ class Channel:
         for entry, tensor in zip(self._sources, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
-        self._launch(self._launches.dispatch, args, beside)
+        touched = (*payloads, slots, global_scale, is_padding, active_ranks, expert_counts)
+        self._launch(self._launches.dispatch, args, beside, *touched)
         return slots
 
-    def _launch(self, launch: Callable[[Any], None], args: Any, beside: bool) -> None:
+    def _launch(
+        self, launch: Callable[[Any], None], args: Any, beside: bool, *touched: torch.Tensor | None
+    ) -> None:
         if beside:
             executor = self._workspace.executor
-            self.join = executor.beside(self._index, functools.partial(launch, args))
+            # On CPU ranks the thread keeps what the kernel touches, also if the layer is dropped.
+            run = functools.partial(self._run, launch, args, touched)
+            self.join = executor.beside(self._index, run)
         else:
             launch(args)
+
+    def _run(self, launch: Callable[[Any], None], args: Any, _touched: tuple[Any, ...]) -> None:
+        launch(args)
 
     def combine(
         self,
@@ -187,7 +195,8 @@ class Channel:
         args.scale = scale
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
-        self._launch(self._launches.combine, args, beside)
+        touched = (expert_output, send_slots, output, add)
+        self._launch(self._launches.combine, args, beside, *touched)
         startup.complete_round()
 
     def _copy_rows(self, expert_output: torch.Tensor) -> None:

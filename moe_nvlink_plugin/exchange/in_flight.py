@@ -54,8 +54,9 @@ class InFlight(Generic[T]):
         """Wait for the verb, and return what the verb without `_async` returns.
 
         Local: the peers do not notice it. Capturable, in the capture that holds the verb's start.
-        On a GPU the host goes on, and the caller's current stream waits for the kernel. On CPU
-        ranks the caller waits. Any thread may call.
+        On a GPU the host goes on, and the caller's current stream waits for the kernel; if that is
+        not the stream which started the verb, order that one after it too. On CPU ranks the caller
+        waits. Any thread may call.
 
         Raises:
             ExchangeStateError: it has been called before, or the exchange is closed.

@@ -17,6 +17,7 @@ import torch
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
 from moe_nvlink_plugin.launch.base import Executor
+from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.tensors import check_device
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import Recipe
@@ -94,7 +95,8 @@ class LayerExchange:
             if workspace.active_ranks is None:
                 size, device = config.ep_size, workspace.device
                 workspace.active_ranks = rank_masks.rank_mask(range(size), size, device)
-        self._meet = survivors.load_meeting(workspace, variant(config, self.quantiser))
+        family = variant(config, self.quantiser)
+        self._meet = survivors.load_meeting(workspace, family, config.num_channels)
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -105,13 +107,20 @@ class LayerExchange:
         with contextlib.ExitStack() as locks:
             for index in range(self.config.num_channels):
                 locks.enter_context(self.workspace.channel_lock(index))
-            for running in self._running.values():
-                with contextlib.suppress(Exception):  # nobody waits for its result any more
-                    running.join()
-            self._running.clear()
+            for index, running in self._running.items():
+                if running.verb == "combine":  # so the round is complete for other layers
+                    self._words[index].value = 0
+            self._end_verbs()
             self._channels = []
             self.workspace.abandon(self.handle)
             self.workspace.release()
+
+    def _end_verbs(self) -> None:
+        """Wait for what runs beside its callers; nobody wants the results. Under the locks."""
+        for running in self._running.values():
+            with contextlib.suppress(Exception):
+                running.join()
+        self._running.clear()
 
     def channel(self, index: int) -> Channel:
         """Return the layer's Channel with this number. Local.
@@ -321,11 +330,15 @@ class LayerExchange:
             if self._running.get(channel_index) is not running:
                 self.workspace.check_usable()  # the first wait may have failed
                 raise ExchangeStateError(
-                    f"wait twice for one {running.verb}_async on channel {channel_index}: keep "
-                    "what the first wait() returned"
+                    f"wait twice for one {running.verb}_async on channel {channel_index}, or after "
+                    "mask(): keep what the first wait() returned; mask() has ended the round"
                 )
+            try:
+                running.join()
+            except Exception:  # not KeyboardInterrupt: then the launch still runs
+                del self._running[channel_index]
+                raise
             del self._running[channel_index]
-            running.join()
             self._raise_fault(channel)
             if running.verb == "combine":
                 self._words[channel_index].value = 0
@@ -373,16 +386,16 @@ class LayerExchange:
         """Go on without ranks that have died, as MoeAllToAll.mask documents it."""
         find(self.handle)
         layers = [layer for layer in list(_live.values()) if layer.workspace is self.workspace]
-        for channel, running in ((c, r) for layer in layers for c, r in layer._running.items()):
-            raise ExchangeStateError(
-                f"mask() before wait() of {running.verb}_async on channel {channel}; call wait() "
-                "first: it raises what has become of the verb"
-            )
         everyones = [[channel.regions for channel in layer._channels] for layer in layers]
-        config = self.config
-        assert config.timeout_s is not None
-        longest = max(config.timeout_s, config.first_timeout_s or 0)
-        survivors.leave_out(self.workspace, ranks, everyones, self._meet, 2 * longest)
+
+        def end_verbs() -> None:
+            for layer in layers:
+                layer._end_verbs()
+
+        limit_ns = self.workspace.startup.timeout_ns(Timeouts.of(self.config))
+        survivors.leave_out(
+            self.workspace, ranks, everyones, self._meet, 2 * limit_ns / 1e9, end_verbs
+        )
 
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""

@@ -9,7 +9,7 @@ the second one all memory is clear, so no zero falls on a new round's rows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -36,9 +36,11 @@ MEETING_THREADS = 128
 _ZERO_AT_FIRST = ("send_counters", "recv_counts", "rows_from", "expert_counters")
 
 
-def load_meeting(workspace: Workspace[Executor], variant: Variant) -> Launch:
+def load_meeting(workspace: Workspace[Executor], variant: Variant, num_channels: int) -> Launch:
     """Load the kernel of the meetings, before a rank has died. Local."""
-    budget = Budget(num_threads=1, max_sms=None, num_ranks=workspace.group.size)
+    # With the layer's channels: then its build has PDL if the builds of the layer have it.
+    size, ranks_on_device = workspace.group.size, workspace.memory.ranks_on_device
+    budget = Budget(1, None, size, num_channels, ranks_on_device)
     return workspace.executor.launcher(variant, budget).load(MEET, MEETING_THREADS)
 
 
@@ -48,6 +50,7 @@ def leave_out(
     everyones_regions: Sequence[Sequence[dict[str, Region]]],
     meet: Launch,
     timeout_s: float,
+    end_verbs: Callable[[], None],
 ) -> None:
     """Go on without these ranks. Collective over the ranks that live.
 
@@ -57,11 +60,12 @@ def leave_out(
         everyones_regions: for each layer on the workspace its regions, by channel.
         meet: what load_meeting has loaded.
         timeout_s: how long a rank waits for the others at each meeting.
+        end_verbs: ends what runs beside its callers; nobody starts a verb meanwhile.
 
     Raises:
         InputError: a rank is not one of the group, or is this rank. Nothing has changed.
         ExchangeStateError: the workspace is unusable, and not because a rank is missing.
-        DisagreementError: another rank leaves out other ranks. Nothing has changed.
+        DisagreementError: another rank leaves out other ranks; call again.
         ExchangeTimeoutError: a rank did not come; call again on all ranks that live.
     """
     gone = _gone(workspace, ranks)
@@ -70,7 +74,8 @@ def leave_out(
     with contextlib.ExitStack() as locks:
         for channel in range(workspace.layout.num_channels):
             locks.enter_context(workspace.channel_lock(channel))
-        workspace.executor.synchronize()
+        end_verbs()
+        workspace.executor.synchronize_device()  # verbs of other channels may be on other streams
         # Of a kind after which this function may be called again.
         workspace.broken = workspace.broken or PeerError(
             "mask() has not come to its end on this rank; call it again on all ranks that live"

@@ -65,6 +65,10 @@ class Executor(WorkspaceExecutor, Protocol):
         """Wait until this thread's stream has done all its work. Local; not capturable."""
         ...
 
+    def synchronize_device(self) -> None:
+        """Wait until all streams of the device have done their work. Local; not capturable."""
+        ...
+
     def beside(self, channel: int, launch: Callable[[], None]) -> Callable[[], None]:
         """Run a launch beside the caller; return what waits for it. Local; capturable.
 

@@ -78,6 +78,9 @@ class HostExecutor:
     def synchronize(self) -> None:
         """Do nothing: a launch has finished when it returns."""
 
+    def synchronize_device(self) -> None:
+        """Do nothing, as synchronize; a thread that runs beside its caller is joined."""
+
     def beside(self, channel: int, launch: Callable[[], None]) -> Callable[[], None]:
         """See Executor. The launch runs on a thread, which ends with it."""
         done: Future[None] = Future()
@@ -91,8 +94,14 @@ class HostExecutor:
                 done.set_result(None)
 
         # No daemon: at its end the interpreter waits for the thread, which uses shared memory.
-        threading.Thread(target=run, name=f"moe_nvlink channel {channel}").start()
-        return done.result
+        thread = threading.Thread(target=run, name=f"moe_nvlink channel {channel}")
+        thread.start()
+
+        def wait() -> None:
+            thread.join()
+            done.result()
+
+        return wait
 
     def fault_words(self, count: int) -> _HostFaultWords:
         """See WorkspaceExecutor. The words lie in ordinary memory of this process."""

@@ -451,6 +451,11 @@ class CudaExecutor:
         with self.context():
             driver.call("cuStreamSynchronize", driver.api().CUstream(self.stream()))
 
+    def synchronize_device(self) -> None:
+        """See Executor."""
+        with self.context():
+            driver.call("cuCtxSynchronize")
+
     def fault_words(self, count: int) -> _MappedFaultWords:
         """See WorkspaceExecutor. The words lie in pinned host memory, mapped into the GPU."""
         return _MappedFaultWords(self.device_facts.index, count)

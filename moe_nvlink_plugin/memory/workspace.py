@@ -114,6 +114,8 @@ class Workspace(Generic[E]):
         self._memory: SymmetricMemory | None = None
         self._faults: FaultWords | None = None
         self._reader: WordReader | None = None
+        # While memory is read beside its users, or given up.
+        self._reading = threading.Lock()
         self._last_stats = ExchangeStats()
         self._users = 0
 
@@ -295,10 +297,11 @@ class Workspace(Generic[E]):
 
     def _numbers_of(self, rank: int, region: Region, count: int) -> list[int]:
         """Return the first words of a rank's control region; waits for no launch."""
-        memory = self.memory
-        assert self._reader is not None
-        address = memory.base_ptr + rank * memory.rank_stride + region.offset
-        return self._reader.read(address, count)
+        with self._reading:
+            memory = self.memory
+            assert self._reader is not None
+            address = memory.base_ptr + rank * memory.rank_stride + region.offset
+            return self._reader.read(address, count)
 
     def waits(self) -> list[list[int]]:
         """Return the nanoseconds that rank r has waited for rank p, as [r][p], of all channels.
@@ -324,8 +327,9 @@ class Workspace(Generic[E]):
             return
         self._keep_last_stats()
         self._keep()
-        self._memory.close()
-        self._memory = self._faults = self._reader = None
+        with self._reading:
+            self._memory.close()
+            self._memory = self._faults = self._reader = None
 
     def _keep_last_stats(self) -> None:
         try:

@@ -35,6 +35,10 @@ def going(small: bool, combine: str = "bf16") -> Check:
     return lambda _: masks.check_ranks_that_go(combine, small=small, timeout_s=TIMEOUT_S)
 
 
+def going_with_counts(_: pytest.MonkeyPatch) -> None:
+    masks.check_ranks_that_go("bf16", num_expert_counts=16, timeout_s=TIMEOUT_S)
+
+
 def differing(small: bool) -> Check:
     return lambda _: masks.check_masks_that_differ(small)
 
@@ -132,6 +136,14 @@ MUTANTS: dict[str, tuple[list[Edit], Check]] = {
     "the second word is not read": (
         instead("has_rank", "mask + rank / 64", "mask"),
         two_words,
+    ),
+    "counts are sent to it": (
+        [Edit("send_expert_counts", _ASKS, _DOES_NOT_ASK)],
+        going_with_counts,
+    ),
+    "counts of it are awaited": (
+        instead("receive_expert_counts", "is_active(args, source)", "true"),
+        going_with_counts,
     ),
     "meet waits for a rank that has gone": (
         [Edit("meet_body", _WAITS, "if (AWAKE || is_active(args, peer)) {")],

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier
@@ -323,6 +324,8 @@ def test_counts_per_expert_begin_anew() -> None:
         for name in ("expert_counters", "expert_counts_staging"):
             workspace.region_bytes(channel.regions[name]).fill_(1)
         layer.mask(2)
+        staging = workspace.region_bytes(channel.regions["expert_counts_staging"]).view(3, -1)
+        assert not staging[2].any(), "where nobody writes any more"
         received = cases.dispatch(layer, inputs[rank])
         assert received.expert_counts is not None
         found[rank] = received.expert_counts.clone()
@@ -356,6 +359,10 @@ def test_ranks_that_leave_out_different_ranks() -> None:
         if rank > 1:
             barrier.wait()
             return
+        workspaces[rank] = layer._layer.workspace
+        # A rank that waits for a third one does not see that its peer has gone on: rank 0 is first.
+        while rank == 1 and (0 not in workspaces or workspaces[0].meetings == 0):
+            time.sleep(0.001)
         with pytest.raises(DisagreementError) as caught:
             layer.mask(*((2, 3), (3,))[rank])
         barrier.wait()  # rank 1 has waited for rank 2
@@ -366,10 +373,8 @@ def test_ranks_that_leave_out_different_ranks() -> None:
         layer.mask(2, 3)
         cases.run_round(layer, inputs[rank])
 
-    inputs, barrier = (
-        cases.make_inputs(Case(name="together", tokens=(3,) * 4)),
-        Barrier(4, timeout=60),
-    )
+    inputs = cases.make_inputs(Case(name="together", tokens=(3,) * 4))
+    barrier, workspaces = Barrier(4, timeout=60), dict[int, Any]()
     together(4, body, timeout_s=2.0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,11 +38,10 @@ def test_connected_ranks_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         peers.extend(_mapped())
 
     monkeypatch.setattr(HostMemory, "_map_all", looking)
-    gc.collect()  # not what an earlier test has left
     before = _mapped()
     run_ranks(3, check_connected)
-    assert len(peers) > len(before), "the ranks mapped no memory, so nothing was tried"
-    assert _mapped() == before
+    assert set(peers) - set(before), "the ranks mapped no memory, so nothing was tried"
+    assert set(_mapped()) <= set(before)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin import ExchangeStats
+from moe_nvlink_plugin.integration.common import stats
 from moe_nvlink_plugin.integration.common.stats import StatsWriter
 
 ABOUT = {"ep_rank": 3, "ep_size": 4}
