@@ -33,7 +33,7 @@ class Touched(NamedTuple):
             without it if it is missing.
         needed_for: "drafts": only if ranks share an MTP draft's LM head. "one draft": by one of the
             framework's draft models; code looks for it when it serves that model. "balancing": only
-            if the framework's load balancer moves experts. "": always.
+            if the framework's load balancer moves experts. "adapters": only with LoRA. "": always.
     """
 
     module: str

@@ -13,13 +13,14 @@ The modules (``plugin`` imports all others; ``moe`` and ``draft`` do not import 
 * ``moe``: two of our classes instead of vLLM's (``layers``), and per MoE layer a fused MoE method
   (``method``), a ``prepare_finalize`` (``cpu_prepare_finalize``, ``cuda_prepare_finalize``), and
   what its experts take (``experts_input``, ``cpu_fp8_experts``). ``moves`` and ``cpu_balancing``
-  serve expert load balancing.
+  serve expert load balancing. ``adapters`` and ``cpu_lora_experts`` serve LoRA.
 * ``draft``: the LM head of an MTP draft, if ranks share it. ``drafts`` says what a configuration
   asks; ``logits_processor`` and ``mtp`` extend vLLM's classes.
 * ``plugin``: what the flag starts, in this order: ``flag`` (command line or Python ->
   ``additional_config``), ``platform``, ``validation``, ``worker``, ``metrics``, ``communicator``
   (one per worker; ``cpu_communicator``, ``cuda_communicator``), which puts the rest in place.
-  ``balancing`` and ``host_balancer`` are for ``--enable-eplb``.
+  ``balancing`` and ``host_balancer`` are for ``--enable-eplb``, ``punica`` and ``adapter_loading``
+  for ``--enable-lora``; ``graphs`` checks sizes of CUDA graphs.
 
 Without the flag, vLLM loads only ``backend``, ``flag``, ``platform`` and ``common.logs`` of ours.
 All modules use ``integration.common``, which knows no framework.

@@ -111,7 +111,10 @@ def _of_adapters() -> list[Touched]:
             runner,
             "LoRAModelRunnerMixin",
             "patch",
-            maybe_setup_dummy_loras=("lora_config", "remove_lora"),
+            maybe_dummy_run_with_lora=(
+                *("lora_config", "num_scheduled_tokens", "num_sampled_tokens", "remove_lora"),
+                *("num_active_loras", "mapping_type"),
+            ),
         ),
         *methods(
             runner,
@@ -170,7 +173,7 @@ TOUCHED = (
     Touched("vllm", "version", "use"),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "patch"),
     Touched("vllm.config", "get_current_vllm_config_or_none", "use", ()),
-    *_of_adapters(),
+    *(one._replace(needed_for="adapters") for one in _of_adapters()),
     *methods("vllm.config", "CUDAGraphMode", "use", has_piecewise_cudagraphs=()),
     Touched("vllm.distributed", "get_ep_group", "use", ()),
     Touched("vllm.distributed", "get_tensor_model_parallel_world_size", "use", ()),
@@ -536,7 +539,11 @@ FIELDS = (
         ),
     ),
     Fields("vllm.config", "SpeculativeConfig", ("draft_lm_head_quantization",), since="0.33"),
-    Fields("vllm.engine.arg_utils", "EngineArgs", ("additional_config", "all2all_backend")),
+    Fields(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        ("additional_config", "all2all_backend", "enable_eplb"),
+    ),
     Fields(
         f"{_MOE}.config",
         "FusedMoEConfig",
@@ -630,7 +637,9 @@ def warn_if_untried(device_type: str) -> None:
     names.warn_if_untried("vLLM", vllm_version(), device_type, TRIED.get(device_type, ()), READ)
 
 
-def check_names(device_type: str, *, drafts: bool = False, balances: bool = False) -> None:
+def check_names(
+    device_type: str, *, drafts: bool = False, balances: bool = False, adapts: bool = False
+) -> None:
     """Check that this vLLM has the names in `TOUCHED`. Local; a worker calls it at start-up.
 
     The method that `flag.patch_engine_args` wraps may be missing: it warns of that, and the flag
@@ -640,11 +649,13 @@ def check_names(device_type: str, *, drafts: bool = False, balances: bool = Fals
         device_type: "cpu" or "cuda".
         drafts: whether ranks share the LM head of an MTP draft.
         balances: whether vLLM's load balancer moves experts.
+        adapts: whether --enable-lora is given.
 
     Raises:
         UnsupportedError: names are missing; the message lists them.
     """
-    wanted_for = {"", *(["drafts"] if drafts else []), *(["balancing"] if balances else [])}
+    features = {"drafts": drafts, "balancing": balances, "adapters": adapts}
+    wanted_for = {"", *(name for name, is_on in features.items() if is_on)}
     needed = (
         one
         for one in TOUCHED

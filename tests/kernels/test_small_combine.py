@@ -294,8 +294,8 @@ MISTAKES = {
         check_stagings,
     ),
     "rank 0 is named": (
-        "kFaultTimeout, kPhaseCombine, peer,\n               receiving.epoch",
-        "kFaultTimeout, kPhaseCombine, 0,\n               receiving.epoch",
+        "peer_of(args, plan, rows, missing), receiving.epoch",
+        "0, receiving.epoch",
         check_missing_rank,
     ),
 }

@@ -235,3 +235,24 @@ def test_ranks_agree_on_static_scales_again() -> None:
     assert first[3].startswith("PeerError: layer 3")
     assert "0.5 and 0.25" in first[3]
     assert second[3] == "UnsupportedError: 0.5 and 0.25"
+
+
+def test_a_move_beside_the_steps_ends_with_its_last_layer() -> None:
+    """What vLLM's asynchronous balancer leaves after each step."""
+    placed = torch.tensor([[0, 1], [0, 1]])
+    one = SimpleNamespace(physical_to_logical_map=placed, rebalanced=False, model=torch.nn.Module())
+    state = SimpleNamespace(model_states={"m": one}, expert_rearrangement_step=5, step=lambda: None)
+    watch = moves.Moves(Ranks(None, 0, 1, WORDING))
+    watch.follow(state)
+    seen = []
+    for step, is_moving, layer in (
+        *((6, False, None), (0, True, None), (1, True, 0)),
+        *((2, False, 1), (3, False, None)),
+    ):
+        state.expert_rearrangement_step, one.rebalanced = step, is_moving
+        if layer is not None:
+            placed[layer] = torch.tensor([1, 0])
+        state.step()
+        seen.append(watch.stats()["eplb"])
+    nothing, moved = ({"rearrangements": n, "moved": 4 * n} for n in (0, 1))
+    assert seen == [nothing, nothing, nothing, moved, moved]

@@ -149,6 +149,7 @@ def attached():
             name=name,
             additional_config=asked,
             parallel_config=SimpleNamespace(enable_eplb=False),
+            lora_config=None,
             speculative_config=SimpleNamespace(method=method) if method else None,
         )
         vllm.config.get_current_vllm_config_or_none = lambda: config
@@ -206,7 +207,9 @@ def apart():
         config = SimpleNamespace(additional_config=asked)
         vllm.config.get_current_vllm_config_or_none = lambda: config
         for rank, device in enumerate((torch.device("cpu"), torch.device("cuda", 3))):
-            given.cpu_group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+            given.cpu_group = SimpleNamespace(
+                rank=lambda: rank, size=lambda: 2, all_gather_object=lambda mine: [mine] * 2
+            )
             told.append(refusal(lambda: communicator.attach(given, device)))
     vllm.config.get_current_vllm_config_or_none, communicator.connection.why_apart = kept
     return [told, warned, given.all2all_manager, sorted(op_registry_oot)]

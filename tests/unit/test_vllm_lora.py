@@ -5,10 +5,12 @@ Ranks are threads. The LoRA layer, its weights and its context are vLLM's.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from moe_nvlink_plugin.errors import DisagreementError, UnsupportedError
 from moe_nvlink_plugin.integration.vllm.moe import adapters, cpu_lora_experts
@@ -304,33 +307,36 @@ def test_adapters_that_would_be_served_wrongly_are_refused(monkeypatch: pytest.M
     adapter_loading.guard(SimpleNamespace())  # without --enable-lora
 
 
-def test_a_dummy_batch_removes_no_adapters() -> None:
+@pytest.mark.parametrize("active", [0, 2], ids=["V1 runner", "V2 runner"])
+def test_a_dummy_batch_loads_and_removes_no_adapters(active: int) -> None:
+    """vLLM's own code around a dummy batch, with what each of its runners passes."""
     events: list[Any] = []
+    runner: Any = LoRAModelRunnerMixin()
+    runner.lora_config = SimpleNamespace(max_loras=2, max_lora_rank=8)
+    runner.lora_manager = SimpleNamespace(
+        set_active_adapters=lambda requests, mapping: events.append(
+            (len(requests), mapping.index_mapping)
+        ),
+        add_dummy_lora=lambda *_given, **_more: events.append("dummy"),
+        remove_all_adapters=lambda: events.append("removed"),
+        get_dummy_lora_warmup_rank=lambda rank: rank,
+        dummy_lora_cache=contextlib.nullcontext,
+    )
 
-    class Runner:
-        lora_config: Any = object()
+    def dummy_run() -> None:
+        config, one = runner.lora_config, np.array([1])
+        with runner.maybe_dummy_run_with_lora(config, one, one, True, active):
+            events.append("run")
 
-        def _set_active_loras(self, *given: Any) -> None:
-            events.append(given)
-
-        def maybe_setup_dummy_loras(self, *_given: Any) -> Any:
-            events.append("vLLM's")
-
-        def dummy_run(self) -> None:
-            context: Any = self.maybe_setup_dummy_loras(self.lora_config, True)
-            with context:
-                events.append("run")
-
-    runner = Runner()
     with adapter_loading.keeping(runner):
-        runner.dummy_run()
-    assert events == [((0,), (0,), set()), "run"]
-    runner.maybe_setup_dummy_loras()
-    assert events.pop() == "vLLM's"
+        dummy_run()
+    assert events == [(0, (0,)), "run"]
+    events.clear()
+    dummy_run()
+    assert (events[0], events[-1]) == ("dummy", "removed"), "vLLM's own again"
     runner.lora_config = None
     with adapter_loading.keeping(runner):
-        runner.maybe_setup_dummy_loras()
-    assert events.pop() == "vLLM's"
+        assert "maybe_dummy_run_with_lora" not in vars(runner)
 
 
 def test_experts_without_adapters_are_refused() -> None:

@@ -192,6 +192,13 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
         (_config(_parallel(pipeline_parallel_size=2)), "cuda", "--pipeline-parallel-size is 2"),
         (_config(lora=LoRAConfig(fully_sharded_loras=True)), "cuda", "--fully-sharded-loras"),
+        (
+            _config(
+                model=_model(enable_sleep_mode=True, sleep_mode_backend="cumem"), lora=LoRAConfig()
+            ),
+            "cuda",
+            "LoRA on experts with --enable-sleep-mode",
+        ),
         (_config(lora=LoRAConfig(), drafts=object()), "cuda", "LoRA with drafts"),
     ],
 )
@@ -342,7 +349,7 @@ def test_every_name_we_touch_exists_here() -> None:
     here = [t for t in compat.TOUCHED if t not in left_out and not t.since]
     assert [touched for touched in here if not names.exists(touched)] == []
     for shared in (False, True):
-        compat.check_names("cpu", drafts=shared)
+        compat.check_names("cpu", drafts=shared, balances=True, adapts=True)
 
 
 def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

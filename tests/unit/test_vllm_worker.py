@@ -103,12 +103,14 @@ def test_a_dummy_batch_is_one_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -
 
     class VllmsWorker:
         model_runner = SimpleNamespace(
-            lora_config="some", _set_active_loras=lambda *_given: None, maybe_setup_dummy_loras=None
+            lora_config="some",
+            _set_active_loras=lambda *_given: None,
+            maybe_dummy_run_with_lora=None,
         )
 
         def execute_dummy_batch(self) -> None:
             assert made_pool.is_idle
-            assert self.model_runner.maybe_setup_dummy_loras is not None, "keeps adapters"
+            assert self.model_runner.maybe_dummy_run_with_lora is not None, "keeps adapters"
             raise RuntimeError("out of memory")
 
     in_ep_group(Manager(pool=made_pool), monkeypatch)

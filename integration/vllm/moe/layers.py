@@ -69,10 +69,11 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
         if ours:
             if current_platform.is_cpu():
                 from .cpu_fp8_experts import serve_without_amx
-                from .cpu_lora_experts import take_adapters
 
                 serve_without_amx(quant_method)
                 if with_adapters:
+                    from .cpu_lora_experts import take_adapters
+
                     take_adapters(quant_method)
             install_after_loading(quant_method, adapters=with_adapters)
         return quant_method

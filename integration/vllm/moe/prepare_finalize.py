@@ -35,7 +35,7 @@ from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import bound_of_step
 
 from . import ending
-from .adapters import NUMBER_BYTES
+from .adapters import BASE, NUMBER_BYTES
 from .experts_input import VllmExpertsInput
 
 T = TypeVar("T")
@@ -273,12 +273,16 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
     ) -> T:
         """Call dispatch or dispatch_async. Collective; capturable on CUDA ranks."""
         sent = self._format.send(a1.contiguous(), experts)
-        numbers = self._adapter_numbers()
+        numbers, payloads = self._adapter_numbers(), tuple[torch.Tensor, ...]()
+        if numbers is not None:
+            payloads = (numbers.of_tokens(a1.shape[0]),)
+        elif self._exchange.config.extra_payload_bytes:  # vLLM gave adapters to other layers only
+            payloads = (a1.new_full((a1.shape[0],), BASE, dtype=torch.int32),)
         return dispatch(
             sent.rows,
             topk_ids.contiguous(),
             topk_weights.contiguous().to(torch.float32),
-            () if numbers is None else (numbers.of_tokens(a1.shape[0]),),
+            payloads,
             scales=sent.scales,
             global_scale=sent.global_scale,
             is_padding=self._padding(topk_ids.shape[0]),

@@ -73,14 +73,15 @@ def _refuse_left_out_experts(request: Any, adapter: Any, config: Any) -> None:
 def keeping(model_runner: Any) -> Iterator[None]:
     """Surround a dummy batch of a rank without requests: its tokens have no adapter. Local.
 
-    vLLM would load dummy adapters before the batch, and remove every adapter after it.
+    vLLM would load dummy adapters before the batch, give them to its tokens (the V2 runner), and
+    remove every adapter after it.
     """
     if getattr(model_runner, "lora_config", None) is None:
         yield
         return
     model_runner._set_active_loras((0,), (0,), set())
-    model_runner.maybe_setup_dummy_loras = lambda *_args, **_kwargs: contextlib.nullcontext()
+    model_runner.maybe_dummy_run_with_lora = lambda *_args, **_kwargs: contextlib.nullcontext()
     try:
         yield
     finally:
-        del model_runner.maybe_setup_dummy_loras
+        del model_runner.maybe_dummy_run_with_lora

@@ -57,7 +57,8 @@ def attach(communicator: Any, device: torch.device) -> None:
     shares_head = drafts.shares_head(vllm_config, options)
     # Checked before our modules import these names.
     balances = vllm_config.parallel_config.enable_eplb
-    compat.check_names(device.type, drafts=shares_head, balances=balances)
+    adapts = vllm_config.lora_config is not None
+    compat.check_names(device.type, drafts=shares_head, balances=balances, adapts=adapts)
     from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
     from moe_nvlink_plugin.integration.vllm.moe import layers
 
@@ -87,17 +88,22 @@ def _can_exchange(group: Any, device: torch.device, options: Options) -> bool:
     """Return whether the ranks use our exchange; False: all of them fall back. Collective.
 
     Raises:
-        UnsupportedError: no transport connects the ranks, and `fallback` is not set; raised on
+        UnsupportedError: no transport connects the ranks, and a rank has no `fallback`; raised on
             every rank.
     """
     ranks = Ranks(group, group.rank(), group.size(), WORDING)
     problem = connection.why_apart(ranks, device)
     if not problem:
         return True
-    if options.fallback is None:
+    chosen = ranks.gather(options.fallback)
+    without = [rank for rank, fallback in enumerate(chosen) if fallback is None]
+    if without:
+        is_part = len(without) < ranks.size
+        some = f" Ranks {without} are without `fallback`." if is_part else ""
         raise UnsupportedError(
             f"{WORDING.flag}: no transport connects the ranks: {problem}. Drop the flag"
-            + ("." if device.type == "cpu" else f", or add {_FALL_BACK}.")
+            + ("." if device.type == "cpu" else f", or add {_FALL_BACK} on all ranks.")
+            + some
         )
     if ranks.rank == 0:
         logger.warning(

@@ -166,7 +166,7 @@ def patch_engine_args() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         map_engine_args(self)
-        if not (self.enable_eplb and is_selected(self)):
+        if not (is_selected(self) and self.enable_eplb):
             return original(self, *args, **kwargs)
         from . import balancing
 

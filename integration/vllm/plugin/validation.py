@@ -188,6 +188,12 @@ def _lora(vllm_config: Any) -> Iterator[str]:
             "LoRA on experts with --enable-eplb: experts move, and vLLM leaves their adapters "
             f"behind. Remove the flag, or {others}."
         )
+    model = vllm_config.model_config
+    if model is not None and model.enable_sleep_mode:
+        yield (
+            "LoRA on experts with --enable-sleep-mode: sleep at level 2 loses which adapter is in "
+            f"which slot. Remove the flag, or {others}."
+        )
     if not worker.extends(parallel.worker_cls):
         yield (
             f"LoRA on experts with --worker-cls {parallel.worker_cls}: its ranks would lose "
