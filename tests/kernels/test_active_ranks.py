@@ -127,17 +127,6 @@ def _rounds_that_lose_ranks(
     return run_ranks(case.ep_size, rank_main)
 
 
-def nothing(case: Case, like: Seen) -> Seen:
-    """What the reference has for a rank without tokens that gets no rows."""
-    return Seen(
-        torch.zeros_like(like.recv_counts),
-        torch.full_like(like.topk_ids, -1),
-        like.payloads,
-        torch.empty((0, case.top_k), dtype=torch.int32),
-        torch.empty((0, case.hidden_size), dtype=case.dtype),
-    )
-
-
 def check_ranks_that_go(combine: str, **values: Any) -> None:
     """They never call again, and nobody touches their memory."""
     case = cases.with_formats(Case(name="going", tokens=(0,) * 4, top_k=3), None, combine)
@@ -151,7 +140,7 @@ def check_ranks_that_go(combine: str, **values: Any) -> None:
     for number, of_round in enumerate(inputs):
         masked = dataclasses.replace(case, left_out=tuple(lost[:number]))
         seen = [
-            rank.seen[number] if number < len(rank.seen) else nothing(case, rank.seen[0])
+            rank.seen[number] if number < len(rank.seen) else compare.nothing(case, rank.seen[0])
             for rank in by_rank
         ]
         compare.check_slots(masked, of_round, seen)

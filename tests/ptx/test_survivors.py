@@ -19,7 +19,7 @@ from tests.support.ptx.backend import PtxBackend
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 pytestmark = pytest.mark.timeout(600)
 
-CASE = dataclasses.replace(SMALL, tokens=(3, 1, 4, 2), num_experts=11)
+CASE = dataclasses.replace(SMALL, tokens=(3, 1, 4, 0), num_experts=11)
 
 
 def broken_round(ranks: EmulatedRanks, inputs: list[cases.Inputs]) -> None:
@@ -48,7 +48,7 @@ def test_the_others_go_on(architecture: str, small: bool) -> None:
         broken_round(ranks, inputs)
         survivors.go_on_without(ranks, 3)
         for _ in range(2):
-            emulated.check_round(masked, inputs, ranks.run_round(inputs))
+            survivors.check_round(masked, inputs, ranks)
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])

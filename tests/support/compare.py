@@ -194,6 +194,17 @@ def check_combined(
         assert_same_bits(one_nan(seen[rank].combined), one_nan(expected), what)
 
 
+def nothing(case: Case, like: Seen) -> Seen:
+    """What the reference has for a rank without tokens that gets no rows."""
+    return Seen(
+        torch.zeros_like(like.recv_counts),
+        torch.full_like(like.topk_ids, -1),
+        like.payloads,
+        torch.empty((0, case.top_k), dtype=torch.int32),
+        torch.empty((0, case.hidden_size), dtype=case.dtype),
+    )
+
+
 def check_slots(case: Case, inputs: list[Inputs], seen: list[Seen]) -> None:
     """A slot exactly where the reference has a target, at that target."""
     for rank, mine in enumerate(cases.among_active(case, inputs)):
