@@ -278,7 +278,7 @@ def test_a_server_that_dies_is_reported_with_its_first_error(
     parents = "RuntimeError: a worker died\n" * 50
     end = "sys.exit(f'not {sys.argv[-5:]}')"
     program = f"import sys; print({worker!r}); print({parents!r}); {end}"
-    monkeypatch.setattr(server, "API_SERVER", ("-c", program))
+    monkeypatch.setattr(server.VllmServer, "program", ("-c", program))
     one = server.VllmServer(
         model=tmp_path / "missing", name="doomed", folder=tmp_path, arguments=["--no-such-flag"]
     )
