@@ -566,7 +566,8 @@ def test_what_the_products_cubins_say(
         for name, registers, shared in lines:
             kind = "Head" if "head" in name else name.rpartition("_")[2].capitalize()
             args_bytes = ctypes.sizeof(structs()[f"{kind}Args"])
-            expected[name] = (int(registers), int(shared) - 1024, (0, args_bytes))
+            # Of a kernel without shared memory, the cubin does not count what the driver reserves.
+            expected[name] = (int(registers), max(int(shared) - 1024, 0), (0, args_bytes))
     assert expected.keys() == cubins.keys()
     assert seen == expected
 
