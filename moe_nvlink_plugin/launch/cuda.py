@@ -339,6 +339,8 @@ class _Side(NamedTuple):
     @staticmethod
     def destroy(index: int, sides: dict[int, _Side]) -> None:
         """Destroy streams and events; what still runs on the streams ends first."""
+        if not sides:
+            return
         try:
             with driver.on_device(index), driver.relaxed_capture():
                 for side in sides.values():
