@@ -345,18 +345,18 @@ struct Rank {
     if (adds_in_place(round)) output.swap(added);
   }
 
-  bool is_padded(int token, int round) const {
+  bool is_padded(int token) const {
     if (padding[token] != 0) return true;
     for (int k = 0; k < kTopK; ++k) {
-      if (target_of(ids[token * kTopK + k], round) >= 0) return false;
+      if (owner_of(ids[token * kTopK + k]) >= 0) return false;
     }
     return true;
   }
 
   // Rows of tokens that go nowhere may not even be read.
-  void forbid_padded_rows(int count, int round) {
+  void forbid_padded_rows(int count) {
     for (int token = 0; token < count; ++token) {
-      if (!is_padded(token, round)) continue;
+      if (!is_padded(token)) continue;
       ASAN_POISON_MEMORY_REGION(&weights[token * kTopK], kTopK * 4);
       ASAN_POISON_MEMORY_REGION(&hidden[token * hidden_size], hidden_size * 4);
       ASAN_POISON_MEMORY_REGION(&extra[token * kExtraBytes], kExtraBytes);
@@ -423,7 +423,7 @@ struct Rank {
       moe_nvlink_small_dispatch(&args, &grid);
       return;
     }
-    forbid_padded_rows(count, round);
+    forbid_padded_rows(count);
     moe_nvlink_dispatch(&args, &grid);
     allow_all_rows();
   }

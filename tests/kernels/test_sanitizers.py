@@ -173,21 +173,6 @@ SMALL_BUGS: Bugs = {
     ),
 }
 
-#: The same where ranks go on without another one. A small round comes before the first meeting, so
-#: its signals and units would meet the zeros of the host; the second meeting keeps these zeros from
-#: the rounds after it. Weaker orders of a meeting are for the litmus programs: while a rank polls,
-#: the sanitizer forgets what that rank has stored before.
-MEETING_BUGS: Bugs = {
-    f"the {which} meeting (P13)": [
-        Edit(
-            "meet_body",
-            "if (cta.block != 0) return;",
-            f"if ((AWAKE && args.number % 2 == {odd}) || cta.block != 0) return;",
-        )
-    ]
-    for which, odd in (("first", 1), ("second", 0))
-}
-
 #: And where dispatch does.
 QUANTISER_BUGS: Bugs = {
     # Left in at a CTA's first two tokens, as above.
@@ -235,11 +220,11 @@ REPORTS = {
     "a block behind the end of a row": "AddressSanitizer",
 }
 
-RACES = {**SEEDED_BUGS, **SMALL_BUGS, **MEETING_BUGS, **FORMAT_BUGS, **QUANTISER_BUGS}
+RACES = {**SEEDED_BUGS, **SMALL_BUGS, **FORMAT_BUGS, **QUANTISER_BUGS}
 NUMBERS = {name: number for number, name in enumerate({**RACES, **OTHER_BUGS}, 1)}
 #: Each with the bugs that sleep in one program.
 GROUPS = {
-    "protocol": {**SEEDED_BUGS, **SMALL_BUGS, **MEETING_BUGS},
+    "protocol": {**SEEDED_BUGS, **SMALL_BUGS},
     "formats": {**FORMAT_BUGS, **QUANTISER_BUGS},
     "others": OTHER_BUGS,
 }

@@ -298,7 +298,7 @@ class WithoutData:
         return torch.empty((self.slots, *row), dtype=dtype, device="meta")
 
     def dispatch(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **_: Any
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any, **_more: Any
     ) -> Dispatched:
         return Dispatched(
             hidden_states=self._empty(HIDDEN_SIZE, dtype=hidden.dtype),

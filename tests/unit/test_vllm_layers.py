@@ -150,6 +150,7 @@ def attached():
             additional_config=asked,
             parallel_config=SimpleNamespace(enable_eplb=False),
             lora_config=None,
+            instance_id=name,
             speculative_config=SimpleNamespace(method=method) if method else None,
         )
         vllm.config.get_current_vllm_config_or_none = lambda: config
@@ -235,10 +236,13 @@ def decomposed():
 @scenario
 def classes_by_device():
     made = []
-    method.CudaPrepareAndFinalize = lambda exchange, *more: made.append(["cuda", exchange])
-    method.CpuPrepareAndFinalize = lambda exchange, *more: made.append(["cpu", exchange])
+    def of(kind):
+        return lambda exchange, *more: made.append([kind, exchange]) or SimpleNamespace()
+
+    method.CudaPrepareAndFinalize, method.CpuPrepareAndFinalize = of("cuda"), of("cpu")
+    options = SimpleNamespace(overlap_shared_experts=False)
     for device in ("cpu", "cuda"):
-        pool = SimpleNamespace(device=torch.device(device))
+        pool = SimpleNamespace(device=torch.device(device), options=options)
         method._prepare_finalize(pool, "one", None, None)
     return made
 
@@ -332,7 +336,9 @@ def test_ranks_that_no_transport_connects_stop_or_fall_back(results: dict[str, l
     told = "--all2all-backend moe_nvlink: no transport connects the ranks: 2 ranks on"
     assert cpu == f"{told} cpu. Drop the flag."
     assert cuda.startswith(f"{told} cuda:3. Drop the flag, or add --additional-config")
-    assert cuda.endswith("""{"moe_nvlink": {"fallback": "allgather_reducescatter"}}'.""")
+    assert cuda.endswith(
+        """{"moe_nvlink": {"fallback": "allgather_reducescatter"}}' on all ranks."""
+    )
     assert fallen_back == ["nothing was refused"] * 2
     (warning,) = warned  # rank 0's
     assert "vLLM's own allgather_reducescatter" in warning

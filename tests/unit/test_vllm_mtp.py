@@ -829,7 +829,9 @@ def test_the_counters_file_has_a_section_for_the_head(
     ranks = _alone(monkeypatch)
     heads = DraftHeads(ranks, CPU)
     pool = ExchangePool(ranks, CPU, Options(), more_stats=heads.stats)
-    exchange: Any = SimpleNamespace(stats=lambda: ExchangeStats(rounds=7))
+    exchange: Any = SimpleNamespace(
+        stats=lambda *, wait: ExchangeStats(rounds=7), failure=lambda: None
+    )
     pool._start_stats(exchange)
     head = heads.of_plan(plan_of(_vllm_config(1), VOCAB, 1, CPU), refuse_unfit)
     made = make_processor()

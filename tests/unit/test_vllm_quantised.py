@@ -655,6 +655,7 @@ class LoadedLayer:
         max_num_tokens=CAPACITY,
         sp_size=1,
         in_dtype=torch.float32,
+        moe_parallel_config=SimpleNamespace(enable_eplb=False),
     )
 
     def __init__(self, step: str) -> None:
@@ -809,6 +810,7 @@ class WithoutData:
             scales=scales,
             topk_ids=self._empty(TOP_K, torch.int32),
             topk_weights=self._empty(TOP_K, torch.float32),
+            metadata=SimpleNamespace(channel=0),
         )
 
 

@@ -6,7 +6,6 @@ import logging
 from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING, Any
 
-from moe_nvlink_plugin import env
 from moe_nvlink_plugin.integration.common import logs
 from moe_nvlink_plugin.integration.vllm import backend
 
@@ -68,6 +67,8 @@ class MoeNvlinkPlatform(_Base):
             stamp = {backend.VERSION_KEY: version(_DISTRIBUTION)}
             vllm_config.additional_config = {**vllm_config.additional_config, **stamp}
             if vllm_config.parallel_config.data_parallel_backend == "ray":
+                from moe_nvlink_plugin import env
+
                 env.add_to_list(_RAY_PREFIXES, "MOE_NVLINK_")
         super().check_and_update_config(vllm_config)
         if is_selected:
