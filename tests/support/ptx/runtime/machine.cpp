@@ -496,6 +496,7 @@ void take_turn(Machine& machine) {
   } else if (status != Status::kBlocked) {
     machine.ready.push_back(&thread);
     if (++thread.steps > kMostSteps) throw Fault("Deadlock", deadlock(machine));
+    thread.polls |= status == Status::kPolls;
     if (status == Status::kPolls && ++machine.idle_turns > 16 * machine.ready.size() + 64) {
       if (machine.in_processes) {
         give_way(machine);

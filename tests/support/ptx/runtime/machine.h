@@ -97,6 +97,7 @@ struct Thread {
   uint32_t lane = 0;
   uint32_t budget = 0;  // weak accesses and branches back until it pauses
   bool ended = false;
+  bool polls = false;  // since its last store to global memory
   Machine* machine = nullptr;
   Launch* launch = nullptr;
   Cta* cta = nullptr;
@@ -315,12 +316,18 @@ inline unsigned char* locate(Thread& thread, Access& access, bool generic) {
   return base + access.address;
 }
 
+// A thread may note in shared memory how long it has polled. For that nobody waits.
+inline void note_write(Thread& thread, Space space) {
+  if (space == Space::kGlobal) thread.polls = false;
+  if (!thread.polls) thread.machine->progress();
+}
+
 inline unsigned char* reach(Thread& thread, Access access, bool generic) {
   unsigned char* memory = locate(thread, access, generic);
   if (access.space == Space::kGlobal || access.space == Space::kShared) {
     races::on_access(thread, access);
     clocks::on_access(thread, access);
-    if (access.writes) thread.machine->progress();
+    if (access.writes) note_write(thread, access.space);
   }
   return memory;
 }
