@@ -811,6 +811,7 @@ class WithoutData:
             topk_ids=self._empty(TOP_K, torch.int32),
             topk_weights=self._empty(TOP_K, torch.float32),
             metadata=SimpleNamespace(channel=0),
+            extra_payloads=(),
         )
 
 
