@@ -13,6 +13,7 @@ from tests.litmus.protocol import (
     HAS_ITEMS,
     IN_LAST_WARP,
     LOOKS_FOR_FAILURE,
+    NO_COUNTS,
     OTHER_ELEMENTS,
     OTHER_FORMATS,
     PUTS_TOKENS,
@@ -122,6 +123,7 @@ def dispatching(kernels: Kernels, *, seen: str = "", left: str = "") -> str:
     operands: dict[str, Operands] = {WAITS: "", CELL_STORED: ""}
     operands |= {r"publish_counts: load": "", r"publish_counts: .*\], 0\)": ""}
     untaken = [PUTS_TOKENS, QUANTISES_TOKENS, IN_LAST_WARP, HAS_FAILED, A_FAULT, THREAD_0]
+    untaken += NO_COUNTS
     return kernels.thread("dispatch_body", operands, {MASK_SEEN: seen, MASK_LEFT: left}, untaken)
 
 
