@@ -205,6 +205,11 @@ def framework_plugins(variable: str) -> list[str] | None:
     return [name for name in names if name] or None
 
 
+def counts_for_prometheus() -> bool:
+    """Return whether processes count together, in prometheus_client's PROMETHEUS_MULTIPROC_DIR."""
+    return bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
+
+
 def combine() -> str:
     """Return the default of AllToAllConfig.combine. AllToAllConfig checks it."""
     return _text("MOE_NVLINK_COMBINE") or "bf16"

@@ -18,6 +18,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from moe_nvlink_plugin import env
 from moe_nvlink_plugin.integration.common.metrics import (
     ProcessCounters,
     Publication,
@@ -49,7 +50,7 @@ def serve(vllm_config: Any) -> None:
 
 def publication(vllm_config: Any) -> Publication | None:
     """Return where this worker's counters go; None if they have no place. Local."""
-    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+    if env.counts_for_prometheus():
         return ProcessCounters()
     folder = _folder(vllm_config)
     return None if folder is None else RankFile(folder)
