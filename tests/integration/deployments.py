@@ -97,7 +97,6 @@ class Deployment:
         folder: where logs and counters go.
         name: name of the shape.
         arguments: of every node.
-        environment: of every node.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class Deployment:
         folder: Path,
         name: str,
         *arguments: str,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.shape = SHAPES[name]
         stats = folder / f"stats {name}"
@@ -121,7 +119,7 @@ class Deployment:
                 folder,
                 f"{name} {number}",
                 *(*meeting, *node.arguments, *arguments),
-                environment={"MOE_NVLINK_STATS_DIR": str(stats), **(environment or {})},
+                environment={"MOE_NVLINK_STATS_DIR": str(stats)},
                 server=ServeCommand,
             )
             server.stats_folder = stats
@@ -162,7 +160,3 @@ class Deployment:
         with contextlib.ExitStack() as stack:
             for server in reversed(self._all):
                 stack.callback(server.server.stop)
-
-    def logs(self) -> list[str]:
-        """What each node has printed."""
-        return [server.server.log_path.read_text("utf-8", "replace") for server in self._all]
