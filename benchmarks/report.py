@@ -101,6 +101,7 @@ class Plot(NamedTuple):
 CPU_TABLE, GPU_TABLE = "*-cpu-moe-comm.json", "*-gpu-moe-comm.json"
 GROWTH_CPU, GROWTH_GPU = "*-cpu-growth.json", "*-gpu-growth.json"
 MODEL = "*-model.json"
+SCHEDULER = "*-cpu-scheduler.json"
 
 TABLES = {
     "serve": Table("*-cpu-serve.json", tables.serve),
@@ -113,6 +114,7 @@ TABLES = {
     "ptx-clock": Table("*-ptx-clock.json", tables.ptx_clock),
     "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head),
     "launch": Table("*-launch*.json", tables.launch),
+    "scheduler": Table(SCHEDULER, tables.scheduler),
 }
 PLOTS = {
     "plot-latency": Plot(CPU_TABLE, "latency", "Time against tokens per rank"),
@@ -123,6 +125,9 @@ PLOTS = {
     "plot-model-bandwidth": Plot(MODEL, "model_bandwidth", "The same as bandwidth"),
     "plot-model-ours": Plot(MODEL, "model_ours", "Our kernels, predicted"),
     "plot-model-where": Plot(MODEL, "model_where", "Where our time goes, predicted"),
+    "plot-scheduler-iterations": Plot(SCHEDULER, "iterations", "Running requests and KV cache"),
+    "plot-scheduler-requests": Plot(SCHEDULER, "requests", "When each request gets tokens"),
+    "plot-scheduler-waits": Plot(SCHEDULER, "waits", "What users wait, against the rate"),
 }
 
 

@@ -273,11 +273,72 @@ def _growth(result: Result) -> dict[str, Figure]:
     return {"growth": figure}
 
 
+# ---- bench_scheduler.
+
+
+def _scheduler(result: Result) -> dict[str, Figure]:
+    """Draw iterations of a wave, whose tokens flowed when, and waits against the rate."""
+    drawn, options = result["drawn"], result["options"]
+    setting = "KV cache of {kv_blocks} blocks of {block_size} tokens".format(**options)
+    kinds = {"running": "requests running", "kv_share": "share of KV blocks in use"}
+    names = [(name, kind) for kind in kinds for name in drawn]
+    titles = [f"{result['workloads'][name]['title']}: {kinds[kind]}" for name, kind in names]
+    iterations, panels = _panels(result, f"Every iteration, {setting}", titles)
+    for (name, kind), panel in zip(names, panels.values(), strict=True):
+        for policy, of in drawn[name].items():
+            panel.plot(of[kind], label=policy, **LINE)
+        panel.set(xlabel="iteration", ylabel=kinds[kind])
+        panel.set_ylim(bottom=0)
+    _legend(iterations, panels, "")
+    return {
+        "iterations": iterations,
+        "requests": _requests(result, f"Long answers, request by request, {setting}"),
+        "waits": _waits(result, f"Long answers, independent arrivals, {setting}"),
+    }
+
+
+def _requests(result: Result, title: str) -> Figure:
+    """Draw a line for each request of the first workload, where its tokens flow."""
+    by_policy = next(iter(result["drawn"].values()))
+    figure, panels = _panels(result, title, by_policy)
+    last = max(span[1] for of in by_policy.values() for spans in of["spans"] for span in spans)
+    for policy, panel in panels.items():
+        for number, spans in enumerate(by_policy[policy]["spans"]):
+            look: Look = {"color": COLOURS[number % len(COLOURS)], "linewidth": 4}
+            panel.hlines([number] * len(spans), *zip(*spans, strict=True), **look)
+        panel.set(xlabel="seconds", ylabel="request", xlim=(0, last))
+        panel.invert_yaxis()
+    return figure
+
+
+def _waits(result: Result, title: str) -> Figure:
+    """Draw what users wait for, tokens per second and preemptions, against the rate."""
+    rows = pd.json_normalize(result["rows"]).sort_values("rate", kind="stable")
+    fields = {
+        "first token, ms: p99": "first_p99_ms",
+        "between tokens, ms: p50": "gap_p50_ms",
+        "between tokens, ms: p99": "gap_p99_ms",
+        "largest gap of all requests, ms": "largest_gap_max_ms",
+        "whole request, ms: p50": "whole_p50_ms",
+        "preemptions": "preemptions",
+    }
+    figure, panels = _panels(result, title, fields)
+    for name, panel in panels.items():
+        for policy, line in rows.groupby("policy", sort=False):
+            spread = [line[f"{fields[name]}.{which}"] for which in ("median", "q25", "q75")]
+            _quartiles(panel, line.rate, *spread, label=f"{policy}: median of rounds, quartiles")
+        panel.set(xlabel="requests per second", ylabel=name)
+        panel.set_ylim(bottom=0)
+    _legend(figure, panels, "")
+    return figure
+
+
 #: Kind of a result -> its table that must not be empty, and what draws it.
 _FIGURES = {
     "moe_comm": ("rows", _moe_comm),
     "growth": ("series", _growth),
     "model": ("predictions", _model),
+    "scheduler": ("rows", _scheduler),
 }
 
 

@@ -195,6 +195,54 @@ def serve(result: Result) -> str:
     return shown(result, method, table([*columns, "ours over it (quartiles)"], body))
 
 
+# --- kind "scheduler": bench_scheduler.py ---------------------------------------------------------
+
+#: Heading -> fields of a row.
+_WAITS = {
+    "first token, ms: p50, p99": ("first_p50_ms", "first_p99_ms"),
+    "between tokens, ms: p50, p99": ("gap_p50_ms", "gap_p99_ms"),
+    "largest gap of a request, ms: p50, most": ("largest_gap_p50_ms", "largest_gap_max_ms"),
+}
+
+
+def scheduler(result: Result) -> str:
+    """Render waves, then requests that arrive at several rates, by policy."""
+    columns = ["policy", "preemptions", *_WAITS, "whole request, ms: p50", "tokens/s"]
+    workloads = result.data["workloads"]
+    waves = [
+        [workloads[row["workload"]]["title"], *_scheduler_row(row), _middle(row, "seconds")]
+        for row in result.data["waves"]
+    ]
+    rates = [[f"{row['rate']:g}", *_scheduler_row(row)] for row in result.data["rows"]]
+    method = (
+        "vLLM server of one rank, KV cache of {kv_blocks} blocks of {block_size} tokens; every figure "
+        "is the median of {rounds} rounds"
+    )
+    load = ", ".join(f"{each[0]:.1f}" for each in _loads_of(result))
+    parts = (
+        "All requests at once:",
+        table(["workload", *columns, "s in all"], waves),
+        "Long answers, independent arrivals:",
+        table(["requests/s", *columns], rates),
+        f"Load of the machine before and after, the servers' own included: {load}.",
+    )
+    return shown(result, method.format(**result.options), *parts)
+
+
+def _loads_of(result: Result) -> list[Sequence[float]]:
+    return [result.machine[when] for when in ("load_before", "load_after")]
+
+
+def _scheduler_row(row: Row) -> list[str]:
+    waits = (", ".join(_middle(row, field) for field in fields) for fields in _WAITS.values())
+    rest = (_middle(row, field) for field in ("whole_p50_ms", "tokens_per_s"))
+    return [f"`{row['policy']}`", _middle(row, "preemptions"), *waits, *rest]
+
+
+def _middle(row: Row, field: str) -> str:
+    return us(row[field]["median"])
+
+
 # --- growth, the model ----------------------------------------------------------------------------
 
 

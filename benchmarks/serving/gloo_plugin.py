@@ -1,9 +1,8 @@
 """The peer of bench_serve.py: gloo all-gather and reduce-scatter where our exchange would be.
 
-A vLLM general plugin in one file: `install` copies it beside a dist-info of its own, and only
-servers that have that folder in PYTHONPATH load it. In each worker it replaces the class from which
-our all-to-all manager makes its exchanges, so that flag, manager, prepare/finalize and experts stay
-the ones of our backend.
+A vLLM general plugin in one file, for `plugins.install`. In each worker it replaces the class from
+which our all-to-all manager makes its exchanges, so that flag, manager, prepare/finalize and experts
+stay the ones of our backend.
 
 What the peer is spared: the ranks' token counts are those on which vLLM has agreed for the step;
 rows, ids and weights travel packed, by one all-gather where vLLM's own backend has three (it has
@@ -14,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -229,14 +226,3 @@ def register() -> None:
     """Have our manager make the peer's exchange. vLLM calls this in each of its processes."""
     pool: Any = importlib.import_module("moe_nvlink_plugin.integration.common.pool")
     pool.MoeAllToAll = GlooExchange
-
-
-def install(folder: Path) -> Path:
-    """Write this file into `folder` as an installed distribution, as far as vLLM looks for one."""
-    name = "moe_nvlink_bench_serve"
-    about = folder / f"{name}-1.dist-info"
-    about.mkdir(parents=True, exist_ok=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
-    shutil.copy(__file__, folder / f"{name}.py")
-    return folder

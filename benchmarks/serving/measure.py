@@ -21,7 +21,7 @@ QUANTILES = {"median": 0.5, "q25": 0.25, "q75": 0.75}
 
 
 class WrongTokensError(Exception):
-    """A server's tokens differ from the one-rank server's; nothing may be reported."""
+    """A server's tokens differ from the expected ones; nothing may be reported."""
 
 
 class Asked(NamedTuple):
@@ -83,7 +83,7 @@ def check(name: str, answers: Sequence[Sequence[int]], expected: Sequence[Sequen
             pairs = zip(mine, theirs, strict=False)
             at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(theirs)))
             raise WrongTokensError(
-                f"{name}: request {number} differs from the one-rank server's answer from token "
+                f"{name}: request {number} differs from the other server's answer from token "
                 f"{at + 1} of {len(theirs)} on; with {len(expected)} requests at once"
             )
 

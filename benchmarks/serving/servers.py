@@ -12,7 +12,7 @@ from typing import Any
 from moe_nvlink_plugin.integration.demo.demo import EAGER, ONE_PROCESS, SERVE_FLAGS
 from moe_nvlink_plugin.integration.demo.server import VllmServer
 
-from . import gloo_plugin
+from . import gloo_plugin, plugins
 
 OURS = "moe_nvlink"
 #: A server without expert parallelism and without any plugin.
@@ -49,7 +49,9 @@ class ExpertParallelServer:
             "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
         }
         if backend == gloo_plugin.NAME:
-            environment["PYTHONPATH"] = str(gloo_plugin.install(folder / "plugin").resolve())
+            source = Path(gloo_plugin.__file__)
+            plugin = plugins.install(source, "vllm.general_plugins", "register", folder / "plugin")
+            environment["PYTHONPATH"] = str(plugin.resolve())
         elif backend not in (OURS, ONE_RANK):
             # Without PYTHONSAFEPATH, the folder in which the benchmark was started would precede.
             environment |= {"PYTHONPATH": str(Path(backend).resolve()), "PYTHONSAFEPATH": "1"}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bench_serve
-from benchmarks.serving import gloo_plugin, measure, servers
+from benchmarks.serving import gloo_plugin, measure, plugins, servers
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.options import Options
@@ -125,7 +125,8 @@ def test_the_plugin_replaces_the_managers_exchange(
 
 
 def test_the_plugin_is_found_where_it_is_installed(tmp_path: Path) -> None:
-    folder = gloo_plugin.install(tmp_path)
+    source = Path(gloo_plugin.__file__)
+    folder = plugins.install(source, "vllm.general_plugins", "register", tmp_path)
     (found,) = importlib.metadata.distributions(path=[str(folder)])
     (entry,) = found.entry_points
     assert entry.group == "vllm.general_plugins"
