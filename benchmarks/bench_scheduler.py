@@ -38,7 +38,7 @@ from moe_nvlink_plugin.integration.demo.server import ServerError, VllmServer
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
 
 TINY = MODELS["qwen3_moe"]
-OURS = "--scheduler-cls=moe_nvlink_plugin.integration.vllm.scheduler.AsyncGuaranteedNoEvictScheduler"
+OURS = "--scheduler-cls=moe_nvlink_plugin.integration.vllm.scheduler.GuaranteedNoEvictScheduler"
 #: Policy -> vLLM's flags. The first is vLLM's own scheduler.
 POLICIES: Mapping[str, Sequence[str]] = {
     "max_utilization": (),
@@ -81,10 +81,10 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "long": Workload("long answers", 24, (128, 224)),
-    "early": Workload("answers that end early", 24, (224, 224), stop_token_ids=(0, 1, 2)),
+    "long": Workload("long answers", 24, (256, 400)),
+    "early": Workload("answers that end early", 24, (400, 400), stop_token_ids=(0, 1)),
     # By --kv_blocks, all of them fit whatever they may still need.
-    "light": Workload("no pressure", 4, (128, 224)),
+    "light": Workload("no pressure", 4, (256, 400)),
 }
 
 
@@ -102,7 +102,7 @@ class Options:
         """Raise ValueError for what cannot be measured."""
         if not all(0 < rate <= 1000 for rate in self.rates):
             raise ValueError(f"--rates {self.rates}: choose rates above 0 and up to 1000")
-        for name, least in {"seconds": 1, "rounds": 1, "kv_blocks": 36}.items():
+        for name, least in {"seconds": 1, "rounds": 1, "kv_blocks": 56}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} {getattr(self, name)} is less than {least}")
 
@@ -110,10 +110,10 @@ class Options:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = made.add_argument
-    add("--rates", type=float, nargs="+", default=[1, 2, 3, 4, 6], help="requests per second")
-    add("--seconds", type=float, default=8, help="for which requests arrive, at each rate")
+    add("--rates", type=float, nargs="+", default=[2, 4, 6, 8, 10], help="requests per second")
+    add("--seconds", type=float, default=6, help="for which requests arrive, at each rate")
     add("--rounds", type=int, default=3, help="of each wave and rate, the policies taking turns")
-    add("--kv_blocks", type=int, default=40, help=f"of the KV cache, of {BLOCK_SIZE} tokens each")
+    add("--kv_blocks", type=int, default=64, help=f"of the KV cache, of {BLOCK_SIZE} tokens each")
     add("--seed", type=int, default=0)
     add("--output_file", type=Path, help="JSON file for the result")
     return made
@@ -269,7 +269,8 @@ def _waves(
     rows, drawn = [], dict[str, Any]()
     for name, workload in WORKLOADS.items():
         requests = workload.draw(f"{options.seed} {name}")
-        runs = _in_turns(servers, options.rounds, name, lambda _round, r=requests: (r, True))
+        rounds = range(-1, options.rounds)  # the first for warmth alone
+        runs = _in_turns(servers, rounds, name, lambda _round, r=requests: (r, True))
         drawn[name] = {}
         for policy, of in runs.items():
             same = all(one.schedule == of[0].schedule for one in of)
@@ -295,7 +296,7 @@ def _loads(servers: Sequence[ScheduledServer], options: Options) -> list[dict[st
             arrivals = poisson(random.Random(seed), rate, options.seconds)
             return WORKLOADS["long"].draw(seed, arrivals), False
 
-        runs = _in_turns(servers, options.rounds, f"{rate:g} requests/s", asked)
+        runs = _in_turns(servers, range(options.rounds), f"{rate:g} requests/s", asked)
         rows += [{"rate": rate, "policy": policy, **_row(of)} for policy, of in runs.items()]
     return rows
 
@@ -320,17 +321,17 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _in_turns(
     servers: Sequence[ScheduledServer],
-    rounds: int,
+    rounds: range,
     what: str,
     asked: Callable[[int], tuple[list[streams.Request], bool]],
 ) -> dict[str, list[Run]]:
-    """Return the runs of each policy. The first round is for warmth alone.
+    """Return the runs of each policy, without those of rounds below 0.
 
     Raises:
         WrongTokensError: a policy changes a token.
     """
     runs: dict[str, list[Run]] = {server.name: [] for server in servers}
-    for number in range(-1, rounds):
+    for number in rounds:
         requests, at_once = asked(number)
         expected: list[list[int]] = []
         for server in common.order_of(list(servers), number):

@@ -100,8 +100,8 @@ def wave(port: int, requests: Sequence[Request], timeout_s: float) -> list[Answe
             await _post(session, "/pause?mode=keep")
             # The server answers with headers after it has taken the request.
             replies = [await _send(session, request) for request in requests]
-            await _post(session, "/resume")
             sent_s = time.monotonic()
+            await _post(session, "/resume")
             return await asyncio.gather(*(_read(reply, sent_s) for reply in replies))
 
     return asyncio.run(asyncio.wait_for(run(), timeout_s))
