@@ -74,7 +74,7 @@ class Workload(NamedTuple):
                 draw.choices(vocab, k=draw.randint(*self.prompt_tokens)),
                 draw.randint(*self.max_tokens),
                 after_s,
-                self.stop_token_ids,
+                {"stop_token_ids": self.stop_token_ids},
             )
             for after_s in arrivals or [0.0] * self.requests
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -18,13 +18,17 @@ from moe_nvlink_plugin.integration.demo.server import SERVED_NAME
 
 
 class Request(NamedTuple):
-    """One request. after_s: when it is sent, seconds after the first; a wave ignores it."""
+    """One request.
+
+    after_s: when it is sent, seconds after the first; a wave ignores it. more: fields over those
+    of `body`. hangs_up_after: number of tokens after which the client goes; 0: it stays.
+    """
 
     prompt: list[int]
     max_tokens: int
     after_s: float = 0.0
-    #: The first of these tokens ends the answer.
-    stop_token_ids: tuple[int, ...] = ()
+    more: Mapping[str, Any] = {}
+    hangs_up_after: int = 0
 
     @property
     def body(self) -> dict[str, Any]:
@@ -33,12 +37,12 @@ class Request(NamedTuple):
             "model": SERVED_NAME,
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
-            "stop_token_ids": list(self.stop_token_ids),
             "temperature": 0.0,
             "ignore_eos": True,
             "detokenize": False,
             "return_token_ids": True,
             "stream": True,
+            **self.more,
         }
 
 
@@ -79,7 +83,7 @@ def arriving(port: int, requests: Sequence[Request], timeout_s: float) -> list[A
             async def ask(request: Request) -> Answer:
                 await asyncio.sleep(begin + request.after_s - time.monotonic())
                 sent_s = time.monotonic()
-                return await _read(await _send(session, request), sent_s)
+                return await _read(await _send(session, request), request, sent_s)
 
             return await asyncio.gather(*map(ask, requests))
 
@@ -102,7 +106,8 @@ def wave(port: int, requests: Sequence[Request], timeout_s: float) -> list[Answe
             replies = [await _send(session, request) for request in requests]
             sent_s = time.monotonic()
             await _post(session, "/resume")
-            return await asyncio.gather(*(_read(reply, sent_s) for reply in replies))
+            pairs = zip(replies, requests, strict=True)
+            return await asyncio.gather(*(_read(*pair, sent_s) for pair in pairs))
 
     return asyncio.run(asyncio.wait_for(run(), timeout_s))
 
@@ -127,7 +132,7 @@ async def _send(session: aiohttp.ClientSession, request: Request) -> aiohttp.Cli
     return reply
 
 
-async def _read(reply: aiohttp.ClientResponse, sent_s: float) -> Answer:
+async def _read(reply: aiohttp.ClientResponse, request: Request, sent_s: float) -> Answer:
     """Read to the end. Tokens that come in one event have arrived at the same time."""
     tokens: list[int] = []
     arrived_s: list[float] = []
@@ -142,6 +147,9 @@ async def _read(reply: aiohttp.ClientResponse, sent_s: float) -> Answer:
         for choice in event["choices"]:
             tokens += choice["token_ids"] or []
         arrived_s += [now] * (len(tokens) - len(arrived_s))
+        if 0 < request.hangs_up_after <= len(tokens):
+            reply.close()
+            break
     if not tokens:
         raise StreamError("an answer ended without a token")
     return Answer(tokens, sent_s, arrived_s)
