@@ -39,6 +39,13 @@ def is_selected(vllm_config: Any) -> bool:
     return additional(vllm_config).get(KEY) == BACKEND
 
 
+def schedules(vllm_config: Any) -> bool:
+    """Return whether a configuration names one of our schedulers. Local; takes any object."""
+    chosen = getattr(getattr(vllm_config, "scheduler_config", None), "scheduler_cls", None)
+    name = chosen if isinstance(chosen, str) else getattr(chosen, "__module__", "")
+    return name.startswith(f"{__package__}.scheduler.")
+
+
 def selected_here() -> bool:
     """Return whether vLLM's current configuration asks for our backend. Local.
 

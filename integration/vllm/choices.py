@@ -9,6 +9,8 @@ from moe_nvlink_plugin.integration.common.options import UNQUANTISED, Options, W
 from .backend import BACKEND, CARRIER, additional
 
 KEY = "moe_nvlink"
+#: Key beside the fields of Options: what our schedulers do, see ``scheduler.capacity``.
+CAPACITY = "capacity"
 
 WORDING = Wording(
     framework="vLLM",
@@ -21,7 +23,10 @@ WORDING = Wording(
 
 def options_of(vllm_config: Any) -> Options:
     """Return the choices of a configuration. Local; takes any object and None; raises as `read`."""
-    return read(additional(vllm_config).get(KEY), WORDING)
+    given = additional(vllm_config).get(KEY)
+    if isinstance(given, dict):
+        given = {key: value for key, value in given.items() if key != CAPACITY}
+    return read(given, WORDING)
 
 
 def names(vllm_config: Any, option: str) -> bool:

@@ -11,11 +11,6 @@ what schedulers report, not what workers have counted.
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 from moe_nvlink_plugin import env
@@ -24,10 +19,8 @@ from moe_nvlink_plugin.integration.common.metrics import (
     Publication,
     RankFile,
     RanksCollector,
-    folder_of,
 )
-
-logger = logging.getLogger(__name__)
+from moe_nvlink_plugin.integration.vllm.places import metrics_folder, remove_at_exit
 
 _collector: RanksCollector | None = None
 
@@ -43,37 +36,14 @@ def serve(vllm_config: Any) -> None:
 
         _collector = RanksCollector(())
         REGISTRY.register(_collector)
-    if (folder := _folder(vllm_config)) is not None:
+    if (folder := metrics_folder(vllm_config)) is not None:
         _collector.folders.append(folder)
-        atexit.register(_remove, folder, os.getpid())
+        remove_at_exit(folder)
 
 
 def publication(vllm_config: Any) -> Publication | None:
     """Return where this worker's counters go; None if they have no place. Local."""
     if env.counts_for_prometheus():
         return ProcessCounters()
-    folder = _folder(vllm_config)
+    folder = metrics_folder(vllm_config)
     return None if folder is None else RankFile(folder)
-
-
-def _folder(vllm_config: Any) -> Path | None:
-    """Return the folder of the workers' files; None if this user may have none. Local."""
-    try:
-        return folder_of(_server(vllm_config))
-    except OSError as error:  # the runtime directory is somebody else's
-        logger.warning("/metrics lacks our counters: %s", error)
-        return None
-
-
-def _remove(folder: Path, pid: int) -> None:
-    """Remove what killed workers have left. A forked child of the server has this handler too."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _server(vllm_config: Any) -> str:
-    """Return a name that the server and all its engines have in common.
-
-    vLLM adds the number of the engine if engines are Ray's actors.
-    """
-    return str(vllm_config.instance_id).partition("_dp")[0]

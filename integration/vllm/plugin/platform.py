@@ -76,6 +76,10 @@ class MoeNvlinkPlatform(_Base):
 
             worker.put_in_place(vllm_config)
             metrics.serve(vllm_config)
+        if backend.schedules(vllm_config):
+            from moe_nvlink_plugin.integration.vllm.scheduler import startup
+
+            startup.prepare(vllm_config)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

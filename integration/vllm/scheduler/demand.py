@@ -61,6 +61,7 @@ class Group(NamedTuple):
         fixed: length of every request's table; 0: it grows with the tokens.
         extra: entries of a table beyond one per `manager.block_size` tokens.
         cap: the most blocks that one request holds at once; 0: as many as its table is long.
+        copies: blocks that vLLM may take more, to copy a block shared up to its middle.
         is_window: whether a table's empty entries all stand before its blocks.
     """
 
@@ -68,6 +69,7 @@ class Group(NamedTuple):
     fixed: int = 0
     extra: int = 0
     cap: int = 0
+    copies: int = 0
     is_window: bool = False
 
     def length(self, request: Any, end: int) -> int:
@@ -75,7 +77,7 @@ class Group(NamedTuple):
         if isinstance(self.manager, CrossAttentionManager):
             inputs = range(request.num_encoder_inputs)
             end = sum(request.get_num_encoder_embeds(number) for number in inputs)
-        return self.fixed or cdiv(end, self.manager.block_size) + self.extra
+        return self.fixed or int(cdiv(end, self.manager.block_size)) + self.extra
 
     def at_admission(self, request: Any, end: int, found: Sequence[Any], hits: Hits) -> int:
         """Return how many free blocks a request that holds none may take from now to its end."""
@@ -91,8 +93,8 @@ class Group(NamedTuple):
 
     def most(self, request: Any, end: int) -> int:
         """Return how many blocks a request may hold at once if the caches have nothing for it."""
-        length = self.length(request, end)
-        return min(length, self.cap) if self.cap else length
+        most = self.length(request, end) + self.copies
+        return min(most, self.cap) if self.cap else most
 
     def still(self, request: Any, end: int, shared: frozenset[int]) -> int:
         """Return how many free blocks a request that holds blocks may take until its end.
@@ -144,27 +146,33 @@ def groups_of(kv_cache_manager: Any, num_lookahead: int, num_batches: int) -> tu
 
 
 def _group(manager: Any, num_lookahead: int, num_batches: int, copies: int) -> Group:
-    if type(manager) in _GROWING or type(manager) is CrossAttentionManager:
+    kind = type(manager)
+    if kind in _GROWING:
+        return Group(manager, copies=copies)
+    if kind is CrossAttentionManager:
         return Group(manager)
-    if type(manager) is CircularBufferManager:
+    if kind is CircularBufferManager:
         return Group(manager, fixed=1)
-    if type(manager) in _WINDOWS:
+    if kind in _WINDOWS:
         # vLLM's own cap leaves out the draft's slots.
         cap = manager.max_admission_blocks_per_request
         cap += cdiv(num_lookahead, manager.block_size) + copies
-        return Group(manager, cap=cap, is_window=True)
-    if type(manager) is MambaManager:
-        spec = manager.kv_cache_spec
-        if spec.mamba_cache_mode != "align":
-            return Group(manager, extra=spec.num_speculative_blocks)
-        # Each step in flight may leave a state, a checkpoint and a copy; so may the step before,
-        # whose state the next one reads.
-        each = 1 + spec.num_prefill_checkpoint_blocks + copies
-        extra = spec.num_speculative_blocks + each - 1
-        return Group(
-            manager, extra=extra, cap=spec.num_speculative_blocks + each * (num_batches + 1)
-        )
+        return Group(manager, cap=cap, copies=copies, is_window=True)
+    if kind is MambaManager:
+        return _mamba(manager, num_batches, copies)
     raise UnsupportedError(
         f"GuaranteedNoEvictScheduler does not know how many KV blocks a request may take of a "
-        f"{type(manager).__name__}. Serve this model without --scheduler-cls"
+        f"{kind.__name__}. Serve this model without --scheduler-cls"
     )
+
+
+def _mamba(manager: Any, num_batches: int, copies: int) -> Group:
+    spec = manager.kv_cache_spec
+    drafts = spec.num_speculative_blocks
+    if spec.mamba_cache_mode != "align":
+        return Group(manager, extra=drafts, copies=copies)
+    # A step leaves a state, perhaps a checkpoint, perhaps a copy. A step in flight keeps them, and
+    # each step reads the state of the step before.
+    each = 1 + spec.num_prefill_checkpoint_blocks + copies
+    extra = drafts + spec.num_prefill_checkpoint_blocks
+    return Group(manager, extra=extra, copies=copies, cap=drafts + each * (num_batches + 1))

@@ -18,11 +18,18 @@ class Ledger:
     Args:
         groups: bounds of the KV cache groups.
         end_of: number of tokens of which a request's KV cache may have to hold slots.
+        on_end: is told, not at once, of each request that holds no blocks any more.
     """
 
-    def __init__(self, groups: tuple[Group, ...], end_of: Callable[[Any], int]) -> None:
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        end_of: Callable[[Any], int],
+        on_end: Callable[[Any], None],
+    ) -> None:
         self._groups = groups
         self._end_of = end_of
+        self._on_end = on_end
         self._holders: dict[str, Any] = {}
         self._shared: dict[str, frozenset[int]] = {}
         self._claims: dict[str, int] = {}
@@ -40,12 +47,17 @@ class Ledger:
             for group, found in zip(self._groups, hits.blocks, strict=True)
         )
 
-    def claimed(self, step: int, newcomer: Any) -> int:
+    def most(self, request: Any, end: int) -> int:
+        """Return how many blocks a request may hold at once on its way to `end` tokens."""
+        return sum(group.most(request, end) for group in self._groups)
+
+    def claimed(self, step: int, newcomer: Any = None) -> int:
         """Return the claims of all holders but the newcomer, in vLLM's step of that number."""
         if step != self._counted_in:
-            self._count()
+            self.count()
             self._counted_in = step
-        return self._total - self._claims.get(newcomer.request_id, 0)
+        own = 0 if newcomer is None else self._claims.get(newcomer.request_id, 0)
+        return self._total - own
 
     def admit(self, request: Any, shared: frozenset[int]) -> None:
         """Note that a request got its first blocks.
@@ -68,13 +80,16 @@ class Ledger:
             if block.ref_cnt and not block.is_null
         )
 
-    def _count(self) -> None:
+    def count(self) -> int:
+        """Count anew; return the claims of all holders."""
         self._claims, self._total = {}, 0
         for request_id, request in list(self._holders.items()):
             if request.is_finished() or not self.holds_blocks(request):
                 del self._holders[request_id], self._shared[request_id]
+                self._on_end(request)
             else:
                 self._set_claim(request)
+        return self._total
 
     def _set_claim(self, request: Any) -> None:
         end, shared = self._end_of(request), self._shared[request.request_id]

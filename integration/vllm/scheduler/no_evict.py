@@ -9,6 +9,8 @@ order stays vLLM's: if the gate says no, vLLM tries no later request in this ste
 from __future__ import annotations
 
 import inspect
+import logging
+import time
 from typing import Any, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -17,8 +19,38 @@ from vllm.v1.request import RequestStatus
 
 from moe_nvlink_plugin.errors import ConfigError
 
+from . import startup
+from .capacity import MAX_UTILIZATION, Reserve
 from .demand import Hits, groups_of
 from .ledger import Ledger
+from .metrics import Report, Reporter
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two messages about requests that wait.
+_MESSAGE_EVERY_S = 10.0
+
+
+class Waits:
+    """When a request last had to wait because blocks are reserved for others."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self._next_message = 0.0
+
+    def note(self, step: int, request: Any, needed: int, free: int, claimed: int) -> None:
+        """Note it, and log it from time to time."""
+        self.step = step
+        if time.monotonic() >= self._next_message:
+            self._next_message = time.monotonic() + _MESSAGE_EVERY_S
+            logger.info(
+                "Request %s and those after it wait: it may take %d KV cache blocks until its end. "
+                "%d are free, of which %d are reserved for requests that have started.",
+                request.request_id,
+                needed,
+                free,
+                claimed,
+            )
 
 
 class GuaranteedNoEvictScheduler(Scheduler):
@@ -33,52 +65,121 @@ class GuaranteedNoEvictScheduler(Scheduler):
         is_async = vllm_config.scheduler_config.async_scheduling
         if is_async and not issubclass(cls, AsyncScheduler):
             cls = AsyncGuaranteedNoEvictScheduler
-        return cast(GuaranteedNoEvictScheduler, object.__new__(cls))
+        return object.__new__(cls)
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        chosen = startup.check(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        num_ahead = vllm_config.max_concurrent_batches - 1 if self._is_async() else 0
-        # Slots beyond the last token but one: drafts of the step and of those in flight, and what
+        num_batches = vllm_config.max_concurrent_batches
+        # Slots beyond the last token but one: drafts of this step and of those in flight, and what
         # a draft model writes ahead.
-        self._overshoot = (
-            max(num_ahead - 1, 0)
-            + (num_ahead + 1) * self.num_spec_tokens
-            + self.num_lookahead_tokens
-        )
+        ahead = num_batches - 1 if isinstance(self, AsyncScheduler) else 0
+        drafts = (ahead + 1) * self.num_spec_tokens + self.num_lookahead_tokens
+        self._overshoot = max(ahead - 1, 0) + drafts
+        self._reserve = Reserve(chosen.reserve)
+        self._refused: dict[str, str] = {}
+        self._num_refused = 0
+        self._waits = Waits()
+        if chosen.policy == MAX_UTILIZATION:
+            self._ledger: Ledger | None = None
+            return
         manager = self.kv_cache_manager
-        groups = groups_of(manager, self.num_lookahead_tokens, vllm_config.max_concurrent_batches)
-        self._ledger = Ledger(groups, self._end_of)
+        groups = groups_of(manager, self.num_lookahead_tokens, num_batches)
+        self._ledger = Ledger(groups, self._end_of, self._learn)
+        self._num_blocks = manager.block_pool.get_num_free_blocks()
+        self._reporter = Reporter(vllm_config)
         self._allocate = manager.allocate_slots
         self._how_to_allocate = inspect.signature(manager.allocate_slots)
         manager.allocate_slots = self._allocate_if_reserved
 
-    def _is_async(self) -> bool:
-        return isinstance(self, AsyncScheduler)
+    def add_request(self, request: Any) -> None:
+        """Take a request as vLLM does; refuse it if the pool can never hold its blocks."""
+        is_new = request.request_id not in self.requests
+        super().add_request(request)
+        if self._ledger is None or not is_new:
+            return
+        needed = self._ledger.most(request, self._end_of(request))
+        if needed > self._num_blocks:
+            self._refuse(request, needed)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        """Update as vLLM does; give refused requests their reason, and report."""
+        outputs = cast(
+            dict[int, Any], super().update_from_output(scheduler_output, model_runner_output)
+        )
+        if self._refused:
+            for output in (one for each in outputs.values() for one in each.outputs):
+                output.stop_reason = self._refused.pop(output.request_id, output.stop_reason)
+            self._refused = {
+                name: text for name, text in self._refused.items() if name in self.requests
+            }
+        if self._ledger is not None:
+            self._report(self._ledger)
+        return outputs
 
     def _end_of(self, request: Any) -> int:
         """Return the number of tokens of which a request's KV cache may have to hold slots."""
-        if request.resumable:
-            return int(self.max_model_len)  # a session takes input for as long as the model can
-        most = request.num_prompt_tokens + request.max_tokens - 1 + self._overshoot
-        return int(min(most, self.max_model_len))
+        most = request.max_tokens
+        if request.resumable:  # a session takes input for as long as the model can
+            most = self.max_model_len
+        promised = request.num_prompt_tokens + self._reserve.tokens(most) - 1
+        # Without the whole reserve, a request may get past what it was admitted for.
+        end = max(promised, request.num_tokens) + self._overshoot
+        return int(min(end, self.max_model_len))
+
+    def _learn(self, request: Any) -> None:
+        """Note the length of an output that has ended by itself."""
+        ended = request.status in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
+        if ended and self._reserve.lengths is not None and not request.resumable:
+            self._reserve.lengths.add(request.num_output_tokens)
+
+    def _refuse(self, request: Any, needed: int) -> None:
+        text = (
+            f"needs up to {needed} KV cache blocks ({request.num_prompt_tokens} prompt tokens, "
+            f"max_tokens={request.max_tokens}), and the server has {self._num_blocks}. Lower "
+            f"max_tokens, shorten the prompt, or give the server more memory for its KV cache "
+            f"(--gpu-memory-utilization, --num-gpu-blocks-override, on CPU VLLM_CPU_KVCACHE_SPACE)"
+        )
+        logger.error("Request %s was refused: it %s.", request.request_id, text)
+        self._refused[request.request_id] = text
+        self._num_refused += 1
+        # vLLM ends the requests of this set with an error when it processes the next output.
+        self.encoder_cache_mismatch_reqs.add(request.request_id)
 
     def _allocate_if_reserved(
         self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
         """Stand in for vLLM's allocate_slots; None: the request has to wait."""
         ledger = self._ledger
-        if request.status == RequestStatus.RUNNING or ledger.holds_blocks(request):
+        if (
+            ledger is None
+            or request.status == RequestStatus.RUNNING
+            or ledger.holds_blocks(request)
+        ):
             return self._allocate(request, num_new_tokens, *args, **kwargs)
         hits = self._hits(request, num_new_tokens, *args, **kwargs)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         claimed = ledger.claimed(self.current_step, request)
-        if ledger.needed(request, self._end_of(request), hits) + claimed > free:
+        needed = ledger.needed(request, self._end_of(request), hits)
+        if needed + claimed > free:
+            if ledger.needed(request, request.num_tokens, hits) <= free:
+                # vLLM itself would start it now, and evict somebody later.
+                self._waits.note(self.current_step, request, needed, free, claimed)
             return None
         shared = ledger.shared_by(hits)
         allocated = self._allocate(request, num_new_tokens, *args, **kwargs)
         if allocated is not None:
             ledger.admit(request, shared)
         return allocated
+
+    def _report(self, ledger: Ledger) -> None:
+        if not self._reporter.is_due(is_idle=not self.has_unfinished_requests()):
+            return
+        waiting = len(self.waiting) if self._waits.step == self.current_step else 0
+        self._reporter.publish(Report(waiting, ledger.count(), self._num_refused))
 
     def _hits(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Hits:
         given = self._how_to_allocate.bind(request, num_new_tokens, *args, **kwargs).arguments
