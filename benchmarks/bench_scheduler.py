@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -39,17 +40,18 @@ from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_che
 
 TINY = MODELS["qwen3_moe"]
 OURS = "--scheduler-cls=moe_nvlink_plugin.integration.vllm.scheduler.GuaranteedNoEvictScheduler"
+#: Between the two: a request is admitted if half of its max_tokens fits.
+HALF = '--additional-config={"moe_nvlink": {"capacity": {"reserve": 0.5}}}'
 #: Policy -> vLLM's flags. The first is vLLM's own scheduler.
 POLICIES: Mapping[str, Sequence[str]] = {
     "max_utilization": (),
     "guaranteed_no_evict": (OURS,),
+    "reserve 0.5": (OURS, HALF),
 }
 BLOCK_SIZE = 32
 #: More than any workload has at once: the KV cache is the only limit.
 MAX_NUM_SEQS = 64
 LIMIT_S = 300.0
-#: A pause between two tokens of so many usual gaps is drawn as one.
-PAUSE = 10
 SHOWS = (
     "streaming HTTP requests to vLLM servers of one rank; workers, API server and client share the "
     "cores of one machine; times by the client's clock"
@@ -110,7 +112,7 @@ class Options:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = made.add_argument
-    add("--rates", type=float, nargs="+", default=[2, 4, 6, 8, 10], help="requests per second")
+    add("--rates", type=float, nargs="+", default=[2, 4, 6, 8], help="requests per second")
     add("--seconds", type=float, default=6, help="for which requests arrive, at each rate")
     add("--rounds", type=int, default=3, help="of each wave and rate, the policies taking turns")
     add("--kv_blocks", type=int, default=64, help=f"of the KV cache, of {BLOCK_SIZE} tokens each")
@@ -127,10 +129,7 @@ class ScheduledServer:
         self.name = policy
         self._steps = folder / f"{policy}.steps"
         plugin = plugins.install(
-            Path(steps_plugin.__file__),
-            "vllm.stat_logger_plugins",
-            steps_plugin.StepsLogger.__name__,
-            folder / "plugin",
+            Path(steps_plugin.__file__), "vllm.general_plugins", "register", folder / "plugin"
         )
         self.server = VllmServer(
             model=checkpoint,
@@ -164,24 +163,13 @@ class ScheduledServer:
         before = len(self._read_steps())
         send = streams.wave if at_once else streams.arriving
         answers = send(self.server.port, requests, LIMIT_S)
-        steps = self._steps_since(before)
-        seen = sum(steps[0][name] for name in ("running", "waiting", "finished"))
-        if at_once and seen != len(requests):
+        steps = self._read_steps()[before:]
+        if at_once and steps[0]["known"] != len(requests):
             raise ServerError(
-                f"{self.name}: {seen} of {len(requests)} requests were there in the first iteration"
+                f"{self.name}: {steps[0]['known']} of {len(requests)} requests were there in the "
+                "first iteration; run again"
             )
         return Run(answers, steps)
-
-    def _steps_since(self, before: int) -> list[dict[str, Any]]:
-        """Return the iterations in which a request ran, once the engine is idle."""
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            steps = self._read_steps()[before:]
-            if steps and not steps[-1]["running"] and not steps[-1]["waiting"]:
-                return [step for step in steps if step["running"]]
-            if time.monotonic() > deadline:
-                raise ServerError(f"{self.name}: requests run after the last answer: {steps[-1:]}")
-            time.sleep(0.05)
 
     def _read_steps(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._steps.read_text("utf-8").splitlines()]
@@ -193,11 +181,6 @@ class Run(NamedTuple):
     answers: list[streams.Answer]
     steps: list[dict[str, Any]]
 
-    @property
-    def schedule(self) -> list[tuple[int, float]]:
-        """Running requests and the share of the KV cache in use, by iteration."""
-        return [(step["running"], step["kv_share"]) for step in self.steps]
-
     def figures(self) -> dict[str, float]:
         """Return what is reported of one run; each is summarised over the rounds."""
         answers = self.answers
@@ -206,26 +189,23 @@ class Run(NamedTuple):
         first = pd.Series([1e3 * answer.first_s for answer in answers])
         whole = pd.Series([1e3 * (answer.arrived_s[-1] - answer.sent_s) for answer in answers])
         seconds = max(a.arrived_s[-1] for a in answers) - min(a.sent_s for a in answers)
-        found = {"seconds": seconds, "preemptions": sum(step["preemptions"] for step in self.steps)}
-        found["iterations"] = len(self.steps)
+        found = {"seconds": seconds, "iterations": len(self.steps)}
+        found["preemptions"] = sum(len(step["evicted"]) for step in self.steps)
+        pauses = [b[0] - a[1] - 1 for of in self.spans() for a, b in itertools.pairwise(of)]
+        found["longest_pause"] = max(pauses, default=0)
         found["tokens_per_s"] = sum(len(answer.token_ids) for answer in answers) / seconds
         for name, each in (("first", first), ("gap", gaps), ("largest_gap", largest)):
             found |= {f"{name}_p50_ms": each.median(), f"{name}_p99_ms": each.quantile(0.99)}
         return found | {"whole_p50_ms": whole.median(), "largest_gap_max_ms": largest.max()}
 
-    def spans(self) -> list[list[list[float]]]:
-        """Return, for each request, when its tokens flowed: seconds since the first was sent."""
-        gaps = [gap for answer in self.answers for gap in answer.gaps_s]
-        longest, begin = PAUSE * statistics.median(gaps), min(a.sent_s for a in self.answers)
-        spans = []
-        for answer in self.answers:
-            times = [round(at - begin, 3) for at in answer.arrived_s]
-            found = [[times[0], times[0]]]
-            for at in times[1:]:
-                if at - found[-1][1] > longest:
-                    found.append([at, at])
-                found[-1][1] = at
-            spans.append(found)
+    def spans(self) -> list[list[list[int]]]:
+        """Return, for each request, the first and last iterations between which it always ran."""
+        spans: list[list[list[int]]] = [[] for _ in self.answers]
+        for iteration, step in enumerate(self.steps):
+            for number in step["running"]:
+                if not spans[number] or spans[number][-1][1] < iteration - 1:
+                    spans[number].append([iteration, iteration])
+                spans[number][-1][1] = iteration
         return spans
 
 
@@ -253,7 +233,8 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
         "kind": "scheduler",
         "machine": machine | {"load_after": os.getloadavg()},
         "shows": SHOWS,
-        "options": dataclasses.asdict(options) | {"block_size": BLOCK_SIZE, "model": TINY.architecture},
+        "options": dataclasses.asdict(options)
+        | {"block_size": BLOCK_SIZE, "model": TINY.architecture},
         "workloads": {name: one._asdict() for name, one in WORKLOADS.items()},
         "measured_s": seconds,
         "waves": waves,
@@ -273,13 +254,11 @@ def _waves(
         runs = _in_turns(servers, rounds, name, lambda _round, r=requests: (r, True))
         drawn[name] = {}
         for policy, of in runs.items():
-            same = all(one.schedule == of[0].schedule for one in of)
+            same = all(one.steps == of[0].steps for one in of)
             last = of[-1]
-            rows.append(
-                {"workload": name, "policy": policy, "schedule_repeats": same, **_row(of)}
-            )
+            rows.append({"workload": name, "policy": policy, "schedule_repeats": same, **_row(of)})
             drawn[name][policy] = {
-                "running": [step["running"] for step in last.steps],
+                "running": [len(step["running"]) for step in last.steps],
                 "kv_share": [round(step["kv_share"], 4) for step in last.steps],
                 "spans": last.spans(),
             }
@@ -313,7 +292,7 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
     figures = pd.DataFrame([one.figures() for one in runs])
     return {
         "requests": sum(len(one.answers) for one in runs),
-        "most_running": max(step["running"] for one in runs for step in one.steps),
+        "most_running": max(len(step["running"]) for one in runs for step in one.steps),
         "kv_share": statistics.fmean(step["kv_share"] for one in runs for step in one.steps),
         **{name: measure.spread(figures[name]) for name in figures},
     }
@@ -344,8 +323,8 @@ def _in_turns(
             runs[server.name] += [done] if number >= 0 else []
             shown = done.figures()
             say(
-                f"{what}, {server.name}: {shown['seconds']:.1f} s, "
-                f"{shown['preemptions']:.0f} preemptions, largest gap {shown['largest_gap_max_ms']:.0f} ms"
+                f"{what}, {server.name}: {shown['seconds']:.1f} s, {shown['preemptions']:.0f} "
+                f"preemptions, largest gap {shown['largest_gap_max_ms']:.0f} ms"
             )
     return runs
 

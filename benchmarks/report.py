@@ -126,7 +126,7 @@ PLOTS = {
     "plot-model-ours": Plot(MODEL, "model_ours", "Our kernels, predicted"),
     "plot-model-where": Plot(MODEL, "model_where", "Where our time goes, predicted"),
     "plot-scheduler-iterations": Plot(SCHEDULER, "iterations", "Running requests and KV cache"),
-    "plot-scheduler-requests": Plot(SCHEDULER, "requests", "When each request gets tokens"),
+    "plot-scheduler-requests": Plot(SCHEDULER, "requests", "Which requests run in which iteration"),
     "plot-scheduler-waits": Plot(SCHEDULER, "waits", "What users wait, against the rate"),
 }
 

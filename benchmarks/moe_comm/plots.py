@@ -277,7 +277,7 @@ def _growth(result: Result) -> dict[str, Figure]:
 
 
 def _scheduler(result: Result) -> dict[str, Figure]:
-    """Draw iterations of a wave, whose tokens flowed when, and waits against the rate."""
+    """Draw iterations of waves, which requests ran in them, and waits against the rate."""
     drawn, options = result["drawn"], result["options"]
     setting = "KV cache of {kv_blocks} blocks of {block_size} tokens".format(**options)
     kinds = {"running": "requests running", "kv_share": "share of KV blocks in use"}
@@ -298,15 +298,16 @@ def _scheduler(result: Result) -> dict[str, Figure]:
 
 
 def _requests(result: Result, title: str) -> Figure:
-    """Draw a line for each request of the first workload, where its tokens flow."""
+    """Draw a line for each request of the first workload, where it runs."""
     by_policy = next(iter(result["drawn"].values()))
     figure, panels = _panels(result, title, by_policy)
     last = max(span[1] for of in by_policy.values() for spans in of["spans"] for span in spans)
     for policy, panel in panels.items():
         for number, spans in enumerate(by_policy[policy]["spans"]):
             look: Look = {"color": COLOURS[number % len(COLOURS)], "linewidth": 4}
-            panel.hlines([number] * len(spans), *zip(*spans, strict=True), **look)
-        panel.set(xlabel="seconds", ylabel="request", xlim=(0, last))
+            begins, ends = zip(*spans, strict=True)
+            panel.hlines([number] * len(spans), begins, [end + 1 for end in ends], **look)
+        panel.set(xlabel="iteration", ylabel="request", xlim=(0, last + 1))
         panel.invert_yaxis()
     return figure
 

@@ -207,21 +207,26 @@ _WAITS = {
 
 def scheduler(result: Result) -> str:
     """Render waves, then requests that arrive at several rates, by policy."""
-    columns = ["policy", "preemptions", *_WAITS, "whole request, ms: p50", "tokens/s"]
+    columns = ["policy", "preemptions", "longest pause, iterations", *_WAITS]
+    columns += ["whole request, ms: p50", "tokens/s"]
     workloads = result.data["workloads"]
     waves = [
-        [workloads[row["workload"]]["title"], *_scheduler_row(row), _middle(row, "seconds")]
+        [
+            *(workloads[row["workload"]]["title"], *_scheduler_row(row)),
+            *(_middle(row, "iterations"), str(row["most_running"]), f"{row['kv_share']:.0%}"),
+        ]
         for row in result.data["waves"]
     ]
+    of_waves = ["workload", *columns, "iterations", "most running", "mean KV share"]
     rates = [[f"{row['rate']:g}", *_scheduler_row(row)] for row in result.data["rows"]]
     method = (
-        "vLLM server of one rank, KV cache of {kv_blocks} blocks of {block_size} tokens; every figure "
-        "is the median of {rounds} rounds"
+        "vLLM server of one rank, {model}, KV cache of {kv_blocks} blocks of {block_size} tokens; "
+        "every figure is the median of {rounds} rounds"
     )
     load = ", ".join(f"{each[0]:.1f}" for each in _loads_of(result))
     parts = (
         "All requests at once:",
-        table(["workload", *columns, "s in all"], waves),
+        table(of_waves, waves),
         "Long answers, independent arrivals:",
         table(["requests/s", *columns], rates),
         f"Load of the machine before and after, the servers' own included: {load}.",
@@ -236,11 +241,13 @@ def _loads_of(result: Result) -> list[Sequence[float]]:
 def _scheduler_row(row: Row) -> list[str]:
     waits = (", ".join(_middle(row, field) for field in fields) for fields in _WAITS.values())
     rest = (_middle(row, field) for field in ("whole_p50_ms", "tokens_per_s"))
-    return [f"`{row['policy']}`", _middle(row, "preemptions"), *waits, *rest]
+    counts = (_middle(row, field) for field in ("preemptions", "longest_pause"))
+    return [f"`{row['policy']}`", *counts, *waits, *rest]
 
 
 def _middle(row: Row, field: str) -> str:
-    return us(row[field]["median"])
+    middle = row[field]["median"]
+    return f"{middle:.0f}" if middle == round(middle) else us(middle)
 
 
 # --- growth, the model ----------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The peer of bench_serve.py: gloo all-gather and reduce-scatter where our exchange would be.
 
 A vLLM general plugin in one file, for `plugins.install`. In each worker it replaces the class from
-which our all-to-all manager makes its exchanges, so that flag, manager, prepare/finalize and experts
-stay the ones of our backend.
+which our all-to-all manager makes its exchanges, so that flag, manager, prepare/finalize and
+experts stay the ones of our backend.
 
 What the peer is spared: the ranks' token counts are those on which vLLM has agreed for the step;
 rows, ids and weights travel packed, by one all-gather where vLLM's own backend has three (it has

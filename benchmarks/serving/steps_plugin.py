@@ -1,50 +1,54 @@
-"""Write a line for each iteration of a vLLM engine: what ran, what waited, and the KV cache's use.
+"""Write a line for each iteration of a vLLM engine: who runs, who is evicted, the KV cache's use.
 
-A vLLM stat logger plugin in one file, for `plugins.install`. vLLM hands its loggers the numbers of
-every iteration, whichever scheduler it has; /metrics shows only the last ones.
+A vLLM general plugin in one file, for `plugins.install`. It wraps `Scheduler.schedule`, which no
+scheduler here overrides. vLLM's stat loggers know how many requests run, but not which.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import time
+import re
+from pathlib import Path
 from typing import Any
 
-from vllm.v1.metrics.loggers import StatLoggerBase
-
-#: Names the file; the server that has no such variable fails to start.
+#: Names the file.
 FILE_VARIABLE = "BENCH_STEPS_FILE"
+#: vLLM puts what the client sends as X-Request-Id into the request's own id.
+NUMBER = re.compile(r"numbered(\d+)-")
 
 
-class StepsLogger(StatLoggerBase):
-    """JSON lines, whole ones whenever the file is read."""
+def register() -> None:
+    """Record from now on. vLLM calls this in each of its processes, in some of them twice."""
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        """Make the file: vLLM makes a logger for each engine, and the benchmark has one engine."""
-        self._file = open(os.environ[FILE_VARIABLE], "w", encoding="utf-8", buffering=1)
+    if not hasattr(Scheduler.schedule, "__wrapped__"):
+        file = Path(os.environ[FILE_VARIABLE])
+        file.touch()
+        Scheduler.schedule = recording(Scheduler.schedule, file)  # type: ignore[method-assign]
 
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        """Append an iteration, as it was when its outputs were ready."""
-        if scheduler_stats is None:
-            return
-        waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
-        step = {
-            "at_s": time.monotonic(),
-            "running": scheduler_stats.num_running_reqs,
-            "waiting": waiting,
-            "kv_share": scheduler_stats.kv_cache_usage,
-            # vLLM counts an eviction when the request has its next token.
-            "preemptions": iteration_stats.num_preempted_reqs if iteration_stats else 0,
-            "finished": len(iteration_stats.finished_requests) if iteration_stats else 0,
-        }
-        print(json.dumps(step), file=self._file)
 
-    def log_engine_initialized(self) -> None:
-        """Write nothing: the file has iterations only."""
+def recording(schedule: Any, file: Path) -> Any:
+    """Return `schedule` that appends what it returns to a file, if a request runs."""
+
+    @functools.wraps(schedule)
+    def record(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        if output.num_scheduled_tokens:
+            step = {
+                "running": numbers(output.num_scheduled_tokens),
+                "evicted": numbers(output.preempted_req_ids or ()),
+                "known": sum(self.get_request_counts()),
+                "kv_share": self.kv_cache_manager.usage,
+            }
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(step) + "\n")
+        return output
+
+    return record
+
+
+def numbers(request_ids: Any) -> list[int]:
+    """Return the clients' numbers of requests, of those that have one."""
+    return sorted(int(found[1]) for found in map(NUMBER.search, request_ids) if found)

@@ -21,14 +21,14 @@ class Request(NamedTuple):
     """One request.
 
     after_s: when it is sent, seconds after the first; a wave ignores it. more: fields over those
-    of `body`. hangs_up_after: number of tokens after which the client goes; 0: it stays.
+    of `body`. hangs_up_after: number of tokens after which the client goes; None: it stays.
     """
 
     prompt: list[int]
     max_tokens: int
     after_s: float = 0.0
     more: Mapping[str, Any] = {}
-    hangs_up_after: int = 0
+    hangs_up_after: int | None = None
 
     @property
     def body(self) -> dict[str, Any]:
@@ -80,12 +80,12 @@ def arriving(port: int, requests: Sequence[Request], timeout_s: float) -> list[A
         async with _session(port) as session:
             begin = time.monotonic()
 
-            async def ask(request: Request) -> Answer:
+            async def ask(number: int, request: Request) -> Answer:
                 await asyncio.sleep(begin + request.after_s - time.monotonic())
                 sent_s = time.monotonic()
-                return await _read(await _send(session, request), request, sent_s)
+                return await _read(await _send(session, number, request), request, sent_s)
 
-            return await asyncio.gather(*map(ask, requests))
+            return await asyncio.gather(*map(ask, range(len(requests)), requests))
 
     return asyncio.run(asyncio.wait_for(run(), timeout_s))
 
@@ -103,7 +103,7 @@ def wave(port: int, requests: Sequence[Request], timeout_s: float) -> list[Answe
         async with _session(port) as session:
             await _post(session, "/pause?mode=keep")
             # The server answers with headers after it has taken the request.
-            replies = [await _send(session, request) for request in requests]
+            replies = [await _send(session, *numbered) for numbered in enumerate(requests)]
             sent_s = time.monotonic()
             await _post(session, "/resume")
             pairs = zip(replies, requests, strict=True)
@@ -125,8 +125,11 @@ async def _post(session: aiohttp.ClientSession, path: str) -> None:
         reply.raise_for_status()
 
 
-async def _send(session: aiohttp.ClientSession, request: Request) -> aiohttp.ClientResponse:
-    reply = await session.post("/v1/completions", json=request.body)
+async def _send(
+    session: aiohttp.ClientSession, number: int, request: Request
+) -> aiohttp.ClientResponse:
+    headers = {"X-Request-Id": f"numbered{number}"}
+    reply = await session.post("/v1/completions", json=request.body, headers=headers)
     if reply.status != 200:
         raise StreamError(f"HTTP {reply.status}: {(await reply.text())[:500]}")
     return reply
@@ -136,6 +139,10 @@ async def _read(reply: aiohttp.ClientResponse, request: Request, sent_s: float) 
     """Read to the end. Tokens that come in one event have arrived at the same time."""
     tokens: list[int] = []
     arrived_s: list[float] = []
+    leaves = request.hangs_up_after
+    if leaves == 0:
+        reply.close()
+        return Answer([], sent_s, [])
     async for line in reply.content:
         text = line.decode().removeprefix("data: ").strip()
         if not text.startswith("{"):
@@ -147,7 +154,7 @@ async def _read(reply: aiohttp.ClientResponse, request: Request, sent_s: float) 
         for choice in event["choices"]:
             tokens += choice["token_ids"] or []
         arrived_s += [now] * (len(tokens) - len(arrived_s))
-        if 0 < request.hangs_up_after <= len(tokens):
+        if leaves is not None and leaves <= len(tokens):
             reply.close()
             break
     if not tokens:
