@@ -33,7 +33,8 @@ class Touched(NamedTuple):
             without it if it is missing.
         needed_for: "drafts": only if ranks share an MTP draft's LM head. "one draft": by one of the
             framework's draft models; code looks for it when it serves that model. "balancing": only
-            if the framework's load balancer moves experts. "adapters": only with LoRA. "": always.
+            if the framework's load balancer moves experts. "adapters": only with LoRA.
+            "scheduling": only by our schedulers. "": always.
     """
 
     module: str

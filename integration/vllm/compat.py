@@ -11,6 +11,7 @@ from moe_nvlink_plugin.integration.common import names
 from moe_nvlink_plugin.integration.common.names import Fields, Touched, methods, minor
 
 from .draft.drafts import DRAFTS
+from .scheduler import touched as scheduling
 
 #: Device -> minor versions of vLLM with which our tests have served models.
 TRIED: dict[str, tuple[str, ...]] = {"cpu": ("0.32",), "cuda": ()}
@@ -429,6 +430,7 @@ TOUCHED = (
         ),
         Touched("vllm._custom_ops", "cpu_prepack_moe_weight", "use", ("weight", "isa"), "cpu"),
     ),
+    *scheduling.TOUCHED,
 )
 
 
@@ -609,6 +611,7 @@ FIELDS = (
     ),
     Fields(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding", ("quant_method",)),
     *_draft_fields(),
+    *scheduling.FIELDS,
 )
 
 #: Names of vLLM's ops that we call; `OPS_MODULE` registers all of them.
@@ -664,4 +667,10 @@ def check_names(
         and one.device in ("", device_type)
         and one.needed_for in wanted_for
     )
+    names.require(needed, "vLLM", vllm_version(), READ[-1])
+
+
+def check_scheduler_names() -> None:
+    """Check that this vLLM has the names that our schedulers touch. Local; raises as above."""
+    needed = (one for one in TOUCHED if one.needed_for == scheduling.NEEDED_FOR)
     names.require(needed, "vLLM", vllm_version(), READ[-1])

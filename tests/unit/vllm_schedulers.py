@@ -21,12 +21,13 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -72,9 +73,13 @@ def window(size: int) -> SlidingWindowSpec:
     return SlidingWindowSpec(**_ATTENTION, sliding_window=size)
 
 
-def mamba(mode: str, drafts: int = 0) -> MambaSpec:
+def local(size: int) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(**_ATTENTION, attention_chunk_size=size)
+
+
+def mamba(mode: str, drafts: int = 0, block_size: int = BLOCK) -> MambaSpec:
     return MambaSpec(
-        block_size=BLOCK,
+        block_size=block_size,
         shapes=((2,),),
         dtypes=(torch.float32,),
         mamba_cache_mode=mode,
@@ -87,13 +92,14 @@ def configuration(
     *,
     asynchronous: bool = False,
     policy: str = "fcfs",
-    max_num_seqs: int = 16,
+    max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     prefix_caching: bool = True,
     drafts: str = "",
     num_drafts: int = 0,
     max_loras: int = 0,
     mamba_mode: str = "none",
+    dcp: int = 1,
     additional: str = "{}",
 ) -> VllmConfig:
     """Return a configuration; equal arguments share one. `additional` is JSON."""
@@ -134,8 +140,8 @@ def configuration(
     )
     # vLLM's CPU platform turns it off, and changes these:
     config.scheduler_config.async_scheduling = asynchronous
-    config.cache_config.block_size = BLOCK
     config.cache_config.mamba_cache_mode = mamba_mode
+    config.parallel_config.decode_context_parallel_size = dcp
     return config
 
 
@@ -152,6 +158,9 @@ def scheduler(
         chosen["additional"] = json.dumps({"moe_nvlink": {"capacity": capacity}})
     config = configuration(**chosen)
     config.cache_config.num_gpu_blocks = num_blocks + 1
+    block_size = max((spec.block_size for spec in specs), default=BLOCK)
+    block_size *= config.parallel_config.decode_context_parallel_size
+    config.cache_config.block_size = block_size
     groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs or (full(),))]
     theirs = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
     return (GuaranteedNoEvictScheduler if ours else theirs)(
@@ -160,17 +169,23 @@ def scheduler(
             num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups
         ),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
+        block_size=block_size,
+        hash_block_size=BLOCK,
         log_stats=True,
     )
 
 
-def request(name: str, prompt: list[int], max_tokens: int, **changes: Any) -> Request:
+def request(
+    name: str, prompt: list[int], max_tokens: int, *, structured: str = "", **changes: Any
+) -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=list(prompt),
         sampling_params=SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP]
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            stop_token_ids=[STOP],
+            structured_outputs=StructuredOutputsParams(regex=structured) if structured else None,
         ),
         pooling_params=None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
@@ -247,9 +262,7 @@ class Runner:
     def _tokens(self, name: str, number: int) -> list[int]:
         done = self._sampled.get(name, 0)
         self._sampled[name] = done + number
-        return [
-            STOP if done + at + 1 >= self._length(name) else TOKEN for at in range(number)
-        ]
+        return [STOP if done + at + 1 >= self._length(name) else TOKEN for at in range(number)]
 
     def drain(self, most: int = 2000) -> list[dict[str, int]]:
         """Step until nothing is left; return what each step scheduled."""

@@ -8,9 +8,23 @@ Chosen by vLLM's own flag, with or without our exchange::
 * ``no_evict``: the two classes; a gate in front of vLLM's allocation of KV blocks.
 * ``demand``: how many blocks a request may still take, KV cache group by KV cache group.
 * ``ledger``: the sum of that over all requests that hold blocks.
+* ``startup``, ``metrics``: checks, and what /metrics shows; they import nothing of vLLM.
 * ``capacity``: the options, ``additional_config["moe_nvlink"]["capacity"]``.
 """
 
-from .no_evict import AsyncGuaranteedNoEvictScheduler, GuaranteedNoEvictScheduler
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .no_evict import AsyncGuaranteedNoEvictScheduler, GuaranteedNoEvictScheduler
 
 __all__ = ["AsyncGuaranteedNoEvictScheduler", "GuaranteedNoEvictScheduler"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import no_evict
+
+    return getattr(no_evict, name)

@@ -18,6 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.integration.vllm import compat
 
 from . import startup
 from .capacity import MAX_UTILIZATION, Reserve
@@ -68,6 +69,7 @@ class GuaranteedNoEvictScheduler(Scheduler):
         return object.__new__(cls)
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        compat.check_scheduler_names()
         chosen = startup.check(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         num_batches = vllm_config.max_concurrent_batches
