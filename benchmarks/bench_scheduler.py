@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = made.add_argument
     add("--rates", type=float, nargs="+", default=[2, 4, 6, 8], help="requests per second")
-    add("--seconds", type=float, default=6, help="for which requests arrive, at each rate")
+    add("--seconds", type=float, default=5, help="for which requests arrive, at each rate")
     add("--rounds", type=int, default=3, help="of each wave and rate, the policies taking turns")
     add("--kv_blocks", type=int, default=64, help=f"of the KV cache, of {BLOCK_SIZE} tokens each")
     add("--seed", type=int, default=0)

@@ -104,10 +104,10 @@ def wave(port: int, requests: Sequence[Request], timeout_s: float) -> list[Answe
             await _post(session, "/pause?mode=keep")
             # The server answers with headers after it has taken the request.
             replies = [await _send(session, *numbered) for numbered in enumerate(requests)]
-            sent_s = time.monotonic()
-            await _post(session, "/resume")
-            pairs = zip(replies, requests, strict=True)
-            return await asyncio.gather(*(_read(*pair, sent_s) for pair in pairs))
+            sent_s, pairs = time.monotonic(), zip(replies, requests, strict=True)
+            reading = asyncio.gather(*(_read(*pair, sent_s) for pair in pairs))
+            await _post(session, "/resume")  # which may come back after the first tokens
+            return await reading
 
     return asyncio.run(asyncio.wait_for(run(), timeout_s))
 
