@@ -223,19 +223,28 @@ def scheduler(result: Result) -> str:
         "vLLM server of one rank, {model}, KV cache of {kv_blocks} blocks of {block_size} tokens; "
         "every figure is the median of {rounds} rounds"
     )
-    load = ", ".join(f"{each[0]:.1f}" for each in _loads_of(result))
     parts = (
         "All requests at once:",
         table(of_waves, waves),
         "Long answers, independent arrivals:",
         table(["requests/s", *columns], rates),
-        f"Load of the machine before and after, the servers' own included: {load}.",
+        notes(_about_schedules(result)),
     )
     return shown(result, method.format(**result.options), *parts)
 
 
-def _loads_of(result: Result) -> list[Sequence[float]]:
-    return [result.machine[when] for when in ("load_before", "load_after")]
+def _about_schedules(result: Result) -> Iterable[str]:
+    """Say which schedules are equal, and what else the machine did."""
+    for name, by_policy in result.data["drawn"].items():
+        first, *others = by_policy.values()
+        equal = "the same" if all(other == first for other in others) else "not the same"
+        repeat = all(r["schedule_repeats"] for r in result.data["waves"] if r["workload"] == name)
+        yield (
+            f"Schedules of {result.data['workloads'][name]['title']!r}: {equal} with all policies; "
+            f"{'the same' if repeat else 'not the same'} in all rounds of a policy."
+        )
+    before, after = (result.machine[f"load_{when}"][0] for when in ("before", "after"))
+    yield f"Load of the machine before: {before:.1f}; after, with that of the run: {after:.1f}."
 
 
 def _scheduler_row(row: Row) -> list[str]:

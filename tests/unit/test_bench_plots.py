@@ -241,7 +241,7 @@ def test_a_png_names_its_result_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ({"kind": "serve"}, "no plots of kind 'serve'; needs one of moe_comm, growth, model"),
+        ({"kind": "serve"}, "no plots of kind 'serve'; needs one of moe_comm, growth, model, "),
         (result(rows=[]), "'rows' is empty"),
         (growth() | {"series": []}, "'series' is empty"),
     ],
