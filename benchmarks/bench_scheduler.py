@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -251,7 +252,8 @@ def _waves(
     for name, workload in WORKLOADS.items():
         requests = workload.draw(f"{options.seed} {name}")
         rounds = range(-1, options.rounds)  # the first for warmth alone
-        runs = _in_turns(servers, rounds, name, lambda _round, r=requests: (r, True))
+        asked = functools.partial(_whole, requests)
+        runs = _in_turns(servers, rounds, name, asked)
         drawn[name] = {}
         for policy, of in runs.items():
             same = all(one.steps == of[0].steps for one in of)
@@ -263,6 +265,10 @@ def _waves(
                 "spans": last.spans(),
             }
     return rows, drawn
+
+
+def _whole(requests: list[streams.Request], _round: int) -> tuple[list[streams.Request], bool]:
+    return requests, True
 
 
 def _loads(servers: Sequence[ScheduledServer], options: Options) -> list[dict[str, Any]]:

@@ -31,13 +31,17 @@ class Asked(NamedTuple):
     expected: list[list[int]]
 
 
-class Server(Protocol):
-    """A server that is up: see servers.py."""
-
-    name: str
+class Processes(Protocol):
+    """The processes of a server."""
 
     @property
     def pids(self) -> list[int]: ...
+
+
+class Server(Processes, Protocol):
+    """A server that is up: see servers.py."""
+
+    name: str
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
         """Return tokens for prompts that are sent at once, spread over the ranks in turn."""
@@ -116,7 +120,7 @@ def interleave(
     return pd.DataFrame(waves, columns=Wave._fields)
 
 
-def wait_until_idle(server: Server) -> None:
+def wait_until_idle(server: Processes) -> None:
     """Wait until the ranks rest: they go on for some steps after their last request.
 
     Returns after IDLE_LIMIT_S in any case: what an idle server uses is in the result.
@@ -129,7 +133,7 @@ def wait_until_idle(server: Server) -> None:
             return
 
 
-def cpu_seconds(servers: Iterable[Server]) -> float:
+def cpu_seconds(servers: Iterable[Processes]) -> float:
     """Return the CPU time of the servers' processes and threads so far; 0 for gone processes."""
     seconds = 0.0
     for pid in (pid for server in servers for pid in server.pids):

@@ -146,10 +146,10 @@ def test_clients_that_hang_up(pair: Pair, expected: list[list[int]]) -> None:
     for number in range(0, len(requests), 2):
         requests[number] = requests[number]._replace(hangs_up_after=5 * (number % 4 // 2))
     answers = tokens_of(pair.ours, requests)
-    for found, whole, request in zip(answers, expected, requests, strict=True):
-        assert found == whole[: len(found)]
+    for tokens, whole, request in zip(answers, expected, requests, strict=True):
+        assert tokens == whole[: len(tokens)]
         least = request.max_tokens if request.hangs_up_after is None else request.hangs_up_after
-        assert len(found) >= least
+        assert len(tokens) >= least
     found = at_rest(pair.ours)
     assert found["vllm:kv_cache_usage_perc"] == found["vllm:num_preemptions_total"] == 0
     assert found["vllm:request_success_total"] > 0

@@ -135,12 +135,13 @@ def test_the_result_its_table_and_its_plots(
     assert "Schedules of 'no pressure': the same with all policies; the same in" in printed
     figures = plots.figures_of(result)
     assert set(figures) == {"iterations", "requests", "waits"}
-    running = figures["iterations"].axes[0]
+    running: Any = figures["iterations"].axes[0]
     assert [list(line.get_ydata()) for line in running.lines][:2] == [
         [24, 23, 1],
         [23] * 3 + [1] * 3,
     ]
-    evicted = figures["requests"].axes[0].collections[-1].get_segments()
+    lines: Any = figures["requests"].axes[0].collections[-1]
+    evicted = lines.get_segments()
     assert [segment[:, 0].tolist() for segment in evicted] == [[0, 1], [2, 3]]
     assert [axes.get_title() for axes in figures["waits"].axes][-1] == "preemptions"
 
