@@ -26,7 +26,7 @@ def register() -> None:
     if not hasattr(Scheduler.schedule, "__wrapped__"):
         file = Path(os.environ[FILE_VARIABLE])
         file.touch()
-        Scheduler.schedule = recording(Scheduler.schedule, file)  # type: ignore[method-assign]
+        Scheduler.schedule = recording(Scheduler.schedule, file)
 
 
 def recording(schedule: Any, file: Path) -> Any:
