@@ -3,6 +3,7 @@
     python benchmarks/bench_lm_head.py                    # CPU ranks; DeepSeek-R1's head in fp32
     python benchmarks/bench_lm_head.py --dtype bfloat16 --rows 1 2 4 8
     python benchmarks/bench_lm_head.py --groups 4 --rows 1 32 --output_file results.json
+    python benchmarks/bench_lm_head.py --rates            # the lines of CPU_RATES, and nothing else
     python benchmarks/bench_lm_head.py --device cuda      # ranks emulated on one GPU; bf16
 
     replicated  torch.mm of this rank's rows with the whole head, then torch.argmax
@@ -46,6 +47,11 @@ from tests.support import emulated
 
 #: Calls without rows, for the fixed cost of both exchanges.
 EMPTY_CALLS = 50
+#: What --rates measures: dtypes; a head larger than caches, rows that the rule takes for bound by
+#: reading and by multiplying; a head so small that a step only exchanges, and its rows.
+RATE_DTYPES = ("bfloat16", "float32")
+RATE_VOCAB, READ_ROWS, MULTIPLY_ROWS = 16384, (1, 2, 4, 8), (16, 64, 128)
+LINK_VOCAB, LINK_ROWS = 16, 512
 #: Of CPU ranks, of emulated ranks.
 SHOWS = (
     "CPU ranks: processes that share the cores and the memory of one host",
@@ -212,6 +218,45 @@ def expected(options: Options, size: int, rows: int) -> dict[str, float]:
         head_cost.step_seconds(options.shape, rows, n, options.rates) for n in (1, size)
     )
     return {"expected_ratio": alone_s / split_s}
+
+
+def rank_rates(rank: int, size: int, options: Options) -> head_cost.Rates:
+    """Return a rank's rates, by the time on a core of all ranks; the exchange by the clock."""
+    link = dataclasses.replace(options, vocab=LINK_VOCAB, rows=(LINK_ROWS,))
+    alone, exchanging = (Rank(of, size, rank, make_head(of)) for of in (options, link))
+
+    def seconds(of: Rank, rows: int, way: str) -> float:
+        return float(measure(of, rows)[f"{way}_work_us"]) / size / 1e6
+
+    whole_s = {rows: seconds(alone, rows, "replicated") for rows in options.rows}
+    link_s = seconds(exchanging, LINK_ROWS, "split")
+    exchange_s = exchanging.exchange_us() / 1e6
+    rates = head_cost.Rates(
+        max(options.shape.head_bytes / whole_s[rows] for rows in READ_ROWS),
+        max(2 * rows * options.vocab * options.hidden / whole_s[rows] for rows in MULTIPLY_ROWS),
+        head_cost.exchanged_bytes(link.shape, LINK_ROWS, size) / link_s,
+        exchange_s,
+    )
+    for each in (alone, exchanging):
+        each.group.close()
+    return rates
+
+
+def print_rates(options: Options, record: common.Record) -> None:
+    """Measure CPU_RATES, one line for each dtype, as cost.py has them."""
+    host.load(HEAD.host_source())
+    measured = {}
+    rows = READ_ROWS + MULTIPLY_ROWS
+    print("CPU_RATES = {")
+    for dtype in RATE_DTYPES:
+        of = dataclasses.replace(options, dtype=dtype, vocab=RATE_VOCAB, rows=rows)
+        rates = harness.on_ranks(options.groups[0], rank_rates, of)
+        numbers = ", ".join(f"{rate:.2g}" for rate in rates)
+        print(f"    {of.element.itemsize}: Rates({numbers}),", flush=True)
+        measured[dtype] = rates._asdict()
+        record.write({"rates": measured})
+    print("}")
+    record.write({"rates": measured}, complete=True)
 
 
 class Group(NamedTuple):
@@ -385,6 +430,7 @@ def parse() -> argparse.Namespace:
         help="float32 on CPU ranks, where it is the fastest, else bfloat16",
     )
     add("--seconds", type=float, default=5.0, help="for the turns after the first, per cell")
+    add("--rates", action="store_true", help="CPU_RATES of cost.py, by the first of --groups")
     given = parser.parse_args()
     given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
     return given
@@ -400,6 +446,9 @@ def main() -> None:
     options = common.options_from(Options, arguments)
     known = {"machine": machine, "options": dataclasses.asdict(options)}
     record = common.Record(arguments.output_file, known | {"shows": shows})
+    if arguments.rates:
+        print_rates(options, record)
+        return
     groups: list[dict[str, Any]] = []
     print_headings(columns)
     head = make_head(options)

@@ -17,6 +17,7 @@ import torch
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 
+from . import cores
 from .base import Budget
 from .kernel import Kernel, S, Variant
 
@@ -47,7 +48,8 @@ class _HostWordReader:
 class _HostLauncher:
     def __init__(self, library: host.HostLibrary, num_threads: int) -> None:
         # Each launcher has its own threads, because two channels may be in flight at the same time.
-        self.grid = library.create_grid(num_threads)
+        with cores.spreading():
+            self.grid = library.create_grid(num_threads)
         self._library = library
         weakref.finalize(self, library.destroy_grid, self.grid)
 
@@ -86,6 +88,7 @@ class HostExecutor:
         done: Future[None] = Future()
 
         def run() -> None:
+            cores.spread()
             try:
                 launch()
             except BaseException as error:

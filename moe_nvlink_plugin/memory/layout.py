@@ -11,10 +11,11 @@ Therefore every region gets address space for several times its size, and grows 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.transport import Extent
+from moe_nvlink_plugin.transport import HUGE_PAGE_BYTES, Extent
 
 #: Bytes. The tests compare it with kRegionAlignment of kernels/include/moe_nvlink/config.h.
 REGION_ALIGNMENT = 256
@@ -142,9 +143,11 @@ class WorkspaceLayout:
                     outgrown += _rounded(self.sizes[name], self.alignment)
                 if place is None or place.room < size:
                     room = size if name == _CONTROL else size * self.room
-                    place = _Place(end, _rounded(room, self.alignment))
+                    unit = math.lcm(self.alignment, HUGE_PAGE_BYTES)
+                    start = _rounded(end, unit) if size >= HUGE_PAGE_BYTES else end
+                    place = _Place(start, _rounded(room, self.alignment))
                     places[channel, name] = place
-                    end += place.room
+                    end = start + place.room
         if end > MAX_WINDOW_BYTES:
             raise ConfigError(
                 f"a workspace of {end} bytes of address space exceeds the limit of "

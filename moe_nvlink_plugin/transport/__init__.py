@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .base import Extent, SymmetricMemory, Transport
+from .base import HUGE_PAGE_BYTES, Extent, SymmetricMemory, Transport
 
-__all__ = ["Extent", "SymmetricMemory", "Transport"]
+__all__ = ["HUGE_PAGE_BYTES", "Extent", "SymmetricMemory", "Transport"]

@@ -9,6 +9,9 @@ import torch
 
 from moe_nvlink_plugin.groups import Group
 
+#: A CPU's huge page. A region of at least these bytes starts at a multiple of them.
+HUGE_PAGE_BYTES = 2**21
+
 
 class Extent(NamedTuple):
     """Range of every rank's workspace for which `extend` provides memory.

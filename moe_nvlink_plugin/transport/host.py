@@ -7,6 +7,11 @@ write, and which holds all extents one after the other. Each rank opens and maps
 ranks. After all ranks have mapped them, each rank removes the name of its object, so that no file
 exists that a crash could leave. Until then the creator holds a lock on the file. If the lock of a
 file is free, its creator has died, and the next rank of the same user removes the file.
+
+Linux places a page by the memory policy of the thread that first needs it: without a policy on the
+NUMA node of the core on which the thread runs. A rank allocates all pages of its object before any
+peer can open it, so they lie on the rank's own node. kernels/README.md says why each region belongs
+there. Then the rank asks Linux to collect its pages into huge pages, which stay on that node.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from moe_nvlink_plugin.errors import TransportError
 from moe_nvlink_plugin.groups import Group, all_or_none
 
 from . import hosts
-from .base import Extent
+from .base import HUGE_PAGE_BYTES, Extent
 from .window import MappedRanges, check_same_extents, round_up
 
 _DIRECTORY = hosts.SHARED_MEMORY
@@ -37,6 +42,7 @@ _PREFIX = "moe_nvlink-"
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_COLLAPSE = 25  # since Linux 6.1; the module mmap does not name it
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -49,6 +55,7 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _mmap(address: int, size: int, protection: int, flags: int, fd: int, offset: int) -> int:
@@ -68,13 +75,37 @@ def _map_nothing(address: int, size: int) -> int:
     return _mmap(address, size, 0, flags | (_MAP_FIXED if address else 0), -1, 0)
 
 
+def _reserve_window(size_bytes: int) -> int:
+    """Reserve addresses that start at a multiple of HUGE_PAGE_BYTES. Local."""
+    first = _map_nothing(0, size_bytes + HUGE_PAGE_BYTES)
+    start = round_up(first, HUGE_PAGE_BYTES)
+    for unused, end in ((first, start), (start + size_bytes, first + size_bytes + HUGE_PAGE_BYTES)):
+        if unused < end:
+            _libc.munmap(unused, end - unused)
+    return start
+
+
+def collapse(address: int, size_bytes: int) -> bool:
+    """Collect the whole huge pages in a mapped range; return whether Linux did. Local.
+
+    The content stays. Linux refuses before version 6.1, without transparent huge pages, and if no
+    huge page is free on the node that has the pages. The range then keeps the pages that it has,
+    and works. Linux asks no setting for this call but one: `deny` in
+    /sys/kernel/mm/transparent_hugepage/shmem_enabled, after which it refuses too.
+    """
+    first = round_up(address, HUGE_PAGE_BYTES)
+    whole = (address + size_bytes - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    return whole > 0 and _libc.madvise(first, whole, _MADV_COLLAPSE) == 0
+
+
 class _Segment:
     """Shared memory object of this rank, as long as it has a name."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
         self.path, self.fd = _create_locked_file()
         try:
-            _reserve_pages(self.fd, size_bytes)
+            for piece in pieces:
+                _reserve_pages(self.fd, piece)
         except BaseException:
             self.close()
             raise
@@ -107,16 +138,20 @@ def _create_locked_file() -> tuple[Path, int]:
     raise TransportError(f"cannot keep a file in {_DIRECTORY}: something removes it at once")
 
 
-def _reserve_pages(fd: int, size_bytes: int) -> None:
-    """Allocate the pages now: if a page were missing later, SIGBUS would kill the process."""
+def _reserve_pages(fd: int, piece: _Piece) -> None:
+    """Allocate the pages now, by this rank.
+
+    If a page were missing later, SIGBUS would kill the process. If a peer needed a page first, the
+    page could lie on the peer's NUMA node.
+    """
     try:
-        os.posix_fallocate(fd, 0, size_bytes)
+        os.posix_fallocate(fd, piece.file_offset, piece.size_bytes)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise TransportError(f"cannot size shared memory: {error.strerror}") from error
         free = os.statvfs(_DIRECTORY)
         raise TransportError(
-            f"{size_bytes} bytes of shared memory are needed, {_DIRECTORY} has "
+            f"{piece.size_bytes} bytes of shared memory are needed, {_DIRECTORY} has "
             f"{free.f_bavail * free.f_frsize} free; enlarge it (docker: --shm-size) or lower "
             "max_tokens_per_rank"
         ) from error
@@ -167,8 +202,8 @@ class HostMemory:
 
     def __init__(self, group: Group, reserve_bytes: int) -> None:
         self._group = group
-        self.rank_stride = round_up(max(reserve_bytes, 1), mmap.PAGESIZE)
-        self.base_ptr = _map_nothing(0, self.rank_stride * group.size)
+        self.rank_stride = round_up(max(reserve_bytes, 1), HUGE_PAGE_BYTES)
+        self.base_ptr = _reserve_window(self.rank_stride * group.size)
         self._mapped = MappedRanges(self.rank_stride, mmap.PAGESIZE)
         # Tensors keep the ctypes array alive. After the last of them is gone, the window is
         # unmapped.
@@ -197,7 +232,7 @@ class HostMemory:
             self._check_open()
             self._mapped.check(extents)
             pieces = _pieces(extents)
-            segment = _Segment(sum(piece.size_bytes for piece in pieces))
+            segment = _Segment(pieces)
             return segment
 
         try:
@@ -221,10 +256,12 @@ class HostMemory:
         self._mapped.add(extents)
 
     def _map_all(self, mine: _Segment, names: list[str], pieces: list[_Piece]) -> None:
-        size_bytes = sum(piece.size_bytes for piece in pieces)
+        size_bytes = pieces[-1].file_offset + pieces[-1].size_bytes
         for peer, name in enumerate(names):
             if peer == self._group.rank:
                 self._map_rank(peer, mine.fd, pieces)
+                for piece in pieces:
+                    collapse(self._address(peer, piece), piece.size_bytes)
                 continue
             fd = _open_peer(name, size_bytes, peer)
             try:
@@ -235,14 +272,16 @@ class HostMemory:
     def _map_rank(self, peer: int, fd: int, pieces: list[_Piece]) -> None:
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
         for piece in pieces:
-            address = self.base_ptr + peer * self.rank_stride + piece.offset
+            address = self._address(peer, piece)
             _mmap(address, piece.size_bytes, protection, flags, fd, piece.file_offset)
 
     def _take_back(self, pieces: list[_Piece]) -> None:
         for peer in range(self._group.size):
             for piece in pieces:
-                address = self.base_ptr + peer * self.rank_stride + piece.offset
-                _map_nothing(address, piece.size_bytes)
+                _map_nothing(self._address(peer, piece), piece.size_bytes)
+
+    def _address(self, rank: int, piece: _Piece) -> int:
+        return self.base_ptr + rank * self.rank_stride + piece.offset
 
     def _check_open(self) -> ctypes.Array[ctypes.c_char]:
         if self._buffer is None:
@@ -277,11 +316,16 @@ class _Piece(NamedTuple):
 
 
 def _pieces(extents: Sequence[Extent]) -> list[_Piece]:
-    pieces, file_offset = [], 0
+    """Place extents in an object, as far from a multiple of HUGE_PAGE_BYTES as in the window.
+
+    Otherwise no huge page could be mapped. The holes between the extents have no memory.
+    """
+    pieces, end = [], 0
     for extent in extents:
+        file_offset = end + (extent.offset - end) % HUGE_PAGE_BYTES
         size_bytes = round_up(extent.size_bytes, mmap.PAGESIZE)
         pieces.append(_Piece(extent.offset, size_bytes, file_offset))
-        file_offset += size_bytes
+        end = file_offset + size_bytes
     return pieces
 
 

@@ -75,6 +75,18 @@ def test_on_cpu_ranks(tmp_path: Path) -> None:
         assert f"groups of {group['tp_size']}: faster up to" in printed
 
 
+def test_rates_of_cpu_ranks(tmp_path: Path) -> None:
+    """What is printed is what stands in cost.py."""
+    printed, result = run(tmp_path, "--rates", "--groups", "2", "--seconds", "0.01")
+    names: dict[str, Any] = {"Rates": head_cost.Rates}
+    exec(printed.split("written")[0], names)
+    measured = [head_cost.Rates(**result["rates"][dtype]) for dtype in ("bfloat16", "float32")]
+    assert list(names["CPU_RATES"]) == [2, 4]
+    for told, known in zip(names["CPU_RATES"].values(), measured, strict=True):
+        assert told == pytest.approx(known, rel=0.05)
+        assert min(told) > 0
+
+
 def test_a_rehearsal_of_one_gpu(tmp_path: Path) -> None:
     printed, result = run(tmp_path, "--groups", "2", "8", "--device", "rehearsal")
     assert result["options"]["dtype"] == "bfloat16"

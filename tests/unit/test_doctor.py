@@ -27,10 +27,11 @@ from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import cli, doctor, precompile
-from moe_nvlink_plugin.tools.doctor import gpu, inquiry, report, together
+from moe_nvlink_plugin.tools.doctor import gpu, inquiry, report, sockets, together
 from moe_nvlink_plugin.tools.doctor.gpu import Fabric, Gpus, Peer, Trial
 from moe_nvlink_plugin.tools.doctor.inquiry import EntryPoint, Facts, Found
 from moe_nvlink_plugin.tools.doctor.verdict import Verdict, device_reasons, numbered
+from moe_nvlink_plugin.transport import host as shared_memory
 from tests.support import fake_cuda
 
 pytestmark = pytest.mark.timeout(120)
@@ -86,7 +87,9 @@ def good(gpus: Gpus, **changes: Any) -> Facts:
             plugin_error="",
         ),
         cache=Found("/cache"),
-        cpu=inquiry.Cpu(Found("g++"), Found("loaded"), Found("1 GiB"), "1:1"),
+        cpu=inquiry.Cpu(
+            Found("g++"), Found("loaded"), Found("1 GiB"), "1:1", sockets.Sockets((0, 1), (0,), 1)
+        ),
         gpus=gpus,
         kernels=inquiry.Kernels(
             Found("13.0"), {name: dict.fromkeys(KINDS, Found("in the cache")) for name in names}
@@ -516,6 +519,49 @@ def ranks(count: int, gpus: Callable[[int], Gpus], **changes: Any) -> list[Facts
 def two(fake: Fake) -> list[Facts]:
     """Two ranks on two GPUs of one host."""
     return ranks(2, lambda rank: fake(local_rank=rank, devices=2))
+
+
+def test_a_machine_of_two_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores of two nodes, and memory on the wrong one; this machine's own sysfs is not read."""
+    files = {
+        "devices/system/node/node0/cpulist": "0-3,8-11",
+        "devices/system/node/node1/cpulist": "4-7,12-15",
+        "devices/system/node/node2/cpulist": "",  # memory without cores
+        "kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never deny",
+        "kernel/mm/hugepages/hugepages-2048kB/nr_hugepages": "7",
+        "numa_maps": "10000 default file=/a mapped=1 N0=1\n7f0000200000 default N1=600 N0=424\n",
+        "smaps": "7f0000200000-7f0000600000 rw-s\nRss: 4096 kB\nShmemPmdMapped:     2048 kB\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    memory_nodes, huge_bytes = sockets.seen(0x7F0000200000, tmp_path)
+    trial = {"memory_nodes": memory_nodes, "huge_bytes": huge_bytes, "trial_bytes": 2**22}
+    monkeypatch.setattr(sockets, "_trial", lambda: trial)
+    for cores, told in [
+        ({9, 12}, "cores 9, 12, on NUMA nodes 0-1 of 2; bind each rank to one node (vLLM does"),
+        ({4, 5, 6}, "cores 4-6, on NUMA node 1 of 2\n"),
+    ]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _thread, cores=cores: cores)
+        found = good(Gpus())
+        found = dataclasses.replace(
+            found, cpu=dataclasses.replace(found.cpu, sockets=sockets.look(tmp_path))
+        )
+        text = report.as_text([inquiry.from_json(inquiry.to_json(found))], [])
+        assert told in text
+        assert "shared memory of this process lies on NUMA nodes 0-1" in text
+        assert "2 MiB of a trial's 4 MiB (shmem_enabled: advise; 7 reserved for hugetlbfs" in text
+
+
+def test_placement_that_cannot_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_DIRECTORY", tmp_path / "none")
+    found = sockets.look(tmp_path)
+    assert "cannot create" in found.error
+    assert found.cores
+    assert not found.nodes
+    facts = good(Gpus())
+    facts = dataclasses.replace(facts, cpu=dataclasses.replace(facts.cpu, sockets=found))
+    assert "huge pages were not tried: cannot create" in report.as_text([facts], [])
 
 
 def test_ranks_that_agree(two: list[Facts]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import mmap
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ import torch
 
 from moe_nvlink_plugin.errors import PeerError, TransportError
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from moe_nvlink_plugin.transport import Extent, host
+from moe_nvlink_plugin.transport import HUGE_PAGE_BYTES, Extent, host
 from moe_nvlink_plugin.transport.host import HostMemory, HostTransport
 
 pytestmark = pytest.mark.timeout(60)
@@ -58,6 +59,75 @@ def test_every_rank_sees_every_rank() -> None:
         return seen
 
     assert run_ranks(3, rank_main) == [[1, 2, 3]] * 3
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes of huge pages in this process's mapping of shared memory that contains an address."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_there = int(found[1], 16) <= address < int(found[2], 16)
+        elif is_there and line.startswith("ShmemPmdMapped:"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError("nothing is mapped there")
+
+
+def collects_huge_pages() -> bool:
+    """Whether Linux makes a huge page of private memory now, and may make one of shared memory."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if not setting.exists() or "[deny]" in setting.read_text():
+        return False
+    with mmap.mmap(-1, 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE) as private:
+        private.write(bytes(2 * HUGE_PAGE_BYTES))
+        first = -ctypes.addressof(ctypes.c_char.from_buffer(private)) % HUGE_PAGE_BYTES
+        try:
+            private.madvise(25, first, HUGE_PAGE_BYTES)
+        except OSError:
+            return False
+        return True
+
+
+def test_the_owner_allocates_every_page_before_a_peer_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages lie on the node of the rank that first needs them: on the owner's."""
+    extents = [Extent(0, 5000), Extent(2 * MIB + 8192, 4 * MIB), Extent(7 * MIB, 100)]
+    allocated = []
+    open_peer = host._open_peer
+
+    def look(name: str, size_bytes: int, peer: int) -> int:
+        fd = open_peer(name, size_bytes, peer)
+        allocated.append(512 * os.fstat(fd).st_blocks)
+        return fd
+
+    def rank_main(group: ThreadGroup) -> None:
+        HostTransport().reserve(group, 16 * MIB, CPU).extend(extents)
+
+    monkeypatch.setattr(host, "_open_peer", look)
+    run_ranks(3, rank_main)
+    assert allocated == [8192 + 4 * MIB + 4096] * 6, "holes have memory, or pages have none"
+
+
+def test_every_rank_maps_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first extent is as a continued region; the other two start where a large one does."""
+    extents = [Extent(MIB + 4096, 4 * MIB), Extent(6 * MIB, 4 * MIB), Extent(12 * MIB, 2 * MIB)]
+    if not collects_huge_pages():
+        pytest.skip("this Linux makes no huge pages of shared memory")
+
+    def rank_main(group: ThreadGroup) -> list[int]:
+        memory = HostTransport().reserve(group, 16 * MIB, CPU)
+        memory.extend(extents)
+        peer = memory.base_ptr + (1 - group.rank) * memory.rank_stride
+        own = memory.base_ptr + group.rank * memory.rank_stride
+        for extent in extents:
+            assert not bool(memory.local(extent.offset, extent.size_bytes).any()), "not zeroed"
+        group.all_gather_object(None)
+        for extent in extents:
+            ctypes.memset(peer + extent.offset, 1, extent.size_bytes)
+        return [huge_bytes(base + extent.offset) for base in (own, peer) for extent in extents]
+
+    assert run_ranks(2, rank_main) == [[2 * MIB, 4 * MIB, 2 * MIB] * 2] * 2
+    # A Linux that refuses leaves memory that works.
+    monkeypatch.setattr(host, "_MADV_COLLAPSE", -1)
+    assert run_ranks(2, rank_main) == [[0] * 6] * 2
 
 
 def test_nothing_remains_and_only_the_owner_could_open_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +370,8 @@ def test_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 _HOLD_A_SEGMENT = """
 import sys
-from moe_nvlink_plugin.transport.host import _Segment
-segment = _Segment(4096)
+from moe_nvlink_plugin.transport.host import _Piece, _Segment
+segment = _Segment([_Piece(0, 4096, 0)])
 print(segment.path.name, flush=True)
 sys.stdin.read()
 """

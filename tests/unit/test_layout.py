@@ -19,6 +19,7 @@ from moe_nvlink_plugin.memory.layout import (
     WorkspaceLayout,
 )
 from moe_nvlink_plugin.recipes import unquantised_recipe_of
+from moe_nvlink_plugin.transport import HUGE_PAGE_BYTES
 
 configs = st.builds(
     AllToAllConfig,
@@ -49,6 +50,8 @@ def test_regions_are_aligned_and_apart(config: AllToAllConfig) -> None:
     regions = all_regions(layout)
     assert all(region.offset % REGION_ALIGNMENT == 0 for region in regions)
     assert all(region.block * REGION_ALIGNMENT == region.offset for region in regions)
+    large = [region for region in regions if region.size_bytes >= HUGE_PAGE_BYTES]
+    assert all(region.offset % HUGE_PAGE_BYTES == 0 for region in large)
     for left, right in itertools.pairwise(regions):
         assert left.offset + left.size_bytes <= right.offset
     assert regions[-1].offset + regions[-1].size_bytes <= layout.end

@@ -1,7 +1,8 @@
 """moe-nvlink doctor: says what a machine has, and whether this package will work on it.
 
-inquiry.py asks the machine, and gpu.py asks the driver in a child process. verdict.py judges.
-report.py writes the report, and together.py collects the ranks of a launcher into one report.
+inquiry.py asks the machine: sockets.py for its NUMA nodes, gpu.py for the driver in a child
+process. verdict.py judges. report.py writes the report, and together.py collects the ranks of a
+launcher into one report.
 """
 
 from __future__ import annotations

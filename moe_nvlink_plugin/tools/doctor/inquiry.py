@@ -23,6 +23,7 @@ from moe_nvlink_plugin.jit import cache, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import precompile, shipped
 
+from . import sockets
 from .gpu import GpuDevice, Gpus, own_index, probe
 from .gpu import from_json as gpus_from_json
 
@@ -99,12 +100,14 @@ class Cpu:
         kernels: the host libraries, loaded.
         shared_memory: free bytes in /dev/shm.
         shared_memory_id: equal in two processes that see the same /dev/shm.
+        sockets: cores, NUMA nodes and huge pages.
     """
 
     compiler: Found
     kernels: Found
     shared_memory: Found
     shared_memory_id: str
+    sockets: sockets.Sockets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +208,7 @@ def from_json(text: str) -> Facts:
     values["software"] = Software(**software)
     for name in ("compiler", "kernels", "shared_memory"):
         cpu[name] = Found(**cpu[name])
+    cpu["sockets"] = sockets.from_json(cpu["sockets"])
     values["cpu"] = Cpu(**cpu)
     values["kernels"] = Kernels(
         Found(**kernels["nvrtc"]),
@@ -379,6 +383,7 @@ def _cpu() -> Cpu:
         kernels=_ask(_host_kernels),
         shared_memory=_shared_memory(),
         shared_memory_id=shared_memory_id,
+        sockets=sockets.look(),
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from moe_nvlink_plugin import env
 
 from .gpu import GpuDevice, Trial
 from .inquiry import Facts, Found
+from .sockets import Sockets
 from .verdict import Verdict, device_reasons, numbered
 
 _OK, _NO, _PLAIN = "  ok  ", "  NO  ", "      "
@@ -79,7 +80,32 @@ def _cpu(found: Facts) -> list[str]:
         _line("kernel cache", found.cache),
         _line("host kernels", found.cpu.kernels),
         _line("shared memory", found.cpu.shared_memory),
+        *(_PLAIN + text for text in _sockets(found.cpu.sockets)),
     ]
+
+
+def _sockets(found: Sockets) -> Iterator[str]:
+    yield f"{numbered('core', found.cores)}{_on_nodes(found)}"
+    if found.error:
+        yield f"placement and huge pages were not tried: {found.error}"
+        return
+    lies = f"lies on NUMA {numbered('node', found.memory_nodes)}"
+    unknown = "lies on a node that Linux does not name (/proc/self/numa_maps)"
+    yield f"shared memory of this process {lies if found.memory_nodes else unknown}"
+    setting = f"shmem_enabled: {found.shmem_enabled or 'unknown'}"
+    yield (
+        f"huge pages: {found.huge_bytes // 2**20} MiB of a trial's {found.trial_bytes // 2**20} "
+        f"MiB ({setting}; {found.reserved_pages} reserved for hugetlbfs, not used)"
+    )
+
+
+def _on_nodes(found: Sockets) -> str:
+    if not found.nodes:
+        return ""
+    told = f", on NUMA {numbered('node', found.nodes)} of {found.num_nodes}"
+    if len(found.nodes) == 1:
+        return told
+    return f"{told}; bind each rank to one node (vLLM does; else numactl --cpunodebind --membind)"
 
 
 def _driver(found: Facts) -> list[str]:
