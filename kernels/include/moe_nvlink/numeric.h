@@ -112,23 +112,29 @@ struct E4m3 {
   static constexpr float kLargest = 448.0f;
 
   // Round to nearest even. Numbers above 448, infinity too, become 448, as in the hardware and in
-  // torch from 2.13 on (older versions make NaN of them). NaN becomes 0x7f, of either sign. Normal
-  // numbers: fp32's exponent less 120, cut to 3 mantissa bits. Below 2^-6, subnormal ones: adding
-  // 2^14 makes fp32's own adder round to multiples of 2^-9.
-  HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
+  // torch from 2.13 on (older versions make NaN of them). NaN becomes 0x7f, of either sign.
+  //
+  // A number's codes are multiples of 2^-3 of its binade, below 2^-6 of 2^-9. So fp32's own adder
+  // rounds it to a code if 2^20 times the binade (at least 2^-6) is added. The sum's low bits are
+  // the number of steps, from 8 on in a binade, and each binade is 8 codes above the one before.
+  template <class Bits>
+  HD static Bits rounded(Bits bits) {
+    const Bits magnitude = bits & 0x7fffffffu;
+    const Bits bounded = magnitude < 0x43e00000u ? magnitude : Bits{} + 0x43e00000u;
+    const Bits exponent = bounded & 0x7f800000u;
+    const Bits binade = exponent > 0x3c800000u ? exponent : Bits{} + 0x3c800000u;
+    const Bits sum =
+        bits_of_float(float_of_bits(bounded) + float_of_bits(Bits(binade + 0x0a000000u)));
+    const Bits code = sum - binade + (binade >> 20) - (0x0a000000u + 0x3c8u);
+    return magnitude > 0x7f800000u ? Bits{} + 0x7fu : code | ((bits >> 24) & 0x80u);
+  }
 
-  // The code in a word as wide as a float, for loops that become vector code.
+  // The code in a word as wide as a float.
   HD static uint32_t code_of(float value) {
     if constexpr (kHasFp8Conversions) return e4m3_pair_of_floats(value, 0.0f) & 0xffu;
-    const uint32_t bits = bits_of_float(value);
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
-    const uint32_t subnormal = bits_of_float(float_of_bits(magnitude) + 16384.0f) - 0x46800000u;
-    uint32_t code = magnitude < 0x3c800000u ? subnormal : normal;
-    code = code < 0x7eu ? code : 0x7eu;
-    code |= (bits >> 24) & 0x80u;
-    return magnitude > 0x7f800000u ? 0x7fu : code;
+    return rounded(bits_of_float(value));
   }
+  HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
 
   // As Fp16::to_float: 2^120 = 2^(127 - 7).
   template <class Bits>
@@ -175,19 +181,23 @@ struct E4m3 {
 struct E2m1 {
   static constexpr float kLargest = 6.0f;
 
-  // Round to nearest even; beyond 6 it saturates; NaN becomes 7, which is 6.
-  HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
-
-  HD static uint32_t code_of(float value) {
-    const uint32_t bits = bits_of_float(value);
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t bounded = magnitude < 0x40c00000u ? magnitude : 0x40c00000u;
-    const uint32_t normal = ((bounded + 0x1fffffu + ((bounded >> 22) & 1u)) >> 22) - 252u;
-    // Below 1 the steps are 0.5, as fp32's are from 2^22 on.
-    const uint32_t subnormal = bits_of_float(float_of_bits(bounded) + 4194304.0f) - 0x4a800000u;
-    const uint32_t code = (bounded < 0x3f800000u ? subnormal : normal) | ((bits >> 28) & 8u);
-    return magnitude > 0x7f800000u ? 7u : code;
+  // Round to nearest even; beyond 6 it saturates; NaN becomes 7, which is 6. As E4m3::rounded: codes
+  // are multiples of 2^-1 of the binade, below 1 of 2^-1.
+  template <class Bits>
+  HD static Bits rounded(Bits bits) {
+    const Bits magnitude = bits & 0x7fffffffu;
+    const Bits bounded = magnitude < 0x40c00000u ? magnitude : Bits{} + 0x40c00000u;
+    const Bits exponent = bounded & 0x7f800000u;
+    const Bits binade = exponent > 0x3f800000u ? exponent : Bits{} + 0x3f800000u;
+    const Bits sum =
+        bits_of_float(float_of_bits(bounded) + float_of_bits(Bits(binade + 0x0b000000u)));
+    const Bits code = sum - binade + (binade >> 22) - (0x0b000000u + 0xfeu);
+    return magnitude > 0x7f800000u ? Bits{} + 7u : code | ((bits >> 28) & 8u);
   }
+
+  // The code in a word as wide as a float.
+  HD static uint32_t code_of(float value) { return rounded(bits_of_float(value)); }
+  HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
 
   // As Fp16::to_float: 2^126 = 2^(127 - 1).
   template <class Bits>
