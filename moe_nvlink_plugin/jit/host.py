@@ -17,18 +17,26 @@ from moe_nvlink_plugin.errors import CompileError
 from . import cache
 from .header import structs
 
-# -ffp-contract=off: with fused multiply-add, results would differ from machine to machine.
-FLAGS = (
-    "-std=c++20",
-    "-Werror=switch",  # a switch over codes of config.h must have a case for each code
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-)
+
+def flags_of(machine: str) -> tuple[str, ...]:
+    """Return the compiler's arguments for a machine, which platform.machine() names. Local."""
+    # Every aarch64 processor has NEON, and `native` would add SVE where the processor has it. With
+    # SVE g++ 12 makes scalar code of the kernels' vectors (tests/kernels/test_aarch64.py).
+    march = "-march=armv8-a" if machine == "aarch64" else "-march=native"
+    return (
+        "-std=c++20",
+        "-Werror=switch",  # a switch over codes of config.h must have a case for each code
+        "-O3",
+        march,
+        "-ffp-contract=off",  # with fused multiply-add, results would differ between machines
+        "-fno-math-errno",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+    )
+
+
+FLAGS = flags_of(platform.machine())
 
 _COMPILE_TIMEOUT_S = 280.0
 

@@ -164,8 +164,12 @@ def windows_of(args: Any) -> tuple[Span, ...]:
 
 def tensors_of(made: Build, rank: int, args: Any) -> list[Span]:
     """What one rank's launch touches outside of the workspaces, as args.h says."""
-    spans = [Span(rank, *each) for each in _TENSORS[made.kernel.name](args)]
-    return [span for span in spans if span.address and span.size_bytes]
+    return [Span(rank, *each) for each in tensors_of_kernel(made.kernel.name, args)]
+
+
+def tensors_of_kernel(name: str, args: Any) -> list[tuple[int, int, str]]:
+    """The same of a kernel by its name: address, bytes, and what it is."""
+    return [each for each in _TENSORS[name](args) if each[0] and each[1]]
 
 
 _Tensors = Iterator[tuple[int, int, str]]

@@ -1,0 +1,188 @@
+"""The host build for aarch64, executed by qemu-user: the bits of this machine's build.
+
+What this shows and what it cannot show: tests/support/aarch64.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_nvlink_plugin.exchange.kernels import COMBINE
+from moe_nvlink_plugin.jit import header
+from moe_nvlink_plugin.launch.arguments import element_code
+from moe_nvlink_plugin.recipes import QuantisedRows
+from tests.kernels import quantiser_rows as rows_of
+from tests.kernels import test_head_sanitizers, test_numeric, test_sanitizers
+from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same
+from tests.kernels.test_quantisers import by_kernel
+from tests.support import aarch64, cases, emulated, kernel_texts
+from tests.support.aarch64 import Aarch64Backend, Calls
+from tests.support.cases import Case
+
+pytestmark = [aarch64.IS_EMULATED, pytest.mark.timeout(280)]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return aarch64.build_library(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="module")
+def calls(library: Path) -> Iterator[Calls]:
+    with aarch64.running(library) as found:
+        yield found
+
+
+def quantised(calls: Calls, name: str, source: torch.Tensor, scale: torch.Tensor) -> QuantisedRows:
+    """As test_quantisers.by_kernel."""
+    recipe = RECIPES[name]
+    announced = recipe.hidden_row(source.shape[1]), recipe.scales_row(source.shape[1])
+    outputs = [
+        None
+        if row is None
+        else torch.full((len(source), row.row_bytes), 0xA5, dtype=torch.uint8).view(row.dtype)
+        for row in announced
+    ]
+    rows, scales = outputs
+    assert rows is not None
+    calls.call(
+        "quantise_rows",
+        header.constants()[f"kQuantiser{recipe.quantiser}"],
+        element_code(source.dtype),
+        source,
+        scale,
+        rows,
+        0 if scales is None else scales,
+        len(source),
+        source.shape[1],
+    )
+    return QuantisedRows(rows, scales)
+
+
+def sources(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Hard numbers in rows of one block, and rows of several pieces."""
+    block = BLOCKS[name]
+    if dtype == torch.float32:
+        numbers = rows_of.E2M1_NUMBERS if name == "nvfp4" else rows_of.E4M3_NUMBERS
+        yield rows_of.tied_rows(block, numbers, range(-3, 3))
+        yield rows_of.rows_at_limits(block)
+        yield rows_of.random_rows(block, seed=4, num_values=60_000)
+    else:
+        yield rows_of.patterns_beside(dtype, block, torch.tensor([0.0, 0.9, 1.76]))
+    random = torch.Generator().manual_seed(9)
+    for pieces in (3, 33):
+        yield torch.randn(3, pieces * block, generator=random).exp().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_quantisers(name: str, dtype: torch.dtype, calls: Calls) -> None:
+    scale = torch.tensor([0.37])
+    for source in sources(name, dtype):
+        source = source.contiguous()
+        here = by_kernel(name, source, scale)
+        assert_same(quantised(calls, name, source, scale), here, source)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_conversions(dtype: torch.dtype, calls: Calls) -> None:
+    """Every 16-bit pattern up; ties, limits and random patterns down."""
+    element, patterns = element_code(dtype), rows_of.patterns(dtype)
+    floats = torch.empty(len(patterns))
+    calls.call("to_float", element, patterns, floats, len(patterns))
+    assert not bool(rows_of.differing(floats, patterns.float()).any())
+    numbers = test_numeric.interesting_fp32()[::8].view(torch.float32).contiguous()
+    rounded = torch.empty(len(numbers), dtype=dtype)
+    calls.call("from_float", element, numbers, rounded, len(numbers))
+    assert not bool(rows_of.differing(rounded, numbers.to(dtype)).any())
+
+
+ROUNDS = Case(
+    name="rounds",
+    tokens=(8, 0, 5),
+    num_experts=10,
+    top_k=6,
+    hidden_size=300,
+    routing="invalid",
+    num_threads=2,
+)
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_rounds(recipe: str | None, calls: Calls) -> None:
+    """Dispatch and combine of three ranks, held to the oracle that holds the other builds."""
+    choices = itertools.product(DTYPES, cases.COMBINE_FORMATS, (False, True))
+    for (dtype, back, small), add in zip(choices, itertools.cycle(cases.ADDS), strict=False):
+        sizes = dataclasses.replace(ROUNDS, dtype=dtype, small=small, add=add, scale=-1.5)
+        case = cases.with_formats(sizes, recipe, back)
+        inputs = cases.make_inputs(case)
+        backend = Aarch64Backend(calls, case.num_threads)
+        ranks = emulated.EmulatedRanks.of_case(case, backend, hidden_splits=2)
+        with emulated.naming(f"{dtype}, {back} back, small={small}, add={add!r}"):
+            for _ in range(2):
+                emulated.check_round(case, inputs, ranks.run_round(inputs))
+
+
+#: Without formats, which the rounds above have: half the time to compile.
+PROGRAMS = {
+    test_sanitizers.PROGRAM: lambda: test_sanitizers.kernel_text(formats=False),
+    test_head_sanitizers.PROGRAM: test_head_sanitizers.kernel_text,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_ranks_as_threads(program: Path, tmp_path: Path) -> None:
+    """The programs that the sanitizers look at: many rounds without a barrier, and the LM head."""
+    text = program.read_text(encoding="utf-8")
+    include = '#include "kernel_text.h"\n'
+    assert include in text
+    text = text.replace(include, PROGRAMS[program]())
+    done = aarch64.run(aarch64.build(text, tmp_path), "0")  # no bug is awake
+    assert done.returncode == 0, done.stderr[:4000]
+    assert "all rounds verified" in done.stdout
+
+
+# ---- Vector code.
+
+#: An operation on the four words of a NEON register, and one on a single float.
+VECTOR = re.compile(r"\t(?:f(?:mul|add|sub|ml[as])|cm\w+|bsl|bi[tf]|[us]?sh[lr]|and|orr|add|sub)"
+                    r"\tv\d+\.(?:4s|16b)")  # fmt: skip
+SCALAR = re.compile(r"\tf(?:mul|add|sub|div|n?m(?:add|sub))\ts\d")
+#: What encodes rows, and what decodes and adds them.
+LOOPS = {"encoding": "quantis", "decoding": "sum_present_rows"}
+
+
+def operations(symbols: dict[str, str], part: str) -> tuple[int, int]:
+    """Of vectors and of single floats, in the functions whose names have this part."""
+    code = "".join(each for name, each in symbols.items() if part in name.lower())
+    return len(VECTOR.findall(code)), len(SCALAR.findall(code))
+
+
+def test_rows_are_encoded_and_decoded_by_neon(library: Path) -> None:
+    symbols = aarch64.disassembly(library)
+    for loop, part in LOOPS.items():
+        vectors, floats = operations(symbols, part)
+        assert vectors > 2 * floats, f"{loop}: {vectors} vector operations, {floats} of one float"
+    ours = "".join(code for name, code in symbols.items() if "moe_nvlink" in name)
+    # Fused multiply-add and conversions are instructions here.
+    assert re.findall(r"\tbl\t\w+ <_*(fmaf|\w+[sdht]f2)>", ours) == []
+
+
+def test_sve_would_make_scalar_code(tmp_path: Path) -> None:
+    """Why host.flags_of does not ask for the processor's own instructions; and that the test above
+    would notice. If a newer compiler fails here, flags_of may take `-march=native`.
+    """
+    constants = {"int kTopK": "2", "int kTopKBound": "2", "int kElement": "0"}
+    text = kernel_texts.host_unit(COMBINE.source, constants=constants | {"int kCombine": "1"})
+    symbols = aarch64.disassembly(aarch64.build(text, tmp_path, "-c", "-march=armv8.2-a+sve"))
+    vectors, floats = operations(symbols, "")
+    assert vectors < floats, f"{vectors} vector operations, {floats} of one float"
