@@ -535,9 +535,7 @@ def test_a_machine_of_two_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    memory_nodes, huge_bytes = sockets.seen(0x7F0000200000, tmp_path)
-    trial = {"memory_nodes": memory_nodes, "huge_bytes": huge_bytes, "trial_bytes": 2**22}
-    monkeypatch.setattr(sockets, "_trial", lambda: trial)
+    monkeypatch.setattr(sockets, "_trial", lambda: sockets.seen(0x7F0000200000, tmp_path))
     for cores, told in [
         ({9, 12}, "cores 9, 12, on NUMA nodes 0-1 of 2; bind each rank to one node (vLLM does"),
         ({4, 5, 6}, "cores 4-6, on NUMA node 1 of 2\n"),

@@ -16,6 +16,7 @@ from moe_nvlink_plugin.testing import ThreadGroup
 _SYSTEM = Path("/sys")
 _PROCESS = Path("/proc/self")
 _SHMEM_ENABLED = "kernel/mm/transparent_hugepage/shmem_enabled"
+_TRIAL_BYTES = 2**22
 _RESERVED = "kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"
 
 
@@ -63,9 +64,12 @@ def look(system: Path = _SYSTEM) -> Sockets:
         reserved_pages=int(_text(system / _RESERVED) or 0),
     )
     try:
-        return dataclasses.replace(found, **_trial())
+        nodes, huge_bytes = _trial()
     except (ImportError, MoeNvlinkError, OSError) as error:
         return dataclasses.replace(found, error=str(error))
+    return dataclasses.replace(
+        found, memory_nodes=nodes, huge_bytes=huge_bytes, trial_bytes=_TRIAL_BYTES
+    )
 
 
 def from_json(values: dict[str, object]) -> Sockets:
@@ -87,23 +91,22 @@ def _cores_of_nodes(system: Path) -> Iterator[tuple[int, set[int]]]:
         yield int(path.name.removeprefix("node")), cores
 
 
-def _trial() -> dict[str, object]:
-    """Make shared memory as a CPU rank does, and see where it lies."""
+def _trial() -> tuple[tuple[int, ...], int]:
+    """Make shared memory as a CPU rank does; return its nodes and its bytes in huge pages."""
     import torch
 
-    from moe_nvlink_plugin.transport import HUGE_PAGE_BYTES, Extent
+    from moe_nvlink_plugin.transport import Extent
     from moe_nvlink_plugin.transport.host import HostTransport
 
-    size = 2 * HUGE_PAGE_BYTES
+    size = _TRIAL_BYTES
     memory = HostTransport().reserve(ThreadGroup.ranks(1)[0], size, torch.device("cpu"))
     try:
         memory.extend([Extent(0, size)])
         # If a huge page is refused, Linux maps a page when it is first read.
         ctypes.string_at(memory.base_ptr, size)
-        nodes, huge_bytes = seen(memory.base_ptr, _PROCESS)
+        return seen(memory.base_ptr, _PROCESS)
     finally:
         memory.close()
-    return {"memory_nodes": nodes, "huge_bytes": huge_bytes, "trial_bytes": size}
 
 
 def seen(address: int, process: Path) -> tuple[tuple[int, ...], int]:
