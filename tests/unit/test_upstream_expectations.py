@@ -245,7 +245,7 @@ def test_a_row_for_each_group_in_their_order_and_every_reason() -> None:
     groups[1] = replace(groups[1], plugin=Plugin.COMPARED)
     assert table.section("1.0", groups, rules) == (
         "vLLM 1.0 on CPU processes:\n\n"
-        "| vLLM's tests | our backend | passed | failed for vLLM's reasons | cannot run here |\n"
+        "| vLLM's tests | our backend | passed | failed, as listed below | cannot run here |\n"
         "|---|---|---|---|---|\n"
         "| the group one | chosen | 100 | 4 | 37 |\n"
         "| the group two | not chosen; as without the plugin | 7 | 0 | 0 |\n"

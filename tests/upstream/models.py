@@ -3,7 +3,7 @@
 Each has a config of the same model class with the sizes of a toy, random weights, and a tokenizer.
 vLLM finds them by the names of the real models, through its own VLLM_MODEL_REDIRECT_PATH. To add a
 name, add a line to `STAND_INS`. transformers writes them: `integration/demo/tiny_checkpoint.py`
-knows two model classes, and these are six.
+knows two model classes, and these are seven.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ _OPT = {
     "num_attention_heads": 4,
     "max_position_embeddings": 2048,
 }
+_LONG_OPT = {**_OPT, "max_position_embeddings": 131072}
 #: PowerMoE's own 40 experts, of which 8 answer for a token; 40 divides by 2, 4 and 8 ranks.
 _GRANITE_MOE = {
     **_DECODER,
@@ -72,6 +73,8 @@ _QWEN_MOE = {
 }
 _LONG_QWEN_MOE = {**_QWEN_MOE, "max_position_embeddings": 131072}
 _EAGLE = {**_LLAMA, "num_hidden_layers": 1, "max_position_embeddings": 131072}
+#: LLaVA 1.5 reads pictures of this size as 24 x 24 patches, a token each.
+_PICTURE_SIZE, _PICTURE_TOKENS = 336, 576
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class StandIn:
     """A toy: transformers' name of the model class, and the sizes that differ from its defaults.
 
     eagle: it drafts for a model of the same hidden size, whose embeddings and head it shares.
+    pictures: it reads pictures, and has no weights: BLIP-2 around the model, for schedulers. Most
+        other models that read pictures import torchvision, which CPU environments lack.
     """
 
     model_type: str
@@ -86,15 +91,19 @@ class StandIn:
     dtype: str = "bfloat16"
     seed: int = 0
     eagle: bool = False
+    pictures: bool = False
 
 
 STAND_INS: Mapping[str, StandIn] = {
     "facebook/opt-125m": StandIn("opt", _OPT, dtype="float16"),
+    "facebook/opt-350m": StandIn("opt", _OPT, dtype="float16"),
     "hmellor/tiny-random-LlamaForCausalLM": StandIn("llama", _LLAMA),
+    "llava-hf/llava-1.5-7b-hf": StandIn("opt", _LONG_OPT, dtype="float16", pictures=True),
     "ibm-research/PowerMoE-3b": StandIn("granitemoe", _GRANITE_MOE, dtype="float32"),
     # Experts in the place of its MLPs: what drafts for it is verified through our exchange.
     "meta-llama/Llama-3.1-8B-Instruct": StandIn("qwen3_moe", _LONG_QWEN_MOE),
     "meta-llama/Llama-3.2-1B-Instruct": StandIn("llama", _LLAMA),
+    "Qwen/Qwen2.5-VL-3B-Instruct": StandIn("opt", _LONG_OPT, pictures=True),
     "Qwen/Qwen3-0.6B": StandIn("qwen3", {**_LLAMA, "head_dim": 32}),
     "Qwen/Qwen3-30B-A3B": StandIn("qwen3_moe", _QWEN_MOE),
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": StandIn("llama", _LLAMA),
@@ -131,6 +140,9 @@ def _write(folder: Path, stand_in: StandIn) -> None:
     from transformers import AutoModelForCausalLM
 
     tokenizer = _tokenizer()
+    if stand_in.pictures:
+        _write_with_pictures(folder, stand_in, tokenizer)
+        return
     config = _config(stand_in, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stand_in.seed)
@@ -165,6 +177,27 @@ def _write_eagle(weights: Path) -> None:
     # The embedding of the last token, as it is; of the target's hidden state, nothing.
     own["fc.weight"] = torch.eye(size, 2 * size, dtype=norm.dtype)
     save_file(own, weights, metadata={"format": "pt"})
+
+
+def _write_with_pictures(folder: Path, stand_in: StandIn, tokenizer: Any) -> None:
+    """config.json of BLIP-2 with this model as its language model, and the processor's files."""
+    from transformers import Blip2Config, Blip2Processor, BlipImageProcessorPil
+
+    size = {"height": _PICTURE_SIZE, "width": _PICTURE_SIZE}
+    processor = Blip2Processor(
+        BlipImageProcessorPil(size=size), tokenizer, num_query_tokens=_PICTURE_TOKENS
+    )
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    Blip2Config(
+        text_config=_config(stand_in, tokenizer),
+        vision_config={**small, "num_attention_heads": 2, "image_size": _PICTURE_SIZE},
+        qformer_config={**small, "num_attention_heads": 2, "encoder_hidden_size": 64},
+        num_query_tokens=_PICTURE_TOKENS,
+        image_token_index=tokenizer.convert_tokens_to_ids(processor.image_token.content),
+        architectures=["Blip2ForConditionalGeneration"],
+        dtype=stand_in.dtype,
+    ).save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def _config(stand_in: StandIn, tokenizer: Any) -> Any:

@@ -17,7 +17,7 @@ README = Path(__file__).resolve().parents[2] / "integration" / "README.md"
 BEGIN = "<!-- upstream tests: written by `--write-table` -->"
 END = "<!-- end of upstream tests -->"
 HEADER = (
-    "| vLLM's tests | our backend | passed | failed for vLLM's reasons | cannot run here |\n"
+    "| vLLM's tests | our backend | passed | failed, as listed below | cannot run here |\n"
     "|---|---|---|---|---|"
 )
 ROLES = {
