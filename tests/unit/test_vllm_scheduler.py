@@ -194,7 +194,7 @@ def assert_first_come_first_served(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(load=loads(), spare=st.integers(0, 12), seed=st.integers(0, 3))
 def test_no_load_makes_it_evict(world: str, load: list[Arrival], spare: int, seed: int) -> None:
     chosen = WORLDS[world]
