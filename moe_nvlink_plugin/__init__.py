@@ -3,6 +3,7 @@
 A token passes these folders, in this order:
 
     integration/   the porch: one adapter per framework, which uses the public names below
+                   (and integration/vllm/scheduler/, which no token passes: whom vLLM admits)
     exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); torch.ops.moe_nvlink.*
                    (ops.py, inductor.py); verbs that run beside their caller (in_flight.py); one
                    layer on one workspace (layer.py, checks.py), its views on one channel

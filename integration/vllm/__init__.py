@@ -21,9 +21,11 @@ The modules (``plugin`` imports all others; ``moe`` and ``draft`` do not import 
   (one per worker; ``cpu_communicator``, ``cuda_communicator``), which puts the rest in place.
   ``balancing`` and ``host_balancer`` are for ``--enable-eplb``, ``punica`` and ``adapter_loading``
   for ``--enable-lora``; ``graphs`` checks sizes of CUDA graphs.
+* ``scheduler``: schedulers that never evict, which ``--scheduler-cls`` names, with the flag or not.
+  ``places`` says where processes leave what ``/metrics`` shows.
 
-Without the flag, vLLM loads only ``backend``, ``flag``, ``platform`` and ``common.logs`` of ours.
-All modules use ``integration.common``, which knows no framework.
+Without the flag and ``--scheduler-cls``, vLLM loads only ``backend``, ``flag``, ``platform`` and
+``common.logs`` of ours. All modules use ``integration.common``, which knows no framework.
 """
 
 from __future__ import annotations

@@ -74,21 +74,25 @@ class Group(NamedTuple):
 
     def length(self, request: Any, end: int) -> int:
         """Return the length of a request's table when it has `end` tokens."""
+        if self.fixed:
+            return self.fixed
         if isinstance(self.manager, CrossAttentionManager):
             inputs = range(request.num_encoder_inputs)
             end = sum(request.get_num_encoder_embeds(number) for number in inputs)
-        return self.fixed or int(cdiv(end, self.manager.block_size)) + self.extra
+        blocks: int = cdiv(end, self.manager.block_size)
+        return blocks + self.extra
 
     def at_admission(self, request: Any, end: int, found: Sequence[Any], hits: Hits) -> int:
         """Return how many free blocks a request that holds none may take from now to its end."""
         size = self.manager.block_size
-        skipped = max(self.manager.get_num_skipped_tokens(hits.num_computed) // size, 0)
+        skipped: int = max(self.manager.get_num_skipped_tokens(hits.num_computed) // size, 0)
         missing = max(self.length(request, end) - max(len(found), skipped), 0)
         if found and hits.num_local % size:
             missing += 1  # vLLM copies a block that is shared up to its middle
         kept = [block for block in found[skipped:] if not block.is_null]
         if not self.cap:
-            return missing + sum(block.ref_cnt == 0 for block in kept)
+            cached: int = sum(block.ref_cnt == 0 for block in kept)
+            return missing + cached
         return min(missing + len(kept), self.cap)
 
     def most(self, request: Any, end: int) -> int:
@@ -104,7 +108,7 @@ class Group(NamedTuple):
             end: number of tokens of which the KV cache may have to hold slots.
             shared: ids of the blocks that another request held when this one was admitted.
         """
-        table = self.manager.req_to_blocks.get(request.request_id, ())
+        table: Sequence[Any] = self.manager.req_to_blocks.get(request.request_id, ())
         missing = max(self.length(request, end) - len(table), 0)
         if not self.cap:
             return missing
