@@ -184,7 +184,7 @@ def _write_with_pictures(folder: Path, stand_in: StandIn, tokenizer: Any) -> Non
     from transformers import Blip2Config, Blip2Processor, BlipImageProcessorPil
 
     size = {"height": _PICTURE_SIZE, "width": _PICTURE_SIZE}
-    processor = Blip2Processor(
+    processor = Blip2Processor(  # type: ignore[no-untyped-call]
         BlipImageProcessorPil(size=size), tokenizer, num_query_tokens=_PICTURE_TOKENS
     )
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

@@ -40,8 +40,8 @@ class Schedulers:
 
         self._note_all(synchronous.Scheduler)
         self._ours = ours.GuaranteedNoEvictScheduler
-        synchronous.Scheduler = ours.GuaranteedNoEvictScheduler  # type: ignore[misc]
-        asynchronous.AsyncScheduler = ours.AsyncGuaranteedNoEvictScheduler  # type: ignore[misc]
+        synchronous.Scheduler = ours.GuaranteedNoEvictScheduler
+        asynchronous.AsyncScheduler = ours.AsyncGuaranteedNoEvictScheduler
         _change(ours.AsyncGuaranteedNoEvictScheduler, _schedule_asynchronously)
         if os.environ.get(OPTIONS):
             _change(ours.GuaranteedNoEvictScheduler, _choose_options)
