@@ -21,7 +21,7 @@ RECIPES = {
 BLOCKS = {
     "fp8_block": 128,
     "fp8_block_pow2": 128,
-    "fp8_token": 40,
+    "fp8_token": 136,
     "fp8_tensor": 40,
     "mxfp8": 32,
     "nvfp4": 16,
@@ -33,6 +33,16 @@ E4M3_NUMBERS = [
     for mantissa in range(8)
 ][:127]
 E2M1_NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def in_wide_rows(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """The same blocks side by side: on the host 128 elements in registers, then one block more.
+
+    The first rows come again where the last row needs more.
+    """
+    side_by_side = 128 // block + 1
+    missing = -len(rows) % side_by_side
+    return torch.cat((rows, rows[:missing])).reshape(-1, side_by_side * block)
 
 
 def patterns(dtype: torch.dtype) -> torch.Tensor:
@@ -72,6 +82,17 @@ def random_rows(block: int, seed: int, num_values: int = 600_000) -> torch.Tenso
     spread = torch.randint(-30, 1, shape, generator=random)
     wide = torch.ldexp(torch.randn(shape, generator=random), exponents.clamp(-60, 60) + spread)
     return torch.cat((bits.view(torch.float32), gaussian, _sprinkled(wide, random)))
+
+
+def hard_rows(name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Wide rows of one type: all 16-bit patterns or fp32 bits of all kinds, ties, limits."""
+    block = BLOCKS[name]
+    numbers = E2M1_NUMBERS if name == "nvfp4" else E4M3_NUMBERS
+    rows = [random_rows(block, 4, 200_000), tied_rows(block, numbers, range(-3, 4))]
+    rows = [each.to(dtype) for each in (*rows, rows_at_limits(block))]
+    if dtype != torch.float32:
+        rows.append(patterns_alone(dtype, block))
+    return in_wide_rows(torch.cat(rows), block)
 
 
 def _sprinkled(rows: torch.Tensor, random: torch.Generator) -> torch.Tensor:

@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 
-from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.jit import host, source
 from tests.support import builds, kernel_texts
 
 pytestmark = builds.ON_X86
@@ -118,6 +118,47 @@ def test_combine_adds_with_vectors(level: str) -> None:
 def test_argmax_compares_with_vectors(level: str) -> None:
     """Where there is an instruction for it: SSE2, all that x86-64 promises, has none."""
     assert compares_with_vectors(of_level(level)) is (level != "x86-64")
+
+
+#: What a lane of a CPU rank quantises at a time: 128 elements of bf16.
+PIECES = """
+using namespace moe_nvlink;
+#define PIECE extern "C" [[gnu::flatten]]
+PIECE void piece_mxfp8(const char* row, unsigned char* codes, uint8_t* scales) {
+  quantise_in_registers<Mxfp8, Bf16, kLaneElements>(row, 1.0f, codes, scales);
+}
+PIECE void piece_nvfp4(const char* row, unsigned char* codes, uint8_t* scales) {
+  quantise_in_registers<Nvfp4, Bf16, kLaneElements>(row, 1.0f, codes, scales);
+}
+PIECE void piece_fp8(const char* row, const Fp8Tensor* format, unsigned char* codes) {
+  encode_elements<Fp8Tensor, Bf16, kLaneElements>(row, true, *format, codes);
+}
+"""
+
+
+def encodes_with_vectors(code: str, elements: int) -> bool:
+    """Without a loop. Each code takes one addition of fp32's, of at least 8 elements at a time."""
+    packed = len(re.findall(r"v?addps\s.*%[yz]mm", code))
+    scalar = re.search(r"v?addss\s", code) is not None
+    jumps = re.search(r"\sj[a-z]+\s", code) is not None
+    return not scalar and not jumps and elements // 16 <= packed <= elements // 8 + 2
+
+
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
+def test_codes_are_made_with_vectors(level: str) -> None:
+    text = source.amalgamate(("include/moe_nvlink/quantise.h",)) + PIECES
+    symbols = disassembly(text, builds.flags(level))
+    for piece in ("mxfp8", "nvfp4", "fp8"):
+        assert encodes_with_vectors(symbols[f"piece_{piece}"], 128), piece
+
+
+def test_codes_made_one_by_one_are_noticed() -> None:
+    """Of arrays, which the compiler is left to vectorise, and does not."""
+    text = source.amalgamate(("include/moe_nvlink/quantise.h",)) + PIECES
+    start = "constexpr bool kLaneHasRegisters ="
+    assert text.count(start) == 1
+    symbols = disassembly(text.replace(start, f"{start} false &&"), builds.flags("x86-64-v3"))
+    assert not encodes_with_vectors(symbols["piece_fp8"], 128)
 
 
 #: Stands in present_rows.h for a sum of registers.

@@ -18,7 +18,13 @@ from moe_nvlink_plugin import HeadGroup, sharded_argmax
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import test_combine_formats, test_head, test_numeric, test_quantisers
+from tests.kernels import (
+    quantiser_rows,
+    test_combine_formats,
+    test_head,
+    test_numeric,
+    test_quantisers,
+)
 from tests.support import builds, cases, compare
 from tests.support.cases import RECIPES, Case
 
@@ -26,6 +32,10 @@ pytestmark = [builds.ON_X86, pytest.mark.timeout(300)]
 
 #: More than one part of a row, of a vector, and of the tree of sums.
 CASE = Case(name="build", tokens=(5, 0, 8), num_experts=12, top_k=7, hidden_size=300)
+
+
+#: The product's, which a fixture replaces.
+LOAD = host.load
 
 
 @pytest.fixture(scope="module", params=builds.PARAMETERS)
@@ -61,6 +71,22 @@ def test_formats(recipe: str, combine: str) -> None:
 def test_quantised_rows(recipe: str) -> None:
     test_quantisers.test_ties_and_limits(recipe)
     test_quantisers.test_rows_of_several_pieces(recipe, torch.float32)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantised_bytes(recipe: str, dtype: torch.dtype) -> None:
+    """Those of the build for this processor, also of NaN, which a comparison of numbers passes."""
+    rows = quantiser_rows.hard_rows(recipe, dtype)
+    scale = torch.tensor([0.37])
+    found = test_quantisers.by_kernel(recipe, rows, scale)
+    with mock.patch.object(host, "load", LOAD):
+        expected = test_quantisers.by_kernel(recipe, rows, scale)
+    for mine, theirs in zip(found, expected, strict=True):
+        if mine is None or theirs is None:
+            assert mine is theirs
+        else:
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -57,6 +57,10 @@ def over_array(name: str, source: torch.Tensor, target: torch.Tensor) -> torch.T
     return target
 
 
+def check_wide(name: str, source: torch.Tensor, scale: torch.Tensor = ONE) -> None:
+    check(name, rows_of.in_wide_rows(source, BLOCKS[name]), scale)
+
+
 def check(name: str, source: torch.Tensor, scale: torch.Tensor = ONE) -> None:
     source = source.contiguous()
     assert_same(by_kernel(name, source, scale), RECIPES[name].quantise(source, scale), source)
@@ -73,23 +77,25 @@ def test_every_16_bit_pattern(name: str, dtype: torch.dtype) -> None:
     alone = rows_of.patterns_alone(dtype, block)
     if BLOCKS[name] > block:
         alone = torch.cat((alone, torch.zeros(len(alone), BLOCKS[name] - block, dtype=dtype)), 1)
-    check(name, alone, torch.tensor([0.37]))
+    check_wide(name, alone, torch.tensor([0.37]))
     largest = torch.tensor([0.0, 1e-4, 0.011, 0.9, 1.75, 1.76, 7.03, 448.0, 3e4])
-    check(name, rows_of.patterns_beside(dtype, BLOCKS[name], largest), torch.tensor([2688 / 3e4]))
+    check_wide(
+        name, rows_of.patterns_beside(dtype, BLOCKS[name], largest), torch.tensor([2688 / 3e4])
+    )
 
 
 @EVERY_RECIPE
 def test_millions_of_fp32_values(name: str) -> None:
     for seed, scale in enumerate((1.0, 0.013, 2688 / 5.3)):
         source = rows_of.random_rows(BLOCKS[name], seed, num_values=1_000_000)
-        check(name, source, torch.tensor([scale]))
+        check_wide(name, source, torch.tensor([scale]))
 
 
 @EVERY_RECIPE
 def test_ties_and_limits(name: str) -> None:
     numbers = rows_of.E2M1_NUMBERS if name == "nvfp4" else rows_of.E4M3_NUMBERS
-    check(name, rows_of.tied_rows(BLOCKS[name], numbers, range(-12, 12)))
-    check(name, rows_of.rows_at_limits(BLOCKS[name]))
+    check_wide(name, rows_of.tied_rows(BLOCKS[name], numbers, range(-12, 12)))
+    check_wide(name, rows_of.rows_at_limits(BLOCKS[name]))
 
 
 def test_ties_of_nvfp4_scales() -> None:

@@ -160,8 +160,8 @@ struct Nvfp4OfRow {
   }
   template <class Bits>
   HD static auto factor_of(Bits /*amax*/, Bits code, float row_scale) {
-    const Bits factor = bits_of_float(1.0f / (E4m3::floats_of(code) * row_scale));
-    return float_of_bits(code == 0u ? Bits{} : factor);
+    const auto unit = E4m3::floats_of(code) * row_scale;
+    return code == 0u ? decltype(unit * 1.0f){} : 1.0f / unit;
   }
   HD Nvfp4OfRow(uint32_t amax, float row_scale)
       : scale(static_cast<Scale>(scale_of(amax, row_scale))),

@@ -156,8 +156,8 @@ struct Nvfp4 {
   template <class Bits>
   HD static auto factor_of(Bits /*amax*/, Bits code, float global_scale) {
     const auto used = E4m3::floats_of(code);
-    const Bits factor = bits_of_float(reciprocal_for_fp4(used * reciprocal_for_fp4(global_scale)));
-    return float_of_bits(code == 0u ? Bits{} : factor);
+    return code == 0u ? decltype(used * 1.0f){}
+                      : reciprocal_for_fp4(used * reciprocal_for_fp4(global_scale));
   }
   HD Nvfp4(uint32_t amax, float global_scale)
       : scale(static_cast<Scale>(scale_of(amax, global_scale))),
