@@ -212,6 +212,9 @@ inline float hyperbolic_tangent(float value) {
 inline float reciprocal_for_fp4(float value) {
   return 1.0f / value;
 }
+inline FloatRegister reciprocal_for_fp4(FloatRegister values) {
+  return 1.0f / values;
+}
 
 constexpr bool kHasFp8Conversions = false;
 constexpr bool kHasFp4Conversions = false;
