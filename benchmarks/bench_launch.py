@@ -166,7 +166,7 @@ class Levels:
         }
 
     def _checked_dispatch(self) -> Any:
-        """Call LayerExchange's method, which MoeAllToAll's torch op calls."""
+        """Call LayerExchange's method, which MoeAllToAll calls."""
         hidden, ids, weights = self.inputs
         pending = self.inner.workspace.pending
         return self.inner.dispatch(pending, Activations(hidden, None, None), ids, weights, [], 0)

@@ -257,22 +257,34 @@ class MoeAllToAll:
         """
         if max_tokens is None:
             max_tokens = self.config.max_tokens_per_rank
-        ids, weights, hidden, counts, slots = ops.dispatch(
-            self._layer.workspace.pending,
-            hidden_states,
-            scales,
-            topk_ids,
-            topk_weights,
-            list(extra_payloads),
-            global_scale,
-            self._handle,
-            channel,
-            is_padding,
-            max_tokens,
-            active_ranks,
-            expert_counts,
-        )
-        outputs = ids, weights, hidden, counts, slots
+        given = (scales, global_scale, is_padding, active_ranks, expert_counts)
+        pending, extras = self._layer.workspace.pending, list(extra_payloads)
+        outputs: Five
+        if torch.compiler.is_compiling() or ops.are_seen(
+            hidden_states, topk_ids, topk_weights, *given, *extras
+        ):
+            outputs = ops.dispatch(
+                pending,
+                hidden_states,
+                scales,
+                topk_ids,
+                topk_weights,
+                extras,
+                global_scale,
+                self._handle,
+                channel,
+                is_padding,
+                max_tokens,
+                active_ranks,
+                expert_counts,
+            )
+        else:
+            tokens = Activations(hidden_states, *given)
+            layer = self._layer
+            layer.check_open()
+            outputs = layer.dispatch(
+                pending, tokens, topk_ids, topk_weights, extras, channel, max_tokens
+            )
         return self._dispatched(outputs, extra_payloads, channel, max_tokens)
 
     def dispatch_async(
@@ -463,9 +475,22 @@ class MoeAllToAll:
                 raises DisagreementError.
         """
         self._check_own(metadata)
-        if metadata.round >= 0 and not torch.compiler.is_compiling():
-            self._layer.check_round(metadata.round, metadata.channel)
-        pending = self._layer.workspace.pending
+        layer, is_compiling = self._layer, torch.compiler.is_compiling()
+        if metadata.round >= 0 and not is_compiling:
+            layer.check_round(metadata.round, metadata.channel)
+        pending = layer.workspace.pending
+        if not is_compiling and not ops.are_seen(expert_output, metadata.send_slots, output, add):
+            layer.check_open()
+            return layer.combine(
+                pending,
+                expert_output,
+                metadata.send_slots,
+                output,
+                metadata.channel,
+                hidden_size,
+                add,
+                scale,
+            )
         if output is None:
             result: torch.Tensor = ops.combine(
                 pending,

@@ -24,6 +24,10 @@ from .launches import LayerLaunches
 from .sizes import widest_combine_row
 
 
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 class Channel:
     """Arguments and views of one layer on one channel, made in advance.
 
@@ -33,7 +37,7 @@ class Channel:
     def __init__(self, layer: LayerFormat, workspace: Workspace[Executor], index: int) -> None:
         config = layer.config
         self._layer = layer
-        self._index = index
+        self.index = index
         self._num_slots = layer.num_slots
         self.regions = workspace.layout.channel_regions(index)
         self._workspace = workspace
@@ -71,6 +75,7 @@ class Channel:
         self._dispatch_geometry = self._dispatch_args.geometry
         self._combine_geometry = self._combine_args.geometry
         self._active_ranks: torch.Tensor | None = None  # of the last dispatch
+        self._last_call: tuple[int, ...] = ()  # fields of the last dispatch that seldom change
         #: Waits for the last launch that runs beside the caller.
         self.join: Callable[[], None] = lambda: None
         self._timeouts = Timeouts.of(config)
@@ -133,20 +138,21 @@ class Channel:
         assert ids is not None
         slots = torch.empty_like(ids)  # half the time of a torch.empty that is told all
         geometry = self._dispatch_geometry
-        geometry.num_tokens = self.num_tokens = num_tokens
-        geometry.max_tokens_per_rank = self.max_tokens = max_tokens
-        args.send_slots = slots.data_ptr()
-        args.quantiser = quantiser
-        args.global_scale = 0 if global_scale is None else global_scale.data_ptr()
-        args.is_padding = 0 if is_padding is None else is_padding.data_ptr()
         if active_ranks is None and self._workspace.left_out:
             active_ranks = self._workspace.active_ranks
+        args.send_slots = slots.data_ptr()
+        optional = (global_scale, is_padding, active_ranks, expert_counts)
+        call = (num_tokens, max_tokens, quantiser, *map(_address, optional))
+        if call != self._last_call:  # a field takes as long as the comparison
+            geometry.num_tokens = self.num_tokens = num_tokens
+            geometry.max_tokens_per_rank = self.max_tokens = max_tokens
+            args.quantiser = quantiser
+            args.global_scale, args.is_padding, args.active_ranks, args.expert_counts = call[3:]
+            self._last_call = call
         self._active_ranks = active_ranks
-        args.active_ranks = 0 if active_ranks is None else active_ranks.data_ptr()
-        args.expert_counts = 0 if expert_counts is None else expert_counts.data_ptr()
         for entry, tensor in zip(self._sources, payloads, strict=False):
             entry.source = 0 if tensor is None else tensor.data_ptr()
-        args.timeout_ns = self._workspace.startup.begin_round(self._index, self._timeouts)
+        args.timeout_ns = self._workspace.startup.begin_round(self.index, self._timeouts)
         touched = (*payloads, slots, global_scale, is_padding, active_ranks, expert_counts)
         self._launch(self._launches.dispatch, args, beside, *touched)
         return slots
@@ -158,7 +164,7 @@ class Channel:
             executor = self._workspace.executor
             # On CPU ranks the thread keeps what the kernel touches, also if the layer is dropped.
             run = functools.partial(self._run, launch, args, touched)
-            self.join = executor.beside(self._index, run)
+            self.join = executor.beside(self.index, run)
         else:
             launch(args)
 

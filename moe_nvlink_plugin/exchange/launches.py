@@ -158,7 +158,8 @@ class LayerLaunches:
 
         All ranks of a round have the same bound, so all of them launch the same kernel.
         """
-        if args.geometry.max_tokens_per_rank <= self._most_small:
+        # Without small batches nothing is asked: ctypes makes an object of a geometry.
+        if self._most_small and args.geometry.max_tokens_per_rank <= self._most_small:
             self._small_dispatches[args.quantiser](args)
         else:
             self._dispatches[args.quantiser](args)

@@ -43,10 +43,14 @@ def find(handle: int) -> LayerExchange:
     """
     layer = _live.get(handle)
     if layer is None:
-        raise ExchangeStateError(
-            f"exchange {handle} is closed; create a new MoeAllToAll before dispatching"
-        )
+        raise _closed(handle)
     return layer
+
+
+def _closed(handle: int) -> ExchangeStateError:
+    return ExchangeStateError(
+        f"exchange {handle} is closed; create a new MoeAllToAll before dispatching"
+    )
 
 
 def _word(words: torch.Tensor, index: int) -> ctypes.c_int64:
@@ -97,6 +101,7 @@ class LayerExchange:
                 workspace.active_ranks = rank_masks.rank_mask(range(size), size, device)
         family = variant(config, self.quantiser)
         self._meet = survivors.load_meeting(workspace, family, config.num_channels)
+        self._is_closed = False
         self.handle = next(_handles)
         _live[self.handle] = self
 
@@ -104,6 +109,7 @@ class LayerExchange:
         """Drop the handle, wait until no verb runs, release the workspace. Local; idempotent."""
         if _live.pop(self.handle, None) is None:
             return
+        self._is_closed = True
         with contextlib.ExitStack() as locks:
             for index in range(self.config.num_channels):
                 locks.enter_context(self.workspace.channel_lock(index))
@@ -130,8 +136,17 @@ class LayerExchange:
             ExchangeStateError: the layer is closed.
         """
         checks.channel(index, self.config.num_channels)
-        find(self.handle)
+        self.check_open()
         return self._channels[index]
+
+    def check_open(self) -> None:
+        """Check that the layer has not been closed. Local; what `find` also checks.
+
+        Raises:
+            ExchangeStateError: it has.
+        """
+        if self._is_closed:
+            raise _closed(self.handle)
 
     def check_round(self, number: int, channel_index: int) -> None:
         """Check that metadata belongs to the last dispatch of a channel. Local.
@@ -405,6 +420,8 @@ class LayerExchange:
         return next((fault for fault in faults if fault is not None), None)
 
     def _raise_fault(self, channel: Channel) -> None:
+        if not self.workspace.fault(channel.index):
+            return  # what each verb asks twice
         fault = channel.fault()
         if fault is not None:
             self.workspace.broken = fault

@@ -3,7 +3,7 @@
 `pending` is the workspace's state tensor. Both ops write to it, so a compiled graph neither
 reorders nor drops them. `handle` is the number of the layer (layer.find). The ops are registered by
 Library.define and Library.impl, because a call through torch.library.custom_op costs several times
-as much.
+as much. MoeAllToAll calls the layer without them where nobody would see the op (are_seen).
 """
 
 from __future__ import annotations
@@ -240,6 +240,27 @@ for _name, _implementation, _fake in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _implementation, _key)
     torch.library.register_fake(f"moe_nvlink::{_name}", _fake, lib=_library)
+
+
+def are_seen(*tensors: torch.Tensor | None) -> bool:
+    """Return whether anybody would notice that a verb runs without its op. Local.
+
+    An op costs several microseconds, and an eager call needs none. It needs one if a dispatch mode,
+    a tracer or a profiler looks on, if a tensor is of a subclass, or if autograd would record the
+    call. A verb that torch.compile traces always needs its op; the caller asks for that first.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
+        return True
+    if torch._C._get_tracing_state() is not None:
+        return True
+    records = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) is not torch.Tensor or (records and tensor.requires_grad):
+            return True
+    return False
+
 
 dispatch = torch.ops.moe_nvlink.dispatch.default
 received_scales = torch.ops.moe_nvlink.received_scales.default

@@ -136,6 +136,12 @@ def clock_of_looks(nanoseconds: int) -> host.HostLibrary:
     )
 
 
+def sleeps_of(seconds: int) -> host.HostLibrary:
+    """Ranks that sleep until a cell changes sleep so long at most."""
+    text = LAYER.host_source()
+    return _built(replace_once(text, "longest{0, kLongestCellSleepNs}", f"longest{{{seconds}, 0}}"))
+
+
 def _with_clock(now_ns: str) -> str:
     """The text of the CPU ranks with another clock."""
     clock = re.compile(r"^inline uint64_t now_ns\(\) \{\n.*?^\}\n", re.MULTILINE | re.DOTALL)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, rank_mask
 from moe_nvlink_plugin.config import local_expert_range
@@ -115,6 +116,59 @@ def test_fakes_refuse_another_device(layer: MoeAllToAll) -> None:
         ops.combine(*arguments, layer._handle, 0, add=elsewhere)
     with pytest.raises(InputError, match="is on meta"):
         ops.combine_out(*arguments, torch.empty(7, 24), layer._handle, 0, add=elsewhere)
+
+
+class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the names of our ops."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "moe_nvlink":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eager verb that nobody sees takes the short way, and returns the same."""
+    called: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            called.append(name)
+            return original[name](*arguments)
+
+        return call
+
+    original: dict[str, Any] = {name: getattr(ops, name) for name in ("dispatch", "combine")}
+    for name in original:
+        monkeypatch.setattr(ops, name, noted(name))
+
+    def verbs(hidden: torch.Tensor) -> tuple[list[str], torch.Tensor]:
+        called.clear()
+        received = exchange.dispatch(hidden, ids, weights)
+        output = exchange.combine(received.hidden_states.detach().clone(), received.metadata)
+        return list(called), output
+
+    hidden, ids, weights = inputs(7)
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), group) as exchange:
+        nobody, expected = verbs(hidden)
+        with Names() as seen:
+            by_mode, output = verbs(hidden)
+        with torch.profiler.profile() as profile:
+            by_profiler, _ = verbs(hidden)
+        by_autograd, _ = verbs(hidden.clone().requires_grad_())
+        by_subclass, _ = verbs(torch.nn.Parameter(hidden, requires_grad=False))
+        with torch.no_grad():
+            unrecorded, _ = verbs(hidden.clone().requires_grad_())
+    assert (nobody, unrecorded) == ([], [])
+    assert by_mode == by_profiler == seen.names == ["dispatch", "combine"]
+    assert by_autograd[0] == by_subclass[0] == "dispatch"
+    assert {f"moe_nvlink::{name}" for name in original} <= {e.name for e in profile.events() or ()}
+    assert torch.equal(output, expected)
 
 
 # Compiled layers.

@@ -153,6 +153,7 @@ struct LocalControl {
   uint32_t combined_epoch;    // of the last combine; the dispatch after it reads it
   uint32_t has_pulled;        // 1: the peers' experts' rows were read in the last combine
   uint64_t active_ranks[kRankMaskWords];  // mask of the last dispatch that had one, for combine
+  uint64_t sleepers;  // CPU ranks: threads of this rank that sleep until a cell of theirs changes
 };
 
 // Totals since the workspace was made.

@@ -58,6 +58,8 @@ struct Patience {
   uint64_t timeout_ns;
   uint64_t start = 0;   // 0: no look has failed yet
   uint64_t waited = 0;  // what waited_ns() has returned last
+  // Word by which the peers that change the awaited cells know of a sleeper; nullptr: do not sleep.
+  MOE_NVLINK_HOST_ONLY(uint64_t* sleepers = nullptr;)
 
   HD explicit Patience(uint64_t nanoseconds) : timeout_ns(nanoseconds) {}
 
@@ -101,6 +103,11 @@ HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patie
   while (!has_reached(seen = load_relaxed_sys(cell), epoch)) {
     const uint64_t waited = patience.waited_ns();
     if (waited > patience.timeout_ns) return false;
+    MOE_NVLINK_HOST_ONLY(if (patience.sleepers != nullptr && backoff.may_sleep(waited)) {
+      host::sleep_until_changed(cell, seen, patience.sleepers);
+      patience.waited_ns();  // the sleep counts as waited (WaitCount)
+      continue;
+    })
     backoff.pause(waited);
   }
   return true;

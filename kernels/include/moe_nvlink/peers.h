@@ -51,6 +51,8 @@ HD void signal_peer(const Args& args, uint32_t cells, int peer, uint64_t cell) {
   // and the experts' reads of the receive buffers before the peer's next dispatch.
   // Without it the peer may see the new epoch and old rows, words or logits.
   store_release_sys(cell_of(args, peer, cells, rank_in(args.geometry)), cell);
+  MOE_NVLINK_HOST_ONLY(host::wake_sleepers(cell_of(args, peer, cells, rank_in(args.geometry)),
+                                           sleepers_of(args, peer));)
 }
 
 // Stores one cell to every peer that takes part. One CTA.
@@ -85,6 +87,9 @@ template <class Args, class Expected>
 HD int wait_for_peer(const Args& args, const Awaited& awaited, int peer, const Expected& expected,
                      Patience& patience, uint64_t* cell) {
   const WaitCount count(args, awaited.is_counted, peer, patience);
+  // The cells of a region are signalled by signal_peer(), which wakes.
+  MOE_NVLINK_HOST_ONLY(if (host::kSleeps) patience.sleepers =
+                           sleepers_of(args, rank_in(args.geometry));)
   int fault = wait_for_epoch(cell_of(args, rank_in(args.geometry), awaited.cells, peer),
                              awaited.epoch, patience, cell);
   count.end(patience);

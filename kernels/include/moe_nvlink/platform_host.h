@@ -14,6 +14,7 @@
 #endif
 
 #include "../../host/barrier.h"
+#include "../../host/sleep.h"
 
 #define HD inline
 #define MOE_NVLINK_DEVICE_ONLY(...)
@@ -173,14 +174,30 @@ inline uint64_t now_ns() {
 }
 
 // A host rank often shares its core with the ranks that it waits for. So it spins for about a
-// microsecond, and then yields the core. In a long wait, while a peer computes, it sleeps for an
-// eighth of the time that it has waited: the peers lose almost nothing, and this rank wakes up late
-// by at most an eighth of the wait.
+// microsecond, and then yields the core. A thread that waits for a cell then sleeps until the cell
+// changes (kernels/host/sleep.h). A thread that waits for a unit sleeps for an eighth of the time
+// that it has waited: the peers lose almost nothing, and this rank wakes up late by at most an eighth
+// of the wait.
 struct Backoff {
   static constexpr int kSpins = 32;
+  // A yield that nobody else wants takes half a microsecond, a switch to another thread and back
+  // eleven.
+  static constexpr uint64_t kSwitchNs = 3000;
+  static constexpr uint64_t kLookNs = 50000;
   static constexpr uint64_t kYieldNs = 500000;
   static constexpr uint64_t kLongestSleepNs = 1000000;
   int turns = 0;
+  uint64_t last_ns = 0;
+
+  // Whether a thread that waits for a cell sleeps now. It does after a yield that has let another
+  // thread run: who yields again goes to the end of that core's queue again, and waits there for
+  // every thread that has work, while a sleeper keeps its place. A thread that has its core for
+  // itself goes on looking for a while, because to be woken takes longer than to see.
+  bool may_sleep(uint64_t waited_ns) {
+    const uint64_t since = waited_ns - last_ns;
+    last_ns = waited_ns;
+    return turns > kSpins && (since > kSwitchNs || waited_ns > kLookNs);
+  }
 
   void pause(uint64_t waited_ns) {
     if (++turns <= kSpins) {

@@ -40,6 +40,15 @@ HD LocalControl* local_control(const Args& args) {
       region_of(args, rank_in(args.geometry), args.control.local));
 }
 
+// Where CPU ranks look for threads of `rank` that sleep. In a cache line of its own, so signallers
+// find it in their caches as long as nobody sleeps.
+template <class Args>
+HD uint64_t* sleepers_of(const Args& args, int rank) {
+  MOE_NVLINK_HOST_ONLY(static_assert(offsetof(LocalControl, sleepers) % 64 == 0);)
+  auto* control = reinterpret_cast<LocalControl*>(region_of(args, rank, args.control.local));
+  return &control->sleepers;
+}
+
 template <class Args>
 HD ExchangeCounters* exchange_counters(const Args& args) {
   return reinterpret_cast<ExchangeCounters*>(
