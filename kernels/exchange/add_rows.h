@@ -214,8 +214,8 @@ HD void combine_present_rows(const SumTarget& work, int hidden_size, int top_k, 
   using Term = typename TermOf<Element, Format>::Type;
   const int whole = hidden_size - hidden_size % Term::kElements;
   sum_present_rows<Term>(rows, top_k, work, whole);
-  // A quantised row is whole blocks.
-  if constexpr (Format == kCombineUnquantised) {
+  // A quantised row is whole blocks, of nvfp4 an odd number perhaps.
+  if constexpr (Format == kCombineUnquantised || Term::kElements > 16) {
     combine_range<Config, Element, typename Part::Rest>(KeptRows{rows}, top_k, work, wide, whole,
                                                         hidden_size);
   }

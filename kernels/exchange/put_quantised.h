@@ -51,6 +51,37 @@ struct RouteTargets {
   }
 };
 
+// The same on the host, which keeps the addresses, and streams long rows.
+template <class Config>
+struct ListedTargets {
+  Targets<Config> rows;
+  Targets<Config> scales;
+  bool streamed;
+
+  HD ListedTargets(const DispatchArgs& args, const TokenRoute& route, const Payload& row,
+                   const Payload& scale)
+      : rows(args, route, row),
+        scales(args, route, scale),
+        streamed(
+            are_streamed(row.region * kRegionAlignment, row.row_bytes, args.geometry.num_tokens)) {}
+
+  template <int Bytes>
+  HD void store(int offset, const Vector<Bytes>& vector) const {
+    constexpr bool kCanStream = kStreams && Bytes % (4 * kRegisterFloats) == 0;
+    if (kCanStream && streamed) {
+      for (int i = 0; i < rows.present; ++i) {
+        store_or_stream<kCanStream>(rows.rows[i] + offset, vector);
+      }
+    } else {
+      for (int i = 0; i < rows.present; ++i) store_vector(rows.rows[i] + offset, vector);
+    }
+  }
+  template <int Bytes>
+  HD void store_scales(int offset, const Vector<Bytes>& vector) const {
+    for (int i = 0; i < scales.present; ++i) store_vector(scales.rows[i] + offset, vector);
+  }
+};
+
 // How one launch quantises its activations.
 template <class Config, int Quantiser, class Element>
 struct Quantising {
@@ -103,9 +134,18 @@ struct Quantising {
     if (!has_target<Config>(args, route)) return;
     uint32_t row_amax = 0;
     if constexpr (Format::kHasRowScale) row_amax = take_row_amax(cta, amax);
-    const RouteTargets<Config> targets{route, args.payloads[kFirstCallerPayload],
-                                       args.payloads[kFirstCallerPayload + 1],
-                                       top_k_of<Config>(args.geometry)};
+    const Payload& rows = args.payloads[kFirstCallerPayload];
+    const Payload& scales = args.payloads[kFirstCallerPayload + 1];
+    if constexpr (kSkipAbsentRows) {
+      quantise_to(token, row_amax, ListedTargets<Config>(args, route, rows, scales));
+    } else {
+      quantise_to(token, row_amax,
+                  RouteTargets<Config>{route, rows, scales, top_k_of<Config>(args.geometry)});
+    }
+  }
+
+  template <class Target>
+  HD void quantise_to(int token, uint32_t row_amax, const Target& targets) const {
     quantise_row<Quantiser, Element>(cta, cta.thread, row_of(token), args.geometry.hidden_size,
                                      wide, row_amax, global_scale, targets);
   }

@@ -24,6 +24,12 @@ EVERY_BUILD = pytest.mark.parametrize("level", ["native", *builds.PARAMETERS])
 VECTOR_MOVE = re.compile(r"v?mov(?:dq[au]|[au]p[sd])(?:8|16|32|64)?\s")
 VECTOR_ADD = re.compile(r"v?addps\s")
 VECTOR_MAX = re.compile(r"v?pmaxud\s")
+#: One step of a sum of quantised rows: a row's codes are decoded, and there is nothing before that.
+DECODES = {"Fp8BlockTerm<": re.compile(r"vcvtph2ps\s"), "Nvfp4Term<": re.compile(r"vpmovzxbd\s")}
+VECTOR_MULTIPLY = re.compile(r"v?mulps\s")
+SCALAR_MULTIPLY = re.compile(r"v?mulss\s")
+#: Elements that enter or leave a register one by one, or numbers that are added one by one.
+ONE_ELEMENT = re.compile(r"v?(?:pinsr[bwdq]|pextr[bwdq]|insertps|extractps|addss)\s")
 
 #: Parts of combine that one compiler inlines, for one CPU, and another does not.
 SUMS = ("sum_present_rows", "sum_rows")
@@ -114,6 +120,25 @@ def test_combine_adds_with_vectors(level: str) -> None:
     assert adds_with_vectors(code), f"{len(VECTOR_ADD.findall(code))} vector additions"
 
 
+def decodes_with_vectors(symbols: dict[str, str], term: str) -> bool:
+    """Combine's sums of quantised rows: all codes of a step at once, and only a scale by itself."""
+    code = "".join(
+        text for name, text in symbols.items() if term in name and not name.endswith("@plt")
+    )
+    steps = len(DECODES[term].findall(code))
+    scalars = len(SCALAR_MULTIPLY.findall(code))
+    vectors = len(VECTOR_MULTIPLY.findall(code))
+    assert scalars + vectors >= 24, f"no sums of {term} found"
+    return scalars <= steps <= vectors and steps >= 8 and not ONE_ELEMENT.search(code)
+
+
+@EVERY_BUILD
+@pytest.mark.parametrize("term", DECODES)
+def test_combine_decodes_with_vectors(level: str, term: str) -> None:
+    """Where there are instructions for it: x86-64 promises none."""
+    assert decodes_with_vectors(of_level(level), term) is (level != "x86-64")
+
+
 @EVERY_BUILD
 def test_argmax_compares_with_vectors(level: str) -> None:
     """Where there is an instruction for it: SSE2, all that x86-64 promises, has none."""
@@ -134,7 +159,7 @@ HD RegisterPair one_by_one(RegisterPair a, RegisterPair b) {
 
 def with_scalar_sums(text: str) -> str:
     """Combine's sums of registers, made one element after the other."""
-    start = "template <class Element>\nstruct RegisterTerm"
+    start = "template <class Element, int ElementBytes>\nstruct UnquantisedTerm;"
     for pattern, replacement, times in (
         (re.escape(start), lambda found: ONE_BY_ONE + found[0], 1),
         (r"total \+= (Term::load\(rows\[\d\], element\))", r"total = one_by_one(total, \1)", 3),

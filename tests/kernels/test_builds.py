@@ -66,6 +66,7 @@ def test_quantised_rows(recipe: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_special_rows_that_travel_back(name: str) -> None:
     test_combine_formats.test_special_rows(name, torch.float32, 640)
+    test_combine_formats.test_every_code_and_scale(name, torch.float32)
 
 
 @pytest.mark.parametrize("element", ["kElementBf16", "kElementFp16"])

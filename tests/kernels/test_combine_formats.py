@@ -8,6 +8,7 @@ what a GPU makes of it is in test_combine_nvrtc.py.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 from collections.abc import Callable
@@ -19,7 +20,9 @@ import torch
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, reference
 from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.exchange.arguments import combine_code
 from moe_nvlink_plugin.jit import header, host
+from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes import combine_formats
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS, QuantisedPartialRows, error_bound
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
@@ -249,6 +252,52 @@ def test_every_pattern(name: str, dtype: torch.dtype) -> None:
     rows = all_patterns(512, dtype)
     spread = rows.flatten()[torch.randperm(2**16, generator=torch.Generator().manual_seed(1))]
     check_bits(torch.cat([rows, spread.view(-1, 128).repeat(1, 4)[::4]])[:, None], name)
+
+
+def every_code_and_scale(name: str) -> QuantisedPartialRows:
+    """Three rows in which each code meets each scale of a block, at other places in each row.
+
+    Of e4m3 a scale is any number up to a 448th of fp32's largest, infinity, or NaN.
+    """
+    codes = torch.arange(256, dtype=torch.uint8)
+    if name == "nvfp4":  # two codes to a byte, so 32 blocks have them all
+        rows, scales = codes.repeat(256), codes.repeat_interleave(32).view(torch.float8_e4m3fn)
+        row_scales = torch.tensor([[2.0**-100], [math.inf], [0.7]])
+        turned = torch.stack([rows.roll(places) for places in (0, 40, 104)])
+        return QuantisedPartialRows(turned, turned_alike(scales), row_scales)
+    drawn = torch.exp2(torch.linspace(-60, 118, 56)) * 1.37
+    others = [1e-10 / 448, 2.0**-126, 2.0**119, 1.0, 0.0, math.inf, math.nan]
+    scales = torch.cat([drawn, torch.tensor(others)])
+    rows = codes.repeat(len(scales))
+    turned = torch.stack([rows.roll(places) for places in (0, 77, 130)])
+    scales = turned_alike(scales.repeat_interleave(2))
+    return QuantisedPartialRows(turned.view(torch.float8_e4m3fn), scales, None)
+
+
+def turned_alike(scales: torch.Tensor) -> torch.Tensor:
+    raw = scales.view(torch.uint8 if scales.itemsize == 1 else torch.int32)
+    return torch.stack([raw, raw.roll(3), raw.flip(0)]).view(scales.dtype)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_every_code_and_scale(name: str, dtype: torch.dtype) -> None:
+    """Of one row and of three, without a quantiser, which would not make all of them."""
+    quantised = every_code_and_scale(name)
+    found = combine_formats.combine_format(name)
+    assert found is not None
+    terms = found.dequantise(quantised)
+    hidden_size = terms.shape[1]
+    sum_rows = host.load(kernel_texts.host_source())._library.moe_nvlink_sum_quantised_rows
+    sum_rows.restype, sum_rows.argtypes = None, [ctypes.c_int] * 2 + [ctypes.c_void_p] * 2
+    sum_rows.argtypes += [ctypes.c_int] * 2
+    codes = combine_code(config(terms[:1, None], name, 0, 1)), element_code(dtype)
+    for ks in ([0], [1], [2], [0, 1, 2]):
+        parts = [[0 if one is None else one[k].data_ptr() for one in quantised] for k in ks]
+        rows, combined = torch.tensor(parts), torch.empty(hidden_size, dtype=dtype)
+        sum_rows(*codes, rows.data_ptr(), combined.data_ptr(), len(ks), hidden_size)
+        wanted = sum_of(terms[None, ks], dtype)[0]
+        assert_same_bits(one_nan(combined), one_nan(wanted), f"{name}: rows {ks}")
 
 
 def test_sizes_that_no_wide_step_divides() -> None:

@@ -1,5 +1,6 @@
 // Functions of the kernels' headers over arrays, exported, so that tests and benchmarks can compare
 // them with torch's. kernel_texts.py puts this behind the text of the kernels, which has the headers.
+#include "../../kernels/exchange/add_rows.h"
 #include "../../kernels/exchange/combine_shared.h"
 #include "../../kernels/include/moe_nvlink/args.h"
 #include "../../kernels/include/moe_nvlink/epoch_flags.h"
@@ -61,9 +62,29 @@ void quantise(const Rows& rows) {
   }
 }
 
+template <int Format>
+void sum_rows_of(int element, const moe_nvlink::PartialRow* rows, void* output, int top_k,
+                 int hidden_size) {
+  with_element(element, [&](auto tag) {
+    using Term = typename moe_nvlink::TermOf<decltype(tag), Format>::Type;
+    const moe_nvlink::SumTarget target{static_cast<char*>(output), 0, 1, false, {false, 0, 1.0f}};
+    moe_nvlink::sum_present_rows<Term>(rows, top_k, target, hidden_size);
+  });
+}
+
 }  // namespace
 
 extern "C" {
+
+// The sum of one token's rows [top_k], as combine makes it of whole registers. format and element:
+// kCombine*, not Unquantised, and kElement*. hidden_size: a multiple of two registers' elements.
+void moe_nvlink_sum_quantised_rows(int format, int element, const moe_nvlink::PartialRow* rows,
+                                   void* output, int top_k, int hidden_size) {
+  const auto sum_rows = format == moe_nvlink::kCombineFp8Block
+                            ? &sum_rows_of<moe_nvlink::kCombineFp8Block>
+                            : &sum_rows_of<moe_nvlink::kCombineNvfp4>;
+  sum_rows(element, rows, output, top_k, hidden_size);
+}
 
 // The tag of a geometry in a cell, so that the tests can count what shares one.
 uint32_t moe_nvlink_mask_tag(const moe_nvlink::DispatchArgs* args) {

@@ -148,17 +148,28 @@ HD float nvfp4_row_scale(uint32_t amax_bits) {
 // recipe Nvfp4 does not, because it must agree with a model's calibration and with other kernels.
 struct Nvfp4OfRow {
   static constexpr int kBits = Nvfp4::kBits;
+  using Code = Nvfp4::Code;
   static constexpr int kBlock = Nvfp4::kBlock;
   using Scale = Nvfp4::Scale;
   Scale scale;
   float factor;
 
-  HD Nvfp4OfRow(uint32_t amax, float row_scale) {
-    const float wanted = 1.0f / row_scale * (float_of_bits(amax) * (1.0f / E2m1::kLargest));
-    scale = E4m3::from_float(wanted);
-    factor = scale == 0 ? 0.0f : 1.0f / (E4m3::to_float(scale) * row_scale);
+  template <class Bits>
+  HD static Bits scale_of(Bits amax, float row_scale) {
+    return E4m3::code_of(1.0f / row_scale * (float_of_bits(amax) * (1.0f / E2m1::kLargest)));
   }
-  HD float value(float x) const { return x * factor; }
+  template <class Bits>
+  HD static auto factor_of(Bits /*amax*/, Bits code, float row_scale) {
+    const Bits factor = bits_of_float(1.0f / (E4m3::floats_of(code) * row_scale));
+    return float_of_bits(code == 0u ? Bits{} : factor);
+  }
+  HD Nvfp4OfRow(uint32_t amax, float row_scale)
+      : scale(static_cast<Scale>(scale_of(amax, row_scale))),
+        factor(factor_of(amax, uint32_t{scale}, row_scale)) {}
+  template <class Floats>
+  HD Floats value(Floats x) const {
+    return x * factor;
+  }
   template <int Count>
   HD static void encode(const float* values, uint8_t* codes) {
     Nvfp4::encode<Count>(values, codes);

@@ -29,6 +29,16 @@ MOE_NVLINK_HOST_ONLY(
       return reinterpret_cast<BitRegister>(values);
     })
 
+template <class Bits>
+HD Bits lesser(Bits a, Bits b) {
+  return a < b ? a : b;
+}
+
+template <class Bits>
+HD Bits larger(Bits a, Bits b) {
+  return a > b ? a : b;
+}
+
 HD int element_bytes(int element) {
   static_assert(kNumElements == 3);
   return element == kElementFp32 ? 4 : 2;
@@ -120,13 +130,13 @@ struct E4m3 {
   template <class Bits>
   HD static Bits rounded(Bits bits) {
     const Bits magnitude = bits & 0x7fffffffu;
-    const Bits bounded = magnitude < 0x43e00000u ? magnitude : Bits{} + 0x43e00000u;
-    const Bits exponent = bounded & 0x7f800000u;
-    const Bits binade = exponent > 0x3c800000u ? exponent : Bits{} + 0x3c800000u;
+    const Bits bounded = lesser(magnitude, Bits{} + 0x43e00000u);
+    const Bits binade = larger(bounded & 0x7f800000u, Bits{} + 0x3c800000u);
     const Bits sum =
         bits_of_float(float_of_bits(bounded) + float_of_bits(Bits(binade + 0x0a000000u)));
     const Bits code = sum - binade + (binade >> 20) - (0x0a000000u + 0x3c8u);
-    return magnitude > 0x7f800000u ? Bits{} + 0x7fu : code | ((bits >> 24) & 0x80u);
+    const auto value = float_of_bits(bits);
+    return value != value ? Bits{} + 0x7fu : code | ((bits >> 24) & 0x80u);
   }
 
   // The code in a word as wide as a float.
@@ -134,6 +144,9 @@ struct E4m3 {
     if constexpr (kHasFp8Conversions) return e4m3_pair_of_floats(value, 0.0f) & 0xffu;
     return rounded(bits_of_float(value));
   }
+  MOE_NVLINK_HOST_ONLY(HD static BitRegister code_of(FloatRegister values) {
+    return rounded(bits_of_float(values));
+  })
   HD static uint8_t from_float(float value) { return static_cast<uint8_t>(code_of(value)); }
 
   // As Fp16::to_float: 2^120 = 2^(127 - 7).
@@ -186,13 +199,13 @@ struct E2m1 {
   template <class Bits>
   HD static Bits rounded(Bits bits) {
     const Bits magnitude = bits & 0x7fffffffu;
-    const Bits bounded = magnitude < 0x40c00000u ? magnitude : Bits{} + 0x40c00000u;
-    const Bits exponent = bounded & 0x7f800000u;
-    const Bits binade = exponent > 0x3f800000u ? exponent : Bits{} + 0x3f800000u;
+    const Bits bounded = lesser(magnitude, Bits{} + 0x40c00000u);
+    const Bits binade = larger(bounded & 0x7f800000u, Bits{} + 0x3f800000u);
     const Bits sum =
         bits_of_float(float_of_bits(bounded) + float_of_bits(Bits(binade + 0x0b000000u)));
     const Bits code = sum - binade + (binade >> 22) - (0x0b000000u + 0xfeu);
-    return magnitude > 0x7f800000u ? Bits{} + 7u : code | ((bits >> 28) & 8u);
+    const auto value = float_of_bits(bits);
+    return value != value ? Bits{} + 7u : code | ((bits >> 28) & 8u);
   }
 
   // The code in a word as wide as a float.
@@ -255,10 +268,17 @@ struct E2m1 {
 struct Divider {
   float divisor;
   float reciprocal;
+  MOE_NVLINK_HOST_ONLY(float exact;)
 
   HD explicit Divider(float by)
-      : divisor(bits_of_float(by) < 0x7f800000u ? by : 0.0f), reciprocal(1.0f / by) {}
-  HD Divider(float by, float one_by) : divisor(by), reciprocal(one_by) {}
+      : divisor(bits_of_float(by) < 0x7f800000u ? by : 0.0f), reciprocal(1.0f / by) {
+    MOE_NVLINK_HOST_ONLY(exact = by;)
+  }
+  HD Divider(float by, float one_by) : divisor(by), reciprocal(one_by) {
+    MOE_NVLINK_HOST_ONLY(exact = by;)
+  }
+
+  MOE_NVLINK_HOST_ONLY(HD FloatRegister quotient(FloatRegister x) const { return x / exact; })
 
   HD float quotient(float x) const {
     float q = x * reciprocal;

@@ -41,6 +41,15 @@ using BitRegister = uint32_t;
 constexpr bool kStreams = false;
 constexpr uint64_t kStreamedBytes = 0;
 HD void stream_register(char*, BitRegister) {}
+constexpr bool kHasShuffles = false;
+HD FloatRegister shuffled_e2m1(BitRegister) {
+  return 0.0f;
+}
+constexpr bool kHasHalfConversions = false;
+HD void halves_of_e4m3(const char*, FloatRegister&, FloatRegister&) {}
+HD BitRegister load_bytes(const char* source) {
+  return static_cast<unsigned char>(*source);
+}
 HD void end_streams() {}
 
 // One cooperative thread array: the thread's place in it, and its barriers.

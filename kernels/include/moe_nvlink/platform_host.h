@@ -39,9 +39,79 @@ constexpr bool kSkipAbsentRows = true;
 // Whole blocks of every recipe, and enough of them to fill vector registers.
 constexpr int kLaneElements = 128;
 // Elements of a vector register, a type of its own: in loops over arrays GCC keeps sums in memory.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define MOE_NVLINK_WIDE_REGISTERS 1
+constexpr int kRegisterFloats = 16;
+#else
+#define MOE_NVLINK_WIDE_REGISTERS 0
 constexpr int kRegisterFloats = 8;
+#endif
 typedef float FloatRegister __attribute__((vector_size(4 * kRegisterFloats)));
 typedef uint32_t BitRegister __attribute__((vector_size(4 * kRegisterFloats)));
+
+// kRegisterFloats bytes of memory, each in the low bits of an element.
+inline BitRegister load_bytes(const char* source) {
+#if MOE_NVLINK_WIDE_REGISTERS
+  return reinterpret_cast<BitRegister>(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<BitRegister>(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
+#else
+  BitRegister words;
+  for (int i = 0; i < kRegisterFloats; ++i) words[i] = static_cast<unsigned char>(source[i]);
+  return words;
+#endif
+}
+
+// The numbers whose e2m1 codes are the lowest four bits, whatever the other bits are.
+#if defined(__AVX2__)
+constexpr bool kHasShuffles = true;
+inline FloatRegister shuffled_e2m1(BitRegister codes) {
+  constexpr float kNumbers[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                  -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+  FloatRegister numbers;
+  std::memcpy(&numbers, kNumbers, sizeof(numbers));
+  // By as many bits as number the elements of a register.
+  const FloatRegister found = __builtin_shuffle(numbers, codes);
+  if constexpr (kRegisterFloats == 16) return found;
+  const BitRegister signs = codes << 28 & 0x80000000u;
+  return reinterpret_cast<FloatRegister>(reinterpret_cast<BitRegister>(found) | signs);
+}
+#else
+constexpr bool kHasShuffles = false;
+inline FloatRegister shuffled_e2m1(BitRegister) {
+  return FloatRegister{};
+}
+#endif
+
+// The numbers / 256 of kRegisterFloats pairs of e4m3 codes: those at even places, those at odd ones.
+// A code's bits at the place of fp16's exponent are that fp16 number, also if it is subnormal. Its
+// conversion costs no more for that, while a product with a subnormal number of fp32 costs many
+// processors a hundred cycles.
+#if defined(__F16C__)
+constexpr bool kHasHalfConversions = true;
+inline void halves_of_e4m3(const char* codes, FloatRegister& even, FloatRegister& odd) {
+  typedef int16_t Halves __attribute__((vector_size(2 * kRegisterFloats)));
+  const auto to_floats = [](Halves upper_bytes) {
+    const Halves numbers = (upper_bytes >> 1) & static_cast<int16_t>(0xbf80);
+    // 0x7f, which is NaN, becomes one.
+    const Halves bits = numbers | ((numbers & 0x3f80) == 0x3f80);
+#if MOE_NVLINK_WIDE_REGISTERS
+    return reinterpret_cast<FloatRegister>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(bits)));
+#else
+    return reinterpret_cast<FloatRegister>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(bits)));
+#endif
+  };
+  Halves pairs;
+  std::memcpy(&pairs, codes, sizeof(pairs));
+  even = to_floats(pairs << 8);
+  odd = to_floats(pairs);
+}
+#else
+constexpr bool kHasHalfConversions = false;
+inline void halves_of_e4m3(const char*, FloatRegister&, FloatRegister&) {}
+#endif
 
 // Long rows are streamed: stored past the caches. To store a line as usual, a core first takes it
 // from memory or from the core that read it last; ranks on cores that share no cache pay most for
@@ -51,7 +121,11 @@ constexpr uint64_t kStreamedBytes = 1 << 20;
 #if defined(__AVX__) && !defined(__SANITIZE_THREAD__)
 constexpr bool kStreams = true;
 inline void stream_register(char* target, BitRegister bits) {
+#if MOE_NVLINK_WIDE_REGISTERS
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), reinterpret_cast<__m512i>(bits));
+#else
   _mm256_stream_si256(reinterpret_cast<__m256i*>(target), reinterpret_cast<__m256i>(bits));
+#endif
 }
 // A release does not order the streamed stores before it. So a thread that has streamed calls this
 // before it releases anything.
@@ -139,6 +213,9 @@ inline float hyperbolic_tangent(float value) {
 
 inline float reciprocal_for_fp4(float value) {
   return 1.0f / value;
+}
+inline FloatRegister reciprocal_for_fp4(FloatRegister values) {
+  return 1.0f / values;
 }
 
 constexpr bool kHasFp8Conversions = false;

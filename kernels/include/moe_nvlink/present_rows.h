@@ -11,6 +11,7 @@
 #include "combine_formats.h"
 #include "config.h"
 #include "copy.h"
+#include "decode.h"
 #include "numeric.h"
 #include "platform.h"
 #include "registers.h"
@@ -31,37 +32,54 @@ HD RegisterPair& operator*=(RegisterPair& sum, float factor) {
   return sum;
 }
 
+// A register of elements that `from`, a function of the place, finds in `low` (0, 1, ...) and `high`.
+template <class Places>
+HD FloatRegister picked(FloatRegister low, FloatRegister high, const Places& from) {
+  MOE_NVLINK_DEVICE_ONLY(return from(0) == 0 ? low : high;)
+  MOE_NVLINK_HOST_ONLY(BitRegister places; for (int i = 0; i < kRegisterFloats; ++i) {
+    places[i] = static_cast<uint32_t>(from(i));
+  } return __builtin_shuffle(low, high, places);)
+}
+
+// Two registers of elements in their order, as a pair; and of a pair, one after the other.
+HD RegisterPair taken_apart(FloatRegister low, FloatRegister high) {
+  return RegisterPair{picked(low, high, [](int i) { return 2 * i; }),
+                      picked(low, high, [](int i) { return 2 * i + 1; })};
+}
+
+struct OrderedPair {
+  FloatRegister low;
+  FloatRegister high;
+};
+
+HD OrderedPair in_order(const RegisterPair& pair) {
+  constexpr int kHalf = kRegisterFloats / 2;
+  const auto place = [](int i) { return i / 2 + i % 2 * kRegisterFloats; };
+  return OrderedPair{picked(pair.even, pair.odd, place),
+                     picked(pair.even, pair.odd, [&](int i) { return place(i) + kHalf; })};
+}
+
 // ---- Terms: kElements of one row's elements, from `element` on, a multiple of kElements. The sum
 // of terms is stored as elements of the activation's type; `stored` are such elements.
-
-// One register, in the order of the elements.
-template <class Element>
-struct RegisterTerm {
-  static constexpr int kElements = kRegisterFloats;
-  using Sum = FloatRegister;
-  HD static Sum absent() { return -FloatRegister{}; }
-  HD static Sum stored(const char* row, int element) {
-    using Word = typename Element::Storage;
-    return Element::floats_of(load_register<Word>(row + element * static_cast<int>(sizeof(Word))));
-  }
-  HD static void store(char* row, int element, const Sum& sum, bool streamed) {
-    using Word = typename Element::Storage;
-    const BitRegister words = Element::rounded(bits_of_float(sum));
-    char* target = row + element * static_cast<int>(sizeof(Word));
-    if constexpr (sizeof(Word) == 4) {
-      if (streamed) return stream_register(target, words);
-    }
-    store_register<Word>(target, words);
-  }
-};
 
 template <class Element, int ElementBytes>
 struct UnquantisedTerm;
 
+// One register, in the order of the elements.
 template <class Element>
-struct UnquantisedTerm<Element, 4> : RegisterTerm<Element> {
-  HD static FloatRegister load(const PartialRow& from, int element) {
-    return RegisterTerm<Element>::stored(from.row, element);
+struct UnquantisedTerm<Element, 4> {
+  static constexpr int kElements = kRegisterFloats;
+  using Sum = FloatRegister;
+  HD static Sum absent() { return -FloatRegister{}; }
+  HD static Sum load(const PartialRow& from, int element) { return stored(from.row, element); }
+  HD static Sum stored(const char* row, int element) {
+    return Element::floats_of(load_register<uint32_t>(row + element * 4));
+  }
+  HD static void store(char* row, int element, const Sum& sum, bool streamed) {
+    const BitRegister words = Element::rounded(bits_of_float(sum));
+    char* target = row + element * 4;
+    if (streamed) return stream_register(target, words);
+    store_register<uint32_t>(target, words);
   }
 };
 
@@ -84,33 +102,39 @@ struct UnquantisedTerm<Element, 2> {
   }
 };
 
+// Of quantised rows, whatever the activation's type is: codes are taken apart as well.
+template <class Element, int ElementBytes = sizeof(typename Element::Storage)>
+struct PairTerm : UnquantisedTerm<Element, 2> {};
+
 template <class Element>
-struct Fp8BlockTerm : RegisterTerm<Element> {
-  HD static FloatRegister load(const PartialRow& from, int element) {
-    const float scale = load_word(reinterpret_cast<const float*>(from.scales) + element / 128);
-    return E4m3::floats_of(load_register<uint8_t>(from.row + element)) * scale;
+struct PairTerm<Element, 4> {
+  using Half = UnquantisedTerm<Element, 4>;
+  static constexpr int kElements = 2 * kRegisterFloats;
+  using Sum = RegisterPair;
+  HD static Sum absent() { return Sum{Half::absent(), Half::absent()}; }
+  HD static Sum stored(const char* row, int element) {
+    return taken_apart(Half::stored(row, element), Half::stored(row, element + kRegisterFloats));
+  }
+  HD static void store(char* row, int element, const Sum& sum, bool streamed) {
+    const OrderedPair ordered = in_order(sum);
+    Half::store(row, element, ordered.low, streamed);
+    Half::store(row, element + kRegisterFloats, ordered.high, streamed);
   }
 };
 
 template <class Element>
-struct Nvfp4Term : RegisterTerm<Element> {
-  HD static FloatRegister load(const PartialRow& from, int element) {
-    const uint8_t code = load_word(reinterpret_cast<const uint8_t*>(from.scales) + element / 16);
-    const float unit =
-        E4m3::to_float(code) * load_word(reinterpret_cast<const float*>(from.row_scale));
-    return E2m1::floats_of(codes(from.row, element)) * unit;
+struct Fp8BlockTerm : PairTerm<Element> {
+  HD static RegisterPair load(const PartialRow& from, int element) {
+    const float scale = load_word(reinterpret_cast<const float*>(from.scales) + element / 128);
+    return e4m3_values(from.row + element, scale);
   }
+};
 
-  // Four bits each, the first in the lowest ones.
-  HD static BitRegister codes(const char* row, int element) {
-    MOE_NVLINK_DEVICE_ONLY(const uint8_t pair =
-                               load_word(reinterpret_cast<const uint8_t*>(row) + element / 2);
-                           return element % 2 == 0 ? pair & 15u : pair >> 4;)
-    MOE_NVLINK_HOST_ONLY(static_assert(kRegisterFloats == 8);
-                         constexpr BitRegister kShifts = {0, 4, 8, 12, 16, 20, 24, 28};
-                         const uint32_t eight =
-                             load_word(reinterpret_cast<const uint32_t*>(row + element / 2));
-                         return (BitRegister{} + eight) >> kShifts & 15u;)
+template <class Element>
+struct Nvfp4Term : PairTerm<Element> {
+  HD static RegisterPair load(const PartialRow& from, int element) {
+    const float row_scale = load_word(reinterpret_cast<const float*>(from.row_scale));
+    return e2m1_values(from.row + element / 2, e4m3_of_16(from.scales + element / 16) * row_scale);
   }
 };
 

@@ -11,6 +11,7 @@
 #include "numeric.h"
 #include "platform.h"
 #include "quantisers.h"
+#include "registers.h"
 
 namespace moe_nvlink {
 
@@ -75,39 +76,126 @@ HD void scale_elements(const Format& format, float* values) {
   for (int i = 0; i < Count; ++i) values[i] = format.value(values[i]);
 }
 
-// The same for several blocks, which only the host has in one piece: loops that become vector code.
-// For formats whose value is x * factor.
-template <class Format, class Element, int Blocks, int Size>
-HD void scale_blocks(const typename Element::Storage* words, float global_scale, float* values,
-                     typename Format::Scale* scales) {
-  uint32_t amax[Blocks];
-  uint32_t wide[Blocks];
-  float factors[Blocks];
-  for (int i = 0; i < Blocks; ++i) amax[i] = amax_of<Element, Size>(words + i * Size);
-  for (int i = 0; i < Blocks; ++i) {
-    const Format format(amax[i], global_scale);
-    wide[i] = format.scale;
-    factors[i] = format.factor;
+// ---- A lane's whole piece in registers, on the host, where it is whole blocks.
+
+constexpr bool kLaneHasRegisters = kRegisterFloats > 1 && Cta::kExchangeThreads == 1;
+
+// The largest magnitudes, as bits, of Size elements: one for each element of a register.
+template <class Element, int Size>
+HD BitRegister largest_magnitudes(const char* source) {
+  BitRegister most{};
+  for (int i = 0; i < Size; i += kPairElements) {
+    const RegisterPair pair =
+        load_pair<Element>(source + i * static_cast<int>(sizeof(typename Element::Storage)));
+    most = larger(most, bits_of_float(pair.even) & 0x7fffffffu);
+    most = larger(most, bits_of_float(pair.odd) & 0x7fffffffu);
   }
-  for (int i = 0; i < Blocks; ++i) scales[i] = static_cast<typename Format::Scale>(wide[i]);
-  for (int i = 0; i < Blocks; ++i) {
-    // If this loop were unrolled, vectors would hold one element of each block.
-    MOE_NVLINK_ROLLED
-    for (int j = 0; j < Size; ++j) values[i * Size + j] *= factors[i];
+  return most;
+}
+
+// The largest magnitude of each block of Size elements, from element 0 on.
+template <class Element, int Count, int Size>
+HD BitRegister amax_of_blocks(const char* source) {
+  // A register has a part of one block, or several blocks.
+  constexpr int kPart = Size > kPairElements ? Size : kPairElements;
+  constexpr int kLanes = Size < kPairElements ? Size / 2 : kRegisterFloats;
+  BitRegister parts[Count / kPart];
+  MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 8"))
+  for (int i = 0; i < Count / kPart; ++i) {
+    parts[i] = largest_magnitudes<Element, kPart>(
+        source + i * kPart * static_cast<int>(sizeof(typename Element::Storage)));
+  }
+  return largest_of_lanes<Count / kPart, kLanes>(parts);
+}
+
+// The codes of a pair, those of two neighbours in one word.
+template <class Format>
+HD void store_codes(unsigned char* target, const RegisterPair& values) {
+  using Code = typename Format::Code;
+  const BitRegister words = Code::rounded(bits_of_float(values.even)) |
+                            Code::rounded(bits_of_float(values.odd)) << Format::kBits;
+  char* bytes = reinterpret_cast<char*>(target);
+  if constexpr (Format::kBits == 8) {
+    store_register<uint16_t>(bytes, words);
+  } else {
+    static_assert(Format::kBits == 4);
+    store_register<uint8_t>(bytes, words);
   }
 }
 
-// Quantises elements [first, last) in pieces of `Count`, every num_threads-th of this lane. For
-// formats with blocks. Count divides the block, or the block divides Count.
+// Calls scaled(pair, place of its first element) for each pair, and stores the codes of the result.
+template <class Format, class Element, int Count, class Function>
+HD void encode_pairs(const char* source, unsigned char* codes, const Function& scaled) {
+  MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 8"))
+  for (int i = 0; i < Count; i += kPairElements) {
+    const RegisterPair pair =
+        load_pair<Element>(source + i * static_cast<int>(sizeof(typename Element::Storage)));
+    store_codes<Format>(codes + i * Format::kBits / 8, scaled(pair, i));
+  }
+}
+
+// Elements that share the scale of `format`.
+template <class Format, class Element, int Count>
+HD void encode_in_registers(const char* source, const Format& format, unsigned char* codes) {
+  encode_pairs<Format, Element, Count>(source, codes, [&](const RegisterPair& pair, int) {
+    return RegisterPair{format.value(pair.even), format.value(pair.odd)};
+  });
+}
+
+// One or more blocks. For several, the format's value is x * factor.
+template <class Format, class Element, int Count>
+HD void quantise_in_registers(const char* source, float global_scale, unsigned char* codes,
+                              typename Format::Scale* scales) {
+  constexpr int kBlock = Format::kBlock;
+  const BitRegister amax = amax_of_blocks<Element, Count, kBlock>(source);
+  if constexpr (kBlock == Count) {
+    const Format format(first_element(amax), global_scale);
+    encode_in_registers<Format, Element, Count>(source, format, codes);
+    *scales = format.scale;
+  } else {
+    static_assert(Count / kBlock <= kRegisterFloats && sizeof(typename Format::Scale) == 1);
+    const BitRegister scale = Format::scale_of(amax, global_scale);
+    const FloatRegister factors = Format::factor_of(amax, scale, global_scale);
+    encode_pairs<Format, Element, Count>(source, codes, [&](const RegisterPair& pair, int place) {
+      const FloatRegister factor = factors_of_pair<kBlock>(factors, place);
+      return RegisterPair{pair.even * factor, pair.odd * factor};
+    });
+    char bytes[kRegisterFloats];
+    store_register<uint8_t>(bytes, scale);
+    for (int i = 0; i < Count / kBlock; ++i) scales[i] = static_cast<uint8_t>(bytes[i]);
+  }
+}
+
+// ---- Rows.
+
+// Quantises elements [first, last) in pieces of `Count`, every num_threads-th of this lane, which
+// is in registers: whole blocks.
 template <class Format, class Element, int Count, class Target>
-HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, int first, int last,
-                        float global_scale, const Target& target) {
+HD void quantise_whole_blocks(const Cta& cta, int lane, const char* row, int first, int last,
+                              float global_scale, const Target& target) {
+  using Scale = typename Format::Scale;
+  constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
+  constexpr int kScaleBytes = static_cast<int>(sizeof(Scale));
+  MOE_NVLINK_ROLLED
+  for (int place = first + lane * Count; place < last; place += cta.num_threads * Count) {
+    Vector<Count * Format::kBits / 8> codes;
+    Vector<Count / Format::kBlock * kScaleBytes> scales;
+    quantise_in_registers<Format, Element, Count>(row + place * kElementBytes, global_scale,
+                                                  codes.bytes, reinterpret_cast<Scale*>(&scales));
+    target.store(place * Format::kBits / 8, codes);
+    target.store_scales(place / Format::kBlock * kScaleBytes, scales);
+  }
+}
+
+// The same with parts of blocks, which neighbouring lanes share, or of a block by itself. Count
+// divides the block.
+template <class Format, class Element, int Count, class Target>
+HD void quantise_parts_of_blocks(const Cta& cta, int lane, const char* row, bool wide, int first,
+                                 int last, float global_scale, const Target& target) {
   using Word = typename Element::Storage;
   using Scale = typename Format::Scale;
-  constexpr int kLanes = Format::kBlock > Count ? Format::kBlock / Count : 1;
-  constexpr int kBlocks = Format::kBlock > Count ? 1 : Count / Format::kBlock;
-  constexpr int kBlock = Count / kBlocks;  // this lane's part of one
-  constexpr int kRowBytes = Count * Format::kBits / 8;
+  constexpr int kLanes = Format::kBlock / Count;
+  static_assert(kLanes > 0);
   // The lanes of a warp stay together, because they exchange values. Lanes after the end of the row
   // work on its first piece and store nothing.
   const int warp = lane - lane % Cta::kExchangeThreads;
@@ -121,22 +209,46 @@ HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, in
                                   wide, reinterpret_cast<Word*>(&loaded));
     float values[Count];
     floats_of<Element, Count>(words, values);
-    Vector<kBlocks * sizeof(Scale)> scales;
-    if constexpr (kBlocks == 1) {
-      const Format format(cta.max_of_lanes<kLanes>(amax_of<Element, Count>(words)), global_scale);
-      scale_elements<Format, Count>(format, values);
-      *reinterpret_cast<Scale*>(&scales) = format.scale;
-    } else {
-      scale_blocks<Format, Element, kBlocks, kBlock>(words, global_scale, values,
-                                                     reinterpret_cast<Scale*>(&scales));
-    }
+    const Format format(cta.max_of_lanes<kLanes>(amax_of<Element, Count>(words)), global_scale);
+    scale_elements<Format, Count>(format, values);
+    Vector<sizeof(Scale)> scale;
+    *reinterpret_cast<Scale*>(&scale) = format.scale;
     if (!mine) continue;
-    Vector<kRowBytes> codes;
+    Vector<Count * Format::kBits / 8> codes;
     Format::template encode<Count>(values, codes.bytes);
     target.store(place * Format::kBits / 8, codes);
     if (lane % kLanes == 0) {
-      target.store_scales(place / kBlock / kLanes * static_cast<int>(sizeof(Scale)), scales);
+      target.store_scales(place / Count / kLanes * static_cast<int>(sizeof(Scale)), scale);
     }
+  }
+}
+
+// For formats with blocks.
+template <class Format, class Element, int Count, class Target>
+HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, int first, int last,
+                        float global_scale, const Target& target) {
+  if constexpr (kLaneHasRegisters && Count == kLaneElements) {
+    quantise_whole_blocks<Format, Element, Count>(cta, lane, row, first, last, global_scale,
+                                                  target);
+  } else {
+    quantise_parts_of_blocks<Format, Element, Count>(cta, lane, row, wide, first, last,
+                                                     global_scale, target);
+  }
+}
+
+// The codes of `Count` elements from `source` on.
+template <class Format, class Element, int Count>
+HD void encode_elements(const char* source, bool wide, const Format& format, unsigned char* codes) {
+  if constexpr (kLaneHasRegisters && Count == kLaneElements) {
+    encode_in_registers<Format, Element, Count>(source, format, codes);
+  } else {
+    using Word = typename Element::Storage;
+    Vector<Count * sizeof(Word)> loaded;
+    load_elements<Element, Count>(source, wide, reinterpret_cast<Word*>(&loaded));
+    float values[Count];
+    floats_of<Element, Count>(reinterpret_cast<const Word*>(&loaded), values);
+    scale_elements<Format, Count>(format, values);
+    Format::template encode<Count>(values, codes);
   }
 }
 
@@ -144,16 +256,10 @@ HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, in
 template <class Format, class Element, int Count, class Target>
 HD void quantise_range(const Cta& cta, int lane, const char* row, bool wide, int first, int last,
                        const Format& format, const Target& target) {
-  using Word = typename Element::Storage;
+  constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
   for (int place = first + lane * Count; place < last; place += cta.num_threads * Count) {
-    Vector<Count * sizeof(Word)> loaded;
-    load_elements<Element, Count>(row + place * static_cast<int>(sizeof(Word)), wide,
-                                  reinterpret_cast<Word*>(&loaded));
-    float values[Count];
-    floats_of<Element, Count>(reinterpret_cast<const Word*>(&loaded), values);
-    scale_elements<Format, Count>(format, values);
     Vector<Count> codes;
-    Format::template encode<Count>(values, codes.bytes);
+    encode_elements<Format, Element, Count>(row + place * kElementBytes, wide, format, codes.bytes);
     target.store(place, codes);
   }
 }
@@ -212,6 +318,19 @@ HD void quantise_row(const Cta& cta, int lane, const char* row, int hidden_size,
   }
 }
 
+template <class Element, int Count>
+HD uint32_t amax_of_elements(const char* source) {
+  if constexpr (kLaneHasRegisters && Count == kLaneElements) {
+    return first_element(amax_of_blocks<Element, Count, Count>(source));
+  } else {
+    using Word = typename Element::Storage;
+    Vector<Count * sizeof(Word)> loaded;
+    Word* words = reinterpret_cast<Word*>(&loaded);
+    load_elements<Element, Count>(source, true, words);
+    return amax_of<Element, Count>(words);
+  }
+}
+
 // This lane's part of a row's amax, as bits; lanes as in quantise_row.
 template <class Element>
 HD uint32_t amax_of_lane(const Cta& cta, int lane, const char* row, int hidden_size, bool wide) {
@@ -221,10 +340,7 @@ HD uint32_t amax_of_lane(const Cta& cta, int lane, const char* row, int hidden_s
   uint32_t most = 0;
   MOE_NVLINK_ROLLED
   for (int place = lane * kLaneElements; place < whole; place += cta.num_threads * kLaneElements) {
-    Vector<kLaneElements * kBytes> loaded;
-    Word* words = reinterpret_cast<Word*>(&loaded);
-    load_elements<Element, kLaneElements>(row + place * kBytes, true, words);
-    const uint32_t amax = amax_of<Element, kLaneElements>(words);
+    const uint32_t amax = amax_of_elements<Element, kLaneElements>(row + place * kBytes);
     most = amax > most ? amax : most;
   }
   MOE_NVLINK_ROLLED

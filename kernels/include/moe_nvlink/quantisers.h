@@ -28,6 +28,7 @@ HD float over_448(uint32_t amax_bits) {
 // e4m3: codes of one byte.
 struct E4m3Values {
   static constexpr int kBits = 8;
+  using Code = E4m3;
   template <int Count>
   HD static void encode(const float* values, uint8_t* codes) {
     E4m3::from_floats<Count>(values, codes);
@@ -43,7 +44,10 @@ struct Fp8Block : E4m3Values {
   Divider divider;
   HD Fp8Block(uint32_t amax, float /*global_scale*/)
       : scale(over_448(amax > 0x2edbe6ffu ? amax : 0x2edbe6ffu)), divider(scale) {}  // 1e-10
-  HD float value(float x) const { return divider.quotient(x); }
+  template <class Floats>
+  HD Floats value(Floats x) const {
+    return divider.quotient(x);
+  }
 };
 
 // scale = the least power of two that is at least max(amax / 448, 1e-10); value = x / scale, by a
@@ -63,7 +67,10 @@ struct Fp8BlockPow2 : E4m3Values {
     scale = float_of_bits(bits);
     factor = 1.0f / scale;
   }
-  HD float value(float x) const { return x * factor; }
+  template <class Floats>
+  HD Floats value(Floats x) const {
+    return x * factor;
+  }
 };
 
 // scale = max(amax of the row / 448, 1 / (448 * 512)); value = x / scale.
@@ -75,7 +82,10 @@ struct Fp8Token : E4m3Values {
   Scale scale;
   Divider divider;
   HD Fp8Token(uint32_t amax, float /*global_scale*/) : scale(bounded(amax)), divider(scale) {}
-  HD float value(float x) const { return divider.quotient(x); }
+  template <class Floats>
+  HD Floats value(Floats x) const {
+    return divider.quotient(x);
+  }
   HD static float bounded(uint32_t amax) {
     const uint32_t bits = bits_of_float(over_448(amax));
     const uint32_t least = bits_of_float(kLeast);
@@ -90,7 +100,10 @@ struct Fp8Tensor : E4m3Values {
   using Scale = void;
   float reciprocal;
   HD Fp8Tensor(uint32_t /*amax*/, float global_scale) : reciprocal(1.0f / global_scale) {}
-  HD float value(float x) const { return x * reciprocal; }
+  template <class Floats>
+  HD Floats value(Floats x) const {
+    return x * reciprocal;
+  }
 };
 
 // scale = 2^e with the smallest e for which amax / 2^e <= 448, stored as e + 127; value = x / 2^e,
@@ -103,35 +116,57 @@ struct Mxfp8 : E4m3Values {
   using Scale = uint8_t;
   Scale scale;
   float factor;
-  HD Mxfp8(uint32_t amax, float /*global_scale*/) {
-    const int wanted = static_cast<int>(amax >> 23) - 8 + ((amax & 0x7fffffu) > 0x600000u ? 1 : 0);
-    int biased = wanted > 0 ? wanted : 0;
-    biased = amax == 0x7f800000u ? 254 : biased;
-    biased = amax > 0x7f800000u ? 0 : biased;
-    scale = static_cast<Scale>(biased);
-    // 2^-127, for infinity, is below fp32's normal numbers.
-    const uint32_t bits = biased == 254 ? 0x00400000u : static_cast<uint32_t>(254 - biased) << 23;
-    factor = float_of_bits(amax > 0x7f800000u ? 0x7fc00000u : bits);
+  template <class Bits>
+  HD static Bits scale_of(Bits amax, float /*global_scale*/) {
+    const Bits exponent = (amax + 0x1fffffu) >> 23;
+    const Bits biased = exponent > 8u ? exponent - 8u : Bits{};
+    const Bits bounded = amax == 0x7f800000u ? Bits{} + 254u : biased;
+    return amax > 0x7f800000u ? Bits{} : bounded;
   }
-  HD float value(float x) const { return x * factor; }
+  template <class Bits>
+  HD static auto factor_of(Bits amax, Bits biased, float /*global_scale*/) {
+    // 2^-127, for infinity, is below fp32's normal numbers.
+    const Bits power = biased == 254u ? Bits{} + 0x00400000u : (254u - biased) << 23;
+    return float_of_bits(amax > 0x7f800000u ? Bits{} + 0x7fc00000u : power);
+  }
+  HD Mxfp8(uint32_t amax, float global_scale)
+      : scale(static_cast<Scale>(scale_of(amax, global_scale))),
+        factor(factor_of(amax, uint32_t{scale}, global_scale)) {}
+
+  template <class Floats>
+  HD Floats value(Floats x) const {
+    return x * factor;
+  }
 };
 
 // scale = e4m3(global * amax / 6); value = x / (scale / global), both with reciprocals as vLLM's
 // kernel takes them. A block whose scale is 0 is 0.
 struct Nvfp4 {
   static constexpr int kBits = 4;
+  using Code = E2m1;
   static constexpr int kBlock = 16;
   static constexpr bool kHasRowScale = false;
   using Scale = uint8_t;
   Scale scale;
   float factor;
-  HD Nvfp4(uint32_t amax, float global_scale) {
-    const float wanted = global_scale * (float_of_bits(amax) * reciprocal_for_fp4(E2m1::kLargest));
-    scale = E4m3::from_float(wanted);
-    const float used = E4m3::to_float(scale);
-    factor = scale == 0 ? 0.0f : reciprocal_for_fp4(used * reciprocal_for_fp4(global_scale));
+  template <class Bits>
+  HD static Bits scale_of(Bits amax, float global_scale) {
+    return E4m3::code_of(global_scale * (float_of_bits(amax) * reciprocal_for_fp4(E2m1::kLargest)));
   }
-  HD float value(float x) const { return x * factor; }
+  template <class Bits>
+  HD static auto factor_of(Bits /*amax*/, Bits code, float global_scale) {
+    const auto used = E4m3::floats_of(code);
+    const Bits factor = bits_of_float(reciprocal_for_fp4(used * reciprocal_for_fp4(global_scale)));
+    return float_of_bits(code == 0u ? Bits{} : factor);
+  }
+  HD Nvfp4(uint32_t amax, float global_scale)
+      : scale(static_cast<Scale>(scale_of(amax, global_scale))),
+        factor(factor_of(amax, uint32_t{scale}, global_scale)) {}
+
+  template <class Floats>
+  HD Floats value(Floats x) const {
+    return x * factor;
+  }
   template <int Count>
   HD static void encode(const float* values, uint8_t* codes) {
     E2m1::from_floats<Count>(values, codes);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "copy.h"
+#include "numeric.h"
 #include "platform.h"
 
 namespace moe_nvlink {
@@ -26,6 +27,35 @@ HD void store_register(char* target, BitRegister bits) {
                        std::memcpy(target, &words, sizeof(words));)
 }
 
+// 0, 1, 2, ..., a constant.
+HD BitRegister numbers_of_elements() {
+  BitRegister numbers{};
+  MOE_NVLINK_HOST_ONLY(for (uint32_t i = 1; i < kRegisterFloats; ++i) numbers[i] = i;)
+  return numbers;
+}
+
+HD uint32_t first_element(BitRegister bits) {
+  MOE_NVLINK_DEVICE_ONLY(return bits;)
+  MOE_NVLINK_HOST_ONLY(return bits[0];)
+}
+
+// The elements at even places (First = 0), or at odd ones (1), of `low` and after them of `high`.
+template <uint32_t First>
+HD BitRegister every_second(BitRegister low, BitRegister high) {
+  MOE_NVLINK_DEVICE_ONLY(return First == 0 ? low : high;)
+  MOE_NVLINK_HOST_ONLY(const BitRegister places = 2 * numbers_of_elements() + First;
+                       return __builtin_shuffle(low, high, places);)
+}
+
+// For a pair of registers, whose element `first` is that of a row: what its blocks of `Size` are
+// multiplied by, element 0 of `factors` being of the row's first block.
+template <int Size>
+HD FloatRegister factors_of_pair(FloatRegister factors, uint32_t first) {
+  MOE_NVLINK_DEVICE_ONLY(return factors;)
+  MOE_NVLINK_HOST_ONLY(const BitRegister places = (2 * numbers_of_elements() + first) / Size;
+                       return __builtin_shuffle(factors, places);)
+}
+
 // Two registers of elements of 2 bytes: the elements at even places and those at odd places. To
 // take them apart needs a shift and a mask, while elements in their order would have to be widened
 // and narrowed across the halves of a register.
@@ -33,5 +63,38 @@ struct RegisterPair {
   FloatRegister even;
   FloatRegister odd;
 };
+
+// Elements of a pair.
+constexpr int kPairElements = 2 * kRegisterFloats;
+
+template <class Element>
+HD RegisterPair load_pair(const char* source) {
+  const BitRegister low = load_register<uint32_t>(source);
+  if constexpr (sizeof(typename Element::Storage) == 2) {
+    // The upper half of a word is no part of its lower element, which takes no notice of it.
+    return RegisterPair{Element::floats_of(low), Element::floats_of(low >> 16)};
+  } else {
+    const BitRegister high = load_register<uint32_t>(source + sizeof(low));
+    return RegisterPair{Element::floats_of(every_second<0>(low, high)),
+                        Element::floats_of(every_second<1>(low, high))};
+  }
+}
+
+// The largest of each Lanes neighbours of Registers registers, from element 0 on.
+template <int Registers, int Lanes>
+HD BitRegister largest_of_lanes(const BitRegister* all) {
+  if constexpr (Lanes == 1) {
+    return all[0];
+  } else {
+    constexpr int kHalf = Registers > 1 ? Registers / 2 : 1;
+    BitRegister half[kHalf];
+    for (int i = 0; i < kHalf; ++i) {
+      const BitRegister& low = all[2 * i];
+      const BitRegister& high = all[Registers > 1 ? 2 * i + 1 : 0];
+      half[i] = larger(every_second<0>(low, high), every_second<1>(low, high));
+    }
+    return largest_of_lanes<kHalf, Lanes / 2>(half);
+  }
+}
 
 }  // namespace moe_nvlink
