@@ -1,6 +1,7 @@
 // How a thread of a CPU rank sleeps until a cell changes, and how who changes it wakes the thread.
 #pragma once
 
+#include <errno.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -32,14 +33,18 @@ constexpr long kLongestCellSleepNs = 10000000;
 
 // cell: a word that another thread or process will change in its low half, the epoch. seen: what
 // the last look found. sleepers: a word of this rank, which all signallers of the cell look at.
-inline void sleep_until_changed(const uint64_t* cell, uint64_t seen, uint64_t* sleepers) {
+// Returns false if the system lets no thread sleep so (a filter of system calls, for one).
+inline bool sleep_until_changed(const uint64_t* cell, uint64_t seen, uint64_t* sleepers) {
   static_assert(std::endian::native == std::endian::little, "the epoch is the cell's first half");
   const timespec longest{0, kLongestCellSleepNs};
   std::atomic_ref<uint64_t> count(*sleepers);
   count.fetch_add(1, std::memory_order_seq_cst);
   // Not FUTEX_PRIVATE_FLAG: ranks are processes that share the memory.
-  syscall(SYS_futex, cell, FUTEX_WAIT, static_cast<uint32_t>(seen), &longest, nullptr, 0);
+  const long result =
+      syscall(SYS_futex, cell, FUTEX_WAIT, static_cast<uint32_t>(seen), &longest, nullptr, 0);
+  const bool may_sleep = result == 0 || errno == EAGAIN || errno == EINTR || errno == ETIMEDOUT;
   count.fetch_sub(1, std::memory_order_relaxed);
+  return may_sleep;
 }
 
 // After the cell has been stored. Where nobody sleeps it costs a fence and a load of a line that

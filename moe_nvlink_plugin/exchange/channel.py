@@ -144,6 +144,7 @@ class Channel:
         optional = (global_scale, is_padding, active_ranks, expert_counts)
         call = (num_tokens, max_tokens, quantiser, *map(_address, optional))
         if call != self._last_call:  # a field takes as long as the comparison
+            self._last_call = ()  # until all fields are set
             geometry.num_tokens = self.num_tokens = num_tokens
             geometry.max_tokens_per_rank = self.max_tokens = max_tokens
             args.quantiser = quantiser

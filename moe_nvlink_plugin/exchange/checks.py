@@ -32,8 +32,12 @@ def bound(max_tokens: int, capacity: int) -> None:
     """Check the bound of one call.
 
     Raises:
-        InputError: it is not in 1..capacity.
+        InputError: it is no integer, or not in 1..capacity.
     """
+    if type(max_tokens) is not int and not hasattr(max_tokens, "__index__"):
+        raise InputError(
+            f"max_tokens={max_tokens!r} is a {type(max_tokens).__name__}, it must be an integer"
+        )
     if not 1 <= max_tokens <= capacity:
         raise InputError(
             f"max_tokens={max_tokens} is not between 1 and max_tokens_per_rank={capacity}; pass "

@@ -8,6 +8,7 @@ as much. MoeAllToAll calls the layer without them where nobody would see the op 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -242,22 +243,34 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"moe_nvlink::{_name}", _fake, lib=_library)
 
 
+#: Each returns something true if somebody looks on.
+_WATCHERS: tuple[Callable[[], Any], ...] = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._ops._len_torch_dispatch_stack_pre_dispatch,
+    torch._C._functorch.peek_interpreter_stack,
+    torch._C._autograd._profiler_enabled,
+)
+
+
 def are_seen(*tensors: torch.Tensor | None) -> bool:
     """Return whether anybody would notice that a verb runs without its op. Local.
 
-    An op costs several microseconds, and an eager call needs none. It needs one if a dispatch mode,
-    a tracer or a profiler looks on, if a tensor is of a subclass, or if autograd would record the
-    call. A verb that torch.compile traces always needs its op; the caller asks for that first.
+    An op costs several microseconds, and an eager call needs none. It needs one if a mode, a
+    tracer, a profiler or a transform of torch.func looks on, if a tensor is of a subclass, if its
+    bytes are not its numbers (negated views, zero tensors), or if autograd would record the call. A
+    verb that torch.compile traces always needs its op; the caller asks for that first. Without a
+    profiler, torch.profiler.ExecutionTraceObserver is not noticed.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
-        return True
-    if torch._C._get_tracing_state() is not None:
+    if any(watcher() for watcher in _WATCHERS) or torch._C._get_tracing_state() is not None:
         return True
     records = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is None:
             continue
         if type(tensor) is not torch.Tensor or (records and tensor.requires_grad):
+            return True
+        if tensor.is_neg() or tensor._is_zerotensor():
             return True
     return False
 

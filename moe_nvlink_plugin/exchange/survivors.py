@@ -190,6 +190,7 @@ def _clear(
             cells = workspace.words(region, workspace.group.size, torch.int64).zero_()
             for rank in gone:
                 cells[rank] = _never_a_round()
+    # Nobody sleeps until a cell changes (LocalControl.sleepers): no verb runs during mask().
     local = workspace.region_bytes(regions["local"])
     host_fault = structs()["LocalControl"].host_fault
     local[: host_fault.offset].zero_()

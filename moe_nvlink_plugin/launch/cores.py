@@ -17,28 +17,31 @@ from collections.abc import Iterator
 
 
 @functools.cache
-def bound_cores() -> frozenset[int]:
-    """Return the cores to which OpenMP binds its threads; empty if it binds none. Local."""
+def places() -> tuple[frozenset[int], ...]:
+    """Return the sets of cores to which OpenMP binds its threads; none if it binds none. Local."""
     runtime = ctypes.CDLL(None)  # torch has loaded OpenMP, or the linker (LD_PRELOAD)
-    found = set[int]()
+    found = []
     try:
+        if not runtime.omp_get_proc_bind():  # Intel's runtime has places then, too
+            return ()
         for place in range(runtime.omp_get_num_places()):
             ids = (ctypes.c_int * runtime.omp_get_place_num_procs(place))()
             runtime.omp_get_place_proc_ids(place, ids)
-            found.update(ids)
+            found.append(frozenset(ids))
     except AttributeError:  # a torch without OpenMP, or an OpenMP older than 4.5
-        return frozenset()
-    return frozenset(found)
+        return ()
+    return tuple(found)
 
 
 def spread() -> None:
     """Let the calling thread, and threads that it will start, use all bound cores. Local.
 
-    If OpenMP binds no thread, or Linux refuses these cores, the thread keeps its binding.
+    A thread whose cores are not a place of OpenMP's keeps them: somebody else has chosen them. So
+    does a thread to which Linux refuses the others.
     """
-    if cores := bound_cores():
+    if os.sched_getaffinity(0) in places():
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, frozenset[int]().union(*places()))
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def quantised(calls: Calls, name: str, source: torch.Tensor, scale: torch.Tensor
 
 
 def sources(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Hard numbers in rows of one block, and rows of several pieces."""
+    """Hard numbers in rows of one block and in wide rows, and ordinary rows of several pieces."""
     block = BLOCKS[name]
     if dtype == torch.float32:
         numbers = rows_of.E2M1_NUMBERS if name == "nvfp4" else rows_of.E4M3_NUMBERS
@@ -81,6 +81,7 @@ def sources(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     random = torch.Generator().manual_seed(9)
     for pieces in (3, 33):
         yield torch.randn(3, pieces * block, generator=random).exp().to(dtype)
+    yield rows_of.hard_rows(name, dtype)[::4]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

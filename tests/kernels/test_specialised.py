@@ -51,6 +51,12 @@ def test_specialised_build(
     compare.check_case(case)
 
 
+def streaming_text() -> str:
+    """Return a text that streams every row that may be, however few there are."""
+    text = kernel_texts.host_source()
+    return replace_once(text, "kStreamedBytes = 1 << 20", "kStreamedBytes = 0")
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(
     ("dtype", "hidden_size"),
@@ -64,11 +70,7 @@ def test_specialised_build(
 def test_streamed_rows(
     dtype: torch.dtype, hidden_size: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row that may be streamed is, however few there are."""
-    text = replace_once(
-        kernel_texts.host_source(), "kStreamedBytes = 1 << 20", "kStreamedBytes = 0"
-    )
-    library = built(text)
+    library = built(streaming_text())
     monkeypatch.setattr(host, "load", lambda _text: library)
     case = Case(
         name=f"streamed rows of {hidden_size} {dtype}",
@@ -81,6 +83,38 @@ def test_streamed_rows(
         num_threads=num_threads,
         add="in place",
         scale=0.3,
+    )
+    compare.check_case(case)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "back", "dtype", "hidden_size"),
+    [
+        # With registers of 32 bytes rows of 544 bytes are streamed, with registers of 64 not.
+        ("nvfp4", "nvfp4", torch.bfloat16, 1088),
+        ("nvfp4", "nvfp4", torch.float32, 1152),
+        ("fp8_block", "fp8_block", torch.bfloat16, 1152),
+        ("fp8_token", "bf16", torch.float16, 1088),  # 8 pieces, and a tail of 64
+        ("mxfp8", "fp8_block", torch.float32, 1152),
+        ("fp8_tensor", "bf16", torch.bfloat16, 1120),
+    ],
+)
+def test_streamed_quantised_rows(
+    recipe: str, back: str, dtype: torch.dtype, hidden_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = built(streaming_text())
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    case = Case(
+        name=f"streamed rows of {recipe}, {back} back, {hidden_size} {dtype}",
+        tokens=(8, 3, 0, 7),
+        num_experts=24,
+        top_k=6,
+        hidden_size=hidden_size,
+        dtype=dtype,
+        recipe=recipe,
+        combine=back,
+        routing="invalid",
+        num_threads=2,
     )
     compare.check_case(case)
 

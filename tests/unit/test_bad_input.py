@@ -47,6 +47,7 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"topk_ids": torch.empty(3, TOP_K, dtype=torch.int32, device="meta")},
         "is on meta, this exchange works on cpu",
     ),
+    "bound of another type": ({"max_tokens": 3.0}, "max_tokens=3.0 is a float, it must be an int"),
     "too many tokens": (good(CAPACITY + 1), "5 tokens exceed max_tokens_per_rank=4"),
     "ids of fewer tokens": (
         {"topk_ids": torch.zeros(2, TOP_K, dtype=torch.int32)},

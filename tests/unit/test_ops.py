@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, rank_mask
@@ -131,6 +132,13 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class Functions(TorchFunctionMode):
+    """Sees calls of torch's functions and ops, and changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """An eager verb that nobody sees takes the short way, and returns the same."""
     called: list[str] = []
@@ -164,6 +172,17 @@ def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> No
         by_subclass, _ = verbs(torch.nn.Parameter(hidden, requires_grad=False))
         with torch.no_grad():
             unrecorded, _ = verbs(hidden.clone().requires_grad_())
+        with Functions():
+            by_function_mode, _ = verbs(hidden)
+        by_negative, negated = verbs(torch._neg_view(-hidden))
+        # Where a transform cannot take an op, it says so; the kernel must not see its tensors.
+        called.clear()
+        with pytest.raises(RuntimeError):
+            torch.func.functionalize(lambda rows: exchange.dispatch(rows, ids, weights))(hidden)
+        by_transform = list(called)
+    assert by_function_mode == ["dispatch", "combine"]
+    assert by_negative[0] == by_transform[0] == "dispatch"
+    assert torch.equal(negated, expected)
     assert (nobody, unrecorded) == ([], [])
     assert by_mode == by_profiler == seen.names == ["dispatch", "combine"]
     assert by_autograd[0] == by_subclass[0] == "dispatch"

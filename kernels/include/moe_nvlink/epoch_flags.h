@@ -104,7 +104,7 @@ HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patie
     const uint64_t waited = patience.waited_ns();
     if (waited > patience.timeout_ns) return false;
     MOE_NVLINK_HOST_ONLY(if (patience.sleepers != nullptr && backoff.may_sleep(waited)) {
-      host::sleep_until_changed(cell, seen, patience.sleepers);
+      if (!host::sleep_until_changed(cell, seen, patience.sleepers)) patience.sleepers = nullptr;
       patience.waited_ns();  // the sleep counts as waited (WaitCount)
       continue;
     })

@@ -96,8 +96,8 @@ inline void halves_of_e4m3(const char* codes, FloatRegister& even, FloatRegister
   typedef int16_t Halves __attribute__((vector_size(2 * kRegisterFloats)));
   const auto to_floats = [](Halves upper_bytes) {
     const Halves numbers = (upper_bytes >> 1) & static_cast<int16_t>(0xbf80);
-    // 0x7f, which is NaN, becomes one.
-    const Halves bits = numbers | ((numbers & 0x3f80) == 0x3f80);
+    // 0x7f, which is NaN, becomes one with the sign of the code.
+    const Halves bits = numbers | (((numbers & 0x3f80) == 0x3f80) & 0x7f80);
 #if MOE_NVLINK_WIDE_REGISTERS
     return reinterpret_cast<FloatRegister>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(bits)));
 #else
@@ -174,10 +174,10 @@ inline uint64_t now_ns() {
 }
 
 // A host rank often shares its core with the ranks that it waits for. So it spins for about a
-// microsecond, and then yields the core. A thread that waits for a cell then sleeps until the cell
-// changes (kernels/host/sleep.h). A thread that waits for a unit sleeps for an eighth of the time
-// that it has waited: the peers lose almost nothing, and this rank wakes up late by at most an eighth
-// of the wait.
+// microsecond, and then yields the core. A thread that wait_for_peer() lets wait for a cell then sleeps
+// until the cell changes (kernels/host/sleep.h). Any other thread sleeps for an eighth of the time that
+// it has waited: the peers lose almost nothing, and this rank wakes up late by at most an eighth of the
+// wait.
 struct Backoff {
   static constexpr int kSpins = 32;
   // A yield that nobody else wants takes half a microsecond, a switch to another thread and back
