@@ -1,4 +1,4 @@
-"""Compare the goals of the benchmarks' issue with the result files: met, not met, not measured.
+"""Compare the goals of the issues with the result files: met, not met, not measured.
 
 A goal's verdict is computed from the newest file that measured its configuration. The median
 decides; quartiles stand beside it. A goal that names a GPU is judged on that GPU only.
@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """One number of the issue's table. `sense`: ">=" or "<="; `unit`: "x", "%" or ""."""
+    """One number of the issues' tables. `sense`: ">=" or "<="; `unit`: "x", "%", " us" or ""."""
 
     work: str
     sense: str
@@ -47,7 +47,7 @@ class Goal(NamedTuple):
     def shown(self, value: float) -> str:
         if self.unit == "%":
             return f"{100 * value:.1f}%"
-        return f"{value:.2f}x" if self.unit == "x" else f"{value:g}"
+        return f"{value:.2f}x" if self.unit == "x" else f"{value:.3g}{self.unit}"
 
     def row(self, results: Sequence[Result]) -> list[str]:
         bound = f"{100 * self.bound:g}%" if self.unit == "%" else f"{self.bound:g}{self.unit}"
@@ -73,6 +73,7 @@ def table(results: Sequence[Result]) -> str:
 _LAYER: Row = {"hidden_size": 7168, "top_k": 8, "num_experts": 256, "pdl": False}
 _LAYER |= {"recipe": "bf16", "combine": "bf16", "dtype": "bfloat16"}
 _CPU = _LAYER | {"device": "cpu", "ep_size": 4, "emulate_ranks": False, "cuda_graph": False}
+_CPU_2 = _CPU | {"ep_size": 2}
 _GPU = _LAYER | {"device": "cuda", "ep_size": 8, "emulate_ranks": True, "cuda_graph": True}
 
 
@@ -132,6 +133,46 @@ def _which(row: Row) -> str:
     return f"{row['tokens']} tokens" + (f", {row['launch']}" if "launch" in row else "")
 
 
+def one_token(asked: Row) -> Callable[[Sequence[Result]], Found | None]:
+    """Make a reader of the time of our dispatch and combine of one token per rank, in us."""
+
+    def found(results: Sequence[Result]) -> Found | None:
+        for result in reversed(results):
+            for row in _rows(result, asked, range(1, 2), OURS):
+                took = row["both"]
+                return Found(took["median_us"], result, took["q25_us"], took["q75_us"])
+        return None
+
+    return found
+
+
+def crowded(results: Sequence[Result]) -> Found | None:
+    """Return how much longer one token takes with four ranks than with two."""
+    two, four = one_token(_CPU_2)(results), one_token(_CPU)(results)
+    return Found(four.value / two.value, four.source) if two and four else None
+
+
+def over_bf16(verb: str, *formats: str) -> Callable[[Sequence[Result]], Found | None]:
+    """Make a reader of a verb's time in some formats over that in bf16: the most, CPU ranks."""
+
+    def found(results: Sequence[Result]) -> Found | None:
+        for result in reversed(results):
+            if not result.path.match("*-cpu-recipes.json"):
+                continue
+            rows = [
+                (row["times_bf16"], f"{row['name'].split()[0]}, {row['tokens']} tokens")
+                for row in result.data["rows"]
+                if row["verb"] == verb
+                and row["name"].removesuffix(" fused") in formats
+                and row["tokens"] >= 128
+            ]
+            rate, which = min(rows, key=lambda row: row[0]["ratio"])
+            return Found(1 / rate["ratio"], result, 1 / rate["q75"], 1 / rate["q25"], which)
+        return None
+
+    return found
+
+
 def served_against(server: str) -> Callable[[Sequence[Result]], Found | None]:
     """Make a reader of decode tokens/s, ours over a server's: the least of the requests at once."""
 
@@ -187,6 +228,9 @@ def model_error(results: Sequence[Result]) -> Found | None:
 
 
 _EP4 = "CPU, 4 ranks, hidden 7168, top_k 8, bf16, 128 tokens per rank: dispatch + combine"
+_EP2 = "CPU, 2 ranks on 2 cores, hidden 7168, top_k 8, bf16"
+_OVER_BF16 = "CPU, 4 ranks, hidden 7168, top_k 8, 128 tokens and more, time over that of bf16"
+_FP8 = over_bf16("dispatch", "fp8_block", "fp8_token", "fp8_tensor", "mxfp8")
 _SERVER = "CPU, demo server, 2 ranks: decode tokens/s against"
 _SEAMS = "gloo AG/RS through the same seams"
 _ONE_RANK = "a server of one rank on the same two cores"
@@ -198,6 +242,7 @@ _128, _2048, _SMALL = range(128, 129), range(2048, 2049), range(1, 65)
 _OVER_GLOO = of_layer(_CPU, _128, "gloo_gather", "times ours", "both")
 _OVER_ALL_TO_ALL = of_layer(_CPU, _128, "all_to_all", "times ours", "both")
 _CPU_COPY = of_layer(_CPU, _2048, OURS, "of_ceiling", "both")
+_CPU_2_COPY = of_layer(_CPU_2, _128, OURS, "of_ceiling", "both")
 _DISPATCH = of_layer(_GPU, _SMALL, "flashinfer", "part", "dispatch")
 _COMBINE = of_layer(_GPU, _SMALL, "flashinfer", "part", "combine")
 _RATES = of_layer(_GPU, _2048, "flashinfer", "times ours", "dispatch", "combine")
@@ -208,6 +253,13 @@ GOALS = (
     Goal(f"{_EP4}, faster than gloo all-gather + reduce-scatter", ">=", 8, "x", _OVER_GLOO),
     Goal(f"{_EP4}, faster than gloo all_to_all_single both ways", ">=", 3, "x", _OVER_ALL_TO_ALL),
     Goal(_MEMCPY, ">=", 0.70, "%", _CPU_COPY),
+    Goal(f"{_EP2}, 1 token per rank: dispatch + combine", "<=", 60, " us", one_token(_CPU_2)),
+    Goal(f"{_EP2}, 128 tokens: bytes/s against the same memcpy", ">=", 0.70, "%", _CPU_2_COPY),
+    Goal("CPU, 2 cores, 1 token per rank: four ranks against two", "<=", 4, "x", crowded),
+    Goal(f"{_OVER_BF16}: dispatch in fp8 and mxfp8", "<=", 1.3, "x", _FP8),
+    Goal(f"{_OVER_BF16}: dispatch in nvfp4", "<=", 1.6, "x", over_bf16("dispatch", "nvfp4")),
+    Goal(f"{_OVER_BF16}: combine in fp8_block", "<=", 2, "x", over_bf16("combine", "fp8_block")),
+    Goal(f"{_OVER_BF16}: combine in nvfp4", "<=", 3, "x", over_bf16("combine", "nvfp4")),
     Goal(f"{_SERVER} {_SEAMS}", ">=", 1.2, "x", served_against("gloo_ag_rs")),
     Goal(f"{_SERVER} {_ONE_RANK}", ">=", 0.67, "x", served_against("one_rank")),
     Goal(f"{_ALIKE}, up to 64 tokens: dispatch, {_PART}", "<=", 0.6, "x", _DISPATCH),
