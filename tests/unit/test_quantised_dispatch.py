@@ -328,7 +328,7 @@ BAD_FP8_BLOCK: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "scales on meta": (
         {"hidden_states": ROWS, "scales": SCALES.to("meta")},
-        "a tensor is on meta, this exchange works on cpu",
+        "scales is on meta, this exchange works on cpu",
     ),
     "a global scale": (
         {"global_scale": torch.tensor(1.0)},
