@@ -11,7 +11,7 @@ namespace moe_nvlink {
 
 // The numbers of 2 * kRegisterFloats codes of e4m3, times a scale. The scale is below 2^120, or infinite:
 // Fp8Block's are at most a 448th of fp32's largest number.
-HD RegisterPair e4m3_values(const char* codes, float scale) {
+MOE_NVLINK_INLINE HD RegisterPair e4m3_values(const char* codes, float scale) {
   if constexpr (kHasHalfConversions) {
     const float halves_scale = scale * 256.0f;
     RegisterPair halves;
@@ -39,7 +39,7 @@ MOE_NVLINK_HOST_ONLY(constexpr struct E4m3Numbers {
 
 // The numbers of the e4m3 codes from `codes` on, one for the kRegisterFloats elements of a register
 // of a pair that lie in the same 16 elements.
-HD FloatRegister e4m3_of_16(const char* codes) {
+MOE_NVLINK_INLINE HD FloatRegister e4m3_of_16(const char* codes) {
   MOE_NVLINK_DEVICE_ONLY(return E4m3::to_float(static_cast<uint8_t>(*codes));)
   MOE_NVLINK_HOST_ONLY(const auto* bytes = reinterpret_cast<const unsigned char*>(codes);
                        const FloatRegister first = kE4m3Numbers.of[bytes[0]] - FloatRegister{};
@@ -49,13 +49,13 @@ HD FloatRegister e4m3_of_16(const char* codes) {
 }
 
 // The numbers of the e2m1 codes in the lowest four bits.
-HD FloatRegister e2m1_numbers(BitRegister codes) {
+MOE_NVLINK_INLINE HD FloatRegister e2m1_numbers(BitRegister codes) {
   if constexpr (kHasShuffles) return shuffled_e2m1(codes);
   return E2m1::floats_of(codes & 15u);
 }
 
 // The numbers of 2 * kRegisterFloats codes of e2m1, times a unit for the two codes of each byte.
-HD RegisterPair e2m1_values(const char* codes, FloatRegister units) {
+MOE_NVLINK_INLINE HD RegisterPair e2m1_values(const char* codes, FloatRegister units) {
   const BitRegister pairs = load_bytes(codes);
   return RegisterPair{e2m1_numbers(pairs) * units, e2m1_numbers(pairs >> 4) * units};
 }

@@ -8,6 +8,7 @@
 // For loops of few iterations that move no rows. Unrolled code is more code to fetch, and in a
 // launch with one token per CTA no code is in the instruction cache.
 #define MOE_NVLINK_ROLLED _Pragma("unroll 1")
+#define MOE_NVLINK_INLINE
 
 #if defined(__CUDACC_RTC__)
 // NVRTC has no standard headers; these widths are fixed by the CUDA ABI.

@@ -21,6 +21,8 @@
 #define MOE_NVLINK_HOST_ONLY(...) __VA_ARGS__
 #define MOE_NVLINK_UNROLL
 #define MOE_NVLINK_ROLLED _Pragma("GCC unroll 1")
+// For a few instructions on registers: if g++ calls them instead, the registers travel through memory.
+#define MOE_NVLINK_INLINE [[gnu::always_inline]]
 
 // Threads of a host CTA: 1 in the product, 4 in the build that the thread sanitizer runs.
 #ifndef MOE_NVLINK_CTA_THREADS

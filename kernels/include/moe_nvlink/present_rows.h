@@ -124,7 +124,7 @@ struct PairTerm<Element, 4> {
 
 template <class Element>
 struct Fp8BlockTerm : PairTerm<Element> {
-  HD static RegisterPair load(const PartialRow& from, int element) {
+  MOE_NVLINK_INLINE HD static RegisterPair load(const PartialRow& from, int element) {
     const float scale = load_word(reinterpret_cast<const float*>(from.scales) + element / 128);
     return e4m3_values(from.row + element, scale);
   }
@@ -132,7 +132,7 @@ struct Fp8BlockTerm : PairTerm<Element> {
 
 template <class Element>
 struct Nvfp4Term : PairTerm<Element> {
-  HD static RegisterPair load(const PartialRow& from, int element) {
+  MOE_NVLINK_INLINE HD static RegisterPair load(const PartialRow& from, int element) {
     const float row_scale = load_word(reinterpret_cast<const float*>(from.row_scale));
     return e2m1_values(from.row + element / 2, e4m3_of_16(from.scales + element / 16) * row_scale);
   }
