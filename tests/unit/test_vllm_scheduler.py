@@ -94,6 +94,15 @@ WORLDS: dict[str, dict[str, Any]] = {
         "specs": (full(block_size=8), mamba("align", block_size=8)),
         "mamba_mode": "align",
     },
+    "copied tails": {
+        "specs": (full(block_size=16), mamba("align", block_size=16)),
+        "mamba_mode": "align",
+    },
+    "async copied tails": {
+        "specs": (full(block_size=16), mamba("align", block_size=16)),
+        "mamba_mode": "align",
+        "asynchronous": True,
+    },
     "dcp": {"specs": (full(block_size=BLOCK // 2),), "dcp": 2},
     "adapters": {"max_loras": 1},
     "async mamba": {
@@ -307,6 +316,19 @@ def test_a_block_shared_up_to_its_middle_costs_a_copy() -> None:
     runner.step()
     # Full attention: two blocks found, the copy of the second, one new; and a Mamba state.
     assert (asked, taken) == ([4], [4 + 1])
+
+
+@pytest.mark.parametrize("world", ["copied tails", "async copied tails"])
+def test_a_state_kept_for_others_costs_a_block(world: str) -> None:
+    one = scheduler(num_blocks=6, **WORLDS[world])
+    runner = Runner(one)
+    for number in range(4):
+        one.add_request(request(f"r{number}", prompt(number, 9), 4))
+    runner.step()
+    # Two need an attention block, a state and the copy of a state each: so do not three.
+    assert [running.request_id for running in one.running] == ["r0", "r1"]
+    runner.drain()
+    assert (runner.evicted, len(runner.finished)) == (0, 4)
 
 
 def test_a_shared_block_of_a_window_may_have_to_be_taken_again() -> None:
