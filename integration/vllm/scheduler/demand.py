@@ -11,6 +11,9 @@ bounds hold for what a request may still take in one group:
 
 If the sum of these bounds over all requests that hold blocks fits into the free blocks, all of them
 can run to their ends, in any order.
+
+Both bounds have margins. So a request may have a bound above the whole pool, and vLLM could serve
+it all the same. Such a request starts when the pool is empty, and nobody starts beside it.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ class Group(NamedTuple):
         copies: blocks that vLLM may take more, to copy a block shared up to its middle.
         tails: blocks that vLLM may take more, to keep the state at the end of the request's own
             prompt for others: the request's next step overwrites the block which has that state.
+        least: if the group has a cap: the blocks that a long request holds at once for certain.
         is_window: whether a table's empty entries all stand before its blocks.
     """
 
@@ -73,6 +77,7 @@ class Group(NamedTuple):
     cap: int = 0
     copies: int = 0
     tails: int = 0
+    least: int = 0
     is_window: bool = False
 
     def length(self, request: Any, end: int) -> int:
@@ -102,6 +107,14 @@ class Group(NamedTuple):
         """Return how many blocks a request may hold at once if the caches have nothing for it."""
         most = self.length(request, end) + self.copies
         return min(most, self.cap) + self.tails if self.cap else most
+
+    def fewest(self, request: Any, tokens: int) -> int:
+        """Return how many blocks a request with `tokens` tokens holds at once for certain.
+
+        vLLM itself serves no request for which the pool has fewer.
+        """
+        fewest = self.length(request, tokens)
+        return min(fewest, self.least) if self.cap else fewest
 
     def still(self, request: Any, end: int, shared: frozenset[int]) -> int:
         """Return how many free blocks a request that holds blocks may take until its end.
@@ -162,9 +175,9 @@ def _group(manager: Any, num_lookahead: int, num_batches: int, copies: int) -> G
         return Group(manager, fixed=1)
     if kind in _WINDOWS:
         # vLLM's own cap leaves out the draft's slots.
-        cap = manager.max_admission_blocks_per_request
-        cap += cdiv(num_lookahead, manager.block_size) + copies
-        return Group(manager, cap=cap, copies=copies, is_window=True)
+        least = manager.max_admission_blocks_per_request
+        cap = least + cdiv(num_lookahead, manager.block_size) + copies
+        return Group(manager, cap=cap, copies=copies, least=least, is_window=True)
     if kind is MambaManager:
         return _mamba(manager, num_batches, copies)
     raise UnsupportedError(
@@ -183,4 +196,4 @@ def _mamba(manager: Any, num_batches: int, copies: int) -> Group:
     each = 1 + spec.num_prefill_checkpoint_blocks + copies
     extra = drafts + spec.num_prefill_checkpoint_blocks
     cap = drafts + each * (num_batches + 1)
-    return Group(manager, extra=extra, cap=cap, copies=copies, tails=copies)
+    return Group(manager, extra=extra, cap=cap, copies=copies, tails=copies, least=1 + drafts)
