@@ -40,10 +40,17 @@ def is_selected(vllm_config: Any) -> bool:
 
 
 def schedules(vllm_config: Any) -> bool:
-    """Return whether a configuration names one of our schedulers. Local; takes any object."""
+    """Return whether a configuration names one of our schedulers. Local; takes any object.
+
+    A class may also be a subclass of ours. Of a string only the name counts, because an import of a
+    user's module here could come too early.
+    """
     chosen = getattr(getattr(vllm_config, "scheduler_config", None), "scheduler_cls", None)
-    name = chosen if isinstance(chosen, str) else getattr(chosen, "__module__", "")
-    return name.startswith(f"{__package__}.scheduler.")
+    if isinstance(chosen, str):
+        modules = [chosen]
+    else:
+        modules = [base.__module__ for base in getattr(chosen, "__mro__", ())]
+    return any(name.startswith(f"{__package__}.scheduler.") for name in modules)
 
 
 def selected_here() -> bool:

@@ -24,18 +24,23 @@ def metrics_folder(vllm_config: Any) -> Path | None:
         return None
 
 
-def remove_at_exit(path: Path) -> None:
+def remove_at_exit(path: Path, *, is_file: bool = False) -> None:
     """Remove a file, or a folder with what killed processes have left there, when this one ends.
 
-    Local. A forked child of this process inherits the order, and does not follow it.
+    With the last file its folder goes too. Local. A forked child of this process inherits the
+    order, and does not follow it.
+
+    Args:
+        path: of what may not exist yet.
+        is_file: whether it is a file.
     """
-    atexit.register(_remove, path, os.getpid())
+    atexit.register(_remove, path, is_file, os.getpid())
 
 
-def _remove(path: Path, pid: int) -> None:
+def _remove(path: Path, is_file: bool, pid: int) -> None:
     if os.getpid() != pid:
         return
-    if path.is_dir():
+    if not is_file:
         shutil.rmtree(path, ignore_errors=True)
         return
     with contextlib.suppress(OSError):  # the folder is gone, or has another process's file

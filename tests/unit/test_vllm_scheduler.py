@@ -94,6 +94,15 @@ WORLDS: dict[str, dict[str, Any]] = {
         "specs": (full(block_size=8), mamba("align", block_size=8)),
         "mamba_mode": "align",
     },
+    "copied tails": {
+        "specs": (full(block_size=16), mamba("align", block_size=16)),
+        "mamba_mode": "align",
+    },
+    "async copied tails": {
+        "specs": (full(block_size=16), mamba("align", block_size=16)),
+        "mamba_mode": "align",
+        "asynchronous": True,
+    },
     "dcp": {"specs": (full(block_size=BLOCK // 2),), "dcp": 2},
     "adapters": {"max_loras": 1},
     "async mamba": {
@@ -309,6 +318,19 @@ def test_a_block_shared_up_to_its_middle_costs_a_copy() -> None:
     assert (asked, taken) == ([4], [4 + 1])
 
 
+@pytest.mark.parametrize("world", ["copied tails", "async copied tails"])
+def test_a_state_kept_for_others_costs_a_block(world: str) -> None:
+    one = scheduler(num_blocks=6, **WORLDS[world])
+    runner = Runner(one)
+    for number in range(4):
+        one.add_request(request(f"r{number}", prompt(number, 9), 4))
+    runner.step()
+    # Two need an attention block, a state and the copy of a state each: so do not three.
+    assert [running.request_id for running in one.running] == ["r0", "r1"]
+    runner.drain()
+    assert (runner.evicted, len(runner.finished)) == (0, 4)
+
+
 def test_a_shared_block_of_a_window_may_have_to_be_taken_again() -> None:
     """When the first request has left it behind, its end frees nothing: the second has it."""
     one = scheduler(specs=(window(8),), max_num_batched_tokens=8, num_blocks=12)
@@ -437,7 +459,7 @@ def test_a_request_that_can_never_fit_is_refused_with_numbers(asynchronous: bool
     large = runner.finished["large"]
     assert str(large.finish_reason) == "error"
     assert large.stop_reason.startswith(
-        "needs up to 9 KV cache blocks (20 prompt tokens, max_tokens=14), and the server has 8."
+        "needs at least 9 KV cache blocks (20 prompt tokens, max_tokens=14), and the server has 8."
     )
     assert str(runner.finished["small"].finish_reason) != "error"
     assert free_blocks(one) == 8
@@ -449,6 +471,31 @@ def test_the_largest_request_that_fits_is_served() -> None:
     one.add_request(request("a", prompt(1, 20), 13))
     runner.drain()
     assert str(runner.finished["a"].finish_reason) == "length"
+
+
+@pytest.mark.parametrize(
+    "world", ["full", "async hybrid", "async mamba", "mamba drafts", "copied tails"]
+)
+def test_whom_vllm_serves_in_its_smallest_pool_is_served_alone(world: str) -> None:
+    """The pool that vLLM itself asks for, and requests of clients that give no max_tokens."""
+    probe = scheduler(**WORLDS[world])
+    config = probe.vllm_config
+    specs = [group.manager.kv_cache_spec for group in probe._ledger._groups]
+    smallest = sum(-(-one.max_memory_usage_bytes(config) // one.page_size_bytes) for one in specs)
+    one = scheduler(num_blocks=smallest, **WORLDS[world])
+    runner = Runner(one)
+    names = ["first", "small", "long", "other", "last"]
+    for number, name in enumerate(names):
+        most = MAX_MODEL_LEN - 6 if name in ("first", "long", "last") else 4
+        one.add_request(request(name, prompt(number, 6), most))
+    together = set()
+    while one.has_unfinished_requests():
+        running = set(runner.step().num_scheduled_tokens)
+        together |= running if "long" in running else set()
+    runner.drain()
+    assert (runner.started, runner.evicted) == (names, 0)
+    assert {str(output.finish_reason) for output in runner.finished.values()} == {"length"}
+    assert together == {"long"}
 
 
 @pytest.mark.parametrize(("reserve", "together"), [(1.0, 1), (0.5, 2), (0.2, 4)])
@@ -501,6 +548,13 @@ def test_options_that_are_not_allowed_are_refused(given: Any, message: str) -> N
         capacity.read(config)
 
 
+def test_options_that_nobody_would_read_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r'config\["moe_nvlink"\] is a list'):
+        capacity.read(SimpleNamespace(additional_config={"moe_nvlink": ["capacity"]}))
+    with pytest.raises(ValueError, match=r"has no effect .* Add --scheduler-cls moe_nvlink_plugin"):
+        configuration(additional='{"moe_nvlink": {"capacity": {"polcy": 1}}}', ours=False)
+
+
 def test_the_backend_takes_the_option_beside_its_own() -> None:
     ours = {"capacity": {"reserve": 0.5}, "combine": "bf16"}
     config = SimpleNamespace(additional_config={"moe_nvlink": ours})
@@ -523,7 +577,8 @@ def test_diffusion_models_are_refused() -> None:
 
 def test_a_configuration_tells_whether_it_names_us() -> None:
     path = f"{GuaranteedNoEvictScheduler.__module__}"
-    for chosen in (GuaranteedNoEvictScheduler, f"{path}.GuaranteedNoEvictScheduler"):
+    theirs = type("Theirs", (GuaranteedNoEvictScheduler,), {"__module__": "theirs"})
+    for chosen in (GuaranteedNoEvictScheduler, theirs, f"{path}.GuaranteedNoEvictScheduler"):
         assert schedules(SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=chosen)))
     assert not schedules(configuration())
     assert not schedules(None)

@@ -101,6 +101,7 @@ def configuration(
     mamba_mode: str = "none",
     dcp: int = 1,
     additional: str = "{}",
+    ours: bool = True,
 ) -> VllmConfig:
     """Return a configuration; equal arguments share one. `additional` is JSON."""
     init_none_hash(sha256)
@@ -132,6 +133,7 @@ def configuration(
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             policy=policy,
+            scheduler_cls=GuaranteedNoEvictScheduler if ours and additional != "{}" else None,
         ),
         parallel_config=parallel,
         speculative_config=speculative,

@@ -51,6 +51,7 @@ class MoeNvlinkPlatform(_Base):
 
         Raises:
             UnsupportedError: we cannot serve the configuration.
+            ConfigError: it has options that nothing would read.
         """
         is_selected = backend.is_selected(vllm_config)
         if is_selected:
@@ -80,6 +81,8 @@ class MoeNvlinkPlatform(_Base):
             from moe_nvlink_plugin.integration.vllm.scheduler import startup
 
             startup.prepare(vllm_config)
+        else:
+            _refuse_options_of_our_scheduler(vllm_config)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -97,6 +100,23 @@ class MoeNvlinkPlatform(_Base):
         from . import punica
 
         return punica.extended(chosen)
+
+
+def _refuse_options_of_our_scheduler(vllm_config: Any) -> None:
+    if not backend.additional(vllm_config):
+        return  # no user of ours; our other modules are not needed
+    from moe_nvlink_plugin.errors import ConfigError
+    from moe_nvlink_plugin.integration.vllm.choices import CAPACITY, KEY, names
+
+    chosen = vllm_config.scheduler_config.scheduler_cls
+    if isinstance(chosen, str) and not chosen.startswith("vllm."):
+        return  # perhaps a subclass of ours, which reads the option
+    if names(vllm_config, CAPACITY):
+        raise ConfigError(
+            f'additional_config["{KEY}"]["{CAPACITY}"] has no effect with another scheduler than '
+            f"ours. Add --scheduler-cls {_ADAPTER}.scheduler.GuaranteedNoEvictScheduler, or remove "
+            f"the option"
+        )
 
 
 def choose() -> str | None:

@@ -25,6 +25,9 @@ __all__ = ["AsyncGuaranteedNoEvictScheduler", "GuaranteedNoEvictScheduler"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moe_nvlink_plugin.integration.vllm import compat
+
+    compat.check_scheduler_names()  # the import below would name one missing name only
     from . import no_evict
 
     return getattr(no_evict, name)

@@ -45,7 +45,11 @@ def read(vllm_config: Any) -> Capacity:
         ConfigError: an unknown key, or a value that is not allowed; the message lists the allowed.
     """
     ours = additional(vllm_config).get(KEY)
-    given = ours.get(CAPACITY, {}) if isinstance(ours, Mapping) else {}
+    if ours is not None and not isinstance(ours, Mapping):
+        raise ConfigError(
+            f'additional_config["{KEY}"] is a {type(ours).__name__}, it must be a dict'
+        )
+    given = {} if ours is None else ours.get(CAPACITY, {})
     keys = ", ".join(Capacity._fields)
     if not isinstance(given, Mapping):
         raise ConfigError(f"{_WHERE} is a {type(given).__name__}, it must be a dict of {keys}")
@@ -107,11 +111,6 @@ class Reserve:
     def __init__(self, chosen: float | str) -> None:
         self.lengths = OutputLengths() if chosen == ESTIMATE else None
         self._part = 1.0 if isinstance(chosen, str) else float(chosen)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every request gets all that it may take."""
-        return self.lengths is None and self._part == 1
 
     def tokens(self, most: int) -> int:
         """Return the number of output tokens to reserve for, of the `most` a request may have."""

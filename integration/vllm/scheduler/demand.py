@@ -11,6 +11,9 @@ bounds hold for what a request may still take in one group:
 
 If the sum of these bounds over all requests that hold blocks fits into the free blocks, all of them
 can run to their ends, in any order.
+
+Both bounds have margins. So a request may have a bound above the whole pool, and vLLM could serve
+it all the same. Such a request starts when the pool is empty, and nobody starts beside it.
 """
 
 from __future__ import annotations
@@ -62,6 +65,9 @@ class Group(NamedTuple):
         extra: entries of a table beyond one per `manager.block_size` tokens.
         cap: the most blocks that one request holds at once; 0: as many as its table is long.
         copies: blocks that vLLM may take more, to copy a block shared up to its middle.
+        tails: blocks that vLLM may take more, to keep the state at the end of the request's own
+            prompt for others: the request's next step overwrites the block which has that state.
+        least: if the group has a cap: the blocks that a long request holds at once for certain.
         is_window: whether a table's empty entries all stand before its blocks.
     """
 
@@ -70,6 +76,8 @@ class Group(NamedTuple):
     extra: int = 0
     cap: int = 0
     copies: int = 0
+    tails: int = 0
+    least: int = 0
     is_window: bool = False
 
     def length(self, request: Any, end: int) -> int:
@@ -93,12 +101,20 @@ class Group(NamedTuple):
         if not self.cap:
             cached: int = sum(block.ref_cnt == 0 for block in kept)
             return missing + cached
-        return min(missing + len(kept), self.cap)
+        return min(missing + len(kept), self.cap) + self.tails
 
     def most(self, request: Any, end: int) -> int:
         """Return how many blocks a request may hold at once if the caches have nothing for it."""
         most = self.length(request, end) + self.copies
-        return min(most, self.cap) if self.cap else most
+        return min(most, self.cap) + self.tails if self.cap else most
+
+    def fewest(self, request: Any, tokens: int) -> int:
+        """Return how many blocks a request with `tokens` tokens holds at once for certain.
+
+        vLLM itself serves no request for which the pool has fewer.
+        """
+        fewest = self.length(request, tokens)
+        return min(fewest, self.least) if self.cap else fewest
 
     def still(self, request: Any, end: int, shared: frozenset[int]) -> int:
         """Return how many free blocks a request that holds blocks may take until its end.
@@ -118,7 +134,7 @@ class Group(NamedTuple):
                 not block.is_null and block.block_id in shared for block in table[-self.cap :]
             )
         own = self._held(table) - adopted
-        return min(missing + adopted, max(self.cap - own, 0))
+        return min(missing + adopted, max(self.cap - own, 0)) + self.tails
 
     def _held(self, table: Sequence[Any]) -> int:
         if self.is_window:
@@ -159,9 +175,9 @@ def _group(manager: Any, num_lookahead: int, num_batches: int, copies: int) -> G
         return Group(manager, fixed=1)
     if kind in _WINDOWS:
         # vLLM's own cap leaves out the draft's slots.
-        cap = manager.max_admission_blocks_per_request
-        cap += cdiv(num_lookahead, manager.block_size) + copies
-        return Group(manager, cap=cap, copies=copies, is_window=True)
+        least = manager.max_admission_blocks_per_request
+        cap = least + cdiv(num_lookahead, manager.block_size) + copies
+        return Group(manager, cap=cap, copies=copies, least=least, is_window=True)
     if kind is MambaManager:
         return _mamba(manager, num_batches, copies)
     raise UnsupportedError(
@@ -179,4 +195,5 @@ def _mamba(manager: Any, num_batches: int, copies: int) -> Group:
     # each step reads the state of the step before.
     each = 1 + spec.num_prefill_checkpoint_blocks + copies
     extra = drafts + spec.num_prefill_checkpoint_blocks
-    return Group(manager, extra=extra, copies=copies, cap=drafts + each * (num_batches + 1))
+    cap = drafts + each * (num_batches + 1)
+    return Group(manager, extra=extra, cap=cap, copies=copies, tails=copies, least=1 + drafts)

@@ -51,6 +51,10 @@ class Ledger:
         """Return how many blocks a request may hold at once on its way to `end` tokens."""
         return sum(group.most(request, end) for group in self._groups)
 
+    def fewest(self, request: Any, tokens: int) -> int:
+        """Return how many blocks a request with `tokens` tokens holds at once for certain."""
+        return sum(group.fewest(request, tokens) for group in self._groups)
+
     def claimed(self, step: int, newcomer: Any = None) -> int:
         """Return the claims of all holders but the newcomer, in vLLM's step of that number."""
         if step != self._counted_in:

@@ -60,9 +60,9 @@ class Reporter:
         """Publish a report, unless it says what the last one said. Local; never raises OSError."""
         self._next = time.monotonic() + EVERY_S
         if report != self._last and self._publish is not None:
-            self._last = report
             with contextlib.suppress(OSError):  # a full disk must not stop the engine
                 self._publish(report)
+                self._last = report
 
 
 def _in_file(folder: Path, engine: str) -> Callable[[Report], None]:
@@ -73,7 +73,7 @@ def _in_file(folder: Path, engine: str) -> Callable[[Report], None]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, {"engine": engine, **report._asdict()})
 
-    remove_at_exit(path)
+    remove_at_exit(path, is_file=True)
     return publish
 
 

@@ -18,7 +18,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.integration.vllm import compat
 
 from . import startup
 from .capacity import MAX_UTILIZATION, Reserve
@@ -69,7 +68,6 @@ class GuaranteedNoEvictScheduler(Scheduler):
         return object.__new__(cls)
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        compat.check_scheduler_names()
         chosen = startup.check(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         num_batches = vllm_config.max_concurrent_batches
@@ -100,7 +98,7 @@ class GuaranteedNoEvictScheduler(Scheduler):
         super().add_request(request)
         if self._ledger is None or not is_new:
             return
-        needed = self._ledger.most(request, self._end_of(request))
+        needed = self._ledger.fewest(request, self._tokens_of(request))
         if needed > self._num_blocks:
             self._refuse(request, needed)
 
@@ -121,13 +119,16 @@ class GuaranteedNoEvictScheduler(Scheduler):
 
     def _end_of(self, request: Any) -> int:
         """Return the number of tokens of which a request's KV cache may have to hold slots."""
+        return int(min(self._tokens_of(request) + self._overshoot, self.max_model_len))
+
+    def _tokens_of(self, request: Any) -> int:
+        """Return the number of tokens that a request is admitted for."""
         most = request.max_tokens
         if request.resumable:  # a session takes input for as long as the model can
             most = self.max_model_len
         promised = request.num_prompt_tokens + self._reserve.tokens(most) - 1
         # Without the whole reserve, a request may get past what it was admitted for.
-        end = max(promised, request.num_tokens) + self._overshoot
-        return int(min(end, self.max_model_len))
+        return int(min(max(promised, request.num_tokens), self.max_model_len))
 
     def _learn(self, request: Any) -> None:
         """Note the length of an output that has ended by itself."""
@@ -140,7 +141,7 @@ class GuaranteedNoEvictScheduler(Scheduler):
 
     def _refuse(self, request: Any, needed: int) -> None:
         text = (
-            f"needs up to {needed} KV cache blocks ({request.num_prompt_tokens} prompt tokens, "
+            f"needs at least {needed} KV cache blocks ({request.num_prompt_tokens} prompt tokens, "
             f"max_tokens={request.max_tokens}), and the server has {self._num_blocks}. Lower "
             f"max_tokens, shorten the prompt, or give the server more memory for its KV cache "
             f"(--gpu-memory-utilization, --num-gpu-blocks-override, on CPU VLLM_CPU_KVCACHE_SPACE)"
@@ -162,10 +163,14 @@ class GuaranteedNoEvictScheduler(Scheduler):
             or ledger.holds_blocks(request)
         ):
             return self._allocate(request, num_new_tokens, *args, **kwargs)
+        if request.request_id in self._refused:
+            return None
         hits = self._hits(request, num_new_tokens, *args, **kwargs)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         claimed = ledger.claimed(self.current_step, request)
         needed = ledger.needed(request, self._end_of(request), hits)
+        # Who may need more than there is starts when everything is free, and then runs alone.
+        needed = min(needed, self._num_blocks)
         if needed + claimed > free:
             if ledger.needed(request, request.num_tokens, hits) <= free:
                 # vLLM itself would start it now, and evict somebody later.
