@@ -106,6 +106,7 @@ SCHEDULER = "*-cpu-scheduler.json"
 TABLES = {
     "serve": Table("*-cpu-serve.json", tables.serve),
     "exchange-all": Table(CPU_TABLE, tables.moe_comm),
+    "exchange-two": Table("*-cpu-ep2.json", tables.moe_comm),
     "gpu-all": Table(GPU_TABLE, tables.moe_comm),
     "recipes-all": Table("*-cpu-recipes.json", tables.recipes),
     "growth-cpu": Table(GROWTH_CPU, tables.growth),

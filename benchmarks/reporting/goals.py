@@ -162,10 +162,12 @@ def over_bf16(verb: str, *formats: str) -> Callable[[Sequence[Result]], Found | 
             rows = [
                 (row["times_bf16"], f"{row['name'].split()[0]}, {row['tokens']} tokens")
                 for row in result.data["rows"]
-                if row["verb"] == verb
-                and row["name"].removesuffix(" fused") in formats
-                and row["tokens"] >= 128
+                if row.get("verb") == verb
+                and row.get("name", "").removesuffix(" fused") in formats
+                and row.get("tokens", 0) >= 128
             ]
+            if not rows:
+                return None
             rate, which = min(rows, key=lambda row: row[0]["ratio"])
             return Found(1 / rate["ratio"], result, 1 / rate["q75"], 1 / rate["q25"], which)
         return None

@@ -264,6 +264,10 @@ def test_table_of_bench_moe_comm(checkout: Path) -> None:
     assert "what gloo_gather is spared" in notes
 
 
+#: The goals of FlashInfer's dispatch; those of its combine and of its bandwidth come next.
+DISPATCH = next(n for n, goal in enumerate(goals.GOALS) if "FlashInfer moe_a2a" in goal.work)
+
+
 def verdicts() -> list[tuple[str, str]]:
     text = goals.table(load())
     cells = [line.strip("|").split(" | ") for line in text.splitlines()[2:]]
@@ -295,16 +299,43 @@ def test_goals_look_at_their_own_configuration_and_the_newest_file(here: Path) -
     assert verdicts()[0] == ("**not met**", "2.00x (2.00x..2.00x); 128 tokens")
 
 
+def test_goals_of_formats_are_judged_by_their_slowest_batch(here: Path) -> None:
+    def row(name: str, tokens: int, share: float) -> dict[str, Any]:
+        rate = {"ratio": 1 / share, "q25": 1 / share, "q75": 1 / share}
+        return {"verb": "dispatch", "name": name, "tokens": tokens, "times_bf16": rate}
+
+    rows = [row("nvfp4 fused", 16, 9.0), row("nvfp4 fused", 128, 1.25), row("nvfp4 fused", 512, 2)]
+    rows += [row("nvfp4 two steps", 512, 8.0), row("mxfp8 fused", 512, 1.25)]
+    write(here, "2031-01-02-cpu-recipes.json", {"machine": MACHINE, "rows": rows})
+    named = {goal.work.rpartition(": ")[2]: n for n, goal in enumerate(goals.GOALS)}
+    slow, fast = (verdicts()[named[f"dispatch in {name}"]] for name in ("nvfp4", "fp8 and mxfp8"))
+    assert slow == ("**not met**", "2.00x (2.00x..2.00x); nvfp4, 512 tokens")
+    assert fast == ("met", "1.25x (1.25x..1.25x); mxfp8, 512 tokens")
+    assert verdicts()[named["combine in nvfp4"]] == ("not measured", "")
+
+
+def test_one_token_of_four_ranks_is_compared_with_two(here: Path) -> None:
+    for ranks, took in ((2, 50.0), (4, 250.0)):
+        name = f"2031-01-02-cpu-{'moe-comm' if ranks == 4 else 'ep2'}.json"
+        write(here, name, comm(took, 900.0, tokens=1, ep_size=ranks))
+    found = {goal.work: verdict for goal, verdict in zip(goals.GOALS, verdicts(), strict=True)}
+    (alone,) = [each for work, each in found.items() if "1 token per rank: dispatch" in work]
+    (crowded,) = [each for work, each in found.items() if "four ranks against two" in work]
+    assert alone[0] == "met"
+    assert alone[1].startswith("50 us")
+    assert crowded == ("**not met**", "5.00x")
+
+
 def test_goals_of_a_gpu_are_of_that_gpu(here: Path) -> None:
     result = comm(5.0, 10.0, tokens=64, peer="flashinfer", **EMULATED)
     result["machine"]["gpu"] = "NVIDIA H100"
     write(here, "2031-01-02-gpu-moe-comm.json", result)
-    assert verdicts()[5][0] == "not measured"
+    assert verdicts()[DISPATCH][0] == "not measured"
     result["machine"]["gpu"] = "NVIDIA H200"
     write(here, "2031-01-02-gpu-moe-comm.json", result)
-    assert verdicts()[5] == ("met", "0.50x (0.50x..0.50x); 64 tokens")
-    assert verdicts()[6][0] == "**not met**"  # combine: 0.4 is asked
-    assert verdicts()[7][0] == "not measured"
+    assert verdicts()[DISPATCH] == ("met", "0.50x (0.50x..0.50x); 64 tokens")
+    assert verdicts()[DISPATCH + 1][0] == "**not met**"  # combine: 0.4 is asked
+    assert verdicts()[DISPATCH + 2][0] == "not measured"
 
 
 EMULATED: dict[str, Any] = {
@@ -326,9 +357,9 @@ def emulated_on_gpu(ours_launch: str, theirs_launch: str) -> dict[str, Any]:
 def test_a_goal_is_judged_where_both_were_launched_alike(here: Path) -> None:
     name = "2031-01-02-gpu-moe-comm.json"
     write(here, name, emulated_on_gpu("branches", "branches"))
-    assert verdicts()[5] == ("met", "0.50x (0.50x..0.50x); 64 tokens, branches")
+    assert verdicts()[DISPATCH] == ("met", "0.50x (0.50x..0.50x); 64 tokens, branches")
     write(here, name, emulated_on_gpu("one launch", "branches"))
-    assert verdicts()[5] == ("not measured", "")
+    assert verdicts()[DISPATCH] == ("not measured", "")
     (result,) = load()
     assert tables.moe_comm(result).count("| not comparable |") == 1
 
