@@ -262,7 +262,10 @@ def are_seen(*tensors: torch.Tensor | None) -> bool:
     verb that torch.compile traces always needs its op; the caller asks for that first. Without a
     profiler, torch.profiler.ExecutionTraceObserver is not noticed.
     """
-    if any(watcher() for watcher in _WATCHERS) or torch._C._get_tracing_state() is not None:
+    for watcher in _WATCHERS:  # any() of a generator takes longer, and each verb comes here
+        if watcher():
+            return True
+    if torch._C._get_tracing_state() is not None:
         return True
     records = torch.is_grad_enabled()
     for tensor in tensors:
