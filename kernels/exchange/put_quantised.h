@@ -67,14 +67,7 @@ struct ListedTargets {
 
   template <int Bytes>
   HD void store(int offset, const Vector<Bytes>& vector) const {
-    constexpr bool kCanStream = kStreams && Bytes % (4 * kRegisterFloats) == 0;
-    if (kCanStream && streamed) {
-      for (int i = 0; i < rows.present; ++i) {
-        store_or_stream<kCanStream>(rows.rows[i] + offset, vector);
-      }
-    } else {
-      for (int i = 0; i < rows.present; ++i) store_vector(rows.rows[i] + offset, vector);
-    }
+    for (int i = 0; i < rows.present; ++i) store_part(rows.rows[i] + offset, vector, streamed);
   }
   template <int Bytes>
   HD void store_scales(int offset, const Vector<Bytes>& vector) const {

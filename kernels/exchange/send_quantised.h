@@ -23,7 +23,7 @@ namespace moe_nvlink {
 // Quantises one slot's row from where the experts wrote it to where the peers read it.
 template <class Element, int Format>
 HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const RowSizes& sizes,
-                      RowAmax& amax) {
+                      bool streamed, RowAmax& amax) {
   const Geometry& geometry = args.geometry;
   const int me = geometry.ep_rank;
   const int hidden_size = geometry.hidden_size;
@@ -32,15 +32,18 @@ HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const R
       reinterpret_cast<const char*>(address_of_row(args, me, args.region, slot, row_bytes));
   const OneTarget target{
       reinterpret_cast<char*>(address_of_row(args, me, args.rows_region, slot, sizes.row)),
-      reinterpret_cast<char*>(address_of_row(args, me, args.scales_region, slot, sizes.scales))};
+      reinterpret_cast<char*>(address_of_row(args, me, args.scales_region, slot, sizes.scales)),
+      streamed};
   if constexpr (Format == kCombineFp8Block) {
-    quantise_whole_row<Fp8Block, Element>(cta, row, hidden_size, 1.0f, target);
+    quantise_row_of_blocks<Fp8Block, Element>(cta, cta.thread, row, hidden_size, true, 1.0f,
+                                              target);
   } else {
     static_assert(Format == kCombineNvfp4);
     leave_row_amax<Element>(cta, row, hidden_size, true, amax);
     cta.sync();  // the row's amax
     const float scale = nvfp4_row_scale(take_row_amax(cta, amax));
-    quantise_whole_row<Nvfp4OfRow, Element>(cta, row, hidden_size, scale, target);
+    quantise_row_of_blocks<Nvfp4OfRow, Element>(cta, cta.thread, row, hidden_size, true, scale,
+                                                target);
     if (cta.thread == 0) {
       store_word(reinterpret_cast<float*>(
                      address_of_row(args, me, args.row_scales_region, slot, sizes.row_scale)),
@@ -69,6 +72,8 @@ HD uint32_t quantise_received(const CombineArgs& args, const Cta& cta, uint32_t 
   uint32_t quantised = 0;
   int turn = 0;
   RowWalk<uint32_t> source;
+  const bool streamed =
+      are_streamed(args.rows_region * kRegionAlignment, sizes.row, static_cast<int>(num_rows));
   for (uint32_t row = shared.taken[0]; row < num_rows; row = shared.taken[turn]) {
     // The next row's number is fetched while this row is quantised.
     if (cta.thread == 0) {
@@ -78,12 +83,16 @@ HD uint32_t quantise_received(const CombineArgs& args, const Cta& cta, uint32_t 
     source.go_to(row, shared.counts);
     const int slot =
         source.rank * args.geometry.max_tokens_per_rank + static_cast<int>(row - source.before);
-    quantise_slot<Element, Format>(args, cta, slot, sizes, shared.amax);
+    quantise_slot<Element, Format>(args, cta, slot, sizes, streamed, shared.amax);
     ++quantised;
     turn = 1 - turn;
     // P5, release half, per CTA: the barrier orders this row's stores before the arrival of thread
     // 0. It also publishes the next row's number and ends the use of this row's amax.
     cta.sync();
+  }
+  if (streamed) {
+    end_streams();
+    cta.sync();  // of every thread, before the arrival
   }
   return quantised;
 }

@@ -155,6 +155,9 @@ PIECE void piece_mxfp8(const char* row, unsigned char* codes, uint8_t* scales) {
 PIECE void piece_nvfp4(const char* row, unsigned char* codes, uint8_t* scales) {
   quantise_in_registers<Nvfp4, Bf16, kLaneElements>(row, 1.0f, codes, scales);
 }
+PIECE void piece_fp8_block(const char* row, unsigned char* codes, unsigned char* scales) {
+  quantise_in_registers<Fp8Block, Bf16, kGroupElements<Fp8Block>>(row, 1.0f, codes, scales);
+}
 PIECE void piece_fp8(const char* row, const Fp8Tensor* format, unsigned char* codes) {
   encode_elements<Fp8Tensor, Bf16, kLaneElements>(row, true, *format, codes);
 }
@@ -175,6 +178,15 @@ def test_codes_are_made_with_vectors(level: str) -> None:
     symbols = disassembly(text, builds.flags(level))
     for piece in ("mxfp8", "nvfp4", "fp8"):
         assert encodes_with_vectors(symbols[f"piece_{piece}"], 128), piece
+
+
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
+def test_scales_of_blocks_are_made_together(level: str) -> None:
+    """One division makes all scales of a group; elements are divided a register at a time."""
+    text = source.amalgamate(("include/moe_nvlink/quantise.h",)) + PIECES
+    code = disassembly(text, builds.flags(level))["piece_fp8_block"]
+    assert not re.search(r"v?divss\s", code)
+    assert re.search(r"vdivps\s.*%[yz]mm", code)
 
 
 def test_codes_made_one_by_one_are_noticed() -> None:

@@ -176,18 +176,4 @@ struct Nvfp4OfRow {
   }
 };
 
-// The CTA's threads quantise one row, a multiple of the format's block, which begins on a vector's
-// boundary.
-template <class Format, class Element>
-HD void quantise_whole_row(const Cta& cta, const char* row, int hidden_size, float row_scale,
-                           const OneTarget& target) {
-  const int whole = hidden_size / kLaneElements * kLaneElements;
-  quantise_blocks<Format, Element, kLaneElements>(cta, cta.thread, row, true, 0, whole, row_scale,
-                                                  target);
-  if constexpr (Format::kBlock < kLaneElements) {  // host
-    quantise_blocks<Format, Element, Format::kBlock>(cta, cta.thread, row, true, whole, hidden_size,
-                                                     row_scale, target);
-  }
-}
-
 }  // namespace moe_nvlink

@@ -134,6 +134,14 @@ HD void store_or_stream(char* target, const Vector<Bytes>& vector) {
   }
 }
 
+// A part of a row, streamed if the row is and the part fills registers. streamed: of are_streamed().
+template <int Bytes>
+HD void store_part(char* target, const Vector<Bytes>& vector, bool streamed) {
+  constexpr bool kCanStream = kStreams && Bytes % (4 * kRegisterFloats) == 0;
+  if (kCanStream && streamed) return store_or_stream<kCanStream>(target, vector);
+  store_vector(target, vector);
+}
+
 // Moves bytes [first, last) of one row, a multiple of Bytes, to each target that is not null. This
 // thread moves the vectors lane, lane + num_threads, ...
 template <int Bytes, int InFlight, bool Streams = false>

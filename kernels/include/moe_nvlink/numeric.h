@@ -120,23 +120,30 @@ struct Fp32 {
 // 1 sign, 4 exponent, 3 mantissa bits, no infinities: the largest number is 448, 0x7f is NaN.
 struct E4m3 {
   static constexpr float kLargest = 448.0f;
+  static constexpr uint32_t kMagnitude = 0x7f;
 
   // Round to nearest even. Numbers above 448, infinity too, become 448, as in the hardware and in
   // torch from 2.13 on (older versions make NaN of them). NaN becomes 0x7f, of either sign.
   //
-  // A number's codes are multiples of 2^-3 of its binade, below 2^-6 of 2^-9. So fp32's own adder
-  // rounds it to a code if 2^20 times the binade (at least 2^-6) is added. The sum's low bits are
-  // the number of steps, from 8 on in a binade, and each binade is 8 codes above the one before.
   template <class Bits>
   HD static Bits rounded(Bits bits) {
     const Bits magnitude = bits & 0x7fffffffu;
-    const Bits bounded = lesser(magnitude, Bits{} + 0x43e00000u);
-    const Bits binade = larger(bounded & 0x7f800000u, Bits{} + 0x3c800000u);
-    const Bits sum =
-        bits_of_float(float_of_bits(bounded) + float_of_bits(Bits(binade + 0x0a000000u)));
-    const Bits code = sum - binade + (binade >> 20) - (0x0a000000u + 0x3c8u);
-    const auto value = float_of_bits(bits);
-    return value != value ? Bits{} + 0x7fu : code | ((bits >> 24) & 0x80u);
+    const Bits code = rounded_magnitude(lesser(magnitude, Bits{} + 0x43e00000u)) & kMagnitude;
+    return magnitude > 0x7f800000u ? Bits{} + 0x7fu : code | ((bits >> 24) & 0x80u);
+  }
+
+  // The code of a magnitude that rounds to 448 or less, in the low 7 bits; the others may be set.
+  //
+  // A number's codes are multiples of 2^-3 of its binade, below 2^-6 of 2^-9. So fp32's own adder
+  // rounds it to a code if 2^20 times the binade (at least 2^-6) is added. The sum's low bits are
+  // the number of steps, from 8 on in a binade, and each binade is 8 codes above the one before.
+  // With 0x38 steps more the codes begin at 0, modulo 2^7.
+  template <class Bits>
+  HD static Bits rounded_magnitude(Bits magnitude) {
+    const Bits binade = larger(magnitude & 0x7f800000u, Bits{} + 0x3c800000u);
+    const Bits steps =
+        bits_of_float(float_of_bits(magnitude) + float_of_bits(Bits(binade + 0x0a000038u)));
+    return steps + (binade >> 20);
   }
 
   // The code in a word as wide as a float.
@@ -194,18 +201,25 @@ struct E4m3 {
 struct E2m1 {
   static constexpr float kLargest = 6.0f;
 
-  // Round to nearest even; beyond 6 it saturates; NaN becomes 7, which is 6. As E4m3::rounded: codes
-  // are multiples of 2^-1 of the binade, below 1 of 2^-1.
+  static constexpr uint32_t kMagnitude = 7;
+
+  // Round to nearest even; beyond 6 it saturates; NaN becomes 7, which is 6.
   template <class Bits>
   HD static Bits rounded(Bits bits) {
     const Bits magnitude = bits & 0x7fffffffu;
+    const Bits code = rounded_magnitude(magnitude) & kMagnitude;
+    return magnitude > 0x7f800000u ? Bits{} + 7u : code | ((bits >> 28) & 8u);
+  }
+
+  // The code of a magnitude in the low 3 bits; the others may be set. As E4m3::rounded_magnitude: codes
+  // are multiples of 2^-1 of the binade, below 1 of 2^-1.
+  template <class Bits>
+  HD static Bits rounded_magnitude(Bits magnitude) {
     const Bits bounded = lesser(magnitude, Bits{} + 0x40c00000u);
     const Bits binade = larger(bounded & 0x7f800000u, Bits{} + 0x3f800000u);
-    const Bits sum =
-        bits_of_float(float_of_bits(bounded) + float_of_bits(Bits(binade + 0x0b000000u)));
-    const Bits code = sum - binade + (binade >> 22) - (0x0b000000u + 0xfeu);
-    const auto value = float_of_bits(bits);
-    return value != value ? Bits{} + 7u : code | ((bits >> 28) & 8u);
+    const Bits steps =
+        bits_of_float(float_of_bits(bounded) + float_of_bits(Bits(binade + 0x0b000002u)));
+    return steps + (binade >> 22);
   }
 
   // The code in a word as wide as a float.

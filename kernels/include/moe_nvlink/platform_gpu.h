@@ -46,6 +46,12 @@ constexpr bool kHasShuffles = false;
 HD FloatRegister shuffled_e2m1(BitRegister) {
   return 0.0f;
 }
+HD BitRegister merged(uint32_t mask, BitRegister a, BitRegister b) {
+  return (a & mask) | (b & ~mask);
+}
+HD bool all_below(uint32_t limit, BitRegister bits) {
+  return bits < limit;
+}
 constexpr bool kHasHalfConversions = false;
 HD void halves_of_e4m3(const char*, FloatRegister&, FloatRegister&) {}
 HD BitRegister load_bytes(const char* source) {

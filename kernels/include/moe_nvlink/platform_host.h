@@ -67,6 +67,30 @@ inline BitRegister load_bytes(const char* source) {
 #endif
 }
 
+// The bits of `a` where those of the mask are set, else those of `b`.
+inline BitRegister merged(uint32_t mask, BitRegister a, BitRegister b) {
+#if MOE_NVLINK_WIDE_REGISTERS
+  constexpr int kByMask = 0xca;  // of three operands the first chooses
+  const BitRegister masks = BitRegister{} + mask;
+  return reinterpret_cast<BitRegister>(
+      _mm512_ternarylogic_epi32(reinterpret_cast<__m512i>(masks), reinterpret_cast<__m512i>(a),
+                                reinterpret_cast<__m512i>(b), kByMask));
+#else
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
+inline bool all_below(uint32_t limit, BitRegister bits) {
+#if MOE_NVLINK_WIDE_REGISTERS
+  return _mm512_cmplt_epu32_mask(reinterpret_cast<__m512i>(bits), _mm512_set1_epi32(limit)) ==
+         0xffff;
+#else
+  uint32_t most = 0;
+  for (int i = 0; i < kRegisterFloats; ++i) most = bits[i] > most ? bits[i] : most;
+  return most < limit;
+#endif
+}
+
 // The numbers whose e2m1 codes are the lowest four bits, whatever the other bits are.
 #if defined(__AVX2__)
 constexpr bool kHasShuffles = true;

@@ -75,7 +75,7 @@ struct UnquantisedTerm<Element, 4> {
   HD static Sum stored(const char* row, int element) {
     return Element::floats_of(load_register<uint32_t>(row + element * 4));
   }
-  HD static void store(char* row, int element, const Sum& sum, bool streamed) {
+  MOE_NVLINK_INLINE HD static void store(char* row, int element, const Sum& sum, bool streamed) {
     const BitRegister words = Element::rounded(bits_of_float(sum));
     char* target = row + element * 4;
     if (streamed) return stream_register(target, words);
@@ -93,7 +93,7 @@ struct UnquantisedTerm<Element, 2> {
     const BitRegister words = load_register<uint32_t>(row + element * 2);
     return Sum{Element::floats_of(words & 0xffffu), Element::floats_of(words >> 16)};
   }
-  HD static void store(char* row, int element, const Sum& sum, bool streamed) {
+  MOE_NVLINK_INLINE HD static void store(char* row, int element, const Sum& sum, bool streamed) {
     const BitRegister words =
         Element::rounded(bits_of_float(sum.even)) | Element::rounded(bits_of_float(sum.odd)) << 16;
     char* target = row + element * 2;
@@ -159,7 +159,7 @@ struct TermOf<Element, kCombineNvfp4> {
 template <int Count>
 struct Chain {
   template <class Term>
-  HD static typename Term::Sum sum(const PartialRow* rows, int element) {
+  MOE_NVLINK_INLINE HD static typename Term::Sum sum(const PartialRow* rows, int element) {
     typename Term::Sum total = Term::load(rows[0], element);
     if constexpr (Count > 1) total += Term::load(rows[1], element);
     if constexpr (Count > 2) total += Term::load(rows[2], element);
@@ -172,7 +172,7 @@ struct Chain {
 template <int Count>
 struct Tree {
   template <class Term>
-  HD static typename Term::Sum sum(const PartialRow* rows, int element) {
+  MOE_NVLINK_INLINE HD static typename Term::Sum sum(const PartialRow* rows, int element) {
     return Tree<Count / 2>::template sum<Term>(rows, element) +
            Tree<Count / 2>::template sum<Term>(rows + Count / 2, element);
   }
@@ -180,7 +180,7 @@ struct Tree {
 template <>
 struct Tree<1> {
   template <class Term>
-  HD static typename Term::Sum sum(const PartialRow* rows, int element) {
+  MOE_NVLINK_INLINE HD static typename Term::Sum sum(const PartialRow* rows, int element) {
     if (rows->row == nullptr) return Term::absent();
     return Term::load(*rows, element);
   }

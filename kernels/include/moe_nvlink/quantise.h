@@ -20,9 +20,10 @@ namespace moe_nvlink {
 struct OneTarget {
   char* row;
   char* scales;
+  bool streamed = false;  // of are_streamed()
   template <int Bytes>
   HD void store(int offset, const Vector<Bytes>& vector) const {
-    store_vector(row + offset, vector);
+    store_part(row + offset, vector, streamed);
   }
   template <int Bytes>
   HD void store_scales(int offset, const Vector<Bytes>& vector) const {
@@ -80,17 +81,28 @@ HD void scale_elements(const Format& format, float* values) {
 
 constexpr bool kLaneHasRegisters = kRegisterFloats > 1 && Cta::kExchangeThreads == 1;
 
+// Elements that are quantised together: first all their scales are made, then all their codes. So
+// the codes wait only once for the way from elements to scales.
+constexpr int kGroupElements = 1024;
+
 // The largest magnitudes, as bits, of Size elements: one for each element of a register.
 template <class Element, int Size>
 HD BitRegister largest_magnitudes(const char* source) {
+  constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
   BitRegister most{};
-  for (int i = 0; i < Size; i += kPairElements) {
-    const RegisterPair pair =
-        load_pair<Element>(source + i * static_cast<int>(sizeof(typename Element::Storage)));
-    most = larger(most, bits_of_float(pair.even) & 0x7fffffffu);
-    most = larger(most, bits_of_float(pair.odd) & 0x7fffffffu);
+  if constexpr (kElementBytes == 2) {
+    for (int i = 0; i < Size; i += kPairElements) {
+      most = larger_halves(most, load_register<uint32_t>(source + i * 2) & 0x7fff7fffu);
+    }
+    // In every element type magnitudes have the order of their bits.
+    most = larger(most >> 16, most & 0xffffu);
+    return bits_of_float(Element::floats_of(most));
+  } else {
+    for (int i = 0; i < Size; i += kRegisterFloats) {
+      most = larger(most, load_register<uint32_t>(source + i * 4) & 0x7fffffffu);
+    }
+    return most;
   }
-  return most;
 }
 
 // The largest magnitude of each block of Size elements, from element 0 on.
@@ -100,7 +112,7 @@ HD BitRegister amax_of_blocks(const char* source) {
   constexpr int kPart = Size > kPairElements ? Size : kPairElements;
   constexpr int kLanes = Size < kPairElements ? Size / 2 : kRegisterFloats;
   BitRegister parts[Count / kPart];
-  MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 8"))
+  MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 16"))
   for (int i = 0; i < Count / kPart; ++i) {
     parts[i] = largest_magnitudes<Element, kPart>(
         source + i * kPart * static_cast<int>(sizeof(typename Element::Storage)));
@@ -123,6 +135,19 @@ HD void store_codes(unsigned char* target, const RegisterPair& values) {
   }
 }
 
+// The first `Count` of a register's scales.
+template <int Count, int ScaleBytes>
+HD void store_scales(unsigned char* target, BitRegister scales) {
+  static_assert(ScaleBytes == 1 || ScaleBytes == 4);
+  char bytes[kRegisterFloats * ScaleBytes];
+  if constexpr (ScaleBytes == 1) {
+    store_register<uint8_t>(bytes, scales);
+  } else {
+    store_register<uint32_t>(bytes, scales);
+  }
+  MOE_NVLINK_HOST_ONLY(std::memcpy(target, bytes, Count * ScaleBytes);)
+}
+
 // Calls scaled(pair, place of its first element) for each pair, and stores the codes of the result.
 template <class Format, class Element, int Count, class Function>
 HD void encode_pairs(const char* source, unsigned char* codes, const Function& scaled) {
@@ -142,47 +167,110 @@ HD void encode_in_registers(const char* source, const Format& format, unsigned c
   });
 }
 
-// One or more blocks. For several, the format's value is x * factor.
+// The codes of a pair of numbers, none of which is NaN or rounds to more than the largest code.
+template <class Format>
+HD void store_number_codes(unsigned char* target, const RegisterPair& values, BitRegister signs) {
+  using Code = typename Format::Code;
+  const BitRegister even = Code::rounded_magnitude(bits_of_float(values.even) & 0x7fffffffu);
+  const BitRegister odd = Code::rounded_magnitude(bits_of_float(values.odd) & 0x7fffffffu);
+  // Each code in half an element, below its sign.
+  const BitRegister halves = merged(Code::kMagnitude * 0x10001u, merged(0xffffu, even, odd << 16),
+                                    halves_shifted_right<16 - Format::kBits>(signs));
+  char* bytes = reinterpret_cast<char*>(target);
+  if constexpr (Format::kBits == 8) {
+    store_halves_as_bytes(bytes, halves);
+  } else {
+    static_assert(Format::kBits == 4);
+    store_register<uint8_t>(bytes, halves | halves >> 12);
+  }
+}
+
+// The codes of blocks, with factors of PerRegister elements in each register. AreNumbers: no amax and no
+// factor is infinite or NaN. Then no value is NaN, and values have the signs of their elements.
+template <class Format, class Element, int Count, int PerRegister, bool AreNumbers>
+HD void encode_blocks(const char* source, const FloatRegister* factors, unsigned char* codes) {
+  constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
+  for (int piece = 0; piece < Count; piece += kLaneElements) {
+    const FloatRegister own = elements_from(
+        factors[piece / PerRegister], static_cast<uint32_t>(piece % PerRegister / Format::kBlock));
+    MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 8"))
+    for (int i = 0; i < kLaneElements; i += kPairElements) {
+      const char* elements = source + (piece + i) * kElementBytes;
+      // The next group's elements: the loads of a whole group at once would wait for memory.
+      MOE_NVLINK_HOST_ONLY(__builtin_prefetch(elements + Count * kElementBytes);)
+      const RegisterPair pair = load_pair<Element>(elements);
+      const FloatRegister factor = factors_of_pair<Format::kBlock>(own, static_cast<uint32_t>(i));
+      const RegisterPair values = kDivides<Format>
+                                      ? RegisterPair{pair.even / factor, pair.odd / factor}
+                                      : RegisterPair{pair.even * factor, pair.odd * factor};
+      unsigned char* target = codes + (piece + i) * Format::kBits / 8;
+      if constexpr (AreNumbers) {
+        store_number_codes<Format>(target, values, signs_of_pair<Element>(elements, pair));
+      } else {
+        store_codes<Format>(target, values);
+      }
+    }
+  }
+}
+
+// Rare, so it stays out of the loops.
+template <class Format, class Element, int Count, int PerRegister>
+MOE_NVLINK_HOST_ONLY([[gnu::noinline]])
+HD void encode_special_blocks(const char* source, const FloatRegister* factors,
+                              unsigned char* codes) {
+  encode_blocks<Format, Element, Count, PerRegister, false>(source, factors, codes);
+}
+
+// Blocks of kLaneElements elements or more.
 template <class Format, class Element, int Count>
 HD void quantise_in_registers(const char* source, float global_scale, unsigned char* codes,
-                              typename Format::Scale* scales) {
+                              unsigned char* scales) {
   constexpr int kBlock = Format::kBlock;
-  const BitRegister amax = amax_of_blocks<Element, Count, kBlock>(source);
-  if constexpr (kBlock == Count) {
-    const Format format(first_element(amax), global_scale);
-    encode_in_registers<Format, Element, Count>(source, format, codes);
-    *scales = format.scale;
-  } else {
-    static_assert(Count / kBlock <= kRegisterFloats && sizeof(typename Format::Scale) == 1);
+  constexpr int kScaleBytes = static_cast<int>(sizeof(typename Format::Scale));
+  constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
+  constexpr int kMost = kBlock * kRegisterFloats;
+  constexpr int kPerRegister = Count < kMost ? Count : kMost;
+  constexpr int kRegisters = Count / kPerRegister;
+  static_assert(Count % kLaneElements == 0 && Count % kPerRegister == 0);
+  FloatRegister factors[kRegisters];
+  BitRegister most{};
+  for (int i = 0; i < kRegisters; ++i) {
+    const BitRegister amax =
+        amax_of_blocks<Element, kPerRegister, kBlock>(source + i * kPerRegister * kElementBytes);
     const BitRegister scale = Format::scale_of(amax, global_scale);
-    const FloatRegister factors = Format::factor_of(amax, scale, global_scale);
-    encode_pairs<Format, Element, Count>(source, codes, [&](const RegisterPair& pair, int place) {
-      const FloatRegister factor = factors_of_pair<kBlock>(factors, place);
-      return RegisterPair{pair.even * factor, pair.odd * factor};
-    });
-    char bytes[kRegisterFloats];
-    store_register<uint8_t>(bytes, scale);
-    for (int i = 0; i < Count / kBlock; ++i) scales[i] = static_cast<uint8_t>(bytes[i]);
+    factors[i] = Format::factor_of(amax, scale, global_scale);
+    store_scales<kPerRegister / kBlock, kScaleBytes>(
+        scales + i * kPerRegister / kBlock * kScaleBytes, scale);
+    most = larger(most, larger(amax, bits_of_float(factors[i])));
+  }
+  if (all_below(0x7f800000u, most)) {
+    encode_blocks<Format, Element, Count, kPerRegister, true>(source, factors, codes);
+  } else {
+    encode_special_blocks<Format, Element, Count, kPerRegister>(source, factors, codes);
   }
 }
 
 // ---- Rows.
 
 // Quantises elements [first, last) in pieces of `Count`, every num_threads-th of this lane, which
-// is in registers: whole blocks.
+// is in registers: whole blocks. The codes of a group go to memory together, after the last one is
+// made: a load of codes that were stored a moment ago in smaller parts waits for these stores.
 template <class Format, class Element, int Count, class Target>
 HD void quantise_whole_blocks(const Cta& cta, int lane, const char* row, int first, int last,
                               float global_scale, const Target& target) {
-  using Scale = typename Format::Scale;
   constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
-  constexpr int kScaleBytes = static_cast<int>(sizeof(Scale));
+  constexpr int kScaleBytes = static_cast<int>(sizeof(typename Format::Scale));
+  constexpr int kPieceBytes = kLaneElements * Format::kBits / 8;
+  constexpr int kPieces = Count / kLaneElements;
   MOE_NVLINK_ROLLED
   for (int place = first + lane * Count; place < last; place += cta.num_threads * Count) {
-    Vector<Count * Format::kBits / 8> codes;
+    const int offset = place * Format::kBits / 8;
+    Vector<kPieceBytes> codes[kPieces];
     Vector<Count / Format::kBlock * kScaleBytes> scales;
     quantise_in_registers<Format, Element, Count>(row + place * kElementBytes, global_scale,
-                                                  codes.bytes, reinterpret_cast<Scale*>(&scales));
-    target.store(place * Format::kBits / 8, codes);
+                                                  reinterpret_cast<unsigned char*>(codes),
+                                                  scales.bytes);
+    for (int i = 0; i < kPieces; ++i) target.store(offset + i * kPieceBytes, codes[i]);
     target.store_scales(place / Format::kBlock * kScaleBytes, scales);
   }
 }
@@ -227,11 +315,30 @@ HD void quantise_parts_of_blocks(const Cta& cta, int lane, const char* row, bool
 template <class Format, class Element, int Count, class Target>
 HD void quantise_blocks(const Cta& cta, int lane, const char* row, bool wide, int first, int last,
                         float global_scale, const Target& target) {
-  if constexpr (kLaneHasRegisters && Count == kLaneElements) {
+  if constexpr (kLaneHasRegisters && Count >= kLaneElements) {
     quantise_whole_blocks<Format, Element, Count>(cta, lane, row, first, last, global_scale,
                                                   target);
   } else {
     quantise_parts_of_blocks<Format, Element, Count>(cta, lane, row, wide, first, last,
+                                                     global_scale, target);
+  }
+}
+
+// A whole row of blocks, the first in groups on the host.
+template <class Format, class Element, class Target>
+HD void quantise_row_of_blocks(const Cta& cta, int lane, const char* row, int hidden_size,
+                               bool wide, float global_scale, const Target& target) {
+  int first = 0;
+  if constexpr (kLaneHasRegisters) {
+    first = hidden_size / kGroupElements * kGroupElements;
+    quantise_blocks<Format, Element, kGroupElements>(cta, lane, row, wide, 0, first, global_scale,
+                                                     target);
+  }
+  const int whole = hidden_size / kLaneElements * kLaneElements;
+  quantise_blocks<Format, Element, kLaneElements>(cta, lane, row, wide, first, whole, global_scale,
+                                                  target);
+  if constexpr (Format::kBlock < kLaneElements) {  // host
+    quantise_blocks<Format, Element, Format::kBlock>(cta, lane, row, wide, whole, hidden_size,
                                                      global_scale, target);
   }
 }
@@ -296,8 +403,8 @@ template <int Quantiser, class Element, class Target>
 HD void quantise_row(const Cta& cta, int lane, const char* row, int hidden_size, bool wide,
                      uint32_t row_amax, float global_scale, const Target& target) {
   using Format = typename FormatOf<Quantiser>::Type;
-  int whole = hidden_size / kLaneElements * kLaneElements;
   if constexpr (Format::kBlock == 0) {
+    int whole = hidden_size / kLaneElements * kLaneElements;
     const Format format(row_amax, global_scale);
     // Rows of an odd size begin anywhere at the target.
     if (kAlignedVectorsOnly && whole != hidden_size) whole = 0;
@@ -309,25 +416,33 @@ HD void quantise_row(const Cta& cta, int lane, const char* row, int hidden_size,
       }
     }
   } else {
-    quantise_blocks<Format, Element, kLaneElements>(cta, lane, row, wide, 0, whole, global_scale,
-                                                    target);
-    if constexpr (Format::kBlock < kLaneElements) {  // host
-      quantise_blocks<Format, Element, Format::kBlock>(cta, lane, row, wide, whole, hidden_size,
-                                                       global_scale, target);
-    }
+    quantise_row_of_blocks<Format, Element>(cta, lane, row, hidden_size, wide, global_scale,
+                                            target);
   }
 }
 
-template <class Element, int Count>
-HD uint32_t amax_of_elements(const char* source) {
-  if constexpr (kLaneHasRegisters && Count == kLaneElements) {
-    return first_element(amax_of_blocks<Element, Count, Count>(source));
+// The largest magnitude, as bits, of this lane's pieces of elements [0, whole).
+template <class Element>
+HD uint32_t amax_of_pieces(const Cta& cta, int lane, const char* row, int whole) {
+  using Word = typename Element::Storage;
+  constexpr int kBytes = static_cast<int>(sizeof(Word));
+  const int step = cta.num_threads * kLaneElements;
+  if constexpr (kLaneHasRegisters) {
+    BitRegister most{};
+    for (int place = lane * kLaneElements; place < whole; place += step) {
+      most = larger(most, largest_magnitudes<Element, kLaneElements>(row + place * kBytes));
+    }
+    return first_element(largest_of_lanes<1, kRegisterFloats>(&most));
   } else {
-    using Word = typename Element::Storage;
-    Vector<Count * sizeof(Word)> loaded;
-    Word* words = reinterpret_cast<Word*>(&loaded);
-    load_elements<Element, Count>(source, true, words);
-    return amax_of<Element, Count>(words);
+    uint32_t most = 0;
+    MOE_NVLINK_ROLLED
+    for (int place = lane * kLaneElements; place < whole; place += step) {
+      Vector<kLaneElements * kBytes> loaded;
+      Word* words = reinterpret_cast<Word*>(&loaded);
+      load_elements<Element, kLaneElements>(row + place * kBytes, true, words);
+      most = larger(most, amax_of<Element, kLaneElements>(words));
+    }
+    return most;
   }
 }
 
@@ -335,14 +450,8 @@ HD uint32_t amax_of_elements(const char* source) {
 template <class Element>
 HD uint32_t amax_of_lane(const Cta& cta, int lane, const char* row, int hidden_size, bool wide) {
   using Word = typename Element::Storage;
-  constexpr int kBytes = static_cast<int>(sizeof(Word));
   const int whole = wide ? hidden_size / kLaneElements * kLaneElements : 0;
-  uint32_t most = 0;
-  MOE_NVLINK_ROLLED
-  for (int place = lane * kLaneElements; place < whole; place += cta.num_threads * kLaneElements) {
-    const uint32_t amax = amax_of_elements<Element, kLaneElements>(row + place * kBytes);
-    most = amax > most ? amax : most;
-  }
+  uint32_t most = amax_of_pieces<Element>(cta, lane, row, whole);
   MOE_NVLINK_ROLLED
   for (int place = whole + lane; place < hidden_size; place += cta.num_threads) {
     const Word word = load_word(reinterpret_cast<const Word*>(row) + place);

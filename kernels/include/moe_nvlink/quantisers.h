@@ -14,8 +14,9 @@ HD uint32_t magnitude_bits(float value) {
   return bits_of_float(value) & 0x7fffffffu;
 }
 
-HD float over_448(uint32_t amax_bits) {
-  const float amax = float_of_bits(amax_bits);
+template <class Bits>
+HD auto over_448(Bits amax_bits) {
+  const auto amax = float_of_bits(amax_bits);
   return amax_bits < 0x7f800000u ? Divider(448.0f, 1.0f / 448.0f).quotient(amax) : amax;
 }
 
@@ -42,8 +43,16 @@ struct Fp8Block : E4m3Values {
   using Scale = float;
   Scale scale;
   Divider divider;
-  HD Fp8Block(uint32_t amax, float /*global_scale*/)
-      : scale(over_448(amax > 0x2edbe6ffu ? amax : 0x2edbe6ffu)), divider(scale) {}  // 1e-10
+  template <class Bits>
+  HD static Bits scale_of(Bits amax, float /*global_scale*/) {
+    return bits_of_float(over_448(larger(amax, Bits{} + 0x2edbe6ffu)));  // 1e-10
+  }
+  template <class Bits>
+  HD static auto factor_of(Bits /*amax*/, Bits scale, float /*global_scale*/) {
+    return float_of_bits(scale);  // a divisor: kDivides
+  }
+  HD Fp8Block(uint32_t amax, float global_scale)
+      : scale(float_of_bits(scale_of(amax, global_scale))), divider(scale) {}
   template <class Floats>
   HD Floats value(Floats x) const {
     return divider.quotient(x);
@@ -58,15 +67,19 @@ struct Fp8BlockPow2 : E4m3Values {
   using Scale = float;
   Scale scale;
   float factor;
-  HD Fp8BlockPow2(uint32_t amax, float /*global_scale*/) {
-    const uint32_t least = 0x2edbe6ffu;  // 1e-10
-    uint32_t bits = bits_of_float(over_448(amax));
-    bits = bits > least ? bits : least;
-    // Infinity and NaN stay.
-    if (bits < 0x7f800000u) bits = (bits + 0x7fffffu) & 0x7f800000u;
-    scale = float_of_bits(bits);
-    factor = 1.0f / scale;
+  template <class Bits>
+  HD static Bits scale_of(Bits amax, float /*global_scale*/) {
+    const Bits bits = larger(bits_of_float(over_448(amax)), Bits{} + 0x2edbe6ffu);  // 1e-10
+    const Bits power = (bits + 0x7fffffu) & 0x7f800000u;
+    return bits < 0x7f800000u ? power : bits;  // infinity and NaN stay
   }
+  template <class Bits>
+  HD static auto factor_of(Bits /*amax*/, Bits scale, float /*global_scale*/) {
+    return 1.0f / float_of_bits(scale);
+  }
+  HD Fp8BlockPow2(uint32_t amax, float global_scale)
+      : scale(float_of_bits(scale_of(amax, global_scale))),
+        factor(factor_of(amax, bits_of_float(scale), global_scale)) {}
   template <class Floats>
   HD Floats value(Floats x) const {
     return x * factor;
@@ -172,6 +185,12 @@ struct Nvfp4 {
     E2m1::from_floats<Count>(values, codes);
   }
 };
+
+// Whether factor_of() is what elements are divided by; else they are multiplied by it.
+template <class Format>
+constexpr bool kDivides = false;
+template <>
+constexpr bool kDivides<Fp8Block> = true;
 
 // Not defined for a code without a format, which so does not compile.
 template <int Quantiser>

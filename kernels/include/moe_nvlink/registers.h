@@ -27,6 +27,33 @@ HD void store_register(char* target, BitRegister bits) {
                        std::memcpy(target, &words, sizeof(words));)
 }
 
+// Both halves of each element by themselves.
+template <int Bits>
+HD BitRegister halves_shifted_right(BitRegister bits) {
+  MOE_NVLINK_DEVICE_ONLY(return bits >> Bits & 0xffffu >> Bits * 0x10001u;)
+  MOE_NVLINK_HOST_ONLY(
+      typedef uint16_t Halves __attribute__((vector_size(4 * kRegisterFloats)));
+      return reinterpret_cast<BitRegister>(reinterpret_cast<Halves>(bits) >> Bits);)
+}
+
+HD BitRegister larger_halves(BitRegister a, BitRegister b) {
+  MOE_NVLINK_DEVICE_ONLY(return larger(a >> 16, b >> 16) << 16 | larger(a & 0xffffu, b & 0xffffu);)
+  MOE_NVLINK_HOST_ONLY(typedef uint16_t Halves __attribute__((vector_size(4 * kRegisterFloats)));
+                       return reinterpret_cast<BitRegister>(
+                           larger(reinterpret_cast<Halves>(a), reinterpret_cast<Halves>(b)));)
+}
+
+// The low byte of each half.
+HD void store_halves_as_bytes(char* target, BitRegister halves) {
+  MOE_NVLINK_DEVICE_ONLY(store_word(reinterpret_cast<uint16_t*>(target),
+                                    static_cast<uint16_t>((halves & 0xffu) | halves >> 8));)
+  MOE_NVLINK_HOST_ONLY(typedef uint16_t Halves __attribute__((vector_size(4 * kRegisterFloats)));
+                       typedef uint8_t Bytes __attribute__((vector_size(2 * kRegisterFloats)));
+                       const Bytes bytes =
+                           __builtin_convertvector(reinterpret_cast<Halves>(halves), Bytes);
+                       std::memcpy(target, &bytes, sizeof(bytes));)
+}
+
 // 0, 1, 2, ..., a constant.
 HD BitRegister numbers_of_elements() {
   BitRegister numbers{};
@@ -45,6 +72,12 @@ HD BitRegister every_second(BitRegister low, BitRegister high) {
   MOE_NVLINK_DEVICE_ONLY(return First == 0 ? low : high;)
   MOE_NVLINK_HOST_ONLY(const BitRegister places = 2 * numbers_of_elements() + First;
                        return __builtin_shuffle(low, high, places);)
+}
+
+// The elements from `first` on, to the front.
+HD FloatRegister elements_from(FloatRegister values, uint32_t first) {
+  MOE_NVLINK_DEVICE_ONLY(return values;)
+  MOE_NVLINK_HOST_ONLY(return __builtin_shuffle(values, numbers_of_elements() + first);)
 }
 
 // For a pair of registers, whose element `first` is that of a row: what its blocks of `Size` are
@@ -78,6 +111,13 @@ HD RegisterPair load_pair(const char* source) {
     return RegisterPair{Element::floats_of(every_second<0>(low, high)),
                         Element::floats_of(every_second<1>(low, high))};
   }
+}
+
+// The signs of a pair, that of an even element in bit 15 and of an odd one in bit 31.
+template <class Element>
+HD BitRegister signs_of_pair(const char* source, const RegisterPair& pair) {
+  if constexpr (sizeof(typename Element::Storage) == 2) return load_register<uint32_t>(source);
+  return merged(0xffffu, bits_of_float(pair.even) >> 16, bits_of_float(pair.odd));
 }
 
 // The largest of each Lanes neighbours of Registers registers, from element 0 on.
