@@ -54,9 +54,16 @@ HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const R
 
 // Takes the number of a row that no CTA has taken yet, in the order of the slots. Each CTA
 // continues until it gets num_rows or a larger number. Thread 0.
-HD uint32_t take_row(const CombineArgs& args) {
+HD uint32_t take_row(const CombineArgs& args, const Cta& cta) {
+  uint32_t* taken = &local_control(args)->rows_taken;
+  MOE_NVLINK_HOST_ONLY(if (cta.num_blocks == 1) {
+    // An atomic addition would first wait for the last row's stores.
+    const uint32_t number = load_relaxed_gpu(taken);
+    store_relaxed_gpu(taken, number + 1);
+    return number;
+  })
   // Relaxed: it only hands out numbers. Kernels before this one have written the rows.
-  return fetch_add_relaxed_gpu(&local_control(args)->rows_taken, 1);
+  return fetch_add_relaxed_gpu(taken, 1);
 }
 
 // Resets the counter if `number` is the last one: no CTA takes another before the next combine.
@@ -77,7 +84,7 @@ HD uint32_t quantise_received(const CombineArgs& args, const Cta& cta, uint32_t 
   for (uint32_t row = shared.taken[0]; row < num_rows; row = shared.taken[turn]) {
     // The next row's number is fetched while this row is quantised.
     if (cta.thread == 0) {
-      shared.taken[1 - turn] = take_row(args);
+      shared.taken[1 - turn] = take_row(args, cta);
       end_taking(args, cta, shared.taken[1 - turn], num_rows);
     }
     source.go_to(row, shared.counts);
@@ -122,7 +129,7 @@ HD bool completes_rows(const CombineArgs& args, const Cta& cta, uint32_t quantis
 template <class Element, int Format>
 HD void send_quantised(const CombineArgs& args, const Cta& cta, const RowSizes& sizes,
                        QuantisedCombineShared& shared) {
-  if (cta.thread == 0) shared.taken[0] = take_row(args);
+  if (cta.thread == 0) shared.taken[0] = take_row(args, cta);
   for_each_peer(args, cta, [&](int peer) {
     // Not from the peer's cell, where a CTA that starts after this rank's signal may find the next
     // round. Not from recv_counts, which the caller has as a tensor and may have written to.

@@ -175,5 +175,7 @@ struct Nvfp4OfRow {
     Nvfp4::encode<Count>(values, codes);
   }
 };
+template <>
+constexpr bool kRowWasRead<Nvfp4OfRow> = true;
 
 }  // namespace moe_nvlink

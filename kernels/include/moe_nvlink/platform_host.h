@@ -144,7 +144,7 @@ inline void halves_of_e4m3(const char*, FloatRegister&, FloatRegister&) {}
 // from memory or from the core that read it last; ranks on cores that share no cache pay most for
 // that. Where a launch has at most kStreamedBytes to store, the readers find them in a cache. The
 // thread sanitizer does not see streamed stores, so its build has none.
-constexpr uint64_t kStreamedBytes = 1 << 20;
+constexpr uint64_t kStreamedBytes = 1 << 19;
 #if defined(__AVX__) && !defined(__SANITIZE_THREAD__)
 constexpr bool kStreams = true;
 inline void stream_register(char* target, BitRegister bits) {

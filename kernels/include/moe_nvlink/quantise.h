@@ -185,10 +185,11 @@ HD void store_number_codes(unsigned char* target, const RegisterPair& values, Bi
   }
 }
 
-// The codes of blocks, with factors of PerRegister elements in each register. AreNumbers: no amax and no
+// The codes of blocks, with the factors of PerRegister elements in each register. AreNumbers: no amax and no
 // factor is infinite or NaN. Then no value is NaN, and values have the signs of their elements.
 template <class Format, class Element, int Count, int PerRegister, bool AreNumbers>
-HD void encode_blocks(const char* source, const FloatRegister* factors, unsigned char* codes) {
+HD void encode_blocks(const char* source, const FloatRegister* factors, int ahead,
+                      unsigned char* codes) {
   constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
   for (int piece = 0; piece < Count; piece += kLaneElements) {
     const FloatRegister own = elements_from(
@@ -196,8 +197,7 @@ HD void encode_blocks(const char* source, const FloatRegister* factors, unsigned
     MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 8"))
     for (int i = 0; i < kLaneElements; i += kPairElements) {
       const char* elements = source + (piece + i) * kElementBytes;
-      // The next group's elements: the loads of a whole group at once would wait for memory.
-      MOE_NVLINK_HOST_ONLY(__builtin_prefetch(elements + Count * kElementBytes);)
+      MOE_NVLINK_HOST_ONLY(__builtin_prefetch(elements + ahead);)
       const RegisterPair pair = load_pair<Element>(elements);
       const FloatRegister factor = factors_of_pair<Format::kBlock>(own, static_cast<uint32_t>(i));
       const RegisterPair values = kDivides<Format>
@@ -216,15 +216,17 @@ HD void encode_blocks(const char* source, const FloatRegister* factors, unsigned
 // Rare, so it stays out of the loops.
 template <class Format, class Element, int Count, int PerRegister>
 MOE_NVLINK_HOST_ONLY([[gnu::noinline]])
-HD void encode_special_blocks(const char* source, const FloatRegister* factors,
+HD void encode_special_blocks(const char* source, const FloatRegister* factors, int ahead,
                               unsigned char* codes) {
-  encode_blocks<Format, Element, Count, PerRegister, false>(source, factors, codes);
+  encode_blocks<Format, Element, Count, PerRegister, false>(source, factors, ahead, codes);
 }
 
-// Blocks of kLaneElements elements or more.
+// Blocks of kLaneElements elements or more. ahead: bytes from an element to what is read next after
+// this group. It is fetched meanwhile, because the loads of a group come all at once and would wait
+// for memory.
 template <class Format, class Element, int Count>
-HD void quantise_in_registers(const char* source, float global_scale, unsigned char* codes,
-                              unsigned char* scales) {
+HD void quantise_in_registers(const char* source, float global_scale, int ahead,
+                              unsigned char* codes, unsigned char* scales) {
   constexpr int kBlock = Format::kBlock;
   constexpr int kScaleBytes = static_cast<int>(sizeof(typename Format::Scale));
   constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
@@ -244,9 +246,9 @@ HD void quantise_in_registers(const char* source, float global_scale, unsigned c
     most = larger(most, larger(amax, bits_of_float(factors[i])));
   }
   if (all_below(0x7f800000u, most)) {
-    encode_blocks<Format, Element, Count, kPerRegister, true>(source, factors, codes);
+    encode_blocks<Format, Element, Count, kPerRegister, true>(source, factors, ahead, codes);
   } else {
-    encode_special_blocks<Format, Element, Count, kPerRegister>(source, factors, codes);
+    encode_special_blocks<Format, Element, Count, kPerRegister>(source, factors, ahead, codes);
   }
 }
 
@@ -262,12 +264,14 @@ HD void quantise_whole_blocks(const Cta& cta, int lane, const char* row, int fir
   constexpr int kScaleBytes = static_cast<int>(sizeof(typename Format::Scale));
   constexpr int kPieceBytes = kLaneElements * Format::kBits / 8;
   constexpr int kPieces = Count / kLaneElements;
+  // If this row is in the cache already, the next row is fetched, which often lies after it.
+  const int ahead = (kRowWasRead<Format> ? last : Count) * kElementBytes;
   MOE_NVLINK_ROLLED
   for (int place = first + lane * Count; place < last; place += cta.num_threads * Count) {
     const int offset = place * Format::kBits / 8;
     Vector<kPieceBytes> codes[kPieces];
     Vector<Count / Format::kBlock * kScaleBytes> scales;
-    quantise_in_registers<Format, Element, Count>(row + place * kElementBytes, global_scale,
+    quantise_in_registers<Format, Element, Count>(row + place * kElementBytes, global_scale, ahead,
                                                   reinterpret_cast<unsigned char*>(codes),
                                                   scales.bytes);
     for (int i = 0; i < kPieces; ++i) target.store(offset + i * kPieceBytes, codes[i]);

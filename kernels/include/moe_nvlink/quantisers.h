@@ -192,6 +192,10 @@ constexpr bool kDivides = false;
 template <>
 constexpr bool kDivides<Fp8Block> = true;
 
+// Whether a row is read for its own scale before its blocks are quantised.
+template <class Format>
+constexpr bool kRowWasRead = false;
+
 // Not defined for a code without a format, which so does not compile.
 template <int Quantiser>
 struct FormatOf;
