@@ -128,8 +128,13 @@ struct E4m3 {
   template <class Bits>
   HD static Bits rounded(Bits bits) {
     const Bits magnitude = bits & 0x7fffffffu;
-    const Bits code = rounded_magnitude(lesser(magnitude, Bits{} + 0x43e00000u)) & kMagnitude;
+    const Bits code = rounded_magnitude(bounded(magnitude)) & kMagnitude;
     return magnitude > 0x7f800000u ? Bits{} + 0x7fu : code | ((bits >> 24) & 0x80u);
+  }
+
+  template <class Bits>
+  HD static Bits bounded(Bits magnitude) {
+    return lesser(magnitude, Bits{} + 0x43e00000u);
   }
 
   // The code of a magnitude that rounds to 448 or less, in the low 7 bits; the others may be set.

@@ -80,6 +80,15 @@ inline BitRegister merged(uint32_t mask, BitRegister a, BitRegister b) {
 #endif
 }
 
+// The low byte of each element, for which g++ 12 takes the elements one by one.
+inline void store_low_bytes(char* target, BitRegister bits) {
+  typedef uint8_t Bytes __attribute__((vector_size(4 * kRegisterFloats)));
+  Bytes places{};
+  for (int i = 0; i < kRegisterFloats; ++i) places[i] = static_cast<uint8_t>(4 * i);
+  const Bytes bytes = __builtin_shuffle(reinterpret_cast<Bytes>(bits), places);
+  std::memcpy(target, &bytes, kRegisterFloats);
+}
+
 inline bool all_below(uint32_t limit, BitRegister bits) {
 #if MOE_NVLINK_WIDE_REGISTERS
   return _mm512_cmplt_epu32_mask(reinterpret_cast<__m512i>(bits), _mm512_set1_epi32(limit)) ==
@@ -144,7 +153,7 @@ inline void halves_of_e4m3(const char*, FloatRegister&, FloatRegister&) {}
 // from memory or from the core that read it last; ranks on cores that share no cache pay most for
 // that. Where a launch has at most kStreamedBytes to store, the readers find them in a cache. The
 // thread sanitizer does not see streamed stores, so its build has none.
-constexpr uint64_t kStreamedBytes = 1 << 19;
+constexpr uint64_t kStreamedBytes = 1 << 20;
 #if defined(__AVX__) && !defined(__SANITIZE_THREAD__)
 constexpr bool kStreams = true;
 inline void stream_register(char* target, BitRegister bits) {

@@ -135,6 +135,26 @@ HD void store_codes(unsigned char* target, const RegisterPair& values) {
   }
 }
 
+// The same of magnitudes for which Code::rounded_magnitude() holds, and of signs, that of an even
+// element in bit 15 and that of an odd one in bit 31.
+template <class Format>
+HD void store_codes_of_numbers(unsigned char* target, BitRegister even, BitRegister odd,
+                               BitRegister signs) {
+  using Code = typename Format::Code;
+  // Each code in half an element, below its sign.
+  const BitRegister halves =
+      merged(Code::kMagnitude * 0x10001u,
+             merged(0xffffu, Code::rounded_magnitude(even), Code::rounded_magnitude(odd) << 16),
+             halves_shifted_right<16 - Format::kBits>(signs));
+  char* bytes = reinterpret_cast<char*>(target);
+  if constexpr (Format::kBits == 8) {
+    store_halves_as_bytes(bytes, halves);
+  } else {
+    static_assert(Format::kBits == 4);
+    store_register<uint8_t>(bytes, halves | halves >> 12);
+  }
+}
+
 // The first `Count` of a register's scales.
 template <int Count, int ScaleBytes>
 HD void store_scales(unsigned char* target, BitRegister scales) {
@@ -148,45 +168,39 @@ HD void store_scales(unsigned char* target, BitRegister scales) {
   MOE_NVLINK_HOST_ONLY(std::memcpy(target, bytes, Count * ScaleBytes);)
 }
 
-// Calls scaled(pair, place of its first element) for each pair, and stores the codes of the result.
-template <class Format, class Element, int Count, class Function>
-HD void encode_pairs(const char* source, unsigned char* codes, const Function& scaled) {
-  MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 8"))
-  for (int i = 0; i < Count; i += kPairElements) {
-    const RegisterPair pair =
-        load_pair<Element>(source + i * static_cast<int>(sizeof(typename Element::Storage)));
-    store_codes<Format>(codes + i * Format::kBits / 8, scaled(pair, i));
-  }
+// Rare, as is encode_special_blocks(): both stay out of the loops.
+template <class Format, int Pairs>
+MOE_NVLINK_HOST_ONLY([[gnu::noinline]])
+HD void encode_special_values(const RegisterPair* values, unsigned char* codes) {
+  for (int i = 0; i < Pairs; ++i) store_codes<Format>(codes + i * kPairElements, values[i]);
 }
 
-// Elements that share the scale of `format`.
+// Elements that share the scale of `format`, e4m3.
 template <class Format, class Element, int Count>
 HD void encode_in_registers(const char* source, const Format& format, unsigned char* codes) {
-  encode_pairs<Format, Element, Count>(source, codes, [&](const RegisterPair& pair, int) {
-    return RegisterPair{format.value(pair.even), format.value(pair.odd)};
-  });
-}
-
-// The codes of a pair of numbers, none of which is NaN or rounds to more than the largest code.
-template <class Format>
-HD void store_number_codes(unsigned char* target, const RegisterPair& values, BitRegister signs) {
-  using Code = typename Format::Code;
-  const BitRegister even = Code::rounded_magnitude(bits_of_float(values.even) & 0x7fffffffu);
-  const BitRegister odd = Code::rounded_magnitude(bits_of_float(values.odd) & 0x7fffffffu);
-  // Each code in half an element, below its sign.
-  const BitRegister halves = merged(Code::kMagnitude * 0x10001u, merged(0xffffu, even, odd << 16),
-                                    halves_shifted_right<16 - Format::kBits>(signs));
-  char* bytes = reinterpret_cast<char*>(target);
-  if constexpr (Format::kBits == 8) {
-    store_halves_as_bytes(bytes, halves);
-  } else {
-    static_assert(Format::kBits == 4);
-    store_register<uint8_t>(bytes, halves | halves >> 12);
+  constexpr int kPairs = Count / kPairElements;
+  constexpr int kPairBytes = kPairElements * static_cast<int>(sizeof(typename Element::Storage));
+  RegisterPair values[kPairs];
+  BitRegister most{};
+  MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 8"))
+  for (int i = 0; i < kPairs; ++i) {
+    const RegisterPair pair = load_pair<Element>(source + i * kPairBytes);
+    values[i] = RegisterPair{format.value(pair.even), format.value(pair.odd)};
+    most = larger(most, larger(magnitudes_of(values[i].even), magnitudes_of(values[i].odd)));
+  }
+  // NaN
+  if (!all_below(0x7f800001u, most)) return encode_special_values<Format, kPairs>(values, codes);
+  MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 8"))
+  for (int i = 0; i < kPairs; ++i) {
+    store_codes_of_numbers<Format>(
+        codes + i * kPairElements, E4m3::bounded(magnitudes_of(values[i].even)),
+        E4m3::bounded(magnitudes_of(values[i].odd)), signs_of_pair(values[i]));
   }
 }
 
-// The codes of blocks, with the factors of PerRegister elements in each register. AreNumbers: no amax and no
-// factor is infinite or NaN. Then no value is NaN, and values have the signs of their elements.
+// The codes of blocks, with the factors of PerRegister elements in each register. AreNumbers: no
+// amax is infinite or NaN, and no factor is or is negative. Then no value is NaN, every value has the
+// sign of its element, and in e4m3 none is above 448, because the scales are made of the amax.
 template <class Format, class Element, int Count, int PerRegister, bool AreNumbers>
 HD void encode_blocks(const char* source, const FloatRegister* factors, int ahead,
                       unsigned char* codes) {
@@ -205,7 +219,9 @@ HD void encode_blocks(const char* source, const FloatRegister* factors, int ahea
                                       : RegisterPair{pair.even * factor, pair.odd * factor};
       unsigned char* target = codes + (piece + i) * Format::kBits / 8;
       if constexpr (AreNumbers) {
-        store_number_codes<Format>(target, values, signs_of_pair<Element>(elements, pair));
+        store_codes_of_numbers<Format>(target, magnitudes_of(values.even),
+                                       magnitudes_of(values.odd),
+                                       signs_of_elements<Element>(elements, pair));
       } else {
         store_codes<Format>(target, values);
       }
@@ -213,7 +229,6 @@ HD void encode_blocks(const char* source, const FloatRegister* factors, int ahea
   }
 }
 
-// Rare, so it stays out of the loops.
 template <class Format, class Element, int Count, int PerRegister>
 MOE_NVLINK_HOST_ONLY([[gnu::noinline]])
 HD void encode_special_blocks(const char* source, const FloatRegister* factors, int ahead,

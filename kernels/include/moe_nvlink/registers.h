@@ -21,8 +21,9 @@ HD BitRegister load_register(const char* source) {
 template <class Word>
 HD void store_register(char* target, BitRegister bits) {
   MOE_NVLINK_DEVICE_ONLY(store_word(reinterpret_cast<Word*>(target), static_cast<Word>(bits));)
-  MOE_NVLINK_HOST_ONLY(typedef Word Words
-                       __attribute__((vector_size(kRegisterFloats * sizeof(Word))));
+  MOE_NVLINK_HOST_ONLY(if constexpr (sizeof(Word) == 1 && !MOE_NVLINK_WIDE_REGISTERS) {
+    return store_low_bytes(target, bits);
+  } typedef Word Words __attribute__((vector_size(kRegisterFloats * sizeof(Word))));
                        const Words words = __builtin_convertvector(bits, Words);
                        std::memcpy(target, &words, sizeof(words));)
 }
@@ -30,7 +31,7 @@ HD void store_register(char* target, BitRegister bits) {
 // Both halves of each element by themselves.
 template <int Bits>
 HD BitRegister halves_shifted_right(BitRegister bits) {
-  MOE_NVLINK_DEVICE_ONLY(return bits >> Bits & 0xffffu >> Bits * 0x10001u;)
+  MOE_NVLINK_DEVICE_ONLY(return bits >> Bits & (0xffffu >> Bits) * 0x10001u;)
   MOE_NVLINK_HOST_ONLY(
       typedef uint16_t Halves __attribute__((vector_size(4 * kRegisterFloats)));
       return reinterpret_cast<BitRegister>(reinterpret_cast<Halves>(bits) >> Bits);)
@@ -113,11 +114,21 @@ HD RegisterPair load_pair(const char* source) {
   }
 }
 
-// The signs of a pair, that of an even element in bit 15 and of an odd one in bit 31.
-template <class Element>
-HD BitRegister signs_of_pair(const char* source, const RegisterPair& pair) {
-  if constexpr (sizeof(typename Element::Storage) == 2) return load_register<uint32_t>(source);
+HD BitRegister magnitudes_of(FloatRegister values) {
+  return bits_of_float(values) & 0x7fffffffu;
+}
+
+// The signs of a pair, that of an even element in bit 15 and that of an odd one in bit 31. Other bits may
+// be set.
+HD BitRegister signs_of_pair(const RegisterPair& pair) {
   return merged(0xffffu, bits_of_float(pair.even) >> 16, bits_of_float(pair.odd));
+}
+
+// The same of the pair that load_pair() has loaded from `source`.
+template <class Element>
+HD BitRegister signs_of_elements(const char* source, const RegisterPair& pair) {
+  if constexpr (sizeof(typename Element::Storage) == 2) return load_register<uint32_t>(source);
+  return signs_of_pair(pair);
 }
 
 // The largest of each Lanes neighbours of Registers registers, from element 0 on.
