@@ -85,21 +85,23 @@ constexpr bool kLaneHasRegisters = kRegisterFloats > 1 && Cta::kExchangeThreads 
 // the codes wait only once for the way from elements to scales.
 constexpr int kGroupElements = 1024;
 
-// The largest magnitudes, as bits, of Size elements: one for each element of a register.
+// The largest magnitudes, as bits, of Size elements: one for each element of a register, of the pairs
+// of neighbours that load_pair() would put there.
 template <class Element, int Size>
 HD BitRegister largest_magnitudes(const char* source) {
   constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
   BitRegister most{};
   if constexpr (kElementBytes == 2) {
     for (int i = 0; i < Size; i += kPairElements) {
-      most = larger_halves(most, load_register<uint32_t>(source + i * 2) & 0x7fff7fffu);
+      most = larger_halves(most, load_register<uint32_t>(source + i * kElementBytes) & 0x7fff7fffu);
     }
     // In every element type magnitudes have the order of their bits.
     most = larger(most >> 16, most & 0xffffu);
     return bits_of_float(Element::floats_of(most));
   } else {
-    for (int i = 0; i < Size; i += kRegisterFloats) {
-      most = larger(most, load_register<uint32_t>(source + i * 4) & 0x7fffffffu);
+    for (int i = 0; i < Size; i += kPairElements) {
+      const RegisterPair pair = load_pair<Element>(source + i * kElementBytes);
+      most = larger(most, larger(magnitudes_of(pair.even), magnitudes_of(pair.odd)));
     }
     return most;
   }
