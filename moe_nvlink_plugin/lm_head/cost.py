@@ -108,9 +108,10 @@ GPU_EXCHANGE_S = 2 * 10e-6
 #:     python benchmarks/bench_lm_head.py --rates --groups 2 --seconds 2
 #: on an AMD EPYC with AVX-512 and its bf16 instructions, 2 cores, nothing else running, 2026-11-23
 #: and the first minutes of the 24th, commit d1653bd. benchmarks/README.md says what each rate is.
-#: 2 bytes is bf16. Without these instructions a CPU multiplies it more slowly (1.1e10 on one): there
-#: the rule expects too much of splitting with bf16. The rule is rough in any case
-#: (benchmarks/README.md).
+#: 2 bytes is bf16. Without these instructions a CPU multiplies it more slowly (1.1e10 on a busy
+#: one): there the rule expects too much of splitting with bf16. The rule is rough in any case: with
+#: 4 bytes splitting saved work at 128 rows too, and none for 1 row in a group of 2
+#: (benchmarks/results/2026-11-24-cpu-lm-head.json).
 CPU_RATES = {
     2: Rates(1.5e10, 3.8e11, 3.6e9, 1.5e-4),
     4: Rates(2.6e10, 7.1e10, 2.9e9, 1.5e-4),
