@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.recipes.combine_formats import FORMATS
 from tests.kernels import test_combine_formats, test_quantisers
 from tests.support import builds, kernel_texts
 from tests.support.cases import RECIPES
@@ -45,7 +46,7 @@ def test_the_oldest_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "load", load)
     for recipe in RECIPES:
         test_quantisers.test_rows_of_several_pieces(recipe, torch.bfloat16)
-    for name in test_combine_formats.FORMATS:
+    for name in FORMATS:
         test_combine_formats.test_every_code_and_scale(name, torch.bfloat16)
         test_combine_formats.test_special_rows(name, torch.bfloat16, 640)
     assert load.called
