@@ -3,8 +3,9 @@
     python benchmarks/bench_launch.py                  # against a driver whose launches do nothing
     python benchmarks/bench_launch.py --driver real    # on a GPU: enqueuing alone
 
-One rank, because the host does the same for any number. Each level contains the one above it; the
-difference is what it adds. Against the stand-in driver (tests/support/fake_cuda) the first row is
+One rank, because the host does the same for any number. WITHIN names the level that each level
+contains; the difference is what it adds. An eager call of MoeAllToAll calls no torch op; a compiled
+graph calls the op instead. Against the stand-in driver (tests/support/fake_cuda) the first row is
 that driver's own cost, which a real one replaces by its own; the differences are ours on any
 machine.
 """
@@ -31,6 +32,7 @@ from benchmarks.columns import print_headings, print_row
 from benchmarks.common import summary, write_json
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
 from moe_nvlink_plugin.exchange import layer as exchange
+from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.exchange.formats import Activations
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.jit import host
@@ -127,7 +129,8 @@ class Levels:
             BARE: self.bare(),
             "dispatch: CUDA executor": self.executor(),
             **self.verbs("checks and arguments", self._checked_dispatch, self._checked_combine),
-            **self.verbs("MoeAllToAll, torch op", self._dispatch, self._combine),
+            **self.verbs("MoeAllToAll", self._dispatch, self._combine),
+            **self.verbs("torch op", self._dispatch_op, self._combine_op),
         }
 
     def bare(self) -> dict[str, float]:
@@ -181,6 +184,16 @@ class Levels:
     def _combine(self, received: Any) -> None:
         self.layer.combine(self.region, received.metadata, output=self.output)
 
+    def _dispatch_op(self) -> Any:
+        """Call what a compiled graph calls."""
+        hidden, ids, weights = self.inputs
+        pending, handle = self.inner.workspace.pending, self.layer._handle
+        return ops.dispatch(pending, hidden, None, ids, weights, [], None, handle, 0)
+
+    def _combine_op(self, received: Any) -> None:
+        pending, handle = self.inner.workspace.pending, self.layer._handle
+        ops.combine_out(pending, self.region, received[4], self.output, handle, 0)
+
 
 def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Time all levels, in this process, on whatever driver it finds."""
@@ -211,8 +224,10 @@ def measure_on_fake(arguments: argparse.Namespace) -> dict[str, Any]:
 WITHIN = {
     "dispatch: CUDA executor": BARE,
     "dispatch: checks and arguments": "dispatch: CUDA executor",
-    "dispatch: MoeAllToAll, torch op": "dispatch: checks and arguments",
-    "combine: MoeAllToAll, torch op": "combine: checks and arguments",
+    "dispatch: MoeAllToAll": "dispatch: checks and arguments",
+    "combine: MoeAllToAll": "combine: checks and arguments",
+    "dispatch: torch op": "dispatch: checks and arguments",
+    "combine: torch op": "combine: checks and arguments",
 }
 
 

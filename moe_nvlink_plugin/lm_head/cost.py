@@ -104,17 +104,17 @@ READ_SHARE, FLOPS_SHARE, LINK_SHARE = 0.85, 0.7, 0.75
 #: one-shot all-reduce (pytorch/pytorch issue 131739).
 GPU_EXCHANGE_S = 2 * 10e-6
 
-#: CPU ranks, by element size. Work of one rank on one machine (AMD EPYC with AVX2, 2 cores, others
-#: busy on it), 2026-11-22, benchmarks/results/2026-11-22-cpu-lm-head-busy.json:
-#:     python benchmarks/bench_lm_head.py --rows 1 2 4 8 16 32 64 128
-#: 4 bytes: the whole head with 8 rows (below that a row costs less, above it more than reading) and
-#: with 128. 2 bytes, which this CPU has no instructions for: 1 row and 16, with --dtype bfloat16
-#: --vocab 8192. Link: --vocab 16 --rows 512. Exchange: a call without rows, 4 ranks on 2 cores.
-#: The rule is rough here: with 4 bytes splitting saved work at 128 rows too, and not at every lower
-#: number (benchmarks/README.md).
+#: CPU ranks, by element size. Medians of three runs of
+#:     python benchmarks/bench_lm_head.py --rates --groups 2 --seconds 2
+#: on an AMD EPYC with AVX-512 and its bf16 instructions, 2 cores, nothing else running, 2026-11-23
+#: and the first minutes of the 24th, commit d1653bd. benchmarks/README.md says what each rate is.
+#: 2 bytes is bf16. Without these instructions a CPU multiplies it more slowly (1.1e10 on a busy
+#: one): there the rule expects too much of splitting with bf16. The rule is rough in any case: with
+#: 4 bytes splitting saved work at 128 rows too, and none for 1 row in a group of 2
+#: (benchmarks/results/2026-11-24-cpu-lm-head.json).
 CPU_RATES = {
-    2: Rates(8.2e9, 10.6e9, 3.5e9, 1e-3),
-    4: Rates(2.9e9, 54e9, 3.5e9, 1e-3),
+    2: Rates(1.5e10, 3.8e11, 3.6e9, 1.5e-4),
+    4: Rates(2.6e10, 7.1e10, 2.9e9, 1.5e-4),
 }
 
 

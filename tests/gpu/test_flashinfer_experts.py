@@ -2,6 +2,11 @@
 
 They need an installed FlashInfer (extra `flashinfer`), and nvcc or its cached kernels. The expected
 sums come from the torch references in FlashInfer's wheel. This file has not run yet.
+
+No stage of benchmarks/on_gpu.sh has it, because a lent machine has neither the time nor a network.
+An H200 can execute test_cutlass alone. FlashInfer compiles that kernel from dozens of CUDA files;
+one file of its exchange takes four minutes of a core, and a stage has seven. The others are for
+compute capability 10, and FlashInfer downloads them.
 """
 
 from __future__ import annotations
@@ -35,7 +40,8 @@ def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def needs(capability: tuple[int, int]) -> Any:
     """FlashInfer's references; skips the test where the kernels cannot run."""
-    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    reason = "FlashInfer is not installed; why no stage of on_gpu.sh brings it: see this file"
+    pytest.importorskip("flashinfer", reason=reason)
     found = torch.cuda.get_device_capability()
     if found < capability or (capability[0] == 10 and found[0] != 10):
         pytest.skip(f"the kernel needs compute capability {capability}, this GPU has {found}")

@@ -17,14 +17,17 @@ import torch
 from moe_nvlink_plugin.exchange.kernels import COMBINE
 from moe_nvlink_plugin.jit import header
 from moe_nvlink_plugin.launch.arguments import element_code
-from moe_nvlink_plugin.recipes import QuantisedRows
+from moe_nvlink_plugin.recipes import QuantisedRows, combine_formats
+from moe_nvlink_plugin.recipes.combine_formats import FORMATS
 from tests.kernels import quantiser_rows as rows_of
+from tests.kernels import test_combine_formats as formats_of
 from tests.kernels import test_head_sanitizers, test_numeric, test_sanitizers
 from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same
 from tests.kernels.test_quantisers import by_kernel
 from tests.support import aarch64, cases, emulated, kernel_texts
 from tests.support.aarch64 import Aarch64Backend, Calls
 from tests.support.cases import Case
+from tests.support.compare import assert_same_bits, one_nan
 
 pytestmark = [aarch64.IS_EMULATED, pytest.mark.timeout(280)]
 
@@ -105,6 +108,31 @@ def test_conversions(dtype: torch.dtype, calls: Calls) -> None:
     rounded = torch.empty(len(numbers), dtype=dtype)
     calls.call("from_float", element, numbers, rounded, len(numbers))
     assert not bool(rows_of.differing(rounded, numbers.to(dtype)).any())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_and_scale(name: str, dtype: torch.dtype, calls: Calls) -> None:
+    """Of rows that travel back; as test_combine_formats has it of this machine's build."""
+    quantised = formats_of.every_code_and_scale(name)
+    found = combine_formats.combine_format(name)
+    assert found is not None
+    terms = found.dequantise(quantised)
+    hidden_size = terms.shape[1]
+    codes = header.combine_formats()[name], element_code(dtype)
+    for ks in ([0], [1], [2], [0, 1, 2]):
+        parts = [
+            [
+                0 if one is None else calls.place(one[k].data_ptr(), one[k].nbytes)
+                for one in quantised
+            ]
+            for k in ks
+        ]
+        combined = torch.empty(hidden_size, dtype=dtype)
+        rows = torch.tensor(parts)
+        calls.call("sum_quantised_rows", *codes, rows, combined, len(ks), hidden_size)
+        wanted = formats_of.sum_of(terms[None, ks], dtype)[0]
+        assert_same_bits(one_nan(combined), one_nan(wanted), f"{name}: rows {ks}")
 
 
 ROUNDS = Case(

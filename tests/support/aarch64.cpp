@@ -53,6 +53,14 @@ void from_float(const Words& words) {
                         pointer<void>(words[2]), static_cast<int64_t>(words[3]));
 }
 
+// format, element, partial rows, output, top_k, hidden size
+void sum_quantised_rows(const Words& words) {
+  moe_nvlink_sum_quantised_rows(static_cast<int>(words[0]), static_cast<int>(words[1]),
+                                pointer<const moe_nvlink::PartialRow>(words[2]),
+                                pointer<void>(words[3]), static_cast<int>(words[4]),
+                                static_cast<int>(words[5]));
+}
+
 const std::map<std::string, void (*)(const Words&)> kCalls = {
     {"dispatch", [](const Words& words) { launch(moe_nvlink_dispatch, words); }},
     {"combine", [](const Words& words) { launch(moe_nvlink_combine, words); }},
@@ -61,6 +69,7 @@ const std::map<std::string, void (*)(const Words&)> kCalls = {
     {"quantise_rows", quantise_rows},
     {"to_float", to_float},
     {"from_float", from_float},
+    {"sum_quantised_rows", sum_quantised_rows},
 };
 
 }  // namespace

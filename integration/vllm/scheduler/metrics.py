@@ -19,7 +19,10 @@ from moe_nvlink_plugin.integration.vllm.places import metrics_folder, remove_at_
 
 _PREFIX = "moe_nvlink_capacity_"
 _GAUGES = {
-    "waiting_requests": "Requests that wait because blocks are reserved for running ones.",
+    "waiting_requests": (
+        "Requests in the queue, if the first that could start waits for KV blocks that are free "
+        "but reserved; else 0."
+    ),
     "reserved_blocks": "Free KV blocks that requests which hold blocks may still take.",
 }
 _COUNTER = "refused_requests"
