@@ -93,6 +93,7 @@ class Options:
         emulate_ranks: all ep_size ranks on one GPU.
         pdl: programmatic dependent launch of ours.
         threads: compute threads of a CPU rank, of our backend and of torch.
+        bind: each CPU rank that this program starts keeps to as many cores as it has threads.
         max_tokens: capacity of our backend's buffers; 0: the batch.
 
     Raises:
@@ -121,6 +122,7 @@ class Options:
     threads: int = 1
     seed: int = 1
     max_tokens: int = 0
+    bind: bool = False
 
     def __post_init__(self) -> None:
         for mistake in itertools.chain(_too_small(self), _contradictions(self)):
@@ -189,6 +191,8 @@ def _contradictions(of: Options) -> Iterator[str]:
     for name in ("cuda_graph", "pdl", "emulate_ranks") if of.device == "cpu" else ():
         if getattr(of, name):
             yield f"{name} is a GPU's, and device is 'cpu'; add --device cuda or leave it out"
+    if of.bind and of.device != "cpu":
+        yield f"bind is for CPU ranks, and device is {of.device!r}; leave --bind out"
 
 
 class Request(NamedTuple):
@@ -248,6 +252,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--iters", type=int, help="timed; default 50 on CPUs, 200 on GPUs")
     add("--warmup", type=int, help="before those; default 5 on CPUs, 20 on GPUs")
     add("--threads", type=int, default=1, help="of a CPU rank: ours and torch's")
+    bound = "CPU: rank r keeps to core r, with more ranks than cores in turn; its threads too"
+    add("--bind", action="store_true", help=bound)
     graphs = "replay graphs (default on GPUs)"
     add("--cuda_graph", action="store_true", default=None, help=graphs)
     add("--no_cuda_graph", action="store_false", dest="cuda_graph")

@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,6 +248,8 @@ def run(options: Options, show: Show | None = None) -> list[Row]:
             f"{launch.size} ranks were started, and ep_size={options.ep_size}; add "
             f"--ep_size {launch.size}"
         )
+    if launch is not None and options.bind:
+        raise OptionError("--bind is for ranks that this program starts; let your launcher bind")
     if launch is None and options.device == "cpu":
         _check_memory(options)
     if launch is None or launch.rank == 0:
@@ -297,7 +299,15 @@ def _run_here(options: Options, show: Show | None) -> list[Row]:
 
 def _rank_main(rank: int, size: int, options: Options, folder: str, show: Show | None) -> list[Row]:
     launch = Launch(rank, size, rank, f"file://{folder}/rendezvous", folder)
+    if options.bind:  # before gloo starts its threads, which keep to these cores too
+        os.sched_setaffinity(0, cores_of(rank, options.threads, os.sched_getaffinity(0)))
     return rank_rows(launch, options, show)
+
+
+def cores_of(rank: int, threads: int, cores: Collection[int]) -> set[int]:
+    """Return the cores of a rank with so many threads: of those there are, the next in turn."""
+    in_order = sorted(cores)
+    return {in_order[(rank * threads + thread) % len(in_order)] for thread in range(threads)}
 
 
 def _explained(error: RankError) -> Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -275,6 +277,26 @@ def _met(process: psutil.Process) -> bool:
 
 
 # Small parts.
+
+
+def _cores_of_a_rank(rank: int, size: int, options: Options) -> Any:
+    cores = mock.Mock(side_effect=lambda *_: os.sched_getaffinity(0))
+    with mock.patch.object(processes, "rank_rows", cores):
+        return processes._rank_main(rank, size, options, "", None)
+
+
+def test_ranks_keep_to_their_cores_if_asked_to(tmp_path: Path) -> None:
+    assert [processes.cores_of(r, 1, {5, 3}) for r in range(4)] == [{3}, {5}, {3}, {5}]
+    assert [processes.cores_of(r, 2, range(4)) for r in range(3)] == [{0, 1}, {2, 3}, {0, 1}]
+    assert processes.cores_of(1, 3, {0, 1}) == {0, 1}
+    here = os.sched_getaffinity(0)
+    for bind in (False, True):
+        options, folder = dataclasses.replace(SMALL, bind=bind), tmp_path / str(bind)
+        folder.mkdir()
+        taken = run_processes(2, _cores_of_a_rank, folder, options, meets=False)
+        assert taken == [processes.cores_of(r, 1, here) if bind else here for r in range(2)]
+    with pytest.raises(OptionError, match="leave --bind out"):
+        dataclasses.replace(SMALL, bind=True, device="cuda")
 
 
 def test_who_started_this_rank() -> None:

@@ -210,28 +210,27 @@ inline uint64_t now_ns() {
 
 // A host rank often shares its core with the ranks that it waits for. So it spins for about a
 // microsecond, and then yields the core. A thread that wait_for_peer() lets wait for a cell then sleeps
-// until the cell changes (kernels/host/sleep.h). Any other thread sleeps for an eighth of the time that
-// it has waited: the peers lose almost nothing, and this rank wakes up late by at most an eighth of the
-// wait.
+// until the cell changes (kernels/host/sleep.h), if yields do not help. Any other thread sleeps for an
+// eighth of the time that it has waited: the peers lose almost nothing, and this rank wakes up late by
+// at most an eighth of the wait. benchmarks/NOTES.md has what the times below were compared with.
 struct Backoff {
   static constexpr int kSpins = 32;
-  // A yield that nobody else wants takes half a microsecond, a switch to another thread and back
-  // eleven.
-  static constexpr uint64_t kSwitchNs = 3000;
-  static constexpr uint64_t kLookNs = 50000;
+  // Longer than a rank that waits as well keeps the core between two of its waits in a small batch.
+  static constexpr uint64_t kSwitchNs = 200000;
   static constexpr uint64_t kYieldNs = 500000;
   static constexpr uint64_t kLongestSleepNs = 1000000;
   int turns = 0;
   uint64_t last_ns = 0;
 
-  // Whether a thread that waits for a cell sleeps now. It does after a yield that has let another
-  // thread run: who yields again goes to the end of that core's queue again, and waits there for
-  // every thread that has work, while a sleeper keeps its place. A thread that has its core for
-  // itself goes on looking for a while, because to be woken takes longer than to see.
+  // Whether a thread that waits for a cell sleeps now. It does after a yield that another thread has
+  // used to compute for long: who yields again goes to the end of that core's queue again, and waits
+  // there for every thread that has work, while a sleeper keeps its place. Ranks that only wait hand
+  // the core around sooner than that. Between them a yield costs less than a sleep and a wake, and a
+  // rank that looks sees its peer sooner than a rank that is woken, most of all on a core that was idle.
   bool may_sleep(uint64_t waited_ns) {
     const uint64_t since = waited_ns - last_ns;
     last_ns = waited_ns;
-    return turns > kSpins && (since > kSwitchNs || waited_ns > kLookNs);
+    return turns > kSpins && (since > kSwitchNs || waited_ns > kYieldNs);
   }
 
   void pause(uint64_t waited_ns) {
