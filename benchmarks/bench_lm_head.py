@@ -47,10 +47,10 @@ from tests.support import emulated
 
 #: Calls without rows, for the fixed cost of both exchanges.
 EMPTY_CALLS = 50
-#: What --rates measures: dtypes; a head larger than caches, rows that the rule takes for bound by
-#: reading and by multiplying; a head so small that a step only exchanges, and its rows.
+#: What --rates measures: dtypes; a head larger than caches, and its rows; a head so small that a
+#: step only exchanges, and its rows.
 RATE_DTYPES = ("bfloat16", "float32")
-RATE_VOCAB, READ_ROWS, MULTIPLY_ROWS = 16384, (1, 2, 4, 8), (16, 64, 128)
+RATE_VOCAB, RATE_ROWS = 16384, (1, 4, 8, 16, 32, 64, 128)
 LINK_VOCAB, LINK_ROWS = 16, 512
 #: Of CPU ranks, of emulated ranks.
 SHOWS = (
@@ -231,11 +231,14 @@ def rank_rates(rank: int, size: int, options: Options) -> head_cost.Rates:
     whole_s = {rows: seconds(alone, rows, "replicated") for rows in options.rows}
     link_s = seconds(exchanging, LINK_ROWS, "split")
     exchange_s = exchanging.exchange_us() / 1e6
+    line = statistics.linear_regression(list(whole_s), list(whole_s.values()))
     rates = head_cost.Rates(
-        max(options.shape.head_bytes / whole_s[rows] for rows in READ_ROWS),
-        max(2 * rows * options.vocab * options.hidden / whole_s[rows] for rows in MULTIPLY_ROWS),
+        # One row takes no less than reading.
+        options.shape.head_bytes / max(line.intercept, whole_s[1]),
+        2 * options.vocab * options.hidden / line.slope,
         head_cost.exchanged_bytes(link.shape, LINK_ROWS, size) / link_s,
         exchange_s,
+        overlaps=False,
     )
     for each in (alone, exchanging):
         each.group.close()
@@ -246,13 +249,12 @@ def print_rates(options: Options, record: common.Record) -> None:
     """Measure CPU_RATES, one line for each dtype, as cost.py has them."""
     host.load(HEAD.host_source())
     measured = {}
-    rows = READ_ROWS + MULTIPLY_ROWS
     print("CPU_RATES = {")
     for dtype in RATE_DTYPES:
-        of = dataclasses.replace(options, dtype=dtype, vocab=RATE_VOCAB, rows=rows)
+        of = dataclasses.replace(options, dtype=dtype, vocab=RATE_VOCAB, rows=RATE_ROWS)
         rates = harness.on_ranks(options.groups[0], rank_rates, of)
-        numbers = ", ".join(f"{rate:.2g}" for rate in rates)
-        print(f"    {of.element.itemsize}: Rates({numbers}),", flush=True)
+        numbers = ", ".join(f"{rate:.2g}" for rate in rates[:-1])
+        print(f"    {of.element.itemsize}: Rates({numbers}, overlaps=False),", flush=True)
         measured[dtype] = rates._asdict()
         record.write({"rates": measured})
     print("}")

@@ -3,15 +3,16 @@
 The rule gives the time of a step with `rows` rows per rank, a head of `V` rows of `H` elements, and
 groups of `g` ranks:
 
-    one rank alone   max(V*H*element / read, 2*rows*V*H / flops)
-    a group          max(S*H*element / read, 2*g*rows*S*H / flops) + exchange
+    one rank alone   product(V*H*element / read, 2*rows*V*H / flops)
+    a group          product(S*H*element / read, 2*g*rows*S*H / flops) + exchange
                      + rows*(g-1)*(H*element + 8) / link
 
-`S` is a rank's share of the vocabulary, about V/g. In a group, each rank reads 1/g of the head and
-multiplies as much as alone. So splitting saves the time of reading the rest, and costs two
+A GPU reads while it multiplies: its product takes the longer of both times. A CPU core takes their
+sum. `S` is a rank's share of the vocabulary, about V/g. In a group, each rank reads 1/g of the head
+and multiplies as much as alone. So splitting saves the time of reading the rest, and costs two
 exchanges: a rank sends its rows to g-1 peers, and each peer returns a pair of value and id per row.
-The rule leaves out the logits, because their number is equal in both cases. If multiplying takes as
-long as reading the whole head, splitting saves nothing. The gain falls as rows grow;
+The rule leaves out the logits, because their number is equal in both cases. If a GPU multiplies for
+as long as it reads the whole head, splitting saves nothing. The gain falls as rows grow;
 `crossover_rows` returns where it ends.
 
 All rates are estimates: figures of data sheets times shares that we assume to be reachable, and an
@@ -59,12 +60,14 @@ class Rates(NamedTuple):
         flops_per_s: multiplications and additions per second.
         link_bytes_per_s: bytes per second to its peers, one way.
         exchange_s: seconds of both exchanges without rows.
+        overlaps: whether it reads weights while it multiplies others.
     """
 
     read_bytes_per_s: float
     flops_per_s: float
     link_bytes_per_s: float
     exchange_s: float
+    overlaps: bool = True
 
 
 class DataSheet(NamedTuple):
@@ -106,15 +109,14 @@ GPU_EXCHANGE_S = 2 * 10e-6
 
 #: CPU ranks, by element size. Medians of three runs of
 #:     python benchmarks/bench_lm_head.py --rates --groups 2 --seconds 2
-#: on an AMD EPYC with AVX-512 and its bf16 instructions, 2 cores, nothing else running, 2026-11-23
-#: and the first minutes of the 24th, commit d1653bd. benchmarks/README.md says what each rate is.
-#: 2 bytes is bf16. Without these instructions a CPU multiplies it more slowly (1.1e10 on a busy
-#: one): there the rule expects too much of splitting with bf16. The rule is rough in any case: with
-#: 4 bytes splitting saved work at 128 rows too, and none for 1 row in a group of 2
+#: on an AMD EPYC with AVX-512 and its bf16 instructions, 2 cores, nothing else running, 2026-11-24.
+#: benchmarks/README.md says what each rate is. 2 bytes is bf16. Without these instructions a CPU
+#: multiplies it more slowly (1.1e10 on a busy one): there the rule expects too much of splitting
+#: with bf16. With 4 bytes it expects too much for 1 row
 #: (benchmarks/results/2026-11-24-cpu-lm-head.json).
 CPU_RATES = {
-    2: Rates(1.5e10, 3.8e11, 3.6e9, 1.5e-4),
-    4: Rates(2.6e10, 7.1e10, 2.9e9, 1.5e-4),
+    2: Rates(1.6e10, 4.6e11, 4.1e9, 7.8e-5, overlaps=False),
+    4: Rates(1.1e10, 9.1e10, 3.1e9, 1.0e-4, overlaps=False),
 }
 
 
@@ -181,10 +183,11 @@ def step_seconds(shape: HeadShape, rows: int, tp_size: int, rates: Rates) -> flo
     share = _widest_share(shape, tp_size)
     read_s = share * shape.hidden_size * shape.element_bytes / rates.read_bytes_per_s
     multiply_s = 2 * tp_size * rows * share * shape.hidden_size / rates.flops_per_s
+    product_s = max(read_s, multiply_s) if rates.overlaps else read_s + multiply_s
     if tp_size == 1:
-        return max(read_s, multiply_s)
+        return product_s
     link_s = exchanged_bytes(shape, rows, tp_size) / rates.link_bytes_per_s
-    return max(read_s, multiply_s) + rates.exchange_s + link_s
+    return product_s + rates.exchange_s + link_s
 
 
 def exchanged_bytes(shape: HeadShape, rows: int, tp_size: int) -> int:
@@ -300,6 +303,7 @@ def _size(count: int) -> str:
 def _check(shape: HeadShape, rates: Rates, **sizes: int) -> None:
     for name, value in {**shape._asdict(), **sizes}.items():
         check_int(name, value, 1, _MOST)
-    for name, rate in rates._asdict().items():
+    for name in ("read_bytes_per_s", "flops_per_s", "link_bytes_per_s", "exchange_s"):
+        rate = getattr(rates, name)
         if not 0 <= rate < float("inf") or (rate == 0 and name != "exchange_s"):
             raise ConfigError(f"{name}={rate!r} is no rate; take those of rates_of(device)")

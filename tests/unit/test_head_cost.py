@@ -23,7 +23,7 @@ shapes = st.builds(
     HeadShape, st.integers(1, 300_000), st.integers(1, 20_000), st.sampled_from([2, 4])
 )
 rate = st.floats(1e6, 1e16)
-all_rates = st.builds(Rates, rate, rate, rate, st.floats(0, 1e-2))
+all_rates = st.builds(Rates, rate, rate, rate, st.floats(0, 1e-2), st.booleans())
 sizes = st.integers(2, 16)
 few_rows = st.integers(1, 100)
 
@@ -65,11 +65,15 @@ def test_a_small_head_is_not_worth_an_exchange() -> None:
 # The rule itself.
 
 
+def product_s(read_s: float, multiply_s: float, rates: Rates) -> float:
+    return max(read_s, multiply_s) if rates.overlaps else read_s + multiply_s
+
+
 @given(shapes, few_rows, all_rates)
 def test_size_1_is_the_whole_head(shape: HeadShape, rows: int, rates: Rates) -> None:
     elements = shape.vocab_size * shape.hidden_size
     read_s = elements * shape.element_bytes / rates.read_bytes_per_s
-    expected = max(read_s, 2 * rows * elements / rates.flops_per_s)
+    expected = product_s(read_s, 2 * rows * elements / rates.flops_per_s, rates)
     assert head_cost.step_seconds(shape, rows, 1, rates) == pytest.approx(expected)
     assert head_cost.exchanged_bytes(shape, rows, 1) == 0
 
@@ -77,7 +81,8 @@ def test_size_1_is_the_whole_head(shape: HeadShape, rows: int, rates: Rates) -> 
 @given(few_rows, all_rates)
 def test_a_group_reads_its_share_and_multiplies_as_much(rows: int, rates: Rates) -> None:
     elements = 129280 * 7168
-    work_s = max(elements / 4 * 2 / rates.read_bytes_per_s, 2 * rows * elements / rates.flops_per_s)
+    read_s = elements / 4 * 2 / rates.read_bytes_per_s
+    work_s = product_s(read_s, 2 * rows * elements / rates.flops_per_s, rates)
     moved = rows * 3 * 7168 * 2 + rows * 3 * 8
     expected = work_s + rates.exchange_s + moved / rates.link_bytes_per_s
     assert head_cost.step_seconds(DEEPSEEK, rows, 4, rates) == pytest.approx(expected)
@@ -102,7 +107,10 @@ def test_more_rows_and_slower_rates_never_take_less(
 ) -> None:
     seconds = head_cost.step_seconds(shape, rows, size, rates)
     assert head_cost.step_seconds(shape, rows + 1, size, rates) >= seconds
+    assert head_cost.step_seconds(shape, rows, size, rates._replace(overlaps=False)) >= seconds
     for field, value in rates._asdict().items():
+        if field == "overlaps":
+            continue
         worse = value * 2 if field == "exchange_s" else value / 2
         other = rates._replace(**{field: worse})
         assert head_cost.step_seconds(shape, rows, size, other) >= seconds
