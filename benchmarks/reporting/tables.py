@@ -90,6 +90,7 @@ def moe_comm(result: Result) -> str:
         if result.options.get("emulate_ranks")
         else "one rank a process"
     )
+    ranks += ", bound to cores in turn" if result.options.get("bind") else ""
     method = f"{layer(result)}; {ranks}; median of {result.options['iters']} iterations"
     rows = result.data["rows"]
     body = [_moe_comm_row(row) for row in rows]

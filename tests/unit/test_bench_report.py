@@ -296,6 +296,7 @@ def test_goals_look_at_their_own_configuration_and_the_newest_file(here: Path) -
     write(here, "2031-01-06-cpu-moe-comm.json", comm(200.0, 1800.0, ep_size=2))
     write(here, "2031-01-07-cpu-moe-comm.json", comm(200.0, 1800.0, router="local"))
     write(here, "2031-01-08-cpu-moe-comm.json", comm(200.0, 1800.0, combine="nvfp4"))
+    write(here, "2031-01-09-cpu-moe-comm.json", comm(200.0, 1800.0, bind=True))
     assert verdicts()[0] == ("**not met**", "2.00x (2.00x..2.00x); 128 tokens")
 
 
