@@ -159,7 +159,7 @@ PIECE void piece_fp8_block(const char* row, unsigned char* codes, unsigned char*
   quantise_in_registers<Fp8Block, Bf16, kGroupElements>(row, 1.0f, 0, codes, scales);
 }
 PIECE void piece_fp8(const char* row, const Fp8Tensor* format, unsigned char* codes) {
-  encode_elements<Fp8Tensor, Bf16, kLaneElements>(row, true, *format, codes);
+  encode_elements<Fp8Tensor, Bf16, kLaneElements>(row, true, *format, 0, codes);
 }
 """
 

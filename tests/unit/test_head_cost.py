@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -247,8 +248,9 @@ def test_other_refusals() -> None:
     with pytest.raises(ConfigError, match="tp_size=-2"):
         head_cost.choose_size(DEEPSEEK, (-2, 4), 32, GB200)
     for field in ("read_bytes_per_s", "link_bytes_per_s", "flops_per_s"):
+        stopped: dict[str, Any] = {field: 0.0}
         with pytest.raises(ConfigError, match=f"{field}=0.*rates_of"):
-            head_cost.step_seconds(DEEPSEEK, 1, 4, GB200._replace(**{field: 0.0}))
+            head_cost.step_seconds(DEEPSEEK, 1, 4, GB200._replace(**stopped))
     with pytest.raises(ConfigError, match="exchange_s=nan"):
         head_cost.report(DEEPSEEK, 4, 32, GB200._replace(exchange_s=float("nan")))
     with pytest.raises(ConfigError, match="element_bytes=1"):

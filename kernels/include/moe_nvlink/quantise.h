@@ -179,13 +179,15 @@ HD void encode_special_values(const RegisterPair* values, unsigned char* codes) 
 
 // Elements that share the scale of `format`, e4m3.
 template <class Format, class Element, int Count>
-HD void encode_in_registers(const char* source, const Format& format, unsigned char* codes) {
+HD void encode_in_registers(const char* source, const Format& format, int ahead,
+                            unsigned char* codes) {
   constexpr int kPairs = Count / kPairElements;
   constexpr int kPairBytes = kPairElements * static_cast<int>(sizeof(typename Element::Storage));
   RegisterPair values[kPairs];
   BitRegister most{};
   MOE_NVLINK_HOST_ONLY(_Pragma("GCC unroll 8"))
   for (int i = 0; i < kPairs; ++i) {
+    MOE_NVLINK_HOST_ONLY(__builtin_prefetch(source + i * kPairBytes + ahead);)
     const RegisterPair pair = load_pair<Element>(source + i * kPairBytes);
     values[i] = RegisterPair{format.value(pair.even), format.value(pair.odd)};
     most = larger(most, larger(magnitudes_of(values[i].even), magnitudes_of(values[i].odd)));
@@ -366,9 +368,10 @@ HD void quantise_row_of_blocks(const Cta& cta, int lane, const char* row, int hi
 
 // The codes of `Count` elements from `source` on.
 template <class Format, class Element, int Count>
-HD void encode_elements(const char* source, bool wide, const Format& format, unsigned char* codes) {
+HD void encode_elements(const char* source, bool wide, const Format& format, int ahead,
+                        unsigned char* codes) {
   if constexpr (kLaneHasRegisters && Count == kLaneElements) {
-    encode_in_registers<Format, Element, Count>(source, format, codes);
+    encode_in_registers<Format, Element, Count>(source, format, ahead, codes);
   } else {
     using Word = typename Element::Storage;
     Vector<Count * sizeof(Word)> loaded;
@@ -380,15 +383,20 @@ HD void encode_elements(const char* source, bool wide, const Format& format, uns
   }
 }
 
-// The same with one scale for the whole row.
+// Elements of a row with one scale. Codes go to memory as those of quantise_whole_blocks() do.
 template <class Format, class Element, int Count, class Target>
 HD void quantise_range(const Cta& cta, int lane, const char* row, bool wide, int first, int last,
                        const Format& format, const Target& target) {
   constexpr int kElementBytes = static_cast<int>(sizeof(typename Element::Storage));
+  constexpr int kPieces = Count / kLaneElements;
+  const int ahead = (kRowWasRead<Format> ? last : Count) * kElementBytes;
   for (int place = first + lane * Count; place < last; place += cta.num_threads * Count) {
-    Vector<Count> codes;
-    encode_elements<Format, Element, Count>(row + place * kElementBytes, wide, format, codes.bytes);
-    target.store(place, codes);
+    Vector<kLaneElements> codes[kPieces];
+    for (int i = 0; i < kPieces; ++i) {
+      encode_elements<Format, Element, kLaneElements>(
+          row + (place + i * kLaneElements) * kElementBytes, wide, format, ahead, codes[i].bytes);
+    }
+    for (int i = 0; i < kPieces; ++i) target.store(place + i * kLaneElements, codes[i]);
   }
 }
 
@@ -429,7 +437,14 @@ HD void quantise_row(const Cta& cta, int lane, const char* row, int hidden_size,
     const Format format(row_amax, global_scale);
     // Rows of an odd size begin anywhere at the target.
     if (kAlignedVectorsOnly && whole != hidden_size) whole = 0;
-    quantise_range<Format, Element, kLaneElements>(cta, lane, row, wide, 0, whole, format, target);
+    int first = 0;
+    if constexpr (kLaneHasRegisters) {
+      first = hidden_size / kGroupElements * kGroupElements;
+      quantise_range<Format, Element, kGroupElements>(cta, lane, row, wide, 0, first, format,
+                                                      target);
+    }
+    quantise_range<Format, Element, kLaneElements>(cta, lane, row, wide, first, whole, format,
+                                                   target);
     quantise_elements<Format, Element>(cta, lane, row, whole, hidden_size, format, target);
     if constexpr (Format::kHasRowScale) {
       if (lane == 0) {

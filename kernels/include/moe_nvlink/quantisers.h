@@ -195,6 +195,8 @@ constexpr bool kDivides<Fp8Block> = true;
 // Whether a row is read for its own scale before its blocks are quantised.
 template <class Format>
 constexpr bool kRowWasRead = false;
+template <>
+constexpr bool kRowWasRead<Fp8Token> = true;
 
 // Not defined for a code without a format, which so does not compile.
 template <int Quantiser>
