@@ -57,7 +57,7 @@ HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const R
 HD uint32_t take_row(const CombineArgs& args, const Cta& cta) {
   uint32_t* taken = &local_control(args)->rows_taken;
   MOE_NVLINK_HOST_ONLY(if (cta.num_blocks == 1) {
-    // An atomic addition would first wait for the last row's stores.
+    // No other CTA takes rows. On x86 an atomic addition would wait for the last row's stores.
     const uint32_t number = load_relaxed_gpu(taken);
     store_relaxed_gpu(taken, number + 1);
     return number;
@@ -99,7 +99,7 @@ HD uint32_t quantise_received(const CombineArgs& args, const Cta& cta, uint32_t 
   }
   if (streamed) {
     end_streams();
-    cta.sync();  // of every thread, before the arrival
+    cta.sync();  // every thread's rows are in memory before the arrival
   }
   return quantised;
 }

@@ -36,11 +36,11 @@ E2M1_NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def in_wide_rows(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """The same blocks side by side: on the host 128 elements in registers, then one block more.
+    """The same blocks side by side: on the host a group of 1024 elements, a piece of 128, a block.
 
     The first rows come again where the last row needs more.
     """
-    side_by_side = 128 // block + 1
+    side_by_side = 1024 // block + 128 // block + 1
     missing = -len(rows) % side_by_side
     return torch.cat((rows, rows[:missing])).reshape(-1, side_by_side * block)
 

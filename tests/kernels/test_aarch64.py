@@ -82,7 +82,7 @@ def sources(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     else:
         yield rows_of.patterns_beside(dtype, block, torch.tensor([0.0, 0.9, 1.76]))
     random = torch.Generator().manual_seed(9)
-    for pieces in (3, 33):
+    for pieces in (3, 2176 // block + 1):
         yield torch.randn(3, pieces * block, generator=random).exp().to(dtype)
     yield rows_of.hard_rows(name, dtype)[::4]
 

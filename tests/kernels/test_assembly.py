@@ -140,6 +140,15 @@ def test_combine_decodes_with_vectors(level: str, term: str) -> None:
 
 
 @EVERY_BUILD
+def test_combine_streams_the_rows_that_it_quantises(level: str) -> None:
+    """Without AVX nothing is streamed."""
+    names = re.compile("send_quantised|quantise_received")
+    code = [code for name, code in of_level(level).items() if names.search(name)]
+    assert code
+    assert ("movnt" in "".join(code)) is (level != "x86-64")
+
+
+@EVERY_BUILD
 def test_argmax_compares_with_vectors(level: str) -> None:
     """Where there is an instruction for it: SSE2, all that x86-64 promises, has none."""
     assert compares_with_vectors(of_level(level)) is (level != "x86-64")

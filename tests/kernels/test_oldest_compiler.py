@@ -48,5 +48,5 @@ def test_the_oldest_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         test_quantisers.test_rows_of_several_pieces(recipe, torch.bfloat16)
     for name in FORMATS:
         test_combine_formats.test_every_code_and_scale(name, torch.bfloat16)
-        test_combine_formats.test_special_rows(name, torch.bfloat16, 640)
+        test_combine_formats.test_special_rows(name, torch.bfloat16, 2304)
     assert load.called

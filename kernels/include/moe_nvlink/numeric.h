@@ -124,7 +124,6 @@ struct E4m3 {
 
   // Round to nearest even. Numbers above 448, infinity too, become 448, as in the hardware and in
   // torch from 2.13 on (older versions make NaN of them). NaN becomes 0x7f, of either sign.
-  //
   template <class Bits>
   HD static Bits rounded(Bits bits) {
     const Bits magnitude = bits & 0x7fffffffu;

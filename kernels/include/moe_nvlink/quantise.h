@@ -203,8 +203,9 @@ HD void encode_in_registers(const char* source, const Format& format, int ahead,
 }
 
 // The codes of blocks, with the factors of PerRegister elements in each register. AreNumbers: no
-// amax is infinite or NaN, and no factor is or is negative. Then no value is NaN, every value has the
-// sign of its element, and in e4m3 none is above 448, because the scales are made of the amax.
+// amax and no factor is infinite or NaN, and no factor is negative. Then no value is NaN, and every
+// value has the sign of its element. In e4m3 every value rounds to 448 or less, because the scales
+// are made of the amax.
 template <class Format, class Element, int Count, int PerRegister, bool AreNumbers>
 HD void encode_blocks(const char* source, const FloatRegister* factors, int ahead,
                       unsigned char* codes) {
@@ -283,7 +284,8 @@ HD void quantise_whole_blocks(const Cta& cta, int lane, const char* row, int fir
   constexpr int kScaleBytes = static_cast<int>(sizeof(typename Format::Scale));
   constexpr int kPieceBytes = kLaneElements * Format::kBits / 8;
   constexpr int kPieces = Count / kLaneElements;
-  // If this row is in the cache already, the next row is fetched, which often lies after it.
+  // If this row is in the cache already, what lies after these elements is fetched: where hidden_size is
+  // a multiple of the group, the next row, if the rows lie side by side.
   const int ahead = (kRowWasRead<Format> ? last : Count) * kElementBytes;
   MOE_NVLINK_ROLLED
   for (int place = first + lane * Count; place < last; place += cta.num_threads * Count) {
