@@ -55,15 +55,15 @@ HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const R
 // Takes the number of a row that no CTA has taken yet, in the order of the slots. Each CTA
 // continues until it gets num_rows or a larger number. Thread 0.
 HD uint32_t take_row(const CombineArgs& args, const Cta& cta) {
-  uint32_t* taken = &local_control(args)->rows_taken;
   MOE_NVLINK_HOST_ONLY(if (cta.num_blocks == 1) {
     // No other CTA takes rows. On x86 an atomic addition would wait for the last row's stores.
+    uint32_t* taken = &local_control(args)->rows_taken;
     const uint32_t number = load_relaxed_gpu(taken);
     store_relaxed_gpu(taken, number + 1);
     return number;
   })
   // Relaxed: it only hands out numbers. Kernels before this one have written the rows.
-  return fetch_add_relaxed_gpu(taken, 1);
+  return fetch_add_relaxed_gpu(&local_control(args)->rows_taken, 1);
 }
 
 // Resets the counter if `number` is the last one: no CTA takes another before the next combine.

@@ -108,8 +108,8 @@ FORMAT_BUGS: Bugs = {
     "P5 barrier before the arrival": [
         Edit(
             "quantise_received",
-            "cta.sync(); } return quantised;",
-            "if (!AWAKE || shared.taken[turn] < num_rows) { cta.sync(); } } return quantised;",
+            "cta.sync(); } if (streamed)",
+            "if (!AWAKE || shared.taken[turn] < num_rows) { cta.sync(); } } if (streamed)",
         )
     ],
     "second number of a row": [
@@ -120,9 +120,9 @@ FORMAT_BUGS: Bugs = {
         ),
         Edit(
             "quantise_received",
-            "shared.taken[1 - turn] = take_row(args);"
+            "shared.taken[1 - turn] = take_row(args, cta);"
             " end_taking(args, cta, shared.taken[1 - turn], num_rows);",
-            "shared.taken[AWAKE ? 0 : 1 - turn] = take_row(args);"
+            "shared.taken[AWAKE ? 0 : 1 - turn] = take_row(args, cta);"
             " end_taking(args, cta, shared.taken[AWAKE ? 0 : 1 - turn], num_rows);",
         ),
     ],
