@@ -97,10 +97,10 @@ HD uint32_t quantise_received(const CombineArgs& args, const Cta& cta, uint32_t 
     // 0. It also publishes the next row's number and ends the use of this row's amax.
     cta.sync();
   }
-  if (streamed) {
+  MOE_NVLINK_HOST_ONLY(if (streamed) {
     end_streams();
     cta.sync();  // every thread's rows are in memory before the arrival
-  }
+  })
   return quantised;
 }
 

@@ -108,8 +108,8 @@ FORMAT_BUGS: Bugs = {
     "P5 barrier before the arrival": [
         Edit(
             "quantise_received",
-            "cta.sync(); } if (streamed)",
-            "if (!AWAKE || shared.taken[turn] < num_rows) { cta.sync(); } } if (streamed)",
+            "cta.sync(); } return quantised;",
+            "if (!AWAKE || shared.taken[turn] < num_rows) { cta.sync(); } } return quantised;",
         )
     ],
     "second number of a row": [
