@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -182,8 +182,8 @@ class AllToAllConfig:
     def __post_init__(self) -> None:
         fill_timeouts(self)
         fill_defaults(self, **HOST_DEFAULTS, combine=env.combine, small_tokens=env.small_tokens)
-        object.__setattr__(self, "combine_dtypes", tuple(self.combine_dtypes))
-        object.__setattr__(self, "extra_payload_bytes", tuple(self.extra_payload_bytes))
+        for name in ("combine_dtypes", "extra_payload_bytes"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         self._check_ints()
         self._check_rest()
 
@@ -208,6 +208,10 @@ class AllToAllConfig:
             check_int("extra_payload_bytes", row_bytes, 1, 2**24)
 
     def _check_rest(self) -> None:
+        for name in ("recipe", "transport"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; pass its name")
         for name, dtype in (
             ("dtype", self.dtype),
             *(("combine_dtypes", dtype) for dtype in self.combine_dtypes),
@@ -250,8 +254,15 @@ def check_timeouts(timeout_s: object, first_timeout_s: object) -> None:
     if first_timeout_s is None:  # timeout_s applies to every wait
         del given["first_timeout_s"]
     for name, seconds in given.items():
-        if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
+        is_bool = isinstance(seconds, bool)
+        if is_bool or not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
             raise ConfigError(f"{name}={seconds!r} must be between 0 and 1e6 seconds")
+
+
+def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
+    if isinstance(values, Iterable) and not isinstance(values, str):
+        return tuple(values)
+    raise ConfigError(f"{name}={values!r} must be a tuple; for one entry write ({values!r},)")
 
 
 def check_int(name: str, value: object, lowest: int, highest: int) -> None:

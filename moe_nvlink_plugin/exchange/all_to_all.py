@@ -20,6 +20,7 @@ from moe_nvlink_plugin.errors import (
 from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
+from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 #: Config fields that may differ from rank to rank.
 _OWN_FIELDS = ("ep_rank", "num_threads", "max_sms")
+
+#: Names of the verbs' tensors, in the order in which the checks get them.
+_GIVEN = ("hidden_states", "topk_ids", "topk_weights", *Activations._fields[1:], "an extra payload")
+_ADDED_UP = ("expert_output", "output", "add")
 
 
 class DispatchMetadata(NamedTuple):
@@ -161,7 +166,8 @@ class MoeAllToAll:
         """
         if share_with is not None:
             _check_complete(share_with)
-        ranks = as_group(group, float(config.timeout_s or 0))
+        # Nothing of this rank's has run yet, so start-up's limit holds.
+        ranks = as_group(group, Timeouts.of(config).first)
         recipe, workspace = all_or_none(
             ranks,
             "preparing the exchange",
@@ -258,11 +264,16 @@ class MoeAllToAll:
         if max_tokens is None:
             max_tokens = self.config.max_tokens_per_rank
         given = (scales, global_scale, is_padding, active_ranks, expert_counts)
-        pending, extras = self._layer.workspace.pending, list(extra_payloads)
+        pending, extras = self._layer.workspace.pending, checks.sequence_of(extra_payloads)
+        is_compiling = torch.compiler.is_compiling()
         outputs: Five
-        if torch.compiler.is_compiling() or ops.are_seen(
-            hidden_states, topk_ids, topk_weights, *given, *extras
+        if (
+            is_compiling
+            or hidden_states is None
+            or ops.are_seen(hidden_states, topk_ids, topk_weights, *given, *extras)
         ):
+            if not is_compiling:  # what is no tensor has come here
+                checks.tensors_given(_GIVEN, hidden_states, topk_ids, topk_weights, *given, *extras)
             outputs = ops.dispatch(
                 pending,
                 hidden_states,
@@ -332,14 +343,16 @@ class MoeAllToAll:
         if max_tokens is None:
             max_tokens = self.config.max_tokens_per_rank
         layer, bound = find(self._handle), max_tokens
+        given = (scales, global_scale, is_padding, active_ranks, expert_counts)
+        extras = checks.sequence_of(extra_payloads)
+        # No op, which would see to these, follows.
+        checks.plain_tensors(_GIVEN, hidden_states, topk_ids, topk_weights, *given, *extras)
         outputs = layer.dispatch(
             layer.workspace.pending,
-            Activations(
-                hidden_states, scales, global_scale, is_padding, active_ranks, expert_counts
-            ),
+            Activations(hidden_states, *given),
             topk_ids,
             topk_weights,
-            list(extra_payloads),
+            extras,
             channel,
             max_tokens,
             beside=True,
@@ -491,6 +504,8 @@ class MoeAllToAll:
                 add,
                 scale,
             )
+        if not is_compiling:
+            checks.tensors_given(_ADDED_UP, expert_output, output, add)
         if output is None:
             result: torch.Tensor = ops.combine(
                 pending,
@@ -548,6 +563,7 @@ class MoeAllToAll:
         layer, channel = find(self._handle), metadata.channel
         if metadata.round >= 0:
             layer.check_round(metadata.round, channel)
+        checks.plain_tensors(_ADDED_UP, expert_output, output, add)
         result = layer.combine(
             layer.workspace.pending,
             expert_output,
@@ -568,6 +584,10 @@ class MoeAllToAll:
         return InFlight(wait)
 
     def _check_own(self, metadata: DispatchMetadata) -> None:
+        if not isinstance(metadata, DispatchMetadata):
+            raise InputError(
+                f"metadata is a {type(metadata).__name__}; pass the metadata that dispatch returned"
+            )
         if metadata.handle != self._handle:
             raise InputError(
                 f"metadata belongs to exchange {metadata.handle}, this is {self._handle}; pass "
@@ -694,6 +714,11 @@ class MoeAllToAll:
 
 def _check_complete(share_with: MoeAllToAll) -> None:
     """Refuse a workspace that ranks have been left out of; they would be waited for."""
+    if not isinstance(share_with, MoeAllToAll):
+        raise InputError(
+            f"share_with is a {type(share_with).__name__}; pass another layer (MoeAllToAll) of the "
+            "same group, or leave it out"
+        )
     if gone := share_with._layer.workspace.left_out:
         raise ExchangeStateError(
             f"mask() has left out rank(s) {', '.join(map(str, gone))} of share_with's workspace, "

@@ -16,7 +16,7 @@ from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import PayloadRow
 
-from . import rank_masks, scales_layout
+from . import checks, rank_masks, scales_layout
 from .arguments import combine_arguments, dispatch_arguments, set_extra_payloads
 from .formats import LayerFormat
 from .kernels import COMBINE, LAYER
@@ -187,7 +187,7 @@ class Channel:
         Collective; capturable. The arguments have the shapes that MoeAllToAll.combine documents;
         `beside` as for `dispatch`.
         """
-        if expert_output.data_ptr() != self.combine_region.data_ptr():
+        if not checks.rows_in_place(expert_output, self._combine_bytes):
             self._copy_rows(expert_output)
         args, geometry = self._combine_args, self._combine_geometry
         row = (expert_output.dtype, expert_output.shape[1])

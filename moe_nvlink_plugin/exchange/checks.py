@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Sequence
+
 import torch
 
 from moe_nvlink_plugin.errors import ConfigError, InputError
-from moe_nvlink_plugin.memory.tensors import check_device, check_tensor
+from moe_nvlink_plugin.memory.tensors import (
+    check_device,
+    check_no_gradient,
+    check_outside,
+    check_tensor,
+)
 from moe_nvlink_plugin.recipes import check_global_scale, combine_formats
 
 from . import rank_masks
@@ -15,13 +23,16 @@ from .sizes import widest_combine_row
 #: Of combine: the largest number of float32.
 LARGEST_SCALE = torch.finfo(torch.float32).max
 
+_READ_BY_DISPATCH = ("topk_ids", "topk_weights", *Activations._fields, "an extra payload")
+
 
 def channel(index: int, num_channels: int) -> None:
     """Check that the configuration has a channel.
 
     Raises:
-        InputError: it has no such channel.
+        InputError: it has no such channel, or the number is no integer.
     """
+    _integer("channel", index)
     if not 0 <= index < num_channels:
         raise InputError(
             f"channel={index} is not below num_channels={num_channels}; raise num_channels"
@@ -34,16 +45,77 @@ def bound(max_tokens: int, capacity: int) -> None:
     Raises:
         InputError: it is no integer, or not in 1..capacity.
     """
-    if type(max_tokens) is not int and not hasattr(max_tokens, "__index__"):
-        raise InputError(
-            f"max_tokens={max_tokens!r} is a {type(max_tokens).__name__}, it must be an integer"
-        )
+    _integer("max_tokens", max_tokens)
     if not 1 <= max_tokens <= capacity:
         raise InputError(
             f"max_tokens={max_tokens} is not between 1 and max_tokens_per_rank={capacity}; pass "
             "the most tokens that a rank dispatches in this call, or create the exchange with a "
             "larger capacity"
         )
+
+
+def _integer(name: str, value: object) -> None:
+    if type(value) is int:
+        return
+    # A tensor has __index__ too, and on a GPU to read it means to wait.
+    is_other = isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__")
+    if is_other:
+        raise InputError(f"{name}={value!r} is a {type(value).__name__}, it must be an integer")
+
+
+def sequence_of(extra_payloads: object) -> list[torch.Tensor]:
+    """Return the extra payloads as a list.
+
+    Raises:
+        InputError: it is no sequence; or it is one tensor, whose rows would pass as its elements.
+    """
+    if isinstance(extra_payloads, list | tuple):
+        return list(extra_payloads)
+    raise InputError(
+        f"extra_payloads is a {type(extra_payloads).__name__}, it must be a list or tuple of "
+        "tensors; pass [tensor]"
+    )
+
+
+def tensors_given(names: Sequence[str], *values: object) -> None:
+    """Check that arguments are tensors where torch would raise an error of its own.
+
+    Args:
+        names: of the arguments; the last one is that of all further arguments.
+        *values: None: not given; the first one is always given.
+
+    Raises:
+        InputError: one is something else; names it.
+    """
+    for place, value in enumerate(values):
+        if (value is None and place > 0) or isinstance(value, torch.Tensor):
+            continue
+        name = names[min(place, len(names) - 1)]
+        more = "; rank_mask(ranks, ep_size) makes one" if name == "active_ranks" else ""
+        raise InputError(f"{name}={value!r} is a {type(value).__name__}, not a tensor{more}")
+
+
+def plain_tensors(names: Sequence[str], *values: torch.Tensor | None) -> None:
+    """Check the tensors of a verb that runs without its op, which would see to all this.
+
+    Args:
+        names: as for tensors_given.
+        *values: as for tensors_given.
+
+    Raises:
+        InputError: one is no tensor or requires a gradient; or its bytes are not its numbers,
+            because it is a lazily conjugated or negated view or has no memory.
+    """
+    tensors_given(names, *values)
+    check_no_gradient(names, *values)
+    for place, tensor in enumerate(values):
+        if tensor is None:
+            continue
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            raise InputError(
+                f"{names[min(place, len(names) - 1)]} is a lazily conjugated or negated view, and "
+                "its memory holds other numbers; pass it through .resolve_conj().resolve_neg()"
+            )
 
 
 def activations(layer: LayerFormat, hidden_states: torch.Tensor, max_tokens: int) -> int:
@@ -119,6 +191,7 @@ def dispatch_inputs(
     *,
     fused: bool,
     max_tokens: int,
+    window: range,
 ) -> tuple[int, ...]:
     """Check all tensors of one dispatch. MoeAllToAll.dispatch documents their shapes.
 
@@ -130,13 +203,14 @@ def dispatch_inputs(
         extra_payloads: further payloads.
         fused: whether the hidden states are activations that the kernel quantises.
         max_tokens: bound of the call.
+        window: addresses of all ranks' workspaces.
 
     Returns:
         Bytes of a row of each extra payload.
 
     Raises:
-        InputError: shape, dtype or device of a tensor is another one, or the bound does not hold.
-            The message names both.
+        InputError: shape, dtype or device of a tensor is another one, or the bound does not hold
+            (the message names both); or a tensor lies in the workspace.
     """
     config, device = layer.config, layer.device
     bound(max_tokens, config.max_tokens_per_rank)
@@ -153,6 +227,8 @@ def dispatch_inputs(
         shape = (rank_masks.num_words(config.ep_size),)
         check_tensor("active_ranks", given.active_ranks, shape, (torch.int64,), device)
     _expert_counts(layer, given.expert_counts)
+    # Rows of an earlier round among them: a peer may overwrite them before they are read.
+    check_outside(window, _READ_BY_DISPATCH, topk_ids, topk_weights, *given, *extra_payloads)
     return _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
 
 
@@ -252,6 +328,7 @@ def combine_inputs(
     output: torch.Tensor | None,
     max_tokens: int,
     hidden_size: int | None,
+    window: range,
 ) -> None:
     """Check all tensors of one combine. MoeAllToAll.combine documents their shapes.
 
@@ -262,9 +339,11 @@ def combine_inputs(
         output: where the sums go, or None.
         max_tokens: bound of the dispatch.
         hidden_size: width of the rows of this call; None: that of the configuration.
+        window: addresses of all ranks' workspaces.
 
     Raises:
-        InputError: shape, dtype or device of a tensor is another one. The message names both.
+        InputError: shape, dtype or device of a tensor is another one (the message names both); or
+            output lies in the workspace.
     """
     config, device = layer.config, layer.device
     if hidden_size is None:
@@ -284,6 +363,24 @@ def combine_inputs(
     if output is not None:
         shape = (num_tokens, hidden_size)
         check_tensor("output", output, shape, (expert_output.dtype,), device)
+        check_outside(window, ["output"], output)
+
+
+def rows_in_place(expert_output: torch.Tensor, region: torch.Tensor) -> bool:
+    """Return whether the experts' rows are the memory of combine_input().
+
+    Raises:
+        InputError: they begin elsewhere in that memory, so a copy there would overwrite them.
+    """
+    begin = expert_output.data_ptr() - region.data_ptr()
+    if begin == 0:
+        return True
+    if 0 < begin < region.numel() * region.itemsize:
+        raise InputError(
+            f"expert_output begins {begin} bytes after combine_input(), in the same memory; write "
+            "the rows where combine_input() begins, or pass a copy"
+        )
+    return False
 
 
 def scale(value: float) -> None:
@@ -292,6 +389,14 @@ def scale(value: float) -> None:
     Raises:
         InputError: it is no finite number of float32.
     """
+    given: object = value
+    if type(given) not in (float, int) and (
+        isinstance(given, bool) or not isinstance(given, numbers.Real)
+    ):
+        raise InputError(
+            f"scale={given!r} is a {type(given).__name__}, it must be a real number of the host "
+            "(of a tensor, pass scale.item())"
+        )
     if not abs(value) <= LARGEST_SCALE:
         raise InputError(
             f"scale={value} is no finite number of float32 (at most {LARGEST_SCALE} in magnitude); "
@@ -323,12 +428,8 @@ def added_rows(
     """
     shape = (num_tokens, expert_output.shape[1])
     check_tensor("add", add, shape, (expert_output.dtype,), layer.device)
+    check_outside(window, ["add"], add)
     address, size = add.data_ptr(), add.numel() * add.itemsize
-    if address < window.stop and window.start < address + size:
-        raise InputError(
-            f"add lies at {address:#x}, in the exchange's workspace ({window.start:#x} up to "
-            f"{window.stop:#x}), which peers write to during combine; pass a copy"
-        )
     if output is not None and 0 < abs(output.data_ptr() - address) < size:
         raise InputError(
             f"add overlaps output, which begins {output.data_ptr() - address} bytes after it; pass "
@@ -343,6 +444,7 @@ def combine_width(layer: LayerFormat, dtype: torch.dtype, hidden_size: int) -> N
         InputError: they have not, or combine's format does not support the width.
     """
     config = layer.config
+    _integer("hidden_size", hidden_size)
     row_bytes, most_bytes = hidden_size * dtype.itemsize, widest_combine_row(config)
     if not hidden_size >= 1 or row_bytes > most_bytes:
         raise InputError(

@@ -18,7 +18,7 @@ from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.memory.startup import Timeouts
-from moe_nvlink_plugin.memory.tensors import check_device
+from moe_nvlink_plugin.memory.tensors import check_device, check_outside
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
@@ -99,6 +99,8 @@ class LayerExchange:
             if workspace.active_ranks is None:
                 size, device = config.ep_size, workspace.device
                 workspace.active_ranks = rank_masks.rank_mask(range(size), size, device)
+        memory = workspace.memory
+        self._window = range(memory.base_ptr, memory.base_ptr + memory.rank_stride * config.ep_size)
         family = variant(config, self.quantiser)
         self._meet = survivors.load_meeting(workspace, family, config.num_channels)
         self._is_closed = False
@@ -206,6 +208,7 @@ class LayerExchange:
             extra_payloads,
             fused=fused,
             max_tokens=max_tokens,
+            window=self._window,
         )
         if given.active_ranks is not None and self._may_look_at(given.active_ranks):
             checks.names_itself(self.format, given.active_ranks)
@@ -265,6 +268,7 @@ class LayerExchange:
         if self.quantiser:
             return given, True
         checks.activations(self.format, given.hidden_states, max_tokens)
+        check_outside(self._window, ["hidden_states"], given.hidden_states)
         rows = recipe.quantise(given.hidden_states, scale)
         return given._replace(hidden_states=rows.rows, scales=rows.scales, global_scale=None), False
 
@@ -308,10 +312,17 @@ class LayerExchange:
         with self.workspace.channel_lock(channel_index):
             channel = self._usable_channel(channel_index, "combine")
             checks.combine_inputs(
-                self.format, expert_output, send_slots, output, channel.max_tokens, hidden_size
+                self.format,
+                expert_output,
+                send_slots,
+                output,
+                channel.max_tokens,
+                hidden_size,
+                self._window,
             )
             if add is not None:
-                self._check_added(add, expert_output, send_slots.shape[0], output)
+                num_tokens = send_slots.shape[0]
+                checks.added_rows(self.format, add, expert_output, num_tokens, output, self._window)
             if output is None:
                 output = expert_output.new_empty((send_slots.shape[0], expert_output.shape[1]))
             dispatched = self._dispatched(pending, channel_index)
@@ -357,17 +368,6 @@ class LayerExchange:
             self._raise_fault(channel)
             if running.verb == "combine":
                 self._words[channel_index].value = 0
-
-    def _check_added(
-        self,
-        add: torch.Tensor,
-        expert_output: torch.Tensor,
-        num_tokens: int,
-        output: torch.Tensor | None,
-    ) -> None:
-        memory = self.workspace.memory
-        window = range(memory.base_ptr, memory.base_ptr + memory.rank_stride * self.config.ep_size)
-        checks.added_rows(self.format, add, expert_output, num_tokens, output, window)
 
     def _dispatched(self, pending: torch.Tensor, channel_index: int) -> ctypes.c_int64:
         """Return the channel's word in the state of the workspace."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from moe_nvlink_plugin.memory.tensors import check_no_gradient
+
 from . import inductor, scales_layout
 from .formats import Activations
 from .layer import Five, find
@@ -49,6 +51,19 @@ _library.define(
     "float scale=1.0) -> ()"
 )
 
+_ADDED_UP = ("expert_output", "add", "output")
+
+
+def _refuse_gradients(
+    hidden_states: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    extra_payloads: list[torch.Tensor],
+) -> None:
+    names = ("hidden_states", "scales", "topk_weights", "global_scale", "an extra payload")
+    check_no_gradient(names, hidden_states, scales, topk_weights, global_scale, *extra_payloads)
+
 
 def _dispatch(
     pending: torch.Tensor,
@@ -65,6 +80,7 @@ def _dispatch(
     active_ranks: torch.Tensor | None = None,
     expert_counts: torch.Tensor | None = None,
 ) -> Five:
+    _refuse_gradients(hidden_states, scales, topk_weights, global_scale, extra_payloads)
     return find(handle).dispatch(
         pending,
         Activations(hidden_states, scales, global_scale, is_padding, active_ranks, expert_counts),
@@ -92,6 +108,7 @@ def _dispatch_fake(
     expert_counts: torch.Tensor | None = None,
 ) -> Five:
     inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
+    _refuse_gradients(hidden_states, scales, topk_weights, global_scale, extra_payloads)
     layer = find(handle)
     optional = (scales, global_scale, is_padding, active_ranks, expert_counts)
     given = [tensor for tensor in optional if tensor is not None]
@@ -177,6 +194,7 @@ def _combine(
     add: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
+    check_no_gradient(_ADDED_UP, expert_output, add)
     return find(handle).combine(
         pending, expert_output, send_slots, None, channel, hidden_size, add, scale
     )
@@ -192,6 +210,7 @@ def _combine_fake(
     add: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
+    check_no_gradient(_ADDED_UP, expert_output, add)
     layer = find(handle)
     optional = [] if add is None else [add]
     layer.check_device(expert_output, send_slots, *optional)
@@ -210,6 +229,7 @@ def _combine_out(
     add: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
+    check_no_gradient(_ADDED_UP, expert_output, add, output)
     find(handle).combine(
         pending, expert_output, send_slots, output, channel, hidden_size, add, scale
     )
@@ -226,6 +246,7 @@ def _combine_out_fake(
     add: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
+    check_no_gradient(_ADDED_UP, expert_output, add, output)
     optional = [] if add is None else [add]
     find(handle).check_device(expert_output, send_slots, output, *optional)
 
@@ -258,9 +279,9 @@ def are_seen(*tensors: torch.Tensor | None) -> bool:
 
     An op costs several microseconds, and an eager call needs none. It needs one if a mode, a
     tracer, a profiler or a transform of torch.func looks on, if a tensor is of a subclass, if its
-    bytes are not its numbers (negated views, zero tensors), or if autograd would record the call. A
-    verb that torch.compile traces always needs its op; the caller asks for that first. Without a
-    profiler, torch.profiler.ExecutionTraceObserver is not noticed.
+    bytes are not its numbers (negated or conjugated views, zero tensors), or if autograd would
+    record the call. A verb that torch.compile traces always needs its op; the caller asks for that
+    first. Without a profiler, torch.profiler.ExecutionTraceObserver is not noticed.
     """
     for watcher in _WATCHERS:  # any() of a generator takes longer, and each verb comes here
         if watcher():
@@ -273,7 +294,7 @@ def are_seen(*tensors: torch.Tensor | None) -> bool:
             continue
         if type(tensor) is not torch.Tensor or (records and tensor.requires_grad):
             return True
-        if tensor.is_neg() or tensor._is_zerotensor():
+        if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
             return True
     return False
 

@@ -32,11 +32,13 @@ def rank_mask(
     Raises:
         InputError: a rank is not one of the exchange.
     """
+    if not isinstance(ranks, Iterable):
+        raise InputError(f"ranks={ranks!r} is no sequence of ranks; for one rank pass [{ranks!r}]")
     words = [0] * num_words(ep_size)
     for rank in ranks:
-        if not 0 <= rank < ep_size:
+        if not isinstance(rank, int) or not 0 <= rank < ep_size:
             raise InputError(
-                f"rank {rank} is not in 0..{ep_size - 1}; name ranks of the exchange's group"
+                f"rank {rank!r} is not in 0..{ep_size - 1}; name ranks of the exchange's group"
             )
         words[rank // _WORD_BITS] |= 1 << rank % _WORD_BITS
     signed = [word - (word >> 63 << 64) for word in words]

@@ -93,9 +93,9 @@ def _gone(workspace: Workspace[Executor], ranks: Iterable[int]) -> tuple[int, ..
     size, me = workspace.group.size, workspace.group.rank
     dead = {*ranks}
     for rank in dead:
-        if not 0 <= rank < size or rank == me:
+        if not isinstance(rank, int) or not 0 <= rank < size or rank == me:
             raise InputError(
-                f"rank {rank} cannot be left out: name ranks of 0 to {size - 1}, and not rank "
+                f"rank {rank!r} cannot be left out: name ranks of 0 to {size - 1}, and not rank "
                 f"{me}, which is this rank"
             )
     return tuple(sorted(dead.union(workspace.left_out)))

@@ -17,6 +17,8 @@ from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
+from moe_nvlink_plugin.memory.startup import Timeouts
+from moe_nvlink_plugin.memory.tensors import check_no_gradient
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.plugins import find_transport
 
@@ -80,7 +82,7 @@ class HeadGroup:
             TransportError, CompileError: this rank could not get its memory or its kernels.
             PeerError: another rank failed, or did not arrive. Nothing of this call remains.
         """
-        ranks = as_group(group, float(config.timeout_s or 0))
+        ranks = as_group(group, Timeouts.of(config).first)
         workspace = all_or_none(
             ranks, "preparing the head group", lambda: _prepare(config, ranks, torch.device(device))
         )
@@ -228,8 +230,10 @@ def sharded_logits(
         `[num_rows, vocab_size]` config.dtype, this rank's own memory.
 
     Raises:
-        As sharded_argmax; InputError also for a group without full_logits.
+        As sharded_argmax; InputError also for a group without full_logits, and if a gradient is
+        required of the logits.
     """
+    check_no_gradient(("hidden", "head_weight", "bias"), hidden, head_weight, bias)
     result: torch.Tensor = head_ops.head_logits(
         *_arguments(hidden, head_weight, group, bias, soft_cap, scale, row_bound)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from moe_nvlink_plugin.errors import InputError
@@ -19,9 +21,53 @@ def check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> Non
         )
 
 
+def check_outside(window: range, names: Sequence[str], *tensors: torch.Tensor | None) -> None:
+    """No tensor lies in symmetric memory, which peers write to while a verb runs.
+
+    Args:
+        window: addresses of all ranks' workspaces.
+        names: of the tensors; the last one is that of all further tensors.
+        *tensors: None: not given.
+
+    Raises:
+        InputError: a tensor begins there; names it.
+    """
+    start, stop = window.start, window.stop
+    for place, tensor in enumerate(tensors):
+        if tensor is None or not start <= tensor.data_ptr() < stop:
+            continue
+        name = names[min(place, len(names) - 1)]
+        raise InputError(
+            f"{name} lies at {tensor.data_ptr():#x}, in the exchange's workspace ({start:#x} up to "
+            f"{stop:#x}), where peers write during the call; pass a copy, such as {name}.clone()"
+        )
+
+
+def check_no_gradient(names: Sequence[str], *tensors: torch.Tensor | None) -> None:
+    """No gradient is wanted: the verbs are for inference, and autograd cannot pass them.
+
+    Args:
+        names: of the tensors; the last one is that of all further tensors.
+        *tensors: None: not given.
+
+    Raises:
+        InputError: gradients are recorded and a tensor requires one; names it.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for place, tensor in enumerate(tensors):
+        if tensor is not None and tensor.requires_grad:
+            name = names[min(place, len(names) - 1)]
+            raise InputError(
+                f"{name} requires a gradient, which cannot pass the exchange (it is for inference "
+                "only); call it under torch.inference_mode() or torch.no_grad(), or pass "
+                f"{name}.detach()"
+            )
+
+
 def check_tensor(
     name: str,
-    tensor: torch.Tensor,
+    tensor: object,
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
@@ -33,12 +79,15 @@ def check_tensor(
     """
     # All that a good tensor costs: a verb checks up to seven of them.
     if (
-        tensor.shape == shape
+        isinstance(tensor, torch.Tensor)
+        and tensor.shape == shape
         and tensor.dtype in dtypes
         and tensor.device == device
         and tensor.is_contiguous()
     ):
         return
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{name}={tensor!r} is a {type(tensor).__name__}, not a tensor")
     if tensor.shape != shape:
         raise InputError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.dtype not in dtypes:

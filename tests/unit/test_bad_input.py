@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin import Dispatched, MoeAllToAll
-from moe_nvlink_plugin.errors import (
-    InputError,
-)
+from moe_nvlink_plugin import Dispatched, MoeAllToAll, rank_mask
+from moe_nvlink_plugin.errors import InputError
+from moe_nvlink_plugin.testing import ThreadGroup
 from tests.unit.small_exchange import (
     CAPACITY,
     HIDDEN,
     TOP_K,
     assert_still_works,
+    config,
     good,
     other_metadata,
 )
@@ -112,7 +112,31 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         r"extra_payloads\[0\] has shape \[2, 6\], expected \[3, 6\]",
     ),
     "unexpected scales": ({"scales": torch.ones(3, 1)}, "has no scales"),
+    "ids that are no tensor": (
+        {"topk_ids": [[0, 1]] * 3},
+        r"topk_ids=\[\[0, 1\], .* is a list, not a tensor",
+    ),
+    "no ids": ({"topk_ids": None}, "topk_ids=None is a NoneType, not a tensor"),
+    "no hidden states": ({"hidden_states": None}, "hidden_states=None is a NoneType, not a tensor"),
+    "mask that is no tensor": (
+        {"active_ranks": 3},
+        r"active_ranks=3 is a int, not a tensor; rank_mask\(ranks, ep_size\) makes one",
+    ),
+    "one extra payload alone": (
+        {"extra_payloads": torch.zeros(3, 6, dtype=torch.uint8)},
+        r"extra_payloads is a Tensor, it must be a list or tuple of tensors; pass \[tensor\]",
+    ),
+    "extra that is no tensor": (
+        {"extra_payloads": [b"123456"]},
+        "an extra payload=b'123456' is a bytes, not a tensor",
+    ),
     "channel": ({"channel": 2}, "channel=2 is not below num_channels=2"),
+    "channel None": ({"channel": None}, "channel=None is a NoneType, it must be an integer"),
+    "channel bool": ({"channel": True}, "channel=True is a bool, it must be an integer"),
+    "bound that is a tensor": (
+        {"max_tokens": torch.tensor(3)},
+        r"max_tokens=tensor\(3\) is a Tensor, it must be an integer",
+    ),
     "negative channel": ({"channel": -1}, "channel=-1"),
 }
 
@@ -123,6 +147,87 @@ def test_dispatch_refuses(name: str, layer: MoeAllToAll) -> None:
     with pytest.raises(InputError, match=message):
         layer.dispatch(**{**good(), **changes})
     assert_still_works(layer)
+
+
+#: What the kernels would read there, and where it lies in the workspace.
+IN_THE_WORKSPACE: dict[str, Callable[[Dispatched, torch.Tensor], dict[str, Any]]] = {
+    "hidden_states": lambda r, rows: {"hidden_states": r.hidden_states[:3]},
+    "topk_ids": lambda r, rows: {"topk_ids": r.topk_ids[:3]},
+    "topk_weights": lambda r, rows: {"topk_weights": r.topk_weights[:3]},
+    "an extra payload": lambda r, rows: {"extra_payloads": [r.extra_payloads[0][:3]]},
+    "active_ranks": lambda r, rows: {"active_ranks": rows.view(torch.int64).view(-1)[:1].fill_(1)},
+    "is_padding": lambda r, rows: {"is_padding": rows.view(torch.bool).view(-1)[:3].fill_(False)},
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_WORKSPACE)
+@pytest.mark.parametrize("verb", ["dispatch", "dispatch_async"])
+def test_dispatch_reads_no_workspace(name: str, verb: str, layer: MoeAllToAll) -> None:
+    """A peer may overwrite what an earlier round brought before this rank has sent it on."""
+    received = layer.dispatch(**good())
+    layer.combine(received.hidden_states, received.metadata)
+    changes = IN_THE_WORKSPACE[name](received, layer.combine_input())
+    with pytest.raises(InputError, match=f"^{name} lies at 0x[0-9a-f]+, in the exchange's works"):
+        getattr(layer, verb)(**{**good(), **changes})
+    assert_still_works(layer)
+
+
+@pytest.mark.parametrize("verb", ["combine", "combine_async"])
+def test_combine_writes_to_no_workspace(verb: str, layer: MoeAllToAll) -> None:
+    """The peers read there until the next dispatch."""
+    inputs = good()
+    received = layer.dispatch(**inputs)
+    rows = layer.combine_input().copy_(received.hidden_states)
+    for output in (rows[:3], received.hidden_states[:3]):
+        with pytest.raises(InputError, match="output lies at 0x.*; pass a copy"):
+            getattr(layer, verb)(rows, received.metadata, output=output)
+    assert torch.equal(layer.combine(rows, received.metadata), inputs["hidden_states"])
+
+
+def test_rows_that_begin_elsewhere_in_their_own_memory(layer: MoeAllToAll) -> None:
+    received = layer.dispatch(**good(2), max_tokens=2)
+    everything = layer.combine_input()
+    with pytest.raises(InputError, match="expert_output begins 32 bytes after combine_input()"):
+        layer.combine(everything[1:3], received.metadata)
+    layer.combine(everything[:2], received.metadata)
+    assert_still_works(layer)
+
+
+@pytest.mark.parametrize("view", ["conj", "neg"])
+def test_lazy_views(view: str) -> None:
+    """Dispatch has an op that resolves them, dispatch_async has none."""
+    number = torch.complex(torch.ones(3), torch.full((3,), 5.0)).conj()
+    lazy = (number if view == "conj" else number.imag).view(3, 1)
+    with MoeAllToAll.create(config(extra_payload_bytes=(8,)), ThreadGroup.ranks(1)[0]) as wide:
+        with pytest.raises(InputError, match=r"an extra payload is a lazily .*resolve_conj\(\)"):
+            wide.dispatch_async(**{**good(), "extra_payloads": [lazy]})
+        received = wide.dispatch(**{**good(), "extra_payloads": [lazy]})
+        assert torch.equal(received.extra_payloads[0][:3], lazy)
+        wide.combine(received.hidden_states, received.metadata)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "topk_weights"])
+@pytest.mark.parametrize("verb", ["dispatch", "dispatch_async"])
+def test_no_gradient_passes_dispatch(name: str, verb: str, layer: MoeAllToAll) -> None:
+    inputs = good()
+    inputs[name].requires_grad_()
+    with pytest.raises(InputError, match=f"{name} requires a gradient, .*inference_mode"):
+        getattr(layer, verb)(**inputs)
+    with torch.no_grad():
+        received = layer.dispatch(**inputs)
+        layer.combine(received.hidden_states, received.metadata)
+
+
+@pytest.mark.parametrize("name", ["expert_output", "add"])
+@pytest.mark.parametrize("verb", ["combine", "combine_async"])
+def test_no_gradient_passes_combine(name: str, verb: str, layer: MoeAllToAll) -> None:
+    received = layer.dispatch(**good())
+    given = {"expert_output": torch.zeros(CAPACITY, HIDDEN), "add": torch.zeros(3, HIDDEN)}
+    given[name].requires_grad_()
+    with pytest.raises(InputError, match=f"{name} requires a gradient"):
+        getattr(layer, verb)(metadata=received.metadata, **given)
+    with torch.inference_mode():
+        layer.combine(metadata=received.metadata, **given)
 
 
 SLOTS = CAPACITY
@@ -170,6 +275,15 @@ BAD_COMBINES: dict[str, tuple[Callable[[Dispatched], tuple[Any, ...]], str]] = {
         ),
         "metadata of 9 tokens exceeds max_tokens=4 of the dispatch",
     ),
+    "no metadata": (
+        lambda r: (r.hidden_states, None),
+        "metadata is a NoneType; pass the metadata that dispatch returned",
+    ),
+    "rows that are no tensor": (
+        lambda r: ([[0.0] * HIDDEN] * SLOTS, r.metadata),
+        "expert_output=.* is a list, not a tensor",
+    ),
+    "no rows": (lambda r: (None, r.metadata), "expert_output=None is a NoneType, not a tensor"),
     "metadata channel": (
         lambda r: (r.hidden_states, other_metadata(r, channel=7)),
         "channel=7 is not below num_channels=2",
@@ -219,6 +333,15 @@ BAD_ADDS: dict[str, tuple[Callable[[MoeAllToAll], dict[str, Any]], str]] = {
         lambda layer: overlapping(torch.zeros(4, HIDDEN), names=("output", "add")),
         "add overlaps output, which begins -32 bytes after it",
     ),
+    "scale text": (lambda layer: {"scale": "2"}, "scale='2' is a str, it must be a real number"),
+    "scale None": (lambda layer: {"scale": None}, "scale=None is a NoneType"),
+    "scale bool": (lambda layer: {"scale": True}, "scale=True is a bool"),
+    "scale tensor": (
+        lambda layer: {"scale": torch.tensor(2.0)},
+        r"scale=tensor\(2.\) is a Tensor, .*pass scale.item\(\)",
+    ),
+    "width text": (lambda layer: {"hidden_size": "4"}, "hidden_size='4' is a str"),
+    "add that is no tensor": (lambda layer: {"add": 1.0}, "add=1.0 is a float, not a tensor"),
     "scale NaN": (lambda layer: {"scale": float("nan")}, "scale=nan is no finite number of float"),
     "scale infinity": (lambda layer: {"scale": float("-inf")}, "scale=-inf is no finite number"),
     "scale beyond float32": (
@@ -266,3 +389,15 @@ def test_combine_input_of_another_type(layer: MoeAllToAll) -> None:
     assert layer.combine_input(torch.float32).dtype is torch.float32
     with pytest.raises(InputError, match="channel=2"):
         layer.combine_input(channel=2)
+
+
+@pytest.mark.parametrize("ranks", [3, ["1"], [True, None]])
+def test_masks_of_what_are_no_ranks(ranks: Any) -> None:
+    with pytest.raises(InputError, match="no sequence of ranks|is not in 0..3"):
+        rank_mask(ranks, 4)
+
+
+def test_share_with_what_is_no_layer() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    with pytest.raises(InputError, match="share_with is a AllToAllConfig; pass another layer"):
+        MoeAllToAll.create(config(), group, share_with=config())  # type: ignore[arg-type]

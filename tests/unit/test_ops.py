@@ -168,7 +168,10 @@ def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> No
             by_mode, output = verbs(hidden)
         with torch.profiler.profile() as profile:
             by_profiler, _ = verbs(hidden)
-        by_autograd, _ = verbs(hidden.clone().requires_grad_())
+        called.clear()
+        with pytest.raises(InputError, match="hidden_states requires a gradient"):
+            exchange.dispatch(hidden.clone().requires_grad_(), ids, weights)
+        by_autograd = list(called)
         by_subclass, _ = verbs(torch.nn.Parameter(hidden, requires_grad=False))
         with torch.no_grad():
             unrecorded, _ = verbs(hidden.clone().requires_grad_())

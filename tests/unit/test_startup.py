@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, HeadConfig, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, HeadConfig, HeadGroup, MoeAllToAll
 from moe_nvlink_plugin.errors import ConfigError, ExchangeTimeoutError
+from moe_nvlink_plugin.exchange import all_to_all
+from moe_nvlink_plugin.lm_head import group as lm_head_group
 from moe_nvlink_plugin.memory.startup import Startup, Timeouts
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.unit.small_exchange import config, good
@@ -103,6 +105,27 @@ def test_the_error_names_the_first_limit() -> None:
     assert isinstance(outcome, ExchangeTimeoutError)
     assert "waited 0.6 s in dispatch of epoch 1" in str(outcome)
     assert "raise first_timeout_s (MOE_NVLINK_FIRST_TIMEOUT_S)" in str(outcome)
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "head"])
+def test_create_waits_for_the_first_limit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks load models before they create, some much longer than others."""
+    limits: list[float] = []
+
+    def as_group(group: Any, timeout_s: float) -> Any:
+        limits.append(timeout_s)
+        return group
+
+    home = {"all_to_all": all_to_all, "head": lm_head_group}[kind]
+    monkeypatch.setattr(home, "as_group", as_group)
+    (group,) = ThreadGroup.ranks(1)
+    times = {"timeout_s": 2, "first_timeout_s": 60}
+    if kind == "all_to_all":
+        MoeAllToAll.create(config(**times), group).close()
+    else:
+        sizes = {"tp_size": 1, "tp_rank": 0, "vocab_size": 8, "hidden_size": 8}
+        HeadGroup.create(HeadConfig(**sizes, **times, max_rows_per_rank=1), group).close()
+    assert limits == [60]
 
 
 @pytest.mark.parametrize("kind", [AllToAllConfig, HeadConfig])
