@@ -125,6 +125,8 @@ class LayerExchange:
 
     def _end_verbs(self) -> None:
         """Wait for what runs beside its callers; nobody wants the results. Under the locks."""
+        if self.workspace.is_parents:  # its threads are not in this process
+            self._running.clear()
         for running in self._running.values():
             with contextlib.suppress(Exception):
                 running.join()
@@ -353,6 +355,8 @@ class LayerExchange:
         """
         with self.workspace.channel_lock(channel_index):
             channel = self.channel(channel_index)
+            if self.workspace.is_parents:
+                self.workspace.check_usable()
             if self._running.get(channel_index) is not running:
                 self.workspace.check_usable()  # the first wait may have failed
                 raise ExchangeStateError(

@@ -6,6 +6,7 @@ A launch that runs beside its caller is such a call on another thread.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -51,11 +52,24 @@ class _HostLauncher:
         with cores.spreading():
             self.grid = library.create_grid(num_threads)
         self._library = library
-        weakref.finalize(self, library.destroy_grid, self.grid)
+        self.end_threads = weakref.finalize(self, library.destroy_grid, self.grid)
+        _launchers.add(self)
 
     def load(self, kernel: Kernel[S], sizes: S, **instead: int) -> _HostLaunch:
         """See Launcher. The library serves all values; `sizes` and `instead` have no effect."""
         return _HostLaunch(self, self._library.kernel(kernel.name, kernel.args_type()))
+
+
+_launchers: weakref.WeakSet[_HostLauncher] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    """Wait for no thread of the parent, after a fork: none of them is here."""
+    for launcher in list(_launchers):
+        launcher.end_threads.detach()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 class _HostLaunch:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -118,6 +119,20 @@ class Workspace(Generic[E]):
         self._reading = threading.Lock()
         self._last_stats = ExchangeStats()
         self._users = 0
+        self._owner = os.getpid()
+        #: Whether the workspace belongs to the process that this one is a fork of.
+        self.is_parents = False
+        _alive.add(self)
+
+    def leave_to_parent(self) -> None:
+        """Record that this process is a fork of the one whose workspace this is. Local."""
+        self.is_parents = True
+        if self._memory is not None and self._faults is not None:
+            self._memory.leak()
+            self._faults.leak()
+        # Threads of the parent may have held them; none of these threads is here.
+        self._locks = [threading.Lock() for _ in range(MAX_CHANNELS)]
+        self._reading = threading.Lock()
 
     def ensure(self, layout_for: Callable[[int], WorkspaceLayout]) -> None:
         """Make room for one more geometry; grow the workspace if needed. Collective.
@@ -151,8 +166,15 @@ class Workspace(Generic[E]):
         """Check that a launch or a change is possible. Local.
 
         Raises:
-            ExchangeStateError: a rank has failed before; the message says why.
+            ExchangeStateError: a rank has failed before, or this process is a fork of the one that
+                created the workspace; the message says which.
         """
+        if self.is_parents:
+            raise ExchangeStateError(
+                f"process {os.getpid()} is a fork of process {self._owner}, whose exchange this is "
+                f"(workspace {self.name}, rank {self.group.rank}); create the exchange in the "
+                "process that uses it, or start processes with spawn"
+            )
         if self.broken is not None:
             raise ExchangeStateError(
                 f"the exchange is unusable since: {self.broken}; close all layers, or the head "
@@ -256,6 +278,8 @@ class Workspace(Generic[E]):
     @property
     def memory(self) -> SymmetricMemory:
         """Window over all ranks' workspaces."""
+        if self.is_parents:
+            self.check_usable()
         if self._memory is None:
             raise ExchangeStateError(
                 "the workspace is closed; create a new MoeAllToAll or HeadGroup"
@@ -332,6 +356,8 @@ class Workspace(Generic[E]):
             self._memory = self._faults = self._reader = None
 
     def _keep_last_stats(self) -> None:
+        if self.is_parents:
+            return
         try:
             if not self.executor.is_capturing():  # the copy would end the capture
                 self._last_stats = self.stats()
@@ -339,6 +365,18 @@ class Workspace(Generic[E]):
             logger.warning(
                 "moe_nvlink: rank %d: the last counters are lost: %s", self.group.rank, error
             )
+
+
+#: Workspaces of this process.
+_alive: weakref.WeakSet[Workspace[Any]] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for workspace in list(_alive):
+        workspace.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _keep_for_graphs(

@@ -85,6 +85,32 @@ def _reserve_window(size_bytes: int) -> int:
     return start
 
 
+#: (address, bytes) of the windows that are mapped.
+_windows: set[tuple[int, int]] = set()
+
+
+def _unmap_window(window: tuple[int, int]) -> None:
+    _windows.discard(window)
+    _libc.munmap(*window)
+
+
+def _leave_windows_to_the_parent() -> None:
+    """Replace the shared memory by zeros of this process's own, after a fork.
+
+    The child's tensors stay valid addresses, but what it writes there must not reach the ranks: the
+    parent is one of them, and goes on.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    for address, size in _windows:
+        try:
+            _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        except TransportError:  # the system commits no such size: then nobody may look there
+            _map_nothing(address, size)
+
+
+os.register_at_fork(after_in_child=_leave_windows_to_the_parent)
+
+
 def collapse(address: int, size_bytes: int) -> bool:
     """Collect the whole huge pages in a mapped range; return whether Linux did. Local.
 
@@ -210,9 +236,9 @@ class HostMemory:
         array = ctypes.c_char * self.rank_stride
         mine = self.base_ptr + group.rank * self.rank_stride
         self._buffer: ctypes.Array[ctypes.c_char] | None = array.from_address(mine)
-        self._unmap = weakref.finalize(
-            self._buffer, _libc.munmap, self.base_ptr, self.rank_stride * group.size
-        )
+        window = (self.base_ptr, self.rank_stride * group.size)
+        _windows.add(window)
+        self._unmap = weakref.finalize(self._buffer, _unmap_window, window)
         self._unmap.atexit = False  # the process's end unmaps it, after the last access
 
     def extend(self, extents: Sequence[Extent]) -> None:

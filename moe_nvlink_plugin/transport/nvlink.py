@@ -71,6 +71,10 @@ class _Window:
         self._free.detach()
 
 
+# A fork has no context of the driver's; what is unused there is the parent's to unmap.
+os.register_at_fork(after_in_child=_unused.clear)
+
+
 def unmap_unused() -> None:
     """Unmap the windows that have no references. Local; waits for the GPU.
 
