@@ -57,6 +57,8 @@ class Grid {
   int num_workers() const { return num_blocks_ * Cta::num_threads; }
 
   void launch(const std::function<void(int)>& job) {
+    given_up_.store(false, std::memory_order_relaxed);
+    given_up = &given_up_;
     if (num_workers() == 1) return job(0);
     job_ = &job;
     running_.store(num_workers() - 1, std::memory_order_relaxed);
@@ -65,7 +67,9 @@ class Grid {
     job(0);
     for (int left = running_.load(std::memory_order_acquire); left != 0;
          left = running_.load(std::memory_order_acquire)) {
-      running_.wait(left);
+      // Not for ever: if the other workers wait for peers, only this one can serve signals.
+      sleep_while_equal(&running_, left, kSignalsNs);
+      serve();
     }
   }
 
@@ -73,8 +77,9 @@ class Grid {
     for (unsigned seen = 0;; ++seen) {
       start_.wait(seen, std::memory_order_acquire);
       if (stopping_) return;
+      given_up = &given_up_;
       (*job_)(worker);
-      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_one();
+      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) wake_one(&running_);
     }
   }
 
@@ -84,6 +89,7 @@ class Grid {
   std::vector<std::thread> workers_;
   std::atomic<unsigned> start_{0};
   std::atomic<int> running_{0};
+  GivenUp given_up_{false};
   const std::function<void(int)>* job_ = nullptr;
   bool stopping_ = false;
 };

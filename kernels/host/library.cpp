@@ -21,6 +21,11 @@ void moe_nvlink_grid_destroy(moe_nvlink::host::Grid* grid) {
   delete grid;
 }
 
+// What a wait calls meanwhile (signals.h); null: nothing.
+void moe_nvlink_serve_signals_by(int (*call)()) {
+  moe_nvlink::host::serve_signals.store(call, std::memory_order_relaxed);
+}
+
 int moe_nvlink_sizeof_local_control() {
   return sizeof(moe_nvlink::LocalControl);
 }

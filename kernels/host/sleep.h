@@ -57,4 +57,14 @@ inline void wake_sleepers(const uint64_t* cell, uint64_t* sleepers) {
   syscall(SYS_futex, cell, FUTEX_WAKE, kEveryone, nullptr, nullptr, 0);
 }
 
+// For threads of one process: sleeps until the word is not `seen`, or the time is over, or for no
+// reason. std::atomic has no such wait with a limit.
+inline void sleep_while_equal(const std::atomic<int>* word, int seen, uint64_t longest_ns) {
+  const timespec longest{0, static_cast<long>(longest_ns)};
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, &longest, nullptr, 0);
+}
+inline void wake_one(const std::atomic<int>* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+}
+
 }  // namespace moe_nvlink::host

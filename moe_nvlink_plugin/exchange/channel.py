@@ -16,7 +16,7 @@ from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import PayloadRow
 
-from . import checks, rank_masks, scales_layout
+from . import rank_masks, scales_layout
 from .arguments import combine_arguments, dispatch_arguments, set_extra_payloads
 from .formats import LayerFormat
 from .kernels import COMBINE, LAYER
@@ -52,7 +52,8 @@ class Channel:
         if "recv_scales" in layer.rows:
             self._scales = self._scales_view(layer.rows["recv_scales"])
         self.combine_region = self._view("combine", config.dtype, config.hidden_size)
-        self._combine_bytes = workspace.region_bytes(
+        #: Memory of combine_input(), for rows of the widest type.
+        self.combine_bytes = workspace.region_bytes(
             self.regions["combine"], layer.num_slots * widest_combine_row(config)
         )
         self._combine_input = self.combine_region
@@ -180,14 +181,15 @@ class Channel:
         add: torch.Tensor | None = None,
         scale: float = 1.0,
         *,
+        is_in_place: bool = True,
         beside: bool = False,
     ) -> None:
-        """Launch combine; first copy expert_output if it is not combine_region.
+        """Launch combine; first copy expert_output if it is not in place, in combine_bytes.
 
         Collective; capturable. The arguments have the shapes that MoeAllToAll.combine documents;
         `beside` as for `dispatch`.
         """
-        if not checks.rows_in_place(expert_output, self._combine_bytes):
+        if not is_in_place:
             self._copy_rows(expert_output)
         args, geometry = self._combine_args, self._combine_geometry
         row = (expert_output.dtype, expert_output.shape[1])
@@ -229,7 +231,7 @@ class Channel:
         shape = (self._layer.slots_of(max_tokens), hidden_size)
         last = self._combine_input
         if last.shape != shape or last.dtype != dtype:
-            region = self._combine_bytes.narrow(0, 0, shape[0] * hidden_size * dtype.itemsize)
+            region = self.combine_bytes.narrow(0, 0, shape[0] * hidden_size * dtype.itemsize)
             last = self._combine_input = region.view(dtype).view(shape)
         return last
 

@@ -16,7 +16,7 @@ import torch
 
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
-from moe_nvlink_plugin.launch.base import Executor
+from moe_nvlink_plugin.launch.base import Executor, Interrupted
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.tensors import check_device, check_outside
 from moe_nvlink_plugin.memory.workspace import Workspace
@@ -230,18 +230,22 @@ class LayerExchange:
                     "combined; call combine first, or use another channel"
                 )
             quantiser = self.quantiser if fused else 0
-            slots = channel.dispatch(
-                payloads,
-                num_tokens,
-                max_tokens,
-                quantiser,
-                rows.global_scale,
-                given.is_padding,
-                extra_bytes,
-                given.active_ranks,
-                given.expert_counts,
-                beside=beside,
-            )
+            try:
+                slots = channel.dispatch(
+                    payloads,
+                    num_tokens,
+                    max_tokens,
+                    quantiser,
+                    rows.global_scale,
+                    given.is_padding,
+                    extra_bytes,
+                    given.active_ranks,
+                    given.expert_counts,
+                    beside=beside,
+                )
+            except BaseException as error:
+                self._interrupted("dispatch", error)
+                raise
             if beside:
                 read = [*payloads, slots, rows.global_scale, given.is_padding]
                 read += [given.active_ranks, given.expert_counts]
@@ -335,7 +339,20 @@ class LayerExchange:
                 )
             # The peers send the rows of every token that was dispatched.
             checks.all_tokens(send_slots.shape[0], channel.num_tokens)
-            channel.combine(expert_output, send_slots, output, add, scale, beside=beside)
+            is_in_place = checks.rows_in_place(expert_output, channel.combine_bytes)
+            try:
+                channel.combine(
+                    expert_output,
+                    send_slots,
+                    output,
+                    add,
+                    scale,
+                    is_in_place=is_in_place,
+                    beside=beside,
+                )
+            except BaseException as error:
+                self._interrupted("combine", error)
+                raise
             if beside:
                 read = [expert_output, send_slots, output, add]
                 self._running[channel_index] = Running("combine", channel.join, read)
@@ -343,6 +360,14 @@ class LayerExchange:
                 self._raise_fault(channel)
                 dispatched.value = 0
         return output
+
+    def _interrupted(self, verb: str, error: BaseException) -> None:
+        """Count the round as failed if a signal has ended a launch; raise its handler's error."""
+        if isinstance(error, Interrupted):
+            self.workspace.interrupt(verb, error.error)
+            raise error.error from None
+        if not isinstance(error, Exception):  # KeyboardInterrupt, before or after the kernel
+            self.workspace.interrupt(verb, error)
 
     def running(self, channel_index: int) -> Running:
         """Return what the last verb of a channel, which runs beside the caller, left. Local."""

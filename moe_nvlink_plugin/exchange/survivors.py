@@ -21,7 +21,7 @@ from moe_nvlink_plugin.errors import (
 )
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.arguments import Window, new_arguments
-from moe_nvlink_plugin.launch.base import Budget, Executor, Launch
+from moe_nvlink_plugin.launch.base import Budget, Executor, Interrupted, Launch
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.memory.layout import Region
 from moe_nvlink_plugin.memory.workspace import Workspace
@@ -142,7 +142,10 @@ class _Meeting:
     def hold(self, number: int) -> int:
         """Meet; return the largest number that a rank has come with."""
         self._args.number = number
-        self._launch(self._args)
+        try:
+            self._launch(self._args)
+        except Interrupted as stop:  # mask() may be called again
+            raise stop.error from None
         self._workspace.executor.synchronize()
         entries = self._entries(number)
         for rank, entry in entries.items():

@@ -139,6 +139,14 @@ class HostLibrary:
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         return lambda args, grid: function(ctypes.addressof(args), grid)
 
+    def serve_signals_by(self, call: Callable[[], int]) -> None:
+        """Have waits of the main thread call this, a ctypes function, every 50 ms. Local.
+
+        If it returns another number than 0, the launch is given up: it ends as if all its waits had
+        reached their limits.
+        """
+        self._library.moe_nvlink_serve_signals_by(call)
+
     def create_grid(self, num_threads: int) -> int:
         """Start threads to launch on; return their handle, which destroy_grid takes. Local.
 

@@ -30,8 +30,19 @@ class Budget(NamedTuple):
 
 #: Launches one loaded kernel with a struct of arguments, and keeps no reference to the struct. On a
 #: GPU it also sets the field that Kernel.splits names, and is capturable. One thread at a time may
-#: call it.
+#: call it. On CPU ranks it may raise Interrupted.
 Launch: TypeAlias = Callable[[Any], None]
+
+
+class Interrupted(BaseException):
+    """A signal handler has raised during a launch, whose waits have then ended.
+
+    Whoever counts rounds catches it, and raises `error` on.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Launcher(Protocol):

@@ -18,7 +18,7 @@ import torch
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 
-from . import cores
+from . import cores, signals
 from .base import Budget
 from .kernel import Kernel, S, Variant
 
@@ -52,6 +52,7 @@ class _HostLauncher:
         with cores.spreading():
             self.grid = library.create_grid(num_threads)
         self._library = library
+        library.serve_signals_by(signals.CALL)
         self.end_threads = weakref.finalize(self, library.destroy_grid, self.grid)
         _launchers.add(self)
 
@@ -79,6 +80,8 @@ class _HostLaunch:
 
     def __call__(self, args: Any) -> None:
         self._run(args, self._launcher.grid)
+        if signals.raised:
+            signals.raise_in_main_thread()
 
 
 class HostExecutor:

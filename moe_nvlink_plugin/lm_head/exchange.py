@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError, MoeNvlinkError
-from moe_nvlink_plugin.launch.base import Executor
+from moe_nvlink_plugin.launch.base import Executor, Interrupted, Launch
 from moe_nvlink_plugin.memory.faults import Faults
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.tensors import check_device
@@ -115,7 +115,7 @@ class HeadExchange:
         with self.workspace.channel_lock(0):
             self._run(call)
             self._args.output = output.data_ptr()
-            self._launches.collect(self._args)
+            self._launch(self._launches.collect)
             self._raise_fault()
         if call.soft_cap is not None:
             output.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
@@ -133,14 +133,14 @@ class HeadExchange:
         args.soft_cap, args.scale = call.soft_cap or 0.0, call.scale
         startup = self.workspace.startup
         args.timeout_ns = startup.begin_round(0, self._timeouts)
-        self._launches.gather(args)
+        self._launch(self._launches.gather)
         self._raise_fault()
         try:
             logits = self._product(call)
             ids = torch.empty(num_rows, dtype=torch.int64, device=call.hidden.device)
             args.logits, args.output = logits.data_ptr(), ids.data_ptr()
             args.timeout_ns = startup.timeout_ns(self._timeouts)
-            self._launches.argmax(args)
+            self._launch(self._launches.argmax)
             startup.complete_round()
         except BaseException as error:
             # The peers wait for this rank's words. This rank must not start a next round, because
@@ -151,6 +151,13 @@ class HeadExchange:
             raise
         self._raise_fault()
         return ids
+
+    def _launch(self, launch: Launch) -> None:
+        try:
+            launch(self._args)
+        except Interrupted as stop:
+            self.workspace.interrupt("the shared LM head", stop.error)
+            raise stop.error from None
 
     def _product(self, call: HeadCall) -> torch.Tensor:
         """Return the logits of all ranks' rows for this rank's vocabulary, `[rows, width]`."""

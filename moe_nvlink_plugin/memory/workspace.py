@@ -192,6 +192,14 @@ class Workspace(Generic[E]):
                 f"exchange {handle} was closed between its dispatch and its combine"
             )
 
+    def interrupt(self, verb: str, error: BaseException) -> None:
+        """Mark the workspace broken: an exception has ended a verb in its middle. Local."""
+        if self.broken is None:
+            self.broken = ExchangeStateError(
+                f"{type(error).__name__} has interrupted {verb} on rank {self.group.rank}, and its "
+                "round has failed"
+            )
+
     def recover(self, left_out: tuple[int, ...], active_ranks: torch.Tensor) -> None:
         """Make the workspace usable without some ranks. Local; its memory is as when it was made.
 

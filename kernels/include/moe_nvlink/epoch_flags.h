@@ -60,6 +60,7 @@ struct Patience {
   uint64_t waited = 0;  // what waited_ns() has returned last
   // Word by which the peers that change the awaited cells know of a sleeper; nullptr: do not sleep.
   MOE_NVLINK_HOST_ONLY(uint64_t* sleepers = nullptr;)
+  MOE_NVLINK_HOST_ONLY(uint64_t next_signals_ns = 0;)
 
   HD explicit Patience(uint64_t nanoseconds) : timeout_ns(nanoseconds) {}
 
@@ -71,6 +72,8 @@ struct Patience {
     if (start == 0) start = now;
     const int64_t since = static_cast<int64_t>(now - start);
     waited = since > 0 ? static_cast<uint64_t>(since) : 0;
+    // Above every limit, so the wait ends as one that has reached its own.
+    MOE_NVLINK_HOST_ONLY(if (host::gives_up(waited, &next_signals_ns)) return ~uint64_t{0};)
     return waited;
   }
 };

@@ -14,6 +14,7 @@
 #endif
 
 #include "../../host/barrier.h"
+#include "../../host/signals.h"
 #include "../../host/sleep.h"
 
 #define HD inline
