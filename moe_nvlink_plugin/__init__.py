@@ -43,7 +43,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import AllToAllConfig
+    from .config import AllToAllConfig, local_expert_range
     from .exchange.all_to_all import Dispatched, DispatchMetadata, MoeAllToAll
     from .exchange.in_flight import InFlight
     from .exchange.rank_masks import rank_mask
@@ -65,6 +65,7 @@ _HOMES = {
     "MoeAllToAll": "exchange.all_to_all",
     "QuantisingRecipe": "recipes",
     "check_connected": "plugins.connection",
+    "local_expert_range": "config",
     "rank_mask": "exchange.rank_masks",
     "sharded_argmax": "lm_head.group",
     "sharded_logits": "lm_head.group",
@@ -82,6 +83,7 @@ __all__ = [
     "MoeAllToAll",
     "QuantisingRecipe",
     "check_connected",
+    "local_expert_range",
     "rank_mask",
     "sharded_argmax",
     "sharded_logits",
