@@ -715,6 +715,12 @@ def _prepare(
     recipe = plugins.find_recipe(config)
     if share_with is not None:
         workspace = find(share_with._handle).workspace
+        if share_with.config.ranks_may_leave != config.ranks_may_leave:
+            raise ConfigError(
+                f"ranks_may_leave={config.ranks_may_leave}, but share_with has "
+                f"{share_with.config.ranks_may_leave}; a rank that leaves may have any of the layers "
+                "as its last one, so pass the same to all layers of a workspace"
+            )
         theirs = (workspace.group.size, workspace.group.rank, workspace.device)
         if theirs != (group.size, group.rank, device):
             raise ConfigError(

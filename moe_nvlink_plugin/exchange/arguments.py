@@ -184,6 +184,7 @@ def combine_arguments(
     args = _common(COMBINE, config, regions, Window(base_ptr, rank_stride))
     args.region = regions["combine"].block
     args.hidden_splits = 1
+    args.tells_end = 1 if config.ranks_may_leave else 0
     args.scale = 1.0
     args.format = combine_code(config)
     fields = ("rows_region", "scales_region", "row_scales_region")

@@ -207,8 +207,10 @@ class LayerExchange:
             fused=fused,
             max_tokens=max_tokens,
         )
-        if given.active_ranks is not None and self._may_look_at(given.active_ranks):
-            checks.names_itself(self.format, given.active_ranks)
+        if given.active_ranks is not None:
+            checks.may_be_masked(self.format, given.active_ranks, self.workspace.active_ranks)
+            if self._may_look_at(given.active_ranks):
+                checks.names_itself(self.format, given.active_ranks)
         ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
         payloads: list[torch.Tensor | None] = [ids, topk_weights, rows.hidden_states]
         if "recv_scales" in self.rows:
