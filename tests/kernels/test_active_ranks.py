@@ -180,7 +180,7 @@ def check_counters(**values: Any) -> None:
 
 
 HELD_MS = 2000
-LEAVING = Case(name="leaving", tokens=(8, 1, 3), top_k=3)
+LEAVING = Case(name="leaving", tokens=(8, 1, 3), top_k=8)
 
 
 @pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
@@ -197,6 +197,7 @@ def test_a_rank_that_leaves_reads_its_rows(
     monkeypatch.setattr(host, "load", lambda _text: library)
     case = dataclasses.replace(cases.with_formats(LEAVING, None, combine), dtype=torch.bfloat16)
     inputs, bound = cases.make_inputs(case), 4
+    others = cases.make_inputs(case, (0, bound, bound), seed=1)
 
     def rank_main(group: ThreadGroup) -> Seen:
         config = case.config(group.rank)
@@ -211,7 +212,8 @@ def test_a_rank_that_leaves_reads_its_rows(
             seen = cases.run_round(layer, mine)
             if group.rank > 0:
                 mask = rank_mask((1, 2), 3)
-                received = layer.dispatch(*mine[:3], max_tokens=bound, active_ranks=mask)
+                given = others[group.rank][:3]
+                received = layer.dispatch(*given, max_tokens=bound, active_ranks=mask)
                 rows = layer.combine_input(metadata=received.metadata).fill_(777.0)
                 layer.combine(rows, received.metadata)
                 hold(-1)
