@@ -718,8 +718,8 @@ def _prepare(
         if share_with.config.ranks_may_leave != config.ranks_may_leave:
             raise ConfigError(
                 f"ranks_may_leave={config.ranks_may_leave}, but share_with has "
-                f"{share_with.config.ranks_may_leave}; a rank that leaves may have any of the layers "
-                "as its last one, so pass the same to all layers of a workspace"
+                f"{share_with.config.ranks_may_leave}; any layer of a workspace may be a rank's "
+                "last one, so pass the same to all of them"
             )
         theirs = (workspace.group.size, workspace.group.rank, workspace.device)
         if theirs != (group.size, group.rank, device):

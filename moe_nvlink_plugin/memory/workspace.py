@@ -89,6 +89,7 @@ class Workspace(Generic[E]):
         left_out: ranks that have died, and that the others have agreed to go on without.
         active_ranks: mask of the other ranks, on the device; None: no layer is on the workspace.
         meetings: the largest number of a meeting after a death so far.
+        has_met_in_vain: whether the last mask() has waited in vain for a rank.
         startup: limits of the waits of its launches.
         name: unique name, equal on every rank after the ranks have agreed.
     """
@@ -103,6 +104,7 @@ class Workspace(Generic[E]):
         self.left_out: tuple[int, ...] = ()
         self.active_ranks: torch.Tensor | None = None
         self.meetings = 0
+        self.has_met_in_vain = False
         self.startup = Startup(executor.is_capturing)
         self.name = secrets.token_hex(8)
         # Not an inference tensor, even in the caller's inference mode: verbs outside it write here.
@@ -184,6 +186,7 @@ class Workspace(Generic[E]):
         self.pending.zero_()
         self.startup.begin_anew()
         self.left_out = left_out
+        self.has_met_in_vain = False
         self.active_ranks.copy_(active_ranks)  # in place: a CUDA graph may have captured it
         self.broken = None
 

@@ -36,14 +36,17 @@ from tests.litmus.protocol import (
 from tests.litmus.protocol import combining as pulling
 from tests.litmus.small_protocol import AWAIT_RELAXED, AWAITED, HEALTHY, MASK_LEFT, publishing
 
-ENTRY_LEFT = r"store_word\(entry \+ word"
-SIGNALLED = r"meet_body: store_release_sys|meet_body: store_relaxed_sys"
+NUMBER_GONE = r"leave_entry: store_relaxed_sys\(entry \+ kRankMaskWords, 0\)"
+ENTRY_LEFT = r"leave_entry: store_\w+\(entry \+ word"
+SIGNALLED = r"leave_entry: store_\w+\(entry \+ kRankMaskWords, args\.number"
+ENTRY_TAKEN = r"take_entry: load_\w+\(entry \+ word"
+LOOKED_AGAIN = r"take_entry: load_relaxed_sys\(cell"
 
 NUMBER = "number"
 SEEN = f"seen=1, {NUMBER}"
 
 TWINS: dict[str, tuple[Edit, ...]] = {
-    "number relaxed": (Edit("meet_body", "store_release_sys", "store_relaxed_sys"),),
+    "number relaxed": (Edit("leave_entry", "store_release_sys", "store_relaxed_sys", turn=1),),
     "release of GPU scope": (RELEASE_OF_GPU_SCOPE,),
     "acquire relaxed": (AWAIT_RELAXED,),
     "acquire of GPU scope": (ACQUIRE_OF_GPU_SCOPE,),
@@ -51,12 +54,29 @@ TWINS: dict[str, tuple[Edit, ...]] = {
 DOES_NOT_WAIT: dict[str, tuple[Edit, ...]] = {"a meeting does not wait": (does_not_wait("meet"),)}
 
 
-def meeting(kernels: Kernels, *, signal: str = "", wait: str = "", entry: str = "") -> str:
-    """A thread of meet: operands of its signal and of its acquire; the instruction by which it
-    leaves its entry.
+def meeting(
+    kernels: Kernels,
+    *,
+    gone: str = "",
+    entry: str = "",
+    signal: str = "",
+    wait: str = "",
+    taken: str = "",
+    again: str = "",
+) -> str:
+    """A thread of meet: operands by which it takes its number away, leaves its entry and signals;
+    of its acquire, of what it takes of the peer's entry, and of its second look.
     """
-    operands: dict[str, Operands] = {SIGNALLED: signal, AWAITED: wait}
-    return kernels.thread("meet_body", operands, {ENTRY_LEFT: entry}, HEALTHY)
+    operands: dict[str, Operands] = {
+        ENTRY_LEFT: entry,
+        SIGNALLED: signal,
+        AWAITED: wait,
+        ENTRY_TAKEN: taken,
+        LOOKED_AGAIN: again,
+    }
+    if "store_relaxed_sys" in kernels.bodies["leave_entry"].split("for")[0]:
+        operands[NUMBER_GONE] = gone
+    return kernels.thread("meet_body", operands, {}, HEALTHY)
 
 
 def rows_before_zeros(kernels: Kernels) -> str:
@@ -84,12 +104,26 @@ def zeros_before_rows(kernels: Kernels) -> str:
 
 
 def entries_before_numbers(kernels: Kernels) -> str:
-    """Rank 1's host reads by its next kernel what rank 0 brought to the meeting."""
+    """Rank 1 takes what rank 0 has brought to the meeting."""
     return text(
         {
-            "gpu0.k0.cta0.t1": meeting(kernels, entry="st.weak entry, 3", signal=f"{NUMBER}, 1"),
-            "gpu1.k0.cta0.t0": meeting(kernels, wait=SEEN),
-            "gpu1.k1.cta0.t0": f"{WAIT}; ld.weak got, entry",
+            "gpu0.k0.cta0.t1": meeting(kernels, entry="entry, 3", signal=f"{NUMBER}, 1"),
+            "gpu1.k0.cta0.t0": meeting(kernels, wait=SEEN, taken="got, entry"),
+        }
+    )
+
+
+def entry_written_anew(kernels: Kernels) -> str:
+    """Rank 0 calls again with another mask while rank 1 takes that of the first call."""
+    return text(
+        {
+            "gpu0.k0.cta0.t1": meeting(kernels, entry="entry, 3", signal=f"{NUMBER}, 1"),
+            "gpu0.k1.cta0.t1": meeting(
+                kernels, gone=f"{NUMBER}, 0", entry="entry, 5", signal=f"{NUMBER}, 2"
+            ),
+            "gpu1.k0.cta0.t0": meeting(
+                kernels, wait=SEEN, taken="got, entry", again=f"again=1, {NUMBER}"
+            ),
         }
     )
 
@@ -261,6 +295,16 @@ SCENARIOS = {
     ),
     "what ranks bring to a meeting is there": Scenario(
         ("P13",), entries_before_numbers, ({"got": 0},), TWINS
+    ),
+    "an entry that is written anew is not taken": Scenario(
+        (),
+        entry_written_anew,
+        ({"got": 5},),
+        {
+            "the number stays": (Edit("leave_entry", r"store_relaxed_sys\([^;]*\);"),),
+            "mask relaxed": (Edit("leave_entry", "store_release_sys", "store_relaxed_sys"),),
+            "mask taken relaxed": (Edit("take_entry", "load_acquire_sys", "load_relaxed_sys"),),
+        },
     ),
     "a replayed dispatch takes the mask of now": Scenario(
         (), mask_before_replay, ({"got": 0},), {"dispatch does not wait": (DISPATCH_DOES_NOT_WAIT,)}

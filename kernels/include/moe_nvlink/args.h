@@ -41,7 +41,7 @@ struct ControlRegions {
   uint32_t local;           // LocalControl; this rank only
   uint32_t counters;        // ExchangeCounters; this rank only
   uint32_t wait_totals;     // [ep_size] u64 nanoseconds waited for each rank; this rank only
-  uint32_t meeting;  // [2, ep_size, kMeetingWords] u64, entry s by rank s; [ep_size] outcomes
+  uint32_t meeting;  // [2, ep_size, kMeetingWords] u64, entry s by rank s; what meet has taken
 };
 
 // send_slots holds target_rank * max_tokens_per_rank + slot, or kNoSlot.
