@@ -173,12 +173,12 @@ class MoeAllToAll:
         on_gpu = workspace.executor.asynchronous
         small_tokens = sizes.small_tokens(config, recipe, on_gpu=on_gpu)
         config = dataclasses.replace(config, small_tokens=small_tokens)
-        workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
+        number = workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
         try:
             layer = all_or_none(
                 ranks,
                 "loading the kernels",
-                lambda: LayerExchange(config, recipe, workspace),
+                lambda: LayerExchange(config, recipe, workspace, number),
             )
         except Exception:
             workspace.release()

@@ -120,8 +120,9 @@ class Workspace(Generic[E]):
         self._reading = threading.Lock()
         self._last_stats = ExchangeStats()
         self._users = 0
+        self._ensured = 0
 
-    def ensure(self, layout_for: Callable[[int], WorkspaceLayout]) -> None:
+    def ensure(self, layout_for: Callable[[int], WorkspaceLayout]) -> int:
         """Make room for one more geometry; grow the workspace if needed. Collective.
 
         Regions of earlier layers keep their place and content, so these layers may be in the middle
@@ -129,6 +130,10 @@ class Workspace(Generic[E]):
 
         Args:
             layout_for: makes the needed layout from the alignment of its places in bytes.
+
+        Returns:
+            How often this has been called before, which is equal on all ranks: a number for the
+            layer. Cells have it in their tags, so that ranks notice if they use different layers.
 
         Raises:
             ExchangeStateError: the workspace is broken, or the stream is capturing a CUDA graph.
@@ -138,6 +143,8 @@ class Workspace(Generic[E]):
         if wanted != self._layout:
             self._place(wanted)
         self._users += 1
+        self._ensured += 1
+        return self._ensured - 1
 
     def _wanted(self, layout_for: Callable[[int], WorkspaceLayout]) -> WorkspaceLayout:
         self.check_usable()

@@ -20,7 +20,7 @@ struct Geometry {
   int32_t max_tokens_per_rank;  // bound of this call: slots of one source's slice
   int32_t element;              // kElement* of combine
   int32_t num_tokens;           // this call's tokens on this rank
-  uint32_t formats;  // 7 bits: recipe and combine's format; above them: what dispatch writes
+  uint32_t formats;  // 7 bits: recipe, combine's format and layer; above: what dispatch writes
 };
 
 // With a quantiser, the source of payload kFirstCallerPayload is the activations, [num_tokens,
