@@ -90,6 +90,7 @@ class ExchangePool:
             ep_size=self.ranks.size,
             ep_rank=self.ranks.rank,
             combine=self.options.combine,
+            ranks_may_leave=False,
             **geometry._asdict(),
         )
 

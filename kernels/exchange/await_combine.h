@@ -1,4 +1,5 @@
-// P12: what a dispatch waits for before it stores to its peers.
+// What a dispatch waits for beside its peers' cells: P12 before it stores to its peers, and P14 before
+// it ends, for ranks that its mask leaves out.
 //
 // A dispatch after a pull combine need not wait, because that combine has waited for every rank's
 // signal. A small combine waits for nobody's signal, only for rows. So the dispatch after it waits
@@ -25,8 +26,8 @@ namespace moe_nvlink {
 // arrived; then there is no second look. `seen` is what the last look found.
 HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patience,
                           uint64_t& seen) {
-  // P12, acquire half. If this load were relaxed, what this rank stores afterwards could come before
-  // the peer's last reads and zeros of the round before.
+  // P12 and P14, acquire half. If this load were relaxed, what this rank stores afterwards could come
+  // before the peer's last reads and zeros of the round before.
   while (!has_reached(seen = load_acquire_sys(cell), epoch)) {
     if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
   }
@@ -73,6 +74,28 @@ HD void await_small_combine(const DispatchArgs& args, const Cta& cta, uint32_t* 
   cta.sync_warp();  // and has been read by all
   if (failed || has_pulled != 0) return;
   await_combine(args, lane, Cta::kWarpThreads, epoch, cta.block == 0, has_failed);
+}
+
+// P14: waits for the ranks that the mask leaves out, but that took part in the round before, `epoch`.
+// Such a rank may still read this rank's rows in that round's combine: its signal came before it read
+// (P3), and its next dispatch, which would say the rest, never comes. The experts, whose kernels
+// follow, overwrite the rows. After a small combine there is nothing to wait for, because that reads
+// memory of its own rank only. All threads of one CTA, and a barrier before leave_mask(). The words
+// are cleared after a death, so nobody waits for a rank that mask() has left out.
+HD void await_leavers(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
+  const LocalControl* local = local_control(args);
+  if (args.active_ranks == 0 || load_word(&local->has_pulled) == 0) return;
+  const bool was_masked = load_word(&local->masked_epoch) == epoch;
+  Patience patience(args.timeout_ns);
+  for_each_peer(args, cta, [&](int peer) {
+    if (is_active(args, peer)) return;
+    if (was_masked && !has_rank(local->active_ranks, peer)) return;
+    // The only word that is read in a peer's memory: to store it everywhere would cost every combine.
+    uint64_t seen = 0;
+    const int fault =
+        wait_until_reached(&control_of(args, peer)->read_epoch, epoch, patience, seen);
+    if (fault != 0) leave_fault(args, pack_fault(fault, kPhaseCombine, peer, epoch));
+  });
 }
 
 }  // namespace moe_nvlink

@@ -9,6 +9,7 @@
 //               from (target_rank, slot), add in fp32 as a pairwise tree over k, multiply by the
 //               caller's scale and add the caller's row, round once to the activation's type, store
 //               once (add_rows.h)
+//   P14         a rank that may leave: each CTA arrives; the last one says that the rows have been read
 //
 // hidden_splits: with few tokens the latency of the peers dominates. Then a row is spread over so
 // many CTAs that each thread loads one vector of each k, with all loads in flight at once.
@@ -83,6 +84,21 @@ HD Share share_of(const CombineArgs& args, const Cta& cta) {
                {cta.num_blocks / splits, cta.num_blocks % splits}};
 }
 
+// P14, release half. A CTA comes here after a barrier that stands behind the loads of all its threads.
+HD void tell_end(const CombineArgs& args, const Cta& cta, uint32_t epoch) {
+  if (args.tells_end == 0 || cta.thread != 0) return;
+  LocalControl* local = local_control(args);
+  const uint32_t last = static_cast<uint32_t>(cta.num_blocks) - 1;
+  // Release what this CTA has read, acquire what the CTAs before it have read. If it were relaxed, the
+  // word below would cover the last CTA only.
+  if (last != 0 && fetch_add_acq_rel_gpu(&local->arrivals, 1) != last) return;
+  store_word(&local->arrivals, 0u);
+  // A rank that this round's next one does not leave out says the same by its next dispatch. Without
+  // this word nobody would know when a rank that leaves has read the rows, and the others' experts
+  // would write the next round's rows over them.
+  store_release_sys(&local->read_epoch, epoch);
+}
+
 template <class Config, class Element, int Format, class Shared>
 HD void combine_items(const CombineArgs& args, const Cta& cta, const Share& share,
                       const RowSizes& sizes, Shared& shared) {
@@ -112,6 +128,7 @@ HD void combine_items(const CombineArgs& args, const Cta& cta, const Share& shar
     turn = 1 - turn;
   }
   end_streams();  // before the launch's end, after which any thread may read the output
+  tell_end(args, cta, shared.epoch);
 }
 
 template <class Config, class Element, int Format, class Shared>

@@ -7,6 +7,8 @@
 //   P2          each CTA arrives; the last kMaxFinishers to arrive are finishers, the others end
 //   P1          the very last CTA: one cell {tag, count, epoch} to each rank (release); it also
 //               counts the round, clears the counters and bumps the epoch
+//   P14         the same CTA: if the mask leaves out a rank that took part in the round before, it
+//               waits until that rank has read this rank's rows (await_combine.h)
 //   finishers   each waits for every rank's cell (acquire), then marks its share of the empty slots
 //               as empty: absent ids, and weights of 0 unless all ids travel (config.h). If the
 //               experts read scales in another layout, it copies its share of them
@@ -125,12 +127,13 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
     return;
   }
   publish_counts(args, cta, shared);
-  cta.sync();  // sent is whole
+  await_leavers(args, cta, shared.epoch - 1);
+  cta.sync();  // sent is whole; the mask of the round before has been read
   // The last thread: if threads outnumber the ranks, it has no peer to wait for.
   if (cta.thread != cta.num_threads - 1) return;
   store_word(&local->arrivals, 0u);
   store_word(&local->epoch, shared.epoch);
-  leave_mask(args);
+  leave_mask(args, shared.epoch);
   count_round(args, shared);
 }
 

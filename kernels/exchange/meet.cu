@@ -6,9 +6,13 @@
 //               rank t did before it came to this meeting, in kernels before this one too, is
 //               visible to the kernels after it.
 //
-// The entries of even and of odd meetings lie apart, so a rank that has gone on to the next meeting
-// does not overwrite what the host of a peer reads. A later number ends the wait too. Then the
-// peer's host has begun anew, and this rank's host comes to that meeting instead.
+// A later number ends the wait too. Then the peer's host has begun anew, and this rank's host comes to
+// that meeting instead. The entries of even and of odd meetings lie apart, so a rank that has gone on
+// to the next meeting does not overwrite what a peer looks at. A rank that has called again may. So it
+// takes its number away before it writes another mask, and a peer that takes the entry looks at the
+// number before and after. The host reads what this kernel has taken.
+//
+// The lower half of a number counts meetings, the upper half is 1 for a rank that has called again.
 #include "../include/moe_nvlink/active_ranks.h"
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/config.h"
@@ -30,11 +34,46 @@ HD bool is_active(const MeetArgs& args, int rank) {
   return (args.active_ranks[rank / 64] >> (rank % 64) & 1) != 0;
 }
 
-// {mask, number of the meeting} of `source` in `owner`'s workspace.
+// {mask, number} of `source` in `owner`'s workspace.
 HD uint64_t* meeting_entry(const MeetArgs& args, int owner, int source) {
   const int place = static_cast<int>(args.number % 2) * args.geometry.ep_size + source;
   return reinterpret_cast<uint64_t*>(region_of(args, owner, args.control.meeting)) +
          place * kMeetingWords;
+}
+
+// What this rank has taken of `source`: {fault, mask, number}.
+HD uint64_t* taken_entry(const MeetArgs& args, int source) {
+  const int entries = 2 * args.geometry.ep_size * kMeetingWords;
+  return reinterpret_cast<uint64_t*>(region_of(args, args.geometry.ep_rank, args.control.meeting)) +
+         entries + source * (kMeetingWords + 1);
+}
+
+// Brings this rank's mask and number to a peer.
+HD void leave_entry(const MeetArgs& args, uint64_t* entry) {
+  store_relaxed_sys(entry + kRankMaskWords, 0);
+  for (int word = 0; word < kRankMaskWords; ++word) {
+    // Release: who takes this mask knows that the number before has gone.
+    store_release_sys(entry + word, args.active_ranks[word]);
+  }
+  // P13, release half: also what this rank has stored to its peers before, and its zeros.
+  store_release_sys(entry + kRankMaskWords, args.number);
+}
+
+// Waits for a peer's entry and takes it, mask and number of one call.
+HD int take_entry(const MeetArgs& args, const uint64_t* entry, Patience& patience,
+                  uint64_t* taken) {
+  const uint64_t* cell = entry + kRankMaskWords;
+  uint64_t seen = 0;
+  do {
+    // P13, acquire half: in wait_until_reached().
+    const int fault = wait_until_reached(cell, static_cast<uint32_t>(args.number), patience, seen);
+    if (fault != 0) return fault;
+    for (int word = 0; word < kRankMaskWords; ++word) {
+      store_word(taken + word, load_acquire_sys(entry + word));
+    }
+    store_word(taken + kRankMaskWords, seen);
+  } while (load_relaxed_sys(cell) != seen);
+  return 0;
 }
 
 template <class Config>
@@ -44,25 +83,16 @@ HD void meet_body(const MeetArgs& args, const Cta& cta, MeetShared& /*shared*/) 
   const int me = args.geometry.ep_rank;
   for_each_peer(args, cta, [&](int peer) {
     if (!is_active(args, peer)) return;
-    uint64_t* entry = meeting_entry(args, peer, me);
-    for (int word = 0; word < kRankMaskWords; ++word) {
-      store_word(entry + word, args.active_ranks[word]);
-    }
-    // P13, release half: also what this rank has stored to its peers before, and its zeros.
-    store_release_sys(entry + kRankMaskWords, args.number);
+    leave_entry(args, meeting_entry(args, peer, me));
   });
-  uint64_t* outcomes = reinterpret_cast<uint64_t*>(region_of(args, me, args.control.meeting)) +
-                       2 * args.geometry.ep_size * kMeetingWords;
   Patience patience(args.timeout_ns);
-  // P13, acquire half: in wait_until_reached().
   for_each_peer(args, cta, [&](int peer) {
+    uint64_t* taken = taken_entry(args, peer);
     int fault = 0;
     if (is_active(args, peer)) {
-      const uint64_t* cell = meeting_entry(args, me, peer) + kRankMaskWords;
-      uint64_t seen = 0;
-      fault = wait_until_reached(cell, static_cast<uint32_t>(args.number), patience, seen);
+      fault = take_entry(args, meeting_entry(args, me, peer), patience, taken + 1);
     }
-    store_word(outcomes + peer, static_cast<uint64_t>(fault));
+    store_word(taken, static_cast<uint64_t>(fault));
   });
 }
 

@@ -12,6 +12,8 @@
 //               translated here. Receivers also mark the empty slots
 //   counts      if counts per expert travel: CTA F sends them after its cells, the receivers take
 //               them at their end (expert_counts.h)
+//   P14         after its cells CTA F waits for ranks that the mask leaves out, if they took part in
+//               the round before (await_combine.h)
 //   P12         before a CTA stores to its peers, it waits until every rank has signalled the
 //               combine before this dispatch (await_combine.h)
 //
@@ -89,6 +91,10 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
     announce(args, peer, pack_cell(round.epoch(), shared.sent[peer], tag), has_pulled);
   });
   if (has_failed) report_left_out(args, cta, round.epoch());
+  if (has_pulled && args.active_ranks != 0 && !has_failed) {
+    await_leavers(args, cta, round.epoch() - 1);
+    cta.sync();  // the mask of the round before has been read
+  }
   // The last group: if groups outnumber the ranks' groups, it has announced nothing.
   if (group_of(cta) != num_groups(cta) - 1) return;
   uint32_t rows = 0;
@@ -102,7 +108,7 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
   if (lane_of(cta) == 0) {
     LocalControl* local = local_control(args);
     store_word(&local->epoch, round.epoch());
-    leave_mask(args);
+    leave_mask(args, round.epoch());
     store_word(&local->rows_put, rows);
     store_word(&local->remote_rows_put, remote);
   }

@@ -179,12 +179,12 @@ class MoeAllToAll:
         on_gpu = workspace.executor.asynchronous
         small_tokens = sizes.small_tokens(config, recipe, on_gpu=on_gpu)
         config = dataclasses.replace(config, small_tokens=small_tokens)
-        workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
+        number = workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
         try:
             layer = all_or_none(
                 ranks,
                 "loading the kernels",
-                lambda: LayerExchange(config, recipe, workspace),
+                lambda: LayerExchange(config, recipe, workspace, number),
             )
         except Exception:
             workspace.release()
@@ -740,6 +740,12 @@ def _prepare(
     recipe = plugins.find_recipe(config)
     if share_with is not None:
         workspace = find(share_with._handle).workspace
+        if share_with.config.ranks_may_leave != config.ranks_may_leave:
+            raise ConfigError(
+                f"ranks_may_leave={config.ranks_may_leave}, but share_with has "
+                f"{share_with.config.ranks_may_leave}; any layer of a workspace may be a rank's "
+                "last one, so pass the same to all of them"
+            )
         theirs = (workspace.group.size, workspace.group.rank, workspace.device)
         if theirs != (group.size, group.rank, device):
             raise ConfigError(

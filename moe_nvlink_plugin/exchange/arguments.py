@@ -56,6 +56,16 @@ def formats_code(config: AllToAllConfig) -> int:
     return len(COMBINE_FORMATS) * names.index(name) + combine_code(config)
 
 
+def number_code(layer_number: int) -> int:
+    """Return 7 bits that stand for a layer's number on its workspace.
+
+    They are combined with formats_code by exclusive or. So of 128 layers in a row that differ in
+    nothing else, no two have the same tag; of four in a row, no two of any BUILT_IN formats, whose
+    codes are below 32.
+    """
+    return (layer_number & 3) << 5 | layer_number >> 2 & 31
+
+
 def received_ids_code(config: AllToAllConfig) -> tuple[int, int]:
     """Return kReceivedIds* of config.h, and the argument absent_id; 0 if the config has none."""
     if isinstance(config.received_ids, int):
@@ -114,6 +124,7 @@ def dispatch_arguments(
     regions: Mapping[str, Region],
     base_ptr: int,
     rank_stride: int,
+    layer_number: int = 0,
 ) -> Any:
     """Make the DispatchArgs of the rank `config.ep_rank`.
 
@@ -123,6 +134,7 @@ def dispatch_arguments(
         regions: regions of the channel, by name.
         base_ptr: address of rank 0's workspace.
         rank_stride: bytes from one rank's workspace to the next rank's.
+        layer_number: of the layer among those created on the workspace.
     """
     args = _common(DISPATCH, config, regions, Window(base_ptr, rank_stride))
     args.received_ids, args.absent_id = received_ids_code(config)
@@ -131,7 +143,7 @@ def dispatch_arguments(
         args.laid_out_region = regions[LAID_OUT].block
     for payload, (name, row) in zip(args.payloads, rows.items(), strict=False):
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
-    set_extra_payloads(args, config, len(rows), config.extra_payload_bytes)
+    set_extra_payloads(args, config, len(rows), config.extra_payload_bytes, layer_number)
     _set_regions(args, regions, ("staging_region",), prefix="dispatch_")
     args.num_expert_counts = config.num_expert_counts
     if config.num_expert_counts:
@@ -142,7 +154,11 @@ def dispatch_arguments(
 
 
 def set_extra_payloads(
-    args: Any, config: AllToAllConfig, most_payloads: int, row_bytes: tuple[int, ...]
+    args: Any,
+    config: AllToAllConfig,
+    most_payloads: int,
+    row_bytes: tuple[int, ...],
+    layer_number: int,
 ) -> None:
     """Set what depends on the extra payloads of a call. Local.
 
@@ -151,6 +167,7 @@ def set_extra_payloads(
         config: the layer's configuration.
         most_payloads: payloads of a call with all extra payloads of the configuration.
         row_bytes: bytes of a row of each extra payload of the call, none above its capacity.
+        layer_number: as for dispatch_arguments.
     """
     first = most_payloads - len(config.extra_payload_bytes)
     args.num_payloads = first + len(row_bytes)
@@ -159,7 +176,8 @@ def set_extra_payloads(
     payloads = args.payloads[: args.num_payloads]
     offsets, args.packed_bytes = packed_offsets(payload.row_bytes for payload in payloads)
     args.packed_offsets[: len(offsets)] = offsets
-    args.geometry.formats = _formats(config) ^ _payloads_code(config, row_bytes) << 7
+    code = _formats(config) ^ number_code(layer_number)
+    args.geometry.formats = code ^ _payloads_code(config, row_bytes) << 7
 
 
 def _payloads_code(config: AllToAllConfig, row_bytes: tuple[int, ...]) -> int:
@@ -184,6 +202,7 @@ def combine_arguments(
     args = _common(COMBINE, config, regions, Window(base_ptr, rank_stride))
     args.region = regions["combine"].block
     args.hidden_splits = 1
+    args.tells_end = 1 if config.ranks_may_leave else 0
     args.scale = 1.0
     args.format = combine_code(config)
     fields = ("rows_region", "scales_region", "row_scales_region")

@@ -32,10 +32,14 @@ class Channel:
     """Arguments and views of one layer on one channel, made in advance.
 
     Callers hold the workspace's lock of the channel, so one thread at a time uses a Channel.
+    `number` is the layer's number on the workspace.
     """
 
-    def __init__(self, layer: LayerFormat, workspace: Workspace[Executor], index: int) -> None:
+    def __init__(
+        self, layer: LayerFormat, workspace: Workspace[Executor], index: int, number: int
+    ) -> None:
         config = layer.config
+        self._number = number
         self._layer = layer
         self.index = index
         self._num_slots = layer.num_slots
@@ -69,7 +73,7 @@ class Channel:
             #: Counts per expert of all ranks.
             self.expert_counts = counts.view(ep_size, config.num_expert_counts)
         window = (workspace.memory.base_ptr, workspace.memory.rank_stride)
-        self._dispatch_args = dispatch_arguments(config, layer.rows, self.regions, *window)
+        self._dispatch_args = dispatch_arguments(config, layer.rows, self.regions, *window, number)
         self._combine_args = combine_arguments(config, self.regions, *window)
         # ctypes makes a new object of a field that is a struct at each access.
         self._sources = list(self._dispatch_args.payloads)
@@ -133,7 +137,8 @@ class Channel:
         """
         args = self._dispatch_args
         if extra_bytes is not None and extra_bytes != self._extra_bytes:
-            set_extra_payloads(args, self._layer.config, len(self._layer.rows), extra_bytes)
+            layer = self._layer
+            set_extra_payloads(args, layer.config, len(layer.rows), extra_bytes, self._number)
             self._extra_bytes = extra_bytes
         ids = payloads[0]
         assert ids is not None
@@ -285,7 +290,7 @@ class Channel:
                 "same hidden_size, on all ranks"
             )
         names = ("max_tokens_per_rank", "hidden_size", "top_k", "num_experts")
-        values = [f"max_tokens={self.max_tokens}"]
+        values = [f"layer number {self._number} of its workspace, max_tokens={self.max_tokens}"]
         values += [f"{name}={getattr(config, name)}" for name in names]
         if self._active_ranks is not None:
             values.append("active_ranks given")
@@ -296,7 +301,7 @@ class Channel:
         values.append(f"num_expert_counts={config.num_expert_counts}")
         return (
             f"in {phase} of epoch {epoch} rank {peer} passed another max_tokens or active_ranks or "
-            "other extra payloads, or used a layer of another geometry or format, than rank "
+            "other extra payloads, or used another layer, maybe of another geometry, than rank "
             f"{config.ep_rank} ({', '.join(values)}); all ranks must call the same layers in the "
             "same order, with the same max_tokens, active_ranks and extra payloads"
         )

@@ -232,6 +232,28 @@ def dispatch_inputs(
     return _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
 
 
+def may_be_masked(
+    layer: LayerFormat, active_ranks: torch.Tensor, survivors: torch.Tensor | None
+) -> None:
+    """Check that a round of this layer may have a mask. Local.
+
+    Args:
+        layer: the layer's rows.
+        active_ranks: the mask.
+        survivors: the workspace's mask of the ranks that `mask` has not left out, always allowed.
+
+    Raises:
+        InputError: it is another mask, and the configuration says that no rank leaves.
+    """
+    if layer.config.ranks_may_leave:
+        return
+    if survivors is None or active_ranks.data_ptr() != survivors.data_ptr():
+        raise InputError(
+            "active_ranks is given, but ranks_may_leave=False; create the layers of this workspace "
+            "with ranks_may_leave=True, or pass the attribute active_ranks, which mask() changes"
+        )
+
+
 def names_itself(layer: LayerFormat, active_ranks: torch.Tensor) -> None:
     """Check that this rank takes part in its own round. On a GPU it waits for the device.
 

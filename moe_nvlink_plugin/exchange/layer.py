@@ -66,6 +66,8 @@ def _word(words: torch.Tensor, index: int) -> ctypes.c_int64:
 class LayerExchange:
     """Dispatch and combine of one layer. Any thread may call; a lock per channel orders the calls.
 
+    `number` is the layer's number among those created on the workspace, equal on all ranks.
+
     Attributes:
         config: the layer's configuration.
         recipe: the format that travels.
@@ -78,7 +80,11 @@ class LayerExchange:
     """
 
     def __init__(
-        self, config: AllToAllConfig, recipe: Recipe, workspace: Workspace[Executor]
+        self,
+        config: AllToAllConfig,
+        recipe: Recipe,
+        workspace: Workspace[Executor],
+        number: int,
     ) -> None:
         self.config = config
         self.recipe = recipe
@@ -95,7 +101,7 @@ class LayerExchange:
         # all ranks, and a CUDA graph may capture the first round. The views must not be inference
         # tensors, because callers write to them inside and outside of inference mode.
         with torch.inference_mode(False):
-            self._channels = [Channel(self.format, workspace, index) for index in channels]
+            self._channels = [Channel(self.format, workspace, i, number) for i in channels]
             if workspace.active_ranks is None:
                 size, device = config.ep_size, workspace.device
                 workspace.active_ranks = rank_masks.rank_mask(range(size), size, device)
@@ -212,8 +218,10 @@ class LayerExchange:
             max_tokens=max_tokens,
             window=self._window,
         )
-        if given.active_ranks is not None and self._may_look_at(given.active_ranks):
-            checks.names_itself(self.format, given.active_ranks)
+        if given.active_ranks is not None:
+            checks.may_be_masked(self.format, given.active_ranks, self.workspace.active_ranks)
+            if self._may_look_at(given.active_ranks):
+                checks.names_itself(self.format, given.active_ranks)
         ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
         payloads: list[torch.Tensor | None] = [ids, topk_weights, rows.hidden_states]
         if "recv_scales" in self.rows:

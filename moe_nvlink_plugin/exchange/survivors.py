@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -34,6 +35,9 @@ MEETING_THREADS = 128
 
 #: Regions that are zero when a workspace is made; without them rounds begin with epoch 1.
 _ZERO_AT_FIRST = ("send_counters", "recv_counts", "rows_from", "expert_counters")
+
+#: Halves of the number in an entry of a meeting (meet.cu).
+_NUMBER, _AGAIN = 2**32 - 1, 1 << 32
 
 
 def load_meeting(workspace: Workspace[Executor], variant: Variant, num_channels: int) -> Launch:
@@ -116,7 +120,7 @@ class _Meeting:
         self._alive = [rank for rank in range(group.size) if rank not in gone]
         regions = workspace.layout.channel_regions(0)
         self._num_words = constants()["kMeetingWords"]
-        count = group.size * (2 * self._num_words + 1)
+        count = group.size * (3 * self._num_words + 1)
         self._words = workspace.words(regions["meeting"], count, torch.int64)
         window = Window(memory.base_ptr, memory.rank_stride)
         self._args = new_arguments(MEET, regions, window, timeout_s)
@@ -131,7 +135,9 @@ class _Meeting:
         A rank takes a larger number than it has seen. What it has seen may be of a call that has
         failed; a rank that still waits sees the larger number, and comes to that meeting.
         """
-        seen = max(entry[-1] for entry in self._entries(1).values())
+        size, words = self._workspace.group.size, self._num_words
+        entries = self._words[: 2 * size * words].view(2, size, words)[1, :, -1].tolist()
+        seen = max(entries[rank] & _NUMBER for rank in self._alive)
         number = max(self._workspace.meetings + 1, seen + 2 if seen else 1)
         largest = 0
         while number != largest:
@@ -140,46 +146,66 @@ class _Meeting:
             largest = self.hold(number)
 
     def hold(self, number: int) -> int:
-        """Meet; return the largest number that a rank has come with."""
-        self._args.number = number
+        """Meet; return the largest number that a rank has come with, or is to come with."""
+        self._args.number = number | (_AGAIN if self._workspace.has_met_in_vain else 0)
         try:
             self._launch(self._args)
         except Interrupted as stop:  # mask() may be called again
+            self._workspace.has_met_in_vain = True
             raise stop.error from None
         self._workspace.executor.synchronize()
-        entries = self._entries(number)
-        for rank, entry in entries.items():
-            if entry[-1] == number:
-                self._compare(rank, entry)
-        outcomes = self._words[-self._workspace.group.size :].tolist()
-        late = tuple(rank for rank in self._alive if outcomes[rank] != 0)
+        size = self._workspace.group.size
+        taken = self._words[-size * (self._num_words + 1) :].view(size, -1).tolist()
+        come = {rank: taken[rank][1:] for rank in self._alive if taken[rank][0] == 0}
+        largest = max((self._number_of(rank, come[rank], number) for rank in come), default=0)
+        late = tuple(rank for rank in self._alive if rank not in come)
         if late:
-            raise ExchangeTimeoutError(
-                f"rank {self._workspace.group.rank} waited {self._timeout_s:g} s in mask, meeting "
-                f"{number}, for rank(s) {', '.join(map(str, late))}; every rank that lives calls "
-                "mask() with the same ranks; if one of those has died, call it again with that "
-                "rank too",
-                phase="mask",
-                ranks=late,
-                epoch=number,
+            self._give_up(
+                f"waited {self._timeout_s:g} s in mask, meeting {number}, for rank(s) "
+                f"{_listed(late)}; every rank that lives calls mask() with the same ranks; if one "
+                "of those has died, call it again with that rank too",
+                late,
+                number,
             )
-        return max(entry[-1] for entry in entries.values())
+        return largest
 
-    def _entries(self, number: int) -> dict[int, list[int]]:
-        """Return what the ranks have stored here for meetings like this one, odd or even."""
-        words, size = self._num_words, self._workspace.group.size
-        found = self._words[: 2 * size * words].view(2, size, words)[number % 2].tolist()
-        return {rank: found[rank] for rank in self._alive}
+    def _give_up(self, what: str, ranks: tuple[int, ...], number: int) -> NoReturn:
+        self._workspace.has_met_in_vain = True
+        raise ExchangeTimeoutError(
+            f"rank {self._workspace.group.rank} {what}", phase="mask", ranks=ranks, epoch=number
+        )
 
-    def _compare(self, rank: int, entry: list[int]) -> None:
+    def _number_of(self, rank: int, entry: list[int], number: int) -> int:
+        """Return the meeting to which a rank has come, or is to come, for the same mask as ours.
+
+        Ranks learn of a second death one after another. So masks differ for a while: who has waited
+        in vain calls again with fewer ranks, and the others may still wait in their first call.
+        """
+        theirs, has_called_again = entry[-1] & _NUMBER, bool(entry[-1] & _AGAIN)
         if entry[: len(self.mask)] == self.mask.tolist():
-            return
+            return theirs
         group = self._workspace.group
-        theirs = rank_masks.ranks_in(torch.tensor(entry, dtype=torch.int64), group.size)
+        ranks = rank_masks.ranks_in(torch.tensor(entry, dtype=torch.int64), group.size)
+        dropped = tuple(sorted(set(self._alive).difference(ranks)))
+        if has_called_again and set(ranks) < set(self._alive):
+            self._give_up(
+                f"no longer waits in mask, meeting {number}: rank {rank} has waited in vain and "
+                f"goes on without rank(s) {_listed(dropped)}; call mask() again with those too",
+                dropped,
+                number,
+            )
+        if self._workspace.has_met_in_vain and set(ranks) > set(self._alive):
+            return theirs + 2  # it will be told the above, and call again
+        if theirs > number:
+            return theirs  # both find out there
         raise DisagreementError(
-            f"rank {rank} goes on with ranks {theirs}, rank {group.rank} with {self._alive}; call "
+            f"rank {rank} goes on with ranks {ranks}, rank {group.rank} with {self._alive}; call "
             "mask() with the same ranks on all ranks that live"
         )
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _clear(

@@ -58,7 +58,8 @@ def _control_sizes(ep_size: int) -> dict[str, int]:
         "local": STRUCT_BYTES,
         "counters": STRUCT_BYTES,
         "wait_totals": ep_size * 8,
-        "meeting": ep_size * (2 * _MEETING_WORDS + 1) * 8,  # entries written by the peers
+        # Entries written by the peers, and what this rank has taken of them.
+        "meeting": ep_size * (3 * _MEETING_WORDS + 1) * 8,
     }
 
 

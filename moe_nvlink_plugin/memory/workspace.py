@@ -90,6 +90,7 @@ class Workspace(Generic[E]):
         left_out: ranks that have died, and that the others have agreed to go on without.
         active_ranks: mask of the other ranks, on the device; None: no layer is on the workspace.
         meetings: the largest number of a meeting after a death so far.
+        has_met_in_vain: whether the last mask() has waited in vain for a rank.
         startup: limits of the waits of its launches.
         name: unique name, equal on every rank after the ranks have agreed.
     """
@@ -104,6 +105,7 @@ class Workspace(Generic[E]):
         self.left_out: tuple[int, ...] = ()
         self.active_ranks: torch.Tensor | None = None
         self.meetings = 0
+        self.has_met_in_vain = False
         self.startup = Startup(executor.is_capturing)
         self.name = secrets.token_hex(8)
         # Not an inference tensor, even in the caller's inference mode: verbs outside it write here.
@@ -119,6 +121,7 @@ class Workspace(Generic[E]):
         self._reading = threading.Lock()
         self._last_stats = ExchangeStats()
         self._users = 0
+        self._ensured = 0
         self._owner = os.getpid()
         #: Whether the workspace belongs to the process that this one is a fork of.
         self.is_parents = False
@@ -134,7 +137,7 @@ class Workspace(Generic[E]):
         self._locks = [threading.Lock() for _ in range(MAX_CHANNELS)]
         self._reading = threading.Lock()
 
-    def ensure(self, layout_for: Callable[[int], WorkspaceLayout]) -> None:
+    def ensure(self, layout_for: Callable[[int], WorkspaceLayout]) -> int:
         """Make room for one more geometry; grow the workspace if needed. Collective.
 
         Regions of earlier layers keep their place and content, so these layers may be in the middle
@@ -142,6 +145,10 @@ class Workspace(Generic[E]):
 
         Args:
             layout_for: makes the needed layout from the alignment of its places in bytes.
+
+        Returns:
+            How often this has been called before, which is equal on all ranks: a number for the
+            layer. Cells have it in their tags, so that ranks notice if they use different layers.
 
         Raises:
             ExchangeStateError: the workspace is broken, or the stream is capturing a CUDA graph.
@@ -151,6 +158,8 @@ class Workspace(Generic[E]):
         if wanted != self._layout:
             self._place(wanted)
         self._users += 1
+        self._ensured += 1
+        return self._ensured - 1
 
     def _wanted(self, layout_for: Callable[[int], WorkspaceLayout]) -> WorkspaceLayout:
         self.check_usable()
@@ -214,6 +223,7 @@ class Workspace(Generic[E]):
         self.pending.zero_()
         self.startup.begin_anew()
         self.left_out = left_out
+        self.has_met_in_vain = False
         self.active_ranks.copy_(active_ranks)  # in place: a CUDA graph may have captured it
         self.broken = None
 

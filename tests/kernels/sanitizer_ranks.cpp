@@ -107,7 +107,7 @@ struct Regions {
     control.local = layout.add(sizeof(moe_nvlink::LocalControl));
     control.counters = layout.add(sizeof(moe_nvlink::ExchangeCounters));
     control.wait_totals = layout.add(kRanks * 8);
-    control.meeting = layout.add(kRanks * (2 * moe_nvlink::kMeetingWords + 1) * 8);
+    control.meeting = layout.add(kRanks * (3 * moe_nvlink::kMeetingWords + 1) * 8);
     ids = layout.add(kSlots * kTopK * 4);
     weights = layout.add(kSlots * kTopK * 4);
     hidden = layout.add(kSlots * kMostHidden);
@@ -575,7 +575,8 @@ struct Rank {
     const auto* outcomes = reinterpret_cast<const uint64_t*>(mine(regions.control.meeting)) +
                            2 * kRanks * moe_nvlink::kMeetingWords;
     for (int peer = 0; peer < kRanks; ++peer) {
-      expect(outcomes[peer] == 0, "a meeting's outcome", rank, static_cast<int>(number));
+      const auto* taken = outcomes + peer * (moe_nvlink::kMeetingWords + 1);
+      expect(*taken == 0, "a meeting's outcome", rank, static_cast<int>(number));
     }
   }
 

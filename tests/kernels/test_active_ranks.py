@@ -11,14 +11,18 @@ import torch
 
 from moe_nvlink_plugin import MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.errors import (
+    ConfigError,
     DisagreementError,
     ExchangeStateError,
     ExchangeTimeoutError,
     InputError,
 )
 from moe_nvlink_plugin.exchange import checks
+from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from tests.support import cases, compare, emulated
+from tests.support import cases, compare, delays, emulated
 from tests.support.cases import Case, Inputs, Seen
 
 pytestmark = pytest.mark.timeout(240)
@@ -173,6 +177,106 @@ def check_counters(**values: Any) -> None:
         for source, slice_of_source in enumerate(target):
             from_rank[source] += len(slice_of_source.tokens)
     assert run_ranks(3, rank_main) == from_rank
+
+
+HELD_MS = 2000
+LEAVING = Case(name="leaving", tokens=(8, 1, 3), top_k=8)
+
+
+@pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_a_rank_that_leaves_reads_its_rows(
+    small: bool, combine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P14. Rank 0 is held in its last combine until the others have done a round without it.
+
+    Their slices are smaller then, so with a format too their rows lie where rank 0 reads. They wait
+    for rank 0, which goes on after HELD_MS.
+    """
+    library, hold = delays.held_reader(0, HELD_MS)
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    case = dataclasses.replace(cases.with_formats(LEAVING, None, combine), dtype=torch.bfloat16)
+    inputs, bound = cases.make_inputs(case), 4
+    others = cases.make_inputs(case, (0, bound, bound), seed=1)
+
+    def rank_main(group: ThreadGroup) -> Seen:
+        config = case.config(group.rank)
+        config = dataclasses.replace(config, small_tokens=bound if small else 0)
+        mine = inputs[group.rank]
+        with MoeAllToAll.create(config, group) as layer:
+            cases.run_round(layer, mine)
+            group.all_gather_object(None)
+            if group.rank == 0:
+                hold(case.ep_size - 1)
+            group.all_gather_object(None)
+            seen = cases.run_round(layer, mine)
+            if group.rank > 0:
+                mask = rank_mask((1, 2), 3)
+                given = others[group.rank][:3]
+                received = layer.dispatch(*given, max_tokens=bound, active_ranks=mask)
+                rows = layer.combine_input(metadata=received.metadata).fill_(777.0)
+                layer.combine(rows, received.metadata)
+                hold(-1)
+            group.all_gather_object(None)
+        return seen
+
+    compare.check_combined(case, inputs, run_ranks(3, rank_main))
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_a_rank_that_dies_in_its_last_combine(small: bool) -> None:
+    """Nobody waits for it for ever, and not at all after mask()."""
+    case = dataclasses.replace(LEAVING, tokens=(5, 4), capacity=8)
+    inputs = cases.make_inputs(case)
+    alone = {"max_tokens": 4, "active_ranks": rank_mask((1,), 2)}
+
+    def rank_main(group: ThreadGroup) -> None:
+        config = dataclasses.replace(case.config(group.rank), small_tokens=4 if small else 0)
+        with MoeAllToAll.create(config, group) as layer:
+            cases.run_round(layer, inputs[group.rank])
+            if group.rank == 0:
+                read_epoch(layer).zero_()
+            group.all_gather_object(None)
+            if group.rank == 0:
+                return
+            layer._layer.channel(0)._timeouts = Timeouts(0.2, 0.2)
+            with pytest.raises(ExchangeTimeoutError, match="in combine of epoch 1 for") as caught:
+                layer.dispatch(*inputs[1][:3], **alone)
+            error = caught.value
+            assert (error.phase, error.ranks, error.epoch) == ("combine", (0,), 1)
+            layer.mask(0)
+            received = layer.dispatch(*inputs[1][:3], **alone)
+            layer.combine(layer.combine_input(metadata=received.metadata), received.metadata)
+
+    run_ranks(2, rank_main)
+
+
+def read_epoch(layer: MoeAllToAll) -> torch.Tensor:
+    """The word by which a rank says that it has read its rows (P14)."""
+    region = layer._layer.workspace.layout.channel_regions(0)["local"]
+    place = structs()["LocalControl"].read_epoch.offset // 8
+    return layer._layer.workspace.words(region, place + 1, torch.int64)[place:]
+
+
+def test_ranks_that_may_not_leave() -> None:
+    """Then a combine says nothing at its end, and a mask of the caller's is refused."""
+    case = Case(name="staying", tokens=(3, 3))
+    inputs = cases.make_inputs(case)
+
+    def rank_main(group: ThreadGroup) -> None:
+        config = dataclasses.replace(case.config(group.rank), ranks_may_leave=False)
+        with MoeAllToAll.create(config, group) as layer:
+            mine = inputs[group.rank]
+            cases.run_round(layer, mine, active_ranks=layer.active_ranks)
+            assert read_epoch(layer).item() == 0
+            with pytest.raises(InputError, match="active_ranks is given, but ranks_may_leave=Fal"):
+                cases.dispatch(layer, mine, active_ranks=rank_mask((0, 1), 2))
+            cases.run_round(layer, mine)
+            other = dataclasses.replace(config, ranks_may_leave=True)
+            with pytest.raises(ConfigError, match="ranks_may_leave=True, but share_with has False"):
+                MoeAllToAll.create(other, group, share_with=layer)
+
+    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])

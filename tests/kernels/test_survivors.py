@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +29,7 @@ from moe_nvlink_plugin.errors import (
     InputError,
     PeerError,
 )
-from moe_nvlink_plugin.exchange import rank_masks
+from moe_nvlink_plugin.exchange import rank_masks, survivors
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
@@ -112,7 +112,7 @@ PLACES = (
 )
 #: Before a rank tells a peer that it has come to a meeting: to a second one, to a first one.
 IN_SECOND, IN_FIRST = len(PLACES), len(PLACES) + 1
-_TELLS = "    store_release_sys(entry + kRankMaskWords, args.number);\n"
+_TELLS = "  store_release_sys(entry + kRankMaskWords, args.number);\n"
 #: Between dispatch and combine, on the host.
 AMONG_EXPERTS = len(PLACES)
 NUM_DEATHS = len(PLACES) + 1
@@ -282,6 +282,101 @@ def test_a_death_during_mask(place: int, turn: int, tmp_path: Path) -> None:
 
 
 # Without a death.
+
+
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[Any, int], None],
+    after: Callable[[Any], None],
+) -> None:
+    """`before` and `after` the kernel of each meeting of each rank."""
+    launched = survivors._Meeting.hold
+
+    def hold(self: Any, number: int) -> int:
+        if (launch := self._launch) is not None:
+            self._launch = lambda args: (before(self, number), launch(args), after(self))
+        try:
+            return launched(self, number)
+        finally:
+            self._launch = launch
+
+    monkeypatch.setattr(survivors._Meeting, "hold", hold)
+
+
+def entry_of(meeting: Any, rank: int) -> torch.Tensor:
+    """What a rank has brought to odd meetings, in the memory of the meeting's rank."""
+    words, size = meeting._num_words, meeting._workspace.group.size
+    return meeting._words[: 2 * size * words].view(2, size, words)[1, rank]
+
+
+def test_a_rank_that_still_waits_when_another_has_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 has died. Rank 1 comes to rank 2's first meeting, and dies before rank 3 knows it."""
+
+    def before(meeting: Any, number: int) -> None:
+        rank = meeting._workspace.group.rank
+        if (rank, calls[rank]) == (3, 1):
+            meeting._args.timeout_ns = 1000
+        elif (rank, calls[rank]) == (2, 1):
+            # What rank 1 would have stored, had it come before rank 2 looks and died then.
+            mask = [0b1110, *[0] * (meeting._num_words - 2)]
+            entry_of(meeting, 1).copy_(torch.tensor([*mask, number]))
+            waits.set()
+
+    def call(layer: MoeAllToAll, rank: int, *ranks: int) -> None:
+        calls[rank] += 1
+        layer.mask(*ranks)
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        cases.run_round(layer, inputs[rank])
+        if rank < 2:
+            return
+        if rank == 3:
+            with pytest.raises(ExchangeTimeoutError):
+                call(layer, 3, 0)
+            called.set()
+            assert waits.wait(60)
+        else:
+            assert called.wait(60)
+            with pytest.raises(
+                ExchangeTimeoutError, match="call mask.. again with those"
+            ) as caught:
+                call(layer, 2, 0)
+            assert (caught.value.phase, caught.value.ranks) == ("mask", (1,))
+        call(layer, rank, 0, 1)
+        seen[rank] = cases.run_round(layer, inputs[rank])
+
+    called, waits, calls = Event(), Event(), [0] * 4
+    interrupt(monkeypatch, before, lambda _: None)
+    case = Case(name="together", tokens=(3,) * 4, left_out=(0, 1))
+    inputs, seen = cases.make_inputs(case), dict[int, Seen]()
+    together(4, body, timeout_s=60.0)
+    for rank in (2, 3):
+        _check(case, inputs, rank, seen[rank])
+
+
+def test_entries_that_change_after_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that calls again writes its mask before its number. The host takes no such entry."""
+
+    def before(meeting: Any, _number: int) -> None:
+        entry_of(meeting, 1 - meeting._workspace.group.rank)[0] = 0b11
+
+    def after(meeting: Any) -> None:
+        is_torn[meeting._workspace.group.rank] = True
+        entry_of(meeting, 1 - meeting._workspace.group.rank)[0] = 1
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        cases.run_round(layer, inputs[rank])
+        if rank < 2:
+            layer.mask(2)
+            cases.run_round(layer, inputs[rank])
+
+    is_torn = [False] * 3
+    interrupt(monkeypatch, before, after)
+    inputs = cases.make_inputs(Case(name="together", tokens=(3,) * 3))
+    together(3, body)
+    assert is_torn == [True, True, False]
 
 
 def together(size: int, body: Callable[[MoeAllToAll, int], None], **values: Any) -> None:

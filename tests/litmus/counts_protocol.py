@@ -22,6 +22,7 @@ from tests.litmus.protocol import (
     NO_BARRIER_BEHIND_ROUTE,
     NO_BARRIER_OF_WARP,
     NO_COUNTS,
+    NONE_LEAVES,
     NOT_THE_LAST_THREAD,
     PUTS_TOKENS,
     QUANTISES_TOKENS,
@@ -110,7 +111,7 @@ def sending_counts(
         **_clears(kernels, clear),
     }
     untaken = [PUTS_TOKENS, QUANTISES_TOKENS, IN_LAST_WARP, HAS_FAILED, A_FAULT]
-    untaken += [NOT_THE_LAST_THREAD, TAKES_COUNTS, COUNTED_BY_CALLER]
+    untaken += [NOT_THE_LAST_THREAD, TAKES_COUNTS, COUNTED_BY_CALLER, NONE_LEAVES]
     if arrival:
         operands[r"->arrivals"] = arrival
     else:

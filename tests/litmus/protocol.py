@@ -65,6 +65,16 @@ IN_LAST_WARP = r"^!\(lane < 0\)$"
 #: What a thread of a dispatch without counts per expert does not come to (counts_protocol.py).
 NO_COUNTS = (r"^!\(!has_expert_counts", r"^has_counts\b")
 
+#: What a thread does not come to if no rank leaves (survivors_protocol.py).
+NONE_LEAVES = r"^!\(args\.active_ranks == 0 \|\| load_word\(&local->has_pulled"
+MASK_BEFORE = r"has_rank\(local->active_ranks"
+IS_REACHED = r"^!has_reached\(seen = load_\w+\(cell\), epoch\)$"
+TELLS_NO_END = r"^!\(args\.tells_end == 0"
+#: The look at the word of a rank that leaves, and its own accesses at the end of combine.
+LEAVER_AWAITED = r"wait_until_reached: "
+END_ARRIVES = r"tell_end: fetch_add"
+END_TOLD = r"tell_end: store_re"
+
 PUTS_TOKENS = r"^int token = cta\.block"
 QUANTISES_TOKENS = r"^!\(Config::kQuantiser == kQuantiserNone\)$"
 FIRST_WARP = r"^cta\.thread < Cta::kWarpThreads$"
@@ -212,13 +222,16 @@ def finishing(
     rows_from: str = "",
     mark: str = "",
     laid_out: str = "",
+    leaver: str = "",
+    mask_seen: str = "",
 ) -> str:
     """Dispatch, a thread of a finisher without tokens; thread 0 of it has `arrival`'s operands.
 
     last: whether its CTA arrived last; then it loads `count`, stores `cell`, and clears the counter
     by `reset`, for the peer of this thread. words: what the last thread of the last CTA writes to
     arrivals and epoch. wait: operands of the look at a cell and of its acquire. counts_written,
-    rows_from (of the last), mark, laid_out (of received scales): instructions.
+    rows_from (of the last), mark, laid_out (of received scales): instructions. leaver, mask_seen:
+    of the last, operands of its look at a rank that leaves, its look at the mask before.
     """
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {
@@ -227,6 +240,13 @@ def finishing(
         LAID_OUT: laid_out,
     }
     untaken = [PUTS_TOKENS, QUANTISES_TOKENS, IN_LAST_WARP, HAS_FAILED, A_FAULT, *NO_COUNTS]
+    if leaver or mask_seen:
+        untaken.append(IS_REACHED)
+        if "await_leavers(" in kernels.bodies["publish_round"]:
+            operands[LEAVER_AWAITED] = leaver
+            plain[MASK_BEFORE] = mask_seen
+    else:
+        untaken.append(NONE_LEAVES)
     if arrival:
         operands[r"->arrivals"] = arrival
     else:
@@ -254,14 +274,24 @@ def combining(
     row_read: Operands = "",
     addresses: Operands = "",
     epoch_read: Operands = "",
+    ends: tuple[str, str] | None = None,
 ) -> str:
     """Combine, a thread; of CTA 0 if it has operands for a signal ("": that of another thread).
 
-    items: how many the CTA has; row_read and addresses are instructions of each.
+    items: how many the CTA has; row_read and addresses are instructions of each. ends: of thread 0
+    of a rank that may leave, operands of its arrival and of the word that it stores if it is the
+    last.
     """
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {EPOCH_READ: epoch_read, ADDRESSES_FOUND: addresses}
     untaken = [OTHER_ELEMENTS, *OTHER_FORMATS, QUANTISES, HAS_FAILED, A_FAULT]
+    if ends is None:
+        untaken.append(TELLS_NO_END)
+    else:
+        operands[END_ARRIVES], operands[END_TOLD] = ends
+        if not ends[1]:
+            untaken.append(r"^!\(last != 0 && ")
+            del operands[END_TOLD]
     if signal is None:
         untaken.append(SIGNALS)
     else:
@@ -297,7 +327,7 @@ def combining_quantised(
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {ROWS_COUNTED: count}
     untaken = [SIGNALS, OTHER_ELEMENTS, OTHER_FORMATS[1], r"^format == kCombineUnquantised$"]
-    untaken += [HAS_FAILED, A_FAULT]
+    untaken += [HAS_FAILED, A_FAULT, TELLS_NO_END]
     if rows is None:
         untaken += [HAS_ROWS, HAS_QUANTISED]
     else:
@@ -514,6 +544,7 @@ def fault_is_seen(kernels: Kernels) -> str:
         r"combine_barrier: store_relaxed_cta": "faulted, 1",
     }
     untaken = [SIGNALS, OTHER_ELEMENTS, *OTHER_FORMATS, QUANTISES, HAS_ITEMS, HAS_FAILED]
+    untaken.append(TELLS_NO_END)
     clears = {FAULT_CLEARED: "st.weak faulted, 0", FAULT_READ: "ld.weak got, faulted"}
     return text(
         {

@@ -15,7 +15,9 @@ from tests.litmus.protocol import (
     CELL,
     FIRST_WARP,
     IS_FINISHER,
+    IS_REACHED,
     LOOKS_FOR_FAILURE,
+    MASK_BEFORE,
     NO_BARRIER_BEHIND_ROUTE,
     NO_COUNTS,
     OTHER_ELEMENTS,
@@ -62,9 +64,12 @@ SENDS = r"^role\.sends\(\)$"
 RECEIVES = r"^role\.receives\(\)$"
 PUBLISHES = r"^role\.publishes\(\)$"
 DOES_NOT_PUBLISH = r"^!role\.publishes\(\)$"
+MASK_LEFT = r"\bleave_mask\("
+AWAITS_COMBINE = r"\bawait_previous_round\("
 PUBLISHES_AFTER_PULL = r"^role\.publishes\(\) && has_pulled && shared\.faulted == 0$"
 HAS_PULLED = r"^has_pulled$"
 NOT_PULLED = r"^!\(has_pulled\)$"
+NO_RANK_LEAVES = r"^has_pulled && args\.active_ranks != 0"
 #: What a healthy thread without quantiser and counts does not come to; second looks are left out,
 #: too.
 HEALTHY = (
@@ -77,7 +82,8 @@ HEALTHY = (
     r"^!\(see_unit",
     r"^missing != 0$",
     r"^!\(missing == 0\)$",
-    r"^!has_reached\(seen = load_\w+\(cell\), epoch\)$",
+    IS_REACHED,
+    NO_RANK_LEAVES,
     *NO_COUNTS,
 )
 HAS_NO_TOKEN = r"^cta\.block >= args\.geometry\.num_tokens$"
@@ -147,11 +153,15 @@ def publishing(
     epoch_left: str = "",
     counts_left: str = "",
     combined_read: str = "",
+    leaver: str = "",
+    mask_seen: str = "",
+    mask_left: str = "",
 ) -> str:
     """Dispatch, a thread of CTA F, which is a receiver without rows.
 
     awaits, cell, count, acquires: operands of the look at the combine before, of the cell that it
-    stores, of the look at a cell, and of that cell's acquire. The others are instructions.
+    stores, of the look at a cell, and of that cell's acquire. leaver: of the look at a rank that
+    leaves; then the thread awaits no combine. The others are instructions.
     """
     operands = _awaiting(kernels, awaits) | {COUNT_LOOKED_AT: count, ANNOUNCES: cell}
     plain: dict[str, Operands] = {
@@ -160,6 +170,11 @@ def publishing(
         COMBINED_READ: combined_read,
     }
     untaken = [*HEALTHY, SENDS, DOES_NOT_PUBLISH, HAS_RECEIVED]
+    if leaver or mask_seen or mask_left:
+        untaken.remove(NO_RANK_LEAVES)
+        plain |= {MASK_BEFORE: mask_seen, MASK_LEFT: mask_left}
+        plain[AWAITS_COMBINE] = ""
+        operands[AWAITED] = leaver
     if pulled:
         operands[CELLS_ACQUIRED] = acquires
         untaken.append(NOT_PULLED)

@@ -13,7 +13,9 @@ from tests.litmus.protocol import (
     HAS_ITEMS,
     IN_LAST_WARP,
     LOOKS_FOR_FAILURE,
+    NO_BARRIER_BEHIND_ITEM,
     NO_COUNTS,
+    NONE_LEAVES,
     OTHER_ELEMENTS,
     OTHER_FORMATS,
     PUTS_TOKENS,
@@ -21,23 +23,30 @@ from tests.litmus.protocol import (
     QUANTISES_TOKENS,
     RELEASE_OF_GPU_SCOPE,
     SIGNALS,
+    TELLS_NO_END,
     THREAD_0,
     WAIT,
     WAITS,
     Scenario,
+    broken_arrival,
     does_not_wait,
+    finishing,
     text,
 )
-from tests.litmus.small_protocol import AWAIT_RELAXED, AWAITED, HEALTHY
+from tests.litmus.protocol import combining as pulling
+from tests.litmus.small_protocol import AWAIT_RELAXED, AWAITED, HEALTHY, MASK_LEFT, publishing
 
-ENTRY_LEFT = r"store_word\(entry \+ word"
-SIGNALLED = r"meet_body: store_release_sys|meet_body: store_relaxed_sys"
+NUMBER_GONE = r"leave_entry: store_relaxed_sys\(entry \+ kRankMaskWords, 0\)"
+ENTRY_LEFT = r"leave_entry: store_\w+\(entry \+ word"
+SIGNALLED = r"leave_entry: store_\w+\(entry \+ kRankMaskWords, args\.number"
+ENTRY_TAKEN = r"take_entry: load_\w+\(entry \+ word"
+LOOKED_AGAIN = r"take_entry: load_relaxed_sys\(cell"
 
 NUMBER = "number"
 SEEN = f"seen=1, {NUMBER}"
 
 TWINS: dict[str, tuple[Edit, ...]] = {
-    "number relaxed": (Edit("meet_body", "store_release_sys", "store_relaxed_sys"),),
+    "number relaxed": (Edit("leave_entry", "store_release_sys", "store_relaxed_sys", turn=1),),
     "release of GPU scope": (RELEASE_OF_GPU_SCOPE,),
     "acquire relaxed": (AWAIT_RELAXED,),
     "acquire of GPU scope": (ACQUIRE_OF_GPU_SCOPE,),
@@ -45,12 +54,29 @@ TWINS: dict[str, tuple[Edit, ...]] = {
 DOES_NOT_WAIT: dict[str, tuple[Edit, ...]] = {"a meeting does not wait": (does_not_wait("meet"),)}
 
 
-def meeting(kernels: Kernels, *, signal: str = "", wait: str = "", entry: str = "") -> str:
-    """A thread of meet: operands of its signal and of its acquire; the instruction by which it
-    leaves its entry.
+def meeting(
+    kernels: Kernels,
+    *,
+    gone: str = "",
+    entry: str = "",
+    signal: str = "",
+    wait: str = "",
+    taken: str = "",
+    again: str = "",
+) -> str:
+    """A thread of meet: operands by which it takes its number away, leaves its entry and signals;
+    of its acquire, of what it takes of the peer's entry, and of its second look.
     """
-    operands: dict[str, Operands] = {SIGNALLED: signal, AWAITED: wait}
-    return kernels.thread("meet_body", operands, {ENTRY_LEFT: entry}, HEALTHY)
+    operands: dict[str, Operands] = {
+        ENTRY_LEFT: entry,
+        SIGNALLED: signal,
+        AWAITED: wait,
+        ENTRY_TAKEN: taken,
+        LOOKED_AGAIN: again,
+    }
+    if "store_relaxed_sys" in kernels.bodies["leave_entry"].split("for")[0]:
+        operands[NUMBER_GONE] = gone
+    return kernels.thread("meet_body", operands, {}, HEALTHY)
 
 
 def rows_before_zeros(kernels: Kernels) -> str:
@@ -78,12 +104,26 @@ def zeros_before_rows(kernels: Kernels) -> str:
 
 
 def entries_before_numbers(kernels: Kernels) -> str:
-    """Rank 1's host reads by its next kernel what rank 0 brought to the meeting."""
+    """Rank 1 takes what rank 0 has brought to the meeting."""
     return text(
         {
-            "gpu0.k0.cta0.t1": meeting(kernels, entry="st.weak entry, 3", signal=f"{NUMBER}, 1"),
-            "gpu1.k0.cta0.t0": meeting(kernels, wait=SEEN),
-            "gpu1.k1.cta0.t0": f"{WAIT}; ld.weak got, entry",
+            "gpu0.k0.cta0.t1": meeting(kernels, entry="entry, 3", signal=f"{NUMBER}, 1"),
+            "gpu1.k0.cta0.t0": meeting(kernels, wait=SEEN, taken="got, entry"),
+        }
+    )
+
+
+def entry_written_anew(kernels: Kernels) -> str:
+    """Rank 0 calls again with another mask while rank 1 takes that of the first call."""
+    return text(
+        {
+            "gpu0.k0.cta0.t1": meeting(kernels, entry="entry, 3", signal=f"{NUMBER}, 1"),
+            "gpu0.k1.cta0.t1": meeting(
+                kernels, gone=f"{NUMBER}, 0", entry="entry, 5", signal=f"{NUMBER}, 2"
+            ),
+            "gpu1.k0.cta0.t0": meeting(
+                kernels, wait=SEEN, taken="got, entry", again=f"again=1, {NUMBER}"
+            ),
         }
     )
 
@@ -114,7 +154,6 @@ def two_meetings(kernels: Kernels) -> str:
 # ---- Rounds with a mask.
 
 MASK_SEEN = r"\bis_excluded\("
-MASK_LEFT = r"\bleave_mask\("
 MASK_TAKEN = r"\bis_active\(args, peer\)"
 
 
@@ -123,7 +162,7 @@ def dispatching(kernels: Kernels, *, seen: str = "", left: str = "") -> str:
     operands: dict[str, Operands] = {WAITS: "", CELL_STORED: ""}
     operands |= {r"publish_counts: load": "", r"publish_counts: .*\], 0\)": ""}
     untaken = [PUTS_TOKENS, QUANTISES_TOKENS, IN_LAST_WARP, HAS_FAILED, A_FAULT, THREAD_0]
-    untaken += NO_COUNTS
+    untaken += [*NO_COUNTS, NONE_LEAVES]
     return kernels.thread("dispatch_body", operands, {MASK_SEEN: seen, MASK_LEFT: left}, untaken)
 
 
@@ -131,6 +170,7 @@ def combining(kernels: Kernels, taken: str) -> str:
     """Combine, a thread that asks whether its peer takes part."""
     operands: dict[str, Operands] = {WAITS: "", LOOKS_FOR_FAILURE: ""}
     untaken = [OTHER_ELEMENTS, *OTHER_FORMATS, QUANTISES, HAS_FAILED, A_FAULT, SIGNALS, HAS_ITEMS]
+    untaken.append(TELLS_NO_END)
     return kernels.thread("combine_body", operands, {MASK_TAKEN: taken}, untaken)
 
 
@@ -155,7 +195,95 @@ def mask_of_the_round(kernels: Kernels) -> str:
     )
 
 
+# ---- A rank that leaves.
+
+WORD = "told"
+LEAVER_SEEN = f"seen=-|1, {WORD}|epoch"
+END_RELAXED = Edit("tell_end", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu")
+BULK_AWAITS_NOBODY = Edit("publish_round", r"await_leavers\([^;]*\);")
+NO_BARRIER_BEFORE_MASK = Edit("publish_round", r"cta\.sync\(\);")
+SMALL_NO_BARRIER_BEFORE_MASK = Edit("publish_small_round", r"cta\.sync\(\);", turn=1)
+BROKEN_P14 = broken_arrival(END_RELAXED) | {
+    "no barrier behind the reads": (NO_BARRIER_BEHIND_ITEM,),
+    "word relaxed": (Edit("tell_end", "store_release_sys", "store_relaxed_sys"),),
+    "release of GPU scope": (RELEASE_OF_GPU_SCOPE,),
+    "acquire relaxed": (AWAIT_RELAXED,),
+    "acquire of GPU scope": (ACQUIRE_OF_GPU_SCOPE,),
+}
+
+
+def leaving(kernels: Kernels) -> dict[str, str]:
+    """Rank 0's last combine: a thread of a CTA that is not the last reads a row of rank 1."""
+    return {
+        "gpu0.k0.cta0.t1": pulling(kernels, items=1, row_read="ld.weak got, out"),
+        "gpu0.k0.cta0.t0": pulling(kernels, items=1, ends=("first=0, arrivals, 1", "")),
+        "gpu0.k0.cta1.t0": pulling(
+            kernels, items=1, ends=("second=1, arrivals, 1", f"{WORD}|epoch, 0|1")
+        ),
+    }
+
+
+def left_before_next_experts(kernels: Kernels) -> str:
+    """Rank 1's dispatch leaves out rank 0; then its experts write the next round's row."""
+    return text(
+        leaving(kernels)
+        | {
+            "gpu1.k0.cta0.t0": finishing(kernels, leaver=LEAVER_SEEN),
+            "gpu1.k1.cta0.t0": f"{WAIT}; st.weak out, 2",
+        }
+    )
+
+
+def left_before_next_small_experts(kernels: Kernels) -> str:
+    """The same after a small dispatch."""
+    return text(
+        leaving(kernels)
+        | {
+            "gpu1.k0.cta0.t0": publishing(kernels, pulled=True, leaver=LEAVER_SEEN),
+            "gpu1.k1.cta0.t0": f"{WAIT}; st.weak out, 2",
+        }
+    )
+
+
+def mask_before_is_read(kernels: Kernels) -> str:
+    """A thread of the last CTA looks at the mask before; the CTA's last one leaves the next."""
+    return text(
+        {
+            "gpu0.k0.cta0.t0": finishing(kernels, mask_seen="ld.weak got, mask"),
+            "gpu0.k0.cta0.t1": dispatching(kernels, left="st.weak mask, 2"),
+        }
+    )
+
+
+def mask_before_is_read_in_small(kernels: Kernels) -> str:
+    """The same of CTA F."""
+    return text(
+        {
+            "gpu0.k0.cta0.t0": publishing(kernels, pulled=True, mask_seen="ld.weak got, mask"),
+            "gpu0.k0.cta0.t1": publishing(kernels, pulled=True, mask_left="st.weak mask, 2"),
+        }
+    )
+
+
 SCENARIOS = {
+    "a rank that leaves has read before the next experts write": Scenario(
+        ("P14",),
+        left_before_next_experts,
+        ({"got": 2},),
+        BROKEN_P14 | {"nobody waits for it": (BULK_AWAITS_NOBODY,)},
+    ),
+    "and before the experts of a small round": Scenario(
+        ("P14",), left_before_next_small_experts, ({"got": 2},), BROKEN_P14
+    ),
+    "the mask before is read before the next one is left": Scenario(
+        (), mask_before_is_read, ({"got": 2},), {"no barrier": (NO_BARRIER_BEFORE_MASK,)}
+    ),
+    "the mask before is read in a small round": Scenario(
+        (),
+        mask_before_is_read_in_small,
+        ({"got": 2},),
+        {"no barrier": (SMALL_NO_BARRIER_BEFORE_MASK,)},
+    ),
     "a broken round's rows come before the zeros": Scenario(
         ("P13",), rows_before_zeros, ({"row": 5},), TWINS | DOES_NOT_WAIT
     ),
@@ -167,6 +295,16 @@ SCENARIOS = {
     ),
     "what ranks bring to a meeting is there": Scenario(
         ("P13",), entries_before_numbers, ({"got": 0},), TWINS
+    ),
+    "an entry that is written anew is not taken": Scenario(
+        (),
+        entry_written_anew,
+        ({"got": 5},),
+        {
+            "the number stays": (Edit("leave_entry", r"store_relaxed_sys\([^;]*\);"),),
+            "mask relaxed": (Edit("leave_entry", "store_release_sys", "store_relaxed_sys"),),
+            "mask taken relaxed": (Edit("take_entry", "load_acquire_sys", "load_relaxed_sys"),),
+        },
     ),
     "a replayed dispatch takes the mask of now": Scenario(
         (), mask_before_replay, ({"got": 0},), {"dispatch does not wait": (DISPATCH_DOES_NOT_WAIT,)}

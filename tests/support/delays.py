@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+from collections.abc import Callable
 
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
@@ -159,6 +161,33 @@ def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:
     )
     line = "  const bool faulted = combine_barrier(args, cta, shared);\n"
     return _built(replace_once(LAYER.host_source(), line, line + sleep))
+
+
+_HELD = """
+#include <time.h>
+#include <atomic>
+namespace moe_nvlink {
+inline std::atomic<int> test_holds{0};
+inline void test_hold(int milliseconds) {
+  const timespec time{0, 1000000};
+  for (; milliseconds > 0 && test_holds > 0; --milliseconds) nanosleep(&time, nullptr);
+}
+}  // namespace moe_nvlink
+extern "C" void test_hold(int holds) { moe_nvlink::test_holds += holds; }
+"""
+
+
+def held_reader(ep_rank: int, milliseconds: int) -> tuple[host.HostLibrary, Callable[[int], None]]:
+    """Rank `ep_rank` is held in combine between the wait for its peers and the first read.
+
+    The function adds to the number of holds. The rank goes on when it is 0, or after so long.
+    """
+    line = "  const bool faulted = combine_barrier(args, cta, shared);\n"
+    hold = f"  if (args.geometry.ep_rank == {ep_rank}) test_hold({milliseconds});\n"
+    text = replace_once(LAYER.host_source(), line, line + hold)
+    path = host.build(_with_prelude(text, _HELD), (*host.FLAGS, "-O0"))
+    hold_of: Callable[[int], None] = ctypes.CDLL(str(path)).test_hold
+    return host.HostLibrary(path), hold_of
 
 
 def few_places(places: int, *, last_first: bool) -> host.HostLibrary:

@@ -44,6 +44,7 @@ def config(**values: Any) -> AllToAllConfig:
         ("hidden_size", "64", "hidden_size='64'"),
         ("max_tokens_per_rank", 0, "max_tokens_per_rank=0"),
         ("max_tokens_per_rank", 2**24 + 1, "from 1 to 16777216"),
+        ("ranks_may_leave", 1, "must be True or False"),
         ("num_channels", 0, "num_channels=0"),
         ("num_threads", 0, "num_threads=0"),
         ("extra_payload_bytes", (4, 0), "extra_payload_bytes=0"),

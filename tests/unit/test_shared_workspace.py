@@ -64,6 +64,33 @@ def test_a_layer_that_grows_within_what_is_mapped() -> None:
         assert before == after, "the case this test is about"
 
 
+@pytest.mark.parametrize("small_tokens", [0, 8], ids=["bulk", "small"])
+def test_layers_of_equal_geometry_in_different_order(small_tokens: int) -> None:
+    """They have numbers, which count those that have been closed too."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank, small_tokens=small_tokens)
+        with (
+            MoeAllToAll.create(mine, group) as first,
+            MoeAllToAll.create(mine, group, share_with=first) as second,
+            MoeAllToAll.create(mine, group, share_with=first) as third,
+        ):
+            second.close()
+            for layer in (first, third):
+                received = layer.dispatch(**plain())
+                layer.combine(received.hidden_states, received.metadata)
+            try:
+                (first, third)[group.rank].dispatch(**plain())
+            finally:
+                group.all_gather_object(None)
+
+    for rank, outcome in enumerate(try_ranks(2, rank_main)):
+        assert isinstance(outcome, DisagreementError), repr(outcome)
+        said = f"used another layer, maybe of another geometry, than rank {rank} (layer number "
+        assert f"{said}{2 * rank} of its workspace, " in str(outcome)
+        assert "must call the same layers in the same order" in str(outcome)
+
+
 def test_ranks_that_mean_different_workspaces_are_told() -> None:
     """Rank 0's would have to grow, rank 1's would not: one of them would wait for the other."""
 

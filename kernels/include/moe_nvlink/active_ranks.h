@@ -66,11 +66,12 @@ HD void report_left_out(const DispatchArgs& args, const Cta& cta, uint32_t epoch
   leave_fault(args, pack_fault(kFaultLeftOut, kPhaseDispatch, me, epoch));
 }
 
-// Leaves the mask for the kernels after this one. One thread of the launch.
-HD void leave_mask(const DispatchArgs& args) {
+// Leaves the mask of round `epoch` for the kernels after this one. One thread of the launch.
+HD void leave_mask(const DispatchArgs& args, uint32_t epoch) {
   if (args.active_ranks == 0) return;
   const uint64_t* words = reinterpret_cast<const uint64_t*>(args.active_ranks);
   LocalControl* local = local_control(args);
+  store_word(&local->masked_epoch, static_cast<uint64_t>(epoch));
   MOE_NVLINK_ROLLED
   for (int word = 0; word * 64 < args.geometry.ep_size; ++word) {
     store_word(&local->active_ranks[word], load_word(words + word));

@@ -20,7 +20,7 @@ struct Geometry {
   int32_t max_tokens_per_rank;  // bound of this call: slots of one source's slice
   int32_t element;              // kElement* of combine
   int32_t num_tokens;           // this call's tokens on this rank
-  uint32_t formats;  // 7 bits: recipe and combine's format; above them: what dispatch writes
+  uint32_t formats;  // 7 bits: recipe, combine's format and layer; above: what dispatch writes
 };
 
 // With a quantiser, the source of payload kFirstCallerPayload is the activations, [num_tokens,
@@ -41,7 +41,7 @@ struct ControlRegions {
   uint32_t local;           // LocalControl; this rank only
   uint32_t counters;        // ExchangeCounters; this rank only
   uint32_t wait_totals;     // [ep_size] u64 nanoseconds waited for each rank; this rank only
-  uint32_t meeting;  // [2, ep_size, kMeetingWords] u64, entry s by rank s; [ep_size] outcomes
+  uint32_t meeting;  // [2, ep_size, kMeetingWords] u64, entry s by rank s; what meet has taken
 };
 
 // send_slots holds target_rank * max_tokens_per_rank + slot, or kNoSlot.
@@ -93,6 +93,7 @@ struct CombineArgs {
   uint32_t senders;              // small batches: CTAs that send; 0: all CTAs do all
   float scale;                   // the sums are multiplied by it; finite
   uint32_t is_masked;            // 1: the dispatch had a mask, which it left in LocalControl
+  uint32_t tells_end;            // 1: this rank may leave: say when it has read the rows (P14)
 };
 
 // A barrier of the ranks that go on after another one has died (meet.cu).
@@ -140,12 +141,14 @@ struct HeadArgs {
   float scale;             // and are then multiplied by this
 };
 
+constexpr int kWordsToLine = 6;  // before LocalControl.sleepers
+
 // Words of this rank that live from launch to launch, so that a replay needs no new values.
 struct LocalControl {
   uint64_t fault;             // 0, or {code, phase, peer, epoch} (epoch_flags.h)
   uint64_t host_fault;        // address of a word the host reads without waiting, or 0; set once
   uint32_t epoch;             // of the last dispatch, or gather; the kernels after it read it
-  uint32_t arrivals;          // CTAs of the running dispatch, or gather, that have put their rows
+  uint32_t arrivals;          // CTAs that have put their rows (dispatch, gather), or read (combine)
   uint32_t rows_put;          // by the last dispatch, for combine's counters
   uint32_t remote_rows_put;   // the part of them that went to other ranks
   uint32_t combine_arrivals;  // rows that the running combine has quantised; CTAs that ended argmax
@@ -153,6 +156,9 @@ struct LocalControl {
   uint32_t combined_epoch;    // of the last combine; the dispatch after it reads it
   uint32_t has_pulled;        // 1: the peers' experts' rows were read in the last combine
   uint64_t active_ranks[kRankMaskWords];  // mask of the last dispatch that had one, for combine
+  uint64_t masked_epoch;                  // of that dispatch
+  uint64_t read_epoch;  // of the last combine whose rows this rank has read; peers look at it
+  uint64_t unused[kWordsToLine];
   uint64_t sleepers;  // CPU ranks: threads of this rank that sleep until a cell of theirs changes
 };
 

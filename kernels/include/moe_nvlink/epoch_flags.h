@@ -38,7 +38,8 @@ HD uint32_t geometry_tag(const Geometry& geometry) {
   mixed = (mixed ^ mixed >> 15 ^ static_cast<uint32_t>(geometry.num_experts)) * 0x27d4eb2fu;
   mixed ^= static_cast<uint32_t>(geometry.max_tokens_per_rank) * 0x077cb531u;
   mixed ^= (geometry.formats >> kTagBits) * 0x9e3779b1u;
-  // Last and unmixed: two formats of one geometry never share a tag either.
+  // Last and unmixed: two formats, or two layers, of one geometry do not share a tag either. The host
+  // says what of that holds if both differ (number_code() in exchange/arguments.py).
   return mixed >> kCountBits ^ (geometry.formats & ((1u << kTagBits) - 1));
 }
 

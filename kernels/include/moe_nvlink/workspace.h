@@ -35,9 +35,13 @@ HD char* region_of(const Args& args, int rank, uint32_t region) {
 }
 
 template <class Args>
+HD LocalControl* control_of(const Args& args, int rank) {
+  return reinterpret_cast<LocalControl*>(region_of(args, rank, args.control.local));
+}
+
+template <class Args>
 HD LocalControl* local_control(const Args& args) {
-  return reinterpret_cast<LocalControl*>(
-      region_of(args, rank_in(args.geometry), args.control.local));
+  return control_of(args, rank_in(args.geometry));
 }
 
 // Where CPU ranks look for threads of `rank` that sleep. In a cache line of its own, so signallers
@@ -45,8 +49,7 @@ HD LocalControl* local_control(const Args& args) {
 template <class Args>
 HD uint64_t* sleepers_of(const Args& args, int rank) {
   MOE_NVLINK_HOST_ONLY(static_assert(offsetof(LocalControl, sleepers) % 64 == 0);)
-  auto* control = reinterpret_cast<LocalControl*>(region_of(args, rank, args.control.local));
-  return &control->sleepers;
+  return &control_of(args, rank)->sleepers;
 }
 
 template <class Args>

@@ -11,6 +11,7 @@ import torch
 from moe_nvlink_plugin import rank_mask
 from moe_nvlink_plugin.exchange import launches, survivors
 from moe_nvlink_plugin.exchange.kernels import MEET
+from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.launch.arguments import Window, new_arguments
 from moe_nvlink_plugin.launch.kernel import Build
 from moe_nvlink_plugin.launch.shape import Shape
@@ -45,17 +46,16 @@ def meet(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> None:
     assert isinstance(backend, PtxBackend)
     backend.grids.launch([build(ranks)] * len(calls), calls, Shape(1, THREADS), ranks=alive)
     for rank in alive:
-        assert _outcomes(ranks, rank, number) == [0] * size, f"rank {rank} waited in vain"
+        assert _outcomes(ranks, rank) == [0] * size, f"rank {rank} waited in vain"
 
 
-def _outcomes(ranks: EmulatedRanks, rank: int, number: int) -> list[int]:
-    """The host reads this meeting's entries and the outcomes; peers may write the other entries."""
+def _outcomes(ranks: EmulatedRanks, rank: int) -> list[int]:
+    """The host reads what the rank has taken of others; those may write their entries."""
     region, size = ranks.regions[0]["meeting"], ranks.config.ep_size
     found = ranks.memory[rank, region.offset :][: region.size_bytes].view(torch.int64)
-    entries, outcomes = found[:-size].view(2, -1)[number % 2], found[-size:]
-    for read in (entries, outcomes):
-        ranks.backend.host_access(rank, read, writes=False)
-    return [int(each) for each in outcomes]
+    taken = found[-size * (constants()["kMeetingWords"] + 1) :]
+    ranks.backend.host_access(rank, taken, writes=False)
+    return [int(each) for each in taken.view(size, -1)[:, 0]]
 
 
 class _Memory:
