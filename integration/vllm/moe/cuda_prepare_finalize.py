@@ -31,7 +31,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.errors import InputError, UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 
 from .adapters import BASE
@@ -97,12 +97,17 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 "results. Choose other experts with --moe-backend (triton is one)."
             )
         hidden_size = config.hidden_size
-        narrowed = getattr(fused_experts, "output_hidden_dim", lambda size: size)(hidden_size)
-        if narrowed != hidden_size:
+        # Experts may leave out the columns by which vLLM pads rows (GPT-OSS: 2880 of 3072).
+        made = getattr(fused_experts, "output_hidden_dim", lambda size: size)(hidden_size)
+        if made == hidden_size:
+            return
+        try:
+            self._exchange.combine_input(hidden_size=made)
+        except InputError as error:
             raise UnsupportedError(
-                f"{name} makes rows of {narrowed} out of rows of {hidden_size} elements; combine "
-                "needs them equally wide. Choose other experts with --moe-backend."
-            )
+                f"{name} makes rows of {made} out of rows of {hidden_size} elements, which combine "
+                f"cannot fetch: {error}. Choose other experts with --moe-backend."
+            ) from error
 
     def allocate_fused_expert_output(
         self,
@@ -125,7 +130,10 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         received = self._received.get(dbo_current_ubatch_id())
         if received is None or not no_op or dtype != self._exchange.config.dtype:
             return None
-        region = self._exchange.combine_input(metadata=received.metadata)
+        width = self._width(shape[-1])
+        if width is not None and width > self._exchange.config.hidden_size:
+            return None
+        region = self._exchange.combine_input(hidden_size=width, metadata=received.metadata)
         fits = tuple(region.shape) == tuple(shape) and region.device == device
         return region if fits else None
 
