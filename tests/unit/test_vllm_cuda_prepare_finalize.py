@@ -23,6 +23,7 @@ from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 
 from moe_nvlink_plugin import Dispatched, DispatchMetadata, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import Arrived
@@ -310,11 +311,14 @@ class WithoutData:
             metadata=DispatchMetadata(ids, 0, 0, -1, CAPACITY),
         )
 
-    def combine_input(self, dtype: torch.dtype | None = None, *, metadata: Any) -> torch.Tensor:
+    def combine_input(
+        self, dtype: torch.dtype | None = None, *, hidden_size: int | None, metadata: Any
+    ) -> torch.Tensor:
+        assert hidden_size is None
         return self.region
 
     def combine(self, rows: torch.Tensor, metadata: Any, **given: Any) -> None:
-        assert given.keys() == {"output", "add", "scale"}
+        assert given.keys() == {"output", "hidden_size", "add", "scale"}
         self.combined.append(rows)
 
 
@@ -367,13 +371,69 @@ def test_experts_that_leave_batched_rows_are_refused(layer: Layer) -> None:
         layer.subject.post_init_setup(batched)
 
 
-def test_experts_that_narrow_their_rows_are_refused(layer: Layer) -> None:
-    class Narrow(Experts):
-        def output_hidden_dim(self, hidden_dim: int) -> int:
-            return hidden_dim - 8
+class _Narrow(Experts):
+    """Leaves out the last columns, by which vLLM has padded rows."""
 
+    made = HIDDEN_SIZE - 8
+
+    def output_hidden_dim(self, hidden_dim: int) -> int:
+        return self.made
+
+
+def _narrow_rounds(group: Any, left_open: str) -> float:
+    """Largest error of one rank, whose rows are as narrow when they are sent."""
+    impl = LEFT_OPEN[left_open]()
+    layer = Layer(group, experts=_Narrow(impl))
+    subject, worst = layer.subject, 0.0
+    for number in range(3):
+        hidden, ids, weights = work_of((number + group.rank) % CAPACITY, number)
+        hidden[:, _Narrow.made :] = 0.0
+        rows, _, _, sent_ids, sent_weights = subject.prepare(
+            *(hidden[:, : _Narrow.made], weights, ids, NUM_EXPERTS, layer.expert_map, False),
+            *(layer.experts.quant_config, True),
+        )
+        shape = (len(rows),) if layer.experts.sums else (len(rows), TOP_K)
+        wide = torch.empty(*shape, HIDDEN_SIZE)
+        layer.experts.apply(
+            output=wide,
+            hidden_states=rows,
+            a1q_scale=None,
+            topk_ids=sent_ids,
+            topk_weights=sent_weights,
+            expert_map=layer.expert_map,
+        )
+        made = wide[..., : _Narrow.made].contiguous()
+        asked = (tuple(made.shape), made.dtype, made.device, impl)
+        region = subject.allocate_fused_expert_output(*asked)
+        if layer.experts.sums:
+            assert region is not None
+            made = region.copy_(made)
+        output = torch.full((len(hidden), _Narrow.made), float("nan"))
+        subject.finalize(output, made, sent_weights, sent_ids, False, impl)
+        error = (output - dense(hidden, ids, weights)[:, : _Narrow.made]).abs()
+        worst = max([worst, *error.nan_to_num(nan=float("inf")).flatten().tolist()])
+        layer.poison()
+    layer.close()
+    return worst
+
+
+@pytest.mark.parametrize("left_open", LEFT_OPEN)
+def test_experts_that_leave_padding_columns_out(left_open: str) -> None:
+    """Combine fetches rows of that width, in place as others."""
+    assert max(run_ranks(2, lambda group: _narrow_rounds(group, left_open))) < 1e-5
+
+
+def test_widths_that_combine_cannot_fetch_are_refused(layer: Layer) -> None:
+    experts = _Narrow(LEFT_OPEN["NoOP"]())
+    layer.subject.post_init_setup(experts)
+    experts.made = HIDDEN_SIZE + 8
+    with pytest.raises(UnsupportedError, match="rows of 136 out of rows of 128.*--moe-backend"):
+        layer.subject.post_init_setup(experts)
+    in_blocks = _on_one_rank(options=Options(combine="fp8_block"))
+    experts.made = HIDDEN_SIZE - 8
     with pytest.raises(UnsupportedError, match="rows of 120 out of rows of 128"):
-        layer.subject.post_init_setup(Narrow(LEFT_OPEN["NoOP"]()))
+        in_blocks.subject.post_init_setup(experts)
+    in_blocks.close()
 
 
 def test_experts_that_count_by_rank_need_equal_shares() -> None:

@@ -121,7 +121,6 @@ def _parallel(parallel: Any) -> Iterator[str]:
 def _untried_sizes(parallel: Any) -> Iterator[str]:
     for size, option, what in (
         (parallel.prefill_context_parallel_size, "--prefill-context-parallel-size", "PCP"),
-        (parallel.pipeline_parallel_size, "--pipeline-parallel-size", "pipeline parallelism"),
     ):
         if size > 1:
             yield f"{what}: {option} is {size}, set it to 1."
