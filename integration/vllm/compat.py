@@ -178,6 +178,7 @@ TOUCHED = (
     *methods("vllm.config", "CUDAGraphMode", "use", has_piecewise_cudagraphs=()),
     Touched("vllm.distributed", "get_ep_group", "use", ()),
     Touched("vllm.distributed", "get_tensor_model_parallel_world_size", "use", ()),
+    Touched("vllm.distributed", "get_tensor_model_parallel_rank", "use", (), "cuda"),
     Touched(_CONTEXT, "get_forward_context", "use", ()),
     Touched(_CONTEXT, "is_forward_context_available", "use", ()),
     Touched(f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator", "subclass", None, "cpu"),

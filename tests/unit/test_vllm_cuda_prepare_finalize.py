@@ -8,6 +8,7 @@ here, processes on the stand-in driver in test_vllm_on_fake_driver.py.
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 from moe_nvlink_plugin import Dispatched, DispatchMetadata, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.vllm.moe import cuda_prepare_finalize
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import Arrived
@@ -219,13 +221,16 @@ def test_output_may_be_the_experts_output(layer: Layer) -> None:
 
 @pytest.fixture
 def in_context() -> Iterator[Callable[..., None]]:
-    """Sets vLLM's forward context: sizes of all ranks, a mask of padding rows."""
-    before = forward_context._forward_context
+    """Sets vLLM's forward context: sizes of all ranks, a mask of padding rows, ranks of a batch."""
+    before, contexts = forward_context._forward_context, contextlib.ExitStack()
 
-    def enter(sizes: list[int] | None = None, is_padding: torch.Tensor | None = None) -> None:
+    def enter(
+        sizes: list[int] | None = None, is_padding: torch.Tensor | None = None, slices: int = 1
+    ) -> None:
         metadata = None
         if sizes is not None:
-            metadata = forward_context.DPMetadata(torch.tensor(sizes), local_sizes=sizes)
+            metadata = forward_context.DPMetadata(torch.tensor(sizes))
+            contexts.enter_context(metadata.sp_local_sizes(slices))  # as vLLM's runner does
         forward_context._forward_context = forward_context.ForwardContext(
             no_compile_layers={},
             attn_metadata={},
@@ -234,7 +239,8 @@ def in_context() -> Iterator[Callable[..., None]]:
             is_padding=is_padding,
         )
 
-    yield enter
+    with contexts:
+        yield enter
     forward_context._forward_context = before
 
 
@@ -276,8 +282,50 @@ def test_padding_rows_are_not_sent(layer: Layer, in_context: Callable[..., None]
     assert not got[2:].any()
     assert layer.exchange.stats().destinations == 2
     assert ids.min() == 0  # the router's own tensor is left alone
-    # The mask of a whole sequence, of which this rank has a slice.
-    in_context(is_padding=torch.ones(8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("batch", "filled", "sent"),
+    [
+        (8, 6, (4, 2)),  # a graph's size
+        (8, 3, (3, 0)),
+        (7, 7, (4, 3)),  # vLLM adds a row, so that both have as many
+        (5, 3, (3, 0)),
+        (1, 1, (1, 0)),
+        (8, 0, (0, 0)),  # the dummy batch of a rank without requests
+        (1, 0, (0, 0)),
+    ],
+)
+def test_padding_rows_of_a_slice_are_not_sent(
+    batch: int,
+    filled: int,
+    sent: tuple[int, int],
+    layer: Layer,
+    in_context: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of two tensor-parallel ranks dispatches the rows of its slice that are tokens."""
+    share = -(-batch // 2)
+    is_padding = torch.arange(batch) >= filled
+    before = 0
+    for rank, rows in enumerate(sent):
+        monkeypatch.setattr(cuda_prepare_finalize, "get_tensor_model_parallel_rank", lambda: rank)
+        in_context([batch], is_padding, slices=2)
+        hidden, _, weights = work_of(share, rank)
+        ids = torch.tensor([[0, 1, 2]] * share, dtype=torch.int32)
+        got = layer(hidden, ids, weights)
+        expected = dense(hidden, ids, weights)
+        torch.testing.assert_close(got[:rows], expected[:rows], rtol=1e-5, atol=1e-5)
+        assert not got[rows:].any()
+        now = layer.exchange.stats().destinations
+        assert now - before == rows
+        before = now
+
+
+def test_a_mask_of_other_rows_is_not_used(layer: Layer, in_context: Callable[..., None]) -> None:
+    hidden, _, weights = work_of(4, 0)
+    ids = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
+    in_context([4], is_padding=torch.ones(8, dtype=torch.bool))
     torch.testing.assert_close(
         layer(hidden, ids, weights), dense(hidden, ids, weights), rtol=1e-5, atol=1e-5
     )

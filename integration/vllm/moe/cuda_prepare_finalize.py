@@ -20,8 +20,11 @@ find the slots of the rows' adapters.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
@@ -165,11 +168,33 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
 
 
 def _padding_mask(num_tokens: int) -> torch.Tensor | None:
-    """Return `[num_tokens]` bool: the rows that a CUDA graph's fixed size added; None if unknown.
+    """Return `[num_tokens]` bool: rows that a CUDA graph's size or a dummy batch added. Local.
 
-    A mask of another length is for the whole sequence, of which this rank has a slice.
+    None if unknown. vLLM's mask is for the whole batch. In a sequence-parallel layer each
+    tensor-parallel rank has a slice of it: vLLM adds zeros until the batch has equal slices
+    (sequence_parallel_chunk), and a rank's slice is that of its number.
     """
     if not is_forward_context_available():
         return None
-    mask: torch.Tensor | None = get_forward_context().is_padding
-    return mask if mask is not None and mask.shape[0] == num_tokens else None
+    context = get_forward_context()
+    mask: torch.Tensor | None = context.is_padding
+    if mask is None:
+        return None
+    slices = _num_slices(context.dp_metadata)
+    if -(-mask.shape[0] // slices) != num_tokens:
+        return None
+    if slices == 1:
+        return mask
+    mask = mask[get_tensor_model_parallel_rank() * num_tokens :][:num_tokens]
+    added = num_tokens - mask.shape[0]
+    return torch.nn.functional.pad(mask, (0, added), value=True) if added else mask
+
+
+def _num_slices(metadata: Any) -> int:
+    """Return among how many ranks the layer that runs now shares a batch. Local.
+
+    vLLM's runner has set the sizes of the slices of all data-parallel ranks.
+    """
+    if metadata is None or metadata.local_sizes is None:
+        return 1
+    return len(metadata.local_sizes) // len(metadata.num_tokens_across_dp_cpu)
