@@ -197,6 +197,8 @@ TOUCHED = (
         destroy=(),
     ),
     Touched("vllm.model_executor.custom_op", "op_registry_oot", "use"),
+    Touched("vllm.model_executor.custom_op", "PluggableLayer.__new__", "use"),
+    Touched(f"{_MOE}.routed_experts", "RoutedExperts.__new__", "patch"),
     *methods(
         f"{_MOE}.routed_experts",
         "RoutedExperts",
@@ -458,8 +460,8 @@ FIELDS = (
         "vllm.config",
         "VllmConfig",
         (
-            *("additional_config", "instance_id", "lora_config", "model_config"),
-            *("parallel_config", "scheduler_config", "speculative_config"),
+            *("additional_config", "instance_id", "kernel_config", "lora_config"),
+            *("model_config", "parallel_config", "scheduler_config", "speculative_config"),
             "use_v2_model_runner",
         ),
     ),
@@ -473,6 +475,7 @@ FIELDS = (
             *("tensor_parallel_size", "ubatch_size", "use_ray", "worker_cls"),
         ),
     ),
+    Fields("vllm.config.kernel", "KernelConfig", ("moe_backend",)),
     Fields("vllm.v1.worker.gpu_worker", "Worker", ("model_runner",)),
     Fields("vllm.config", "LoRAConfig", ("fully_sharded_loras", "max_loras", "target_modules")),
     Fields("vllm.lora.request", "LoRARequest", ("lora_int_id", "lora_name")),
@@ -553,7 +556,8 @@ FIELDS = (
         (
             *("experts_per_token", "hidden_dim", "hidden_dim_unpadded", "in_dtype"),
             *("activation", "has_bias", "is_lora_enabled", "is_sequence_parallel"),
-            *("max_num_tokens", "moe_parallel_config", "num_experts", "sp_size"),
+            *("max_num_tokens", "moe_parallel_config", "num_experts", "skip_final_all_reduce"),
+            "sp_size",
         ),
     ),
     Fields(f"{_MOE}.config", "FusedMoEConfig", ("require_decomposed_backend",), since="0.33"),

@@ -58,6 +58,8 @@ SHORT_GLM4 = dataclasses.replace(MODELS["glm4_moe"], num_layers=2)
 #: A dense layer and two with experts: the compiled graph has our op twice. Its heads have a size
 #: for which vLLM has attention on CPU.
 SHORT_DEEPSEEK = dataclasses.replace(DEEPSEEK_V3, num_layers=3, head_dim=48, rope_head_dim=16)
+#: A layer with a window and one without; the model brings its own experts class.
+SHORT_GPT_OSS = dataclasses.replace(MODELS["gpt_oss"], num_layers=2)
 #: vLLM's attention by heads also for models with latent attention, see DEEPSEEK_V3.
 BY_HEADS = {"VLLM_MLA_DISABLE": "1"}
 NUM_SEQUENCES = 40
@@ -241,6 +243,9 @@ def _long(*values: Any) -> Any:
         ("deepseek dp2 compiled", SHORT_DEEPSEEK, 2, DP2),
         ("qwen3 dp2 compiled", QWEN3, 2, DP2),
         ("qwen3 dp2 tp2", QWEN3, 4, DP2_TP2),
+        ("gpt-oss dp2", SHORT_GPT_OSS, 2, [*DP2, EAGER]),
+        _long("gpt-oss dp2 tp2", SHORT_GPT_OSS, 4, DP2_TP2),
+        _long("gpt-oss dp2 compiled", SHORT_GPT_OSS, 2, DP2),
         _long("glm4 dp2 tp2", SHORT_GLM4, 4, DP2_TP2),
         _long("glm4 dp2", SHORT_GLM4, 2, [*DP2, EAGER]),
         _long("glm4 dp2 compiled", SHORT_GLM4, 2, DP2),

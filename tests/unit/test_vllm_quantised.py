@@ -721,6 +721,10 @@ class LoadedLayer:
             prepare_finalize=None,
             fused_experts=Experts(LEFT_OPEN["NoOP"]()),
         )
+        if self.step == "sums":  # the model says it after it has made the layer
+            self.moe_config = SimpleNamespace(
+                **vars(type(self).moe_config), skip_final_all_reduce=True
+            )
         if self.step == "placement":
             self.expert_map = torch.tensor([-1, 0, -1, 1, -1, 2, 3])
         if self.step == "packed":
@@ -757,6 +761,7 @@ def test_ranks_that_set_a_layer_up_have_our_method(monkeypatch: pytest.MonkeyPat
         ("monolithic", "UnsupportedError: .*without vLLM's modular kernel"),
         ("no experts", "UnsupportedError: .*without vLLM's modular kernel"),
         ("packed", "UnsupportedError: .*reads w2_weight, and LoadedLayer keeps the weights of"),
+        ("sums", r"UnsupportedError: .*\(Inkling is one\) sums the output of layer 3"),
         ("placement", "UnsupportedError: vLLM placed experts"),
     ],
 )
