@@ -177,6 +177,7 @@ TOUCHED = (
     *(one._replace(needed_for="adapters") for one in _of_adapters()),
     *methods("vllm.config", "CUDAGraphMode", "use", has_piecewise_cudagraphs=()),
     Touched("vllm.distributed", "get_ep_group", "use", ()),
+    Touched("vllm.distributed", "get_pp_group", "use", ()),
     Touched("vllm.distributed", "get_tensor_model_parallel_world_size", "use", ()),
     Touched("vllm.distributed", "get_tensor_model_parallel_rank", "use", (), "cuda"),
     Touched(_CONTEXT, "get_forward_context", "use", ()),

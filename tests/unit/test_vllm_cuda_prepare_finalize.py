@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,7 +310,9 @@ def test_padding_rows_of_a_slice_are_not_sent(
     is_padding = torch.arange(batch) >= filled
     before = 0
     for rank, rows in enumerate(sent):
-        monkeypatch.setattr(cuda_prepare_finalize, "get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(
+            cuda_prepare_finalize, "get_tensor_model_parallel_rank", functools.partial(int, rank)
+        )
         in_context([batch], is_padding, slices=2)
         hidden, _, weights = work_of(share, rank)
         ids = torch.tensor([[0, 1, 2]] * share, dtype=torch.int32)

@@ -181,15 +181,16 @@ def attached():
     )
     communicator._can_exchange = lambda *_: True
     mtp.put_in_place = lambda config, device: placed.append([config.name, device])
-    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options, **_more: (
-        SimpleNamespace(ranks="the ranks", options=options)
+    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options, **more: (
+        SimpleNamespace(ranks="the ranks", options=options, given=more)
     )
+    vllm.distributed.get_pp_group = lambda: SimpleNamespace(rank_in_group=stage)
     graphs.agree = lambda config, ranks: placed.append([config.name, ranks])
-    for name, size, method in [
-        ("whole", 1, "mtp"),
-        ("shared", 2, "mtp"),
-        ("auto", "auto", "mtp"),
-        ("no draft", 1, None),
+    for name, size, method, stage in [
+        ("whole", 1, "mtp", 0),
+        ("shared", 2, "mtp", 0),
+        ("auto", "auto", "mtp", 0),
+        ("no draft", 1, None, 1),
     ]:
         op_registry_oot.clear()
         asked = {"all2all_backend": "moe_nvlink", "moe_nvlink": {"mtp_lm_head_tp_size": size}}
@@ -205,7 +206,9 @@ def attached():
         given = SimpleNamespace(use_all2all=True, all2all_manager=None, cpu_group=None)
         communicator.attach(given, torch.device("cpu"))
         size = given.all2all_manager.options.mtp_lm_head_tp_size
-        placed.append([name, size, sorted(op_registry_oot)])
+        more = given.all2all_manager.given
+        shown = [more["name"], more["publication"] is not None]
+        placed.append([name, size, sorted(op_registry_oot), *shown])
     (
         vllm.config.get_current_vllm_config_or_none,
         mtp.put_in_place,
@@ -376,15 +379,16 @@ def test_only_a_shared_lm_head_replaces_more_than_moe_layers(
     layers = ["MoERunner", "RoutedExperts"]
     assert results["attached"] == [
         ["whole", "the ranks"],
-        ["whole", 1, layers],
+        ["whole", 1, layers, "", True],
         ["shared", "cpu"],
         ["shared", "the ranks"],
-        ["shared", 2, ["LogitsProcessor", *layers]],
+        ["shared", 2, ["LogitsProcessor", *layers], "", True],
         ["auto", "cpu"],
         ["auto", "the ranks"],
-        ["auto", "auto", ["LogitsProcessor", *layers]],
+        ["auto", "auto", ["LogitsProcessor", *layers], "", True],
         ["no draft", "the ranks"],
-        ["no draft", 1, layers],
+        # A later stage of a pipeline: its counters' files have other names, as its ranks have not.
+        ["no draft", 1, layers, "stage1", False],
     ]
 
 

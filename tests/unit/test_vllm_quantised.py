@@ -363,7 +363,8 @@ def _int8_layer(group: Any) -> float:
 
     def floats_of(rows: torch.Tensor, scales: Any) -> torch.Tensor:
         assert rows.dtype == torch.int8
-        return rows.float() * scales
+        floats: torch.Tensor = rows.float() * scales
+        return floats
 
     layer = Layer(group, experts=Experts(LEFT_OPEN["NoOP"](), config, floats_of))
     hidden, ids, weights = work_of(CAPACITY - group.rank, group.rank)

@@ -193,7 +193,22 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         (_config(_parallel(enable_eplb=True), lora=LoRAConfig()), "cuda", "experts move"),
         (_config(), "xpu", "transports for cpu and cuda ranks"),
         (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
-        (_config(_parallel(pipeline_parallel_size=2)), "cuda", "--pipeline-parallel-size is 2"),
+        (_config(_parallel(pipeline_parallel_size=2)), "cpu", "size 2 with --enforce-eager"),
+        (
+            _config(_parallel(pipeline_parallel_size=2), drafts=object()),
+            "cuda",
+            "--pipeline-parallel-size 2 with --speculative-config",
+        ),
+        (
+            _config(_parallel(pipeline_parallel_size=2), lora=LoRAConfig()),
+            "cuda",
+            "--pipeline-parallel-size 2 with --enable-lora",
+        ),
+        (
+            _config(_parallel(pipeline_parallel_size=2, enable_eplb=True)),
+            "cuda",
+            "--pipeline-parallel-size 2 with --enable-eplb",
+        ),
         (_config(lora=LoRAConfig(fully_sharded_loras=True)), "cuda", "--fully-sharded-loras"),
         (
             _config(

@@ -58,6 +58,7 @@ def check(vllm_config: Any, device_type: str) -> Options:
         *refusals.device(device_type),
         *_parallel(vllm_config.parallel_config),
         *_backends(vllm_config),
+        *_pipeline(vllm_config, device_type),
         *_ray(vllm_config.parallel_config),
     ]
     problems += _lora(vllm_config)
@@ -133,6 +134,26 @@ def _backends(vllm_config: Any) -> Iterator[str]:
         yield (
             f"--all2all-backend {parallel.all2all_backend} is set beside additional_config: "
             f"name one backend, {parallel.all2all_backend} or {BACKEND}."
+        )
+
+
+def _pipeline(vllm_config: Any, device_type: str) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size < 2:
+        return
+    flag = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
+    for is_on, other in (
+        (vllm_config.speculative_config is not None, "--speculative-config"),
+        (vllm_config.lora_config is not None, "--enable-lora"),
+        (parallel.enable_eplb, "--enable-eplb"),
+    ):
+        if is_on:
+            yield f"{flag} with {other}: nobody has run both with our exchange. Remove one."
+    if device_type == "cpu" and vllm_config.compilation_config.mode == _NOT_COMPILED:
+        yield (
+            f"{flag} with --enforce-eager: vLLM's CPU runner makes the memory in which a later "
+            "stage receives rows while it warms up, and it warms up compiled models only. Remove "
+            "one."
         )
 
 
