@@ -283,6 +283,22 @@ def _combine_adds(server: EpServer) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_each_stage_of_a_pipeline_has_its_exchange(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """Two stages with a MoE layer each. The first one's files have the names of other servers'."""
+    arguments = (*DP2, "--pipeline-parallel-size=2")
+    with EpServer(requests_of(QWEN3), folder, "pipeline", *arguments) as server:
+        assert server.differing(range(4), concurrency=1) == []
+        assert server.differing(range(4, 24), concurrency=5) == []
+        server.check_traffic(2, 24, 1)
+        least = server.requests.num_tokens(24)
+        later = [server.stats_folder / f"stage1-rank{rank}.json" for rank in (0, 1)]
+        assert sum(json.loads(path.read_text("utf-8"))["tokens"] for path in later) >= least
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_processes_started_in_vllms_own_way(
     requests_of: Callable[[TinyModel], Requests], folder: Path
 ) -> None:
