@@ -7,6 +7,7 @@
 | floats | auto, bf16 | | activations | |
 | rows of a recipe | auto | quantised, by our kernel or by the framework | the recipe | |
 | quantised rows | bf16 | | activations | quantised by the framework |
+| FP8 or int8 rows of no recipe | auto | | activations | quantised by the framework; a warning |
 | floats | a recipe | quantised by our kernel | the recipe | dequantised |
 | quantised rows | another recipe | quantised by our kernel | that one | both, in this order |
 
@@ -252,16 +253,21 @@ def choose(
 
     Raises:
         ConfigError: as find_recipe.
-        UnsupportedError: no recipe has the experts' format. The message says what to do.
+        UnsupportedError: no recipe has the experts' format, and it is neither FP8 nor int8. The
+            message says what to do.
     """
     takes_floats = experts.quant_dtype is None
     if takes_floats and options.dispatch in (AUTO, UNQUANTISED):
         return DispatchFormat()
     name, why_not = (None, "") if takes_floats else _recipe_name(experts, hidden_size)
     if not takes_floats and _is_natural(options.dispatch, name):
-        if name is None:
+        if name is not None:
+            chosen = _of_the_model(experts, _quantising(find_recipe(name), experts), options)
+        elif isinstance(experts.quant_dtype, torch.dtype):
+            _warn_of_activations(why_not, dtype, experts.wording)
+            chosen = DispatchFormat(experts.quant_dtype, on_arrival=True)
+        else:
             raise UnsupportedError(f"{why_not} {experts.wording.quantise_on_arrival}")
-        chosen = _of_the_model(experts, _quantising(find_recipe(name), experts), options)
     elif options.dispatch == UNQUANTISED:
         chosen = DispatchFormat(experts.quant_dtype, on_arrival=True)
     else:
@@ -393,6 +399,17 @@ def _warn_of_restoring(name: str, dtype: torch.dtype) -> None:
         "Not measured on a GPU yet.",
         name,
         dtype,
+    )
+
+
+@functools.cache
+def _warn_of_activations(why_not: str, dtype: torch.dtype, wording: Wording) -> None:
+    """Say once per process why rows travel unquantised to experts that take quantised ones."""
+    logger.warning(
+        "%s So rows travel in %s, in twice the bytes of FP8 or more, and %s quantises those that "
+        "arrived. %s=%s chooses the same without this warning; a recipe's name makes rows smaller, "
+        "which are then quantised twice.",
+        *(why_not, dtype, wording.framework, "MOE_NVLINK_DISPATCH", UNQUANTISED),
     )
 
 

@@ -143,10 +143,35 @@ def _deepseek_v3_config(model: TinyModel) -> dict[str, Any]:
     }
 
 
+def _gpt_oss_config(model: TinyModel) -> dict[str, Any]:
+    return _common_config(model) | {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": model.num_experts,
+        "intermediate_size": model.moe_intermediate_size,
+        "attention_bias": True,
+        "sliding_window": 16,
+        "layer_types": [
+            "full_attention" if layer % 2 else "sliding_attention"
+            for layer in range(model.num_layers)
+        ],
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": model.max_position_embeddings // 4,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    }
+
+
 CONFIGS: dict[str, Callable[[TinyModel], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe_config,
     "glm4_moe": _glm4_moe_config,
     "deepseek_v3": _deepseek_v3_config,
+    "gpt_oss": _gpt_oss_config,
 }
 
 #: Expert counts divide by 2 and 4, because vLLM wants equal shards; the second model's counts are
@@ -161,6 +186,7 @@ MODELS: dict[str, TinyModel] = {
         num_dense_layers=1,
         num_shared_experts=1,
     ),
+    "gpt_oss": TinyModel(architecture="gpt_oss", num_layers=3, num_experts=8, top_k=2),
 }
 
 #: Latent attention, and experts in four groups, of which a token takes two. On CPU, vLLM's latent
@@ -222,6 +248,11 @@ class _Weights:
         self.linear(f"{name}.k_proj", keys, model.hidden_size)
         self.linear(f"{name}.v_proj", keys, model.hidden_size, gain=2.0)
         self.linear(f"{name}.o_proj", model.hidden_size, queries, gain=2.0 * model.block_gain)
+        if model.architecture == "gpt_oss":
+            for one, size in (("q", queries), ("k", keys), ("v", keys), ("o", model.hidden_size)):
+                self.normal(f"{name}.{one}_proj.bias", size, std=0.1)
+            self.normal(f"{name}.sinks", model.num_heads, std=1.0)
+            return
         # Sharp attention: diffuse heads average the past away, and outputs fall into short cycles.
         self.norm(f"{name}.q_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
         self.norm(f"{name}.k_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
@@ -250,6 +281,9 @@ class _Weights:
     def moe(self, name: str) -> None:
         """Router, routed experts, and the shared expert where the architecture has one."""
         model = self._model
+        if model.architecture == "gpt_oss":
+            self.fused_moe(name)
+            return
         self.linear(f"{name}.gate", model.num_experts, model.hidden_size, gain=2.0)
         for expert in range(model.num_experts):
             self.mlp(f"{name}.experts.{expert}", model.moe_intermediate_size, gain=EXPERT_GAIN)
@@ -258,6 +292,20 @@ class _Weights:
         if model.num_shared_experts:
             size = model.moe_intermediate_size * model.num_shared_experts
             self.mlp(f"{name}.shared_experts", size)
+
+    def fused_moe(self, name: str) -> None:
+        """Router and experts of GPT-OSS: one tensor for all experts, transposed, with biases."""
+        model = self._model
+        experts, width, inner = model.num_experts, model.hidden_size, model.moe_intermediate_size
+        self.linear(f"{name}.router", experts, width, gain=2.0)
+        self.normal(f"{name}.router.bias", experts, std=0.1)
+        down_std = EXPERT_GAIN * model.block_gain * inner**-0.5
+        for projection, rows, columns, std in (
+            ("gate_up_proj", width, 2 * inner, width**-0.5),
+            ("down_proj", inner, width, down_std),
+        ):
+            self.normal(f"{name}.experts.{projection}", experts, rows, columns, std=std)
+            self.normal(f"{name}.experts.{projection}_bias", experts, columns, std=0.1)
 
     def whole_model(self) -> dict[str, torch.Tensor]:
         """Every tensor of the model under its Hugging Face name."""

@@ -33,6 +33,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
         options: what the user chose; None takes the defaults and reads no environment variable.
         holds_startup: whether the worker calls `end_startup`.
         publication: where the worker's counters go.
+        name: as ExchangePool takes it.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
         options: Options | None = None,
         holds_startup: bool = False,
         publication: Publication | None = None,
+        name: str = "",
     ) -> None:
         super().__init__(cpu_group, tcp_store_group)
         logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
@@ -55,6 +57,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
             self.ranks,
             device,
             options or Options(),
+            name=name,
             holds_startup=holds_startup,
             more_stats=self._more_stats,
             publication=publication,

@@ -58,6 +58,8 @@ SHORT_GLM4 = dataclasses.replace(MODELS["glm4_moe"], num_layers=2)
 #: A dense layer and two with experts: the compiled graph has our op twice. Its heads have a size
 #: for which vLLM has attention on CPU.
 SHORT_DEEPSEEK = dataclasses.replace(DEEPSEEK_V3, num_layers=3, head_dim=48, rope_head_dim=16)
+#: A layer with a window and one without; the model brings its own experts class.
+SHORT_GPT_OSS = dataclasses.replace(MODELS["gpt_oss"], num_layers=2)
 #: vLLM's attention by heads also for models with latent attention, see DEEPSEEK_V3.
 BY_HEADS = {"VLLM_MLA_DISABLE": "1"}
 NUM_SEQUENCES = 40
@@ -241,6 +243,9 @@ def _long(*values: Any) -> Any:
         ("deepseek dp2 compiled", SHORT_DEEPSEEK, 2, DP2),
         ("qwen3 dp2 compiled", QWEN3, 2, DP2),
         ("qwen3 dp2 tp2", QWEN3, 4, DP2_TP2),
+        ("gpt-oss dp2", SHORT_GPT_OSS, 2, [*DP2, EAGER]),
+        _long("gpt-oss dp2 tp2", SHORT_GPT_OSS, 4, DP2_TP2),
+        _long("gpt-oss dp2 compiled", SHORT_GPT_OSS, 2, DP2),
         _long("glm4 dp2 tp2", SHORT_GLM4, 4, DP2_TP2),
         _long("glm4 dp2", SHORT_GLM4, 2, [*DP2, EAGER]),
         _long("glm4 dp2 compiled", SHORT_GLM4, 2, DP2),
@@ -274,6 +279,22 @@ def _combine_adds(server: EpServer) -> bool:
     """Whether a worker has said that combine adds the shared experts' output."""
     log = server.server.log_path.read_text("utf-8")
     return "combine ends layers" in log and "and adds the shared experts' output" in log
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_each_stage_of_a_pipeline_has_its_exchange(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """Two stages with a MoE layer each. The first one's files have the names of other servers'."""
+    arguments = (*DP2, "--pipeline-parallel-size=2")
+    with EpServer(requests_of(QWEN3), folder, "pipeline", *arguments) as server:
+        assert server.differing(range(4), concurrency=1) == []
+        assert server.differing(range(4, 24), concurrency=5) == []
+        server.check_traffic(2, 24, 1)
+        least = server.requests.num_tokens(24)
+        later = [server.stats_folder / f"stage1-rank{rank}.json" for rank in (0, 1)]
+        assert sum(json.loads(path.read_text("utf-8"))["tokens"] for path in later) >= least
 
 
 @pytest.mark.long

@@ -49,11 +49,15 @@ def failures(
 def test_checkpoint_has_distinct_experts_and_repeats(tmp_path: Path, architecture: str) -> None:
     model = MODELS[architecture]
     tensors = load_file(write_checkpoint(tmp_path / "a", architecture) / "model.safetensors")
-    moe_layer = model.num_layers - 1
-    experts = [
-        tensors[f"model.layers.{moe_layer}.mlp.experts.{expert}.down_proj.weight"]
-        for expert in range(model.num_experts)
-    ]
+    of_experts = f"model.layers.{model.num_layers - 1}.mlp.experts"
+    if architecture == "gpt_oss":  # all in one tensor, transposed
+        experts = [expert.t() for expert in tensors[f"{of_experts}.down_proj"]]
+    else:
+        experts = [
+            tensors[f"{of_experts}.{expert}.down_proj.weight"]
+            for expert in range(model.num_experts)
+        ]
+    assert len(experts) == model.num_experts
     for number, expert in enumerate(experts):
         assert expert.shape == (model.hidden_size, model.moe_intermediate_size)
         assert not any(torch.equal(expert, other) for other in experts[:number])

@@ -8,6 +8,8 @@ here, processes on the stand-in driver in test_vllm_on_fake_driver.py.
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,8 @@ from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 
 from moe_nvlink_plugin import Dispatched, DispatchMetadata, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.vllm.moe import cuda_prepare_finalize
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import Arrived
@@ -218,13 +222,16 @@ def test_output_may_be_the_experts_output(layer: Layer) -> None:
 
 @pytest.fixture
 def in_context() -> Iterator[Callable[..., None]]:
-    """Sets vLLM's forward context: sizes of all ranks, a mask of padding rows."""
-    before = forward_context._forward_context
+    """Sets vLLM's forward context: sizes of all ranks, a mask of padding rows, ranks of a batch."""
+    before, contexts = forward_context._forward_context, contextlib.ExitStack()
 
-    def enter(sizes: list[int] | None = None, is_padding: torch.Tensor | None = None) -> None:
+    def enter(
+        sizes: list[int] | None = None, is_padding: torch.Tensor | None = None, slices: int = 1
+    ) -> None:
         metadata = None
         if sizes is not None:
-            metadata = forward_context.DPMetadata(torch.tensor(sizes), local_sizes=sizes)
+            metadata = forward_context.DPMetadata(torch.tensor(sizes))
+            contexts.enter_context(metadata.sp_local_sizes(slices))  # as vLLM's runner does
         forward_context._forward_context = forward_context.ForwardContext(
             no_compile_layers={},
             attn_metadata={},
@@ -233,7 +240,8 @@ def in_context() -> Iterator[Callable[..., None]]:
             is_padding=is_padding,
         )
 
-    yield enter
+    with contexts:
+        yield enter
     forward_context._forward_context = before
 
 
@@ -275,8 +283,52 @@ def test_padding_rows_are_not_sent(layer: Layer, in_context: Callable[..., None]
     assert not got[2:].any()
     assert layer.exchange.stats().destinations == 2
     assert ids.min() == 0  # the router's own tensor is left alone
-    # The mask of a whole sequence, of which this rank has a slice.
-    in_context(is_padding=torch.ones(8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("batch", "filled", "sent"),
+    [
+        (8, 6, (4, 2)),  # a graph's size
+        (8, 3, (3, 0)),
+        (7, 7, (4, 3)),  # vLLM adds a row, so that both have as many
+        (5, 3, (3, 0)),
+        (1, 1, (1, 0)),
+        (8, 0, (0, 0)),  # the dummy batch of a rank without requests
+        (1, 0, (0, 0)),
+    ],
+)
+def test_padding_rows_of_a_slice_are_not_sent(
+    batch: int,
+    filled: int,
+    sent: tuple[int, int],
+    layer: Layer,
+    in_context: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of two tensor-parallel ranks dispatches the rows of its slice that are tokens."""
+    share = -(-batch // 2)
+    is_padding = torch.arange(batch) >= filled
+    before = 0
+    for rank, rows in enumerate(sent):
+        monkeypatch.setattr(
+            cuda_prepare_finalize, "get_tensor_model_parallel_rank", functools.partial(int, rank)
+        )
+        in_context([batch], is_padding, slices=2)
+        hidden, _, weights = work_of(share, rank)
+        ids = torch.tensor([[0, 1, 2]] * share, dtype=torch.int32)
+        got = layer(hidden, ids, weights)
+        expected = dense(hidden, ids, weights)
+        torch.testing.assert_close(got[:rows], expected[:rows], rtol=1e-5, atol=1e-5)
+        assert not got[rows:].any()
+        now = layer.exchange.stats().destinations
+        assert now - before == rows
+        before = now
+
+
+def test_a_mask_of_other_rows_is_not_used(layer: Layer, in_context: Callable[..., None]) -> None:
+    hidden, _, weights = work_of(4, 0)
+    ids = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
+    in_context([4], is_padding=torch.ones(8, dtype=torch.bool))
     torch.testing.assert_close(
         layer(hidden, ids, weights), dense(hidden, ids, weights), rtol=1e-5, atol=1e-5
     )
@@ -310,11 +362,14 @@ class WithoutData:
             metadata=DispatchMetadata(ids, 0, 0, -1, CAPACITY),
         )
 
-    def combine_input(self, dtype: torch.dtype | None = None, *, metadata: Any) -> torch.Tensor:
+    def combine_input(
+        self, dtype: torch.dtype | None = None, *, hidden_size: int | None, metadata: Any
+    ) -> torch.Tensor:
+        assert hidden_size is None
         return self.region
 
     def combine(self, rows: torch.Tensor, metadata: Any, **given: Any) -> None:
-        assert given.keys() == {"output", "add", "scale"}
+        assert given.keys() == {"output", "hidden_size", "add", "scale"}
         self.combined.append(rows)
 
 
@@ -367,13 +422,69 @@ def test_experts_that_leave_batched_rows_are_refused(layer: Layer) -> None:
         layer.subject.post_init_setup(batched)
 
 
-def test_experts_that_narrow_their_rows_are_refused(layer: Layer) -> None:
-    class Narrow(Experts):
-        def output_hidden_dim(self, hidden_dim: int) -> int:
-            return hidden_dim - 8
+class _Narrow(Experts):
+    """Leaves out the last columns, by which vLLM has padded rows."""
 
+    made = HIDDEN_SIZE - 8
+
+    def output_hidden_dim(self, hidden_dim: int) -> int:
+        return self.made
+
+
+def _narrow_rounds(group: Any, left_open: str) -> float:
+    """Largest error of one rank, whose rows are as narrow when they are sent."""
+    impl = LEFT_OPEN[left_open]()
+    layer = Layer(group, experts=_Narrow(impl))
+    subject, worst = layer.subject, 0.0
+    for number in range(3):
+        hidden, ids, weights = work_of((number + group.rank) % CAPACITY, number)
+        hidden[:, _Narrow.made :] = 0.0
+        rows, _, _, sent_ids, sent_weights = subject.prepare(
+            *(hidden[:, : _Narrow.made], weights, ids, NUM_EXPERTS, layer.expert_map, False),
+            *(layer.experts.quant_config, True),
+        )
+        shape = (len(rows),) if layer.experts.sums else (len(rows), TOP_K)
+        wide = torch.empty(*shape, HIDDEN_SIZE)
+        layer.experts.apply(
+            output=wide,
+            hidden_states=rows,
+            a1q_scale=None,
+            topk_ids=sent_ids,
+            topk_weights=sent_weights,
+            expert_map=layer.expert_map,
+        )
+        made = wide[..., : _Narrow.made].contiguous()
+        asked = (tuple(made.shape), made.dtype, made.device, impl)
+        region = subject.allocate_fused_expert_output(*asked)
+        if layer.experts.sums:
+            assert region is not None
+            made = region.copy_(made)
+        output = torch.full((len(hidden), _Narrow.made), float("nan"))
+        subject.finalize(output, made, sent_weights, sent_ids, False, impl)
+        error = (output - dense(hidden, ids, weights)[:, : _Narrow.made]).abs()
+        worst = max([worst, *error.nan_to_num(nan=float("inf")).flatten().tolist()])
+        layer.poison()
+    layer.close()
+    return worst
+
+
+@pytest.mark.parametrize("left_open", LEFT_OPEN)
+def test_experts_that_leave_padding_columns_out(left_open: str) -> None:
+    """Combine fetches rows of that width, in place as others."""
+    assert max(run_ranks(2, lambda group: _narrow_rounds(group, left_open))) < 1e-5
+
+
+def test_widths_that_combine_cannot_fetch_are_refused(layer: Layer) -> None:
+    experts = _Narrow(LEFT_OPEN["NoOP"]())
+    layer.subject.post_init_setup(experts)
+    experts.made = HIDDEN_SIZE + 8
+    with pytest.raises(UnsupportedError, match="rows of 136 out of rows of 128.*--moe-backend"):
+        layer.subject.post_init_setup(experts)
+    in_blocks = _on_one_rank(options=Options(combine="fp8_block"))
+    experts.made = HIDDEN_SIZE - 8
     with pytest.raises(UnsupportedError, match="rows of 120 out of rows of 128"):
-        layer.subject.post_init_setup(Narrow(LEFT_OPEN["NoOP"]()))
+        in_blocks.subject.post_init_setup(experts)
+    in_blocks.close()
 
 
 def test_experts_that_count_by_rank_need_equal_shares() -> None:

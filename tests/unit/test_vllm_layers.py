@@ -86,6 +86,54 @@ def replaced():
 
 
 @scenario
+def models_own():
+    # Classes that models bring, with loaders of their own; another plugin's stays what it is.
+    from vllm.model_executor.models.dbrx import DbrxExperts
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+    from vllm.model_executor.models.transformers.moe import TransformersRoutedExperts
+
+    class Base(GptOssRoutedExperts):
+        pass
+
+    class Theirs(Base):
+        pass
+
+    layers.put_in_place()
+    Base.register_oot(Theirs)
+    told, ours = [], layers.MoeNvlinkRoutedExperts
+    for cls in (GptOssRoutedExperts, DbrxExperts, TransformersRoutedExperts, ours, Base):
+        made = cls.__new__(cls, "layer 3", expert_map_manager=None)
+        loader = type(made).weight_loader.__qualname__.partition(".")[0]
+        told.append([type(made).__name__, isinstance(made, cls), isinstance(made, ours), loader])
+    again = GptOssRoutedExperts.__new__(GptOssRoutedExperts)
+    return [told, type(again) is type(GptOssRoutedExperts.__new__(GptOssRoutedExperts))]
+
+
+@scenario
+def reloaded():
+    # What a model's own loader sees of the quant method that ours has replaced.
+    seen = []
+
+    class Method:
+        pass
+
+    class Own(RoutedExperts):
+        def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id=None,
+                          return_success=False):
+            seen.append([type(self.quant_method).__name__, shard_id, expert_id])
+
+    layers.put_in_place()
+    layer = Own.__new__(Own)
+    torch.nn.Module.__init__(layer)
+    ours = object.__new__(method.MoeNvlinkFusedMoEMethod)
+    torch.nn.Module.__init__(ours)
+    ours.__dict__["old_quant_method"] = Method()
+    layer.quant_method = ours
+    layer.weight_loader(None, None, "name", "w13")  # as DBRX calls it
+    return [seen, type(layer.quant_method).__name__]
+
+
+@scenario
 def opaque():
     # What a layer calls; also on CPUs, where vLLM's own is traced into.
     runners = [
@@ -133,15 +181,16 @@ def attached():
     )
     communicator._can_exchange = lambda *_: True
     mtp.put_in_place = lambda config, device: placed.append([config.name, device])
-    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options, **_more: (
-        SimpleNamespace(ranks="the ranks", options=options)
+    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options, **more: (
+        SimpleNamespace(ranks="the ranks", options=options, given=more)
     )
+    vllm.distributed.get_pp_group = lambda: SimpleNamespace(rank_in_group=stage)
     graphs.agree = lambda config, ranks: placed.append([config.name, ranks])
-    for name, size, method in [
-        ("whole", 1, "mtp"),
-        ("shared", 2, "mtp"),
-        ("auto", "auto", "mtp"),
-        ("no draft", 1, None),
+    for name, size, method, stage in [
+        ("whole", 1, "mtp", 0),
+        ("shared", 2, "mtp", 0),
+        ("auto", "auto", "mtp", 0),
+        ("no draft", 1, None, 1),
     ]:
         op_registry_oot.clear()
         asked = {"all2all_backend": "moe_nvlink", "moe_nvlink": {"mtp_lm_head_tp_size": size}}
@@ -157,7 +206,9 @@ def attached():
         given = SimpleNamespace(use_all2all=True, all2all_manager=None, cpu_group=None)
         communicator.attach(given, torch.device("cpu"))
         size = given.all2all_manager.options.mtp_lm_head_tp_size
-        placed.append([name, size, sorted(op_registry_oot)])
+        more = given.all2all_manager.given
+        shown = [more["name"], more["publication"] is not None]
+        placed.append([name, size, sorted(op_registry_oot), *shown])
     (
         vllm.config.get_current_vllm_config_or_none,
         mtp.put_in_place,
@@ -280,6 +331,26 @@ def test_both_classes_are_replaced_once(results: dict[str, list[str]]) -> None:
     ]
 
 
+def test_a_models_own_experts_class_is_extended(results: dict[str, list[Any]]) -> None:
+    """Whatever its name is: GPT-OSS, DBRX, the Transformers backend."""
+    told, one_class = results["models_own"]
+    ours = "MoeNvlinkRoutedExperts"
+    assert told == [
+        ["MoeNvlinkGptOssRoutedExperts", True, True, ours],
+        ["MoeNvlinkDbrxExperts", True, True, ours],
+        ["MoeNvlinkTransformersRoutedExperts", True, True, ours],
+        [ours, True, True, ours],
+        ["Theirs", True, False, "GptOssRoutedExperts"],
+    ]
+    assert one_class
+
+
+def test_a_models_own_loader_sees_the_method_that_ours_replaced(
+    results: dict[str, list[Any]],
+) -> None:
+    assert results["reloaded"] == [[["Method", "w13", None]], "MoeNvlinkFusedMoEMethod"]
+
+
 def test_a_layer_is_one_op_with_shared_experts_and_without(results: dict[str, list[str]]) -> None:
     ops = ["vllm.moe_forward", "vllm.moe_forward_shared", "vllm.moe_nvlink_forward"]
     assert results["opaque"] == ops
@@ -308,15 +379,16 @@ def test_only_a_shared_lm_head_replaces_more_than_moe_layers(
     layers = ["MoERunner", "RoutedExperts"]
     assert results["attached"] == [
         ["whole", "the ranks"],
-        ["whole", 1, layers],
+        ["whole", 1, layers, "", True],
         ["shared", "cpu"],
         ["shared", "the ranks"],
-        ["shared", 2, ["LogitsProcessor", *layers]],
+        ["shared", 2, ["LogitsProcessor", *layers], "", True],
         ["auto", "cpu"],
         ["auto", "the ranks"],
-        ["auto", "auto", ["LogitsProcessor", *layers]],
+        ["auto", "auto", ["LogitsProcessor", *layers], "", True],
         ["no draft", "the ranks"],
-        ["no draft", 1, layers],
+        # A later stage of a pipeline: its counters' files have other names, as its ranks have not.
+        ["no draft", 1, layers, "stage1", False],
     ]
 
 

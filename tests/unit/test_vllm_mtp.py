@@ -1099,7 +1099,7 @@ def test_probabilistic_drafts_keep_their_logits(drafting: Path) -> None:
         (3, {}, ["mtp_lm_head_tp_size=3", "--data-parallel-size 4"]),
         (0, {}, ["mtp_lm_head_tp_size=0"]),
         (2, {"tensor_parallel_size": 2}, ["--tensor-parallel-size 2"]),
-        (2, {"pipeline_parallel_size": 2}, ["--pipeline-parallel-size is 2"]),
+        (2, {"pipeline_parallel_size": 2}, ["--pipeline-parallel-size 2 with --specu"]),
         (2, {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "float32"}}, ["head_dtype"]),
     ],
 )

@@ -194,6 +194,26 @@ def test_unquantised_experts_get_activations() -> None:
         (fp8(), "one dynamic scale per tensor"),
         (fp8(block_shape=[128, 64]), "blocks of 64"),
         (vllm_config.int8_w8a8_moe_quant_config(ONE, ONE, None, None), "torch.int8"),
+    ],
+)
+def test_fp8_and_int8_of_no_recipe_are_quantised_on_arrival(
+    quant_config: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default, with one warning per process; by a user who asks for it, without."""
+    formats._warn_of_activations.cache_clear()
+    experts = Experts(LEFT_OPEN["NoOP"](), quant_config)
+    on_arrival = DispatchFormat(experts.quant_dtype, on_arrival=True)
+    assert format_of(experts, Options(dispatch="bf16")) == on_arrival
+    assert not caplog.records
+    assert [format_of(experts, Options()) for _ in range(2)] == [on_arrival] * 2
+    (record,) = caplog.records
+    assert words in record.getMessage()
+    assert "rows travel in torch.float32" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("quant_config", "words"),
+    [
         (mxfp8(mx_alignment=256), "padded to a multiple of 256"),
         (nvfp4(None), "without a static global scale"),
     ],
@@ -311,7 +331,8 @@ def test_scales_that_are_powers_of_two_are_made_by_our_kernel(
     layer.close()
 
 
-def test_one_dynamic_scale_of_what_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dispatch", ["auto", "bf16"])
+def test_one_dynamic_scale_of_what_arrived(dispatch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old bytes of empty slots do not enter the maximum."""
 
     def quantise(**given: Any) -> Any:
@@ -326,7 +347,7 @@ def test_one_dynamic_scale_of_what_arrived(monkeypatch: pytest.MonkeyPatch) -> N
 
     (group,) = ThreadGroup.ranks(1)
     experts = Experts(LEFT_OPEN["NoOP"](), fp8(), floats_of)
-    layer = Layer(group, experts=experts, options=Options(dispatch="bf16"))
+    layer = Layer(group, experts=experts, options=Options(dispatch=dispatch))
     for number in (1, 2):
         hidden, ids, weights = work_of(3 - number, number)
         ids = ids.clamp(min=0)
@@ -334,6 +355,33 @@ def test_one_dynamic_scale_of_what_arrived(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(layer(hidden, ids, weights), expected, rtol=1e-5, atol=1e-5)
         layer.exchange._layer.channel(0)._views[2].fill_(math.inf)
     layer.close()
+
+
+def _int8_layer(group: Any) -> float:
+    """Largest error of experts that take int8 rows with a scale each, with nothing chosen."""
+    config = vllm_config.int8_w8a8_moe_quant_config(ONE, ONE, None, None, per_act_token_quant=True)
+
+    def floats_of(rows: torch.Tensor, scales: Any) -> torch.Tensor:
+        assert rows.dtype == torch.int8
+        floats: torch.Tensor = rows.float() * scales
+        return floats
+
+    layer = Layer(group, experts=Experts(LEFT_OPEN["NoOP"](), config, floats_of))
+    hidden, ids, weights = work_of(CAPACITY - group.rank, group.rank)
+    rows = floats_of(*_int8_rows(A=hidden))
+    error = float((layer(hidden, ids, weights) - dense(rows, ids, weights)).abs().max())
+    layer.close()
+    return error
+
+
+def _int8_rows(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = (given["A"].abs().amax(1, keepdim=True) / 127.0).clamp(min=1e-10)
+    return (given["A"] / scales).round().to(torch.int8), scales
+
+
+def test_int8_rows_of_what_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_input, "moe_kernel_quantize_input", _int8_rows)
+    assert max(run_ranks(2, _int8_layer)) < 1e-5
 
 
 # A recipe that a user names.
@@ -674,6 +722,10 @@ class LoadedLayer:
             prepare_finalize=None,
             fused_experts=Experts(LEFT_OPEN["NoOP"]()),
         )
+        if self.step == "sums":  # the model says it after it has made the layer
+            self.moe_config = SimpleNamespace(
+                **vars(type(self).moe_config), skip_final_all_reduce=True
+            )
         if self.step == "placement":
             self.expert_map = torch.tensor([-1, 0, -1, 1, -1, 2, 3])
         if self.step == "packed":
@@ -710,6 +762,7 @@ def test_ranks_that_set_a_layer_up_have_our_method(monkeypatch: pytest.MonkeyPat
         ("monolithic", "UnsupportedError: .*without vLLM's modular kernel"),
         ("no experts", "UnsupportedError: .*without vLLM's modular kernel"),
         ("packed", "UnsupportedError: .*reads w2_weight, and LoadedLayer keeps the weights of"),
+        ("sums", r"UnsupportedError: .*\(Inkling is one\) sums the output of layer 3"),
         ("placement", "UnsupportedError: vLLM placed experts"),
     ],
 )
@@ -795,7 +848,7 @@ class WithoutData:
     def _empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((2 * CAPACITY, elements), dtype=dtype, device="meta")
 
-    def combine_input(self, *, metadata: Any) -> torch.Tensor:
+    def combine_input(self, *, hidden_size: int | None, metadata: Any) -> torch.Tensor:
         return self._empty(HIDDEN_SIZE, torch.float32)
 
     def dispatch(self, rows: torch.Tensor, *_: Any, **given: Any) -> Any:

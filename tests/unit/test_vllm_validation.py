@@ -143,8 +143,11 @@ def test_those_models_are_vllms() -> None:
         ),
         ({"enable_dbo": True}, ["--enable-dbo", "Microbatching currently only supports"]),
         ({"ubatch_size": 3}, ["--ubatch-size 3"]),
-        ({"prefill_context_parallel_size": 2}, ["--prefill-context-parallel-size is 2"]),
-        ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size is 2"]),
+        ({"prefill_context_parallel_size": 2}, ["--prefill-context-parallel-size 2", "V2 model"]),
+        (
+            {"moe_backend": "flashinfer_moe_ep_cutedsl"},
+            ["--moe-backend flashinfer_moe_ep_cutedsl", "dispatch and combine themselves"],
+        ),
         ({"hf_overrides": {"hidden_size": 100}}, ["hidden_size 100", "multiple of 32"]),
         ({"data_parallel_size": 32}, ["16 experts on 32 ranks"]),
         ({"additional_config": {KEY: {"dispatch": "fp7"}}}, ["'fp7' is unknown"]),
@@ -190,7 +193,22 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
         (_config(_parallel(enable_eplb=True), lora=LoRAConfig()), "cuda", "experts move"),
         (_config(), "xpu", "transports for cpu and cuda ranks"),
         (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
-        (_config(_parallel(pipeline_parallel_size=2)), "cuda", "--pipeline-parallel-size is 2"),
+        (_config(_parallel(pipeline_parallel_size=2)), "cpu", "size 2 with --enforce-eager"),
+        (
+            _config(_parallel(pipeline_parallel_size=2), drafts=object()),
+            "cuda",
+            "--pipeline-parallel-size 2 with --speculative-config",
+        ),
+        (
+            _config(_parallel(pipeline_parallel_size=2), lora=LoRAConfig()),
+            "cuda",
+            "--pipeline-parallel-size 2 with --enable-lora",
+        ),
+        (
+            _config(_parallel(pipeline_parallel_size=2, enable_eplb=True)),
+            "cuda",
+            "--pipeline-parallel-size 2 with --enable-eplb",
+        ),
         (_config(lora=LoRAConfig(fully_sharded_loras=True)), "cuda", "--fully-sharded-loras"),
         (
             _config(

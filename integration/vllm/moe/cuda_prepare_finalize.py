@@ -20,8 +20,11 @@ find the slots of the rows' adapters.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
@@ -31,7 +34,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.errors import InputError, UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 
 from .adapters import BASE
@@ -97,12 +100,17 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 "results. Choose other experts with --moe-backend (triton is one)."
             )
         hidden_size = config.hidden_size
-        narrowed = getattr(fused_experts, "output_hidden_dim", lambda size: size)(hidden_size)
-        if narrowed != hidden_size:
+        # Experts may leave out the columns by which vLLM pads rows (GPT-OSS: 2880 of 3072).
+        made = getattr(fused_experts, "output_hidden_dim", lambda size: size)(hidden_size)
+        if made == hidden_size:
+            return
+        try:
+            self._exchange.combine_input(hidden_size=made)
+        except InputError as error:
             raise UnsupportedError(
-                f"{name} makes rows of {narrowed} out of rows of {hidden_size} elements; combine "
-                "needs them equally wide. Choose other experts with --moe-backend."
-            )
+                f"{name} makes rows of {made} out of rows of {hidden_size} elements, which combine "
+                f"cannot fetch: {error}. Choose other experts with --moe-backend."
+            ) from error
 
     def allocate_fused_expert_output(
         self,
@@ -125,7 +133,10 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         received = self._received.get(dbo_current_ubatch_id())
         if received is None or not no_op or dtype != self._exchange.config.dtype:
             return None
-        region = self._exchange.combine_input(metadata=received.metadata)
+        width = self._width(shape[-1])
+        if width is not None and width > self._exchange.config.hidden_size:
+            return None
+        region = self._exchange.combine_input(hidden_size=width, metadata=received.metadata)
         fits = tuple(region.shape) == tuple(shape) and region.device == device
         return region if fits else None
 
@@ -157,11 +168,33 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
 
 
 def _padding_mask(num_tokens: int) -> torch.Tensor | None:
-    """Return `[num_tokens]` bool: the rows that a CUDA graph's fixed size added; None if unknown.
+    """Return `[num_tokens]` bool: rows that a CUDA graph's size or a dummy batch added. Local.
 
-    A mask of another length is for the whole sequence, of which this rank has a slice.
+    None if unknown. vLLM's mask is for the whole batch. In a sequence-parallel layer each
+    tensor-parallel rank has a slice of it: vLLM adds zeros until the batch has equal slices
+    (sequence_parallel_chunk), and a rank's slice is that of its number.
     """
     if not is_forward_context_available():
         return None
-    mask: torch.Tensor | None = get_forward_context().is_padding
-    return mask if mask is not None and mask.shape[0] == num_tokens else None
+    context = get_forward_context()
+    mask: torch.Tensor | None = context.is_padding
+    if mask is None:
+        return None
+    slices = _num_slices(context.dp_metadata)
+    if -(-mask.shape[0] // slices) != num_tokens:
+        return None
+    if slices == 1:
+        return mask
+    mask = mask[get_tensor_model_parallel_rank() * num_tokens :][:num_tokens]
+    added = num_tokens - mask.shape[0]
+    return torch.nn.functional.pad(mask, (0, added), value=True) if added else mask
+
+
+def _num_slices(metadata: Any) -> int:
+    """Return among how many ranks the layer that runs now shares a batch. Local.
+
+    vLLM's runner has set the sizes of the slices of all data-parallel ranks.
+    """
+    if metadata is None or metadata.local_sizes is None:
+        return 1
+    return len(metadata.local_sizes) // len(metadata.num_tokens_across_dp_cpu)

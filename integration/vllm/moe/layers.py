@@ -1,6 +1,8 @@
 """Our classes instead of vLLM's ``RoutedExperts`` and ``MoERunner``, and what they change.
 
-Both use ``register_oot``, vLLM's hook to replace a layer class when a layer is created.
+Both use ``register_oot``, vLLM's hook to replace a layer class when a layer is created. The hook
+knows a class by its name and not its subclasses. Some models bring a subclass of ``RoutedExperts``
+(GPT-OSS, DBRX, the Transformers backend), mostly for its weight loader: `_create` extends it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
@@ -30,13 +33,30 @@ logger = logging.getLogger(__name__)
 
 
 def put_in_place() -> None:
-    """Register both classes with vLLM. Local; idempotent.
+    """Register both classes with vLLM, and extend models' own experts. Local; idempotent.
 
     Raises:
         UnsupportedError: another plugin has replaced one of vLLM's classes.
     """
     replacement.put_in_place(RoutedExperts, MoeNvlinkRoutedExperts)
     replacement.put_in_place(MoERunner, MoeNvlinkMoERunner)
+    RoutedExperts.__new__ = _create
+
+
+def _create(cls: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """Create a layer of RoutedExperts or of a subclass: ``RoutedExperts.__new__``. Local."""
+    is_extended = issubclass(cls, MoeNvlinkRoutedExperts)
+    # The registry answers for RoutedExperts itself, and for what another plugin has replaced.
+    if not is_extended and cls.__name__ not in op_registry_oot:
+        cls = _extended(cls)
+    return PluggableLayer.__new__(cls)
+
+
+@functools.cache
+def _extended(theirs: type) -> type:
+    """Return a model's own experts class, which does everything else, with our method. Local."""
+    name = f"MoeNvlink{theirs.__name__}"
+    return type(name, (MoeNvlinkRoutedExperts, theirs), {"__module__": __name__})
 
 
 def put_balancing_in_place() -> None:
@@ -89,13 +109,14 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
         loaded_weight: torch.Tensor,
         weight_name: str,
         shard_id: str,
-        expert_id: int,
+        expert_id: int | None = None,
         return_success: bool = False,
     ) -> Any:
         """Load a weight as vLLM does for the quant method that ours has replaced. Local.
 
-        vLLM's loader decides by the class name and by fields of the layer's quant method. Weights
-        that are loaded again need the same decisions as before.
+        vLLM's loader, and that of a model's own experts class, decide by the class name and by
+        fields of the layer's quant method. Weights that are loaded again need the same decisions as
+        before. DBRX's loader takes no expert_id: it loads all experts at once.
         """
         load = functools.partial(
             super().weight_loader,

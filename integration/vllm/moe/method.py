@@ -145,6 +145,7 @@ def install(quant_method: Any, layer: Any, *, adapters: bool = False) -> None:
     with pool.ranks.telling_all(layer.layer_name):
         _process(quant_method, layer)
         _check_modular(quant_method, layer)
+        _check_summed_once(layer)
         _check_movable(quant_method, layer)
         taken = _experts_input(quant_method.moe_kernel.fused_experts, layer, adapters=adapters)
     moe = layer.moe_config
@@ -210,6 +211,19 @@ def _check_modular(quant_method: Any, layer: Any) -> None:
             f"--all2all-backend {BACKEND}: vLLM's {FusedMoEModularMethod.__name__} reads "
             f"{' and '.join(missing)}, and {name} keeps the weights of {layer.layer_name} under "
             "other names. Use weights in another format, or another backend."
+        )
+
+
+def _check_summed_once(layer: Any) -> None:
+    """Check that the model does not sum what combine has summed. Local.
+
+    Models say so in the layer's configuration after they have made the layer.
+    """
+    if getattr(layer.moe_config, "skip_final_all_reduce", False):
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: the model (Inkling is one) sums the output of "
+            f"{layer.layer_name} over the tensor-parallel ranks itself, and combine has summed it "
+            "over all ranks. Use another backend for this model."
         )
 
 

@@ -199,7 +199,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         """Dispatch, and return the rows that arrived. Collective; capturable on CUDA ranks.
 
         Args:
-            a1: `[num_tokens, hidden_size]` activations.
+            a1: `[num_tokens, columns]` activations. If the experts read wider rows, zeros are
+                added: some of vLLM's methods leave that to the quantiser.
             topk_weights: `[num_tokens, top_k]`.
             topk_ids: `[num_tokens, top_k]`, global ids.
             num_experts: unused; the exchange knows the number.
@@ -272,6 +273,9 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         experts: VllmExpertsInput,
     ) -> T:
         """Call dispatch or dispatch_async. Collective; capturable on CUDA ranks."""
+        missing = self._exchange.config.hidden_size - a1.shape[1]
+        if missing > 0:
+            a1 = torch.nn.functional.pad(a1, (0, missing))
         sent = self._format.send(a1.contiguous(), experts)
         numbers, payloads = self._adapter_numbers(), tuple[torch.Tensor, ...]()
         if numbers is not None:
@@ -322,9 +326,9 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         Combine ends the layer as `ending.current` says.
 
         Args:
-            output: `[num_tokens, hidden_size]`. It may share memory with fused_expert_output, whose
+            output: `[num_tokens, columns]`. It may share memory with fused_expert_output, whose
                 rows are in the workspace before combine writes output.
-            fused_expert_output: the experts' rows.
+            fused_expert_output: the experts' rows, of as many columns as output.
             topk_weights: weights that prepare returned.
             topk_ids: ids that prepare returned.
             apply_router_weight_on_input: whether prepare applied the weights.
@@ -348,6 +352,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             region,
             metadata,
             output=output,
+            hidden_size=self._width(region.shape[-1]),
             add=None if added is None else added.contiguous(),
             scale=end.scale,
         )
@@ -381,8 +386,11 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         )
         region, metadata = self._filled(done)
         end = ending.current()
+        width = self._width(region.shape[-1])
         combine = self._exchange.combine_async
-        combined = Once(combine(region, metadata, output=output, scale=end.scale))
+        combined = Once(
+            combine(region, metadata, output=output, hidden_size=width, scale=end.scale)
+        )
 
         def receive() -> None:
             combined()
@@ -401,10 +409,18 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         received = self._received.pop(dbo_current_ubatch_id(), None)
         if received is None:
             raise ExchangeStateError("finalize without a prepare: call prepare first, once each.")
-        region = self._exchange.combine_input(done.rows.dtype, metadata=received.metadata)
+        region = self._exchange.combine_input(
+            done.rows.dtype,
+            hidden_size=self._width(done.rows.shape[-1]),
+            metadata=received.metadata,
+        )
         if done.rows is not region:
             self._fill(region, received, done)
         return region, received.metadata
+
+    def _width(self, columns: int) -> int | None:
+        """Return hidden_size of combine for the experts' rows; None: that of dispatch. Local."""
+        return None if columns == self._exchange.config.hidden_size else columns
 
     # Where the devices differ.
 

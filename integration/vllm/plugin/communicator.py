@@ -47,6 +47,7 @@ def attach(communicator: Any, device: torch.device) -> None:
     if not communicator.use_all2all or not selected_here():
         return
     from vllm.config import get_current_vllm_config_or_none
+    from vllm.distributed import get_pp_group
 
     from moe_nvlink_plugin.integration.vllm import compat
 
@@ -62,6 +63,8 @@ def attach(communicator: Any, device: torch.device) -> None:
     from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
     from moe_nvlink_plugin.integration.vllm.moe import layers
 
+    # Each stage of a pipeline has an expert-parallel group of its own, with ranks from 0.
+    stage = get_pp_group().rank_in_group
     layers.put_in_place()
     if balances:
         balancing.allow()
@@ -78,7 +81,8 @@ def attach(communicator: Any, device: torch.device) -> None:
         device=device,
         options=options,
         holds_startup=worker.is_in_place(vllm_config),
-        publication=metrics.publication(vllm_config),
+        publication=None if stage else metrics.publication(vllm_config),
+        name=f"stage{stage}" if stage else "",
     )
     graphs.agree(vllm_config, manager.ranks)
     communicator.all2all_manager = manager

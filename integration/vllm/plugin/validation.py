@@ -37,6 +37,8 @@ SLICES_BY_ROWS = frozenset(
 )
 #: vLLM's mechanism of sleep that frees what its own allocator has made, and nothing else.
 SLEEPS = "cumem"
+#: To what vLLM changes the carrier if the experts that --moe-backend names exchange rows.
+_PASSTHROUGH = "passthrough"
 _NOT_COMPILED = 0  # vLLM's CompilationMode.NONE
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,8 @@ def check(vllm_config: Any, device_type: str) -> Options:
     problems = [
         *refusals.device(device_type),
         *_parallel(vllm_config.parallel_config),
-        *_untried_sizes(vllm_config.parallel_config),
+        *_backends(vllm_config),
+        *_pipeline(vllm_config, device_type),
         *_ray(vllm_config.parallel_config),
     ]
     problems += _lora(vllm_config)
@@ -102,11 +105,6 @@ def _parallel(parallel: Any) -> Iterator[str]:
             f"--data-parallel-size is {parallel.data_parallel_size}: with one data-parallel rank "
             "vLLM's MoE layers exchange no tokens. Use 2 or more, or drop the flag."
         )
-    if parallel.all2all_backend != CARRIER:
-        yield (
-            f"--all2all-backend {parallel.all2all_backend} is set beside additional_config: "
-            f"name one backend, {parallel.all2all_backend} or {BACKEND}."
-        )
     if parallel.enable_dbo or parallel.ubatch_size > 1:
         yield (
             f"dual batch overlap (--enable-dbo, --ubatch-size {parallel.ubatch_size}): vLLM allows "
@@ -116,15 +114,47 @@ def _parallel(parallel: Any) -> Iterator[str]:
         )
     if parallel.enable_elastic_ep:
         yield "elastic expert parallelism: remove --enable-elastic-ep."
+    if parallel.prefill_context_parallel_size > 1:
+        yield (
+            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}: only "
+            "vLLM's V2 model runner for GPUs divides prompts, and there nobody has run it with "
+            "our exchange. Set it to 1."
+        )
 
 
-def _untried_sizes(parallel: Any) -> Iterator[str]:
-    for size, option, what in (
-        (parallel.prefill_context_parallel_size, "--prefill-context-parallel-size", "PCP"),
-        (parallel.pipeline_parallel_size, "--pipeline-parallel-size", "pipeline parallelism"),
+def _backends(vllm_config: Any) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    if parallel.all2all_backend == _PASSTHROUGH:
+        yield (
+            f"--moe-backend {vllm_config.kernel_config.moe_backend}: these experts dispatch and "
+            "combine themselves, so no rows would go through our exchange. Choose other experts "
+            f"(--moe-backend auto), or remove --all2all-backend {BACKEND}."
+        )
+    elif parallel.all2all_backend != CARRIER:
+        yield (
+            f"--all2all-backend {parallel.all2all_backend} is set beside additional_config: "
+            f"name one backend, {parallel.all2all_backend} or {BACKEND}."
+        )
+
+
+def _pipeline(vllm_config: Any, device_type: str) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size < 2:
+        return
+    flag = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
+    for is_on, other in (
+        (vllm_config.speculative_config is not None, "--speculative-config"),
+        (vllm_config.lora_config is not None, "--enable-lora"),
+        (parallel.enable_eplb, "--enable-eplb"),
     ):
-        if size > 1:
-            yield f"{what}: {option} is {size}, set it to 1."
+        if is_on:
+            yield f"{flag} with {other}: nobody has run both with our exchange. Remove one."
+    if device_type == "cpu" and vllm_config.compilation_config.mode == _NOT_COMPILED:
+        yield (
+            f"{flag} with --enforce-eager: vLLM's CPU runner makes the memory in which a later "
+            "stage receives rows while it warms up, and it warms up compiled models only. Remove "
+            "one."
+        )
 
 
 def _ray(parallel: Any) -> Iterator[str]:
