@@ -8,6 +8,7 @@ a GPU the launch sets hidden_splits or senders.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -46,13 +47,14 @@ def formats_code(config: AllToAllConfig) -> int:
     """Return 7 bits that name the recipe and combine's format; each pair of BUILT_IN has its own.
 
     If two layers have rows of different formats, ranks must not take one layer for the other in a
-    round, even if the rows have the same size. Any other recipe, bytes_N too, has one of 96 codes
-    by its name, so two of them may share a code.
+    round, even if the rows have the same size. Any other recipe, bytes_N too, has one of the other
+    codes by its name, so two of them may share a code.
     """
     names = [recipe.name for recipe in BUILT_IN]
     name = config.recipe or unquantised_recipe_of(config.dtype).name
     if name not in names:
-        return 32 + zlib.crc32(f"{name} {config.combine}".encode()) % 96
+        taken = len(COMBINE_FORMATS) * len(names)
+        return taken + zlib.crc32(f"{name} {config.combine}".encode()) % (128 - taken)
     return len(COMBINE_FORMATS) * names.index(name) + combine_code(config)
 
 
@@ -186,6 +188,7 @@ def combine_arguments(
     args.hidden_splits = 1
     args.scale = 1.0
     args.format = combine_code(config)
+    args.rows_factor = 1.0 / ctypes.c_float(config.combine_scale).value
     fields = ("rows_region", "scales_region", "row_scales_region")
     _set_regions(args, regions, fields, prefix="combine_")
     for parity in ("even", "odd"):

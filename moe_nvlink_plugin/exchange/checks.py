@@ -286,15 +286,16 @@ def combine_inputs(
         check_tensor("output", output, shape, (expert_output.dtype,), device)
 
 
-def scale(value: float) -> None:
-    """Check the factor of a combine's sums.
+def scale(value: float, combine_scale: float) -> None:
+    """Check the factor of a combine's sums, which are multiplied by value * combine_scale at once.
 
     Raises:
         InputError: it is no finite number of float32.
     """
-    if not abs(value) <= LARGEST_SCALE:
+    largest = LARGEST_SCALE / max(1.0, combine_scale)
+    if not abs(value) <= largest:
         raise InputError(
-            f"scale={value} is no finite number of float32 (at most {LARGEST_SCALE} in magnitude); "
+            f"scale={value} is no finite number of float32 (at most {largest} in magnitude); "
             "pass a smaller one, and scale the rest in the experts' output"
         )
 
