@@ -254,17 +254,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--hidden_size", type=int, help="these three: instead of the profile's")
     add("--top_k", type=int)
     add("--num_experts", type=int, help="of all ranks")
-    sent = what_is.add_mutually_exclusive_group().add_argument
-    sent("--recipe", choices=RECIPES, help="what travels; default: dtype as it is")
-    quant = f"or by TensorRT-LLM's name: {', '.join(QUANTS)}"
-    sent("--quant", type=str.upper, choices=QUANTS, metavar="ALGO", help=quant)
-    back = what_is.add_mutually_exclusive_group().add_argument
-    back("--combine", default="bf16", choices=COMBINE_FORMATS, help="what comes back")
-    cast: Any = {"action": "store_const", "const": "fp8_tensor", "dest": "combine"}
-    back("--use_low_precision_combine", help="--combine fp8_tensor", **cast)
-    copied = "the experts' rows lie elsewhere, so that our combine copies them first"
-    elsewhere: Any = {"action": "store_false", "dest": "payload_in_workspace", "help": copied}
-    add("--no_payload_in_workspace", **elsewhere)
+    _add_formats(what_is)
     add("--dtype", default="bfloat16", choices=list(_UNQUANTISED))
     add("--ep_size", type=int, help="ranks; default 4 on CPUs, all GPUs, or 8")
     routers = what_is.add_mutually_exclusive_group()
@@ -307,6 +297,21 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def _add_formats(group: Any) -> None:
+    """Add the options for what travels and what comes back."""
+    sent = group.add_mutually_exclusive_group().add_argument
+    sent("--recipe", choices=RECIPES, help="what travels; default: dtype as it is")
+    quant = f"or by TensorRT-LLM's name: {', '.join(QUANTS)}"
+    sent("--quant", type=str.upper, choices=QUANTS, metavar="ALGO", help=quant)
+    back = group.add_mutually_exclusive_group().add_argument
+    back("--combine", choices=COMBINE_FORMATS, help="what comes back; default bf16")
+    cast: Any = {"action": "store_const", "const": "fp8_tensor", "dest": "combine"}
+    back("--use_low_precision_combine", help="--combine fp8_tensor", **cast)
+    copied = "the experts' rows lie elsewhere, so that our combine copies them first"
+    elsewhere: Any = {"action": "store_false", "dest": "payload_in_workspace", "help": copied}
+    group.add_argument("--no_payload_in_workspace", **elsewhere)
+
+
 def parse(description: str, arguments: Sequence[str] | None = None) -> Request:
     """Return the command line as a Request; end the process with a message if it cannot be."""
     made = parser(description)
@@ -346,6 +351,7 @@ def options_of(given: argparse.Namespace) -> Options:
         "backends": BACKENDS if everything else given.backend or DEFAULT_BACKENDS[given.device],
         "profile": given.profile if base is not None and Shape(**shape) == base else CUSTOM,
         "recipe": given.recipe or QUANTS.get(given.quant) or _UNQUANTISED[given.dtype],
+        "combine": given.combine or "bf16",
         "ep_size": _ep_size(given),
         "batches": _batches(given),
         "iters": _or(given.iters, 50 if on_cpu else 200),
