@@ -237,7 +237,8 @@ def test_traffic_counts_what_the_reference_sends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("combine", "row_bytes"), [("fp8_block", 256 + 2 * 4), ("nvfp4", 128 + 16 + 4)]
+    ("combine", "row_bytes"),
+    [("fp8_block", 256 + 2 * 4), ("nvfp4", 128 + 16 + 4), ("fp8_tensor", 256)],
 )
 def test_combine_formats_have_their_bytes(combine: str, row_bytes: int) -> None:
     chosen = small("uniform", hidden_size=256, combine=combine)
