@@ -28,7 +28,10 @@ GPU_SMALL_TOKENS = 32
 MAX_STAGING_BYTES = 128 * 2**20
 
 #: Formats in which partial rows travel back. "bf16" means unquantised rows of config.dtype.
-COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4")
+COMBINE_FORMATS = ("bf16", "fp8_block", "nvfp4", "fp8_tensor")
+
+#: The least scale of combine's format fp8_tensor, and the reciprocal of the largest.
+LEAST_COMBINE_SCALE = 2.0**-100
 
 #: What received rows have in the place of their tokens' expert ids; or an integer, the id of absent
 #: experts.
@@ -99,7 +102,10 @@ class AllToAllConfig:
         combine: format in which the experts' rows travel back. "bf16": unquantised, in `dtype`
             whichever type it is. "fp8_block", "nvfp4": the rank that computed the rows quantises
             them in blocks, and the rank that receives them adds them in fp32; combine_formats.py
-            bounds the error. None takes MOE_NVLINK_COMBINE.
+            bounds the error. "fp8_tensor": the same with combine_scale for all elements; magnitudes
+            above 448 * combine_scale saturate. None takes MOE_NVLINK_COMBINE.
+        combine_scale: what a code of 1 stands for with combine="fp8_tensor", 2^-100 to 2^100; a
+            model's calibration knows it, as amax / 448. With 1 the rows are cast.
         timeout_s: seconds to wait for the other ranks. None takes MOE_NVLINK_TIMEOUT_S.
         first_timeout_s: seconds to wait for the other ranks until the second complete round,
             because a rank may still compile, load or tune its experts. None takes timeout_s if the
@@ -170,6 +176,7 @@ class AllToAllConfig:
     dtype: torch.dtype = torch.bfloat16
     recipe: str | None = None
     combine: str | None = None
+    combine_scale: float = 1.0
     timeout_s: float | None = None
     first_timeout_s: float | None = None
     num_channels: int = 1
@@ -231,6 +238,7 @@ class AllToAllConfig:
                 f"combine={self.combine!r} (MOE_NVLINK_COMBINE) is no format of combine; use one "
                 f"of {', '.join(COMBINE_FORMATS)}"
             )
+        self._check_combine_scale()
         self._check_received_ids()
         if not isinstance(self.ranks_may_leave, bool):
             raise ConfigError(f"ranks_may_leave={self.ranks_may_leave!r} must be True or False")
@@ -239,6 +247,18 @@ class AllToAllConfig:
                 f"scales_layout={self.scales_layout!r} is none of {', '.join(SCALES_LAYOUTS)}"
             )
         check_timeouts(self.timeout_s, self.first_timeout_s)
+
+    def _check_combine_scale(self) -> None:
+        scale = self.combine_scale
+        # bool is an int. The limits keep the reciprocal, and 448 times the scale, normal in fp32.
+        is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if not is_number or not LEAST_COMBINE_SCALE <= scale <= 1 / LEAST_COMBINE_SCALE:
+            raise ConfigError(f"combine_scale={scale!r} must be a number from 2^-100 to 2^100")
+        if scale != 1 and self.combine != "fp8_tensor":
+            raise ConfigError(
+                f"combine_scale={scale} with combine={self.combine!r}, which makes its own scales "
+                "or none; use combine='fp8_tensor', or leave combine_scale at 1"
+            )
 
     def _check_received_ids(self) -> None:
         ids = self.received_ids

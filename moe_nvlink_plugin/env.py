@@ -33,7 +33,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "MOE_NVLINK_COMBINE": (
         "bf16",
-        "format in which rows travel back: bf16 (unquantised), fp8_block, nvfp4",
+        "format in which rows travel back: bf16 (unquantised), fp8_block, nvfp4, fp8_tensor",
     ),
     "MOE_NVLINK_DISPATCH": (
         "auto",

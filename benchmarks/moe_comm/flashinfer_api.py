@@ -87,6 +87,8 @@ def unsupported(options: Options) -> str | None:
     for name, most in limits.items():
         if getattr(options, name) > most:
             return f"{name}={getattr(options, name)}, and its kernels take at most {most}; lower it"
+    if not options.payload_in_workspace:
+        return "it is timed with its rows in the workspace; leave --no_payload_in_workspace out"
     if options.combine != "bf16":
         return f"it has no combine in {options.combine}; --combine bf16"
     if options.dtype == "float32":

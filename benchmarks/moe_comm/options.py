@@ -1,7 +1,7 @@
 """Hold the options of bench_moe_comm, and read them from its command line.
 
-They are spelled as in TensorRT-LLM's bench_moe_comm.py, whose users should feel at home. A dash and
-an underscore in an option's name are the same.
+They are spelled as in TensorRT-LLM's bench_moe_comm.py, whose command lines run here as they are. A
+dash and an underscore in an option's name are the same.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ BACKENDS = (
     *("gloo_gather", "all_to_all", "gloo_gather_full", "all_to_all_full"),
     *("nccl_gather", "flashinfer"),
 )
+#: What TensorRT-LLM calls a backend -> ours that takes its place.
+ALIASES = {"nvlink_one_sided": OURS}
 #: Measured if nothing is asked for. Those that a machine lacks are left out and named.
 DEFAULT_BACKENDS = {
     "cpu": (OURS, "gloo_gather", "all_to_all"),
@@ -71,6 +73,18 @@ RECIPES = (
     "mxfp8",
     "nvfp4",
 )
+#: TensorRT-LLM's name for a model's quantisation -> what dispatch sends; None: dtype as it is.
+QUANTS = {
+    "NO_QUANT": None,
+    "FP8": "fp8_tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_token",
+    "FP8_BLOCK_SCALES": "fp8_block",
+    "NVFP4": "nvfp4",
+    "W4A8_NVFP4_FP8": "fp8_tensor",
+    "W4A8_MXFP4_FP8": "fp8_tensor",
+    "W4A8_MXFP4_MXFP8": "mxfp8",
+    "W4A16_MXFP4": None,
+}
 _UNQUANTISED = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 DEVICES = ("cpu", "cuda", "rehearsal")
 
@@ -95,6 +109,8 @@ class Options:
         threads: compute threads of a CPU rank, of our backend and of torch.
         bind: each CPU rank that this program starts keeps to as many cores as it has threads.
         max_tokens: capacity of our backend's buffers; 0: the batch.
+        payload_in_workspace: the experts write their rows where our combine reads them; otherwise
+            combine copies them there first.
 
     Raises:
         OptionError: naming the value, its limit and what to do.
@@ -123,6 +139,7 @@ class Options:
     seed: int = 1
     max_tokens: int = 0
     bind: bool = False
+    payload_in_workspace: bool = True
 
     def __post_init__(self) -> None:
         for mistake in itertools.chain(_too_small(self), _contradictions(self)):
@@ -191,6 +208,11 @@ def _contradictions(of: Options) -> Iterator[str]:
     for name in ("cuda_graph", "pdl", "emulate_ranks") if of.device == "cpu" else ():
         if getattr(of, name):
             yield f"{name} is a GPU's, and device is 'cpu'; add --device cuda or leave it out"
+    if not of.payload_in_workspace and (of.emulate_ranks or of.device == "rehearsal"):
+        yield (
+            "emulated ranks launch the kernels alone, without the copy of rows that lie elsewhere; "
+            "leave --no_payload_in_workspace out"
+        )
     if of.bind and of.device != "cpu":
         yield f"bind is for CPU ranks, and device is {of.device!r}; leave --bind out"
 
@@ -222,15 +244,17 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--list", action="store_true", help="what could run here, and why not; end")
     what_is = made.add_argument_group("what is measured")
     add = what_is.add_argument
-    what = f"of {', '.join(BACKENDS)}; or all. *_full: packing, unpacking and reducing are timed"
-    names: Any = {"type": str.lower, "choices": [*BACKENDS, "all"], "metavar": "NAME"}
+    what = (
+        f"of {', '.join(BACKENDS)}; or all. *_full: packing, unpacking and reducing are timed. "
+        f"NVLINK_ONE_SIDED is {OURS}"
+    )
+    names: Any = {"type": _backend, "choices": [*BACKENDS, "all"], "metavar": "NAME"}
     add("--backend", nargs="+", help=what, **names)
     add("--profile", default="deepseek_v3", choices=[*PROFILES, CUSTOM])
     add("--hidden_size", type=int, help="these three: instead of the profile's")
     add("--top_k", type=int)
     add("--num_experts", type=int, help="of all ranks")
-    add("--recipe", choices=RECIPES, help="what travels; default: dtype as it is")
-    add("--combine", default="bf16", choices=COMBINE_FORMATS, help="what comes back")
+    _add_formats(what_is)
     add("--dtype", default="bfloat16", choices=list(_UNQUANTISED))
     add("--ep_size", type=int, help="ranks; default 4 on CPUs, all GPUs, or 8")
     routers = what_is.add_mutually_exclusive_group()
@@ -273,6 +297,21 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def _add_formats(group: Any) -> None:
+    """Add the options for what travels and what comes back."""
+    sent = group.add_mutually_exclusive_group().add_argument
+    sent("--recipe", choices=RECIPES, help="what travels; default: dtype as it is")
+    quant = f"or by TensorRT-LLM's name: {', '.join(QUANTS)}"
+    sent("--quant", type=str.upper, choices=QUANTS, metavar="ALGO", help=quant)
+    back = group.add_mutually_exclusive_group().add_argument
+    back("--combine", choices=COMBINE_FORMATS, help="what comes back; default bf16")
+    cast: Any = {"action": "store_const", "const": "fp8_tensor", "dest": "combine"}
+    back("--use_low_precision_combine", help="--combine fp8_tensor", **cast)
+    copied = "the experts' rows lie elsewhere, so that our combine copies them first"
+    elsewhere: Any = {"action": "store_false", "dest": "payload_in_workspace", "help": copied}
+    group.add_argument("--no_payload_in_workspace", **elsewhere)
+
+
 def parse(description: str, arguments: Sequence[str] | None = None) -> Request:
     """Return the command line as a Request; end the process with a message if it cannot be."""
     made = parser(description)
@@ -311,7 +350,8 @@ def options_of(given: argparse.Namespace) -> Options:
         **shape,
         "backends": BACKENDS if everything else given.backend or DEFAULT_BACKENDS[given.device],
         "profile": given.profile if base is not None and Shape(**shape) == base else CUSTOM,
-        "recipe": given.recipe or _UNQUANTISED[given.dtype],
+        "recipe": given.recipe or QUANTS.get(given.quant) or _UNQUANTISED[given.dtype],
+        "combine": given.combine or "bf16",
         "ep_size": _ep_size(given),
         "batches": _batches(given),
         "iters": _or(given.iters, 50 if on_cpu else 200),
@@ -321,6 +361,11 @@ def options_of(given: argparse.Namespace) -> Options:
         "cuda_graph": _or(given.cuda_graph, given.device == "cuda"),
     }
     return common.options_from(Options, argparse.Namespace(**values))
+
+
+def _backend(name: str) -> str:
+    """Return our name of a backend, in small letters."""
+    return ALIASES.get(name.lower(), name.lower())
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -21,7 +21,7 @@ class Ours(Side):
     """MoeAllToAll of one rank.
 
     Dispatch takes activations, which a recipe quantises on the way. The experts are taken to have
-    written to combine_input().
+    written to combine_input(), or elsewhere if options say so.
     """
 
     name = OURS
@@ -48,6 +48,8 @@ class Ours(Side):
         self._scale = cases.global_scale(config, context.device)
         self.combined = torch.empty_like(context.tokens.hidden)
         self._rows = self._exchange.combine_input()
+        if not context.options.payload_in_workspace:
+            self._rows = torch.empty_like(self._rows)
         self.received: Dispatched
 
     def dispatch(self) -> None:

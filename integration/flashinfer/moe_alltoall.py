@@ -25,14 +25,24 @@ from moe_nvlink_plugin.errors import (
     InputError,
     UnsupportedError,
 )
+from moe_nvlink_plugin.recipes.combine_formats import FP8_TENSOR
 
 from .communicators import CommunicatorGroup, group_of
-from .opaque_rows import Kind, OpaqueRows, check_bound, refuse_rows_beyond, row_bytes
+from .opaque_rows import (
+    Kind,
+    OpaqueRows,
+    check_bound,
+    is_capturing,
+    refuse_rows_beyond,
+    row_bytes,
+)
 
 #: FlashInfer's sizes of workspaces are multiples of this number of bytes.
 _ALIGNMENT = 128
 #: Combine's types, and the widest of them, in which the room for the experts' output is counted.
 _WIDEST, _OTHERS = torch.float32, (torch.bfloat16, torch.float16)
+#: The format of combine that casts, and the number of which its rows have multiples.
+_FP8, _FP8_BLOCK = FP8_TENSOR.name, FP8_TENSOR.block
 
 
 class _Geometry(NamedTuple):
@@ -53,17 +63,21 @@ class _Geometry(NamedTuple):
     def config_of(self, kind: Kind) -> AllToAllConfig:
         """Return the configuration for calls of one kind."""
         first, *others = kind.row_bytes
+        dtype, narrower, block = _WIDEST, _OTHERS, 1
+        if kind.combine == _FP8:
+            dtype, narrower, block = torch.bfloat16, (), _FP8_BLOCK
+        hidden_size = -(-kind.combined_bytes // (dtype.itemsize * block)) * block
         return AllToAllConfig(
             ep_size=self.ep_size,
             ep_rank=self.ep_rank,
             num_experts=self.num_experts,
             top_k=self.top_k,
-            hidden_size=-(-kind.combined_bytes // _WIDEST.itemsize),
+            hidden_size=hidden_size,
             max_tokens_per_rank=self.max_num_tokens,
-            dtype=_WIDEST,
+            dtype=dtype,
             recipe=f"bytes_{first}",
-            combine="bf16",
-            combine_dtypes=_OTHERS,
+            combine=kind.combine,
+            combine_dtypes=narrower,
             extra_payload_bytes=tuple(others),
             received_ids=kind.received_ids,
             num_expert_counts=kind.num_counts,
@@ -187,6 +201,7 @@ class MoeAlltoAll:
             self._WORKSPACE_CACHE[self._geometry] = rows
         self._rows = rows
         self._bound = 0
+        self._sends_fp8 = False  # what the next dispatch prepares its combine for
         self._gathered_stats: torch.Tensor | None = None
 
     @classmethod
@@ -337,6 +352,7 @@ class MoeAlltoAll:
             combined_bytes=most_bytes - sum(row_sizes),
             active_rank_mask=active_rank_mask,
             expert_counts=eplb_local_stats,
+            combine=_FP8 if self._sends_fp8 else "bf16",
         )
         self._gathered_stats = received.expert_counts
         self._bound = runtime_max_tokens_per_rank
@@ -376,21 +392,25 @@ class MoeAlltoAll:
             runtime_max_tokens_per_rank: that of dispatch.
             payload_in_workspace: whether payload is what get_combine_payload_tensor_in_workspace
                 returned.
-            output_dtype: None or the type of payload.
+            output_dtype: None or the type of the result.
             output_scales: must be None.
             output_scalar_scale: must be 1.0.
             sf_layout: not used, as without output_scales in FlashInfer.
-            output: `[num_tokens, hidden_size]` in the type of payload; None allocates it.
-            use_low_precision: must be False: FlashInfer casts rows to e4m3 without a scale.
+            output: `[num_tokens, hidden_size]`; None allocates it.
+            use_low_precision: whether rows are cast to e4m3, without a scale, so that magnitudes
+                above 448 become 448; the result is bf16. An infinity becomes NaN (FlashInfer: 448).
+                Equal on all ranks and in all calls of this object. The first call only casts; it
+                creates, or a later dispatch does, the exchange through which bf16 rows of a
+                multiple of 16 elements travel in FP8 from then on. Other rows are cast and travel
+                in bf16, with the same result.
             active_rank_mask: that of dispatch, or None.
 
         Raises:
             InputError, UnsupportedError, ExchangeStateError: nothing was sent.
             ExchangeTimeoutError, DisagreementError, PeerError: as MoeAllToAll.combine.
         """
-        _refuse_quantised(payload, output_dtype, output_scales, output_scalar_scale)
-        if use_low_precision:
-            _refuse("use_low_precision", 'MoeNvlinkConfig(combine="fp8_block") in moe_ep')
+        result_dtype = torch.bfloat16 if use_low_precision else payload.dtype
+        _refuse_quantised(result_dtype, output_dtype, output_scales, output_scalar_scale)
         self._check_mask(active_rank_mask)
         self._check_round("combine", runtime_max_tokens_per_rank)
         shape = (self.ep_size, runtime_max_tokens_per_rank)
@@ -404,9 +424,31 @@ class MoeAlltoAll:
             rows = payload.new_empty((self.ep_size, payload.shape[2]))
         elif payload_in_workspace:
             self._check_in_workspace(payload)
+        kind = self._rows.kind
+        if use_low_precision and (kind.combine != _FP8 or rows.dtype != torch.bfloat16):
+            # Casts that travel in bf16 have the same sums, and cast again they are themselves.
+            rows = FP8_TENSOR.quantise(rows).rows.to(torch.bfloat16)
+        elif kind.combine == _FP8 and not use_low_precision:
+            raise InputError(
+                "use_low_precision=False, but this object's combine before had True, and its "
+                "dispatch is for FP8; combine with another MoeAlltoAll of the same sizes, which "
+                "shares the workspace"
+            )
         total = self._rows.combine(rows, output, active_rank_mask)
         self._gathered_stats = None
+        if use_low_precision and not is_capturing(payload.device):
+            self._send_fp8(kind, payload)
         return total
+
+    def _send_fp8(self, kind: Kind, payload: torch.Tensor) -> None:
+        """Let later rounds of such rows travel in FP8, if they can. Collective the first time.
+
+        The exchange is created now, so that the next round may be captured.
+        """
+        fits = payload.dtype == torch.bfloat16 and payload.shape[2] % _FP8_BLOCK == 0
+        if fits and kind.combine != _FP8:
+            self._rows.prepare(kind._replace(combine=_FP8), payload.device)
+        self._sends_fp8 = fits
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
@@ -613,15 +655,15 @@ def _refuse_backend(backend: str) -> None:
 
 
 def _refuse_quantised(
-    payload: torch.Tensor,
+    result_dtype: torch.dtype,
     dtype: torch.dtype | None,
     scales: torch.Tensor | None,
     scalar_scale: float,
 ) -> None:
     if scales is not None or scalar_scale != 1.0:
         _refuse("output_scales", "quantisation of combine's output after combine")
-    if dtype not in (None, payload.dtype):
-        _refuse(f"output_dtype={dtype}", f"output_dtype={payload.dtype}, and convert afterwards")
+    if dtype not in (None, result_dtype):
+        _refuse(f"output_dtype={dtype}", f"output_dtype={result_dtype}, and convert afterwards")
 
 
 def _refuse(what: str, instead: str) -> NoReturn:

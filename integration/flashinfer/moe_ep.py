@@ -42,7 +42,8 @@ class MoeNvlinkConfig:
         extra_payload_bytes_per_token: bytes of activations and scales that a token may have beside
             MoEEpCommParams.dispatch_bytes_per_token.
         combine_dtypes: types of the experts' output beside MoEEpCommParams.dtype.
-        combine: as AllToAllConfig.combine: "fp8_block" or "nvfp4" quantises rows on their way back.
+        combine: as AllToAllConfig.combine: "fp8_block" or "nvfp4" quantises rows on their way back,
+            and "fp8_tensor" casts them, as use_low_precision_combine of NVLinkOneSidedConfig does.
         timeout_s: as AllToAllConfig.timeout_s.
     """
 

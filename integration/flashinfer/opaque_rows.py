@@ -26,12 +26,14 @@ class Kind(NamedTuple):
         received_ids: as AllToAllConfig.received_ids.
         combined_bytes: bytes of a row of the experts' output; 0: as always.
         num_counts: as AllToAllConfig.num_expert_counts.
+        combine: as AllToAllConfig.combine, where calls choose it.
     """
 
     row_bytes: tuple[int, ...]
     received_ids: str | int
     combined_bytes: int = 0
     num_counts: int = 0
+    combine: str = "bf16"
 
 
 class Received(NamedTuple):
@@ -54,6 +56,7 @@ class Received(NamedTuple):
 
 
 class _Round(NamedTuple):
+    kind: Kind
     exchange: MoeAllToAll
     metadata: DispatchMetadata
     mask: tuple[int, ...] | None
@@ -84,6 +87,11 @@ class OpaqueRows:
         """Whether a dispatch waits for its combine."""
         return self._round is not None
 
+    @property
+    def kind(self) -> Kind:
+        """What the dispatch in flight has in common with others."""
+        return self._in_flight("combine").kind
+
     def prepare(self, kind: Kind, device: torch.device) -> MoeAllToAll:
         """Return the exchange for a kind of call. Collective if it is the first of its kind.
 
@@ -96,7 +104,7 @@ class OpaqueRows:
         found = self._exchanges.get(kind)
         if found is not None:
             return found
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             raise ExchangeStateError(
                 f"the first dispatch of payloads of {kind.row_bytes} bytes with {kind.num_counts} "
                 "statistics is being captured; run it once before the capture, because it allocates"
@@ -117,6 +125,7 @@ class OpaqueRows:
         combined_bytes: int = 0,
         active_rank_mask: torch.Tensor | None = None,
         expert_counts: torch.Tensor | None = None,
+        combine: str = "bf16",
     ) -> Received:
         """Send payloads to the ranks that own the tokens' experts. Collective.
 
@@ -134,6 +143,7 @@ class OpaqueRows:
                 The others must not call. None: all do.
             expert_counts: `[num_counts]` int32, which every rank gets from all ranks. All ranks
                 pass as many, or None.
+            combine: as in Kind.
 
         Raises:
             InputError, ExchangeStateError, and what waits raise: as MoeAllToAll.dispatch.
@@ -146,7 +156,8 @@ class OpaqueRows:
         words = _words(active_rank_mask)
         rows = [_rows(index, tensor) for index, tensor in enumerate(payloads)]
         num_counts = _num_counts(expert_counts)
-        kind = Kind(tuple(row.shape[1] for row in rows), received_ids, combined_bytes, num_counts)
+        sizes = tuple(row.shape[1] for row in rows)
+        kind = Kind(sizes, received_ids, combined_bytes, num_counts, combine)
         exchange = self.prepare(kind, topk_ids.device)
         if topk_weights is None:
             topk_weights = self._weights(exchange.config, topk_ids)
@@ -159,7 +170,7 @@ class OpaqueRows:
             active_ranks=self._active_ranks(words, exchange.config, topk_ids.device),
             expert_counts=expert_counts,
         )
-        self._round = _Round(exchange, received.metadata, words)
+        self._round = _Round(kind, exchange, received.metadata, words)
         views = (received.hidden_states, *received.extra_payloads)
         return Received(
             received.topk_ids,
@@ -254,7 +265,7 @@ class OpaqueRows:
             return None
         found = self._masks.get(words)
         if found is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if is_capturing(device):
                 raise ExchangeStateError(
                     f"the first dispatch with active_rank_mask={words} is being captured; run it "
                     "once before the capture, because it copies the mask to the GPU"
@@ -301,6 +312,11 @@ def _num_counts(counts: torch.Tensor | None) -> int:
             "as many on all ranks"
         )
     return counts.numel()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph captures what runs on the device. Local."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def row_bytes(tensor: torch.Tensor) -> int:

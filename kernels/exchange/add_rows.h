@@ -167,7 +167,7 @@ HD void find_rows(const CombineArgs& args, const Cta& cta, int token, const RowS
     const int row = slot - (target - geometry.ep_rank) * geometry.max_tokens_per_rank;
     const uint32_t region = Format == kCombineUnquantised ? args.region : args.rows_region;
     shared.rows[turn][k] = valid ? address_of_row(args, target, region, row, sizes.row) : 0;
-    if constexpr (Format != kCombineUnquantised) {
+    if constexpr (kHasScales<Format>) {
       shared.scales[turn][k] = address_of_row(args, target, args.scales_region, row, sizes.scales);
       shared.row_scales[turn][k] =
           address_of_row(args, target, args.row_scales_region, row, sizes.row_scale);
@@ -182,7 +182,7 @@ struct KeptRows {
   HD void take(int /*k*/, int /*top_k*/, PartialRow* /*buffer*/) const {}
 };
 
-// The same for rows that lie in three regions. So many addresses would take the registers that the
+// The same for rows with scales, which lie in three regions. So many addresses would take the registers that the
 // sums need. Therefore the thread reads them again for each part of a row, a few k at a time.
 struct SharedRows {
   static constexpr int kTogether = 8;
@@ -205,7 +205,7 @@ struct SharedRows {
 template <class Config, class Element, int Format, class Part, class Shared>
 HD void combine_present_rows(const SumTarget& work, int hidden_size, int top_k, bool wide,
                              PartialRow* rows, const Shared& shared, int turn) {
-  if constexpr (Format != kCombineUnquantised) {
+  if constexpr (kHasScales<Format>) {
     for (int k = 0; k < top_k; ++k) {
       rows[k].scales = reinterpret_cast<const char*>(shared.scales[turn][k]);
       rows[k].row_scale = reinterpret_cast<const char*>(shared.row_scales[turn][k]);
@@ -214,7 +214,7 @@ HD void combine_present_rows(const SumTarget& work, int hidden_size, int top_k, 
   using Term = typename TermOf<Element, Format>::Type;
   const int whole = hidden_size - hidden_size % Term::kElements;
   sum_present_rows<Term>(rows, top_k, work, whole);
-  // A quantised row is whole blocks, of nvfp4 an odd number perhaps.
+  // A quantised row is whole blocks, of 16 elements an odd number perhaps.
   if constexpr (Format == kCombineUnquantised || Term::kElements > 16) {
     combine_range<Config, Element, typename Part::Rest>(KeptRows{rows}, top_k, work, wide, whole,
                                                         hidden_size);
@@ -265,7 +265,7 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
   if constexpr (kSkipAbsentRows) {
     combine_present_rows<Config, Element, Format, Part>(work, hidden_size, top_k, wide, rows,
                                                         shared, turn);
-  } else if constexpr (Format == kCombineUnquantised) {
+  } else if constexpr (!kHasScales<Format>) {
     combine_all_rows<Config, Element, Part>(work, hidden_size, top_k, wide, KeptRows{rows});
   } else {
     combine_all_rows<Config, Element, Part>(
@@ -283,13 +283,16 @@ constexpr int kQuantisedWidth = kVectorBytes / 2;
 template <class Config, class Element, int Format, class Shared>
 HD void combine_item_in_parts(const CombineArgs& args, const Cta& cta, int token, int split,
                               bool faulted, bool wide, const Shared& shared, int turn) {
-  static_assert(kNumCombineFormats == 3);
+  static_assert(kNumCombineFormats == 4);
   if constexpr (Format == kCombineFp8Block) {
     combine_item<Config, Element, Format, Fp8BlockPart<kQuantisedWidth>>(
         args, cta, token, split, faulted, wide, shared, turn);
   } else if constexpr (Format == kCombineNvfp4) {
     combine_item<Config, Element, Format, Nvfp4Part<kQuantisedWidth>>(args, cta, token, split,
                                                                       faulted, wide, shared, turn);
+  } else if constexpr (Format == kCombineFp8Tensor) {
+    combine_item<Config, Element, Format, Fp8TensorPart<kQuantisedWidth>>(
+        args, cta, token, split, faulted, wide, shared, turn);
   } else if (wide) {
     constexpr int kWidth = kVectorBytes / static_cast<int>(sizeof(typename Element::Storage));
     combine_item<Config, Element, Format, UnquantisedPart<Element, kWidth>>(

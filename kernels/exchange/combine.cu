@@ -145,7 +145,7 @@ HD void combine_in_format(const CombineArgs& args, const Cta& cta, const Share& 
 template <class Config, class Element, class Shared>
 HD void combine_elements(const CombineArgs& args, const Cta& cta, const Share& share, int format,
                          Shared& shared) {
-  static_assert(kNumCombineFormats == 3);
+  static_assert(kNumCombineFormats == 4);
   if constexpr (kKnows<Config, kCombineFp8Block>) {
     if (format == kCombineFp8Block) {
       combine_in_format<Config, Element, kCombineFp8Block>(args, cta, share, shared);
@@ -154,6 +154,11 @@ HD void combine_elements(const CombineArgs& args, const Cta& cta, const Share& s
   if constexpr (kKnows<Config, kCombineNvfp4>) {
     if (format == kCombineNvfp4) {
       combine_in_format<Config, Element, kCombineNvfp4>(args, cta, share, shared);
+    }
+  }
+  if constexpr (kKnows<Config, kCombineFp8Tensor>) {
+    if (format == kCombineFp8Tensor) {
+      combine_in_format<Config, Element, kCombineFp8Tensor>(args, cta, share, shared);
     }
   }
   if constexpr (kKnows<Config, kCombineUnquantised>) {

@@ -37,6 +37,9 @@ HD void quantise_slot(const CombineArgs& args, const Cta& cta, int slot, const R
   if constexpr (Format == kCombineFp8Block) {
     quantise_row_of_blocks<Fp8Block, Element>(cta, cta.thread, row, hidden_size, true, 1.0f,
                                               target);
+  } else if constexpr (Format == kCombineFp8Tensor) {
+    encode_row<Fp8TensorOfRow, Element>(cta, cta.thread, row, hidden_size, true,
+                                        Fp8TensorOfRow(args.rows_factor), target);
   } else {
     static_assert(Format == kCombineNvfp4);
     leave_row_amax<Element>(cta, row, hidden_size, true, amax);

@@ -8,6 +8,7 @@ a GPU the launch sets hidden_splits or senders.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -46,13 +47,14 @@ def formats_code(config: AllToAllConfig) -> int:
     """Return 7 bits that name the recipe and combine's format; each pair of BUILT_IN has its own.
 
     If two layers have rows of different formats, ranks must not take one layer for the other in a
-    round, even if the rows have the same size. Any other recipe, bytes_N too, has one of 96 codes
-    by its name, so two of them may share a code.
+    round, even if the rows have the same size. Any other recipe, bytes_N too, has one of the other
+    codes by its name, so two of them may share a code.
     """
     names = [recipe.name for recipe in BUILT_IN]
     name = config.recipe or unquantised_recipe_of(config.dtype).name
     if name not in names:
-        return 32 + zlib.crc32(f"{name} {config.combine}".encode()) % 96
+        taken = len(COMBINE_FORMATS) * len(names)
+        return taken + zlib.crc32(f"{name} {config.combine}".encode()) % (128 - taken)
     return len(COMBINE_FORMATS) * names.index(name) + combine_code(config)
 
 
@@ -60,10 +62,10 @@ def number_code(layer_number: int) -> int:
     """Return 7 bits that stand for a layer's number on its workspace.
 
     They are combined with formats_code by exclusive or. So of 128 layers in a row that differ in
-    nothing else, no two have the same tag; of four in a row, no two of any BUILT_IN formats, whose
-    codes are below 32.
+    nothing else, no two have the same tag; nor have two in a row, of any BUILT_IN formats, whose
+    codes are below 64.
     """
-    return (layer_number & 3) << 5 | layer_number >> 2 & 31
+    return (layer_number & 1) << 6 | layer_number >> 1 & 63
 
 
 def received_ids_code(config: AllToAllConfig) -> tuple[int, int]:
@@ -205,6 +207,7 @@ def combine_arguments(
     args.tells_end = 1 if config.ranks_may_leave else 0
     args.scale = 1.0
     args.format = combine_code(config)
+    args.rows_factor = 1.0 / ctypes.c_float(config.combine_scale).value
     fields = ("rows_region", "scales_region", "row_scales_region")
     _set_regions(args, regions, fields, prefix="combine_")
     for parity in ("even", "odd"):

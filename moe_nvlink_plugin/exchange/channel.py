@@ -206,7 +206,7 @@ class Channel:
         args.is_masked = 0 if self._active_ranks is None else 1
         args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
         args.add = 0 if add is None else add.data_ptr()
-        args.scale = scale
+        args.scale = scale * self._layer.config.combine_scale
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
         touched = (expert_output, send_slots, output, add)

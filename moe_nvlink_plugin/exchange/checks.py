@@ -405,8 +405,8 @@ def rows_in_place(expert_output: torch.Tensor, region: torch.Tensor) -> bool:
     return False
 
 
-def scale(value: float) -> None:
-    """Check the factor of a combine's sums.
+def scale(value: float, combine_scale: float) -> None:
+    """Check the factor of a combine's sums, which are multiplied by value * combine_scale at once.
 
     Raises:
         InputError: it is no finite number of float32.
@@ -419,9 +419,10 @@ def scale(value: float) -> None:
             f"scale={given!r} is a {type(given).__name__}, it must be a real number of the host "
             "(of a tensor, pass scale.item())"
         )
-    if not abs(value) <= LARGEST_SCALE:
+    largest = LARGEST_SCALE / max(1.0, combine_scale)
+    if not abs(value) <= largest:
         raise InputError(
-            f"scale={value} is no finite number of float32 (at most {LARGEST_SCALE} in magnitude); "
+            f"scale={value} is no finite number of float32 (at most {largest} in magnitude); "
             "pass a smaller one, and scale the rest in the experts' output"
         )
 

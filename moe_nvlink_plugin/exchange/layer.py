@@ -322,7 +322,7 @@ class LayerExchange:
         Collective; capturable. If it runs `beside` the caller, output is written after `wait`.
         """
         checks.channel(channel_index, self.config.num_channels)
-        checks.scale(scale)
+        checks.scale(scale, self.config.combine_scale)
         with self.workspace.channel_lock(channel_index):
             channel = self._usable_channel(channel_index, "combine")
             checks.combine_inputs(

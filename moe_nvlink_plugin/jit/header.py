@@ -48,7 +48,7 @@ def quantisers() -> dict[str, int]:
 
 
 def combine_formats() -> dict[str, int]:
-    """Return the codes of combine's formats: bf16, fp8_block, nvfp4 -> kCombine*.
+    """Return the codes of combine's formats: bf16, fp8_block, ... -> kCombine*.
 
     bf16 sends rows in the layer's own type.
     """

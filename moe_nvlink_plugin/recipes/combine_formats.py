@@ -7,13 +7,14 @@ Quantising loses bits, so only `AllToAllConfig.combine` turns it on. The tests c
 (kernels/exchange/combine.cu) with the torch code here, bit for bit; its operations round the same
 on every device.
 
-| format    | region              | row of a slot            | bytes at hidden 7168 |
-|-----------|---------------------|--------------------------|----------------------|
-| fp8_block | combine_rows        | e4m3 `[H]`               | 7168                 |
-|           | combine_scales      | fp32 `[H/128]`           | 224                  |
-| nvfp4     | combine_rows        | packed e2m1 `[H/2]`      | 3584                 |
-|           | combine_scales      | e4m3 `[H/16]`            | 448                  |
-|           | combine_row_scales  | fp32 `[1]`               | 4                    |
+| format     | region              | row of a slot            | bytes at hidden 7168 |
+|------------|---------------------|--------------------------|----------------------|
+| fp8_block  | combine_rows        | e4m3 `[H]`               | 7168                 |
+|            | combine_scales      | fp32 `[H/128]`           | 224                  |
+| nvfp4      | combine_rows        | packed e2m1 `[H/2]`      | 3584                 |
+|            | combine_scales      | e4m3 `[H/16]`            | 448                  |
+|            | combine_row_scales  | fp32 `[1]`               | 4                    |
+| fp8_tensor | combine_rows        | e4m3 `[H]`               | 7168                 |
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class QuantisedPartialRows(NamedTuple):
     """Quantised form of `n` partial rows; each field is the content of one region."""
 
     rows: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None  # None if the format has none
     row_scales: torch.Tensor | None  # fp32 [n, 1]; None if the format has none
 
 
@@ -100,13 +101,12 @@ class Fp8BlockFormat:
         return recipe_fp8.FP8_BLOCK.dequantise(rows, scales, torch.float32)
 
     def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
-        scales = self.quantise(partial_rows).scales.double().repeat_interleave(self.block, -1)
+        scales = self.quantise(partial_rows).scales
+        assert scales is not None
+        scales = scales.double().repeat_interleave(self.block, -1)
         exact = partial_rows.double().abs()
         values = exact / scales
-        # Half the distance between e4m3 numbers near the value: they have 3 bits after the leading
-        # bit, and below 2**-6 the distance is constant.
-        half_step = torch.exp2(_floor_log2(values).clamp(min=-6.0) - 4.0)
-        return _with_fp32_roundings(scales * half_step, exact)
+        return _with_fp32_roundings(scales * _half_step_of_e4m3(values), exact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,19 +157,66 @@ class Nvfp4Format:
         return _with_fp32_roundings(error, exact)
 
     def _units(self, quantised: QuantisedPartialRows) -> torch.Tensor:
+        assert quantised.scales is not None
         assert quantised.row_scales is not None
         return quantised.scales.float() * quantised.row_scales
 
 
+@dataclasses.dataclass(frozen=True)
+class Fp8TensorFormat:
+    """e4m3 with one scale for all rows, which does not travel: AllToAllConfig.combine_scale.
+
+    A value is e4m3(x * (1 / scale)); the reciprocal is rounded first. A magnitude above 448 * scale
+    becomes 448 * scale, and one up to 2**-10 * scale becomes zero. NaN and infinities become NaN,
+    each for itself. With scale 1 it is the cast of TensorRT-LLM's and FlashInfer's low-precision
+    combine, which makes +-448 of an infinity.
+
+    Combine adds the codes and multiplies the sum by the scale. With a power of two that has the
+    bits of the sum of `dequantise`'s terms.
+    """
+
+    scale: float = 1.0
+    name: str = "fp8_tensor"
+    block: int = 16
+
+    def rows(self, hidden_size: int) -> dict[str, PayloadRow]:
+        _check_hidden_size(self.name, hidden_size, self.block)
+        return {"combine_rows": PayloadRow(torch.float8_e4m3fn, hidden_size)}
+
+    def quantise(self, partial_rows: torch.Tensor) -> QuantisedPartialRows:
+        rows = partial_rows.float()
+        codes = to_e4m3((rows + rows * 0.0) * self._scale(rows).reciprocal())
+        return QuantisedPartialRows(codes, None, None)
+
+    def dequantise(self, quantised: QuantisedPartialRows) -> torch.Tensor:
+        codes = quantised.rows.float()
+        return codes * self._scale(codes)
+
+    def error_bound(self, partial_rows: torch.Tensor) -> torch.Tensor:
+        scale = self._scale(partial_rows).double()
+        exact = partial_rows.double().abs()
+        values = exact / scale
+        error = scale * torch.maximum(_half_step_of_e4m3(values), values - E4M3_MAX)
+        return _with_fp32_roundings(error, exact)
+
+    def _scale(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self.scale, dtype=torch.float32, device=like.device)
+
+
 FP8_BLOCK = Fp8BlockFormat()
 NVFP4 = Nvfp4Format()
+FP8_TENSOR = Fp8TensorFormat()
 #: Formats by name. None and "bf16" mean unquantised rows.
-FORMATS: dict[str, CombineFormat] = {one.name: one for one in (FP8_BLOCK, NVFP4)}
+FORMATS: dict[str, CombineFormat] = {one.name: one for one in (FP8_BLOCK, NVFP4, FP8_TENSOR)}
 UNQUANTISED_NAMES = (None, "bf16")
 
 
-def combine_format(name: str | None) -> CombineFormat | None:
+def combine_format(name: str | None, scale: float = 1.0) -> CombineFormat | None:
     """Return the format of that name; None for unquantised rows. Local.
+
+    Args:
+        name: as AllToAllConfig.combine.
+        scale: as AllToAllConfig.combine_scale.
 
     Raises:
         ConfigError: there is no such format.
@@ -178,7 +225,7 @@ def combine_format(name: str | None) -> CombineFormat | None:
         return None
     if name not in FORMATS:
         raise ConfigError(f"combine={name!r} is no format; use one of bf16, {', '.join(FORMATS)}")
-    return FORMATS[name]
+    return Fp8TensorFormat(scale) if name == FP8_TENSOR.name else FORMATS[name]
 
 
 def combine_rows(name: str | None, hidden_size: int) -> dict[str, PayloadRow]:
@@ -192,7 +239,7 @@ def combine_rows(name: str | None, hidden_size: int) -> dict[str, PayloadRow]:
 
 
 def error_bound(
-    partial_rows: torch.Tensor, name: str, dtype: torch.dtype | None = None
+    partial_rows: torch.Tensor, name: str, dtype: torch.dtype | None = None, scale: float = 1.0
 ) -> torch.Tensor:
     """Bound the distance between combine's result and the exact sum of the experts' rows. Local.
 
@@ -200,6 +247,7 @@ def error_bound(
         partial_rows: `[n, top_k, H]` of an activation type, finite; zeros for a k without a row.
         name: name of the format.
         dtype: type that combine writes; None: the type of partial_rows.
+        scale: as AllToAllConfig.combine_scale.
 
     Returns:
         fp64 `[n, H]`: an upper bound of |combine's element - exact sum|, if the sum does not
@@ -219,7 +267,10 @@ def error_bound(
        from amax of the row / 28672 on) is off by a 16th at most: together at most 17/96 of the
        block's amax. Blocks below that have a subnormal s; the smallest (amax of the block up to
        6 * 2**-10 * r) have s = 0, send zeros, and |y - x| = |x|.
-       Both: quotient, scale and the receiver's product are each rounded to fp32, which moves |y| by
+       fp8_tensor: e4m3's steps of fp8_block with s = scale, and above 448 * s the distance to it,
+       which has no limit: half the value is lost at 896 * s. The product with s comes after the sum
+       of 2, where it moves the result by what it would move the terms.
+       All: quotient, scale and the receiver's product are each rounded to fp32, which moves |y| by
        less than 2**-20 of its value; if that turns a tie the other way, |y - x| is no larger.
        No element is off by more than its magnitude, because zero is among the rounded numbers.
     2. The sum over k is a pairwise tree of depth d = ceil(log2(top_k)) in fp32, so it is off by at
@@ -228,7 +279,7 @@ def error_bound(
        (fp16) of its magnitude, which is at most |exact sum| + the bounds of 1 and 2; below fp16's
        normal numbers half its step there, 2**-25.
     """
-    found = combine_format(name)
+    found = combine_format(name, scale)
     assert found is not None, "unquantised rows have no blocks"
     shape = partial_rows.shape
     flat = partial_rows.reshape(-1, shape[-1])
@@ -255,6 +306,14 @@ def _check_hidden_size(name: str, hidden_size: int, block: int) -> None:
             f"combine={name!r} needs a hidden_size that is a multiple of {block}, got "
             f"{hidden_size}; use combine='bf16' for this layer"
         )
+
+
+def _half_step_of_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Return half the distance between e4m3 numbers near magnitudes up to 448.
+
+    They have 3 bits after the leading bit, and below 2**-6 the distance is constant.
+    """
+    return torch.exp2(_floor_log2(values).clamp(min=-6.0, max=8.0) - 4.0)
 
 
 def _floor_log2(values: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -591,8 +592,8 @@ def what_the_drop_in_refuses(rank: int, ep_size: int) -> None:
         _refused_dispatches(subject, payloads)
         subject.dispatch(ids, payloads, 2)
         good = torch.zeros(ep_size, 2, HIDDEN, dtype=torch.bfloat16)
-        with pytest.raises(UnsupportedError, match='use MoeNvlinkConfig.combine="fp8_block"'):
-            subject.combine(good, 2, use_low_precision=True)
+        with pytest.raises(UnsupportedError, match="output_dtype=torch.bfloat16, and convert"):
+            subject.combine(good.half(), 2, use_low_precision=True, output_dtype=torch.float16)
         with pytest.raises(UnsupportedError, match="output_dtype=torch.bfloat16, and convert"):
             subject.combine(good, 2, output_dtype=torch.float8_e4m3fn)
         with pytest.raises(UnsupportedError, match="no output_scales"):
@@ -700,6 +701,65 @@ def rounds_without_the_last_rank(rank: int, ep_size: int) -> None:
                 subject.combine(partial, 3, active_rank_mask=other)
             assert torch.equal(subject.combine(partial, 3, active_rank_mask=mask), wanted)
         dist.barrier()
+        subject._reset_workspace()
+
+
+def low_precision_round(
+    subject: Any, rank: int, number: int, dtype: torch.dtype = torch.bfloat16, width: int = HIDDEN
+) -> int:
+    """A round whose rows saturate in part; returns the bytes that came back, for each row."""
+    ep_size = subject.ep_size
+    ids = torch.arange(3 * TOP_K, dtype=torch.int32).view(3, TOP_K) % subject.num_experts
+    weights = torch.ones(3, TOP_K)
+    tokens = torch.arange(3, dtype=torch.bfloat16)[:, None].repeat(1, HIDDEN)
+    received = subject.dispatch(ids, [tokens, ids, weights], 3)[0]
+    slots = received[..., 0].nan_to_num().clamp(0, 2).long()  # which token; empty slots: any
+    generator = torch.Generator().manual_seed(number)
+    drawn = 1e3 * torch.randn(ep_size, ep_size, 3, width, generator=generator)  # [from, to, ...]
+    partial, in_workspace = drawn.to(dtype), number % 2 == 0
+    rows = torch.stack([partial[rank, to, slots[to]] for to in range(ep_size)])
+    if in_workspace:
+        region = subject.get_combine_payload_tensor_in_workspace(3, width, dtype)
+        rows = region.copy_(rows)
+    exchange = subject._rows._round.exchange
+    before = exchange.stats()
+    total = subject.combine(rows, 3, in_workspace, use_low_precision=True)
+    owners = [sorted({int(e) * ep_size // subject.num_experts for e in row}) for row in ids]
+    cast = partial.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    wanted = [sum(cast[owner, rank, token] for owner in owners[token]) for token in range(3)]
+    assert total.dtype is torch.bfloat16
+    # Sums of multiples of 2**-9 below 2**15 are exact in any order.
+    assert torch.equal(total, torch.stack(wanted).bfloat16()), number
+    after = exchange.stats()
+    return (after.bytes_combined - before.bytes_combined) // sum(map(len, owners))
+
+
+@case
+def low_precision_of_the_drop_in(rank: int, ep_size: int) -> None:
+    """FlashInfer's cast from the first round on; rows that can travel in FP8 do from the second."""
+    with installed():
+        subject, other = (drop_in(rank, ep_size, 4 * ep_size, hidden_size=256) for _ in range(2))
+        assert [low_precision_round(subject, rank, number) for number in range(4)] == [
+            2 * HIDDEN,
+            *([HIDDEN] * 3),
+        ]
+        # fp16 rows in the round that was prepared for FP8, then without it; a width of no block.
+        assert low_precision_round(subject, rank, 5, torch.float16) == HIDDEN
+        assert low_precision_round(subject, rank, 6, torch.float16) == 2 * HIDDEN
+        assert low_precision_round(subject, rank, 8, torch.float32, 40) == 80
+        assert low_precision_round(subject, rank, 9, width=40) == 80
+        assert low_precision_round(subject, rank, 10) == 2 * HIDDEN
+        ids, rows = torch.zeros(1, TOP_K, dtype=torch.int32), torch.full((1, HIDDEN), 500.0)
+        good = torch.full((ep_size, 1, HIDDEN), math.inf).bfloat16()
+        good[..., 1::2] = 500.0
+        subject.dispatch(ids, [rows, ids], 1)
+        with pytest.raises(InputError, match="use_low_precision=False, but this object's combine"):
+            subject.combine(good, 1)
+        total = subject.combine(good, 1, use_low_precision=True)
+        assert bool(total[:, ::2].isnan().all())
+        assert bool((total[:, 1::2] == 448.0).all())
+        other.dispatch(ids, [rows, ids], 1)  # another object, on the same workspace
+        assert torch.equal(other.combine(good, 1), good[rank])
         subject._reset_workspace()
 
 

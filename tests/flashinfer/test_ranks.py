@@ -31,6 +31,7 @@ CASES = (
     "a_reset_leaves_the_next_workspace_alone",
     "what_the_drop_in_refuses",
     "rounds_without_the_last_rank",
+    "low_precision_of_the_drop_in",
     "flashinfers_own_backend_on_the_drop_in",
     "statistics_of_experts",
     "the_newcomers_page",

@@ -157,7 +157,7 @@ constexpr bool kHasQuantisers = Config::kQuantiser < 0;
 
 // Rounds take turns with the formats of combine.
 int format_of(int round) {
-  return kHasFormats ? round % 3 : moe_nvlink::kCombineUnquantised;
+  return kHasFormats ? round % moe_nvlink::kNumCombineFormats : moe_nvlink::kCombineUnquantised;
 }
 
 // How dispatch quantises in a round: element counts that leave some threads without a block, and one
@@ -180,7 +180,7 @@ const Quantised& quantised(int round) {
       {moe_nvlink::kQuantiserNvfp4, 192, 96, 12, 0.9f},
       {moe_nvlink::kQuantiserFp8BlockPow2, 256, 256, 8, 0.0f},
   };
-  return kAll[kHasQuantisers ? round / 3 % moe_nvlink::kNumQuantisers : 0];
+  return kAll[kHasQuantisers ? round / 4 % moe_nvlink::kNumQuantisers : 0];
 }
 
 // What experts read takes turns too: ids and weights, and the layout of the scales.
@@ -203,13 +203,13 @@ bool combines_small(int round) {
 }
 // Combine adds nothing, then rows where it stores its own, then rows of their own memory.
 bool adds(int round) {
-  return round % 4 != 0;
+  return round % 3 != 0;
 }
 bool adds_in_place(int round) {
-  return round % 4 == 1;
+  return round % 3 == 1;
 }
 float scale_of(int round) {
-  return round % 2 == 0 ? 1.0f : -2.0f;
+  return round / 4 % 2 == 0 ? 1.0f : -2.0f;
 }
 bool has_mask(int round) {
   return round % 5 < 2;
@@ -262,6 +262,7 @@ float quantised_value(int format, int stamp, int target, int element) {
   static constexpr float kSmall[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   const float small = kSmall[(stamp + target + element) % 8];
   if (format == moe_nvlink::kCombineFp8Block) return element % 128 == 0 ? 448.0f : small;
+  if (format == moe_nvlink::kCombineFp8Tensor) return small;
   if (element < 16) return element == 0 ? 2688.0f : 0.0f;
   return element % 16 == 0 ? 6.0f : -small;
 }
@@ -527,6 +528,7 @@ struct Rank {
     const std::vector<float>& rows = adds_in_place(round) ? output : added;
     if (adds(round)) args.add = reinterpret_cast<uint64_t>(rows.data());
     args.scale = scale_of(round);
+    args.rows_factor = 1.0f;
     args.is_masked = round >= kRounds ? 1 : 0;
     args.region = regions.combine;
     args.hidden_splits = 1 + static_cast<uint32_t>(round) / 3 % 3;

@@ -25,7 +25,11 @@ VECTOR_MOVE = re.compile(r"v?mov(?:dq[au]|[au]p[sd])(?:8|16|32|64)?\s")
 VECTOR_ADD = re.compile(r"v?addps\s")
 VECTOR_MAX = re.compile(r"v?pmaxud\s")
 #: One step of a sum of quantised rows: a row's codes are decoded, and there is nothing before that.
-DECODES = {"Fp8BlockTerm<": re.compile(r"vcvtph2ps\s"), "Nvfp4Term<": re.compile(r"vpmovzxbd\s")}
+DECODES = {
+    "Fp8BlockTerm<": re.compile(r"vcvtph2ps\s"),
+    "Nvfp4Term<": re.compile(r"vpmovzxbd\s"),
+    "Fp8TensorTerm<": re.compile(r"vcvtph2ps\s"),
+}
 VECTOR_MULTIPLY = re.compile(r"v?mulps\s")
 SCALAR_MULTIPLY = re.compile(r"v?mulss\s")
 #: Elements that enter or leave a register one by one, or numbers that are added one by one.

@@ -24,7 +24,12 @@ from moe_nvlink_plugin.exchange.arguments import combine_code
 from moe_nvlink_plugin.jit import header, host
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes import combine_formats
-from moe_nvlink_plugin.recipes.combine_formats import FORMATS, QuantisedPartialRows, error_bound
+from moe_nvlink_plugin.recipes.combine_formats import (
+    FORMATS,
+    Fp8TensorFormat,
+    QuantisedPartialRows,
+    error_bound,
+)
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.kernels.test_specialised import AS_ON_THE_GPU
 from tests.support import cases, compare, delays, kernel_texts
@@ -35,6 +40,7 @@ from tests.support.delays import replace_once
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 each_format = pytest.mark.parametrize("name", FORMATS)
+each_block_format = pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
 
 
 class Outcome(NamedTuple):
@@ -46,7 +52,9 @@ class Outcome(NamedTuple):
     bytes_combined: int
 
 
-def config(partial_rows: torch.Tensor, name: str, rank: int, num_threads: int) -> AllToAllConfig:
+def config(
+    partial_rows: torch.Tensor, name: str, rank: int, num_threads: int, scale: float = 1.0
+) -> AllToAllConfig:
     num_tokens, top_k, hidden_size = partial_rows.shape
     return AllToAllConfig(
         ep_size=top_k,
@@ -57,6 +65,7 @@ def config(partial_rows: torch.Tensor, name: str, rank: int, num_threads: int) -
         max_tokens_per_rank=num_tokens + 3,
         dtype=partial_rows.dtype,
         combine=name,
+        combine_scale=scale,
         num_threads=num_threads,
         timeout_s=60.0,
     )
@@ -68,13 +77,14 @@ def exchange(
     num_threads: int = 2,
     hidden_splits: int = 1,
     *,
+    scale: float = 1.0,
     overwrite_counts: bool = False,
 ) -> Outcome:
     """`partial_rows[token, k]` is what rank k's expert makes of rank 0's token."""
     num_tokens, top_k, hidden_size = partial_rows.shape
 
     def rank_main(group: ThreadGroup) -> Outcome:
-        mine = config(partial_rows, name, group.rank, num_threads)
+        mine = config(partial_rows, name, group.rank, num_threads, scale)
         count = num_tokens if group.rank == 0 else 0
         ids = torch.arange(top_k, dtype=torch.int32).repeat(count, 1)
         numbers = torch.arange(count, dtype=FP32)[:, None].repeat(1, top_k)
@@ -265,6 +275,9 @@ def every_code_and_scale(name: str) -> QuantisedPartialRows:
         row_scales = torch.tensor([[2.0**-100], [math.inf], [0.7]])
         turned = torch.stack([rows.roll(places) for places in (0, 40, 104)])
         return QuantisedPartialRows(turned, turned_alike(scales), row_scales)
+    if name == "fp8_tensor":
+        turned = torch.stack([codes.roll(places) for places in (0, 77, 130)])
+        return QuantisedPartialRows(turned.view(torch.float8_e4m3fn), None, None)
     drawn = torch.exp2(torch.linspace(-60, 118, 56)) * 1.37
     others = [1e-10 / 448, 2.0**-126, 2.0**119, 1.0, 0.0, math.inf, math.nan]
     scales = torch.cat([drawn, torch.tensor(others)])
@@ -301,10 +314,11 @@ def test_every_code_and_scale(name: str, dtype: torch.dtype) -> None:
 
 
 def test_sizes_that_no_wide_step_divides() -> None:
-    """nvfp4 takes every multiple of 16."""
+    """nvfp4 and fp8_tensor take every multiple of 16."""
     for hidden_size in (16, 48, 80, 144, 208):
         rows = draw("heavy_tailed", (5, 2, hidden_size), BF16)
-        check_bits(rows, "nvfp4", hidden_splits=3)
+        for name in ("nvfp4", "fp8_tensor"):
+            check_bits(rows, name, hidden_splits=3)
 
 
 @each_format
@@ -312,7 +326,7 @@ def test_sizes_that_no_wide_step_divides() -> None:
 def test_sums_over_many_ranks(name: str, distribution: str) -> None:
     rows = draw(distribution, (9, 7, 256), BF16)
     outcome = check_bits(rows, name, num_threads=3, hidden_splits=2)
-    row_bytes = {"fp8_block": 256 + 2 * 4, "nvfp4": 128 + 16 + 4}[name]
+    row_bytes = {"fp8_block": 256 + 2 * 4, "nvfp4": 128 + 16 + 4, "fp8_tensor": 256}[name]
     assert outcome.bytes_combined == 9 * 7 * row_bytes
 
 
@@ -359,10 +373,11 @@ def test_what_is_no_number_stays_visible_and_with_its_token(name: str, bad: floa
     clean = exchange(rows, name).combined
     rows[1, 0, 200] = bad
     combined = exchange(rows, name).combined
-    # Its block, or with a scale for the row all of it.
-    first = {"fp8_block": 128, "nvfp4": 0}[name]
-    assert bool(combined[1, first:].isnan().all())
-    assert_same_bits(combined[1, :first], clean[1, :first], "other blocks")
+    # Its block, or with a scale for the row all of it; itself under a scale that nothing changes.
+    lost = {"fp8_block": slice(128, 256), "nvfp4": slice(256), "fp8_tensor": slice(200, 201)}[name]
+    assert bool(combined[1, lost].isnan().all())
+    combined[1, lost] = clean[1, lost]
+    assert_same_bits(combined[1], clean[1], "other blocks")
     assert_same_bits(combined[[0, 2, 3]], clean[[0, 2, 3]], "other tokens")
 
 
@@ -404,7 +419,44 @@ def test_error_is_within_its_bound(
     assert float((error / bound).max()) > SHARES[dtype, top_k]
 
 
-@each_format
+@each_distribution
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("scale", [0.0123, 2.0**-20, 3e5, 2.0**100])
+def test_a_scale_of_the_caller(distribution: str, dtype: torch.dtype, scale: float) -> None:
+    """Saturation and all that rounds to zero included. The codes are added up, then scaled."""
+    rows = draw(distribution, (24, 3, 272), dtype)
+    outcome = exchange(rows, "fp8_tensor", scale=scale)
+    codes = Fp8TensorFormat(scale).quantise(rows.flatten(0, 1)).rows.view(rows.shape)
+    for rank, quantised in enumerate(outcome.quantised):
+        assert torch.equal(quantised.rows.view(torch.uint8), codes[:, rank].view(torch.uint8))
+    wanted = (sum_of(codes.float(), FP32) * torch.tensor(scale)).to(dtype)
+    assert_same_bits(one_nan(outcome.combined), one_nan(wanted), "combined")
+    error = (outcome.combined.double() - rows.double().sum(1)).abs()
+    assert bool((error <= error_bound(rows, "fp8_tensor", scale=scale)).all())
+
+
+def test_what_one_scale_for_all_rows_loses() -> None:
+    """A sixteenth at most, a thousandth of the scale, or what is above 448 times the scale."""
+    rows = draw("outlier_channels", (24, 1, 1024), FP32) * 10.0
+    magnitudes = rows[:, 0].double().abs()
+    for scale in (1.0, 0.3, 64.0):
+        lost = torch.maximum(magnitudes / 16, torch.tensor(2.0**-10 * scale))
+        lost = torch.maximum(lost, magnitudes - 448 * scale)
+        bound = error_bound(rows, "fp8_tensor", scale=scale)
+        assert bool((bound <= lost + 2**-19 * magnitudes).all())
+        assert float((bound / lost).max()) > 0.99
+    assert bool((magnitudes > 896).any())
+
+
+def test_without_a_scale_the_rows_are_cast() -> None:
+    """As FlashInfer and TensorRT-LLM cast them, which saturates."""
+    rows = draw("outlier_channels", (32, 8, 1024), BF16)
+    cast = rows.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    combined = exchange(rows, "fp8_tensor").combined
+    assert_same_bits(combined, sum_of(cast, BF16), "a sum of casts")
+
+
+@each_block_format
 @each_distribution
 def test_bound_in_terms_of_amax(name: str, distribution: str) -> None:
     """What the derivation says of a block before anything is quantised."""
@@ -428,7 +480,7 @@ def rms(values: torch.Tensor) -> float:
 BETTER_THAN_A_CAST = {"fp8_block": 300.0, "nvfp4": 25.0}
 
 
-@each_format
+@each_block_format
 def test_beats_a_cast_without_scales(name: str) -> None:
     """The cast saturates at 448, and outliers are what it saturates."""
     rows = draw("outlier_channels", (32, 8, 1024), BF16)
@@ -478,18 +530,22 @@ def test_formats_are_those_of_the_kernels() -> None:
         name: sum(row.row_bytes for row in combine_formats.combine_rows(name, 7168).values())
         for name in FORMATS
     }
-    assert sizes == {"fp8_block": 7168 + 224, "nvfp4": 3584 + 448 + 4}
+    assert sizes == {"fp8_block": 7168 + 224, "nvfp4": 3584 + 448 + 4, "fp8_tensor": 7168}
     assert combine_formats.combine_rows(None, 7) == combine_formats.combine_rows("bf16", 7) == {}
 
 
-@pytest.mark.parametrize(("name", "hidden_size"), [("fp8_block", 7200), ("nvfp4", 7176)])
+@pytest.mark.parametrize(
+    ("name", "hidden_size"), [("fp8_block", 7200), ("nvfp4", 7176), ("fp8_tensor", 7176)]
+)
 def test_a_size_that_blocks_do_not_fill_is_refused(name: str, hidden_size: int) -> None:
     with pytest.raises(ConfigError, match=rf"'{name}' needs a hidden_size .*got {hidden_size}"):
         combine_formats.combine_rows(name, hidden_size)
 
 
 def test_a_format_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'fp6' is no format; use one of bf16, fp8_block, nvfp4"):
+    with pytest.raises(
+        ConfigError, match="'fp6' is no format; use one of bf16, fp8_block, nvfp4, fp8"
+    ):
         combine_formats.combine_format("fp6")
 
 

@@ -97,6 +97,7 @@ def test_streamed_rows(
         ("fp8_token", "bf16", torch.float16, 1088),  # 8 pieces, and a tail of 64
         ("mxfp8", "fp8_block", torch.float32, 1152),
         ("fp8_tensor", "bf16", torch.bfloat16, 1120),
+        (None, "fp8_tensor", torch.bfloat16, 1136),  # 8 pieces, and a tail of 112
     ],
 )
 def test_streamed_quantised_rows(
@@ -253,7 +254,8 @@ def test_lanes_of_the_gpu(recipe: str, hidden_size: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("combine", "hidden_size"), [("fp8_block", 128), ("fp8_block", 384), ("nvfp4", 304)]
+    ("combine", "hidden_size"),
+    [("fp8_block", 128), ("fp8_block", 384), ("nvfp4", 304), ("fp8_tensor", 304)],
 )
 def test_lanes_of_the_gpu_in_combine(
     combine: str, hidden_size: int, monkeypatch: pytest.MonkeyPatch

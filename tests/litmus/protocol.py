@@ -91,7 +91,11 @@ FAULT_CLEARED = r"shared\.faulted = 0"
 FAULT_READ = r"return shared\.faulted"
 SIGNALS = r"^format == kCombineUnquantised && cta\.block == 0 && !failed$"
 QUANTISES = r"^Format != kCombineUnquantised$"
-OTHER_FORMATS = (r"^format == kCombineFp8Block$", r"^format == kCombineNvfp4$")
+OTHER_FORMATS = (
+    r"^format == kCombineFp8Block$",
+    r"^format == kCombineNvfp4$",
+    r"^format == kCombineFp8Tensor$",
+)
 OTHER_ELEMENTS = r"^element == kElementFp(16|32)$"
 HAS_ITEMS = r"^int item = cta\.block"
 
@@ -326,7 +330,7 @@ def combining_quantised(
     """
     operands: dict[str, Operands] = {WAITS: wait, LOOKS_FOR_FAILURE: ""}
     plain: dict[str, Operands] = {ROWS_COUNTED: count}
-    untaken = [SIGNALS, OTHER_ELEMENTS, OTHER_FORMATS[1], r"^format == kCombineUnquantised$"]
+    untaken = [SIGNALS, OTHER_ELEMENTS, *OTHER_FORMATS[1:], r"^format == kCombineUnquantised$"]
     untaken += [HAS_FAILED, A_FAULT, TELLS_NO_END]
     if rows is None:
         untaken += [HAS_ROWS, HAS_QUANTISED]
@@ -737,7 +741,7 @@ def amax_of_three_rows(kernels: Kernels) -> str:
     reads = tuple(f"ld.weak row{row}, amax" for row in (1, 2, 3))
 
     def thread(plain: dict[str, Operands]) -> str:
-        untaken = [r"^Format == kCombineFp8Block$", THREAD_0]
+        untaken = [r"^Format == kCombineFp8(Block|Tensor)$", THREAD_0]
         return kernels.thread("quantise_received", {}, plain, untaken, {HAS_ROWS: 3})
 
     return text(

@@ -79,7 +79,7 @@ SAMPLE: tuple[tuple[str | None, str, str, bool], ...] = (
     ("fp8_block_pow2", "nvfp4", "sm_100a", False),
     ("fp8_token", "bf16", "sm_90a", True),
     ("fp8_token", "bf16", "sm_90a", False),
-    ("fp8_tensor", "nvfp4", "sm_90a", False),
+    ("fp8_tensor", "fp8_tensor", "sm_90a", False),
     ("mxfp8", "nvfp4", "sm_100a", False),
     ("nvfp4", "nvfp4", "sm_100a", False),
 )

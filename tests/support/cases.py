@@ -148,7 +148,7 @@ RECIPES = {
 }
 
 #: In what format rows may travel back, and the same of those.
-COMBINE_FORMATS = {"bf16": 1, "fp8_block": 128, "nvfp4": 16}
+COMBINE_FORMATS = {"bf16": 1, "fp8_block": 128, "nvfp4": 16, "fp8_tensor": 16}
 
 _WITH_SCALES = ("fp8_block", "fp8_block_pow2", "fp8_token", "mxfp8", "nvfp4")
 

@@ -80,10 +80,16 @@ extern "C" {
 // kCombine*, not Unquantised, and kElement*. hidden_size: a multiple of two registers' elements.
 void moe_nvlink_sum_quantised_rows(int format, int element, const moe_nvlink::PartialRow* rows,
                                    void* output, int top_k, int hidden_size) {
-  const auto sum_rows = format == moe_nvlink::kCombineFp8Block
-                            ? &sum_rows_of<moe_nvlink::kCombineFp8Block>
-                            : &sum_rows_of<moe_nvlink::kCombineNvfp4>;
-  sum_rows(element, rows, output, top_k, hidden_size);
+  switch (static_cast<moe_nvlink::CombineCode>(format)) {
+    case moe_nvlink::kCombineUnquantised:
+      return;
+    case moe_nvlink::kCombineFp8Block:
+      return sum_rows_of<moe_nvlink::kCombineFp8Block>(element, rows, output, top_k, hidden_size);
+    case moe_nvlink::kCombineNvfp4:
+      return sum_rows_of<moe_nvlink::kCombineNvfp4>(element, rows, output, top_k, hidden_size);
+    case moe_nvlink::kCombineFp8Tensor:
+      return sum_rows_of<moe_nvlink::kCombineFp8Tensor>(element, rows, output, top_k, hidden_size);
+  }
 }
 
 // The tag of a geometry in a cell, so that the tests can count what shares one.

@@ -137,9 +137,16 @@ def _checks(rank: int, _size: int) -> dict[str, str]:
             side = backends.BACKENDS[name](context)
             found[f"{name} {recipe} nothing"] = _message(side, context)
             side.close()
-    for changes in ({"max_tokens": 9, "combine": "nvfp4"}, {"dtype": "float32", "recipe": "fp32"}):
+    several: tuple[dict[str, Any], ...] = (
+        {"max_tokens": 9, "combine": "nvfp4"},
+        {"dtype": "float32", "recipe": "fp32"},
+        {"combine": "fp8_tensor", "payload_in_workspace": False},
+    )
+    for changes in several:
         context = _context(dataclasses.replace(SMALL, **changes), rank)
-        side = backends.BACKENDS["moe_nvlink"](context)
+        side: Any = backends.BACKENDS["moe_nvlink"](context)
+        is_there = side._rows is side._exchange.combine_input()
+        assert is_there == context.options.payload_in_workspace
         found[f"moe_nvlink {changes} nothing"] = _message(side, context)
         side.close()
     dist.barrier()
@@ -148,7 +155,7 @@ def _checks(rank: int, _size: int) -> dict[str, str]:
 
 def test_a_backend_that_loses_or_alters_a_row_is_refused(tmp_path: Path) -> None:
     of_ranks = run_processes(2, _checks, tmp_path)
-    assert len(of_ranks[0]) == 5 * 2 * 4 + 6 * 3 + 2
+    assert len(of_ranks[0]) == 5 * 2 * 4 + 6 * 3 + 3
     for found in of_ranks:
         for case, message in found.items():
             if case.endswith("nothing"):

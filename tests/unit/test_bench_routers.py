@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.moe_comm import accounting, options, routers, rows
-from benchmarks.moe_comm.options import Options
+from benchmarks.moe_comm.options import QUANTS, RECIPES, Options
 from moe_nvlink_plugin import reference
 
 
@@ -44,6 +44,36 @@ def test_options_of_the_reference() -> None:
     assert (found.iters, found.warmup, found.max_tokens, found.seed) == (30, 3, 2048, 7)
     assert found.iter_stats
     assert found.kernel_breakdown
+
+
+def test_command_lines_of_tensorrt_llm() -> None:
+    """As its post has it, and with the options for what travels."""
+    found = parsed(
+        *("--backend", "NVLINK_ONE_SIDED", "--profile", "deepseek_v3", "--perfect_router"),
+        *("--kernel_breakdown", "--iter_stats", "--ep_size", "8", "-b", "1", "-e", "2048"),
+        *("-f", "2", "--output_file", "nvlink_one_sided.json"),
+    )
+    assert (found.backends, found.recipe, found.combine) == (("moe_nvlink",), "bf16", "bf16")
+    assert (found.ep_size, found.batches) == (8, tuple(2**power for power in range(12)))
+    assert found.payload_in_workspace
+    assert parsed("--quant", "fp8_block_scales").recipe == "fp8_block"
+    assert parsed("--quant", "NO_QUANT", "--dtype", "float16").recipe == "fp16"
+    assert parsed("--use_low_precision_combine").combine == "fp8_tensor"
+    assert not parsed("--no-payload-in-workspace").payload_in_workspace
+
+
+def test_what_contradicts_options_of_tensorrt_llm(capsys: pytest.CaptureFixture[str]) -> None:
+    low = "--use_low_precision_combine"
+    assert "not allowed with argument --combine" in refused(capsys, "--combine", "bf16", low)
+    quant = ("--quant", "NVFP4")
+    assert "not allowed with argument --recipe" in refused(capsys, "--recipe", "bf16", *quant)
+    assert "invalid choice: 'INT8'" in refused(capsys, "--quant", "INT8")
+    given = ("--device", "cuda", "--emulate_ranks", "2", "--no_payload_in_workspace")
+    assert "leave --no_payload_in_workspace out" in refused(capsys, *given)
+
+
+def test_quantisations_name_recipes() -> None:
+    assert set(QUANTS.values()) - {None} <= set(RECIPES)
 
 
 def test_dashes_and_underscores_are_the_same() -> None:
@@ -207,7 +237,8 @@ def test_traffic_counts_what_the_reference_sends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("combine", "row_bytes"), [("fp8_block", 256 + 2 * 4), ("nvfp4", 128 + 16 + 4)]
+    ("combine", "row_bytes"),
+    [("fp8_block", 256 + 2 * 4), ("nvfp4", 128 + 16 + 4), ("fp8_tensor", 256)],
 )
 def test_combine_formats_have_their_bytes(combine: str, row_bytes: int) -> None:
     chosen = small("uniform", hidden_size=256, combine=combine)

@@ -84,7 +84,7 @@ def test_combine_in_another_type_and_width(ep_size: int, zero_copy: bool) -> Non
     run_ranks(ep_size, rank_main)
 
 
-@pytest.mark.parametrize("combine", ["fp8_block", "nvfp4"])
+@pytest.mark.parametrize("combine", ["fp8_block", "nvfp4", "fp8_tensor"])
 def test_quantised_rows_of_another_type_and_width(combine: str) -> None:
     """As an exchange of that type and width has them, bit for bit."""
     dtype, width = torch.float32, 128

@@ -109,7 +109,7 @@ def test_why_a_geometry_is_refused(text: str, reason: str) -> None:
 def test_names_of_formats() -> None:
     recipes = ["fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4", "fp8_block_pow2"]
     assert list(header.quantisers()) == ["none", *recipes]
-    assert list(header.combine_formats()) == ["bf16", "fp8_block", "nvfp4"]
+    assert list(header.combine_formats()) == ["bf16", "fp8_block", "nvfp4", "fp8_tensor"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_bytes_that_travel(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bytes_per_row"),
-    [("bf16", 14336), ("fp8_block", 7168 + 224), ("nvfp4", 3584 + 448 + 4)],
+    [("bf16", 14336), ("fp8_block", 7168 + 224), ("nvfp4", 3584 + 448 + 4), ("fp8_tensor", 7168)],
 )
 def test_bytes_that_travel_back(name: str, bytes_per_row: int) -> None:
     with alone(combine=name, hidden_size=7168) as layer:
@@ -215,7 +216,13 @@ def test_compiled_as_eager() -> None:
         ({"recipe": "nvfp4", "hidden_size": 24}, "hidden_size=24 is not a multiple of 16"),
         ({"combine": "fp8_block", "hidden_size": 192}, "multiple of 128, got 192"),
         ({"combine": "nvfp4", "hidden_size": 24}, "multiple of 16, got 24"),
-        ({"combine": "fp8"}, "combine='fp8'.*bf16, fp8_block, nvfp4"),
+        ({"combine": "fp8_tensor", "hidden_size": 24}, "multiple of 16, got 24"),
+        ({"combine": "fp8"}, "combine='fp8'.*bf16, fp8_block, nvfp4, fp8_tensor"),
+        ({"combine": "bf16", "combine_scale": 2.0}, "combine_scale=2.0 with combine='bf16'"),
+        *(
+            ({"combine": "fp8_tensor", "combine_scale": bad}, "combine_scale=.* from 2.-100 to")
+            for bad in (0.0, -1.0, 2.0**-101, 2.0**101, math.nan, math.inf, True, "1", None)
+        ),
         ({"recipe": "fp4"}, "recipe='fp4' is unknown.*nvfp4"),
     ],
 )
@@ -406,6 +413,29 @@ def test_experts_output_of_another_type() -> None:
             layer.combine(torch.zeros(CAPACITY, HIDDEN), received.metadata)
 
 
+def test_ranks_that_would_scale_differently() -> None:
+    """The scale does not travel, so ranks must agree on it before a row does."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank, combine="fp8_tensor", combine_scale=1.0 + group.rank)
+        with pytest.raises(DisagreementError, match="combine_scale"):
+            MoeAllToAll.create(mine, group)
+
+    run_ranks(2, rank_main)
+
+
+def test_a_factor_that_combine_scale_makes_too_large() -> None:
+    """combine_scale multiplies the sums together with scale."""
+    with alone(combine="fp8_tensor", combine_scale=2.0**10) as layer:
+        hidden, ids, weights = inputs(4)
+        received = layer.dispatch(hidden, ids, weights)
+        rows = received.hidden_states.clone()
+        with pytest.raises(InputError, match="scale=1e\\+36 is no finite number of float32"):
+            layer.combine(rows, received.metadata, scale=1e36)
+        sums = layer.combine(rows, received.metadata, scale=1e35)
+        assert bool(sums.isfinite().all())
+
+
 @pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
 def test_counts_that_the_caller_overwrites(combine: str) -> None:
     """Dispatched.recv_counts is the caller's; the experts' rows elsewhere are still all copied."""
@@ -428,14 +458,14 @@ def test_two_ranks_in_every_format() -> None:
 
     def rank_main(group: ThreadGroup) -> list[torch.Tensor]:
         results = []
-        for combine in ("bf16", "fp8_block", "nvfp4"):
+        for combine in ("bf16", "fp8_block", "nvfp4", "fp8_tensor"):
             with MoeAllToAll.create(config(2, group.rank, combine=combine), group) as layer:
                 received = layer.dispatch(hidden, ids, weights)
                 results.append(layer.combine(received.hidden_states.clone(), received.metadata))
         return results
 
-    for plain, fp8, fp4 in run_ranks(2, rank_main):
+    for plain, fp8, fp4, cast in run_ranks(2, rank_main):
         assert torch.equal(plain, 2 * hidden)
         peak = 2 * hidden.abs().max().item()
-        for result, share in ((fp8, 1 / 16), (fp4, 1 / 4)):
+        for result, share in ((fp8, 1 / 16), (fp4, 1 / 4), (cast, 1 / 16)):
             assert 0 < (result - plain).abs().max().item() < share * peak

@@ -233,7 +233,7 @@ def test_new_weights_may_bring_another_scale_but_no_other_format() -> None:
 # On the way back.
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "nvfp4", "fp8_tensor"])
 def test_partial_rows_travel_back_in_the_format_of_the_option(name: str) -> None:
     def body(pool: ExchangePool) -> bool:
         subject = dispatcher_of(pool)

@@ -822,6 +822,7 @@ def test_rows_come_back_in_the_format_that_was_asked_for() -> None:
             assert (float(error.max()) > 1e-4) == (name != "bf16")
     assert 3 * moved["fp8_block"] < moved["bf16"]
     assert 6 * moved["nvfp4"] < moved["bf16"]
+    assert 4 * moved["fp8_tensor"] == moved["bf16"]
 
 
 def test_experts_that_reduce_into_another_type_are_refused() -> None:

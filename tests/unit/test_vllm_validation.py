@@ -313,7 +313,7 @@ def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:
         ({"dispach": "mxfp8"}, ["no 'dispach'", "dispatch, combine, quantise"]),
         ({"dispatch": "fp7"}, ["'fp7' is unknown", "fp8_block", "nvfp4", "auto or bf16"]),
         ({"dispatch": 8}, ["dispatch=8"]),
-        ({"combine": "mxfp8"}, ["combine='mxfp8'", "bf16, fp8_block, nvfp4"]),
+        ({"combine": "mxfp8"}, ["combine='mxfp8'", "bf16, fp8_block, nvfp4, fp8_tensor"]),
         ({"quantise": "torch"}, ["quantise='torch'", "fused, framework"]),
         ({"overlap_shared_experts": 1}, ["overlap_shared_experts=1 is not true or false"]),
         ({"dispatch": "fp8_block"}, ["hidden_size=100", "multiple of 128", "recipe fp8_block"]),

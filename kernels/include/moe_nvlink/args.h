@@ -92,6 +92,7 @@ struct CombineArgs {
   uint32_t odd_staging_region;   // the same for rounds of an odd epoch
   uint32_t senders;              // small batches: CTAs that send; 0: all CTAs do all
   float scale;                   // the sums are multiplied by it; finite
+  float rows_factor;             // kCombineFp8Tensor: a code is an element times this
   uint32_t is_masked;            // 1: the dispatch had a mask, which it left in LocalControl
   uint32_t tells_end;            // 1: this rank may leave: say when it has read the rows (P14)
 };

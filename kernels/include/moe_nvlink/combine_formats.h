@@ -1,4 +1,4 @@
-// How the experts' rows travel in combine: as they are, or quantised per block. For each format:
+// How the experts' rows travel in combine: as they are, or quantised. For each format:
 // the bytes of a row, what one thread loads of a row and adds to its sums (a part), and how a row
 // is quantised. moe_nvlink_plugin/recipes/combine_formats.py has the same arithmetic in torch.
 #pragma once
@@ -18,6 +18,10 @@ struct PartialRow {
   const char* row_scale;
 };
 
+// Whether scales lie beside the rows that travel.
+template <int Format>
+constexpr bool kHasScales = Format == kCombineFp8Block || Format == kCombineNvfp4;
+
 // Bytes of a row in each of the regions it lies in.
 struct RowSizes {
   uint64_t row;
@@ -32,6 +36,8 @@ HD RowSizes row_sizes(uint64_t element_bytes, int hidden_size) {
     return RowSizes{elements, elements / 128 * 4, 0};
   } else if constexpr (Format == kCombineNvfp4) {
     return RowSizes{elements / 2, elements / 16, 4};
+  } else if constexpr (Format == kCombineFp8Tensor) {
+    return RowSizes{elements, 0, 0};
   } else {
     static_assert(Format == kCombineUnquantised);
     return RowSizes{elements * element_bytes, 0, 0};
@@ -132,6 +138,24 @@ struct Nvfp4Part {
   }
 };
 
+// value = e4m3. What a code of 1 stands for is the same in all rows, so the sum is multiplied by it,
+// with CombineArgs.scale.
+template <int Width>
+struct Fp8TensorPart {
+  static constexpr int kWidth = Width;
+  using Rest = Fp8TensorPart<16>;
+  Vector<Width> codes;
+
+  HD void set_absent() { fill_bytes(codes, 0x80); }
+  HD void load(const PartialRow& from, int element) { load_vector(codes, from.row + element); }
+  HD void add_to(float* sums) const {
+    float values[Width];
+    E4m3::to_floats<Width>(codes.bytes, values);
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < Width; ++i) sums[i] += values[i];
+  }
+};
+
 // ---- Quantising, in the blocks of quantise.h. Fp8Block serves unchanged.
 
 // The scale of a row of nvfp4 from its largest magnitude, as bits: the largest block's scale is
@@ -177,5 +201,17 @@ struct Nvfp4OfRow {
 };
 template <>
 constexpr bool kRowWasRead<Nvfp4OfRow> = true;
+
+// A row under CombineArgs.rows_factor. x * 0 is NaN for an infinity, which else would become 448, as
+// a large number does: nobody could tell it from a result.
+struct Fp8TensorOfRow : E4m3Values {
+  static constexpr int kBlock = 0;
+  float factor;
+  HD explicit Fp8TensorOfRow(float rows_factor) : factor(rows_factor) {}
+  template <class Floats>
+  HD Floats value(Floats x) const {
+    return (x + x * 0.0f) * factor;
+  }
+};
 
 }  // namespace moe_nvlink

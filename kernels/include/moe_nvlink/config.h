@@ -34,7 +34,7 @@ constexpr int kFirstCallerPayload = 2;
 // test compares the numbers with the enums.
 constexpr int kNumElements = 3;
 constexpr int kNumQuantisers = 7;
-constexpr int kNumCombineFormats = 3;
+constexpr int kNumCombineFormats = 4;
 constexpr int kNumReceivedIds = 4;
 constexpr int kNumScalesLayouts = 3;
 
@@ -62,6 +62,7 @@ enum CombineCode : int {
   kCombineUnquantised = 0,
   kCombineFp8Block = 1,
   kCombineNvfp4 = 2,
+  kCombineFp8Tensor = 3,
 };
 
 // What a received row has in the place of its token's expert ids. An absent id is an id whose expert

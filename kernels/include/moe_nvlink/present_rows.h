@@ -138,6 +138,13 @@ struct Nvfp4Term : PairTerm<Element> {
   }
 };
 
+template <class Element>
+struct Fp8TensorTerm : PairTerm<Element> {
+  MOE_NVLINK_INLINE HD static RegisterPair load(const PartialRow& from, int element) {
+    return e4m3_values(from.row + element, 1.0f);
+  }
+};
+
 template <class Element, int Format>
 struct TermOf;
 template <class Element>
@@ -151,6 +158,10 @@ struct TermOf<Element, kCombineFp8Block> {
 template <class Element>
 struct TermOf<Element, kCombineNvfp4> {
   using Type = Nvfp4Term<Element>;
+};
+template <class Element>
+struct TermOf<Element, kCombineFp8Tensor> {
+  using Type = Fp8TensorTerm<Element>;
 };
 
 // ---- Shapes: which sums are made of the rows.

@@ -423,6 +423,23 @@ HD bool loads_are_wide(uint64_t address, int hidden_size) {
   return vector_bytes_for(address, row_bytes) == kVectorBytes;
 }
 
+// The codes of a row whose elements share the scale of `format`; lanes and rows as in quantise_row.
+template <class Format, class Element, class Target>
+HD void encode_row(const Cta& cta, int lane, const char* row, int hidden_size, bool wide,
+                   const Format& format, const Target& target) {
+  int whole = hidden_size / kLaneElements * kLaneElements;
+  // Rows of an odd size begin anywhere at the target.
+  if (kAlignedVectorsOnly && whole != hidden_size) whole = 0;
+  int first = 0;
+  if constexpr (kLaneHasRegisters) {
+    first = hidden_size / kGroupElements * kGroupElements;
+    quantise_range<Format, Element, kGroupElements>(cta, lane, row, wide, 0, first, format, target);
+  }
+  quantise_range<Format, Element, kLaneElements>(cta, lane, row, wide, first, whole, format,
+                                                 target);
+  quantise_elements<Format, Element>(cta, lane, row, whole, hidden_size, format, target);
+}
+
 // The CTA's threads quantise one row of `hidden_size` elements (a multiple of the recipe's block)
 // and store it to `target`. `lane` numbers them; neighbouring lanes are neighbouring threads, and
 // lane 0 is the first of a warp. On the GPU the target's row lies on a boundary of 16 bytes (e4m3)
@@ -435,19 +452,8 @@ HD void quantise_row(const Cta& cta, int lane, const char* row, int hidden_size,
                      uint32_t row_amax, float global_scale, const Target& target) {
   using Format = typename FormatOf<Quantiser>::Type;
   if constexpr (Format::kBlock == 0) {
-    int whole = hidden_size / kLaneElements * kLaneElements;
     const Format format(row_amax, global_scale);
-    // Rows of an odd size begin anywhere at the target.
-    if (kAlignedVectorsOnly && whole != hidden_size) whole = 0;
-    int first = 0;
-    if constexpr (kLaneHasRegisters) {
-      first = hidden_size / kGroupElements * kGroupElements;
-      quantise_range<Format, Element, kGroupElements>(cta, lane, row, wide, 0, first, format,
-                                                      target);
-    }
-    quantise_range<Format, Element, kLaneElements>(cta, lane, row, wide, first, whole, format,
-                                                   target);
-    quantise_elements<Format, Element>(cta, lane, row, whole, hidden_size, format, target);
+    encode_row<Format, Element>(cta, lane, row, hidden_size, wide, format, target);
     if constexpr (Format::kHasRowScale) {
       if (lane == 0) {
         target.store_scales(0, *reinterpret_cast<const Vector<4>*>(&format.scale));

@@ -202,7 +202,7 @@ class OneSided:
             max_tokens_per_rank=sizes.pop("max_num_tokens"),
             dtype=torch.bfloat16,
             recipe="nvfp4",
-            combine="fp8_block" if self.low_precision_combine else "bf16",
+            combine="fp8_tensor" if self.low_precision_combine else "bf16",
             **sizes,
         )
         self.moe_alltoall, self.initialized = self, True
