@@ -299,6 +299,18 @@ def test_each_stage_of_a_pipeline_has_its_exchange(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_the_transformers_backend(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """Its model is that of transformers, with an experts class of vLLM's backend in its layers."""
+    arguments = (*DP2, EAGER, "--model-impl=transformers")
+    with EpServer(requests_of(QWEN3), folder, "transformers", *arguments) as server:
+        assert server.differing(range(24), concurrency=5) == []
+        server.check_traffic(2, 24, _num_moe_layers(QWEN3))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_processes_started_in_vllms_own_way(
     requests_of: Callable[[TinyModel], Requests], folder: Path
 ) -> None:

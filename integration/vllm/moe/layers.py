@@ -2,7 +2,7 @@
 
 Both use ``register_oot``, vLLM's hook to replace a layer class when a layer is created. The hook
 knows a class by its name and not its subclasses. Some models bring a subclass of ``RoutedExperts``
-(GPT-OSS, DBRX, the Transformers backend), mostly for its weight loader: `_create` extends it.
+(GPT-OSS, the Transformers backend), mostly for its weight loader: `_create` extends it.
 """
 
 from __future__ import annotations
