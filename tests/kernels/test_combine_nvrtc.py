@@ -140,8 +140,8 @@ def test_nothing_is_touched_before_the_wait(name: str, architecture: str) -> Non
 @each_variant
 def test_ordered_accesses(name: str, architecture: str) -> None:
     """P5 before P3's release, P3's acquire behind it, then P14's arrival and release, and nothing
-    ordered beside them. Before that
-    rows are taken, the first and every next one, by an atomic that has no barrier.
+    ordered beside them. Before that rows are taken, the first and every next one, by an atomic that
+    has no barrier.
     """
     names = [one.name for one in listing(name, architecture)]
     places = [i for i, one in enumerate(names) if re.match(r"MEMBAR|CCTL|ATOMG|REDG", one)]

@@ -42,8 +42,8 @@ COMMON_TOP_K = 8
 #: Ordered accesses of a kernel. Every release is a barrier and then the access, every acquire the
 #: access and then the emptying of L1.
 SYSTEM_RELEASES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 2}  # P1; P3 and P14
-#: P1, P14, and P12 before the first token and in a CTA without tokens; P3. ptxas may unroll the looks
-#: of P12 and P14, which are in loops.
+#: P1, P14, and P12 before the first token and in a CTA without tokens; P3. ptxas may unroll the
+#: looks of P12 and P14, which are in loops.
 SYSTEM_ACQUIRES = {"moe_nvlink_dispatch": (4, 5, 6, 7), "moe_nvlink_combine": (1,)}
 GPU_ARRIVALS = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}  # P2; P14
 #: Fault words of each wait, and of a mask without oneself: stored relaxed, in the workspace and in

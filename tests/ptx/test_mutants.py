@@ -252,17 +252,16 @@ def last_rank_leaves(case: Case, seed: int) -> None:
     """
     inputs, last = cases.make_inputs(case), case.ep_size - 1
     with running_layer(case, seed) as ranks:
-        ranks.grids.machine.make_late(last, 0)
         outputs = [torch.full_like(mine.hidden_states, -7) for mine in inputs]
         ranks._masks = [rank_mask(range(case.ep_size), case.ep_size)] * case.ep_size
+        ranks.kind = BULK
+        slots = [each.send_slots for each in ranks.dispatch(inputs)]
+        ranks.grids.machine.make_late(last, 1)
         with ranks.grids.queued():
-            ranks.kind = BULK
-            received = ranks.dispatch(inputs)
-            slots = [each.send_slots for each in received]
             ranks.combine(slots, outputs)
             ranks._masks = [rank_mask(range(last), case.ep_size)] * case.ep_size
             ranks.kind = SMALL if case.small else BULK
-            received = ranks.dispatch(inputs[:-1])
+            ranks.dispatch(inputs[:-1])
         ranks.check_faults()
         for rank in range(last):
             ranks.poison_combine(rank)
