@@ -246,9 +246,12 @@ def bulk_after_an_unmissed_rank(case: Case, seed: int) -> None:
         assert (word >> 48 & 0xFF, word >> 32 & 0xFFFF) == (constants()[PHASES["combine"]], 1)
 
 
-def last_rank_leaves(case: Case, seed: int) -> None:
-    """After a combine that pulls. A CTA of it runs when the others only look whether it has read;
-    then they write over what it reads.
+def last_rank_leaves(case: Case, late: bool, seed: int) -> None:
+    """After a combine that pulls. Then the others write over what it reads.
+
+    Args:
+        late: a CTA of it runs when the others have nothing left to do but to look whether it has
+            read. So they look again (P14).
     """
     inputs, last = cases.make_inputs(case), case.ep_size - 1
     with running_layer(case, seed) as ranks:
@@ -256,12 +259,16 @@ def last_rank_leaves(case: Case, seed: int) -> None:
         ranks._masks = [rank_mask(range(case.ep_size), case.ep_size)] * case.ep_size
         ranks.kind = BULK
         slots = [each.send_slots for each in ranks.dispatch(inputs)]
-        ranks.grids.machine.make_late(last, 1)
-        with ranks.grids.queued():
+        if late:
+            ranks.grids.machine.make_late(last, 1)
+        else:
             ranks.combine(slots, outputs)
+        with ranks.grids.queued():
+            if late:
+                ranks.combine(slots, outputs)
             ranks._masks = [rank_mask(range(last), case.ep_size)] * case.ep_size
             ranks.kind = SMALL if case.small else BULK
-            ranks.dispatch(inputs[:-1])
+            slots += [each.send_slots for each in ranks.dispatch(inputs[:-1])]  # kept: see above
         ranks.check_faults()
         for rank in range(last):
             ranks.poison_combine(rank)
@@ -293,7 +300,8 @@ def layer(case: Case) -> Group:
         builds,
         [
             functools.partial(layer_rounds, case),
-            functools.partial(last_rank_leaves, case),
+            functools.partial(last_rank_leaves, case, True),
+            functools.partial(last_rank_leaves, case, False),
             *(runs_of_small_rounds(case) if case.small else []),
             functools.partial(layer_without, "dispatch", case),
             functools.partial(layer_without, "combine", case),
@@ -422,6 +430,10 @@ OWN_RANK = "only kernels of this rank use the word while they run; .gpu holds th
 CALLED_ONCE = (
     "no rank calls again here, so the number orders its entry; a litmus program has a second call"
 )
+BY_MASK = (
+    "the words of the mask, released and acquired too, order the same: here a load finds the latest "
+    "store, where the model lets it find that of an earlier call"
+)
 #: The looks of P12 without their acquire. A poll comes before the second one and observes the cell,
 #: so there a narrow scope is no race, and acquires nothing.
 AWAITED = (
@@ -454,6 +466,10 @@ REDUNDANT = (
         "a CTA without tokens puts nothing, the cells (P1) order their looks and stores by "
         "themselves, and the combine after it acquires newer signals (P3); it waits to name a rank",
     ),
+    Redundant(r"leave_entry: store_release_sys\(entry \+ kRankMaskWords.*order relaxed$", BY_MASK),
+    Redundant(
+        r"take_entry > wait_until_reached: .*(order relaxed|\(2 of 2\): scope gpu)$", BY_MASK
+    ),
     Redundant(r"leave_entry: store_release_sys\(entry \+ word", CALLED_ONCE),
     Redundant(r"take_entry: .*load_acquire_sys\(entry \+ word", CALLED_ONCE),
     Redundant(r"take_entry: .*load_relaxed_sys\(cell\)", CALLED_ONCE),
@@ -482,8 +498,8 @@ PAIRS = {
         r"put_tokens > await_small_combine .*wait_until_reached: .*\(2 of 2\): order relaxed",
     ),
     "P13": (
-        r"meet: .*store_release_sys\(entry \+ kRankMaskWords.*order relaxed",
-        r"meet: .*wait_until_reached: .*relaxed",
+        r"meet: .*store_release_sys\(entry \+ kRankMaskWords.*scope gpu",
+        r"meet: .*wait_until_reached: .*\(1 of 2\): scope gpu",
     ),
     "P14": (
         r"combine: .*tell_end: .*store_release_sys.*order relaxed",
