@@ -431,8 +431,8 @@ CALLED_ONCE = (
     "no rank calls again here, so the number orders its entry; a litmus program has a second call"
 )
 BY_MASK = (
-    "the words of the mask, released and acquired too, order the same: here a load finds the latest "
-    "store, where the model lets it find that of an earlier call"
+    "the words of the mask, released and acquired too, order the same: here a load finds the "
+    "latest store, where the model lets it find that of an earlier call"
 )
 #: The looks of P12 without their acquire. A poll comes before the second one and observes the cell,
 #: so there a narrow scope is no race, and acquires nothing.
