@@ -239,8 +239,12 @@ class MoeAllToAll:
                 nothing and waited for by nobody, here and in the combine, and their experts count
                 as no experts. The kernel reads the values, so a CUDA graph that has captured the
                 call takes what the tensor holds at each replay. A rank that a round has left out
-                cannot take part in later rounds on this workspace. On a GPU it is checked as
-                global_scale is that the mask names this rank.
+                cannot take part in later rounds on this workspace. A rank that lives may leave
+                after any combine, whose result is whole: the first dispatch that leaves it out
+                waits until that combine has read the other ranks' rows, at most as long as for a
+                rank that takes part. If a rank has died, call `mask`. On a GPU it is checked as
+                global_scale is that the mask names this rank. With ranks_may_leave=False the
+                attribute `active_ranks` only.
             expert_counts: `[num_expert_counts]` int32 that the caller has counted. None: dispatch
                 counts how often this rank's topk_ids name each expert; num_expert_counts must be
                 num_experts or 0. It does not count tokens that are padding, ids that are no
@@ -253,11 +257,13 @@ class MoeAllToAll:
             ExchangeStateError: the exchange is closed, or the channel's last dispatch has not been
                 combined.
             ExchangeTimeoutError: another rank did not arrive within timeout_s (first_timeout_s
-                until the second complete round).
+                until the second complete round); or a rank that active_ranks leaves out has not
+                ended the combine before (phase "combine").
             DisagreementError: another rank dispatched with another max_tokens or active_ranks, with
-                extra payloads of other sizes, or through a layer of another geometry. Ranks compare
-                7 bits, so on average one such pair in 128 goes unnoticed. If only one of two ranks
-                leaves the other out, the other one waits in vain. Or another rank's combine before
+                extra payloads of other sizes, or through another layer. Ranks compare 7 bits, so on
+                average one such pair in 128 goes unnoticed; of layers that differ in nothing but
+                their numbers on the workspace, only pairs whose numbers are 128 apart. If only one
+                of two ranks leaves the other out, the other one waits in vain. Or another rank's combine before
                 this dispatch had rows of another type or width (see combine).
             PeerError: another rank continued after a failure of its own.
         """

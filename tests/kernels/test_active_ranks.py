@@ -228,7 +228,7 @@ def test_a_rank_that_dies_in_its_last_combine(small: bool) -> None:
     """Nobody waits for it for ever, and not at all after mask()."""
     case = dataclasses.replace(LEAVING, tokens=(5, 4), capacity=8)
     inputs = cases.make_inputs(case)
-    alone = {"max_tokens": 4, "active_ranks": rank_mask((1,), 2)}
+    alone: dict[str, Any] = {"max_tokens": 4, "active_ranks": rank_mask((1,), 2)}
 
     def rank_main(group: ThreadGroup) -> None:
         config = dataclasses.replace(case.config(group.rank), small_tokens=4 if small else 0)

@@ -146,12 +146,17 @@ def test_nothing_is_touched_before_the_wait(name: str, architecture: str) -> Non
 
 @each_variant
 def test_ordered_accesses(name: str, architecture: str) -> None:
-    """P5 before P3's release, P3's acquire behind it, and nothing ordered beside them. Before that
-    rows are taken, the first and every next one, by an atomic that has no barrier.
+    """P5 before P3's release, P3's acquire behind it, then P14's arrival and release, and nothing
+    ordered beside them. Before that rows are taken, the first and every next one, by an atomic that
+    has no barrier.
     """
     names = [one.name for one in listing(name, architecture)]
     places = [i for i, one in enumerate(names) if re.match(r"MEMBAR|CCTL|ATOMG|REDG", one)]
     takes, places = places[:2], places[2:]
+    places, ends = places[:5], places[5:]
+    assert [names[i].split(".")[0] for i in ends] == ["MEMBAR", "ATOMG", "CCTL", "MEMBAR"]
+    assert "GPU" in names[ends[0]]
+    assert "SYS" in names[ends[3]]
     assert all(re.match(r"ATOMG\.E\.ADD.*STRONG\.GPU", names[take]) for take in takes)
     kinds = [names[i] for i in places]
     assert [kind.split(".")[0] for kind in kinds] == ["MEMBAR", "ATOMG", "CCTL", "MEMBAR", "CCTL"]

@@ -41,14 +41,14 @@ COMMON_TOP_K = 8
 
 #: Ordered accesses of a kernel. Every release is a barrier and then the access, every acquire the
 #: access and then the emptying of L1.
-SYSTEM_RELEASES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}  # P1; P3
-#: P1, and P12 before the first token and in a CTA without tokens; P3. ptxas may unroll the look of
-#: P12, which is in a loop.
-SYSTEM_ACQUIRES = {"moe_nvlink_dispatch": (3, 5), "moe_nvlink_combine": (1,)}
-GPU_ARRIVALS = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 0}  # P2
+SYSTEM_RELEASES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 2}  # P1; P3 and P14
+#: P1, P14, and P12 before the first token and in a CTA without tokens; P3. ptxas may unroll the
+#: looks of P12 and P14, which are in loops.
+SYSTEM_ACQUIRES = {"moe_nvlink_dispatch": (4, 5, 6, 7), "moe_nvlink_combine": (1,)}
+GPU_ARRIVALS = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}  # P2; P14
 #: Fault words of each wait, and of a mask without oneself: stored relaxed, in the workspace and in
 #: the host's memory.
-FAULT_STORES = {"moe_nvlink_dispatch": 8, "moe_nvlink_combine": 2}
+FAULT_STORES = {"moe_nvlink_dispatch": 10, "moe_nvlink_combine": 2}
 
 
 class Instruction(NamedTuple):

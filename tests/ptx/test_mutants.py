@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moe_nvlink_plugin import HeadConfig
+from moe_nvlink_plugin import HeadConfig, rank_mask
 from moe_nvlink_plugin.exchange import arguments, launches
 from moe_nvlink_plugin.exchange.kernels import (
     COMBINE,
@@ -246,6 +246,34 @@ def bulk_after_an_unmissed_rank(case: Case, seed: int) -> None:
         assert (word >> 48 & 0xFF, word >> 32 & 0xFFFF) == (constants()[PHASES["combine"]], 1)
 
 
+def last_rank_leaves(case: Case, late: bool, seed: int) -> None:
+    """After a combine that pulls. Then the others write over what it reads.
+
+    Args:
+        late: a CTA of it runs when the others have nothing left to do but to look whether it has
+            read. So they look again (P14).
+    """
+    inputs, last = cases.make_inputs(case), case.ep_size - 1
+    with running_layer(case, seed) as ranks:
+        outputs = [torch.full_like(mine.hidden_states, -7) for mine in inputs]
+        ranks._masks = [rank_mask(range(case.ep_size), case.ep_size)] * case.ep_size
+        ranks.kind = BULK
+        slots = [each.send_slots for each in ranks.dispatch(inputs)]
+        if late:
+            ranks.grids.machine.make_late(last, 1)
+        else:
+            ranks.combine(slots, outputs)
+        with ranks.grids.queued():
+            if late:
+                ranks.combine(slots, outputs)
+            ranks._masks = [rank_mask(range(last), case.ep_size)] * case.ep_size
+            ranks.kind = SMALL if case.small else BULK
+            slots += [each.send_slots for each in ranks.dispatch(inputs[:-1])]  # kept: see above
+        ranks.check_faults()
+        for rank in range(last):
+            ranks.poison_combine(rank)
+
+
 #: A bulk dispatch waits for the combine before it only in mixed rounds.
 _SMALL_ROUNDS = r"^moe_nvlink_small_(?!.*clear_unit)|await_small_combine"
 _BULK_ROUNDS = r"^(?!.*await_small_combine)"
@@ -272,6 +300,8 @@ def layer(case: Case) -> Group:
         builds,
         [
             functools.partial(layer_rounds, case),
+            functools.partial(last_rank_leaves, case, True),
+            functools.partial(last_rank_leaves, case, False),
             *(runs_of_small_rounds(case) if case.small else []),
             functools.partial(layer_without, "dispatch", case),
             functools.partial(layer_without, "combine", case),
@@ -397,6 +427,13 @@ class Redundant(NamedTuple):
 
 
 OWN_RANK = "only kernels of this rank use the word while they run; .gpu holds them"
+CALLED_ONCE = (
+    "no rank calls again here, so the number orders its entry; a litmus program has a second call"
+)
+BY_MASK = (
+    "the words of the mask, released and acquired too, order the same: here a load finds the "
+    "latest store, where the model lets it find that of an earlier call"
+)
 #: The looks of P12 without their acquire. A poll comes before the second one and observes the cell,
 #: so there a narrow scope is no race, and acquires nothing.
 AWAITED = (
@@ -429,6 +466,13 @@ REDUNDANT = (
         "a CTA without tokens puts nothing, the cells (P1) order their looks and stores by "
         "themselves, and the combine after it acquires newer signals (P3); it waits to name a rank",
     ),
+    Redundant(r"leave_entry: store_release_sys\(entry \+ kRankMaskWords.*order relaxed$", BY_MASK),
+    Redundant(
+        r"take_entry > wait_until_reached: .*(order relaxed|\(2 of 2\): scope gpu)$", BY_MASK
+    ),
+    Redundant(r"leave_entry: store_release_sys\(entry \+ word", CALLED_ONCE),
+    Redundant(r"take_entry: .*load_acquire_sys\(entry \+ word", CALLED_ONCE),
+    Redundant(r"take_entry: .*load_relaxed_sys\(cell\)", CALLED_ONCE),
 )
 
 #: Mutants of each numbered pair of kernels/README.md: its release and its acquire.
@@ -453,7 +497,14 @@ PAIRS = {
         r"publish_small_round > await_previous_round .*wait_until_reached: .*\(2 of 2\): order",
         r"put_tokens > await_small_combine .*wait_until_reached: .*\(2 of 2\): order relaxed",
     ),
-    "P13": (r"meet: .*store_release_sys.*order relaxed", r"meet: .*wait_until_reached: .*relaxed"),
+    "P13": (
+        r"meet: .*store_release_sys\(entry \+ kRankMaskWords.*scope gpu",
+        r"meet: .*wait_until_reached: .*\(1 of 2\): scope gpu",
+    ),
+    "P14": (
+        r"combine: .*tell_end: .*store_release_sys.*order relaxed",
+        r"publish_round > await_leavers .*wait_until_reached: .*\(2 of 2\): order relaxed",
+    ),
 }
 
 
