@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.errors import CompileError, ConfigError
@@ -327,6 +328,7 @@ def change(found: Facts, **changes: Any) -> Facts:
     [
         ({"torch_cuda": ""}, "torch 2.13.0 is a build without CUDA; install torch's CUDA build"),
         ({"torch_error": "OSError: libfoo"}, "torch cannot be imported (OSError: libfoo)"),
+        ({"numpy_error": "Numpy is not available: pip install numpy"}, "Numpy is not available"),
         ({"transports": {"host": False}}, "no transport that serves GPUs"),
         ({"plugin_error": "a plugin fails"}, "a plugin fails"),
     ],
@@ -335,6 +337,18 @@ def test_software(fake: Fake, changes: dict[str, Any], expected: str) -> None:
     verdict = doctor.judge_gpu_ranks([change(good(fake(devices=1)), **changes)])
     assert expected in str(verdict)
     assert not verdict.works
+
+
+def test_a_torch_that_finds_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`create` would fail on every rank: torch gathers their configurations through numpy."""
+
+    def missing(_tensor: torch.Tensor) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", missing)
+    found = dataclasses.replace(good(Gpus()), software=inquiry._software())
+    assert "Numpy is not available: " in str(doctor.judge_cpu_ranks([found]))
+    assert "pip install numpy" in report.as_text([found], [])
 
 
 def with_kernels(found: Facts, nvrtc: Found, missing: dict[str, str]) -> Facts:

@@ -70,6 +70,7 @@ class Software:
         kernel_text: digest of the kernels' source, which must be equal on all ranks.
         torch_cuda: version of CUDA that torch was built for; "" for a build without CUDA.
         torch_error: why torch cannot be imported; "" if it can.
+        numpy_error: why torch cannot use numpy, by which ranks meet; "" if it can.
         distributions: name -> version of the installed distributions.
         entry_points: plugins that the installed distributions declare.
         transports: name -> whether it serves GPU ranks.
@@ -89,6 +90,7 @@ class Software:
     plugin_error: str
     sglang: Found | None = None
     flashinfer: Found | None = None
+    numpy_error: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +281,7 @@ def _software() -> Software:
         transports=transports,
         plugin_error=plugin_error,
         sglang=_sglang(distributions.get("sglang")),
+        numpy_error="" if torch_error else _numpy_error(),
         flashinfer=_flashinfer(distributions.get(_FLASHINFER)),
     )
 
@@ -345,6 +348,16 @@ def _torch() -> tuple[str, str]:
     except Exception as error:  # a broken installation may raise anything
         return "", f"{type(error).__name__}: {error}"
     return torch.version.cuda or "", ""
+
+
+def _numpy_error() -> str:
+    import torch
+
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError as error:
+        return f"{error}: torch cannot gather the ranks' configurations; pip install numpy"
+    return ""
 
 
 def _transports() -> tuple[dict[str, bool], str]:

@@ -49,6 +49,8 @@ def gather(mine: Facts) -> list[Facts]:
         return [mine]
     if mine.software.torch_error:
         raise PeerError("ranks meet through torch.distributed, and torch cannot be imported")
+    if mine.software.numpy_error:
+        raise PeerError("ranks meet through torch.distributed, and torch cannot use numpy")
     import torch.distributed
 
     from moe_nvlink_plugin.groups import as_group
