@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import CompileError
@@ -35,6 +36,8 @@ def flags_of(machine: str) -> tuple[str, ...]:
         "-pthread",
     )
 
+
+T = TypeVar("T")
 
 FLAGS = flags_of(platform.machine())
 
@@ -92,19 +95,31 @@ def build(text: str, flags: tuple[str, ...] = FLAGS) -> Path:
     Raises:
         CompileError: as compile_text, or the cache directory cannot be used.
     """
+    return _built(text, flags, lambda entry: entry.path)
+
+
+def _built(text: str, flags: tuple[str, ...], read: cache.Read[T]) -> T:
     key = "\0".join((text, *flags, env.cxx(), _machine()))
-    return cache.get_or_build(key, ".so", lambda target: compile_text(text, target, flags))
+    return cache.load_or_build(key, ".so", lambda target: compile_text(text, target, flags), read)
 
 
 class HostLibrary:
     """One loaded shared object, whose kernels run on CPU threads.
 
     Raises:
-        CompileError: a control struct of the library has another size than its mirror in Python.
+        CompileError: it cannot be loaded, or a control struct of the library has another size than
+            its mirror in Python.
     """
 
     def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise CompileError(
+                f"cannot load {os.path.realpath(path)}: {error}; if its file system is mounted "
+                "noexec, set MOE_NVLINK_CACHE_DIR to a directory on another one; if memory is "
+                "short, see `ulimit -v`"
+            ) from error
         self._library.moe_nvlink_grid_create.restype = ctypes.c_void_p
         self._library.moe_nvlink_grid_create.argtypes = [ctypes.c_int]
         self._library.moe_nvlink_grid_destroy.argtypes = [ctypes.c_void_p]
@@ -162,4 +177,15 @@ def load(text: str) -> HostLibrary:
     Raises:
         CompileError: as `build`, or the library's structs differ from the mirrors in Python.
     """
-    return HostLibrary(build(text))
+    return _built(text, FLAGS, _loaded)
+
+
+def _loaded(entry: cache.Entry) -> HostLibrary:
+    # glibc takes two libraries of one name for one: this descriptor is never closed, so that none
+    # gets its number again.
+    descriptor = os.dup(entry.descriptor)
+    try:
+        return HostLibrary(Path(f"/proc/self/fd/{descriptor}"))
+    except BaseException:
+        os.close(descriptor)
+        raise
