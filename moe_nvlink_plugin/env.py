@@ -8,6 +8,7 @@ which names the variable, the value and the default.
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,6 +144,17 @@ def launched() -> Launched | None:
 def cxx() -> str:
     """Return the command of the host compiler."""
     return _text("MOE_NVLINK_CXX") or "g++"
+
+
+def cxx_words() -> list[str]:
+    """Return the command of the host compiler as a shell would split it; at least one word."""
+    try:
+        words = shlex.split(cxx())
+    except ValueError as error:  # a quotation mark without its other half
+        raise ConfigError(f"MOE_NVLINK_CXX={cxx()!r}: {error}; unset it for g++") from error
+    if not words or not words[0]:
+        raise ConfigError(f"MOE_NVLINK_CXX={cxx()!r} names no compiler; unset it for g++")
+    return words
 
 
 def _switch(name: str, default: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import platform
@@ -42,6 +43,8 @@ T = TypeVar("T")
 FLAGS = flags_of(platform.machine())
 
 _COMPILE_TIMEOUT_S = 280.0
+#: What g++ says if memory runs out: itself, its assembler and linker, or Linux's killer.
+_NO_MEMORY = ("out of memory", "memory exhausted", "Cannot allocate memory", "Killed signal")
 
 #: Suffix of the exported function that returns a struct's size -> name of the struct.
 _CONTROL_STRUCTS = {"local_control": "LocalControl", "exchange_counters": "ExchangeCounters"}
@@ -58,8 +61,9 @@ def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> Non
     Raises:
         CompileError: there is no compiler, it failed, or it took over 280 s. The message has its
             log.
+        ConfigError: MOE_NVLINK_CXX is no command.
     """
-    command = [*shlex.split(env.cxx()), *flags, "-x", "c++", "-", "-o", str(target)]
+    command = [*env.cxx_words(), *flags, "-x", "c++", "-", "-o", str(target)]
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
@@ -69,13 +73,31 @@ def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> Non
             f"no host compiler: {command[0]!r} not found; install g++ 11 or newer (apt-get install "
             "g++) or set MOE_NVLINK_CXX"
         ) from error
+    except OSError as error:
+        raise CompileError(f"cannot start {command[0]!r}: {_remedied(error)}") from error
     except subprocess.TimeoutExpired as error:
         raise CompileError(
             f"{command[0]} took over {_COMPILE_TIMEOUT_S:g} s and was stopped; try again when the "
             "machine is less busy"
         ) from error
     if done.returncode != 0:
-        raise CompileError(f"{shlex.join(command)} failed:\n{done.stderr}")
+        log = done.stderr.strip() or f"no message, exit code {done.returncode}"
+        raise CompileError(f"{shlex.join(command)} failed:\n{log}{_hint(log)}")
+
+
+def _remedied(error: OSError) -> str:
+    if error.errno in (errno.ENOMEM, errno.EAGAIN):
+        return f"{error.strerror}; memory or processes are limited (ulimit -v, ulimit -u)"
+    return f"{error.strerror}; set MOE_NVLINK_CXX to a C++ compiler, or unset it for g++"
+
+
+def _hint(log: str) -> str:
+    """Return what to do about a log that does not say it; "" if there is nothing to say."""
+    if any(words in log for words in _NO_MEMORY):
+        return "\nThe compiler had too little memory: raise the limit (ulimit -v) or free some"
+    if env.cxx() != "g++":
+        return f"\nMOE_NVLINK_CXX={env.cxx()!r} must be g++ 11 or newer; unset it for g++"
+    return ""
 
 
 @functools.cache
@@ -99,8 +121,16 @@ def build(text: str, flags: tuple[str, ...] = FLAGS) -> Path:
 
 
 def _built(text: str, flags: tuple[str, ...], read: cache.Read[T]) -> T:
+    def build(target: Path) -> None:
+        compile_text(text, target, flags)
+        if not target.exists():
+            raise CompileError(
+                f"MOE_NVLINK_CXX={env.cxx()!r} wrote no file: it must be a C++ compiler; unset it "
+                "for g++"
+            )
+
     key = "\0".join((text, *flags, env.cxx(), _machine()))
-    return cache.load_or_build(key, ".so", lambda target: compile_text(text, target, flags), read)
+    return cache.load_or_build(key, ".so", build, read)
 
 
 class HostLibrary:

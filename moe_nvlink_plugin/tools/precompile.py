@@ -288,6 +288,8 @@ def precompile(
     jobs = jobs or len(os.sched_getaffinity(0))
     print(f"kernels for GPUs, {'with' if pdl else 'without'} programmatic dependent launch:")
     failed = 0
+    if not _has_nvrtc():
+        jobs = 1  # nothing compiles; to start processes would take longer than to look
     for outcome in outcomes(tasks, functools.partial(_compile_all, jobs=jobs)):
         print(outcome, flush=True)
         failed += bool(outcome.error)
@@ -295,6 +297,15 @@ def precompile(
     print(f"{len(tasks) - failed} of {len(tasks)} in {time.monotonic() - start:.1f} s")
     print(_how_to_use(target))
     return 1 if failed else 0
+
+
+def _has_nvrtc() -> bool:
+    try:
+        nvrtc.version()
+    except UnsupportedError as error:
+        print(f"  only those that are there already: {error}", flush=True)
+        return False
+    return True
 
 
 def _open_cache(folder: Path | None) -> Path:

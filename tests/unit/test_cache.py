@@ -453,6 +453,50 @@ def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         host.build("int main() {}")
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("/tmp", "cannot start '/tmp': Permission denied; set MOE_NVLINK_CXX to a C++ compiler"),
+        ("true", "MOE_NVLINK_CXX='true' wrote no file: it must be a C++ compiler"),
+        ("false", "no message, exit code 1\nMOE_NVLINK_CXX='false' must be g++ 11 or newer"),
+        ("g++ -fsyntax-only", "MOE_NVLINK_CXX='g++ -fsyntax-only' wrote no file"),
+    ],
+)
+def test_what_is_no_compiler(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, told: str
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_CXX", command)
+    with pytest.raises(CompileError) as caught:
+        host.build("int f();")
+    assert told in str(caught.value)
+    assert "make room" not in str(caught.value)
+    assert not list(folder.glob("*.so"))
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "cc1plus: out of memory allocating 65536 bytes after a total of 0 bytes",
+        "virtual memory exhausted: Cannot allocate memory",
+        "g++: fatal error: Killed signal terminated program cc1plus",
+    ],
+)
+def test_a_compiler_without_memory(folder: Path, monkeypatch: pytest.MonkeyPatch, log: str) -> None:
+    script = folder.parent / "small"
+    script.write_text(f"#!/bin/sh\necho '{log}' >&2\nexit 1\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("MOE_NVLINK_CXX", str(script))
+    with pytest.raises(CompileError, match=r"too little memory: raise the limit \(ulimit -v\)"):
+        host.build("int f();")
+
+
+def test_a_library_that_cannot_be_loaded(folder: Path) -> None:
+    path = host.build(library_text(4))
+    path.write_bytes(b"\x7fELF")
+    with pytest.raises(CompileError, match=f"cannot load {path}: .*noexec.*ulimit -v"):
+        host.HostLibrary(path)
+
+
 def test_a_failing_compiler_shows_its_log(folder: Path) -> None:
     with pytest.raises(CompileError, match="'no_such_name' was not declared|no_such_name"):
         host.build("int f() { return no_such_name; }")

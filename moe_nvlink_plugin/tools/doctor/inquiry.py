@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import platform
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -271,7 +270,7 @@ def _software() -> Software:
     torch_cuda, torch_error = _torch()
     transports, plugin_error = ({}, "") if torch_error else _transports()
     return Software(
-        plugin=_own_version(),
+        plugin=shipped.own_version(),
         python=platform.python_version(),
         kernel_text=shipped.kernel_text_digest(),
         torch_cuda=torch_cuda,
@@ -333,13 +332,6 @@ def _sglang(version: str | None) -> Found | None:
     if version not in read:
         known += "; workers look for the names when they start"
     return Found(f"{version} takes --moe-a2a-backend {entry.name} ({known})")
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("moe-nvlink-plugin")
-    except importlib.metadata.PackageNotFoundError:  # benchmarks/on_gpu.sh runs a checkout
-        return "not installed"
 
 
 def _torch() -> tuple[str, str]:
@@ -406,7 +398,10 @@ def _host_kernels() -> str:
 
 
 def _compiler() -> Found:
-    name = (shlex.split(env.cxx()) or [""])[0]
+    try:
+        name = env.cxx_words()[0]
+    except ConfigError as error:
+        return Found(error=str(error))
     path = shutil.which(name)
     if path is not None:
         return Found(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
+import threading
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import ConfigError, PeerError
@@ -12,6 +13,9 @@ from moe_nvlink_plugin.errors import ConfigError, PeerError
 from . import report
 from .inquiry import Facts, facts, from_json, to_json
 from .verdict import judge_cpu_ranks, judge_gpu_ranks
+
+#: Ranks that a launcher has started together need less, as a rule, to find each other.
+_SILENT_S = 5.0
 
 
 def main(*, as_json: bool = False) -> int:
@@ -59,6 +63,11 @@ def gather(mine: Facts) -> list[Facts]:
         timeout_s = env.timeout_s()
     except ConfigError:  # bad_variables has it
         timeout_s = 60.0
+    waiting = threading.Timer(
+        min(_SILENT_S, timeout_s / 2), _say_what_is_missing, [mine, timeout_s]
+    )
+    waiting.daemon = True
+    waiting.start()
     try:
         torch.distributed.init_process_group(
             "gloo",
@@ -71,5 +80,17 @@ def gather(mine: Facts) -> list[Facts]:
     except (RuntimeError, ValueError) as error:  # torch raises these for every failure
         raise PeerError(f"the ranks did not meet: {error}") from error
     finally:
+        waiting.cancel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _say_what_is_missing(mine: Facts, timeout_s: float) -> None:
+    """Tell somebody whose shell has a launcher's variables left why nothing happens."""
+    print(
+        f"rank {mine.rank} of {mine.world_size} waits for the other ranks, at most {timeout_s:g} s "
+        "(RANK, WORLD_SIZE and MASTER_ADDR are set); to look at this machine alone: "
+        "env -u RANK -u WORLD_SIZE moe-nvlink doctor",
+        file=sys.stderr,
+        flush=True,
+    )
