@@ -310,10 +310,12 @@ def _has_nvrtc() -> bool:
 
 def _open_cache(folder: Path | None) -> Path:
     if folder is not None:
-        env.use_cache_dir(folder.expanduser().absolute())
+        env.use_cache_dir(folder)
     given = env.cache_dir()
     if given is None:
         return cache.directory()
+    given = given.absolute()
+    env.use_cache_dir(given)
     if not given.exists():
         try:
             given.mkdir(parents=True)
