@@ -901,11 +901,12 @@ def test_a_rank_that_waits_says_for_what(
     monkeypatch.setattr(together, "_SILENT_S", 0.01)
     monkeypatch.setattr(torch.distributed, "init_process_group", nobody_comes)
     monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "40")
-    with pytest.raises(PeerError, match="nobody came"):
+    with pytest.raises(PeerError, match="nobody came; start all 2") as caught:
         together.gather(dataclasses.replace(good(Gpus()), rank=1, world_size=2))
     told = capsys.readouterr().err
     assert "rank 1 of 2 waits for the other ranks, at most 40 s" in told
-    assert "alone: env -u RANK -u WORLD_SIZE moe-nvlink doctor" in told
+    for text in (told, str(caught.value)):
+        assert "alone: env -u RANK -u WORLD_SIZE moe-nvlink doctor" in text
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

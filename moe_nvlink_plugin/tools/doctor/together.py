@@ -16,6 +16,7 @@ from .verdict import judge_cpu_ranks, judge_gpu_ranks
 
 #: Ranks that a launcher has started together need less, as a rule, to find each other.
 _SILENT_S = 5.0
+_ALONE = "to look at this machine alone: env -u RANK -u WORLD_SIZE moe-nvlink doctor"
 
 
 def main(*, as_json: bool = False) -> int:
@@ -78,7 +79,10 @@ def gather(mine: Facts) -> list[Facts]:
         group = as_group(torch.distributed.group.WORLD, timeout_s)
         return [from_json(text) for text in group.all_gather_object(to_json(mine))]
     except (RuntimeError, ValueError) as error:  # torch raises these for every failure
-        raise PeerError(f"the ranks did not meet: {error}") from error
+        raise PeerError(
+            f"the ranks did not meet: {str(error).rstrip('.')}; start all {mine.world_size}; "
+            f"{_ALONE}"
+        ) from error
     finally:
         waiting.cancel()
         if torch.distributed.is_initialized():
@@ -89,8 +93,7 @@ def _say_what_is_missing(mine: Facts, timeout_s: float) -> None:
     """Tell somebody whose shell has a launcher's variables left why nothing happens."""
     print(
         f"rank {mine.rank} of {mine.world_size} waits for the other ranks, at most {timeout_s:g} s "
-        "(RANK, WORLD_SIZE and MASTER_ADDR are set); to look at this machine alone: "
-        "env -u RANK -u WORLD_SIZE moe-nvlink doctor",
+        f"(RANK, WORLD_SIZE and MASTER_ADDR are set); {_ALONE}",
         file=sys.stderr,
         flush=True,
     )
