@@ -69,10 +69,7 @@ def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> Non
             command, input=text, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
         )
     except FileNotFoundError as error:
-        raise CompileError(
-            f"no host compiler: {command[0]!r} not found; install g++ 11 or newer (apt-get install "
-            "g++) or set MOE_NVLINK_CXX"
-        ) from error
+        raise CompileError(f"no host compiler: {not_found(command[0])}") from error
     except OSError as error:
         raise CompileError(f"cannot start {command[0]!r}: {_remedied(error)}") from error
     except subprocess.TimeoutExpired as error:
@@ -83,6 +80,13 @@ def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> Non
     if done.returncode != 0:
         log = done.stderr.strip() or f"no message, exit code {done.returncode}"
         raise CompileError(f"{shlex.join(command)} failed:\n{log}{_hint(log)}")
+
+
+def not_found(name: str) -> str:
+    """Return what to say and to do if the host compiler's command does not exist. Local."""
+    if env.cxx() != "g++":
+        return f"{name!r} not found (MOE_NVLINK_CXX={env.cxx()!r}); correct it, or unset it for g++"
+    return "'g++' not found; install g++ 11 or newer (apt-get install g++) or set MOE_NVLINK_CXX"
 
 
 def _remedied(error: OSError) -> str:

@@ -449,7 +449,11 @@ def test_processes_at_once_compile_once(folder: Path, tmp_path: Path) -> None:
 
 def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_CXX", "no-such-compiler -v")
-    with pytest.raises(CompileError, match="'no-such-compiler' not found; install"):
+    with pytest.raises(CompileError, match="'no-such-compiler' not found .*unset it for g..$"):
+        host.build("int main() {}")
+    monkeypatch.delenv("MOE_NVLINK_CXX")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CompileError, match=r"'g\+\+' not found; install g.. 11 or newer"):
         host.build("int main() {}")
 
 

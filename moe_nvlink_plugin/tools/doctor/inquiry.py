@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
-from moe_nvlink_plugin.jit import cache, nvrtc
+from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import precompile, shipped
 
@@ -405,7 +405,7 @@ def _compiler() -> Found:
     path = shutil.which(name)
     if path is not None:
         return Found(path)
-    return Found(error=f"{name!r} not found; apt-get install g++ or set MOE_NVLINK_CXX")
+    return Found(error=host.not_found(name))
 
 
 def _shared_memory() -> Found:
