@@ -8,6 +8,7 @@ which names the variable, the value and the default.
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,14 +89,20 @@ def _positive(name: str, kind: type[int] | type[float], default: float) -> float
         value = kind(0)
     if not 0 < value < float("inf"):
         unset = f"{default:g}" if default else "all of them"
-        raise ConfigError(f"{name}={text!r} is not a positive number; unset it for {unset}")
+        what = "integer" if kind is int else "number"
+        raise ConfigError(f"{name}={text!r} is not a positive {what}; unset it for {unset}")
     return value
 
 
 def cache_dir() -> Path | None:
     """Return the directory for compiled kernels, or None for the user's cache directory."""
     text = _text("MOE_NVLINK_CACHE_DIR")
-    return Path(text).expanduser() if text else None
+    try:
+        return Path(text).expanduser() if text else None
+    except RuntimeError as error:  # there is no such user
+        raise ConfigError(
+            f"MOE_NVLINK_CACHE_DIR={text!r} names no user; write the directory's path in full"
+        ) from error
 
 
 def use_cache_dir(path: Path) -> None:
@@ -143,6 +150,17 @@ def launched() -> Launched | None:
 def cxx() -> str:
     """Return the command of the host compiler."""
     return _text("MOE_NVLINK_CXX") or "g++"
+
+
+def cxx_words() -> list[str]:
+    """Return the command of the host compiler as a shell would split it; at least one word."""
+    try:
+        words = shlex.split(cxx())
+    except ValueError as error:  # a quotation mark without its other half
+        raise ConfigError(f"MOE_NVLINK_CXX={cxx()!r}: {error}; unset it for g++") from error
+    if not words or not words[0]:
+        raise ConfigError(f"MOE_NVLINK_CXX={cxx()!r} names no compiler; unset it for g++")
+    return words
 
 
 def _switch(name: str, default: bool) -> bool:

@@ -5,6 +5,8 @@
 The installations borrow this environment's packages (torch is a download of minutes): a `.pth` file
 names its site-packages after their own. Python reads no `.pth` file of a folder that is named so,
 and therefore an editable installation of this checkout stays out of them.
+
+`install_alone` borrows torch and what the archive asks for, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ import sys
 import sysconfig
 import tempfile
 import venv
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What the archives are made of.
@@ -89,18 +95,79 @@ def build(folder: Path) -> Built:
 
 def install(archive: Path, folder: Path) -> Path:
     """Installs an archive into a new virtual environment; returns the folder of its commands."""
-    venv.create(folder, symlinks=True)
-    places = {"base": str(folder), "platbase": str(folder)}
-    packages = Path(sysconfig.get_path("purelib", vars=places))
+    commands, packages = _new_environment(folder)
     borrowed = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     (packages / "borrowed.pth").write_text("\n".join(borrowed) + "\n", encoding="utf-8")
-    commands = Path(sysconfig.get_path("scripts", vars=places))
     # `--force-reinstall`: pip also sees the version that this environment has, and leaves that.
     _run(
         [str(commands / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
         + ["--no-build-isolation", "--force-reinstall", str(archive)]
     )
     return commands
+
+
+def install_alone(wheel: Path, folder: Path) -> Path:
+    """Installs a wheel beside torch, what the wheel asks for, and what those ask for in turn.
+
+    Links stand for these distributions, which this environment has. Nothing else can be imported,
+    as after `pip install torch WHEEL`. Returns the folder of the environment's commands.
+    """
+    commands, packages = _new_environment(folder)
+    python = str(commands / "python")
+    _run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+        + ["--no-index", str(wheel)]
+    )
+    (own,) = metadata.distributions(name="moe-nvlink-plugin", path=[str(packages)])
+    for distribution in _closure(["torch", *(own.requires or ())]):
+        for part in _parts(distribution):
+            (packages / part).parent.mkdir(parents=True, exist_ok=True)
+            (packages / part).symlink_to(Path(str(distribution.locate_file(part))))
+    return commands
+
+
+def _new_environment(folder: Path) -> tuple[Path, Path]:
+    """Creates one without pip; returns the folders of its commands and of its packages."""
+    venv.create(folder, symlinks=True)
+    places = {"base": str(folder), "platbase": str(folder)}
+    commands, packages = (sysconfig.get_path(name, vars=places) for name in ("scripts", "purelib"))
+    return Path(commands), Path(packages)
+
+
+def _closure(requirements: Iterable[str]) -> Iterator[metadata.Distribution]:
+    """What this environment has of the requirements, of theirs, and so on; each once."""
+    seen, left = set[tuple[str, str]](), [(Requirement(text), "") for text in requirements]
+    while left:
+        requirement, asker_extra = left.pop()
+        if requirement.marker and not requirement.marker.evaluate({"extra": asker_extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for extra in {"", *requirement.extras}:
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            try:  # `make env` takes some away that torch asks for and does without
+                found = metadata.distribution(name)
+            except metadata.PackageNotFoundError:
+                continue
+            left += [(Requirement(text), extra) for text in found.requires or ()]
+            if not extra:
+                yield found
+
+
+def _parts(distribution: metadata.Distribution) -> Iterator[Path]:
+    """What is a distribution's own: packages and files. Others may share a folder with it."""
+    found: dict[Path, None] = {}
+    for path in map(Path, distribution.files or ()):
+        if ".." in path.parts or "__pycache__" in path.parts:  # commands, and what Python writes
+            continue
+        for part in [*reversed(path.parents[:-1]), path]:
+            here = Path(str(distribution.locate_file(part)))
+            is_own = (here / "__init__.py").exists() or part.suffix == ".dist-info"
+            if is_own or part == path:
+                found[part] = None
+                break
+    yield from found
 
 
 def smoke(commands: Path, folder: Path) -> str:

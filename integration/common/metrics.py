@@ -79,7 +79,9 @@ def folder_of(server: str) -> Path:
     Args:
         server: name of the server, which its workers know; no other server of this user has it.
     """
-    return platformdirs.user_runtime_path("moe-nvlink") / "metrics" / server
+    # Created now, for this user alone: in /tmp, somebody else could create it later.
+    runtime = platformdirs.user_runtime_path("moe-nvlink", ensure_exists=True)
+    return runtime / "metrics" / server
 
 
 def write_whole(path: Path, content: Snapshot) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
+import os
 import platform
 import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import CompileError
@@ -36,9 +38,13 @@ def flags_of(machine: str) -> tuple[str, ...]:
     )
 
 
+T = TypeVar("T")
+
 FLAGS = flags_of(platform.machine())
 
 _COMPILE_TIMEOUT_S = 280.0
+#: What g++ says if memory runs out: itself, its assembler and linker, or Linux's killer.
+_NO_MEMORY = ("out of memory", "memory exhausted", "Cannot allocate memory", "Killed signal")
 
 #: Suffix of the exported function that returns a struct's size -> name of the struct.
 _CONTROL_STRUCTS = {"local_control": "LocalControl", "exchange_counters": "ExchangeCounters"}
@@ -55,24 +61,47 @@ def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> Non
     Raises:
         CompileError: there is no compiler, it failed, or it took over 280 s. The message has its
             log.
+        ConfigError: MOE_NVLINK_CXX is no command.
     """
-    command = [*shlex.split(env.cxx()), *flags, "-x", "c++", "-", "-o", str(target)]
+    command = [*env.cxx_words(), *flags, "-x", "c++", "-", "-o", str(target)]
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
         )
     except FileNotFoundError as error:
-        raise CompileError(
-            f"no host compiler: {command[0]!r} not found; install g++ 11 or newer (apt-get install "
-            "g++) or set MOE_NVLINK_CXX"
-        ) from error
+        raise CompileError(f"no host compiler: {not_found(command[0])}") from error
+    except OSError as error:
+        raise CompileError(f"cannot start {command[0]!r}: {_remedied(error)}") from error
     except subprocess.TimeoutExpired as error:
         raise CompileError(
             f"{command[0]} took over {_COMPILE_TIMEOUT_S:g} s and was stopped; try again when the "
             "machine is less busy"
         ) from error
     if done.returncode != 0:
-        raise CompileError(f"{shlex.join(command)} failed:\n{done.stderr}")
+        log = done.stderr.strip() or f"no message, exit code {done.returncode}"
+        raise CompileError(f"{shlex.join(command)} failed:\n{log}{_hint(log)}")
+
+
+def not_found(name: str) -> str:
+    """Return what to say and to do if the host compiler's command does not exist. Local."""
+    if env.cxx() != "g++":
+        return f"{name!r} not found (MOE_NVLINK_CXX={env.cxx()!r}); correct it, or unset it for g++"
+    return "'g++' not found; install g++ 11 or newer (apt-get install g++) or set MOE_NVLINK_CXX"
+
+
+def _remedied(error: OSError) -> str:
+    if error.errno in (errno.ENOMEM, errno.EAGAIN):
+        return f"{error.strerror}; memory or processes are limited (ulimit -v, ulimit -u)"
+    return f"{error.strerror}; set MOE_NVLINK_CXX to a C++ compiler, or unset it for g++"
+
+
+def _hint(log: str) -> str:
+    """Return what to do about a log that does not say it; "" if there is nothing to say."""
+    if any(words in log for words in _NO_MEMORY):
+        return "\nThe compiler had too little memory: raise the limit (ulimit -v) or free some"
+    if env.cxx() != "g++":
+        return f"\nMOE_NVLINK_CXX={env.cxx()!r} must be g++ 11 or newer; unset it for g++"
+    return ""
 
 
 @functools.cache
@@ -92,19 +121,39 @@ def build(text: str, flags: tuple[str, ...] = FLAGS) -> Path:
     Raises:
         CompileError: as compile_text, or the cache directory cannot be used.
     """
+    return _built(text, flags, lambda entry: entry.path)
+
+
+def _built(text: str, flags: tuple[str, ...], read: cache.Read[T]) -> T:
+    def build(target: Path) -> None:
+        compile_text(text, target, flags)
+        if not target.exists():
+            raise CompileError(
+                f"MOE_NVLINK_CXX={env.cxx()!r} wrote no file: it must be a C++ compiler; unset it "
+                "for g++"
+            )
+
     key = "\0".join((text, *flags, env.cxx(), _machine()))
-    return cache.get_or_build(key, ".so", lambda target: compile_text(text, target, flags))
+    return cache.load_or_build(key, ".so", build, read)
 
 
 class HostLibrary:
     """One loaded shared object, whose kernels run on CPU threads.
 
     Raises:
-        CompileError: a control struct of the library has another size than its mirror in Python.
+        CompileError: it cannot be loaded, or a control struct of the library has another size than
+            its mirror in Python.
     """
 
     def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise CompileError(
+                f"cannot load {os.path.realpath(path)}: {error}; if its file system is mounted "
+                "noexec, set MOE_NVLINK_CACHE_DIR to a directory on another one; if memory is "
+                "short, see `ulimit -v`"
+            ) from error
         self._library.moe_nvlink_grid_create.restype = ctypes.c_void_p
         self._library.moe_nvlink_grid_create.argtypes = [ctypes.c_int]
         self._library.moe_nvlink_grid_destroy.argtypes = [ctypes.c_void_p]
@@ -170,4 +219,15 @@ def load(text: str) -> HostLibrary:
     Raises:
         CompileError: as `build`, or the library's structs differ from the mirrors in Python.
     """
-    return HostLibrary(build(text))
+    return _built(text, FLAGS, _loaded)
+
+
+def _loaded(entry: cache.Entry) -> HostLibrary:
+    # glibc takes two libraries of one name for one: this descriptor is never closed, so that none
+    # gets its number again.
+    descriptor = os.dup(entry.descriptor)
+    try:
+        return HostLibrary(Path(f"/proc/self/fd/{descriptor}"))
+    except BaseException:
+        os.close(descriptor)
+        raise

@@ -6,7 +6,6 @@ text, the architecture and the options, but not the version of NVRTC.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from pathlib import Path
@@ -34,7 +33,6 @@ TRIED = ("13.0.48", "13.5.37")
 
 _INSTALL = "pip install 'moe-nvlink-plugin[cuda]'"
 _CUDA_MACHINE = 190  # e_machine of an ELF file for NVIDIA GPUs
-_SEAL_BYTES = hashlib.sha256().digest_size
 
 
 def version() -> str:
@@ -96,9 +94,9 @@ def load_or_compile(text: str, architecture: str) -> bytes:
     """
 
     def build(target: Path) -> None:
-        target.write_bytes(_sealed(_compile_for_user(text, architecture)))
+        target.write_bytes(_compile_for_user(text, architecture))
 
-    return cache.load_or_build(_key(text, architecture), ".cubin", build, _unsealed)
+    return cache.load_or_build(_key(text, architecture), ".cubin", build, _gpu_code)
 
 
 def is_cached(text: str, architecture: str) -> bool:
@@ -107,7 +105,7 @@ def is_cached(text: str, architecture: str) -> bool:
     Raises:
         CompileError: the cache directory cannot be used.
     """
-    return cache.load(_key(text, architecture), ".cubin", _unsealed) is not None
+    return cache.load(_key(text, architecture), ".cubin", _gpu_code) is not None
 
 
 def _key(text: str, architecture: str) -> str:
@@ -130,16 +128,10 @@ def _compile_for_user(text: str, architecture: str) -> bytes:
         return cubin
 
 
-def _sealed(cubin: bytes) -> bytes:
-    """Return the cubin followed by a checksum; tools that read ELF files ignore the checksum."""
-    return cubin + hashlib.sha256(cubin).digest()
-
-
-def _unsealed(path: Path) -> bytes | None:
-    data = path.read_bytes()
-    cubin, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+def _gpu_code(entry: cache.Entry) -> bytes | None:
+    cubin = entry.content
     is_gpu_code = cubin[:4] == b"\x7fELF" and cubin[18:20] == _CUDA_MACHINE.to_bytes(2, "little")
-    return cubin if is_gpu_code and hashlib.sha256(cubin).digest() == seal else None
+    return cubin if is_gpu_code else None
 
 
 def _nvrtc() -> Any:

@@ -11,7 +11,7 @@ from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 
 from . import precompile
-from .shipped import FAMILIES
+from .shipped import FAMILIES, own_version
 
 _PRECOMPILE = """
 Compiles the GPU kernels into a cache directory, for images that have neither a compiler nor a
@@ -76,6 +76,7 @@ def _choices() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moe-nvlink", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"moe-nvlink {own_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser(
         "doctor",

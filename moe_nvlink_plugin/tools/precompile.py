@@ -288,6 +288,8 @@ def precompile(
     jobs = jobs or len(os.sched_getaffinity(0))
     print(f"kernels for GPUs, {'with' if pdl else 'without'} programmatic dependent launch:")
     failed = 0
+    if not _has_nvrtc():
+        jobs = 1  # nothing compiles; to start processes would take longer than to look
     for outcome in outcomes(tasks, functools.partial(_compile_all, jobs=jobs)):
         print(outcome, flush=True)
         failed += bool(outcome.error)
@@ -297,12 +299,23 @@ def precompile(
     return 1 if failed else 0
 
 
+def _has_nvrtc() -> bool:
+    try:
+        nvrtc.version()
+    except UnsupportedError as error:
+        print(f"  only those that are there already: {error}", flush=True)
+        return False
+    return True
+
+
 def _open_cache(folder: Path | None) -> Path:
     if folder is not None:
-        env.use_cache_dir(folder.expanduser().absolute())
+        env.use_cache_dir(folder)
     given = env.cache_dir()
     if given is None:
         return cache.directory()
+    given = given.absolute()
+    env.use_cache_dir(given)
     if not given.exists():
         try:
             given.mkdir(parents=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import math
 import re
 import sys
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -40,10 +43,21 @@ def parse(texts: Iterable[str], at: float) -> Look:
     for text in texts:
         for name, text_of_labels, value in _SAMPLE.findall(text):
             labels = dict(_LABEL.findall(text_of_labels))
-            counters = ranks.setdefault(int(labels["ep_rank"]), {})
+            rank, count = labels.get("ep_rank", ""), _number(value)
+            if not rank.isdecimal() or count is None:  # another program's metric of such a name
+                continue
+            counters = ranks.setdefault(int(rank), {})
             key = (name, labels.get("peer", ""))
-            counters[key] = counters.get(key, 0.0) + float(value)
+            counters[key] = counters.get(key, 0.0) + count
     return Look(at, ranks)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 class _Rates(NamedTuple):
@@ -105,15 +119,28 @@ def fetch(url: str) -> str:
         ConfigError: it is no URL of a web server.
         PeerError: the server does not answer with metrics.
     """
-    if not url.startswith(("http://", "https://")):
+    if not _names_a_server(url):
         raise ConfigError(f"{url!r} is no URL of a server; write for example http://localhost:8000")
     where = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
     try:
         with urllib.request.urlopen(where, timeout=_TIMEOUT_S) as answer:
             content: bytes = answer.read()
+    except urllib.error.HTTPError as error:
+        raise PeerError(
+            f"{where} answers {error.code} {error.reason}; name a server itself, such as "
+            "http://localhost:8000"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise PeerError(f"{where} does not answer: {error}; is the server up?") from error
     return content.decode("utf-8", "replace")
+
+
+def _names_a_server(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or beyond 65535
+        return False
 
 
 def _look(urls: Sequence[str]) -> Look:
@@ -125,9 +152,9 @@ def main(urls: Sequence[str], interval_s: float, *, once: bool) -> int:
 
     Raises as `fetch`.
     """
-    before = _look(urls)
     home = _HOME if sys.stdout.isatty() and not once else ""
     try:
+        before = _look(urls)
         while True:
             time.sleep(interval_s)
             after = _look(urls)

@@ -6,14 +6,21 @@ and a secret to all ranks. A thread of each rank then sends to one peer after th
 rank itself receives in whatever order packets arrive, so no two ranks can wait for each other. The
 thread sends a packet only after the receipt of the previous packet, because Linux counts the
 descriptors that a user has in transit, and refuses more than the limit of open files.
+
+Anybody on the host can connect to an abstract socket. A rank closes another user's connection when
+it accepts it, waits for the greeting of no single connection, and connects to a peer again while
+strangers' connections fill that peer's queue.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
+import errno
 import hmac
 import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -30,6 +37,11 @@ _HELLO = struct.Struct("=16sii")  # the listener's secret, the sender's rank, de
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 _INTS = array.array("i")  # as SCM_RIGHTS packs descriptors
 _POLL_S = 0.1
+_RETRY_S = 0.01
+#: Connections that wait to be accepted, at most. As many as Linux lets a socket have by default:
+#: they are strangers', for of the peers there is one each.
+_BACKLOG = 4096
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
 
 
 class Address(NamedTuple):
@@ -51,14 +63,14 @@ Receive = Callable[[int, list[int]], None]
 class Listener:
     """This rank's socket. Create it, give its address to all ranks, then call `exchange`."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self) -> None:
         name = b"\0moe_nvlink-" + secrets.token_hex(16).encode()
         self.address = Address(name, secrets.token_bytes(16))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.bind(self.address.name)
-            self._socket.listen(num_ranks)  # so that no peer's connect() waits
-            self._socket.settimeout(_POLL_S)
+            self._socket.listen(_BACKLOG)
+            self._socket.setblocking(False)
         except BaseException:
             self._socket.close()
             raise
@@ -113,7 +125,7 @@ class _UnknownSenderError(Exception):
 
 
 class _Taker:
-    """Receiver of the peers' packets, in the order in which the peers connect."""
+    """Receiver of the peers' packets, in the order in which the peers' greetings arrive."""
 
     def __init__(
         self, listening: socket.socket, secret: bytes, receive: Receive, deadline: float
@@ -128,27 +140,46 @@ class _Taker:
         It returns before the deadline if all of these ranks have gone away.
         """
         probe_at = 0.0
-        while waiting and time.monotonic() < self._deadline:
-            gone = set(sender.gone)
-            try:
-                connection, _name = self._listening.accept()
-            except TimeoutError:
+        with contextlib.ExitStack() as silent, selectors.PollSelector() as selector:
+            selector.register(self._listening, selectors.EVENT_READ)
+            while waiting and time.monotonic() < self._deadline:
+                gone = set(sender.gone)
+                ready = selector.select(_POLL_S)
+                for key, _events in ready:
+                    if key.fileobj is self._listening:
+                        self._accept(selector, silent)
+                        continue
+                    connection = key.data
+                    selector.unregister(connection)
+                    with connection:
+                        waiting.discard(self._take_from(connection, waiting))
+                if ready:
+                    continue
                 if waiting <= gone:
                     break
                 if not sender.is_alive() and time.monotonic() > probe_at:
                     probe_at = time.monotonic() + 10 * _POLL_S
                     sender.probe(waiting)
-                continue
-            with connection:
-                waiting.discard(self._take_from(connection, waiting))
         return waiting
+
+    def _accept(self, selector: selectors.BaseSelector, silent: contextlib.ExitStack) -> None:
+        """Accept a connection and wait for its greeting, beside others; not of another user."""
+        try:
+            connection, _name = self._listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
+            return
+        except OSError as error:
+            raise TransportError(f"cannot take descriptors: {_told(error)}") from error
+        if _peer_uid(connection) != os.getuid():
+            connection.close()
+            return
+        silent.enter_context(connection)  # closes it again at the end, which does no harm
+        selector.register(connection, selectors.EVENT_READ, connection)
 
     def _take_from(self, connection: socket.socket, waiting: set[int]) -> int:
         """Receive from one connection; return its rank, or -1 if it is no peer."""
         peer, descriptors = -1, list[int]()
         try:
-            if _peer_uid(connection) != os.getuid():
-                raise _UnknownSenderError
             connection.settimeout(_left(self._deadline))
             peer, count = self._hello(connection, waiting)
             _take(connection, peer, count, descriptors)
@@ -164,7 +195,10 @@ class _Taker:
         return peer
 
     def _hello(self, connection: socket.socket, waiting: set[int]) -> tuple[int, int]:
-        packet = connection.recv(_HELLO.size)
+        try:
+            packet = connection.recv(_HELLO.size)  # is there, or the connection's end
+        except ConnectionError as error:
+            raise _UnknownSenderError from error
         if len(packet) != _HELLO.size:
             raise _UnknownSenderError
         secret, peer, count = _HELLO.unpack(packet)
@@ -234,13 +268,13 @@ class _Sender(threading.Thread):
 
     def _send_to(self, peer: int) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(_left(self._deadline))
-            connection.connect(self._addresses[peer].name)
+            self._connect(connection, peer)
             if _peer_uid(connection) != os.getuid():
                 raise TransportError(
                     f"another user answers in the place of rank {peer}; run all ranks as one user"
                 )
             count = len(self._descriptors)
+            connection.settimeout(_left(self._deadline))
             connection.send(_HELLO.pack(self._addresses[peer].secret, self._rank, count))
             for first in range(0, count, _MOST_IN_PACKET):
                 connection.settimeout(_left(self._deadline))
@@ -248,6 +282,21 @@ class _Sender(threading.Thread):
                 socket.send_fds(connection, [b"."], chunk)
                 if not connection.recv(1):
                     raise ConnectionResetError
+
+    def _connect(self, connection: socket.socket, peer: int) -> None:
+        while True:
+            try:
+                connection.settimeout(_left(self._deadline))
+                connection.connect(self._addresses[peer].name)
+                return
+            except BlockingIOError as error:  # the peer's queue is full
+                if time.monotonic() > self._deadline:
+                    raise TransportError(
+                        f"rank {peer} accepted no connection in time: others fill its queue; look "
+                        "at its log, and for a program that connects to sockets named "
+                        "@moe_nvlink-... (ss -xp)"
+                    ) from error
+                time.sleep(_RETRY_S)
 
     def probe(self, peers: set[int]) -> None:
         """Add the peers that no longer listen to `gone`. Call it after the thread has ended."""
@@ -276,7 +325,9 @@ def _explanation(peer: int, error: OSError) -> str:
         return f"rank {peer} went away before it had taken the descriptors; look at its log"
     if isinstance(error, TimeoutError):
         return f"rank {peer} did not take the descriptors in time; look at its log"
-    return (
-        f"cannot send descriptors to rank {peer}: {error.strerror}; raise the limit of open files "
-        "(ulimit -n)"
-    )
+    return f"cannot send descriptors to rank {peer}: {_told(error)}"
+
+
+def _told(error: OSError) -> str:
+    advice = "; raise the limit of open files (ulimit -n)" if error.errno in _LIMITS else ""
+    return f"{error.strerror or error}{advice}"

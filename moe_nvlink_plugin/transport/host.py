@@ -63,8 +63,8 @@ def _mmap(address: int, size: int, protection: int, flags: int, fd: int, offset:
     if result is None or result == _MAP_FAILED:
         code = ctypes.get_errno()
         raise TransportError(
-            f"mapping {size} bytes failed: {os.strerror(code)}; raise the address-space limit "
-            "(ulimit -v) or lower max_tokens_per_rank"
+            f"mapping {size} bytes failed: {os.strerror(code)}; lift the limit of addresses "
+            "(ulimit -v unlimited): a rank reserves at least 4 GiB of them for every rank"
         )
     return int(result)
 

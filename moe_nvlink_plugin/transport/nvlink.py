@@ -231,7 +231,7 @@ class _Building:
             for handle in self._handles:
                 self._shared.append(vmm.export_handle(memory._sharing, handle))
         if is_posix:
-            self._listener = Listener(memory._group.size)
+            self._listener = Listener()
             return _Offer(self._extents, [], self._listener.address)
         return _Offer(self._extents, self._shared, None)
 

@@ -160,7 +160,7 @@ def load_or_compile(text: str, architecture: str) -> bytes:
         target.write_bytes(nvrtc.compile_cubin(text, architecture, strict=False))
 
     key = "\0".join(("emulated", architecture, *nvrtc.OPTIONS, text))
-    return cache.load_or_build(key, ".cubin", build, Path.read_bytes)
+    return cache.load_or_build(key, ".cubin", build, lambda entry: entry.content)
 
 
 def broken_cubin(line: str, instead: str) -> Callable[..., bytes]:

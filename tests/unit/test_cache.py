@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import hashlib
 import multiprocessing
 import os
 import stat
@@ -10,13 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import filelock
 import platformdirs
 import pytest
 
 from moe_nvlink_plugin.errors import CompileError
-from moe_nvlink_plugin.jit import cache, host
+from moe_nvlink_plugin.jit import cache, header, host
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,8 +31,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def write(text: str, target: Path) -> None:
-    target.write_text(text)
+def write(content: str, target: Path) -> None:
+    target.write_text(content)
+
+
+def text(entry: cache.Entry) -> str:
+    return entry.content.decode()
+
+
+def said(path: Path) -> str:
+    """What a file says before its checksum."""
+    return path.read_bytes()[: -hashlib.sha256().digest_size].decode()
 
 
 def test_built_once_then_found(folder: Path) -> None:
@@ -36,7 +49,7 @@ def test_built_once_then_found(folder: Path) -> None:
     assert path.parent == folder
     assert folder.stat().st_mode & 0o777 == 0o700
     again = cache.get_or_build("key", ".txt", lambda target: pytest.fail("built twice"))
-    assert (again, again.read_text()) == (path, "one")
+    assert (again, said(again)) == (path, "one")
     other = cache.get_or_build("another key", ".txt", lambda target: write("two", target))
     assert other != path
 
@@ -49,7 +62,7 @@ def test_a_failed_build_leaves_nothing(folder: Path) -> None:
     with pytest.raises(CompileError, match="no"):
         cache.get_or_build("key", ".so", fail)
     assert [p.name for p in folder.iterdir() if p.suffix != ".lock"] == []
-    assert cache.get_or_build("key", ".so", lambda t: write("whole", t)).read_text() == "whole"
+    assert said(cache.get_or_build("key", ".so", lambda t: write("whole", t))) == "whole"
 
 
 def test_a_file_appears_whole(folder: Path) -> None:
@@ -63,7 +76,26 @@ def test_a_file_appears_whole(folder: Path) -> None:
 
     path = cache.get_or_build("key", ".so", build)
     assert seen == []
-    assert path.read_text() == "whole"
+    assert said(path) == "whole"
+
+
+def test_a_directory_for_everybody(folder: Path) -> None:
+    """/tmp, for one. Whoever owns it must not close it to the others."""
+    folder.mkdir()
+    folder.chmod(0o1777)
+    below = f"{folder}/moe_nvlink-{os.getuid()}"
+    with pytest.raises(CompileError, match=f"mode 1777.*; set MOE_NVLINK_CACHE_DIR to {below}, or"):
+        cache.directory()
+    assert not list(folder.iterdir())
+
+
+def test_a_directory_below_one_for_everybody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder / "mine"))
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
+    assert cache.load("key", ".txt", text) == "one"
+    assert path.parent == folder / "mine"
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o720])
@@ -82,7 +114,7 @@ def test_somebody_elses_folder_is_refused(folder: Path, monkeypatch: pytest.Monk
     with pytest.raises(CompileError, match=rf"owner {owner}\); give it .* to root .chown -R 0"):
         cache.directory()
     with pytest.raises(CompileError, match=f"owner {owner}"):
-        cache.load("key", ".txt", Path.read_text)
+        cache.load("key", ".txt", text)
 
 
 def give_to_a_stranger(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -115,18 +147,18 @@ def test_a_full_disk(folder: Path) -> None:
 
     with pytest.raises(CompileError, match="No space left.*make room"):
         cache.get_or_build("key", ".txt", build)
-    assert cache.load("key", ".txt", Path.read_text) is None
+    assert cache.load("key", ".txt", text) is None
 
 
 def test_a_file_that_is_not_accepted_is_built_anew(folder: Path) -> None:
     path = cache.get_or_build("key", ".txt", lambda target: write("half", target))
 
-    def read(path: Path) -> str | None:
-        return path.read_text() if path.read_text() == "whole" else None
+    def read(entry: cache.Entry) -> str | None:
+        return text(entry) if text(entry) == "whole" else None
 
     assert cache.load("key", ".txt", read) is None
     assert cache.load_or_build("key", ".txt", lambda t: write("whole", t), read) == "whole"
-    assert path.read_text() == "whole"
+    assert said(path) == "whole"
     path.unlink()
     with pytest.raises(CompileError, match="just compiled"):
         cache.load_or_build("key", ".txt", lambda target: write("half again", target), read)
@@ -139,7 +171,7 @@ def test_a_file_others_may_write_to_is_built_anew(
     path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
     path.chmod(mode)
     again = cache.get_or_build("key", ".txt", lambda target: write("two", target))
-    assert (again.read_text(), stat.S_IMODE(again.stat().st_mode)) == ("two", 0o644)
+    assert (said(again), stat.S_IMODE(again.stat().st_mode)) == ("two", 0o644)
     assert f"mode {mode:o}" in caplog.text
 
 
@@ -150,8 +182,122 @@ def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     path.unlink()
     path.symlink_to(elsewhere)
     again = cache.get_or_build("key", ".txt", lambda target: write("two", target))
-    assert (again.read_text(), again.is_symlink()) == ("two", False)
+    assert (said(again), again.is_symlink()) == ("two", False)
     assert elsewhere.read_text() == "not what was compiled"
+
+
+#: What a host library must have, and a function that tells two of them apart.
+_LIBRARY = """
+extern "C" void* moe_nvlink_grid_create(int) {{ return nullptr; }}
+extern "C" void moe_nvlink_grid_destroy(void*) {{}}
+extern "C" int moe_nvlink_sizeof_local_control() {{ return {}; }}
+extern "C" int moe_nvlink_sizeof_exchange_counters() {{ return {}; }}
+extern "C" int which() {{ return {}; }}
+"""
+
+
+def library_text(which: int) -> str:
+    structs = (header.structs()[name] for name in ("LocalControl", "ExchangeCounters"))
+    return _LIBRARY.format(*map(ctypes.sizeof, structs), which)
+
+
+def with_a_page_of_zeros(data: bytes) -> bytes:
+    return data[:4096] + bytes(4096) + data[8192:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:100],
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-1],
+        lambda data: data[:-32],
+        lambda data: bytes(len(data)),
+        lambda data: b"hello\n",
+        with_a_page_of_zeros,
+        lambda data: data.replace(b"which", b"where"),
+    ],
+    ids=["0", "100", "half", "a byte", "no seal", "zeros", "text", "a page", "another library"],
+)
+def test_a_damaged_library_is_built_anew(
+    folder: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a full disk, a bad copy, a bad disk. To load one may be a bus error."""
+    path = host.build(library_text(1))
+    whole = path.read_bytes()
+    assert damage(whole) != whole
+    path.write_bytes(damage(whole))
+    assert host.build(library_text(1)) == path
+    assert path.read_bytes() == whole
+    assert f"{path} is not used: it is damaged" in caplog.text
+
+
+def test_a_directory_in_a_files_place(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
+    path.unlink()
+    path.mkdir()
+    (path / "kept").touch()
+    with pytest.raises(CompileError, match=f"cannot write {path}: .*; remove that directory"):
+        cache.get_or_build("key", ".txt", lambda target: write("two", target))
+    assert f"{path} is not used: it is no regular file" in caplog.text
+    assert {left.suffix for left in folder.iterdir()} == {".lock", ".txt"}
+
+
+def test_a_named_pipe_in_a_files_place(folder: Path) -> None:
+    """Nobody writes into it: to open it for reading could wait for ever."""
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
+    path.unlink()
+    os.mkfifo(path)
+    assert said(cache.get_or_build("key", ".txt", lambda target: write("two", target))) == "two"
+
+
+@pytest.fixture
+def exchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Has somebody who owns the parent put a directory of his in the cache's place.
+
+    He does so when a function of cache.py, which the argument names, has returned.
+    """
+    theirs = folder.parent / "theirs"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+
+    def after(name: str) -> Path:
+        really = getattr(cache, name)
+
+        def exchange(*arguments: Any) -> Any:
+            result = really(*arguments)
+            if theirs.exists():
+                folder.rename(folder.parent / "ours")
+                theirs.rename(folder)
+            return result
+
+        monkeypatch.setattr(cache, name, exchange)
+        return theirs
+
+    return after
+
+
+@pytest.mark.parametrize("moment", ["_problem", "_whole"])
+def test_what_was_checked_is_what_is_loaded(
+    folder: Path, exchanged: Callable[[str], Path], moment: str
+) -> None:
+    mine = host.build(library_text(1))
+    theirs = host.build(library_text(2))
+    theirs.rename(exchanged(moment) / mine.name)
+    assert host.load.__wrapped__(library_text(1))._library.which() == 1
+
+
+@pytest.mark.parametrize("moment", ["_check", "_built"])
+def test_nothing_is_written_to_a_directory_that_was_not_checked(
+    folder: Path, exchanged: Callable[[str], Path], moment: str
+) -> None:
+    folder.mkdir(mode=0o700)
+    exchanged(moment)
+    told = pytest.raises(CompileError, match="others may write to it .mode 777")
+    with told if moment == "_check" else contextlib.nullcontext():
+        cache.get_or_build("key", ".txt", lambda target: write("one", target))
+    assert list(folder.iterdir()) == []
 
 
 def test_a_loose_umask_makes_no_file_that_is_refused_later(folder: Path) -> None:
@@ -160,7 +306,7 @@ def test_a_loose_umask_makes_no_file_that_is_refused_later(folder: Path) -> None
         cache.get_or_build("key", ".txt", lambda target: write("one", target))
     finally:
         os.umask(before)
-    assert cache.load("key", ".txt", Path.read_text) == "one"
+    assert cache.load("key", ".txt", text) == "one"
 
 
 # A directory that came with an image: filled by one user (root), read by another.
@@ -192,15 +338,15 @@ def test_what_the_image_lacks_goes_to_the_user(shipped: Path, tmp_path: Path) ->
     before = set(shipped.iterdir())
     path = cache.get_or_build("another", ".txt", lambda target: write("mine", target))
     assert path.parent == tmp_path / "home" / "moe_nvlink"
-    assert cache.load("another", ".txt", Path.read_text) == "mine"
+    assert cache.load("another", ".txt", text) == "mine"
     assert set(shipped.iterdir()) == before
 
 
 def test_nowhere_to_build_what_the_image_lacks(shipped: Path, tmp_path: Path) -> None:
     """A read-only container: what was shipped is used, the rest is an error that names both."""
     (tmp_path / "home").write_text("no directory can be made here")
-    assert cache.load("key", ".txt", Path.read_text) == "shipped"
-    assert cache.load("another", ".txt", Path.read_text) is None
+    assert cache.load("key", ".txt", text) == "shipped"
+    assert cache.load("another", ".txt", text) is None
     with pytest.raises(CompileError, match=f"{shipped} lacks .*precompile.*{tmp_path / 'home'}"):
         cache.get_or_build("another", ".txt", lambda target: pytest.fail("built"))
 
@@ -209,7 +355,7 @@ def test_nowhere_to_build_what_the_image_lacks(shipped: Path, tmp_path: Path) ->
 def test_a_shipped_directory_others_may_write_to(shipped: Path, mode: int) -> None:
     shipped.chmod(mode)
     with pytest.raises(CompileError, match=f"mode {mode:o}"):
-        cache.load("key", ".txt", Path.read_text)
+        cache.load("key", ".txt", text)
 
 
 def test_a_shipped_file_others_may_write_to(shipped: Path) -> None:
@@ -230,7 +376,7 @@ def _as_nobody(given: Path, home: Path) -> None:
     shipped = cache.get_or_build("key", ".txt", lambda target: pytest.fail("built"))
     mine = cache.get_or_build("another", ".txt", lambda target: write("mine", target))
     assert (shipped.parent, mine.parent) == (given, home / "moe_nvlink")
-    assert (shipped.read_text(), mine.read_text()) == ("shipped", "mine")
+    assert (said(shipped), said(mine)) == ("shipped", "mine")
     with pytest.raises(PermissionError):
         (given / "planted.txt").write_text("x")
 
@@ -258,7 +404,7 @@ def _not_readable(given: Path) -> None:
     os.setgid(_NOBODY)
     os.setuid(_NOBODY)
     with pytest.raises(CompileError, match=f"{given} is not readable by user {_NOBODY}.*chmod 755"):
-        cache.load("key", ".txt", Path.read_text)
+        cache.load("key", ".txt", text)
 
 
 def _outcome(target: Callable[..., None], *arguments: Path) -> int | None:
@@ -283,7 +429,7 @@ def _build_slowly(log: str) -> None:
         time.sleep(0.3)
         target.write_text("whole")
 
-    assert cache.get_or_build("key", ".so", build).read_text() == "whole"
+    assert said(cache.get_or_build("key", ".so", build)) == "whole"
 
 
 def test_processes_at_once_compile_once(folder: Path, tmp_path: Path) -> None:
@@ -303,8 +449,56 @@ def test_processes_at_once_compile_once(folder: Path, tmp_path: Path) -> None:
 
 def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_CXX", "no-such-compiler -v")
-    with pytest.raises(CompileError, match="'no-such-compiler' not found; install"):
+    with pytest.raises(CompileError, match="'no-such-compiler' not found .*unset it for g..$"):
         host.build("int main() {}")
+    monkeypatch.delenv("MOE_NVLINK_CXX")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CompileError, match=r"'g\+\+' not found; install g.. 11 or newer"):
+        host.build("int main() {}")
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("/tmp", "cannot start '/tmp': Permission denied; set MOE_NVLINK_CXX to a C++ compiler"),
+        ("true", "MOE_NVLINK_CXX='true' wrote no file: it must be a C++ compiler"),
+        ("false", "no message, exit code 1\nMOE_NVLINK_CXX='false' must be g++ 11 or newer"),
+        ("g++ -fsyntax-only", "MOE_NVLINK_CXX='g++ -fsyntax-only' wrote no file"),
+    ],
+)
+def test_what_is_no_compiler(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, told: str
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_CXX", command)
+    with pytest.raises(CompileError) as caught:
+        host.build("int f();")
+    assert told in str(caught.value)
+    assert "make room" not in str(caught.value)
+    assert not list(folder.glob("*.so"))
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "cc1plus: out of memory allocating 65536 bytes after a total of 0 bytes",
+        "virtual memory exhausted: Cannot allocate memory",
+        "g++: fatal error: Killed signal terminated program cc1plus",
+    ],
+)
+def test_a_compiler_without_memory(folder: Path, monkeypatch: pytest.MonkeyPatch, log: str) -> None:
+    script = folder.parent / "small"
+    script.write_text(f"#!/bin/sh\necho '{log}' >&2\nexit 1\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("MOE_NVLINK_CXX", str(script))
+    with pytest.raises(CompileError, match=r"too little memory: raise the limit \(ulimit -v\)"):
+        host.build("int f();")
+
+
+def test_a_library_that_cannot_be_loaded(folder: Path) -> None:
+    path = host.build(library_text(4))
+    path.write_bytes(b"\x7fELF")
+    with pytest.raises(CompileError, match=f"cannot load {path}: .*noexec.*ulimit -v"):
+        host.HostLibrary(path)
 
 
 def test_a_failing_compiler_shows_its_log(folder: Path) -> None:

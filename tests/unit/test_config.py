@@ -116,6 +116,12 @@ def test_bad_environment_is_named(name: str, text: str, monkeypatch: pytest.Monk
         config()
 
 
+def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", "~no-such-user/kernels")
+    with pytest.raises(ConfigError, match="MOE_NVLINK_CACHE_DIR='~no-such-user.*path in full"):
+        env.cache_dir()
+
+
 def test_environment_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in env.VARIABLES:
         monkeypatch.delenv(name, raising=False)

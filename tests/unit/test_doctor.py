@@ -14,19 +14,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_nvlink_plugin import driver, env
-from moe_nvlink_plugin.errors import CompileError, ConfigError
+from moe_nvlink_plugin.errors import CompileError, ConfigError, PeerError
 from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
-from moe_nvlink_plugin.tools import cli, doctor, precompile
+from moe_nvlink_plugin.tools import cli, doctor, precompile, shipped
 from moe_nvlink_plugin.tools.doctor import gpu, inquiry, report, sockets, together
 from moe_nvlink_plugin.tools.doctor.gpu import Fabric, Gpus, Peer, Trial
 from moe_nvlink_plugin.tools.doctor.inquiry import EntryPoint, Facts, Found
@@ -327,6 +329,7 @@ def change(found: Facts, **changes: Any) -> Facts:
     [
         ({"torch_cuda": ""}, "torch 2.13.0 is a build without CUDA; install torch's CUDA build"),
         ({"torch_error": "OSError: libfoo"}, "torch cannot be imported (OSError: libfoo)"),
+        ({"numpy_error": "Numpy is not available: pip install numpy"}, "Numpy is not available"),
         ({"transports": {"host": False}}, "no transport that serves GPUs"),
         ({"plugin_error": "a plugin fails"}, "a plugin fails"),
     ],
@@ -335,6 +338,18 @@ def test_software(fake: Fake, changes: dict[str, Any], expected: str) -> None:
     verdict = doctor.judge_gpu_ranks([change(good(fake(devices=1)), **changes)])
     assert expected in str(verdict)
     assert not verdict.works
+
+
+def test_a_torch_that_finds_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`create` would fail on every rank: torch gathers their configurations through numpy."""
+
+    def missing(_tensor: torch.Tensor) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", missing)
+    found = dataclasses.replace(good(Gpus()), software=inquiry._software())
+    assert "Numpy is not available: " in str(doctor.judge_cpu_ranks([found]))
+    assert "pip install numpy" in report.as_text([found], [])
 
 
 def with_kernels(found: Facts, nvrtc: Found, missing: dict[str, str]) -> Facts:
@@ -866,6 +881,47 @@ def test_ranks_of_a_launcher_report_together(library: Path) -> None:
     lines = outputs[0][0].splitlines()
     assert lines[-1] == "CPU ranks: will work"
     assert "ranks 0-1 are on one GPU (" in lines[-2]
+
+
+def test_a_rank_that_waits_says_for_what(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell may have a launcher's variables left over, and then nothing comes."""
+    said, really = threading.Event(), together._say_what_is_missing
+
+    def say(mine: Facts, timeout_s: float) -> None:
+        really(mine, timeout_s)
+        said.set()
+
+    def nobody_comes(*_arguments: object, **_options: object) -> None:
+        assert said.wait(60), "it waits and says nothing"
+        raise RuntimeError("nobody came")
+
+    monkeypatch.setattr(together, "_say_what_is_missing", say)
+    monkeypatch.setattr(together, "_SILENT_S", 0.01)
+    monkeypatch.setattr(torch.distributed, "init_process_group", nobody_comes)
+    monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "40")
+    with pytest.raises(PeerError, match="nobody came; start all 2") as caught:
+        together.gather(dataclasses.replace(good(Gpus()), rank=1, world_size=2))
+    told = capsys.readouterr().err
+    assert "rank 1 of 2 waits for the other ranks, at most 40 s" in told
+    for text in (told, str(caught.value)):
+        assert "alone: env -u RANK -u WORLD_SIZE moe-nvlink doctor" in text
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"moe-nvlink {shipped.own_version()}\n"
+
+
+@pytest.mark.parametrize("command", ['g++ "', "''"])
+def test_a_compiler_that_is_no_command(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("MOE_NVLINK_CXX", command)
+    for found in (inquiry._compiler(), inquiry._ask(inquiry._host_kernels)):
+        assert found.error.startswith(f"MOE_NVLINK_CXX={command!r}")
+        assert "unset it for g++" in found.error
 
 
 def test_a_rank_that_never_comes() -> None:

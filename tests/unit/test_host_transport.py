@@ -329,6 +329,7 @@ def test_an_address_space_limit() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert "ulimit -v" in done.stdout, done.stderr
+    assert "max_tokens_per_rank" not in done.stdout, "it changes nothing"
 
 
 def test_more_than_there_is() -> None:

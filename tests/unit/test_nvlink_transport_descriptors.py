@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -21,6 +23,8 @@ from moe_nvlink_plugin.transport import descriptors
 from moe_nvlink_plugin.transport.descriptors import Address, Listener
 
 pytestmark = pytest.mark.timeout(60)
+
+_NOBODY = 65534
 
 
 def num_open() -> int:
@@ -60,7 +64,7 @@ def exchange(
         assert all(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for fd in received)
         said[peer] = [os.pread(fd, 100, 0).decode() for fd in received]
 
-    listener = Listener(group.size)
+    listener = Listener()
     mine = files_of(group.rank, count, folder)
     try:
         addresses = group.all_gather_object(listener.address)
@@ -127,6 +131,119 @@ def test_strangers_are_ignored(hello: Callable[[Address], bytes | None], tmp_pat
     assert results == [{1: ["1-0", "1-1"]}, {0: ["0-0", "0-1"]}]
 
 
+def connection_to(address: Address) -> socket.socket:
+    """A stranger's."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
+    try:
+        connection.connect(address.name)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def test_strangers_that_stay_and_say_nothing_delay_nobody(tmp_path: Path) -> None:
+    """Programs of this user. Whoever waited for the greeting of one would wait to the deadline."""
+    with contextlib.ExitStack() as opened:
+
+        def connect(addresses: list[Address]) -> None:
+            for address in addresses * 8:
+                opened.enter_context(connection_to(address))
+
+        results = run_ranks(2, lambda group: exchange(group, tmp_path, before=connect))
+    assert results == [{1: ["1-0", "1-1"]}, {0: ["0-0", "0-1"]}]
+
+
+def _stranger_of_another_user(pipe: Any) -> None:
+    os.setgroups([])
+    os.setgid(_NOBODY)
+    os.setuid(_NOBODY)
+    opened = [connection_to(address) for address in pipe.recv() * 50]
+    pipe.send("connected")
+    assert pipe.recv() == "close them"
+    for connection in opened:
+        connection.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_connections_of_another_user_delay_nobody(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    stranger = context.Process(target=_stranger_of_another_user, args=(there,))
+    stranger.start()
+
+    def connect(addresses: list[Address]) -> None:
+        if addresses_told.acquire(blocking=False):
+            here.send(addresses)
+            assert here.poll(30), "they fill the queue"
+            assert here.recv() == "connected"
+        both_here.wait(40)
+
+    addresses_told, both_here = threading.Lock(), threading.Barrier(2)
+    results = run_ranks(2, lambda group: exchange(group, tmp_path, before=connect))
+    assert results == [{1: ["1-0", "1-1"]}, {0: ["0-0", "0-1"]}]
+    here.send("close them")
+    stranger.join(30)
+    assert stranger.exitcode == 0
+    stranger.close()
+    for end in (here, there):
+        end.close()
+
+
+def fill(listener: Address, opened: contextlib.ExitStack) -> None:
+    """Silent connections, until there is no room for another one."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            opened.enter_context(connection_to(listener))
+
+
+def test_a_full_queue_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_BACKLOG", 1)
+    tries = threading.Semaphore(0)
+    really_left = descriptors._left
+
+    def left(deadline: float) -> float:
+        if isinstance(threading.current_thread(), descriptors._Sender):
+            tries.release()
+        return really_left(deadline)
+
+    monkeypatch.setattr(descriptors, "_left", left)
+    with contextlib.ExitStack() as opened:
+
+        def before(addresses: list[Address]) -> None:
+            if group_of_thread.rank == 0:
+                fill(addresses[0], opened)
+                is_full.set()
+                # The other rank has found the queue full, and comes again.
+                for _ in range(3):
+                    assert tries.acquire(timeout=20)
+            else:
+                assert is_full.wait(20)
+
+        is_full, group_of_thread = threading.Event(), threading.local()
+
+        def rank_main(group: ThreadGroup) -> dict[int, list[str]]:
+            group_of_thread.rank = group.rank
+            return exchange(group, tmp_path, before=before)
+
+        results = run_ranks(2, rank_main)
+    assert results == [{1: ["1-0", "1-1"]}, {0: ["0-0", "0-1"]}]
+
+
+def test_a_queue_that_stays_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_BACKLOG", 1)
+    listener = Listener()
+    with contextlib.ExitStack() as opened, contextlib.closing(listener):
+        fill(listener.address, opened)
+        addresses = [Address(b"", b""), listener.address]
+        sender = descriptors._Sender(0, addresses, [], time.monotonic() + 0.2)
+        sender.run()
+    (error,) = sender.errors
+    assert "rank 1 accepted no connection in time: others fill its queue" in str(error)
+    assert "ulimit" not in str(error)
+
+
 @pytest.mark.parametrize("who", ["sender", "taker", "both"])
 def test_another_user_gets_nothing(
     who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +278,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
                 return exchange(group, tmp_path, timeout_s=1.0)
             finally:
                 others_are_done.release()
-        listener = Listener(group.size)  # it listens, and that is all
+        listener = Listener()  # it listens, and that is all
         group.all_gather_object(listener.address)
         for _other in range(2):
             assert others_are_done.acquire(timeout=20), "they wait for ever"
@@ -179,7 +296,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     def rank_main(group: ThreadGroup) -> Any:
         if group.rank != 2:
             return exchange(group, tmp_path, timeout_s=50.0)
-        listener = Listener(group.size)
+        listener = Listener()
         group.all_gather_object(listener.address)
         listener.close()
         return None
@@ -198,7 +315,7 @@ def test_a_rank_that_takes_and_then_goes(tmp_path: Path) -> None:
     def rank_main(group: ThreadGroup) -> Any:
         if group.rank == 0:
             return exchange(group, tmp_path, timeout_s=50.0)
-        listener = Listener(group.size)
+        listener = Listener()
         group.all_gather_object(listener.address)
         taker = descriptors._Taker(
             listener._socket, listener.address.secret, lambda peer, fds: None, time.monotonic() + 9

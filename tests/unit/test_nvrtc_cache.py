@@ -15,7 +15,7 @@ import pytest
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.errors import CompileError, UnsupportedError
 from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
-from moe_nvlink_plugin.jit import header, nvrtc
+from moe_nvlink_plugin.jit import cache, header, nvrtc
 from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.kernel import Build
 
@@ -119,7 +119,7 @@ def flip_a_bit(data: bytes) -> bytes:
 def of_another_machine(data: bytes) -> bytes:
     """A whole file with its checksum, but for x86-64: e_machine 62."""
     cubin = data[:18] + (62).to_bytes(2, "little") + data[20:-32]
-    return nvrtc._sealed(cubin)
+    return cache._sealed(cubin)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def of_another_machine(data: bytes) -> bytes:
     [
         lambda data: b"",
         lambda data: b"not ELF",
-        lambda data: nvrtc._sealed(b"not ELF"),
+        lambda data: cache._sealed(b"not ELF"),
         lambda data: data[:100],
         lambda data: data[:-1],
         lambda data: data[:-32],
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_compiled_anew(
     path.write_bytes(damage(whole))
     assert nvrtc.load_or_compile(SMALL, "sm_90a") == cubin
     assert path.read_bytes() == whole
-    assert f"{path} is damaged" in caplog.text
+    assert f"{path} is not used: it is damaged" in caplog.text
 
 
 # No compiler.

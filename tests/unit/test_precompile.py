@@ -292,6 +292,28 @@ def test_a_shared_build_that_fails_is_told_of_each_geometry(
     assert out.count("FAILED") == 2
 
 
+def test_without_nvrtc_the_first_line_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is compiled, and without processes that would only say the same."""
+
+    def missing(*_arguments: object, **_options: object) -> str:
+        raise UnsupportedError("no NVRTC library")
+
+    first: list[str] = []
+
+    def compiled(_one: precompile.Compilation) -> precompile.Compiled:
+        first.append(capsys.readouterr().out)
+        return precompile.Compiled(error=UnsupportedError("no NVRTC library"))
+
+    monkeypatch.setattr(nvrtc, "version", missing)
+    monkeypatch.setattr(precompile, "compiled", compiled)
+    arguments = ["--arch", "sm_90a", "--geometry", "top_k=2", "--jobs", "4"]
+    assert cli.main(["precompile", "--cache-dir", str(folder), *arguments]) == 1
+    assert first[0].splitlines()[-1] == "  only those that are there already: no NVRTC library"
+    assert len(first) == 5
+
+
 def test_several_processes(
     compiler: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

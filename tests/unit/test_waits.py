@@ -359,6 +359,8 @@ def test_workers_of_several_servers_count_where_prometheus_client_looks(tmp_path
     ("arguments", "said"),
     [
         (["localhost:8000"], "'localhost:8000' is no URL of a server"),
+        (["http://"], "'http://' is no URL of a server"),
+        (["http://localhost:99999"], "'http://localhost:99999' is no URL of a server"),
         (["http://127.0.0.1:9"], "http://127.0.0.1:9/metrics does not answer"),
     ],
 )
@@ -367,6 +369,17 @@ def test_top_says_what_is_wrong_with_a_url(
 ) -> None:
     assert cli.main(["top", *arguments, "--once"]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_top_leaves_other_programs_metrics_out() -> None:
+    lines = [
+        'moe_nvlink_rounds_total{rank="0",peer="x"} 5',
+        'moe_nvlink_rounds_total{ep_rank="first"} 5',
+        'moe_nvlink_rounds_total{ep_rank="1"} abc',
+        'moe_nvlink_rounds_total{ep_rank="1"} NaN',
+        'moe_nvlink_rounds_total{ep_rank="2"} 7.0',
+    ]
+    assert top.parse(["\n".join(lines)], 0.0).ranks == {2: {("rounds", ""): 7.0}}
 
 
 def test_top_without_ranks_and_after_a_restart() -> None:

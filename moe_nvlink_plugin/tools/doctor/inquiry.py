@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import platform
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
-from moe_nvlink_plugin.jit import cache, nvrtc
+from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import precompile, shipped
 
@@ -70,6 +69,7 @@ class Software:
         kernel_text: digest of the kernels' source, which must be equal on all ranks.
         torch_cuda: version of CUDA that torch was built for; "" for a build without CUDA.
         torch_error: why torch cannot be imported; "" if it can.
+        numpy_error: why torch cannot use numpy, by which ranks meet; "" if it can.
         distributions: name -> version of the installed distributions.
         entry_points: plugins that the installed distributions declare.
         transports: name -> whether it serves GPU ranks.
@@ -89,6 +89,7 @@ class Software:
     plugin_error: str
     sglang: Found | None = None
     flashinfer: Found | None = None
+    numpy_error: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +270,7 @@ def _software() -> Software:
     torch_cuda, torch_error = _torch()
     transports, plugin_error = ({}, "") if torch_error else _transports()
     return Software(
-        plugin=_own_version(),
+        plugin=shipped.own_version(),
         python=platform.python_version(),
         kernel_text=shipped.kernel_text_digest(),
         torch_cuda=torch_cuda,
@@ -279,6 +280,7 @@ def _software() -> Software:
         transports=transports,
         plugin_error=plugin_error,
         sglang=_sglang(distributions.get("sglang")),
+        numpy_error="" if torch_error else _numpy_error(),
         flashinfer=_flashinfer(distributions.get(_FLASHINFER)),
     )
 
@@ -332,19 +334,22 @@ def _sglang(version: str | None) -> Found | None:
     return Found(f"{version} takes --moe-a2a-backend {entry.name} ({known})")
 
 
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("moe-nvlink-plugin")
-    except importlib.metadata.PackageNotFoundError:  # benchmarks/on_gpu.sh runs a checkout
-        return "not installed"
-
-
 def _torch() -> tuple[str, str]:
     try:
         import torch
     except Exception as error:  # a broken installation may raise anything
         return "", f"{type(error).__name__}: {error}"
     return torch.version.cuda or "", ""
+
+
+def _numpy_error() -> str:
+    import torch
+
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError as error:
+        return f"{error}: torch cannot gather the ranks' configurations; pip install numpy"
+    return ""
 
 
 def _transports() -> tuple[dict[str, bool], str]:
@@ -393,11 +398,14 @@ def _host_kernels() -> str:
 
 
 def _compiler() -> Found:
-    name = (shlex.split(env.cxx()) or [""])[0]
+    try:
+        name = env.cxx_words()[0]
+    except ConfigError as error:
+        return Found(error=str(error))
     path = shutil.which(name)
     if path is not None:
         return Found(path)
-    return Found(error=f"{name!r} not found; apt-get install g++ or set MOE_NVLINK_CXX")
+    return Found(error=host.not_found(name))
 
 
 def _shared_memory() -> Found:

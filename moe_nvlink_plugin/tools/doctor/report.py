@@ -66,6 +66,8 @@ def _software(found: Facts) -> list[str]:
         lines.append(_line("SGLang", software.sglang))
     if software.flashinfer is not None:
         lines.append(_line("FlashInfer", software.flashinfer))
+    if software.numpy_error:
+        lines.append(f"{_NO}{software.numpy_error}")
     if software.plugin_error:
         lines.append(f"{_NO}{software.plugin_error}")
     transports = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
+import threading
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import ConfigError, PeerError
@@ -12,6 +13,10 @@ from moe_nvlink_plugin.errors import ConfigError, PeerError
 from . import report
 from .inquiry import Facts, facts, from_json, to_json
 from .verdict import judge_cpu_ranks, judge_gpu_ranks
+
+#: Ranks that a launcher has started together need less, as a rule, to find each other.
+_SILENT_S = 5.0
+_ALONE = "to look at this machine alone: env -u RANK -u WORLD_SIZE moe-nvlink doctor"
 
 
 def main(*, as_json: bool = False) -> int:
@@ -49,6 +54,8 @@ def gather(mine: Facts) -> list[Facts]:
         return [mine]
     if mine.software.torch_error:
         raise PeerError("ranks meet through torch.distributed, and torch cannot be imported")
+    if mine.software.numpy_error:
+        raise PeerError("ranks meet through torch.distributed, and torch cannot use numpy")
     import torch.distributed
 
     from moe_nvlink_plugin.groups import as_group
@@ -57,6 +64,11 @@ def gather(mine: Facts) -> list[Facts]:
         timeout_s = env.timeout_s()
     except ConfigError:  # bad_variables has it
         timeout_s = 60.0
+    waiting = threading.Timer(
+        min(_SILENT_S, timeout_s / 2), _say_what_is_missing, [mine, timeout_s]
+    )
+    waiting.daemon = True
+    waiting.start()
     try:
         torch.distributed.init_process_group(
             "gloo",
@@ -67,7 +79,21 @@ def gather(mine: Facts) -> list[Facts]:
         group = as_group(torch.distributed.group.WORLD, timeout_s)
         return [from_json(text) for text in group.all_gather_object(to_json(mine))]
     except (RuntimeError, ValueError) as error:  # torch raises these for every failure
-        raise PeerError(f"the ranks did not meet: {error}") from error
+        raise PeerError(
+            f"the ranks did not meet: {str(error).rstrip('.')}; start all {mine.world_size}; "
+            f"{_ALONE}"
+        ) from error
     finally:
+        waiting.cancel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _say_what_is_missing(mine: Facts, timeout_s: float) -> None:
+    """Tell somebody whose shell has a launcher's variables left why nothing happens."""
+    print(
+        f"rank {mine.rank} of {mine.world_size} waits for the other ranks, at most {timeout_s:g} s "
+        f"(RANK, WORLD_SIZE and MASTER_ADDR are set); {_ALONE}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from moe_nvlink_plugin import driver
 
 from .gpu import GpuDevice, Peer, Trial
-from .inquiry import Facts
+from .inquiry import Facts, Software
 
 #: Drivers of CUDA 13 and newer load cubins that NVRTC 13 has made.
 OLDEST_CUDA = (13, 0)
@@ -110,15 +110,19 @@ def numbered(what: str, numbers: Sequence[int]) -> str:
 
 
 def _cpu_reasons(found: Facts) -> list[str]:
-    reasons = list(found.bad_variables)
-    if found.software.torch_error:
-        reasons.append(f"torch cannot be imported ({found.software.torch_error}); install it anew")
+    reasons = [*found.bad_variables, *_torch_reasons(found.software)]
     reasons += [
         question.error
         for question in (found.cpu.kernels, found.cpu.shared_memory)
         if question.error
     ]
     return reasons
+
+
+def _torch_reasons(software: Software) -> list[str]:
+    if software.torch_error:
+        return [f"torch cannot be imported ({software.torch_error}); install it anew"]
+    return [software.numpy_error] if software.numpy_error else []
 
 
 def _gpu_reasons(found: Facts) -> list[str]:
@@ -203,9 +207,10 @@ def _software_reasons(found: Facts) -> Iterator[str]:
             f"the driver serves CUDA {found.gpus.cuda_version}, the kernels need "
             f"{OLDEST_CUDA[0]}.{OLDEST_CUDA[1]}; install driver 580 or newer"
         )
+    yield from _torch_reasons(found.software)
     if found.software.torch_error:
-        yield f"torch cannot be imported ({found.software.torch_error}); install it anew"
-    elif not found.software.torch_cuda:
+        return
+    if not found.software.torch_cuda:
         torch = found.software.distributions.get("torch", "here")
         yield f"torch {torch} is a build without CUDA; install torch's CUDA build"
     elif found.software.plugin_error:
