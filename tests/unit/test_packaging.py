@@ -91,42 +91,6 @@ def test_the_sdist_has_the_same_and_builds_the_same_wheel(
     assert contents(of_sources) == contents(built.wheel)
 
 
-#: README's first example in two processes. What it leaves to its reader: experts that multiply.
-FIRST_EXAMPLE = """
-import sys
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-
-def main(rank, page, meeting):
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    torch.manual_seed(rank)
-    factors = 1 + torch.arange(256) % 7
-
-    def my_experts(hidden, ids, weights, out):
-        is_mine = ids // 128 == rank
-        sums = (weights * factors[ids.clamp(0).long()] * is_mine).sum(1, keepdim=True)
-        out.copy_(torch.where(sums > 0, hidden.float() * sums, 0))
-
-    hidden = torch.randn(5 + rank, 7168).bfloat16()
-    ids, weights = torch.rand(5 + rank, 256).topk(8).indices, torch.rand(5 + rank, 8)
-    names = {"rank": rank, "group": dist.group.WORLD, "my_experts": my_experts}
-    names |= {"hidden_states": hidden, "topk_ids": ids, "topk_weights": weights}
-    exec(compile(page, "README.md", "exec"), names)
-    expected = hidden.float() * (weights * factors[ids]).sum(1, keepdim=True)
-    torch.testing.assert_close(names["output"].float(), expected, rtol=0.03, atol=0.03)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, (Path(sys.argv[1]).read_text(), sys.argv[2]), nprocs=2)
-"""
-
-
 def test_the_first_example_beside_nothing_but_torch(built: dist.Built, tmp_path: Path) -> None:
     """`pip install torch WHEEL`: what we import, or torch for us, the wheel must ask for."""
     python = dist.install_alone(built.wheel, tmp_path / "venv") / "python"
@@ -134,10 +98,9 @@ def test_the_first_example_beside_nothing_but_torch(built: dist.Built, tmp_path:
     assert printed(python, tmp_path, "-c", code) == "None None\n"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     section = readme.partition("## Use it without a framework")[2]
-    page = section.partition("```python\n")[2].partition("```")[0].replace("ep_size=4", "ep_size=2")
-    (tmp_path / "page.py").write_text(page)
-    (tmp_path / "main.py").write_text(FIRST_EXAMPLE)
-    printed(python, tmp_path, "main.py", "page.py", str(tmp_path / "meeting"))
+    (tmp_path / "exchange.py").write_text(section.partition("```python\n")[2].partition("```")[0])
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed(python, tmp_path, *ranks, "exchange.py")
 
 
 # Beside vLLM, and in the checkout.
