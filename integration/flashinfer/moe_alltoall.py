@@ -434,16 +434,18 @@ class MoeAlltoAll:
                 "dispatch is for FP8; combine with another MoeAlltoAll of the same sizes, which "
                 "shares the workspace"
             )
+        all_take_part = not self._rows.leaves_out
         total = self._rows.combine(rows, output, active_rank_mask)
         self._gathered_stats = None
-        if use_low_precision and not is_capturing(payload.device):
+        if use_low_precision and all_take_part and not is_capturing(payload.device):
             self._send_fp8(kind, payload)
         return total
 
     def _send_fp8(self, kind: Kind, payload: torch.Tensor) -> None:
         """Let later rounds of such rows travel in FP8, if they can. Collective the first time.
 
-        The exchange is created now, so that the next round may be captured.
+        The exchange is created now, because all ranks take part in this round, and the next one may
+        be captured.
         """
         fits = payload.dtype == torch.bfloat16 and payload.shape[2] % _FP8_BLOCK == 0
         if fits and kind.combine != _FP8:
