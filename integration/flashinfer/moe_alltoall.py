@@ -25,7 +25,6 @@ from moe_nvlink_plugin.errors import (
     InputError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.recipes.combine_formats import FP8_TENSOR
 
 from .communicators import CommunicatorGroup, group_of
 from .opaque_rows import (
@@ -42,7 +41,7 @@ _ALIGNMENT = 128
 #: Combine's types, and the widest of them, in which the room for the experts' output is counted.
 _WIDEST, _OTHERS = torch.float32, (torch.bfloat16, torch.float16)
 #: The format of combine that casts, and the number of which its rows have multiples.
-_FP8, _FP8_BLOCK = FP8_TENSOR.name, FP8_TENSOR.block
+_FP8, _FP8_BLOCK = "fp8_tensor", 16
 
 
 class _Geometry(NamedTuple):
@@ -63,9 +62,8 @@ class _Geometry(NamedTuple):
     def config_of(self, kind: Kind) -> AllToAllConfig:
         """Return the configuration for calls of one kind."""
         first, *others = kind.row_bytes
-        dtype, narrower, block = _WIDEST, _OTHERS, 1
-        if kind.combine == _FP8:
-            dtype, narrower, block = torch.bfloat16, (), _FP8_BLOCK
+        is_fp8 = kind.combine == _FP8
+        dtype, block = (torch.bfloat16, _FP8_BLOCK) if is_fp8 else (_WIDEST, 1)
         hidden_size = -(-kind.combined_bytes // (dtype.itemsize * block)) * block
         return AllToAllConfig(
             ep_size=self.ep_size,
@@ -77,7 +75,7 @@ class _Geometry(NamedTuple):
             dtype=dtype,
             recipe=f"bytes_{first}",
             combine=kind.combine,
-            combine_dtypes=narrower,
+            combine_dtypes=() if is_fp8 else _OTHERS,
             extra_payload_bytes=tuple(others),
             received_ids=kind.received_ids,
             num_expert_counts=kind.num_counts,
@@ -427,23 +425,25 @@ class MoeAlltoAll:
         kind = self._rows.kind
         if use_low_precision and (kind.combine != _FP8 or rows.dtype != torch.bfloat16):
             # Casts that travel in bf16 have the same sums, and cast again they are themselves.
-            rows = FP8_TENSOR.quantise(rows).rows.to(torch.bfloat16)
+            rows = _cast(rows)
         elif kind.combine == _FP8 and not use_low_precision:
             raise InputError(
                 "use_low_precision=False, but this object's combine before had True, and its "
                 "dispatch is for FP8; combine with another MoeAlltoAll of the same sizes, which "
                 "shares the workspace"
             )
+        all_take_part = not self._rows.leaves_out
         total = self._rows.combine(rows, output, active_rank_mask)
         self._gathered_stats = None
-        if use_low_precision and not is_capturing(payload.device):
+        if use_low_precision and all_take_part and not is_capturing(payload.device):
             self._send_fp8(kind, payload)
         return total
 
     def _send_fp8(self, kind: Kind, payload: torch.Tensor) -> None:
         """Let later rounds of such rows travel in FP8, if they can. Collective the first time.
 
-        The exchange is created now, so that the next round may be captured.
+        The exchange is created now, because all ranks take part in this round, and the next one may
+        be captured.
         """
         fits = payload.dtype == torch.bfloat16 and payload.shape[2] % _FP8_BLOCK == 0
         if fits and kind.combine != _FP8:
@@ -652,6 +652,14 @@ def _is_like(payload: torch.Tensor, experts: torch.Tensor) -> bool:
 def _refuse_backend(backend: str) -> None:
     if backend != "trtllm":
         _refuse(f"backend={backend!r}", 'backend="trtllm"; the kernels are those of moe_nvlink')
+
+
+def _cast(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows as bf16, rounded to e4m3 as combine in FP8 rounds them. Local; capturable."""
+    values = rows.float()
+    # e4m3 ends at 448; without the clamp older versions of torch make NaN of what lies beyond.
+    numbers = torch.where(values.isfinite(), values.clamp(-448.0, 448.0), torch.nan)
+    return numbers.to(torch.float8_e4m3fn).to(torch.bfloat16)
 
 
 def _refuse_quantised(

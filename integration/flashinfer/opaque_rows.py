@@ -92,6 +92,13 @@ class OpaqueRows:
         """What the dispatch in flight has in common with others."""
         return self._in_flight("combine").kind
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the dispatch in flight leaves ranks out."""
+        current = self._in_flight("combine")
+        ep_size = current.exchange.config.ep_size
+        return current.mask is not None and len(_ranks(current.mask, ep_size)) < ep_size
+
     def prepare(self, kind: Kind, device: torch.device) -> MoeAllToAll:
         """Return the exchange for a kind of call. Collective if it is the first of its kind.
 
@@ -270,8 +277,7 @@ class OpaqueRows:
                     f"the first dispatch with active_rank_mask={words} is being captured; run it "
                     "once before the capture, because it copies the mask to the GPU"
                 )
-            bits = sum(word << 64 * index for index, word in enumerate(words))
-            ranks = [rank for rank in range(config.ep_size) if bits >> rank & 1]
+            ranks = _ranks(words, config.ep_size)
             found = self._masks[words] = rank_mask(ranks, config.ep_size, device)
         return found
 
@@ -296,6 +302,12 @@ def _words(mask: torch.Tensor | None) -> tuple[int, ...] | None:
             "flashinfer.comm.moe_a2a_active_rank_mask returns"
         )
     return tuple(mask.tolist())
+
+
+def _ranks(words: tuple[int, ...], ep_size: int) -> list[int]:
+    """Return the ranks that a mask's words name."""
+    bits = sum(word << 64 * index for index, word in enumerate(words))
+    return [rank for rank in range(ep_size) if bits >> rank & 1]
 
 
 def _num_counts(counts: torch.Tensor | None) -> int:

@@ -89,9 +89,10 @@ def test_registers_and_no_spills(name: str, architecture: str) -> None:
     assert not generic_accesses(tuple(names))
 
 
-def test_no_spills_with_many_experts() -> None:
+@pytest.mark.parametrize("name", ["Nvfp4", "Fp8Tensor"])
+def test_no_spills_with_many_experts(name: str) -> None:
     """compile_cubin is strict; three addresses for each of 32 rows would not fit at once."""
-    assert nvrtc.compile_cubin(text_of("Nvfp4", top_k=32), "sm_90a")
+    assert nvrtc.compile_cubin(text_of(name, top_k=32), "sm_90a")
 
 
 @each_variant

@@ -144,11 +144,11 @@ def _checks(rank: int, _size: int) -> dict[str, str]:
     )
     for changes in several:
         context = _context(dataclasses.replace(SMALL, **changes), rank)
-        side: Any = backends.BACKENDS["moe_nvlink"](context)
-        is_there = side._rows is side._exchange.combine_input()
+        ours: Any = backends.BACKENDS["moe_nvlink"](context)
+        is_there = ours._rows is ours._exchange.combine_input()
         assert is_there == context.options.payload_in_workspace
-        found[f"moe_nvlink {changes} nothing"] = _message(side, context)
-        side.close()
+        found[f"moe_nvlink {changes} nothing"] = _message(ours, context)
+        ours.close()
     dist.barrier()
     return found
 
