@@ -257,8 +257,8 @@ class MoeAllToAll:
                 extra payloads of other sizes, or through another layer. Ranks compare 7 bits, so on
                 average one such pair in 128 goes unnoticed; of layers that differ in nothing but
                 their numbers on the workspace, only pairs whose numbers are 128 apart. If only one
-                of two ranks leaves the other out, the other one waits in vain. Or another rank's combine before
-                this dispatch had rows of another type or width (see combine).
+                of two ranks leaves the other out, the other one waits in vain. Or another rank's
+                combine before this dispatch had rows of another type or width (see combine).
             PeerError: another rank continued after a failure of its own.
         """
         if max_tokens is None:
