@@ -293,8 +293,14 @@ def interrupt(
     launched = survivors._Meeting.hold
 
     def hold(self: Any, number: int) -> int:
-        if (launch := self._launch) is not None:
-            self._launch = lambda args: (before(self, number), launch(args), after(self))
+        launch = self._launch
+
+        def interrupted(args: Any) -> None:
+            before(self, number)
+            launch(args)
+            after(self)
+
+        self._launch = interrupted
         try:
             return launched(self, number)
         finally:
@@ -306,7 +312,8 @@ def interrupt(
 def entry_of(meeting: Any, rank: int) -> torch.Tensor:
     """What a rank has brought to odd meetings, in the memory of the meeting's rank."""
     words, size = meeting._num_words, meeting._workspace.group.size
-    return meeting._words[: 2 * size * words].view(2, size, words)[1, rank]
+    entries: torch.Tensor = meeting._words[: 2 * size * words].view(2, size, words)
+    return entries[1, rank]
 
 
 def test_a_rank_that_still_waits_when_another_has_called_again(

@@ -261,14 +261,12 @@ def last_rank_leaves(case: Case, late: bool, seed: int) -> None:
         slots = [each.send_slots for each in ranks.dispatch(inputs)]
         if late:
             ranks.grids.machine.make_late(last, 1)
-        else:
+        with ranks.grids.queued() if late else contextlib.nullcontext():
             ranks.combine(slots, outputs)
-        with ranks.grids.queued():
-            if late:
-                ranks.combine(slots, outputs)
             ranks._masks = [rank_mask(range(last), case.ep_size)] * case.ep_size
             ranks.kind = SMALL if case.small else BULK
-            slots += [each.send_slots for each in ranks.dispatch(inputs[:-1])]  # kept: see above
+            # Kept until the kernels have run.
+            slots += [each.send_slots for each in ranks.dispatch(inputs[:-1])]
         ranks.check_faults()
         for rank in range(last):
             ranks.poison_combine(rank)
