@@ -168,8 +168,6 @@ struct ThreadClock {
 // A line of memory that a warp's instruction has touched, and which of its sectors; of ordered
 // accesses also which lanes have, because a lane that comes again polls.
 struct Touched {
-  uint64_t line = 0;
-  const Site* site = nullptr;
   uint32_t sectors = 0;
   uint32_t lanes = 0;
 };
@@ -179,7 +177,7 @@ struct CtaClock {
   double begin = 0;
   uint32_t step = 0;
   bool let_dependents_start = false;
-  std::vector<Touched> touched;  // of every warp
+  std::unordered_map<uint64_t, Touched> touched;
 };
 
 struct LaunchClock {

@@ -16,8 +16,6 @@ namespace {
 constexpr uint64_t kLineBytes = 128;  // of L1 and of a packet on the link
 constexpr uint64_t kSectorBytes = 32;
 constexpr size_t kCached = 2048;     // sectors of an SM's L1 that are remembered: 64 KiB
-constexpr size_t kTouchedSets = 64;  // of lines that a warp has touched
-constexpr size_t kWays = 4;
 constexpr double kAheadNs = 250.0;
 constexpr double kRounding = 1e-6;  // of a number of turns
 
@@ -113,31 +111,16 @@ Traffic traffic_of(Thread& thread, const Access& access, bool is_ordered) {
   const Costs& costs = costs_of(thread);
   const double rounded = std::max<double>(access.bytes, costs.granule_bytes);
   const uint64_t address = device_address(thread, access);
-  const uint64_t line = address / kLineBytes;
-  const size_t warp = thread.index / kWarpThreads;
-  Touched* set =
-      &thread.cta->clock
-           .touched[(warp * kTouchedSets +
-                     set_of<kTouchedSets>(line ^ static_cast<uint64_t>(access.site->line) << 40)) *
-                    kWays];
-  Touched* found = std::find_if(set, set + kWays, [&](const Touched& each) {
-    return each.line == line && each.site == access.site;
-  });
+  const uint64_t site = access.site - thread.launch->kernel->sites;
+  const uint64_t warp = thread.index / kWarpThreads;
+  Touched& found = thread.cta->clock.touched[address / kLineBytes << 21 | site << 5 | warp];
   const uint32_t sector = 1U << (address % kLineBytes / kSectorBytes);
   const uint32_t lane = is_ordered ? 1U << thread.lane : 0;
-  const bool is_there = found != set + kWays;
-  const bool is_same = is_there && (found->lanes & lane) == 0;
-  const uint32_t sectors = is_same ? found->sectors : 0;
-  const uint32_t lanes = is_same ? found->lanes | lane : lane;
-  if ((sectors & sector) != 0) {
-    found->lanes = lanes;
-    return {false, 0};
-  }
-  const Touched now{line, access.site, sectors | sector, lanes};
-  // The set is in the order of use: the last one leaves.
-  Touched* last = is_there ? found : set + kWays - 1;
-  std::move_backward(set, last, last + 1);
-  *set = now;
+  const bool is_same = found.sectors != 0 && (found.lanes & lane) == 0;
+  if (!is_same) found = {};
+  found.lanes |= lane;
+  if ((found.sectors & sector) != 0) return {false, 0};
+  found.sectors |= sector;
   return {!is_same, (is_same ? 0 : costs.header_bytes) + rounded};
 }
 
@@ -380,7 +363,6 @@ void begin_cta(Thread& thread) {
       std::max(1, static_cast<int>(costs.threads_per_sm) / static_cast<int>(launch.num_threads()));
   const bool had_to_wait = least->ctas >= places && thread.cta->number >= places * rank.sms.size();
   cta.begin = std::max(launch.clock.begin, had_to_wait ? least->freed : 0.0);
-  cta.touched.resize(thread.cta->warps.size() * kTouchedSets * kWays);
 }
 
 void change_active(Thread& thread, int by) {
