@@ -141,17 +141,17 @@ _BODIES = {
         st.global.v4.u32 [%rd4+16384], {%r1, %r1, %r1, %r1};
         st.global.v4.u32 [%rd4+32768], {%r1, %r1, %r1, %r1};
         st.global.v4.u32 [%rd4+49152], {%r1, %r1, %r1, %r1};""",
-    # Every thread stores 16 bytes to each of 128 rows, one after the other.
-    "rows": """
+    # Every thread stores 16 bytes to each of 512 lines, one after the other.
+    "lines": """
         mul.wide.u32 %rd3, %r1, 16;
         add.u64 %rd4, %rd1, %rd3;
         mov.u32 %r3, 0;
-    $row:
+    $line:
         st.global.v4.u32 [%rd4], {%r1, %r1, %r1, %r1};
-        add.u64 %rd4, %rd4, 512;
+        add.u64 %rd4, %rd4, 128;
         add.u32 %r3, %r3, 1;
-        setp.lt.u32 %p1, %r3, 128;
-        @%p1 bra $row;""",
+        setp.lt.u32 %p1, %r3, 512;
+        @%p1 bra $line;""",
 }
 _ENTRY = """
 .visible .entry {name}(.param .u64 a, .param .u64 b)
@@ -320,9 +320,9 @@ def test_lanes_that_store_to_a_line_share_a_packet() -> None:
 
 
 def test_a_warp_may_have_touched_any_number_of_lines() -> None:
-    """Lane 0 stores to all 512 lines before lane 1 stores to the first."""
+    """Lane 0 may store to all 512 lines before lane 1 stores to the first."""
     ranks = Ranks(link_bytes_per_ns=2)
-    took = ranks.ns("rows", ranks.at(1), 0, block=32)
+    took = ranks.ns("lines", ranks.at(1), 0, block=8)
     assert took == pytest.approx(65536 * (128 + 16) / 128 / 2 + 1000, rel=0.01)
 
 
