@@ -494,7 +494,9 @@ def logged_links(_rank: int, _size: int, status: int | None) -> list[tuple[str, 
     nvml = pytest.importorskip("cuda.bindings.nvml", reason="these cuda-bindings have no NVML")
     said: list[tuple[str, str]] = []
     handler = logging.Handler()
-    handler.emit = lambda one: said.append((one.levelname, one.getMessage()))  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(  # type: ignore[method-assign]
+        (record.levelname, record.getMessage())
+    )
     topology.logger.addHandler(handler)
     topology.logger.setLevel(logging.INFO)
     if status is not None:
