@@ -113,6 +113,7 @@ TABLES = {
     "growth-gpu": Table(GROWTH_GPU, tables.growth),
     "model": Table(MODEL, tables.model),
     "ptx-clock": Table("*-ptx-clock.json", tables.ptx_clock),
+    "sync": Table("*-sync.json", tables.sync),
     "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head),
     "launch": Table("*-launch*.json", tables.launch),
     "scheduler": Table(SCHEDULER, tables.scheduler),

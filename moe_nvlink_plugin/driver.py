@@ -35,7 +35,7 @@ class Device:
         name: name that the driver gives the GPU, such as "NVIDIA H200".
         uuid: 32 hexadecimal digits, equal in every process.
         capability: compute capability, (major, minor).
-        num_sms: number of SMs.
+        num_sms: number of SMs; a context may use fewer (`usable_sms`).
         total_bytes: bytes of device memory.
         is_mig: whether the device is a MIG slice, which NVLink does not reach.
     """
@@ -175,10 +175,39 @@ def device(index: int) -> Device:
     )
 
 
+def nvml_uuid(uuid: str) -> str:
+    """Return a Device.uuid as NVML writes it."""
+    parts = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])
+    return "GPU-" + "-".join(parts)
+
+
 @functools.cache
 def _primary_context(index: int) -> Any:
     # Never released: torch uses the same context for as long as the process lives.
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
+
+
+def usable_sms(facts: Device) -> int:
+    """Return how many SMs kernels of this thread may use on a device. Makes its primary context.
+
+    Fewer than the device has, if the primary context or a green context that is current in this
+    thread is limited. A stream of a green context that is made current later is not seen. An older
+    driver that cannot tell gives the device's number.
+    """
+    contexts = [_primary_context(facts.index)]
+    current = call("cuCtxGetCurrent")
+    if int(current) and int(call("cuCtxGetDevice")) == int(facts.handle):
+        contexts.append(current)
+    return min(facts.num_sms, *(_sms_of(context, facts.num_sms) for context in contexts))
+
+
+def _sms_of(context: Any, otherwise: int) -> int:
+    try:
+        kind = api().CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        found = int(call("cuCtxGetDevResource", context, kind).sm.smCount)
+    except (AttributeError, UnsupportedError, DriverError):  # bindings or driver of before 12.4
+        return otherwise
+    return found or otherwise
 
 
 class on_device:  # noqa: N801 - used as a statement: `with driver.on_device(0):`

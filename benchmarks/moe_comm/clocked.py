@@ -247,10 +247,12 @@ class Ours(Layer):
         recipe = find_recipe(self._configs[0])
         self._rows = payload_rows(self._configs[0], recipe)
         self._regions = layer_layout(self._configs[0], recipe).channel_regions(0)
-        text = kernel_texts.specialised_source(
+        return build.load(build.ptx_of(self._text(), ARCHITECTURES[self._gpu]), clock=True)
+
+    def _text(self) -> str:
+        return kernel_texts.specialised_source(
             self.work.top_k, constants()["kElementBf16"], pdl=True, small=True
         )
-        return build.load(build.ptx_of(text, ARCHITECTURES[self._gpu]), clock=True)
 
     def _workspace_bytes(self) -> int:
         return max(region.offset + region.size_bytes for region in self._regions.values())

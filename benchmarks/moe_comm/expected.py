@@ -234,6 +234,7 @@ class Side(abc.ABC):
         combined: this rank's result, where combine leaves it.
         how: what the result is held to, as check_combined's.
         capturable: whether a CUDA graph can hold its verbs.
+        is_checked: whether `check` holds the verbs to anything.
     """
 
     name: str
@@ -241,6 +242,7 @@ class Side(abc.ABC):
     combined: torch.Tensor
     how = "sum"
     capturable = True
+    is_checked = True
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -197,7 +197,8 @@ def _batch(
     }
     ceiling, made = samples.pop(timing.CEILING), list[Row]()
     for name, side in sides.items():
-        extra = {"given": side.given} | ({"kernels": told[name]} if told.get(name) else {})
+        extra = {"given": side.given, "checked": side.is_checked}
+        extra |= {"kernels": told[name]} if told.get(name) else {}
         made.append(rows.make_row(options, name, tokens, samples[name], moved, ceiling, extra))
     rows.add_ratios(made)
     return made

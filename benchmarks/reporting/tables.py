@@ -360,3 +360,35 @@ def _clocked(rows: Sequence[Row]) -> str:
     wide = frame.pivot_table("cell", index, "what", aggfunc="first", fill_value="", sort=False)
     heads = ["machine", "ranks", "tokens", *(f"{what}, modelled us" for what in wide.columns)]
     return table(heads, [[str(cell) for cell in line] for line in wide.reset_index().to_numpy()])
+
+
+# --- kind "sync": bench_sync.py -------------------------------------------------------------------
+
+
+def sync(result: Result) -> str:
+    """Render each verb with and without flags and waits: published, on the clock, on CPU ranks."""
+    found: dict[tuple[int, str], dict[tuple[str, bool], float]] = {}
+    for row in result.data["rows"]:
+        times = found.setdefault((row["tokens"], row["verb"]), {})
+        times[row["where"], row["has_sync"]] = row["us"]
+    places = list(dict.fromkeys(row["where"] for row in result.data["rows"]))
+    names = {
+        "published": "reference, GB200, published",
+        "clock, flashinfer": "FlashInfer, GB200, modelled",
+        "clock, moe_nvlink": "**moe_nvlink**, GB200, modelled",
+        "CPU ranks": f"**moe_nvlink**, {result.data['cpu_ranks']} CPU ranks, measured",
+    }
+    heads = ["tokens per rank", "verb", *(f"{names[where]}: with / without us" for where in places)]
+    body = [
+        [str(tokens), verb, *(_with_and_without(times, where) for where in places)]
+        for (tokens, verb), times in sorted(
+            found.items(), key=lambda one: (PHASES.index(one[0][1]), one[0][0])
+        )
+    ]
+    shows = "results without flags and waits are wrong; no GPU was there"
+    return shown(result, shows, table(heads, body))
+
+
+def _with_and_without(times: Mapping[tuple[str, bool], float], where: str) -> str:
+    pair = (times.get((where, True)), times.get((where, False)))
+    return " / ".join("" if one is None else us(one) for one in pair)

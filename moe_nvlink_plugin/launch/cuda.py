@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -36,6 +37,7 @@ _EARLIER = (
 )
 _DEFAULT_STREAM = "while another stream captures a CUDA graph, the default stream may not be used"
 _TOO_OLD = "they are built by CUDA 13 and need driver 580 or newer"
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class _Function:
@@ -86,14 +88,20 @@ def _load(index: int, cubin: bytes, entry: str) -> _Function:
 
 
 class _Prepared(NamedTuple):
-    """Launch configuration, made once per shape and stream."""
+    """Launch configuration, made once per shape, stream, and whether the launch follows an event.
+
+    Attributes:
+        follows_event: the stream has waited for another stream's event since its last launch of
+            ours.
+    """
 
     config: Any
     stream: Any
     splits: int
+    follows_event: bool
 
 
-def _prepared(launch_shape: Shape, stream: int, pdl: bool) -> _Prepared:
+def _prepared(launch_shape: Shape, stream: int, pdl: bool, follows_event: bool) -> _Prepared:
     api = driver.api()
     config = api.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch_shape.blocks, 1, 1
@@ -106,7 +114,7 @@ def _prepared(launch_shape: Shape, stream: int, pdl: bool) -> _Prepared:
         attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs = [attribute]
         config.numAttrs = 1
-    return _Prepared(config, config.hStream, launch_shape.splits)
+    return _Prepared(config, config.hStream, launch_shape.splits, follows_event)
 
 
 class _CudaLaunch:
@@ -126,7 +134,7 @@ class _CudaLaunch:
         self._function, self._choose = function.function, choose
         self._name, self._count, self._splits = kernel.name, kernel.count, kernel.splits
         self._executor, self._pdl = executor, pdl
-        self._prepared: dict[tuple[int, int], _Prepared] = {}
+        self._prepared: dict[tuple[int, int, bool], _Prepared] = {}
         self._launch = driver.api().cuLaunchKernelEx
         self._success = driver.api().CUresult.CUDA_SUCCESS
         self._pointers = (ctypes.c_void_p * 1)()
@@ -137,14 +145,17 @@ class _CudaLaunch:
 
         The device's context must be current; a caller's thread may lack it.
         """
-        key = (count, self._executor.stream())
+        stream = self._executor.stream()
+        follows_event = self._executor.follows_event(stream)
+        key = (count, stream, follows_event)
         found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            # A side stream's kernel waits for another stream's event, which PDL does not know.
-            pdl = self._pdl and not self._executor.runs_beside()
-            found = _prepared(self._choose(count), key[1], pdl)
+            # PDL orders a kernel after the one before it in its stream. Whether it also keeps the
+            # order after another stream's event, no GPU has told us.
+            pdl = self._pdl and not follows_event
+            found = _prepared(self._choose(count), stream, pdl, follows_event)
             self._prepared[key] = found
         return found
 
@@ -162,6 +173,8 @@ class _CudaLaunch:
                     call="cuLaunchKernelEx",
                     status=status.name,
                 )
+            if prepared.follows_event:
+                self._executor.note_launch(int(prepared.stream))
 
 
 class _Room:
@@ -176,7 +189,7 @@ class _Room:
 
     def __init__(self, num_sms: int, budget: Budget) -> None:
         self.is_shared = budget.num_channels * budget.ranks_on_device > 1
-        self._num_sms = budget.max_sms or num_sms
+        self._num_sms = min(budget.max_sms or num_sms, num_sms)
         self._share = shape.share(num_sms, budget.num_channels, budget.ranks_on_device)
 
     def limits(self, function: _Function) -> Limits:
@@ -204,13 +217,35 @@ def _advise_eager_loading() -> None:
         )
 
 
+def _advise_connections(num_channels: int) -> None:
+    """Log once per process that streams of the channels may share a queue of the hardware."""
+    text = os.environ.get(_CONNECTIONS, "").strip()
+    if text.isdecimal() and int(text) <= num_channels:
+        _warn_of_connections(text, num_channels)
+
+
+@functools.cache
+def _warn_of_connections(text: str, num_channels: int) -> None:
+    logger.warning(
+        "moe_nvlink: %s=%s, and %d channels and the caller have a stream each: two streams may "
+        "share a queue, and a kernel that waits for a peer then holds back the other channel's. "
+        "Two ranks can wait for each other so until the timeout. Unset %s (the driver's default "
+        "is 8), or use one channel",
+        _CONNECTIONS,
+        text,
+        num_channels,
+        _CONNECTIONS,
+    )
+
+
 class _CudaLauncher:
     def __init__(self, executor: CudaExecutor, variant: Variant, budget: Budget) -> None:
         self._executor, self._variant = executor, variant
-        self._room = _Room(executor.device_facts.num_sms, budget)
+        self._room = _Room(executor.num_sms(), budget)
         self._pdl = executor.pdl and not self._room.is_shared
         if budget.num_channels > 1 and budget.num_ranks > 1:
             _advise_eager_loading()
+            _advise_connections(budget.num_channels)
 
     def load(self, kernel: Kernel[S], sizes: S, **instead: int) -> _CudaLaunch:
         """See Launcher. Compile the kernel on first use, or take it from the cache."""
@@ -351,6 +386,11 @@ class _Side(NamedTuple):
             logger.warning("moe_nvlink: streams of GPU %d stay: %s", index, error)
 
 
+#: (index of the device, handle) of streams that have waited for a side stream's event, and on which
+#: no kernel of ours was launched since. Of the process: another layer may be next on that stream.
+_joined: set[tuple[int, int]] = set()
+
+
 class CudaExecutor:
     """Launches kernels on the current stream of one GPU.
 
@@ -376,9 +416,17 @@ class CudaExecutor:
         keep = weakref.finalize(self, _Side.destroy, self.device_facts.index, self._sides)
         keep.atexit = False
 
-    def runs_beside(self) -> bool:
-        """Return whether this thread launches on a side stream now."""
-        return getattr(self._beside, "stream", None) is not None
+    def follows_event(self, stream: int) -> bool:
+        """Return whether the next launch on this stream waits for another stream's event.
+
+        On a side stream each one does.
+        """
+        beside = getattr(self._beside, "stream", None) is not None
+        return beside or (self.device_facts.index, stream) in _joined
+
+    def note_launch(self, stream: int) -> None:
+        """After a launch, forget events that this stream has waited for before."""
+        _joined.discard((self.device_facts.index, stream))
 
     def beside(self, channel: int, launch: Callable[[], None]) -> Callable[[], None]:
         """See Executor. Each channel has a stream of its own.
@@ -404,6 +452,7 @@ class CudaExecutor:
         def wait() -> None:
             with self.context():
                 driver.call("cuStreamWaitEvent", self._current(), done, 0)
+                _joined.add((self.device_facts.index, self.stream()))
 
         return wait
 
@@ -421,6 +470,10 @@ class CudaExecutor:
         if self._torch_device.type != "cuda":
             return 0
         return int(torch.cuda.current_stream(self._torch_device).cuda_stream)
+
+    def num_sms(self) -> int:
+        """Return how many SMs the kernels may use: a green context or MPS may leave fewer."""
+        return driver.usable_sms(self.device_facts)
 
     def context(self) -> Any:
         """Return a context manager that makes the device's context current in this thread."""

@@ -47,7 +47,9 @@ class ExchangeStats(NamedTuple):
         bytes_reducescatter: the same for a reduce-scatter of the same outputs.
         waited_ns: nanoseconds that this rank's verbs have waited for each rank, by its number; ()
             before there is memory. A wait counts after it has ended. One CTA of each kernel counts
-            (kernels/README.md); in small batches' combine it sees the ranks of one token.
+            (kernels/README.md); in small batches' combine it sees the ranks of one token. A GPU's
+            timer moves in steps, a microsecond on some: one short wait counts as nothing or as
+            whole steps, and only the sum of many is right on average.
     """
 
     rounds: int = 0

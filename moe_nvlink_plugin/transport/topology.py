@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.errors import DriverError, UnsupportedError
 
 from . import hosts, vmm
+
+logger = logging.getLogger(__name__)
 
 _INSTEAD = (
     "or let vLLM exchange over NCCL (--all2all-backend allgather_reducescatter), or across NVLink "
@@ -102,6 +105,7 @@ def look(index: int, trial: vmm.FabricTrial) -> Facts:
             f"GPU {index} ({device.name}) has no virtual memory management (a vGPU profile or WSL "
             f"may lack it); use another machine, {_INSTEAD}"
         )
+    links = {} if device.is_mig else _links(device)
     return Facts(
         host=host_id(),
         host_name=socket.gethostname(),
@@ -113,18 +117,50 @@ def look(index: int, trial: vmm.FabricTrial) -> Facts:
         posix=vmm.attribute(index, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
         fabric_error=trial.error,
         fabric_trial=trial.blob,
-        links={} if device.is_mig else _links(index),
+        links=links,
         process=_process(),
         allow_shared_gpu=env.allow_shared_gpu(),
     )
 
 
-def _links(index: int) -> dict[str, Link]:
-    return {
-        driver.device(peer).uuid: _link(index, peer)
-        for peer in range(driver.num_devices())
-        if peer != index
-    }
+def _links(device: driver.Device) -> dict[str, Link]:
+    """Return the connection to every other GPU, and log them.
+
+    The driver does not name the wire: atomics work over NVLink, but over some PCIe systems, too.
+    NVML is asked as well, and whoever reads the log decides.
+    """
+    links = {}
+    for index in range(driver.num_devices()):
+        if index == device.index:
+            continue
+        peer = driver.device(index).uuid
+        link = links[peer] = _link(device.index, index)
+        said = _nvml_says(device.uuid, peer)
+        level = logging.WARNING if link is Link.NVLINK and said == _NO_NVLINK else logging.INFO
+        here, there = f"GPU {device.index}", f"GPU {index}"
+        logger.log(
+            level, "moe_nvlink: %s to %s: %s by the driver, %s", here, there, link.value, said
+        )
+    return links
+
+
+_NO_NVLINK = (
+    "but NVML knows no NVLink between them. If that is true, the exchange runs at PCIe's speed; "
+    "`nvidia-smi topo -p2p n` shows what NVML says"
+)
+
+
+def _nvml_says(uuid: str, peer: str) -> str:
+    """Return whether NVML knows NVLink between two GPUs, as the end of a sentence."""
+    try:
+        from cuda.bindings import nvml
+
+        nvml.init_v2()
+        handles = [nvml.device_get_handle_by_uuid(driver.nvml_uuid(one)) for one in (uuid, peer)]
+        status = nvml.device_get_p2p_status(*handles, int(nvml.GpuP2PCapsIndex.NVLINK))
+    except Exception as error:
+        return f"NVML not asked ({type(error).__name__})"
+    return "and NVML says the same" if status == nvml.GpuP2PStatus.OK else _NO_NVLINK
 
 
 def _link(index: int, peer: int) -> Link:

@@ -141,6 +141,17 @@ _BODIES = {
         st.global.v4.u32 [%rd4+16384], {%r1, %r1, %r1, %r1};
         st.global.v4.u32 [%rd4+32768], {%r1, %r1, %r1, %r1};
         st.global.v4.u32 [%rd4+49152], {%r1, %r1, %r1, %r1};""",
+    # Every thread stores 16 bytes to each of 512 lines, one after the other.
+    "lines": """
+        mul.wide.u32 %rd3, %r1, 16;
+        add.u64 %rd4, %rd1, %rd3;
+        mov.u32 %r3, 0;
+    $line:
+        st.global.v4.u32 [%rd4], {%r1, %r1, %r1, %r1};
+        add.u64 %rd4, %rd4, 128;
+        add.u32 %r3, %r3, 1;
+        setp.lt.u32 %p1, %r3, 512;
+        @%p1 bra $line;""",
 }
 _ENTRY = """
 .visible .entry {name}(.param .u64 a, .param .u64 b)
@@ -308,6 +319,13 @@ def test_lanes_that_store_to_a_line_share_a_packet() -> None:
     assert took == pytest.approx(4 * 16384 * (128 + 16) / 128 / 2 + 1000, rel=0.01)
 
 
+def test_a_warp_may_have_touched_any_number_of_lines() -> None:
+    """Lane 0 may store to all 512 lines before lane 1 stores to the first."""
+    ranks = Ranks(link_bytes_per_ns=2)
+    took = ranks.ns("lines", ranks.at(1), 0, block=8)
+    assert took == pytest.approx(65536 * (128 + 16) / 128 / 2 + 1000, rel=0.01)
+
+
 def test_ranks_that_do_the_same_end_together(ranks: Ranks) -> None:
     for rank in (0, 1):
         ranks.launch("meet", ranks.at(1 - rank), ranks.at(rank), rank=rank)
@@ -372,6 +390,14 @@ def test_more_tokens_take_no_less_time(of: type[Ours]) -> None:
         assert few < more + a_poll, verb
         assert more < many + a_poll, verb
         assert 1.01 * few < many, verb
+
+
+def test_a_token_more_takes_no_less_time() -> None:
+    """With 64 tokens a row's lines at 8 ranks, and the ranks' places, have the same low bits."""
+    ends = [timed(Work(8, tokens), is_whole=False) for tokens in range(62, 67)]
+    for verb in ("dispatch", "combine"):
+        times = [end[verb].us for end in ends]
+        assert times == sorted(times), verb
 
 
 @pytest.mark.parametrize("of", [Small, Bulk])

@@ -170,6 +170,23 @@ def test_without_pdl_and_with_few_sms(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 1 <= grid[0] <= 8, "one SM holds no more CTAs"
 
 
+def test_a_context_that_may_use_few_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A green context, or MPS: CTAs beyond its SMs would not run at the same time."""
+    monkeypatch.setenv("MOE_NVLINK_MAX_SMS", "100")
+    seen = in_driver(launches_of_many_tokens, tmp_path, monkeypatch, sms=132, context_sms=1)
+    assert 1 <= seen[1][0] <= 8, "one SM holds no more CTAs"
+
+
+def test_a_driver_that_tells_nothing_of_contexts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = "cuCtxGetDevResource:1:CUDA_ERROR_NOT_SUPPORTED"
+    seen = in_driver(
+        launches_of_many_tokens, tmp_path, monkeypatch, sms=132, context_sms=1, fail=fails
+    )
+    assert seen[1][0] > 100
+
+
 def launches_of_many_tokens() -> tuple[Any, ...]:
     with alone(max_tokens_per_rank=400) as layer:
         layer.dispatch(*inputs(layer, 400))
@@ -249,11 +266,30 @@ def test_channels_want_kernels_that_are_loaded(
 ) -> None:
     """Said once by a process, if a kernel that waits can meet one that is loaded meanwhile."""
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if loading:
         monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
     said = in_driver(warnings_of_layers, tmp_path, monkeypatch, num_ranks, num_channels, sms=20)
     assert len(said) == expected, said
     assert all("Start all ranks with CUDA_MODULE_LOADING=EAGER" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("connections", "num_channels", "expected"), [("1", 2, 1), ("8", 2, 0), ("1", 1, 0), ("", 2, 0)]
+)
+def test_channels_want_queues_of_their_own(
+    connections: str,
+    num_channels: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Said once by a process."""
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    said = in_driver(warnings_of_layers, tmp_path, monkeypatch, 2, num_channels, sms=20)
+    assert len(said) == expected, said
+    assert all("CUDA_DEVICE_MAX_CONNECTIONS=1, and 2 channels" in text for text in said)
 
 
 # Several ranks on one GPU.

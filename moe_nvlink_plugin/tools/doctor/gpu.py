@@ -313,9 +313,8 @@ def _fabric(uuid: str) -> Fabric:
         from cuda.bindings import nvml
 
         nvml.init_v2()
-        parts = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])
         info = nvml.device_get_gpu_fabric_info_v(
-            nvml.device_get_handle_by_uuid("GPU-" + "-".join(parts))
+            nvml.device_get_handle_by_uuid(driver.nvml_uuid(uuid))
         )
         return Fabric(
             state=nvml.GpuFabricState(int(info.state)).name.lower(),

@@ -7,7 +7,8 @@ A process with that environment imports cuda.bindings as it is and finds the fak
 `control()` counts what is still allocated, makes calls fail and shows the last launch. FAKE_CUDA_*
 (the keywords of `environment`) are read at every call, so os.environ changes them late:
 
-    devices (4), sms (4 each), memory (bytes of each, 8 GiB), capability ("9.0"), driver (13000),
+    devices (4), sms (4 each), context_sms (all; what a context may use of them),
+    memory (bytes of each, 8 GiB), capability ("9.0"), driver (13000),
     mig (0), p2p (1), atomics (1: NVLink), vmm (1),
     fabric ("0", "1" or "broken": promised, but no IMEX channel), domain (0; of FABRIC handles),
     host (0; makes the uuids differ), shared_uuid (0),
@@ -47,6 +48,7 @@ def _constants() -> Iterator[str]:
     yield "enum {"
     for name in (
         "CUresult",
+        "CUdevResourceType",
         "CUdevice_attribute",
         "CUdevice_P2PAttribute",
         "CUfunction_attribute",

@@ -31,7 +31,7 @@ const std::map<int, std::string> kEntries = {
     {11060, " cuLaunchKernelEx "},
     {11070, " cuModuleGetLoadingMode "},
     {12000, " cuGetProcAddress "},
-    {12040, " cuFuncGetParamInfo cuFuncLoad "},
+    {12040, " cuCtxGetDevResource cuFuncGetParamInfo cuFuncLoad "},
 };
 // From this version on these names mean functions that take a context, and are not here.
 constexpr int kWithContext = 13000;

@@ -375,6 +375,20 @@ Status cuCtxGetDevice(int* device) {
   *device = current()->device;
   return 0;
 }
+// Of the struct's bytes only these two are set; bindings give it zeroed.
+struct SmResource {
+  int type;
+  unsigned char padding[92];
+  unsigned count;
+};
+Status cuCtxGetDevResource(Context* context, SmResource* resource, int type) {
+  ASK(cuCtxGetDevResource);
+  CHECK(context != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(type == CU_DEV_RESOURCE_TYPE_SM, CUDA_ERROR_INVALID_RESOURCE_TYPE);
+  resource->type = type;
+  resource->count = static_cast<unsigned>(num_context_sms());
+  return 0;
+}
 Status cuCtxSynchronize() {
   ENTER(cuCtxSynchronize);
   REQUIRE_CONTEXT();

@@ -24,6 +24,10 @@ int driver_version() {
 int num_sms() {
   return static_cast<int>(number("FAKE_CUDA_SMS", 4));
 }
+// That a context may use, where a green context or MPS leaves it fewer.
+int num_context_sms() {
+  return static_cast<int>(number("FAKE_CUDA_CONTEXT_SMS", num_sms()));
+}
 bool has_p2p() {
   return number("FAKE_CUDA_P2P", 1) != 0;
 }

@@ -157,7 +157,7 @@ struct ThreadClock {
   clocks::Moment stored;        // it has synchronised with included; and every store at all
   clocks::Moment seen;          // what relaxed loads have found: a fence makes it ours
   std::vector<clocks::Moment> late;      // what registers wait for
-  std::vector<uint16_t> late_registers;  // register -> 1 + place in late; 0: it is ready
+  std::vector<uint32_t> late_registers;  // register -> 1 + place in late; 0: it is ready
   double all_ready = 0;                  // no register is ready later than that
   const uint16_t* defined = nullptr;     // by the instruction that runs
   int num_defined = 0;
@@ -165,11 +165,9 @@ struct ThreadClock {
   size_t next_load = 0;
 };
 
-// A line of memory that a warp's instruction has touched, and which of its sectors; of ordered
-// accesses also which lanes have, because a lane that comes again polls.
+// Which sectors of a line a warp's instruction has touched, and which lanes have: a lane that comes
+// again executes the instruction again.
 struct Touched {
-  uint64_t line = 0;
-  const Site* site = nullptr;
   uint32_t sectors = 0;
   uint32_t lanes = 0;
 };
@@ -179,7 +177,7 @@ struct CtaClock {
   double begin = 0;
   uint32_t step = 0;
   bool let_dependents_start = false;
-  std::vector<Touched> touched;  // of every warp
+  std::unordered_map<uint64_t, Touched> touched;  // by line, site and warp
 };
 
 struct LaunchClock {

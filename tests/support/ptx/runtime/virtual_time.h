@@ -15,9 +15,7 @@ namespace {
 
 constexpr uint64_t kLineBytes = 128;  // of L1 and of a packet on the link
 constexpr uint64_t kSectorBytes = 32;
-constexpr size_t kCached = 2048;     // sectors of an SM's L1 that are remembered: 64 KiB
-constexpr size_t kTouchedSets = 64;  // of lines that a warp has touched
-constexpr size_t kWays = 4;
+constexpr size_t kCached = 2048;  // sectors of an SM's L1 that are remembered: 64 KiB
 constexpr double kAheadNs = 250.0;
 constexpr double kRounding = 1e-6;  // of a number of turns
 
@@ -80,7 +78,7 @@ void set_late(Thread& thread, Step step) {
   clock.late.push_back(Moment{step.end, step});
   clock.all_ready = std::max(clock.all_ready, step.end);
   for (int i = 0; i < clock.num_defined; ++i) {
-    clock.late_registers[clock.defined[i]] = static_cast<uint16_t>(clock.late.size());
+    clock.late_registers[clock.defined[i]] = static_cast<uint32_t>(clock.late.size());
   }
 }
 
@@ -103,41 +101,28 @@ size_t set_of(uint64_t key) {
 }
 
 // What an access adds to the traffic: its sectors that the warp's instruction has not yet touched,
-// and a header for each new line.
+// and a header for each new line. Nothing that was touched is forgotten before the CTA ends: lanes
+// of one instruction run far apart, and a line that was forgotten between two lanes would cost
+// twice.
 struct Traffic {
   bool is_new_line = true;
   double bytes = 0;
 };
 
-Traffic traffic_of(Thread& thread, const Access& access, bool is_ordered) {
+Traffic traffic_of(Thread& thread, const Access& access) {
   const Costs& costs = costs_of(thread);
   const double rounded = std::max<double>(access.bytes, costs.granule_bytes);
   const uint64_t address = device_address(thread, access);
-  const uint64_t line = address / kLineBytes;
-  const size_t warp = thread.index / kWarpThreads;
-  Touched* set =
-      &thread.cta->clock
-           .touched[(warp * kTouchedSets +
-                     set_of<kTouchedSets>(line ^ static_cast<uint64_t>(access.site->line) << 40)) *
-                    kWays];
-  Touched* found = std::find_if(set, set + kWays, [&](const Touched& each) {
-    return each.line == line && each.site == access.site;
-  });
+  const uint64_t site = access.site - thread.launch->kernel->sites;
+  const uint64_t warp = thread.index / kWarpThreads;
+  Touched& found = thread.cta->clock.touched[(address / kLineBytes << 21) | (site << 5) | warp];
   const uint32_t sector = 1U << (address % kLineBytes / kSectorBytes);
-  const uint32_t lane = is_ordered ? 1U << thread.lane : 0;
-  const bool is_there = found != set + kWays;
-  const bool is_same = is_there && (found->lanes & lane) == 0;
-  const uint32_t sectors = is_same ? found->sectors : 0;
-  const uint32_t lanes = is_same ? found->lanes | lane : lane;
-  if ((sectors & sector) != 0) {
-    found->lanes = lanes;
-    return {false, 0};
-  }
-  const Touched now{line, access.site, sectors | sector, lanes};
-  // The set is in the order of use: the last one leaves.
-  Touched* last = is_there ? found : set + kWays - 1;
-  std::move_backward(set, last, last + 1);
-  *set = now;
+  const uint32_t lane = 1U << thread.lane;
+  const bool is_same = found.sectors != 0 && (found.lanes & lane) == 0;
+  if (!is_same) found = {};
+  found.lanes |= lane;
+  if ((found.sectors & sector) != 0) return {false, 0};
+  found.sectors |= sector;
   return {!is_same, (is_same ? 0 : costs.header_bytes) + rounded};
 }
 
@@ -257,7 +242,7 @@ void load_weak(Thread& thread, const Access& access) {
   if (cached.line == tag) {
     end = std::max(now + costs.l1_ns, cached.at);
   } else {
-    const Traffic traffic = traffic_of(thread, access, false);
+    const Traffic traffic = traffic_of(thread, access);
     end = remote ? fetch_remote(thread, access.where->rank, traffic) : fetch_local(thread, traffic);
     cached = {tag, end};
   }
@@ -277,7 +262,7 @@ Step load_ordered(Thread& thread, const Access& access) {
   MachineClock& machine = machine_clock(thread);
   const bool remote = is_remote(thread, access);
   const double now = thread.clock.now;
-  const Traffic traffic = traffic_of(thread, access, true);
+  const Traffic traffic = traffic_of(thread, access);
   double end =
       remote ? fetch_remote(thread, access.where->rank, traffic) : fetch_local(thread, traffic);
   Step step =
@@ -314,7 +299,7 @@ void store(Thread& thread, const Access& access) {
   const bool remote = is_remote(thread, access);
   const Costs& costs = costs_of(thread);
   const int owner = remote ? access.where->rank : thread.rank;
-  const double at = fly(thread, remote, owner, traffic_of(thread, access, is_ordered));
+  const double at = fly(thread, remote, owner, traffic_of(thread, access));
   const double now = thread.clock.now;
   const double back = way_back(costs, remote);
   Step step = step_of(thread, remote ? StepKind::kRemoteStore : StepKind::kLocalStore, now,
@@ -380,7 +365,6 @@ void begin_cta(Thread& thread) {
       std::max(1, static_cast<int>(costs.threads_per_sm) / static_cast<int>(launch.num_threads()));
   const bool had_to_wait = least->ctas >= places && thread.cta->number >= places * rank.sms.size();
   cta.begin = std::max(launch.clock.begin, had_to_wait ? least->freed : 0.0);
-  cta.touched.resize(thread.cta->warps.size() * kTouchedSets * kWays);
 }
 
 void change_active(Thread& thread, int by) {
@@ -479,9 +463,9 @@ void on_late(Thread& thread, Class kind, const uint16_t* uses, int num_uses) {
     std::fill(clock.late_registers.begin(), clock.late_registers.end(), 0);
     return;
   }
-  uint16_t latest = 0;
+  uint32_t latest = 0;
   for (int i = 0; i < num_uses; ++i) {
-    const uint16_t number = clock.late_registers[uses[i]];
+    const uint32_t number = clock.late_registers[uses[i]];
     if (number != 0 && (latest == 0 || clock.late[number - 1].at > clock.late[latest - 1].at)) {
       latest = number;
     }
