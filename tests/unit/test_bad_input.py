@@ -222,7 +222,10 @@ def test_no_gradient_passes_dispatch(name: str, verb: str, layer: MoeAllToAll) -
 @pytest.mark.parametrize("verb", ["combine", "combine_async"])
 def test_no_gradient_passes_combine(name: str, verb: str, layer: MoeAllToAll) -> None:
     received = layer.dispatch(**good())
-    given = {"expert_output": torch.zeros(CAPACITY, HIDDEN), "add": torch.zeros(3, HIDDEN)}
+    given: dict[str, Any] = {
+        "expert_output": torch.zeros(CAPACITY, HIDDEN),
+        "add": torch.zeros(3, HIDDEN),
+    }
     given[name].requires_grad_()
     with pytest.raises(InputError, match=f"{name} requires a gradient"):
         getattr(layer, verb)(metadata=received.metadata, **given)

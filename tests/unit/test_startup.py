@@ -119,11 +119,11 @@ def test_create_waits_for_the_first_limit(kind: str, monkeypatch: pytest.MonkeyP
     home = {"all_to_all": all_to_all, "head": lm_head_group}[kind]
     monkeypatch.setattr(home, "as_group", as_group)
     (group,) = ThreadGroup.ranks(1)
-    times = {"timeout_s": 2, "first_timeout_s": 60}
+    times: dict[str, Any] = {"timeout_s": 2, "first_timeout_s": 60}
     if kind == "all_to_all":
         MoeAllToAll.create(config(**times), group).close()
     else:
-        sizes = {"tp_size": 1, "tp_rank": 0, "vocab_size": 8, "hidden_size": 8}
+        sizes: dict[str, Any] = {"tp_size": 1, "tp_rank": 0, "vocab_size": 8, "hidden_size": 8}
         HeadGroup.create(HeadConfig(**sizes, **times, max_rows_per_rank=1), group).close()
     assert limits == [60]
 
