@@ -768,6 +768,9 @@ def low_precision_of_the_drop_in(rank: int, ep_size: int) -> None:
         assert bool((total[:, 1::2] == 448.0).all())
         other.dispatch(ids, [rows, ids], 1)  # another object, on the same workspace
         assert torch.equal(other.combine(good, 1), good[rank])
+        other.dispatch(ids, [rows, ids], 1)
+        again = other.combine(good, 1, use_low_precision=True)  # only cast
+        torch.testing.assert_close(again, total, rtol=0, atol=0, equal_nan=True)
         subject._reset_workspace()
 
 
