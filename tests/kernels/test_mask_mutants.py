@@ -137,6 +137,10 @@ MUTANTS: dict[str, tuple[list[Edit], Check]] = {
         instead("has_rank", "mask + rank / 64", "mask"),
         two_words,
     ),
+    "a dispatch waits for a rank that left rounds ago": (
+        instead("await_leavers", "!has_rank(local->active_ranks, peer)", "false"),
+        going(small=False),
+    ),
     "counts are sent to it": (
         [Edit("send_expert_counts", _ASKS, _DOES_NOT_ASK)],
         going_with_counts,
@@ -150,7 +154,7 @@ MUTANTS: dict[str, tuple[list[Edit], Check]] = {
         going_on,
     ),
     "meet has no mask in its entry": (
-        instead("meet_body", "args.active_ranks[word]", "uint64_t{0}"),
+        instead("leave_entry", "args.active_ranks[word]", "uint64_t{0}"),
         going_on,
     ),
     "meet tells nobody": (
