@@ -182,6 +182,12 @@ def allow_shared_gpu() -> bool:
     return _switch("MOE_NVLINK_ALLOW_SHARED_GPU", False)
 
 
+def cuda_connections() -> int | None:
+    """Return the driver's own CUDA_DEVICE_MAX_CONNECTIONS; None if it is unset or no number."""
+    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip()
+    return int(text) if text.isdecimal() else None
+
+
 def max_sms() -> int | None:
     """Return the default of AllToAllConfig.max_sms; None means all SMs of the GPU."""
     if _text("MOE_NVLINK_MAX_SMS") is None:

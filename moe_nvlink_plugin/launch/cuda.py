@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -37,7 +36,6 @@ _EARLIER = (
 )
 _DEFAULT_STREAM = "while another stream captures a CUDA graph, the default stream may not be used"
 _TOO_OLD = "they are built by CUDA 13 and need driver 580 or newer"
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class _Function:
@@ -217,24 +215,16 @@ def _advise_eager_loading() -> None:
         )
 
 
-def _advise_connections(num_channels: int) -> None:
-    """Log once per process that streams of the channels may share a queue of the hardware."""
-    text = os.environ.get(_CONNECTIONS, "").strip()
-    if text.isdecimal() and int(text) <= num_channels:
-        _warn_of_connections(text, num_channels)
-
-
 @functools.cache
-def _warn_of_connections(text: str, num_channels: int) -> None:
+def _advise_connections(connections: int, num_channels: int) -> None:
+    """Log, once per process, that streams of the channels may share a queue of the hardware."""
     logger.warning(
-        "moe_nvlink: %s=%s, and %d channels and the caller have a stream each: two streams may "
-        "share a queue, and a kernel that waits for a peer then holds back the other channel's. "
-        "Two ranks can wait for each other so until the timeout. Unset %s (the driver's default "
-        "is 8), or use one channel",
-        _CONNECTIONS,
-        text,
+        "moe_nvlink: CUDA_DEVICE_MAX_CONNECTIONS=%d, and %d channels and the caller have a stream "
+        "each: two streams may share a queue, and a kernel that waits for a peer then holds back "
+        "the other channel's. Two ranks can wait for each other so until the timeout. Unset it "
+        "(the driver's default is 8), or use one channel",
+        connections,
         num_channels,
-        _CONNECTIONS,
     )
 
 
@@ -245,7 +235,9 @@ class _CudaLauncher:
         self._pdl = executor.pdl and not self._room.is_shared
         if budget.num_channels > 1 and budget.num_ranks > 1:
             _advise_eager_loading()
-            _advise_connections(budget.num_channels)
+            connections = env.cuda_connections()
+            if connections is not None and connections <= budget.num_channels:
+                _advise_connections(connections, budget.num_channels)
 
     def load(self, kernel: Kernel[S], sizes: S, **instead: int) -> _CudaLaunch:
         """See Launcher. Compile the kernel on first use, or take it from the cache."""
