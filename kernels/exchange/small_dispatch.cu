@@ -20,7 +20,10 @@
 // units of dispatch n + 1 come after it (P12). The receive buffers are written by their own rank.
 //
 // The epoch is that of the last combine plus one. This kernel cannot read LocalControl.epoch, which
-// one of its CTAs writes while others may have yet to start.
+// one of its CTAs writes while others may have yet to start. Only that CTA, CTA F, reads it: if a
+// graph that holds dispatch alone is replayed, the epoch is the same again, so receivers may take the
+// cells of the dispatch before for those of this one, and lose rows. Then CTA F announces nothing and
+// leaves a fault.
 //
 // Slots are numbers of tokens, so the order of the rows in a slice is the order of the tokens.
 //
@@ -73,6 +76,14 @@ HD void announce(const DispatchArgs& args, int peer, uint64_t cell, bool has_pul
   }
 }
 
+// Leaves a fault word if the dispatch before this one has had no combine. The first fault stays: a
+// combine that has failed counts as none, and a graph may go on after it.
+HD void report_repeated(const DispatchArgs& args, const Cta& cta, const SmallRound& round) {
+  if (cta.thread != 0 || !round.is_repeated) return;
+  const int me = args.geometry.ep_rank;
+  leave_fault(args, pack_fault(kFaultRepeated, kPhaseDispatch, me, round.epoch()));
+}
+
 // This rank's part of the round beside its rows. CTA F.
 template <class Config, class Shared>
 HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const SmallRound& round,
@@ -89,6 +100,7 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
     announce(args, peer, pack_cell(round.epoch(), shared.sent[peer], tag), has_pulled);
   });
   if (has_failed) report_left_out(args, cta, round.epoch());
+  report_repeated(args, cta, round);
   // The last group: if groups outnumber the ranks' groups, it has announced nothing.
   if (group_of(cta) != num_groups(cta) - 1) return;
   uint32_t rows = 0;
@@ -160,8 +172,13 @@ HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
   const LocalControl* local = local_control(args);
-  const SmallRound round{is_excluded(args), load_word(&local->combined_epoch)};
-  const bool has_pulled = role.publishes() && load_word(&local->has_pulled) != 0;
+  SmallRound round{is_excluded(args), load_word(&local->combined_epoch), false};
+  bool has_pulled = false;
+  if (role.publishes()) {
+    has_pulled = load_word(&local->has_pulled) != 0;
+    round.is_repeated = load_word(&local->epoch) != round.combined;
+    round.has_failed = round.has_failed || round.is_repeated;
+  }
   if (role.sends()) send_round<Config>(args, cta, role, sent, round, shared);
   if (role.publishes()) publish_small_round<Config>(args, cta, round, has_pulled, shared);
   const bool has_counts = has_expert_counts<Config>(args);

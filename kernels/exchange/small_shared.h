@@ -93,8 +93,9 @@ HD char* packed_row_at(const DispatchArgs& args, int owner, int source, int plac
 
 // State of this launch that the kernels before it have left.
 struct SmallRound {
-  bool has_failed;    // an earlier verb
+  bool has_failed;    // an earlier verb, or this one may not run
   uint32_t combined;  // epoch of the combine before this dispatch
+  bool is_repeated;   // the dispatch before has had no combine; only CTA F knows
   HD uint32_t epoch() const { return combined + 1; }
 };
 
