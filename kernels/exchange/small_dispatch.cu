@@ -79,7 +79,7 @@ HD void announce(const DispatchArgs& args, int peer, uint64_t cell, bool has_pul
 // Leaves a fault word if the dispatch before this one has had no combine. The first fault stays: a
 // combine that has failed counts as none, and a graph may go on after it.
 HD void report_repeated(const DispatchArgs& args, const Cta& cta, const SmallRound& round) {
-  if (cta.thread != 0 || !round.is_repeated) return;
+  if (cta.thread != 0 || !round.is_repeated()) return;
   const int me = args.geometry.ep_rank;
   leave_fault(args, pack_fault(kFaultRepeated, kPhaseDispatch, me, round.epoch()));
 }
@@ -87,7 +87,7 @@ HD void report_repeated(const DispatchArgs& args, const Cta& cta, const SmallRou
 // This rank's part of the round beside its rows. CTA F.
 template <class Config, class Shared>
 HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const SmallRound& round,
-                            bool has_pulled, Shared& shared) {
+                            Shared& shared) {
   const Geometry& geometry = args.geometry;
   if (group_of(cta) < num_routing_groups(args, cta)) count_sent_rows<Config>(args, cta, shared);
   await_previous_round(args, cta, round, &shared.faulted);
@@ -97,7 +97,7 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
   for_each_peer(args, cta, [&](int peer) {
     if (has_failed) return;
     if (!is_active(args, peer)) return;
-    announce(args, peer, pack_cell(round.epoch(), shared.sent[peer], tag), has_pulled);
+    announce(args, peer, pack_cell(round.epoch(), shared.sent[peer], tag), round.has_pulled != 0);
   });
   if (has_failed) report_left_out(args, cta, round.epoch());
   report_repeated(args, cta, round);
@@ -142,7 +142,7 @@ HD void publish_expert_counts(const DispatchArgs& args, const Cta& cta, uint32_t
 template <class Shared>
 HD void receive_round(const DispatchArgs& args, const Cta& cta, const SmallRole& role,
                       const ReceivedShare& share, const ReceivedIds& received,
-                      const SmallRound& round, bool has_pulled, Shared& shared) {
+                      const SmallRound& round, Shared& shared) {
   if (!role.publishes()) {
     await_previous_round(args, cta, round, &shared.faulted);
     cta.sync();
@@ -151,7 +151,7 @@ HD void receive_round(const DispatchArgs& args, const Cta& cta, const SmallRole&
   cta.sync();  // the counts of all ranks; what was staged to be sent has been read
   receive_parts(args, cta, share, received, round.epoch(), shared);
   mark_small_slices(args, cta, role, received, shared);
-  if (role.publishes() && has_pulled && shared.faulted == 0) {
+  if (role.publishes() && round.has_pulled != 0 && shared.faulted == 0) {
     acquire_cells(args, cta, round.epoch());
   }
 }
@@ -171,21 +171,18 @@ HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
   // dispatch.cu explains both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  const LocalControl* local = local_control(args);
-  SmallRound round{is_excluded(args), load_word(&local->combined_epoch), false};
-  bool has_pulled = false;
-  if (role.publishes()) {
-    has_pulled = load_word(&local->has_pulled) != 0;
-    round.is_repeated = load_word(&local->epoch) != round.combined;
-    round.has_failed = round.has_failed || round.is_repeated;
+  SmallRound round;
+  if (role.sends()) {
+    send_round<Config>(args, cta, role, sent, round, shared);
+  } else {
+    round.load(args, role);
   }
-  if (role.sends()) send_round<Config>(args, cta, role, sent, round, shared);
-  if (role.publishes()) publish_small_round<Config>(args, cta, round, has_pulled, shared);
+  if (role.publishes()) publish_small_round<Config>(args, cta, round, shared);
   const bool has_counts = has_expert_counts<Config>(args);
   if (has_counts && role.publishes() && shared.faulted == 0) {
     publish_expert_counts<Config>(args, cta, round.epoch(), shared);
   }
-  if (role.receives()) receive_round(args, cta, role, share, received, round, has_pulled, shared);
+  if (role.receives()) receive_round(args, cta, role, share, received, round, shared);
   if (has_counts && role.receives()) {
     receive_expert_counts(args, cta, role.receiver, role.num_receivers, round.epoch(),
                           shared.faulted != 0);

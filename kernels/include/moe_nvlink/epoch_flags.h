@@ -133,12 +133,17 @@ HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, 
   return cell_epoch(*seen) == epoch ? 0 : kFaultAhead;
 }
 
-// Whether a verb of this rank has failed before. After a failure the rank's verbs exchange nothing,
+// Not 0 if a verb of this rank has failed before. After a failure the rank's verbs exchange nothing,
 // so a late peer gets no rows of a round that it has not started. The host stops calling the verbs,
 // but verbs that are already in a stream or a graph still run.
 template <class Args>
+HD uint64_t load_fault(const Args& args) {
+  return load_relaxed_sys(&local_control(args)->fault);
+}
+
+template <class Args>
 HD bool has_failed(const Args& args) {
-  return load_relaxed_sys(&local_control(args)->fault) != 0;
+  return load_fault(args) != 0;
 }
 
 // Writes a fault word for the host, which raises an error that names phase, peer and epoch. The
