@@ -65,7 +65,7 @@ struct SentShare {
 template <class Config, class Shared>
 HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const SmallRole& role,
                              const SentShare& share, SmallRound& round, Shared& shared) {
-  if (share.first.token >= args.geometry.num_tokens) return round.load(args, role);
+  if (share.first.token >= args.geometry.num_tokens) return round.load_state(args, role);
   const int parts = num_parts(args);
   int turn = 0;
   bool is_first = true;
@@ -84,7 +84,7 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
     const bool routes = group_of(cta) < num_routing_groups(args, cta);
     RouteIds<Config> ids;
     if (routes) ids.load(args, cta, item.token);
-    if (is_first) round.load(args, role);
+    if (is_first) round.load_state(args, role);
     if (routes) {
       find_route<Config>(args, cta, shared.owners, item.token, ids, round, item.part == 0, route);
     }
@@ -227,7 +227,7 @@ HD void send_round(const DispatchArgs& args, const Cta& cta, const SmallRole& ro
       if (args.global_scale != 0) {
         scale = load_word(reinterpret_cast<const float*>(args.global_scale));
       }
-      round.load(args, role);
+      round.load_state(args, role);
       with_quantiser<Config>(args, cta, scale,
                              QuantiseAndSendTokens<Config, Shared>{args, cta, role, round, shared});
       return;

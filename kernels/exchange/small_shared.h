@@ -101,7 +101,7 @@ struct SmallRound {
   uint32_t has_pulled = 0;  // CTA F: the combine before has read peers' rows
   bool is_of_cta_f = false;
 
-  HD void load(const DispatchArgs& args, const SmallRole& role) {
+  HD void load_state(const DispatchArgs& args, const SmallRole& role) {
     const LocalControl* local = local_control(args);
     exclusion = load_exclusion(args);
     combined = load_word(&local->combined_epoch);

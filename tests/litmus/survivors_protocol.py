@@ -113,7 +113,7 @@ def two_meetings(kernels: Kernels) -> str:
 
 # ---- Rounds with a mask.
 
-MASK_SEEN = r"\bis_excluded\("
+MASK_SEEN = r"\bload_exclusion\("
 MASK_LEFT = r"\bleave_mask\("
 MASK_TAKEN = r"\bis_active\(args, peer\)"
 
