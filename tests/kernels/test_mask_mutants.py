@@ -126,7 +126,7 @@ MUTANTS: dict[str, tuple[list[Edit], Check]] = {
         differing(small=True),
     ),
     "a rank that leaves itself out goes on": (
-        instead("is_excluded", "!is_active(args, args.geometry.ep_rank)", "false"),
+        instead("load_exclusion", "args.active_ranks != 0", "false"),
         left_out(small=False),
     ),
     "it does not report that": (

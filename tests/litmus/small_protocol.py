@@ -42,8 +42,8 @@ from tests.litmus.protocol import (
 UNIT_PUT = r"put_unit: "
 UNIT_LOOKED_AT = r"look_at_unit: "
 UNIT_CLEARED = r"\bclear_unit\("
-#: The acquire of the combine before (P12), the look at a cell for its count or before P11's acquire,
-#: and that acquire.
+#: The acquire of the combine before (P12), the look at a cell for its count or before P11's
+#: acquire, and that acquire.
 AWAITED = r"wait_until_reached: "
 COUNT_LOOKED_AT = r"is_reached_in_time: "
 PULLED_ACQUIRED = r"wait_for_epoch: "

@@ -122,8 +122,8 @@ HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patie
 // it is visible to this thread; otherwise a kFault* code.
 HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t* seen) {
   if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
-  // The acquire half of P1 (dispatch), P3 (combine), P6 (gather) and P8 (argmax). If this load were
-  // relaxed, what is read afterwards might be older than the cell.
+  // The acquire half of P1 (dispatch), P3 (combine), P6 (gather), P8 (argmax) and P11 (small
+  // dispatch). If this load were relaxed, what is read afterwards might be older than the cell.
   *seen = load_acquire_sys(cell);
   // A healthy peer is never ahead: to end a round it needs this rank's signal of that round. A peer
   // that is ahead has gone on after a failure, and its rows are of another round. The epoch
