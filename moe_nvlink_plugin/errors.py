@@ -61,7 +61,12 @@ class UnsupportedError(MoeNvlinkError):
 
 
 class ExchangeStateError(MoeNvlinkError, RuntimeError):
-    """A verb was called out of order: after close, combine before dispatch, or dispatch twice."""
+    """A verb was called out of order: after close, combine before dispatch, or dispatch twice.
+
+    The exchange stays usable, with one exception: if only the kernel sees that a CUDA graph runs
+    a dispatch of a small batch again without its combine, rows may be lost, and the exchange cannot
+    be used afterwards.
+    """
 
 
 class ExchangeTimeoutError(MoeNvlinkError, TimeoutError):

@@ -258,9 +258,9 @@ class Ours(Layer):
         return max(region.offset + region.size_bytes for region in self._regions.values())
 
     def _mirrors(self) -> Iterator[Mirror]:
-        for verb in VERBS:
-            yield self._slices(self._regions[f"{verb}_cells"].offset, 8)
         for name, region in self._regions.items():
+            if name.endswith("_cells"):
+                yield self._slices(region.offset, 8)
             if name.endswith("_staging"):
                 yield self._slices(region.offset, region.size_bytes // self.work.ep_size)
 

@@ -207,16 +207,15 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
   // take no place from this kernel's CTAs: they start after all CTAs of this kernel have come to
   // this line, so each of these has its place, also those that wait below.
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  // The first warp routes, the last thread leaves it for the others: the rest need not load it.
   const bool is_last_thread = cta.thread == cta.num_threads - 1;
-  const bool failed = (cta.thread < Cta::kWarpThreads || is_last_thread) && is_excluded(args);
   // Read here and not at the end, when the last CTA has already written it (P2 orders the two). The
   // last thread reads it, because the first warp shall begin with the route.
   if (is_last_thread) {
+    const Exclusion exclusion = load_exclusion(args);
     shared.epoch = load_word(&local_control(args)->epoch) + 1;
-    shared.has_failed = failed ? 1 : 0;
+    shared.has_failed = exclusion.holds(args) ? 1 : 0;
   }
-  put_all_tokens<Config>(args, cta, failed, send_counters, shared);
+  put_all_tokens<Config>(args, cta, send_counters, shared);
   end_streams();  // before the release half of P2
   // The other CTAs have waited before their first row; the last CTA's cells come after its arrival.
   if (cta.block >= args.geometry.num_tokens) {

@@ -192,14 +192,14 @@ HD void with_quantiser(const DispatchArgs& args, const Cta& cta, float scale,
 // put_tokens() that quantises the activations. One barrier publishes a row's route and the parts of
 // its amax. There are two of each for the reason that put_tokens() gives.
 template <class Config, class Kind>
-HD void put_quantised_tokens(const DispatchArgs& args, const Cta& cta, bool failed,
-                             uint32_t* send_counters, QuantisingDispatchShared& shared,
-                             const Kind& quantising) {
+HD void put_quantised_tokens(const DispatchArgs& args, const Cta& cta, uint32_t* send_counters,
+                             QuantisingDispatchShared& shared, const Kind& quantising) {
+  Exclusion exclusion;
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
     TokenRoute& route = shared.routes[turn];
     if (cta.thread < Cta::kWarpThreads) {
-      route_in_warp<Config>(args, cta, token, failed, send_counters, route);
+      route_in_warp<Config>(args, cta, token, send_counters, exclusion, route);
     }
     quantising.prepare(token, shared.amax[turn]);
     if (token == cta.block) await_small_combine(args, cta, &shared.has_failed);
@@ -218,36 +218,35 @@ template <class Config>
 struct QuantiseAndPutTokens {
   const DispatchArgs& args;
   const Cta& cta;
-  bool failed;
   uint32_t* send_counters;
   QuantisingDispatchShared& shared;
 
   template <class Kind>
   HD void operator()(const Kind& quantising) const {
-    put_quantised_tokens<Config>(args, cta, failed, send_counters, shared, quantising);
+    put_quantised_tokens<Config>(args, cta, send_counters, shared, quantising);
   }
 };
 
 template <class Config>
-HD void quantise_and_put_tokens(const DispatchArgs& args, const Cta& cta, bool failed,
-                                uint32_t* send_counters, QuantisingDispatchShared& shared) {
+HD void quantise_and_put_tokens(const DispatchArgs& args, const Cta& cta, uint32_t* send_counters,
+                                QuantisingDispatchShared& shared) {
   float scale = 1.0f;
   if (args.global_scale != 0) scale = load_word(reinterpret_cast<const float*>(args.global_scale));
   with_quantiser<Config>(args, cta, scale,
-                         QuantiseAndPutTokens<Config>{args, cta, failed, send_counters, shared});
+                         QuantiseAndPutTokens<Config>{args, cta, send_counters, shared});
 }
 
 // Routes and puts this CTA's tokens.
 template <class Config>
-HD void put_all_tokens(const DispatchArgs& args, const Cta& cta, bool failed,
-                       uint32_t* send_counters, DispatchSharedFor<Config>& shared) {
+HD void put_all_tokens(const DispatchArgs& args, const Cta& cta, uint32_t* send_counters,
+                       DispatchSharedFor<Config>& shared) {
   if constexpr (Config::kQuantiser == kQuantiserNone) {
-    put_tokens<Config>(args, cta, failed, send_counters, shared);
+    put_tokens<Config>(args, cta, send_counters, shared);
   } else {
     if (quantiser_of<Config>(args) == kQuantiserNone) {
-      put_tokens<Config>(args, cta, failed, send_counters, shared);
+      put_tokens<Config>(args, cta, send_counters, shared);
     } else {
-      quantise_and_put_tokens<Config>(args, cta, failed, send_counters, shared);
+      quantise_and_put_tokens<Config>(args, cta, send_counters, shared);
     }
   }
 }

@@ -173,13 +173,14 @@ HD void put_token(const DispatchArgs& args, const Cta& cta, const DispatchShared
 // ahead writes the other route, and it comes back to this route only after the barrier in the next
 // token's route_token(), which every thread that still reads this route must pass too.
 template <class Config>
-HD void put_tokens(const DispatchArgs& args, const Cta& cta, bool failed, uint32_t* send_counters,
+HD void put_tokens(const DispatchArgs& args, const Cta& cta, uint32_t* send_counters,
                    DispatchShared& shared) {
+  Exclusion exclusion;
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
     TokenRoute& route = shared.routes[turn];
     if (token == cta.block) await_small_combine(args, cta, &shared.has_failed);
-    route_token<Config>(args, cta, token, failed, send_counters, route);
+    route_token<Config>(args, cta, token, send_counters, exclusion, route);
     if (shared.has_failed == 0) put_token<Config>(args, cta, shared, route, token);
     turn = 1 - turn;
   }

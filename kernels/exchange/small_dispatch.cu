@@ -5,7 +5,9 @@
 //               while it counts the token's slots (small_routing.h), then stores it as units into
 //               the staging of the token's targets (P10, small_send.h)
 //   CTA F       the first receiver: counts the rows for each rank and stores one cell {tag, count,
-//               epoch} to each (P11); it also counts the round and bumps the epoch
+//               epoch} to each; it also counts the round and bumps the epoch
+//   P11         after a combine that has read peers' rows, CTA F tells each rank so in a second cell,
+//               and waits for those of the peers at its end
 //   receivers   the CTAs from `senders` on: each waits for every rank's cell, then takes parts of
 //               received rows from the staging, clears their units, and stores them where the
 //               experts read (small_receive.h). Ids travel as the router made them, and are
@@ -22,7 +24,10 @@
 // units of dispatch n + 1 come after it (P12). The receive buffers are written by their own rank.
 //
 // The epoch is that of the last combine plus one. This kernel cannot read LocalControl.epoch, which
-// one of its CTAs writes while others may have yet to start.
+// one of its CTAs writes while others may have yet to start. Only that CTA, CTA F, reads it: if a
+// graph that holds dispatch alone is replayed, the epoch is the same again, so receivers may take the
+// cells of the dispatch before for those of this one, and lose rows. Then CTA F announces nothing and
+// leaves a fault.
 //
 // Slots are numbers of tokens, so the order of the rows in a slice is the order of the tokens.
 //
@@ -63,22 +68,30 @@ HD void count_sent_rows(const DispatchArgs& args, const Cta& cta, Shared& shared
   }
 }
 
-// Tells a rank how many rows it gets.
-HD void announce(const DispatchArgs& args, int peer, uint64_t cell, bool has_pulled) {
-  const uint32_t cells = args.control.dispatch_cells;
-  if (has_pulled) {
-    // P11, release half: this rank has read the peer's rows in the combine before. Without it the
-    // peer's experts may overwrite them first.
-    signal_peer(args, cells, peer, cell);
-  } else {
-    store_relaxed_sys(cell_of(args, peer, cells, args.geometry.ep_rank), cell);
-  }
+// P11, release half: tells every rank that this rank has read its rows in the combine before. Without
+// it the rank's experts may overwrite them first. A cell of its own, because a release waits until
+// this rank's stores have arrived, and receivers look at no unit before they know the count. Not by
+// the threads that store the counts, for whose arrival it would wait too.
+HD void tell_pulled(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
+  const int first = (cta.thread + cta.num_threads / 2) % cta.num_threads;
+  for_each_peer(args, first, cta.num_threads, [&](int peer) {
+    if (!is_active(args, peer)) return;
+    signal_peer(args, args.control.pulled_cells, peer, pack_cell(epoch, 0, 0));
+  });
+}
+
+// Says that the dispatch before this one has had no combine. The first fault stays: a combine that has
+// failed counts as none, and a graph may go on after it.
+HD void report_repeated(const DispatchArgs& args, const Cta& cta, const SmallRound& round) {
+  if (cta.thread != 0) return;
+  const int me = args.geometry.ep_rank;
+  leave_fault(args, pack_fault(kFaultRepeated, kPhaseDispatch, me, round.epoch()));
 }
 
 // This rank's part of the round beside its rows. CTA F.
 template <class Config, class Shared>
 HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const SmallRound& round,
-                            bool has_pulled, Shared& shared) {
+                            Shared& shared) {
   const Geometry& geometry = args.geometry;
   if (group_of(cta) < num_routing_groups(args, cta)) count_sent_rows<Config>(args, cta, shared);
   await_previous_round(args, cta, round, &shared.faulted);
@@ -88,10 +101,14 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
   for_each_peer(args, cta, [&](int peer) {
     if (has_failed) return;
     if (!is_active(args, peer)) return;
-    announce(args, peer, pack_cell(round.epoch(), shared.sent[peer], tag), has_pulled);
+    // A count is a part of its cell, so it needs no release.
+    store_relaxed_sys(cell_of(args, peer, args.control.dispatch_cells, geometry.ep_rank),
+                      pack_cell(round.epoch(), shared.sent[peer], tag));
   });
+  if (round.has_pulled != 0 && !has_failed) tell_pulled(args, cta, round.epoch());
   if (has_failed) report_left_out(args, cta, round.epoch());
-  if (has_pulled && args.active_ranks != 0 && !has_failed) {
+  if (round.is_repeated()) report_repeated(args, cta, round);
+  if (round.has_pulled != 0 && args.active_ranks != 0 && !has_failed) {
     await_leavers(args, cta, round.epoch() - 1);
     cta.sync();  // the mask of the round before has been read
   }
@@ -136,7 +153,7 @@ HD void publish_expert_counts(const DispatchArgs& args, const Cta& cta, uint32_t
 template <class Shared>
 HD void receive_round(const DispatchArgs& args, const Cta& cta, const SmallRole& role,
                       const ReceivedShare& share, const ReceivedIds& received,
-                      const SmallRound& round, bool has_pulled, Shared& shared) {
+                      const SmallRound& round, Shared& shared) {
   if (!role.publishes()) {
     await_previous_round(args, cta, round, &shared.faulted);
     cta.sync();
@@ -145,8 +162,8 @@ HD void receive_round(const DispatchArgs& args, const Cta& cta, const SmallRole&
   cta.sync();  // the counts of all ranks; what was staged to be sent has been read
   receive_parts(args, cta, share, received, round.epoch(), shared);
   mark_small_slices(args, cta, role, received, shared);
-  if (role.publishes() && has_pulled && shared.faulted == 0) {
-    acquire_cells(args, cta, round.epoch());
+  if (role.publishes() && round.has_pulled != 0 && shared.faulted == 0) {
+    await_pulled(args, cta, round.epoch());
   }
 }
 
@@ -165,16 +182,18 @@ HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
   // dispatch.cu explains both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  const LocalControl* local = local_control(args);
-  const SmallRound round{is_excluded(args), load_word(&local->combined_epoch)};
-  const bool has_pulled = role.publishes() && load_word(&local->has_pulled) != 0;
-  if (role.sends()) send_round<Config>(args, cta, role, sent, round, shared);
-  if (role.publishes()) publish_small_round<Config>(args, cta, round, has_pulled, shared);
+  SmallRound round;
+  if (role.sends()) {
+    send_round<Config>(args, cta, role, sent, round, shared);
+  } else {
+    round.load_state(args, role);
+  }
+  if (role.publishes()) publish_small_round<Config>(args, cta, round, shared);
   const bool has_counts = has_expert_counts<Config>(args);
   if (has_counts && role.publishes() && shared.faulted == 0) {
     publish_expert_counts<Config>(args, cta, round.epoch(), shared);
   }
-  if (role.receives()) receive_round(args, cta, role, share, received, round, has_pulled, shared);
+  if (role.receives()) receive_round(args, cta, role, share, received, round, shared);
   if (has_counts && role.receives()) {
     receive_expert_counts(args, cta, role.receiver, role.num_receivers, round.epoch(),
                           shared.faulted != 0);

@@ -131,17 +131,21 @@ HD void see_counts(const DispatchArgs& args, const Cta& cta, const SmallRole& ro
   });
 }
 
-// P11, acquire half: after a pull combine the peers' cells say that they have read this rank's rows
-// in it; the experts, whose kernel follows, overwrite them. The acquired epoch is compared, because
-// ptxas may drop a load of which no use is made.
-HD void acquire_cells(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
-  const uint32_t cells = args.control.dispatch_cells;
+// P11, acquire half: the peers have read this rank's rows in the pull combine before; the experts,
+// whose kernel follows, overwrite them. CTA F, at its end: the cells come after a fence, which other
+// rows and counts do not wait for. If a wait for a count or a unit was in vain, it does not wait again.
+HD void await_pulled(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
+  if (has_failed(args)) return;
+  const uint32_t cells = args.control.pulled_cells;
   Patience patience(args.timeout_ns);
   for_each_peer(args, cta, [&](int peer) {
     if (!is_active(args, peer)) return;
-    const uint64_t cell = load_acquire_sys(cell_of(args, args.geometry.ep_rank, cells, peer));
-    if (cell_epoch(cell) == epoch) return;
-    report_fault(args, cells, kFaultAhead, kPhaseDispatch, peer, epoch, patience);
+    const WaitCount count(args, true, peer, patience);
+    uint64_t seen = 0;
+    const int fault =
+        wait_for_epoch(cell_of(args, args.geometry.ep_rank, cells, peer), epoch, patience, &seen);
+    count.end(patience);
+    if (fault != 0) report_fault(args, cells, fault, kPhaseDispatch, peer, epoch, patience);
   });
 }
 

@@ -141,29 +141,38 @@ struct CountedTokens {
   }
 };
 
+// What a routing group must know to find the route of a token.
+template <class Config>
+struct RouteIds {
+  ChosenIds<Config> own;         // of the token
+  CountedTokens<Config> before;  // of the tokens before it
+
+  HD void load(const DispatchArgs& args, const Cta& cta, int token) {
+    const bool wide = ids_are_wide<Config>(args);
+    own.load(args, token, wide);
+    before.load(args, cta, token, wide);
+  }
+};
+
 // Fills `route`, and the token's row of send_slots if `writes_slots`. The routing groups of the CTA
 // call it; the CTA's next barrier publishes the route. Padding and a rank that has failed have no
 // targets.
 template <class Config>
 HD void find_route(const DispatchArgs& args, const Cta& cta, const ExpertOwners& owners, int token,
-                   bool has_failed, bool writes_slots, SmallRoute& route) {
+                   const RouteIds<Config>& ids, const SmallRound& round, bool writes_slots,
+                   SmallRoute& route) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
-  const bool wide = ids_are_wide<Config>(args);
-  ChosenIds<Config> own;
-  own.load(args, token, wide);
-  CountedTokens<Config> before;
-  before.load(args, cta, token, wide);
-  const bool stays = is_padding(args, token) || has_failed;
+  const bool stays = is_padding(args, token) || round.has_failed(args);
   int32_t* send_slots =
       reinterpret_cast<int32_t*>(args.send_slots) + static_cast<int64_t>(token) * top_k;
   MOE_NVLINK_ROLLED
   for (int k = group_of(cta); k < top_k; k += num_routing_groups(args, cta)) {
-    const int owner = active_owner_of(args, own.at(k, top_k), owners);
+    const int owner = active_owner_of(args, ids.own.at(k, top_k), owners);
     const int rank = owner == kNoSlot ? 0 : owner;
     const ExpertRange range = experts_of(rank, owners);
-    const int place = static_cast<int>(before.with(cta, range, top_k));
-    const bool has_row = owner != kNoSlot && !stays && !own.has_before(range, k, top_k);
+    const int place = static_cast<int>(ids.before.with(cta, range, top_k));
+    const bool has_row = owner != kNoSlot && !stays && !ids.own.has_before(range, k, top_k);
     if (lane_of(cta) != 0) continue;
     route.targets[k] =
         has_row ? reinterpret_cast<uint64_t>(packed_row_at(args, rank, geometry.ep_rank, place))

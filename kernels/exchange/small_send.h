@@ -63,8 +63,9 @@ struct SentShare {
 // staged and its use. The next item stages in the other half, and comes back to this half only after
 // its own barrier, which every thread that still reads this half must pass too.
 template <class Config, class Shared>
-HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const SentShare& share,
-                             const SmallRound& round, Shared& shared) {
+HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const SmallRole& role,
+                             const SentShare& share, SmallRound& round, Shared& shared) {
+  if (share.first.token >= args.geometry.num_tokens) return round.load_state(args, role);
   const int parts = num_parts(args);
   int turn = 0;
   bool is_first = true;
@@ -80,9 +81,12 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sen
       piece =
           load_piece(args, piece_origin(args, first_byte + cta.thread * kPieceBytes), item.token);
     }
-    if (group_of(cta) < num_routing_groups(args, cta)) {
-      find_route<Config>(args, cta, shared.owners, item.token, round.has_failed, item.part == 0,
-                         route);
+    const bool routes = group_of(cta) < num_routing_groups(args, cta);
+    RouteIds<Config> ids;
+    if (routes) ids.load(args, cta, item.token);
+    if (is_first) round.load_state(args, role);
+    if (routes) {
+      find_route<Config>(args, cta, shared.owners, item.token, ids, round, item.part == 0, route);
     }
     if (is_first) await_previous_round(args, cta, round, &shared.faulted);
     if (cta.thread < num_pieces) piece_in(staged, cta.thread) = piece;
@@ -173,10 +177,12 @@ struct QuantiseAndSendTokens {
     bool is_first = true;
     for (int token = role.sender; token < args.geometry.num_tokens; token += role.num_senders) {
       if (!is_first) cta.sync();  // the row before has been read
+      const bool routes = group_of(cta) < num_routing_groups(args, cta);
       stage(quantising, token);
-      if (group_of(cta) < num_routing_groups(args, cta)) {
-        find_route<Config>(args, cta, shared.owners, token, round.has_failed, true,
-                           shared.routes[0]);
+      if (routes) {
+        RouteIds<Config> ids;
+        ids.load(args, cta, token);
+        find_route<Config>(args, cta, shared.owners, token, ids, round, true, shared.routes[0]);
       }
       if (is_first) await_previous_round(args, cta, round, &shared.faulted);
       cta.sync();  // the row and its route are whole; the peers' staging is free (P12)
@@ -211,22 +217,23 @@ struct QuantiseAndSendTokens {
   }
 };
 
-// Sends this CTA's share of this rank's rows.
+// Sends this CTA's share of this rank's rows. Loads `round`.
 template <class Config, class Shared>
 HD void send_round(const DispatchArgs& args, const Cta& cta, const SmallRole& role,
-                   const SentShare& share, const SmallRound& round, Shared& shared) {
+                   const SentShare& share, SmallRound& round, Shared& shared) {
   if constexpr (Config::kQuantiser != kQuantiserNone) {
     if (quantiser_of<Config>(args) != kQuantiserNone) {
       float scale = 1.0f;
       if (args.global_scale != 0) {
         scale = load_word(reinterpret_cast<const float*>(args.global_scale));
       }
+      round.load_state(args, role);
       with_quantiser<Config>(args, cta, scale,
                              QuantiseAndSendTokens<Config, Shared>{args, cta, role, round, shared});
       return;
     }
   }
-  send_parts_of_tokens<Config>(args, cta, share, round, shared);
+  send_parts_of_tokens<Config>(args, cta, role, share, round, shared);
 }
 
 }  // namespace moe_nvlink

@@ -91,18 +91,39 @@ HD char* packed_row_at(const DispatchArgs& args, int owner, int source, int plac
   return region_of(args, owner, args.staging_region) + row * row_bytes;
 }
 
-// State of this launch that the kernels before it have left.
+// State of this launch that the kernels before it have left. A CTA that sends loads it behind its
+// first row and ids, so that all of them are on their way together: ptxas moves words that are the
+// same in all threads to uniform registers, and waits for them directly after their loads.
 struct SmallRound {
-  bool has_failed;    // an earlier verb
-  uint32_t combined;  // epoch of the combine before this dispatch
+  Exclusion exclusion;
+  uint32_t combined = 0;    // epoch of the combine before this dispatch
+  uint32_t dispatched = 0;  // CTA F: epoch of the dispatch before
+  uint32_t has_pulled = 0;  // CTA F: the combine before has read peers' rows
+  bool is_of_cta_f = false;
+
+  HD void load_state(const DispatchArgs& args, const SmallRole& role) {
+    const LocalControl* local = local_control(args);
+    exclusion = load_exclusion(args);
+    combined = load_word(&local->combined_epoch);
+    is_of_cta_f = role.publishes();
+    if (!is_of_cta_f) return;
+    dispatched = load_word(&local->epoch);
+    has_pulled = load_word(&local->has_pulled);
+  }
+
   HD uint32_t epoch() const { return combined + 1; }
+  // The dispatch before has had no combine. Only CTA F knows.
+  HD bool is_repeated() const { return is_of_cta_f && dispatched != combined; }
+  HD bool has_failed(const DispatchArgs& args) const {
+    return exclusion.holds(args) || is_repeated();
+  }
 };
 
 // P12 by the threads from the CTA's end on. Then a barrier, and `faulted` says whether this verb or
 // an earlier one has failed.
 HD void await_previous_round(const DispatchArgs& args, const Cta& cta, const SmallRound& round,
                              uint32_t* faulted) {
-  if (round.has_failed) {
+  if (round.has_failed(args)) {
     store_relaxed_cta(faulted, 1);
   } else {
     const bool is_counted = small_role(args.senders, cta).publishes();

@@ -10,6 +10,7 @@ import torch
 
 from moe_nvlink_plugin.errors import (
     DisagreementError,
+    ExchangeStateError,
     ExchangeTimeoutError,
     InputError,
     MoeNvlinkError,
@@ -89,6 +90,13 @@ class Faults:
                 f"in {phase.name} of epoch {epoch} active_ranks left out rank {peer}, which is "
                 "this rank; a rank that dispatches names itself, and the others name it too; close "
                 "all layers on the workspace and create them anew"
+            )
+        if code == constants()["kFaultRepeated"]:
+            return ExchangeStateError(
+                f"rank {self._rank} ran {phase.name} of epoch {epoch} again without its combine: a "
+                "CUDA graph that holds a dispatch without its combine was replayed; rows may be "
+                "lost; capture both in one graph, or replay the combine's graph after each replay "
+                "of the dispatch's; close all layers on the workspace and create them anew"
             )
         if code == constants()["kFaultBadCount"]:
             return PeerError(

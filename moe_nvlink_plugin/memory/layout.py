@@ -52,6 +52,7 @@ def _control_sizes(ep_size: int) -> dict[str, int]:
     return {
         "dispatch_cells": ep_size * 8,  # written by the peers
         "combine_cells": ep_size * 8,  # written by the peers
+        "pulled_cells": ep_size * 8,  # written by the peers
         "recv_counts": ep_size * 4,
         "rows_from": ep_size * 4,
         "send_counters": ep_size * 4,

@@ -102,6 +102,7 @@ struct Regions {
   Regions() {
     control.dispatch_cells = layout.add(kRanks * 8);
     control.combine_cells = layout.add(kRanks * 8);
+    control.pulled_cells = layout.add(kRanks * 8);
     control.recv_counts = layout.add(kRanks * 4);
     control.rows_from = layout.add(kRanks * 4);
     control.send_counters = layout.add(kRanks * 4);
@@ -593,6 +594,7 @@ struct Rank {
     meet(1);
     clear(regions.control.dispatch_cells, kRanks * 8);
     clear(regions.control.combine_cells, kRanks * 8);
+    clear(regions.control.pulled_cells, kRanks * 8);
     clear(regions.control.recv_counts, kRanks * 4);
     clear(regions.control.rows_from, kRanks * 4);
     clear(regions.control.send_counters, kRanks * 4);

@@ -97,8 +97,8 @@ MUTANTS: dict[str, tuple[list[Edit], Check]] = {
         instead("see_counts", "is_active(args, peer)", "true"),
         going(small=True),
     ),
-    "small dispatch acquires its cell": (
-        [Edit("acquire_cells", _ASKS, _DOES_NOT_ASK)],
+    "small dispatch waits for what it has pulled": (
+        [Edit("await_pulled", _ASKS, _DOES_NOT_ASK)],
         going(small=True, combine="fp8_block"),
     ),
     "a dispatch waits for its combine": (
@@ -126,7 +126,7 @@ MUTANTS: dict[str, tuple[list[Edit], Check]] = {
         differing(small=True),
     ),
     "a rank that leaves itself out goes on": (
-        instead("is_excluded", "!is_active(args, args.geometry.ep_rank)", "false"),
+        instead("load_exclusion", "args.active_ranks != 0", "false"),
         left_out(small=False),
     ),
     "it does not report that": (

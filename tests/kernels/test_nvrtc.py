@@ -51,20 +51,45 @@ GPU_ARRIVALS = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}  # P2; P14
 FAULT_STORES = {"moe_nvlink_dispatch": 10, "moe_nvlink_combine": 2}
 
 
+#: From sm_70 on.
+BYTES_OF_INSTRUCTION = 16
+
+
 class Instruction(NamedTuple):
     """One line of a disassembly."""
 
     name: str  # with its modifiers
     operands: str
+    guard: str = ""  # predicate, if it is executed on a condition
 
     def registers(self) -> set[int]:
         return {int(number) for number in re.findall(r"\bR(\d+)\b", self.operands)}
 
     def loaded(self) -> set[int]:
-        """Registers a 128-bit load fills."""
+        """Registers that a load fills."""
         first = re.match(r"R(\d+)", self.operands)
         assert first is not None, self
-        return set(range(int(first[1]), int(first[1]) + 4))
+        words = next((w for w in (4, 2) if f".{32 * w}" in self.name), 1)
+        return set(range(int(first[1]), int(first[1]) + words))
+
+    def successors(self, place: int) -> list[int]:
+        """Places of the instructions that may follow this one, which is at `place`."""
+        if self.name.startswith("BRA"):
+            target = int(self.operands.rsplit("0x", 1)[1], 16) // BYTES_OF_INSTRUCTION
+            is_conditional = self.guard or "," in self.operands
+            return [target, place + 1] if is_conditional else [target]
+        return [] if self.name == "EXIT" and not self.guard else [place + 1]
+
+    def touches(self, registers: set[int]) -> bool:
+        """Whether it must wait for them, if it is executed on every way."""
+        if self.name.startswith("LDG"):
+            # What it fills may be what a load on the opposite condition fills.
+            return (
+                not Instruction("", self.operands.partition(",")[2])
+                .registers()
+                .isdisjoint(registers)
+            )
+        return not self.guard and not self.registers().isdisjoint(registers)
 
 
 @functools.cache
@@ -105,9 +130,9 @@ def _tools() -> Path:
 def disassemble(code: bytes, kernel: str) -> tuple[Instruction, ...]:
     """The kernel's instructions in the order of the code."""
     sass = cuobjdump(code, "-sass", "-fun", kernel)
-    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)([^;]*);", sass)
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)([^;]*);", sass)
     assert len(found) > 100, f"{kernel}: the disassembly has {len(found)} instructions"
-    return tuple(Instruction(name, operands.strip()) for name, operands in found)
+    return tuple(Instruction(name, operands.strip(), guard) for guard, name, operands in found)
 
 
 @functools.cache
@@ -150,6 +175,29 @@ def loads_before_first_use(code: tuple[Instruction, ...]) -> int:
             loaded |= one.loaded()
             count += 1
     return count
+
+
+def loads_in_flight(code: tuple[Instruction, ...]) -> set[frozenset[int]]:
+    """For each way from the kernel's wait on: the global loads (places in the code) that are issued
+    before anything touches what one of them loads.
+    """
+    found, seen = set(), set()
+    ways: list[tuple[int, frozenset[int]]]
+    ways = [([one.name for one in code].index("ACQBULK"), frozenset())]
+    while ways:
+        place, loads = way = ways.pop()
+        if way in seen:
+            continue
+        seen.add(way)
+        here = code[place]
+        following = here.successors(place)
+        if not following or here.touches({r for load in loads for r in code[load].loaded()}):
+            found.add(loads)
+            continue
+        if here.name.startswith("LDG"):
+            loads |= {place}
+        ways += [(successor, loads) for successor in following]
+    return found
 
 
 def longest_run_of_loads(code: tuple[Instruction, ...]) -> int:
@@ -255,6 +303,30 @@ def test_ordered_accesses(architecture: str, kernel: str) -> None:
     assert len(empties) == len(acquires) + len(arrivals)
     if kernel == "moe_nvlink_dispatch":
         assert len(atomics) == 2, "one takes a slot (relaxed), one arrives (acq_rel)"
+
+
+#: Of the first warp of dispatch: fault word, mask, the token's byte of padding, an id.
+LOADS_OF_A_ROUTE = {"LDG.E.64.STRONG.SYS", "LDG.E.64", "LDG.E.U8", "LDG.E"}
+
+
+def route_waits_once(code: tuple[Instruction, ...]) -> bool:
+    return any({code[i].name for i in way} >= LOADS_OF_A_ROUTE for way in loads_in_flight(code))
+
+
+@each_architecture
+def test_a_route_waits_for_memory_once(architecture: str) -> None:
+    """What says whether the rank may send at all does not delay the load of the ids."""
+    assert route_waits_once(listing(*COMMON, architecture, "moe_nvlink_dispatch"))
+
+
+def test_a_mask_that_waits_for_the_fault_word_is_noticed() -> None:
+    text = replace_once(
+        kernel_texts.specialised_source(*COMMON),
+        "  if (args.active_ranks != 0) {\n    const uint64_t* words =",
+        "  if (exclusion.fault == 0 && args.active_ranks != 0) {\n    const uint64_t* words =",
+    )
+    code = disassemble(nvrtc.compile_cubin(text, "sm_90a"), "moe_nvlink_dispatch")
+    assert not route_waits_once(code)
 
 
 @each_architecture

@@ -139,13 +139,18 @@ FORMAT_BUGS: Bugs = {
 #: std::atomic_ref, so a missing P10 or a unit that is not cleared in time is no race here: the
 #: litmus programs and the software GPU look at those.
 SMALL_BUGS: Bugs = {
-    "P11 release": [Edit("announce", "if (has_pulled) {", "if (has_pulled && !AWAKE) {")],
     # Of P14's word the program has one moment only, which is seldom a race; the litmus programs and
     # the executed PTX look at it.
     "P14 release and acquire of the CTAs": instead(
         "tell_end", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu"
     ),
-    "P11 acquire": instead("acquire_cells", "load_acquire_sys", "load_relaxed_sys"),
+    "P11 release": instead(
+        "signal_peer",
+        "store_release_sys",
+        "store_relaxed_sys",
+        when="cells == args.control.pulled_cells",
+    ),
+    "P11 acquire": [Edit("await_pulled", "if (has_failed(args)) return;", "if (AWAKE) return;")],
     "P12 acquire": instead("wait_until_reached", "load_acquire_sys", "load_relaxed_sys"),
     # Left in at a CTA's first two tokens, whose routes are addresses.
     "barrier behind what is staged": [

@@ -352,6 +352,12 @@ def test_a_rank_that_does_not_combine(num_threads: int) -> None:
     assert errors_of(case, body) == [named, named, None]
 
 
+@pytest.mark.parametrize("ctas", [1, 3])
+def test_a_dispatch_that_is_repeated_without_its_combine(ctas: int) -> None:
+    """The host refuses it, so the kernel's own look at it is what is run here."""
+    emulated.check_repeated_dispatch("cpu", ctas=ctas)
+
+
 @pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
 def test_ranks_with_different_bounds_disagree(kind: bool) -> None:
     """Rank 1 dispatches through a layer that differs in its bound only, of either kind."""

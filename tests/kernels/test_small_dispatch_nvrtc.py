@@ -9,7 +9,7 @@ import pytest
 
 from moe_nvlink_plugin.exchange.kernels import EXPERT_COUNTS, QUANTISER, SMALL_DISPATCH, TOP_K
 from moe_nvlink_plugin.jit import nvrtc
-from moe_nvlink_plugin.jit.header import quantisers
+from moe_nvlink_plugin.jit.header import quantisers, structs
 from moe_nvlink_plugin.launch import kernel
 from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL
 from tests.kernels.test_nvrtc import (
@@ -21,6 +21,7 @@ from tests.kernels.test_nvrtc import (
     cuobjdump,
     disassemble,
     generic_accesses,
+    loads_in_flight,
 )
 from tests.support.delays import replace_once
 
@@ -124,6 +125,35 @@ def test_a_release_of_each_unit_is_noticed() -> None:
     )
     code = disassemble(nvrtc.compile_cubin(text, "sm_90a"), ENTRY)
     assert len(membars(names_of(code))) > 1
+
+
+def sender_waits_once(code: tuple[Instruction, ...]) -> bool:
+    """A piece of its row, the ids of the token and of two before it, fault and epoch."""
+    epoch = f"+{structs()['LocalControl'].combined_epoch.offset:#x}]"
+    for way in loads_in_flight(code):
+        names = [code[i].name for i in way]
+        has_round = "LDG.E.64.STRONG.SYS" in names and any(
+            code[i].operands.endswith(epoch) for i in way
+        )
+        if has_round and names.count("LDG.E.128") == 1 + 3 * COMMON_TOP_K * 4 // 16:
+            return True
+    return False
+
+
+@each_architecture
+def test_a_sender_waits_for_memory_once(architecture: str) -> None:
+    """Its row and ids are on their way before it knows whether it may send."""
+    assert sender_waits_once(listing(COMMON_TOP_K, BF16, "none", architecture))
+
+
+def test_a_second_wait_of_the_sender_is_noticed() -> None:
+    text = replace_once(
+        text_of(8, BF16),
+        "  if (role.sends()) {\n",
+        "  if (!has_failed(args) && role.sends()) {\n",
+    )
+    code = disassemble(nvrtc.compile_cubin(text, "sm_90a"), ENTRY)
+    assert not sender_waits_once(code)
 
 
 @each_architecture

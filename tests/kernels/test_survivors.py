@@ -86,7 +86,7 @@ PLACES = (
         "between cells",
         (
             "    const uint32_t count = load_relaxed_gpu(&send_counters[peer]);\n",
-            "  const uint32_t cells = args.control.dispatch_cells;\n  if (has_pulled) {\n",
+            "    // A count is a part of its cell, so it needs no release.\n",
         ),
         3,
     ),

@@ -55,7 +55,7 @@ SIGNAL_STORED = r"signal_peer: |signal_peers: store_relaxed_sys"
 #: A look at a cell, and the acquire behind it.
 WAITS = r"(?:wait_for_epoch|is_reached_in_time): "
 #: An access that looks at what no healthy round writes: left out of the programs.
-LOOKS_FOR_FAILURE = r"has_failed: "
+LOOKS_FOR_FAILURE = r"load_fault: "
 
 SLOT_TAKEN = r"&send_counters\[target\]"
 
@@ -544,7 +544,7 @@ def signal_read_before_next_signal(kernels: Kernels) -> str:
 def fault_is_seen(kernels: Kernels) -> str:
     """Thread 0 clears the CTA's fault flag, thread 1 sets it, thread 0 looks."""
     fails = {
-        rf"{WAITS}|leave_fault: |has_failed: ": "",
+        rf"{WAITS}|leave_fault: |load_fault: ": "",
         r"combine_barrier: store_relaxed_cta": "faulted, 1",
     }
     untaken = [SIGNALS, OTHER_ELEMENTS, *OTHER_FORMATS, QUANTISES, HAS_ITEMS, HAS_FAILED]
@@ -554,7 +554,7 @@ def fault_is_seen(kernels: Kernels) -> str:
         {
             "gpu0.k0.cta0.t0": kernels.thread(
                 "combine_body",
-                {rf"{WAITS}|has_failed: ": ""},
+                {rf"{WAITS}|load_fault: ": ""},
                 clears,
                 [*untaken, A_FAULT],
             ),
@@ -599,6 +599,7 @@ def route_of_three_tokens(kernels: Kernels) -> str:
 def route_of_three_quantised_tokens(kernels: Kernels) -> str:
     """The same where the tokens are quantised, and with each its part of the row's amax."""
     body = "put_quantised_tokens"
+    routing: dict[str, Operands] = {SLOT_TAKEN: "", LOOKS_FOR_FAILURE: ""}
     where = buffers(kernels, body, "shared.routes[turn]", "turn = 1 - turn;")
     assert kernels.bodies[body].count("shared.amax[turn]") == 2
     tokens = list(enumerate(where, 1))
@@ -613,7 +614,7 @@ def route_of_three_quantised_tokens(kernels: Kernels) -> str:
     }
     return text(
         {
-            "gpu0.k0.cta0.t0": kernels.thread(body, {SLOT_TAKEN: ""}, writes, untaken, turns),
+            "gpu0.k0.cta0.t0": kernels.thread(body, routing, writes, untaken, turns),
             "gpu0.k0.cta0.t32": kernels.thread(body, {}, reads, [FIRST_WARP, *untaken], turns),
         }
     )
@@ -623,7 +624,8 @@ def targets_within_a_warp(kernels: Kernels) -> str:
     """A lane finds the target rank of its k; another looks whether an earlier k has the same."""
 
     def lane(plain: dict[str, Operands]) -> str:
-        return kernels.thread("route_token", {SLOT_TAKEN: ""}, plain, NO_COUNTS)
+        routing: dict[str, Operands] = {SLOT_TAKEN: "", LOOKS_FOR_FAILURE: ""}
+        return kernels.thread("route_token", routing, plain, NO_COUNTS)
 
     return text(
         {

@@ -12,6 +12,7 @@ import re
 from tests.litmus.kernel_source import Edit, Kernels, Operands
 from tests.litmus.protocol import (
     ACQUIRE_OF_GPU_SCOPE,
+    ACQUIRE_RELAXED,
     CELL,
     FIRST_WARP,
     IS_FINISHER,
@@ -43,12 +44,14 @@ from tests.litmus.protocol import (
 UNIT_PUT = r"put_unit: "
 UNIT_LOOKED_AT = r"look_at_unit: "
 UNIT_CLEARED = r"\bclear_unit\("
-#: The acquire of the combine before (P12), the look at a cell for its count, and P11's acquire.
+#: The acquire of the combine before (P12), the look at a cell for its count or before P11's
+#: acquire, and that acquire.
 AWAITED = r"wait_until_reached: "
 COUNT_LOOKED_AT = r"is_reached_in_time: "
-CELLS_ACQUIRED = r"acquire_cells: "
+PULLED_ACQUIRED = r"wait_for_epoch: "
 SIGNALS = r"signal_peer: |signal_peers: store_relaxed_sys"
-ANNOUNCES = r"signal_peer: |announce: store_relaxed_sys"
+ANNOUNCES = r"publish_small_round: store_relaxed_sys"
+TELLS_PULLED = r"signal_peer: |tell_pulled: store_relaxed_sys"
 COMBINED_READ = r"load_word\(&local->combined_epoch\)"
 COMBINED_LEFT = r"\bleave_combined\("
 EPOCH_LEFT = r"store_word\(&local->epoch"
@@ -66,15 +69,16 @@ PUBLISHES = r"^role\.publishes\(\)$"
 DOES_NOT_PUBLISH = r"^!role\.publishes\(\)$"
 MASK_LEFT = r"\bleave_mask\("
 AWAITS_COMBINE = r"\bawait_previous_round\("
-PUBLISHES_AFTER_PULL = r"^role\.publishes\(\) && has_pulled && shared\.faulted == 0$"
-HAS_PULLED = r"^has_pulled$"
-NOT_PULLED = r"^!\(has_pulled\)$"
-NO_RANK_LEAVES = r"^has_pulled && args\.active_ranks != 0"
+PUBLISHES_AFTER_PULL = r"^role\.publishes\(\) && round\.has_pulled != 0 && shared\.faulted == 0$"
+HAS_PULLED = r"^round\.has_pulled != 0 && !has_failed$"
+NO_RANK_LEAVES = r"^round\.has_pulled != 0 && args\.active_ranks != 0"
 #: What a healthy thread without quantiser and counts does not come to; second looks are left out,
 #: too.
 HEALTHY = (
     r"^Config::kQuantiser != kQuantiserNone$",
-    r"^round\.has_failed$",
+    r"^round\.has_failed(\(args\))?$",
+    r"^round\.is_repeated\(\)$",
+    r"^share\.first\.token >= args\.geometry\.num_tokens$",
     r"^has_failed$",
     r"^fault != 0$",
     r"^!\(fault == 0\)$",
@@ -104,9 +108,7 @@ AWAIT_RELAXED = Edit("wait_until_reached", "load_acquire_sys", "load_relaxed_sys
 NO_AWAIT = Edit("await_previous_round", r"await_combine\([^;]*\);")
 BULK_DOES_NOT_AWAIT = Edit("await_small_combine", r"await_combine\([^;]*\);")
 NO_BARRIER_BEHIND_AWAIT = Edit("send_parts_of_tokens", r"cta\.sync\(\);")
-CELL_RELAXED = Edit("announce", r"if \(has_pulled\)", "if (false)")
-CELL_STORED_RELAXED = Edit("announce", r"\bsignal_peer\(", "store_relaxed_sys(")
-CELL_NOT_ACQUIRED = Edit("acquire_cells", "load_acquire_sys", "load_relaxed_sys")
+PULLED_RELAXED = Edit("tell_pulled", r"\bsignal_peer\(", "store_relaxed_sys(")
 ONE_STAGING = Edit("staging_of", r"epoch % 2", "0")
 ONE_MARK = Edit("has_arrived", r"&&\s*halves\[3\] >> 16 == mark")
 NO_MARK_OF_FIRST = Edit("has_arrived", r"halves\[1\] >> 16 == mark\s*&&")
@@ -147,9 +149,10 @@ def publishing(
     *,
     awaits: str = "",
     cell: str = "",
-    pulled: bool = False,
     count: str = "",
-    acquires: str = "",
+    pulled: bool = False,
+    tells: str = "",
+    awaits_pulled: tuple[str, str] = ("", ""),
     epoch_left: str = "",
     counts_left: str = "",
     combined_read: str = "",
@@ -159,11 +162,12 @@ def publishing(
 ) -> str:
     """Dispatch, a thread of CTA F, which is a receiver without rows.
 
-    awaits, cell, count, acquires: operands of the look at the combine before, of the cell that it
-    stores, of the look at a cell, and of that cell's acquire. leaver: of the look at a rank that
+    awaits, cell, count: operands of the look at the combine before, of the cell that it stores, and
+    of the look at a cell. pulled: after a pull combine. Then tells, awaits_pulled: of the cell that
+    says so, and of the look at such a cell and its acquire. leaver: of the look at a rank that
     leaves; then the thread awaits no combine. The others are instructions.
     """
-    operands = _awaiting(kernels, awaits) | {COUNT_LOOKED_AT: count, ANNOUNCES: cell}
+    operands = _awaiting(kernels, awaits) | {ANNOUNCES: cell}
     plain: dict[str, Operands] = {
         EPOCH_LEFT: epoch_left,
         COUNTS_LEFT: counts_left,
@@ -176,9 +180,11 @@ def publishing(
         plain[AWAITS_COMBINE] = ""
         operands[AWAITED] = leaver
     if pulled:
-        operands[CELLS_ACQUIRED] = acquires
-        untaken.append(NOT_PULLED)
+        look, acquire = awaits_pulled
+        operands |= {TELLS_PULLED: tells, COUNT_LOOKED_AT: (count, look)}
+        operands[PULLED_ACQUIRED] = acquire
     else:
+        operands[COUNT_LOOKED_AT] = count
         untaken += [HAS_PULLED, PUBLISHES_AFTER_PULL]
     return kernels.thread("small_dispatch_body", operands, plain, untaken)
 
@@ -241,6 +247,7 @@ def marks_asked(kernels: Kernels) -> list[str]:
 
 # ---- Programs.
 
+PULLED = "zero|pulled"
 AWAITED_SIGNAL = f"awaited=-|1, {SIGNAL}"
 SIGNALLED = f"{SIGNAL}, 0|1"
 CLEARS = "st.weak word, 0"
@@ -317,12 +324,11 @@ def pulled_before_next_experts(kernels: Kernels) -> str:
     return text(
         {
             "gpu1.k0.cta1.t0": combining(kernels, items=1, row_read="ld.weak got, out"),
-            "gpu1.k1.cta0.t0": publishing(kernels, cell=f"{CELL}, 1|1", pulled=True),
+            "gpu1.k1.cta0.t0": publishing(kernels, pulled=True, tells=f"{PULLED}, 0|1"),
             "gpu0.k0.cta0.t0": publishing(
                 kernels,
-                count=f"look=-|1, {CELL}",
                 pulled=True,
-                acquires=f"seen=-|1, {CELL}",
+                awaits_pulled=(f"look=-|1, {PULLED}", f"seen=-|1, {PULLED}"),
             ),
             "gpu0.k1.cta0.t0": f"{WAIT}; st.weak out, 2",
         }
@@ -391,9 +397,11 @@ def staged_parts_of_three_items(kernels: Kernels) -> str:
     return text(
         {
             "gpu0.k0.cta0.t0": kernels.thread(
-                function, {UNIT_PUT: ""}, {STAGED: writes}, untaken, turns
+                function, {UNIT_PUT: "", LOOKS_FOR_FAILURE: ""}, {STAGED: writes}, untaken, turns
             ),
-            "gpu0.k0.cta0.t32": kernels.thread(function, {}, {PUTS_UNITS: reads}, untaken, turns),
+            "gpu0.k0.cta0.t32": kernels.thread(
+                function, {LOOKS_FOR_FAILURE: ""}, {PUTS_UNITS: reads}, untaken, turns
+            ),
         }
     )
 
@@ -463,8 +471,8 @@ SCENARIOS = {
         pulled_before_next_experts,
         ({"got": 2},),
         {
-            "cell relaxed": (CELL_STORED_RELAXED,),
-            "cell not acquired": (CELL_NOT_ACQUIRED,),
+            "cell relaxed": (PULLED_RELAXED,),
+            "cell not acquired": (ACQUIRE_RELAXED,),
             "release of GPU scope": (RELEASE_OF_GPU_SCOPE,),
             "acquire of GPU scope": (ACQUIRE_OF_GPU_SCOPE,),
             "dispatch does not wait for combine": (DISPATCH_DOES_NOT_WAIT,),

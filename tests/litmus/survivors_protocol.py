@@ -153,7 +153,7 @@ def two_meetings(kernels: Kernels) -> str:
 
 # ---- Rounds with a mask.
 
-MASK_SEEN = r"\bis_excluded\("
+MASK_SEEN = r"\bload_exclusion\("
 MASK_TAKEN = r"\bis_active\(args, peer\)"
 
 

@@ -207,3 +207,9 @@ def test_a_deadlock_names_each_cta_with_its_source_line() -> None:
 def test_a_missing_rank_ends_with_the_fault_word(pdl: bool) -> None:
     """Bounded waits end, because virtual time goes on where nothing else does."""
     emulated.check_missing_rank("ptx", pdl=pdl)
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_a_dispatch_that_is_repeated_without_its_combine(seed: int) -> None:
+    """However the ranks' threads take turns: rows may be lost, and no other fault may say so."""
+    emulated.check_repeated_dispatch("ptx", ctas=4, seed=seed)

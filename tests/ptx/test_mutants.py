@@ -488,7 +488,10 @@ PAIRS = {
         r"small_dispatch: .*put_unit: .*\(1 of 4\): scope gpu",
         r"small_dispatch: .*look_at_unit: .*scope",
     ),
-    "P11": (r"announce > signal_peer: .*order relaxed", r"acquire_cells .*order relaxed"),
+    "P11": (
+        r"tell_pulled .*signal_peer: .*order relaxed",
+        r"await_pulled .*wait_for_epoch: .*order relaxed",
+    ),
     "P12": (
         r"small_combine: .*signal_peer: .*order relaxed",
         r"send_parts_of_tokens > await_previous_round .*wait_until_reached: .*\(1 of 2\): order",

@@ -896,6 +896,33 @@ def check_missing_rank(name: str, *, small: bool = False, **options: Any) -> Non
         check_round(with_ctas(case, backend.ctas), inputs, fresh.run_round(inputs))
 
 
+def check_repeated_dispatch(name: str, **options: Any) -> None:
+    """A small dispatch again without its combine, as a graph replays it: a fault on every rank.
+
+    Rank 0 has rows for other ranks the second time. A receiver that takes the first dispatch's
+    cells for the second's does not look for them.
+    """
+    case = Case(name="repeated", tokens=(3, 2), num_experts=8, top_k=2, hidden_size=64, small=True)
+    inputs = cases.make_inputs(case)
+    ids = inputs[0].topk_ids.clone()
+    ids[0] = (ids[0] + 4) % 8
+    again = [inputs[0]._replace(topk_ids=ids), *inputs[1:]]
+    with contextlib.closing(make_backend(name, case, **options)) as backend:
+        ranks = EmulatedRanks(config_of(case, timeout_s=0.3), backend)
+        ranks.dispatch([mine.to(backend.device) for mine in inputs])
+        ranks.check_faults()
+        ranks.dispatch([mine.to(backend.device) for mine in again])
+        codes = constants()
+        code = codes["kFaultRepeated"] << 56 | codes["kPhaseDispatch"] << 48
+        words = [int(ranks.control(rank).fault) for rank in range(2)]
+        expected = [code | rank << 32 | 1 for rank in range(2)]
+        assert words == expected, [f"{word:#018x}" for word in words]
+        # The first fault stays, whatever the graph replays then.
+        ranks.dispatch([mine.to(backend.device) for mine in inputs])
+        assert [int(ranks.control(rank).fault) for rank in range(2)] == expected
+        assert [int(ranks.control(rank).epoch) for rank in range(2)] == [1, 1]
+
+
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
     """Puts the number of a round in front of what failed in it."""

@@ -9,6 +9,7 @@ import pytest
 
 from moe_nvlink_plugin.errors import (
     DisagreementError,
+    ExchangeStateError,
     ExchangeTimeoutError,
     MoeNvlinkError,
     PeerError,
@@ -77,6 +78,13 @@ def test_other_faults_of_another_family(fault: str, kind: type, phase: int) -> N
     assert isinstance(error, kind)
     assert f"phase {phase}" in str(error)
     assert "rank 2" in str(error)
+
+
+def test_a_dispatch_that_was_replayed_without_its_combine() -> None:
+    error = error_of(word_of("kFaultRepeated", constants()["kPhaseDispatch"], peer=0))
+    assert isinstance(error, ExchangeStateError)
+    assert "rank 0 ran dispatch of epoch 7 again without its combine" in str(error)
+    assert "capture both in one graph" in str(error)
 
 
 def test_phases_of_the_reader_have_their_names() -> None:

@@ -93,6 +93,7 @@ def test_control_regions_are_regions_of_the_layout() -> None:
     assert names == {
         "dispatch_cells",
         "combine_cells",
+        "pulled_cells",
         "recv_counts",
         "rows_from",
         "send_counters",

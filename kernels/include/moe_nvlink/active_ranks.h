@@ -53,9 +53,26 @@ HD uint32_t round_tag(const DispatchArgs& args) {
   return geometry_tag(args.geometry) ^ mask_tag(args);
 }
 
-// Whether this rank may send nothing: an earlier verb of it has failed, or its mask leaves it out.
-HD bool is_excluded(const DispatchArgs& args) {
-  return has_failed(args) || !is_active(args, args.geometry.ep_rank);
+// What says whether this rank may send nothing: an earlier verb of it has failed, or its mask leaves
+// it out. The words as they have been loaded, because the first use of a word waits for it: a thread
+// that finds out only where it must know has its other loads on their way before.
+struct Exclusion {
+  uint64_t fault = 0;
+  uint64_t mask = ~uint64_t{0};  // the word that has this rank's bit
+
+  HD bool holds(const DispatchArgs& args) const {
+    return fault != 0 || (mask >> (args.geometry.ep_rank % 64) & 1) == 0;
+  }
+};
+
+HD Exclusion load_exclusion(const DispatchArgs& args) {
+  Exclusion exclusion;
+  exclusion.fault = load_fault(args);
+  if (args.active_ranks != 0) {
+    const uint64_t* words = reinterpret_cast<const uint64_t*>(args.active_ranks);
+    exclusion.mask = load_word(words + args.geometry.ep_rank / 64);
+  }
+  return exclusion;
 }
 
 // Leaves a fault word if the mask leaves this rank out. One CTA. Nobody has been signalled, so it

@@ -35,6 +35,7 @@ struct Payload {
 struct ControlRegions {
   uint32_t dispatch_cells;  // [ep_size] u64 {tag, count, epoch}; entry s is written by rank s
   uint32_t combine_cells;   // [ep_size] u64 {tag, 0, epoch}; entry s is written by rank s
+  uint32_t pulled_cells;    // [ep_size] u64, by rank s: it has read in the combine before the epoch
   uint32_t recv_counts;     // [ep_size] i32 rows received from each rank; written by dispatch
   uint32_t rows_from;       // [ep_size] u32 the same for combine: callers cannot write to these
   uint32_t send_counters;   // [ep_size] u32 rows put to each rank; zero between dispatches

@@ -94,6 +94,7 @@ constexpr int kFaultBadCount = 2;  // the peer announced more rows than its slic
 constexpr int kFaultGeometry = 3;  // the peer's round has another geometry, or other rows
 constexpr int kFaultAhead = 4;     // the peer's cell is of a later round
 constexpr int kFaultLeftOut = 5;   // this rank's own mask of active ranks leaves this rank out
+constexpr int kFaultRepeated = 6;  // this rank's dispatch before this one has had no combine
 
 // The slot of an expert id without a row of its own: the expert's rank already has the token
 // because of an earlier id, or the id is no expert.

@@ -126,8 +126,8 @@ HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patie
 // it is visible to this thread; otherwise a kFault* code.
 HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t* seen) {
   if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
-  // The acquire half of P1 (dispatch), P3 (combine), P6 (gather) and P8 (argmax). If this load were
-  // relaxed, what is read afterwards might be older than the cell.
+  // The acquire half of P1 (dispatch), P3 (combine), P6 (gather), P8 (argmax) and P11 (small
+  // dispatch). If this load were relaxed, what is read afterwards might be older than the cell.
   *seen = load_acquire_sys(cell);
   // A healthy peer is never ahead: to end a round it needs this rank's signal of that round. A peer
   // that is ahead has gone on after a failure, and its rows are of another round. The epoch
@@ -137,12 +137,17 @@ HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, 
   return cell_epoch(*seen) == epoch ? 0 : kFaultAhead;
 }
 
-// Whether a verb of this rank has failed before. After a failure the rank's verbs exchange nothing,
+// Not 0 if a verb of this rank has failed before. After a failure the rank's verbs exchange nothing,
 // so a late peer gets no rows of a round that it has not started. The host stops calling the verbs,
 // but verbs that are already in a stream or a graph still run.
 template <class Args>
+HD uint64_t load_fault(const Args& args) {
+  return load_relaxed_sys(&local_control(args)->fault);
+}
+
+template <class Args>
 HD bool has_failed(const Args& args) {
-  return load_relaxed_sys(&local_control(args)->fault) != 0;
+  return load_fault(args) != 0;
 }
 
 // Writes a fault word for the host, which raises an error that names phase, peer and epoch. The

@@ -91,10 +91,10 @@ HD void count_choice(const DispatchArgs& args, int32_t id) {
 }
 
 // The first warp's part of route_token(). The warp has a thread for every k, so only its threads
-// wait for one another.
+// wait for one another. Before its first token it loads `exclusion`.
 template <class Config>
-HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, bool failed,
-                      uint32_t* send_counters, TokenRoute& route) {
+HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, uint32_t* send_counters,
+                      Exclusion& exclusion, TokenRoute& route) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
   const int64_t first = static_cast<int64_t>(token) * top_k;
@@ -104,10 +104,11 @@ HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, bool 
   MOE_NVLINK_ROLLED
   for (int k = cta.thread; k < top_k; k += Cta::kWarpThreads) {
     const int32_t id = load_word(topk_ids + k);
-    // After the load of the id and before the use of `failed`, so that all three loads are on their
-    // way together.
+    // After the load of the id and before its use, so that all of these loads are on their way
+    // together. Not before the loop over the tokens: the compiler would ask `exclusion` there.
+    if (token == cta.block) exclusion = load_exclusion(args);
     const bool padding = is_padding(args, token);
-    const bool stays = failed || padding;
+    const bool stays = exclusion.holds(args) || padding;
     const int target = stays ? kNoSlot : active_target_of(args, id);
     route.target_ranks[k] = target;
     route.ids[k] = target == kNoSlot ? -1 : id;
@@ -145,10 +146,10 @@ HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, bool 
 // read `route` afterwards. A slot is a position in this rank's own slice at the target, so no other
 // rank takes part in its choice. If this rank has failed, no row has a target.
 template <class Config>
-HD void route_token(const DispatchArgs& args, const Cta& cta, int token, bool failed,
-                    uint32_t* send_counters, TokenRoute& route) {
+HD void route_token(const DispatchArgs& args, const Cta& cta, int token, uint32_t* send_counters,
+                    Exclusion& exclusion, TokenRoute& route) {
   if (cta.thread < Cta::kWarpThreads) {
-    route_in_warp<Config>(args, cta, token, failed, send_counters, route);
+    route_in_warp<Config>(args, cta, token, send_counters, exclusion, route);
   }
   cta.sync();  // the route is whole
 }
