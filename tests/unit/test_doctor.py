@@ -294,9 +294,9 @@ def test_a_driver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     host.compile_text(text, tmp_path / "libcuda.so.1", ("-shared", "-fPIC"))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     start = time.monotonic()
-    verdict = judge(gpu.probe(time_limit_s=3))
+    verdict = judge(gpu.probe(time_limit_s=15))  # its child imports torch
     assert time.monotonic() - start < 60
-    assert "did not answer within 3 s; see whether nvidia-smi answers" in str(verdict)
+    assert "did not answer within 15 s; see whether nvidia-smi answers" in str(verdict)
     assert mark.exists(), "the child never got as far as the driver"
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), signal.SIGKILL)
