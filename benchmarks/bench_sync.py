@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.moe_comm import clocked, gb200, no_sync, options, processes
+from benchmarks.moe_comm import clocked, clocked_no_sync, gb200, no_sync, options, processes
 from benchmarks.moe_comm.terms import VERBS, Work
 from benchmarks.reporting import tables
 from benchmarks.reporting.files import Result
@@ -31,7 +31,7 @@ TOKENS = (1, 4, 16, 64, 128)
 EP_SIZE, MACHINE = 8, "gb200"
 CLOCKED: dict[str, tuple[type[clocked.Layer], type[clocked.Layer]]] = {
     "flashinfer": (clocked.Peer, clocked.PeerWithoutSync),
-    "moe_nvlink": (clocked.Ours, no_sync.ClockedWithoutSync),
+    "moe_nvlink": (clocked.Ours, clocked_no_sync.ClockedWithoutSync),
 }
 
 Row = dict[str, Any]

@@ -63,9 +63,10 @@ class UnsupportedError(MoeNvlinkError):
 class ExchangeStateError(MoeNvlinkError, RuntimeError):
     """A verb was called out of order: after close, combine before dispatch, or dispatch twice.
 
-    The exchange stays usable, with one exception: if only the kernel sees that a CUDA graph runs
-    a dispatch of a small batch again without its combine, rows may be lost, and the exchange cannot
-    be used afterwards.
+    The exchange stays usable unless the message says otherwise. It cannot be used after a signal
+    has interrupted a verb; in a forked child; after a layer was closed between its verbs; and if
+    only the kernel sees that a CUDA graph runs a dispatch of a small batch again without its
+    combine.
     """
 
 

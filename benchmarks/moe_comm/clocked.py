@@ -238,7 +238,7 @@ class Ours(Layer):
             max_tokens_per_rank=work.tokens,
             small_tokens=small_tokens,
             dtype=torch.bfloat16,
-            ranks_may_leave=False,  # as in the adapters, and as peers are without masks
+            ranks_may_leave=False,  # as for vLLM and SGLang; peers have no masks
         )
 
     def _load(self) -> build.Library:

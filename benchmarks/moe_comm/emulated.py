@@ -115,6 +115,10 @@ class Layer:
             [self._dispatch_arguments(rank) for rank in ranks],
             [self._combine_arguments(rank) for rank in ranks],
         )
+        self._has_dispatched = False
+        if emulated.is_small(self.ranks.config):
+            # A small dispatch refuses to follow one that has not been combined.
+            self.before = {"dispatch": self.combine, "both": self.combine}
 
     def _prepare(
         self, backend: emulated.Backend, dispatches: list[Any], combines: list[Any]
@@ -185,6 +189,9 @@ class Layer:
         Raises:
             WrongResult: a wrong row or a fault word, with rank and place.
         """
+        if self._has_dispatched:
+            self.before.get("dispatch", lambda: None)()
+        self._has_dispatched = True
         for output in self._outputs:
             output.fill_(float("nan"))
         (dispatch or self.dispatch)()

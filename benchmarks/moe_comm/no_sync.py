@@ -18,9 +18,7 @@ from unittest import mock
 
 from moe_nvlink_plugin.jit import host
 from tests.support.delays import replace_once
-from tests.support.ptx import build
 
-from . import clocked
 from .expected import Context
 from .ours import Ours
 
@@ -80,23 +78,3 @@ class OursWithoutSync(Ours):
         """Run a round, and hold it to nothing."""
         self.dispatch()
         self.combine()
-
-
-class ClockedWithoutSync(clocked.Ours):
-    """Our kernels on the clock, without flags and waits."""
-
-    def _text(self) -> str:
-        return without_sync(super()._text())
-
-    def _load(self) -> build.Library:
-        library = super()._load()
-        for site in (site for kernel in library.values() for site in kernel.sites):
-            # The clock takes an ordered load whose word is on its way for one that polls.
-            if site.kind == "load" and site.order == "relaxed":
-                site.order = "weak"
-        return library
-
-    def run(self, verb: str) -> clocked.Clocked:
-        """Run a verb twice, so that the second time finds the counts that it must not wait for."""
-        super().run(verb)
-        return super().run(verb)

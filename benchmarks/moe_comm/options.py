@@ -163,7 +163,7 @@ class Options:
             combine=self.combine,
             num_threads=self.threads,
             timeout_s=self.timeout_s,
-            ranks_may_leave=False,  # as in the adapters, and as peers are without masks
+            ranks_may_leave=False,  # as for vLLM and SGLang; peers have no masks
         )
 
     @property

@@ -399,8 +399,9 @@ class MoeAlltoAll:
                 above 448 become 448; the result is bf16. An infinity becomes NaN (FlashInfer: 448).
                 Equal on all ranks and in all calls of this object. The first call only casts; it
                 creates, or a later dispatch does, the exchange through which bf16 rows of a
-                multiple of 16 elements travel in FP8 from then on. Other rows are cast and travel
-                in bf16, with the same result.
+                multiple of 16 elements travel in FP8 from then on. If the first call has other
+                rows, they are cast and travel in bf16, with the same result. Later calls have rows
+                of the same type, and widths that are multiples of 16 or not, as the first.
             active_rank_mask: that of dispatch, or None.
 
         Raises:

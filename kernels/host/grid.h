@@ -58,7 +58,14 @@ class Grid {
 
   void launch(const std::function<void(int)>& job) {
     given_up_.store(false, std::memory_order_relaxed);
+    GivenUp* const outer = given_up;  // of a launch in whose wait a signal's handler launches
     given_up = &given_up_;
+    has_launched = true;
+    run_all(job);
+    given_up = outer;
+  }
+
+  void run_all(const std::function<void(int)>& job) {
     if (num_workers() == 1) return job(0);
     job_ = &job;
     running_.store(num_workers() - 1, std::memory_order_relaxed);

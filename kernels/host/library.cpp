@@ -21,9 +21,10 @@ void moe_nvlink_grid_destroy(moe_nvlink::host::Grid* grid) {
   delete grid;
 }
 
-// What a wait calls meanwhile (signals.h); null: nothing.
-void moe_nvlink_serve_signals_by(int (*call)()) {
-  moe_nvlink::host::serve_signals.store(call, std::memory_order_relaxed);
+// What a wait calls meanwhile (signals.h): in the main thread, and in others; null: nothing.
+void moe_nvlink_serve_signals_by(int (*main)(), int (*others)()) {
+  moe_nvlink::host::serve_signals.store(main, std::memory_order_relaxed);
+  moe_nvlink::host::is_given_up.store(others, std::memory_order_relaxed);
 }
 
 int moe_nvlink_sizeof_local_control() {

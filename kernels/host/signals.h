@@ -12,24 +12,28 @@ namespace moe_nvlink::host {
 // A call of Python's: runs the handlers of the signals that have come, and returns whether one of them
 // has raised. nullptr: nobody asks.
 inline std::atomic<int (*)()> serve_signals{nullptr};
+// The same for threads that run no handlers: whether Python has given up this thread's launch.
+inline std::atomic<int (*)()> is_given_up{nullptr};
 
 // Whether a handler has raised during a launch. All threads of its grid see it: each waits for itself.
 using GivenUp = std::atomic<bool>;
-inline thread_local GivenUp* given_up = nullptr;  // of the launch that this thread runs
+inline thread_local GivenUp* given_up = nullptr;  // of the launch that this thread takes part in
+inline thread_local bool has_launched = false;    // this thread is its caller
 
-// A handler of Python's runs between two instructions of the interpreter, in the process's main thread.
-// So that thread, if it has launched, asks so often; the others only look whether it has given up.
+// How often a thread that has launched asks. Threads of the grid only look whether it has given up.
 constexpr uint64_t kSignalsNs = 50000000;
 
 inline bool is_main_thread() {
   return syscall(SYS_gettid) == getpid();
 }
 
-// Runs handlers, if this thread is the one.
+// Asks Python. A handler may launch too, so whose launch this is stands before the call.
 inline void serve() {
-  const auto call = serve_signals.load(std::memory_order_relaxed);
-  if (given_up == nullptr || call == nullptr || !is_main_thread()) return;
-  if (call() != 0) given_up->store(true, std::memory_order_relaxed);
+  GivenUp* const mine = given_up;
+  if (mine == nullptr || !has_launched) return;
+  const auto call =
+      (is_main_thread() ? serve_signals : is_given_up).load(std::memory_order_relaxed);
+  if (call != nullptr && call() != 0) mine->store(true, std::memory_order_relaxed);
 }
 
 // For a thread that has waited so long: whether the launch is given up. next_ns: when the thread asks

@@ -115,12 +115,13 @@ class LayerExchange:
 
     def close(self) -> None:
         """Drop the handle, wait until no verb runs, release the workspace. Local; idempotent."""
+        all_locks = [self.workspace.channel_lock(n) for n in range(self.config.num_channels)]
         if _live.pop(self.handle, None) is None:
             return
         self._is_closed = True
         with contextlib.ExitStack() as locks:
-            for index in range(self.config.num_channels):
-                locks.enter_context(self.workspace.channel_lock(index))
+            for lock in all_locks:
+                locks.enter_context(lock)
             for index, running in self._running.items():
                 if running.verb == "combine":  # so the round is complete for other layers
                     self._words[index].value = 0
@@ -398,8 +399,11 @@ class LayerExchange:
                 )
             try:
                 running.join()
-            except Exception:  # not KeyboardInterrupt: then the launch still runs
-                del self._running[channel_index]
+            except BaseException as error:
+                if isinstance(error, Exception):  # else the launch still runs, but not for long
+                    del self._running[channel_index]
+                else:
+                    self.workspace.interrupt(f"{running.verb}_async", error)
                 raise
             del self._running[channel_index]
             self._raise_fault(channel)

@@ -86,6 +86,10 @@ def _unusable(path: Path, error: OSError) -> CompileError:
 @contextlib.contextmanager
 def _opened(path: Path, owners: set[int]) -> Iterator[Path]:
     """Check a directory; yield a path that leads to this very one, also if it is moved. Local."""
+    if not _by_descriptor(0).parent.is_dir():
+        raise CompileError(
+            "/proc/self/fd is missing, by which compiled kernels are opened; mount /proc"
+        )
     try:
         descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

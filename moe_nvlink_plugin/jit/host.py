@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import itertools
 import os
 import platform
 import shlex
@@ -145,9 +146,9 @@ class HostLibrary:
             its mirror in Python.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, spelling: str = "") -> None:
         try:
-            self._library = ctypes.CDLL(str(path))
+            self._library = ctypes.CDLL(f"{path.parent}/{spelling}{path.name}")
         except OSError as error:
             raise CompileError(
                 f"cannot load {os.path.realpath(path)}: {error}; if its file system is mounted "
@@ -188,13 +189,13 @@ class HostLibrary:
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         return lambda args, grid: function(ctypes.addressof(args), grid)
 
-    def serve_signals_by(self, call: Callable[[], int]) -> None:
-        """Have waits of the main thread call this, a ctypes function, every 50 ms. Local.
+    def serve_signals_by(self, main: Callable[[], int], others: Callable[[], int]) -> None:
+        """Have waits call these ctypes functions every 50 ms: in the main thread, in others. Local.
 
-        If it returns another number than 0, the launch is given up: it ends as if all its waits had
-        reached their limits.
+        If one returns another number than 0, the launch is given up: it ends as if all its waits
+        had reached their limits.
         """
-        self._library.moe_nvlink_serve_signals_by(call)
+        self._library.moe_nvlink_serve_signals_by(main, others)
 
     def create_grid(self, num_threads: int) -> int:
         """Start threads to launch on; return their handle, which destroy_grid takes. Local.
@@ -222,12 +223,10 @@ def load(text: str) -> HostLibrary:
     return _built(text, FLAGS, _loaded)
 
 
+_loads = itertools.count()
+
+
 def _loaded(entry: cache.Entry) -> HostLibrary:
-    # glibc takes two libraries of one name for one: this descriptor is never closed, so that none
-    # gets its number again.
-    descriptor = os.dup(entry.descriptor)
-    try:
-        return HostLibrary(Path(f"/proc/self/fd/{descriptor}"))
-    except BaseException:
-        os.close(descriptor)
-        raise
+    # glibc takes two libraries of one name for one, and descriptors have few numbers: so each load
+    # spells the path in another way.
+    return HostLibrary(Path(f"/proc/self/fd/{entry.descriptor}"), "./" * next(_loads))

@@ -52,7 +52,7 @@ class _HostLauncher:
         with cores.spreading():
             self.grid = library.create_grid(num_threads)
         self._library = library
-        library.serve_signals_by(signals.CALL)
+        library.serve_signals_by(signals.SERVE, signals.IS_GIVEN_UP)
         self.end_threads = weakref.finalize(self, library.destroy_grid, self.grid)
         _launchers.add(self)
 
@@ -112,16 +112,26 @@ class HostExecutor:
                 done.set_exception(error)
             else:
                 done.set_result(None)
+            finally:
+                signals.forget_thread()
 
         # No daemon: at its end the interpreter waits for the thread, which uses shared memory.
         thread = threading.Thread(target=run, name=f"moe_nvlink channel {channel}")
         thread.start()
 
         def wait() -> None:
-            thread.join()
+            try:
+                thread.join()
+            except BaseException:  # Ctrl-C: the caller comes back no more, only close() does
+                signals.give_up(thread)
+                raise
             done.result()
 
         return wait
+
+    def is_in_handler(self) -> bool:
+        """See WorkspaceExecutor. Handlers of signals run while a launch of their thread waits."""
+        return signals.is_in_handler()
 
     def fault_words(self, count: int) -> _HostFaultWords:
         """See WorkspaceExecutor. The words lie in ordinary memory of this process."""

@@ -503,6 +503,10 @@ class CudaExecutor:
         with self.context():
             driver.call("cuCtxSynchronize")
 
+    def is_in_handler(self) -> bool:
+        """Return False: the host does not wait in a launch."""
+        return False
+
     def fault_words(self, count: int) -> _MappedFaultWords:
         """See WorkspaceExecutor. The words lie in pinned host memory, mapped into the GPU."""
         return _MappedFaultWords(self.device_facts.index, count)

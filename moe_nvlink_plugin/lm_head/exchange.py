@@ -74,9 +74,10 @@ class HeadExchange:
 
     def close(self) -> None:
         """Drop the handle, wait until no verb runs, release the workspace. Local; idempotent."""
+        lock = self.workspace.channel_lock(0)
         if _live.pop(self.handle, None) is None:
             return
-        with self.workspace.channel_lock(0):
+        with lock:
             self._rows = self._counts = torch.empty(0)
             self._logits = None
             self.workspace.release()

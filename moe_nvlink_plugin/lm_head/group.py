@@ -230,10 +230,10 @@ def sharded_logits(
         `[num_rows, vocab_size]` config.dtype, this rank's own memory.
 
     Raises:
-        As sharded_argmax; InputError also for a group without full_logits, and if a gradient is
-        required of the logits.
+        As sharded_argmax; InputError also for a group without full_logits, and if hidden requires
+        a gradient.
     """
-    check_no_gradient(("hidden", "head_weight", "bias"), hidden, head_weight, bias)
+    check_no_gradient(["hidden"], hidden)
     result: torch.Tensor = head_ops.head_logits(
         *_arguments(hidden, head_weight, group, bias, soft_cap, scale, row_bound)
     )

@@ -55,6 +55,10 @@ class WorkspaceExecutor(Protocol):
         """Whether launches of this thread now go into a CUDA graph."""
         ...
 
+    def is_in_handler(self) -> bool:
+        """Whether a signal handler of Python's runs in this thread while a launch of it waits."""
+        ...
+
     def fault_words(self, count: int) -> FaultWords:
         """Allocate `count` words, all 0. Local."""
         ...

@@ -193,8 +193,19 @@ class Workspace(Generic[E]):
             ) from self.broken
 
     def channel_lock(self, channel: int) -> threading.Lock:
-        """Return the lock that a verb holds while it runs: one thread at a time uses a channel."""
-        return self._locks[channel]
+        """Return the lock that a verb holds while it runs: one thread at a time uses a channel.
+
+        Raises:
+            ExchangeStateError: a signal handler asks, and this thread's verb, in whose wait the
+                handler runs, has the lock.
+        """
+        lock = self._locks[channel]
+        if lock.locked() and self.executor.is_in_handler():
+            raise ExchangeStateError(
+                "a signal handler called the exchange while a verb of this rank waits; raise in "
+                "the handler, as sys.exit() does, and call the exchange when the verb has ended"
+            )
+        return lock
 
     def abandon(self, handle: int) -> None:
         """Mark the workspace broken if this closing layer has an uncombined dispatch. Local."""

@@ -101,7 +101,9 @@ def _leave_windows_to_the_parent() -> None:
     parent is one of them, and goes on.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-    for address, size in _windows:
+    for address, size in list(_windows):  # the collector may unmap one meanwhile
+        if (address, size) not in _windows:
+            continue
         try:
             _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         except TransportError:  # the system commits no such size: then nobody may look there

@@ -215,7 +215,7 @@ OTHER_BUGS: Bugs = {
     ),
     "a block behind the end of a row": [
         Edit(
-            "quantise_row",
+            "encode_row",
             "int whole = hidden_size / kLaneElements * kLaneElements;",
             "int whole = (hidden_size + (AWAKE ? kLaneElements - 1 : 0))"
             " / kLaneElements * kLaneElements;",

@@ -439,7 +439,7 @@ AWAITED = (
     r".*(order relaxed|\(2 of 2\): scope gpu)$"
 )
 REDUNDANT = (
-    Redundant(r"has_failed: .*: scope gpu$", OWN_RANK),
+    Redundant(r"load_fault: .*: scope gpu$", OWN_RANK),
     Redundant(r"leave_fault: store_relaxed_sys\(&local->fault, .*: scope gpu$", OWN_RANK),
     Redundant(r"report_fault > is_reached_in_time: .*: scope gpu$", OWN_RANK),
     Redundant(

@@ -917,11 +917,15 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ['g++ "', "''"])
-def test_a_compiler_that_is_no_command(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_a_compiler_that_is_no_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
     monkeypatch.setenv("MOE_NVLINK_CXX", command)
-    for found in (inquiry._compiler(), inquiry._ask(inquiry._host_kernels)):
-        assert found.error.startswith(f"MOE_NVLINK_CXX={command!r}")
-        assert "unset it for g++" in found.error
+    with pytest.raises(ConfigError) as caught:
+        host.compile_text("", tmp_path / "a.so")
+    for error in (inquiry._compiler().error, str(caught.value)):
+        assert error.startswith(f"MOE_NVLINK_CXX={command!r}")
+        assert "unset it for g++" in error
 
 
 def test_a_rank_that_never_comes() -> None:

@@ -132,3 +132,33 @@ def test_ctrl_c_ends_a_mask() -> None:
         three[0].mask(2)
     for layer in three:
         layer.close()
+
+
+def test_ctrl_c_ends_a_wait_for_what_runs_beside(layers: list[MoeAllToAll]) -> None:
+    """close() joins the verb's thread, whose waits end too."""
+    running = layers[0].dispatch_async(**_inputs())
+    _signal_soon(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        running.wait()
+    with pytest.raises(
+        ExchangeStateError, match="KeyboardInterrupt has interrupted dispatch_async"
+    ):
+        layers[0].dispatch(**_inputs())
+    layers[0].close()
+
+
+def test_a_handler_that_closes_the_exchange(layers: list[MoeAllToAll]) -> None:
+    """The verb that waits has the channel, so the handler's call would wait for it for ever."""
+
+    def handler(*_: object) -> None:
+        layers[0].close()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        _signal_soon(signal.SIGUSR1)
+        with pytest.raises(ExchangeStateError, match="a signal handler called the exchange"):
+            layers[0].dispatch(**_inputs())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(ExchangeStateError, match="has interrupted dispatch on rank 0"):
+        layers[0].dispatch(**_inputs())
