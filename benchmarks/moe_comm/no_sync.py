@@ -40,6 +40,8 @@ _ASKS = (
     "HD bool has_reached(uint64_t cell, uint32_t epoch) {",
     "HD bool has_arrived(uint32_t mark) const {",
 )
+#: A dispatch may follow another one.
+_REPEATED = "HD bool is_repeated() const {"
 
 
 def without_sync(text: str) -> str:
@@ -50,6 +52,7 @@ def without_sync(text: str) -> str:
     """
     for ask in _ASKS:
         text = replace_once(text, ask, f"{ask}\n  return true;")
+    text = replace_once(text, _REPEATED, f"{_REPEATED}\n  return false;")
     for place, lines in _PLACES.items():
         text = replace_once(text, place, lines + place)
     return text
