@@ -10,7 +10,7 @@ import pytest
 from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER, SMALL_DISPATCH
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.kernel import Kernel
-from tests.kernels.test_nvrtc import MAX_REGISTERS, cuobjdump, disassemble, generic_accesses
+from tests.kernels.test_nvrtc import cuobjdump, disassemble, generic_accesses
 from tests.kernels.test_small_dispatch_nvrtc import MAX_REGISTERS as MAX_SMALL_REGISTERS
 
 pytestmark = pytest.mark.timeout(280)
@@ -34,16 +34,21 @@ def found(names: tuple[str, ...], pattern: str) -> list[str]:
     return [name for name in names if re.match(pattern, name)]
 
 
+#: 896 threads, one for each vector of a bf16 row of 7168. The launch asks the driver how many
+#: threads the registers allow; without counts they allow 1024.
+BULK_REGISTERS = 72
+
+
 @each_kernel
 @each_architecture
 def test_registers_and_no_spills(kernel: Kernel[object], architecture: str) -> None:
-    """The limits of the builds without counts."""
+    """Small batches have the limit of the builds without counts."""
     usage = cuobjdump(cubin(kernel, "yes", architecture), "-res-usage")
     line = re.search(rf"Function {kernel.entry}:\n\s*(REG:.*)", usage)
     assert line is not None, usage
     numbers = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line[1])}
     assert numbers["STACK"] == numbers["LOCAL"] == 0, line[1]
-    limit = MAX_REGISTERS[kernel.entry] if kernel is DISPATCH else MAX_SMALL_REGISTERS
+    limit = BULK_REGISTERS if kernel is DISPATCH else MAX_SMALL_REGISTERS
     assert numbers["REG"] <= limit, line[1]
     assert not generic_accesses(names(kernel, "yes", architecture))
 

@@ -71,7 +71,7 @@ class Place(NamedTuple):
 PLACES = (
     Place(
         "before the rows",
-        ("  plan_rows<Config>(args, cta, shared);\n", "  if (role.sends()) send_round<"),
+        ("  plan_rows<Config>(args, cta, shared);\n", "  if (role.sends()) {\n    send_round<"),
     ),
     Place(
         "between rows",
