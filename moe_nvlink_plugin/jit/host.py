@@ -227,6 +227,11 @@ _loads = itertools.count()
 
 
 def _loaded(entry: cache.Entry) -> HostLibrary:
-    # glibc takes two libraries of one name for one, and descriptors have few numbers: so each load
-    # spells the path in another way.
-    return HostLibrary(Path(f"/proc/self/fd/{entry.descriptor}"), "./" * next(_loads))
+    # glibc takes two libraries of one name for one, and a program may close descriptors: so each
+    # load spells the path in another way. Debuggers find the file as long as ours is open.
+    descriptor = os.dup(entry.descriptor)
+    try:
+        return HostLibrary(Path(f"/proc/self/fd/{descriptor}"), "./" * next(_loads))
+    except BaseException:
+        os.close(descriptor)
+        raise
