@@ -31,9 +31,8 @@ from benchmarks import harness
 from benchmarks.columns import print_headings, print_row
 from benchmarks.common import summary, write_json
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
-from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.exchange import ops
-from moe_nvlink_plugin.exchange.formats import Activations
+from moe_nvlink_plugin.exchange.calls import Combine, Dispatch
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
@@ -107,7 +106,7 @@ class Levels:
         self.inputs = (hidden, ids, weights)
         self.output = torch.empty_like(hidden)
         self.layer = MoeAllToAll.create(config, ThreadGroup.ranks(1)[0], device)
-        self.inner = exchange.find(self.layer._handle)
+        self.inner = self.layer._layer
         executor = self.inner.workspace.executor
         assert isinstance(executor, CudaExecutor)
         row_bytes = {name: row.row_bytes for name, row in self.inner.rows.items()}
@@ -171,12 +170,12 @@ class Levels:
     def _checked_dispatch(self) -> Any:
         """Call LayerExchange's method, which MoeAllToAll calls."""
         hidden, ids, weights = self.inputs
-        pending = self.inner.workspace.pending
-        return self.inner.dispatch(pending, Activations(hidden, None, None), ids, weights, [], 0)
+        handle = self.inner.handle
+        return self.inner.dispatch(Dispatch(hidden, None, ids, weights, [], None, handle, 0))
 
     def _checked_combine(self, received: Any) -> None:
-        pending = self.inner.workspace.pending
-        self.inner.combine(pending, self.region, received[4], self.output, 0)
+        slots, handle = received.metadata.send_slots, self.inner.handle
+        self.inner.combine(Combine(self.region, slots, self.output, handle, 0))
 
     def _dispatch(self) -> Any:
         return self.layer.dispatch(*self.inputs)
@@ -187,11 +186,11 @@ class Levels:
     def _dispatch_op(self) -> Any:
         """Call what a compiled graph calls."""
         hidden, ids, weights = self.inputs
-        pending, handle = self.inner.workspace.pending, self.layer._handle
+        pending, handle = self.inner.workspace.pending, self.layer._layer.handle
         return ops.dispatch(pending, hidden, None, ids, weights, [], None, handle, 0)
 
     def _combine_op(self, received: Any) -> None:
-        pending, handle = self.inner.workspace.pending, self.layer._handle
+        pending, handle = self.inner.workspace.pending, self.layer._layer.handle
         ops.combine_out(pending, self.region, received[4], self.output, handle, 0)
 
 

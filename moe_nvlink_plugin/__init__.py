@@ -4,12 +4,12 @@ A token passes these folders, in this order:
 
     integration/   the porch: one adapter per framework, which uses the public names below
                    (and integration/vllm/scheduler/, which no token passes: whom vLLM admits)
-    exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); torch.ops.moe_nvlink.*
-                   (ops.py, inductor.py); verbs that run beside their caller (in_flight.py); one
-                   layer on one workspace (layer.py, checks.py), its views on one channel
-                   (channel.py), and its kernels (kernels.py): two, two for small batches, and one
-                   by which ranks meet after a death; masks of ranks (rank_masks.py); how ranks go
-                   on then (survivors.py)
+    exchange/      MoeAllToAll: create, dispatch, combine (all_to_all.py); a call of a verb as a
+                   value (calls.py); torch.ops.moe_nvlink.* (ops.py, inductor.py); verbs that run
+                   beside their caller (in_flight.py); one layer on one workspace (layer.py,
+                   checks.py), its views on one channel (channel.py), and its kernels (kernels.py):
+                   two, two for small batches, and one by which ranks meet after a death; masks of
+                   ranks (rank_masks.py); how ranks go on then (survivors.py)
     launch/        says what a kernel is (Kernel, kernel.py), and starts one: on CPU threads
                    (cpu.py) or on a CUDA stream (cuda.py)
     kernels/       dispatch puts: it routes, stores rows to the peers, signals, waits
@@ -44,7 +44,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import AllToAllConfig, local_expert_range
-    from .exchange.all_to_all import Dispatched, DispatchMetadata, MoeAllToAll
+    from .exchange.all_to_all import MoeAllToAll
+    from .exchange.calls import Dispatched, DispatchMetadata
     from .exchange.in_flight import InFlight
     from .exchange.rank_masks import rank_mask
     from .lm_head.config import HeadConfig
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AllToAllConfig": "config",
-    "DispatchMetadata": "exchange.all_to_all",
-    "Dispatched": "exchange.all_to_all",
+    "DispatchMetadata": "exchange.calls",
+    "Dispatched": "exchange.calls",
     "ExchangeStats": "memory.workspace",
     "HeadConfig": "lm_head.config",
     "HeadGroup": "lm_head.group",

@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
-from moe_nvlink_plugin.exchange import layer as exchange
 from tests.support import cases
 
 from .expected import Complaints, Context, Side, expert_rows
@@ -115,7 +114,7 @@ class Ours(Side):
         before_last_rank passed before the last rank had made its call: waiting by the protocol, or
         work that others' lateness hides. Collective.
         """
-        channel: Any = exchange.find(self._exchange._handle).channel(0)
+        channel: Any = self._exchange._layer.channel(0)
         taken: dict[str, list[tuple[float, float, float]]] = {"dispatch": [], "combine": []}
         launches = _TimedLaunches(channel._launches)
         with mock.patch.object(channel, "_launches", launches):

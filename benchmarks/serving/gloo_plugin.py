@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from moe_nvlink_plugin import Dispatched, DispatchMetadata
 from moe_nvlink_plugin.config import AllToAllConfig
-from moe_nvlink_plugin.exchange.all_to_all import Dispatched, DispatchMetadata
 
 NAME = "gloo_ag_rs"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -25,81 +27,48 @@ from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
 from . import checks, ops, sizes
-from .formats import Activations
+from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
 from .in_flight import InFlight
-from .layer import Five, LayerExchange, find
+from .layer import LayerExchange
 
 logger = logging.getLogger(__name__)
 
 #: Config fields that may differ from rank to rank.
 _OWN_FIELDS = ("ep_rank", "num_threads", "max_sms")
 
-#: Names of the verbs' tensors, in the order in which the checks get them.
-_GIVEN = ("hidden_states", "topk_ids", "topk_weights", *Activations._fields[1:], "an extra payload")
-_ADDED_UP = ("expert_output", "output", "add")
+_NO_PAYLOADS: tuple[torch.Tensor, ...] = ()
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class DispatchMetadata(NamedTuple):
-    """Facts about a dispatch that its combine needs. Opaque to the caller; valid for one combine.
+def _begun_by(
+    verb: Callable[Concatenate[MoeAllToAll, P], R],
+) -> Callable[[Callable[..., InFlight[R]]], Callable[Concatenate[MoeAllToAll, P], InFlight[R]]]:
+    """Give a method the signature of the verb that it starts; it gets all arguments by name."""
+    signature = inspect.signature(verb)
+    _self, *parameters = signature.parameters.values()
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    names = {p.name for p in parameters}
 
-    Attributes:
-        send_slots: `[num_tokens, top_k]` int32: slot of the row that travelled because of this k;
-            -1 if none did.
-        channel: number of the channel.
-        handle: number of the layer.
-        round: number of the layer's dispatch through this channel. -1 from compiled code, where the
-            graph ties a combine to its dispatch.
-        max_tokens: bound of the dispatch: each rank's slice has so many slots.
-    """
+    def decorate(
+        start: Callable[..., InFlight[R]],
+    ) -> Callable[Concatenate[MoeAllToAll, P], InFlight[R]]:
+        @functools.wraps(start)
+        def begin(self: MoeAllToAll, /, *args: P.args, **named: P.kwargs) -> InFlight[R]:
+            placed = dict(zip(by_place, args, strict=False))
+            given = {**defaults, **placed, **named}
+            if given.keys() != names or len(args) != len(placed) or placed.keys() & named.keys():
+                signature.bind(self, *args, **named)  # raises TypeError; else it costs most
+            return start(self, **given)
 
-    send_slots: torch.Tensor
-    channel: int
-    handle: int
-    round: int
-    max_tokens: int
+        vars(begin)["__signature__"] = signature.replace(
+            return_annotation=f"InFlight[{signature.return_annotation}]"
+        )
+        return begin
 
-
-class Dispatched(NamedTuple):
-    """Rows that this rank received, as views into the workspace; valid until the matching combine.
-
-    `max_tokens` is the bound of the dispatch, by default max_tokens_per_rank. The rows are
-    rank-major. Rows `s * max_tokens` up to, but not including, `s * max_tokens + recv_counts[s]`
-    came from rank s. If max_tokens is at most config.small_tokens, they have the order of that
-    rank's tokens; otherwise the order may differ from call to call. The remaining rows of each
-    rank's slice are empty. With `received_ids="global"`, all `topk_ids` of an empty row are -1, and
-    its other contents are arbitrary. Otherwise its `topk_ids` are the absent id, its `topk_weights`
-    are 0, and its other contents are arbitrary.
-
-    Under torch.compile, only the experts' output that combine takes may depend on these tensors.
-    The compiler may move any other reader after the combine, where the peers' next dispatch may
-    have overwritten the rows. torch has no means to forbid that.
-
-    Attributes:
-        hidden_states: `[ep_size * max_tokens, elements of the recipe's row]`.
-        scales: `[ep_size * max_tokens, scales per row]`, or as AllToAllConfig.scales_layout says;
-            None if the recipe has no scales.
-        topk_ids: `[ep_size * max_tokens, top_k]` int32, global ids, and -1 for no expert; or as
-            AllToAllConfig.received_ids says.
-        topk_weights: `[ep_size * max_tokens, top_k] float32`; unless received_ids is "global", 0
-            beside absent ids.
-        extra_payloads: each `[ep_size * max_tokens, ...]`, in the dtype and row shape that this
-            rank sent.
-        recv_counts: `[ep_size]` int32, number of rows from each rank.
-        metadata: argument of combine.
-        expert_counts: `[ep_size, num_expert_counts]` int32: row s is what rank s has counted; zeros
-            for a rank that active_ranks leaves out. Unlike the rows, it is valid until this rank's
-            next dispatch on the channel, through any layer on the workspace. None if
-            config.num_expert_counts is 0.
-    """
-
-    hidden_states: torch.Tensor
-    scales: torch.Tensor | None
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    extra_payloads: tuple[torch.Tensor, ...]
-    recv_counts: torch.Tensor
-    metadata: DispatchMetadata
-    expert_counts: torch.Tensor | None = None
+    return decorate
 
 
 class MoeAllToAll:
@@ -116,7 +85,6 @@ class MoeAllToAll:
 
     def __init__(self, layer: LayerExchange) -> None:
         self._layer = layer
-        self._handle = layer.handle
         self.config = layer.config
         self.recipe = layer.recipe
 
@@ -196,7 +164,7 @@ class MoeAllToAll:
         hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        extra_payloads: Sequence[torch.Tensor] = (),
+        extra_payloads: Sequence[torch.Tensor] = _NO_PAYLOADS,
         *,
         scales: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
@@ -267,59 +235,32 @@ class MoeAllToAll:
                 combine before this dispatch had rows of another type or width (see combine).
             PeerError: another rank continued after a failure of its own.
         """
-        if max_tokens is None:
-            max_tokens = self.config.max_tokens_per_rank
-        given = (scales, global_scale, is_padding, active_ranks, expert_counts)
-        pending, extras = self._layer.workspace.pending, checks.sequence_of(extra_payloads)
-        is_compiling = torch.compiler.is_compiling()
-        outputs: Five
-        if (
-            is_compiling
-            or hidden_states is None
-            or ops.are_seen(hidden_states, topk_ids, topk_weights, *given, *extras)
-        ):
-            if not is_compiling:  # what is no tensor has come here
-                checks.tensors_given(_GIVEN, hidden_states, topk_ids, topk_weights, *given, *extras)
-            outputs = ops.dispatch(
-                pending,
-                hidden_states,
-                scales,
-                topk_ids,
-                topk_weights,
-                extras,
-                global_scale,
-                self._handle,
-                channel,
-                is_padding,
-                max_tokens,
-                active_ranks,
-                expert_counts,
-            )
-        else:
-            tokens = Activations(hidden_states, *given)
-            layer = self._layer
-            layer.check_open()
-            outputs = layer.dispatch(
-                pending, tokens, topk_ids, topk_weights, extras, channel, max_tokens
-            )
-        return self._dispatched(outputs, extra_payloads, channel, max_tokens)
+        layer = self._layer
+        bound = layer.config.max_tokens_per_rank if max_tokens is None else max_tokens
+        call = Dispatch(
+            hidden_states,
+            scales,
+            topk_ids,
+            topk_weights,
+            [] if extra_payloads is _NO_PAYLOADS else checks.sequence_of(extra_payloads),
+            global_scale,
+            layer.handle,
+            channel,
+            is_padding,
+            bound,
+            active_ranks,
+            expert_counts,
+        )
+        if not torch.compiler.is_compiling() and not ops.are_seen(call):
+            return layer.dispatch(call)
+        return ops.dispatched(layer, call, bound)
 
-    def dispatch_async(
-        self,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        extra_payloads: Sequence[torch.Tensor] = (),
-        *,
-        scales: torch.Tensor | None = None,
-        global_scale: torch.Tensor | None = None,
-        is_padding: torch.Tensor | None = None,
-        max_tokens: int | None = None,
-        active_ranks: torch.Tensor | None = None,
-        expert_counts: torch.Tensor | None = None,
-        channel: int = 0,
-    ) -> InFlight[Dispatched]:
+    @_begun_by(dispatch)
+    def dispatch_async(self, **given: Any) -> InFlight[Dispatched]:
         """Start a dispatch that runs beside the caller. Collective; capturable.
+
+        The arguments are those of dispatch. Nobody writes to the tensors before `wait`. Verbs of
+        different channels may be in flight together.
 
         On a GPU the kernel runs on a stream of the channel, which first waits for the caller's
         current stream; on CPU ranks it runs on a thread. `wait` of the result ends the verb: not
@@ -329,75 +270,12 @@ class MoeAllToAll:
 
         torch.compile cannot trace it.
 
-        Args:
-            hidden_states: as for dispatch, like all arguments. Nobody writes to them before `wait`.
-            topk_ids: as for dispatch.
-            topk_weights: as for dispatch.
-            extra_payloads: as for dispatch.
-            scales: as for dispatch.
-            global_scale: as for dispatch.
-            is_padding: as for dispatch.
-            max_tokens: as for dispatch.
-            active_ranks: as for dispatch.
-            expert_counts: as for dispatch.
-            channel: as for dispatch. Verbs of different channels may be in flight together.
-
         Raises:
             InputError, ExchangeStateError: as dispatch; also if the verb before in this channel
                 still runs beside its caller.
         """
-        if max_tokens is None:
-            max_tokens = self.config.max_tokens_per_rank
-        layer, bound = find(self._handle), max_tokens
-        given = (scales, global_scale, is_padding, active_ranks, expert_counts)
-        extras = checks.sequence_of(extra_payloads)
-        # No op, which would see to these, follows.
-        checks.plain_tensors(_GIVEN, hidden_states, topk_ids, topk_weights, *given, *extras)
-        outputs = layer.dispatch(
-            layer.workspace.pending,
-            Activations(hidden_states, *given),
-            topk_ids,
-            topk_weights,
-            extras,
-            channel,
-            max_tokens,
-            beside=True,
-        )
-        running = layer.running(channel)
-
-        def wait() -> Dispatched:
-            find(self._handle).wait(channel, running)
-            return self._dispatched(outputs, extra_payloads, channel, bound)
-
-        return InFlight(wait)
-
-    def _dispatched(
-        self, outputs: Five, extra_payloads: Sequence[torch.Tensor], channel: int, max_tokens: int
-    ) -> Dispatched:
-        """Return what dispatch returns, from the outputs of the op. Local."""
-        ids, weights, hidden, counts, slots = outputs
-        has_scales = "recv_scales" in self._layer.rows
-        more = [
-            ops.received(counts, like, index, self._handle, channel, max_tokens)
-            for index, like in enumerate(extra_payloads)
-        ]
-        laid_out = None
-        if has_scales:
-            laid_out = ops.received_scales(counts, self._handle, channel, max_tokens)
-        everyones = None
-        if self.config.num_expert_counts:
-            everyones = ops.received_expert_counts(counts, self._handle, channel)
-        metadata = DispatchMetadata(slots, channel, self._handle, self._round(channel), max_tokens)
-        return Dispatched(
-            hidden_states=hidden,
-            scales=laid_out,
-            topk_ids=ids,
-            topk_weights=weights,
-            extra_payloads=tuple(more),
-            recv_counts=counts,
-            metadata=metadata,
-            expert_counts=everyones,
-        )
+        given["extra_payloads"] = checks.sequence_of(given["extra_payloads"])
+        return self._layer.dispatch_async(Dispatch(handle=self._layer.handle, **given))
 
     def combine_input(
         self,
@@ -427,7 +305,8 @@ class MoeAllToAll:
             InputError: combine does not reduce `dtype`, there is no room for such rows, or metadata
                 belongs to another exchange.
         """
-        config, layer = self.config, find(self._handle)
+        config, layer = self.config, self._layer
+        layer.check_open()
         dtype = dtype or config.dtype
         if dtype not in layer.format.combine_dtypes:
             reduced = ", ".join(map(str, layer.format.combine_dtypes))
@@ -440,7 +319,7 @@ class MoeAllToAll:
             checks.combine_width(layer.format, dtype, hidden_size)
         width = config.hidden_size if hidden_size is None else hidden_size
         if metadata is not None:
-            self._check_own(metadata)
+            layer.check_metadata(metadata, any_round=True)
             found = layer.channel(metadata.channel)
             return found.combine_input(metadata.max_tokens, dtype, width)
         found = layer.channel(channel)
@@ -493,116 +372,43 @@ class MoeAllToAll:
                 raise ExchangeTimeoutError; if it raises nothing, the channel's next dispatch
                 raises DisagreementError.
         """
-        self._check_own(metadata)
         layer, is_compiling = self._layer, torch.compiler.is_compiling()
-        if metadata.round >= 0 and not is_compiling:
-            layer.check_round(metadata.round, metadata.channel)
-        pending = layer.workspace.pending
-        if not is_compiling and not ops.are_seen(expert_output, metadata.send_slots, output, add):
-            layer.check_open()
-            return layer.combine(
-                pending,
-                expert_output,
-                metadata.send_slots,
-                output,
-                metadata.channel,
-                hidden_size,
-                add,
-                scale,
-            )
-        if not is_compiling:
-            checks.tensors_given(_ADDED_UP, expert_output, output, add)
-        if output is None:
-            result: torch.Tensor = ops.combine(
-                pending,
-                expert_output,
-                metadata.send_slots,
-                self._handle,
-                metadata.channel,
-                hidden_size,
-                add,
-                scale,
-            )
-            return result
-        ops.combine_out(
-            pending,
+        layer.check_metadata(metadata, any_round=is_compiling)
+        call = Combine(
             expert_output,
             metadata.send_slots,
             output,
-            self._handle,
+            layer.handle,
             metadata.channel,
             hidden_size,
             add,
             scale,
         )
-        return output
+        if not is_compiling and not ops.are_seen(call):
+            return layer.combine(call)
+        return ops.combined(layer, call)
 
-    def combine_async(
-        self,
-        expert_output: torch.Tensor,
-        metadata: DispatchMetadata,
-        *,
-        output: torch.Tensor | None = None,
-        hidden_size: int | None = None,
-        add: torch.Tensor | None = None,
-        scale: float = 1,
-    ) -> InFlight[torch.Tensor]:
+    @_begun_by(combine)
+    def combine_async(self, metadata: DispatchMetadata, **given: Any) -> InFlight[torch.Tensor]:
         """Start a combine that runs beside the caller. Collective; capturable.
+
+        The arguments are those of combine. Nobody writes to the tensors before `wait`, and the rows
+        of `add` are complete when this verb starts.
 
         It runs as dispatch_async does. The experts' rows are in place when it starts. If
         expert_output is not the memory of combine_input(), the copy comes before, on the caller's
         stream. torch.compile cannot trace it.
 
-        Args:
-            expert_output: as for combine, like all arguments. Nobody writes to them before `wait`.
-            metadata: as for combine.
-            output: as for combine.
-            hidden_size: as for combine.
-            add: as for combine. Its rows are complete when this verb starts.
-            scale: as for combine.
-
         Raises:
             InputError, ExchangeStateError: as combine; also if the dispatch still runs beside its
                 caller.
         """
-        self._check_own(metadata)
-        layer, channel = find(self._handle), metadata.channel
-        if metadata.round >= 0:
-            layer.check_round(metadata.round, channel)
-        checks.plain_tensors(_ADDED_UP, expert_output, output, add)
-        result = layer.combine(
-            layer.workspace.pending,
-            expert_output,
-            metadata.send_slots,
-            output,
-            channel,
-            hidden_size,
-            add,
-            scale,
-            beside=True,
+        layer = self._layer
+        layer.check_metadata(metadata)
+        slots, channel = metadata.send_slots, metadata.channel
+        return layer.combine_async(
+            Combine(send_slots=slots, handle=layer.handle, channel=channel, **given)
         )
-        running = layer.running(channel)
-
-        def wait() -> torch.Tensor:
-            find(self._handle).wait(channel, running)
-            return result
-
-        return InFlight(wait)
-
-    def _check_own(self, metadata: DispatchMetadata) -> None:
-        if not isinstance(metadata, DispatchMetadata):
-            raise InputError(
-                f"metadata is a {type(metadata).__name__}; pass the metadata that dispatch returned"
-            )
-        if metadata.handle != self._handle:
-            raise InputError(
-                f"metadata belongs to exchange {metadata.handle}, this is {self._handle}; pass "
-                "what this layer's dispatch returned"
-            )
-
-    def _round(self, channel: int) -> int:
-        # With a number that grows, torch.compile would compile the code again at every call.
-        return -1 if torch.compiler.is_compiling() else self._layer.rounds[channel]
 
     def synchronize(self) -> None:
         """Wait for this thread's stream and raise the error of a verb that failed. Local.
@@ -745,7 +551,8 @@ def _prepare(
     device = with_index(device)
     recipe = plugins.find_recipe(config)
     if share_with is not None:
-        workspace = find(share_with._handle).workspace
+        share_with._layer.check_open()
+        workspace = share_with._layer.workspace
         if share_with.config.ranks_may_leave != config.ranks_may_leave:
             raise ConfigError(
                 f"ranks_may_leave={config.ranks_may_leave}, but share_with has "

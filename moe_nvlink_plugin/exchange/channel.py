@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moe_nvlink_plugin.errors import MoeNvlinkError
+from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.memory.faults import Faults
@@ -16,16 +17,27 @@ from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import PayloadRow
 
-from . import rank_masks, scales_layout
+from . import calls, rank_masks, scales_layout
 from .arguments import combine_arguments, dispatch_arguments, set_extra_payloads
+from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
 from .formats import LayerFormat
+from .in_flight import Running
 from .kernels import COMBINE, LAYER
 from .launches import LayerLaunches
 from .sizes import widest_combine_row
 
+#: Place in a call, and name in the argument struct, of tensors whose addresses the kernel gets.
+_ADDRESSED = calls.addressed(Dispatch)
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+
+def _word(words: torch.Tensor, index: int) -> ctypes.c_int64:
+    # Reads memory directly: to index the tensor would take longer than the rest of a launch.
+    if words.dtype is not torch.int64 or words.is_cuda or not 0 <= index < words.numel():
+        raise ExchangeStateError(
+            f"pending is {words.dtype} {tuple(words.shape)} on {words.device}, not the workspace's "
+            "state; call MoeAllToAll.dispatch and .combine"
+        )
+    return ctypes.c_int64.from_address(words.data_ptr() + 8 * index)
 
 
 class Channel:
@@ -60,6 +72,7 @@ class Channel:
         self.combine_bytes = workspace.region_bytes(
             self.regions["combine"], layer.num_slots * widest_combine_row(config)
         )
+        self.combine_ptr = self.combine_bytes.data_ptr()
         self._combine_input = self.combine_region
         self._combine_row = (config.dtype, config.hidden_size)
         self._extra_bytes = config.extra_payload_bytes
@@ -80,9 +93,13 @@ class Channel:
         self._dispatch_geometry = self._dispatch_args.geometry
         self._combine_geometry = self._combine_args.geometry
         self._active_ranks: torch.Tensor | None = None  # of the last dispatch
-        self._last_call: tuple[int, ...] = ()  # fields of the last dispatch that seldom change
-        #: Waits for the last launch that runs beside the caller.
-        self.join: Callable[[], None] = lambda: None
+        self._last_call: list[int] = []  # fields of the last dispatch that seldom change
+        #: Handle of the layer whose dispatch waits for its combine, else 0.
+        self.state = _word(workspace.pending, index)
+        #: Number of dispatches so far.
+        self.rounds = 0
+        #: What runs beside its caller.
+        self.running: Running | None = None
         self._timeouts = Timeouts.of(config)
         self._faults = Faults(
             workspace, index, config.ep_rank, ep_size, self._timeouts, LAYER.phases
@@ -106,111 +123,113 @@ class Channel:
         region = self._workspace.region_bytes(self.regions[scales_layout.LAID_OUT], size)
         return region.view(scales_layout.dtype_of(config, row))
 
+    def word(self, pending: torch.Tensor) -> ctypes.c_int64:
+        """Return `state` as a word of a tensor that a compiled graph has of its memory."""
+        return self.state if pending is self._workspace.pending else _word(pending, self.index)
+
     def dispatch(
         self,
-        payloads: list[torch.Tensor | None],
-        num_tokens: int,
+        call: Dispatch,
         max_tokens: int,
         quantiser: int,
-        global_scale: torch.Tensor | None,
-        is_padding: torch.Tensor | None = None,
-        extra_bytes: tuple[int, ...] | None = None,
-        active_ranks: torch.Tensor | None = None,
-        expert_counts: torch.Tensor | None = None,
+        extra_bytes: tuple[int, ...],
         *,
         beside: bool = False,
     ) -> torch.Tensor:
         """Launch dispatch; return send_slots `[num_tokens, top_k]` int32. Collective; capturable.
 
         Args:
-            payloads: payloads in the order of the regions, int32 ids first; None for a payload that
-                the quantiser writes.
-            num_tokens: tokens of this call.
+            call: checked, with int32 ids.
             max_tokens: bound of this call, equal on all ranks.
             quantiser: kQuantiser* of config.h; 0 sends the rows as they are.
-            global_scale: one float32 for quantisers that need it.
-            is_padding: `[num_tokens]` bool: tokens that are not sent; None: all are.
-            extra_bytes: bytes of a row of each extra payload; None: as in the last call.
-            active_ranks: mask of the ranks that take part (rank_masks.py); None: all that live.
-            expert_counts: `[num_expert_counts]` int32; None: dispatch counts, if counts travel.
-            beside: whether the kernel runs beside the caller; then `join` waits for it.
+            extra_bytes: bytes of a row of each extra payload.
+            beside: whether the kernel runs beside the caller; then `running` waits for it.
         """
         args = self._dispatch_args
-        if extra_bytes is not None and extra_bytes != self._extra_bytes:
+        if extra_bytes != self._extra_bytes:
             layer = self._layer
             set_extra_payloads(args, layer.config, len(layer.rows), extra_bytes, self._number)
             self._extra_bytes = extra_bytes
-        ids = payloads[0]
-        assert ids is not None
+        ids = call.topk_ids
         slots = torch.empty_like(ids)  # half the time of a torch.empty that is told all
-        geometry = self._dispatch_geometry
-        if active_ranks is None and self._workspace.left_out:
-            active_ranks = self._workspace.active_ranks
+        if call.active_ranks is None and self._workspace.left_out:
+            call = call._replace(active_ranks=self._workspace.active_ranks)
+        self._active_ranks = call.active_ranks
         args.send_slots = slots.data_ptr()
-        optional = (global_scale, is_padding, active_ranks, expert_counts)
-        call = (num_tokens, max_tokens, quantiser, *map(_address, optional))
-        if call != self._last_call:  # a field takes as long as the comparison
-            self._last_call = ()  # until all fields are set
-            geometry.num_tokens = self.num_tokens = num_tokens
-            geometry.max_tokens_per_rank = self.max_tokens = max_tokens
-            args.quantiser = quantiser
-            args.global_scale, args.is_padding, args.active_ranks, args.expert_counts = call[3:]
-            self._last_call = call
-        self._active_ranks = active_ranks
-        for entry, tensor in zip(self._sources, payloads, strict=False):
+        self._set_seldom(call, ids.shape[0], max_tokens, quantiser)
+        payloads: list[Any] = [ids, call.topk_weights, call.hidden_states]
+        if "recv_scales" in self._layer.rows:
+            payloads.append(call.scales)
+        for entry, tensor in zip(self._sources, payloads + call.extra_payloads, strict=False):
+            # A quantiser writes the payload that the call does not have.
             entry.source = 0 if tensor is None else tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self.index, self._timeouts)
-        touched = (*payloads, slots, global_scale, is_padding, active_ranks, expert_counts)
-        self._launch(self._launches.dispatch, args, beside, *touched)
+        if beside:
+            self._launch_beside("dispatch", self._launches.dispatch, args, (call, slots))
+        else:
+            self._launches.dispatch(args)
         return slots
 
-    def _launch(
-        self, launch: Callable[[Any], None], args: Any, beside: bool, *touched: torch.Tensor | None
+    def _set_seldom(self, call: Dispatch, num_tokens: int, max_tokens: int, quantiser: int) -> None:
+        """Set the fields that seldom change; to set one takes as long as to compare them all."""
+        values = [num_tokens, max_tokens, quantiser]
+        for place, _name in _ADDRESSED:
+            tensor: Any = call[place]
+            values.append(0 if tensor is None else tensor.data_ptr())
+        if values == self._last_call:
+            return
+        args, geometry = self._dispatch_args, self._dispatch_geometry
+        self._last_call = []  # until all fields are set
+        geometry.num_tokens = self.num_tokens = num_tokens
+        geometry.max_tokens_per_rank = self.max_tokens = max_tokens
+        args.quantiser = quantiser
+        for (_place, name), address in zip(_ADDRESSED, values[3:], strict=True):
+            setattr(args, name, address)
+        self._last_call = values
+
+    def _launch_beside(
+        self, verb: str, launch: Callable[[Any], None], args: Any, touched: tuple[Any, ...]
     ) -> None:
-        if beside:
-            executor = self._workspace.executor
-            # On CPU ranks the thread keeps what the kernel touches, also if the layer is dropped.
-            run = functools.partial(self._run, launch, args, touched)
-            self.join = executor.beside(self.index, run)
-        else:
-            launch(args)
+        # On CPU ranks the thread keeps what the kernel touches, also if the layer is dropped.
+        run = functools.partial(self._run, launch, args, touched)
+        join = self._workspace.executor.beside(self.index, run)
+        self.running = Running(verb, join, touched)
 
     def _run(self, launch: Callable[[Any], None], args: Any, _touched: tuple[Any, ...]) -> None:
         launch(args)
 
     def combine(
         self,
-        expert_output: torch.Tensor,
-        send_slots: torch.Tensor,
+        call: Combine,
         output: torch.Tensor,
-        add: torch.Tensor | None = None,
-        scale: float = 1.0,
         *,
         is_in_place: bool = True,
         beside: bool = False,
     ) -> None:
         """Launch combine; first copy expert_output if it is not in place, in combine_bytes.
 
-        Collective; capturable. The arguments have the shapes that MoeAllToAll.combine documents;
-        `beside` as for `dispatch`.
+        Collective; capturable. The call has been checked; `beside` as for `dispatch`.
         """
+        rows, add = call.expert_output, call.add
         if not is_in_place:
-            self._copy_rows(expert_output)
+            self._copy_rows(rows)
         args, geometry = self._combine_args, self._combine_geometry
-        row = (expert_output.dtype, expert_output.shape[1])
+        row = (rows.dtype, rows.shape[1])
         if row != self._combine_row:
             geometry.element, geometry.hidden_size = element_code(row[0]), row[1]
             self._combine_row = row
-        geometry.num_tokens = send_slots.shape[0]
+        geometry.num_tokens = call.send_slots.shape[0]
         geometry.max_tokens_per_rank = self.max_tokens
         args.is_masked = 0 if self._active_ranks is None else 1
-        args.send_slots, args.output = send_slots.data_ptr(), output.data_ptr()
+        args.send_slots, args.output = call.send_slots.data_ptr(), output.data_ptr()
         args.add = 0 if add is None else add.data_ptr()
-        args.scale = scale * self._layer.config.combine_scale
+        args.scale = call.scale * self._layer.config.combine_scale
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
-        touched = (expert_output, send_slots, output, add)
-        self._launch(self._launches.combine, args, beside, *touched)
+        if beside:
+            self._launch_beside("combine", self._launches.combine, args, (call, output))
+        else:
+            self._launches.combine(args)
         startup.complete_round()
 
     def _copy_rows(self, expert_output: torch.Tensor) -> None:
@@ -240,24 +259,42 @@ class Channel:
             last = self._combine_input = region.view(dtype).view(shape)
         return last
 
-    def view(self, index: int, num_slots: int) -> torch.Tensor:
-        """Return a new view of a received payload, by its number in the order of the regions.
+    def received(self, call: Dispatch, slots: torch.Tensor) -> Dispatched:
+        """Return what the last dispatch has received, as new views of the workspace."""
+        ids, weights, hidden, counts = self.rows_and_counts()
+        num_slots, layer = self._layer.config.ep_size * self.max_tokens, self._layer
+        scales = expert_counts = None
+        if "recv_scales" in layer.rows:
+            scales = self.received_scales(num_slots)
+        extras: tuple[torch.Tensor, ...] = ()
+        for index, like in enumerate(call.extra_payloads):
+            extras += (self.received_payload(index, like, num_slots),)
+        if layer.config.num_expert_counts:
+            expert_counts = self.expert_counts.detach()
+        metadata = DispatchMetadata(slots, self.index, call.handle, self.rounds, self.max_tokens)
+        return Dispatched(hidden, scales, ids, weights, extras, counts, metadata, expert_counts)
 
-        Returns:
-            `[num_slots, elements of a row]`.
-        """
-        rows = self._views[index]
+    def rows_and_counts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return new views of topk_ids, topk_weights, hidden_states and recv_counts."""
+        ids, weights, hidden = self._views[:3]
+        counts = self.recv_counts.detach()
         # A detached tensor is the cheapest of the new views.
-        if num_slots == self._num_slots:
-            return rows.detach()
-        return rows.narrow(0, 0, num_slots)
+        if self.max_tokens == self._layer.config.max_tokens_per_rank:
+            return ids.detach(), weights.detach(), hidden.detach(), counts
+        num_slots = self._layer.config.ep_size * self.max_tokens
+        return (
+            ids.narrow(0, 0, num_slots),
+            weights.narrow(0, 0, num_slots),
+            hidden.narrow(0, 0, num_slots),
+            counts,
+        )
 
     def received_scales(self, num_slots: int) -> torch.Tensor:
         """Return a new view of the received scales, in the layout of the configuration."""
         config, row = self._layer.config, self._layer.rows["recv_scales"]
         return self._scales.as_strided(*scales_layout.strides(config, row, num_slots))
 
-    def received(self, index: int, like: torch.Tensor, num_slots: int) -> torch.Tensor:
+    def received_payload(self, index: int, like: torch.Tensor, num_slots: int) -> torch.Tensor:
         """Return a new view of a received extra payload, in the dtype and row shape of `like`."""
         first = len(self._views) - len(self._layer.config.extra_payload_bytes)
         row_bytes = like.dtype.itemsize * like.shape[1:].numel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,14 +16,10 @@ from moe_nvlink_plugin.memory.tensors import (
 )
 from moe_nvlink_plugin.recipes import check_global_scale, combine_formats
 
-from . import rank_masks
-from .formats import Activations, LayerFormat
+from . import calls, rank_masks
+from .calls import Combine, Dispatch
+from .formats import LayerFormat
 from .sizes import widest_combine_row
-
-#: Of combine: the largest number of float32.
-LARGEST_SCALE = torch.finfo(torch.float32).max
-
-_READ_BY_DISPATCH = ("topk_ids", "topk_weights", *Activations._fields, "an extra payload")
 
 
 def channel(index: int, num_channels: int) -> None:
@@ -77,67 +73,67 @@ def sequence_of(extra_payloads: object) -> list[torch.Tensor]:
     )
 
 
-def tensors_given(names: Sequence[str], *values: object) -> None:
-    """Check that arguments are tensors where torch would raise an error of its own.
+def named_tensors(call: Dispatch | Combine) -> list[tuple[str, Any]]:
+    """Return name and value of each tensor of a call; None where none is given. Local."""
+    kind = type(call)
+    named = [(kind._fields[place], call[place]) for place in calls.TENSORS[kind]]
+    if isinstance(call, Dispatch):
+        named += [("an extra payload", payload) for payload in call.extra_payloads]
+    return named
 
-    Args:
-        names: of the arguments; the last one is that of all further arguments.
-        *values: None: not given; the first one is always given.
+
+def tensors_given(call: Dispatch | Combine) -> None:
+    """Check that arguments are tensors where torch would raise an error of its own.
 
     Raises:
         InputError: one is something else; names it.
     """
-    for place, value in enumerate(values):
-        if (value is None and place > 0) or isinstance(value, torch.Tensor):
+    required = calls.REQUIRED[type(call)]
+    for name, value in named_tensors(call):
+        is_left_out = value is None and name in type(call)._fields and name not in required
+        if is_left_out or isinstance(value, torch.Tensor):
             continue
-        name = names[min(place, len(names) - 1)]
-        more = "; rank_mask(ranks, ep_size) makes one" if name == "active_ranks" else ""
-        raise InputError(f"{name}={value!r} is a {type(value).__name__}, not a tensor{more}")
+        raise no_tensor(name, value)
 
 
-def plain_tensors(names: Sequence[str], *values: torch.Tensor | None) -> None:
+def no_tensor(name: str, value: object) -> InputError:
+    """Return the error of an argument that is no tensor."""
+    more = "; rank_mask(ranks, ep_size) makes one" if name == "active_ranks" else ""
+    return InputError(f"{name}={value!r} is a {type(value).__name__}, not a tensor{more}")
+
+
+def no_gradient(call: Dispatch | Combine) -> None:
+    """Check that autograd records nothing of a call.
+
+    Raises:
+        InputError: it would, for a tensor that requires a gradient; names it.
+    """
+    if torch.is_grad_enabled():
+        named = named_tensors(call)
+        check_no_gradient([name for name, _ in named], *(tensor for _, tensor in named))
+
+
+def plain_tensors(call: Dispatch | Combine) -> None:
     """Check the tensors of a verb that runs without its op, which would see to all this.
-
-    Args:
-        names: as for tensors_given.
-        *values: as for tensors_given.
 
     Raises:
         InputError: one is no tensor or requires a gradient; or its bytes are not its numbers,
             because it is a lazily conjugated or negated view or has no memory.
     """
-    tensors_given(names, *values)
-    check_no_gradient(names, *values)
-    for place, tensor in enumerate(values):
+    tensors_given(call)
+    no_gradient(call)
+    for name, tensor in named_tensors(call):
         if tensor is None:
             continue
         if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             raise InputError(
-                f"{names[min(place, len(names) - 1)]} is a lazily conjugated or negated view, and "
+                f"{name} is a lazily conjugated or negated view, and "
                 "its memory holds other numbers; pass it through .resolve_conj().resolve_neg()"
             )
 
 
-def activations(layer: LayerFormat, hidden_states: torch.Tensor, max_tokens: int) -> int:
-    """Check activations that dispatch quantises; return the number of tokens.
-
-    Args:
-        layer: rows of the layer.
-        hidden_states: `[num_tokens, hidden_size]` config.dtype.
-        max_tokens: bound of the call.
-
-    Raises:
-        InputError: shape, dtype or device is another one. The message names both.
-    """
-    config = layer.config
-    num_tokens = _num_tokens(layer, hidden_states, max_tokens)
-    shape = (num_tokens, config.hidden_size)
-    check_tensor("hidden_states", hidden_states, shape, (config.dtype,), layer.device)
-    return num_tokens
-
-
-def _num_tokens(layer: LayerFormat, hidden_states: torch.Tensor, max_tokens: int) -> int:
-    num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
+def _num_tokens(layer: LayerFormat, call: Dispatch, max_tokens: int) -> int:
+    num_tokens = call.hidden_states.shape[0] if call.hidden_states.dim() else 0
     if num_tokens <= max_tokens:
         return num_tokens
     capacity = layer.config.max_tokens_per_rank
@@ -182,54 +178,54 @@ def global_scale(
     check_global_scale(name, scale, read_value=read_value)
 
 
-def dispatch_inputs(
-    layer: LayerFormat,
-    given: Activations,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    extra_payloads: list[torch.Tensor],
-    *,
-    fused: bool,
-    max_tokens: int,
-    window: range,
+def dispatch(
+    layer: LayerFormat, call: Dispatch, max_tokens: int, window: range, *, fused: bool
 ) -> tuple[int, ...]:
-    """Check all tensors of one dispatch. MoeAllToAll.dispatch documents their shapes.
+    """Check all tensors of one dispatch, apart from global_scale.
 
     Args:
         layer: rows of the layer.
-        given: hidden states, scales, global scale, and masks of padding and of ranks.
-        topk_ids: expert ids.
-        topk_weights: router weights.
-        extra_payloads: further payloads.
-        fused: whether the hidden states are activations that the kernel quantises.
-        max_tokens: bound of the call.
+        call: the call.
+        max_tokens: its bound.
         window: addresses of all ranks' workspaces.
+        fused: whether the hidden states are activations that are quantised.
 
     Returns:
         Bytes of a row of each extra payload.
 
     Raises:
         InputError: shape, dtype or device of a tensor is another one, or the bound does not hold
-            (the message names both); or a tensor lies in the workspace.
+            (the message names both); or a tensor lies in the workspace, where a peer may overwrite
+            it before it is read.
     """
     config, device = layer.config, layer.device
-    bound(max_tokens, config.max_tokens_per_rank)
-    if fused:
-        num_tokens = activations(layer, given.hidden_states, max_tokens)
-    else:
-        num_tokens = _quantised_rows(layer, given, max_tokens)
-    routed = (num_tokens, config.top_k)
-    check_tensor("topk_ids", topk_ids, routed, (torch.int32, torch.int64), device)
-    check_tensor("topk_weights", topk_weights, routed, (torch.float32,), device)
-    if given.is_padding is not None:
-        check_tensor("is_padding", given.is_padding, (num_tokens,), (torch.bool,), device)
-    if given.active_ranks is not None:
-        shape = (rank_masks.num_words(config.ep_size),)
-        check_tensor("active_ranks", given.active_ranks, shape, (torch.int64,), device)
-    _expert_counts(layer, given.expert_counts)
-    # Rows of an earlier round among them: a peer may overwrite them before they are read.
-    check_outside(window, _READ_BY_DISPATCH, topk_ids, topk_weights, *given, *extra_payloads)
-    return _extra_payloads(config.extra_payload_bytes, extra_payloads, num_tokens, device)
+    start, stop = window.start, window.stop
+    if type(max_tokens) is not int or not 1 <= max_tokens <= config.max_tokens_per_rank:
+        bound(max_tokens, config.max_tokens_per_rank)
+    num_tokens = _num_tokens(layer, call, max_tokens)
+    if not fused and (layer.quantising is not None or call.scales is not None):
+        _quantised_rows(layer, call)
+    if config.num_expert_counts or call.expert_counts is not None:
+        _expert_counts(layer, call.expert_counts)
+    # Every eager call comes here, and a call of a function for each tensor would double the cost.
+    for place, name, is_optional, has_tokens, sizes, dtypes in layer.expected[fused]:
+        tensor: Any = call[place]
+        if tensor is None and is_optional:
+            continue
+        shape = (num_tokens, *sizes) if has_tokens else sizes
+        if not (
+            isinstance(tensor, torch.Tensor)
+            and tensor.shape == shape
+            and tensor.dtype in dtypes
+            and tensor.device == device
+            and tensor.is_contiguous()
+        ):
+            check_tensor(name, tensor, shape, dtypes, device)
+        if start <= tensor.data_ptr() < stop:
+            check_outside(window, [name], tensor)
+    if call.extra_payloads:
+        return _extra_payloads(layer, call.extra_payloads, num_tokens, window)
+    return ()
 
 
 def may_be_masked(
@@ -269,27 +265,20 @@ def names_itself(layer: LayerFormat, active_ranks: torch.Tensor) -> None:
         )
 
 
-def _quantised_rows(layer: LayerFormat, given: Activations, max_tokens: int) -> int:
-    """Check rows that travel as they are, and their scales; return the number of rows."""
-    config, device = layer.config, layer.device
-    hidden_states, scales = given.hidden_states, given.scales
+def _quantised_rows(layer: LayerFormat, call: Dispatch) -> None:
+    """Check that rows that travel as they are have the type of the recipe, and scales if it has."""
+    hidden_states, scales = call.hidden_states, call.scales
     row, scales_row = layer.rows["recv_hidden_states"], layer.rows.get("recv_scales")
-    num_tokens = _num_tokens(layer, hidden_states, max_tokens)
     if layer.quantising is not None and hidden_states.dtype != row.dtype:
         raise InputError(
             f"hidden_states has dtype {hidden_states.dtype}; recipe {layer.recipe.name} takes "
-            f"activations of {config.dtype} without scales, or quantised rows of {row.dtype}"
+            f"activations of {layer.config.dtype} without scales, or quantised rows of {row.dtype}"
         )
-    check_tensor("hidden_states", hidden_states, (num_tokens, row.elements), (row.dtype,), device)
     if (scales is None) != (scales_row is None):
         has = "needs" if scales is None else "has no"
         raise InputError(
             f"recipe {layer.recipe.name} {has} scales for rows of {hidden_states.dtype}"
         )
-    if scales is not None and scales_row is not None:
-        shape = (num_tokens, scales_row.elements)
-        check_tensor("scales", scales, shape, (scales_row.dtype,), device)
-    return num_tokens
 
 
 def _expert_counts(layer: LayerFormat, counts: torch.Tensor | None) -> None:
@@ -307,12 +296,12 @@ def _expert_counts(layer: LayerFormat, counts: torch.Tensor | None) -> None:
             f"expert_counts of {list(counts.shape)}, but num_expert_counts=0; create the exchange "
             "with the number of words that each rank sends"
         )
-    check_tensor("expert_counts", counts, (num_counts,), (torch.int32,), layer.device)
 
 
 def _extra_payloads(
-    capacities: tuple[int, ...], given: list[torch.Tensor], num_tokens: int, device: torch.device
+    layer: LayerFormat, given: list[torch.Tensor], num_tokens: int, window: range
 ) -> tuple[int, ...]:
+    capacities, device = layer.config.extra_payload_bytes, layer.device
     if len(given) > len(capacities):
         raise InputError(
             f"{len(given)} extra payloads given, the configuration has room for {len(capacities)} "
@@ -321,7 +310,8 @@ def _extra_payloads(
     row_bytes = []
     for index, (tensor, most_bytes) in enumerate(zip(given, capacities, strict=False)):
         name = f"extra_payloads[{index}]"
-        check_tensor(name, tensor, (num_tokens, *tensor.shape[1:]), (tensor.dtype,), device)
+        rest, dtypes = getattr(tensor, "shape", ())[1:], (getattr(tensor, "dtype", torch.uint8),)
+        check_tensor(name, tensor, (num_tokens, *rest), dtypes, device)
         has_bytes = tensor.dtype.itemsize * tensor.shape[1:].numel()
         if not 1 <= has_bytes <= most_bytes:
             raise InputError(
@@ -329,6 +319,7 @@ def _extra_payloads(
                 f"(extra_payload_bytes={capacities}); create the exchange with room for them"
             )
         row_bytes.append(has_bytes)
+    check_outside(window, ["an extra payload"], *given)
     return tuple(row_bytes)
 
 
@@ -343,73 +334,89 @@ def ids_as_int32(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return topk_ids.clamp(-1, num_experts).to(torch.int32)
 
 
-def combine_inputs(
-    layer: LayerFormat,
-    expert_output: torch.Tensor,
-    send_slots: torch.Tensor,
-    output: torch.Tensor | None,
-    max_tokens: int,
-    hidden_size: int | None,
-    window: range,
-) -> None:
-    """Check all tensors of one combine. MoeAllToAll.combine documents their shapes.
+def combine(layer: LayerFormat, call: Combine, max_tokens: int, window: range) -> None:
+    """Check all tensors of one combine.
 
     Args:
         layer: rows of the layer.
-        expert_output: the experts' rows.
-        send_slots: of the metadata.
-        output: where the sums go, or None.
+        call: the call.
         max_tokens: bound of the dispatch.
-        hidden_size: width of the rows of this call; None: that of the configuration.
         window: addresses of all ranks' workspaces.
 
     Raises:
         InputError: shape, dtype or device of a tensor is another one (the message names both); or
-            output lies in the workspace.
+            output or add lies in the workspace; or add overlaps output.
     """
-    config, device = layer.config, layer.device
+    config, device, start, stop = layer.config, layer.device, window.start, window.stop
+    rows, slots, output, add = call.expert_output, call.send_slots, call.output, call.add
+    if not isinstance(rows, torch.Tensor):
+        raise no_tensor("expert_output", rows)
+    hidden_size = call.hidden_size
     if hidden_size is None:
         hidden_size = config.hidden_size
     else:
-        combine_width(layer, expert_output.dtype, hidden_size)
-    shape = (layer.slots_of(max_tokens), hidden_size)
-    check_tensor("expert_output", expert_output, shape, layer.combine_dtypes, device)
-    num_tokens = send_slots.shape[0] if send_slots.dim() else 0
+        combine_width(layer, rows.dtype, hidden_size)
+    num_tokens = slots.shape[0] if slots.dim() else 0
     if num_tokens > max_tokens:
         raise InputError(
             f"metadata of {num_tokens} tokens exceeds max_tokens={max_tokens} of the dispatch; "
             "pass the metadata dispatch returned"
         )
-    routed = (num_tokens, config.top_k)
-    check_tensor("metadata.send_slots", send_slots, routed, (torch.int32,), device)
-    if output is not None:
-        shape = (num_tokens, hidden_size)
-        check_tensor("output", output, shape, (expert_output.dtype,), device)
-        check_outside(window, ["output"], output)
+    sums, of_rows = (num_tokens, hidden_size), (rows.dtype,)
+    for name, tensor, shape, dtypes in (
+        ("expert_output", rows, (config.ep_size * max_tokens, hidden_size), layer.combine_dtypes),
+        ("metadata.send_slots", slots, (num_tokens, config.top_k), (torch.int32,)),
+        ("output", output, sums, of_rows),
+        ("add", add, sums, of_rows),
+    ):
+        if tensor is None:
+            continue
+        if not (
+            tensor.shape == shape
+            and tensor.dtype in dtypes
+            and tensor.device == device
+            and tensor.is_contiguous()
+        ):
+            check_tensor(name, tensor, shape, dtypes, device)
+        if name != "expert_output" and start <= tensor.data_ptr() < stop:
+            check_outside(window, [name], tensor)
+    if add is not None and output is not None:
+        _apart(add, output)
 
 
-def rows_in_place(expert_output: torch.Tensor, region: torch.Tensor) -> bool:
-    """Return whether the experts' rows are the memory of combine_input().
+def _apart(add: torch.Tensor, output: torch.Tensor) -> None:
+    address, size = add.data_ptr(), add.numel() * add.itemsize
+    if 0 < abs(output.data_ptr() - address) < size:
+        raise InputError(
+            f"add overlaps output, which begins {output.data_ptr() - address} bytes after it; pass "
+            "the same memory or memory apart from it"
+        )
+
+
+def rows_elsewhere(expert_output: torch.Tensor, region: torch.Tensor) -> None:
+    """Check that experts' rows which do not begin with the memory of combine_input() are apart.
 
     Raises:
         InputError: they begin elsewhere in that memory, so a copy there would overwrite them.
     """
     begin = expert_output.data_ptr() - region.data_ptr()
-    if begin == 0:
-        return True
     if 0 < begin < region.numel() * region.itemsize:
         raise InputError(
             f"expert_output begins {begin} bytes after combine_input(), in the same memory; write "
             "the rows where combine_input() begins, or pass a copy"
         )
-    return False
 
 
-def scale(value: float, combine_scale: float) -> None:
-    """Check the factor of a combine's sums, which are multiplied by value * combine_scale at once.
+def largest_scale(combine_scale: float) -> float:
+    """Return the largest factor of a combine's sums, which are also multiplied by this scale."""
+    return float(torch.finfo(torch.float32).max) / max(1.0, combine_scale)
+
+
+def scale(value: float, largest: float) -> None:
+    """Check the factor of a combine's sums.
 
     Raises:
-        InputError: it is no finite number of float32.
+        InputError: it is no finite number of float32, or above `largest`.
     """
     given: object = value
     if type(given) not in (float, int) and (
@@ -419,44 +426,10 @@ def scale(value: float, combine_scale: float) -> None:
             f"scale={given!r} is a {type(given).__name__}, it must be a real number of the host "
             "(of a tensor, pass scale.item())"
         )
-    largest = LARGEST_SCALE / max(1.0, combine_scale)
     if not abs(value) <= largest:
         raise InputError(
             f"scale={value} is no finite number of float32 (at most {largest} in magnitude); "
             "pass a smaller one, and scale the rest in the experts' output"
-        )
-
-
-def added_rows(
-    layer: LayerFormat,
-    add: torch.Tensor,
-    expert_output: torch.Tensor,
-    num_tokens: int,
-    output: torch.Tensor | None,
-    window: range,
-) -> None:
-    """Check the rows that a combine adds to its sums. MoeAllToAll.combine documents them.
-
-    Args:
-        layer: rows of the layer.
-        add: the rows.
-        expert_output: the experts' rows, which have been checked.
-        num_tokens: tokens of the call.
-        output: where the sums go, or None.
-        window: addresses of all ranks' workspaces.
-
-    Raises:
-        InputError: shape, dtype or device is another one; or the rows overlap the workspace, or
-            overlap `output` without being the same memory.
-    """
-    shape = (num_tokens, expert_output.shape[1])
-    check_tensor("add", add, shape, (expert_output.dtype,), layer.device)
-    check_outside(window, ["add"], add)
-    address, size = add.data_ptr(), add.numel() * add.itemsize
-    if output is not None and 0 < abs(output.data_ptr() - address) < size:
-        raise InputError(
-            f"add overlaps output, which begins {output.data_ptr() - address} bytes after it; pass "
-            "the same memory or memory apart from it"
         )
 
 

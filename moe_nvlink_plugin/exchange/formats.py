@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -9,19 +10,10 @@ import torch
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.recipes import PayloadRow, QuantisingRecipe, Recipe
 
+from . import calls, rank_masks
 from .arguments import quantiser_code
+from .calls import Dispatch, Expected
 from .sizes import combine_dtypes, payload_rows
-
-
-class Activations(NamedTuple):
-    """Arguments of one dispatch that say what the tokens are: see MoeAllToAll.dispatch."""
-
-    hidden_states: torch.Tensor
-    scales: torch.Tensor | None
-    global_scale: torch.Tensor | None
-    is_padding: torch.Tensor | None = None
-    active_ranks: torch.Tensor | None = None
-    expert_counts: torch.Tensor | None = None
 
 
 class LayerFormat(NamedTuple):
@@ -35,6 +27,8 @@ class LayerFormat(NamedTuple):
         rows: name of the region -> row, for every payload.
         combine_dtypes: types in which combine takes rows.
         device: device of the tensors.
+        expected: what tensors of a dispatch must be: of rows as they travel, and of activations
+            that the kernel quantises.
     """
 
     config: AllToAllConfig
@@ -44,6 +38,7 @@ class LayerFormat(NamedTuple):
     rows: dict[str, PayloadRow]
     combine_dtypes: tuple[torch.dtype, ...]
     device: torch.device
+    expected: tuple[tuple[Expected, ...], tuple[Expected, ...]]
 
     @classmethod
     def of(cls, config: AllToAllConfig, recipe: Recipe, device: torch.device) -> LayerFormat:
@@ -56,7 +51,8 @@ class LayerFormat(NamedTuple):
         quantising = recipe if isinstance(recipe, QuantisingRecipe) else None
         quantiser = quantiser_code(recipe, config.hidden_size)
         rows = payload_rows(config, recipe)
-        return cls(config, recipe, quantising, quantiser, rows, combine_dtypes(config), device)
+        dtypes, expected = combine_dtypes(config), _expected(config, rows)
+        return cls(config, recipe, quantising, quantiser, rows, dtypes, device, expected)
 
     @property
     def num_slots(self) -> int:
@@ -66,3 +62,22 @@ class LayerFormat(NamedTuple):
     def slots_of(self, max_tokens: int) -> int:
         """Return the number of slots of a call with this bound."""
         return self.config.ep_size * max_tokens
+
+
+def _expected(
+    config: AllToAllConfig, rows: dict[str, PayloadRow]
+) -> tuple[tuple[Expected, ...], tuple[Expected, ...]]:
+    sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    sizes["num_mask_words"] = rank_masks.num_words(config.ep_size)
+    always = calls.expected(Dispatch, sizes)
+    activations = _tokens("hidden_states", config.hidden_size, config.dtype)
+    as_they_travel = [
+        _tokens(name, row.elements, row.dtype)
+        for name in ("hidden_states", "scales")
+        if (row := rows.get(f"recv_{name}")) is not None
+    ]
+    return (*as_they_travel, *always), (activations, *always)
+
+
+def _tokens(name: str, elements: int, dtype: torch.dtype) -> Expected:
+    return Expected(Dispatch._fields.index(name), name, False, True, (elements,), (dtype,))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
-
-import torch
+from typing import Any, Generic, TypeVar
 
 from moe_nvlink_plugin.errors import ExchangeStateError
 
@@ -17,15 +15,13 @@ class Running:
 
     Attributes:
         verb: "dispatch" or "combine".
-        tensors: what the kernel reads and writes. The layer keeps this object until the wait, so
-            nobody else gets the memory meanwhile.
+        touched: what holds the tensors that the kernel reads and writes. The channel keeps this
+            object until the wait, so nobody else gets the memory meanwhile.
     """
 
-    def __init__(
-        self, verb: str, join: Callable[[], None], tensors: list[torch.Tensor | None]
-    ) -> None:
+    def __init__(self, verb: str, join: Callable[[], None], touched: tuple[Any, ...]) -> None:
         self.verb = verb
-        self.tensors = tensors
+        self.touched = touched
         self._join = join
 
     def join(self) -> None:

@@ -7,29 +7,29 @@ graph can carry an integer but no object.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
 from moe_nvlink_plugin.config import AllToAllConfig
-from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
+from moe_nvlink_plugin.errors import ExchangeStateError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.launch.base import Executor, Interrupted
 from moe_nvlink_plugin.memory.startup import Timeouts
-from moe_nvlink_plugin.memory.tensors import check_device, check_outside
+from moe_nvlink_plugin.memory.tensors import check_device
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
 from . import checks, rank_masks, survivors
+from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
 from .channel import Channel
-from .formats import Activations, LayerFormat
-from .in_flight import Running
+from .formats import LayerFormat
+from .in_flight import InFlight, Running
 from .launches import variant
 
-#: topk_ids, topk_weights, hidden_states, recv_counts, send_slots: what dispatch returns.
-Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 
 _handles = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, LayerExchange] = weakref.WeakValueDictionary()
@@ -53,16 +53,6 @@ def _closed(handle: int) -> ExchangeStateError:
     )
 
 
-def _word(words: torch.Tensor, index: int) -> ctypes.c_int64:
-    # Reads memory directly: to index the tensor would take longer than the rest of a launch.
-    if words.dtype is not torch.int64 or words.is_cuda or not 0 <= index < words.numel():
-        raise ExchangeStateError(
-            f"pending is {words.dtype} {tuple(words.shape)} on {words.device}, not the workspace's "
-            "state; call MoeAllToAll.dispatch and .combine"
-        )
-    return ctypes.c_int64.from_address(words.data_ptr() + 8 * index)
-
-
 class LayerExchange:
     """Dispatch and combine of one layer. Any thread may call; a lock per channel orders the calls.
 
@@ -75,7 +65,6 @@ class LayerExchange:
         rows: name of the region -> row, for every payload.
         quantiser: kQuantiser* of config.h by which dispatch quantises; 0: it does not.
         workspace: symmetric memory that the layer uses.
-        rounds: number of dispatches so far, by channel.
         handle: number by which `find` finds the layer.
     """
 
@@ -93,10 +82,8 @@ class LayerExchange:
         self.quantiser = self.format.quantiser
         self._checked_scales: set[tuple[int, int]] = set()
         self.workspace = workspace
-        self.rounds = [0] * config.num_channels
-        self._running: dict[int, Running] = {}  # channel -> what runs beside the caller
+        self._largest_scale = checks.largest_scale(config.combine_scale)
         channels = range(config.num_channels)
-        self._words = [_word(workspace.pending, index) for index in channels]
         # Loads kernels here and not in the first round: a failure is then an error of `create` on
         # all ranks, and a CUDA graph may capture the first round. The views must not be inference
         # tensors, because callers write to them inside and outside of inference mode.
@@ -122,9 +109,10 @@ class LayerExchange:
         with contextlib.ExitStack() as locks:
             for lock in all_locks:
                 locks.enter_context(lock)
-            for index, running in self._running.items():
-                if running.verb == "combine":  # so the round is complete for other layers
-                    self._words[index].value = 0
+            for channel in self._channels:
+                running = channel.running
+                if running is not None and running.verb == "combine":
+                    channel.state.value = 0  # so the round is complete for other layers
             self._end_verbs()
             self._channels = []
             self.workspace.abandon(self.handle)
@@ -132,12 +120,12 @@ class LayerExchange:
 
     def _end_verbs(self) -> None:
         """Wait for what runs beside its callers; nobody wants the results. Under the locks."""
-        if self.workspace.is_parents:  # its threads are not in this process
-            self._running.clear()
-        for running in self._running.values():
-            with contextlib.suppress(Exception):
-                running.join()
-        self._running.clear()
+        for channel in self._channels:
+            # A parent's threads are not in this process.
+            if channel.running is not None and not self.workspace.is_parents:
+                with contextlib.suppress(Exception):
+                    channel.running.join()
+            channel.running = None
 
     def channel(self, index: int) -> Channel:
         """Return the layer's Channel with this number. Local.
@@ -146,8 +134,10 @@ class LayerExchange:
             InputError: the configuration has no such channel.
             ExchangeStateError: the layer is closed.
         """
-        checks.channel(index, self.config.num_channels)
-        self.check_open()
+        if type(index) is not int or not 0 <= index < self.config.num_channels:
+            checks.channel(index, self.config.num_channels)
+        if self._is_closed:
+            raise _closed(self.handle)
         return self._channels[index]
 
     def check_open(self) -> None:
@@ -159,20 +149,36 @@ class LayerExchange:
         if self._is_closed:
             raise _closed(self.handle)
 
-    def check_round(self, number: int, channel_index: int) -> None:
-        """Check that metadata belongs to the last dispatch of a channel. Local.
+    def check_metadata(self, metadata: DispatchMetadata, *, any_round: bool = False) -> None:
+        """Check that metadata belongs to the last dispatch of this layer on its channel. Local.
 
         The slots in metadata of an earlier dispatch name other rows.
 
+        Args:
+            metadata: what the caller passed.
+            any_round: do not ask of which dispatch it is. Compiled code cannot: there the graph
+                ties a combine to its dispatch.
+
         Raises:
-            InputError: the configuration has no such channel.
-            ExchangeStateError: it belongs to another dispatch.
+            InputError: it is no metadata, or another layer's, or names no channel of this one.
+            ExchangeStateError: it belongs to another dispatch, or the layer is closed.
         """
-        checks.channel(channel_index, self.config.num_channels)
-        if number != self.rounds[channel_index]:
+        if not isinstance(metadata, DispatchMetadata):
+            raise InputError(
+                f"metadata is a {type(metadata).__name__}; pass the metadata that dispatch returned"
+            )
+        if metadata.handle != self.handle:
+            raise InputError(
+                f"metadata belongs to exchange {metadata.handle}, this is {self.handle}; pass "
+                "what this layer's dispatch returned"
+            )
+        if any_round or metadata.round < 0:
+            return
+        channel = self.channel(metadata.channel)
+        if metadata.round != channel.rounds:
             raise ExchangeStateError(
-                f"metadata of dispatch {number} on channel {channel_index}, but the last one was "
-                f"{self.rounds[channel_index]}; pass what the last dispatch returned"
+                f"metadata of dispatch {metadata.round} on channel {channel.index}, but the last "
+                f"one was {channel.rounds}; pass what the last dispatch returned"
             )
 
     def slots_of(self, max_tokens: int | None) -> int:
@@ -190,102 +196,85 @@ class LayerExchange:
         for tensor in tensors:
             check_device("a tensor", tensor, self.workspace.device)
 
-    def dispatch(
-        self,
-        pending: torch.Tensor,
-        given: Activations,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        extra_payloads: list[torch.Tensor],
-        channel_index: int,
-        max_tokens: int | None = None,
-        *,
-        beside: bool = False,
-    ) -> Five:
-        """Run dispatch as MoeAllToAll.dispatch documents it. Collective; capturable.
+    def dispatch(self, call: Dispatch) -> Dispatched:
+        """Run dispatch as MoeAllToAll.dispatch documents it. Collective; capturable."""
+        channel, slots = self.start_dispatch(call)
+        return channel.received(call, slots)
 
-        If it runs `beside` the caller, the results are there after `wait`.
+    def dispatch_async(self, call: Dispatch) -> InFlight[Dispatched]:
+        """Start dispatch as MoeAllToAll.dispatch_async documents it. Collective; capturable."""
+        checks.plain_tensors(call)
+        channel, slots = self.start_dispatch(call, beside=True)
+        return self._in_flight(channel, lambda: channel.received(call, slots))
+
+    def start_dispatch(
+        self, call: Dispatch, pending: torch.Tensor | None = None, *, beside: bool = False
+    ) -> tuple[Channel, torch.Tensor]:
+        """Check a dispatch and launch it. Collective; capturable.
+
+        Args:
+            call: the call.
+            pending: the workspace's state, if a compiled graph has another tensor of its memory.
+            beside: whether it runs beside the caller. Then the results are there after `wait`.
+
+        Returns:
+            The channel, and send_slots `[num_tokens, top_k]` int32.
         """
+        max_tokens = call.max_tokens
         if max_tokens is None:
             max_tokens = self.config.max_tokens_per_rank
-        rows, fused = self._rows_to_send(given, max_tokens)
-        extra_bytes = checks.dispatch_inputs(
-            self.format,
-            rows,
-            topk_ids,
-            topk_weights,
-            extra_payloads,
-            fused=fused,
-            max_tokens=max_tokens,
-            window=self._window,
-        )
-        if given.active_ranks is not None:
-            checks.may_be_masked(self.format, given.active_ranks, self.workspace.active_ranks)
-            if self._may_look_at(given.active_ranks):
-                checks.names_itself(self.format, given.active_ranks)
-        ids = checks.ids_as_int32(topk_ids, self.config.num_experts)
-        payloads: list[torch.Tensor | None] = [ids, topk_weights, rows.hidden_states]
-        if "recv_scales" in self.rows:
-            payloads.append(rows.scales)
-        payloads += extra_payloads
-        num_tokens = rows.hidden_states.shape[0]
-        checks.channel(channel_index, self.config.num_channels)
-        with self.workspace.channel_lock(channel_index):
-            channel = self._usable_channel(channel_index, "dispatch")
-            dispatched = self._dispatched(pending, channel_index)
+        index = call.channel
+        self.channel(index)
+        call, quantiser = self._rows_to_send(call, max_tokens)
+        fused = quantiser != 0
+        extra_bytes = checks.dispatch(self.format, call, max_tokens, self._window, fused=fused)
+        if call.active_ranks is not None:
+            checks.may_be_masked(self.format, call.active_ranks, self.workspace.active_ranks)
+            if self._may_look_at(call.active_ranks):
+                checks.names_itself(self.format, call.active_ranks)
+        if call.topk_ids.dtype != torch.int32:
+            ids = checks.ids_as_int32(call.topk_ids, self.config.num_experts)
+            call = call._replace(topk_ids=ids)
+        with self.workspace.channel_lock(index):
+            channel = self._usable_channel(index, "dispatch")
+            dispatched = channel.state if pending is None else channel.word(pending)
             if dispatched.value != 0:
                 raise ExchangeStateError(
-                    f"dispatch twice on channel {channel_index}: the dispatch before has not been "
+                    f"dispatch twice on channel {index}: the dispatch before has not been "
                     "combined; call combine first, or use another channel"
                 )
-            quantiser = self.quantiser if fused else 0
             try:
-                slots = channel.dispatch(
-                    payloads,
-                    num_tokens,
-                    max_tokens,
-                    quantiser,
-                    rows.global_scale,
-                    given.is_padding,
-                    extra_bytes,
-                    given.active_ranks,
-                    given.expert_counts,
-                    beside=beside,
-                )
+                slots = channel.dispatch(call, max_tokens, quantiser, extra_bytes, beside=beside)
             except BaseException as error:
                 self._interrupted("dispatch", error)
                 raise
-            if beside:
-                read = [*payloads, slots, rows.global_scale, given.is_padding]
-                read += [given.active_ranks, given.expert_counts]
-                self._running[channel_index] = Running("dispatch", channel.join, read)
-            else:
+            if not beside and self.workspace.fault(index):
                 self._raise_fault(channel)
             dispatched.value = self.handle
-            self.rounds[channel_index] += 1
-        num_slots = self.format.slots_of(max_tokens)
-        view = channel.view
-        counts = channel.recv_counts.detach()
-        return view(0, num_slots), view(1, num_slots), view(2, num_slots), counts, slots
+            channel.rounds += 1
+        return channel, slots
 
-    def _rows_to_send(self, given: Activations, max_tokens: int) -> tuple[Activations, bool]:
-        """Return what the kernel reads, and whether it quantises that."""
-        recipe, scale = self.format.quantising, given.global_scale
+    def _rows_to_send(self, call: Dispatch, max_tokens: int) -> tuple[Dispatch, int]:
+        """Return the call with the rows that the kernel reads, and its quantiser."""
+        recipe, scale = self.format.quantising, call.global_scale
+        if not isinstance(call.hidden_states, torch.Tensor):
+            raise checks.no_tensor("hidden_states", call.hidden_states)
         if (
             recipe is None
-            or given.scales is not None
-            or given.hidden_states.dtype != self.config.dtype
+            or call.scales is not None
+            or call.hidden_states.dtype != self.config.dtype
         ):
-            checks.global_scale(self.format, scale, needed=False)
-            return given, False
+            if scale is not None:
+                checks.global_scale(self.format, scale, needed=False)
+            return call, 0
         needed, unseen = recipe.needs_global_scale, self._may_look_at(scale)
         checks.global_scale(self.format, scale, needed=needed, read_value=unseen)
         if self.quantiser:
-            return given, True
-        checks.activations(self.format, given.hidden_states, max_tokens)
-        check_outside(self._window, ["hidden_states"], given.hidden_states)
-        rows = recipe.quantise(given.hidden_states, scale)
-        return given._replace(hidden_states=rows.rows, scales=rows.scales, global_scale=None), False
+            return call, self.quantiser
+        # The recipe's own function comes first, and it gets what the kernel would take.
+        checks.dispatch(self.format, call, max_tokens, self._window, fused=True)
+        rows = recipe.quantise(call.hidden_states, scale)
+        return call._replace(hidden_states=rows.rows, scales=rows.scales, global_scale=None), 0
 
     def _may_look_at(self, scale: torch.Tensor | None) -> bool:
         """Return whether to check the values of a scale or a mask in this call."""
@@ -305,70 +294,67 @@ class LayerExchange:
         self._checked_scales.add(key)
         return True
 
-    def combine(
-        self,
-        pending: torch.Tensor,
-        expert_output: torch.Tensor,
-        send_slots: torch.Tensor,
-        output: torch.Tensor | None,
-        channel_index: int,
-        hidden_size: int | None = None,
-        add: torch.Tensor | None = None,
-        scale: float = 1.0,
-        *,
-        beside: bool = False,
-    ) -> torch.Tensor:
+    def combine(self, call: Combine, pending: torch.Tensor | None = None) -> torch.Tensor:
         """Run combine as MoeAllToAll.combine documents it; return output.
 
-        Collective; capturable. If it runs `beside` the caller, output is written after `wait`.
+        Collective; capturable.
         """
-        checks.channel(channel_index, self.config.num_channels)
-        checks.scale(scale, self.config.combine_scale)
-        with self.workspace.channel_lock(channel_index):
-            channel = self._usable_channel(channel_index, "combine")
-            checks.combine_inputs(
-                self.format,
-                expert_output,
-                send_slots,
-                output,
-                channel.max_tokens,
-                hidden_size,
-                self._window,
-            )
-            if add is not None:
-                num_tokens = send_slots.shape[0]
-                checks.added_rows(self.format, add, expert_output, num_tokens, output, self._window)
+        return self._start_combine(call, pending)[1]
+
+    def combine_async(self, call: Combine) -> InFlight[torch.Tensor]:
+        """Start combine as MoeAllToAll.combine_async documents it. Collective; capturable."""
+        checks.plain_tensors(call)
+        channel, output = self._start_combine(call, beside=True)
+        return self._in_flight(channel, lambda: output)
+
+    def _start_combine(
+        self, call: Combine, pending: torch.Tensor | None = None, *, beside: bool = False
+    ) -> tuple[Channel, torch.Tensor]:
+        """Check a combine and launch it, as start_dispatch; return the channel and output."""
+        index = call.channel
+        self.channel(index)
+        if type(call.scale) not in (float, int) or not abs(call.scale) <= self._largest_scale:
+            checks.scale(call.scale, self._largest_scale)
+        with self.workspace.channel_lock(index):
+            channel = self._usable_channel(index, "combine")
+            checks.combine(self.format, call, channel.max_tokens, self._window)
+            num_tokens = call.send_slots.shape[0]
+            output = call.output
             if output is None:
-                output = expert_output.new_empty((send_slots.shape[0], expert_output.shape[1]))
-            dispatched = self._dispatched(pending, channel_index)
+                output = call.expert_output.new_empty((num_tokens, call.expert_output.shape[1]))
+                call = call._replace(output=output)
+            dispatched = channel.state if pending is None else channel.word(pending)
             if dispatched.value != self.handle:
                 raise ExchangeStateError(
-                    f"combine without dispatch on channel {channel_index}: this layer has no "
+                    f"combine without dispatch on channel {index}: this layer has no "
                     "dispatch waiting there; call dispatch first"
                 )
-            # The peers send the rows of every token that was dispatched.
-            checks.all_tokens(send_slots.shape[0], channel.num_tokens)
-            is_in_place = checks.rows_in_place(expert_output, channel.combine_bytes)
+            if num_tokens != channel.num_tokens:
+                checks.all_tokens(num_tokens, channel.num_tokens)
+            is_in_place = call.expert_output.data_ptr() == channel.combine_ptr
+            if not is_in_place:
+                checks.rows_elsewhere(call.expert_output, channel.combine_bytes)
             try:
-                channel.combine(
-                    expert_output,
-                    send_slots,
-                    output,
-                    add,
-                    scale,
-                    is_in_place=is_in_place,
-                    beside=beside,
-                )
+                channel.combine(call, output, is_in_place=is_in_place, beside=beside)
             except BaseException as error:
                 self._interrupted("combine", error)
                 raise
-            if beside:
-                read = [expert_output, send_slots, output, add]
-                self._running[channel_index] = Running("combine", channel.join, read)
-            else:
-                self._raise_fault(channel)
+            if not beside:
+                if self.workspace.fault(index):
+                    self._raise_fault(channel)
                 dispatched.value = 0
-        return output
+        return channel, output
+
+    def _in_flight(self, channel: Channel, result: Callable[[], T]) -> InFlight[T]:
+        """Return what ends the verb that the channel has just started beside its caller."""
+        running = channel.running
+        assert running is not None
+
+        def wait() -> T:
+            self._wait(channel.index, running)
+            return result()
+
+        return InFlight(wait)
 
     def _interrupted(self, verb: str, error: BaseException) -> None:
         """Count the round as failed if a signal has ended a launch; raise its handler's error."""
@@ -378,51 +364,45 @@ class LayerExchange:
         if not isinstance(error, Exception):  # KeyboardInterrupt, before or after the kernel
             self.workspace.interrupt(verb, error)
 
-    def running(self, channel_index: int) -> Running:
-        """Return what the last verb of a channel, which runs beside the caller, left. Local."""
-        return self._running[channel_index]
-
-    def wait(self, channel_index: int, running: Running) -> None:
+    def _wait(self, index: int, running: Running) -> None:
         """Wait for a verb that runs beside the caller, as InFlight.wait documents it. Local.
 
         Capturable.
         """
-        with self.workspace.channel_lock(channel_index):
-            channel = self.channel(channel_index)
+        with self.workspace.channel_lock(index):
+            channel = self.channel(index)
             if self.workspace.is_parents:
                 self.workspace.check_usable()
-            if self._running.get(channel_index) is not running:
+            if channel.running is not running:
                 self.workspace.check_usable()  # the first wait may have failed
                 raise ExchangeStateError(
-                    f"wait twice for one {running.verb}_async on channel {channel_index}, or after "
+                    f"wait twice for one {running.verb}_async on channel {index}, or after "
                     "mask(): keep what the first wait() returned; mask() has ended the round"
                 )
             try:
                 running.join()
             except BaseException as error:
                 if isinstance(error, Exception):  # else the launch still runs, but not for long
-                    del self._running[channel_index]
+                    channel.running = None
                 else:
                     self.workspace.interrupt(f"{running.verb}_async", error)
                 raise
-            del self._running[channel_index]
+            channel.running = None
             self._raise_fault(channel)
             if running.verb == "combine":
-                self._words[channel_index].value = 0
-
-    def _dispatched(self, pending: torch.Tensor, channel_index: int) -> ctypes.c_int64:
-        """Return the channel's word in the state of the workspace."""
-        if pending is self.workspace.pending:
-            return self._words[channel_index]
-        return _word(pending, channel_index)  # a compiled graph has another tensor of this memory
+                channel.state.value = 0
 
     def _usable_channel(self, index: int, verb: str) -> Channel:
-        self.workspace.check_usable()
-        channel = self.channel(index)
-        if index in self._running:
-            raise self._running[index].refuse(verb, index)
+        if self.workspace.broken is not None or self.workspace.is_parents:
+            self.workspace.check_usable()
+        if self._is_closed:
+            raise _closed(self.handle)
+        channel = self._channels[index]
+        if channel.running is not None:
+            raise channel.running.refuse(verb, index)
         # On a GPU an earlier verb may have failed after its call returned.
-        self._raise_fault(channel)
+        if self.workspace.fault(index):
+            self._raise_fault(channel)
         return channel
 
     def synchronize(self) -> None:

@@ -1,34 +1,35 @@
-"""The ops torch.ops.moe_nvlink.dispatch and .combine, each beside its fake.
+"""The torch ops torch.ops.moe_nvlink.dispatch and .combine, each beside its fake.
 
-`pending` is the workspace's state tensor. Both ops write to it, so a compiled graph neither
-reorders nor drops them. `handle` is the number of the layer (layer.find). The ops are registered by
+An op gets the fields of a call (calls.py) behind `pending`, the workspace's state tensor. Both ops
+write to it, so a compiled graph neither reorders nor drops them. The ops are registered by
 Library.define and Library.impl, because a call through torch.library.custom_op costs several times
 as much. MoeAllToAll calls the layer without them where nobody would see the op (are_seen).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from moe_nvlink_plugin.memory.tensors import check_no_gradient
+from . import calls, checks, inductor, scales_layout
+from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
+from .layer import LayerExchange, find
 
-from . import inductor, scales_layout
-from .formats import Activations
-from .layer import Five, find
+#: topk_ids, topk_weights, hidden_states, recv_counts, send_slots: what the op dispatch returns.
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 # The ops exist as long as this object. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "DEF")  # type: ignore[no-untyped-call]
 
+_PENDING = "Tensor(a!) pending"
+
 _library.define(
-    "dispatch(Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
-    "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel, "
-    "Tensor? is_padding=None, SymInt? max_tokens=None, Tensor? active_ranks=None, "
-    "Tensor? expert_counts=None) -> "
-    "(Tensor topk_ids, Tensor topk_weights, Tensor hidden_states, Tensor recv_counts, "
-    "Tensor send_slots)"
+    f"dispatch({_PENDING}, {calls.schema(Dispatch)}) -> (Tensor topk_ids, Tensor topk_weights, "
+    "Tensor hidden_states, Tensor recv_counts, Tensor send_slots)"
 )
 # One op per further payload: torch cannot compile an op that writes to an argument, as dispatch
 # does, and also returns a list.
@@ -41,85 +42,37 @@ _library.define(
     "SymInt? max_tokens=None) -> Tensor"
 )
 _library.define("received_expert_counts(Tensor recv_counts, int handle, int channel) -> Tensor")
-_library.define(
-    "combine(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, int channel, "
-    "SymInt? hidden_size=None, Tensor? add=None, float scale=1.0) -> Tensor"
-)
-_library.define(
-    "combine_out(Tensor(a!) pending, Tensor expert_output, Tensor send_slots, "
-    "Tensor(b!) output, int handle, int channel, SymInt? hidden_size=None, Tensor? add=None, "
-    "float scale=1.0) -> ()"
-)
-
-_ADDED_UP = ("expert_output", "add", "output")
+_library.define(f"combine({_PENDING}, {calls.schema(Combine, leaves_out='output')}) -> Tensor")
+_library.define(f"combine_out({_PENDING}, {calls.schema(Combine, writes='output')}) -> ()")
 
 
-def _refuse_gradients(
-    hidden_states: torch.Tensor,
-    scales: torch.Tensor | None,
-    topk_weights: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    extra_payloads: list[torch.Tensor],
-) -> None:
-    names = ("hidden_states", "scales", "topk_weights", "global_scale", "an extra payload")
-    check_no_gradient(names, hidden_states, scales, topk_weights, global_scale, *extra_payloads)
+def _dispatch(pending: torch.Tensor, *given: Any, **named: Any) -> Five:
+    call = Dispatch(*given, **named)
+    checks.no_gradient(call)
+    channel, slots = find(call.handle).start_dispatch(call, pending)
+    return (*channel.rows_and_counts(), slots)
 
 
-def _dispatch(
-    pending: torch.Tensor,
-    hidden_states: torch.Tensor,
-    scales: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    extra_payloads: list[torch.Tensor],
-    global_scale: torch.Tensor | None,
-    handle: int,
-    channel: int,
-    is_padding: torch.Tensor | None = None,
-    max_tokens: int | None = None,
-    active_ranks: torch.Tensor | None = None,
-    expert_counts: torch.Tensor | None = None,
-) -> Five:
-    _refuse_gradients(hidden_states, scales, topk_weights, global_scale, extra_payloads)
-    return find(handle).dispatch(
-        pending,
-        Activations(hidden_states, scales, global_scale, is_padding, active_ranks, expert_counts),
-        topk_ids,
-        topk_weights,
-        extra_payloads,
-        channel,
-        max_tokens,
-    )
-
-
-def _dispatch_fake(
-    pending: torch.Tensor,
-    hidden_states: torch.Tensor,
-    scales: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    extra_payloads: list[torch.Tensor],
-    global_scale: torch.Tensor | None,
-    handle: int,
-    channel: int,
-    is_padding: torch.Tensor | None = None,
-    max_tokens: int | None = None,
-    active_ranks: torch.Tensor | None = None,
-    expert_counts: torch.Tensor | None = None,
-) -> Five:
+def _dispatch_fake(_pending: torch.Tensor, *given: Any, **named: Any) -> Five:
     inductor.keep_outputs(torch.ops.moe_nvlink.dispatch.default)
-    _refuse_gradients(hidden_states, scales, topk_weights, global_scale, extra_payloads)
-    layer = find(handle)
-    optional = (scales, global_scale, is_padding, active_ranks, expert_counts)
-    given = [tensor for tensor in optional if tensor is not None]
-    layer.check_device(hidden_states, topk_ids, topk_weights, *extra_payloads, *given)
+    call = Dispatch(*given, **named)
+    layer = _seen_by_fake(call)
+    num_slots = layer.slots_of(call.max_tokens)
     ids, weights, hidden = (
-        hidden_states.new_empty((layer.slots_of(max_tokens), row.elements), dtype=row.dtype)
+        call.hidden_states.new_empty((num_slots, row.elements), dtype=row.dtype)
         for row in list(layer.rows.values())[:3]
     )
-    counts = hidden_states.new_empty((layer.config.ep_size,), dtype=torch.int32)
-    slots = hidden_states.new_empty((hidden_states.shape[0], layer.config.top_k), dtype=torch.int32)
+    counts = ids.new_empty((layer.config.ep_size,), dtype=torch.int32)
+    slots = ids.new_empty((call.hidden_states.shape[0], layer.config.top_k), dtype=torch.int32)
     return ids, weights, hidden, counts, slots
+
+
+def _seen_by_fake(call: Dispatch | Combine) -> LayerExchange:
+    """Return the layer of a call whose fake runs, after what the op itself would refuse."""
+    checks.no_gradient(call)
+    layer = find(call.handle)
+    layer.check_device(*(tensor for _, tensor in checks.named_tensors(call) if tensor is not None))
+    return layer
 
 
 def _received_scales(
@@ -155,7 +108,7 @@ def _received(
     this op after the dispatch.
     """
     layer = find(handle)
-    return layer.channel(channel).received(index, like, layer.slots_of(max_tokens))
+    return layer.channel(channel).received_payload(index, like, layer.slots_of(max_tokens))
 
 
 def _received_fake(
@@ -185,70 +138,30 @@ def _received_expert_counts_fake(
 
 
 def _combine(
-    pending: torch.Tensor,
-    expert_output: torch.Tensor,
-    send_slots: torch.Tensor,
-    handle: int,
-    channel: int,
-    hidden_size: int | None = None,
-    add: torch.Tensor | None = None,
-    scale: float = 1.0,
+    pending: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, *given: Any, **named: Any
 ) -> torch.Tensor:
-    check_no_gradient(_ADDED_UP, expert_output, add)
-    return find(handle).combine(
-        pending, expert_output, send_slots, None, channel, hidden_size, add, scale
-    )
+    call = Combine(rows, slots, None, *given, **named)
+    checks.no_gradient(call)
+    return find(call.handle).combine(call, pending)
 
 
 def _combine_fake(
-    pending: torch.Tensor,
-    expert_output: torch.Tensor,
-    send_slots: torch.Tensor,
-    handle: int,
-    channel: int,
-    hidden_size: int | None = None,
-    add: torch.Tensor | None = None,
-    scale: float = 1.0,
+    _pending: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, *given: Any, **named: Any
 ) -> torch.Tensor:
-    check_no_gradient(_ADDED_UP, expert_output, add)
-    layer = find(handle)
-    optional = [] if add is None else [add]
-    layer.check_device(expert_output, send_slots, *optional)
-    width = layer.config.hidden_size if hidden_size is None else hidden_size
-    return expert_output.new_empty((send_slots.shape[0], width))
+    call = Combine(rows, slots, None, *given, **named)
+    layer = _seen_by_fake(call)
+    width = layer.config.hidden_size if call.hidden_size is None else call.hidden_size
+    return rows.new_empty((slots.shape[0], width))
 
 
-def _combine_out(
-    pending: torch.Tensor,
-    expert_output: torch.Tensor,
-    send_slots: torch.Tensor,
-    output: torch.Tensor,
-    handle: int,
-    channel: int,
-    hidden_size: int | None = None,
-    add: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> None:
-    check_no_gradient(_ADDED_UP, expert_output, add, output)
-    find(handle).combine(
-        pending, expert_output, send_slots, output, channel, hidden_size, add, scale
-    )
+def _combine_out(pending: torch.Tensor, *given: Any, **named: Any) -> None:
+    call = Combine(*given, **named)
+    checks.no_gradient(call)
+    find(call.handle).combine(call, pending)
 
 
-def _combine_out_fake(
-    pending: torch.Tensor,
-    expert_output: torch.Tensor,
-    send_slots: torch.Tensor,
-    output: torch.Tensor,
-    handle: int,
-    channel: int,
-    hidden_size: int | None = None,
-    add: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> None:
-    check_no_gradient(_ADDED_UP, expert_output, add, output)
-    optional = [] if add is None else [add]
-    find(handle).check_device(expert_output, send_slots, output, *optional)
+def _combine_out_fake(_pending: torch.Tensor, *given: Any, **named: Any) -> None:
+    _seen_by_fake(Combine(*given, **named))
 
 
 for _name, _implementation, _fake in (
@@ -268,13 +181,22 @@ for _name, _implementation, _fake in (
 _WATCHERS: tuple[Callable[[], Any], ...] = (
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
-    torch._ops._len_torch_dispatch_stack_pre_dispatch,
+    # Modes before autograd include this key. To count them takes four calls of Python functions.
+    functools.partial(
+        torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
+    ),
     torch._C._functorch.peek_interpreter_stack,
     torch._C._autograd._profiler_enabled,
+    torch._C._get_tracing_state,
 )
 
+#: Kind of call -> function that returns its tensors, lists of them apart.
+_TENSORS: Mapping[Any, Callable[[Any], tuple[Any, ...]]] = {
+    kind: operator.itemgetter(*places) for kind, places in calls.TENSORS.items()
+}
 
-def are_seen(*tensors: torch.Tensor | None) -> bool:
+
+def are_seen(call: Dispatch | Combine) -> bool:
     """Return whether anybody would notice that a verb runs without its op. Local.
 
     An op costs several microseconds, and an eager call needs none. It needs one if a mode, a
@@ -286,10 +208,11 @@ def are_seen(*tensors: torch.Tensor | None) -> bool:
     for watcher in _WATCHERS:  # any() of a generator takes longer, and each verb comes here
         if watcher():
             return True
-    if torch._C._get_tracing_state() is not None:
-        return True
+    given = _TENSORS[type(call)](call)
+    if type(call) is Dispatch and call.extra_payloads:
+        given += tuple(call.extra_payloads)
     records = torch.is_grad_enabled()
-    for tensor in tensors:
+    for tensor in given:
         if tensor is None:
             continue
         if type(tensor) is not torch.Tensor or (records and tensor.requires_grad):
@@ -305,3 +228,38 @@ received = torch.ops.moe_nvlink.received.default
 received_expert_counts = torch.ops.moe_nvlink.received_expert_counts.default
 combine = torch.ops.moe_nvlink.combine.default
 combine_out = torch.ops.moe_nvlink.combine_out.default
+
+
+def dispatched(layer: LayerExchange, call: Dispatch, max_tokens: int) -> Dispatched:
+    """Run dispatch by its ops; return what MoeAllToAll.dispatch does. Collective; capturable."""
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling:
+        checks.tensors_given(call)
+    ids, weights, hidden, counts, slots = dispatch(layer.workspace.pending, *call)
+    handle, channel = call.handle, call.channel
+    more = [
+        received(counts, like, index, handle, channel, max_tokens)
+        for index, like in enumerate(call.extra_payloads)
+    ]
+    scales = expert_counts = None
+    if "recv_scales" in layer.rows:
+        scales = received_scales(counts, handle, channel, max_tokens)
+    if layer.config.num_expert_counts:
+        expert_counts = received_expert_counts(counts, handle, channel)
+    # With a number that grows, torch.compile would compile the code again at every call.
+    round_number = -1 if is_compiling else layer.channel(channel).rounds
+    metadata = DispatchMetadata(slots, channel, handle, round_number, max_tokens)
+    return Dispatched(hidden, scales, ids, weights, tuple(more), counts, metadata, expert_counts)
+
+
+def combined(layer: LayerExchange, call: Combine) -> torch.Tensor:
+    """Run combine by its op; return output. Collective; capturable."""
+    if not torch.compiler.is_compiling():
+        checks.tensors_given(call)
+    pending = layer.workspace.pending
+    if call.output is not None:
+        combine_out(pending, *call)
+        return call.output
+    rows, slots, _output, *others = call
+    result: torch.Tensor = combine(pending, rows, slots, *others)
+    return result

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import CompileError
@@ -186,8 +186,8 @@ class HostLibrary:
         self._check_size(f"{name}_args", struct)
         function = getattr(self._library, f"moe_nvlink_{name}")
         function.restype = None
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        return lambda args, grid: function(ctypes.addressof(args), grid)
+        function.argtypes = [ctypes.POINTER(struct), ctypes.c_void_p]
+        return cast("Callable[[Any, int], None]", function)
 
     def serve_signals_by(self, main: Callable[[], int], others: Callable[[], int]) -> None:
         """Have waits call these ctypes functions every 50 ms: in the main thread, in others. Local.

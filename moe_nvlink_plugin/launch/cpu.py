@@ -25,17 +25,14 @@ from .kernel import Kernel, S, Variant
 
 class _HostFaultWords:
     def __init__(self, count: int) -> None:
-        self._words = (ctypes.c_uint64 * count)()
+        self.words = (ctypes.c_uint64 * count)()
 
     def connect(self, channel: int, local_control: torch.Tensor) -> None:
         control: Any = structs()["LocalControl"].from_address(local_control.data_ptr())
-        control.host_fault = ctypes.addressof(self._words) + 8 * channel
-
-    def read(self, channel: int) -> int:
-        return self._words[channel]
+        control.host_fault = ctypes.addressof(self.words) + 8 * channel
 
     def clear(self, channel: int) -> None:
-        self._words[channel] = 0
+        self.words[channel] = 0
 
     def leak(self) -> None:
         """Do nothing: no launch outlives its call."""

@@ -266,9 +266,9 @@ class _MappedFaultWords:
         with driver.on_device(index):
             address = int(driver.call("cuMemHostAlloc", 8 * count, flags))
             self._device_address = int(driver.call("cuMemHostGetDevicePointer", address, 0))
-        self._words = (ctypes.c_uint64 * count).from_address(address)
+        self.words = (ctypes.c_uint64 * count).from_address(address)
         for channel in range(count):
-            self._words[channel] = 0
+            self.words[channel] = 0
         self._free = weakref.finalize(self, _free_host_memory, index, address)
         self._free.atexit = False
 
@@ -279,11 +279,8 @@ class _MappedFaultWords:
         word = torch.tensor([address], dtype=torch.int64, device="cpu")
         local_control[field.offset : field.offset + 8].copy_(word.view(torch.uint8))
 
-    def read(self, channel: int) -> int:
-        return self._words[channel]
-
     def clear(self, channel: int) -> None:
-        self._words[channel] = 0
+        self.words[channel] = 0
 
     def leak(self) -> None:
         self._free.detach()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 
 class FaultWords(Protocol):
-    """One word per channel: a kernel writes a fault into it, and the host reads it at any time."""
+    """One word per channel: a kernel writes a fault into it, and the host reads it at any time.
+
+    Attributes:
+        words: channel -> word (pack_fault of epoch_flags.h); 0: no fault.
+    """
+
+    words: Any
 
     def connect(self, channel: int, local_control: torch.Tensor) -> None:
         """Write the address of a channel's word into the channel's LocalControl. Local.
@@ -17,10 +23,6 @@ class FaultWords(Protocol):
             channel: number of the channel.
             local_control: bytes of the channel's struct LocalControl of args.h.
         """
-        ...
-
-    def read(self, channel: int) -> int:
-        """Return the word (pack_fault of epoch_flags.h); 0: no fault. Local; waits for nothing."""
         ...
 
     def clear(self, channel: int) -> None:

@@ -297,7 +297,7 @@ class Workspace(Generic[E]):
 
     def fault(self, channel: int) -> int:
         """Return the channel's fault word, if it has reached the host. Local; waits for nothing."""
-        return 0 if self._faults is None else self._faults.read(channel)
+        return 0 if self._faults is None else int(self._faults.words[channel])
 
     @property
     def layout(self) -> WorkspaceLayout:

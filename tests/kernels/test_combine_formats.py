@@ -21,6 +21,7 @@ from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, reference
 from moe_nvlink_plugin.config import COMBINE_FORMATS
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.exchange.arguments import combine_code
+from moe_nvlink_plugin.exchange.calls import Combine, Dispatch
 from moe_nvlink_plugin.jit import header, host
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes import combine_formats
@@ -560,7 +561,8 @@ def test_a_failed_rank_quantises_and_signals_nothing() -> None:
         with MoeAllToAll.create(mine, group) as layer:
             channel, regions = layer._layer.channel(0), quantised_regions(layer)
             ids = torch.tensor([[0, 1]] * 4, dtype=torch.int32)
-            payloads: list[torch.Tensor | None] = [ids, torch.ones(4, 2), rows[:, 0].contiguous()]
+            hidden, handle = rows[:, 0].contiguous(), layer._layer.handle
+            call = Dispatch(hidden, None, ids, torch.ones(4, 2), [], None, handle, 0)
             cells = channel._workspace.words(channel.regions["combine_cells"], 4, torch.int32)
             is_nan, quantised, signalled = [], [], []
             for number in range(2):
@@ -568,9 +570,10 @@ def test_a_failed_rank_quantises_and_signals_nothing() -> None:
                     region.fill_(0xA5)
                 output = torch.zeros(4, 128, dtype=BF16)
                 if group.rank == 0 or number == 0:
-                    slots = channel.dispatch(payloads, 4, 4, 0, None)
+                    slots = channel.dispatch(call, 4, 0, ())
                 if group.rank == 0:
-                    channel.combine(channel.combine_region, slots, output)
+                    sums = Combine(channel.combine_region, slots, output, handle, 0)
+                    channel.combine(sums, output)
                 group.all_gather_object(None)
                 is_nan.append(bool(output.isnan().all()))
                 quantised.append(any(bool((one != 0xA5).any()) for one in regions.values()))

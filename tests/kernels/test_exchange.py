@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
-from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.jit import header, host
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
 from tests.support import cases, compare, delays
@@ -57,7 +56,7 @@ def test_recipes_are_quantised_in_the_kernel(recipe: str) -> None:
             layer._layer.format = layer._layer.format._replace(quantising=never)
             received = cases.dispatch(layer, cases.make_inputs(case)[group.rank])
             layer.combine(layer.combine_input(), received.metadata)
-            return int(exchange.find(layer._handle).channel(0)._dispatch_args.quantiser)
+            return int(layer._layer.channel(0)._dispatch_args.quantiser)
 
     assert run_ranks(2, rank_main) == [header.quantisers()[recipe]] * 2
 

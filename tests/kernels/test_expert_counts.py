@@ -18,7 +18,6 @@ from moe_nvlink_plugin.errors import (
     ExchangeTimeoutError,
     InputError,
 )
-from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.kernels.test_small_dispatch import broken
@@ -56,7 +55,7 @@ both_kernels = pytest.mark.parametrize("small", [False, True], ids=["bulk", "sma
 
 def words(layer: MoeAllToAll, name: str) -> torch.Tensor:
     """A region of this rank's workspace."""
-    workspace = exchange.find(layer._handle).workspace
+    workspace = layer._layer.workspace
     return workspace.region_bytes(workspace.layout.channel_regions(0)[name])
 
 

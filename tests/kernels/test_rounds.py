@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
-from moe_nvlink_plugin.exchange import layer as exchange
+from moe_nvlink_plugin.exchange.calls import Combine, Dispatch
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
@@ -163,8 +163,8 @@ def test_a_combine_region_that_moves_is_caught() -> None:
     """The bug the fixed layout rules out, put back: one layer receives where the other combines."""
 
     def overlap(small: MoeAllToAll, large: MoeAllToAll) -> None:
-        rows = exchange.find(large._handle).channel(0)
-        other = exchange.find(small._handle).channel(0)
+        rows = large._layer.channel(0)
+        other = small._layer.channel(0)
         rows._dispatch_args.payloads[2].region = other.regions["combine"].block
         rows._views[2] = rows.combine_region
 
@@ -247,15 +247,16 @@ def run_on(layer: MoeAllToAll, inputs: Inputs) -> torch.Tensor:
     """A round as a graph replays it: no check of what went before, and nothing is raised."""
     channel = layer._layer.channel(0)
     hidden, ids, weights, _extras = inputs
-    capacity, num_slots = layer.config.max_tokens_per_rank, layer._layer.slots_of(None)
-    slots = channel.dispatch([ids, weights, hidden], hidden.shape[0], capacity, 0, None)
-    received_ids, received_weights, rows = (channel.view(index, num_slots) for index in range(3))
+    call = Dispatch(hidden, None, ids, weights, [], None, layer._layer.handle, 0)
+    slots = channel.dispatch(call, layer.config.max_tokens_per_rank, 0, ())
+    received_ids, received_weights, rows, _counts = channel.rows_and_counts()
     rank = layer.config.ep_rank
     channel.combine_region.copy_(
         cases.expert_rows(layer.config, rank, rows, received_ids, received_weights)
     )
     output = torch.zeros_like(hidden)
-    channel.combine(channel.combine_region, slots, output)
+    sums = Combine(channel.combine_region, slots, output, layer._layer.handle, 0)
+    channel.combine(sums, output)
     return output
 
 

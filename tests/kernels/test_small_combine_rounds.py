@@ -14,7 +14,6 @@ import torch
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError
-from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
@@ -133,7 +132,7 @@ def test_rounds_with_a_slow_rank(
 
 def staging(layer: MoeAllToAll, parity: str) -> torch.Tensor:
     """This rank's staging of one parity, of channel 0."""
-    workspace = exchange.find(layer._handle).workspace
+    workspace = layer._layer.workspace
     region = workspace.layout.channel_regions(0)[f"{parity}_combine_staging"]
     return workspace.region_bytes(region, region.size_bytes)
 
@@ -194,7 +193,7 @@ def test_the_variable_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         config = dataclasses.replace(case.config(group.rank), small_tokens=None)
         with MoeAllToAll.create(config, group) as layer:
             cases.run_round(layer, inputs[group.rank])
-            workspace = exchange.find(layer._handle).workspace
+            workspace = layer._layer.workspace
             region = workspace.layout.channel_regions(0)["local"]
             kind = structs()["LocalControl"]
             words = workspace.region_bytes(region, ctypes.sizeof(kind))

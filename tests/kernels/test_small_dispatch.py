@@ -18,7 +18,6 @@ import torch
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import DisagreementError, ExchangeTimeoutError
-from moe_nvlink_plugin.exchange import layer as exchange
 from moe_nvlink_plugin.exchange.kernels import LAYER, SMALL_COMBINE, SMALL_DISPATCH
 from moe_nvlink_plugin.exchange.sizes import staged_bytes
 from moe_nvlink_plugin.jit import host
@@ -121,7 +120,7 @@ def test_slots_are_numbers_of_tokens() -> None:
 
 def staging(layer: MoeAllToAll) -> bytes:
     """This rank's staging of dispatch, as long as the layer's rows take."""
-    args = exchange.find(layer._handle).channel(0)._dispatch_args
+    args = layer._layer.channel(0)._dispatch_args
     geometry = args.geometry
     first = args.window_base + geometry.ep_rank * args.rank_stride + 256 * args.staging_region
     rows = geometry.ep_size * geometry.max_tokens_per_rank
@@ -262,7 +261,7 @@ def is_overtaken(then: Case, patience_s: float) -> bool:
             assert has_received.wait(60)
         else:
             has_received.set()
-            args = exchange.find(layer._handle).channel(0)._dispatch_args
+            args = layer._layer.channel(0)._dispatch_args
             cells = args.window_base + args.rank_stride + 256 * args.control.dispatch_cells
             until = time.monotonic() + patience_s
             while time.monotonic() < until and not overtaken:

@@ -285,7 +285,7 @@ def test_opcheck(layout: str) -> None:
         hidden, ids, weights = inputs_of(layer, 2)
         extra = torch.zeros(2, dtype=torch.float32)
         pending = torch.zeros_like(layer._layer.workspace.pending)
-        handle = layer._handle
+        handle = layer._layer.handle
         given = (pending, hidden, None, ids, weights, [extra], None, handle, 0, None, 3)
         torch.library.opcheck(ops.dispatch.default, given)
         counts = ops.dispatch.default(*given)[3]

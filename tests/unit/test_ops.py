@@ -24,6 +24,24 @@ pytestmark = pytest.mark.timeout(240)
 
 CAPACITY = 16
 
+SCHEMAS = {
+    "dispatch": "Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
+    "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel, "
+    "Tensor? is_padding=None, SymInt? max_tokens=None, Tensor? active_ranks=None, "
+    "Tensor? expert_counts=None) -> (Tensor topk_ids, Tensor topk_weights, "
+    "Tensor hidden_states, Tensor recv_counts, Tensor send_slots)",
+    "received_scales": "Tensor recv_counts, int handle, int channel, SymInt? max_tokens=None) "
+    "-> Tensor",
+    "received": "Tensor recv_counts, Tensor like, int index, int handle, int channel, "
+    "SymInt? max_tokens=None) -> Tensor",
+    "received_expert_counts": "Tensor recv_counts, int handle, int channel) -> Tensor",
+    "combine": "Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, "
+    "int channel, SymInt? hidden_size=None, Tensor? add=None, float scale=1.) -> Tensor",
+    "combine_out": "Tensor(a!) pending, Tensor expert_output, Tensor send_slots, "
+    "Tensor(b!) output, int handle, int channel, SymInt? hidden_size=None, Tensor? add=None, "
+    "float scale=1.) -> ()",
+}
+
 
 def config(**values: Any) -> AllToAllConfig:
     usual: dict[str, Any] = {
@@ -57,14 +75,20 @@ def dispatch_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
     pending = torch.zeros_like(layer._layer.workspace.pending)
     alone = rank_mask((0,), 1)
     optional = (None, None, alone, torch.tensor([3, 4], dtype=torch.int32))
-    return (pending, hidden, None, ids, weights, [extra], None, layer._handle, 0, *optional)
+    return (pending, hidden, None, ids, weights, [extra], None, layer._layer.handle, 0, *optional)
 
 
 def combine_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
     received = ops.dispatch(*dispatch_arguments(layer))
-    pending = torch.full_like(layer._layer.workspace.pending, layer._handle)
+    pending = torch.full_like(layer._layer.workspace.pending, layer._layer.handle)
     rows = torch.randn(CAPACITY, 24)
     return (pending, rows, received[-1])
+
+
+def test_schemas() -> None:
+    """Compiled graphs and vLLM's cache of them hold calls in this form: a change breaks them."""
+    of = {name: str(getattr(torch.ops.moe_nvlink, name).default._schema) for name in SCHEMAS}
+    assert of == {name: f"moe_nvlink::{name}({schema}" for name, schema in SCHEMAS.items()}
 
 
 def test_opcheck_dispatch(layer: MoeAllToAll) -> None:
@@ -76,35 +100,35 @@ def test_opcheck_received(layer: MoeAllToAll) -> None:
     counts = ops.dispatch(*arguments)[3]
     like = arguments[5][0]
     torch.library.opcheck(
-        torch.ops.moe_nvlink.received.default, (counts, like, 0, layer._handle, 0)
+        torch.ops.moe_nvlink.received.default, (counts, like, 0, layer._layer.handle, 0)
     )
 
 
 def test_opcheck_received_expert_counts(layer: MoeAllToAll) -> None:
     counts = ops.dispatch(*dispatch_arguments(layer))[3]
-    assert ops.received_expert_counts(counts, layer._handle, 0).tolist() == [[3, 4]]
+    assert ops.received_expert_counts(counts, layer._layer.handle, 0).tolist() == [[3, 4]]
     torch.library.opcheck(
-        torch.ops.moe_nvlink.received_expert_counts.default, (counts, layer._handle, 0)
+        torch.ops.moe_nvlink.received_expert_counts.default, (counts, layer._layer.handle, 0)
     )
 
 
 def test_opcheck_combine(layer: MoeAllToAll) -> None:
-    arguments = (*combine_arguments(layer), layer._handle, 0)
+    arguments = (*combine_arguments(layer), layer._layer.handle, 0)
     torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
 
 
 def test_opcheck_combine_out(layer: MoeAllToAll) -> None:
-    arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._handle, 0)
+    arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._layer.handle, 0)
     torch.library.opcheck(torch.ops.moe_nvlink.combine_out.default, arguments)
 
 
 def test_opcheck_combine_with_add(layer: MoeAllToAll) -> None:
-    arguments = (*combine_arguments(layer), layer._handle, 0, None, torch.randn(7, 24), 2.5)
+    arguments = (*combine_arguments(layer), layer._layer.handle, 0, None, torch.randn(7, 24), 2.5)
     torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
 
 
 def test_opcheck_combine_out_with_add(layer: MoeAllToAll) -> None:
-    arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._handle, 0)
+    arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._layer.handle, 0)
     finish = {"add": torch.randn(7, 24), "scale": -0.5}
     torch.library.opcheck(torch.ops.moe_nvlink.combine_out.default, arguments, finish)
 
@@ -114,9 +138,9 @@ def test_fakes_refuse_another_device(layer: MoeAllToAll) -> None:
     elsewhere = torch.empty(7, 24, device="meta")
     arguments = combine_arguments(layer)
     with pytest.raises(InputError, match="is on meta"):
-        ops.combine(*arguments, layer._handle, 0, add=elsewhere)
+        ops.combine(*arguments, layer._layer.handle, 0, add=elsewhere)
     with pytest.raises(InputError, match="is on meta"):
-        ops.combine_out(*arguments, torch.empty(7, 24), layer._handle, 0, add=elsewhere)
+        ops.combine_out(*arguments, torch.empty(7, 24), layer._layer.handle, 0, add=elsewhere)
 
 
 class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -344,11 +368,17 @@ def _compiled_rank(ep_rank: int, ep_size: int) -> list[bool]:
         hidden, ids, weights = inputs(4 + ep_rank, ep_rank)
         pending = torch.zeros(1, dtype=torch.int64)
         arguments: tuple[Any, ...]
-        arguments = (pending, hidden, None, ids, weights, [], None, exchange._handle, 0)
+        arguments = (pending, hidden, None, ids, weights, [], None, exchange._layer.handle, 0)
         torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, arguments)
         rows = torch.randn(ep_size * CAPACITY, 24)
         slots = exchange.dispatch(hidden, ids, weights).metadata.send_slots
-        arguments = (torch.full_like(pending, exchange._handle), rows, slots, exchange._handle, 0)
+        arguments = (
+            torch.full_like(pending, exchange._layer.handle),
+            rows,
+            slots,
+            exchange._layer.handle,
+            0,
+        )
         torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
         exchange._layer.workspace.pending.zero_()
         patch.undo()

@@ -161,12 +161,12 @@ def test_opcheck(layer: MoeAllToAll) -> None:
     hidden, ids, weights = inputs()
     pending = torch.zeros_like(layer._layer.workspace.pending)
     arguments: tuple[Any, ...]
-    arguments = (pending, hidden, None, ids, weights, [], scale_for(layer), layer._handle, 0)
+    arguments = (pending, hidden, None, ids, weights, [], scale_for(layer), layer._layer.handle, 0)
     torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, arguments)
     counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:])[3]
     if layer.recipe.scales_row(HIDDEN) is not None:
         torch.library.opcheck(
-            torch.ops.moe_nvlink.received_scales.default, (counts, layer._handle, 0)
+            torch.ops.moe_nvlink.received_scales.default, (counts, layer._layer.handle, 0)
         )
 
 
@@ -179,11 +179,21 @@ def test_opcheck_of_what_experts_read(name: str, layout: str) -> None:
         pending = torch.zeros_like(layer._layer.workspace.pending)
         mask = torch.tensor([False, True, False])
         arguments: tuple[Any, ...]
-        arguments = (pending, hidden, None, ids, weights, [], scale_for(layer), layer._handle, 0)
+        arguments = (
+            pending,
+            hidden,
+            None,
+            ids,
+            weights,
+            [],
+            scale_for(layer),
+            layer._layer.handle,
+            0,
+        )
         torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, (*arguments, mask))
         counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:], mask)[3]
         torch.library.opcheck(
-            torch.ops.moe_nvlink.received_scales.default, (counts, layer._handle, 0)
+            torch.ops.moe_nvlink.received_scales.default, (counts, layer._layer.handle, 0)
         )
 
 
