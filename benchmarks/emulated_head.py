@@ -16,10 +16,8 @@ import torch
 from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch.kernel import Kernel
-from moe_nvlink_plugin.lm_head.arguments import head_arguments
-from moe_nvlink_plugin.lm_head.kernels import ARGMAX, GATHER
-from moe_nvlink_plugin.lm_head.shapes import RowSizes
-from moe_nvlink_plugin.lm_head.sizes import head_layout
+from moe_nvlink_plugin.lm_head.kernels import ARGMAX, GATHER, RowSizes
+from moe_nvlink_plugin.lm_head.launches import head_arguments, head_layout
 from tests.support import emulated
 
 

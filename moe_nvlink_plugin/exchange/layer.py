@@ -322,7 +322,6 @@ class LayerExchange:
             output = call.output
             if output is None:
                 output = call.expert_output.new_empty((num_tokens, call.expert_output.shape[1]))
-                call = call._replace(output=output)
             dispatched = channel.state if pending is None else channel.word(pending)
             if dispatched.value != self.handle:
                 raise ExchangeStateError(

@@ -17,72 +17,25 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvlink_plugin import driver, env
-from moe_nvlink_plugin.errors import CompileError, DriverError, MoeNvlinkError
-from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.errors import DriverError
 
-from . import machine_code, shape
+from . import shape
 from .base import Budget
-from .kernel import PDL, Build, Kernel, S, Variant
+from .host_words import MappedFaultWords, SideStreamReader
+from .kernel import PDL, Kernel, S, Variant
+from .machine_code import Function, function_of
 from .shape import Limits, Shape
+from .side_streams import SideStream
 
 logger = logging.getLogger(__name__)
 
 #: Most prepared launches that a launcher keeps. A server uses a few dozen token counts and streams.
 _MOST_PREPARED = 4096
 
-_NO_ROOM = "leave more room on the GPU (vLLM: lower --gpu-memory-utilization)"
 _EARLIER = (
     "if an earlier kernel failed, its error shows here: run with CUDA_LAUNCH_BLOCKING=1 to find it"
 )
 _DEFAULT_STREAM = "while another stream captures a CUDA graph, the default stream may not be used"
-_TOO_OLD = "they are built by CUDA 13 and need driver 580 or newer"
-
-
-class _Function:
-    """Function of a loaded module. The module stays loaded, because a CUDA graph may hold it."""
-
-    def __init__(self, module: Any, name: str) -> None:
-        self.function = driver.call("cuModuleGetFunction", module, name.encode())
-        # The driver loads the code here. The first launch, which may be captured, need not.
-        driver.call("cuFuncLoad", self.function)
-        attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
-        self.max_threads = int(driver.call("cuFuncGetAttribute", attribute, self.function))
-
-    @functools.cache  # noqa: B019 - kernels live as long as the process
-    def blocks_per_sm(self, threads: int) -> int:
-        """Return how many CTAs of so many threads one SM holds."""
-        query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        return int(driver.call(query, self.function, threads, 0))
-
-    def limits(self, num_sms: int) -> Limits:
-        """Return what the function may use of so many SMs."""
-        return Limits(num_sms, self.max_threads, self.blocks_per_sm)
-
-
-#: (index of the device, build) -> function that is loaded there.
-_loaded: dict[tuple[int, Build], _Function] = {}
-
-
-def _function(index: int, build: Build, wanted: Variant) -> _Function:
-    """Return a build's function on a device; compile and load the build on first use."""
-    found = _loaded.get((index, build))
-    if found is None:
-        cubin = machine_code.cubin_for(build, driver.device(index).architecture, wanted)
-        found = _loaded.setdefault((index, build), _load(index, cubin, build.kernel.entry))
-    return found
-
-
-def _load(index: int, cubin: bytes, entry: str) -> _Function:
-    with driver.on_device(index):
-        try:
-            return _Function(driver.call("cuModuleLoadData", cubin), entry)
-        except DriverError as error:
-            major, minor = driver.driver_version()
-            no_room = error.status == "CUDA_ERROR_OUT_OF_MEMORY"
-            raise CompileError(
-                f"the driver (CUDA {major}.{minor}) does not load the kernels built for "
-                f"{driver.device(index).architecture}: {error}; {_NO_ROOM if no_room else _TOO_OLD}"
-            ) from error
 
 
 class _Prepared(NamedTuple):
@@ -123,7 +76,7 @@ class _CudaLaunch:
 
     def __init__(
         self,
-        function: _Function,
+        function: Function,
         kernel: Kernel[Any],
         choose: Callable[[int], Shape],
         executor: CudaExecutor,
@@ -190,7 +143,7 @@ class _Room:
         self._num_sms = min(budget.max_sms or num_sms, num_sms)
         self._share = shape.share(num_sms, budget.num_channels, budget.ranks_on_device)
 
-    def limits(self, function: _Function) -> Limits:
+    def limits(self, function: Function) -> Limits:
         limits = function.limits(self._num_sms)
         return limits.beside_others(self._share) if self.is_shared else limits
 
@@ -249,130 +202,13 @@ class _CudaLauncher:
         always = {axis.name: axis.always for axis in kernel.axes}
         others = {name: code for name, code in instead.items() if code not in always[name]}
         wanted = self._variant.instead(**others)
-        function = _function(self._executor.device_facts.index, build, wanted)
+        function = function_of(self._executor.device_facts.index, build, wanted)
         limits = self._room.limits(function)
 
         def choose(count: int) -> Shape:
             return kernel.shape(count, sizes, limits)
 
         return _CudaLaunch(function, kernel, choose, self._executor, pdl)
-
-
-class _MappedFaultWords:
-    """Words in the host's memory, to which the GPU writes directly."""
-
-    def __init__(self, index: int, count: int) -> None:
-        flags = driver.api().CU_MEMHOSTALLOC_PORTABLE | driver.api().CU_MEMHOSTALLOC_DEVICEMAP
-        with driver.on_device(index):
-            address = int(driver.call("cuMemHostAlloc", 8 * count, flags))
-            self._device_address = int(driver.call("cuMemHostGetDevicePointer", address, 0))
-        self.words = (ctypes.c_uint64 * count).from_address(address)
-        for channel in range(count):
-            self.words[channel] = 0
-        self._free = weakref.finalize(self, _free_host_memory, index, address)
-        self._free.atexit = False
-
-    def connect(self, channel: int, local_control: torch.Tensor) -> None:
-        field: Any = structs()["LocalControl"].host_fault
-        address = self._device_address + 8 * channel
-        # The caller may have set another default device.
-        word = torch.tensor([address], dtype=torch.int64, device="cpu")
-        local_control[field.offset : field.offset + 8].copy_(word.view(torch.uint8))
-
-    def clear(self, channel: int) -> None:
-        self.words[channel] = 0
-
-    def leak(self) -> None:
-        self._free.detach()
-
-
-class _SideStreamReader:
-    """Copies words to pinned memory on a stream of its own, which waits for no other stream.
-
-    The thread that copies is in the relaxed mode meanwhile, so the copy is no mistake of a capture
-    in another thread.
-    """
-
-    def __init__(self, index: int, most: int) -> None:
-        self._index, self._lock = index, threading.Lock()
-        # Allocated now: an allocation may wait for the device, and later kernels may be running.
-        with driver.on_device(index):
-            self._address = int(driver.call("cuMemHostAlloc", 8 * most, 0))
-            self._free = weakref.finalize(self, _free_host_memory, index, self._address)
-            self._free.atexit = False
-            flag = driver.api().CUstream_flags.CU_STREAM_NON_BLOCKING
-            self._stream = driver.call("cuStreamCreate", flag)
-            weakref.finalize(self, _destroy_stream, index, self._stream).atexit = False
-        self._words = (ctypes.c_uint64 * most).from_address(self._address)
-
-    def read(self, address: int, count: int) -> list[int]:
-        with self._lock, driver.on_device(self._index), driver.relaxed_capture():
-            driver.call("cuMemcpyDtoHAsync", self._address, address, 8 * count, self._stream)
-            driver.call("cuStreamSynchronize", self._stream)
-            return self._words[:count]
-
-
-def _destroy_stream(index: int, stream: Any) -> None:
-    """Give up a reader's stream after its last user has gone."""
-    try:
-        with driver.on_device(index), driver.relaxed_capture():
-            driver.call("cuStreamDestroy", stream)
-    except MoeNvlinkError as error:  # a finalizer cannot raise
-        logger.warning("moe_nvlink: a stream of GPU %d stays open: %s", index, error)
-
-
-def _free_host_memory(index: int, address: int) -> None:
-    """Free pinned words after their last user has gone.
-
-    The garbage collector may call this while a thread captures a CUDA graph that does not use the
-    words.
-    """
-    try:
-        with driver.on_device(index), driver.relaxed_capture():
-            driver.call("cuMemFreeHost", address)
-    except MoeNvlinkError as error:  # a finalizer cannot raise; few words are lost
-        logger.warning("moe_nvlink: pinned words of GPU %d stay allocated: %s", index, error)
-
-
-class _Side(NamedTuple):
-    """The stream of one channel's launches beside the caller's stream, and its two events.
-
-    Attributes:
-        stream: its priority is the highest, so its CTAs find a place before those of a large
-            kernel's next wave.
-        begun: what the caller's stream has done before the launch.
-        done: the launch.
-    """
-
-    stream: Any
-    begun: Any
-    done: Any
-
-    @classmethod
-    def create(cls, index: int) -> _Side:
-        """Create a channel's stream on a device, also while a thread captures a CUDA graph."""
-        api = driver.api()
-        with driver.on_device(index), driver.relaxed_capture():
-            _least, greatest = driver.call("cuCtxGetStreamPriorityRange")
-            flags = api.CUstream_flags.CU_STREAM_NON_BLOCKING
-            stream = driver.call("cuStreamCreateWithPriority", flags, greatest)
-            untimed = api.CUevent_flags.CU_EVENT_DISABLE_TIMING
-            events = [driver.call("cuEventCreate", untimed) for _ in range(2)]
-        return cls(stream, *events)
-
-    @staticmethod
-    def destroy(index: int, sides: dict[int, _Side]) -> None:
-        """Destroy streams and events; what still runs on the streams ends first."""
-        if not sides:
-            return
-        try:
-            with driver.on_device(index), driver.relaxed_capture():
-                for side in sides.values():
-                    driver.call("cuStreamDestroy", side.stream)
-                    driver.call("cuEventDestroy", side.begun)
-                    driver.call("cuEventDestroy", side.done)
-        except MoeNvlinkError as error:  # a finalizer cannot raise
-            logger.warning("moe_nvlink: streams of GPU %d stay: %s", index, error)
 
 
 #: (index of the device, handle) of streams that have waited for a side stream's event, and on which
@@ -400,9 +236,9 @@ class CudaExecutor:
         self.device_facts = driver.device(device.index or 0)
         # Raises for an unsupported GPU before anything is allocated.
         _ = self.device_facts.architecture
-        self._sides: dict[int, _Side] = {}  # channel -> its stream
+        self._sides: dict[int, SideStream] = {}  # channel -> its stream
         self._beside = threading.local()  # .stream: where this thread launches now
-        keep = weakref.finalize(self, _Side.destroy, self.device_facts.index, self._sides)
+        keep = weakref.finalize(self, SideStream.destroy, self.device_facts.index, self._sides)
         keep.atexit = False
 
     def follows_event(self, stream: int) -> bool:
@@ -426,7 +262,7 @@ class CudaExecutor:
         with self.context():
             side = self._sides.get(channel)
             if side is None:
-                side = _Side.create(self.device_facts.index)
+                side = SideStream.create(self.device_facts.index)
                 self._sides[channel] = side
             driver.call("cuEventRecord", side.begun, self._current())
             driver.call("cuStreamWaitEvent", side.stream, side.begun, 0)
@@ -504,13 +340,13 @@ class CudaExecutor:
         """Return False: the host does not wait in a launch."""
         return False
 
-    def fault_words(self, count: int) -> _MappedFaultWords:
+    def fault_words(self, count: int) -> MappedFaultWords:
         """See WorkspaceExecutor. The words lie in pinned host memory, mapped into the GPU."""
-        return _MappedFaultWords(self.device_facts.index, count)
+        return MappedFaultWords(self.device_facts.index, count)
 
-    def word_reader(self, most: int) -> _SideStreamReader:
+    def word_reader(self, most: int) -> SideStreamReader:
         """See WorkspaceExecutor."""
-        return _SideStreamReader(self.device_facts.index, most)
+        return SideStreamReader(self.device_facts.index, most)
 
     def launcher(self, variant: Variant, budget: Budget) -> _CudaLauncher:
         """See Executor."""

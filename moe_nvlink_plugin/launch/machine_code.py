@@ -1,11 +1,19 @@
-"""The machine code of a build for a GPU, from the cache or compiled into it."""
+"""The machine code of a build for a GPU, from the cache or compiled into it; loaded there."""
 
 from __future__ import annotations
 
-from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
+import functools
+from typing import Any
+
+from moe_nvlink_plugin import driver
+from moe_nvlink_plugin.errors import CompileError, DriverError, MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.jit import cache, nvrtc
 
 from .kernel import PDL, Build, Variant
+from .shape import Limits
+
+_NO_ROOM = "leave more room on the GPU (vLLM: lower --gpu-memory-utilization)"
+_TOO_OLD = "they are built by CUDA 13 and need driver 580 or newer"
 
 
 def cubin_for(build: Build, architecture: str, wanted: Variant) -> bytes:
@@ -50,3 +58,50 @@ def _searched() -> str:
     except MoeNvlinkError as error:
         return f"the cache ({error})"
     return " or ".join(sorted(map(str, found)))
+
+
+class Function:
+    """Function of a loaded module. The module stays loaded, because a CUDA graph may hold it."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.function = driver.call("cuModuleGetFunction", module, name.encode())
+        # The driver loads the code here. The first launch, which may be captured, need not.
+        driver.call("cuFuncLoad", self.function)
+        attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+        self.max_threads = int(driver.call("cuFuncGetAttribute", attribute, self.function))
+
+    @functools.cache  # noqa: B019 - kernels live as long as the process
+    def blocks_per_sm(self, threads: int) -> int:
+        """Return how many CTAs of so many threads one SM holds."""
+        query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return int(driver.call(query, self.function, threads, 0))
+
+    def limits(self, num_sms: int) -> Limits:
+        """Return what the function may use of so many SMs."""
+        return Limits(num_sms, self.max_threads, self.blocks_per_sm)
+
+
+#: (index of the device, build) -> function that is loaded there.
+_loaded: dict[tuple[int, Build], Function] = {}
+
+
+def function_of(index: int, build: Build, wanted: Variant) -> Function:
+    """Return a build's function on a device; compile and load the build on first use."""
+    found = _loaded.get((index, build))
+    if found is None:
+        cubin = cubin_for(build, driver.device(index).architecture, wanted)
+        found = _loaded.setdefault((index, build), _load(index, cubin, build.kernel.entry))
+    return found
+
+
+def _load(index: int, cubin: bytes, entry: str) -> Function:
+    with driver.on_device(index):
+        try:
+            return Function(driver.call("cuModuleLoadData", cubin), entry)
+        except DriverError as error:
+            major, minor = driver.driver_version()
+            no_room = error.status == "CUDA_ERROR_OUT_OF_MEMORY"
+            raise CompileError(
+                f"the driver (CUDA {major}.{minor}) does not load the kernels built for "
+                f"{driver.device(index).architecture}: {error}; {_NO_ROOM if no_room else _TOO_OLD}"
+            ) from error

@@ -25,7 +25,7 @@ from moe_nvlink_plugin.plugins import find_transport
 from . import exchange as head_exchange
 from . import ops as head_ops
 from .config import HeadConfig
-from .sizes import head_layout
+from .launches import head_layout
 
 #: Fields of HeadConfig that may differ from rank to rank.
 _OWN_FIELDS = {"tp_rank", "num_threads", "max_sms"}

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from .checks import HeadCall
-from .exchange import HeadExchange, find
+from .exchange import HeadCall, HeadExchange, find
 
 # The ops exist as long as this object. torch ships no types for Library.
 _library: Any = torch.library.Library("moe_nvlink", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
 """WorkspaceLayout: the regions of a workspace, and the only module that computes offsets.
 
-The users of a workspace say how large its data regions are (exchange/sizes.py, lm_head/sizes.py).
+The users of a workspace say how large its data regions are (exchange/sizes.py,
+lm_head/launches.py).
 
 The regions of a layer keep their offsets for the life of the workspace, whatever the batch or
 dtype, and whichever layers join later. Only because of this, one barrier per verb protects the rows

@@ -19,8 +19,7 @@ import torch
 from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
-from moe_nvlink_plugin.lm_head.arguments import head_arguments
-from moe_nvlink_plugin.lm_head.sizes import head_layout
+from moe_nvlink_plugin.lm_head.launches import head_arguments, head_layout
 from moe_nvlink_plugin.memory.layout import Region
 from tests.kernels import test_specialised
 from tests.support import kernel_texts, sanitizers

@@ -20,9 +20,7 @@ from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax, sharded_log
 from moe_nvlink_plugin.errors import ExchangeTimeoutError, InputError
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
-from moe_nvlink_plugin.lm_head.arguments import head_arguments
-from moe_nvlink_plugin.lm_head.launches import HeadLaunches
-from moe_nvlink_plugin.lm_head.sizes import head_layout
+from moe_nvlink_plugin.lm_head.launches import HeadLaunches, head_arguments, head_layout
 from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.support import emulated, small_head

@@ -36,7 +36,7 @@ from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
 from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
-from moe_nvlink_plugin.launch import cuda
+from moe_nvlink_plugin.launch.machine_code import _loaded
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.support import cases, compare, fake_cuda, kernel_texts
 from tests.support.fake_cuda import ptx
@@ -197,9 +197,7 @@ def launches_beside_another_channel() -> list[tuple[int, tuple[Any, ...]]]:
     """CTAs of its kind that an SM holds, and each launch."""
     with alone(max_tokens_per_rank=400, num_channels=2) as layer:
         variant = LAYER.variant(top_k=4, dtype="bf16")
-        kernels = [
-            cuda._loaded[0, variant.build(kernel, pdl=False)] for kernel in (DISPATCH, COMBINE)
-        ]
+        kernels = [_loaded[0, variant.build(kernel, pdl=False)] for kernel in (DISPATCH, COMBINE)]
         received = layer.dispatch(*inputs(layer, 400), channel=1)
         seen = [described(fake_cuda.control().last_launch())]
         layer.combine(layer.combine_input(channel=1), received.metadata)

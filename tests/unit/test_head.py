@@ -25,10 +25,9 @@ from moe_nvlink_plugin import (
 from moe_nvlink_plugin.errors import ExchangeStateError
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
-from moe_nvlink_plugin.lm_head.arguments import head_arguments
 from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
 from moe_nvlink_plugin.lm_head.kernels import ARGMAX, GATHER
-from moe_nvlink_plugin.lm_head.sizes import head_layout
+from moe_nvlink_plugin.lm_head.launches import head_arguments, head_layout
 from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support import kernel_texts

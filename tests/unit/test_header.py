@@ -27,8 +27,7 @@ from moe_nvlink_plugin.exchange.kernels import COMBINE, LAYER
 from moe_nvlink_plugin.exchange.launches import PART_BYTES
 from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
-from moe_nvlink_plugin.lm_head.kernels import GATHER, HEAD
-from moe_nvlink_plugin.lm_head.shapes import MOST_HEAD_SPLITS
+from moe_nvlink_plugin.lm_head.kernels import GATHER, HEAD, MOST_HEAD_SPLITS
 from moe_nvlink_plugin.memory import layout
 from moe_nvlink_plugin.memory.workspace import COUNTERS
 from moe_nvlink_plugin.recipes import BUILT_IN

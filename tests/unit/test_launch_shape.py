@@ -22,7 +22,7 @@ from moe_nvlink_plugin.exchange.shapes import (
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.jit.source import read_kernel_file
 from moe_nvlink_plugin.launch.shape import VECTOR_BYTES, WARP, Limits, share
-from moe_nvlink_plugin.lm_head.shapes import (
+from moe_nvlink_plugin.lm_head.kernels import (
     LOGITS_BYTES_PER_CTA,
     MOST_HEAD_SPLITS,
     head_argmax_shape,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,37 @@ def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> No
     assert by_autograd[0] == by_subclass[0] == "dispatch"
     assert {f"moe_nvlink::{name}" for name in original} <= {e.name for e in profile.events() or ()}
     assert torch.equal(output, expected)
+
+
+def frames_of(verb: Callable[[], Any]) -> tuple[int, Any]:
+    """Return how many Python functions a call enters, and what it returns."""
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        result = verb()
+    finally:
+        sys.setprofile(None)
+    return len(entered) - 1, result  # without the lambda
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_eager_verbs_enter_few_functions(more: bool) -> None:
+    """On the host an eager call costs about what the functions cost that it enters."""
+    values: dict[str, Any] = {"extra_payload_bytes": (4,), "num_expert_counts": 6} if more else {}
+    extras = [torch.zeros(7, dtype=torch.int32)] if more else []
+    (group,), tokens = ThreadGroup.ranks(1), inputs(7)
+    with MoeAllToAll.create(config(**values), group) as layer, torch.inference_mode():
+        region = layer.combine_input()
+        for _ in range(3):  # start-up lasts for two rounds
+            sent, received = frames_of(lambda: layer.dispatch(*tokens, extras))
+            summed, _ = frames_of(lambda: layer.combine(region, received.metadata))  # noqa: B023
+    assert sent <= (32 if more else 26)
+    assert summed <= 20
 
 
 # Compiled layers.
