@@ -37,7 +37,7 @@ _PLACES = {
     ),
 }
 _ASKS = (
-    "HD bool has_reached(uint64_t cell, uint32_t epoch) {",
+    "HD bool has_reached(uint64_t cell, uint32_t epoch, uint32_t most_ahead = kAnyAhead) {",
     "HD bool has_arrived(uint32_t mark) const {",
 )
 #: A dispatch may follow another one.

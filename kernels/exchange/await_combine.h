@@ -24,12 +24,12 @@ namespace moe_nvlink {
 // Waits until the cell has reached the epoch; a later one will do: a peer that this rank's signals
 // have reached may be a round ahead. The first look acquires, because the cell has nearly always
 // arrived; then there is no second look. `seen` is what the last look found.
-HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patience,
-                          uint64_t& seen) {
+HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t& seen,
+                          uint32_t most_ahead = kAnyAhead) {
   // P12 and P14, acquire half. If this load were relaxed, what this rank stores afterwards could come
   // before the peer's last reads and zeros of the round before.
-  while (!has_reached(seen = load_acquire_sys(cell), epoch)) {
-    if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
+  while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {
+    if (!is_reached_in_time(cell, epoch, patience, seen, most_ahead)) return kFaultTimeout;
   }
   return 0;
 }
@@ -92,8 +92,11 @@ HD void await_leavers(const DispatchArgs& args, const Cta& cta, uint32_t epoch) 
     if (was_masked && !has_rank(local->active_ranks, peer)) return;
     // The only word that is read in a peer's memory: to store it everywhere would cost every combine.
     uint64_t seen = 0;
+    // One round ahead: a rank that goes on, although the others leave it out, dispatches once more
+    // before it fails, and its combine then tells that epoch. No combine goes further, and small ones
+    // leave the word as it is, for however many rounds.
     const int fault =
-        wait_until_reached(&control_of(args, peer)->read_epoch, epoch, patience, seen);
+        wait_until_reached(&control_of(args, peer)->read_epoch, epoch, patience, seen, 1);
     if (fault != 0) leave_fault(args, pack_fault(fault, kPhaseCombine, peer, epoch));
   });
 }
