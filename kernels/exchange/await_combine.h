@@ -1,5 +1,5 @@
 // What a dispatch waits for beside its peers' cells: P12 before it stores to its peers, and P14 before
-// it ends, for ranks that its mask leaves out.
+// it ends, for ranks that its mask leaves out. And what it does if there is no combine to wait for.
 //
 // A dispatch after a pull combine need not wait, because that combine has waited for every rank's
 // signal. A small combine waits for nobody's signal, only for rows. So the dispatch after it waits
@@ -20,6 +20,21 @@
 #include "../include/moe_nvlink/workspace.h"
 
 namespace moe_nvlink {
+
+// Whether the dispatch before this one has had no combine: a graph that holds dispatch alone has been
+// replayed. Then the peers' experts may still read the rows that this dispatch would overwrite, and a
+// small dispatch would take the cells of the dispatch before for its own. So nothing is put, and
+// nothing announced. A combine that has failed counts as none.
+HD bool lacks_combine(uint32_t dispatched, uint32_t combined) {
+  return dispatched != combined;
+}
+
+// Says so. One CTA. The first fault stays: a graph may go on after a combine that has failed.
+HD void report_repeated(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
+  if (cta.thread != 0) return;
+  const int me = args.geometry.ep_rank;
+  leave_fault(args, pack_fault(kFaultRepeated, kPhaseDispatch, me, epoch));
+}
 
 // Waits until the cell has reached the epoch; a later one will do: a peer that this rank's signals
 // have reached may be a round ahead. The first look acquires, because the cell has nearly always

@@ -113,7 +113,7 @@ struct SmallRound {
 
   HD uint32_t epoch() const { return combined + 1; }
   // The dispatch before has had no combine. Only CTA F knows.
-  HD bool is_repeated() const { return is_of_cta_f && dispatched != combined; }
+  HD bool is_repeated() const { return is_of_cta_f && lacks_combine(dispatched, combined); }
   HD bool has_failed(const DispatchArgs& args) const {
     return exclusion.holds(args) || is_repeated();
   }

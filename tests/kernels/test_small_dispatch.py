@@ -352,10 +352,11 @@ def test_a_rank_that_does_not_combine(num_threads: int) -> None:
     assert errors_of(case, body) == [named, named, None]
 
 
+@pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
 @pytest.mark.parametrize("ctas", [1, 3])
-def test_a_dispatch_that_is_repeated_without_its_combine(ctas: int) -> None:
+def test_a_dispatch_that_is_repeated_without_its_combine(ctas: int, kind: bool) -> None:
     """The host refuses it, so the kernel's own look at it is what is run here."""
-    emulated.check_repeated_dispatch("cpu", ctas=ctas)
+    emulated.check_repeated_dispatch("cpu", small=kind, ctas=ctas)
 
 
 def test_a_cell_of_a_pull_that_is_older_than_half_of_all_epochs() -> None:
