@@ -44,7 +44,7 @@ HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patien
   // P12 and P14, acquire half. If this load were relaxed, what this rank stores afterwards could come
   // before the peer's last reads and zeros of the round before.
   while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {
-    if (!is_reached_in_time(cell, epoch, patience, seen, most_ahead)) return kFaultTimeout;
+    if (!is_reached_in_time(cell, epoch, patience, most_ahead)) return kFaultTimeout;
   }
   return 0;
 }

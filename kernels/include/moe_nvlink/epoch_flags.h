@@ -122,16 +122,17 @@ HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patie
   return true;
 }
 
-HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience) {
+HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience,
+                           uint32_t most_ahead = kAnyAhead) {
   uint64_t seen;
-  return is_reached_in_time(cell, epoch, patience, seen);
+  return is_reached_in_time(cell, epoch, patience, seen, most_ahead);
 }
 
 // Waits until the cell has reached the epoch. On 0, all that the cell's writer did before releasing
 // it is visible to this thread; otherwise a kFault* code.
 HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t* seen,
                       uint32_t most_ahead = kAnyAhead) {
-  if (!is_reached_in_time(cell, epoch, patience, *seen, most_ahead)) return kFaultTimeout;
+  if (!is_reached_in_time(cell, epoch, patience, most_ahead)) return kFaultTimeout;
   // The acquire half of P1 (dispatch), P3 (combine), P6 (gather), P8 (argmax) and P11 (small
   // dispatch). If this load were relaxed, what is read afterwards might be older than the cell.
   *seen = load_acquire_sys(cell);
