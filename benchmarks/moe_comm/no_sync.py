@@ -37,11 +37,11 @@ _PLACES = {
     ),
 }
 _ASKS = (
-    "HD bool has_reached(uint64_t cell, uint32_t epoch) {",
+    "HD bool has_reached(uint64_t cell, uint32_t epoch, uint32_t most_ahead = kAnyAhead) {",
     "HD bool has_arrived(uint32_t mark) const {",
 )
 #: A dispatch may follow another one.
-_REPEATED = "HD bool is_repeated() const {"
+_REPEATED = "HD bool lacks_combine(uint32_t dispatched, uint32_t combined) {"
 
 
 def without_sync(text: str) -> str:

@@ -1,5 +1,5 @@
 // What a dispatch waits for beside its peers' cells: P12 before it stores to its peers, and P14 before
-// it ends, for ranks that its mask leaves out.
+// it ends, for ranks that its mask leaves out. And what it does if there is no combine to wait for.
 //
 // A dispatch after a pull combine need not wait, because that combine has waited for every rank's
 // signal. A small combine waits for nobody's signal, only for rows. So the dispatch after it waits
@@ -21,15 +21,30 @@
 
 namespace moe_nvlink {
 
+// Whether the dispatch before this one has had no combine: a graph that holds dispatch alone has been
+// replayed. Then the peers' experts may still read the rows that this dispatch would overwrite, and a
+// small dispatch would take the cells of the dispatch before for its own. So nothing is put, and
+// nothing announced. A combine that has failed counts as none.
+HD bool lacks_combine(uint32_t dispatched, uint32_t combined) {
+  return dispatched != combined;
+}
+
+// Says so. One CTA. The first fault stays: a graph may go on after a combine that has failed.
+HD void report_repeated(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
+  if (cta.thread != 0) return;
+  const int me = args.geometry.ep_rank;
+  leave_fault(args, pack_fault(kFaultRepeated, kPhaseDispatch, me, epoch));
+}
+
 // Waits until the cell has reached the epoch; a later one will do: a peer that this rank's signals
 // have reached may be a round ahead. The first look acquires, because the cell has nearly always
 // arrived; then there is no second look. `seen` is what the last look found.
-HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patience,
-                          uint64_t& seen) {
+HD int wait_until_reached(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t& seen,
+                          uint32_t most_ahead = kAnyAhead) {
   // P12 and P14, acquire half. If this load were relaxed, what this rank stores afterwards could come
   // before the peer's last reads and zeros of the round before.
-  while (!has_reached(seen = load_acquire_sys(cell), epoch)) {
-    if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
+  while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {
+    if (!is_reached_in_time(cell, epoch, patience, most_ahead)) return kFaultTimeout;
   }
   return 0;
 }
@@ -92,8 +107,11 @@ HD void await_leavers(const DispatchArgs& args, const Cta& cta, uint32_t epoch) 
     if (was_masked && !has_rank(local->active_ranks, peer)) return;
     // The only word that is read in a peer's memory: to store it everywhere would cost every combine.
     uint64_t seen = 0;
+    // One round ahead: a rank that goes on, although the others leave it out, dispatches once more
+    // before it fails, and its combine then tells that epoch. No combine goes further, and small ones
+    // leave the word as it is, for however many rounds.
     const int fault =
-        wait_until_reached(&control_of(args, peer)->read_epoch, epoch, patience, seen);
+        wait_until_reached(&control_of(args, peer)->read_epoch, epoch, patience, seen, 1);
     if (fault != 0) leave_fault(args, pack_fault(fault, kPhaseCombine, peer, epoch));
   });
 }

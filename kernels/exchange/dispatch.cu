@@ -124,6 +124,11 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
   if (shared.has_failed != 0) {
     if (cta.thread == 0) store_word(&local->arrivals, 0u);
     report_left_out(args, cta, shared.epoch);
+    // Both words are as every CTA has read them: what has failed writes no epoch.
+    const uint32_t dispatched = load_word(&local->epoch);
+    if (lacks_combine(dispatched, load_word(&local->combined_epoch))) {
+      report_repeated(args, cta, dispatched);
+    }
     return;
   }
   publish_counts(args, cta, shared);
@@ -212,8 +217,11 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
   // last thread reads it, because the first warp shall begin with the route.
   if (is_last_thread) {
     const Exclusion exclusion = load_exclusion(args);
-    shared.epoch = load_word(&local_control(args)->epoch) + 1;
-    shared.has_failed = exclusion.holds(args) ? 1 : 0;
+    const uint32_t dispatched = load_word(&local_control(args)->epoch);
+    const uint32_t combined = load_word(&local_control(args)->combined_epoch);
+    shared.epoch = dispatched + 1;
+    const bool has_failed = exclusion.holds(args) || lacks_combine(dispatched, combined);
+    shared.has_failed = has_failed ? 1 : 0;
   }
   put_all_tokens<Config>(args, cta, send_counters, shared);
   end_streams();  // before the release half of P2

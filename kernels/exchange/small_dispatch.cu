@@ -80,14 +80,6 @@ HD void tell_pulled(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
   });
 }
 
-// Says that the dispatch before this one has had no combine. The first fault stays: a combine that has
-// failed counts as none, and a graph may go on after it.
-HD void report_repeated(const DispatchArgs& args, const Cta& cta, const SmallRound& round) {
-  if (cta.thread != 0) return;
-  const int me = args.geometry.ep_rank;
-  leave_fault(args, pack_fault(kFaultRepeated, kPhaseDispatch, me, round.epoch()));
-}
-
 // This rank's part of the round beside its rows. CTA F.
 template <class Config, class Shared>
 HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const SmallRound& round,
@@ -107,7 +99,7 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
   });
   if (round.has_pulled != 0 && !has_failed) tell_pulled(args, cta, round.epoch());
   if (has_failed) report_left_out(args, cta, round.epoch());
-  if (round.is_repeated()) report_repeated(args, cta, round);
+  if (round.is_repeated()) report_repeated(args, cta, round.epoch());
   if (round.has_pulled != 0 && args.active_ranks != 0 && !has_failed) {
     await_leavers(args, cta, round.epoch() - 1);
     cta.sync();  // the mask of the round before has been read

@@ -142,8 +142,10 @@ HD void await_pulled(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
     if (!is_active(args, peer)) return;
     const WaitCount count(args, true, peer, patience);
     uint64_t seen = 0;
-    const int fault =
-        wait_for_epoch(cell_of(args, args.geometry.ep_rank, cells, peer), epoch, patience, &seen);
+    // Not ahead at all: a peer needs this rank's combine before it goes on, and a dispatch after a
+    // small combine leaves the cell as it is, for however many rounds.
+    const int fault = wait_for_epoch(cell_of(args, args.geometry.ep_rank, cells, peer), epoch,
+                                     patience, &seen, 0);
     count.end(patience);
     if (fault != 0) report_fault(args, cells, fault, kPhaseDispatch, peer, epoch, patience);
   });

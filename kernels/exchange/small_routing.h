@@ -155,15 +155,13 @@ struct RouteIds {
 };
 
 // Fills `route`, and the token's row of send_slots if `writes_slots`. The routing groups of the CTA
-// call it; the CTA's next barrier publishes the route. Padding and a rank that has failed have no
-// targets.
+// call it; the CTA's next barrier publishes the route. Padding has no targets.
 template <class Config>
 HD void find_route(const DispatchArgs& args, const Cta& cta, const ExpertOwners& owners, int token,
-                   const RouteIds<Config>& ids, const SmallRound& round, bool writes_slots,
-                   SmallRoute& route) {
+                   const RouteIds<Config>& ids, bool writes_slots, SmallRoute& route) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
-  const bool stays = is_padding(args, token) || round.has_failed(args);
+  const bool stays = is_padding(args, token);
   int32_t* send_slots =
       reinterpret_cast<int32_t*>(args.send_slots) + static_cast<int64_t>(token) * top_k;
   MOE_NVLINK_ROLLED

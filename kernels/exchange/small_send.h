@@ -86,7 +86,7 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
     if (routes) ids.load(args, cta, item.token);
     if (is_first) round.load_state(args, role);
     if (routes) {
-      find_route<Config>(args, cta, shared.owners, item.token, ids, round, item.part == 0, route);
+      find_route<Config>(args, cta, shared.owners, item.token, ids, item.part == 0, route);
     }
     if (is_first) await_previous_round(args, cta, round, &shared.faulted);
     if (cta.thread < num_pieces) piece_in(staged, cta.thread) = piece;
@@ -182,7 +182,7 @@ struct QuantiseAndSendTokens {
       if (routes) {
         RouteIds<Config> ids;
         ids.load(args, cta, token);
-        find_route<Config>(args, cta, shared.owners, token, ids, round, true, shared.routes[0]);
+        find_route<Config>(args, cta, shared.owners, token, ids, true, shared.routes[0]);
       }
       if (is_first) await_previous_round(args, cta, round, &shared.faulted);
       cta.sync();  // the row and its route are whole; the peers' staging is free (P12)

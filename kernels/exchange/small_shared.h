@@ -95,7 +95,6 @@ HD char* packed_row_at(const DispatchArgs& args, int owner, int source, int plac
 // first row and ids, so that all of them are on their way together: ptxas moves words that are the
 // same in all threads to uniform registers, and waits for them directly after their loads.
 struct SmallRound {
-  Exclusion exclusion;
   uint32_t combined = 0;    // epoch of the combine before this dispatch
   uint32_t dispatched = 0;  // CTA F: epoch of the dispatch before
   uint32_t has_pulled = 0;  // CTA F: the combine before has read peers' rows
@@ -103,7 +102,6 @@ struct SmallRound {
 
   HD void load_state(const DispatchArgs& args, const SmallRole& role) {
     const LocalControl* local = local_control(args);
-    exclusion = load_exclusion(args);
     combined = load_word(&local->combined_epoch);
     is_of_cta_f = role.publishes();
     if (!is_of_cta_f) return;
@@ -113,22 +111,23 @@ struct SmallRound {
 
   HD uint32_t epoch() const { return combined + 1; }
   // The dispatch before has had no combine. Only CTA F knows.
-  HD bool is_repeated() const { return is_of_cta_f && dispatched != combined; }
-  HD bool has_failed(const DispatchArgs& args) const {
-    return exclusion.holds(args) || is_repeated();
-  }
+  HD bool is_repeated() const { return is_of_cta_f && lacks_combine(dispatched, combined); }
 };
 
-// P12 by the threads from the CTA's end on. Then a barrier, and `faulted` says whether this verb or
-// an earlier one has failed.
+// P12 by the threads from the CTA's end on. They alone look whether this rank may send: if every warp
+// of every CTA loaded the fault word, which takes a strong load, the loads would queue up at that word.
+// Then a barrier, and `faulted` says whether this verb or an earlier one has failed.
 HD void await_previous_round(const DispatchArgs& args, const Cta& cta, const SmallRound& round,
                              uint32_t* faulted) {
-  if (round.has_failed(args)) {
-    store_relaxed_cta(faulted, 1);
-  } else {
-    const bool is_counted = small_role(args.senders, cta).publishes();
-    await_combine(args, cta.num_threads - 1 - cta.thread, cta.num_threads, round.combined,
-                  is_counted, faulted);
+  const int first = cta.num_threads - 1 - cta.thread;
+  if (first < args.geometry.ep_size) {
+    const bool has_failed = load_exclusion(args).holds(args) || round.is_repeated();
+    if (has_failed) {
+      store_relaxed_cta(faulted, 1);
+    } else {
+      const bool is_counted = small_role(args.senders, cta).publishes();
+      await_combine(args, first, cta.num_threads, round.combined, is_counted, faulted);
+    }
   }
 }
 

@@ -251,6 +251,13 @@ def test_a_rank_that_dies_in_its_last_combine(small: bool) -> None:
     run_ranks(2, rank_main)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, -1, 2, 2**31 - 5])
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_the_last_word_of_a_leaver_may_be_old(small: bool, ahead: int) -> None:
+    """Small combines leave it as it is, for however many rounds."""
+    emulated.check_stale_end_of_reading("cpu", small=small, ahead=ahead, ctas=2)
+
+
 def read_epoch(layer: MoeAllToAll) -> torch.Tensor:
     """The word by which a rank says that it has read its rows (P14)."""
     region = layer._layer.workspace.layout.channel_regions(0)["local"]

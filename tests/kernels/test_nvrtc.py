@@ -46,9 +46,9 @@ SYSTEM_RELEASES = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 2}  # P1; P3 
 #: looks of P12 and P14, which are in loops.
 SYSTEM_ACQUIRES = {"moe_nvlink_dispatch": (4, 5, 6, 7), "moe_nvlink_combine": (1,)}
 GPU_ARRIVALS = {"moe_nvlink_dispatch": 1, "moe_nvlink_combine": 1}  # P2; P14
-#: Fault words of each wait, and of a mask without oneself: stored relaxed, in the workspace and in
-#: the host's memory.
-FAULT_STORES = {"moe_nvlink_dispatch": 10, "moe_nvlink_combine": 2}
+#: Fault words of each wait, of a mask without oneself and of a dispatch behind another one: stored
+#: relaxed, in the workspace and in the host's memory.
+FAULT_STORES = {"moe_nvlink_dispatch": 12, "moe_nvlink_combine": 2}
 
 
 #: From sm_70 on.

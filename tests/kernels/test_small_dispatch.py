@@ -289,7 +289,7 @@ def test_nobody_dispatches_into_a_round_that_has_not_ended(kind: bool) -> None:
 @pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
 def test_a_rank_that_overtakes_is_noticed(kind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """P12 away."""
-    wait = "  while (!has_reached(seen = load_acquire_sys(cell), epoch)) {"
+    wait = "  while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {"
     broken(monkeypatch, wait, "  while (false) {", SMALL_KERNELS if kind else LAYER)
     then = dataclasses.replace(SETTLED, small=kind, hidden_size=40)
     assert is_overtaken(then, 30.0)
@@ -351,10 +351,15 @@ def test_a_rank_that_does_not_combine(num_threads: int) -> None:
     assert errors_of(case, body) == [named, named, None]
 
 
+@pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
 @pytest.mark.parametrize("ctas", [1, 3])
-def test_a_dispatch_that_is_repeated_without_its_combine(ctas: int) -> None:
+def test_a_dispatch_that_is_repeated_without_its_combine(ctas: int, kind: bool) -> None:
     """The host refuses it, so the kernel's own look at it is what is run here."""
-    emulated.check_repeated_dispatch("cpu", ctas=ctas)
+    emulated.check_repeated_dispatch("cpu", small=kind, ctas=ctas)
+
+
+def test_a_cell_of_a_pull_that_is_older_than_half_of_all_epochs() -> None:
+    emulated.check_stale_pulled_cell("cpu", ctas=2)
 
 
 @pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])

@@ -68,7 +68,7 @@ NO_COUNTS = (r"^!\(!has_expert_counts", r"^has_counts\b")
 #: What a thread does not come to if no rank leaves (survivors_protocol.py).
 NONE_LEAVES = r"^!\(args\.active_ranks == 0 \|\| load_word\(&local->has_pulled"
 MASK_BEFORE = r"has_rank\(local->active_ranks"
-IS_REACHED = r"^!has_reached\(seen = load_\w+\(cell\), epoch\)$"
+IS_REACHED = r"^!has_reached\(seen = load_\w+\(cell\), epoch, most_ahead\)$"
 TELLS_NO_END = r"^!\(args\.tells_end == 0"
 #: The look at the word of a rank that leaves, and its own accesses at the end of combine.
 LEAVER_AWAITED = r"wait_until_reached: "

@@ -52,7 +52,7 @@ PULLED_ACQUIRED = r"wait_for_epoch: "
 SIGNALS = r"signal_peer: |signal_peers: store_relaxed_sys"
 ANNOUNCES = r"publish_small_round: store_relaxed_sys"
 TELLS_PULLED = r"signal_peer: |tell_pulled: store_relaxed_sys"
-COMBINED_READ = r"load_word\(&local->combined_epoch\)"
+COMBINED_READ = r"\bload_state\("
 COMBINED_LEFT = r"\bleave_combined\("
 EPOCH_LEFT = r"store_word\(&local->epoch"
 EPOCH_READ = r"load_word\(&local_control\(args\)->epoch\)"
@@ -76,7 +76,7 @@ NO_RANK_LEAVES = r"^round\.has_pulled != 0 && args\.active_ranks != 0"
 #: too.
 HEALTHY = (
     r"^Config::kQuantiser != kQuantiserNone$",
-    r"^round\.has_failed(\(args\))?$",
+    r"^round\.has_failed$",
     r"^round\.is_repeated\(\)$",
     r"^share\.first\.token >= args\.geometry\.num_tokens$",
     r"^has_failed$",
@@ -397,11 +397,9 @@ def staged_parts_of_three_items(kernels: Kernels) -> str:
     return text(
         {
             "gpu0.k0.cta0.t0": kernels.thread(
-                function, {UNIT_PUT: "", LOOKS_FOR_FAILURE: ""}, {STAGED: writes}, untaken, turns
+                function, {UNIT_PUT: ""}, {STAGED: writes}, untaken, turns
             ),
-            "gpu0.k0.cta0.t32": kernels.thread(
-                function, {LOOKS_FOR_FAILURE: ""}, {PUTS_UNITS: reads}, untaken, turns
-            ),
+            "gpu0.k0.cta0.t32": kernels.thread(function, {}, {PUTS_UNITS: reads}, untaken, turns),
         }
     )
 

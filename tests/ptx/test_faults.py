@@ -209,7 +209,14 @@ def test_a_missing_rank_ends_with_the_fault_word(pdl: bool) -> None:
     emulated.check_missing_rank("ptx", pdl=pdl)
 
 
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 @pytest.mark.parametrize("seed", range(1, 7))
-def test_a_dispatch_that_is_repeated_without_its_combine(seed: int) -> None:
+def test_a_dispatch_that_is_repeated_without_its_combine(seed: int, small: bool) -> None:
     """However the ranks' threads take turns: rows may be lost, and no other fault may say so."""
-    emulated.check_repeated_dispatch("ptx", ctas=4, seed=seed)
+    emulated.check_repeated_dispatch("ptx", small=small, ctas=4, seed=seed)
+
+
+def test_words_that_are_older_than_half_of_all_epochs() -> None:
+    emulated.check_stale_pulled_cell("ptx", ctas=4)
+    for small in (False, True):
+        emulated.check_stale_end_of_reading("ptx", small=small, ahead=2**31 - 5, ctas=4)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from moe_nvlink_plugin import HeadConfig, driver, reference
+from moe_nvlink_plugin import HeadConfig, driver, rank_mask, reference
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import arguments, checks
@@ -896,13 +896,13 @@ def check_missing_rank(name: str, *, small: bool = False, **options: Any) -> Non
         check_round(with_ctas(case, backend.ctas), inputs, fresh.run_round(inputs))
 
 
-def check_repeated_dispatch(name: str, **options: Any) -> None:
-    """A small dispatch again without its combine, as a graph replays it: a fault on every rank.
+def check_repeated_dispatch(name: str, *, small: bool = True, **options: Any) -> None:
+    """A dispatch again without its combine, as a graph replays it: a fault on every rank.
 
     Rank 0 has rows for other ranks the second time. A receiver that takes the first dispatch's
-    cells for the second's does not look for them.
+    cells for the second's does not look for them. Nobody's rows are overwritten.
     """
-    case = Case(name="repeated", tokens=(3, 2), num_experts=8, top_k=2, hidden_size=64, small=True)
+    case = Case(name="repeated", tokens=(3, 2), num_experts=8, top_k=2, hidden_size=64, small=small)
     inputs = cases.make_inputs(case)
     ids = inputs[0].topk_ids.clone()
     ids[0] = (ids[0] + 4) % 8
@@ -911,6 +911,8 @@ def check_repeated_dispatch(name: str, **options: Any) -> None:
         ranks = EmulatedRanks(config_of(case, timeout_s=0.3), backend)
         ranks.dispatch([mine.to(backend.device) for mine in inputs])
         ranks.check_faults()
+        for rank in range(2):
+            ranks.view(rank, "recv_hidden_states", writes=True).fill_(7.0)
         ranks.dispatch([mine.to(backend.device) for mine in again])
         codes = constants()
         code = codes["kFaultRepeated"] << 56 | codes["kPhaseDispatch"] << 48
@@ -921,6 +923,71 @@ def check_repeated_dispatch(name: str, **options: Any) -> None:
         ranks.dispatch([mine.to(backend.device) for mine in inputs])
         assert [int(ranks.control(rank).fault) for rank in range(2)] == expected
         assert [int(ranks.control(rank).epoch) for rank in range(2)] == [1, 1]
+        if not small:  # receivers of a small one may already take what the staging holds
+            for rank in range(2):
+                assert bool((ranks.view(rank, "recv_hidden_states") == 7.0).all())
+
+
+def go_on_from(ranks: EmulatedRanks, epoch: int, **fields: int) -> None:
+    """Makes round `epoch` the last one of all ranks; `fields` are further words of LocalControl."""
+    words = {"epoch": epoch, "combined_epoch": epoch, **fields}
+    for rank in range(ranks.config.ep_size):
+        for cells in ("dispatch_cells", "combine_cells"):
+            size = ranks.config.ep_size * 8
+            ranks._bytes(rank, cells, size, 0, writes=True).view(torch.int64).fill_(epoch)
+        set_local(ranks, rank, **words)
+
+
+def set_local(ranks: EmulatedRanks, rank: int, **fields: int) -> None:
+    """Writes words of the rank's LocalControl."""
+    control = ranks.control(rank)
+    for name, value in fields.items():
+        setattr(control, name, value)
+    words = torch.tensor(list(bytes(control)), dtype=torch.uint8)
+    ranks._bytes(rank, "local", len(words), 0, writes=True).copy_(words)
+
+
+#: Seen from here, a word that is 0 seems to be of a later round.
+FAR_EPOCH = 2**31 + 5
+
+
+def check_stale_pulled_cell(name: str, **options: Any) -> None:
+    """A cell of P11 that is older than 2^31 rounds is waited for; it does not seem to be ahead.
+
+    Only rank 0 believes that the combine before has read rows. So rank 1 leaves no such cell, and
+    what rank 0 says of it in the end does not depend on time.
+    """
+    case = Case(name="stale", tokens=(3, 2), num_experts=8, top_k=2, hidden_size=64, small=True)
+    inputs = cases.make_inputs(case)
+    with contextlib.closing(make_backend(name, case, **options)) as backend:
+        ranks = EmulatedRanks(config_of(case, timeout_s=0.3), backend)
+        go_on_from(ranks, FAR_EPOCH)
+        set_local(ranks, 0, has_pulled=1)
+        ranks.dispatch([mine.to(backend.device) for mine in inputs])
+        codes = constants()
+        expected = codes["kFaultTimeout"] << 56 | codes["kPhaseDispatch"] << 48 | 1 << 32
+        words = [int(ranks.control(rank).fault) for rank in range(2)]
+        assert words == [expected | FAR_EPOCH + 1, 0], [f"{word:#018x}" for word in words]
+
+
+def check_stale_end_of_reading(name: str, *, small: bool, ahead: int, **options: Any) -> None:
+    """A leaver's word of P14 that is older than 2^31 rounds is waited for.
+
+    ahead: rounds by which the word is before the last one; 0 and 1 are no reason to wait.
+    """
+    case = Case(name="stale", tokens=(3, 2, 1), num_experts=6, top_k=2, hidden_size=64, small=small)
+    inputs = cases.make_inputs(case)
+    with contextlib.closing(make_backend(name, case, **options)) as backend:
+        ranks = EmulatedRanks(config_of(case, timeout_s=0.3), backend)
+        ranks._masks = [rank_mask((0, 1), 3).to(backend.device)] * 3
+        go_on_from(ranks, FAR_EPOCH, has_pulled=1)
+        set_local(ranks, 2, read_epoch=(FAR_EPOCH + ahead) % 2**32)
+        ranks.dispatch([mine.to(backend.device) for mine in inputs[:2]])
+        codes = constants()
+        expected = codes["kFaultTimeout"] << 56 | codes["kPhaseCombine"] << 48 | 2 << 32
+        fault = 0 if ahead in (0, 1) else expected | FAR_EPOCH
+        words = [int(ranks.control(rank).fault) for rank in range(2)]
+        assert words == [fault, fault], [f"{word:#018x}" for word in words]
 
 
 @contextlib.contextmanager

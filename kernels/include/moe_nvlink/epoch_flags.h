@@ -3,7 +3,8 @@
 // all of it arrives together. The tag stands for the sender's geometry, in combine for the type and
 // width of its rows: if ranks dispatch through layers of different geometry in the same round, rows
 // go to places where the receivers do not look. Epochs only go up and wrap after 2^32 rounds. They
-// are compared by signed difference.
+// are compared by signed difference. A word that only some rounds write may be older than 2^31
+// rounds, and would then seem to be ahead: its waiter says how far ahead the word can be.
 #pragma once
 
 #include "config.h"
@@ -43,8 +44,12 @@ HD uint32_t geometry_tag(const Geometry& geometry) {
   return mixed >> kCountBits ^ (geometry.formats & ((1u << kTagBits) - 1));
 }
 
-HD bool has_reached(uint64_t cell, uint32_t epoch) {
-  return static_cast<int32_t>(cell_epoch(cell) - epoch) >= 0;
+// How far ahead a cell may be for a waiter that it has reached: of a cell that is rewritten in every
+// round half of all epochs, which makes the comparison one by signed difference.
+constexpr uint32_t kAnyAhead = 0x7fffffffu;
+
+HD bool has_reached(uint64_t cell, uint32_t epoch, uint32_t most_ahead = kAnyAhead) {
+  return cell_epoch(cell) - epoch <= most_ahead;
 }
 
 // {code:8, phase:8, peer:16, epoch:32}
@@ -101,10 +106,10 @@ struct WaitCount {
 
 // Reads the cell until it has reached the epoch; returns false if the time is over. `seen` is what
 // the last look found. Orders nothing.
-HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience,
-                           uint64_t& seen) {
+HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t& seen,
+                           uint32_t most_ahead = kAnyAhead) {
   Backoff backoff;
-  while (!has_reached(seen = load_relaxed_sys(cell), epoch)) {
+  while (!has_reached(seen = load_relaxed_sys(cell), epoch, most_ahead)) {
     const uint64_t waited = patience.waited_ns();
     if (waited > patience.timeout_ns) return false;
     MOE_NVLINK_HOST_ONLY(if (patience.sleepers != nullptr && backoff.may_sleep(waited)) {
@@ -117,15 +122,17 @@ HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patie
   return true;
 }
 
-HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience) {
+HD bool is_reached_in_time(const uint64_t* cell, uint32_t epoch, Patience& patience,
+                           uint32_t most_ahead = kAnyAhead) {
   uint64_t seen;
-  return is_reached_in_time(cell, epoch, patience, seen);
+  return is_reached_in_time(cell, epoch, patience, seen, most_ahead);
 }
 
 // Waits until the cell has reached the epoch. On 0, all that the cell's writer did before releasing
 // it is visible to this thread; otherwise a kFault* code.
-HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t* seen) {
-  if (!is_reached_in_time(cell, epoch, patience)) return kFaultTimeout;
+HD int wait_for_epoch(const uint64_t* cell, uint32_t epoch, Patience& patience, uint64_t* seen,
+                      uint32_t most_ahead = kAnyAhead) {
+  if (!is_reached_in_time(cell, epoch, patience, most_ahead)) return kFaultTimeout;
   // The acquire half of P1 (dispatch), P3 (combine), P6 (gather), P8 (argmax) and P11 (small
   // dispatch). If this load were relaxed, what is read afterwards might be older than the cell.
   *seen = load_acquire_sys(cell);
