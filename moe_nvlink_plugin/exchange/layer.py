@@ -135,8 +135,11 @@ class LayerExchange:
         if self.workspace.is_parents:  # its threads are not in this process
             self._running.clear()
         for running in self._running.values():
-            with contextlib.suppress(Exception):
-                running.join()
+            try:
+                with contextlib.suppress(Exception):
+                    running.join()
+            except Interrupted as stop:  # the launch still runs, so nothing may be freed
+                raise stop.error from None
         self._running.clear()
 
     def channel(self, index: int) -> Channel:
@@ -402,8 +405,7 @@ class LayerExchange:
             except BaseException as error:
                 if isinstance(error, Exception):  # else the launch still runs, but not for long
                     del self._running[channel_index]
-                else:
-                    self.workspace.interrupt(f"{running.verb}_async", error)
+                self._interrupted(f"{running.verb}_async", error)
                 raise
             del self._running[channel_index]
             self._raise_fault(channel)
